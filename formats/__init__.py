@@ -1,0 +1,1 @@
+"""Bytes: readers, writers and layouts of checkpoint files."""

@@ -1,0 +1,1 @@
+"""Numbers: the built-in decoder that runs checkpoints for evals and generation."""

@@ -1,0 +1,43 @@
+"""The errors a user or a file can cause: one fact with numbers, one hint, one exit code.
+
+Everything else that is raised is a bug in qconvert and is reported as one.
+"""
+
+from __future__ import annotations
+
+
+class QConvertError(Exception):
+    """A fact about the input or the request, and what to do about it.
+
+    `fact` reads `<file or tensor>: <what is wrong, with numbers>`; `hint` is what the user can
+    type or change. The command line prints both and leaves with `exit_code`.
+    """
+
+    exit_code = 1
+
+    def __init__(self, fact: str, hint: str | None = None) -> None:
+        super().__init__(fact)
+        self.fact = fact
+        self.hint = hint
+
+
+class CorruptCheckpoint(QConvertError):
+    """A file of the checkpoint breaks its own format, or two of them disagree."""
+
+
+class UnsupportedModel(QConvertError):
+    """The checkpoint is sound, but its architecture or one of its tensors is not known here."""
+
+
+class BadRecipe(QConvertError):
+    """The request contradicts itself, the model, or what the output format can hold."""
+
+
+class OutputExists(QConvertError):
+    """Something is already under the output's name."""
+
+
+class CheckFailed(QConvertError):
+    """A verification or a quality gate did not pass."""
+
+    exit_code = 3

@@ -1,0 +1,1 @@
+"""Numbers: grids, scale search, packing arithmetic. Knows no tensor name and no path."""

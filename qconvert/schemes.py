@@ -1,0 +1,57 @@
+"""Quantization schemes as users write them: `int4`, `int4-asym-g64`, `int8-channel`, `keep`.
+
+A scheme is a decision about one weight; `form()` turns it into the form the weight will have.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from qconvert.errors import BadRecipe
+from qconvert.tensors import DType, GroupInt
+
+DEFAULT_GROUP_SIZE = 128
+SMALLER_GROUP_SIZES = (128, 64, 32)
+_SCHEME = re.compile(r"int(?P<bits>[2-8])(?P<asym>-asym)?(?:-(?:g(?P<group>[1-9]\d*)|(?P<channel>channel)))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """Group quantization to `bits`; `group_size` None means one scale per output row."""
+
+    bits: int
+    group_size: int | None = DEFAULT_GROUP_SIZE
+    symmetric: bool = True
+
+    def form(self, scale_dtype: DType) -> GroupInt:
+        """The form of a weight quantized by this scheme, its scales stored as `scale_dtype`."""
+        return GroupInt(self.bits, self.group_size, self.symmetric, scale_dtype)
+
+    @property
+    def label(self) -> str:
+        """The canonical spelling, which `parse_scheme` reads back."""
+        return self.form(DType.BF16).label
+
+
+KEEP = "keep"
+
+
+def parse_scheme(text: str) -> Scheme | None:
+    """Read a scheme as a user writes it; None stands for `keep`.
+
+    Raises BadRecipe, naming the nearest spelling, when the text is not one.
+    """
+    if text == KEEP:
+        return None
+    match = _SCHEME.fullmatch(text)
+    if match is None:
+        known = [KEEP] + [f"int{b}{a}{g}" for b in range(2, 9) for a in ("", "-asym") for g in ("", "-g128", "-g64", "-g32", "-channel")]
+        near = get_close_matches(text, known, n=1, cutoff=0.5)
+        raise BadRecipe(
+            f"scheme {text!r}: not a scheme",
+            f"write int{{2..8}}[-asym]-g{{N}}, ...-channel or keep{f'; did you mean {near[0]!r}?' if near else ''}",
+        )
+    group = None if match["channel"] else int(match["group"] or DEFAULT_GROUP_SIZE)
+    return Scheme(int(match["bits"]), group, match["asym"] is None)

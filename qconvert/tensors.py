@@ -1,0 +1,269 @@
+"""Names for what moves through a conversion: dtypes, tensor specs, logical tensors, values.
+
+A *spec* describes an array as a file stores it. A *logical tensor* is what a model layer holds
+(one weight), whatever the number of arrays it is spelled as; its *form* says how its numbers are
+represented. A *value* is a run of rows of a logical tensor, in memory.
+
+Rows: every tensor is cut along its leading dimensions. A tensor of two or more dimensions is seen
+as `[prod(shape[:-1]), shape[-1]]`; a vector of n elements as `[n, 1]`; a scalar as `[1, 1]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+
+
+class DType(Enum):
+    """An element type: safetensors code, bits per element, and the numpy type that carries it.
+
+    Types numpy does not have travel as unsigned integers of the same width (BF16 as uint16, the
+    8-bit floats as uint8); only the kernels in `quant/` read them as numbers.
+    """
+
+    F64 = ("F64", 64, "<f8")
+    F32 = ("F32", 32, "<f4")
+    F16 = ("F16", 16, "<f2")
+    BF16 = ("BF16", 16, "<u2")
+    F8_E4M3 = ("F8_E4M3", 8, "|u1")
+    F8_E5M2 = ("F8_E5M2", 8, "|u1")
+    F8_E8M0 = ("F8_E8M0", 8, "|u1")
+    I64 = ("I64", 64, "<i8")
+    I32 = ("I32", 32, "<i4")
+    I16 = ("I16", 16, "<i2")
+    I8 = ("I8", 8, "|i1")
+    U64 = ("U64", 64, "<u8")
+    U32 = ("U32", 32, "<u4")
+    U16 = ("U16", 16, "<u2")
+    U8 = ("U8", 8, "|u1")
+    BOOL = ("BOOL", 8, "|b1")
+
+    def __init__(self, code: str, bits: int, carrier: str) -> None:
+        self.code = code
+        self.bits = bits
+        self.carrier = carrier
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per element."""
+        return self.bits // 8
+
+    @property
+    def is_float(self) -> bool:
+        """Whether a weight may be stored in it as it is (16, 32 or 64 bits, floating point)."""
+        return self in FLOAT_DTYPES
+
+    @property
+    def label(self) -> str:
+        """The short lower-case name that users read and type: `bf16`, `f32`, `i8`."""
+        return self.code.lower()
+
+
+FLOAT_DTYPES = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
+DTYPE_BY_CODE: Mapping[str, DType] = {dtype.code: dtype for dtype in DType}
+
+
+def rows_of(shape: tuple[int, ...]) -> int:
+    """The number of rows of a tensor of this shape (see the module's docstring)."""
+    if len(shape) >= 2:
+        return prod(shape[:-1])
+    return shape[0] if shape else 1
+
+
+def width_of(shape: tuple[int, ...]) -> int:
+    """The number of elements in one row of a tensor of this shape."""
+    return shape[-1] if len(shape) >= 2 else 1
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One array as a file stores it: its name, element type and shape."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def rows(self) -> int:
+        return rows_of(self.shape)
+
+    @property
+    def width(self) -> int:
+        return width_of(self.shape)
+
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """The form of a tensor stored as its own numbers."""
+
+    dtype: DType
+
+    @property
+    def label(self) -> str:
+        return self.dtype.label
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInt:
+    """The form of a group-quantized weight: `w = (code - zero) * scale`, codes unsigned.
+
+    `bits` is 2 to 8; `group_size` the number of consecutive input columns that share one scale,
+    None for one scale per row ("channel"). A symmetric grid has no stored zeros: its zero is
+    `2**(bits-1)`. `scale_dtype` is the type the scales are stored in.
+    """
+
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    scale_dtype: DType
+
+    def groups(self, width: int) -> int:
+        """The number of groups in a row of `width` columns, which the group size must divide."""
+        return 1 if self.group_size is None else width // self.group_size
+
+    def nbytes(self, shape: tuple[int, ...]) -> float:
+        """Bytes of codes, scales and zeros for a weight of this shape, without padding."""
+        rows, width = rows_of(shape), width_of(shape)
+        zero_bits = 0 if self.symmetric else self.bits
+        per_row = self.bits * width + self.groups(width) * (self.scale_dtype.bits + zero_bits)
+        return rows * per_row / 8
+
+    @property
+    def label(self) -> str:
+        group = "channel" if self.group_size is None else f"g{self.group_size}"
+        return f"int{self.bits}{'' if self.symmetric else '-asym'}-{group}"
+
+
+Form = Plain | GroupInt
+
+
+@dataclass(frozen=True, slots=True)
+class Logical:
+    """A tensor of the model, however many arrays spell it: name, shape as computed with, form."""
+
+    name: str
+    shape: tuple[int, ...]
+    form: Form
+
+    @property
+    def rows(self) -> int:
+        return rows_of(self.shape)
+
+    @property
+    def width(self) -> int:
+        return width_of(self.shape)
+
+    @property
+    def count(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Rows of numbers: `rows_RI` [rows, width] in the carrier type of `dtype`."""
+
+    rows_RI: np.ndarray
+    dtype: DType
+
+    @property
+    def rows(self) -> int:
+        return int(self.rows_RI.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
+class IntAffine:
+    """Rows of a group-quantized weight on the grid `(codes - zeros) * scales`.
+
+    codes_RI uint8 [rows, width]; scales_RG [rows, groups] in the carrier type of
+    `form.scale_dtype`; zeros_RG uint8 [rows, groups], None exactly when the form is symmetric.
+    """
+
+    codes_RI: np.ndarray
+    scales_RG: np.ndarray
+    zeros_RG: np.ndarray | None
+    form: GroupInt
+
+    @property
+    def rows(self) -> int:
+        return int(self.codes_RI.shape[0])
+
+
+Value = Dense | IntAffine
+
+
+class Source(Protocol):
+    """A checkpoint that can be read: specs of every array, and their rows on demand.
+
+    `read` returns rows [start, stop) of one array as a new contiguous `[rows, width]` numpy array
+    in its carrier type; it may be called from any thread.
+    """
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+
+    def read(self, name: str, start: int, stop: int) -> np.ndarray: ...
+
+
+class Sink(Protocol):
+    """Files being written: rows of any array in any order from any thread, then all or nothing."""
+
+    def write(self, name: str, start: int, rows: np.ndarray) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class Layout(Protocol):
+    """How a logical tensor is spelled as named arrays in one on-disk format, and back.
+
+    `row_alignment` is the number of rows that `encode` must be given together (the last call for
+    a tensor may hold fewer), for formats that pack several rows into one word.
+    """
+
+    name: str
+
+    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]: ...
+
+    def row_alignment(self, tensor: Logical) -> int: ...
+
+    def encode(self, tensor: Logical, start: int, value: Value) -> Iterable[Part]: ...
+
+    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one named array, starting at row `start` of it."""
+
+    name: str
+    start: int
+    rows: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecars:
+    """What lies beside the weights: files copied as they are, and what was left behind."""
+
+    copied: tuple[Path, ...]
+    skipped: tuple[Path, ...]
+
+
+Json = dict[str, Any]
