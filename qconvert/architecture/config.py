@@ -1,0 +1,45 @@
+"""Typed, bounded access to config.json: every number the tables need is checked on its way in."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+
+from qconvert.errors import CorruptCheckpoint
+from qconvert.tensors import Json
+
+MAX_DIMENSION = 1 << 32
+MAX_LAYERS = 4096
+
+
+def positive_int(config: Json, key: str, most: int = MAX_DIMENSION) -> int:
+    """The integer under `key`, which must be there and lie in 1..most."""
+    value = optional_int(config, key, most)
+    if value is None:
+        near = get_close_matches(key, config, n=1)
+        raise CorruptCheckpoint(
+            f"config.json: {key} is missing",
+            f"did the file mean {near[0]!r}?" if near else "fetch the model's config.json again",
+        )
+    return value
+
+
+def optional_int(config: Json, key: str, most: int = MAX_DIMENSION) -> int | None:
+    """The integer under `key`, in 1..most; None when it is absent or null."""
+    value = config.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise CorruptCheckpoint(f"config.json: {key} is {value!r}, not a whole number", "correct the file")
+    if not 1 <= value <= most:
+        raise CorruptCheckpoint(f"config.json: {key} is {value}, outside 1..{most}", "correct the file")
+    return value
+
+
+def flag(config: Json, key: str, *, default: bool = False) -> bool:
+    """The boolean under `key`; `default` when it is absent or null."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise CorruptCheckpoint(f"config.json: {key} is {value!r}, neither true nor false", "correct the file")
+    return value
