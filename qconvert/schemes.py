@@ -47,7 +47,12 @@ def parse_scheme(text: str) -> Scheme | None:
         return None
     match = _SCHEME.fullmatch(text)
     if match is None:
-        known = [KEEP] + [f"int{b}{a}{g}" for b in range(2, 9) for a in ("", "-asym") for g in ("", "-g128", "-g64", "-g32", "-channel")]
+        known = [KEEP] + [
+            f"int{b}{a}{g}"
+            for b in range(2, 9)
+            for a in ("", "-asym")
+            for g in ("", "-g128", "-g64", "-g32", "-channel")
+        ]
         near = get_close_matches(text, known, n=1, cutoff=0.5)
         raise BadRecipe(
             f"scheme {text!r}: not a scheme",

@@ -4,4 +4,16 @@ from qconvert.architecture.families import FAMILIES
 from qconvert.architecture.model import Architecture, Binding, FusedPlace, Place, bind, find_family, shown
 from qconvert.architecture.slots import Family, Fusion, Slot
 
-__all__ = ["FAMILIES", "Architecture", "Binding", "Family", "FusedPlace", "Fusion", "Place", "Slot", "bind", "find_family", "shown"]
+__all__ = [
+    "FAMILIES",
+    "Architecture",
+    "Binding",
+    "Family",
+    "FusedPlace",
+    "Fusion",
+    "Place",
+    "Slot",
+    "bind",
+    "find_family",
+    "shown",
+]

@@ -41,5 +41,7 @@ def flag(config: Json, key: str, *, default: bool = False) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise CorruptCheckpoint(f"config.json: {key} is {value!r}, neither true nor false", "correct the file")
+        raise CorruptCheckpoint(
+            f"config.json: {key} is {value!r}, neither true nor false", "correct the file"
+        )
     return value

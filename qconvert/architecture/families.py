@@ -93,7 +93,15 @@ MISTRAL = replace(
     name="Mistral",
     model_types=("mistral",),
     classes=("MistralForCausalLM",),
-    slots=(EMBED, ATTN_NORM, *attention(qkv_bias=False, o_bias=False), MLP_NORM, *gated_mlp(), FINAL_NORM, LM_HEAD),
+    slots=(
+        EMBED,
+        ATTN_NORM,
+        *attention(qkv_bias=False, o_bias=False),
+        MLP_NORM,
+        *gated_mlp(),
+        FINAL_NORM,
+        LM_HEAD,
+    ),
 )
 
 QWEN2 = replace(
@@ -101,7 +109,15 @@ QWEN2 = replace(
     name="Qwen1.5 / Qwen2 / Qwen2.5",
     model_types=("qwen2",),
     classes=("Qwen2ForCausalLM",),
-    slots=(EMBED, ATTN_NORM, *attention(qkv_bias=True, o_bias=False), MLP_NORM, *gated_mlp(), FINAL_NORM, LM_HEAD),
+    slots=(
+        EMBED,
+        ATTN_NORM,
+        *attention(qkv_bias=True, o_bias=False),
+        MLP_NORM,
+        *gated_mlp(),
+        FINAL_NORM,
+        LM_HEAD,
+    ),
 )
 
 QWEN3 = replace(

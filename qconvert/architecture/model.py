@@ -153,7 +153,9 @@ def find_family(config: Json) -> Family:
     if not isinstance(model_type, str):
         raise CorruptCheckpoint("config.json: no model_type", f"add one of: {known}")
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
-        raise CorruptCheckpoint(f"config.json: architectures is {classes!r}, not a list of names", "correct it")
+        raise CorruptCheckpoint(
+            f"config.json: architectures is {classes!r}, not a list of names", "correct it"
+        )
     family = next((f for f in FAMILIES if model_type in f.model_types), None)
     if family is None:
         raise UnsupportedModel(f"config.json: model_type {model_type!r} is not known here", f"known: {known}")
@@ -192,7 +194,9 @@ class Binding:
         return tuple(dict.fromkeys(fused[n].fusion for n in self.places if n in fused))
 
 
-def bind(architecture: Architecture, tensors: Mapping[str, Logical], *, allow_unknown: bool = False) -> Binding:
+def bind(
+    architecture: Architecture, tensors: Mapping[str, Logical], *, allow_unknown: bool = False
+) -> Binding:
     """Hold a checkpoint's logical tensors against the architecture.
 
     Raises CorruptCheckpoint for a missing tensor or a shape that contradicts the config (naming the
@@ -254,7 +258,9 @@ def _check_complete(architecture: Architecture, places: Mapping[str, Place]) -> 
             continue
         twice = [p.name for p in fused.parts if p.name in places]
         if twice:
-            raise CorruptCheckpoint(f"{name}: stored beside {twice[0]}, which it contains", "remove one of the two")
+            raise CorruptCheckpoint(
+                f"{name}: stored beside {twice[0]}, which it contains", "remove one of the two"
+            )
         covered.update(p.name for p in fused.parts)
     for name, place in architecture.places.items():
         if name in covered or (place.role == "lm_head" and architecture.tied):

@@ -1,0 +1,229 @@
+"""Plans: what will be read, done and written, decided from names and shapes alone.
+
+A plan is a flat tuple of independent units. A unit makes one logical tensor: it reads row slices
+of source tensors, stacks them, and applies row-wise operations. Fusing is a unit with several
+inputs, un-fusing several units that share an input, tying a unit fewer, untying a unit more.
+Every pass is a pure function from plan to plan; nothing here opens a file or holds a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+
+from qconvert.architecture import Architecture, Binding, FusedPlace
+from qconvert.errors import BadRecipe
+from qconvert.ops import Cast, CheckFinite, Dequantize, Op, Quantize
+from qconvert.schemes import Scheme
+from qconvert.tensors import DType, Form, GroupInt, Logical, Plain
+
+
+@dataclass(frozen=True, slots=True)
+class RowSlice:
+    """Rows [start, stop) of a source tensor."""
+
+    tensor: Logical
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One tensor to be made: stack `inputs` by rows, apply `ops` in order, write `output`."""
+
+    inputs: tuple[RowSlice, ...]
+    ops: tuple[Op, ...]
+    output: Logical
+
+    def then(self, op: Op) -> Unit:
+        """This unit with one more operation, its output's form following."""
+        form = op.infer(self.output.form)
+        return replace(self, ops=(*self.ops, op), output=replace(self.output, form=form))
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the output's numbers are exactly those of the inputs."""
+        return all(isinstance(op, CheckFinite) for op in self.ops)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Units in output order, and what is left behind: stored tensors that no unit reads."""
+
+    units: tuple[Unit, ...]
+    dropped: tuple[str, ...] = ()
+
+    @property
+    def outputs(self) -> dict[str, Logical]:
+        return {unit.output.name: unit.output for unit in self.units}
+
+    def explain(self, name: str) -> str:
+        """One line that says how the output tensor of this name comes about."""
+        unit = next(u for u in self.units if u.output.name == name)
+        sources = " + ".join(
+            s.tensor.name if s.rows == s.tensor.rows else f"{s.tensor.name}[{s.start}:{s.stop}]"
+            for s in unit.inputs
+        )
+        steps = "".join(f" -> {op}" for op in unit.ops)
+        return f"{sources}{steps} -> {name} {list(unit.output.shape)} {unit.output.form.label}"
+
+
+Pass = Callable[[Plan], Plan]
+
+
+def run_passes(plan: Plan, passes: Iterable[Pass]) -> Plan:
+    """Apply the passes one after another."""
+    return reduce(lambda made, step: step(made), passes, plan)
+
+
+def whole(tensor: Logical) -> RowSlice:
+    """All rows of a tensor."""
+    return RowSlice(tensor, 0, tensor.rows)
+
+
+def copy_of(binding: Binding) -> Plan:
+    """The plan that copies every tensor except the buffers the architecture ignores.
+
+    Tensors come in the order of the model's printed structure, unknown ones last.
+    """
+    fused = binding.architecture.fused
+    order = {name: i for i, name in enumerate(binding.architecture.places)}
+    order |= {name: order[entry.parts[0].name] for name, entry in fused.items()}
+    kept = [n for n in binding.tensors if n not in binding.dropped]
+    kept.sort(key=lambda name: (order.get(name, len(order)), name))
+    units = tuple(Unit((whole(binding.tensors[n]),), (), binding.tensors[n]) for n in kept)
+    return Plan(units, binding.dropped)
+
+
+def drop(name: str) -> Pass:
+    """Leave the tensor of this name out (a head equal to its embedding)."""
+
+    def apply(plan: Plan) -> Plan:
+        units = tuple(unit for unit in plan.units if unit.output.name != name)
+        return Plan(units, (*plan.dropped, name))
+
+    return apply
+
+
+def untie(embed: str, head: str) -> Pass:
+    """Write the embedding a second time, as the head."""
+
+    def apply(plan: Plan) -> Plan:
+        unit = next(u for u in plan.units if u.output.name == embed)
+        return replace(plan, units=(*plan.units, replace(unit, output=replace(unit.output, name=head))))
+
+    return apply
+
+
+def fuse(architecture: Architecture, fusions: Iterable[str]) -> Pass:
+    """Stack the linears of each chosen fusion ("attn.qkv", "mlp.gate_up") where all are stored."""
+    chosen = [f for f in architecture.fused.values() if f.fusion in set(fusions)]
+
+    def apply(plan: Plan) -> Plan:
+        units = {unit.output.name: unit for unit in plan.units}
+        for entry in chosen:
+            if all(part.name in units for part in entry.parts):
+                units = _stack(units, entry)
+        return replace(plan, units=tuple(units.values()))
+
+    return apply
+
+
+def _stack(units: dict[str, Unit], entry: FusedPlace) -> dict[str, Unit]:
+    parts = [units[part.name] for part in entry.parts]
+    forms = {part.output.form for part in parts}
+    if len(forms) > 1:
+        spelled = ", ".join(f"{part.output.name} {part.output.form.label}" for part in parts)
+        raise BadRecipe(
+            f"{entry.whole.name}: its parts have different forms ({spelled})",
+            "quantize the parts alike, or fuse the 16-bit model first",
+        )
+    inputs = tuple(s for part in parts for s in part.inputs)
+    made = Unit(inputs, parts[0].ops, Logical(entry.whole.name, entry.whole.shape, parts[0].output.form))
+    names = [part.output.name for part in parts]
+    return {
+        (made.output.name if name == names[0] else name): (made if name == names[0] else unit)
+        for name, unit in units.items()
+        if name == names[0] or name not in names
+    }
+
+
+def unfuse(architecture: Architecture) -> Pass:
+    """Cut every fused tensor back into its parts: names, shapes, dtypes and bytes as before."""
+
+    def apply(plan: Plan) -> Plan:
+        units: list[Unit] = []
+        for unit in plan.units:
+            entry = architecture.fused.get(unit.output.name)
+            units.extend(_cut(unit, entry) if entry else [unit])
+        return replace(plan, units=tuple(units))
+
+    return apply
+
+
+def _cut(unit: Unit, entry: FusedPlace) -> list[Unit]:
+    assert len(unit.inputs) == 1, "only a stored tensor is cut"
+    source, made, start = unit.inputs[0], [], 0
+    for part in entry.parts:
+        rows = part.shape[0]
+        output = Logical(part.name, part.shape, unit.output.form)
+        made.append(replace(unit, inputs=(RowSlice(source.tensor, start, start + rows),), output=output))
+        start += rows
+    return made
+
+
+def quantize(schemes: Mapping[str, Scheme], *, search: bool, scale_dtype: DType | None = None) -> Pass:
+    """Quantize the named tensors; scales are stored in the tensor's own dtype unless one is given."""
+
+    def apply(plan: Plan) -> Plan:
+        return replace(plan, units=tuple(_quantized(unit) for unit in plan.units))
+
+    def _quantized(unit: Unit) -> Unit:
+        scheme = schemes.get(unit.output.name)
+        if scheme is None:
+            return unit
+        form = unit.output.form
+        assert isinstance(form, Plain), f"{unit.output.name} is already {form.label}"
+        return unit.then(Quantize(scheme.form(scale_dtype or form.dtype), search))
+
+    return apply
+
+
+def dequantize(dtype: DType | None) -> Pass:
+    """Turn every quantized tensor into plain numbers, of `dtype` or of its scales' dtype."""
+    return _on_outputs(
+        lambda form: Dequantize(dtype or form.scale_dtype) if isinstance(form, GroupInt) else None
+    )
+
+
+def cast(dtype: DType) -> Pass:
+    """Round every plain float tensor to `dtype`."""
+    return _on_outputs(
+        lambda form: (
+            Cast(dtype)
+            if isinstance(form, Plain) and form.dtype.is_float and form.dtype is not dtype
+            else None
+        )
+    )
+
+
+def _on_outputs(choose: Callable[[Form], Op | None]) -> Pass:
+    def one(unit: Unit) -> Unit:
+        op = choose(unit.output.form)
+        return unit.then(op) if op else unit
+
+    return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
+
+
+def check_finite(plan: Plan) -> Plan:
+    """Look for NaN and Inf in everything that is not quantized (quantizing looks by itself)."""
+    units = tuple(
+        u if any(isinstance(op, Quantize) for op in u.ops) else replace(u, ops=(CheckFinite(), *u.ops))
+        for u in plan.units
+    )
+    return replace(plan, units=units)

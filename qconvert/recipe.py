@@ -1,0 +1,159 @@
+"""Recipes: what the user asked for, as one closed, typed value that YAML and flags both produce.
+
+A recipe names roles, never the tensors of one model; `qconvert.select` applies it to one. Unknown
+keys are errors: a misspelt wish must not be ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from qconvert.errors import BadRecipe
+from qconvert.schemes import KEEP, Scheme, parse_scheme
+
+FUSIONS = {"qkv": "attn.qkv", "gate_up": "mlp.gate_up"}
+LAYOUTS = ("compressed-tensors",)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Weights that `select` matches get `scheme` (None: keep them as they are)."""
+
+    select: str
+    scheme: Scheme | None
+
+    @property
+    def label(self) -> str:
+        return self.scheme.label if self.scheme else KEEP
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that decides an output beside the input itself.
+
+    `scheme` is for the linears (None: keep them); `rules` override it, the last match winning.
+    `fuse` holds fusion names (`qkv`, `gate_up`); `tie` is True to drop a head equal to the
+    embedding, False to write it out, None to leave it. `search` chooses the scale search over
+    plain min-max; `allow_smaller_group` lets a row that the group size does not divide take the
+    largest of 128, 64 and 32 that does.
+    """
+
+    scheme: Scheme | None = None
+    rules: tuple[Rule, ...] = ()
+    fuse: tuple[str, ...] = ()
+    tie: bool | None = None
+    layout: str = "compressed-tensors"
+    search: bool = True
+    allow_smaller_group: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """The recipe as plain data, in the spelling that `parse_recipe` reads."""
+        return {
+            "scheme": self.scheme.label if self.scheme else KEEP,
+            "rules": [{"select": rule.select, "scheme": rule.label} for rule in self.rules],
+            "fuse": list(self.fuse),
+            "tie": self.tie,
+            "layout": self.layout,
+            "search": self.search,
+            "allow_smaller_group": self.allow_smaller_group,
+        }
+
+    def with_(self, **changes: Any) -> Recipe:
+        """This recipe with some fields replaced."""
+        return replace(self, **changes)
+
+
+def load_recipe(path: Path) -> Recipe:
+    """Read a recipe from a YAML file. Raises BadRecipe naming the file and the key."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRecipe(f"{path}: cannot be read ({error})", "give the path of a YAML file") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise BadRecipe(
+            f"{path}: not YAML ({str(error).splitlines()[0]})", "see `qconvert quantize --help`"
+        ) from error
+    return parse_recipe(data, str(path))
+
+
+def parse_recipe(data: object, origin: str) -> Recipe:
+    """Read a recipe from plain data; unknown keys are errors that name the nearest known one."""
+    record = _record(data, origin, {f.name for f in fields(Recipe)} | {"keep"})
+    rules = [_rule(entry, f"{origin}: rules[{i}]") for i, entry in enumerate(_items(record, "rules", origin))]
+    rules += [Rule(_text(entry, f"{origin}: keep"), None) for entry in _items(record, "keep", origin)]
+    return Recipe(
+        scheme=parse_scheme(_text(record.get("scheme", KEEP), f"{origin}: scheme")),
+        rules=tuple(rules),
+        fuse=tuple(
+            _choice(name, tuple(FUSIONS), f"{origin}: fuse") for name in _items(record, "fuse", origin)
+        ),
+        tie=_flag(record, "tie", origin),
+        layout=_choice(record.get("layout", LAYOUTS[0]), LAYOUTS, f"{origin}: layout"),
+        search=_flag(record, "search", origin) is not False,
+        allow_smaller_group=_flag(record, "allow_smaller_group", origin) is True,
+    )
+
+
+def _record(data: object, origin: str, known: Iterable[str]) -> Mapping[str, Any]:
+    if not isinstance(data, dict):
+        raise BadRecipe(
+            f"{origin}: not a mapping of keys to values", f"known keys: {', '.join(sorted(known))}"
+        )
+    for key in data:
+        if key not in set(known):
+            near = get_close_matches(str(key), list(known), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
+            raise BadRecipe(f"{origin}: unknown key {key!r}", hint)
+    return data
+
+
+def _items(record: Mapping[str, Any], key: str, origin: str) -> Sequence[Any]:
+    value = record.get(key) or []
+    if not isinstance(value, list):
+        raise BadRecipe(f"{origin}: {key} is not a list", f"write {key}: [...]")
+    return value
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise BadRecipe(f"{where}: {value!r} is not text", "put it in quotes")
+    return value
+
+
+def _flag(record: Mapping[str, Any], key: str, origin: str) -> bool | None:
+    value = record.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise BadRecipe(f"{origin}: {key} is {value!r}", "write true, false, or leave it out")
+    return value
+
+
+def _choice(value: object, known: Sequence[str], where: str) -> str:
+    if value not in known:
+        raise BadRecipe(f"{where}: {value!r} is not known", f"one of: {', '.join(known)}")
+    return str(value)
+
+
+def _rule(entry: object, where: str) -> Rule:
+    record = _record(entry, where, ("select", "scheme"))
+    missing = {"select", "scheme"} - set(record)
+    if missing:
+        raise BadRecipe(
+            f"{where}: {sorted(missing)[0]} is missing", "a rule is {select: SELECTOR, scheme: SCHEME}"
+        )
+    return Rule(_text(record["select"], where), parse_scheme(_text(record["scheme"], where)))
+
+
+def parse_rule(text: str) -> Rule:
+    """Read `SELECTOR=SCHEME` as given to --rule."""
+    select, equals, scheme = text.rpartition("=")
+    if not equals or not select:
+        raise BadRecipe(
+            f"rule {text!r}: no '='", "write --rule SELECTOR=SCHEME, for example --rule mlp.down=int8"
+        )
+    return Rule(select, parse_scheme(scheme))

@@ -1,0 +1,157 @@
+"""From a recipe to decisions: which weight of this model gets which scheme.
+
+Selectors speak roles (`mlp.down`), roles in a layer range (`layers.0-3.mlp.down`) or a regular
+expression on the HF name (`re:...`). The last rule that matches wins; a rule that matches nothing
+is an error, and so is a decision that no loader could honour.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+
+from qconvert.architecture import Architecture, Place
+from qconvert.errors import BadRecipe
+from qconvert.recipe import Recipe, Rule
+from qconvert.schemes import KEEP, SMALLER_GROUP_SIZES, Scheme
+
+_LAYERS = re.compile(r"layers\.(?P<first>\d+)(?:-(?P<last>\d+))?\.(?P<role>.+)")
+_QUANTIZABLE = ("linear", "embedding")
+
+
+def decide(
+    recipe: Recipe, architecture: Architecture, places: Mapping[str, Place], *, tied: bool
+) -> dict[str, Scheme]:
+    """The scheme of every weight that will be quantized, by name.
+
+    Linears get the recipe's scheme; the head, embeddings and everything else only what a rule
+    names. `tied` says whether the output's head is its embedding. Raises BadRecipe for a rule that
+    matches nothing, that reaches a tensor which cannot be quantized, that splits a group of
+    linears which loaders fuse, or whose group size does not divide a row.
+    """
+    weights = {name: place for name, place in places.items() if place.part == "weight"}
+    chosen: dict[str, Scheme] = {}
+    if recipe.scheme is not None:
+        linears = [n for n, p in weights.items() if p.kind == "linear" and p.role != "lm_head"]
+        chosen = dict.fromkeys(linears, recipe.scheme)
+    for rule in recipe.rules:
+        for name in _hits(rule, architecture, weights, tied):
+            if rule.scheme is None:
+                chosen.pop(name, None)
+            else:
+                chosen[name] = rule.scheme
+    if tied:
+        _check_tied_rules(recipe)
+    _check_fused_groups(architecture, weights, chosen)
+    return {n: _fit_group(weights[n], s, recipe.allow_smaller_group) for n, s in chosen.items()}
+
+
+def matcher(select: str, architecture: Architecture, *, tied: bool) -> Callable[[Place], bool]:
+    """The predicate of a selector. Raises BadRecipe naming the nearest role if there is none.
+
+    A role that is part of a fusion matches the fused tensor too, and the other way round; on a
+    tied model `embed` and `lm_head` are one role.
+    """
+    if select.startswith("re:"):
+        return _regex(select)
+    match = _LAYERS.fullmatch(select)
+    role = match["role"] if match else select
+    related = _related_roles(role, architecture, tied)
+    if match is None:
+        return lambda place: place.role in related
+    first, last = int(match["first"]), int(match["last"] or match["first"])
+    if first > last or last >= architecture.layers:
+        raise BadRecipe(
+            f"selector {select!r}: no such layers",
+            f"this model has layers 0-{architecture.layers - 1}",
+        )
+    return lambda place: place.role in related and place.layer is not None and first <= place.layer <= last
+
+
+def _hits(rule: Rule, architecture: Architecture, weights: Mapping[str, Place], tied: bool) -> list[str]:
+    matches = matcher(rule.select, architecture, tied=tied)
+    hits = [name for name, place in weights.items() if matches(place)]
+    if not hits:
+        near = get_close_matches(rule.select.removeprefix("re:"), list(weights), n=1, cutoff=0.0)
+        raise BadRecipe(f"selector {rule.select!r}: matches no weight", f"the nearest name is {near[0]!r}")
+    for name in hits:
+        if rule.scheme is not None and weights[name].kind not in _QUANTIZABLE:
+            raise BadRecipe(
+                f"{name}: a {weights[name].kind} tensor is never quantized (selector {rule.select!r})",
+                "narrow the selector to linears or the embedding",
+            )
+    return hits
+
+
+def _regex(select: str) -> Callable[[Place], bool]:
+    try:
+        pattern = re.compile(select[3:])
+    except re.error as error:
+        raise BadRecipe(
+            f"selector {select!r}: not a regular expression ({error})", "see Python's re module"
+        ) from error
+    return lambda place: pattern.search(place.name) is not None
+
+
+def _related_roles(role: str, architecture: Architecture, tied: bool) -> frozenset[str]:
+    if role not in architecture.roles:
+        near = get_close_matches(role, architecture.roles, n=1, cutoff=0.0)
+        raise BadRecipe(
+            f"selector {role!r}: no such role in this model",
+            f"the nearest is {near[0]!r}; all: {', '.join(architecture.roles)}",
+        )
+    related = {role}
+    for fusion in architecture.family.fusions:
+        if role == fusion.role:
+            related |= set(fusion.parts)
+        elif role in fusion.parts:
+            related.add(fusion.role)
+    if tied and role in ("embed", "lm_head"):
+        related |= {"embed", "lm_head"}
+    return frozenset(related)
+
+
+def _check_tied_rules(recipe: Recipe) -> None:
+    """On a tied model the embedding is the head: two different wishes for it cannot both hold."""
+    last = {rule.select: rule for rule in recipe.rules if rule.select in ("embed", "lm_head")}
+    if len({rule.scheme for rule in last.values()}) > 1:
+        wishes = ", ".join(f"{rule.select}={rule.label}" for rule in last.values())
+        raise BadRecipe(
+            f"{wishes}: this model's head is its embedding, one table with one scheme",
+            "add --untie to write the head as a table of its own, or give both the same scheme",
+        )
+
+
+def _check_fused_groups(
+    architecture: Architecture, weights: Mapping[str, Place], chosen: Mapping[str, Scheme]
+) -> None:
+    """Loaders stack q, k, v (and gate, up) into one matrix with one scheme; vLLM refuses two."""
+    for fused in architecture.fused.values():
+        parts = [part.name for part in fused.parts if part.name in weights]
+        if len({chosen.get(name) for name in parts}) > 1:
+            spelled = ", ".join(f"{name.rsplit('.', 2)[1]}={_label(chosen.get(name))}" for name in parts)
+            raise BadRecipe(
+                f"{fused.whole.name}: loaders fuse its parts, which would get different schemes ({spelled})",
+                f"give all of them one scheme: {', '.join(part.role for part in fused.parts)}",
+            )
+
+
+def _fit_group(place: Place, scheme: Scheme, allow_smaller: bool) -> Scheme:
+    width = place.shape[-1]
+    if scheme.group_size is None or width % scheme.group_size == 0:
+        return scheme
+    dividing = [size for size in SMALLER_GROUP_SIZES if width % size == 0 and size < scheme.group_size]
+    if allow_smaller and dividing:
+        return replace(scheme, group_size=dividing[0])
+    fits = [str(size) for size in SMALLER_GROUP_SIZES if width % size == 0]
+    raise BadRecipe(
+        f"{place.name}: its rows of {width} columns are not divisible by group size {scheme.group_size}",
+        (f"use --group-size {fits[0]}, or --allow-smaller-group" if fits else "use --group-size channel")
+        + f", or keep it: --keep {place.role} (sizes that divide: {', '.join([*fits, 'channel'])})",
+    )
+
+
+def _label(scheme: Scheme | None) -> str:
+    return scheme.label if scheme else KEEP
