@@ -1,0 +1,23 @@
+"""What every test may ask for: the folder of real checkpoints, or a skip with its reason."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# The same examples on every run: a red test means that the change before it broke something.
+settings.register_profile("qconvert", deadline=None, derandomize=True, database=None)
+settings.load_profile("qconvert")
+
+
+@pytest.fixture(scope="session")
+def assets() -> Path:
+    """The folder of real models, configs and broken files named by $QCONVERT_ASSETS."""
+    default = Path(__file__).resolve().parents[1].parent / "shared" / "assets"
+    folder = Path(os.environ.get("QCONVERT_ASSETS", default))
+    if not folder.is_dir():
+        pytest.skip(f"no assets: {folder} is not a folder (set QCONVERT_ASSETS)")
+    return folder
