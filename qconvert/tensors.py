@@ -250,6 +250,17 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Reader:
+    """A source seen through its layout: rows of logical tensors."""
+
+    source: Source
+    layout: Layout
+
+    def read(self, tensor: Logical, start: int, stop: int) -> Value:
+        return self.layout.decode(tensor, self.source, start, stop)
+
+
+@dataclass(frozen=True, slots=True)
 class Part:
     """Rows of one named array, starting at row `start` of it."""
 

@@ -1,0 +1,69 @@
+"""Opens any checkpoint qconvert reads, whatever its container and layout, as logical tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from qconvert.architecture import Architecture, Binding, bind
+from qconvert.errors import UnsupportedModel
+from qconvert.formats.hf import HFCheckpoint, open_hf_folder
+from qconvert.formats.layouts import compressed_tensors
+from qconvert.tensors import GroupInt, Json, Layout, Logical, Reader
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model on disk: its files, its logical tensors, and the layout that spells them."""
+
+    files: HFCheckpoint
+    tensors: Mapping[str, Logical]
+    layout: Layout
+
+    @property
+    def path(self) -> Path:
+        return self.files.path
+
+    @property
+    def config(self) -> Json:
+        return self.files.config
+
+    @property
+    def reader(self) -> Reader:
+        return Reader(self.files, self.layout)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The architecture that config.json describes."""
+        return Architecture.of(self.config)
+
+    def bind(self, *, allow_unknown: bool = False) -> Binding:
+        """The tensors held against the architecture (see `architecture.bind`)."""
+        return bind(self.architecture, self.tensors, allow_unknown=allow_unknown)
+
+    @property
+    def is_quantized(self) -> bool:
+        return any(isinstance(t.form, GroupInt) for t in self.tensors.values())
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a Hugging Face folder, or a single file of one. Only headers are read."""
+    files = open_hf_folder(path)
+    method = _quantization_method(files.config)
+    if method not in (None, compressed_tensors.NAME):
+        raise UnsupportedModel(
+            f"config.json: quantization method {method!r} is not read here",
+            f"read: plain safetensors and {compressed_tensors.NAME}",
+        )
+    tensors = compressed_tensors.bind(files, files.config)
+    return Checkpoint(files, tensors, compressed_tensors.CompressedTensors())
+
+
+def _quantization_method(config: Json) -> str | None:
+    quantization = config.get("quantization_config")
+    if not quantization:
+        return None
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    return str(method)
