@@ -1,0 +1,135 @@
+"""Bytes between a disk and a buffer: exactly as many as asked for, or an error a user understands.
+
+Every reader and writer of a format goes through these few calls. The invariant: a read fills its
+buffer, a write empties it, and nothing opened here can block (a pipe, a device or a folder under a
+file's name is refused). Positions are explicit (`pread`, `pwrite`), so any number of threads may
+share a descriptor; nothing is memory-mapped, because a file cut short under a map kills the process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from pathlib import Path
+
+import numpy as np
+
+from qconvert.errors import CorruptCheckpoint, QConvertError
+
+
+def shown(value: object, limit: int = 120) -> str:
+    """Text from a file as it may stand in a message: on one line, printable, at most ~`limit` long.
+
+    Control characters and the ones that turn the direction of writing are escaped; of a longer text
+    the beginning is kept, and its length is told.
+    """
+    text = str(value)
+    start = text[:limit]
+    if not start.isprintable():
+        start = ascii(start)
+    return start if len(text) <= limit else f"{start}... ({len(text)} characters)"
+
+
+def amount(nbytes: int) -> str:
+    """A number of bytes as people read it: `3.09 GB` (10^9), or all digits under 10 MB."""
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes:,} bytes"
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor for reading a regular file (or a link to one).
+
+    Raises CorruptCheckpoint when there is none under that name, or when it may not be read.
+    """
+    try:
+        # Without O_NONBLOCK, opening a named pipe waits until somebody writes to it.
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise CorruptCheckpoint(f"{shown(path.name)}: cannot be opened: {error.strerror}") from error
+    mode = os.fstat(fd).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(fd)
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
+        raise CorruptCheckpoint(f"{shown(path.name)}: is {kind}, not a file")
+    return fd
+
+
+def octets(array: np.ndarray) -> memoryview:
+    """The bytes of a C-contiguous array, shared with it, also when it is empty."""
+    if not array.flags.c_contiguous:
+        raise ValueError(f"an array of strides {array.strides} has no bytes in one piece")
+    return array.reshape(-1).view(np.uint8).data
+
+
+def read_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
+    """Fill `buffer` with the bytes at `offset`; CorruptCheckpoint if the file ends before that."""
+    done = 0
+    while done < len(buffer):
+        try:
+            count = os.preadv(fd, [buffer[done:]], offset + done)
+        except OSError as error:
+            raise QConvertError(
+                f"{name}: cannot be read at byte {offset + done}: {error.strerror}"
+            ) from error
+        if count == 0:
+            raise CorruptCheckpoint(
+                f"{name}: ends at byte {offset + done}, {len(buffer) - done} bytes short",
+                "it changed while it was read; start again when nothing writes to it",
+            )
+        done += count
+
+
+def write_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
+    """Write all of `buffer` at `offset`; QConvertError if the disk is full or fails."""
+    done = 0
+    while done < len(buffer):
+        try:
+            done += os.pwrite(fd, buffer[done:], offset + done)
+        except OSError as error:
+            where = f"{name}: cannot be written at byte {offset + done}"
+            raise QConvertError(f"{where}: {error.strerror}") from error
+
+
+def create(path: Path, size: int) -> int:
+    """A descriptor for writing a new file of `size` bytes, their disk space taken at once.
+
+    Raises QConvertError when the disk cannot hold it or the folder cannot be written.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+    except OSError as error:
+        raise QConvertError(f"{shown(path.name)}: cannot be created: {error.strerror}") from error
+    try:
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(fd, 0, size)
+        else:
+            os.ftruncate(fd, size)
+    except OSError as error:
+        os.close(fd)
+        path.unlink()
+        free = shutil.disk_usage(path.parent).free
+        raise QConvertError(
+            f"{shown(path.name)}: needs {amount(size)}, {amount(free)} free: {error.strerror}",
+            "free some space, or write to another disk",
+        ) from error
+    return fd
+
+
+def require_free_disk(path: Path, nbytes: int) -> None:
+    """Raise QConvertError unless the disk that `path` is (or will be) on has `nbytes` bytes free."""
+    folder = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if free < nbytes:
+        raise QConvertError(
+            f"{path}: needs {amount(nbytes)}, {amount(free)} free",
+            "free some space, or write to another disk",
+        )
+
+
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's list of names, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,107 @@
+"""Files whose every offset is known before the first byte: laid out, then filled from any thread.
+
+The invariant: the bytes written do not depend on the order of the writes or on the number of
+threads, and `commit` succeeds only when every row of every tensor has been written exactly once.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qconvert.formats.files import create, octets, require_free_disk, write_exactly
+from qconvert.tensors import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class FilePlan:
+    """One file to be written: the bytes it begins with, and where each tensor's bytes go.
+
+    `offsets` count from the start of the file; `size` is the file's. A file of text only has no
+    tensors and is all `head`.
+    """
+
+    name: str
+    head: bytes
+    specs: Mapping[str, TensorSpec]
+    offsets: Mapping[str, int]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor goes: an open file, and the offset of its first row there."""
+
+    fd: int
+    offset: int
+    spec: TensorSpec
+    file: str
+
+
+class FileSink:
+    """The tensors of planned files, written in any order from any thread (a `tensors.Sink`).
+
+    Opening it takes the disk space of all files at once, so that a full disk shows before the work
+    is done. Call `commit` or `abort` only when no other thread is writing.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[FilePlan]) -> None:
+        """Lay out the files in `folder`; QConvertError if they do not fit on its disk."""
+        require_free_disk(folder, sum(file.size for file in files))
+        self._paths: list[Path] = []
+        self._fds: list[int] = []
+        self._places: dict[str, _Place] = {}
+        self._missing: dict[str, int] = {}
+        self._lock = threading.Lock()
+        try:
+            for file in files:
+                self._lay_out(folder / file.name, file)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _lay_out(self, path: Path, file: FilePlan) -> None:
+        fd = create(path, file.size)
+        self._paths.append(path)
+        self._fds.append(fd)
+        write_exactly(fd, memoryview(file.head), 0, file.name)
+        for name, spec in file.specs.items():
+            self._places[name] = _Place(fd, file.offsets[name], spec, file.name)
+            self._missing[name] = spec.nbytes
+
+    def write(self, name: str, start: int, rows: np.ndarray) -> None:
+        """Write rows [start, start + len(rows)) of a tensor: `[rows, width]` in its carrier type."""
+        place = self._places[name]
+        spec = place.spec
+        if rows.dtype != spec.dtype.carrier or rows.shape[1:] != (spec.width,):
+            raise ValueError(f"{name}: {rows.dtype} {rows.shape} are not rows of {spec}")
+        if not 0 <= start <= spec.rows - len(rows):
+            raise ValueError(f"{name}: rows [{start}, {start + len(rows)}) of {spec.rows}")
+        offset = place.offset + start * spec.width * spec.dtype.nbytes
+        write_exactly(place.fd, octets(np.ascontiguousarray(rows)), offset, place.file)
+        with self._lock:
+            self._missing[name] -= rows.nbytes
+
+    def commit(self) -> None:
+        """Return when every byte is on the disk; ValueError if not every row was written once."""
+        for name, nbytes in self._missing.items():
+            if nbytes:
+                raise ValueError(f"{name}: {nbytes} of {self._places[name].spec.nbytes} bytes are missing")
+        for fd in self._fds:
+            os.fsync(fd)
+        self._close()
+
+    def abort(self) -> None:
+        """Remove the files; nothing happens when they are gone already."""
+        self._close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
