@@ -189,6 +189,8 @@ def quantize(schemes: Mapping[str, Scheme], *, search: bool, scale_dtype: DType 
             return unit
         form = unit.output.form
         assert isinstance(form, Plain), f"{unit.output.name} is already {form.label}"
+        if form.dtype is DType.F64:  # the quantizer's own arithmetic is float32
+            unit, form = unit.then(Cast(DType.F32)), Plain(DType.F32)
         return unit.then(Quantize(scheme.form(scale_dtype or form.dtype), search))
 
     return apply

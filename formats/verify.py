@@ -1,0 +1,124 @@
+"""Re-reads written files before they get their name: headers, every byte, every tensor's hash.
+
+The header is read by the safetensors library, which qconvert does not write with; the bytes are
+read back from the disk and held against the CRC-32 of what was handed to the sink.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from qconvert.errors import CheckFailed
+from qconvert.formats.files import read_exactly
+from qconvert.formats.filesink import FilePlan
+from qconvert.tensors import TensorSpec
+
+WINDOW = 4 << 20
+
+
+class Written(Protocol):
+    """A run of rows of one array as it was handed to the sink (see `run.WrittenPart`)."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def crc32(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hashes:
+    """SHA-256 in hexadecimal: of whole files, and of each tensor's stored bytes."""
+
+    files: Mapping[str, str]
+    tensors: Mapping[str, str]
+
+
+def verify_files(
+    folder: Path, files: Sequence[FilePlan], written: Mapping[str, Sequence[Written]], jobs: int
+) -> Hashes:
+    """Re-read every file; return the hashes. CheckFailed names the first thing that differs."""
+    with ThreadPoolExecutor(jobs) as pool:
+        whole = {f.name: pool.submit(file_sha256, folder / f.name) for f in files}
+        tensors = {
+            name: pool.submit(
+                _verify_tensor, folder / file.name, spec, file.offsets[name], written.get(name, ())
+            )
+            for file in files
+            for name, spec in file.specs.items()
+        }
+        for file in files:
+            if file.specs:
+                _check_header(folder / file.name, file.specs)
+        return Hashes(
+            {name: future.result() for name, future in whole.items()},
+            {name: future.result() for name, future in tensors.items()},
+        )
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a whole file, read in bounded windows."""
+    digest = hashlib.sha256()
+    for window in _windows(path, 0, path.stat().st_size):
+        digest.update(window)
+    return digest.hexdigest()
+
+
+def _check_header(path: Path, specs: Mapping[str, TensorSpec]) -> None:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = set(file.keys())
+            found = {name: file.get_slice(name) for name in names}
+            seen = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in found.items()}
+    except SafetensorError as error:
+        raise CheckFailed(f"{path.name}: the safetensors library refuses it ({error})", None) from error
+    expected = {name: (spec.dtype.code, spec.shape) for name, spec in specs.items()}
+    if seen != expected:
+        odd = sorted(set(seen.items()) ^ set(expected.items()))[0]
+        raise CheckFailed(f"{path.name}: {odd[0]} is not what was planned ({odd[1]})", None)
+
+
+def _verify_tensor(path: Path, spec: TensorSpec, offset: int, written: Iterable[Written]) -> str:
+    """The SHA-256 of a tensor's bytes, each written run held against its CRC-32 on the way."""
+    digest = hashlib.sha256()
+    row = 0
+    for run in sorted(written, key=lambda run: run.start):
+        if run.start != row:
+            raise CheckFailed(f"{spec.name}: rows {row} to {run.start} were never written", None)
+        nbytes = run.rows * spec.width * spec.dtype.nbytes
+        crc = 0
+        for window in _windows(path, offset, nbytes):
+            digest.update(window)
+            crc = zlib.crc32(window, crc)
+        if crc != run.crc32:
+            raise CheckFailed(
+                f"{path.name}: {spec.name} rows {row} to {row + run.rows} read back differently",
+                "the disk or the memory of this machine is faulty; write to another disk",
+            )
+        offset += nbytes
+        row += run.rows
+    return digest.hexdigest()
+
+
+def _windows(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(WINDOW, nbytes)))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for start in range(0, nbytes, WINDOW):
+            window = buffer[: min(WINDOW, nbytes - start)]
+            read_exactly(fd, window, offset + start, path.name)
+            yield window
+    finally:
+        os.close(fd)

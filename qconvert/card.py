@@ -1,0 +1,113 @@
+"""The model card of an output: upstream metadata kept, then sizes, recipe, and how to load it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qconvert.census import census_of_outputs
+from qconvert.tables import census_lines, size
+from qconvert.tensors import Json
+
+if TYPE_CHECKING:
+    from qconvert.draft import Draft
+
+_FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+_KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
+
+
+def model_card(name: str, manifest: Json, draft: Draft, upstream: Path | None, repo_id: str | None) -> str:
+    """The text of README.md for an output called `name`."""
+    import yaml
+
+    metadata = _metadata(upstream, repo_id, manifest)
+    census = census_of_outputs(draft.plan.outputs, draft.architecture)
+    lines = [
+        "---",
+        yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).rstrip(),
+        "---",
+        f"# {name}",
+        "",
+        f"Made from `{manifest['source']['name']}` with [qconvert](https://pypi.org/project/qconvert/) "
+        f"{manifest['tool']['version']} (`qconvert {manifest['command']}`).",
+        "",
+        f"{census.parameters:,} parameters in {size(census.nbytes)}, "
+        f"{census.bits_per_weight:.2f} bits per weight over the whole file.",
+        "",
+        "```",
+        *census_lines(census),
+        "```",
+        *_loss(manifest),
+        *_loading(draft),
+        "",
+        "## Recipe",
+        "",
+        "```yaml",
+        yaml.safe_dump(_recipe(manifest), sort_keys=False).rstrip(),
+        "```",
+        "",
+        "`qconvert.json` beside this file holds the hashes of the source and of every tensor, and the error "
+        "of each quantized one.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _recipe(manifest: Json) -> dict[str, Any]:
+    """The recipe without the fields that say nothing."""
+    return {key: value for key, value in manifest["recipe"].items() if value not in (None, [], False)}
+
+
+def _metadata(upstream: Path | None, repo_id: str | None, manifest: Json) -> dict[str, Any]:
+    kept = {k: v for k, v in _upstream_metadata(upstream).items() if k in _KEPT_KEYS}
+    quantized = manifest["totals"]["relative_rms_error"] is not None
+    return {
+        **kept,
+        "library_name": "transformers",
+        **({"base_model": repo_id} if repo_id else {}),
+        **({"base_model_relation": "quantized"} if repo_id and quantized else {}),
+        "tags": ["qconvert", *([manifest["recipe"]["layout"]] if quantized else [])],
+    }
+
+
+def _upstream_metadata(upstream: Path | None) -> dict[str, Any]:
+    """The YAML header of the source's card; nothing when it has none or is damaged."""
+    import yaml
+
+    if upstream is None:
+        return {}
+    match = _FRONT_MATTER.match(upstream.read_text(encoding="utf-8", errors="replace"))
+    try:
+        data = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError:
+        return {}
+    # Through JSON, so that a card's dates and other YAML objects come out as plain text.
+    return json.loads(json.dumps(data, default=str)) if isinstance(data, dict) else {}
+
+
+def _loss(manifest: Json) -> list[str]:
+    error = manifest["totals"]["relative_rms_error"]
+    if error is None:
+        return ["", "All numbers are those of the source."] if _all_exact(manifest) else []
+    bits = manifest["totals"]["linear_bits_per_weight"]
+    return [
+        "",
+        f"Linears: {bits:.2f} bits per weight; relative RMS error of the quantized weights {error:.4f}.",
+    ]
+
+
+def _all_exact(manifest: Json) -> bool:
+    return all(entry["exact"] for entry in manifest["tensors"].values())
+
+
+def _loading(draft: Draft) -> list[str]:
+    lines = ["", "## Loading", ""]
+    for notice in draft.notices:
+        lines += [notice.sentence, "", "| loader | loads | why |", "|---|---|---|"]
+        lines += [f"| {v.loader} | {'yes' if v.loads else 'no'} | {v.why} |" for v in notice.verdicts]
+        lines.append("")
+    if not draft.notices:
+        lines.append("transformers (`from_pretrained`) and vLLM load this folder as it is.")
+    return lines

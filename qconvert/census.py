@@ -1,0 +1,145 @@
+"""Counts of a model by role: the table that `inspect` and every dry run print.
+
+Works on names, shapes and forms alone: from a bare config.json, from headers, or from a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from qconvert.architecture import Architecture, Binding, Place
+from qconvert.tensors import Form, GroupInt, Json, Logical, Plain, rows_of, width_of
+
+# Order and wording of the groups: (label, the roles or kinds that belong to it).
+_NORMS = "norms"
+_BIASES = "biases"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. `bits_per_weight` counts scales and zeros; None without a form."""
+
+    role: str
+    tensors: int
+    parameters: int
+    shapes: tuple[tuple[int, ...], ...]
+    forms: tuple[str, ...]
+    nbytes: int
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        return 8 * self.nbytes / self.parameters if self.parameters and self.forms else None
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """Rows by role, and their totals; a tied head counts once."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def tensors(self) -> int:
+        return sum(row.tensors for row in self.rows)
+
+    @property
+    def parameters(self) -> int:
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.nbytes / self.parameters if self.parameters else 0.0
+
+    def to_json(self) -> Json:
+        """The table as plain data; numbers are exact, sizes in bytes."""
+        rows = [
+            {
+                "role": row.role,
+                "tensors": row.tensors,
+                "parameters": row.parameters,
+                "shapes": [list(shape) for shape in row.shapes],
+                "forms": list(row.forms),
+                "bytes": row.nbytes,
+                "bits_per_weight": row.bits_per_weight,
+            }
+            for row in self.rows
+        ]
+        return {"rows": rows, "tensors": self.tensors, "parameters": self.parameters, "bytes": self.nbytes}
+
+
+def form_bytes(form: Form, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of this shape in this form; the few bytes of a stored shape not counted."""
+    if isinstance(form, Plain):
+        return prod(shape) * form.dtype.nbytes
+    words = -(-width_of(shape) * form.bits // 32)
+    zeros = 0 if form.symmetric else -(-rows_of(shape) * form.bits // 32) * 4 * form.groups(width_of(shape))
+    return rows_of(shape) * (4 * words + form.groups(width_of(shape)) * form.scale_dtype.nbytes) + zeros
+
+
+def census_of_config(architecture: Architecture) -> Census:
+    """The table of the model that config.json describes, without any weights."""
+    places = [p for p in architecture.places.values() if not (architecture.tied and p.role == "lm_head")]
+    return _gather((place, place.shape, None) for place in places)
+
+
+def census_of_tensors(tensors: Mapping[str, Logical], binding: Binding) -> Census:
+    """The table of stored tensors; a stored head of a tied model is counted as what it is."""
+    return _gather((binding.places.get(name), t.shape, t.form) for name, t in tensors.items())
+
+
+def census_of_outputs(outputs: Mapping[str, Logical], architecture: Architecture) -> Census:
+    """The table of a plan's outputs."""
+    return _gather((architecture.place(name), t.shape, t.form) for name, t in outputs.items())
+
+
+def _gather(entries: Iterable[tuple[Place | None, tuple[int, ...], Form | None]]) -> Census:
+    groups: dict[str, list[tuple[tuple[int, ...], Form | None]]] = {}
+    for place, shape, form in entries:
+        groups.setdefault(_group(place), []).append((shape, form))
+    ordered = sorted(groups, key=lambda g: (g in (_NORMS, _BIASES, "unknown"), 0))
+    return Census(tuple(_row(group, groups[group]) for group in ordered))
+
+
+def _group(place: Place | None) -> str:
+    if place is None:
+        return "unknown"
+    if place.kind == "bias":
+        return _BIASES
+    return _NORMS if place.kind == "norm" else place.role
+
+
+def _row(role: str, entries: list[tuple[tuple[int, ...], Form | None]]) -> Row:
+    return Row(
+        role=role,
+        tensors=len(entries),
+        parameters=sum(prod(shape) for shape, _ in entries),
+        shapes=tuple(dict.fromkeys(shape for shape, _ in entries)),
+        forms=tuple(dict.fromkeys(form.label for _, form in entries if form is not None)),
+        nbytes=sum(form_bytes(form, shape) for shape, form in entries if form is not None),
+    )
+
+
+def linear_bits(outputs: Mapping[str, Logical], architecture: Architecture) -> float | None:
+    """Bits per weight of the linears alone (head and embedding not counted); None without any."""
+    linears = [
+        t
+        for name, t in outputs.items()
+        if (place := architecture.place(name)) is not None
+        and place.part == "weight"
+        and place.kind == "linear"
+        and place.role != "lm_head"
+    ]
+    weights = sum(t.count for t in linears)
+    return 8 * sum(form_bytes(t.form, t.shape) for t in linears) / weights if weights else None
+
+
+def quantized_fraction(outputs: Mapping[str, Logical]) -> float:
+    """The share of the parameters that is stored quantized."""
+    total = sum(t.count for t in outputs.values())
+    quantized = sum(t.count for t in outputs.values() if isinstance(t.form, GroupInt))
+    return quantized / total if total else 0.0

@@ -1,0 +1,160 @@
+"""Carries a draft out: writes the files, verifies them, and gives them their name.
+
+The order is fixed: disk space, data, sidecars, verification, manifest and card, rename. Whatever
+fails on the way leaves nothing under the final name.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qconvert.card import model_card
+from qconvert.census import census_of_outputs
+from qconvert.draft import Draft, Wish
+from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.filesink import FilePlan, FileSink
+from qconvert.formats.outdir import OutputDir
+from qconvert.formats.safetensors_io import plan_files
+from qconvert.formats.verify import Hashes, file_sha256, verify_files
+from qconvert.hub import ResolvedModel
+from qconvert.manifest import FILE_NAME, Results, SourceRecord, manifest
+from qconvert.plan import Unit
+from qconvert.quant.affine import QuantError
+from qconvert.run import BlockDone, WrittenPart, run
+from qconvert.tensors import Json, Layout, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How an output is made, as far as it does not change a byte of it (but `shard_size` does)."""
+
+    jobs: int
+    max_memory: int
+    shard_size: int | None
+    verify: bool = True
+    overwrite: bool = False
+    hash_sources: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A finished output: where it is, and its manifest."""
+
+    path: Path
+    manifest: Json
+
+
+Listener = Callable[[BlockDone], None]
+
+
+def output_specs(draft: Draft, layout: Layout) -> list[TensorSpec]:
+    """The arrays that an output will hold, in the order they go into shards."""
+    return [spec for unit in draft.plan.units for spec in layout.parts(unit.output)]
+
+
+def output_files(draft: Draft, layout: Layout, shard_size: int | None) -> tuple[FilePlan, ...]:
+    """The weight files of an output, to the byte."""
+    parameters = census_of_outputs(draft.plan.outputs, draft.architecture).parameters
+    return plan_files(output_specs(draft, layout), shard_size, {"format": "pt"}, parameters)
+
+
+def convert(
+    model: ResolvedModel,
+    checkpoint: Checkpoint,
+    wish: Wish,
+    draft: Draft,
+    out: Path,
+    limits: Limits,
+    *,
+    listen: Listener = lambda done: None,
+) -> Made:
+    """Write the drafted output to the folder `out`. Errors leave nothing there."""
+    layout = checkpoint.layout
+    files = output_files(draft, layout, limits.shard_size)
+    with OutputDir(out, overwrite=limits.overwrite, sources=[checkpoint.path]) as folder:
+        written, errors = _write(checkpoint, wish, draft, files, folder, limits, listen)
+        _copy_sidecars(checkpoint, draft, folder)
+        hashes = verify_files(folder, files, written, limits.jobs) if limits.verify else Hashes({}, {})
+        results = Results(
+            errors=errors,
+            tensor_sha256=hashes.tensors,
+            file_sha256=hashes.files,
+            file_bytes={file.name: file.size for file in files},
+            verified=limits.verify,
+        )
+        source = source_record(model, checkpoint, hash_sources=limits.hash_sources)
+        record = manifest(wish.command, source, wish.recipe, draft=draft, layout=layout, results=results)
+        (folder / FILE_NAME).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        card = model_card(out.name, record, draft, checkpoint.files.readme, model.repo_id)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+    return Made(out, record)
+
+
+def _write(
+    checkpoint: Checkpoint,
+    wish: Wish,
+    draft: Draft,
+    files: Sequence[FilePlan],
+    folder: Path,
+    limits: Limits,
+    listen: Listener,
+) -> tuple[dict[str, list[WrittenPart]], dict[str, QuantError]]:
+    written: dict[str, list[WrittenPart]] = defaultdict(list)
+    errors: dict[str, QuantError] = {}
+    sink = FileSink(folder, files)
+    try:
+        blocks = run(
+            draft.plan,
+            checkpoint.reader,
+            checkpoint.layout,
+            sink,
+            jobs=limits.jobs,
+            max_memory=limits.max_memory,
+            allow_nonfinite=wish.allow_nonfinite,
+            order=lambda unit: _position(checkpoint, unit),
+        )
+        for done in blocks:
+            for part in done.parts:
+                written[part.name].append(part)
+            if done.error is not None:
+                name = done.unit.output.name
+                errors[name] = errors[name] + done.error if name in errors else done.error
+            listen(done)
+        sink.commit()
+    except BaseException:
+        sink.abort()
+        raise
+    return written, errors
+
+
+def _position(checkpoint: Checkpoint, unit: Unit) -> tuple[int, int]:
+    """Where a unit's first array lies in the source files, so that reading goes forward."""
+    first = checkpoint.layout.parts(unit.inputs[0].tensor)[0]
+    return checkpoint.files.source_offset(first.name)
+
+
+def _copy_sidecars(checkpoint: Checkpoint, draft: Draft, folder: Path) -> None:
+    for path in checkpoint.files.sidecars.copied:
+        shutil.copyfile(path, folder / path.name)
+    text = json.dumps(draft.config, indent=2, ensure_ascii=False) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources: bool) -> SourceRecord:
+    """The source's files and header hashes; whole-file hashes only when asked for."""
+    files = tuple(
+        {
+            "name": file.path.name,
+            "bytes": file.size,
+            "header_sha256": file.header_sha256,
+            "sha256": file_sha256(file.path) if hash_sources else None,
+        }
+        for file in checkpoint.files.files
+    )
+    name = model.repo_id or checkpoint.path.name
+    return SourceRecord(name, model.repo_id, model.commit, checkpoint.files.index_sha256, files)

@@ -1,0 +1,207 @@
+"""From a checkpoint and a wish to a plan and the config.json that goes with it.
+
+This is the one place where the writing commands differ: each is a wish, and `draft` turns it into
+passes over the plan. Nothing is read but names and shapes, except to compare a stored head with
+the embedding it is said to equal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qconvert import plan as passes
+from qconvert.architecture import Architecture, Binding, Place
+from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
+from qconvert.loaders import Notice, notices
+from qconvert.plan import Plan
+from qconvert.recipe import FUSIONS, Recipe
+from qconvert.select import decide
+from qconvert.tensors import DType, GroupInt, Json, Logical, Plain
+
+if TYPE_CHECKING:
+    from qconvert.quant.casts import Difference
+
+# Compares two tensors of the source by name; given by the caller, who can read.
+Compare = Callable[[Logical, Logical], "Difference"]
+# Spells forms and left-out linears as config.json's quantization_config.
+ConfigWriter = Callable[[Mapping[str, GroupInt], list[str]], Json]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a writing command asks for.
+
+    `recipe` says what to quantize, fuse and tie; `unfuse` and `dequantize` undo; `dtype` casts
+    plain float tensors and gives dequantized ones and new scales their type.
+    """
+
+    command: str
+    recipe: Recipe
+    dtype: DType | None = None
+    unfuse: bool = False
+    dequantize: bool = False
+    allow_unknown: bool = False
+    allow_nonfinite: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A plan, its config.json, and what the user should hear before the work starts."""
+
+    plan: Plan
+    architecture: Architecture
+    config: Json
+    warnings: tuple[str, ...]
+    notices: tuple[Notice, ...]
+
+
+def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWriter) -> Draft:
+    """The plan that fulfils a wish, with the config of its output. Raises BadRecipe for a wish that
+    contradicts the model, and CorruptCheckpoint for tensors that contradict its config.
+    """
+    architecture, recipe = binding.architecture, wish.recipe
+    _check_plain_weights(binding)
+    tie = _Ties(binding, recipe.tie, compare)
+    plan = passes.run_passes(passes.copy_of(binding), tie.passes)
+    if wish.unfuse:
+        plan = _unfused(plan, architecture)
+    if wish.dequantize:
+        plan = _dequantized(plan, wish.dtype)
+    if recipe.fuse:
+        plan = _fused(plan, architecture, recipe)
+    if wish.dtype is not None:
+        plan = passes.cast(wish.dtype)(plan)
+    if recipe.scheme is not None or recipe.rules:
+        plan = _quantized(plan, architecture, recipe, tied=tie.tied)
+    if not wish.allow_nonfinite:
+        plan = passes.check_finite(plan)
+    config = _config(binding, wish, plan, tied=tie.tied, write_config=write_config)
+    warnings = [
+        *tie.warnings,
+        *(f"{name}: a buffer the model recomputes; left out" for name in binding.dropped),
+    ]
+    return Draft(plan, architecture, config, tuple(warnings), tuple(notices(plan.outputs, architecture)))
+
+
+def _check_plain_weights(binding: Binding) -> None:
+    for name in binding.places:
+        form = binding.tensors[name].form
+        if isinstance(form, Plain) and not form.dtype.is_float:
+            raise UnsupportedModel(
+                f"{name}: stored as {form.dtype.label} without scales or a quantization_config",
+                "qconvert reads 16-, 32- and 64-bit float weights and compressed-tensors integers",
+            )
+
+
+class _Ties:
+    """Whether the output's head is its embedding, and the passes that make it so."""
+
+    def __init__(self, binding: Binding, tie: bool | None, compare: Compare) -> None:
+        architecture = binding.architecture
+        self.tied = architecture.tied if tie is None else tie
+        self.passes: list[passes.Pass] = []
+        self.warnings: list[str] = []
+        embed, head = _table_names(architecture)
+        stored = head in binding.tensors
+        if architecture.tied and tie is None and not stored:
+            return
+        if self.tied and stored:
+            self._drop_equal_head(binding, embed, head, compare)
+        elif self.tied and not architecture.tied:
+            raise BadRecipe(f"{head}: not stored, so there is nothing to tie", None)
+        elif self.tied and tie:
+            raise BadRecipe("config.json: the head is already tied to the embedding", "nothing to do")
+        elif tie is False and not architecture.tied:
+            raise BadRecipe("config.json: the head is already a table of its own", "nothing to do")
+        elif tie is False and not stored:
+            self.passes.append(passes.untie(embed, head))
+
+    def _drop_equal_head(self, binding: Binding, embed: str, head: str, compare: Compare) -> None:
+        difference = compare(binding.tensors[embed], binding.tensors[head])
+        if difference.equal_count != difference.count:
+            raise CorruptCheckpoint(
+                f"{head}: differs from {embed} in {difference.count - difference.equal_count} of "
+                f"{difference.count} numbers (largest difference {difference.max_abs:.4g})",
+                "use `qconvert untie` to keep both" if binding.architecture.tied else "leave them untied",
+            )
+        self.passes.append(passes.drop(head))
+        if binding.architecture.tied:
+            self.warnings.append(f"{head}: equals {embed}, to which config.json ties it; written once")
+
+
+def _table_names(architecture: Architecture) -> tuple[str, str]:
+    family = architecture.family
+    return f"{family.slot('embed').module}.weight", f"{family.slot('lm_head').module}.weight"
+
+
+def _unfused(plan: Plan, architecture: Architecture) -> Plan:
+    if not any(name in architecture.fused for name in plan.outputs):
+        raise BadRecipe("no fused linears in this checkpoint", "`qconvert inspect` shows what it holds")
+    return passes.unfuse(architecture)(plan)
+
+
+def _dequantized(plan: Plan, dtype: DType | None) -> Plan:
+    if not any(isinstance(t.form, GroupInt) for t in plan.outputs.values()):
+        raise BadRecipe("no quantized tensors in this checkpoint", "`qconvert inspect` shows what it holds")
+    return passes.dequantize(dtype)(plan)
+
+
+def _fused(plan: Plan, architecture: Architecture, recipe: Recipe) -> Plan:
+    fused = passes.fuse(architecture, [FUSIONS[name] for name in recipe.fuse])(plan)
+    if len(fused.units) == len(plan.units) and recipe.scheme is None:
+        raise BadRecipe(
+            f"nothing left to fuse ({' and '.join(recipe.fuse)})",
+            "this checkpoint is already fused; `qconvert unfuse` takes it apart",
+        )
+    return fused
+
+
+def _quantized(plan: Plan, architecture: Architecture, recipe: Recipe, *, tied: bool) -> Plan:
+    quantized = next((t for t in plan.outputs.values() if isinstance(t.form, GroupInt)), None)
+    if quantized is not None:
+        raise BadRecipe(
+            f"{quantized.name}: already quantized ({quantized.form.label}); doing it again would lose twice",
+            "start from the 16-bit model, or run `qconvert dequantize` first and accept the second loss",
+        )
+    schemes = decide(recipe, architecture, _places(plan, architecture), tied=tied)
+    return passes.quantize(schemes, search=recipe.search)(plan)
+
+
+def _places(plan: Plan, architecture: Architecture) -> dict[str, Place]:
+    found = ((name, architecture.place(name)) for name in plan.outputs)
+    return {name: place for name, place in found if place is not None}
+
+
+def _config(binding: Binding, wish: Wish, plan: Plan, *, tied: bool, write_config: ConfigWriter) -> Json:
+    """The source's config.json with the keys that the output changes; no other key is touched."""
+    config: dict[str, Any] = copy.deepcopy(dict(binding.architecture.config))
+    if tied != binding.architecture.tied:
+        config["tie_word_embeddings"] = tied
+    if wish.dtype is not None:
+        for key in {"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}:
+            config[key] = TORCH_NAMES[wish.dtype]
+    config.pop("quantization_config", None)
+    outputs = plan.outputs
+    quantized = {_module(n): t.form for n, t in outputs.items() if isinstance(t.form, GroupInt)}
+    if quantized:
+        linears = [
+            p
+            for p in _places(plan, binding.architecture).values()
+            if p.kind == "linear" and p.part == "weight"
+        ]
+        kept = [p.module for p in linears if p.module not in quantized]
+        kept += [_module(name) for name in binding.unknown if len(outputs[name].shape) == 2]
+        if tied:
+            kept.append(binding.architecture.family.slot("lm_head").module)
+        config["quantization_config"] = write_config(quantized, kept)
+    return config
+
+
+TORCH_NAMES = {DType.F64: "float64", DType.F32: "float32", DType.F16: "float16", DType.BF16: "bfloat16"}
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")

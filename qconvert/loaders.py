@@ -1,0 +1,89 @@
+"""What the field's loaders make of an output: facts that a user must know before the work starts.
+
+Sources: transformers 5.23 (`core_model_loading`, `modeling_*`), vLLM 0.33 (`model_executor/models`),
+SGLang 0.5.23 (`srt/models`), read in source; sglang issue 13214.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from qconvert.architecture import Architecture
+from qconvert.tensors import GroupInt, Logical
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How one loader treats a property of the output."""
+
+    loader: str
+    loads: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A property of an output that some loader cannot handle, and the verdict of each."""
+
+    subject: str
+    sentence: str
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def lines(self) -> list[str]:
+        """The notice as text: a sentence, then one line per loader."""
+        width = max((len(v.loader) for v in self.verdicts), default=0)
+        return [self.sentence] + [
+            f"  {v.loader:<{width}}  {'yes' if v.loads else 'no ':<3}  {v.why}" for v in self.verdicts
+        ]
+
+
+FUSED = Notice(
+    "fused linears",
+    "this family's classes have no fused qkv/gate_up linears, so not every loader reads this file:",
+    (
+        Verdict("qconvert", True, "decodes it, and `qconvert unfuse` restores the original bytes"),
+        Verdict("vLLM 0.33", True, "16-bit and compressed-tensors (stacks the same rows itself)"),
+        Verdict(
+            "transformers 5",
+            False,
+            "re-initialises q, k, v at random after a warning, unless a mapping is registered",
+        ),
+        Verdict("SGLang 0.5", False, "fails with KeyError on fused Qwen names (sglang issue 13214)"),
+        Verdict("llama.cpp", False, "its converter expects separate q, k, v; unfuse first"),
+    ),
+)
+
+QUANTIZED_EMBEDDING = Notice(
+    "quantized embedding",
+    "the embedding is quantized, which not every loader reads:",
+    (
+        Verdict("qconvert", True, "decodes it"),
+        Verdict(
+            "vLLM 0.33", True, "symmetric group or channel integers whose bits divide 32; not for a tied head"
+        ),
+        Verdict("transformers 5", False, "keeps only linears packed; the embedding comes up uninitialised"),
+        Verdict("SGLang 0.5", False, "reads plain embeddings only"),
+    ),
+)
+
+
+def notices(outputs: Mapping[str, Logical], architecture: Architecture) -> list[Notice]:
+    """What to say about a planned output, before the work starts."""
+    found = []
+    if not architecture.family.native_fused and any(name in architecture.fused for name in outputs):
+        found.append(FUSED)
+    if any(_is_embedding(name, architecture) for name, t in outputs.items() if isinstance(t.form, GroupInt)):
+        found.append(QUANTIZED_EMBEDDING)
+    return found
+
+
+def _is_embedding(name: str, architecture: Architecture) -> bool:
+    place = architecture.place(name)
+    return place is not None and place.kind == "embedding"
+
+
+def notice_lines(found: Iterable[Notice]) -> list[str]:
+    """All notices as text lines."""
+    return [line for notice in found for line in notice.lines]

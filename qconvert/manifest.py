@@ -1,0 +1,109 @@
+"""The manifest `qconvert.json`: how an output was made, from what, and what it lost.
+
+Its shape is fixed by `manifest.schema.json` beside this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import sqrt
+from typing import TYPE_CHECKING
+
+from qconvert import __version__
+from qconvert.census import census_of_outputs, linear_bits
+from qconvert.tensors import Json
+
+if TYPE_CHECKING:
+    from qconvert.draft import Draft
+    from qconvert.plan import Unit
+    from qconvert.quant.affine import QuantError
+    from qconvert.recipe import Recipe
+    from qconvert.tensors import Layout
+
+FILE_NAME = "qconvert.json"
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """Where the input came from, file by file; hashes in hexadecimal."""
+
+    name: str
+    repo_id: str | None
+    commit: str | None
+    index_sha256: str | None
+    files: tuple[Json, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a run found out: error per quantized tensor, hashes per array and per file."""
+
+    errors: Mapping[str, QuantError] = field(default_factory=dict)
+    tensor_sha256: Mapping[str, str] = field(default_factory=dict)
+    file_sha256: Mapping[str, str] = field(default_factory=dict)
+    file_bytes: Mapping[str, int] = field(default_factory=dict)
+    verified: bool = False
+
+
+def manifest(
+    command: str, source: SourceRecord, recipe: Recipe, *, draft: Draft, layout: Layout, results: Results
+) -> Json:
+    """The manifest of an output as plain data."""
+    outputs = draft.plan.outputs
+    census = census_of_outputs(outputs, draft.architecture)
+    return {
+        "schema": SCHEMA_VERSION,
+        "tool": {"name": "qconvert", "version": __version__},
+        "command": command,
+        "source": {
+            "name": source.name,
+            "repo_id": source.repo_id,
+            "commit": source.commit,
+            "index_sha256": source.index_sha256,
+            "files": list(source.files),
+        },
+        "recipe": recipe.to_json(),
+        "totals": {
+            "tensors": census.tensors,
+            "parameters": census.parameters,
+            "bytes": census.nbytes,
+            "bits_per_weight": census.bits_per_weight,
+            "linear_bits_per_weight": linear_bits(outputs, draft.architecture),
+            "relative_rms_error": relative_error(results.errors.values()),
+        },
+        "warnings": [*draft.warnings, *(notice.sentence for notice in draft.notices)],
+        "verified": results.verified,
+        "files": [
+            {"name": name, "bytes": nbytes, "sha256": results.file_sha256.get(name)}
+            for name, nbytes in results.file_bytes.items()
+        ],
+        "tensors": {unit.output.name: _tensor(unit, layout, results) for unit in draft.plan.units},
+    }
+
+
+def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
+    output = unit.output
+    parts = {spec.name: results.tensor_sha256.get(spec.name) for spec in layout.parts(output)}
+    entry: Json = {
+        "form": output.form.label,
+        "shape": list(output.shape),
+        "exact": unit.is_copy,
+        "parts": parts,
+    }
+    error = results.errors.get(output.name)
+    if error is not None:
+        entry["error"] = {
+            "relative_rms": relative_error([error]) or 0.0,
+            "max_abs": error.max_abs,
+            "max_steps": error.max_steps,
+        }
+    return entry
+
+
+def relative_error(errors: Iterable[QuantError]) -> float | None:
+    """Root of summed squared error over summed squares; None when nothing was quantized."""
+    listed = list(errors)
+    norm = sum(error.sum_sq for error in listed)
+    return sqrt(sum(error.sum_sq_error for error in listed) / norm) if norm else (0.0 if listed else None)

@@ -1,0 +1,50 @@
+"""Plain-text tables for terminals and cards: aligned columns, sizes and rates in human units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qconvert.census import Census, Row
+
+
+def size(nbytes: float) -> str:
+    """Bytes in decimal units, three significant digits: `1.16 GB`, `523 KB`, `17 B`."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if nbytes >= factor:
+            value = nbytes / factor
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a table with a heading; the first `left` columns are flush left, the rest right."""
+    widths = [max(len(str(row[i])) for row in [head, *rows]) for i in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    return [line(head), *(line(row) for row in rows)]
+
+
+def census_lines(census: Census) -> list[str]:
+    """The table by role, with its totals; columns of bytes only where the forms are known."""
+    stored = any(row.forms for row in census.rows)
+    head = ["role", "shape", "tensors", "parameters", *(["form", "bytes", "bpw"] if stored else [])]
+    rows = [_cells(row, stored) for row in census.rows]
+    total = ["total", "", str(census.tensors), f"{census.parameters:,}"]
+    if stored:
+        total += ["", size(census.nbytes), f"{census.bits_per_weight:.2f}"]
+    return table(head, [*rows, total], left=2)
+
+
+def _cells(row: Row, stored: bool) -> list[str]:
+    shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes[:2])
+    more = f" +{len(row.shapes) - 2}" if len(row.shapes) > 2 else ""
+    cells = [row.role, shapes + more, str(row.tensors), f"{row.parameters:,}"]
+    if stored:
+        bpw = row.bits_per_weight
+        cells += [" ".join(row.forms), size(row.nbytes), f"{bpw:.2f}" if bpw is not None else ""]
+    return cells
