@@ -1,0 +1,156 @@
+"""Building a decoder: every weight fetched by role, checked against the config, put on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qconvert.decoder.config import DecoderConfig, Experts
+from qconvert.decoder.linear import Linear, Weight, place_vector, place_weight
+from qconvert.decoder.model import Attention, Decoder, Layer, Mlp, Norm, SparseMlp
+from qconvert.decoder.rope import frequencies
+from qconvert.decoder.weights import Weights
+from qconvert.errors import CorruptCheckpoint
+from qconvert.tensors import Value
+
+
+def load_decoder(
+    config: DecoderConfig,
+    weights: Weights,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    """A decoder with the given weights, computing in `dtype` (float32 or bfloat16) on `device`.
+
+    Quantized weights stay packed. Raises CorruptCheckpoint for a weight that is missing or has
+    another shape than the config implies.
+    """
+    loader = _Loader(config, weights, torch.device(device), dtype)
+    embed = loader.weight("embed", None, config.vocab, config.hidden)
+    head = loader.find("lm_head", None, config.vocab, config.hidden)
+    if head is None and not config.tied:
+        raise _missing("lm_head", None, "weight")
+    return Decoder(
+        config=config,
+        dtype=dtype,
+        embed=embed,
+        layers=tuple(loader.layer(i) for i in range(config.layers)),
+        norm=loader.norm("final_norm", None, config.hidden),
+        head=embed if head is None else head,
+        frequencies_F=frequencies(config.rope, config.head_dim).to(device),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    config: DecoderConfig
+    weights: Weights
+    device: torch.device
+    dtype: torch.dtype
+
+    def layer(self, i: int) -> Layer:
+        experts = self.config.experts
+        return Layer(
+            attention_norm=self.norm("attn.norm", i, self.config.hidden),
+            attention=self.attention(i),
+            mlp_norm=self.norm("mlp.norm", i, self.config.hidden),
+            mlp=self.mlp("mlp", i, self.config.mlp_width)
+            if experts is None or i not in experts.layers
+            else self.sparse_mlp(i, experts),
+        )
+
+    def attention(self, i: int) -> Attention:
+        c = self.config
+        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        return Attention(
+            layer=i,
+            heads=c.heads,
+            kv_heads=c.kv_heads,
+            head_dim=c.head_dim,
+            window=c.windows[i],
+            qkv=self.stacked("attn.qkv", i, {"attn.q": q, "attn.k": kv, "attn.v": kv}),
+            q_norm=self.norm("attn.q_norm", i, c.head_dim) if c.qk_norm else None,
+            k_norm=self.norm("attn.k_norm", i, c.head_dim) if c.qk_norm else None,
+            o=self.linear("attn.o", i, c.hidden, q),
+        )
+
+    def mlp(self, prefix: str, i: int, width: int) -> Mlp:
+        parts = {f"{prefix}.gate": width, f"{prefix}.up": width}
+        return Mlp(
+            gate_up=self.stacked(f"{prefix}.gate_up", i, parts),
+            down=self.linear(f"{prefix}.down", i, self.config.hidden, width),
+        )
+
+    def sparse_mlp(self, i: int, experts: Experts) -> SparseMlp:
+        hidden, shared = self.config.hidden, experts.shared_width
+        return SparseMlp(
+            router=self.linear("mlp.router", i, experts.count, hidden),
+            experts=tuple(self.mlp(f"mlp.experts.{n}", i, experts.width) for n in range(experts.count)),
+            per_token=experts.per_token,
+            normalise=experts.normalise,
+            shared=None if shared is None else self.mlp("mlp.shared", i, shared),
+            shared_gate=None if shared is None else self.linear("mlp.shared_gate", i, 1, hidden),
+        )
+
+    def stacked(self, fused: str, i: int, parts: dict[str, int]) -> tuple[Linear, ...]:
+        """The fused projection when the model has it, else its parts."""
+        rows, hidden = sum(parts.values()), self.config.hidden
+        weight = self.find(fused, i, rows, hidden)
+        if weight is not None:
+            return (Linear(weight, self.bias(fused, i, rows)),)
+        return tuple(self.linear(role, i, out, hidden) for role, out in parts.items())
+
+    def linear(self, role: str, i: int, out: int, width: int) -> Linear:
+        return Linear(self.weight(role, i, out, width), self.bias(role, i, out))
+
+    def weight(self, role: str, i: int | None, out: int, width: int) -> Weight:
+        weight = self.find(role, i, out, width)
+        if weight is None:
+            raise _missing(role, i, "weight")
+        return weight
+
+    def find(self, role: str, i: int | None, out: int, width: int) -> Weight | None:
+        value = self.weights.get(role, i)
+        if value is None:
+            return None
+        weight = place_weight(value, self.device, self.dtype)
+        _check_shape(role, i, weight.shape, (out, width))
+        return weight
+
+    def bias(self, role: str, i: int, out: int) -> Tensor | None:
+        value = self.weights.get(role, i, "bias")
+        if value is None and role in self.config.biased:
+            raise _missing(role, i, "bias")
+        return None if value is None else self.vector(role, i, value, out)
+
+    def norm(self, role: str, i: int | None, width: int) -> Norm:
+        value = self.weights.get(role, i)
+        if value is None:
+            raise _missing(role, i, "weight")
+        return Norm(self.vector(role, i, value, width), self.config.norm_eps)
+
+    def vector(self, role: str, i: int | None, value: Value, width: int) -> Tensor:
+        vector = place_vector(value, self.device, self.dtype)
+        _check_shape(role, i, tuple(vector.shape), (width,))
+        return vector
+
+
+def _place(role: str, layer: int | None) -> str:
+    return role if layer is None else f"layer {layer}: {role}"
+
+
+def _missing(role: str, layer: int | None, kind: str) -> CorruptCheckpoint:
+    return CorruptCheckpoint(
+        f"{_place(role, layer)}: the checkpoint has no {kind}", "check that all of its shards are there"
+    )
+
+
+def _check_shape(role: str, layer: int | None, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if found != wanted:
+        raise CorruptCheckpoint(
+            f"{_place(role, layer)}: shape {list(found)}, but config.json implies {list(wanted)}",
+            "the weights and config.json are of two different models",
+        )
