@@ -11,7 +11,7 @@ from qconvert.architecture import Architecture, Binding, bind
 from qconvert.errors import UnsupportedModel
 from qconvert.formats.hf import HFCheckpoint, open_hf_folder
 from qconvert.formats.layouts import compressed_tensors
-from qconvert.tensors import GroupInt, Json, Layout, Logical, Reader
+from qconvert.tensors import GroupInt, Json, Layout, Logical, Reader, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,29 @@ class Checkpoint:
         """The tensors held against the architecture (see `architecture.bind`)."""
         return bind(self.architecture, self.tensors, allow_unknown=allow_unknown)
 
+    @cached_property
+    def ignored(self) -> frozenset[str]:
+        """Names of stored buffers that carry no information."""
+        return frozenset(name for name in self.tensors if self.architecture.ignores(name))
+
+    def role(self, name: str) -> str:
+        """The role of a tensor, "unknown" for one that the architecture does not declare."""
+        place = self.architecture.place(name)
+        return place.role if place else "unknown"
+
     @property
-    def is_quantized(self) -> bool:
-        return any(isinstance(t.form, GroupInt) for t in self.tensors.values())
+    def quantization(self) -> str | None:
+        """The layout and forms of the quantized tensors, in words; None when all are plain."""
+        forms = {t.form.label: t.form for t in self.tensors.values() if isinstance(t.form, GroupInt)}
+        return f"{self.layout.name} ({', '.join(sorted(forms))})" if forms else None
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a Hugging Face folder, or a single file of one. Only headers are read."""
-    files = open_hf_folder(path)
+def open_checkpoint(path: Path, *, remote_specs: Mapping[str, TensorSpec] | None = None) -> Checkpoint:
+    """Open a Hugging Face folder, or a single file of one. Only headers are read.
+
+    `remote_specs` are those of a Hub repository whose weights were not downloaded (`hub.resolve`).
+    """
+    files = open_hf_folder(path, remote_specs=remote_specs)
     method = _quantization_method(files.config)
     if method not in (None, compressed_tensors.NAME):
         raise UnsupportedModel(

@@ -26,7 +26,7 @@ from qconvert.manifest import FILE_NAME, Results, SourceRecord, manifest
 from qconvert.plan import Unit
 from qconvert.quant.affine import QuantError
 from qconvert.run import BlockDone, WrittenPart, run
-from qconvert.tensors import Json, Layout, TensorSpec
+from qconvert.tensors import Json
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,24 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Job:
+    """Everything a conversion needs: the opened source, what was asked, and how to go about it."""
+
+    model: ResolvedModel
+    checkpoint: Checkpoint
+    wish: Wish
+    draft: Draft
+    limits: Limits
+
+    @property
+    def files(self) -> tuple[FilePlan, ...]:
+        """The weight files of the output, to the byte."""
+        specs = [spec for unit in self.draft.plan.units for spec in self.checkpoint.layout.parts(unit.output)]
+        parameters = census_of_outputs(self.draft.plan.outputs, self.draft.architecture).parameters
+        return plan_files(specs, self.limits.shard_size, {"format": "pt"}, parameters)
+
+
+@dataclass(frozen=True, slots=True)
 class Made:
     """A finished output: where it is, and its manifest."""
 
@@ -52,71 +70,49 @@ class Made:
 Listener = Callable[[BlockDone], None]
 
 
-def output_specs(draft: Draft, layout: Layout) -> list[TensorSpec]:
-    """The arrays that an output will hold, in the order they go into shards."""
-    return [spec for unit in draft.plan.units for spec in layout.parts(unit.output)]
-
-
-def output_files(draft: Draft, layout: Layout, shard_size: int | None) -> tuple[FilePlan, ...]:
-    """The weight files of an output, to the byte."""
-    parameters = census_of_outputs(draft.plan.outputs, draft.architecture).parameters
-    return plan_files(output_specs(draft, layout), shard_size, {"format": "pt"}, parameters)
-
-
-def convert(
-    model: ResolvedModel,
-    checkpoint: Checkpoint,
-    wish: Wish,
-    draft: Draft,
-    out: Path,
-    limits: Limits,
-    *,
-    listen: Listener = lambda done: None,
-) -> Made:
+def convert(job: Job, out: Path, listen: Listener = lambda done: None) -> Made:
     """Write the drafted output to the folder `out`. Errors leave nothing there."""
-    layout = checkpoint.layout
-    files = output_files(draft, layout, limits.shard_size)
+    checkpoint, limits, files = job.checkpoint, job.limits, job.files
     with OutputDir(out, overwrite=limits.overwrite, sources=[checkpoint.path]) as folder:
-        written, errors = _write(checkpoint, wish, draft, files, folder, limits, listen)
-        _copy_sidecars(checkpoint, draft, folder)
+        written, errors = _write(job, files, folder, listen)
+        _copy_sidecars(checkpoint, job.draft, folder)
         hashes = verify_files(folder, files, written, limits.jobs) if limits.verify else Hashes({}, {})
-        results = Results(
-            errors=errors,
-            tensor_sha256=hashes.tensors,
-            file_sha256=hashes.files,
-            file_bytes={file.name: file.size for file in files},
-            verified=limits.verify,
+        record = manifest(
+            job.wish.command,
+            source_record(job.model, checkpoint, hash_sources=limits.hash_sources),
+            job.wish.recipe,
+            draft=job.draft,
+            layout=checkpoint.layout,
+            results=Results(
+                errors=errors,
+                tensor_sha256=hashes.tensors,
+                file_sha256=hashes.files,
+                file_bytes={file.name: file.size for file in files},
+                verified=limits.verify,
+            ),
         )
-        source = source_record(model, checkpoint, hash_sources=limits.hash_sources)
-        record = manifest(wish.command, source, wish.recipe, draft=draft, layout=layout, results=results)
         (folder / FILE_NAME).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        card = model_card(out.name, record, draft, checkpoint.files.readme, model.repo_id)
+        card = model_card(out.name, record, job.draft, checkpoint.files.readme, job.model.repo_id)
         (folder / "README.md").write_text(card, encoding="utf-8")
     return Made(out, record)
 
 
 def _write(
-    checkpoint: Checkpoint,
-    wish: Wish,
-    draft: Draft,
-    files: Sequence[FilePlan],
-    folder: Path,
-    limits: Limits,
-    listen: Listener,
+    job: Job, files: Sequence[FilePlan], folder: Path, listen: Listener
 ) -> tuple[dict[str, list[WrittenPart]], dict[str, QuantError]]:
     written: dict[str, list[WrittenPart]] = defaultdict(list)
     errors: dict[str, QuantError] = {}
     sink = FileSink(folder, files)
     try:
         blocks = run(
-            draft.plan,
-            checkpoint.reader,
-            checkpoint.layout,
+            job.draft.plan,
+            job.checkpoint.reader,
+            job.checkpoint.layout,
             sink,
-            jobs=limits.jobs,
-            max_memory=limits.max_memory,
-            allow_nonfinite=wish.allow_nonfinite,
-            order=lambda unit: _position(checkpoint, unit),
+            jobs=job.limits.jobs,
+            max_memory=job.limits.max_memory,
+            allow_nonfinite=job.wish.allow_nonfinite,
+            order=lambda unit: _position(job.checkpoint, unit),
         )
         for done in blocks:
             for part in done.parts:

@@ -54,9 +54,9 @@ def parse_scheme(text: str) -> Scheme | None:
             for g in ("", "-g128", "-g64", "-g32", "-channel")
         ]
         near = get_close_matches(text, known, n=1, cutoff=0.5)
+        spelling = "write int{2..8}[-asym]-g{N}, int{2..8}[-asym]-channel, or keep"
         raise BadRecipe(
-            f"scheme {text!r}: not a scheme",
-            f"write int{{2..8}}[-asym]-g{{N}}, ...-channel or keep{f'; did you mean {near[0]!r}?' if near else ''}",
+            f"scheme {text!r}: not a scheme", f"{spelling}; did you mean {near[0]!r}?" if near else spelling
         )
     group = None if match["channel"] else int(match["group"] or DEFAULT_GROUP_SIZE)
     return Scheme(int(match["bits"]), group, match["asym"] is None)

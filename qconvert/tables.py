@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qconvert.census import Census, Row
+from qconvert.tensors import Json
 
 
 def size(nbytes: float) -> str:
@@ -48,3 +49,29 @@ def _cells(row: Row, stored: bool) -> list[str]:
         bpw = row.bits_per_weight
         cells += [" ".join(row.forms), size(row.nbytes), f"{bpw:.2f}" if bpw is not None else ""]
     return cells
+
+
+def found_lines(model: str, found: Json) -> list[str]:
+    """What `inspect` found, as a heading, the table by role, and one line per peculiarity."""
+    heads = "head tied to the embedding" if found["tied"] else "head of its own"
+    lines = [f"{model}: {found['family']}, {found['layers']} layers, {heads} (from {found['from']})", ""]
+    rows = tuple(
+        Row(
+            r["role"],
+            r["tensors"],
+            r["parameters"],
+            tuple(tuple(s) for s in r["shapes"]),
+            tuple(r["forms"]),
+            r["bytes"],
+        )
+        for r in found["rows"]
+    )
+    lines += census_lines(Census(rows))
+    facts = {
+        "quantization": found["quantization"],
+        "fused": ", ".join(found["fusions"]),
+        "stored although tied": found["stored_tied_head"],
+        "ignored buffers": ", ".join(found["ignored"][:3]),
+        "unknown tensors": ", ".join(found["unknown"][:3]),
+    }
+    return [*lines, *(f"{key}: {value}" for key, value in facts.items() if value)]

@@ -1,0 +1,89 @@
+"""Holds an output against its own manifest: sizes, hashes of files, hashes of tensors, numbers."""
+
+from __future__ import annotations
+
+import hashlib
+
+from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.json_io import read_json_object
+from qconvert.formats.verify import file_sha256
+from qconvert.manifest import FILE_NAME
+from qconvert.quant.casts import first_nonfinite
+from qconvert.tensors import Dense, Json, TensorSpec
+
+_WINDOW_BYTES = 4 << 20
+
+
+def audit(checkpoint: Checkpoint) -> tuple[Json, list[str]]:
+    """Findings to show, and problems: sentences that each name a file or a tensor.
+
+    Without a manifest the structure is still checked, and NaN and Inf are looked for.
+    """
+    path = checkpoint.path / FILE_NAME
+    findings: Json = {"tensors": len(checkpoint.tensors)}
+    problems = [f"{name}: NaN or Inf" for name in _nonfinite(checkpoint)]
+    if not path.is_file():
+        return {**findings, "manifest": "none (structure and numbers checked)"}, problems
+    manifest = read_json_object(path, max_bytes=1 << 28)
+    problems += _file_problems(checkpoint, manifest)
+    problems += _tensor_problems(checkpoint, manifest)
+    recorded = sum(len(entry["parts"]) for entry in manifest["tensors"].values())
+    return {**findings, "manifest": f"{len(manifest['files'])} files and {recorded} arrays"}, problems
+
+
+def _nonfinite(checkpoint: Checkpoint) -> list[str]:
+    bad = []
+    for tensor in checkpoint.tensors.values():
+        for spec in checkpoint.layout.parts(tensor):
+            if spec.dtype.is_float and not _is_finite(checkpoint, spec):
+                bad.append(spec.name)
+    return bad
+
+
+def _is_finite(checkpoint: Checkpoint, spec: TensorSpec) -> bool:
+    return all(
+        first_nonfinite(Dense(checkpoint.files.read(spec.name, a, b), spec.dtype)) < 0
+        for a, b in _windows(spec)
+    )
+
+
+def _windows(spec: TensorSpec) -> list[tuple[int, int]]:
+    step = max(1, _WINDOW_BYTES // max(1, spec.width * spec.dtype.nbytes))
+    return [(a, min(a + step, spec.rows)) for a in range(0, spec.rows, step)]
+
+
+def _file_problems(checkpoint: Checkpoint, manifest: Json) -> list[str]:
+    problems = []
+    for entry in manifest["files"]:
+        path = checkpoint.path / str(entry["name"])
+        if path.parent != checkpoint.path or not path.is_file():
+            problems.append(f"{entry['name']}: named in {FILE_NAME}, but not here")
+        elif path.stat().st_size != entry["bytes"]:
+            problems.append(
+                f"{entry['name']}: {path.stat().st_size} bytes, the manifest says {entry['bytes']}"
+            )
+        elif entry["sha256"] and file_sha256(path) != entry["sha256"]:
+            problems.append(f"{entry['name']}: its SHA-256 is not the manifest's")
+    return problems
+
+
+def _tensor_problems(checkpoint: Checkpoint, manifest: Json) -> list[str]:
+    problems = []
+    for name, entry in manifest["tensors"].items():
+        tensor = checkpoint.tensors.get(name)
+        if tensor is None or tensor.form.label != entry["form"]:
+            found = tensor.form.label if tensor else "nothing"
+            problems.append(f"{name}: {found}, the manifest says {entry['form']}")
+            continue
+        for spec in checkpoint.layout.parts(tensor):
+            expected = entry["parts"].get(spec.name)
+            if expected and _sha256(checkpoint, spec) != expected:
+                problems.append(f"{spec.name}: its SHA-256 is not the manifest's")
+    return problems
+
+
+def _sha256(checkpoint: Checkpoint, spec: TensorSpec) -> str:
+    digest = hashlib.sha256()
+    for a, b in _windows(spec):
+        digest.update(memoryview(checkpoint.files.read(spec.name, a, b)).cast("B"))
+    return digest.hexdigest()

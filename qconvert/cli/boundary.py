@@ -1,0 +1,63 @@
+"""The boundary to the shell: every way a command can end, as a message and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+
+from qconvert.errors import QConvertError
+
+INTERRUPTED = 130
+
+
+def report_errors(command: click.Command, args: list[str] | None, **extra: Any) -> NoReturn:
+    """Run a click command and leave the process with the exit code its ending deserves.
+
+    A QConvertError prints its fact and hint; anything unexpected is called a bug, in one line,
+    unless QCONVERT_DEBUG is set. With --json on the command line errors are JSON on stdout.
+    """
+    argv = sys.argv[1:] if args is None else args
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        command.main(args=argv, prog_name="qconvert", standalone_mode=False, **extra)
+        sys.stdout.flush()
+    except QConvertError as error:
+        _say(argv, error.fact, error.hint, error.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("Interrupted; nothing was left under the output's name.", err=True)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except click.exceptions.Exit as ending:
+        sys.exit(ending.exit_code)
+    except Exception as error:
+        if os.environ.get("QCONVERT_DEBUG"):
+            raise
+        fact = f"unexpected {type(error).__name__}: {error}"
+        _say(argv, fact, "this is a bug in qconvert; set QCONVERT_DEBUG=1 for the traceback", 1)
+    sys.exit(0)
+
+
+def _say(argv: list[str], fact: str, hint: str | None, code: int) -> NoReturn:
+    if "--json" in argv:
+        click.echo(json.dumps({"schema": 1, "error": {"fact": fact, "hint": hint, "exit_code": code}}))
+    else:
+        click.echo(f"Error: {fact}", err=True)
+        if hint:
+            click.echo(f"Hint: {hint}", err=True)
+    sys.exit(code)
+
+
+def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
+    """SIGTERM ends a command as Ctrl-C does, so that partial outputs are removed."""
+    raise KeyboardInterrupt

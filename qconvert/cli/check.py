@@ -1,0 +1,159 @@
+"""`qconvert verify` and `qconvert diff`: is this file what it says, and what differs between two."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from qconvert.cli.options import json_option, model_argument, quiet_option, revision_option
+from qconvert.errors import CheckFailed
+
+if TYPE_CHECKING:
+    from qconvert.compare import TensorDifference
+    from qconvert.formats.checkpoint import Checkpoint
+    from qconvert.tensors import Json
+
+
+@click.command("verify")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--against", metavar="MODEL", help="Decode every tensor and compare it with this source.")
+@json_option
+@quiet_option
+@revision_option
+def verify(out: Path, against: str | None, as_json: bool, quiet: bool, revision: str | None) -> None:
+    """Check that OUT holds what its config and manifest promise.
+
+    Headers, names and shapes against the architecture; every byte against the hashes in
+    qconvert.json; with --against, every decoded number against the source: kept tensors must be
+    equal, quantized ones within half a quantization step inside the grid's range.
+    Exit code 3 when something does not hold.
+
+    \b
+    qconvert verify ./Qwen2.5-1.5B-Instruct-int4-g128 --against Qwen/Qwen2.5-1.5B-Instruct
+    """
+    from qconvert.audit import audit
+    from qconvert.compare import compare_checkpoints
+    from qconvert.formats.checkpoint import open_checkpoint
+    from qconvert.loaders import notice_lines, notices
+
+    checkpoint = open_checkpoint(out)
+    checkpoint.bind(allow_unknown=True)
+    findings, problems = audit(checkpoint)
+    if against is not None:
+        source = _open(against, revision)
+        differences = list(compare_checkpoints(source, checkpoint))
+        findings["compared"] = _summary(differences)
+        problems += [_complaint(d) for d in differences if not _acceptable(d)]
+    warnings = notice_lines(notices(checkpoint.tensors, checkpoint.architecture))
+    if as_json:
+        click.echo(
+            json.dumps({"schema": 1, "out": str(out), **findings, "problems": problems, "warnings": warnings})
+        )
+    elif not quiet:
+        for line in warnings:
+            click.echo(line, err=True)
+        for key, value in findings.items():
+            click.echo(f"{key}: {_phrase(value)}")
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise CheckFailed(problems[0] + more, "write the output again from its source")
+    if not as_json and not quiet:
+        click.echo("verified")
+
+
+def _acceptable(d: TensorDifference) -> bool:
+    """Whether a tensor of the source may differ from the output's in this way.
+
+    A quantized number may lie half a step away, and further only where the search clipped its
+    group's range; the bound on the relative error catches a wrong scale or a shifted row.
+    """
+    if d.status == "equal":
+        return True
+    return d.status == "differs" and d.max_steps is not None and d.relative_rms < _WORST_RELATIVE_RMS
+
+
+# int2 with a searched scale loses at most this share of a weight's energy on any distribution seen.
+_WORST_RELATIVE_RMS = 0.6
+
+
+def _complaint(d: TensorDifference) -> str:
+    if d.difference is None:
+        return f"{d.name}: {d.status} {d.note}".rstrip()
+    return f"{d.name}: differs from the source (relative RMS {d.relative_rms:.4g})"
+
+
+def _phrase(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{v} {k}" for k, v in value.items())
+    return str(value)
+
+
+@click.command("diff")
+@model_argument("a")
+@model_argument("b")
+@click.option("--all", "show_all", is_flag=True, help="List equal tensors too.")
+@click.option("--exit-code", is_flag=True, help="Leave with 3 when anything differs.")
+@json_option
+@revision_option
+def diff(a: str, b: str, show_all: bool, exit_code: bool, as_json: bool, revision: str | None) -> None:
+    """Compare two checkpoints tensor by tensor, in whatever layouts they are.
+
+    Quantized weights are compared by the numbers they decode to; fused linears with the parts they
+    stack. Steps are units of B's quantization scale.
+
+    \b
+    qconvert diff ./model ./model-int4-g128
+    """
+    from qconvert.compare import compare_checkpoints
+    from qconvert.tables import table
+
+    differences = list(compare_checkpoints(_open(a, revision), _open(b, revision)))
+    listed = [d for d in differences if show_all or d.status != "equal"]
+    if as_json:
+        rows = [_to_json(d) for d in listed]
+        click.echo(
+            json.dumps({"schema": 1, "a": a, "b": b, "summary": _summary(differences), "tensors": rows})
+        )
+    else:
+        head = ["tensor", "role", "status", "max", "rel. RMS", "steps"]
+        if listed:
+            click.echo("\n".join(table(head, [_cells(d) for d in listed], left=3)))
+        click.echo(_phrase(_summary(differences)))
+    if exit_code and any(d.status != "equal" for d in differences):
+        raise CheckFailed(f"{a} and {b}: not the same numbers", None)
+
+
+def _open(model: str, revision: str | None) -> Checkpoint:
+    from qconvert.formats.checkpoint import open_checkpoint
+    from qconvert.hub import resolve
+
+    return open_checkpoint(resolve(model, revision=revision).path)
+
+
+def _summary(differences: list[TensorDifference]) -> dict[str, int]:
+    return dict(Counter(d.status for d in differences))
+
+
+def _cells(d: TensorDifference) -> list[str]:
+    from qconvert.architecture import shown
+
+    numbers = ["", ""]
+    if d.difference is not None:
+        numbers = [f"{d.difference.max_abs:.3g}", f"{d.relative_rms:.3g}"]
+    steps = "" if d.max_steps is None else f"{d.max_steps:.2f}"
+    return [shown(d.name), d.role, f"{d.status} {d.note}".rstrip(), *numbers, steps]
+
+
+def _to_json(d: TensorDifference) -> Json:
+    return {
+        "name": d.name,
+        "role": d.role,
+        "status": d.status,
+        "max_abs": d.difference.max_abs if d.difference else None,
+        "relative_rms": d.relative_rms if d.difference else None,
+        "max_steps": d.max_steps,
+    }

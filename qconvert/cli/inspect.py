@@ -1,0 +1,95 @@
+"""`qconvert inspect`: what a model is made of, from its config or its headers alone."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import click
+
+from qconvert.cli.options import json_option, model_argument, revision_option
+
+if TYPE_CHECKING:
+    from qconvert.formats.checkpoint import Checkpoint
+    from qconvert.tensors import Json
+
+
+@click.command("inspect")
+@model_argument()
+@click.option("--tensors", "list_tensors", is_flag=True, help="List every tensor with its role.")
+@json_option
+@revision_option
+def command(model: str, list_tensors: bool, as_json: bool, revision: str | None) -> None:
+    """Show the parameters of MODEL by role, its ties, fusions and quantization.
+
+    Reads config.json and headers only; a bare config.json is enough for the counts, and a Hub id
+    downloads no weights.
+
+    \b
+    qconvert inspect Qwen/Qwen3-0.6B
+    qconvert inspect ./model/config.json
+    """
+    from qconvert.formats.checkpoint import open_checkpoint
+    from qconvert.hub import resolve
+
+    resolved = resolve(model, revision=revision, weights=False)
+    found = describe(
+        open_checkpoint(resolved.path, remote_specs=resolved.remote_specs), list_tensors=list_tensors
+    )
+    if as_json:
+        click.echo(json.dumps({"schema": 1, "model": model, **found}))
+        return
+    for warning in found["warnings"]:
+        click.echo(f"Warning: {warning}", err=True)
+    _print(model, found)
+
+
+def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
+    """Everything the command shows, as plain data; UnsupportedModel for an unknown architecture."""
+    from qconvert.census import census_of_config, census_of_tensors
+
+    architecture = checkpoint.architecture
+    binding = checkpoint.bind(allow_unknown=True) if checkpoint.tensors else None
+    census = census_of_tensors(checkpoint.tensors, binding) if binding else census_of_config(architecture)
+    return {
+        "family": architecture.family.name,
+        "layers": architecture.layers,
+        "tied": architecture.tied,
+        "stored_tied_head": binding.stored_tied_head if binding else None,
+        "fusions": list(binding.fusions_found) if binding else [],
+        "quantization": checkpoint.quantization,
+        "unknown": list(binding.unknown) if binding else [],
+        "ignored": list(binding.dropped) if binding else [],
+        "warnings": list(checkpoint.files.warnings),
+        "from": "headers" if binding else "config.json",
+        **census.to_json(),
+        **({"tensor_list": _tensor_list(checkpoint)} if list_tensors else {}),
+    }
+
+
+def _tensor_list(checkpoint: Checkpoint) -> list[Json]:
+    architecture = checkpoint.architecture
+    if not checkpoint.tensors:
+        return [
+            {"name": p.name, "role": p.role, "shape": list(p.shape), "form": None}
+            for p in architecture.places.values()
+        ]
+    entries = []
+    for name, tensor in checkpoint.tensors.items():
+        place = architecture.place(name)
+        role = place.role if place else "unknown"
+        entries.append({"name": name, "role": role, "shape": list(tensor.shape), "form": tensor.form.label})
+    return entries
+
+
+def _print(model: str, found: Json) -> None:
+    from qconvert.architecture import shown
+    from qconvert.tables import found_lines, table
+
+    click.echo("\n".join(found_lines(model, found)))
+    if "tensor_list" in found:
+        rows = [
+            [shown(t["name"]), t["role"], "x".join(map(str, t["shape"])), t["form"] or ""]
+            for t in found["tensor_list"]
+        ]
+        click.echo("\n" + "\n".join(table(["tensor", "role", "shape", "form"], rows, left=4)))

@@ -1,0 +1,81 @@
+"""Options that several commands share, declared once so that their names and help agree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from qconvert.sizes import parse_size
+
+F = TypeVar("F", bound=Callable[..., Any])
+DTYPES = ("bf16", "f16", "f32")
+
+
+class SizeType(click.ParamType):
+    """A number of bytes written like 500MB, 5GB or 2GiB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        try:
+            return parse_size(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE = SizeType()
+
+
+def available_cores() -> int:
+    """The number of processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def model_argument(name: str = "model") -> Callable[[F], F]:
+    """A positional argument that takes a local folder or a Hub id."""
+    return click.argument(name, metavar=name.upper())
+
+
+revision_option = click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub model.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress bar and no table.")
+unknown_option = click.option(
+    "--allow-unknown", is_flag=True, help="Copy tensors that the architecture does not know."
+)
+dtype_option = click.option(
+    "--dtype", type=click.Choice(DTYPES), help="Round plain float tensors, and store scales, as this."
+)
+
+_WRITING = (
+    click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder. [default: derived]"),
+    click.option("--overwrite", is_flag=True, help="Replace an earlier output of qconvert."),
+    click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing."),
+    json_option,
+    quiet_option,
+    click.option("--verify/--no-verify", default=True, help="Re-read the output before it gets its name."),
+    click.option(
+        "-j", "--jobs", type=click.IntRange(1, 256), default=None, help="Threads. [default: all cores]"
+    ),
+    click.option("--max-memory", type=SIZE, default="1GB", show_default=True, help="Memory for the work."),
+    click.option("--shard-size", type=SIZE, default="5GB", show_default=True, help="Largest weight file."),
+    click.option(
+        "--hash-sources", is_flag=True, help="Put the SHA-256 of whole source files in the manifest."
+    ),
+    dtype_option,
+    revision_option,
+    unknown_option,
+    click.option("--allow-nonfinite", is_flag=True, help="Convert NaN and Inf instead of stopping."),
+)
+
+
+def writing_options(command: F) -> F:
+    """Add the options that every writing command takes."""
+    for option in reversed(_WRITING):
+        command = option(command)
+    return command

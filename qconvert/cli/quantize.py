@@ -1,0 +1,111 @@
+"""`qconvert quantize`: int2 to int8 group quantization of the linears."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from qconvert.cli.options import model_argument, writing_options
+from qconvert.cli.writing import Flags, write
+from qconvert.errors import BadRecipe
+from qconvert.recipe import FUSIONS, Recipe, Rule, load_recipe, parse_rule
+from qconvert.schemes import Scheme, parse_scheme
+
+
+@click.command("quantize")
+@model_argument()
+@click.option("--bits", type=click.IntRange(2, 8), help="Bits per weight of the linears.")
+@click.option("--group-size", type=click.Choice(["32", "64", "128", "channel"]), help="Columns per scale.")
+@click.option("--sym/--asym", "symmetric", default=None, help="Symmetric grid, or one with zero points.")
+@click.option("--scheme", metavar="SCHEME", help="All of these in one word: int4-g128, int8-asym-channel.")
+@click.option(
+    "--scale-search/--min-max",
+    "search",
+    default=None,
+    help="Search scales of least squared error (the default), or take each group's range.",
+)
+@click.option(
+    "--rule", "rules", multiple=True, metavar="SELECTOR=SCHEME", help="Override; the last match wins."
+)
+@click.option("--keep", "keeps", multiple=True, metavar="SELECTOR", help="Leave these weights as they are.")
+@click.option("--fuse", multiple=True, type=click.Choice(list(FUSIONS)), help="Stack these linears as well.")
+@click.option("--tie/--untie", default=None, help="Drop a head equal to the embedding, or write it out.")
+@click.option(
+    "--allow-smaller-group", is_flag=True, help="Where the group size does not divide, use 128/64/32."
+)
+@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Read a YAML recipe first.")
+@writing_options
+def command(model: str, **flags: Any) -> None:
+    """Quantize the linears of MODEL to 2 to 8 bits, by groups.
+
+    The output is in compressed-tensors' pack-quantized layout, which transformers and vLLM load as
+    it is. Embeddings and head stay as they are unless a rule names them.
+
+    \b
+    SELECTOR  a role (mlp.down), a role in a layer range (layers.0-3.mlp.down),
+              or re:REGEX on the tensor's name
+    SCHEME    int{2..8}[-asym][-g{N}|-channel], or keep; int4 means int4-g128
+
+    \b
+    qconvert quantize Qwen/Qwen2.5-1.5B-Instruct --bits 4
+    qconvert quantize ./model --bits 4 --rule mlp.down=int8 --rule embed=int8
+    """
+    asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
+    recipe = build_recipe(**asked)
+    write(model, Flags(**flags).wish("quantize", recipe), _suffix(recipe), Flags(**flags))
+
+
+def build_recipe(
+    *,
+    bits: int | None,
+    group_size: str | None,
+    symmetric: bool | None,
+    scheme: str | None,
+    search: bool | None,
+    rules: tuple[str, ...],
+    keeps: tuple[str, ...],
+    fuse: tuple[str, ...],
+    tie: bool | None,
+    allow_smaller_group: bool,
+    recipe_file: Path | None,
+) -> Recipe:
+    """The recipe that a file and the flags ask for together; flags win, their rules come last."""
+    recipe = load_recipe(recipe_file) if recipe_file else Recipe()
+    if scheme and (bits or group_size or symmetric is not None):
+        raise BadRecipe(
+            "--scheme: given together with --bits, --group-size or --asym", "use one or the other"
+        )
+    if scheme:
+        recipe = recipe.with_(scheme=parse_scheme(scheme))
+    elif bits or group_size or symmetric is not None:
+        recipe = recipe.with_(scheme=_from_flags(recipe.scheme, bits, group_size, symmetric))
+    rules_from_flags = (*(parse_rule(text) for text in rules), *(Rule(select, None) for select in keeps))
+    recipe = recipe.with_(
+        rules=recipe.rules + rules_from_flags,
+        fuse=tuple(dict.fromkeys(recipe.fuse + fuse)),
+        tie=recipe.tie if tie is None else tie,
+        search=recipe.search if search is None else search,
+        allow_smaller_group=recipe.allow_smaller_group or allow_smaller_group,
+    )
+    if recipe.scheme is None and not any(rule.scheme for rule in recipe.rules):
+        raise BadRecipe(
+            "quantize: no scheme was asked for", "add --bits 4, --scheme int8-g128 or --recipe FILE"
+        )
+    return recipe
+
+
+def _from_flags(base: Scheme | None, bits: int | None, group: str | None, symmetric: bool | None) -> Scheme:
+    base = base or (Scheme(bits) if bits else None)
+    if base is None:
+        raise BadRecipe("quantize: a group size or --asym, but no --bits", "add --bits 4")
+    size = base.group_size if group is None else (None if group == "channel" else int(group))
+    return Scheme(bits or base.bits, size, base.symmetric if symmetric is None else symmetric)
+
+
+def _suffix(recipe: Recipe) -> str:
+    if recipe.scheme is None:
+        return "quantized"
+    mixed = "-mixed" if any(rule.scheme for rule in recipe.rules) else ""
+    return recipe.scheme.label + mixed + ("-fused" if recipe.fuse else "")

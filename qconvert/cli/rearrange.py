@@ -1,0 +1,103 @@
+"""The commands that move rows without changing a number, and the one that computes them back.
+
+`fuse-qkv`, `fuse`, `unfuse`, `tie` and `untie` work on 16-bit and on quantized checkpoints alike,
+exactly; `dequantize` turns a quantized checkpoint into plain numbers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from qconvert.cli.options import model_argument, writing_options
+from qconvert.cli.writing import Flags, write
+from qconvert.recipe import FUSIONS, Recipe
+
+
+@click.command("fuse-qkv")
+@model_argument()
+@writing_options
+def fuse_qkv(model: str, **flags: Any) -> None:
+    """Stack the q, k and v projections of MODEL into one linear, exactly.
+
+    Weights and biases, 16-bit or quantized: rows are stacked, no number changes, and
+    `qconvert unfuse` restores the original bytes.
+
+    \b
+    qconvert fuse-qkv ./Qwen2.5-1.5B-Instruct
+    """
+    _write(model, "fuse-qkv", Recipe(fuse=("qkv",)), "fused-qkv", flags)
+
+
+@click.command("fuse")
+@model_argument()
+@click.option("--only", type=click.Choice(list(FUSIONS)), help="Fuse only these. [default: both]")
+@writing_options
+def fuse(model: str, only: str | None, **flags: Any) -> None:
+    """Stack q, k, v and gate, up of MODEL into one linear each, exactly.
+
+    \b
+    qconvert fuse ./Qwen2.5-1.5B-Instruct
+    qconvert fuse ./Qwen2.5-1.5B-Instruct --only gate_up
+    """
+    _write(model, "fuse", Recipe(fuse=(only,) if only else tuple(FUSIONS)), "fused", flags)
+
+
+@click.command("unfuse")
+@model_argument()
+@writing_options
+def unfuse(model: str, **flags: Any) -> None:
+    """Take fused linears of MODEL apart: names, shapes, dtypes and bytes as before.
+
+    \b
+    qconvert unfuse ./Qwen2.5-1.5B-Instruct-fused
+    """
+    _write(model, "unfuse", Recipe(), "unfused", flags, unfuse=True)
+
+
+@click.command("tie")
+@model_argument()
+@writing_options
+def tie(model: str, **flags: Any) -> None:
+    """Drop a head of MODEL that equals its embedding.
+
+    Refuses, with the measured difference, when the two are not equal.
+
+    \b
+    qconvert tie ./my-finetune
+    """
+    _write(model, "tie", Recipe(tie=True), "tied", flags)
+
+
+@click.command("untie")
+@model_argument()
+@writing_options
+def untie(model: str, **flags: Any) -> None:
+    """Write the head of a tied MODEL out as a table of its own.
+
+    \b
+    qconvert untie ./Qwen2.5-1.5B-Instruct
+    """
+    _write(model, "untie", Recipe(tie=False), "untied", flags)
+
+
+@click.command("dequantize")
+@model_argument()
+@writing_options
+def dequantize(model: str, **flags: Any) -> None:
+    """Turn the quantized weights of MODEL back into plain numbers.
+
+    Computes (code - zero) * scale in float32 and rounds once, to --dtype or the scales' own type.
+
+    \b
+    qconvert dequantize ./Qwen2.5-1.5B-Instruct-int4-g128 --dtype bf16
+    """
+    _write(model, "dequantize", Recipe(), flags["dtype"] or "dequantized", flags, dequantize=True)
+
+
+def _write(
+    model: str, command: str, recipe: Recipe, suffix: str, values: dict[str, Any], **undo: bool
+) -> None:
+    flags = Flags(**values)
+    write(model, flags.wish(command, recipe, **undo), suffix, flags)

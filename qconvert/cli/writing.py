@@ -1,0 +1,240 @@
+"""What every writing command does once its wish is known: open, draft, say, carry out, report."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qconvert.cli.options import available_cores
+from qconvert.errors import QConvertError
+
+if TYPE_CHECKING:
+    from qconvert.convert import Job, Limits, Listener, Made
+    from qconvert.draft import Wish
+    from qconvert.recipe import Recipe
+    from qconvert.tensors import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The values of `options.writing_options`."""
+
+    out: Path | None
+    overwrite: bool
+    dry_run: bool
+    as_json: bool
+    quiet: bool
+    verify: bool
+    jobs: int | None
+    max_memory: int
+    shard_size: int
+    hash_sources: bool
+    dtype: str | None
+    revision: str | None
+    allow_unknown: bool
+    allow_nonfinite: bool
+
+    @property
+    def limits(self) -> Limits:
+        from qconvert.convert import Limits
+
+        return Limits(
+            self.jobs or available_cores(),
+            self.max_memory,
+            self.shard_size,
+            verify=self.verify,
+            overwrite=self.overwrite,
+            hash_sources=self.hash_sources,
+        )
+
+    def wish(self, command: str, recipe: Recipe, **undo: bool) -> Wish:
+        """The wish of a command with this recipe; `undo` is `unfuse` or `dequantize`."""
+        from qconvert.draft import Wish
+        from qconvert.tensors import DTYPE_BY_CODE
+
+        return Wish(
+            command,
+            recipe,
+            dtype=DTYPE_BY_CODE[self.dtype.upper()] if self.dtype else None,
+            allow_unknown=self.allow_unknown,
+            allow_nonfinite=self.allow_nonfinite,
+            **undo,
+        )
+
+
+def write(model: str, wish: Wish, suffix: str, flags: Flags) -> None:
+    """Carry out a writing command and print its result. `suffix` completes the derived name."""
+    from qconvert.convert import convert
+
+    job = prepare(model, wish, flags)
+    out = flags.out or Path(f"{_base_name(job)}-{suffix}")
+    _say_before(job, flags)
+    if flags.dry_run:
+        _print_plan(job, out, flags)
+        return
+    _check_out(out, job, flags)
+    _check_disk(out, job)
+    _announce_kernels(job, flags)
+    started = time.perf_counter()
+    with _progress(job, flags) as listen:
+        made = convert(job, out, listen)
+    _print_made(job, made, time.perf_counter() - started, flags)
+
+
+def prepare(model: str, wish: Wish, flags: Flags) -> Job:
+    """Open the source and draft the output; nothing is written."""
+    from qconvert.compare import difference
+    from qconvert.convert import Job
+    from qconvert.draft import draft
+    from qconvert.formats.checkpoint import open_checkpoint
+    from qconvert.formats.layouts.compressed_tensors import quantization_config
+    from qconvert.hub import resolve
+
+    resolved = resolve(model, revision=flags.revision)
+    checkpoint = open_checkpoint(resolved.path)
+    if not checkpoint.files.has_weights:
+        raise QConvertError(f"{model}: no weights beside the config.json", "give the whole model folder")
+    binding = checkpoint.bind(allow_unknown=wish.allow_unknown)
+    drafted = draft(
+        binding,
+        wish,
+        compare=lambda a, b: difference(checkpoint.reader, a, checkpoint.reader, b),
+        write_config=quantization_config,
+    )
+    return Job(resolved, checkpoint, wish, drafted, flags.limits)
+
+
+def _base_name(job: Job) -> str:
+    name = job.model.repo_id or job.checkpoint.path.resolve().name
+    return name.rsplit("/", 1)[-1]
+
+
+def _say_before(job: Job, flags: Flags) -> None:
+    """Warnings and loader notices, on stderr, before the work starts."""
+    from qconvert.loaders import notice_lines
+
+    if flags.as_json:
+        return
+    for warning in (*job.checkpoint.files.warnings, *job.draft.warnings):
+        click.echo(f"Warning: {warning}", err=True)
+    lines = notice_lines(job.draft.notices)
+    if lines:
+        click.echo("Warning: " + "\n".join(lines), err=True)
+
+
+def _check_out(out: Path, job: Job, flags: Flags) -> None:
+    from qconvert.formats.outdir import check_target
+
+    check_target(out, overwrite=flags.overwrite, sources=[job.checkpoint.path])
+
+
+def _check_disk(out: Path, job: Job) -> None:
+    from qconvert.formats.files import require_free_disk
+
+    require_free_disk(out.absolute().parent, sum(file.size for file in job.files))
+
+
+def _announce_kernels(job: Job, flags: Flags) -> None:
+    """Say that the first use of the number kernels on a machine compiles them."""
+    from qconvert.ops import Quantize
+    from qconvert.quant.warm import compile_kernels
+
+    if any(isinstance(op, Quantize) for unit in job.draft.plan.units for op in unit.ops):
+        compile_kernels(say=None if flags.as_json or flags.quiet else lambda text: click.echo(text, err=True))
+
+
+@contextmanager
+def _progress(job: Job, flags: Flags) -> Iterator[Listener]:
+    """A bar over bytes on stderr, when somebody is watching."""
+    if flags.quiet or flags.as_json or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from tqdm import tqdm
+
+    from qconvert.census import form_bytes
+
+    total = sum(
+        form_bytes(piece.tensor.form, (piece.rows, piece.tensor.width))
+        for unit in job.draft.plan.units
+        for piece in unit.inputs
+    )
+    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, leave=False) as bar:
+
+        def listen(done: Any) -> None:
+            bar.set_postfix_str(done.unit.output.name, refresh=False)
+            bar.update(done.bytes_read)
+
+        yield listen
+
+
+def _describe(job: Job) -> Json:
+    """The numbers of a plan, the same before and after it is carried out."""
+    from qconvert.census import census_of_outputs, census_of_tensors
+
+    before = census_of_tensors(job.checkpoint.tensors, job.checkpoint.bind(allow_unknown=True))
+    after = census_of_outputs(job.draft.plan.outputs, job.draft.architecture)
+    return {
+        "source": {"name": _base_name(job), "bytes": before.nbytes, "tensors": before.tensors},
+        "output": {
+            **after.to_json(),
+            "bits_per_weight": after.bits_per_weight,
+            "files": [{"name": f.name, "bytes": f.size} for f in job.files],
+        },
+        "recipe": job.wish.recipe.to_json(),
+        "max_memory": job.limits.max_memory,
+        "warnings": [
+            *job.checkpoint.files.warnings,
+            *job.draft.warnings,
+            *(notice.sentence for notice in job.draft.notices),
+        ],
+    }
+
+
+def _print_table(job: Job, out: Path) -> None:
+    from qconvert.census import census_of_outputs
+    from qconvert.tables import census_lines, size
+
+    described = _describe(job)
+    click.echo(f"{_base_name(job)}  ->  {out}/")
+    click.echo("\n".join(census_lines(census_of_outputs(job.draft.plan.outputs, job.draft.architecture))))
+    files = len(job.files)
+    click.echo(
+        f"{size(described['source']['bytes'])} -> {size(sum(f.size for f in job.files))} in "
+        f"{files} file{'s' if files > 1 else ''}, at most {size(job.limits.max_memory)} of working memory"
+    )
+
+
+def _print_plan(job: Job, out: Path, flags: Flags) -> None:
+    if flags.as_json:
+        click.echo(json.dumps({"schema": 1, "dry_run": True, "out": str(out), **_describe(job)}))
+    else:
+        _print_table(job, out)
+        click.echo("dry run: nothing was written", err=True)
+
+
+def _print_made(job: Job, made: Made, seconds: float, flags: Flags) -> None:
+    if flags.as_json:
+        result = {"schema": 1, "dry_run": False, "out": str(made.path), "seconds": round(seconds, 3)}
+        totals = made.manifest["totals"]
+        click.echo(json.dumps({**result, **_describe(job), "totals": totals, "verified": job.limits.verify}))
+        return
+    if not flags.quiet:
+        _print_table(job, made.path)
+        click.echo(_verdict(made, seconds), err=True)
+    else:
+        click.echo(str(made.path))
+
+
+def _verdict(made: Made, seconds: float) -> str:
+    error = made.manifest["totals"]["relative_rms_error"]
+    lost = "exact" if error is None else f"relative RMS error {error:.4f}"
+    checked = "verified" if made.manifest["verified"] else "not verified"
+    return f"done in {seconds:.1f} s, {lost}, {checked}"

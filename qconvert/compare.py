@@ -1,0 +1,146 @@
+"""Holds two checkpoints against each other, tensor by tensor, whatever their layouts.
+
+Fused linears are compared with the parts they stack, quantized weights by the numbers they decode
+to. Works in bounded blocks of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import sqrt
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qconvert.plan import RowSlice, whole
+from qconvert.quant.affine import dequantize
+from qconvert.quant.casts import Difference, cast, compare
+from qconvert.tensors import Dense, DType, IntAffine, Logical, Reader, Value
+
+if TYPE_CHECKING:
+    from qconvert.formats.checkpoint import Checkpoint
+
+BLOCK_WEIGHTS = 1 << 21
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """How one tensor of A stands to its counterpart in B.
+
+    `status` is "equal", "differs", "shape", "only in A" or "only in B". `max_steps` is the largest
+    difference in units of B's quantization scale, None when B's tensor is plain.
+    """
+
+    name: str
+    role: str
+    status: str
+    difference: Difference | None = None
+    max_steps: float | None = None
+    note: str = ""
+
+    @property
+    def relative_rms(self) -> float:
+        """Root of summed squared difference over summed squares of A."""
+        d = self.difference
+        return sqrt(d.sum_sq_diff / d.sum_sq_a) if d is not None and d.sum_sq_a else 0.0
+
+
+def compare_checkpoints(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifference]:
+    """Every tensor of A in order, then those that only B has."""
+    used: set[str] = set()
+    for name, tensor in a.tensors.items():
+        if name in a.ignored:
+            continue
+        role = a.role(name)
+        pieces = locate(b, name) or _parts_of(a, b, name)
+        used.update(piece.tensor.name for piece in pieces)
+        if not pieces:
+            yield TensorDifference(name, role, "only in A")
+        elif sum(piece.rows for piece in pieces) != tensor.rows or pieces[0].tensor.width != tensor.width:
+            shapes = f"{list(tensor.shape)} and {[list(piece.tensor.shape) for piece in pieces]}"
+            yield TensorDifference(name, role, "shape", note=shapes)
+        else:
+            yield _compare_pieces(a.reader, tensor, b.reader, pieces, role)
+    for name in b.tensors:
+        if name not in used and name not in b.ignored:
+            yield TensorDifference(name, b.role(name), "only in B")
+
+
+def locate(checkpoint: Checkpoint, name: str) -> list[RowSlice]:
+    """The rows that hold the tensor of this name: its own, those inside a fused one, or none.
+
+    The head of a tied checkpoint is its embedding.
+    """
+    tensors = checkpoint.tensors
+    if name in tensors:
+        return [whole(tensors[name])]
+    for fused in checkpoint.architecture.fused.values():
+        start = 0
+        for part in fused.parts:
+            stop = start + part.shape[0]
+            if part.name == name and fused.whole.name in tensors:
+                return [RowSlice(tensors[fused.whole.name], start, stop)]
+            start = stop
+    place = checkpoint.architecture.places.get(name)
+    if place is not None and place.role == "lm_head" and checkpoint.architecture.tied:
+        embed = next(p for p in checkpoint.architecture.places.values() if p.role == "embed")
+        return locate(checkpoint, embed.name)
+    return []
+
+
+def _parts_of(a: Checkpoint, b: Checkpoint, name: str) -> list[RowSlice]:
+    """B's separate linears for a tensor that is fused in A."""
+    fused = a.architecture.fused.get(name)
+    if fused is None:
+        return []
+    found = [locate(b, part.name) for part in fused.parts]
+    return [piece for pieces in found for piece in pieces] if all(found) else []
+
+
+def _compare_pieces(
+    reader_a: Reader, tensor: Logical, reader_b: Reader, pieces: list[RowSlice], role: str
+) -> TensorDifference:
+    total, steps, row = None, None, 0
+    for piece in pieces:
+        rows_a = RowSlice(tensor, row, row + piece.rows)
+        for block_a, block_b in _blocks(reader_a, rows_a, reader_b, piece):
+            found = compare(_numbers(block_a), _numbers(block_b))
+            total = found if total is None else total + found
+            if isinstance(block_b, IntAffine):
+                steps = max(steps or 0.0, _steps(block_a, block_b))
+        row += piece.rows
+    equal = total is None or total.equal_count == total.count
+    return TensorDifference(tensor.name, role, "equal" if equal else "differs", total, steps)
+
+
+def _blocks(reader_a: Reader, a: RowSlice, reader_b: Reader, b: RowSlice) -> Iterable[tuple[Value, Value]]:
+    step = max(1, BLOCK_WEIGHTS // max(1, a.tensor.width))
+    for offset in range(0, a.rows, step):
+        count = min(step, a.rows - offset)
+        yield (
+            reader_a.read(a.tensor, a.start + offset, a.start + offset + count),
+            reader_b.read(b.tensor, b.start + offset, b.start + offset + count),
+        )
+
+
+def _numbers(value: Value) -> Dense:
+    """The numbers a value stands for; a quantized one is decoded to its scales' dtype."""
+    return value if isinstance(value, Dense) else dequantize(value, value.form.scale_dtype)
+
+
+def _steps(a: Value, b: IntAffine) -> float:
+    """The largest |a - b| in units of b's scales; b decoded in float32."""
+    wide_a = cast(_numbers(a), DType.F32)[0].rows_RI
+    wide_b = dequantize(b, DType.F32).rows_RI
+    scales_RG = np.abs(cast(Dense(b.scales_RG, b.form.scale_dtype), DType.F32)[0].rows_RI)
+    rows, groups = scales_RG.shape
+    gaps_RG = np.abs(wide_a - wide_b).reshape(rows, groups, -1).max(axis=2)
+    ratios = np.divide(gaps_RG, scales_RG, out=np.zeros_like(gaps_RG), where=scales_RG > 0)
+    return float(ratios.max(initial=0.0))
+
+
+def difference(reader_a: Reader, a: Logical, reader_b: Reader, b: Logical) -> Difference:
+    """The difference of two tensors of equal shape, in bounded blocks."""
+    result = _compare_pieces(reader_a, a, reader_b, [whole(b)], "")
+    return result.difference or Difference(0.0, 0.0, 0.0, 0, 0)

@@ -1,0 +1,16 @@
+"""Sizes as people type them: `500MB`, `5GB`, `2GiB`, or a plain number of bytes."""
+
+from __future__ import annotations
+
+import re
+
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """The number of bytes; decimal units unless written with an i. ValueError if it is not a size."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write for example 500MB, 5GB or 2GiB")
+    power = " KMGT".index(match["unit"].upper() or " ")
+    return round(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
