@@ -131,5 +131,7 @@ def sync(path: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+    except OSError as error:
+        raise QConvertError(f"{shown(path.name)}: cannot be written to disk: {error.strerror}") from error
     finally:
         os.close(fd)

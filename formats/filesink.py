@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qconvert.formats.files import create, octets, require_free_disk, write_exactly
+from qconvert.formats.files import create, octets, require_free_disk, sync, write_exactly
 from qconvert.tensors import TensorSpec
 
 
@@ -92,8 +92,8 @@ class FileSink:
         for name, nbytes in self._missing.items():
             if nbytes:
                 raise ValueError(f"{name}: {nbytes} of {self._places[name].spec.nbytes} bytes are missing")
-        for fd in self._fds:
-            os.fsync(fd)
+        for path in self._paths:
+            sync(path)
         self._close()
 
     def abort(self) -> None:

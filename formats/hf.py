@@ -85,17 +85,17 @@ class HFCheckpoint:
         self.close()
 
 
-def open_hf_folder(path: Path, *, remote_specs: Mapping[str, TensorSpec] | None = None) -> HFCheckpoint:
+def open_hf_folder(path: Path, headers: Mapping[str, TensorSpec] | None = None) -> HFCheckpoint:
     """Open a checkpoint folder, or one file of it: config.json, the index, a .safetensors file.
 
-    A JSON file of another name is taken for a config without weights. `remote_specs` stands for
+    A JSON file of another name is taken for a config without weights. `headers` stands for
     weights that are not on this disk: nothing but config and sidecars is read then. Raises
     CorruptCheckpoint where files are damaged or disagree, UnsupportedModel for other kinds of
     checkpoint, each with a hint.
     """
     folder = path.parent if path.name in (CONFIG_FILE, INDEX_FILE) else path
-    if folder.is_dir() and remote_specs is not None:
-        return replace(_assemble(folder, _config(folder), _Weights()), specs=remote_specs)
+    if folder.is_dir() and headers is not None:
+        return replace(_assemble(folder, _config(folder), _Weights()), specs=headers)
     if folder.is_dir():
         weights = _weights_in(folder)
         return _assemble(folder, _config(folder), weights)

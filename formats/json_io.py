@@ -22,6 +22,7 @@ from qconvert.tensors import Json
 
 MAX_CONFIG_BYTES = 16 << 20
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+_INFINITIES = (math.inf, -math.inf)
 _QUOTE_OR_BRACKET = re.compile(r'["\[\]{}]')
 
 
@@ -100,8 +101,8 @@ def _flaw(value: object) -> str | None:
             value.encode()
         except UnicodeEncodeError:
             return "holds half of a surrogate pair"
-    if isinstance(value, list):
-        return next(filter(None, map(_flaw, value)), None)
+    if isinstance(value, list):  # in lists infinity means "no limit": Mamba's time_step_limit [0, Infinity]
+        return next(filter(None, (_flaw(item) for item in value if item not in _INFINITIES)), None)
     return None
 
 

@@ -51,7 +51,7 @@ class SafetensorsHeader:
 
     `specs` are in the order of their bytes; `offsets` count from the start of the file; `metadata`
     is the free text of `__metadata__`; `warnings` are oddities that every reader tolerates; `size`
-    is the file's and `sha256` that of the header's JSON bytes.
+    is the file's, `header_sha256` the hash of the header's JSON bytes.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class SafetensorsHeader:
     warnings: tuple[str, ...]
     data_start: int
     size: int
-    sha256: str
+    header_sha256: str
 
 
 class SafetensorsFile:
@@ -142,7 +142,7 @@ def parse_header(raw: bytes, path: Path, size: int) -> SafetensorsHeader:
         warnings=tuple(_oddities(raw, fields, name)),
         data_start=data_start,
         size=size,
-        sha256=hashlib.sha256(raw).hexdigest(),
+        header_sha256=hashlib.sha256(raw).hexdigest(),
     )
 
 
