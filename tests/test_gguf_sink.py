@@ -1,0 +1,189 @@
+"""GGUF writing: byte for byte what gguf.GGUFWriter writes, in any order, from any thread, or nothing."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qconvert.errors import BadRecipe, OutputExists
+from qconvert.formats.gguf_io import GGUFFile
+from qconvert.formats.gguf_sink import GGUFSink, pack_kv, plan_files
+from qconvert.gguf_types import KV, ArrayOf, GGMLType, GGUFTensor, KVType
+
+gguf = pytest.importorskip("gguf")
+
+KVS = (
+    KV.text("general.architecture", "llama"),
+    KV("a.u8", KVType.U8, 255),
+    KV("a.i8", KVType.I8, -128),
+    KV.u16("a.u16", 65535),
+    KV("a.i16", KVType.I16, -2),
+    KV.u32("a.u32", 4294967295),
+    KV.i32("a.i32", -3),
+    KV.f32("a.f32", 1e-6),
+    KV("a.u64", KVType.U64, 1 << 63),
+    KV("a.i64", KVType.I64, -(1 << 62)),
+    KV("a.f64", KVType.F64, 1 / 3),
+    KV.flag("a.flag", value=False),
+    KV.text("a.text", "Grüße \N{ROCKET}"),
+    KV.texts("a.texts", ["", "Ġ Ġ", "▁"]),
+    KV.i32s("a.i32s", [1, -1, 5]),
+    KV.f32s("a.f32s", [0.0, -31740.0]),
+    KV.u8s("a.u8s", b"\0\1\xff"),
+)
+TENSORS = (
+    GGUFTensor("output.weight", GGMLType.Q6_K, (9, 256)),
+    GGUFTensor("blk.0.ffn_down_exps.weight", GGMLType.Q4_0, (2, 3, 32)),
+    GGUFTensor("blk.0.attn_norm.weight", GGMLType.F32, (5,)),
+    GGUFTensor("blk.0.attn_q.weight", GGMLType.BF16, (4, 6)),
+    GGUFTensor("blk.0.attn_k.weight", GGMLType.F16, (2, 6)),
+)
+
+
+def contents(tensor: GGUFTensor, rng: np.random.Generator) -> np.ndarray:
+    """Rows of random bytes in the carrier type."""
+    spec = tensor.stored
+    return rng.integers(0, 256, spec.nbytes, np.uint8).view(spec.dtype.carrier).reshape(spec.rows, spec.width)
+
+
+@pytest.fixture
+def data() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {tensor.name: contents(tensor, rng) for tensor in TENSORS}
+
+
+def write_theirs(folder: Path, data: dict[str, np.ndarray], split_max_size: int = 0) -> None:
+    """The same content through gguf.GGUFWriter."""
+    writer = gguf.GGUFWriter(folder / "m.gguf", "llama", split_max_size=split_max_size)
+    for entry in KVS[1:]:
+        if isinstance(entry.type, ArrayOf):
+            kind, item = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(entry.type.item.number)
+            writer.add_key_value(entry.key, entry.value, kind, sub_type=item)
+        else:
+            writer.add_key_value(entry.key, entry.value, gguf.GGUFValueType(entry.type.number))
+    for tensor in TENSORS:
+        spec = tensor.stored
+        rows = data[tensor.name].reshape(spec.shape)
+        kind = gguf.GGMLQuantizationType(tensor.type.number)
+        raw_shape = None if tensor.type.is_quantized else spec.shape
+        writer.add_tensor(tensor.name, rows, raw_shape=raw_shape, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_ours(
+    folder: Path, data: dict[str, np.ndarray], threads: int, max_part_bytes: int | None = None
+) -> None:
+    """Single rows in a shuffled order."""
+    jobs = [(t.name, row) for t in TENSORS for row in range(t.stored.rows)]
+    np.random.default_rng(threads).shuffle(jobs)  # type: ignore[arg-type]
+    sink = GGUFSink(folder, plan_files("m.gguf", KVS, TENSORS, max_part_bytes=max_part_bytes))
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda job: sink.write(job[0], int(job[1]), data[job[0]][int(job[1])][None]), jobs))
+    sink.commit()
+    sink.publish()
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("limit", [None, 2000])
+def test_bytes_equal_those_of_gguf(
+    tmp_path: Path, data: dict[str, np.ndarray], threads: int, limit: int | None
+) -> None:
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    theirs.mkdir()
+    write_ours(ours, data, threads, limit)
+    write_theirs(theirs, data, limit or 0)
+    assert files_in(ours) == files_in(theirs)
+    assert len(files_in(ours)) == (1 if limit is None else 2)
+
+
+def test_plan_totals_equal_bytes_on_disk(tmp_path: Path, data: dict[str, np.ndarray]) -> None:
+    write_ours(tmp_path, data, 1, 2000)
+    plans = plan_files("m.gguf", KVS, TENSORS, max_part_bytes=2000)
+    assert {plan.name: plan.size for plan in plans} == {n: len(b) for n, b in files_in(tmp_path).items()}
+
+
+def test_what_is_written_reads_back(tmp_path: Path, data: dict[str, np.ndarray]) -> None:
+    write_ours(tmp_path, data, 2)
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        single = {"a.f32", "a.f32s"}
+        assert [entry for entry in file.kv.values() if entry.key not in single] == [
+            entry for entry in KVS if entry.key not in single
+        ]
+        assert file.kv["a.f32"].value == np.float32(1e-6)
+        assert tuple(file.tensors.values()) == TENSORS
+        for name, rows in data.items():
+            assert file.read(name, 0, len(rows)).tobytes() == rows.tobytes()
+
+
+def test_the_first_of_several_parts_may_hold_metadata_only() -> None:
+    plans = plan_files("m.gguf", KVS, TENSORS, max_part_bytes=2000, metadata_first=True)
+    assert [len(plan.specs) for plan in plans] == [0, 2, 3]
+    (alone,) = plan_files("m.gguf", KVS, TENSORS, metadata_first=True)
+    assert len(alone.specs) == 5
+
+
+def test_a_header_of_llama_quantize_is_planned_to_the_byte(assets: Path) -> None:
+    path = assets / "fixtures" / "gguf" / "tiny-qwen3-Q4_K_M.gguf"
+    with GGUFFile(path) as file:
+        (plan,) = plan_files(path.name, tuple(file.kv.values()), tuple(file.tensors.values()))
+    raw = path.read_bytes()
+    assert raw[: len(plan.head)] == plan.head
+    assert len(raw) == plan.size
+
+
+def test_nothing_appears_before_it_is_published(tmp_path: Path, data: dict[str, np.ndarray]) -> None:
+    sink = GGUFSink(tmp_path, plan_files("m.gguf", KVS, TENSORS))
+    assert list(files_in(tmp_path)) == ["m.gguf.partial"]
+    with pytest.raises(ValueError, match="bytes are missing"):
+        sink.commit()
+    sink.abort()
+    assert not files_in(tmp_path)
+
+
+def test_a_leftover_of_a_killed_run_is_replaced(tmp_path: Path, data: dict[str, np.ndarray]) -> None:
+    (tmp_path / "m.gguf.partial").write_bytes(b"half")
+    write_ours(tmp_path, data, 1)
+    assert list(files_in(tmp_path)) == ["m.gguf"]
+
+
+def test_an_existing_file_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"precious")
+    plans = plan_files("m.gguf", KVS, TENSORS)
+    with pytest.raises(OutputExists, match=r"m\.gguf: already there \(8 bytes\)"):
+        GGUFSink(tmp_path, plans)
+    GGUFSink(tmp_path, plans, overwrite=True).abort()
+    assert files_in(tmp_path) == {"m.gguf": b"precious"}
+
+
+@pytest.mark.parametrize(
+    ("kv", "tensors", "names"),
+    [
+        ([KV.u32("a", 1), KV.u32("a", 2)], [], "a: this metadata key would be written twice"),
+        ([KV.u32("general.alignment", 64)], [], "general.alignment"),
+        ([], list(itertools.repeat(TENSORS[0], 2)), "output.weight: this tensor would be written twice"),
+        ([], [GGUFTensor("w" * 64, GGMLType.F32, (1,))], "64 bytes; GGUF holds 63"),
+        ([], [GGUFTensor("w", GGMLType.F32, (1, 1, 1, 1, 1))], "1 to 4 dimensions"),
+        ([], [GGUFTensor("w", GGMLType.Q4_K, (1, 128))], "rows of 128 are not a multiple of q4_k's 256"),
+        ([KV.u32("a", -1)], [], "a: -1 does not fit its type"),
+    ],
+)
+def test_what_the_format_cannot_hold_is_refused(kv: list[KV], tensors: list[GGUFTensor], names: str) -> None:
+    with pytest.raises(BadRecipe) as caught:
+        plan_files("m.gguf", kv, tensors)
+    assert names in caught.value.fact
+
+
+def test_a_metadata_entry_is_spelled_as_the_format_says() -> None:
+    assert pack_kv(KV.u16("k", 258)) == b"\1\0\0\0\0\0\0\0k" + b"\2\0\0\0" + b"\2\1"
