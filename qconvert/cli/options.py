@@ -13,6 +13,8 @@ from qconvert.sizes import parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 DTYPES = ("bf16", "f16", "f32")
+DEFAULT_MAX_MEMORY = "1GB"
+DEFAULT_SHARD_SIZE = "5GB"
 
 
 class SizeType(click.ParamType):
@@ -62,8 +64,12 @@ _WRITING = (
     click.option(
         "-j", "--jobs", type=click.IntRange(1, 256), default=None, help="Threads. [default: all cores]"
     ),
-    click.option("--max-memory", type=SIZE, default="1GB", show_default=True, help="Memory for the work."),
-    click.option("--shard-size", type=SIZE, default="5GB", show_default=True, help="Largest weight file."),
+    click.option(
+        "--max-memory", type=SIZE, default=DEFAULT_MAX_MEMORY, show_default=True, help="Memory for the work."
+    ),
+    click.option(
+        "--shard-size", type=SIZE, default=DEFAULT_SHARD_SIZE, show_default=True, help="Largest weight file."
+    ),
     click.option(
         "--hash-sources", is_flag=True, help="Put the SHA-256 of whole source files in the manifest."
     ),

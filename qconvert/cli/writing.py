@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.options import available_cores
+from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
 from qconvert.errors import QConvertError
+from qconvert.sizes import parse_size
 
 if TYPE_CHECKING:
     from qconvert.convert import Job, Limits, Listener, Made
@@ -41,6 +42,26 @@ class Flags:
     revision: str | None
     allow_unknown: bool
     allow_nonfinite: bool
+
+    @classmethod
+    def defaults(cls, out: Path, *, overwrite: bool = False, quiet: bool = False) -> Flags:
+        """The flags of a call from within, as if nothing else had been typed."""
+        return cls(
+            out=out,
+            overwrite=overwrite,
+            dry_run=False,
+            as_json=False,
+            quiet=quiet,
+            verify=True,
+            jobs=None,
+            max_memory=parse_size(DEFAULT_MAX_MEMORY),
+            shard_size=parse_size(DEFAULT_SHARD_SIZE),
+            hash_sources=False,
+            dtype=None,
+            revision=None,
+            allow_unknown=False,
+            allow_nonfinite=False,
+        )
 
     @property
     def limits(self) -> Limits:
@@ -73,6 +94,8 @@ class Flags:
 def write(model: str, wish: Wish, suffix: str, flags: Flags) -> None:
     """Carry out a writing command and print its result. `suffix` completes the derived name."""
     from qconvert.convert import convert
+    from qconvert.formats.files import require_free_disk
+    from qconvert.formats.outdir import check_target
 
     job = prepare(model, wish, flags)
     out = flags.out or Path(f"{_base_name(job)}-{suffix}")
@@ -80,8 +103,8 @@ def write(model: str, wish: Wish, suffix: str, flags: Flags) -> None:
     if flags.dry_run:
         _print_plan(job, out, flags)
         return
-    _check_out(out, job, flags)
-    _check_disk(out, job)
+    check_target(out, overwrite=flags.overwrite, sources=[job.checkpoint.path])
+    require_free_disk(out, sum(file.size for file in job.files))
     _announce_kernels(job, flags)
     started = time.perf_counter()
     with _progress(job, flags) as listen:
@@ -128,18 +151,6 @@ def _say_before(job: Job, flags: Flags) -> None:
     lines = notice_lines(job.draft.notices)
     if lines:
         click.echo("Warning: " + "\n".join(lines), err=True)
-
-
-def _check_out(out: Path, job: Job, flags: Flags) -> None:
-    from qconvert.formats.outdir import check_target
-
-    check_target(out, overwrite=flags.overwrite, sources=[job.checkpoint.path])
-
-
-def _check_disk(out: Path, job: Job) -> None:
-    from qconvert.formats.files import require_free_disk
-
-    require_free_disk(out.absolute().parent, sum(file.size for file in job.files))
 
 
 def _announce_kernels(job: Job, flags: Flags) -> None:

@@ -1,0 +1,26 @@
+"""Opens checkpoints as models to measure: decoder, label, size on disk, bits per weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from qconvert.census import census_of_tensors
+from qconvert.decoder.config import DecoderConfig
+from qconvert.decoder.load import load_decoder
+from qconvert.evals.perplexity import EvalModel
+from qconvert.formats.checkpoint import open_checkpoint
+from qconvert.formats.weights import CheckpointWeights
+
+
+def open_model(
+    path: Path, label: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> EvalModel:
+    """The checkpoint in `path`, ready to be measured; quantized weights stay packed in memory."""
+    checkpoint = open_checkpoint(path)
+    weights = CheckpointWeights(checkpoint)
+    decoder = load_decoder(DecoderConfig.from_hf(checkpoint.config), weights, device=device, dtype=dtype)
+    census = census_of_tensors(checkpoint.tensors, checkpoint.bind())
+    size_bytes = sum(file.size for file in checkpoint.files.files)
+    return EvalModel(label, decoder, size_bytes, census.bits_per_weight)

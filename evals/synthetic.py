@@ -1,0 +1,65 @@
+"""Checkpoints of real models' shapes with seeded random weights, for measuring speed and memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from qconvert.architecture import Architecture
+from qconvert.formats.filesink import FileSink
+from qconvert.formats.safetensors_io import plan_files
+from qconvert.tensors import DType, Json, TensorSpec
+
+_QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "torch_dtype": "bfloat16",
+         "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}  # fmt: skip
+
+# Sizes from the models' own config.json files.
+SHAPES: dict[str, Json] = {
+    "qwen2.5-0.5b": {**_QWEN, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+                     "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
+                     "tie_word_embeddings": True},
+    "qwen2.5-1.5b": {**_QWEN, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+                     "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
+                     "tie_word_embeddings": True},
+    "qwen2.5-7b": {**_QWEN, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+                   "tie_word_embeddings": False},
+}  # fmt: skip
+
+SHARD_BYTES = 2_000_000_000
+_BLOCK_ROWS = 2048
+
+
+def make_checkpoint(folder: Path, shape: str, *, layer_factor: int = 1, seed: int = 0) -> Path:
+    """Write a bf16 checkpoint of a named shape into `folder`, with `layer_factor` times the layers.
+
+    Weights are normal with standard deviation 0.02, norms around 1; a folder that already holds
+    the same config is left as it is. Returns the folder.
+    """
+    config = {**SHAPES[shape], "num_hidden_layers": SHAPES[shape]["num_hidden_layers"] * layer_factor}
+    text = json.dumps(config, indent=2) + "\n"
+    marker = folder / "config.json"
+    if marker.is_file() and marker.read_text(encoding="utf-8") == text:
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    architecture = Architecture.of(config)
+    tied = architecture.tied
+    places = [p for p in architecture.places.values() if not (tied and p.role == "lm_head")]
+    specs = [TensorSpec(p.name, DType.BF16, p.shape) for p in places]
+    sink = FileSink(folder, plan_files(specs, SHARD_BYTES, {"format": "pt"}))
+    rng = np.random.default_rng(seed)
+    for place, spec in zip(places, specs, strict=True):
+        _fill(sink, spec, rng, center=1.0 if place.kind == "norm" else 0.0)
+    sink.commit()
+    marker.write_text(text, encoding="utf-8")
+    return folder
+
+
+def _fill(sink: FileSink, spec: TensorSpec, rng: np.random.Generator, center: float) -> None:
+    for start in range(0, spec.rows, _BLOCK_ROWS):
+        rows = min(_BLOCK_ROWS, spec.rows - start)
+        x = rng.standard_normal((rows, spec.width), dtype=np.float32) * np.float32(0.02) + np.float32(center)
+        # Truncation to bf16 is exact enough for random weights and needs no kernel.
+        sink.write(spec.name, start, (x.view(np.uint32) >> 16).astype("<u2"))

@@ -1,0 +1,200 @@
+"""`qconvert eval`: what a quantized model costs in quality."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qconvert.cli.options import json_option, quiet_option, revision_option
+from qconvert.errors import BadRecipe, CheckFailed
+
+if TYPE_CHECKING:
+    from qconvert.evals.perplexity import EvalModel, Progress
+    from qconvert.evals.results import PerplexityReport
+
+PROTOCOLS = ("gptq2048", "hf-stride", "llamacpp512")
+
+
+@click.group("eval")
+def command() -> None:
+    """Measure what a checkpoint costs against another one."""
+
+
+@command.command("perplexity")
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@click.option("--reference", metavar="MODEL", help="Compare every MODEL with this one, on the same tokens.")
+@click.option(
+    "--text",
+    default="wikitext2",
+    show_default=True,
+    metavar="FILE|wikitext2|stdlib",
+    help="UTF-8 text; stdlib is the held-out text of the embedded model.",
+)
+@click.option("--protocol", type=click.Choice(PROTOCOLS), default=PROTOCOLS[0], show_default=True)
+@click.option(
+    "--context", type=click.IntRange(8, 1 << 20), help="Tokens per window, instead of the protocol's."
+)
+@click.option("--chunks", type=click.IntRange(1), help="Stop after this many windows.")
+@click.option(
+    "--dtype", type=click.Choice(["f32", "bf16"]), default="f32", show_default=True, help="Arithmetic."
+)
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option("--noise-floor", is_flag=True, help="Also compare the reference with itself.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json and STEM.md."
+)
+@click.option(
+    "--fail-above",
+    type=click.FloatRange(0),
+    metavar="X",
+    help="Exit 3 when a perplexity ratio exceeds 1 + X.",
+)
+@json_option
+@quiet_option
+@revision_option
+def perplexity(models: tuple[str, ...], **options: Any) -> None:
+    """Perplexity of each MODEL, with paired error bars against --reference.
+
+    All models read the same tokens in lockstep, with the reference's tokenizer. Perplexities are
+    comparable only under the same protocol, text and tokenizer, which the report states.
+
+    \b
+    qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model
+    """
+    report = _measure(
+        models, **{k: v for k, v in options.items() if k not in ("out", "fail_above", "as_json")}
+    )
+    if options["out"] is not None:
+        for path in write_report(report, options["out"]):
+            click.echo(f"wrote {path}", err=True)
+    show_report(report, as_json=options["as_json"])
+    if options["fail_above"] is not None:
+        check_ratios(report, options["fail_above"])
+
+
+def _measure(
+    names: tuple[str, ...],
+    *,
+    reference: str | None,
+    text: str,
+    protocol: str,
+    context: int | None,
+    chunks: int | None,
+    dtype: str,
+    device: str,
+    noise_floor: bool,
+    quiet: bool,
+    revision: str | None,
+) -> PerplexityReport:
+    from qconvert.evals.perplexity import run
+
+    if noise_floor and reference is None:
+        raise BadRecipe(
+            "--noise-floor: there is no reference to compare with itself", "add --reference MODEL"
+        )
+    loaded = [_load(name, revision, device, dtype) for name in names]
+    base = _load(reference, revision, device, dtype) if reference else None
+    with stdlib_text(text) as source, _bar(quiet) as progress:
+        return run(
+            [model for model, _ in loaded],
+            reference=base[0] if base else None,
+            tokenizer=(base or loaded[0])[1],
+            text=source,
+            protocol=protocol,
+            context=context,
+            max_chunks=chunks,
+            noise_floor=noise_floor,
+            progress=progress,
+        )
+
+
+def _load(name: str, revision: str | None, device: str, dtype: str) -> tuple[EvalModel, Path]:
+    import torch
+
+    from qconvert.evals.models import open_model
+    from qconvert.hub import resolve
+
+    path = resolve(name, revision=revision).path
+    arithmetic = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    return open_model(path, name.rstrip("/").rsplit("/", 1)[-1], device=device, dtype=arithmetic), path
+
+
+@contextmanager
+def stdlib_text(text: str) -> Iterator[str | Path]:
+    """A file with the held-out text when `text` is "stdlib"; otherwise `text` itself."""
+    if text != "stdlib":
+        yield text
+        return
+    import tempfile
+
+    from qconvert.demo.corpus import demo_text
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "python-stdlib-held-out.txt"
+        path.write_text(demo_text("held-out").text, encoding="utf-8")
+        yield path
+
+
+@contextmanager
+def _bar(quiet: bool) -> Iterator[Progress | None]:
+    """A bar over windows on stderr, when somebody is watching."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit="chunk", file=sys.stderr, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
+
+
+def show_report(report: PerplexityReport, *, as_json: bool) -> None:
+    """Print a report: one JSON object, or the page as text."""
+    from qconvert.report import to_terminal
+
+    if as_json:
+        click.echo(json.dumps({"schema": 1, **report.to_json()}))
+    else:
+        click.echo(to_terminal(report.page()), nl=False)
+
+
+def write_report(report: PerplexityReport, stem: Path) -> list[Path]:
+    """Write the record and its Markdown view beside each other; returns their paths."""
+    from qconvert.report import to_markdown
+
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    texts = {
+        ".json": json.dumps(report.to_json(), indent=1) + "\n",
+        ".md": to_markdown(report.page()),
+    }
+    paths = []
+    for suffix, text in texts.items():
+        path = stem.with_name(stem.name + suffix)
+        path.write_text(text, encoding="utf-8")
+        paths.append(path)
+    return paths
+
+
+def check_ratios(report: PerplexityReport, limit: float) -> None:
+    """CheckFailed when a model's perplexity ratio to the reference exceeds 1 + limit."""
+    if report.reference is None:
+        raise BadRecipe("--fail-above: there is no reference to compare with", "add --reference MODEL")
+    for model in report.models:
+        if model.versus is None:
+            continue
+        ratio = model.versus.perplexity_ratio.value
+        if not ratio <= 1 + limit:
+            raise CheckFailed(
+                f"{model.label}: perplexity is {ratio:.4f} times the reference's, more than {1 + limit:.4f}",
+                "use more bits, a smaller group, or --rule for the sensitive roles",
+            )
