@@ -60,12 +60,12 @@ class Checkpoint:
         return f"{self.layout.name} ({', '.join(sorted(forms))})" if forms else None
 
 
-def open_checkpoint(path: Path, *, remote_specs: Mapping[str, TensorSpec] | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, headers: Mapping[str, TensorSpec] | None = None) -> Checkpoint:
     """Open a Hugging Face folder, or a single file of one. Only headers are read.
 
-    `remote_specs` are those of a Hub repository whose weights were not downloaded (`hub.resolve`).
+    `headers` are those of a Hub repository whose weights were not downloaded (`hub.resolve`).
     """
-    files = open_hf_folder(path, remote_specs=remote_specs)
+    files = open_hf_folder(path, headers)
     method = _quantization_method(files.config)
     if method not in (None, compressed_tensors.NAME):
         raise UnsupportedModel(

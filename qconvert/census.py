@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from math import prod
 
 from qconvert.architecture import Architecture, Binding, Place
-from qconvert.tensors import Form, GroupInt, Json, Logical, Plain, rows_of, width_of
+from qconvert.tensors import Form, Json, Logical, Plain, rows_of, width_of
 
-# Order and wording of the groups: (label, the roles or kinds that belong to it).
 _NORMS = "norms"
 _BIASES = "biases"
 
@@ -84,24 +83,29 @@ def form_bytes(form: Form, shape: tuple[int, ...]) -> int:
 def census_of_config(architecture: Architecture) -> Census:
     """The table of the model that config.json describes, without any weights."""
     places = [p for p in architecture.places.values() if not (architecture.tied and p.role == "lm_head")]
-    return _gather((place, place.shape, None) for place in places)
+    return _gather(architecture, ((place, place.shape, None) for place in places))
 
 
 def census_of_tensors(tensors: Mapping[str, Logical], binding: Binding) -> Census:
     """The table of stored tensors; a stored head of a tied model is counted as what it is."""
-    return _gather((binding.places.get(name), t.shape, t.form) for name, t in tensors.items())
+    entries = ((binding.places.get(name), t.shape, t.form) for name, t in tensors.items())
+    return _gather(binding.architecture, entries)
 
 
 def census_of_outputs(outputs: Mapping[str, Logical], architecture: Architecture) -> Census:
     """The table of a plan's outputs."""
-    return _gather((architecture.place(name), t.shape, t.form) for name, t in outputs.items())
+    return _gather(architecture, ((architecture.place(n), t.shape, t.form) for n, t in outputs.items()))
 
 
-def _gather(entries: Iterable[tuple[Place | None, tuple[int, ...], Form | None]]) -> Census:
+def _gather(
+    architecture: Architecture, entries: Iterable[tuple[Place | None, tuple[int, ...], Form | None]]
+) -> Census:
+    """Group entries, in the order of the model's printed structure; norms, biases, unknown last."""
+    order = {role: i for i, role in enumerate(architecture.roles_in_order)}
     groups: dict[str, list[tuple[tuple[int, ...], Form | None]]] = {}
     for place, shape, form in entries:
         groups.setdefault(_group(place), []).append((shape, form))
-    ordered = sorted(groups, key=lambda g: (g in (_NORMS, _BIASES, "unknown"), 0))
+    ordered = sorted(groups, key=lambda group: order.get(group, len(order) + len(group)))
     return Census(tuple(_row(group, groups[group]) for group in ordered))
 
 
@@ -136,10 +140,3 @@ def linear_bits(outputs: Mapping[str, Logical], architecture: Architecture) -> f
     ]
     weights = sum(t.count for t in linears)
     return 8 * sum(form_bytes(t.form, t.shape) for t in linears) / weights if weights else None
-
-
-def quantized_fraction(outputs: Mapping[str, Logical]) -> float:
-    """The share of the parameters that is stored quantized."""
-    total = sum(t.count for t in outputs.values())
-    quantized = sum(t.count for t in outputs.values() if isinstance(t.form, GroupInt))
-    return quantized / total if total else 0.0

@@ -97,6 +97,13 @@ class Architecture:
             f.role for f in self.family.fusions
         )
 
+    @cached_property
+    def roles_in_order(self) -> tuple[str, ...]:
+        """All roles as the model prints them, each fused one before its first part."""
+        fused = {fusion.parts[0]: fusion.role for fusion in self.family.fusions}
+        roles = dict.fromkeys(place.role for place in self.places.values())
+        return tuple(name for role in roles for name in (fused.get(role), role) if name)
+
     def place(self, name: str) -> Place | None:
         """Where the tensor of this name belongs, fused or not; None when it is unknown."""
         if name in self.fused:

@@ -34,7 +34,7 @@ def command(model: str, list_tensors: bool, as_json: bool, revision: str | None)
 
     resolved = resolve(model, revision=revision, weights=False)
     found = describe(
-        open_checkpoint(resolved.path, remote_specs=resolved.remote_specs), list_tensors=list_tensors
+        open_checkpoint(resolved.path, headers=resolved.headers), list_tensors=list_tensors
     )
     if as_json:
         click.echo(json.dumps({"schema": 1, "model": model, **found}))
