@@ -35,6 +35,16 @@ def optional_int(config: Json, key: str, most: int = MAX_DIMENSION) -> int | Non
     return value
 
 
+def divided(config: Json, key: str, by: str) -> int:
+    """The integer under `key` divided by the one under `by`, which must leave no remainder."""
+    whole, parts = positive_int(config, key), positive_int(config, by)
+    if whole % parts:
+        raise CorruptCheckpoint(
+            f"config.json: {key} = {whole} is not divisible by {by} = {parts}", "correct the file"
+        )
+    return whole // parts
+
+
 def flag(config: Json, key: str, *, default: bool = False) -> bool:
     """The boolean under `key`; `default` when it is absent or null."""
     value = config.get(key)

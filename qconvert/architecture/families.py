@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qconvert.architecture.config import optional_int, positive_int
+from qconvert.architecture.config import divided, optional_int, positive_int
 from qconvert.architecture.slots import Dimensions, Family, Fusion, Slot
 from qconvert.tensors import Json
 
@@ -58,7 +58,7 @@ def dense_dimensions(config: Json, layer: int) -> Dimensions:
     hidden = positive_int(config, "hidden_size")
     heads = positive_int(config, "num_attention_heads")
     kv_heads = optional_int(config, "num_key_value_heads") or heads
-    head_dim = optional_int(config, "head_dim") or hidden // heads
+    head_dim = optional_int(config, "head_dim") or divided(config, "hidden_size", "num_attention_heads")
     return {
         "vocab": positive_int(config, "vocab_size"),
         "hidden": hidden,

@@ -240,7 +240,7 @@ def _check_shape(architecture: Architecture, place: Place, tensor: Logical) -> N
         for dim, size in zip(place.dims, place.shape, strict=True)
     )
     raise CorruptCheckpoint(
-        f"{place.name}: shape {list(tensor.shape)} contradicts config.json, which gives {list(place.shape)} ({keys})",
+        f"{place.name}: shape {list(tensor.shape)}, but config.json gives {list(place.shape)} ({keys})",
         "the weights and the config.json are of different models, or one of them was edited",
     )
 
@@ -251,7 +251,7 @@ def _refuse_unknown(architecture: Architecture, unknown: list[str]) -> None:
     prefixed = next((n for n in unknown if n.endswith("." + first_known)), None)
     hint = "use --allow-unknown to copy such tensors as they are"
     if prefixed:
-        hint = f"names carry the prefix {prefixed[: -len(first_known)]!r}; save the inner model, or rename the tensors"
+        hint = f"names carry the prefix {prefixed[: -len(first_known)]!r}; save the inner model instead"
     if architecture.family.named_by and re.match(r"model\.layers\.\d+\.", unknown[0]):
         hint += f"; config.json says num_hidden_layers = {architecture.layers}"
     raise UnsupportedModel(f"{shown(unknown[0])}{more}: not a tensor of {architecture.family.name}", hint)
