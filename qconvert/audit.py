@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.files import octets
 from qconvert.formats.json_io import read_json_object
 from qconvert.formats.verify import file_sha256
 from qconvert.manifest import FILE_NAME
@@ -85,5 +86,5 @@ def _tensor_problems(checkpoint: Checkpoint, manifest: Json) -> list[str]:
 def _sha256(checkpoint: Checkpoint, spec: TensorSpec) -> str:
     digest = hashlib.sha256()
     for a, b in _windows(spec):
-        digest.update(memoryview(checkpoint.files.read(spec.name, a, b)).cast("B"))
+        digest.update(octets(checkpoint.files.read(spec.name, a, b)))
     return digest.hexdigest()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from qconvert.architecture import Architecture, Binding, Place
-from qconvert.tensors import Form, Json, Logical, Plain, rows_of, width_of
+from qconvert.tensors import Blocks, Form, Json, Logical, Plain, rows_of, width_of
 
 _NORMS = "norms"
 _BIASES = "biases"
@@ -75,6 +75,8 @@ def form_bytes(form: Form, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor of this shape in this form; the few bytes of a stored shape not counted."""
     if isinstance(form, Plain):
         return prod(shape) * form.dtype.nbytes
+    if isinstance(form, Blocks):
+        return rows_of(shape) * form.row_bytes(width_of(shape))
     words = -(-width_of(shape) * form.bits // 32)
     zeros = 0 if form.symmetric else -(-rows_of(shape) * form.bits // 32) * 4 * form.groups(width_of(shape))
     return rows_of(shape) * (4 * words + form.groups(width_of(shape)) * form.scale_dtype.nbytes) + zeros

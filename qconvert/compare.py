@@ -16,7 +16,7 @@ import numpy as np
 from qconvert.plan import RowSlice, whole
 from qconvert.quant.affine import dequantize
 from qconvert.quant.casts import Difference, cast, compare
-from qconvert.tensors import Dense, DType, IntAffine, Logical, Reader, Value
+from qconvert.tensors import BlockRows, Dense, DType, IntAffine, Logical, Reader, Value
 
 if TYPE_CHECKING:
     from qconvert.formats.checkpoint import Checkpoint
@@ -125,8 +125,17 @@ def _blocks(reader_a: Reader, a: RowSlice, reader_b: Reader, b: RowSlice) -> Ite
 
 
 def _numbers(value: Value) -> Dense:
-    """The numbers a value stands for; a quantized one is decoded to its scales' dtype."""
-    return value if isinstance(value, Dense) else dequantize(value, value.form.scale_dtype)
+    """The numbers a value stands for: a grid's in its scales' dtype, GGML blocks' in float32."""
+    match value:
+        case Dense():
+            return value
+        case IntAffine():
+            return dequantize(value, value.form.scale_dtype)
+        case BlockRows():
+            from qconvert.quant.ggml import decode_rows
+
+            width = value.bytes_RB.shape[1] // value.form.block_bytes * value.form.block
+            return Dense(decode_rows(value.bytes_RB, value.form.type, width), DType.F32)
 
 
 def _steps(a: Value, b: IntAffine) -> float:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from qconvert.tensors import Dense, DType, Form, GroupInt, IntAffine, Plain, Value
+from qconvert.tensors import BlockRows, Blocks, Dense, DType, Form, GroupInt, IntAffine, Plain, Value
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from qconvert.quant.affine import QuantError
 
 
@@ -32,7 +34,13 @@ CLEAN = Finding()
 
 
 class Op(Protocol):
-    """One step of a unit: what form comes out, and the rows themselves."""
+    """One step of a unit: what form comes out, and the rows themselves.
+
+    `granule` is the number of rows that must be given together (and in whole multiples).
+    """
+
+    @property
+    def granule(self) -> int: ...
 
     def infer(self, form: Form) -> Form: ...
 
@@ -40,8 +48,17 @@ class Op(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CheckFinite:
-    """Pass rows through; find the first NaN or Inf of a dense float tensor."""
+class _RowWise:
+    """An operation that looks at one row at a time."""
+
+    @property
+    def granule(self) -> int:
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFinite(_RowWise):
+    """Pass rows through; find the first NaN or Inf of a float tensor or of a grid's scales."""
 
     def infer(self, form: Form) -> Form:
         return form
@@ -49,6 +66,8 @@ class CheckFinite:
     def apply(self, value: Value) -> tuple[Value, Finding]:
         from qconvert.quant.casts import first_nonfinite
 
+        if isinstance(value, BlockRows):
+            return value, CLEAN
         if isinstance(value, Dense):
             return value, (Finding(first_nonfinite(value)) if value.dtype.is_float else CLEAN)
         scales = Dense(value.scales_RG, value.form.scale_dtype)
@@ -56,7 +75,7 @@ class CheckFinite:
 
 
 @dataclass(frozen=True, slots=True)
-class Cast:
+class Cast(_RowWise):
     """Round a dense float tensor to another float dtype, half to even."""
 
     dtype: DType
@@ -74,7 +93,7 @@ class Cast:
 
 
 @dataclass(frozen=True, slots=True)
-class Quantize:
+class Quantize(_RowWise):
     """Group-quantize a dense tensor to `form`, by scale search or plain min-max."""
 
     form: GroupInt
@@ -93,7 +112,7 @@ class Quantize:
 
 
 @dataclass(frozen=True, slots=True)
-class Dequantize:
+class Dequantize(_RowWise):
     """Compute a group-quantized tensor's numbers: `(code - zero) * scale`, rounded once."""
 
     dtype: DType
@@ -106,3 +125,82 @@ class Dequantize:
 
         assert isinstance(value, IntAffine)
         return dequantize(value, self.dtype), CLEAN
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeBlocks(_RowWise):
+    """Encode a dense tensor as GGML blocks, bit for bit as llama-quantize does.
+
+    `importance_I` are the mean squared activations of the input columns (an imatrix entry).
+    """
+
+    form: Blocks
+    importance_I: tuple[float, ...] | None = None
+
+    def infer(self, form: Form) -> Form:
+        assert isinstance(form, Plain), form
+        return self.form
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        import numpy as np
+
+        from qconvert.quant.casts import first_nonfinite
+        from qconvert.quant.ggml import encode_rows
+
+        assert isinstance(value, Dense)
+        importance_I = None if self.importance_I is None else np.array(self.importance_I, np.float32)
+        bytes_RB = encode_rows(value, self.form.type, importance_I=importance_I)
+        return BlockRows(bytes_RB, self.form), Finding(first_nonfinite(value))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBlocks(_RowWise):
+    """Compute the float32 numbers that GGML blocks stand for."""
+
+    def infer(self, form: Form) -> Form:
+        return Plain(DType.F32)
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.ggml import decode_rows
+
+        assert isinstance(value, BlockRows)
+        form = value.form
+        width = value.bytes_RB.shape[1] // form.block_bytes * form.block
+        return Dense(decode_rows(value.bytes_RB, form.type, width), DType.F32), CLEAN
+
+
+@dataclass(frozen=True, slots=True)
+class SwapHalves:
+    """Interleave the two halves of every head's rows, or undo it: llama.cpp's rotary order.
+
+    transformers keeps the rotated pairs `head_dim / 2` rows apart (NeoX), llama.cpp's `llama` graph
+    side by side. Source: `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.
+    """
+
+    head_dim: int
+    undo: bool = False
+
+    @property
+    def granule(self) -> int:
+        return self.head_dim
+
+    def infer(self, form: Form) -> Form:
+        return form
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        import numpy as np
+
+        order = np.arange(self.head_dim).reshape(2, -1).T.ravel()
+        if self.undo:
+            order = np.argsort(order)
+        heads = np.arange(value.rows).reshape(-1, self.head_dim)
+        return _take(value, heads[:, order].ravel()), CLEAN
+
+
+def _take(value: Value, rows: np.ndarray) -> Value:
+    if isinstance(value, Dense):
+        return Dense(value.rows_RI[rows], value.dtype)
+    if isinstance(value, BlockRows):
+        return BlockRows(value.bytes_RB[rows], value.form)
+    zeros_RG = None if value.zeros_RG is None else value.zeros_RG[rows]
+    return IntAffine(value.codes_RI[rows], value.scales_RG[rows], zeros_RG, value.form)

@@ -14,9 +14,9 @@ from functools import reduce
 
 from qconvert.architecture import Architecture, Binding, FusedPlace
 from qconvert.errors import BadRecipe
-from qconvert.ops import Cast, CheckFinite, Dequantize, Op, Quantize
+from qconvert.ops import Cast, CheckFinite, DecodeBlocks, Dequantize, EncodeBlocks, Op, Quantize
 from qconvert.schemes import Scheme
-from qconvert.tensors import DType, Form, GroupInt, Logical, Plain
+from qconvert.tensors import Blocks, DType, Form, GroupInt, Logical, Plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +222,46 @@ def _on_outputs(choose: Callable[[Form], Op | None]) -> Pass:
     return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
 
 
+def rename(names: Mapping[str, str]) -> Pass:
+    """Give every output the name it has in another format."""
+
+    def one(unit: Unit) -> Unit:
+        return replace(unit, output=replace(unit.output, name=names[unit.output.name]))
+
+    return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
+
+
+def apply_to(names: Iterable[str], op: Op) -> Pass:
+    """Apply one more operation to the outputs of these names."""
+    chosen = frozenset(names)
+    return lambda plan: replace(
+        plan, units=tuple(u.then(op) if u.output.name in chosen else u for u in plan.units)
+    )
+
+
+def encode(forms: Mapping[str, Form], importance: Mapping[str, tuple[float, ...]]) -> Pass:
+    """Give every output the GGUF form chosen for it: cast, or encoded as blocks."""
+
+    def one(unit: Unit) -> Unit:
+        have, want = unit.output.form, forms[unit.output.name]
+        if isinstance(have, GroupInt):
+            unit, have = unit.then(Dequantize(DType.F32)), Plain(DType.F32)
+        if isinstance(have, Blocks):
+            unit, have = unit.then(DecodeBlocks()), Plain(DType.F32)
+        if isinstance(want, Blocks):
+            return unit.then(EncodeBlocks(want, importance.get(unit.output.name)))
+        assert isinstance(want, Plain)
+        return unit if have == want else unit.then(Cast(want.dtype))
+
+    return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
+
+
 def check_finite(plan: Plan) -> Plan:
     """Look for NaN and Inf in everything that is not quantized (quantizing looks by itself)."""
     units = tuple(
-        u if any(isinstance(op, Quantize) for op in u.ops) else replace(u, ops=(CheckFinite(), *u.ops))
+        u
+        if any(isinstance(op, Quantize | EncodeBlocks) for op in u.ops)
+        else replace(u, ops=(CheckFinite(), *u.ops))
         for u in plan.units
     )
     return replace(plan, units=units)

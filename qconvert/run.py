@@ -11,12 +11,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from math import lcm
 from typing import TYPE_CHECKING
 
 from qconvert.errors import BadRecipe, CorruptCheckpoint
+from qconvert.formats.files import octets
 from qconvert.ops import Finding
 from qconvert.plan import Plan, RowSlice, Unit
-from qconvert.tensors import Dense, IntAffine, Layout, Plain, Reader, Sink, Value
+from qconvert.tensors import BlockRows, Dense, IntAffine, Layout, Plain, Reader, Sink, Value
 
 if TYPE_CHECKING:
     from qconvert.quant.affine import QuantError
@@ -98,7 +100,7 @@ def cut(unit: Unit, layout: Layout, limit: int) -> list[Block]:
     if output.rows == 0:
         return [Block(unit, 0, 0, 0)]
     per_row = max(1, sum(s.tensor.width for s in unit.inputs[:1]) * (_input_bytes(unit) + SCRATCH_PER_WEIGHT))
-    step = layout.row_alignment(output)
+    step = lcm(layout.row_alignment(output), *(op.granule for op in unit.ops))
     rows = max(step, limit // per_row // step * step)
     return [
         Block(unit, start, min(start + rows, output.rows), per_row * (min(start + rows, output.rows) - start))
@@ -147,9 +149,7 @@ def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_non
     parts = []
     for part in layout.encode(unit.output, block.start, value):
         sink.write(part.name, part.start, part.rows)
-        parts.append(
-            WrittenPart(part.name, part.start, len(part.rows), zlib.crc32(memoryview(part.rows).cast("B")))
-        )
+        parts.append(WrittenPart(part.name, part.start, len(part.rows), zlib.crc32(octets(part.rows))))
     return BlockDone(unit, nbytes, tuple(parts), error, last=False)
 
 
@@ -174,6 +174,9 @@ def stack(pieces: list[Value]) -> Value:
     if isinstance(first, Dense):
         dense = [p.rows_RI for p in pieces if isinstance(p, Dense)]
         return Dense(np.concatenate(dense), first.dtype)
+    if isinstance(first, BlockRows):
+        blocks = [p.bytes_RB for p in pieces if isinstance(p, BlockRows)]
+        return BlockRows(np.concatenate(blocks), first.form)
     affine = [p for p in pieces if isinstance(p, IntAffine)]
     zeros = [p.zeros_RG for p in affine if p.zeros_RG is not None]
     return IntAffine(
@@ -185,7 +188,14 @@ def stack(pieces: list[Value]) -> Value:
 
 
 def _nbytes(value: Value) -> int:
-    return value.rows_RI.nbytes if isinstance(value, Dense) else value.codes_RI.nbytes
+    """Bytes of a value's main array, as it is in memory."""
+    match value:
+        case Dense():
+            return value.rows_RI.nbytes
+        case BlockRows():
+            return value.bytes_RB.nbytes
+        case IntAffine():
+            return value.codes_RI.nbytes
 
 
 def _refuse(unit: Unit, start: int, finding: Finding, allow_nonfinite: bool) -> None:

@@ -42,7 +42,7 @@ def census_lines(census: Census) -> list[str]:
 
 
 def _cells(row: Row, stored: bool) -> list[str]:
-    shapes = " ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes[:2])
+    shapes = ", ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes[:2])
     more = f" +{len(row.shapes) - 2}" if len(row.shapes) > 2 else ""
     cells = [row.role, shapes + more, str(row.tensors), f"{row.parameters:,}"]
     if stored:

@@ -151,7 +151,24 @@ class GroupInt:
         return f"int{self.bits}{'' if self.symmetric else '-asym'}-{group}"
 
 
-Form = Plain | GroupInt
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The form of a weight stored as GGML blocks: `block` weights in `block_bytes` bytes each."""
+
+    type: str
+    block: int
+    block_bytes: int
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of a row of `width` weights, which the block must divide."""
+        return width // self.block * self.block_bytes
+
+    @property
+    def label(self) -> str:
+        return self.type.lower()
+
+
+Form = Plain | GroupInt | Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +222,19 @@ class IntAffine:
         return int(self.codes_RI.shape[0])
 
 
-Value = Dense | IntAffine
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """Rows of GGML blocks as they are stored: `bytes_RB` uint8 [rows, form.row_bytes(width)]."""
+
+    bytes_RB: np.ndarray
+    form: Blocks
+
+    @property
+    def rows(self) -> int:
+        return int(self.bytes_RB.shape[0])
+
+
+Value = Dense | IntAffine | BlockRows
 
 
 class Source(Protocol):

@@ -48,6 +48,7 @@ class CompressedTensors:
         form = tensor.form
         if isinstance(form, Plain):
             return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
+        assert isinstance(form, GroupInt), form
         rows, width = tensor.shape
         groups = form.groups(width)
         packed = TensorSpec(f"{tensor.name}_packed", DType.I32, (rows, words(width, form.bits)))
@@ -61,7 +62,7 @@ class CompressedTensors:
     def row_alignment(self, tensor: Logical) -> int:
         """Zero points of several rows share a word; everything else is spelled row by row."""
         form = tensor.form
-        if isinstance(form, Plain) or form.symmetric:
+        if not isinstance(form, GroupInt) or form.symmetric:
             return 1
         return _WORD // gcd(form.bits, _WORD)
 
@@ -73,6 +74,7 @@ class CompressedTensors:
         if isinstance(value, Dense):
             yield Part(name, start, value.rows_RI)
             return
+        assert isinstance(value, IntAffine)
         bits = value.form.bits
         yield Part(f"{name}_packed", start, pack_stream(value.codes_RI, bits))
         yield Part(f"{name}_scale", start, value.scales_RG)
@@ -88,6 +90,7 @@ class CompressedTensors:
         name, form = tensor.name, tensor.form
         if isinstance(form, Plain):
             return Dense(source.read(name, start, stop), form.dtype)
+        assert isinstance(form, GroupInt), form
         packed = source.read(f"{name}_packed", start, stop)
         codes = unpack_stream(packed, form.bits, tensor.width)
         scales = source.read(f"{name}_scale", start, stop)
