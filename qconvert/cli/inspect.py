@@ -33,9 +33,7 @@ def command(model: str, list_tensors: bool, as_json: bool, revision: str | None)
     from qconvert.hub import resolve
 
     resolved = resolve(model, revision=revision, weights=False)
-    found = describe(
-        open_checkpoint(resolved.path, headers=resolved.headers), list_tensors=list_tensors
-    )
+    found = describe(open_checkpoint(resolved.path, headers=resolved.headers), list_tensors=list_tensors)
     if as_json:
         click.echo(json.dumps({"schema": 1, "model": model, **found}))
         return

@@ -105,7 +105,7 @@ def write(model: str, wish: Wish, suffix: str, flags: Flags) -> None:
         return
     check_target(out, overwrite=flags.overwrite, sources=[job.checkpoint.path])
     require_free_disk(out, sum(file.size for file in job.files))
-    _announce_kernels(job, flags)
+    _compile_kernels(job, flags)
     started = time.perf_counter()
     with _progress(job, flags) as listen:
         made = convert(job, out, listen)
@@ -153,13 +153,23 @@ def _say_before(job: Job, flags: Flags) -> None:
         click.echo("Warning: " + "\n".join(lines), err=True)
 
 
-def _announce_kernels(job: Job, flags: Flags) -> None:
-    """Say that the first use of the number kernels on a machine compiles them."""
-    from qconvert.ops import Quantize
-    from qconvert.quant.warm import compile_kernels
+def _compile_kernels(job: Job, flags: Flags) -> None:
+    """Load the number kernels before the work, and say so where that means compiling them.
 
-    if any(isinstance(op, Quantize) for unit in job.draft.plan.units for op in unit.ops):
-        compile_kernels(say=None if flags.as_json or flags.quiet else lambda text: click.echo(text, err=True))
+    The first use on a machine compiles (seconds); afterwards they come from a cache (milliseconds).
+    """
+    from threading import Timer
+
+    from qconvert.warm import warm
+
+    quiet = flags.as_json or flags.quiet
+    message = "compiling kernels: first use on this machine, cached afterwards"
+    timer = Timer(0.7, lambda: None if quiet else click.echo(message, err=True))
+    timer.start()
+    try:
+        warm(job.draft.plan)
+    finally:
+        timer.cancel()
 
 
 @contextmanager
