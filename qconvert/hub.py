@@ -22,9 +22,7 @@ from qconvert.formats.safetensors_io import SINGLE_FILE, tensor_spec
 from qconvert.tensors import TensorSpec
 
 _TEXTS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.md", "LICENSE*", "LICENCE*", "NOTICE*")
-_HUB_NAME = re.compile(r"(?P<scheme>hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-
-
+_HUB_NAME = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _WRITTEN = "a model on the Hub is written org/name"
 _DISK_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST,
@@ -46,7 +44,7 @@ class ResolvedModel:
 
 
 def resolve(model: str, *, revision: str | None = None, weights: bool = True) -> ResolvedModel:
-    """Find a model: a path, `org/name`, `org/name@revision` or `hf://org/name`.
+    """Find a model: a path, `org/name`, `org/name@revision` or `hf://org/name`; `revision` goes first.
 
     Files of a Hub model are downloaded into the cache unless they are there. Without `weights`, of
     weights that are not there only the headers are fetched (a few kilobytes a file). Raises
