@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 from qconvert.errors import BadRecipe
@@ -17,6 +18,9 @@ from qconvert.schemes import KEEP, Scheme, parse_scheme
 
 FUSIONS = {"qkv": "attn.qkv", "gate_up": "mlp.gate_up"}
 LAYOUTS = ("compressed-tensors",)
+# A file's values as they may stand in a message: YAML aliases can spell 9**20 items in a few lines.
+_BRIEF = Repr()
+_BRIEF.maxlevel = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +113,14 @@ def _record(data: object, origin: str, known: Iterable[str]) -> Mapping[str, Any
         if key not in set(known):
             near = get_close_matches(str(key), list(known), n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"
-            raise BadRecipe(f"{origin}: unknown key {key!r}", hint)
+            raise BadRecipe(f"{origin}: unknown key {_BRIEF.repr(key)}", hint)
     return data
 
 
 def _items(record: Mapping[str, Any], key: str, origin: str) -> Sequence[Any]:
-    value = record.get(key) or []
+    value = record.get(key)
+    if value is None:
+        return []
     if not isinstance(value, list):
         raise BadRecipe(f"{origin}: {key} is not a list", f"write {key}: [...]")
     return value
@@ -122,20 +128,20 @@ def _items(record: Mapping[str, Any], key: str, origin: str) -> Sequence[Any]:
 
 def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise BadRecipe(f"{where}: {value!r} is not text", "put it in quotes")
+        raise BadRecipe(f"{where}: {_BRIEF.repr(value)} is not text", "put it in quotes")
     return value
 
 
 def _flag(record: Mapping[str, Any], key: str, origin: str) -> bool | None:
     value = record.get(key)
     if value is not None and not isinstance(value, bool):
-        raise BadRecipe(f"{origin}: {key} is {value!r}", "write true, false, or leave it out")
+        raise BadRecipe(f"{origin}: {key} is {_BRIEF.repr(value)}", "write true, false, or leave it out")
     return value
 
 
 def _choice(value: object, known: Sequence[str], where: str) -> str:
     if value not in known:
-        raise BadRecipe(f"{where}: {value!r} is not known", f"one of: {', '.join(known)}")
+        raise BadRecipe(f"{where}: {_BRIEF.repr(value)} is not known", f"one of: {', '.join(known)}")
     return str(value)
 
 
