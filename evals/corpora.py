@@ -1,0 +1,147 @@
+"""Texts to measure on, and their tokens: every text and tokenizer known by its SHA-256.
+
+The wikitext-2 test set goes around in two spellings, and their perplexities differ: `raw`, the file
+wiki.test.raw that llama.cpp reads, and `hf-join`, the rows of the `datasets` library joined by blank
+lines, which papers read. The second is computed from the first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qconvert.errors import QConvertError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+WIKITEXT = "wikitext2"
+WIKITEXT_SHA256 = {
+    "raw": "173c87a53759e0201f33e0ccf978e510c2042d7f2cb78229d9a50d79b9e7dd08",
+    "hf-join": "696cca6b65a171b0a358a4be6732cdfdf2dd6164a32e20fd70e3c13fc4dfae83",
+}
+_WIKITEXT_BYTES = 1_290_590
+# Where llama.cpp's scripts/get-wikitext-2.sh takes it from.
+_WIKITEXT_REPO, _WIKITEXT_ZIP = "ggml-org/ci", "wikitext-2-raw-v1.zip"
+_WIKITEXT_MEMBER = "wikitext-2-raw/wiki.test.raw"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A text, what to call it, and the SHA-256 of its UTF-8 bytes."""
+
+    name: str
+    text: str
+    sha256: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A text as token ids (int64 [N]) without special tokens; `bos` if the tokenizer puts one first."""
+
+    ids_N: np.ndarray
+    bos: int | None
+    text: Text
+    tokenizer_sha256: str
+
+
+def load_text(source: str | Path, wikitext: str = "hf-join") -> Text:
+    """The text of a UTF-8 file, or of `wikitext2` from the Hugging Face Hub in the given spelling.
+
+    A byte-order mark is dropped; line ends stay as they are. Raises QConvertError for a file that
+    is absent or not UTF-8, and where the Hub cannot be reached or sends other bytes.
+    """
+    if source == WIKITEXT:
+        return _text(f"wikitext-2 test ({wikitext})", _download_wikitext(wikitext))
+    path = Path(source)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise QConvertError(
+            f"{path}: {error.strerror or error}", f"give a text file, or {WIKITEXT}"
+        ) from error
+    try:
+        return _text(path.name, data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise QConvertError(
+            f"{path}: byte {error.start} is not UTF-8", "save the text as UTF-8 first"
+        ) from error
+
+
+def _text(name: str, text: str) -> Text:
+    data = text.encode()
+    digest = hashlib.sha256(data).hexdigest()
+    known = {sha256: f"wikitext-2 test ({spelling})" for spelling, sha256 in WIKITEXT_SHA256.items()}
+    return Text(known.get(digest, name), text, digest, len(data))
+
+
+def hf_join(raw: str) -> str:
+    """The `datasets` rows of a wikitext file, joined as papers do.
+
+    A row is a line with its end, or empty where the line is blank.
+    """
+    rows = io.StringIO(raw, newline="\n")
+    return "\n\n".join(row if row.strip() else "" for row in rows)
+
+
+def _download_wikitext(spelling: str) -> str:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    hint = "download wiki.test.raw yourself and give it as --text"
+    try:
+        archive = hf_hub_download(_WIKITEXT_REPO, _WIKITEXT_ZIP, repo_type="dataset")
+        with zipfile.ZipFile(archive) as files:
+            member = files.getinfo(_WIKITEXT_MEMBER)
+            if member.file_size != _WIKITEXT_BYTES:
+                raise QConvertError(
+                    f"{_WIKITEXT_MEMBER}: {member.file_size} bytes, not {_WIKITEXT_BYTES}", hint
+                )
+            raw = files.read(member).decode()
+    except (OSError, HfHubHTTPError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise QConvertError(f"{WIKITEXT}: not to be had from {_WIKITEXT_REPO}: {error}", hint) from error
+    text = hf_join(raw) if spelling == "hf-join" else raw
+    if hashlib.sha256(text.encode()).hexdigest() != WIKITEXT_SHA256[spelling]:
+        raise QConvertError(f"{WIKITEXT}: the bytes from {_WIKITEXT_REPO} are not the published ones", hint)
+    return text
+
+
+def tokenize(text: Text, folder: Path) -> Tokens:
+    """The text through a checkpoint's `tokenizer.json`, in one call without special tokens.
+
+    Raises QConvertError if the file is absent or the `tokenizers` library cannot read it.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise QConvertError(
+            f"{path}: {error.strerror or error}", "evaluations need the tokenizer.json of the model"
+        ) from error
+    tokenizer = _parse_tokenizer(path, data)
+    ids = tokenizer.encode(text.text, add_special_tokens=False).ids
+    digest = hashlib.sha256(data).hexdigest()
+    return Tokens(np.asarray(ids, dtype=np.int64), _bos(tokenizer), text, digest)
+
+
+def _parse_tokenizer(path: Path, data: bytes) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_str(data.decode())
+    except Exception as error:  # the library raises nothing more specific
+        raise QConvertError(f"{path}: {error}", "the file is damaged, or of a newer tokenizers") from error
+
+
+def _bos(tokenizer: Tokenizer) -> int | None:
+    """The token that the tokenizer's own template puts before a text, if any."""
+    plain, framed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+    begins = len(framed) > len(plain) and framed[1 : 1 + len(plain)] == plain
+    return int(framed[0]) if begins else None

@@ -1,0 +1,183 @@
+"""Perplexity, KL divergence and top-1 agreement of models, side by side on the same tokens.
+
+Losses are summed in float64 from float32 logits over all rows of the head; every comparison with
+the reference is paired, every standard error clustered by window.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qconvert.decoder.model import Decoder
+from qconvert.errors import BadRecipe
+from qconvert.evals.corpora import WIKITEXT, Tokens, load_text, tokenize
+from qconvert.evals.lockstep import EvalModel, Progress, Track, run_lockstep
+from qconvert.evals.protocols import Protocol, Window, protocol_named
+from qconvert.evals.results import Comparison, ModelResult, PerplexityReport
+from qconvert.evals.statistics_paired import divergence, exp_mean, mean, root_mean_square
+
+
+def run(
+    models: Sequence[EvalModel],
+    *,
+    reference: EvalModel | None,
+    tokenizer: Path,
+    text: str | Path = WIKITEXT,
+    protocol: str = "gptq2048",
+    context: int | None = None,
+    max_chunks: int | None = None,
+    noise_floor: bool = False,
+    progress: Progress | None = None,
+) -> PerplexityReport:
+    """Evaluate by names, as a command line gives them.
+
+    `tokenizer` is a folder with a tokenizer.json; `text` a UTF-8 file or `wikitext2`; `context`
+    replaces the protocol's own window. The rest is as in `evaluate`.
+    """
+    rules = protocol_named(protocol, context)
+    tokens = tokenize(load_text(text, rules.wikitext), tokenizer)
+    return evaluate(
+        models, reference, tokens, rules, max_chunks=max_chunks, noise_floor=noise_floor, progress=progress
+    )
+
+
+def evaluate(
+    models: Sequence[EvalModel],
+    reference: EvalModel | None,
+    tokens: Tokens,
+    protocol: Protocol,
+    *,
+    max_chunks: int | None = None,
+    batch_tokens: int | None = None,
+    noise_floor: bool = False,
+    progress: Progress | None = None,
+) -> PerplexityReport:
+    """Measure every model on the text; the reference, if there is one, comes first in the report.
+
+    `max_chunks` stops after that many windows; `batch_tokens` is the number of tokens that visit a
+    layer together; `noise_floor` also compares the reference with itself under another batch size.
+    Raises BadRecipe for a text too short or models of unlike vocabularies, CheckFailed for a model
+    whose loss is no number.
+    """
+    everyone = [*([reference] if reference else []), *models]
+    _check_vocabulary(everyone, tokens)
+    bos = tokens.bos if protocol.bos else None
+    ids_N = tokens.ids_N if bos is None else np.concatenate(([bos], tokens.ids_N))
+    windows = protocol.windows(len(ids_N))[:max_chunks]
+    tracks = [Track(model) for model in everyone]
+    echoes = [Track(reference, echo=True)] if reference and noise_floor else []
+    run_lockstep(
+        [*tracks, *echoes],
+        ids_N,
+        windows,
+        compared=reference is not None,
+        bos=bos,
+        batch_tokens=batch_tokens,
+        progress=progress,
+    )
+    return _report(_Measured(tokens, protocol, windows, tracks[0] if reference else None), tracks, echoes)
+
+
+def _check_vocabulary(models: Sequence[EvalModel], tokens: Tokens) -> None:
+    if not models:
+        raise BadRecipe("eval: no model given", "name at least one checkpoint")
+    sizes = {model.label: model.decoder.config.vocab for model in models}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{label} has {vocab}" for label, vocab in sizes.items())
+        raise BadRecipe(f"vocabularies differ: {listed}", "compare models that share one tokenizer")
+    largest, rows = max(int(tokens.ids_N.max(initial=0)), tokens.bos or 0), min(sizes.values())
+    if largest >= rows:
+        raise BadRecipe(
+            f"tokenizer: token {largest} is beyond the model's {rows} rows",
+            "take the tokenizer.json of the same checkpoint",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """What all figures of a report share: the tokens, their windows, and the reference's scores."""
+
+    tokens: Tokens
+    protocol: Protocol
+    windows: Sequence[Window]
+    base: Track | None
+
+    @property
+    def window_N(self) -> np.ndarray:
+        """The window of every token that counts."""
+        return np.repeat(np.arange(len(self.windows)), [w.stop - w.scored for w in self.windows])
+
+
+def _report(measured: _Measured, tracks: Sequence[Track], echoes: Sequence[Track]) -> PerplexityReport:
+    tokens, base = measured.tokens, measured.base
+    return PerplexityReport(
+        protocol=measured.protocol.label,
+        text=tokens.text.name,
+        text_sha256=tokens.text.sha256,
+        text_bytes=tokens.text.nbytes,
+        tokenizer_sha256=tokens.tokenizer_sha256,
+        tokens=len(tokens.ids_N),
+        chunks=len(measured.windows),
+        scored_tokens=len(measured.window_N),
+        reference=None if base is None else base.model.label,
+        models=tuple(_model_result(track, measured) for track in tracks),
+        noise_floor=_compare(echoes[0], base, measured.window_N) if base and echoes else None,
+        environment=_environment(tracks[0].model.decoder),
+        notes=_notes(measured, min(track.model.decoder.config.max_positions for track in tracks)),
+    )
+
+
+def _model_result(track: Track, measured: _Measured) -> ModelResult:
+    nll_N, window_N = np.concatenate(track.nll), measured.window_N
+    tokens_per_byte = len(measured.tokens.ids_N) / measured.tokens.text.nbytes
+    base = measured.base
+    return ModelResult(
+        label=track.model.label,
+        size_bytes=track.model.size_bytes,
+        bits_per_weight=track.model.bits_per_weight,
+        arithmetic=_arithmetic(track.model.decoder),
+        perplexity=exp_mean(nll_N, window_N),
+        bits_per_byte=float(nll_N.mean()) / math.log(2) * tokens_per_byte,
+        tokens_per_second=track.tokens / track.seconds,
+        versus=None if base is None or track is base else _compare(track, base, window_N),
+    )
+
+
+def _compare(track: Track, base: Track, window_N: np.ndarray) -> Comparison:
+    nll_N, base_N = np.concatenate(track.nll), np.concatenate(base.nll)
+    same_N = np.concatenate(track.top) == np.concatenate(base.top)
+    return Comparison(
+        perplexity_ratio=exp_mean(nll_N - base_N, window_N),
+        kl=divergence(np.concatenate(track.kl), window_N),
+        top1_agreement=mean(same_N.astype(float), window_N),
+        rms_delta_p=root_mean_square(np.exp(-nll_N) - np.exp(-base_N), window_N),
+    )
+
+
+def _arithmetic(decoder: Decoder) -> str:
+    dtype = str(decoder.dtype).removeprefix("torch.")
+    return f"{dtype}, quantized weights as scale * (code - zero) rounded to {dtype}, logits in float32"
+
+
+def _environment(decoder: Decoder) -> dict[str, str]:
+    if decoder.device.type == "cuda":
+        device = torch.cuda.get_device_name(decoder.device)
+    else:
+        device = f"{decoder.device.type}, {torch.get_num_threads()} threads"
+    return {"python": platform.python_version(), "torch": torch.__version__, "device": device}
+
+
+def _notes(measured: _Measured, positions: int) -> tuple[str, ...]:
+    notes, context = [], measured.protocol.context
+    if len(measured.windows) < 2:
+        notes.append(f"one chunk gives no error estimate; try --context {context // 8}")
+    if context > positions:
+        notes.append(f"windows of {context} tokens exceed the {positions} positions of the model")
+    return tuple(notes)

@@ -1,0 +1,110 @@
+"""Texts by their bytes, tokens by their tokenizer; the two spellings of wikitext-2."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from qconvert.errors import QConvertError
+from qconvert.evals import corpora
+from qconvert.evals.corpora import hf_join, load_text, tokenize
+from qconvert.evals.protocols import protocol_named
+
+
+def write_tokenizer(folder: Path, *, bos: bool) -> Path:
+    words = {"<s>": 0, "a": 1, "b": 2, "?": 3}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_text_keeps_its_bytes_but_for_the_mark(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes("\ufeffa\r\nb\u2028é".encode())
+    text = load_text(path)
+    assert text.text == "a\r\nb\u2028é"
+    assert (text.name, text.nbytes) == ("text.txt", 9)
+    assert text.sha256 == hashlib.sha256("a\r\nb\u2028é".encode()).hexdigest()
+
+
+def test_texts_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait")
+    with pytest.raises(QConvertError, match=r"latin\.txt: byte 3 is not UTF-8"):
+        load_text(tmp_path / "latin.txt")
+    with pytest.raises(QConvertError, match=r"nowhere\.txt: No such file"):
+        load_text(tmp_path / "nowhere.txt")
+
+
+def test_rows_of_the_datasets_library() -> None:
+    assert hf_join(" \n = Title = \n \n Text\u2028more\n") == "\n\n = Title = \n\n\n\n\n Text\u2028more\n"
+
+
+@pytest.mark.parametrize("bos", [False, True])
+def test_tokens_are_free_of_special_ones(tmp_path: Path, bos: bool) -> None:
+    (tmp_path / "text.txt").write_text("a b b a")
+    tokens = tokenize(load_text(tmp_path / "text.txt"), write_tokenizer(tmp_path, bos=bos))
+    assert tokens.ids_N.tolist() == [1, 2, 2, 1]
+    assert tokens.bos == (0 if bos else None)
+    assert tokens.tokenizer_sha256 == hashlib.sha256((tmp_path / "tokenizer.json").read_bytes()).hexdigest()
+
+
+def test_tokenizers_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a")
+    text = load_text(tmp_path / "text.txt")
+    with pytest.raises(QConvertError, match=r"tokenizer\.json: No such file"):
+        tokenize(text, tmp_path)
+    for broken in (b"{", b"\xff", b'{"model": {"type": "Unheard"}}'):
+        (tmp_path / "tokenizer.json").write_bytes(broken)
+        with pytest.raises(QConvertError, match=r"tokenizer\.json: "):
+            tokenize(text, tmp_path)
+
+
+def hub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, data: bytes) -> None:
+    with zipfile.ZipFile(tmp_path / "wikitext.zip", "w") as archive:
+        archive.writestr(name, data)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "wikitext.zip"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("wikitext-2-raw/wiki.test.raw", b"x", "1 bytes, not 1290590"),
+        ("wikitext-2-raw/wiki.test.raw", b"x" * 1_290_590, "not the published ones"),
+        ("elsewhere.txt", b"x", "not to be had"),
+    ],
+)
+def test_other_bytes_from_the_hub_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, data: bytes, says: str
+) -> None:
+    hub_with(monkeypatch, tmp_path, name, data)
+    with pytest.raises(QConvertError, match=says):
+        load_text("wikitext2")
+
+
+def test_wikitext_from_the_hub_in_both_spellings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, assets: Path
+) -> None:
+    raw = (assets / "text" / "wiki.test.raw").read_bytes()
+    hub_with(monkeypatch, tmp_path, corpora._WIKITEXT_MEMBER, raw)
+    for spelling, file in (("raw", "wiki.test.raw"), ("hf-join", "test.hf-join.txt")):
+        assert load_text("wikitext2", spelling) == load_text(assets / "text" / file)
+
+
+def test_wikitext_in_qwen_tokens(assets: Path) -> None:
+    text = load_text(assets / "text" / "test.hf-join.txt")
+    tokens = tokenize(text, assets / "tokenizers" / "qwen2.5")
+    assert text.name == "wikitext-2 test (hf-join)"
+    assert (len(tokens.ids_N), tokens.bos) == (299_078, None)
+    assert len(protocol_named("gptq2048").windows(len(tokens.ids_N))) == 146
+
+
+def test_llama_puts_a_token_first(assets: Path) -> None:
+    text = load_text(assets / "text" / "heldout-novel.txt")
+    assert tokenize(text, assets / "models" / "stories260K-hf").bos == 1
