@@ -80,7 +80,7 @@ def locate(
         if name not in headers[ordinals[file]].specs:
             found = headers[homes[name]].path.name if name in homes else "no shard"
             raise CorruptCheckpoint(
-                f"{shown(name)}: {INDEX_FILE} says {shown(file)}, but {shown(found)} holds it"
+                f"{shown(name)}: {INDEX_FILE} says it is in {shown(file)}, but {shown(found)} holds it"
             )
         homes[name] = ordinals[file]
     return homes, differences

@@ -1,0 +1,108 @@
+"""Descriptors, full disks and strange files, met before they hurt."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qconvert.errors import CorruptCheckpoint, QConvertError
+from qconvert.formats.files import (
+    amount,
+    create,
+    octets,
+    open_regular,
+    read_exactly,
+    require_free_disk,
+    shown,
+    write_exactly,
+)
+
+
+def test_text_from_files_is_shown_on_one_printable_line() -> None:
+    assert shown("model.embed_tokens.weight") == "model.embed_tokens.weight"
+    assert shown("Größe 漢") == "Größe 漢"
+    assert shown("a\u202eb\n") == r"'a\u202eb\n'"
+    assert shown("x" * 100_000) == "x" * 120 + "... (100000 characters)"
+    assert shown([1, 2]) == "[1, 2]"
+
+
+def test_amounts_read_as_people_write_them() -> None:
+    assert [amount(n) for n in (0, 9_999_999, 3_087_467_144)] == ["0 bytes", "9,999,999 bytes", "3.09 GB"]
+
+
+def test_only_regular_files_are_opened_and_nothing_blocks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "link").symlink_to("file")
+    os.close(open_regular(tmp_path / "link"))
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for name, fact in {
+        "folder": "folder: is a folder, not a file",
+        "pipe": "pipe: is a pipe or device, not a file",
+        "loop": f"loop: cannot be opened: {os.strerror(errno.ELOOP)}",
+        "none": f"none: cannot be opened: {os.strerror(errno.ENOENT)}",
+    }.items():
+        with pytest.raises(CorruptCheckpoint) as refused:
+            open_regular(tmp_path / name)
+        assert refused.value.fact == fact
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    written = np.arange(300, dtype="<u2").reshape(3, 100)
+    fd = create(tmp_path / "file", 650)
+    write_exactly(fd, octets(written), 50, "file")
+    read = np.empty_like(written)
+    read_exactly(fd, octets(read), 50, "file")
+    np.testing.assert_array_equal(read, written)
+    assert (tmp_path / "file").stat().st_size == 650
+    with pytest.raises(CorruptCheckpoint, match="file: ends at byte 650, 50 bytes short"):
+        read_exactly(fd, octets(read), 100, "file")
+    os.close(fd)
+
+
+def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pread, pwrite = os.preadv, os.pwrite
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: pread(fd, [buffers[0][:7]], at))
+    monkeypatch.setattr(os, "pwrite", lambda fd, buffer, at: pwrite(fd, buffer[:5], at))
+    fd = create(tmp_path / "file", 100)
+    write_exactly(fd, memoryview(bytes(range(100))), 0, "file")
+    read = bytearray(100)
+    read_exactly(fd, memoryview(read), 0, "file")
+    os.close(fd)
+    assert read == bytes(range(100))
+
+
+def test_the_bytes_of_an_empty_array_are_none() -> None:
+    assert len(octets(np.empty((0, 4), "<f4"))) == 0
+    with pytest.raises(ValueError, match="strides"):
+        octets(np.zeros((4, 4))[:, ::2])
+
+
+def test_a_full_disk_shows_before_the_work_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(QConvertError, match=r"out: needs 1000000000\.00 GB, \d+\.\d\d GB free"):
+        require_free_disk(tmp_path / "not" / "yet" / "out", 10**18)
+    require_free_disk(tmp_path / "out", 1)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    with pytest.raises(
+        QConvertError, match=r"w: needs 100 bytes, .* free: No space left on device"
+    ) as refused:
+        create(tmp_path / "w", 100)
+    assert refused.value.hint == "free some space, or write to another disk"
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_write_that_fails_is_told_with_its_place() -> None:
+    fd = os.open("/dev/full", os.O_WRONLY)
+    with pytest.raises(QConvertError, match="w: cannot be written at byte 8: No space left on device"):
+        write_exactly(fd, memoryview(b"x" * 10), 8, "w")
+    os.close(fd)
