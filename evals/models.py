@@ -9,7 +9,7 @@ import torch
 from qconvert.census import census_of_tensors
 from qconvert.decoder.config import DecoderConfig
 from qconvert.decoder.load import load_decoder
-from qconvert.evals.perplexity import EvalModel
+from qconvert.evals.lockstep import EvalModel
 from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.formats.weights import CheckpointWeights
 

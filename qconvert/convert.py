@@ -152,5 +152,6 @@ def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources:
         }
         for file in checkpoint.files.files
     )
-    name = model.repo_id or checkpoint.path.name
-    return SourceRecord(name, model.repo_id, model.commit, checkpoint.files.index_sha256, files)
+    return SourceRecord(
+        model.repo_id or model.name, model.repo_id, model.commit, checkpoint.files.index_sha256, files
+    )

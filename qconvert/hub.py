@@ -15,11 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from qconvert.demo import MODEL_DIR
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
 from qconvert.formats.files import shown
 from qconvert.formats.hf import weight_files
 from qconvert.formats.safetensors_io import SINGLE_FILE, tensor_spec
 from qconvert.tensors import TensorSpec
+
+EMBEDDED = "embedded"
+"""The name of the small model that comes with qconvert."""
 
 _TEXTS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.md", "LICENSE*", "LICENCE*", "NOTICE*")
 _HUB_NAME = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
@@ -33,7 +37,8 @@ _DISK_ERRORS = (
 class ResolvedModel:
     """Where a model is: its folder or file, and for one from the Hub the repository and commit.
 
-    `headers` are the specs of weights that were asked for by header only and are not on this disk.
+    `headers` are the specs of weights that were asked for by header only and are not on this disk;
+    `is_embedded` marks the model that comes with qconvert.
     """
 
     path: Path
@@ -41,6 +46,17 @@ class ResolvedModel:
     revision: str | None = None
     commit: str | None = None
     headers: Mapping[str, TensorSpec] | None = None
+    is_embedded: bool = False
+
+    @property
+    def name(self) -> str:
+        """What to call outputs after: the repository's name, the folder's, or the file's stem."""
+        if self.is_embedded:
+            return EMBEDDED
+        if self.repo_id is not None:
+            return self.repo_id.rsplit("/", 1)[-1]
+        path = self.path.resolve()
+        return path.name if path.is_dir() else path.stem
 
 
 def resolve(model: str, *, revision: str | None = None, weights: bool = True) -> ResolvedModel:
@@ -52,6 +68,8 @@ def resolve(model: str, *, revision: str | None = None, weights: bool = True) ->
     """
     if os.path.exists(model):  # noqa: PTH110 - Path.exists raises for a name that is too long
         return ResolvedModel(Path(model))
+    if model == EMBEDDED:
+        return ResolvedModel(MODEL_DIR, is_embedded=True)
     match = _HUB_NAME.fullmatch(model)
     if match is None:
         raise QConvertError(f"{shown(model)}: no such file or folder", _WRITTEN)

@@ -62,14 +62,18 @@ class Commands(click.Group):
 
 @click.group(
     cls=Commands,
-    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "QCONVERT"},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "QCONVERT",
+        "max_content_width": 100,
+    },
 )
 @click.version_option(__version__, prog_name="qconvert")
 def cli() -> None:
     """Any language-model checkpoint in, any quantized checkpoint out.
 
-    MODEL is a local folder or a Hugging Face Hub id (org/name[@revision]). Nothing from a
-    checkpoint is ever executed, and only safetensors files are read.
+    MODEL is a local folder, a Hugging Face Hub id (org/name[@revision]), or `embedded` for the small
+    model that comes with qconvert. Nothing from a checkpoint is ever executed.
     """
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qconvert.tensors import Json
 
 
-@click.command("verify")
+@click.command("verify", short_help="Does a file hold what it promises?")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--against", metavar="MODEL", help="Decode every tensor and compare it with this source.")
 @json_option
@@ -92,7 +92,7 @@ def _phrase(value: object) -> str:
     return str(value)
 
 
-@click.command("diff")
+@click.command("diff", short_help="What differs between two checkpoints.")
 @model_argument("a")
 @model_argument("b")
 @click.option("--all", "show_all", is_flag=True, help="List equal tensors too.")

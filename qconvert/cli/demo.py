@@ -26,7 +26,7 @@ OUTPUTS = {
 }
 
 
-@click.command("demo")
+@click.command("demo", short_help="All of it, on the embedded model.")
 @click.option(
     "-o",
     "--out",
@@ -35,7 +35,7 @@ OUTPUTS = {
     show_default=True,
     help="Folder for the outputs and the report; an earlier demo in it is replaced.",
 )
-@click.option("--chunks", type=click.IntRange(2), default=24, show_default=True, help="Windows to evaluate.")
+@click.option("--chunks", type=click.IntRange(2), default=12, show_default=True, help="Windows to evaluate.")
 @json_option
 @quiet_option
 def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
@@ -47,6 +47,7 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
     """
     from qconvert.demo import MODEL_DIR
     from qconvert.demo.corpus import demo_text
+    from qconvert.hub import EMBEDDED
 
     started = time.perf_counter()
     corpus = demo_text("held-out")
@@ -56,10 +57,10 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
         )
     for name, recipe in OUTPUTS.items():
         if not as_json and not quiet:
-            click.echo(f"\n$ qconvert quantize <embedded model> {_spelled(recipe)}")
+            click.echo(f"\n$ qconvert quantize embedded {_spelled(recipe)}")
         flags = Flags.defaults(out / name, overwrite=True, quiet=quiet)
         with redirect_stdout(sys.stderr if as_json else sys.stdout):
-            write(str(MODEL_DIR), flags.wish("quantize", recipe), name, flags)
+            write(EMBEDDED, flags.wish("quantize", recipe), name, flags)
     report = _measure(MODEL_DIR, out, chunks)
     write_report(report, out / "report")
     if as_json:

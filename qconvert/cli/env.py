@@ -24,7 +24,7 @@ PACKAGES = (
 )
 
 
-@click.command("env")
+@click.command("env", short_help="Versions and backends, for bug reports.")
 @json_option
 def command(as_json: bool) -> None:
     """Print versions, processor and backends: the block to paste into a bug report."""

@@ -15,13 +15,13 @@ from qconvert.cli.options import json_option, quiet_option, revision_option
 from qconvert.errors import BadRecipe, CheckFailed
 
 if TYPE_CHECKING:
-    from qconvert.evals.perplexity import EvalModel, Progress
+    from qconvert.evals.lockstep import EvalModel, Progress
     from qconvert.evals.results import PerplexityReport
 
 PROTOCOLS = ("gptq2048", "hf-stride", "llamacpp512")
 
 
-@click.group("eval")
+@click.group("eval", short_help="What quantization costs in quality.")
 def command() -> None:
     """Measure what a checkpoint costs against another one."""
 

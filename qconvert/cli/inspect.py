@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from qconvert.tensors import Json
 
 
-@click.command("inspect")
+@click.command("inspect", short_help="Parameters by role, ties, fusions, quantization.")
 @model_argument()
 @click.option("--tensors", "list_tensors", is_flag=True, help="List every tensor with its role.")
 @json_option

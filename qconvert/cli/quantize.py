@@ -14,7 +14,7 @@ from qconvert.recipe import FUSIONS, Recipe, Rule, load_recipe, parse_rule
 from qconvert.schemes import Scheme, parse_scheme
 
 
-@click.command("quantize")
+@click.command("quantize", short_help="Linears to 2 to 8 bits, by groups.")
 @model_argument()
 @click.option("--bits", type=click.IntRange(2, 8), help="Bits per weight of the linears.")
 @click.option("--group-size", type=click.Choice(["32", "64", "128", "channel"]), help="Columns per scale.")

@@ -15,7 +15,7 @@ from qconvert.cli.writing import Flags, write
 from qconvert.recipe import FUSIONS, Recipe
 
 
-@click.command("fuse-qkv")
+@click.command("fuse-qkv", short_help="Stack q, k, v into one linear, exactly.")
 @model_argument()
 @writing_options
 def fuse_qkv(model: str, **flags: Any) -> None:
@@ -30,7 +30,7 @@ def fuse_qkv(model: str, **flags: Any) -> None:
     _write(model, "fuse-qkv", Recipe(fuse=("qkv",)), "fused-qkv", flags)
 
 
-@click.command("fuse")
+@click.command("fuse", short_help="Stack q, k, v and gate, up, exactly.")
 @model_argument()
 @click.option("--only", type=click.Choice(list(FUSIONS)), help="Fuse only these. [default: both]")
 @writing_options
@@ -44,7 +44,7 @@ def fuse(model: str, only: str | None, **flags: Any) -> None:
     _write(model, "fuse", Recipe(fuse=(only,) if only else tuple(FUSIONS)), "fused", flags)
 
 
-@click.command("unfuse")
+@click.command("unfuse", short_help="Take fused linears apart again, exactly.")
 @model_argument()
 @writing_options
 def unfuse(model: str, **flags: Any) -> None:
@@ -56,7 +56,7 @@ def unfuse(model: str, **flags: Any) -> None:
     _write(model, "unfuse", Recipe(), "unfused", flags, unfuse=True)
 
 
-@click.command("tie")
+@click.command("tie", short_help="Drop a head that equals the embedding.")
 @model_argument()
 @writing_options
 def tie(model: str, **flags: Any) -> None:
@@ -70,7 +70,7 @@ def tie(model: str, **flags: Any) -> None:
     _write(model, "tie", Recipe(tie=True), "tied", flags)
 
 
-@click.command("untie")
+@click.command("untie", short_help="Write a tied head out as its own table.")
 @model_argument()
 @writing_options
 def untie(model: str, **flags: Any) -> None:
@@ -82,7 +82,7 @@ def untie(model: str, **flags: Any) -> None:
     _write(model, "untie", Recipe(tie=False), "untied", flags)
 
 
-@click.command("dequantize")
+@click.command("dequantize", short_help="Quantized weights back to plain numbers.")
 @model_argument()
 @writing_options
 def dequantize(model: str, **flags: Any) -> None:

@@ -98,7 +98,7 @@ def write(model: str, wish: Wish, suffix: str, flags: Flags) -> None:
     from qconvert.formats.outdir import check_target
 
     job = prepare(model, wish, flags)
-    out = flags.out or Path(f"{_base_name(job)}-{suffix}")
+    out = flags.out or Path(f"{job.model.name}-{suffix}")
     _say_before(job, flags)
     if flags.dry_run:
         _print_plan(job, out, flags)
@@ -133,11 +133,6 @@ def prepare(model: str, wish: Wish, flags: Flags) -> Job:
         write_config=quantization_config,
     )
     return Job(resolved, checkpoint, wish, drafted, flags.limits)
-
-
-def _base_name(job: Job) -> str:
-    name = job.model.repo_id or job.checkpoint.path.resolve().name
-    return name.rsplit("/", 1)[-1]
 
 
 def _say_before(job: Job, flags: Flags) -> None:
@@ -203,7 +198,7 @@ def _describe(job: Job) -> Json:
     before = census_of_tensors(job.checkpoint.tensors, job.checkpoint.bind(allow_unknown=True))
     after = census_of_outputs(job.draft.plan.outputs, job.draft.architecture)
     return {
-        "source": {"name": _base_name(job), "bytes": before.nbytes, "tensors": before.tensors},
+        "source": {"name": job.model.name, "bytes": before.nbytes, "tensors": before.tensors},
         "output": {
             **after.to_json(),
             "bits_per_weight": after.bits_per_weight,
@@ -224,7 +219,7 @@ def _print_table(job: Job, out: Path) -> None:
     from qconvert.tables import census_lines, size
 
     described = _describe(job)
-    click.echo(f"{_base_name(job)}  ->  {out}/")
+    click.echo(f"{job.model.name}  ->  {out}/")
     click.echo("\n".join(census_lines(census_of_outputs(job.draft.plan.outputs, job.draft.architecture))))
     files = len(job.files)
     click.echo(
