@@ -8,7 +8,8 @@ import torch
 
 from qconvert.decoder import linear
 from qconvert.decoder.linear import BACKENDS, IntWeight, Linear, multiply_float32, place_vector, place_weight
-from qconvert.tensors import Dense, DType, GroupInt, IntAffine
+from qconvert.errors import UnsupportedModel
+from qconvert.tensors import BlockRows, Blocks, Dense, DType, GroupInt, IntAffine
 
 CPU = torch.device("cpu")
 FORMS = [
@@ -93,6 +94,12 @@ def test_stored_floats_are_read_as_numbers(carrier: DType) -> None:
     }
     vector = place_vector(Dense(stored[carrier], carrier), CPU, torch.float32)
     assert vector.tolist() == [1.5, -0.25, 3.0]
+
+
+def test_ggml_blocks_are_refused() -> None:
+    blocks = BlockRows(np.zeros((2, 18), np.uint8), Blocks("Q4_0", 32, 18))
+    with pytest.raises(UnsupportedModel, match="q4_0 blocks"):
+        place_weight(blocks, CPU, torch.float32)
 
 
 def test_logits_of_bfloat16_weights_are_not_rounded() -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qconvert.errors import UnsupportedModel
 from qconvert.tensors import Dense, DType, IntAffine, Value
 
 SCRATCH_BYTES = 32 << 20
@@ -112,6 +113,11 @@ def place_weight(value: Value, device: torch.device, dtype: torch.dtype) -> Weig
     """A whole weight on the device: dense in the compute dtype, or packed as it is quantized."""
     if isinstance(value, Dense):
         return DenseWeight(_tensor(value.rows_RI, value.dtype).to(device, dtype))
+    if not isinstance(value, IntAffine):
+        raise UnsupportedModel(
+            f"{value.form.label} blocks: the decoder runs 16-bit and group-quantized weights only",
+            "measure the checkpoint that the blocks were made from, or run them in llama.cpp",
+        )
     packs = value.form.bits <= 4
     return IntWeight(
         codes_OB=torch.from_numpy(_pack(value.codes_RI) if packs else value.codes_RI).to(device),
