@@ -6,7 +6,7 @@ Works on names, shapes and forms alone: from a bare config.json, from headers, o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from qconvert.architecture import Architecture, Binding, Place
@@ -89,9 +89,12 @@ def census_of_config(architecture: Architecture) -> Census:
 
 
 def census_of_tensors(tensors: Mapping[str, Logical], binding: Binding) -> Census:
-    """The table of stored tensors; a stored head of a tied model is counted as what it is."""
+    """The table of stored tensors; a stored head of a tied model takes bytes, but adds no parameters."""
     entries = ((binding.places.get(name), t.shape, t.form) for name, t in tensors.items())
-    return _gather(binding.architecture, entries)
+    census = _gather(binding.architecture, entries)
+    if binding.stored_tied_head is None:
+        return census
+    return Census(tuple(replace(row, parameters=0) if row.role == "lm_head" else row for row in census.rows))
 
 
 def census_of_outputs(outputs: Mapping[str, Logical], architecture: Architecture) -> Census:
