@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -85,10 +84,10 @@ class OutputDir:
 
     def _finish(self) -> None:
         """Wait until all bytes are on the disk, then rename."""
-        (self.partial / _MARKER).unlink()
         for path in [*self.partial.rglob("*"), self.partial]:
             sync(path)
         check_target(self._out, overwrite=self._overwrite)  # somebody may have been faster
+        (self.partial / _MARKER).unlink()
         if self._out.exists():
             _replace(self._out, self.partial)
         else:
@@ -106,7 +105,7 @@ def _claim(partial: Path) -> int:
     try:
         _lock_or_refuse(lock, partial)
         entries = list(partial.iterdir())
-        if entries and partial / _MARKER not in entries:
+        if entries and not {partial / _MARKER, partial / MANIFEST_FILE} & set(entries):
             raise OutputExists(
                 f"{partial}: is in the way, and not a leftover of qconvert", "move or remove it"
             )
@@ -134,7 +133,7 @@ def _lock_or_refuse(lock: int, partial: Path) -> None:
 
 def _replace(old: Path, new: Path) -> None:
     """Put `new` in the place of `old`; if that fails, `old` is back under its name."""
-    aside = Path(tempfile.mkdtemp(prefix=f"{old.name}.", suffix=".replaced", dir=old.parent))
+    aside = old.parent / f"{old.name}.replaced-{os.getpid()}"
     old.rename(aside)
     try:
         new.rename(old)

@@ -34,6 +34,8 @@ METADATA_KEY = "__metadata__"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+_CUT_OFF = "it is cut off; download or copy it again"
+_READ_CODES = f"read: {', '.join(DTYPE_BY_CODE)}"
 # Codes of the format for which no conversion here has a use.
 _UNREAD_CODES = ("C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 # The order of `Dtype` in the reference implementation, by rising alignment; files are laid out from
@@ -113,11 +115,10 @@ def _header_of(fd: int, path: Path) -> SafetensorsHeader:
             "it is not a safetensors file, or it is damaged",
         )
     if length > size - 8:
-        raise CorruptCheckpoint(f"{name}: claims a header of {length:,} bytes in {size:,}", _CUT_OFF)
+        raise CorruptCheckpoint(
+            f"{name}: claims a header of {length:,} bytes, the file has {size:,}", _CUT_OFF
+        )
     return parse_header(_read(fd, 8, length, name), path, size)
-
-
-_CUT_OFF = "it is cut off; download or copy it again"
 
 
 def _read(fd: int, offset: int, size: int, name: str) -> bytes:
@@ -188,9 +189,6 @@ def tensor_spec(file: str, tensor: str, dtype: object, shape: object) -> TensorS
     if not (isinstance(dtype, str) and dtype in DTYPE_BY_CODE):
         raise CorruptCheckpoint(f"{where}: dtype {shown(dtype)} is none of the format's", _READ_CODES)
     return TensorSpec(tensor, DTYPE_BY_CODE[dtype], tuple(shape))
-
-
-_READ_CODES = f"read: {', '.join(DTYPE_BY_CODE)}"
 
 
 def _is_size(value: object) -> bool:

@@ -27,7 +27,8 @@ def test_text_from_files_is_shown_on_one_printable_line() -> None:
     assert shown("Größe 漢") == "Größe 漢"
     assert shown("a\u202eb\n") == r"'a\u202eb\n'"
     assert shown("x" * 100_000) == "x" * 120 + "... (100000 characters)"
-    assert shown([1, 2]) == "[1, 2]"
+    assert shown([1, "\u202e"]) == r"[1, '\u202e']"
+    assert shown([7] * 1_000_000) == "[7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, 7, ...]"
 
 
 def test_amounts_read_as_people_write_them() -> None:
