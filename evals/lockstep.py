@@ -91,7 +91,8 @@ def run_lockstep(
     If `compared`, the first track is the reference of the others' divergences. `bos` replaces the
     first token of every window. Raises CheckFailed for a model whose loss is no number.
     """
-    batch_tokens = batch_tokens or BATCH_TOKENS[tracks[0].model.decoder.device.type]
+    device = tracks[0].model.decoder.device.type
+    batch_tokens = batch_tokens or BATCH_TOKENS.get(device, BATCH_TOKENS["cpu"])
     done = 0
     for batch in _batches(windows, batch_tokens):
         tokens_BT = np.stack([ids_N[window.start : window.stop] for window in batch])

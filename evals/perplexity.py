@@ -19,7 +19,7 @@ from qconvert.decoder.model import Decoder
 from qconvert.errors import BadRecipe
 from qconvert.evals.corpora import WIKITEXT, Tokens, load_text, tokenize
 from qconvert.evals.lockstep import EvalModel, Progress, Track, run_lockstep
-from qconvert.evals.protocols import Protocol, Window, protocol_named
+from qconvert.evals.protocols import SHORTEST, Protocol, Window, protocol_named
 from qconvert.evals.results import Comparison, ModelResult, PerplexityReport
 from qconvert.evals.statistics_paired import divergence, exp_mean, mean, root_mean_square
 
@@ -177,7 +177,7 @@ def _environment(decoder: Decoder) -> dict[str, str]:
 def _notes(measured: _Measured, positions: int) -> tuple[str, ...]:
     notes, context = [], measured.protocol.context
     if len(measured.windows) < 2:
-        notes.append(f"one chunk gives no error estimate; try --context {context // 8}")
+        notes.append(f"one chunk gives no error estimate; try --context {max(SHORTEST, context // 8)}")
     if context > positions:
         notes.append(f"windows of {context} tokens exceed the {positions} positions of the model")
     return tuple(notes)

@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 
 from qconvert.errors import BadRecipe
 
+SHORTEST = 4
+"""The shortest window of which every protocol scores something."""
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -54,7 +57,7 @@ class Protocol:
         if not windows:
             raise BadRecipe(
                 f"text: {tokens} tokens are fewer than one window of {self.context} ({self.label})",
-                f"give a longer text, or --context {max(2, tokens // 8)} or less",
+                f"give a longer text, or --context {max(SHORTEST, tokens // 8)} or less",
             )
         return windows
 
@@ -99,6 +102,6 @@ def protocol_named(name: str, context: int | None = None) -> Protocol:
     """The protocol of that name, with another context if one is given."""
     if name not in PROTOCOLS:
         raise BadRecipe(f"protocol {name!r}: not known", f"write one of {', '.join(PROTOCOLS)}")
-    if context is not None and context < 4:
+    if context is not None and context < SHORTEST:
         raise BadRecipe(f"context {context}: too short to predict from", "write --context 64 or more")
     return replace(PROTOCOLS[name], context_override=context)

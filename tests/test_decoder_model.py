@@ -13,9 +13,13 @@ import torch
 import transformers
 
 from qconvert.decoder.config import DecoderConfig
+from qconvert.decoder.linear import place_weight
 from qconvert.decoder.load import load_decoder
 from qconvert.decoder.model import Decoder
+from qconvert.decoder.weights import Weights
 from qconvert.errors import CorruptCheckpoint, QConvertError
+from qconvert.formats.checkpoint import open_checkpoint
+from qconvert.formats.weights import CheckpointWeights
 from qconvert.tensors import Dense, DType, GroupInt, IntAffine, Value
 from tests.decoder_models import StateDict, decoder_of, tiny, tokens
 
@@ -199,3 +203,29 @@ def test_a_trained_qwen3_matches_transformers(assets: Path) -> None:
     with torch.no_grad():
         want = model(ids).logits
     assert (decoder.logits(decoder.hidden(ids)) - want).abs().max() < TOLERANCE
+
+
+class RoundedToBfloat16:
+    """A quantized checkpoint as transformers loads it: dequantized, rounded to bfloat16."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:
+        value = self.weights.get(role, layer, kind)
+        if not isinstance(value, IntAffine):
+            return value
+        rows = place_weight(value, torch.device("cpu"), torch.bfloat16).rows(slice(None))
+        return Dense(rows.float().numpy(), DType.F32)
+
+
+@pytest.mark.parametrize("name", ["ct-w4a16-sym-g128", "cut-ct-w4a16-asym-g128", "cut-ct-mixed-w4g128-w8ch"])
+def test_a_quantized_checkpoint_gives_the_logits_of_the_tool_that_made_it(assets: Path, name: str) -> None:
+    folder = assets / "fixtures" / "quantized" / name
+    checkpoint = open_checkpoint(folder)
+    config = DecoderConfig.from_hf(checkpoint.config)
+    decoder = load_decoder(config, RoundedToBfloat16(CheckpointWeights(checkpoint)))
+    prompt = json.loads((folder.parent / "prompt.json").read_text())["ids"]
+    ids = torch.tensor([prompt]) % config.vocab
+    golden = safetensors.torch.load_file(folder / "golden.safetensors")["logits.last_token"].flatten()
+    assert (decoder.prefill(ids, decoder.cache(1, len(prompt)))[0] - golden).abs().max() < TOLERANCE

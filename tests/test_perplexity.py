@@ -118,7 +118,7 @@ def test_fewer_chunks_and_progress() -> None:
 def test_one_chunk_is_told_to_be_too_few() -> None:
     report = compared(max_chunks=1)
     assert report.models[1].versus is not None and report.models[1].versus.kl.mean.se is None
-    assert any("--context 2" in note for note in report.notes)
+    assert any("--context 4" in note for note in report.notes)
 
 
 def test_views_of_a_report() -> None:

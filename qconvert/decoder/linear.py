@@ -10,7 +10,7 @@ Legend: O out features (rows), I in features, G groups, N rows of the input.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -97,10 +97,8 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O] in the dtype of x."""
         rows = x.numel() // x.shape[-1]
-        for backend in BACKENDS:
-            if backend.runs(x.device.type, self.weight.kind, rows):
-                return backend.multiply(x, self)
-        raise NotImplementedError(f"no backend for {self.weight.kind} weights on {x.device}")
+        backend = next(b for b in BACKENDS if b.runs(x.device.type, self.weight.kind, rows))
+        return backend.multiply(x, self)
 
 
 def place_vector(value: Value, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -146,15 +144,13 @@ def _multiply_dense(x: Tensor, linear: Linear) -> Tensor:
 def _multiply_dequantized(x: Tensor, linear: Linear) -> Tensor:
     """The reference for every quantized kind: one bounded block of rows after the other."""
     out, width = linear.weight.shape
+    rows = max(1, SCRATCH_BYTES // (4 * width))
     y = x.new_empty(*x.shape[:-1], out)
-    for block in row_blocks(out, max(1, SCRATCH_BYTES // (4 * width))):
-        y[..., block] = F.linear(x, linear.weight.rows(block))
-    return y if linear.bias_O is None else y.add_(linear.bias_O)
-
-
-def row_blocks(rows: int, size: int) -> Iterator[slice]:
-    """Consecutive slices of at most `size` rows."""
-    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+    for start in range(0, out, rows):
+        block = slice(start, start + rows)
+        bias = None if linear.bias_O is None else linear.bias_O[block]
+        y[..., block] = F.linear(x, linear.weight.rows(block), bias)
+    return y
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +173,7 @@ BACKENDS: tuple[Backend, ...] = (
     Backend("reference", "any", "int4", math.inf, _multiply_dequantized),
     Backend("reference", "any", "int8", math.inf, _multiply_dequantized),
 )
-"""The first row that fits is used."""
+"""The first row that fits is used; the last ones fit everything."""
 
 
 def _tensor(array: np.ndarray, dtype: DType) -> Tensor:

@@ -41,7 +41,8 @@ def score(heads: Sequence[Logits], targets_N: Tensor, vocab: int, block: int | N
     more sum U of e^(a - m) (a - b) gives KL = U / S - logsumexp(a) + logsumexp(b). `block` is the
     number of words per block; by default as many as BLOCK_ELEMENTS holds.
     """
-    block = block or max(1, BLOCK_ELEMENTS[targets_N.device.type] // max(1, targets_N.numel()))
+    elements = BLOCK_ELEMENTS.get(targets_N.device.type, BLOCK_ELEMENTS["cpu"])
+    block = block or max(1, elements // max(1, targets_N.numel()))
     reference, *others = (_Running.start(targets_N) for _ in heads)
     cross = [torch.zeros_like(reference.sum_N) for _ in others]
     for start in range(0, vocab, block):
