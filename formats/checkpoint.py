@@ -8,7 +8,8 @@ from functools import cached_property
 from pathlib import Path
 
 from qconvert.architecture import Architecture, Binding, bind
-from qconvert.errors import UnsupportedModel
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.formats.files import shown
 from qconvert.formats.hf import HFCheckpoint, open_hf_folder
 from qconvert.formats.layouts import compressed_tensors
 from qconvert.tensors import GroupInt, Json, Layout, Logical, Reader, TensorSpec
@@ -80,5 +81,6 @@ def _quantization_method(config: Json) -> str | None:
     quantization = config.get("quantization_config")
     if not quantization:
         return None
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    return str(method)
+    if not isinstance(quantization, dict):
+        raise CorruptCheckpoint("config.json: quantization_config is not an object", "correct the file")
+    return shown(quantization.get("quant_method"))

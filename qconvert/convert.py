@@ -10,6 +10,7 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +105,7 @@ def _write(
     errors: dict[str, QuantError] = {}
     sink = FileSink(folder, files)
     try:
-        blocks = run(
+        events = run(
             job.draft.plan,
             job.checkpoint.reader,
             job.checkpoint.layout,
@@ -114,13 +115,14 @@ def _write(
             allow_nonfinite=job.wish.allow_nonfinite,
             order=lambda unit: _position(job.checkpoint, unit),
         )
-        for done in blocks:
-            for part in done.parts:
-                written[part.name].append(part)
-            if done.error is not None:
-                name = done.unit.output.name
-                errors[name] = errors[name] + done.error if name in errors else done.error
-            listen(done)
+        with closing(events):
+            for done in events:
+                for part in done.parts:
+                    written[part.name].append(part)
+                if done.error is not None:
+                    name = done.unit.output.name
+                    errors[name] = errors[name] + done.error if name in errors else done.error
+                listen(done)
         sink.commit()
     except BaseException:
         sink.abort()

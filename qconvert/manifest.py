@@ -103,7 +103,12 @@ def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
 
 
 def relative_error(errors: Iterable[QuantError]) -> float | None:
-    """Root of summed squared error over summed squares; None when nothing was quantized."""
+    """Root of summed squared error over summed squares; None when nothing was quantized.
+
+    To 9 digits: the last ones of a sum depend on how the threads happened to divide the work.
+    """
     listed = list(errors)
     norm = sum(error.sum_sq for error in listed)
-    return sqrt(sum(error.sum_sq_error for error in listed) / norm) if norm else (0.0 if listed else None)
+    if not norm:
+        return 0.0 if listed else None
+    return float(f"{sqrt(sum(error.sum_sq_error for error in listed) / norm):.9g}")

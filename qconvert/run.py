@@ -8,7 +8,7 @@ is written at its own place, so the bytes are the same for any number of threads
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from math import lcm
@@ -71,13 +71,13 @@ def run(
     max_memory: int,
     allow_nonfinite: bool = False,
     order: Callable[[Unit], object] | None = None,
-) -> Iterator[BlockDone]:
+) -> Generator[BlockDone, None, None]:
     """Make every tensor of the plan and write it to the sink; yields an event per block.
 
     `max_memory` bounds the blocks in flight, in bytes (one block is always admitted); `order` sorts
     the units, for sources that are faster in sequence. Raises CorruptCheckpoint naming the tensor
     that holds NaN or Inf, BadRecipe when a value does not fit the target dtype. The caller commits
-    or aborts the sink.
+    or aborts the sink, and closes the generator first: no thread outlives it.
     """
     units = sorted(plan.units, key=order) if order else list(plan.units)  # type: ignore[arg-type]
     limit = min(BLOCK_BYTES, max(1, max_memory // (2 * jobs)))
@@ -115,7 +115,7 @@ def _input_bytes(unit: Unit) -> int:
 
 def _bounded(
     blocks: Iterable[Block], make: Callable[[Block], BlockDone], jobs: int, max_memory: int
-) -> Iterator[BlockDone]:
+) -> Generator[BlockDone, None, None]:
     """Run `make` on every block with `jobs` threads, never admitting more than the budget at once."""
     waiting = iter(blocks)
     block = next(waiting, None)

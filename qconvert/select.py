@@ -140,6 +140,8 @@ def _check_fused_groups(
 
 def _fit_group(place: Place, scheme: Scheme, allow_smaller: bool) -> Scheme:
     width = place.shape[-1]
+    if scheme.group_size == width:  # files spell both alike; one name keeps them comparable
+        return replace(scheme, group_size=None)
     if scheme.group_size is None or width % scheme.group_size == 0:
         return scheme
     dividing = [size for size in SMALLER_GROUP_SIZES if width % size == 0 and size < scheme.group_size]

@@ -16,6 +16,7 @@ from math import gcd
 import numpy as np
 
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.formats.files import shown
 from qconvert.tensors import (
     Dense,
     DType,
@@ -138,23 +139,32 @@ def bind(source: Source, config: Json) -> dict[str, Logical]:
 
 
 def _check_format(quantization: Mapping[str, object]) -> None:
-    formats = {quantization.get("format")}
-    groups = quantization.get("config_groups")
-    if isinstance(groups, dict):
-        formats |= {g.get("format") for g in groups.values() if isinstance(g, dict)}
-    other = formats - {None, FORMAT, "mixed-precision"}
+    """Raise UnsupportedModel for what would change the numbers and is not read here."""
+    groups = _groups(quantization)
+    formats = [quantization.get("format"), *(group.get("format") for group in groups)]
+    other = [f for f in formats if f not in (None, FORMAT, "mixed-precision")]
     if other:
         raise UnsupportedModel(
-            f"config.json: compressed-tensors format {sorted(map(str, other))[0]!r} is not read here",
+            f"config.json: compressed-tensors format {shown(other[0])!r} is not read here",
             f"formats read: {FORMAT}",
         )
+    parts = {"transform_config": quantization.get("transform_config")}
+    parts |= {key: group.get(key) for key in ("input_activations", "output_activations") for group in groups}
+    for key, value in parts.items():
+        if value:
+            raise UnsupportedModel(
+                f"config.json: quantization_config has {key}, which qconvert would lose",
+                "weight-only checkpoints are read",
+            )
+
+
+def _groups(quantization: Mapping[str, object]) -> list[Mapping[str, object]]:
+    groups = quantization.get("config_groups")
+    return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
 
 
 def _declared_bits(quantization: Mapping[str, object]) -> set[int]:
-    groups = quantization.get("config_groups")
-    if not isinstance(groups, dict):
-        return set()
-    weights = [g.get("weights") for g in groups.values() if isinstance(g, dict)]
+    weights = [group.get("weights") for group in _groups(quantization)]
     return {w["num_bits"] for w in weights if isinstance(w, dict) and isinstance(w.get("num_bits"), int)}
 
 
@@ -163,6 +173,8 @@ def _logical(base: str, source: Source, declared: set[int]) -> Logical:
     for suffix in ("_packed", "_scale", "_shape"):
         if base + suffix not in specs:
             raise CorruptCheckpoint(f"{base}{suffix}: missing", "the checkpoint is incomplete")
+    if f"{base}_g_idx" in specs:
+        raise UnsupportedModel(f"{base}_g_idx: columns in activation order are not read here")
     if base in specs:
         raise CorruptCheckpoint(f"{base}: stored both plain and as {base}_packed", "remove one of the two")
     packed, scale = specs[base + "_packed"], specs[base + "_scale"]
@@ -170,7 +182,8 @@ def _logical(base: str, source: Source, declared: set[int]) -> Logical:
     if specs[base + "_shape"].count != 2 or specs[base + "_shape"].dtype is not DType.I64:
         raise CorruptCheckpoint(f"{base}_shape: not two int64 numbers", "only 2-D weights are read here")
     rows, width = (int(n) for n in source.read(base + "_shape", 0, 2).ravel())
-    form = _form(base, (rows, width), packed, scale, symmetric=zeros is None)
+    bits = _bits(packed, (rows, width), declared)
+    form = _form(bits, (rows, width), scale, symmetric=zeros is None)
     tensor = Logical(base, (rows, width), form)
     for spec in CompressedTensors().parts(tensor):
         if specs[spec.name].shape != spec.shape or specs[spec.name].dtype is not spec.dtype:
@@ -180,24 +193,34 @@ def _logical(base: str, source: Source, declared: set[int]) -> Logical:
                 f"[{rows}, {width}] needs {spec.dtype.label} {list(spec.shape)}",
                 "the arrays of this weight do not belong together",
             )
-    if declared and form.bits not in declared:
-        raise CorruptCheckpoint(
-            f"{base}_packed: holds {form.bits}-bit codes, config.json says num_bits {sorted(declared)}",
-            "correct quantization_config",
-        )
     return tensor
 
 
-def _form(
-    base: str, shape: tuple[int, int], packed: TensorSpec, scale: TensorSpec, *, symmetric: bool
-) -> GroupInt:
+def _bits(packed: TensorSpec, shape: tuple[int, int], declared: set[int]) -> int:
+    """The bits per code that fit the packed array and that the config, if it says any, declares."""
+    rows, width = shape
+    fitting = {bits for bits in range(2, 9) if packed.shape == (rows, words(width, bits))}
+    if declared and fitting and not fitting & declared:
+        raise CorruptCheckpoint(
+            f"{packed.name}: holds {min(fitting)}-bit codes, config.json says num_bits {sorted(declared)}",
+            "correct quantization_config",
+        )
+    agreed = fitting & declared or fitting
+    if len(agreed) != 1:
+        found = " or ".join(map(str, sorted(agreed))) or "no number of"
+        raise CorruptCheckpoint(
+            f"{packed.name}: {list(packed.shape)} holds {found} bits for each weight of [{rows}, {width}]",
+            "the arrays of this weight do not belong together",
+        )
+    return agreed.pop()
+
+
+def _form(bits: int, shape: tuple[int, int], scale: TensorSpec, *, symmetric: bool) -> GroupInt:
     rows, width = shape
     groups = scale.shape[-1] if len(scale.shape) == 2 else 0
-    bits = next((b for b in range(2, 9) if packed.shape == (rows, words(width, b))), None)
-    if rows < 1 or width < 1 or bits is None or groups < 1 or width % groups or not scale.dtype.is_float:
+    if rows < 1 or width < 1 or groups < 1 or width % groups or not scale.dtype.is_float:
         raise CorruptCheckpoint(
-            f"{base}: packed {list(packed.shape)} and scales {list(scale.shape)} fit no scheme of a "
-            f"[{rows}, {width}] weight",
+            f"{scale.name}: {scale.dtype.label} {list(scale.shape)} fits no weight of shape [{rows}, {width}]",
             "the arrays of this weight do not belong together",
         )
     return GroupInt(bits, None if groups == 1 else width // groups, symmetric, scale.dtype)

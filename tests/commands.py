@@ -1,0 +1,54 @@
+"""The command line in this process: what a command printed, and the code it left with."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qconvert.cli import main
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One command that ended: exit code, stdout, stderr."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The one JSON value that stdout holds."""
+        return json.loads(self.out)
+
+
+def qconvert(*args: object) -> Ran:
+    """Run `qconvert ARGS` as the console script does."""
+    out, err = io.StringIO(), io.StringIO()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            main([str(arg) for arg in args])
+    except SystemExit as ending:
+        assert isinstance(ending.code, int), ending.code
+        return Ran(ending.code, out.getvalue(), err.getvalue())
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    raise AssertionError("the command returned instead of leaving")
+
+
+def made(*args: object) -> Path:
+    """Run a writing command that must succeed; the folder it made."""
+    ran = qconvert(*args, "-q")
+    assert ran.code == 0, ran.err
+    return Path(ran.out.strip())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, whole."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
