@@ -220,7 +220,7 @@ def _form(bits: int, shape: tuple[int, int], scale: TensorSpec, *, symmetric: bo
     groups = scale.shape[-1] if len(scale.shape) == 2 else 0
     if rows < 1 or width < 1 or groups < 1 or width % groups or not scale.dtype.is_float:
         raise CorruptCheckpoint(
-            f"{scale.name}: {scale.dtype.label} {list(scale.shape)} fits no weight of shape [{rows}, {width}]",
+            f"{scale.name}: {scale.dtype.label} {list(scale.shape)} fits no [{rows}, {width}] weight",
             "the arrays of this weight do not belong together",
         )
     return GroupInt(bits, None if groups == 1 else width // groups, symmetric, scale.dtype)
