@@ -1,0 +1,405 @@
+"""Tokenizers as GGUF keys: llama.cpp's converter, llama.cpp itself and Ollama's converter as oracles."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qconvert.errors import BadRecipe, CorruptCheckpoint, QConvertError, UnsupportedModel
+from qconvert.formats.gguf_io import GGUFFile
+from qconvert.formats.gguf_splits import QWEN2
+from qconvert.formats.gguf_vocab import GGUFTokenizer, read_tokenizer
+from qconvert.gguf_types import KV
+from tests.gguf_models import llama_cpp_vocab, one_layer_llama
+from tests.gguf_models import test_strings as strings_for
+
+QWEN = {"model_type": "qwen2", "bos_token_id": 151643, "eos_token_id": 151645}
+LLAMA = {"model_type": "llama", "bos_token_id": 1, "eos_token_id": 2}
+SPACE = "\u2581"
+
+
+def values(tokenizer: GGUFTokenizer) -> dict[str, Any]:
+    return {entry.key.removeprefix("tokenizer.ggml."): entry.value for entry in tokenizer.kv}
+
+
+def sha(array: Iterable[object]) -> str:
+    """SHA-256 of the array as Go's encoding/json spells it."""
+    text = json.dumps(list(array), ensure_ascii=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def short(kv: Iterable[KV]) -> list[tuple[str, object]]:
+    """Keys and values in order, arrays and templates as their hash."""
+    return [
+        (e.key.removeprefix("tokenizer.ggml."), sha(e.value)[:12] if isinstance(e.value, tuple) else e.value)
+        for e in kv
+        if e.key != "tokenizer.chat_template"
+    ]
+
+
+# What convert_hf_to_gguf.py of llama.cpp at commit 0c1e57098 wrote for the same folders and configs;
+# arrays as the first digits of their hash.
+QWEN_TAIL = [
+    ("merges", "6b1b1c58f122"),
+    ("eos_token_id", 151645),
+    ("padding_token_id", 151643),
+    ("bos_token_id", 151643),
+    ("add_bos_token", False),
+    ("add_eos_token", False),
+]
+LLAMA_TAIL = [
+    ("bos_token_id", 1),
+    ("eos_token_id", 2),
+    ("unknown_token_id", 0),
+    ("add_bos_token", True),
+    ("add_sep_token", False),
+    ("add_eos_token", False),
+]
+GPT2_HEAD = [("model", "gpt2"), ("pre", "qwen2")]
+LLAMA_HEAD = [("model", "llama"), ("pre", "default")]
+CONVERTER = {
+    ("qwen2.5", 151936): [
+        *GPT2_HEAD, ("tokens", "af7980399909"), ("token_type", "17ccfa7767a8"), *QWEN_TAIL,
+    ],
+    ("qwen3", 151936): [
+        *GPT2_HEAD, ("tokens", "430353f26b0d"), ("token_type", "536de815c967"), *QWEN_TAIL,
+    ],
+    ("llama-2", 32000): [
+        *LLAMA_HEAD, ("tokens", "209fbb8470f0"), ("scores", "d62d6f8b0a76"), ("token_type", "6040635e6bd3"),
+        *LLAMA_TAIL,
+    ],
+    ("llama-2", 32003): [
+        *LLAMA_HEAD, ("tokens", "e94267e288b8"), ("scores", "9837c2ef51d2"), ("token_type", "448bb8d0c10c"),
+        *LLAMA_TAIL,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("folder", "rows"), CONVERTER)
+def test_keys_values_and_order_of_the_converter(assets: Path, folder: str, rows: int) -> None:
+    config = LLAMA if folder == "llama-2" else QWEN
+    found = read_tokenizer(assets / "tokenizers" / folder, rows, config)
+    assert short(found.kv) == CONVERTER[folder, rows]
+    assert not found.warnings
+
+
+def test_tokens_and_merges_of_ollama(assets: Path) -> None:
+    """Ollama's converter counts padding from 0 and goes by the flag of added tokens alone."""
+    expected = json.loads((assets / "metadata" / "gguf-expected" / "Qwen2.5-0.5B-Instruct.json").read_text())
+    folder = assets / "tokenizers" / "qwen2.5"
+    found = values(read_tokenizer(folder, 151936, QWEN))
+    tokens = [*found["tokens"][:151665], *(f"[PAD{i}]" for i in range(151936 - 151665))]
+    assert sha(tokens) == expected["tokenizer.ggml.tokens"]
+    assert sha(found["merges"]) == expected["tokenizer.ggml.merges"]
+    types = [1] * 151643 + [4] * (151936 - 151643)
+    for token in json.loads((folder / "tokenizer.json").read_text())["added_tokens"]:
+        types[token["id"]] = 3 if token["special"] else 4
+    assert sha(types) == expected["tokenizer.ggml.token_type"]
+    assert all(ours in (theirs, 3, 5) for ours, theirs in zip(found["token_type"], types, strict=True))
+
+
+CASES = {
+    "qwen2.5": (151936, {"model_type": "qwen2"}, "qwen2"),
+    "qwen3": (151936, {"model_type": "qwen3"}, "qwen2"),
+    "llama-2": (32000, {"model_type": "llama"}, "llama-spm"),
+    "gpt2": (50257, {"model_type": "gpt2"}, "gpt-2"),
+    "falcon": (65024, {"model_type": "falcon"}, "falcon"),
+}
+
+
+@pytest.mark.parametrize("folder", CASES)
+def test_llama_cpp_finds_the_tokens_of_its_own_test_strings(
+    assets: Path, tmp_path: Path, folder: str
+) -> None:
+    llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
+    rows, config, name = CASES[folder]
+    keys = read_tokenizer(assets / "tokenizers" / folder, rows, config).kv
+    vocab, _model = llama_cpp_vocab(llama_cpp, one_layer_llama(tmp_path / "m.gguf", keys, rows))
+    cases = strings_for(assets, name)
+    assert len(cases) == 46
+    for text, ids in cases:
+        assert list(vocab.tokenize(text, False, False)) == ids, text
+
+
+def test_scores_without_a_sentencepiece_model_are_those_of_the_model(assets: Path, tmp_path: Path) -> None:
+    folder = assets / "tokenizers" / "llama-2"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path)
+    assert read_tokenizer(tmp_path, 32000, LLAMA).kv == read_tokenizer(folder, 32000, LLAMA).kv
+
+
+def test_unigram_encodes_as_its_own_library(assets: Path, tmp_path: Path) -> None:
+    llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = assets / "tokenizers" / "t5-small"
+    keys = read_tokenizer(folder, 32128, {"model_type": "t5"})
+    theirs = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    vocab, _model = llama_cpp_vocab(llama_cpp, one_layer_llama(tmp_path / "m.gguf", keys.kv, 32128))
+    for text in (
+        "Hello World",
+        "  two  spaces ",
+        "The ½ ﬁne naïve café, 3.14!",
+        "translate English to German: ok",
+    ):
+        assert list(vocab.tokenize(text, False, False)) == theirs.encode(text, add_special_tokens=False).ids
+
+
+def test_wordpiece_finds_the_tokens_of_llama_cpps_vocabulary(assets: Path, tmp_path: Path) -> None:
+    """A vocab.txt with the words of llama.cpp's bert-bge vocabulary gives that vocabulary again."""
+    llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
+    with GGUFFile(assets / "ggml-vocab" / "ggml-vocab-bert-bge.gguf") as file:
+        theirs: Any = {key: entry.value for key, entry in file.kv.items()}
+    texts, types = theirs["tokenizer.ggml.tokens"], theirs["tokenizer.ggml.token_type"]
+    words = [
+        text if kind == 3 else text.removeprefix(SPACE) if text.startswith(SPACE) else "##" + text
+        for text, kind in zip(texts, types, strict=True)
+    ]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({f"{k}_token": f"[{k.upper()}]" for k in ("pad", "unk", "cls", "sep", "mask")})
+    )
+    keys = read_tokenizer(tmp_path, len(words), {"model_type": "bert", "type_vocab_size": 2})
+    found = values(keys)
+    assert (found["model"], found["tokens"], found["token_type_count"]) == ("bert", texts, 2)
+    assert found["normalizer.lowercase"] is True
+    vocab, _model = llama_cpp_vocab(llama_cpp, one_layer_llama(tmp_path / "m.gguf", keys.kv, len(words)))
+    for text, ids in strings_for(assets, "bert-bge"):
+        assert list(vocab.tokenize(text, False, False)) == ids, text
+
+
+def test_a_cased_vocabulary_is_not_lowered(assets: Path) -> None:
+    found = values(read_tokenizer(assets / "tokenizers" / "bert-cased", 30000, {"model_type": "bert"}))
+    assert found["normalizer.lowercase"] is False
+    assert f"{SPACE}London" in found["tokens"]
+
+
+def small(folder: Path, settings: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """A byte-level tokenizer of six tokens."""
+    split = {"type": "Split", "pattern": {"Regex": QWEN2[0]}, "behavior": "Isolated", "invert": False}
+    tokenizer: dict[str, Any] = {
+        "added_tokens": [{"id": 4, "content": "<|end|>", "special": True}],
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [split, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}],
+        },
+        "post_processor": None,
+        "model": {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2, "Ġ": 3}, "merges": [["a", "b"]]},
+    }
+    tokenizer["model"] |= changes.pop("model", {})
+    (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, **changes}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings or {"eos_token": "<|end|>"}))
+    return folder
+
+
+def test_rows_without_a_token_are_padding(tmp_path: Path) -> None:
+    found = values(read_tokenizer(small(tmp_path), 7, {}))
+    assert found["tokens"] == ("a", "b", "ab", "Ġ", "<|end|>", "[PAD5]", "[PAD6]")
+    assert found["token_type"] == (1, 1, 1, 1, 3, 5, 5)
+    assert found["merges"] == ("a b",)
+    assert found["eos_token_id"] == 4
+
+
+def test_a_fine_tuned_vocabulary_keeps_its_words(tmp_path: Path) -> None:
+    added = [
+        {"id": 4, "content": "<|end|>", "special": True},
+        {"id": 5, "content": f"caf\u00e9{SPACE}au lait", "special": False},
+        {"id": 6, "content": "<|tool|>", "special": False},
+        {"id": 7, "content": "<pad>", "special": False},
+    ]
+    found = values(read_tokenizer(small(tmp_path, added_tokens=added), 8, {}))
+    assert found["pre"] == "qwen2"
+    assert found["tokens"][4:] == ("<|end|>", "caf\u00e9 au lait", "<|tool|>", "<pad>")
+    assert found["token_type"][4:] == (3, 4, 3, 3)
+
+
+def test_tokens_of_the_settings_alone_count_too(tmp_path: Path) -> None:
+    settings = {
+        "eos_token": {"content": "<|end|>"},
+        "pad_token": "<p>",
+        "added_tokens_decoder": {"5": {"content": "<p>", "special": False}, "6": {"content": "word"}},
+    }
+    found = values(read_tokenizer(small(tmp_path, settings), 8, {"pad_token_id": 5}))
+    assert found["tokens"][5:] == ("<p>", "word", "[PAD7]")
+    assert found["token_type"][5:] == (3, 4, 5)
+    assert (found["eos_token_id"], found["padding_token_id"]) == (4, 5)
+
+
+def test_an_id_beyond_the_embedding_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CorruptCheckpoint, match=r"'<\|end\|>' has id 4; the embedding has 4 rows"):
+        read_tokenizer(small(tmp_path), 4, {})
+
+
+def test_a_special_id_beyond_the_vocabulary_is_left_out_aloud(tmp_path: Path) -> None:
+    found = read_tokenizer(small(tmp_path), 5, {"bos_token_id": 99})
+    assert "bos_token_id" not in values(found)
+    assert found.warnings == ("bos_token_id is 99, outside the 5 tokens; left out",)
+
+
+def template(*tokens: str | None, pair: tuple[str | None, ...] = ()) -> dict[str, Any]:
+    def entries(names: tuple[str | None, ...]) -> list[dict[str, Any]]:
+        texts = iter("AB")
+        return [{"SpecialToken": {"id": n}} if n else {"Sequence": {"id": next(texts)}} for n in names]
+
+    return {"type": "TemplateProcessing", "single": entries(tokens), "pair": entries(pair)}
+
+
+@pytest.mark.parametrize(
+    ("processor", "settings", "added"),
+    [
+        ({"type": "ByteLevel"}, {"add_bos_token": True}, {"bos": False, "eos": False}),
+        (template("<s>", None), {"bos_token": "<s>"}, {"bos": True}),
+        (template("<s>", None), {}, {"bos": True}),
+        (template(None, "</s>"), {"eos_token": "</s>"}, {"eos": True}),
+        (
+            template("<s>", None, pair=("<s>", None, "<s>", None)),
+            {"bos_token": "<s>"},
+            {"bos": True, "sep": False},
+        ),
+        (
+            template("[CLS]", None, "[SEP]", pair=("[CLS]", None, "[SEP]", None, "[SEP]")),
+            {"cls_token": "[CLS]", "sep_token": "[SEP]"},
+            {"bos": True, "eos": True, "sep": False},
+        ),
+        (
+            {"type": "RobertaProcessing", "cls": ["<s>", 0], "sep": ["</s>", 2]},
+            {},
+            {"bos": True, "eos": True, "sep": True},
+        ),
+        (None, {"add_bos_token": False, "add_eos_token": True}, {"bos": False, "eos": True}),
+        (None, {}, {}),
+    ],
+)
+def test_what_is_put_around_a_text(
+    tmp_path: Path, processor: dict[str, Any] | None, settings: dict[str, Any], added: dict[str, bool]
+) -> None:
+    found = values(read_tokenizer(small(tmp_path, {"x": 1, **settings}, post_processor=processor), 5, {}))
+    assert {k[4:-6]: v for k, v in found.items() if k.startswith("add_")} == added
+
+
+def test_llama_3_without_a_bos_template_is_told_not_to_add_one(tmp_path: Path) -> None:
+    regex = QWEN2[0].replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+    split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    pre = {"type": "Sequence", "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}]}
+    small(tmp_path, normalizer=None, pre_tokenizer=pre, model={"ignore_merges": True})
+    found = values(read_tokenizer(tmp_path, 5, {}))
+    assert (found["pre"], found["add_bos_token"]) == ("llama-bpe", False)
+
+
+def test_chat_templates_from_wherever_they_are(tmp_path: Path) -> None:
+    def keys() -> dict[str, Any]:
+        found = read_tokenizer(tmp_path, 5, {})
+        return {e.key: e.value for e in found.kv if "chat" in e.key}
+
+    small(tmp_path)
+    assert not keys()
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))
+    assert keys() == {"tokenizer.chat_template": "from json"}
+    (tmp_path / "chat_template.jinja").write_text("from jinja")
+    assert keys() == {"tokenizer.chat_template": "from jinja"}
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool-use.jinja").write_text("tools")
+    named = {"tokenizer.chat_template.tool_use": "tools", "tokenizer.chat_templates": ("tool_use",)}
+    assert keys() == {**named, "tokenizer.chat_template": "from jinja"}
+    small(tmp_path, {"chat_template": "from settings"})
+    assert keys() == {"tokenizer.chat_template": "from settings"}
+    small(tmp_path, {"chat_template": 7})
+    assert not keys()
+
+
+def test_code_llama_and_granite_keep_their_exceptions(tmp_path: Path) -> None:
+    small(tmp_path, {"add_bos_token": True})
+    llama = {"model_type": "llama"}
+    assert values(read_tokenizer(tmp_path, 32016, llama))["eot_token_id"] == 32010
+    assert values(read_tokenizer(tmp_path, 49152, llama))["add_bos_token"] is False
+    assert values(read_tokenizer(tmp_path, 49152, {}))["add_bos_token"] is True
+
+
+def test_the_space_before_the_first_word_is_said_for_llama(assets: Path, tmp_path: Path) -> None:
+    shutil.copy(assets / "tokenizers" / "llama-2" / "tokenizer.model", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_prefix_space": False}))
+    keys = read_tokenizer(tmp_path, 32000, LLAMA).kv
+    assert keys[0] == KV.flag("tokenizer.ggml.add_space_prefix", value=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "names"),
+    [
+        ({"model": {"vocab": {"a": 0, "b": 0}}}, CorruptCheckpoint, "'a' and 'b' have id 0"),
+        ({"model": {"vocab": {"a": -1}}}, CorruptCheckpoint, "'a' has id -1"),
+        ({"model": {"vocab": [1]}}, CorruptCheckpoint, "vocab entry 0"),
+        ({"model": {"merges": [["a"]]}}, CorruptCheckpoint, "merge 0"),
+        ({"added_tokens": [{"id": "x", "content": "t"}]}, CorruptCheckpoint, "'t' has id x"),
+        ({"added_tokens": [{"id": 1}]}, CorruptCheckpoint, "not a token"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, UnsupportedModel, "without bytes to fall back on"),
+    ],
+)
+def test_what_makes_no_vocabulary_is_refused(
+    tmp_path: Path, changes: dict[str, Any], error: type[QConvertError], names: str
+) -> None:
+    with pytest.raises(error) as caught:
+        read_tokenizer(small(tmp_path, **changes), 5, {})
+    assert names in caught.value.fact
+
+
+def places(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of every value inside a JSON value."""
+    children = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    )
+    for key, child in children:
+        yield (*path, key)
+        yield from places(child, (*path, key))
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_no_odd_value_crashes_the_reader(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = small(
+        tmp_path_factory.mktemp("odd"), {"eos_token": "<|end|>", "added_tokens_decoder": {"4": {}}}
+    )
+    file = folder / data.draw(st.sampled_from(["tokenizer.json", "tokenizer_config.json"]))
+    content = json.loads(file.read_text())
+    content |= data.draw(
+        st.sampled_from([{}, {"post_processor": template("<s>", None, pair=(None, "x", None))}])
+    )
+    *parents, last = data.draw(st.sampled_from(list(places(content))))
+    target = content
+    for key in parents:
+        target = target[key]
+    target[last] = data.draw(
+        st.sampled_from([None, True, 0, -1, 1 << 70, 0.5, "", "x", [], [1], {}, {"x": []}])
+    )
+    file.write_text(json.dumps(content))
+    with contextlib.suppress(QConvertError):
+        read_tokenizer(folder, 5, {})
+
+
+def test_merges_in_no_order_are_refused(tmp_path: Path) -> None:
+    model = {"byte_fallback": True, "vocab": {"a": 0, "b": 1, "ab": 2, "ba": 3}, "merges": ["b a", "a b"]}
+    with pytest.raises(UnsupportedModel, match="not in the order of its tokens"):
+        read_tokenizer(small(tmp_path, model=model, pre_tokenizer=None, normalizer=None), 5, LLAMA)
+
+
+def test_an_override_is_for_byte_level_tokenizers(assets: Path, tmp_path: Path) -> None:
+    assert values(read_tokenizer(small(tmp_path), 5, {}, pre_tokenizer="stablelm2"))["pre"] == "stablelm2"
+    with pytest.raises(BadRecipe, match="has no pre-tokenizer"):
+        read_tokenizer(assets / "tokenizers" / "llama-2", 32000, LLAMA, pre_tokenizer="qwen2")
+
+
+def test_a_folder_without_a_tokenizer_says_what_is_wanted(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=r"no tokenizer\.json"):
+        read_tokenizer(tmp_path, 5, {})
