@@ -1,7 +1,7 @@
 """What the field's loaders make of an output: facts that a user must know before the work starts.
 
-Sources: transformers 5.23 (`core_model_loading`, `modeling_*`), vLLM 0.33 (`model_executor/models`),
-SGLang 0.5.23 (`srt/models`), read in source; sglang issue 13214.
+Sources: transformers 5.23 with compressed-tensors 0.20, tried (tests/test_compressed_tensors.py); vLLM
+0.33 (`model_executor/models`) and SGLang 0.5.23 (`srt/models`), read in source; sglang issue 13214.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FUSED = Notice(
         Verdict(
             "transformers 5",
             False,
-            "re-initialises q, k, v at random after a warning, unless a mapping is registered",
+            "re-initialises q, k, v at random after a warning; fails where they are quantized",
         ),
         Verdict("SGLang 0.5", False, "fails with KeyError on fused Qwen names (sglang issue 13214)"),
         Verdict("llama.cpp", False, "its converter expects separate q, k, v; unfuse first"),
@@ -63,8 +63,25 @@ QUANTIZED_EMBEDDING = Notice(
         Verdict(
             "vLLM 0.33", True, "symmetric group or channel integers whose bits divide 32; not for a tied head"
         ),
-        Verdict("transformers 5", False, "keeps only linears packed; the embedding comes up uninitialised"),
+        Verdict(
+            "transformers 5", False, "fails: AttributeError, 'Embedding' object has no attribute 'weight'"
+        ),
         Verdict("SGLang 0.5", False, "reads plain embeddings only"),
+    ),
+)
+
+ASYMMETRIC = Notice(
+    "asymmetric grid",
+    "the grid has zero points, which not every loader reads:",
+    (
+        Verdict("qconvert", True, "decodes it"),
+        Verdict("vLLM 0.33", True, "2 to 8 bits, group or channel"),
+        Verdict(
+            "transformers 5",
+            False,
+            "fails on packed zero points (compressed-tensors 0.19, 0.20); where all linears have one scheme,"
+            " quantization_config=CompressedTensorsConfig(dequantize=True) loads it",
+        ),
     ),
 )
 
@@ -76,6 +93,8 @@ def notices(outputs: Mapping[str, Logical], architecture: Architecture) -> list[
         found.append(FUSED)
     if any(_is_embedding(name, architecture) for name, t in outputs.items() if isinstance(t.form, GroupInt)):
         found.append(QUANTIZED_EMBEDDING)
+    if any(isinstance(t.form, GroupInt) and not t.form.symmetric for t in outputs.values()):
+        found.append(ASYMMETRIC)
     return found
 
 

@@ -10,7 +10,7 @@ import pytest
 from qconvert.architecture import Architecture, bind
 from qconvert.draft import Draft, Wish, draft
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.loaders import FUSED, QUANTIZED_EMBEDDING
+from qconvert.loaders import ASYMMETRIC, FUSED, QUANTIZED_EMBEDDING
 from qconvert.quant.casts import Difference
 from qconvert.recipe import Recipe, Rule
 from qconvert.schemes import Scheme
@@ -195,3 +195,4 @@ def test_loaders_that_cannot_read_the_output_are_named_before_the_work() -> None
     assert drafted(INT4_RECIPE).notices == ()
     assert drafted(INT4_RECIPE.with_(rules=(Rule("embed", Scheme(8)),))).notices == (QUANTIZED_EMBEDDING,)
     assert drafted(INT4_RECIPE.with_(rules=(Rule("lm_head", Scheme(8)),)), tied=False).notices == ()
+    assert drafted(Recipe(scheme=Scheme(4, 32, symmetric=False))).notices == (ASYMMETRIC,)
