@@ -37,8 +37,8 @@ class Checkpoint:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The architecture that config.json describes."""
-        return Architecture.of(self.config)
+        """The architecture that config.json describes, in the spelling of the stored names."""
+        return Architecture.of(self.config).spelled_like(self.tensors)
 
     def bind(self, *, allow_unknown: bool = False) -> Binding:
         """The tensors held against the architecture (see `architecture.bind`)."""

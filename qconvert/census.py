@@ -84,7 +84,7 @@ def form_bytes(form: Form, shape: tuple[int, ...]) -> int:
 
 def census_of_config(architecture: Architecture) -> Census:
     """The table of the model that config.json describes, without any weights."""
-    places = [p for p in architecture.places.values() if not (architecture.tied and p.role == "lm_head")]
+    places = architecture.stored.values()
     return _gather(architecture, ((place, place.shape, None) for place in places))
 
 
@@ -119,7 +119,7 @@ def _group(place: Place | None) -> str:
         return "unknown"
     if place.kind == "bias":
         return _BIASES
-    return _NORMS if place.kind == "norm" else place.role
+    return _NORMS if place.kind == "norm" else place.group
 
 
 def _row(role: str, entries: list[tuple[tuple[int, ...], Form | None]]) -> Row:

@@ -19,7 +19,7 @@ from qconvert.loaders import Notice, notices
 from qconvert.plan import Plan
 from qconvert.recipe import FUSIONS, Recipe
 from qconvert.select import decide
-from qconvert.tensors import DType, GroupInt, Json, Logical, Plain
+from qconvert.tensors import DType, Json, Logical, Plain, Quantized
 
 if TYPE_CHECKING:
     from qconvert.quant.casts import Difference
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # Compares two tensors of the source by name; given by the caller, who can read.
 Compare = Callable[[Logical, Logical], "Difference"]
 # Spells forms and left-out linears as config.json's quantization_config.
-ConfigWriter = Callable[[Mapping[str, GroupInt], list[str]], Json]
+ConfigWriter = Callable[[Mapping[str, Quantized], list[str]], Json]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ class _Ties:
 
 
 def _table_names(architecture: Architecture) -> tuple[str, str]:
-    family = architecture.family
-    return f"{family.slot('embed').module}.weight", f"{family.slot('lm_head').module}.weight"
+    embed, head = architecture.table("embed"), architecture.table("lm_head")
+    return embed.name if embed else "", head.name if head else ""
 
 
 def _unfused(plan: Plan, architecture: Architecture) -> Plan:
@@ -144,7 +144,7 @@ def _unfused(plan: Plan, architecture: Architecture) -> Plan:
 
 
 def _dequantized(plan: Plan, dtype: DType | None) -> Plan:
-    if not any(isinstance(t.form, GroupInt) for t in plan.outputs.values()):
+    if not any(isinstance(t.form, Quantized) for t in plan.outputs.values()):
         raise BadRecipe("no quantized tensors in this checkpoint", "`qconvert inspect` shows what it holds")
     return passes.dequantize(dtype)(plan)
 
@@ -160,12 +160,13 @@ def _fused(plan: Plan, architecture: Architecture, recipe: Recipe) -> Plan:
 
 
 def _quantized(plan: Plan, architecture: Architecture, recipe: Recipe, *, tied: bool) -> Plan:
-    quantized = next((t for t in plan.outputs.values() if isinstance(t.form, GroupInt)), None)
+    quantized = next((t for t in plan.outputs.values() if isinstance(t.form, Quantized)), None)
     if quantized is not None:
         raise BadRecipe(
             f"{quantized.name}: already quantized ({quantized.form.label}); doing it again would lose twice",
             "start from the 16-bit model, or run `qconvert dequantize` first and accept the second loss",
         )
+    plan = passes.unstack(architecture)(plan)
     schemes = decide(recipe, architecture, _places(plan, architecture), tied=tied)
     return passes.quantize(schemes, search=recipe.search)(plan)
 
@@ -179,13 +180,13 @@ def _config(binding: Binding, wish: Wish, plan: Plan, *, tied: bool, write_confi
     """The source's config.json with the keys that the output changes; no other key is touched."""
     config: dict[str, Any] = copy.deepcopy(dict(binding.architecture.config))
     if tied != binding.architecture.tied:
-        config["tie_word_embeddings"] = tied
+        config[binding.architecture.family.tied_by] = tied
     if wish.dtype is not None:
         for key in {"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}:
             config[key] = TORCH_NAMES[wish.dtype]
     config.pop("quantization_config", None)
     outputs = plan.outputs
-    quantized = {_module(n): t.form for n, t in outputs.items() if isinstance(t.form, GroupInt)}
+    quantized = {_module(n): t.form for n, t in outputs.items() if isinstance(t.form, Quantized)}
     if quantized:
         linears = [
             p
@@ -194,8 +195,9 @@ def _config(binding: Binding, wish: Wish, plan: Plan, *, tied: bool, write_confi
         ]
         kept = [p.module for p in linears if p.module not in quantized]
         kept += [_module(name) for name in binding.unknown if len(outputs[name].shape) == 2]
-        if tied:
-            kept.append(binding.architecture.family.slot("lm_head").module)
+        head = binding.architecture.table("lm_head")
+        if tied and head is not None:
+            kept.append(head.module)
         config["quantization_config"] = write_config(quantized, kept)
     return config
 

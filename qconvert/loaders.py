@@ -89,7 +89,8 @@ ASYMMETRIC = Notice(
 def notices(outputs: Mapping[str, Logical], architecture: Architecture) -> list[Notice]:
     """What to say about a planned output, before the work starts."""
     found = []
-    if not architecture.family.native_fused and any(name in architecture.fused for name in outputs):
+    fused = architecture.fused
+    if any(name in fused and not fused[name].fusion.native for name in outputs):
         found.append(FUSED)
     if any(_is_embedding(name, architecture) for name, t in outputs.items() if isinstance(t.form, GroupInt)):
         found.append(QUANTIZED_EMBEDDING)

@@ -8,7 +8,7 @@ Every pass is a pure function from plan to plan; nothing here opens a file or ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -16,7 +16,7 @@ from qconvert.architecture import Architecture, Binding, FusedPlace
 from qconvert.errors import BadRecipe
 from qconvert.ops import Cast, CheckFinite, DecodeBlocks, Dequantize, EncodeBlocks, Op, Quantize
 from qconvert.schemes import Scheme
-from qconvert.tensors import Blocks, DType, Form, GroupInt, Logical, Plain
+from qconvert.tensors import Blocks, DType, Form, Logical, Plain, Quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,8 @@ def untie(embed: str, head: str) -> Pass:
 
 def fuse(architecture: Architecture, fusions: Iterable[str]) -> Pass:
     """Stack the linears of each chosen fusion ("attn.qkv", "mlp.gate_up") where all are stored."""
-    chosen = [f for f in architecture.fused.values() if f.fusion in set(fusions)]
+    roles = frozenset(fusions)
+    chosen = [f for f in architecture.fused.values() if f.fusion.role in roles]
 
     def apply(plan: Plan) -> Plan:
         units = {unit.output.name: unit for unit in plan.units}
@@ -143,38 +144,59 @@ def _stack(units: dict[str, Unit], entry: FusedPlace) -> dict[str, Unit]:
             f"{entry.whole.name}: its parts have different forms ({spelled})",
             "quantize the parts alike, or fuse the 16-bit model first",
         )
-    inputs = tuple(s for part in parts for s in part.inputs)
+    inputs = tuple(s for run in entry.runs for s in _slice(parts[run.part].inputs, run.start, run.stop))
     made = Unit(inputs, parts[0].ops, Logical(entry.whole.name, entry.whole.shape, parts[0].output.form))
-    names = [part.output.name for part in parts]
+    first, others = parts[0].output.name, {part.output.name for part in parts[1:]}
     return {
-        (made.output.name if name == names[0] else name): (made if name == names[0] else unit)
+        (made.output.name if name == first else name): (made if name == first else unit)
         for name, unit in units.items()
-        if name == names[0] or name not in names
+        if name not in others
     }
+
+
+def _slice(inputs: tuple[RowSlice, ...], start: int, stop: int) -> Iterator[RowSlice]:
+    """Rows [start, stop) of the stacked inputs."""
+    offset = 0
+    for piece in inputs:
+        first, last = max(start, offset), min(stop, offset + piece.rows)
+        if first < last:
+            shift = piece.start - offset
+            yield RowSlice(piece.tensor, first + shift, last + shift)
+        offset += piece.rows
 
 
 def unfuse(architecture: Architecture) -> Pass:
     """Cut every fused tensor back into its parts: names, shapes, dtypes and bytes as before."""
+    return _cut_where(architecture, lambda entry: True)
 
+
+def unstack(architecture: Architecture) -> Pass:
+    """Cut every 3-D stack of experts into one linear for each, as layouts of linears need it."""
+    return _cut_where(architecture, lambda entry: entry.fusion.per_expert)
+
+
+def _cut_where(architecture: Architecture, chosen: Callable[[FusedPlace], bool]) -> Pass:
     def apply(plan: Plan) -> Plan:
         units: list[Unit] = []
         for unit in plan.units:
             entry = architecture.fused.get(unit.output.name)
-            units.extend(_cut(unit, entry) if entry else [unit])
+            units.extend(_cut(unit, entry) if entry and chosen(entry) else [unit])
         return replace(plan, units=tuple(units))
 
     return apply
 
 
 def _cut(unit: Unit, entry: FusedPlace) -> list[Unit]:
-    assert len(unit.inputs) == 1, "only a stored tensor is cut"
-    source, made, start = unit.inputs[0], [], 0
-    for part in entry.parts:
-        rows = part.shape[0]
-        output = Logical(part.name, part.shape, unit.output.form)
-        made.append(replace(unit, inputs=(RowSlice(source.tensor, start, start + rows),), output=output))
-        start += rows
-    return made
+    pieces: list[list[RowSlice]] = [[] for _ in entry.parts]
+    offset = 0
+    for run in entry.runs:
+        rows = run.stop - run.start
+        pieces[run.part].extend(_slice(unit.inputs, offset, offset + rows))
+        offset += rows
+    return [
+        replace(unit, inputs=tuple(inputs), output=Logical(part.name, part.shape, unit.output.form))
+        for part, inputs in zip(entry.parts, pieces, strict=True)
+    ]
 
 
 def quantize(schemes: Mapping[str, Scheme], *, search: bool, scale_dtype: DType | None = None) -> Pass:
@@ -197,9 +219,9 @@ def quantize(schemes: Mapping[str, Scheme], *, search: bool, scale_dtype: DType 
 
 
 def dequantize(dtype: DType | None) -> Pass:
-    """Turn every quantized tensor into plain numbers, of `dtype` or of its scales' dtype."""
+    """Turn every quantized tensor into plain numbers, of `dtype` or of the type it is computed to."""
     return _on_outputs(
-        lambda form: Dequantize(dtype or form.scale_dtype) if isinstance(form, GroupInt) else None
+        lambda form: Dequantize(dtype or form.decoded) if isinstance(form, Quantized) else None
     )
 
 
@@ -244,7 +266,7 @@ def encode(forms: Mapping[str, Form], importance: Mapping[str, tuple[float, ...]
 
     def one(unit: Unit) -> Unit:
         have, want = unit.output.form, forms[unit.output.name]
-        if isinstance(have, GroupInt):
+        if isinstance(have, Quantized):
             unit, have = unit.then(Dequantize(DType.F32)), Plain(DType.F32)
         if isinstance(have, Blocks):
             unit, have = unit.then(DecodeBlocks()), Plain(DType.F32)

@@ -60,14 +60,18 @@ def matcher(select: str, architecture: Architecture, *, tied: bool) -> Callable[
     role = match["role"] if match else select
     related = _related_roles(role, architecture, tied)
     if match is None:
-        return lambda place: place.role in related
+        return lambda place: place.role in related or place.group in related
     first, last = int(match["first"]), int(match["last"] or match["first"])
     if first > last or last >= architecture.layers:
         raise BadRecipe(
             f"selector {select!r}: no such layers",
             f"this model has layers 0-{architecture.layers - 1}",
         )
-    return lambda place: place.role in related and place.layer is not None and first <= place.layer <= last
+    return lambda place: (
+        (place.role in related or place.group in related)
+        and place.layer is not None
+        and first <= place.layer <= last
+    )
 
 
 def _hits(rule: Rule, architecture: Architecture, weights: Mapping[str, Place], tied: bool) -> list[str]:
@@ -96,7 +100,7 @@ def _regex(select: str) -> Callable[[Place], bool]:
 
 
 def _related_roles(role: str, architecture: Architecture, tied: bool) -> frozenset[str]:
-    if role not in architecture.roles:
+    if role not in architecture.roles and role not in {p.role for p in architecture.places.values()}:
         near = get_close_matches(role, architecture.roles, n=1, cutoff=0.0)
         raise BadRecipe(
             f"selector {role!r}: no such role in this model",
@@ -105,8 +109,8 @@ def _related_roles(role: str, architecture: Architecture, tied: bool) -> frozens
     related = {role}
     for fusion in architecture.family.fusions:
         if role == fusion.role:
-            related |= set(fusion.parts)
-        elif role in fusion.parts:
+            related |= set(fusion.part_groups)
+        elif role in fusion.part_groups:
             related.add(fusion.role)
     if tied and role in ("embed", "lm_head"):
         related |= {"embed", "lm_head"}
@@ -129,12 +133,13 @@ def _check_fused_groups(
 ) -> None:
     """Loaders stack q, k, v (and gate, up) into one matrix with one scheme; vLLM refuses two."""
     for fused in architecture.fused.values():
-        parts = [part.name for part in fused.parts if part.name in weights]
-        if len({chosen.get(name) for name in parts}) > 1:
-            spelled = ", ".join(f"{name.rsplit('.', 2)[1]}={_label(chosen.get(name))}" for name in parts)
+        parts = [part for part in fused.parts if part.name in weights]
+        schemes = {chosen.get(part.name): part for part in parts}
+        if len(schemes) > 1:
+            spelled = ", ".join(f"{part.role}={_label(scheme)}" for scheme, part in schemes.items())
             raise BadRecipe(
                 f"{fused.whole.name}: loaders fuse its parts, which would get different schemes ({spelled})",
-                f"give all of them one scheme: {', '.join(part.role for part in fused.parts)}",
+                f"give all of them one scheme: {', '.join(fused.fusion.part_groups)}",
             )
 
 

@@ -1,7 +1,8 @@
 """Names: what the tensors of a model are called, which role each plays, how families differ."""
 
+from qconvert.architecture.binding import Binding, bind, shown
 from qconvert.architecture.families import FAMILIES
-from qconvert.architecture.model import Architecture, Binding, FusedPlace, Place, bind, find_family, shown
+from qconvert.architecture.model import Architecture, FusedPlace, Place, Run, find_family
 from qconvert.architecture.slots import Family, Fusion, Slot
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "FusedPlace",
     "Fusion",
     "Place",
+    "Run",
     "Slot",
     "bind",
     "find_family",

@@ -37,7 +37,11 @@ def optional_int(config: Json, key: str, most: int = MAX_DIMENSION) -> int | Non
 
 def divided(config: Json, key: str, by: str) -> int:
     """The integer under `key` divided by the one under `by`, which must leave no remainder."""
-    whole, parts = positive_int(config, key), positive_int(config, by)
+    return divide(positive_int(config, key), positive_int(config, by), key, by)
+
+
+def divide(whole: int, parts: int, key: str, by: str) -> int:
+    """`whole / parts`, which must be a whole number; `key` and `by` say in the error what they are."""
     if whole % parts:
         raise CorruptCheckpoint(
             f"config.json: {key} = {whole} is not divisible by {by} = {parts}", "correct the file"
@@ -55,3 +59,15 @@ def flag(config: Json, key: str, *, default: bool = False) -> bool:
             f"config.json: {key} is {value!r}, neither true nor false", "correct the file"
         )
     return value
+
+
+def whole_numbers(config: Json, key: str) -> tuple[int, ...]:
+    """The list of integers under `key`, each in 0..2^32; empty when it is absent or null."""
+    value = config.get(key)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(
+        isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MAX_DIMENSION for n in value
+    ):
+        raise CorruptCheckpoint(f"config.json: {key} is not a list of whole numbers", "correct the file")
+    return tuple(value)

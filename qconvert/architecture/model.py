@@ -1,21 +1,23 @@
-"""One model's names: every tensor its config promises, and what the tensors at hand are.
+"""One model's names: every tensor its config promises, fused and unfused.
 
-`Architecture.of(config)` expands a family's table into exact names and shapes; `bind` holds the
-tensors of a checkpoint against it. Pure: it reads names and shapes, never a file.
+`Architecture.of(config)` expands a family's table into exact names and shapes. Pure: it reads a
+config, never a file. `qconvert.architecture.binding` holds a checkpoint's tensors against it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
+from typing import Any
 
-from qconvert.architecture.config import MAX_LAYERS, flag, positive_int
+from qconvert.architecture.config import MAX_LAYERS, divide, flag, positive_int
 from qconvert.architecture.families import FAMILIES
-from qconvert.architecture.slots import Dimensions, Family, Fusion, Slot, SlotKind
+from qconvert.architecture.slots import Dimensions, Family, Fusion, Slot
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.tensors import Json, Logical
+from qconvert.tensors import Json, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class Place:
     """Where a tensor belongs: its role, layer (None outside the layers), and exact shape.
 
     `part` is "weight" or "bias"; `kind` is the slot's kind for weights and "bias" for biases.
+    `transposed` weights are stored [in, out].
     """
 
     name: str
@@ -32,41 +35,99 @@ class Place:
     kind: str
     shape: tuple[int, ...]
     dims: tuple[str, ...]
+    transposed: bool = False
 
     @property
     def module(self) -> str:
         return self.name.rsplit(".", 1)[0]
 
+    @property
+    def group(self) -> str:
+        """The role without the expert's number: `mlp.experts.up` for `mlp.experts.7.up`."""
+        return _EXPERT_NUMBER.sub("", self.role) if ".experts." in self.role else self.role
+
+
+_EXPERT_NUMBER = re.compile(r"(?<=\.experts)\.\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows [start, stop) of a part, as they follow one another in the whole."""
+
+    part: int
+    start: int
+    stop: int
+
 
 @dataclass(frozen=True, slots=True)
 class FusedPlace:
-    """A fused tensor and the places whose rows it stacks, in order."""
+    """A fused tensor, the places whose rows it holds, and which rows follow which."""
 
     whole: Place
     parts: tuple[Place, ...]
-    fusion: str
+    runs: tuple[Run, ...]
+    fusion: Fusion
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A family with one config: exact names, shapes, ties and fusions of one model."""
+    """A family with one config: exact names, shapes, ties and fusions of one model.
+
+    `spelling` replaces pieces of the family's names, as some checkpoints do.
+    """
 
     family: Family
     config: Json
+    spelling: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Json) -> Architecture:
         """The architecture that config.json describes; UnsupportedModel names an unknown type."""
         return cls(find_family(config), config)
 
+    def spelled_like(self, names: Iterable[str]) -> Architecture:
+        """This architecture in the one of the family's spellings that most of `names` follow."""
+        if not self.family.spellings or self.spelling:
+            return self
+        known = frozenset(names)
+
+        def hits(candidate: Architecture) -> int:
+            firsts = (slot.module.format(layer=0, expert=0) + slot.suffix for slot in candidate._slots)
+            return sum(name in known for name in firsts)
+
+        return max((self, *(replace(self, spelling=s) for s in self.family.spellings)), key=hits)
+
     @cached_property
+    def settings(self) -> Json:
+        """The config of the language model: the class's defaults, the file's values, shared keys.
+
+        The keys of a nested `text_config` stand beside the others, and win over all but the tie.
+        """
+        config = self.config
+        nested = config.get("text_config")
+        text: Json = nested if isinstance(nested, dict) else {}
+        tied_by = self.family.tied_by
+        tie = {tied_by: config[tied_by]} if tied_by in config else {}
+        settings: dict[str, Any] = {**self.family.defaults, **config, **text, **tie}
+        for shared, own in self.family.keys.items():
+            if shared not in settings:
+                settings[shared] = positive_int(settings, own)
+        return settings
+
+    @cached_property
+    def stacks(self) -> tuple[int, ...]:
+        """The number of layers of each stack: one for a decoder, two for an encoder-decoder."""
+        return tuple(positive_int(self.settings, key, MAX_LAYERS) for key in self.family.layers)
+
+    @property
     def layers(self) -> int:
-        return positive_int(self.config, "num_hidden_layers", MAX_LAYERS)
+        """The number of layers (of the deepest stack, where there are two)."""
+        return max(self.stacks)
 
     @cached_property
     def tied(self) -> bool:
-        """Whether the head is the embedding. transformers' default for these families is False."""
-        return flag(self.config, "tie_word_embeddings")
+        """Whether the head is the embedding."""
+        return flag(self.settings, self.family.tied_by)
 
     @cached_property
     def places(self) -> Mapping[str, Place]:
@@ -79,29 +140,33 @@ class Architecture:
     @cached_property
     def fused(self) -> Mapping[str, FusedPlace]:
         """Every tensor that a fusion of this family can make, by name."""
-        found: dict[str, FusedPlace] = {}
         by_key = {(p.role, p.layer, p.part): p for p in self.places.values()}
-        for fusion in self.family.fusions:
-            for layer in range(self.layers):
-                for part in ("weight", "bias"):
-                    parts = [by_key.get((role, layer, part)) for role in fusion.parts]
-                    if all(parts):
-                        entry = _fuse(fusion, layer, [p for p in parts if p])
-                        found[entry.whole.name] = entry
-        return found
+        found = (
+            self._fuse(fusion, layer, part, by_key)
+            for fusion in self._fusions
+            for layer in range(self.layers)
+            for part in ("weight", "bias")
+        )
+        return {entry.whole.name: entry for entry in found if entry is not None}
+
+    @cached_property
+    def stored(self) -> Mapping[str, Place]:
+        """What the family's own class stores: natively fused tensors whole, a tied head not at all."""
+        native = {p.name: e.whole for e in self.fused.values() if e.fusion.native for p in e.parts}
+        places = (native.get(name, place) for name, place in self.places.items())
+        return {p.name: p for p in places if not (self.tied and p.role == "lm_head")}
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
-        """The role names that selectors may use, fused ones included."""
-        return tuple(dict.fromkeys(p.role for p in self.places.values())) + tuple(
-            f.role for f in self.family.fusions
-        )
+        """The role names that selectors may use, all experts of a layer together, fused ones last."""
+        groups = dict.fromkeys(place.group for place in self.places.values())
+        return (*groups, *(fusion.role for fusion in self._fusions))
 
     @cached_property
     def roles_in_order(self) -> tuple[str, ...]:
         """All roles as the model prints them, each fused one before its first part."""
-        fused = {fusion.parts[0]: fusion.role for fusion in self.family.fusions}
-        roles = dict.fromkeys(place.role for place in self.places.values())
+        fused = {fusion.part_groups[0]: fusion.role for fusion in self._fusions}
+        roles = dict.fromkeys(place.group for place in self.places.values())
         return tuple(name for role in roles for name in (fused.get(role), role) if name)
 
     def place(self, name: str) -> Place | None:
@@ -110,46 +175,106 @@ class Architecture:
             return self.fused[name].whole
         return self.places.get(name)
 
+    def table(self, role: str) -> Place | None:
+        """The one weight of a role outside the layers: `embed` or `lm_head`."""
+        return next((p for p in self.places.values() if p.role == role and p.part == "weight"), None)
+
     def ignores(self, name: str) -> bool:
         """Whether the name is a stored buffer that the family's class recomputes."""
-        return any(re.fullmatch(pattern, name) for pattern in self.family.ignored)
+        return any(re.fullmatch(self._pattern(text), name) for text in self.family.ignored)
+
+    def carries(self, name: str) -> str | None:
+        """What a tensor outside the language model is ("vision"), None if it is not known."""
+        carried = self.family.carried.items()
+        return next((what for text, what in carried if re.fullmatch(self._pattern(text), name)), None)
+
+    def config_key(self, dimension: str) -> str:
+        """The config keys, in the family's own spelling, that a dimension comes from."""
+        named = self.family.named_by.get(dimension, dimension)
+        return " ".join(self.family.keys.get(word, word) for word in named.split(" "))
+
+    def _pattern(self, text: str) -> str:
+        return text.replace("{layers}", str(self.layers))
+
+    @cached_property
+    def _slots(self) -> tuple[Slot, ...]:
+        respelled = (
+            replace(s, module=self._spell(s.module), suffix=self._spell(s.suffix)) for s in self.family.slots
+        )
+        return tuple(respelled) if self.spelling else self.family.slots
+
+    @cached_property
+    def _fusions(self) -> tuple[Fusion, ...]:
+        respelled = (replace(fusion, module=self._spell(fusion.module)) for fusion in self.family.fusions)
+        return tuple(respelled) if self.spelling else self.family.fusions
+
+    def _spell(self, text: str) -> str:
+        for ours, theirs in self.spelling.items():
+            text = text.replace(ours, theirs, 1)
+        return text
+
+    @cached_property
+    def _dimensions(self) -> tuple[Dimensions, ...]:
+        return tuple(self.family.dimensions(self.settings, layer) for layer in range(self.layers))
 
     def _walk(self) -> Iterator[Place]:
-        slots = self.family.slots
-        first = next(i for i, slot in enumerate(slots) if slot.per_layer)
-        last = max(i for i, slot in enumerate(slots) if slot.per_layer)
-        for slot in slots[:first]:
-            yield from self._at(slot, None)
-        for layer in range(self.layers):
-            for slot in slots[first : last + 1]:
-                yield from self._at(slot, layer)
-        for slot in slots[last + 1 :]:
-            yield from self._at(slot, None)
+        stacks = iter(self.stacks)
+        for per_layer, slots in groupby(self._slots, key=lambda slot: slot.per_layer):
+            run = tuple(slots)
+            for layer in range(next(stacks)) if per_layer else (None,):
+                yield from self._layer(run, layer)
 
-    def _dimensions(self, layer: int | None) -> Dimensions:
-        return self.family.dimensions({**self.family.defaults, **self.config}, layer or 0)
+    def _layer(self, slots: tuple[Slot, ...], layer: int | None) -> Iterator[Place]:
+        dims = self._dimensions[layer or 0]
+        for per_expert, group in groupby(slots, key=lambda slot: slot.per_expert):
+            run = tuple(group)
+            for expert in range(dims["experts"]) if per_expert else (0,):
+                for slot in run:
+                    yield from self._at(slot, layer, expert, dims)
 
-    def _at(self, slot: Slot, layer: int | None) -> Iterator[Place]:
-        dims = self._dimensions(layer)
-        if slot.only_if is not None and not dims[slot.only_if]:
+    def _at(self, slot: Slot, layer: int | None, expert: int, dims: Dimensions) -> Iterator[Place]:
+        shape = tuple(dims[d] for d in slot.shape)
+        if 0 in shape or (slot.only_if is not None and not dims[slot.only_if]):
             return
-        biased = slot.bias if isinstance(slot.bias, bool) else flag(self.config, slot.bias)
-        for expert in range(dims["experts"]) if slot.per_expert else (0,):
-            module = slot.module.format(layer=layer, expert=expert)
-            role = slot.role.format(expert=expert)
-            shape = tuple(dims[d] for d in slot.shape)
-            yield Place(f"{module}.weight", role, layer, "weight", slot.kind, shape, slot.shape)
-            if biased:
-                yield Place(f"{module}.bias", role, layer, "bias", "bias", shape[:1], slot.shape[:1])
+        module, role = slot.module.format(layer=layer, expert=expert), slot.role.format(expert=expert)
+        part = "bias" if slot.kind == "bias" else "weight"
+        yield Place(module + slot.suffix, role, layer, part, slot.kind, shape, slot.shape, slot.transposed)
+        if slot.bias if isinstance(slot.bias, bool) else flag(self.settings, slot.bias):
+            out = slice(-1, None) if slot.transposed else slice(0, 1)
+            yield Place(f"{module}.bias", role, layer, "bias", "bias", shape[out], slot.shape[out])
+
+    def _fuse(
+        self, fusion: Fusion, layer: int, part: str, by_key: Mapping[tuple[str, int, str], Place]
+    ) -> FusedPlace | None:
+        dims = self._dimensions[layer]
+        experts = dims["experts"] if fusion.per_expert else 1
+        keys = [(role.format(expert=e), layer, part) for e in range(experts) for role in fusion.parts]
+        parts = tuple(by_key[key] for key in keys if key in by_key)
+        if not parts or len(parts) < len(keys):
+            return None
+        runs = _runs(parts, dims[fusion.groups] if fusion.groups else 1)
+        return FusedPlace(_whole(fusion, layer, parts, experts), parts, runs, fusion)
 
 
-def _fuse(fusion: Fusion, layer: int, parts: list[Place]) -> FusedPlace:
-    head = parts[0]
-    rows = sum(p.shape[0] for p in parts)
-    name = f"{fusion.module.format(layer=layer)}.{head.part}"
-    dims = (" + ".join(p.dims[0] for p in parts), *head.dims[1:])
-    whole = Place(name, fusion.role, layer, head.part, head.kind, (rows, *head.shape[1:]), dims)
-    return FusedPlace(whole, tuple(parts), fusion.role)
+def _runs(parts: tuple[Place, ...], groups: int) -> tuple[Run, ...]:
+    """Which rows of which part follow one another in a whole of that many groups."""
+    shares = [divide(rows_of(part.shape), groups, part.dims[0], "groups") for part in parts]
+    return tuple(
+        Run(i, group * share, (group + 1) * share)
+        for group in range(groups)
+        for i, share in enumerate(shares)
+    )
+
+
+def _whole(fusion: Fusion, layer: int, parts: tuple[Place, ...], experts: int) -> Place:
+    head, first = parts[0], parts[: len(fusion.parts)]
+    rows, stacked = sum(p.shape[0] for p in first), fusion.per_expert
+    dims = (*(("experts",) if stacked else ()), " + ".join(p.dims[0] for p in first), *head.dims[1:])
+    shape = (*((experts,) if stacked else ()), rows, *head.shape[1:])
+    suffix = fusion.suffix if head.part == "weight" else f".{head.part}"
+    return Place(
+        fusion.module.format(layer=layer) + suffix, fusion.role, layer, head.part, head.kind, shape, dims
+    )
 
 
 def find_family(config: Json) -> Family:
@@ -172,109 +297,3 @@ def find_family(config: Json) -> Family:
             f"a {model_type} model is a {family.classes[0]}; correct the one that is wrong",
         )
     return family
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """What the tensors of a checkpoint are: known places, dropped buffers, unknown names."""
-
-    architecture: Architecture
-    tensors: Mapping[str, Logical]
-    places: Mapping[str, Place]
-    dropped: tuple[str, ...]
-    unknown: tuple[str, ...]
-
-    def kind(self, name: str) -> SlotKind | str:
-        return self.places[name].kind if name in self.places else "unknown"
-
-    @property
-    def stored_tied_head(self) -> str | None:
-        """The name of a stored head that the config says is the embedding, if there is one."""
-        if not self.architecture.tied:
-            return None
-        return next((n for n, p in self.places.items() if p.role == "lm_head" and p.part == "weight"), None)
-
-    @property
-    def fusions_found(self) -> tuple[str, ...]:
-        """The roles of the fused tensors that are stored, each once."""
-        fused = self.architecture.fused
-        return tuple(dict.fromkeys(fused[n].fusion for n in self.places if n in fused))
-
-
-def bind(
-    architecture: Architecture, tensors: Mapping[str, Logical], *, allow_unknown: bool = False
-) -> Binding:
-    """Hold a checkpoint's logical tensors against the architecture.
-
-    Raises CorruptCheckpoint for a missing tensor or a shape that contradicts the config (naming the
-    config keys), UnsupportedModel for a tensor nobody declared unless `allow_unknown`.
-    """
-    places: dict[str, Place] = {}
-    unknown: list[str] = []
-    dropped: list[str] = []
-    for name, tensor in tensors.items():
-        place = architecture.place(name)
-        if place is not None:
-            _check_shape(architecture, place, tensor)
-            places[name] = place
-        else:
-            (dropped if architecture.ignores(name) else unknown).append(name)
-    if unknown and not allow_unknown:
-        _refuse_unknown(architecture, unknown)
-    _check_complete(architecture, places)
-    return Binding(architecture, tensors, places, tuple(dropped), tuple(unknown))
-
-
-def shown(name: str, limit: int = 120) -> str:
-    """A tensor name fit for a message: control characters escaped, long names shortened."""
-    text = name if name.isprintable() else ascii(name)
-    return text if len(text) <= limit else f"{text[: limit - 20]}... ({len(name)} characters)"
-
-
-def _check_shape(architecture: Architecture, place: Place, tensor: Logical) -> None:
-    if tensor.shape == place.shape:
-        return
-    named = architecture.family.named_by
-    keys = ", ".join(
-        f"{' + '.join(named.get(d, d) for d in dim.split(' + '))} = {size}"
-        for dim, size in zip(place.dims, place.shape, strict=True)
-    )
-    raise CorruptCheckpoint(
-        f"{place.name}: shape {list(tensor.shape)}, but config.json gives {list(place.shape)} ({keys})",
-        "the weights and the config.json are of different models, or one of them was edited",
-    )
-
-
-def _refuse_unknown(architecture: Architecture, unknown: list[str]) -> None:
-    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-    first_known = next(iter(architecture.places))
-    prefixed = next((n for n in unknown if n.endswith("." + first_known)), None)
-    hint = "use --allow-unknown to copy such tensors as they are"
-    if prefixed:
-        hint = f"names carry the prefix {prefixed[: -len(first_known)]!r}; save the inner model instead"
-    if architecture.family.named_by and re.match(r"model\.layers\.\d+\.", unknown[0]):
-        hint += f"; config.json says num_hidden_layers = {architecture.layers}"
-    raise UnsupportedModel(f"{shown(unknown[0])}{more}: not a tensor of {architecture.family.name}", hint)
-
-
-def _check_complete(architecture: Architecture, places: Mapping[str, Place]) -> None:
-    covered = set(places)
-    for name in places:
-        fused = architecture.fused.get(name)
-        if fused is None:
-            continue
-        twice = [p.name for p in fused.parts if p.name in places]
-        if twice:
-            raise CorruptCheckpoint(
-                f"{name}: stored beside {twice[0]}, which it contains", "remove one of the two"
-            )
-        covered.update(p.name for p in fused.parts)
-    for name, place in architecture.places.items():
-        if name in covered or (place.role == "lm_head" and architecture.tied):
-            continue
-        raise CorruptCheckpoint(
-            f"{name}: missing; config.json promises it"
-            + (f" (num_hidden_layers = {architecture.layers})" if place.layer is not None else "")
-            + (" (tie_word_embeddings is not true)" if place.role == "lm_head" else ""),
-            "download the missing shard, or correct config.json",
-        )

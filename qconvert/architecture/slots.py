@@ -1,8 +1,9 @@
 """The words an architecture is declared in: slots, dimensions, fusions, families.
 
 A *slot* is one kind of tensor in the model's printed structure; its shape is written in named
-dimensions, which the family computes from config.json (per layer, so that layer-wise scaled models
-need no special case). Bits and bytes never appear here.
+dimensions, which the family computes from config.json for every layer. A slot with a dimension of
+zero does not exist in that layer: so layer-wise scaled models, mixtures of dense and sparse layers
+and hybrids need no special case. Bits and bytes never appear here.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Literal
 
 from qconvert.tensors import Json
 
-SlotKind = Literal["linear", "embedding", "norm", "router", "other"]
+SlotKind = Literal["linear", "embedding", "norm", "router", "bias", "other"]
 Dimensions = Mapping[str, int]
 
 
@@ -24,7 +25,9 @@ class Slot:
     `module` is the HF module name; `{layer}` and `{expert}` in it are counted out. `shape` names
     the dimensions of the weight as stored. `bias` is True, False or the config flag that decides.
     Only a `linear` slot is quantized unless a rule asks for more. `only_if` names a dimension that
-    must be non-zero (per layer) for the slot to exist there.
+    must be non-zero (per layer) for the slot to exist there, beside those of the shape. `suffix`
+    is what follows the module in the weight's name, "" for a parameter that is no module of its
+    own. `transposed` marks weights stored input-major, [in, out], as GPT-2's Conv1D does.
     """
 
     role: str
@@ -33,6 +36,8 @@ class Slot:
     kind: SlotKind = "linear"
     bias: bool | str = False
     only_if: str | None = None
+    suffix: str = ".weight"
+    transposed: bool = False
 
     @property
     def per_layer(self) -> bool:
@@ -45,11 +50,29 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """Linears that read the same input and may be stored as one: rows stacked in this order."""
+    """Linears that read the same input and may be stored as one: rows stacked in this order.
+
+    With `groups`, the name of a dimension, the parts are interleaved: the whole is that many groups,
+    each with its share of every part in turn (q of one group, its k, its v, then the next group).
+    With `{expert}` in `parts`, the whole is a 3-D stack [experts, rows, columns]. `native` says that
+    the family's own class stores and computes with the whole. `suffix` is as in a slot.
+    """
 
     role: str
     module: str
     parts: tuple[str, ...]
+    groups: str | None = None
+    native: bool = False
+    suffix: str = ".weight"
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.parts[0]
+
+    @property
+    def part_groups(self) -> tuple[str, ...]:
+        """The roles of the parts as selectors and tables know them, all experts together."""
+        return tuple(part.replace("{expert}.", "") for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +80,18 @@ class Family:
     """Everything the catalogue says about models built alike.
 
     `model_types` are the config.json `model_type` values; `classes` the class names seen in
-    `architectures`. `dimensions(config, layer)` returns every dimension named in `slots`, and
-    `named_by` says which config keys a dimension comes from, for error messages. `ignored` are
-    regular expressions of stored buffers that carry no information (they are dropped).
-    `native_fused` tells whether the family's own class computes with the fused linears.
+    `architectures`. `slots` follow the printed structure: each run of per-layer slots is a stack of
+    layers, counted by the config keys in `layers`. `dimensions(config, layer)` returns every
+    dimension named in `slots`, and `named_by` says which config keys a dimension comes from, for
+    error messages. `keys` says how this family spells config keys that the shared parts know by
+    another name (`{"hidden_size": "n_embd"}`); `defaults` are the class's values for keys that a
+    config may leave out.
+
+    `spellings` are other ways checkpoints write the same names, each a table of replacements.
+    `ignored` are regular expressions of stored tensors that carry no information (they are
+    dropped), `carried` those of tensors outside the language model (they are copied) with what
+    they are; `{layers}` in them stands for the number of layers. `tied_by` is the config key that
+    ties the head to the embedding. `note` is a remark for the table of supported models.
     """
 
     name: str
@@ -72,7 +103,17 @@ class Family:
     fusions: tuple[Fusion, ...] = ()
     ignored: tuple[str, ...] = ()
     defaults: Mapping[str, object] = field(default_factory=dict)
-    native_fused: bool = False
+    keys: Mapping[str, str] = field(default_factory=dict)
+    layers: tuple[str, ...] = ("num_hidden_layers",)
+    spellings: tuple[Mapping[str, str], ...] = ()
+    carried: Mapping[str, str] = field(default_factory=dict)
+    tied_by: str = "tie_word_embeddings"
+    note: str = ""
+
+    @property
+    def native_fused(self) -> bool:
+        """Whether the family's own class computes with fused linears."""
+        return any(fusion.native for fusion in self.fusions)
 
     def slot(self, role: str) -> Slot:
         """The slot of this role, which must be declared."""

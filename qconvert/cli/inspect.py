@@ -70,7 +70,7 @@ def _tensor_list(checkpoint: Checkpoint) -> list[Json]:
     if not checkpoint.tensors:
         return [
             {"name": p.name, "role": p.role, "shape": list(p.shape), "form": None}
-            for p in architecture.places.values()
+            for p in architecture.stored.values()
         ]
     entries = []
     for name, tensor in checkpoint.tensors.items():

@@ -1,0 +1,78 @@
+"""Llama and the families built like it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qconvert.architecture.families.parts import (
+    ATTN_NORM,
+    EMBED,
+    EXPERT_STACKS,
+    FINAL_NORM,
+    GATE_UP,
+    LAYER,
+    LM_HEAD,
+    MLP_NORM,
+    NAMED_BY,
+    QKV,
+    ROTARY_BUFFERS,
+    attention,
+    dense_dimensions,
+    every_layer,
+    experts,
+    gated_mlp,
+    sparse_dimensions,
+)
+from qconvert.architecture.slots import Family, Slot
+
+LLAMA = Family(
+    name="Llama 1, 2, 3",
+    model_types=("llama",),
+    classes=("LlamaForCausalLM",),
+    slots=(
+        EMBED,
+        ATTN_NORM,
+        *attention(qkv_bias="attention_bias", o_bias="attention_bias"),
+        MLP_NORM,
+        *gated_mlp(bias="mlp_bias"),
+        FINAL_NORM,
+        LM_HEAD,
+    ),
+    dimensions=dense_dimensions,
+    named_by=NAMED_BY,
+    fusions=(QKV, GATE_UP),
+    ignored=ROTARY_BUFFERS,
+    note="also Yi, DeepSeek 7B and DeepSeek-Coder, which are declared as Llama",
+)
+
+MISTRAL = replace(
+    LLAMA,
+    name="Mistral",
+    model_types=("mistral",),
+    classes=("MistralForCausalLM",),
+    slots=(EMBED, ATTN_NORM, *attention(), MLP_NORM, *gated_mlp(), FINAL_NORM, LM_HEAD),
+    note="",
+)
+
+MIXTRAL = replace(
+    MISTRAL,
+    name="Mixtral",
+    model_types=("mixtral",),
+    classes=("MixtralForCausalLM",),
+    slots=(
+        EMBED,
+        ATTN_NORM,
+        *attention(),
+        MLP_NORM,
+        Slot("mlp.router", LAYER + "block_sparse_moe.gate", ("experts", "hidden"), "router"),
+        *experts(LAYER + "block_sparse_moe.experts.{expert}.", ("w1", "w3", "w2")),
+        FINAL_NORM,
+        LM_HEAD,
+    ),
+    dimensions=sparse_dimensions(every_layer),
+    keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
+    fusions=(QKV, *EXPERT_STACKS),
+    spellings=({"block_sparse_moe.": "mlp."},),
+)
+
+FAMILIES = (LLAMA, MISTRAL, MIXTRAL)
