@@ -48,7 +48,7 @@ FUSED = Notice(
         Verdict(
             "transformers 5",
             False,
-            "re-initialises q, k, v at random after a warning; fails where they are quantized",
+            "re-initialises q, k, v at random after a warning (quantized: fails, or reads unset memory)",
         ),
         Verdict("SGLang 0.5", False, "fails with KeyError on fused Qwen names (sglang issue 13214)"),
         Verdict("llama.cpp", False, "its converter expects separate q, k, v; unfuse first"),

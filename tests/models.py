@@ -175,7 +175,7 @@ def byte_tokenizer() -> Tokenizer:
 def stored(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Every array of a folder as the safetensors library reads it: dtype, shape and bytes."""
     found = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob("model*.safetensors")):
         for name, entry in deserialize(path.read_bytes()):
             found[name] = (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
     return found
