@@ -1,0 +1,202 @@
+"""The walls between the rooms, walked over the source: who imports whom, and what loads when.
+
+A function that needs two rooms is two functions; an import that crosses a wall is how one begins.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = {"qconvert": "qconvert", "formats": "qconvert.formats", "evals": "qconvert.evals"}
+
+# Every module has a room; the longest prefix decides. (Names without the leading "qconvert.")
+ROOMS = {
+    "vocabulary": ("", "errors", "tensors", "schemes", "sizes", "gguf_types"),
+    "names": ("architecture",),
+    "decisions": ("recipe", "select", "plan", "draft", "census", "loaders", "gguf_rules", "gguf_mix"),
+    "numbers": ("quant", "ops", "decoder"),
+    "bytes": ("formats", "run", "hub"),
+    "layouts": ("formats.layouts", "formats.checkpoint", "formats.weights"),
+    "words": ("card", "manifest", "tables", "report", "audit", "compare", "convert", "warm", "demo"),
+    "evals": ("evals",),
+    "cli": ("cli", "__main__"),
+}
+# Which rooms a room may import, beside itself and the vocabulary.
+DOORS = {
+    "vocabulary": "",
+    "names": "",
+    "decisions": "names",
+    "numbers": "",
+    "bytes": "names layouts",
+    "layouts": "names bytes numbers",
+    "words": "names decisions numbers bytes layouts",
+    "evals": "names decisions numbers bytes layouts words",
+    "cli": "names decisions numbers bytes layouts words evals",
+}
+# Single imports that the design asks for: plans name operations, the runner carries them out, and
+# the name of the embedded model is a name like any other.
+PASSES = {("plan", "ops"), ("run", "plan"), ("run", "ops"), ("hub", "demo")}
+
+# Which modules may import a library at all; a room or a module, by prefix.
+LIBRARIES = {
+    "click": ("cli", "evals.speed"),
+    "huggingface_hub": ("hub", "evals.corpora"),
+    "llvmlite": ("quant",),
+    "numba": ("quant",),
+    "numpy": ("quant", "ops", "decoder", "formats", "run", "compare", "warm", "evals", "demo"),
+    "safetensors": ("formats.verify", "demo.train"),
+    "tokenizers": ("evals", "demo"),
+    "torch": ("decoder", "evals", "demo.train", "cli.env", "cli.evaluate"),
+    "tqdm": ("cli",),
+    "transformers": ("demo.train",),
+    "yaml": ("recipe", "card"),
+}
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    """Every module of the package: its name without "qconvert.", and its file."""
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT / folder).with_suffix("").parts
+            if folder == "qconvert" and parts[0] in FOLDERS:
+                continue  # the links to the other two folders
+            name = ".".join([package, *parts]).removesuffix(".__init__")
+            yield name.removeprefix("qconvert").removeprefix("."), path
+
+
+MODULES = dict(modules())
+
+
+class Imports(ast.NodeVisitor):
+    """The modules that a file imports anywhere but for the type checker."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def visit_If(self, node: ast.If) -> None:
+        for child in node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else [*node.body, *node.orelse]:
+            self.visit(child)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.found |= {alias.name for alias in node.names}
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        assert node.level == 0 and node.module, "relative imports give a module two names"
+        whole = {f"{node.module}.{alias.name}" for alias in node.names}
+        known = {name for name in whole if name.removeprefix("qconvert.") in MODULES}
+        self.found |= known or {node.module}
+
+
+def imports_of(name: str) -> set[str]:
+    visitor = Imports()
+    visitor.visit(ast.parse(MODULES[name].read_text(encoding="utf-8")))
+    return visitor.found
+
+
+def within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def room_of(name: str) -> str:
+    held = [
+        (len(prefix), room) for room, prefixes in ROOMS.items() for prefix in prefixes if within(name, prefix)
+    ]
+    assert held, f"{name}: a module without a room; give it one in ROOMS"
+    return max(held)[1]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_import_crosses_a_wall(name: str) -> None:
+    room = room_of(name)
+    open_to = {room, "vocabulary", *DOORS[room].split()}
+    for imported in imports_of(name):
+        if imported.split(".")[0] != "qconvert":
+            continue
+        target = imported.removeprefix("qconvert").removeprefix(".")
+        if (name, target) not in PASSES:
+            assert room_of(target) in open_to, f"{name} ({room}) imports {target} ({room_of(target)})"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_libraries_are_imported_where_they_belong(name: str) -> None:
+    for imported in imports_of(name):
+        library = imported.split(".")[0]
+        if library == "qconvert" or library in sys.stdlib_module_names:
+            continue
+        assert library in LIBRARIES, f"{name} imports {library}, which is not declared"
+        assert any(within(name, prefix) for prefix in LIBRARIES[library]), f"{name} imports {library}"
+
+
+def test_the_tables_name_nothing_that_is_gone() -> None:
+    listed = {prefix for prefixes in (*ROOMS.values(), *LIBRARIES.values()) for prefix in prefixes}
+    listed |= {end for edge in PASSES for end in edge}
+    assert {prefix for prefix in listed if not any(within(name, prefix) for name in MODULES)} == set()
+
+
+def run_python(*args: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *args], capture_output=True, text=True, check=True, env=env)
+
+
+HEAVY = (
+    "torch",
+    "numpy",
+    "numba",
+    "transformers",
+    "yaml",
+    "huggingface_hub",
+    "tokenizers",
+    "safetensors",
+    "tqdm",
+)
+
+
+@pytest.mark.parametrize("command", ["--help", "--version", "quantize --help", "no-such-command --json"])
+def test_help_loads_nothing_heavy(command: str) -> None:
+    code = (
+        "import sys\nfrom qconvert.cli import main\n"
+        f"try: main({command.split()!r})\nexcept SystemExit: pass\n"
+        f"print('LOADED', *[name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    assert run_python("-c", code).stdout.splitlines()[-1] == "LOADED"
+
+
+def test_importing_the_package_and_planning_load_nothing_heavy() -> None:
+    names = "qconvert, qconvert.cli, qconvert.architecture, qconvert.recipe, qconvert.select, qconvert.plan"
+    code = f"import sys, {names}, qconvert.census\nprint([n for n in {HEAVY!r} if n in sys.modules])"
+    assert run_python("-c", code).stdout == "[]\n"
+
+
+def test_converting_never_loads_torch(tmp_path: Path) -> None:
+    from tests.models import tiny
+
+    model = tiny(tmp_path / "m")
+    code = (
+        "import sys\nfrom qconvert.cli import main\n"
+        f"try: main(['quantize', {str(model)!r}, '--bits', '4', '-q', '-o', {str(tmp_path / 'q')!r}])\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    assert run_python("-c", code).stdout.splitlines()[-1] == "0 False False"
+
+
+def test_help_costs_little_more_than_python_itself() -> None:
+    def seconds(*args: str) -> float:
+        started = time.perf_counter()
+        run_python(*args)
+        return time.perf_counter() - started
+
+    pairs = [(seconds("-c", "import click"), seconds("-m", "qconvert", "--help")) for _ in range(5)]
+    bare, whole = (statistics.median(times) for times in zip(*pairs, strict=True))
+    assert whole < 0.3 or whole < 3 * bare, (
+        f"--help takes {whole:.2f} s where Python and click take {bare:.2f} s"
+    )
