@@ -1,0 +1,342 @@
+"""Sixteen float32 numbers as one value inside numba code: how do exact kernels become SIMD code?
+
+A lane usually holds one block. A sum over a block's elements is then a chain of additions that stays in
+element order in every lane, so sixteen blocks are encoded at once and each gets the bits of the
+sequential C code. Operators on lanes are IEEE float32: nothing is fused or reassociated, and a
+float64 operand is a typing error, so no wider arithmetic slips in. LLVM splits the sixteen into what
+the processor has (one AVX-512, two AVX or four NEON registers).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import njit, types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.core.imputils import lower_builtin
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import intrinsic, register_model
+
+LANES = 16
+
+# Division by zero yields inf or NaN as in C instead of raising. A kernel is an entry point; a routine is
+# part of kernels and is cached with them.
+kernel = njit(nogil=True, cache=True, error_model="numpy")
+routine = njit(nogil=True, error_model="numpy")
+
+_F32 = ir.FloatType()
+_I32 = ir.IntType(32)
+_FLOATS = ir.VectorType(_F32, LANES)
+_INTS = ir.VectorType(_I32, LANES)
+_BITS = ir.VectorType(ir.IntType(1), LANES)
+
+
+class _Lanes(types.Type):
+    """Sixteen float32 numbers."""
+
+
+class _Mask(types.Type):
+    """Sixteen truth values."""
+
+
+lanes_type = _Lanes("lanes")
+mask_type = _Mask("mask")
+
+
+@register_model(_Lanes)
+class _LanesModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, _FLOATS)  # type: ignore[no-untyped-call]
+
+
+@register_model(_Mask)
+class _MaskModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, numba_type: Any) -> None:
+        super().__init__(manager, numba_type, _BITS)  # type: ignore[no-untyped-call]
+
+
+def _spread(builder: Any, value: Any, vector: Any) -> Any:
+    empty = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(empty, value, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
+
+
+def _ints(value: int) -> Any:
+    return ir.Constant(_INTS, [value] * LANES)
+
+
+def _floats(value: float) -> Any:
+    return ir.Constant(_FLOATS, [value] * LANES)
+
+
+def _primitive(function: Callable[..., Any]) -> Any:
+    """A function of numba code that is written as LLVM instructions."""
+    return intrinsic(function)
+
+
+def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+    """Call an LLVM intrinsic."""
+    function_type = ir.FunctionType(result, [arg.type for arg in args])
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)  # type: ignore[no-untyped-call]
+    return builder.call(function, args)
+
+
+def _define(op: Callable[..., Any], result: Any, emit: Callable[..., Any], *operands: Any) -> None:
+    """Give an operator a meaning on `operands`, widening scalar float32 operands to lanes."""
+
+    def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        wide = [
+            _spread(builder, arg, _FLOATS) if kind == types.float32 else arg
+            for kind, arg in zip(sig.args, args, strict=True)
+        ]
+        return emit(builder, *wide)
+
+    cases = [signature(result, *operands)]  # type: ignore[no-untyped-call]
+    template = type(f"Lanes_{op.__name__}", (ConcreteTemplate,), {"cases": cases})
+    infer_global(op)(template)  # type: ignore[no-untyped-call]
+    lower_builtin(op, *operands)(lower)  # type: ignore[no-untyped-call]
+
+
+def _compare(sign: str) -> Callable[..., Any]:
+    return lambda builder, a, b: builder.fcmp_ordered(sign, a, b)
+
+
+for _op, _result, _emit in (
+    (operator.add, lanes_type, lambda builder, a, b: builder.fadd(a, b)),
+    (operator.sub, lanes_type, lambda builder, a, b: builder.fsub(a, b)),
+    (operator.mul, lanes_type, lambda builder, a, b: builder.fmul(a, b)),
+    (operator.truediv, lanes_type, lambda builder, a, b: builder.fdiv(a, b)),
+    (operator.lt, mask_type, _compare("<")),
+    (operator.gt, mask_type, _compare(">")),
+    (operator.eq, mask_type, _compare("==")),
+):
+    for _operands in (
+        (lanes_type, lanes_type),
+        (lanes_type, types.float32),
+        (types.float32, lanes_type),
+    ):
+        _define(_op, _result, _emit, *_operands)
+_define(operator.and_, mask_type, lambda builder, a, b: builder.and_(a, b), mask_type, mask_type)
+_define(operator.neg, lanes_type, lambda builder, a: builder.fneg(a), lanes_type)
+
+
+def _load(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
+    """Read sixteen neighbours of a flat array and widen them to float32.
+
+    The array's dtype says how: float32 as it is, uint16 as bfloat16, int16 as IEEE half (numba has no
+    half-precision arrays on CPUs).
+    """
+    data = context.make_array(array_type)(context, builder, array).data
+    element = data.type.pointee
+    pointer = builder.bitcast(builder.gep(data, [index]), ir.VectorType(element, LANES).as_pointer())
+    stored = builder.load(pointer, align=array_type.dtype.bitwidth // 8)
+    if array_type.dtype == types.float32:
+        return stored
+    bits = builder.zext(stored, _INTS)
+    if array_type.dtype == types.uint16:
+        return builder.bitcast(builder.shl(bits, _ints(16)), _FLOATS)
+    return _widen_halves(builder, bits)
+
+
+def _widen_halves(builder: Any, bits: Any) -> Any:
+    magnitude = builder.shl(builder.and_(bits, _ints(0x7FFF)), _ints(13))
+    # The exponent moves from bias 15 to bias 127 by an exact product, which also normalises denormals.
+    finite = builder.fmul(builder.bitcast(magnitude, _FLOATS), _floats(2.0**112))
+    endless = builder.bitcast(builder.or_(magnitude, _ints(0x7F800000)), _FLOATS)
+    is_finite = builder.icmp_unsigned("<", magnitude, _ints(0x7C00 << 13))
+    value = builder.bitcast(builder.select(is_finite, finite, endless), _INTS)
+    sign = builder.shl(builder.and_(bits, _ints(0x8000)), _ints(16))
+    return builder.bitcast(builder.or_(value, sign), _FLOATS)
+
+
+@_primitive
+def load(typing: Any, array: Any, index: Any) -> Any:
+    """Sixteen neighbours `array[index:index + 16]` of a flat array, widened to float32."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _load(context, builder, sig.args[0], *args)
+
+    return lanes_type(array, types.intp), emit
+
+
+def _store(context: Any, builder: Any, array_type: Any, array: Any, index: Any, value: Any) -> None:
+    data = context.make_array(array_type)(context, builder, array).data
+    if array_type.dtype == types.uint8:
+        value = builder.trunc(builder.fptosi(value, _INTS), ir.VectorType(ir.IntType(8), LANES))
+    pointer = builder.bitcast(builder.gep(data, [index]), value.type.as_pointer())
+    builder.store(value, pointer, align=array_type.dtype.bitwidth // 8)
+
+
+@_primitive
+def store(typing: Any, array: Any, index: Any, value: Any) -> Any:
+    """Write lanes to `array[index:index + 16]` of a flat float32 or uint8 array.
+
+    Bytes take whole numbers from -128 to 255, negative ones in two's complement.
+    """
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        _store(context, builder, sig.args[0], *args)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, lanes_type), emit
+
+
+@_primitive
+def load_columns(typing: Any, array: Any, starts: Any, offset: Any, tile: Any, at: Any) -> Any:
+    """Sixteen runs of sixteen elements, turned so that a run becomes a lane.
+
+    `tile[at + 16 * e + lane] = array[starts[lane] + offset + e]` for e below 16; `starts` is a flat
+    intp array of sixteen.
+    """
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        array, starts, offset, tile, at = args
+        start_data = context.make_array(sig.args[1])(context, builder, starts).data
+        rows = []
+        for lane in range(LANES):
+            start = builder.load(builder.gep(start_data, [ir.Constant(at.type, lane)]))
+            rows.append(_load(context, builder, sig.args[0], array, builder.add(start, offset)))
+        for row, value in enumerate(_transposed(builder, rows)):
+            index = builder.add(at, ir.Constant(at.type, row * LANES))
+            _store(context, builder, sig.args[3], tile, index, value)
+        return context.get_dummy_value()
+
+    return types.void(array, starts, types.intp, tile, types.intp), emit
+
+
+def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+    """Transpose a square of lanes: exchange its off-diagonal quarters, then theirs, and so on."""
+    step = LANES // 2
+    while step:
+        upper = [lane if not lane & step else LANES + (lane ^ step) for lane in range(LANES)]
+        lower = [(lane | step) if not lane & step else LANES + lane for lane in range(LANES)]
+        for row in range(LANES):
+            if not row & step:
+                a, b = rows[row], rows[row | step]
+                rows[row] = builder.shuffle_vector(a, b, ir.Constant(_INTS, upper))
+                rows[row | step] = builder.shuffle_vector(a, b, ir.Constant(_INTS, lower))
+        step //= 2
+    return rows
+
+
+@_primitive
+def splat(typing: Any, value: Any) -> Any:
+    """The same float32 in every lane."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _spread(builder, args[0], _FLOATS)
+
+    return lanes_type(types.float32), emit
+
+
+@_primitive
+def where(typing: Any, mask: Any, yes: Any, no: Any) -> Any:
+    """`yes` in the lanes where the mask holds, `no` in the others."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.select(*args)
+
+    return lanes_type(mask_type, lanes_type, lanes_type), emit
+
+
+@_primitive
+def first(typing: Any, mask: Any) -> Any:
+    """The number of the first lane where the mask holds, 16 when there is none."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        bits = builder.zext(builder.bitcast(args[0], ir.IntType(LANES)), ir.IntType(64))
+        marked = builder.or_(bits, ir.Constant(bits.type, 1 << LANES))
+        return builder.cttz(marked, ir.Constant(ir.IntType(1), 1))
+
+    return types.intp(mask_type), emit
+
+
+@_primitive
+def lane(typing: Any, value: Any, index: Any) -> Any:
+    """The number in one lane."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.extract_element(*args)
+
+    return types.float32(lanes_type, types.intp), emit
+
+
+@_primitive
+def peak(typing: Any, value: Any) -> Any:
+    """The largest magnitude among the lanes."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        # Without the sign bit, floats are ordered as their bits are.
+        magnitudes = builder.and_(builder.bitcast(args[0], _INTS), _ints(0x7FFFFFFF))
+        return builder.bitcast(_call(builder, "llvm.vector.reduce.umax.v16i32", _I32, magnitudes), _F32)
+
+    return types.float32(lanes_type), emit
+
+
+@_primitive
+def absolute(typing: Any, value: Any) -> Any:
+    """Magnitudes."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _call(builder, "llvm.fabs.v16f32", _FLOATS, args[0])
+
+    return lanes_type(lanes_type), emit
+
+
+@_primitive
+def square_root(typing: Any, value: Any) -> Any:
+    """Correctly rounded square roots."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _call(builder, "llvm.sqrt.v16f32", _FLOATS, args[0])
+
+    return lanes_type(lanes_type), emit
+
+
+@_primitive
+def nearest(typing: Any, value: Any) -> Any:
+    """Whole numbers by ggml's `nearest_int`: half to even, read off the mantissa of value + 1.5 * 2**23.
+
+    Beyond +-4194303 it yields what those mantissa bits say, which is nonsense but the same nonsense
+    as the reference (its searches do get there, when a block's minimum lands next to its maximum).
+    """
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        shifted = builder.bitcast(builder.fadd(args[0], _floats(12582912.0)), _INTS)
+        whole = builder.sub(builder.and_(shifted, _ints(0x7FFFFF)), _ints(0x400000))
+        return builder.sitofp(whole, _FLOATS)
+
+    return lanes_type(lanes_type), emit
+
+
+@_primitive
+def truncated(typing: Any, value: Any) -> Any:
+    """Whole numbers towards zero; 0 for NaN and magnitudes of 2**31 or more, as cvttss2si's low byte."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        whole = _call(builder, "llvm.trunc.v16f32", _FLOATS, args[0])
+        size = _call(builder, "llvm.fabs.v16f32", _FLOATS, args[0])
+        return builder.select(builder.fcmp_ordered("<", size, _floats(2.0**31)), whole, _floats(0.0))
+
+    return lanes_type(lanes_type), emit
+
+
+@_primitive
+def rounded_away(typing: Any, value: Any) -> Any:
+    """Whole numbers by C's `roundf`, half away from zero."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _call(builder, "llvm.round.v16f32", _FLOATS, args[0])
+
+    return lanes_type(lanes_type), emit
+
+
+@routine
+def clamp(value: Any, low: Any, high: Any) -> Any:
+    """Lanes limited to the float32 numbers [low, high]."""
+    value = where(value < high, value, splat(high))
+    return where(value > low, value, splat(low))
