@@ -1,0 +1,93 @@
+"""Tensor names of GGUF files, by role, and the row order that llama.cpp's rotary embedding wants.
+
+One table serves Qwen2, Qwen3, their mixtures of experts, Llama, Mistral and Mixtral: GGUF names a tensor
+by what it is for, not by who trained it. Source: TENSOR_NAMES in gguf-py's constants.py and
+LlamaModel.permute in llama.cpp's converter.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from qconvert.errors import UnsupportedModel
+
+GLOBAL = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
+PER_LAYER = {
+    "attn.norm": "attn_norm",
+    "attn.q": "attn_q",
+    "attn.k": "attn_k",
+    "attn.v": "attn_v",
+    "attn.qkv": "attn_qkv",
+    "attn.o": "attn_output",
+    "attn.q_norm": "attn_q_norm",
+    "attn.k_norm": "attn_k_norm",
+    "mlp.norm": "ffn_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.experts.gate": "ffn_gate_exps",
+    "mlp.experts.up": "ffn_up_exps",
+    "mlp.experts.gate_up": "ffn_gate_up_exps",
+    "mlp.experts.down": "ffn_down_exps",
+    "mlp.shared.gate": "ffn_gate_shexp",
+    "mlp.shared.up": "ffn_up_shexp",
+    "mlp.shared.down": "ffn_down_shexp",
+    "mlp.shared_gate": "ffn_gate_inp_shexp",
+}
+ROPE_FREQS = "rope_freqs.weight"
+
+_ROLE_BY_NAME = {name: role for role, name in (GLOBAL | PER_LAYER).items()}
+_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<base>\w+)\.(?P<part>weight|bias)")
+
+# These models' q and k rows go through `interleaved_rows`, weights and biases alike.
+INTERLEAVED = {"llama": frozenset({"attn.q", "attn.k"})}
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFPlace:
+    """What a GGUF tensor is: its role, its layer (None outside the layers), weight or bias."""
+
+    role: str
+    layer: int | None
+    part: str
+
+
+def gguf_name(role: str, layer: int | None, part: str = "weight") -> str:
+    """The GGUF name of the tensor in this place.
+
+    All experts of a layer share one tensor. Raises UnsupportedModel for a role without a name, such
+    as the dense `mlp.gate_up`, which llama.cpp wants as two.
+    """
+    if layer is None and role in GLOBAL:
+        return f"{GLOBAL[role]}.{part}"
+    if layer is not None and role in PER_LAYER:
+        return f"blk.{layer}.{PER_LAYER[role]}.{part}"
+    where = "" if layer is None else f" of layer {layer}"
+    raise UnsupportedModel(f"{role}{where}: GGUF has no name for it", "split fused tensors first")
+
+
+def gguf_place(name: str) -> GGUFPlace | None:
+    """The place of a GGUF tensor, None for a name that is not in the tables."""
+    match = _NAME.fullmatch(name)
+    role = _ROLE_BY_NAME.get(match["base"]) if match else None
+    if match is None or role is None or (match["layer"] is None) != (role in GLOBAL):
+        return None
+    return GGUFPlace(role, int(match["layer"]) if match["layer"] else None, match["part"])
+
+
+def interleaved_rows(heads: int, head_dim: int) -> list[int]:
+    """Where each row of an interleaved q or k projection comes from: `ours[i] = theirs[rows[i]]`.
+
+    Hugging Face rotates the first half of a head against the second, llama.cpp neighbours against
+    each other (for the models in `INTERLEAVED`); `heads` are the tensor's own.
+    """
+    half = head_dim // 2
+    return [head * head_dim + j * half + i for head in range(heads) for i in range(half) for j in range(2)]
+
+
+def halved_rows(heads: int, head_dim: int) -> list[int]:
+    """The inverse of `interleaved_rows`, for reading a GGUF."""
+    half = head_dim // 2
+    return [head * head_dim + 2 * i + j for head in range(heads) for j in range(2) for i in range(half)]

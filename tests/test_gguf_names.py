@@ -1,0 +1,86 @@
+"""GGUF tensor names: gguf's own table as oracle, and the row order of llama's rotary embedding."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qconvert.architecture.gguf_names import (
+    GLOBAL,
+    PER_LAYER,
+    GGUFPlace,
+    gguf_name,
+    gguf_place,
+    halved_rows,
+    interleaved_rows,
+)
+from qconvert.errors import UnsupportedModel
+
+PLACES = [(role, None) for role in GLOBAL] + [(role, 17) for role in PER_LAYER]
+HUGGING_FACE = {
+    "embed": "model.embed_tokens",
+    "lm_head": "lm_head",
+    "final_norm": "model.norm",
+    "attn.norm": "model.layers.17.input_layernorm",
+    "attn.q": "model.layers.17.self_attn.q_proj",
+    "attn.k": "model.layers.17.self_attn.k_proj",
+    "attn.v": "model.layers.17.self_attn.v_proj",
+    "attn.o": "model.layers.17.self_attn.o_proj",
+    "attn.q_norm": "model.layers.17.self_attn.q_norm",
+    "attn.k_norm": "model.layers.17.self_attn.k_norm",
+    "mlp.norm": "model.layers.17.post_attention_layernorm",
+    "mlp.gate": "model.layers.17.mlp.gate_proj",
+    "mlp.up": "model.layers.17.mlp.up_proj",
+    "mlp.down": "model.layers.17.mlp.down_proj",
+    "mlp.router": "model.layers.17.mlp.gate",
+    "mlp.experts.gate": "model.layers.17.mlp.experts.gate_proj",
+    "mlp.experts.up": "model.layers.17.mlp.experts.up_proj",
+    "mlp.experts.down": "model.layers.17.mlp.experts.down_proj",
+    "mlp.shared.gate": "model.layers.17.mlp.shared_expert.gate_proj",
+    "mlp.shared.up": "model.layers.17.mlp.shared_expert.up_proj",
+    "mlp.shared.down": "model.layers.17.mlp.shared_expert.down_proj",
+    "mlp.shared_gate": "model.layers.17.mlp.shared_expert_gate",
+}
+
+
+def test_names_are_those_gguf_gives_hugging_faces() -> None:
+    gguf = pytest.importorskip("gguf")
+    maps = [
+        gguf.get_tensor_name_map(arch, 24)
+        for arch in (gguf.MODEL_ARCH.QWEN3, gguf.MODEL_ARCH.QWEN2MOE, gguf.MODEL_ARCH.LLAMA)
+    ]
+    for role, module in HUGGING_FACE.items():
+        layer = 17 if ".17." in module else None
+        theirs = {each.get_name(f"{module}.weight", try_suffixes=(".weight",)) for each in maps} - {None}
+        assert theirs == {gguf_name(role, layer)}, role
+
+
+@pytest.mark.parametrize(("role", "layer"), PLACES)
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_every_name_leads_back_to_its_place(role: str, layer: int | None, part: str) -> None:
+    assert gguf_place(gguf_name(role, layer, part)) == GGUFPlace(role, layer, part)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["blk.0.output.weight", "attn_q.weight", "blk.x.attn_q.weight", "blk.0.attn_q", "rope_freqs.weight", ""],
+)
+def test_other_names_have_no_place(name: str) -> None:
+    assert gguf_place(name) is None
+
+
+def test_a_role_without_a_name_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match=r"mlp\.gate_up of layer 3: GGUF has no name"):
+        gguf_name("mlp.gate_up", 3)
+    with pytest.raises(UnsupportedModel):
+        gguf_name("attn.q", None)
+
+
+@given(heads=st.integers(1, 9), half=st.integers(1, 17))
+def test_interleaving_is_the_converters_reshape(heads: int, half: int) -> None:
+    theirs = np.arange(heads * 2 * half).reshape(heads, 2, half).swapaxes(1, 2).ravel()
+    rows = np.array(interleaved_rows(heads, 2 * half))
+    assert (rows == theirs).all()
+    assert (rows[halved_rows(heads, 2 * half)] == np.arange(rows.size)).all()
