@@ -19,11 +19,13 @@ from qconvert.architecture.gguf_keys import (
     head_size,
     rope_factors,
 )
+from qconvert.architecture.gguf_names import gguf_name
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
 from qconvert.formats.gguf_sink import plan_files
 from qconvert.formats.gguf_vocab import read_tokenizer
 from qconvert.gguf_mix import MixFacts, choose_types, find_file_type
-from qconvert.gguf_types import KV, GGUFTensor
+from qconvert.gguf_types import KV, GGMLType, GGUFTensor
+from tests.gguf_models import write_gguf
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,
@@ -302,3 +304,68 @@ def test_every_known_type_has_a_head_size() -> None:
     assert [name for name, model in MODELS.items() if model.needs_head] == ["qwen2_moe"]
     assert head_size({"hidden_size": 64, "num_attention_heads": 4}) == 16
     assert head_size({"head_dim": 32}) == 32
+
+
+SMALL_VOCABULARY = (
+    KV.text("tokenizer.ggml.model", "gpt2"),
+    KV.text("tokenizer.ggml.pre", "qwen2"),
+    KV.texts("tokenizer.ggml.tokens", [chr(33 + i) for i in range(64)]),
+    KV.i32s("tokenizer.ggml.token_type", [1] * 64),
+    KV.texts("tokenizer.ggml.merges", ["! #"]),
+)
+
+
+def every_tensor(config: dict[str, Any]) -> list[GGUFTensor]:
+    """A model's tensors under the names of the tables, as large as its config says."""
+    arch, hidden = gguf_model(config).arch, config["hidden_size"]
+    head, heads, kv_heads = head_size(config), config["num_attention_heads"], config["num_key_value_heads"]
+    roles: dict[str, tuple[int, ...]] = {
+        "attn.norm": (hidden,),
+        "attn.q": (heads * head, hidden),
+        "attn.k": (kv_heads * head, hidden),
+        "attn.v": (kv_heads * head, hidden),
+        "attn.o": (hidden, heads * head),
+        "mlp.norm": (hidden,),
+    }
+    if arch.startswith("qwen3"):
+        roles |= {"attn.q_norm": (head,), "attn.k_norm": (head,)}
+    experts = config.get("num_experts") or config.get("num_local_experts") or 0
+    inner = config.get("moe_intermediate_size") or config["intermediate_size"]
+    stem, lead = ("mlp.experts", (experts,)) if experts else ("mlp", ())
+    roles |= {f"{stem}.{part}": (*lead, inner, hidden) for part in ("gate", "up")}
+    roles[f"{stem}.down"] = (*lead, hidden, inner)
+    if experts:
+        roles["mlp.router"] = (experts, hidden)
+    if shared := config.get("shared_expert_intermediate_size"):
+        roles |= {"mlp.shared.gate": (shared, hidden), "mlp.shared.up": (shared, hidden)}
+        roles |= {"mlp.shared.down": (hidden, shared), "mlp.shared_gate": (1, hidden)}
+    places = [("embed", None, (64, hidden)), ("lm_head", None, (64, hidden)), ("final_norm", None, (hidden,))]
+    places += [(role, layer, shape) for layer in range(2) for role, shape in roles.items()]
+    tensors = [GGUFTensor(gguf_name(role, layer), GGMLType.F32, shape) for role, layer, shape in places]
+    if arch.startswith("qwen2"):
+        rows = {"attn.q": heads * head, "attn.k": kv_heads * head, "attn.v": kv_heads * head}
+        tensors += [
+            GGUFTensor(gguf_name(role, layer, "bias"), GGMLType.F32, (rows[role],))
+            for layer in range(2)
+            for role in rows
+        ]
+    return tensors
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_llama_cpp_loads_what_keys_and_names_promise(tmp_path: Path, model_type: str) -> None:
+    llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
+    config = {**BASE, "model_type": model_type, "vocab_size": 64}
+    if model_type == "mixtral":
+        config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
+    elif model_type.endswith("moe"):
+        config |= {**MOE, "norm_topk_prob": gguf_model(config).normalises_experts}
+        if model_type == "qwen2_moe":
+            config["shared_expert_intermediate_size"] = 64
+    elif model_type == "qwen3":
+        config["head_dim"] = 32
+    kv = file_keys(config, file_type=0, general=(), tokenizer=SMALL_VOCABULARY, requantized=False)
+    path = write_gguf(tmp_path / "m.gguf", kv, every_tensor(config))
+    model = llama_cpp.LlamaModel(str(path), llama_cpp.LlamaModelParams(), verbose=False)
+    assert (model.n_layer, model.n_embd, model.n_head, model.n_head_kv) == (2, 64, 4, 2)
+    assert model.n_ctx_train == 512
