@@ -119,7 +119,7 @@ class _Builder:
     def _unigram(self, model: Json) -> Iterator[KV]:
         spec = self.files.sentencepiece
         if spec is not None:
-            tokens = sentencepiece_tokens(spec, {}, self.rows)
+            tokens = sentencepiece_tokens(spec, self.files.added_beside, self.rows)
             prefix, squeeze, charsmap = spec.add_dummy_prefix, spec.remove_extra_whitespaces, spec.charsmap
         else:
             entries = expect_list(model.get("vocab"), "vocab")
