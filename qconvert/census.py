@@ -89,8 +89,13 @@ def census_of_config(architecture: Architecture) -> Census:
 
 
 def census_of_tensors(tensors: Mapping[str, Logical], binding: Binding) -> Census:
-    """The table of stored tensors; a stored head of a tied model takes bytes, but adds no parameters."""
-    entries = ((binding.places.get(name), t.shape, t.form) for name, t in tensors.items())
+    """The table of stored tensors, without recomputed buffers.
+
+    A stored head of a tied model takes bytes, but adds no parameters.
+    """
+    dropped = frozenset(binding.dropped)
+    kept = ((name, t) for name, t in tensors.items() if name not in dropped)
+    entries = ((binding.places.get(name), t.shape, t.form) for name, t in kept)
     census = _gather(binding.architecture, entries)
     if binding.stored_tied_head is None:
         return census

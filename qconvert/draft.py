@@ -191,7 +191,7 @@ def _config(binding: Binding, wish: Wish, plan: Plan, *, tied: bool, write_confi
         linears = [
             p
             for p in _places(plan, binding.architecture).values()
-            if p.kind == "linear" and p.part == "weight"
+            if p.kind != "embedding" and p.part == "weight" and len(p.shape) == 2
         ]
         kept = [p.module for p in linears if p.module not in quantized]
         kept += [_module(name) for name in binding.unknown if len(outputs[name].shape) == 2]

@@ -71,3 +71,14 @@ def whole_numbers(config: Json, key: str) -> tuple[int, ...]:
     ):
         raise CorruptCheckpoint(f"config.json: {key} is not a list of whole numbers", "correct the file")
     return tuple(value)
+
+
+def per_layer(config: Json, key: str, layer: int) -> float:
+    """The number for one layer in the list under `key`; a single number counts for every layer."""
+    value = config.get(key)
+    number = value[layer] if isinstance(value, list) and layer < len(value) else value
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= MAX_DIMENSION:
+        raise CorruptCheckpoint(
+            f"config.json: {key} has no positive number for layer {layer}", "correct the file"
+        )
+    return number

@@ -92,8 +92,8 @@ class Architecture:
         known = frozenset(names)
 
         def hits(candidate: Architecture) -> int:
-            firsts = (slot.module.format(layer=0, expert=0) + slot.suffix for slot in candidate._slots)
-            return sum(name in known for name in firsts)
+            firsts = (slot.module + slot.suffix for slot in candidate.family.slots)
+            return sum(candidate._spell(name).format(layer=0, expert=0) in known for name in firsts)
 
         return max((self, *(replace(self, spelling=s) for s in self.family.spellings)), key=hits)
 
@@ -110,7 +110,7 @@ class Architecture:
         tie = {tied_by: config[tied_by]} if tied_by in config else {}
         settings: dict[str, Any] = {**self.family.defaults, **config, **text, **tie}
         for shared, own in self.family.keys.items():
-            if shared not in settings:
+            if own in settings or shared not in settings:
                 settings[shared] = positive_int(settings, own)
         return settings
 
@@ -143,7 +143,7 @@ class Architecture:
         by_key = {(p.role, p.layer, p.part): p for p in self.places.values()}
         found = (
             self._fuse(fusion, layer, part, by_key)
-            for fusion in self._fusions
+            for fusion in self.family.fusions
             for layer in range(self.layers)
             for part in ("weight", "bias")
         )
@@ -160,12 +160,12 @@ class Architecture:
     def roles(self) -> tuple[str, ...]:
         """The role names that selectors may use, all experts of a layer together, fused ones last."""
         groups = dict.fromkeys(place.group for place in self.places.values())
-        return (*groups, *(fusion.role for fusion in self._fusions))
+        return (*groups, *(fusion.role for fusion in self.family.fusions))
 
     @cached_property
     def roles_in_order(self) -> tuple[str, ...]:
         """All roles as the model prints them, each fused one before its first part."""
-        fused = {fusion.part_groups[0]: fusion.role for fusion in self._fusions}
+        fused = {fusion.part_groups[0]: fusion.role for fusion in self.family.fusions}
         roles = dict.fromkeys(place.group for place in self.places.values())
         return tuple(name for role in roles for name in (fused.get(role), role) if name)
 
@@ -196,17 +196,8 @@ class Architecture:
     def _pattern(self, text: str) -> str:
         return text.replace("{layers}", str(self.layers))
 
-    @cached_property
-    def _slots(self) -> tuple[Slot, ...]:
-        respelled = (
-            replace(s, module=self._spell(s.module), suffix=self._spell(s.suffix)) for s in self.family.slots
-        )
-        return tuple(respelled) if self.spelling else self.family.slots
-
-    @cached_property
-    def _fusions(self) -> tuple[Fusion, ...]:
-        respelled = (replace(fusion, module=self._spell(fusion.module)) for fusion in self.family.fusions)
-        return tuple(respelled) if self.spelling else self.family.fusions
+    def _name(self, text: str, layer: int | None, expert: int) -> str:
+        return self._spell(text).format(layer=layer, expert=expert)
 
     def _spell(self, text: str) -> str:
         for ours, theirs in self.spelling.items():
@@ -219,7 +210,7 @@ class Architecture:
 
     def _walk(self) -> Iterator[Place]:
         stacks = iter(self.stacks)
-        for per_layer, slots in groupby(self._slots, key=lambda slot: slot.per_layer):
+        for per_layer, slots in groupby(self.family.slots, key=lambda slot: slot.per_layer):
             run = tuple(slots)
             for layer in range(next(stacks)) if per_layer else (None,):
                 yield from self._layer(run, layer)
@@ -236,15 +227,16 @@ class Architecture:
         shape = tuple(dims[d] for d in slot.shape)
         if 0 in shape or (slot.only_if is not None and not dims[slot.only_if]):
             return
-        module, role = slot.module.format(layer=layer, expert=expert), slot.role.format(expert=expert)
+        name, role = self._name(slot.module + slot.suffix, layer, expert), slot.role.format(expert=expert)
         part = "bias" if slot.kind == "bias" else "weight"
-        yield Place(module + slot.suffix, role, layer, part, slot.kind, shape, slot.shape, slot.transposed)
+        yield Place(name, role, layer, part, slot.kind, shape, slot.shape, slot.transposed)
         if slot.bias if isinstance(slot.bias, bool) else flag(self.settings, slot.bias):
+            name = self._name(f"{slot.module}.bias", layer, expert)
             out = slice(-1, None) if slot.transposed else slice(0, 1)
-            yield Place(f"{module}.bias", role, layer, "bias", "bias", shape[out], slot.shape[out])
+            yield Place(name, role, layer, "bias", "bias", shape[out], slot.shape[out])
 
     def _fuse(
-        self, fusion: Fusion, layer: int, part: str, by_key: Mapping[tuple[str, int, str], Place]
+        self, fusion: Fusion, layer: int, part: str, by_key: Mapping[tuple[str, int | None, str], Place]
     ) -> FusedPlace | None:
         dims = self._dimensions[layer]
         experts = dims["experts"] if fusion.per_expert else 1
@@ -253,7 +245,9 @@ class Architecture:
         if not parts or len(parts) < len(keys):
             return None
         runs = _runs(parts, dims[fusion.groups] if fusion.groups else 1)
-        return FusedPlace(_whole(fusion, layer, parts, experts), parts, runs, fusion)
+        suffix = fusion.suffix if part == "weight" else f".{part}"
+        name = self._name(fusion.module + suffix, layer, 0)
+        return FusedPlace(_whole(name, fusion, parts, experts), parts, runs, fusion)
 
 
 def _runs(parts: tuple[Place, ...], groups: int) -> tuple[Run, ...]:
@@ -266,15 +260,13 @@ def _runs(parts: tuple[Place, ...], groups: int) -> tuple[Run, ...]:
     )
 
 
-def _whole(fusion: Fusion, layer: int, parts: tuple[Place, ...], experts: int) -> Place:
+def _whole(name: str, fusion: Fusion, parts: tuple[Place, ...], experts: int) -> Place:
     head, first = parts[0], parts[: len(fusion.parts)]
-    rows, stacked = sum(p.shape[0] for p in first), fusion.per_expert
-    dims = (*(("experts",) if stacked else ()), " + ".join(p.dims[0] for p in first), *head.dims[1:])
-    shape = (*((experts,) if stacked else ()), rows, *head.shape[1:])
-    suffix = fusion.suffix if head.part == "weight" else f".{head.part}"
-    return Place(
-        fusion.module.format(layer=layer) + suffix, fusion.role, layer, head.part, head.kind, shape, dims
-    )
+    dims = (" + ".join(p.dims[0] for p in first), *head.dims[1:])
+    shape = (sum(p.shape[0] for p in first), *head.shape[1:])
+    if fusion.per_expert:
+        dims, shape = ("experts", *dims), (experts, *shape)
+    return Place(name, fusion.role, head.layer, head.part, head.kind, shape, dims)
 
 
 def find_family(config: Json) -> Family:

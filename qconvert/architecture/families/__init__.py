@@ -4,9 +4,29 @@ To add a family, copy the nearest one and change what differs. Sources: the fami
 in transformers (`modeling_*`), and the modelling files that came with models it does not have.
 """
 
-from qconvert.architecture.families import llama, qwen
+from qconvert.architecture.families import (
+    deepseek,
+    encoders,
+    fused,
+    gemma,
+    gpt,
+    llama,
+    others,
+    qwen,
+    qwen_hybrid,
+)
 from qconvert.architecture.slots import Family
 
-FAMILIES: tuple[Family, ...] = (*qwen.FAMILIES, *llama.FAMILIES)
+FAMILIES: tuple[Family, ...] = (
+    *qwen.FAMILIES,
+    *qwen_hybrid.FAMILIES,
+    *llama.FAMILIES,
+    *fused.FAMILIES,
+    *gemma.FAMILIES,
+    *deepseek.FAMILIES,
+    *gpt.FAMILIES,
+    *encoders.FAMILIES,
+    *others.FAMILIES,
+)
 
 __all__ = ["FAMILIES"]

@@ -54,6 +54,47 @@ MISTRAL = replace(
     note="",
 )
 
+YI = replace(
+    LLAMA,
+    name="Yi",
+    model_types=("Yi",),
+    classes=("YiForCausalLM",),
+    spellings=({"input_layernorm": "ln1", "post_attention_layernorm": "ln2"},),
+    note="the first releases; later ones are declared as Llama",
+)
+
+SKYWORK = replace(LLAMA, name="Skywork", model_types=("skywork",), classes=("SkyworkForCausalLM",), note="")
+
+INTERNLM = replace(
+    MISTRAL,
+    name="InternLM",
+    model_types=("internlm",),
+    classes=("InternLMForCausalLM",),
+    slots=(
+        EMBED,
+        ATTN_NORM,
+        *attention(qkv_bias="bias", o_bias="bias"),
+        MLP_NORM,
+        *gated_mlp(),
+        FINAL_NORM,
+        LM_HEAD,
+    ),
+    defaults={"bias": True},
+)
+
+OLMO = replace(
+    MISTRAL,
+    name="OLMo",
+    model_types=("olmo",),
+    classes=("OlmoForCausalLM",),
+    slots=(
+        EMBED,
+        *attention(qkv_bias="attention_bias", o_bias="attention_bias"),
+        *gated_mlp(),
+        LM_HEAD,
+    ),
+)
+
 MIXTRAL = replace(
     MISTRAL,
     name="Mixtral",
@@ -75,4 +116,4 @@ MIXTRAL = replace(
     spellings=({"block_sparse_moe.": "mlp."},),
 )
 
-FAMILIES = (LLAMA, MISTRAL, MIXTRAL)
+FAMILIES = (LLAMA, YI, SKYWORK, INTERNLM, OLMO, MISTRAL, MIXTRAL)

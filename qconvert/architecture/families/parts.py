@@ -86,8 +86,8 @@ def experts(
     return gated_mlp(module, "mlp.experts.{expert}.", "expert_rows", names)
 
 
-def dense_dimensions(config: Json, layer: int) -> Dimensions:
-    """The dimensions of a dense decoder; a missing head_dim is hidden_size / heads."""
+def attention_dimensions(config: Json) -> dict[str, int]:
+    """Dimensions that every layer has; a missing head_dim is hidden_size / heads."""
     hidden = positive_int(config, "hidden_size")
     heads = positive_int(config, "num_attention_heads")
     kv_heads = optional_int(config, "num_key_value_heads") or heads
@@ -95,13 +95,17 @@ def dense_dimensions(config: Json, layer: int) -> Dimensions:
     return {
         "vocab": positive_int(config, "vocab_size"),
         "hidden": hidden,
-        "intermediate": positive_int(config, "intermediate_size"),
         "q_rows": heads * head_dim,
         "kv_rows": kv_heads * head_dim,
         "kv_heads": kv_heads,
         "head_dim": head_dim,
         "one": 1,
     }
+
+
+def dense_dimensions(config: Json, layer: int) -> Dimensions:
+    """The dimensions of a dense decoder."""
+    return {**attention_dimensions(config), "intermediate": positive_int(config, "intermediate_size")}
 
 
 def sparse_dimensions(is_sparse: Callable[[Json, int], bool]) -> Callable[[Json, int], Dimensions]:
@@ -111,11 +115,10 @@ def sparse_dimensions(is_sparse: Callable[[Json, int], bool]) -> Callable[[Json,
     """
 
     def dimensions(config: Json, layer: int) -> Dimensions:
-        dense = dense_dimensions(config, layer)
         if not is_sparse(config, layer):
-            return {**dense, "experts": 0, "expert_rows": 0, "shared_rows": 0}
+            return {**dense_dimensions(config, layer), "experts": 0, "expert_rows": 0, "shared_rows": 0}
         return {
-            **dense,
+            **attention_dimensions(config),
             "intermediate": 0,
             "experts": positive_int(config, "num_experts"),
             "expert_rows": positive_int(config, "moe_intermediate_size"),

@@ -1,0 +1,164 @@
+"""BERT and T5: an encoder, and an encoder with a decoder.
+
+Sources: transformers' `modeling_bert` and `modeling_t5`.
+"""
+
+from __future__ import annotations
+
+from qconvert.architecture.config import positive_int
+from qconvert.architecture.slots import Dimensions, Family, Slot
+from qconvert.tensors import Json
+
+BERT_LAYER = "bert.encoder.layer.{layer}."
+EMBEDDINGS = "bert.embeddings."
+
+
+def bert_dimensions(config: Json, layer: int) -> Dimensions:
+    """BERT's widths, and which of the two heads the class in `architectures` has."""
+    classes = config.get("architectures") or ["BertModel"]
+    masked = any(name in ("BertForMaskedLM", "BertForPreTraining") for name in classes)
+    return {
+        "vocab": positive_int(config, "vocab_size"),
+        "hidden": positive_int(config, "hidden_size"),
+        "intermediate": positive_int(config, "intermediate_size"),
+        "positions": positive_int(config, "max_position_embeddings"),
+        "types": positive_int(config, "type_vocab_size"),
+        "two": 2,
+        "masked_head": masked,
+        "pooler": classes != ["BertForMaskedLM"],
+        "pair_head": "BertForPreTraining" in classes,
+    }
+
+
+BERT = Family(
+    name="BERT",
+    model_types=("bert",),
+    classes=("BertModel", "BertForMaskedLM", "BertForPreTraining"),
+    slots=(
+        Slot("embed", EMBEDDINGS + "word_embeddings", ("vocab", "hidden"), "embedding"),
+        Slot("positions", EMBEDDINGS + "position_embeddings", ("positions", "hidden"), "other"),
+        Slot("types", EMBEDDINGS + "token_type_embeddings", ("types", "hidden"), "other"),
+        Slot("embed.norm", EMBEDDINGS + "LayerNorm", ("hidden",), "norm", bias=True),
+        Slot("attn.q", BERT_LAYER + "attention.self.query", ("hidden", "hidden"), bias=True),
+        Slot("attn.k", BERT_LAYER + "attention.self.key", ("hidden", "hidden"), bias=True),
+        Slot("attn.v", BERT_LAYER + "attention.self.value", ("hidden", "hidden"), bias=True),
+        Slot("attn.o", BERT_LAYER + "attention.output.dense", ("hidden", "hidden"), bias=True),
+        Slot("attn.norm", BERT_LAYER + "attention.output.LayerNorm", ("hidden",), "norm", bias=True),
+        Slot("mlp.up", BERT_LAYER + "intermediate.dense", ("intermediate", "hidden"), bias=True),
+        Slot("mlp.down", BERT_LAYER + "output.dense", ("hidden", "intermediate"), bias=True),
+        Slot("mlp.norm", BERT_LAYER + "output.LayerNorm", ("hidden",), "norm", bias=True),
+        Slot("pooler", "bert.pooler.dense", ("hidden", "hidden"), "other", True, "pooler"),
+        Slot("head.bias", "cls.predictions", ("vocab",), "bias", only_if="masked_head", suffix=".bias"),
+        Slot(
+            "head.dense",
+            "cls.predictions.transform.dense",
+            ("hidden", "hidden"),
+            "other",
+            True,
+            "masked_head",
+        ),
+        Slot("head.norm", "cls.predictions.transform.LayerNorm", ("hidden",), "norm", True, "masked_head"),
+        Slot("lm_head", "cls.predictions.decoder", ("vocab", "hidden"), only_if="masked_head"),
+        Slot("pair_head", "cls.seq_relationship", ("two", "hidden"), "other", True, "pair_head"),
+    ),
+    dimensions=bert_dimensions,
+    named_by={
+        "vocab": "vocab_size",
+        "hidden": "hidden_size",
+        "intermediate": "intermediate_size",
+        "positions": "max_position_embeddings",
+        "types": "type_vocab_size",
+    },
+    defaults={"tie_word_embeddings": True, "type_vocab_size": 2},
+    spellings=({"bert.": ""}, {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}),
+    ignored=(r"(bert\.)?embeddings\.position_ids", r"cls\.predictions\.decoder\.bias"),
+    carried={r"(bert\.)?pooler\..*": "pooler", r"cls\..*": "pretraining heads"},
+)
+
+
+def t5_dimensions(config: Json, layer: int) -> Dimensions:
+    """T5's widths; the table of relative positions is in the first layer of each stack alone."""
+    inner, heads = positive_int(config, "d_ff"), positive_int(config, "num_heads")
+    gated = str(config.get("feed_forward_proj", "relu")).startswith("gated-")
+    return {
+        "vocab": positive_int(config, "vocab_size"),
+        "hidden": positive_int(config, "d_model"),
+        "rows": heads * positive_int(config, "d_kv"),
+        "inner": inner,
+        "gated_inner": inner if gated else 0,
+        "plain_inner": 0 if gated else inner,
+        "heads": heads,
+        "buckets": 0 if layer else positive_int(config, "relative_attention_num_buckets"),
+    }
+
+
+def t5_attention(role: str, module: str) -> tuple[Slot, ...]:
+    """The four projections of an attention block."""
+    return (
+        Slot(f"{role}.q", module + "q", ("rows", "hidden")),
+        Slot(f"{role}.k", module + "k", ("rows", "hidden")),
+        Slot(f"{role}.v", module + "v", ("rows", "hidden")),
+        Slot(f"{role}.o", module + "o", ("hidden", "rows")),
+    )
+
+
+def t5_mlp(role: str, layer: str) -> tuple[Slot, ...]:
+    """A feed-forward block, gated (T5 1.1) or not, and its norm."""
+    module = layer + "DenseReluDense."
+    return (
+        Slot(f"{role}.up", module + "wi", ("plain_inner", "hidden")),
+        Slot(f"{role}.gate", module + "wi_0", ("gated_inner", "hidden")),
+        Slot(f"{role}.up", module + "wi_1", ("gated_inner", "hidden")),
+        Slot(f"{role}.down", module + "wo", ("hidden", "inner")),
+        Slot(f"{role}.norm", layer + "layer_norm", ("hidden",), "norm"),
+    )
+
+
+def t5_self_attention(stack: str) -> tuple[Slot, ...]:
+    """Self-attention with its table of relative positions and its norm."""
+    layer = stack + ".block.{layer}.layer.0."
+    return (
+        *t5_attention(f"{stack}.attn", layer + "SelfAttention."),
+        Slot(
+            f"{stack}.positions",
+            layer + "SelfAttention.relative_attention_bias",
+            ("buckets", "heads"),
+            "other",
+        ),
+        Slot(f"{stack}.attn.norm", layer + "layer_norm", ("hidden",), "norm"),
+    )
+
+
+T5 = Family(
+    name="T5",
+    model_types=("t5", "mt5"),
+    classes=("T5ForConditionalGeneration", "MT5ForConditionalGeneration"),
+    slots=(
+        Slot("embed", "shared", ("vocab", "hidden"), "embedding"),
+        *t5_self_attention("encoder"),
+        *t5_mlp("encoder.mlp", "encoder.block.{layer}.layer.1."),
+        Slot("encoder.final_norm", "encoder.final_layer_norm", ("hidden",), "norm"),
+        *t5_self_attention("decoder"),
+        *t5_attention("decoder.cross", "decoder.block.{layer}.layer.1.EncDecAttention."),
+        Slot("decoder.cross.norm", "decoder.block.{layer}.layer.1.layer_norm", ("hidden",), "norm"),
+        *t5_mlp("decoder.mlp", "decoder.block.{layer}.layer.2."),
+        Slot("decoder.final_norm", "decoder.final_layer_norm", ("hidden",), "norm"),
+        Slot("lm_head", "lm_head", ("vocab", "hidden")),
+    ),
+    dimensions=t5_dimensions,
+    named_by={
+        "vocab": "vocab_size",
+        "hidden": "d_model",
+        "rows": "num_heads x d_kv",
+        "inner": "d_ff",
+        "gated_inner": "d_ff",
+        "plain_inner": "d_ff",
+        "heads": "num_heads",
+        "buckets": "relative_attention_num_buckets",
+    },
+    layers=("num_layers", "num_decoder_layers"),
+    defaults={"tie_word_embeddings": True, "relative_attention_num_buckets": 32},
+    ignored=(r"(en|de)coder\.embed_tokens\.weight",),
+)
+
+FAMILIES = (BERT, T5)

@@ -1,0 +1,205 @@
+"""Families whose classes store q, k and v as one linear, each in its own order.
+
+The slots name the unfused linears; where the class has no such names, they are those of its nearest
+relative. Sources: transformers' `modeling_phi3` and `modeling_falcon`; the modelling files published
+with Baichuan, InternLM2, ChatGLM3, OpenELM and Qwen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qconvert.architecture.config import flag, optional_int, positive_int
+from qconvert.architecture.families.llama import MISTRAL
+from qconvert.architecture.families.parts import (
+    GATE_UP,
+    LAYER,
+    NAMED_BY,
+    QKV,
+    attention_dimensions,
+    dense_dimensions,
+    gated_mlp,
+)
+from qconvert.architecture.slots import Dimensions, Family, Fusion, Slot
+from qconvert.tensors import Json
+
+BAICHUAN = replace(
+    MISTRAL,
+    name="Baichuan, Baichuan2",
+    model_types=("baichuan",),
+    classes=("BaichuanForCausalLM", "BaiChuanForCausalLM"),
+    fusions=(replace(QKV, module=LAYER + "self_attn.W_pack", native=True), GATE_UP),
+)
+
+PHI3 = replace(
+    MISTRAL,
+    name="Phi-3, Phi-4",
+    model_types=("phi3",),
+    classes=("Phi3ForCausalLM",),
+    fusions=(replace(QKV, native=True), replace(GATE_UP, native=True)),
+)
+
+INTERNLM2 = Family(
+    name="InternLM2",
+    model_types=("internlm2",),
+    classes=("InternLM2ForCausalLM",),
+    slots=(
+        Slot("embed", "model.tok_embeddings", ("vocab", "hidden"), "embedding"),
+        Slot("attn.norm", LAYER + "attention_norm", ("hidden",), "norm"),
+        Slot("attn.q", LAYER + "attention.wq", ("q_rows", "hidden"), bias="bias"),
+        Slot("attn.k", LAYER + "attention.wk", ("kv_rows", "hidden"), bias="bias"),
+        Slot("attn.v", LAYER + "attention.wv", ("kv_rows", "hidden"), bias="bias"),
+        Slot("attn.o", LAYER + "attention.wo", ("hidden", "q_rows"), bias="bias"),
+        Slot("mlp.norm", LAYER + "ffn_norm", ("hidden",), "norm"),
+        *gated_mlp(LAYER + "feed_forward.", names=("w1", "w3", "w2")),
+        Slot("final_norm", "model.norm", ("hidden",), "norm"),
+        Slot("lm_head", "output", ("vocab", "hidden")),
+    ),
+    dimensions=dense_dimensions,
+    named_by=NAMED_BY,
+    fusions=(
+        Fusion(
+            "attn.qkv",
+            LAYER + "attention.wqkv",
+            ("attn.q", "attn.k", "attn.v"),
+            groups="kv_heads",
+            native=True,
+        ),
+    ),
+)
+
+CHATGLM_LAYER = "transformer.encoder.layers.{layer}."
+
+
+def chatglm_dimensions(config: Json, layer: int) -> Dimensions:
+    """A dense decoder's; without multi-query attention, q, k and v are interleaved by head."""
+    shared = flag(config, "multi_query_attention")
+    heads = {} if shared else {"num_key_value_heads": positive_int(config, "num_attention_heads")}
+    dense = dense_dimensions({**config, **heads}, layer)
+    return {**dense, "qkv_groups": 1 if shared else dense["kv_heads"]}
+
+
+CHATGLM = Family(
+    name="ChatGLM2, ChatGLM3, GLM-4",
+    model_types=("chatglm",),
+    classes=("ChatGLMModel", "ChatGLMForConditionalGeneration", "ChatGLMForCausalLM"),
+    slots=(
+        Slot("embed", "transformer.embedding.word_embeddings", ("vocab", "hidden"), "embedding"),
+        Slot("attn.norm", CHATGLM_LAYER + "input_layernorm", ("hidden",), "norm"),
+        Slot("attn.q", CHATGLM_LAYER + "self_attention.query", ("q_rows", "hidden"), bias="add_qkv_bias"),
+        Slot("attn.k", CHATGLM_LAYER + "self_attention.key", ("kv_rows", "hidden"), bias="add_qkv_bias"),
+        Slot("attn.v", CHATGLM_LAYER + "self_attention.value", ("kv_rows", "hidden"), bias="add_qkv_bias"),
+        Slot("attn.o", CHATGLM_LAYER + "self_attention.dense", ("hidden", "q_rows"), bias="add_bias_linear"),
+        Slot("mlp.norm", CHATGLM_LAYER + "post_attention_layernorm", ("hidden",), "norm"),
+        *gated_mlp(
+            CHATGLM_LAYER + "mlp.", names=("gate_proj", "up_proj", "dense_4h_to_h"), bias="add_bias_linear"
+        ),
+        Slot("final_norm", "transformer.encoder.final_layernorm", ("hidden",), "norm"),
+        Slot("lm_head", "transformer.output_layer", ("vocab", "hidden")),
+    ),
+    dimensions=chatglm_dimensions,
+    named_by=NAMED_BY,
+    keys={
+        "vocab_size": "padded_vocab_size",
+        "intermediate_size": "ffn_hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_key_value_heads": "multi_query_group_num",
+        "head_dim": "kv_channels",
+    },
+    fusions=(
+        Fusion(
+            "attn.qkv",
+            CHATGLM_LAYER + "self_attention.query_key_value",
+            ("attn.q", "attn.k", "attn.v"),
+            groups="qkv_groups",
+            native=True,
+        ),
+        Fusion("mlp.gate_up", CHATGLM_LAYER + "mlp.dense_h_to_4h", ("mlp.gate", "mlp.up"), native=True),
+    ),
+    ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
+)
+
+FALCON_LAYER = "transformer.h.{layer}."
+
+
+def falcon_dimensions(config: Json, layer: int) -> Dimensions:
+    """Falcon's three generations differ in the number of k and v heads and in where norms stand."""
+    new = flag(config, "new_decoder_architecture")
+    heads = positive_int(config, "num_attention_heads")
+    grouped = optional_int(config, "num_kv_heads") or heads
+    kv_heads = grouped if new else 1 if flag(config, "multi_query", default=True) else heads
+    base = attention_dimensions({**config, "num_key_value_heads": kv_heads})
+    norms = optional_int(config, "num_ln_in_parallel_attn") or (2 if new else 1)
+    serial = not flag(config, "parallel_attn", default=True)
+    two = norms == 2 and not serial
+    ffn = optional_int(config, "ffn_hidden_size") or 4 * base["hidden"]
+    return {**base, "intermediate": ffn, "serial": serial, "two_norms": two, "one_norm": not two}
+
+
+FALCON = Family(
+    name="Falcon",
+    model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
+    classes=("FalconForCausalLM", "RWForCausalLM"),
+    slots=(
+        Slot("embed", "transformer.word_embeddings", ("vocab", "hidden"), "embedding"),
+        Slot("attn.norm", FALCON_LAYER + "input_layernorm", ("hidden",), "norm", True, "one_norm"),
+        Slot("attn.norm_2", FALCON_LAYER + "ln_attn", ("hidden",), "norm", True, "two_norms"),
+        Slot("mlp.norm_2", FALCON_LAYER + "ln_mlp", ("hidden",), "norm", True, "two_norms"),
+        Slot("attn.q", FALCON_LAYER + "self_attention.query", ("q_rows", "hidden"), bias="bias"),
+        Slot("attn.k", FALCON_LAYER + "self_attention.key", ("kv_rows", "hidden"), bias="bias"),
+        Slot("attn.v", FALCON_LAYER + "self_attention.value", ("kv_rows", "hidden"), bias="bias"),
+        Slot("attn.o", FALCON_LAYER + "self_attention.dense", ("hidden", "q_rows"), bias="bias"),
+        Slot("mlp.norm", FALCON_LAYER + "post_attention_layernorm", ("hidden",), "norm", True, "serial"),
+        Slot("mlp.up", FALCON_LAYER + "mlp.dense_h_to_4h", ("intermediate", "hidden"), bias="bias"),
+        Slot("mlp.down", FALCON_LAYER + "mlp.dense_4h_to_h", ("hidden", "intermediate"), bias="bias"),
+        Slot("final_norm", "transformer.ln_f", ("hidden",), "norm", True),
+        Slot("lm_head", "lm_head", ("vocab", "hidden")),
+    ),
+    dimensions=falcon_dimensions,
+    named_by={**NAMED_BY, "intermediate": "ffn_hidden_size"},
+    defaults={"tie_word_embeddings": True},
+    fusions=(
+        Fusion(
+            "attn.qkv",
+            FALCON_LAYER + "self_attention.query_key_value",
+            ("attn.q", "attn.k", "attn.v"),
+            groups="kv_heads",
+            native=True,
+        ),
+    ),
+    ignored=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
+)
+
+QWEN1_LAYER = "transformer.h.{layer}."
+
+
+def qwen1_dimensions(config: Json, layer: int) -> Dimensions:
+    """A dense decoder's; the config counts the gate and up projections together."""
+    return {**attention_dimensions(config), "intermediate": positive_int(config, "intermediate_size") // 2}
+
+
+QWEN1 = Family(
+    name="Qwen (1)",
+    model_types=("qwen",),
+    classes=("QWenLMHeadModel",),
+    slots=(
+        Slot("embed", "transformer.wte", ("vocab", "hidden"), "embedding"),
+        Slot("attn.norm", QWEN1_LAYER + "ln_1", ("hidden",), "norm"),
+        Slot("attn.q", QWEN1_LAYER + "attn.q_proj", ("q_rows", "hidden"), bias=True),
+        Slot("attn.k", QWEN1_LAYER + "attn.k_proj", ("kv_rows", "hidden"), bias=True),
+        Slot("attn.v", QWEN1_LAYER + "attn.v_proj", ("kv_rows", "hidden"), bias=True),
+        Slot("attn.o", QWEN1_LAYER + "attn.c_proj", ("hidden", "q_rows")),
+        Slot("mlp.norm", QWEN1_LAYER + "ln_2", ("hidden",), "norm"),
+        # The class activates w2, not w1.
+        *gated_mlp(QWEN1_LAYER + "mlp.", names=("w2", "w1", "c_proj")),
+        Slot("final_norm", "transformer.ln_f", ("hidden",), "norm"),
+        Slot("lm_head", "lm_head", ("vocab", "hidden")),
+    ),
+    dimensions=qwen1_dimensions,
+    named_by={**NAMED_BY, "intermediate": "intermediate_size / 2"},
+    keys={"head_dim": "kv_channels"},
+    fusions=(Fusion("attn.qkv", QWEN1_LAYER + "attn.c_attn", ("attn.q", "attn.k", "attn.v"), native=True),),
+    ignored=(r"transformer\.rotary_emb\.inv_freq",),
+)
+
+FAMILIES = (QWEN1, BAICHUAN, PHI3, INTERNLM2, CHATGLM, FALCON)

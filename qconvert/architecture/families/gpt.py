@@ -1,0 +1,85 @@
+"""GPT and GPT-2: learned positions, norms with biases, linears stored input-major as Conv1D.
+
+Sources: transformers' `modeling_openai` and `modeling_gpt2`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qconvert.architecture.config import optional_int, positive_int
+from qconvert.architecture.slots import Dimensions, Family, Slot
+from qconvert.tensors import Json
+
+LAYER = "transformer.h.{layer}."
+ATTENTION = (
+    Slot("attn.qkv", LAYER + "attn.c_attn", ("hidden", "qkv_rows"), bias=True, transposed=True),
+    Slot("attn.o", LAYER + "attn.c_proj", ("hidden", "hidden"), bias=True, transposed=True),
+)
+MLP = (
+    Slot("mlp.up", LAYER + "mlp.c_fc", ("hidden", "intermediate"), bias=True, transposed=True),
+    Slot("mlp.down", LAYER + "mlp.c_proj", ("intermediate", "hidden"), bias=True, transposed=True),
+)
+ATTN_NORM = Slot("attn.norm", LAYER + "ln_1", ("hidden",), "norm", bias=True)
+MLP_NORM = Slot("mlp.norm", LAYER + "ln_2", ("hidden",), "norm", bias=True)
+LM_HEAD = Slot("lm_head", "lm_head", ("vocab", "hidden"))
+
+
+def gpt_dimensions(config: Json, layer: int) -> Dimensions:
+    """Widths in GPT's own keys; the inner width is four times the hidden one unless `n_inner` says else."""
+    hidden = positive_int(config, "n_embd")
+    return {
+        "vocab": positive_int(config, "vocab_size"),
+        "positions": positive_int(config, "n_positions"),
+        "hidden": hidden,
+        "qkv_rows": 3 * hidden,
+        "intermediate": optional_int(config, "n_inner") or 4 * hidden,
+    }
+
+
+GPT2 = Family(
+    name="GPT-2",
+    model_types=("gpt2",),
+    classes=("GPT2LMHeadModel",),
+    slots=(
+        Slot("embed", "transformer.wte", ("vocab", "hidden"), "embedding"),
+        Slot("positions", "transformer.wpe", ("positions", "hidden"), "other"),
+        ATTN_NORM,
+        *ATTENTION,
+        MLP_NORM,
+        *MLP,
+        Slot("final_norm", "transformer.ln_f", ("hidden",), "norm", bias=True),
+        LM_HEAD,
+    ),
+    dimensions=gpt_dimensions,
+    named_by={
+        "vocab": "vocab_size",
+        "positions": "n_positions",
+        "hidden": "n_embd",
+        "qkv_rows": "3 x n_embd",
+        "intermediate": "n_inner",
+    },
+    layers=("n_layer",),
+    defaults={"tie_word_embeddings": True},
+    spellings=({"transformer.": ""},),
+    ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+)
+
+OPENAI_GPT = replace(
+    GPT2,
+    name="GPT",
+    model_types=("openai-gpt",),
+    classes=("OpenAIGPTLMHeadModel",),
+    slots=(
+        Slot("embed", "transformer.tokens_embed", ("vocab", "hidden"), "embedding"),
+        Slot("positions", "transformer.positions_embed", ("positions", "hidden"), "other"),
+        *ATTENTION,
+        ATTN_NORM,
+        *MLP,
+        MLP_NORM,
+        LM_HEAD,
+    ),
+    named_by={**GPT2.named_by, "intermediate": "4 x n_embd"},
+)
+
+FAMILIES = (GPT2, OPENAI_GPT)

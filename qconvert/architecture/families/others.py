@@ -1,0 +1,216 @@
+"""Families that stand alone: OpenELM, RWKV, Grok-1, Yuan2.
+
+Sources: transformers' `modeling_rwkv`; the modelling files published with OpenELM, Yuan2 and the ports
+of Grok-1 to Hugging Face (two spellings: the port's own, and that of the released JAX arrays).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import floor
+
+from qconvert.architecture.config import flag, optional_int, per_layer, positive_int
+from qconvert.architecture.families.llama import MISTRAL
+from qconvert.architecture.families.parts import (
+    EMBED,
+    GATE_UP,
+    LAYER,
+    LM_HEAD,
+    NAMED_BY,
+    QKV,
+    attention,
+    dense_dimensions,
+    every_layer,
+    experts,
+    gated_mlp,
+    sparse_dimensions,
+)
+from qconvert.architecture.slots import Dimensions, Family, Fusion, Slot
+from qconvert.tensors import Json
+
+OPENELM_LAYER = "transformer.layers.{layer}."
+
+
+def openelm_dimensions(config: Json, layer: int) -> Dimensions:
+    """Each layer has its own number of heads and its own inner width, rounded as the class rounds it."""
+    hidden, head_dim = positive_int(config, "model_dim"), positive_int(config, "head_dim")
+    q_heads = int(per_layer(config, "num_query_heads", layer))
+    kv_heads = int(per_layer(config, "num_kv_heads", layer))
+    wanted, step = (
+        per_layer(config, "ffn_multipliers", layer) * hidden,
+        positive_int(config, "ffn_dim_divisor"),
+    )
+    inner = max(step, floor(wanted + step / 2) // step * step)
+    return {
+        "vocab": positive_int(config, "vocab_size"),
+        "hidden": hidden,
+        "q_rows": q_heads * head_dim,
+        "kv_rows": kv_heads * head_dim,
+        "head_dim": head_dim,
+        "intermediate": inner + step if inner < 0.9 * wanted else inner,
+        "qk_norm": flag(config, "normalize_qk_projections"),
+    }
+
+
+OPENELM = Family(
+    name="OpenELM",
+    model_types=("openelm",),
+    classes=("OpenELMForCausalLM",),
+    slots=(
+        Slot("embed", "transformer.token_embeddings", ("vocab", "hidden"), "embedding"),
+        Slot("attn.q", OPENELM_LAYER + "attn.q_proj", ("q_rows", "hidden")),
+        Slot("attn.k", OPENELM_LAYER + "attn.k_proj", ("kv_rows", "hidden")),
+        Slot("attn.v", OPENELM_LAYER + "attn.v_proj", ("kv_rows", "hidden")),
+        Slot("attn.q_norm", OPENELM_LAYER + "attn.q_norm", ("head_dim",), "norm", only_if="qk_norm"),
+        Slot("attn.k_norm", OPENELM_LAYER + "attn.k_norm", ("head_dim",), "norm", only_if="qk_norm"),
+        Slot("attn.o", OPENELM_LAYER + "attn.out_proj", ("hidden", "q_rows")),
+        *gated_mlp(OPENELM_LAYER + "ffn.", names=("gate_proj", "up_proj", "proj_2")),
+        Slot("mlp.norm", OPENELM_LAYER + "ffn_norm", ("hidden",), "norm"),
+        Slot("attn.norm", OPENELM_LAYER + "attn_norm", ("hidden",), "norm"),
+        Slot("final_norm", "transformer.norm", ("hidden",), "norm"),
+        LM_HEAD,
+    ),
+    dimensions=openelm_dimensions,
+    named_by={
+        "vocab": "vocab_size",
+        "hidden": "model_dim",
+        "q_rows": "num_query_heads x head_dim",
+        "kv_rows": "num_kv_heads x head_dim",
+        "intermediate": "ffn_multipliers x model_dim",
+    },
+    fusions=(
+        Fusion("attn.qkv", OPENELM_LAYER + "attn.qkv_proj", ("attn.q", "attn.k", "attn.v"), native=True),
+        Fusion("mlp.gate_up", OPENELM_LAYER + "ffn.proj_1", ("mlp.gate", "mlp.up"), native=True),
+    ),
+    layers=("num_transformer_layers",),
+    tied_by="share_input_output_layers",
+)
+
+BLOCK = "rwkv.blocks.{layer}."
+TIME, CHANNEL = BLOCK + "attention.", BLOCK + "feed_forward."
+
+
+def mix(role: str, module: str) -> Slot:
+    """How much of a block's input comes from the token before: a vector that is no module."""
+    return Slot(role, module, ("one", "one", "hidden"), "other", suffix="")
+
+
+def rwkv_dimensions(config: Json, layer: int) -> Dimensions:
+    """RWKV's widths; only the first block has a norm in front."""
+    hidden = positive_int(config, "hidden_size")
+    return {
+        "vocab": positive_int(config, "vocab_size"),
+        "hidden": hidden,
+        "rows": optional_int(config, "attention_hidden_size") or hidden,
+        "intermediate": optional_int(config, "intermediate_size") or 4 * hidden,
+        "one": 1,
+        "first": layer == 0,
+    }
+
+
+RWKV = Family(
+    name="RWKV-4",
+    model_types=("rwkv",),
+    classes=("RwkvForCausalLM",),
+    slots=(
+        Slot("embed", "rwkv.embeddings", ("vocab", "hidden"), "embedding"),
+        Slot("first_norm", BLOCK + "pre_ln", ("hidden",), "norm", True, "first"),
+        Slot("attn.norm", BLOCK + "ln1", ("hidden",), "norm", True),
+        Slot("mlp.norm", BLOCK + "ln2", ("hidden",), "norm", True),
+        Slot("attn.decay", TIME + "time_decay", ("rows",), "other", suffix=""),
+        Slot("attn.first", TIME + "time_first", ("rows",), "other", suffix=""),
+        mix("attn.mix_k", TIME + "time_mix_key"),
+        mix("attn.mix_v", TIME + "time_mix_value"),
+        mix("attn.mix_r", TIME + "time_mix_receptance"),
+        Slot("attn.k", TIME + "key", ("rows", "hidden")),
+        Slot("attn.v", TIME + "value", ("rows", "hidden")),
+        Slot("attn.r", TIME + "receptance", ("rows", "hidden")),
+        Slot("attn.o", TIME + "output", ("hidden", "rows")),
+        mix("mlp.mix_k", CHANNEL + "time_mix_key"),
+        mix("mlp.mix_r", CHANNEL + "time_mix_receptance"),
+        Slot("mlp.k", CHANNEL + "key", ("intermediate", "hidden")),
+        Slot("mlp.r", CHANNEL + "receptance", ("hidden", "hidden")),
+        Slot("mlp.v", CHANNEL + "value", ("hidden", "intermediate")),
+        Slot("final_norm", "rwkv.ln_out", ("hidden",), "norm", True),
+        Slot("lm_head", "head", ("vocab", "hidden")),
+    ),
+    dimensions=rwkv_dimensions,
+    named_by={**NAMED_BY, "rows": "attention_hidden_size"},
+)
+
+
+def grok_norm(role: str, name: str) -> Slot:
+    """A norm, whose weight this model calls its scale."""
+    return Slot(role, LAYER + name, ("hidden",), "norm", suffix=".scale")
+
+
+GROK = replace(
+    MISTRAL,
+    name="Grok-1",
+    model_types=("grok-1",),
+    classes=("Grok1ModelForCausalLM", "Grok1ForCausalLM"),
+    slots=(
+        EMBED,
+        *(replace(s, module=s.module.replace("self_attn", "attn")) for s in attention()),
+        Slot("mlp.router", LAYER + "moe_block.gate", ("experts", "hidden"), "router"),
+        *experts(LAYER + "moe_block.experts.{expert}.", ("linear", "linear_v", "linear_1")),
+        grok_norm("attn.norm", "pre_attn_norm"),
+        grok_norm("attn.post_norm", "post_attn_norm"),
+        grok_norm("mlp.norm", "pre_moe_norm"),
+        grok_norm("mlp.post_norm", "post_moe_norm"),
+        Slot("final_norm", "model.norm", ("hidden",), "norm", suffix=".scale"),
+        LM_HEAD,
+    ),
+    dimensions=sparse_dimensions(every_layer),
+    keys={"moe_intermediate_size": "intermediate_size"},
+    fusions=(),
+    spellings=(
+        {".scale": ".weight"},
+        {
+            "model.layers.": "transformer.decoder_layer.",
+            "model.embed_tokens": "transformer.in_out_embed",
+            "model.norm.scale": "transformer.rms_norm.weight",
+            "attn.q_proj": "multi_head_attention.query",
+            "attn.k_proj": "multi_head_attention.key",
+            "attn.v_proj": "multi_head_attention.value",
+            "attn.o_proj": "multi_head_attention.linear",
+            "moe_block.gate": "router",
+            "moe_block.experts.": "moe.",
+            "pre_attn_norm.scale": "rms_norm.weight",
+            "post_attn_norm.scale": "rms_norm_1.weight",
+            "pre_moe_norm.scale": "rms_norm_2.weight",
+            "post_moe_norm.scale": "rms_norm_3.weight",
+        },
+    ),
+)
+
+
+def yuan_dimensions(config: Json, layer: int) -> Dimensions:
+    """A dense decoder's, and half the hidden width between the two convolutions."""
+    dense = dense_dimensions(config, layer)
+    return {**dense, "half": dense["hidden"] // 2, "two": 2}
+
+
+FILTER = LAYER + "self_attn.lf_gate."
+YUAN2 = replace(
+    MISTRAL,
+    name="Yuan2",
+    model_types=("yuan",),
+    classes=("YuanForCausalLM",),
+    slots=(
+        EMBED,
+        *attention(),
+        Slot("attn.filter.conv1", FILTER + "conv1", ("half", "hidden", "two", "one"), "other", True),
+        Slot("attn.filter.conv2", FILTER + "conv2", ("hidden", "half", "two", "one"), "other", True),
+        Slot("attn.filter.norm", FILTER + "output_layernorm", ("hidden",), "norm"),
+        # The class activates up_proj and multiplies by gate_proj.
+        *gated_mlp(names=("up_proj", "gate_proj", "down_proj")),
+        *MISTRAL.slots[1:2],
+        *(slot for slot in MISTRAL.slots if slot.role in ("mlp.norm", "final_norm", "lm_head")),
+    ),
+    dimensions=yuan_dimensions,
+    named_by={**NAMED_BY, "half": "hidden_size / 2"},
+    fusions=(QKV, replace(GATE_UP, parts=("mlp.up", "mlp.gate"))),
+)
+
+FAMILIES = (OPENELM, RWKV, GROK, YUAN2)

@@ -1,0 +1,70 @@
+"""Every family against the class it describes: names, shapes, counts, linears, ways to fuse."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+
+from qconvert.architecture import Architecture, Binding, bind
+from qconvert.census import census_of_config, census_of_tensors
+from qconvert.tensors import DType, Logical, Plain
+from tests.family_models import ROWS
+
+BF16 = Plain(DType.BF16)
+
+
+@cache
+def class_of(row: str) -> Any:
+    """The class's own model of the row's config, without memory for its weights."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**ROWS[row].config)
+    with torch.device("meta"):
+        made = getattr(transformers, ROWS[row].auto)
+        return made.from_config(config) if made.__name__.startswith("Auto") else made(config)
+
+
+def bound(row: str) -> Binding:
+    tensors = {n: Logical(n, tuple(t.shape), BF16) for n, t in class_of(row).state_dict().items()}
+    return bind(Architecture.of(ROWS[row].config), tensors)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_tensor_of_the_class_has_its_place_and_shape(row: str) -> None:
+    """What is left out are second names that the class has for one weight."""
+    binding, model = bound(row), class_of(row)
+    assert binding.unknown == ()
+    assert not set(binding.dropped) & {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_counts_are_those_of_the_class_from_config_and_from_names(row: str) -> None:
+    model = class_of(row)
+    named = {n for n, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = sum(t.numel() for n, t in model.state_dict().items() if n not in named)
+    count = sum(p.numel() for p in model.parameters()) + buffers
+    binding = bound(row)
+    assert census_of_config(Architecture.of(ROWS[row].config)).parameters == count
+    assert census_of_tensors(binding.tensors, binding).parameters == count
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_linears_are_those_of_the_class(row: str) -> None:
+    """A linear is a Linear or Conv1D of the class, or a stack of them, that is no gate and no head."""
+    import torch
+    import transformers
+
+    linear = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+    model = class_of(row)
+    modules = {f"{n}.weight" for n, m in model.named_modules() if isinstance(m, linear)}
+    modules |= {n for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n}
+    gates = [re.compile(rf"(.*\.)?{gate}\.weight") for gate in ROWS[row].gates]
+    binding = bound(row)
+    heads = {n for n, p in binding.places.items() if p.role == "lm_head"}
+    expected = {n for n in modules - heads if not any(gate.fullmatch(n) for gate in gates)}
+    found = {n for n, p in binding.places.items() if p.kind == "linear" and p.part == "weight"}
+    assert found - heads == expected
