@@ -80,10 +80,15 @@ class GGUFFile:
                 f"{self.headers[0].name}: {SPLIT_TENSORS} is {total}, but the parts hold {len(self.tensors)}"
             )
 
-    def read(self, name: str, start: int, stop: int) -> np.ndarray:
+    @property
+    def has_weights(self) -> bool:
+        return True
+
+    def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
         """Rows [start, stop) of a stored array, as a new `[rows, width]` array in its carrier type.
 
-        Quantized tensors come as uint8 [rows, row_bytes], their blocks as stored.
+        Quantized tensors come as uint8 [rows, row_bytes], their blocks as stored. Of `columns`
+        [first, last) only these are returned.
         """
         spec = self.specs[name]
         if not 0 <= start <= stop <= spec.rows:
@@ -92,7 +97,7 @@ class GGUFFile:
         rows = np.empty((stop - start, spec.width), spec.dtype.carrier)
         offset += start * spec.width * spec.dtype.nbytes
         read_exactly(self._fds[part], octets(rows), offset, self.headers[part].name)
-        return rows
+        return rows if columns is None else np.ascontiguousarray(rows[:, slice(*columns)])
 
     def close(self) -> None:
         while self._fds:

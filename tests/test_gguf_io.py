@@ -98,6 +98,7 @@ def test_reads_what_gguf_writes(tmp_path: Path) -> None:
         assert file.tensors["blocks"] == GGUFTensor("blocks", GGMLType.Q4_0, (2, 64))
         assert np.array_equal(file.read("plain", 1, 3), plain[1:3])
         assert np.array_equal(file.read("blocks", 0, 2), blocks)
+        assert np.array_equal(file.read("plain", 0, 3, columns=(1, 3)), plain[:, 1:3])
 
 
 def test_rows_are_the_same_from_any_thread(tmp_path: Path) -> None:
