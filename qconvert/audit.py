@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
+from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.files import octets
 from qconvert.formats.json_io import read_json_object
@@ -25,11 +28,29 @@ def audit(checkpoint: Checkpoint) -> tuple[Json, list[str]]:
     problems = [f"{name}: NaN or Inf" for name in _nonfinite(checkpoint)]
     if not path.is_file():
         return {**findings, "manifest": "none (structure and numbers checked)"}, problems
+    files, tensors = _recorded(path)
+    problems += _file_problems(checkpoint, files)
+    problems += _tensor_problems(checkpoint, tensors)
+    arrays = sum(len(entry["parts"]) for entry in tensors.values())
+    return {**findings, "manifest": f"{len(files)} files and {arrays} arrays"}, problems
+
+
+def _recorded(path: Path) -> tuple[list[Json], dict[str, Json]]:
+    """What a manifest says about files and tensors, if it is one."""
     manifest = read_json_object(path, max_bytes=1 << 28)
-    problems += _file_problems(checkpoint, manifest)
-    problems += _tensor_problems(checkpoint, manifest)
-    recorded = sum(len(entry["parts"]) for entry in manifest["tensors"].values())
-    return {**findings, "manifest": f"{len(manifest['files'])} files and {recorded} arrays"}, problems
+    files, tensors = manifest.get("files"), manifest.get("tensors")
+    if (
+        isinstance(files, list)
+        and isinstance(tensors, dict)
+        and all(isinstance(entry, dict) and {"name", "bytes", "sha256"} <= set(entry) for entry in files)
+        and all(
+            isinstance(e, dict) and "form" in e and isinstance(e.get("parts"), dict) for e in tensors.values()
+        )
+    ):
+        return files, tensors
+    raise CorruptCheckpoint(
+        f"{path.name}: not a manifest of qconvert", "write the output again, or remove the file"
+    )
 
 
 def _nonfinite(checkpoint: Checkpoint) -> list[str]:
@@ -53,9 +74,9 @@ def _windows(spec: TensorSpec) -> list[tuple[int, int]]:
     return [(a, min(a + step, spec.rows)) for a in range(0, spec.rows, step)]
 
 
-def _file_problems(checkpoint: Checkpoint, manifest: Json) -> list[str]:
+def _file_problems(checkpoint: Checkpoint, files: Iterable[Json]) -> list[str]:
     problems = []
-    for entry in manifest["files"]:
+    for entry in files:
         path = checkpoint.path / str(entry["name"])
         if path.parent != checkpoint.path or not path.is_file():
             problems.append(f"{entry['name']}: named in {FILE_NAME}, but not here")
@@ -68,9 +89,9 @@ def _file_problems(checkpoint: Checkpoint, manifest: Json) -> list[str]:
     return problems
 
 
-def _tensor_problems(checkpoint: Checkpoint, manifest: Json) -> list[str]:
+def _tensor_problems(checkpoint: Checkpoint, tensors: Mapping[str, Json]) -> list[str]:
     problems = []
-    for name, entry in manifest["tensors"].items():
+    for name, entry in tensors.items():
         tensor = checkpoint.tensors.get(name)
         if tensor is None or tensor.form.label != entry["form"]:
             found = tensor.form.label if tensor else "nothing"

@@ -25,11 +25,13 @@ def report_errors(command: click.Command, args: list[str] | None, **extra: Any) 
     argv = sys.argv[1:] if args is None else args
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        command.main(args=argv, prog_name="qconvert", standalone_mode=False, **extra)
+        ending = command.main(args=argv, prog_name="qconvert", standalone_mode=False, **extra)
         sys.stdout.flush()
     except QConvertError as error:
         _say(argv, error.fact, error.hint, error.exit_code)
     except click.ClickException as error:
+        if "--json" in argv:
+            _say(argv, error.format_message(), None, error.exit_code)
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
@@ -38,14 +40,12 @@ def report_errors(command: click.Command, args: list[str] | None, **extra: Any) 
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except click.exceptions.Exit as ending:
-        sys.exit(ending.exit_code)
     except Exception as error:
         if os.environ.get("QCONVERT_DEBUG"):
             raise
         fact = f"unexpected {type(error).__name__}: {error}"
         _say(argv, fact, "this is a bug in qconvert; set QCONVERT_DEBUG=1 for the traceback", 1)
-    sys.exit(0)
+    sys.exit(ending if isinstance(ending, int) else 0)  # click returns the code of its Exit
 
 
 def _say(argv: list[str], fact: str, hint: str | None, code: int) -> NoReturn:

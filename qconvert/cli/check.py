@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -50,10 +50,9 @@ def verify(out: Path, against: str | None, as_json: bool, quiet: bool, revision:
         problems += [_complaint(d) for d in differences if not _acceptable(d)]
     warnings = notice_lines(notices(checkpoint.tensors, checkpoint.architecture))
     if as_json:
-        click.echo(
-            json.dumps({"schema": 1, "out": str(out), **findings, "problems": problems, "warnings": warnings})
-        )
-    elif not quiet:
+        found = {"schema": 1, "out": str(out), **findings, "problems": problems, "warnings": warnings}
+        _end_with_json(found, failed=bool(problems))
+    if not quiet:
         for line in warnings:
             click.echo(line, err=True)
         for key, value in findings.items():
@@ -61,8 +60,14 @@ def verify(out: Path, against: str | None, as_json: bool, quiet: bool, revision:
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise CheckFailed(problems[0] + more, "write the output again from its source")
-    if not as_json and not quiet:
+    if not quiet:
         click.echo("verified")
+
+
+def _end_with_json(found: Json, *, failed: bool) -> NoReturn:
+    """Print the one JSON object; a failed check is told by the exit code, not by a second one."""
+    click.echo(json.dumps(found))
+    raise click.exceptions.Exit(CheckFailed.exit_code if failed else 0)
 
 
 def _acceptable(d: TensorDifference) -> bool:
@@ -113,17 +118,16 @@ def diff(a: str, b: str, show_all: bool, exit_code: bool, as_json: bool, revisio
 
     differences = list(compare_checkpoints(_open(a, revision), _open(b, revision)))
     listed = [d for d in differences if show_all or d.status != "equal"]
+    differ = exit_code and any(d.status != "equal" for d in differences)
     if as_json:
         rows = [_to_json(d) for d in listed]
-        click.echo(
-            json.dumps({"schema": 1, "a": a, "b": b, "summary": _summary(differences), "tensors": rows})
-        )
-    else:
-        head = ["tensor", "role", "status", "max", "rel. RMS", "steps"]
-        if listed:
-            click.echo("\n".join(table(head, [_cells(d) for d in listed], left=3)))
-        click.echo(_phrase(_summary(differences)))
-    if exit_code and any(d.status != "equal" for d in differences):
+        found = {"schema": 1, "a": a, "b": b, "summary": _summary(differences), "tensors": rows}
+        _end_with_json(found, failed=differ)
+    head = ["tensor", "role", "status", "max", "rel. RMS", "steps"]
+    if listed:
+        click.echo("\n".join(table(head, [_cells(d) for d in listed], left=3)))
+    click.echo(_phrase(_summary(differences)))
+    if differ:
         raise CheckFailed(f"{a} and {b}: not the same numbers", None)
 
 
