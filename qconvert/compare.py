@@ -7,7 +7,7 @@ to. Works in bounded blocks of rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import sqrt
 from typing import TYPE_CHECKING
 
@@ -62,8 +62,14 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifferen
             yield TensorDifference(name, role, "shape", note=shapes)
         else:
             yield _compare_pieces(a.reader, tensor, b.reader, pieces, role)
-    for name in b.tensors:
-        if name not in used and name not in b.ignored:
+    for name, tensor in b.tensors.items():
+        if name in used or name in b.ignored:
+            continue
+        shared = locate(a, name)  # the head of a tied A is its embedding
+        if len(shared) == 1 and shared[0].tensor.shape == tensor.shape:
+            found = _compare_pieces(a.reader, shared[0].tensor, b.reader, [whole(tensor)], b.role(name))
+            yield replace(found, name=name)
+        else:
             yield TensorDifference(name, b.role(name), "only in B")
 
 
