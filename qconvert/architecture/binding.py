@@ -40,9 +40,10 @@ class Binding:
 
     @property
     def fusions_found(self) -> tuple[str, ...]:
-        """The roles of the fused tensors that are stored, each once."""
+        """The roles of the fused tensors that are stored, each once, in the order of the family's table."""
         fused = self.architecture.fused
-        return tuple(dict.fromkeys(fused[n].fusion.role for n in self.places if n in fused))
+        stored = {fused[name].fusion.role for name in self.places if name in fused}
+        return tuple(f.role for f in self.architecture.family.fusions if f.role in stored)
 
 
 def bind(
