@@ -35,6 +35,11 @@ def optional_int(config: Json, key: str, most: int = MAX_DIMENSION) -> int | Non
     return value
 
 
+def count(config: Json, key: str) -> int:
+    """The integer under `key`, which may be 0; 0 when it is absent or null."""
+    return 0 if config.get(key) == 0 else optional_int(config, key) or 0
+
+
 def divided(config: Json, key: str, by: str) -> int:
     """The integer under `key` divided by the one under `by`, which must leave no remainder."""
     return divide(positive_int(config, key), positive_int(config, by), key, by)

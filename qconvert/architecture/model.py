@@ -274,12 +274,13 @@ def find_family(config: Json) -> Family:
     model_type = config.get("model_type")
     classes = config.get("architectures") or []
     known = ", ".join(t for family in FAMILIES for t in family.model_types)
-    if not isinstance(model_type, str):
-        raise CorruptCheckpoint("config.json: no model_type", f"add one of: {known}")
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         raise CorruptCheckpoint(
             f"config.json: architectures is {classes!r}, not a list of names", "correct it"
         )
+    if not isinstance(model_type, str):
+        fitting = [t for f in FAMILIES if set(classes) & set(f.classes) for t in f.model_types[:1]]
+        raise CorruptCheckpoint("config.json: no model_type", f"add one: {', '.join(fitting) or known}")
     family = next((f for f in FAMILIES if model_type in f.model_types), None)
     if family is None:
         raise UnsupportedModel(f"config.json: model_type {model_type!r} is not known here", f"known: {known}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qconvert.architecture.config import optional_int, positive_int
+from qconvert.architecture.config import count, optional_int, positive_int
 from qconvert.architecture.families.llama import MISTRAL
 from qconvert.architecture.families.parts import (
     ATTN_NORM,
@@ -37,14 +37,16 @@ SPARSE_MLP = (*gated_mlp(), ROUTER, *experts(), *SHARED_EXPERTS)
 
 def after_the_first(config: Json, layer: int) -> bool:
     """DeepSeek's rule: dense blocks in the first layers, then experts in every n-th."""
-    dense = config.get("first_k_dense_replace") and positive_int(config, "first_k_dense_replace")
-    return layer >= (dense or 0) and layer % (optional_int(config, "moe_layer_freq") or 1) == 0
+    return (
+        layer >= count(config, "first_k_dense_replace")
+        and layer % (optional_int(config, "moe_layer_freq") or 1) == 0
+    )
 
 
 def deepseek_dimensions(config: Json, layer: int) -> Dimensions:
     """A sparse decoder's; all shared experts of a layer are one block."""
     dims = sparse_dimensions(after_the_first)(config, layer)
-    shared = optional_int(config, "n_shared_experts") or 0
+    shared = count(config, "n_shared_experts")
     return {**dims, "shared_rows": shared * dims["expert_rows"]}
 
 
@@ -87,7 +89,7 @@ def latent_dimensions(config: Json, layer: int) -> Dimensions:
     plain, rotary, value = (
         positive_int(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
-    q_rank, kv_rank = optional_int(config, "q_lora_rank") or 0, positive_int(config, "kv_lora_rank")
+    q_rank, kv_rank = count(config, "q_lora_rank"), positive_int(config, "kv_lora_rank")
     q_rows = heads * (plain + rotary)
     return {
         **deepseek_dimensions({**config, "head_dim": rotary}, layer),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qconvert.architecture.config import divided, optional_int, positive_int, whole_numbers
+from qconvert.architecture.config import count, divided, optional_int, positive_int, whole_numbers
 from qconvert.architecture.slots import Dimensions, Fusion, Slot
 from qconvert.tensors import Json
 
@@ -122,7 +122,7 @@ def sparse_dimensions(is_sparse: Callable[[Json, int], bool]) -> Callable[[Json,
             "intermediate": 0,
             "experts": positive_int(config, "num_experts"),
             "expert_rows": positive_int(config, "moe_intermediate_size"),
-            "shared_rows": optional_int(config, "shared_expert_intermediate_size") or 0,
+            "shared_rows": count(config, "shared_expert_intermediate_size"),
         }
 
     return dimensions

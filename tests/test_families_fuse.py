@@ -1,0 +1,186 @@
+"""Native spellings of fused linears, held against the classes that read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qconvert import plan as passes
+from qconvert.architecture import Architecture, bind
+from qconvert.formats.checkpoint import open_checkpoint
+from qconvert.plan import Plan, copy_of
+from qconvert.run import gather
+from qconvert.tensors import Dense, DType, Logical, Plain
+from tests.family_models import ROWS, small
+
+STACKS = ["mlp.experts.gate_up", "mlp.experts.down"]
+F32 = Plain(DType.F32)
+
+
+class Arrays:
+    """A reader of arrays in memory."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        self.arrays = arrays
+
+    def read(self, tensor: Logical, start: int, stop: int) -> Dense:
+        rows = self.arrays[tensor.name].reshape(tensor.rows, tensor.width)
+        return Dense(rows[start:stop], DType.F32)
+
+
+def made(plan: Plan, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The outputs of a plan that moves rows, computed from arrays."""
+    reader: Any = Arrays(arrays)
+    found = {}
+    for unit in plan.units:
+        value, _ = gather(unit.inputs, reader, 0, unit.output.rows)
+        assert isinstance(value, Dense)
+        found[unit.output.name] = value.rows_RI.reshape(unit.output.shape)
+    return found
+
+
+def planned(config: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[Architecture, Plan]:
+    tensors = {name: Logical(name, array.shape, F32) for name, array in arrays.items()}
+    binding = bind(Architecture.of(config), tensors)
+    return binding.architecture, copy_of(binding)
+
+
+def numbered(config: dict[str, Any]) -> dict[str, np.ndarray]:
+    """What the class stores, every element with a number of its own."""
+    arrays, first = {}, 0
+    for name, place in Architecture.of(config).stored.items():
+        size = int(np.prod(place.shape))
+        arrays[name] = np.arange(first, first + size, dtype=np.float32).reshape(place.shape)
+        first += size
+    return arrays
+
+
+FALCONS = {"falcon-7b": (4, 1), "falcon-rw": (4, 4), "falcon-40b": (4, 2)}
+
+
+@pytest.mark.parametrize("row", FALCONS)
+def test_falcon_heads_are_where_the_class_looks_for_them(row: str) -> None:
+    import torch
+    import transformers
+
+    heads, kv_heads = FALCONS[row]
+    config = {"bias": False, **ROWS[row].config, "hidden_size": 32}
+    attention = transformers.models.falcon.modeling_falcon.FalconAttention(
+        transformers.AutoConfig.for_model(**config), 0
+    )
+    arrays = numbered(config)
+    prefix = "transformer.h.0.self_attention."
+    fused = arrays[f"{prefix}query_key_value.weight"]
+    q, k, v = attention._split_heads(torch.from_numpy(fused.T[None]))
+    architecture, plan = planned(config, arrays)
+    cut = made(passes.unfuse(architecture)(plan), arrays)
+    split = {"query": (q, heads), "key": (k, kv_heads), "value": (v, kv_heads)}
+    for name, (theirs, count) in split.items():
+        rows = theirs.reshape(1, 32, -1, 8)[:, :, :: heads // count if theirs.shape[2] == heads else 1]
+        expected = rows[0].permute(1, 2, 0).reshape(-1, 32).numpy()
+        np.testing.assert_array_equal(cut[f"{prefix}{name}.weight"], expected, err_msg=name)
+
+
+@given(
+    kv_heads=st.integers(1, 5),
+    per_kv=st.integers(1, 4),
+    head_dim=st.sampled_from([2, 4, 6]),
+    layers=st.integers(1, 2),
+)
+def test_grouped_qkv_unfuses_by_group_and_fuses_back(
+    kv_heads: int, per_kv: int, head_dim: int, layers: int
+) -> None:
+    """InternLM2 sees wqkv as [kv head, q heads per kv head + 2, head_dim]."""
+    heads = kv_heads * per_kv
+    config = small("internlm2", "InternLM2ForCausalLM", num_hidden_layers=layers)
+    config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * head_dim}
+    arrays = numbered(config)
+    architecture, plan = planned(config, arrays)
+    cut = passes.unfuse(architecture)(plan)
+    values, prefix = made(cut, arrays), f"model.layers.{layers - 1}.attention."
+    grouped = arrays[f"{prefix}wqkv.weight"].reshape(kv_heads, per_kv + 2, head_dim, heads * head_dim)
+    for name, expected in {"wq": grouped[:, :-2], "wk": grouped[:, -2], "wv": grouped[:, -1]}.items():
+        np.testing.assert_array_equal(
+            values[f"{prefix}{name}.weight"], expected.reshape(-1, heads * head_dim)
+        )
+    whole = made(passes.fuse(architecture, ["attn.qkv"])(cut), arrays)
+    assert {n: a.tobytes() for n, a in whole.items()} == {n: a.tobytes() for n, a in arrays.items()}
+
+
+NATIVE = {
+    "phi3": ROWS["phi3"].config,
+    "glm": ROWS["glm"].config,
+    "falcon-40b": ROWS["falcon-40b"].config,
+    "qwen3.5-moe": ROWS["qwen3.5-moe"].config,
+    "baichuan": small("baichuan", "BaichuanForCausalLM", num_key_value_heads=4),
+    "qwen1": small("qwen", "QWenLMHeadModel", num_key_value_heads=4, kv_channels=8),
+    "chatglm": small(
+        "chatglm",
+        "ChatGLMModel",
+        padded_vocab_size=96,
+        ffn_hidden_size=48,
+        num_layers=2,
+        multi_query_attention=True,
+        multi_query_group_num=2,
+        kv_channels=8,
+        add_qkv_bias=True,
+    ),
+    "chatglm-without-multi-query": small(
+        "chatglm", "ChatGLMModel", padded_vocab_size=96, ffn_hidden_size=48, num_layers=2, kv_channels=8
+    ),
+    "openelm": {
+        "model_type": "openelm",
+        "architectures": ["OpenELMForCausalLM"],
+        "vocab_size": 96,
+        "model_dim": 32,
+        "head_dim": 8,
+        "num_transformer_layers": 3,
+        "num_query_heads": [2, 4, 6],
+        "num_kv_heads": [1, 2, 3],
+        "ffn_multipliers": [0.5, 1.25, 2.0],
+        "ffn_dim_divisor": 16,
+        "normalize_qk_projections": True,
+        "share_input_output_layers": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_unfused_native_tensors_fuse_back_to_the_same_bytes(name: str) -> None:
+    arrays = numbered(NATIVE[name])
+    architecture, plan = planned(NATIVE[name], arrays)
+    native = [fusion.role for fusion in architecture.family.fusions if fusion.native]
+    cut = passes.unfuse(architecture)(plan)
+    assert architecture.family.native_fused
+    assert not set(cut.outputs) & set(architecture.fused)
+    assert set(cut.outputs) <= set(architecture.places)
+    whole = made(passes.fuse(architecture, native)(cut), arrays)
+    assert {n: a.tobytes() for n, a in whole.items()} == {n: a.tobytes() for n, a in arrays.items()}
+
+
+@pytest.mark.parametrize("row", ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "qwen3.5-moe"])
+def test_experts_stack_as_transformers_holds_them(row: str, tmp_path: Path) -> None:
+    """What `save_pretrained` wrote expert by expert stacks to the class's own 3-D parameters."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**ROWS[row].config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    architecture, plan = checkpoint.architecture, copy_of(checkpoint.bind())
+    apart = passes.unstack(architecture)(plan)
+    stacked = passes.fuse(architecture, STACKS)(apart)
+    state = {n: t for n, t in model.state_dict().items() if ".experts." in n}
+    assert len([n for n in stacked.outputs if ".experts." in n]) == len(state) > 0
+    units = {unit.output.name.replace("block_sparse_moe", "mlp"): unit for unit in stacked.units}
+    for name, expected in state.items():
+        value, _ = gather(units[name].inputs, checkpoint.reader, 0, units[name].output.rows)
+        assert isinstance(value, Dense)
+        np.testing.assert_array_equal(value.rows_RI.reshape(expected.shape), expected.numpy())
