@@ -113,7 +113,7 @@ def _write(
             jobs=job.limits.jobs,
             max_memory=job.limits.max_memory,
             allow_nonfinite=job.wish.allow_nonfinite,
-            order=lambda unit: _position(job.checkpoint, unit),
+            order=lambda unit: position(job.checkpoint, unit),
         )
         with closing(events):
             for done in events:
@@ -130,7 +130,7 @@ def _write(
     return written, errors
 
 
-def _position(checkpoint: Checkpoint, unit: Unit) -> tuple[int, int]:
+def position(checkpoint: Checkpoint, unit: Unit) -> tuple[int, int]:
     """Where a unit's first array lies in the source files, so that reading goes forward."""
     first = checkpoint.layout.parts(unit.inputs[0].tensor)[0]
     return checkpoint.files.source_offset(first.name)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # Compares two tensors of the source by name; given by the caller, who can read.
 Compare = Callable[[Logical, Logical], "Difference"]
-# Spells forms and left-out linears as config.json's quantization_config.
+# What config.json says about modules of these forms and about the linears left out.
 ConfigWriter = Callable[[Mapping[str, Quantized], list[str]], Json]
 
 
@@ -63,9 +63,9 @@ def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWr
     contradicts the model, and CorruptCheckpoint for tensors that contradict its config.
     """
     architecture, recipe = binding.architecture, wish.recipe
-    _check_plain_weights(binding)
-    tie = _Ties(binding, recipe.tie, compare)
-    plan = passes.run_passes(passes.copy_of(binding), tie.passes)
+    check_plain_weights(binding)
+    tie = Ties(binding, recipe.tie, compare)
+    plan = passes.run_passes(passes.copy_of(binding), [*tie.passes, passes.resolve_scales])
     if wish.unfuse:
         plan = _unfused(plan, architecture)
     if wish.dequantize:
@@ -86,7 +86,7 @@ def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWr
     return Draft(plan, architecture, config, tuple(warnings), tuple(notices(plan.outputs, architecture)))
 
 
-def _check_plain_weights(binding: Binding) -> None:
+def check_plain_weights(binding: Binding) -> None:
     for name in binding.places:
         form = binding.tensors[name].form
         if isinstance(form, Plain) and not form.dtype.is_float:
@@ -96,7 +96,7 @@ def _check_plain_weights(binding: Binding) -> None:
             )
 
 
-class _Ties:
+class Ties:
     """Whether the output's head is its embedding, and the passes that make it so."""
 
     def __init__(self, binding: Binding, tie: bool | None, compare: Compare) -> None:
@@ -184,7 +184,8 @@ def _config(binding: Binding, wish: Wish, plan: Plan, *, tied: bool, write_confi
     if wish.dtype is not None:
         for key in {"torch_dtype", "dtype"} & set(config) or {"torch_dtype"}:
             config[key] = TORCH_NAMES[wish.dtype]
-    config.pop("quantization_config", None)
+    for key in ("quantization_config", "quantization"):
+        config.pop(key, None)
     outputs = plan.outputs
     quantized = {_module(n): t.form for n, t in outputs.items() if isinstance(t.form, Quantized)}
     if quantized:
@@ -198,7 +199,7 @@ def _config(binding: Binding, wish: Wish, plan: Plan, *, tied: bool, write_confi
         head = binding.architecture.table("lm_head")
         if tied and head is not None:
             kept.append(head.module)
-        config["quantization_config"] = write_config(quantized, kept)
+        config |= write_config(quantized, kept)
     return config
 
 

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
+from qconvert.cli.progress import compile_kernels, progress
 from qconvert.errors import QConvertError
 from qconvert.sizes import parse_size
 
 if TYPE_CHECKING:
-    from qconvert.convert import Job, Limits, Listener, Made
+    from qconvert.convert import Job, Limits, Made
     from qconvert.draft import Wish
     from qconvert.recipe import Recipe
     from qconvert.tensors import Json
@@ -105,9 +103,10 @@ def write(model: str, wish: Wish, suffix: str, flags: Flags) -> None:
         return
     check_target(out, overwrite=flags.overwrite, sources=[job.checkpoint.path])
     require_free_disk(out, sum(file.size for file in job.files))
-    _compile_kernels(job, flags)
+    talks = not (flags.quiet or flags.as_json)
+    compile_kernels(job.draft.plan, talks=talks)
     started = time.perf_counter()
-    with _progress(job, flags) as listen:
+    with progress(job.draft.plan, talks=talks) as listen:
         made = convert(job, out, listen)
     _print_made(job, made, time.perf_counter() - started, flags)
 
@@ -118,7 +117,6 @@ def prepare(model: str, wish: Wish, flags: Flags) -> Job:
     from qconvert.convert import Job
     from qconvert.draft import draft
     from qconvert.formats.checkpoint import open_checkpoint
-    from qconvert.formats.layouts.compressed_tensors import quantization_config
     from qconvert.hub import resolve
 
     resolved = resolve(model, revision=flags.revision)
@@ -130,7 +128,7 @@ def prepare(model: str, wish: Wish, flags: Flags) -> Job:
         binding,
         wish,
         compare=lambda a, b: difference(checkpoint.reader, a, checkpoint.reader, b),
-        write_config=quantization_config,
+        write_config=checkpoint.layout.settings,
     )
     return Job(resolved, checkpoint, wish, drafted, flags.limits)
 
@@ -146,49 +144,6 @@ def _say_before(job: Job, flags: Flags) -> None:
     lines = notice_lines(job.draft.notices)
     if lines:
         click.echo("Warning: " + "\n".join(lines), err=True)
-
-
-def _compile_kernels(job: Job, flags: Flags) -> None:
-    """Load the number kernels before the work, and say so where that means compiling them.
-
-    The first use on a machine compiles (seconds); afterwards they come from a cache (milliseconds).
-    """
-    from threading import Timer
-
-    from qconvert.warm import warm
-
-    quiet = flags.as_json or flags.quiet
-    message = "compiling kernels: first use on this machine, cached afterwards"
-    timer = Timer(0.7, lambda: None if quiet else click.echo(message, err=True))
-    timer.start()
-    try:
-        warm(job.draft.plan)
-    finally:
-        timer.cancel()
-
-
-@contextmanager
-def _progress(job: Job, flags: Flags) -> Iterator[Listener]:
-    """A bar over bytes on stderr, when somebody is watching."""
-    if flags.quiet or flags.as_json or not sys.stderr.isatty():
-        yield lambda done: None
-        return
-    from tqdm import tqdm
-
-    from qconvert.census import form_bytes
-
-    total = sum(
-        form_bytes(piece.tensor.form, (piece.rows, piece.tensor.width))
-        for unit in job.draft.plan.units
-        for piece in unit.inputs
-    )
-    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, leave=False) as bar:
-
-        def listen(done: Any) -> None:
-            bar.set_postfix_str(done.unit.output.name, refresh=False)
-            bar.update(done.bytes_read)
-
-        yield listen
 
 
 def _describe(job: Job) -> Json:

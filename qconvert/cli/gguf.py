@@ -1,0 +1,262 @@
+"""`qconvert to-gguf`: a GGUF file of any llama.cpp type, in one step."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qconvert.cli.options import (
+    DEFAULT_MAX_MEMORY,
+    SIZE,
+    available_cores,
+    json_option,
+    quiet_option,
+    revision_option,
+)
+from qconvert.errors import BadRecipe, QConvertError
+
+if TYPE_CHECKING:
+    from qconvert.formats.verify import Hashes
+    from qconvert.gguf_convert import GGUFJob
+    from qconvert.gguf_draft import GGUFWish
+    from qconvert.tensors import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Flags:
+    """The values of the command's options."""
+
+    file_type: str
+    out: Path | None
+    tensor_types: tuple[str, ...]
+    token_embedding_type: str | None
+    output_tensor_type: str | None
+    pure: bool
+    fallback: bool
+    imatrix: Path | None
+    split_max_size: int | None
+    pre_tokenizer: str | None
+    overwrite: bool
+    dry_run: bool
+    as_json: bool
+    quiet: bool
+    verify: bool
+    jobs: int | None
+    max_memory: int
+    revision: str | None
+    allow_nonfinite: bool
+
+
+@click.command("to-gguf", short_help="A GGUF file of any llama.cpp type, in one step.")
+@click.argument("model", required=False)
+@click.option(
+    "--type", "file_type", required=True, metavar="TYPE", help="q4_k_m, q8_0, ...; `list` shows all."
+)
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), help="Output file. [default: by GGUF's convention]"
+)
+@click.option(
+    "--tensor-type", "tensor_types", multiple=True, metavar="PATTERN=TYPE", help="Override by name."
+)
+@click.option("--token-embedding-type", metavar="TYPE", help="The type of the embedding.")
+@click.option("--output-tensor-type", metavar="TYPE", help="The type of the head.")
+@click.option("--pure", is_flag=True, help="The base type throughout, no mixture.")
+@click.option(
+    "--fallback/--no-fallback", default=True, help="Where blocks do not divide a row: bigger type, or stop."
+)
+@click.option(
+    "--imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Importance matrix (GGUF or .dat)."
+)
+@click.option("--split-max-size", type=SIZE, help="Write numbered parts of at most this size.")
+@click.option("--pre-tokenizer", metavar="NAME", help="llama.cpp's name, where it is not recognised.")
+@click.option("--overwrite", is_flag=True, help="Replace the output file.")
+@click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
+@json_option
+@quiet_option
+@click.option("--verify/--no-verify", default=True, help="Re-read the output before it gets its name.")
+@click.option("-j", "--jobs", type=click.IntRange(1, 256), default=None, help="Threads. [default: all cores]")
+@click.option(
+    "--max-memory", type=SIZE, default=DEFAULT_MAX_MEMORY, show_default=True, help="Memory for the work."
+)
+@click.option("--allow-nonfinite", is_flag=True, help="Convert NaN and Inf instead of stopping.")
+@revision_option
+def command(model: str | None, **values: Any) -> None:
+    """Write MODEL as a GGUF file for llama.cpp, Ollama and their kin.
+
+    Straight from the shards: no 16-bit GGUF in between. Every tensor's bytes equal those of
+    llama.cpp's own converter followed by llama-quantize.
+
+    \b
+    qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m
+    """
+    flags = Flags(**values)
+    if flags.file_type.lower() == "list":
+        _print_types()
+        return
+    if model is None:
+        raise click.UsageError("Missing argument 'MODEL'.")
+    job = prepare(model, flags)
+    _warn(job, flags)
+    out = flags.out or Path(job.identity.file_name(job.draft.file_type.name))
+    if out.suffix != ".gguf":
+        raise QConvertError(f"{out}: does not end in .gguf", "llama.cpp finds parts of a model by that name")
+    files = job.files(out.name, flags.split_max_size)
+    if flags.dry_run:
+        _report(job, out, flags, None, 0.0)
+        return
+    _carry_out(job, out, files, flags)
+
+
+def _carry_out(job: GGUFJob, out: Path, files: Any, flags: Flags) -> None:
+    from qconvert.cli.progress import compile_kernels, progress
+    from qconvert.gguf_convert import convert_gguf
+
+    talks = not (flags.quiet or flags.as_json)
+    compile_kernels(job.draft.plan, talks=talks)
+    started = time.perf_counter()
+    with progress(job.draft.plan, talks=talks) as listen:
+        hashes = convert_gguf(job, out, files, listen)
+    _report(job, out, flags, hashes, time.perf_counter() - started)
+
+
+def prepare(model: str, flags: Flags) -> GGUFJob:
+    """Open the source, recognise its tokenizer and draft the file; nothing is written."""
+    from qconvert.compare import difference
+    from qconvert.convert import Limits
+    from qconvert.formats.checkpoint import open_checkpoint
+    from qconvert.formats.gguf_vocab import read_tokenizer
+    from qconvert.gguf_convert import GGUFJob
+    from qconvert.gguf_draft import draft_gguf
+    from qconvert.hub import resolve
+
+    resolved = resolve(model, revision=flags.revision)
+    checkpoint = open_checkpoint(resolved.path)
+    binding = checkpoint.bind()
+    draft = draft_gguf(
+        binding,
+        _wish(flags),
+        compare=lambda a, b: difference(checkpoint.reader, a, checkpoint.reader, b),
+    )
+    embed = checkpoint.architecture.table("embed")
+    assert embed is not None
+    tokenizer = read_tokenizer(checkpoint.path, embed.shape[0], checkpoint.config, flags.pre_tokenizer)
+    limits = Limits(
+        flags.jobs or available_cores(),
+        flags.max_memory,
+        None,
+        verify=flags.verify,
+        overwrite=flags.overwrite,
+    )
+    return GGUFJob(checkpoint, draft, tokenizer, resolved.name, limits)
+
+
+def _wish(flags: Flags) -> GGUFWish:
+    from qconvert.gguf_draft import GGUFWish
+    from qconvert.gguf_types import parse_ggml_type
+
+    overrides = []
+    for text in flags.tensor_types:
+        pattern, equals, type_ = text.rpartition("=")
+        if not equals or not pattern:
+            raise BadRecipe(
+                f"--tensor-type {text!r}: no '='", "write PATTERN=TYPE, for example ffn_down=q6_k"
+            )
+        overrides.append((pattern, parse_ggml_type(type_)))
+    embedding, head = flags.token_embedding_type, flags.output_tensor_type
+    return GGUFWish(
+        flags.file_type,
+        tensor_types=tuple(overrides),
+        token_embedding_type=parse_ggml_type(embedding) if embedding else None,
+        output_tensor_type=parse_ggml_type(head) if head else None,
+        pure=flags.pure,
+        fallback=flags.fallback,
+        importance=_importance(flags.imatrix),
+        allow_nonfinite=flags.allow_nonfinite,
+    )
+
+
+def _importance(path: Path | None) -> dict[str, tuple[float, ...]] | None:
+    if path is None:
+        return None
+    from qconvert.formats.imatrix import read_imatrix
+
+    return read_imatrix(path)
+
+
+def _print_types() -> None:
+    from qconvert.gguf_mix import FILE_TYPES
+    from qconvert.tables import table
+
+    rows = [[t.name.lower(), t.base.label, f"{t.base.bits_per_weight:.2f}"] for t in FILE_TYPES.values()]
+    click.echo("\n".join(table(["type", "base", "bpw of base"], rows, left=2)))
+
+
+def _warn(job: GGUFJob, flags: Flags) -> None:
+    if flags.as_json:
+        return
+    for warning in (*job.checkpoint.files.warnings, *job.draft.warnings, *job.tokenizer.warnings):
+        click.echo(f"Warning: {warning}", err=True)
+
+
+def _described(job: GGUFJob, out: Path) -> Json:
+    by_type: dict[str, list[int]] = {}
+    for tensor in job.tensors:
+        entry = by_type.setdefault(tensor.type.label, [0, 0, 0])
+        entry[0] += 1
+        entry[1] += tensor.nbytes * tensor.type.block // tensor.type.block_bytes
+        entry[2] += tensor.nbytes
+    rows = [
+        {"type": label, "tensors": tensors, "parameters": count, "bytes": nbytes}
+        for label, (tensors, count, nbytes) in by_type.items()
+    ]
+    parameters = sum(count for _, count, _ in by_type.values())
+    nbytes = sum(nbytes for _, _, nbytes in by_type.values())
+    return {
+        "out": str(out),
+        "file_type": job.draft.file_type.name,
+        "types": rows,
+        "parameters": parameters,
+        "bytes": nbytes,
+        "bits_per_weight": 8 * nbytes / parameters,
+        "substituted": job.draft.substituted,
+    }
+
+
+def _report(job: GGUFJob, out: Path, flags: Flags, hashes: Hashes | None, seconds: float) -> None:
+    from qconvert.tables import size, table
+
+    found = _described(job, out)
+    if flags.as_json:
+        result = {"schema": 1, "dry_run": flags.dry_run, **found, "seconds": round(seconds, 3)}
+        click.echo(json.dumps({**result, "sha256": dict(hashes.files) if hashes else {}}))
+        return
+    if flags.quiet:
+        click.echo(str(out))
+        return
+    rows = [
+        [r["type"], str(r["tensors"]), f"{r['parameters']:,}", size(r["bytes"]), _bpw(r)]
+        for r in found["types"]
+    ]
+    total = ["total", str(len(job.tensors)), f"{found['parameters']:,}", size(found["bytes"]), _bpw(found)]
+    click.echo(f"{job.model_name}  ->  {out}")
+    click.echo("\n".join(table(["type", "tensors", "parameters", "bytes", "bpw"], [*rows, total])))
+    if found["substituted"]:
+        base = job.draft.file_type.base.label
+        click.echo(
+            f"Warning: {len(found['substituted'])} tensors have rows that {base}'s blocks do not divide and "
+            f"got a bigger type, for example {found['substituted'][0]}; --no-fallback makes this an error",
+            err=True,
+        )
+    if flags.dry_run:
+        click.echo("dry run: nothing was written", err=True)
+    else:
+        click.echo(f"done in {seconds:.1f} s, {'verified' if flags.verify else 'not verified'}", err=True)
+
+
+def _bpw(entry: Json) -> str:
+    return f"{8 * entry['bytes'] / entry['parameters']:.2f}"

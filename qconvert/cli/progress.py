@@ -1,0 +1,57 @@
+"""What a user sees while a plan runs: a word about compiling, and a bar over bytes, on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from qconvert.convert import Listener
+    from qconvert.plan import Plan
+
+COMPILING = "compiling kernels: first use on this machine, cached afterwards"
+
+
+def compile_kernels(plan: Plan, *, talks: bool) -> None:
+    """Load the number kernels before the work, and say so where that means compiling them.
+
+    The first use on a machine compiles (seconds); afterwards they come from a cache (milliseconds).
+    """
+    from threading import Timer
+
+    from qconvert.warm import warm
+
+    timer = Timer(0.7, lambda: click.echo(COMPILING, err=True) if talks else None)
+    timer.start()
+    try:
+        warm(plan)
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def progress(plan: Plan, *, talks: bool) -> Iterator[Listener]:
+    """A bar over the bytes that the plan reads, when somebody is watching."""
+    if not talks or not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    from tqdm import tqdm
+
+    from qconvert.census import form_bytes
+
+    total = sum(
+        form_bytes(piece.tensor.form, (piece.rows, piece.tensor.width))
+        for unit in plan.units
+        for piece in unit.inputs
+    )
+    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, leave=False) as bar:
+
+        def listen(done: Any) -> None:
+            bar.set_postfix_str(done.unit.output.name, refresh=False)
+            bar.update(done.bytes_read)
+
+        yield listen
