@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from qconvert.architecture import Architecture, Binding, bind
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.errors import UnsupportedModel
 from qconvert.formats.files import shown
 from qconvert.formats.hf import HFCheckpoint, open_hf_folder
-from qconvert.formats.layouts import compressed_tensors
-from qconvert.tensors import GroupInt, Json, Layout, Logical, Reader, TensorSpec
+from qconvert.formats.layouts import awq, bitsandbytes, compressed_config, fp8, gptq, mlx, mxfp4, torchao
+from qconvert.formats.layouts.claims import settings_of
+from qconvert.formats.layouts.compressed_reading import open_compressed_tensors
+from qconvert.tensors import Json, Layout, Logical, Quantized, Reader, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Checkpoint:
     @property
     def quantization(self) -> str | None:
         """The layout and forms of the quantized tensors, in words; None when all are plain."""
-        forms = {t.form.label: t.form for t in self.tensors.values() if isinstance(t.form, GroupInt)}
+        forms = {t.form.label: t.form for t in self.tensors.values() if isinstance(t.form, Quantized)}
         return f"{self.layout.name} ({', '.join(sorted(forms))})" if forms else None
 
 
@@ -67,20 +69,32 @@ def open_checkpoint(path: Path, headers: Mapping[str, TensorSpec] | None = None)
     `headers` are those of a Hub repository whose weights were not downloaded (`hub.resolve`).
     """
     files = open_hf_folder(path, headers)
-    method = _quantization_method(files.config)
-    if method not in (None, compressed_tensors.NAME):
+    layout, tensors = _opener(files.config)(files, files.config)
+    return Checkpoint(files, tensors, layout)
+
+
+def _opener(config: Json) -> Opener:
+    """The reader of the layout that config.json claims; plain weights read as any layout would."""
+    if settings_of(config, mlx.KEY) and "quant_method" not in settings_of(config):
+        return mlx.open_mlx
+    settings = settings_of(config)
+    method = shown(settings.get("quant_method")) if settings else compressed_config.NAME
+    if method not in OPENERS:
         raise UnsupportedModel(
             f"config.json: quantization method {method!r} is not read here",
-            f"read: plain safetensors and {compressed_tensors.NAME}",
+            f"read: plain safetensors, {', '.join(OPENERS)}, mlx",
         )
-    tensors = compressed_tensors.bind(files, files.config)
-    return Checkpoint(files, tensors, compressed_tensors.CompressedTensors())
+    return OPENERS[method]
 
 
-def _quantization_method(config: Json) -> str | None:
-    quantization = config.get("quantization_config")
-    if not quantization:
-        return None
-    if not isinstance(quantization, dict):
-        raise CorruptCheckpoint("config.json: quantization_config is not an object", "correct the file")
-    return shown(quantization.get("quant_method"))
+Opener = Callable[[HFCheckpoint, Json], tuple[Layout, dict[str, Logical]]]
+# The reader of a layout by the `quant_method` of its quantization_config.
+OPENERS: Mapping[str, Opener] = {
+    compressed_config.NAME: open_compressed_tensors,
+    gptq.NAME: gptq.open_gptq,
+    awq.NAME: awq.open_awq,
+    bitsandbytes.NAME: bitsandbytes.open_bitsandbytes,
+    fp8.NAME: fp8.open_fp8,
+    mxfp4.NAME: mxfp4.open_mxfp4,
+    torchao.NAME: torchao.open_torchao,
+}

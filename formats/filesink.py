@@ -74,16 +74,26 @@ class FileSink:
             self._places[name] = _Place(fd, file.offsets[name], spec, file.name)
             self._missing[name] = spec.nbytes
 
-    def write(self, name: str, start: int, rows: np.ndarray) -> None:
-        """Write rows [start, start + len(rows)) of a tensor: `[rows, width]` in its carrier type."""
+    def write(self, name: str, start: int, rows: np.ndarray, column: int = 0) -> None:
+        """Write rows [start, start + len(rows)) of a tensor: `[rows, width]` in its carrier type.
+
+        Narrower rows go to the columns from `column` on.
+        """
         place = self._places[name]
         spec = place.spec
-        if rows.dtype != spec.dtype.carrier or rows.shape[1:] != (spec.width,):
+        if (
+            rows.dtype != spec.dtype.carrier
+            or rows.ndim != 2
+            or not 0 <= column <= spec.width - rows.shape[1]
+        ):
             raise ValueError(f"{name}: {rows.dtype} {rows.shape} are not rows of {spec}")
         if not 0 <= start <= spec.rows - len(rows):
             raise ValueError(f"{name}: rows [{start}, {start + len(rows)}) of {spec.rows}")
-        offset = place.offset + start * spec.width * spec.dtype.nbytes
-        write_exactly(place.fd, octets(np.ascontiguousarray(rows)), offset, place.file)
+        stride = spec.width * spec.dtype.nbytes
+        offset = place.offset + start * stride + column * spec.dtype.nbytes
+        whole = rows.shape[1] == spec.width
+        for i, run in enumerate([rows] if whole else rows):
+            write_exactly(place.fd, octets(np.ascontiguousarray(run)), offset + i * stride, place.file)
         with self._lock:
             self._missing[name] -= rows.nbytes
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from qconvert.architecture import Architecture, Binding, Place
-from qconvert.tensors import Blocks, Form, Json, Logical, Plain, rows_of, width_of
+from qconvert.tensors import Blocks, Codebook, Form, GroupMin, Json, Logical, Plain, rows_of, width_of
 
 _NORMS = "norms"
 _BIASES = "biases"
@@ -77,9 +77,16 @@ def form_bytes(form: Form, shape: tuple[int, ...]) -> int:
         return prod(shape) * form.dtype.nbytes
     if isinstance(form, Blocks):
         return rows_of(shape) * form.row_bytes(width_of(shape))
+    rows, groups = rows_of(shape), form.groups(width_of(shape))
+    if isinstance(form, Codebook):
+        scale_bytes = 1 if form.second == "nested" else form.scale_dtype.nbytes
+        return rows * -(-width_of(shape) * form.bits // 8) + form.scale_rows(rows) * groups * scale_bytes
     words = -(-width_of(shape) * form.bits // 32)
-    zeros = 0 if form.symmetric else -(-rows_of(shape) * form.bits // 32) * 4 * form.groups(width_of(shape))
-    return rows_of(shape) * (4 * words + form.groups(width_of(shape)) * form.scale_dtype.nbytes) + zeros
+    scales = groups * form.scale_dtype.nbytes
+    if isinstance(form, GroupMin):
+        return rows * (4 * words + 2 * scales)
+    zeros = 0 if form.symmetric else -(-rows * form.bits // 32) * 4 * groups
+    return rows * (4 * words + scales) + zeros
 
 
 def census_of_config(architecture: Architecture) -> Census:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qconvert.plan import RowSlice, whole
-from qconvert.quant.affine import dequantize
 from qconvert.quant.casts import Difference, cast, compare
+from qconvert.quant.grids import numbers
 from qconvert.tensors import BlockRows, Dense, DType, IntAffine, Logical, Reader, Value
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _compare_pieces(
         for block_a, block_b in _blocks(reader_a, rows_a, reader_b, piece):
             found = compare(_numbers(block_a), _numbers(block_b))
             total = found if total is None else total + found
-            if isinstance(block_b, IntAffine):
+            if isinstance(block_b, IntAffine) and block_b.groups_I is None:
                 steps = max(steps or 0.0, _steps(block_a, block_b))
         row += piece.rows
     equal = total is None or total.equal_count == total.count
@@ -131,23 +131,20 @@ def _blocks(reader_a: Reader, a: RowSlice, reader_b: Reader, b: RowSlice) -> Ite
 
 
 def _numbers(value: Value) -> Dense:
-    """The numbers a value stands for: a grid's in its scales' dtype, GGML blocks' in float32."""
+    """The numbers a value stands for: a grid's in its own dtype, GGML blocks' in float32."""
     match value:
         case Dense():
             return value
-        case IntAffine():
-            return dequantize(value, value.form.scale_dtype)
         case BlockRows():
-            from qconvert.quant.ggml import decode_rows
-
-            width = value.bytes_RB.shape[1] // value.form.block_bytes * value.form.block
-            return Dense(decode_rows(value.bytes_RB, value.form.type, width), DType.F32)
+            return numbers(value, DType.F32)
+        case _:
+            return numbers(value, value.form.decoded)
 
 
 def _steps(a: Value, b: IntAffine) -> float:
     """The largest |a - b| in units of b's scales; b decoded in float32."""
     wide_a = cast(_numbers(a), DType.F32)[0].rows_RI
-    wide_b = dequantize(b, DType.F32).rows_RI
+    wide_b = numbers(b, DType.F32).rows_RI
     scales_RG = np.abs(cast(Dense(b.scales_RG, b.form.scale_dtype), DType.F32)[0].rows_RI)
     rows, groups = scales_RG.shape
     gaps_RG = np.abs(wide_a - wide_b).reshape(rows, groups, -1).max(axis=2)

@@ -6,14 +6,12 @@ fusing is reading from several tensors and un-fusing is reading from part of one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from qconvert.tensors import BlockRows, Blocks, Dense, DType, Form, GroupInt, IntAffine, Plain, Value
+from qconvert.tensors import BlockRows, Blocks, Codebook, Coded, Dense, DType, Form, GroupInt, Plain, Value
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from qconvert.quant.affine import QuantError
 
 
@@ -22,12 +20,15 @@ class Finding:
     """What an operation noticed in the rows it was given.
 
     `nonfinite` is the flat index of the first NaN or Inf, -1 if there is none; `overflow` counts
-    finite numbers that the target dtype cannot hold; `error` is what quantizing lost.
+    finite numbers that the target dtype cannot hold; `error` is what quantizing lost; `bad_row` is the
+    first row whose scales hold a NaN or Inf; `steps` by how many steps of its grid a weight has moved.
     """
 
     nonfinite: int = -1
     overflow: int = 0
     error: QuantError | None = None
+    bad_row: int = -1
+    steps: float = 0.0
 
 
 CLEAN = Finding()
@@ -65,13 +66,13 @@ class CheckFinite(_RowWise):
 
     def apply(self, value: Value) -> tuple[Value, Finding]:
         from qconvert.quant.casts import first_nonfinite
+        from qconvert.quant.grids import first_bad_row
 
-        if isinstance(value, BlockRows):
-            return value, CLEAN
         if isinstance(value, Dense):
             return value, (Finding(first_nonfinite(value)) if value.dtype.is_float else CLEAN)
-        scales = Dense(value.scales_RG, value.form.scale_dtype)
-        return value, Finding(first_nonfinite(scales))
+        if isinstance(value, BlockRows):
+            return value, CLEAN
+        return value, Finding(bad_row=first_bad_row(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,7 @@ class Quantize(_RowWise):
 
 @dataclass(frozen=True, slots=True)
 class Dequantize(_RowWise):
-    """Compute a group-quantized tensor's numbers: `(code - zero) * scale`, rounded once."""
+    """Compute the numbers of a quantized tensor, rounded as its grid asks (`quant.grids.numbers`)."""
 
     dtype: DType
 
@@ -121,10 +122,22 @@ class Dequantize(_RowWise):
         return Plain(self.dtype)
 
     def apply(self, value: Value) -> tuple[Value, Finding]:
-        from qconvert.quant.affine import dequantize
+        from qconvert.quant.grids import numbers
 
-        assert isinstance(value, IntAffine)
-        return dequantize(value, self.dtype), CLEAN
+        return numbers(value, self.dtype), CLEAN
+
+
+@dataclass(frozen=True, slots=True)
+class ResolveScales(_RowWise):
+    """Keep nested scales as the float32 numbers that they stand for, which values bring already."""
+
+    def infer(self, form: Form) -> Form:
+        assert isinstance(form, Codebook)
+        return replace(form, second=None)
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        assert isinstance(value, Coded)
+        return replace(value, form=replace(value.form, second=None)), CLEAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +207,5 @@ class SwapHalves:
         if self.undo:
             order = np.argsort(order)
         heads = np.arange(value.rows).reshape(-1, self.head_dim)
-        return _take(value, heads[:, order].ravel()), CLEAN
-
-
-def _take(value: Value, rows: np.ndarray) -> Value:
-    if isinstance(value, Dense):
-        return Dense(value.rows_RI[rows], value.dtype)
-    if isinstance(value, BlockRows):
-        return BlockRows(value.bytes_RB[rows], value.form)
-    zeros_RG = None if value.zeros_RG is None else value.zeros_RG[rows]
-    return IntAffine(value.codes_RI[rows], value.scales_RG[rows], zeros_RG, value.form)
+        rows = heads[:, order].ravel()
+        return value.with_arrays(tuple(array[rows] for array in value.arrays)), CLEAN

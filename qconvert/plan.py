@@ -14,9 +14,18 @@ from functools import reduce
 
 from qconvert.architecture import Architecture, Binding, FusedPlace
 from qconvert.errors import BadRecipe
-from qconvert.ops import Cast, CheckFinite, DecodeBlocks, Dequantize, EncodeBlocks, Op, Quantize
+from qconvert.ops import (
+    Cast,
+    CheckFinite,
+    DecodeBlocks,
+    Dequantize,
+    EncodeBlocks,
+    Op,
+    Quantize,
+    ResolveScales,
+)
 from qconvert.schemes import Scheme
-from qconvert.tensors import Blocks, DType, Form, Logical, Plain, Quantized
+from qconvert.tensors import Blocks, Codebook, DType, Form, Logical, Plain, Quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +57,7 @@ class Unit:
     @property
     def is_copy(self) -> bool:
         """Whether the output's numbers are exactly those of the inputs."""
-        return all(isinstance(op, CheckFinite) for op in self.ops)
+        return all(isinstance(op, CheckFinite | ResolveScales) for op in self.ops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +232,15 @@ def dequantize(dtype: DType | None) -> Pass:
     return _on_outputs(
         lambda form: Dequantize(dtype or form.decoded) if isinstance(form, Quantized) else None
     )
+
+
+def resolve_scales(plan: Plan) -> Plan:
+    """Scales that are quantized themselves become float32 numbers, exactly."""
+
+    def choose(form: Form) -> Op | None:
+        return ResolveScales() if isinstance(form, Codebook) and form.second == "nested" else None
+
+    return _on_outputs(choose)(plan)
 
 
 def cast(dtype: DType) -> Pass:

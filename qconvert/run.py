@@ -18,7 +18,7 @@ from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.files import octets
 from qconvert.ops import Finding
 from qconvert.plan import Plan, RowSlice, Unit
-from qconvert.tensors import BlockRows, Dense, IntAffine, Layout, Plain, Reader, Sink, Value
+from qconvert.tensors import Coded, IntAffine, Layout, Logical, Plain, Reader, Sink, Value
 
 if TYPE_CHECKING:
     from qconvert.quant.affine import QuantError
@@ -26,18 +26,22 @@ if TYPE_CHECKING:
 # Working memory of one block: large enough to amortise a Python call, small enough to stay near
 # the cache and to leave room for many blocks in a small budget.
 BLOCK_BYTES = 16 << 20
+# A transposed layout costs one read or write per stored row and block: fewer, larger blocks.
+TRANSPOSED_BLOCK_BYTES = 128 << 20
 # float32 or code scratch and packed output, per weight, beside the input itself.
 SCRATCH_PER_WEIGHT = 6
 
 
 @dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """A run of rows of one array as it was handed to the sink, with its CRC-32."""
+    """Rows of one array, or the columns [column, column + width) of them, with their CRC-32."""
 
     name: str
     start: int
     rows: int
+    width: int
     crc32: int
+    column: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,9 @@ def run(
     or aborts the sink, and closes the generator first: no thread outlives it.
     """
     units = sorted(plan.units, key=order) if order else list(plan.units)  # type: ignore[arg-type]
-    limit = min(BLOCK_BYTES, max(1, max_memory // (2 * jobs)))
+    transposed = reader.layout.transposed or layout.transposed
+    block_bytes = TRANSPOSED_BLOCK_BYTES if transposed else BLOCK_BYTES
+    limit = min(block_bytes, max(1, max_memory // (2 * jobs)))
     blocks = [block for unit in units for block in cut(unit, layout, limit)]
     left = {unit.output.name: 0 for unit in units}
     for block in blocks:
@@ -139,17 +145,21 @@ def _admits(running: dict[Future[BlockDone], int], cost: int, jobs: int, max_mem
 
 
 def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_nonfinite: bool) -> BlockDone:
+    import numpy as np
+
     unit = block.unit
     value, nbytes = gather(unit.inputs, reader, block.start, block.stop)
     error = None
     for op in unit.ops:
         value, finding = op.apply(value)
         error = finding.error or error
-        _refuse(unit, block.start, finding, allow_nonfinite)
+        _refuse(unit, block.start, finding, reader.layout, allow_nonfinite=allow_nonfinite)
     parts = []
     for part in layout.encode(unit.output, block.start, value):
-        sink.write(part.name, part.start, part.rows)
-        parts.append(WrittenPart(part.name, part.start, len(part.rows), zlib.crc32(octets(part.rows))))
+        rows = np.ascontiguousarray(part.rows)
+        sink.write(part.name, part.start, rows, part.column)
+        crc32 = zlib.crc32(octets(rows))
+        parts.append(WrittenPart(part.name, part.start, len(rows), rows.shape[1], crc32, part.column))
     return BlockDone(unit, nbytes, tuple(parts), error, last=False)
 
 
@@ -163,47 +173,47 @@ def gather(inputs: tuple[RowSlice, ...], reader: Reader, start: int, stop: int) 
             pieces.append(reader.read(piece.tensor, first + shift, last + shift))
         offset += piece.rows
     value = pieces[0] if len(pieces) == 1 else stack(pieces)
-    return value, sum(_nbytes(piece) for piece in pieces)
+    return value, sum(piece.arrays[0].nbytes for piece in pieces)
 
 
 def stack(pieces: list[Value]) -> Value:
-    """Values of one form stacked by rows."""
+    """Values of one form stacked by rows; BadRecipe if they share what one tensor can have only once."""
     import numpy as np
 
     first = pieces[0]
-    if isinstance(first, Dense):
-        dense = [p.rows_RI for p in pieces if isinstance(p, Dense)]
-        return Dense(np.concatenate(dense), first.dtype)
-    if isinstance(first, BlockRows):
-        blocks = [p.bytes_RB for p in pieces if isinstance(p, BlockRows)]
-        return BlockRows(np.concatenate(blocks), first.form)
-    affine = [p for p in pieces if isinstance(p, IntAffine)]
-    zeros = [p.zeros_RG for p in affine if p.zeros_RG is not None]
-    return IntAffine(
-        np.concatenate([p.codes_RI for p in affine]),
-        np.concatenate([p.scales_RG for p in affine]),
-        np.concatenate(zeros) if zeros else None,
-        first.form,
-    )
+    for piece in pieces[1:]:
+        _require_same_constants(first, piece)
+    columns = zip(*(piece.arrays for piece in pieces), strict=True)
+    return first.with_arrays(tuple(np.concatenate(column) for column in columns))
 
 
-def _nbytes(value: Value) -> int:
-    """Bytes of a value's main array, as it is in memory."""
-    match value:
-        case Dense():
-            return value.rows_RI.nbytes
-        case BlockRows():
-            return value.bytes_RB.nbytes
-        case IntAffine():
-            return value.codes_RI.nbytes
+def _require_same_constants(a: Value, b: Value) -> None:
+    import numpy as np
+
+    if isinstance(a, IntAffine) and isinstance(b, IntAffine):
+        orders = [piece.groups_I for piece in (a, b) if piece.groups_I is not None]
+        if orders and not np.array_equal(orders[0], orders[-1]):
+            raise BadRecipe("g_idx: the activation orders of the stacked weights differ", "leave them apart")
+    elif isinstance(a, Coded) and isinstance(b, Coded) and a.divisor != b.divisor:
+        raise BadRecipe(
+            f"the stacked weights have different global scales ({a.divisor} and {b.divisor})",
+            "leave them apart, or dequantize first",
+        )
 
 
-def _refuse(unit: Unit, start: int, finding: Finding, allow_nonfinite: bool) -> None:
+def _refuse(unit: Unit, start: int, finding: Finding, layout: Layout, *, allow_nonfinite: bool) -> None:
+    if finding.bad_row >= 0 and not allow_nonfinite:
+        tensor, row = _input_row(unit, start + finding.bad_row)
+        raise CorruptCheckpoint(
+            f"{layout.parts(tensor)[1].name}: NaN or Inf in the scales of row {row}",
+            "the checkpoint is damaged; --allow-nonfinite converts it all the same",
+        )
     if finding.nonfinite >= 0 and not allow_nonfinite:
-        name, row, width = _input_at(unit, start, finding.nonfinite)
+        width = max(1, unit.inputs[0].tensor.width)
+        tensor, row = _input_row(unit, start + finding.nonfinite // width)
         column = finding.nonfinite % width
         raise CorruptCheckpoint(
-            f"{name}: NaN or Inf at row {row}, column {column} (flat index {row * width + column})",
+            f"{tensor.name}: NaN or Inf at row {row}, column {column} (flat index {row * width + column})",
             "the checkpoint is damaged; --allow-nonfinite converts it all the same",
         )
     if finding.overflow:
@@ -214,12 +224,10 @@ def _refuse(unit: Unit, start: int, finding: Finding, allow_nonfinite: bool) -> 
         )
 
 
-def _input_at(unit: Unit, start: int, flat: int) -> tuple[str, int, int]:
-    """The source tensor, its row and its width for an element counted from row `start` of the unit."""
-    width = max(1, unit.inputs[0].tensor.width)
-    row = start + flat // width
+def _input_row(unit: Unit, row: int) -> tuple[Logical, int]:
+    """The source tensor that holds a row of the unit, and the row's number there."""
     for piece in unit.inputs:
         if row < piece.rows:
-            return piece.tensor.name, row + piece.start, width
+            return piece.tensor, row + piece.start
         row -= piece.rows
-    raise AssertionError("an element outside the unit")
+    raise AssertionError("a row outside the unit")

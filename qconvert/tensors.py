@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+Json = dict[str, Any]
+
+
 class DType(Enum):
     """An element type: safetensors code, bits per element, and the numpy type that carries it.
 
@@ -126,13 +129,17 @@ class GroupInt:
 
     `bits` is 2 to 8; `group_size` the number of consecutive input columns that share one scale,
     None for one scale per row ("channel"). A symmetric grid has no stored zeros: its zero is
-    `2**(bits-1)`. `scale_dtype` is the type the scales are stored in.
+    `2**(bits-1)`. `scale_dtype` is the type the scales are stored in. With `act_order` the columns
+    of a group are not consecutive: the value brings the group of every column. Scales may be negative;
+    `signless_zero` says that the format's tools compute such a group's zeros as +0, not as -0.
     """
 
     bits: int
     group_size: int | None
     symmetric: bool
     scale_dtype: DType
+    act_order: bool = False
+    signless_zero: bool = False
 
     def groups(self, width: int) -> int:
         """The number of groups in a row of `width` columns, which the group size must divide."""
@@ -147,8 +154,78 @@ class GroupInt:
 
     @property
     def label(self) -> str:
-        group = "channel" if self.group_size is None else f"g{self.group_size}"
-        return f"int{self.bits}{'' if self.symmetric else '-asym'}-{group}"
+        order = "-actorder" if self.act_order else ""
+        return f"int{self.bits}{'' if self.symmetric else '-asym'}-{_group(self.group_size)}{order}"
+
+    @property
+    def decoded(self) -> DType:
+        """The type its numbers are computed to when no other is asked for."""
+        return self.scale_dtype
+
+
+def _group(size: int | None) -> str:
+    return "channel" if size is None else f"g{size}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMin:
+    """The form of a weight on the grid `w = code * scale + min`, codes unsigned, of 2 to 8 bits.
+
+    Its mins are numbers of `scale_dtype`, not codes, so it is finer than `GroupInt`: every grid of
+    integer zeros has a counterpart here (`min = -zero * scale`, rounded), not the other way round.
+    """
+
+    bits: int
+    group_size: int
+    scale_dtype: DType
+
+    def groups(self, width: int) -> int:
+        return width // self.group_size
+
+    @property
+    def label(self) -> str:
+        return f"min{self.bits}-g{self.group_size}"
+
+    @property
+    def decoded(self) -> DType:
+        return self.scale_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Codebook:
+    """The form of a weight whose codes stand for the numbers of a table: `w = table[code] * scale`.
+
+    `table` names one of `quant.codebook.TABLES`: the floats of 4 and 8 bits (`e2m1`, `e4m3`,
+    `e5m2`), and bitsandbytes' `nf4` and `fp4`. One scale serves `group_size` columns (None: all) of
+    `group_rows` rows (None: all); `scale_dtype` may itself be an 8-bit float. Scales of two levels
+    have a `second` one: `nested` ones are 8-bit codes of a table of their own, `divided` ones are
+    divided by one float32 per tensor. `decoded` is the type that the checkpoint computes in.
+    """
+
+    table: str
+    group_size: int | None
+    scale_dtype: DType
+    decoded: DType
+    group_rows: int | None = 1
+    second: str | None = None
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.table in ("e4m3", "e5m2") else 4
+
+    def groups(self, width: int) -> int:
+        """The number of scales that a row of `width` columns has (the last may serve fewer)."""
+        return 1 if self.group_size is None else -(-width // self.group_size)
+
+    def scale_rows(self, rows: int) -> int:
+        """The number of rows of scales that serve `rows` rows."""
+        return 1 if self.group_rows is None else -(-rows // self.group_rows)
+
+    @property
+    def label(self) -> str:
+        rows = {1: "", None: "-tensor"}.get(self.group_rows, f"x{self.group_rows}")
+        group = "" if rows == "-tensor" else f"-{_group(self.group_size)}"
+        return f"{self.table}{group}{rows}{f'-{self.second}' if self.second else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +245,8 @@ class Blocks:
         return self.type.lower()
 
 
-Form = Plain | GroupInt | Blocks
+Quantized = GroupInt | GroupMin | Codebook
+Form = Plain | Quantized | Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,23 +281,94 @@ class Dense:
     def rows(self) -> int:
         return int(self.rows_RI.shape[0])
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """The arrays that are cut by rows, the main one first (so for every kind of value)."""
+        return (self.rows_RI,)
+
+    def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> Dense:
+        """This value with other rows (so for every kind of value)."""
+        return Dense(arrays[0], self.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class IntAffine:
     """Rows of a group-quantized weight on the grid `(codes - zeros) * scales`.
 
     codes_RI uint8 [rows, width]; scales_RG [rows, groups] in the carrier type of
-    `form.scale_dtype`; zeros_RG uint8 [rows, groups], None exactly when the form is symmetric.
+    `form.scale_dtype`; zeros_RG uint8 [rows, groups], None exactly when the form is symmetric;
+    groups_I int32 [width], the group of every column, None unless the form is in activation order.
     """
 
     codes_RI: np.ndarray
     scales_RG: np.ndarray
     zeros_RG: np.ndarray | None
     form: GroupInt
+    groups_I: np.ndarray | None = None
 
     @property
     def rows(self) -> int:
         return int(self.codes_RI.shape[0])
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        both = (self.codes_RI, self.scales_RG)
+        return both if self.zeros_RG is None else (*both, self.zeros_RG)
+
+    def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> IntAffine:
+        zeros_RG = arrays[2] if len(arrays) == 3 else None
+        return IntAffine(arrays[0], arrays[1], zeros_RG, self.form, self.groups_I)
+
+
+@dataclass(frozen=True, slots=True)
+class MinAffine:
+    """Rows of a weight on the grid `codes * scales + mins`.
+
+    codes_RI uint8 [rows, width]; scales_RG and mins_RG [rows, groups] in the carrier type of
+    `form.scale_dtype`.
+    """
+
+    codes_RI: np.ndarray
+    scales_RG: np.ndarray
+    mins_RG: np.ndarray
+    form: GroupMin
+
+    @property
+    def rows(self) -> int:
+        return int(self.codes_RI.shape[0])
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.codes_RI, self.scales_RG, self.mins_RG
+
+    def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> MinAffine:
+        return MinAffine(arrays[0], arrays[1], arrays[2], self.form)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Rows of a weight as codes of a table: `table[codes] * scales`.
+
+    codes_RI uint8 [rows, width]; scales_RG [rows, groups] in the carrier type of
+    `form.scale_dtype`, also where one scale serves several rows. Nested scales come resolved, as
+    float32; `divisor` is the float32 by which `divided` ones are divided.
+    """
+
+    codes_RI: np.ndarray
+    scales_RG: np.ndarray
+    form: Codebook
+    divisor: float | None = None
+
+    @property
+    def rows(self) -> int:
+        return int(self.codes_RI.shape[0])
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self.codes_RI, self.scales_RG
+
+    def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> Coded:
+        return Coded(arrays[0], arrays[1], self.form, self.divisor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,27 +382,43 @@ class BlockRows:
     def rows(self) -> int:
         return int(self.bytes_RB.shape[0])
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return (self.bytes_RB,)
 
-Value = Dense | IntAffine | BlockRows
+    def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> BlockRows:
+        return BlockRows(arrays[0], self.form)
+
+
+Value = Dense | IntAffine | MinAffine | Coded | BlockRows
 
 
 class Source(Protocol):
     """A checkpoint that can be read: specs of every array, and their rows on demand.
 
     `read` returns rows [start, stop) of one array as a new contiguous `[rows, width]` numpy array
-    in its carrier type; it may be called from any thread.
+    in its carrier type, or only the columns [first, last) of them; it may be called from any thread.
+    Without weights (headers of a model that was not downloaded) there is nothing to read.
     """
+
+    @property
+    def has_weights(self) -> bool: ...
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]: ...
 
-    def read(self, name: str, start: int, stop: int) -> np.ndarray: ...
+    def read(
+        self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None
+    ) -> np.ndarray: ...
 
 
 class Sink(Protocol):
-    """Files being written: rows of any array in any order from any thread, then all or nothing."""
+    """Files being written: rows of any array in any order from any thread, then all or nothing.
 
-    def write(self, name: str, start: int, rows: np.ndarray) -> None: ...
+    `rows` may be narrower than the array: they then lie in its columns from `column` on.
+    """
+
+    def write(self, name: str, start: int, rows: np.ndarray, column: int = 0) -> None: ...
 
     def commit(self) -> None: ...
 
@@ -264,10 +429,16 @@ class Layout(Protocol):
     """How a logical tensor is spelled as named arrays in one on-disk format, and back.
 
     `row_alignment` is the number of rows that `encode` must be given together (the last call for
-    a tensor may hold fewer), for formats that pack several rows into one word.
+    a tensor may hold fewer), for formats that pack several rows into one word. `transposed` layouts
+    keep the weights of a row apart in the file: they are read and written in larger blocks.
+    `settings` are the entries of config.json for modules of these forms, and linears left plain.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def transposed(self) -> bool: ...
 
     def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]: ...
 
@@ -276,6 +447,8 @@ class Layout(Protocol):
     def encode(self, tensor: Logical, start: int, value: Value) -> Iterable[Part]: ...
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value: ...
+
+    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,11 +464,12 @@ class Reader:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of one named array, starting at row `start` of it."""
+    """Rows of one named array, or some columns of them: the place of its upper left corner, and they."""
 
     name: str
     start: int
     rows: np.ndarray
+    column: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +478,3 @@ class Sidecars:
 
     copied: tuple[Path, ...]
     skipped: tuple[Path, ...]
-
-
-Json = dict[str, Any]

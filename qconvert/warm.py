@@ -11,7 +11,19 @@ from math import lcm
 import numpy as np
 
 from qconvert.plan import Plan, Unit
-from qconvert.tensors import BlockRows, Dense, Form, GroupInt, IntAffine, Plain, Value
+from qconvert.tensors import (
+    BlockRows,
+    Blocks,
+    Codebook,
+    Coded,
+    Dense,
+    Form,
+    GroupMin,
+    IntAffine,
+    MinAffine,
+    Plain,
+    Value,
+)
 
 
 def warm(plan: Plan) -> None:
@@ -34,9 +46,14 @@ def _apply(unit: Unit) -> None:
 def _zeros(form: Form, rows: int, width: int) -> Value:
     if isinstance(form, Plain):
         return Dense(np.zeros((rows, width), form.dtype.carrier), form.dtype)
-    if isinstance(form, GroupInt):
-        groups = (rows, form.groups(width))
-        zeros_RG = None if form.symmetric else np.zeros(groups, np.uint8)
-        codes_RI = np.zeros((rows, width), np.uint8)
-        return IntAffine(codes_RI, np.zeros(groups, form.scale_dtype.carrier), zeros_RG, form)
-    return BlockRows(np.zeros((rows, form.row_bytes(width)), np.uint8), form)
+    if isinstance(form, Blocks):
+        return BlockRows(np.zeros((rows, form.row_bytes(width)), np.uint8), form)
+    codes_RI = np.zeros((rows, width), np.uint8)
+    scales_RG = np.zeros((rows, form.groups(width)), form.scale_dtype.carrier)
+    if isinstance(form, GroupMin):
+        return MinAffine(codes_RI, scales_RG, scales_RG, form)
+    if isinstance(form, Codebook):
+        return Coded(codes_RI, scales_RG, form, 1.0 if form.second == "divided" else None)
+    zeros_RG = None if form.symmetric else np.zeros(scales_RG.shape, np.uint8)
+    groups_I = np.zeros(width, np.int32) if form.act_order else None
+    return IntAffine(codes_RI, scales_RG, zeros_RG, form, groups_I)

@@ -23,7 +23,9 @@ from qconvert.decoder.config import DecoderConfig
 from qconvert.decoder.load import load_decoder
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
 from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.formats.layouts.compressed_tensors import CompressedTensors, bind, patterns, quantization_config
+from qconvert.formats.layouts.compressed_config import patterns, quantization_config
+from qconvert.formats.layouts.compressed_reading import open_compressed_tensors
+from qconvert.formats.layouts.compressed_tensors import CompressedTensors
 from qconvert.formats.weights import CheckpointWeights
 from qconvert.tensors import DType, GroupInt, IntAffine, Logical, TensorSpec
 from tests.commands import made
@@ -41,6 +43,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     transformers.utils.logging.set_verbosity_error()
     yield tiny(tmp_path_factory.mktemp("model") / "m", "qwen2", tied=False)
     transformers.utils.logging.set_verbosity_warning()
+
+
+def bind(source: Any, config: dict[str, Any]) -> dict[str, Logical]:
+    return open_compressed_tensors(source, config)[1]
 
 
 def our_logits(folder: Path) -> torch.Tensor:
@@ -248,9 +254,9 @@ def test_a_weight_stored_twice_is_refused() -> None:
 @pytest.mark.parametrize(
     "quantization",
     [
-        {"format": "float-quantized"},
+        {"format": "marlin-24"},
         {"format": ["pack-quantized"]},
-        {"config_groups": {"g": {"format": "nvfp4-pack-quantized"}}},
+        {"config_groups": {"g": {"format": "naive-quantized"}}},
         {"config_groups": {"g": {"input_activations": {"num_bits": 8}}}},
         {"transform_config": {"config_groups": {"r": 1}}},
     ],

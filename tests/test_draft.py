@@ -52,7 +52,8 @@ def drafted(
 
 
 def write_config(forms: Mapping[str, GroupInt], kept: list[str]) -> Json:
-    return {"forms": {name: form.label for name, form in forms.items()}, "kept": sorted(kept)}
+    settings = {"forms": {name: form.label for name, form in forms.items()}, "kept": sorted(kept)}
+    return {"quantization_config": settings}
 
 
 def refusal(*args: Any, **kwargs: Any) -> QConvertError:

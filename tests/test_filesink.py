@@ -64,7 +64,7 @@ def test_commit_asks_for_every_row_once(tmp_path: Path) -> None:
     [
         ("a", 49, np.zeros((2, 7), "<f4")),
         ("a", -1, np.zeros((1, 7), "<f4")),
-        ("a", 0, np.zeros((1, 6), "<f4")),
+        ("a", 0, np.zeros((1, 8), "<f4")),
         ("a", 0, np.zeros(7, "<f4")),
         ("a", 0, np.zeros((1, 7), "<f8")),
         ("a", 0, np.zeros((1, 7), "<i4")),
@@ -103,3 +103,16 @@ def test_files_that_do_not_fit_leave_nothing(tmp_path: Path) -> None:
     with pytest.raises(QConvertError, match=r"needs \d+\.\d\d GB, \d+\.\d\d GB free"):
         FileSink(tmp_path, [FilePlan("huge", b"", {}, {}, 10**18)])
     assert [path.name for path in tmp_path.iterdir()] == ["model-00002-of-00002.safetensors"]
+
+
+def test_columns_are_written_side_by_side(tmp_path: Path) -> None:
+    spec = TensorSpec("w", DType.F32, (4, 6))
+    sink = FileSink(tmp_path, plan_files([spec]))
+    rows = rows_of(spec)
+    sink.write("w", 0, rows[:, 4:], 4)
+    with pytest.raises(ValueError, match="w: "):
+        sink.write("w", 0, rows[:, 4:], 5)
+    sink.write("w", 0, rows[:2, :4])
+    sink.write("w", 2, rows[2:, :4], 0)
+    sink.commit()
+    assert (tmp_path / "model.safetensors").read_bytes().endswith(rows.tobytes())

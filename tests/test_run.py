@@ -272,7 +272,8 @@ class Arrays:
         spec = self.specs[name]
         return self.arrays[name].reshape(spec.rows, spec.width)[start:stop].copy()
 
-    def write(self, name: str, start: int, rows: np.ndarray) -> None:
+    def write(self, name: str, start: int, rows: np.ndarray, column: int = 0) -> None:
+        assert column == 0, "packed layouts write whole rows"
         self.written.setdefault(name, []).append((start, rows.copy()))
 
     def array(self, name: str) -> np.ndarray:

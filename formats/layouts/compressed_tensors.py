@@ -1,23 +1,27 @@
-"""The compressed-tensors layout `pack-quantized`: how transformers and vLLM store int2 to int8 weights.
+"""The compressed-tensors layouts: how transformers and vLLM store integer and small-float weights.
 
-A quantized `X.weight` of shape [N, K] is spelled as `X.weight_packed` int32 [N, ceil(K*b/32)] (a
-dense little-endian bit stream along K), `X.weight_scale` [N, G], `X.weight_zero_point` int32
-[ceil(N*b/32), G] (the same stream along N; asymmetric only) and `X.weight_shape` int64 [2]. The
-stored codes and zero points are the unsigned ones. Sources: compressed-tensors 0.20,
-`compressors/pack_quantized` and `quantization/quant_config.py`.
+`pack-quantized`: a quantized `X.weight` of shape [N, K] is spelled as `X.weight_packed` int32 [N,
+ceil(K*b/32)] (a dense little-endian bit stream along K), `X.weight_scale` [N, G], `X.weight_zero_point`
+int32 [ceil(N*b/32), G] (the same stream along N; asymmetric only) and `X.weight_shape` int64 [2]; the
+stored codes and zero points are the unsigned ones. `int-quantized`: `X.weight` int8 [N, K], signed, with
+scales and, asymmetric, zero points int8 [N, G]. `float-quantized`: `X.weight` F8_E4M3 with one scale per
+tensor, row or block. `mxfp4-` and `nvfp4-pack-quantized`: `X.weight_packed` uint8 [N, K/2] with E8M0
+scales of 32 columns, or E4M3 scales of 16 to be divided by `X.weight_global_scale`. Sources:
+compressed-tensors 0.20, `compressors/`, and tensors written by llm-compressor 0.14.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from math import gcd
 
 import numpy as np
 
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.formats.layouts.coded import CodedArrays
+from qconvert.formats.layouts.compressed_config import NAME, quantization_config
 from qconvert.tensors import (
+    Codebook,
+    Coded,
     Dense,
     DType,
     GroupInt,
@@ -26,32 +30,45 @@ from qconvert.tensors import (
     Logical,
     Part,
     Plain,
+    Quantized,
     Source,
     TensorSpec,
     Value,
 )
 
-NAME = "compressed-tensors"
-FORMAT = "pack-quantized"
-# The release whose field names and bit packing this module follows.
-LIBRARY_VERSION = "0.20.0"
-_SUFFIXES = ("_packed", "_scale", "_zero_point", "_shape")
 _WORD = 32
+_FP8 = CodedArrays("weight", "weight_scale")
+_FP4 = CodedArrays("weight_packed", "weight_scale", divisor="weight_global_scale")
 
 
 class CompressedTensors:
-    """The layout as the runner sees it. It has no state; plain tensors are spelled as themselves."""
+    """The layout as the runner sees it; plain tensors are spelled as themselves.
+
+    Integers are packed, but those of the `loose` forms have a byte for each code.
+    """
 
     name = NAME
+    transposed = False
+
+    def __init__(self, loose: frozenset[GroupInt] = frozenset()) -> None:
+        self.loose = loose
 
     def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
         """The arrays that spell a tensor, in the order they are written."""
         form = tensor.form
         if isinstance(form, Plain):
             return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
+        if isinstance(form, Codebook):
+            return _coded(form).parts(tensor)
         assert isinstance(form, GroupInt), form
         rows, width = tensor.shape
         groups = form.groups(width)
+        if form in self.loose:
+            zeros = TensorSpec(f"{tensor.name}_zero_point", DType.I8, (rows, groups))
+            return (
+                TensorSpec(tensor.name, DType.I8, tensor.shape),
+                TensorSpec(f"{tensor.name}_scale", form.scale_dtype, (rows, groups)),
+            ) + (() if form.symmetric else (zeros,))
         packed = TensorSpec(f"{tensor.name}_packed", DType.I32, (rows, words(width, form.bits)))
         scale = TensorSpec(f"{tensor.name}_scale", form.scale_dtype, (rows, groups))
         shape = TensorSpec(f"{tensor.name}_shape", DType.I64, (2,))
@@ -63,7 +80,9 @@ class CompressedTensors:
     def row_alignment(self, tensor: Logical) -> int:
         """Zero points of several rows share a word; everything else is spelled row by row."""
         form = tensor.form
-        if not isinstance(form, GroupInt) or form.symmetric:
+        if isinstance(form, Codebook):
+            return _coded(form).row_alignment(tensor)
+        if not isinstance(form, GroupInt) or form.symmetric or form in self.loose:
             return 1
         return _WORD // gcd(form.bits, _WORD)
 
@@ -75,8 +94,17 @@ class CompressedTensors:
         if isinstance(value, Dense):
             yield Part(name, start, value.rows_RI)
             return
+        if isinstance(value, Coded):
+            yield from _coded(value.form).encode(tensor, start, value)
+            return
         assert isinstance(value, IntAffine)
         bits = value.form.bits
+        if value.form in self.loose:
+            yield Part(name, start, _signed(value.codes_RI, bits))
+            yield Part(f"{name}_scale", start, value.scales_RG)
+            if value.zeros_RG is not None:
+                yield Part(f"{name}_zero_point", start, _signed(value.zeros_RG, bits))
+            return
         yield Part(f"{name}_packed", start, pack_stream(value.codes_RI, bits))
         yield Part(f"{name}_scale", start, value.scales_RG)
         if value.zeros_RG is not None:
@@ -91,7 +119,13 @@ class CompressedTensors:
         name, form = tensor.name, tensor.form
         if isinstance(form, Plain):
             return Dense(source.read(name, start, stop), form.dtype)
+        if isinstance(form, Codebook):
+            return _coded(form).decode(tensor, source, start, stop)
         assert isinstance(form, GroupInt), form
+        if form in self.loose:
+            codes, scales, *signed = (source.read(spec.name, start, stop) for spec in self.parts(tensor))
+            unsigned = _unsigned(signed[0], form.bits) if signed else None
+            return IntAffine(_unsigned(codes, form.bits), scales, unsigned, form)
         packed = source.read(f"{name}_packed", start, stop)
         codes = unpack_stream(packed, form.bits, tensor.width)
         scales = source.read(f"{name}_scale", start, stop)
@@ -106,193 +140,25 @@ class CompressedTensors:
         packed = source.read(f"{tensor.name}_zero_point", aligned * bits // _WORD, words(stop, bits))
         return unpack_rows(packed, bits, stop - aligned)[start - aligned :]
 
+    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
+        """What config.json says about modules of these forms (see `quantization_config`)."""
+        return {"quantization_config": quantization_config(quantized, kept, self.loose)}
+
+
+def _coded(form: Codebook) -> CodedArrays:
+    return _FP8 if form.bits == 8 else _FP4
+
+
+def _signed(codes: np.ndarray, bits: int) -> np.ndarray:
+    signed: np.ndarray = (codes - np.uint8(1 << (bits - 1))).view(np.int8)
+    return signed
+
+
+def _unsigned(codes: np.ndarray, bits: int) -> np.ndarray:
+    unsigned: np.ndarray = codes.view(np.uint8) + np.uint8(1 << (bits - 1))
+    return unsigned
+
 
 def words(count: int, bits: int) -> int:
     """The number of 32-bit words that hold `count` codes of `bits` bits."""
     return -(-count * bits // _WORD)
-
-
-def bind(source: Source, config: Json) -> dict[str, Logical]:
-    """The logical tensors of a checkpoint in this layout, by HF weight name.
-
-    Forms are read from the arrays' shapes and cross-checked with `quantization_config`; a part
-    that is missing or a shape that fits no scheme is a CorruptCheckpoint naming it.
-    """
-    quantization = config.get("quantization_config") or {}
-    if quantization:
-        _check_format(quantization)
-    declared = _declared_bits(quantization)
-    specs, found = source.specs, {}
-    for name, spec in specs.items():
-        base = next((name[: -len(s)] for s in _SUFFIXES if name.endswith("weight" + s)), None)
-        if base is None:
-            found[name] = Logical(name, spec.shape, Plain(spec.dtype))
-        elif base not in found:
-            found[base] = _logical(base, source, declared)
-    if quantization and not any(isinstance(t.form, GroupInt) for t in found.values()):
-        linear = next((n for n in found if n.endswith("_proj.weight")), "every weight")
-        raise CorruptCheckpoint(
-            f"{linear.removesuffix('.weight')}: no weight_packed, but quantization_config says {NAME}",
-            "remove quantization_config from config.json if the weights are plain",
-        )
-    return found
-
-
-def _check_format(quantization: Mapping[str, object]) -> None:
-    """Raise UnsupportedModel for what would change the numbers and is not read here."""
-    groups = _groups(quantization)
-    formats = [quantization.get("format"), *(group.get("format") for group in groups)]
-    other = [f for f in formats if f not in (None, FORMAT, "mixed-precision")]
-    if other:
-        raise UnsupportedModel(
-            f"config.json: compressed-tensors format {shown(other[0])!r} is not read here",
-            f"formats read: {FORMAT}",
-        )
-    parts = {"transform_config": quantization.get("transform_config")}
-    parts |= {key: group.get(key) for key in ("input_activations", "output_activations") for group in groups}
-    for key, value in parts.items():
-        if value:
-            raise UnsupportedModel(
-                f"config.json: quantization_config has {key}, which qconvert would lose",
-                "weight-only checkpoints are read",
-            )
-
-
-def _groups(quantization: Mapping[str, object]) -> list[Mapping[str, object]]:
-    groups = quantization.get("config_groups")
-    return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-
-
-def _declared_bits(quantization: Mapping[str, object]) -> set[int]:
-    weights = [group.get("weights") for group in _groups(quantization)]
-    return {w["num_bits"] for w in weights if isinstance(w, dict) and isinstance(w.get("num_bits"), int)}
-
-
-def _logical(base: str, source: Source, declared: set[int]) -> Logical:
-    specs = source.specs
-    for suffix in ("_packed", "_scale", "_shape"):
-        if base + suffix not in specs:
-            raise CorruptCheckpoint(f"{base}{suffix}: missing", "the checkpoint is incomplete")
-    if f"{base}_g_idx" in specs:
-        raise UnsupportedModel(f"{base}_g_idx: columns in activation order are not read here")
-    if base in specs:
-        raise CorruptCheckpoint(f"{base}: stored both plain and as {base}_packed", "remove one of the two")
-    packed, scale = specs[base + "_packed"], specs[base + "_scale"]
-    zeros = specs.get(base + "_zero_point")
-    if specs[base + "_shape"].count != 2 or specs[base + "_shape"].dtype is not DType.I64:
-        raise CorruptCheckpoint(f"{base}_shape: not two int64 numbers", "only 2-D weights are read here")
-    rows, width = (int(n) for n in source.read(base + "_shape", 0, 2).ravel())
-    bits = _bits(packed, (rows, width), declared)
-    form = _form(bits, (rows, width), scale, symmetric=zeros is None)
-    tensor = Logical(base, (rows, width), form)
-    for spec in CompressedTensors().parts(tensor):
-        if specs[spec.name].shape != spec.shape or specs[spec.name].dtype is not spec.dtype:
-            found = specs[spec.name]
-            raise CorruptCheckpoint(
-                f"{spec.name}: {found.dtype.label} {list(found.shape)}, but {form.label} of shape "
-                f"[{rows}, {width}] needs {spec.dtype.label} {list(spec.shape)}",
-                "the arrays of this weight do not belong together",
-            )
-    return tensor
-
-
-def _bits(packed: TensorSpec, shape: tuple[int, int], declared: set[int]) -> int:
-    """The bits per code that fit the packed array and that the config, if it says any, declares."""
-    rows, width = shape
-    fitting = {bits for bits in range(2, 9) if packed.shape == (rows, words(width, bits))}
-    if declared and fitting and not fitting & declared:
-        raise CorruptCheckpoint(
-            f"{packed.name}: holds {min(fitting)}-bit codes, config.json says num_bits {sorted(declared)}",
-            "correct quantization_config",
-        )
-    agreed = fitting & declared or fitting
-    if len(agreed) != 1:
-        found = " or ".join(map(str, sorted(agreed))) or "no number of"
-        raise CorruptCheckpoint(
-            f"{packed.name}: {list(packed.shape)} holds {found} bits for each weight of [{rows}, {width}]",
-            "the arrays of this weight do not belong together",
-        )
-    return agreed.pop()
-
-
-def _form(bits: int, shape: tuple[int, int], scale: TensorSpec, *, symmetric: bool) -> GroupInt:
-    rows, width = shape
-    groups = scale.shape[-1] if len(scale.shape) == 2 else 0
-    if rows < 1 or width < 1 or groups < 1 or width % groups or not scale.dtype.is_float:
-        raise CorruptCheckpoint(
-            f"{scale.name}: {scale.dtype.label} {list(scale.shape)} fits no [{rows}, {width}] weight",
-            "the arrays of this weight do not belong together",
-        )
-    return GroupInt(bits, None if groups == 1 else width // groups, symmetric, scale.dtype)
-
-
-def quantization_config(quantized: Mapping[str, GroupInt], kept_linears: Iterable[str]) -> Json:
-    """The `quantization_config` of a checkpoint whose modules `quantized` have these forms.
-
-    `kept_linears` are the linear modules left in 16 bit; loaders need their names to ignore them.
-    One form for every linear is written as the class name "Linear"; anything else as one group per
-    form, with regular expressions that cover exactly its modules.
-    """
-    ignore = sorted(set(kept_linears))
-    by_form: dict[GroupInt, list[str]] = {}
-    for module, form in quantized.items():
-        by_form.setdefault(form, []).append(module)
-    uniform = len(by_form) == 1 and not any("embed" in module for module in quantized)
-    groups = {
-        f"group_{i}": {
-            "targets": ["Linear"] if uniform else patterns(modules),
-            "format": FORMAT,
-            "input_activations": None,
-            "output_activations": None,
-            "weights": _weights_args(form),
-        }
-        for i, (form, modules) in enumerate(by_form.items())
-    }
-    return {
-        "quant_method": NAME,
-        "format": FORMAT,
-        "quantization_status": "compressed",
-        "version": LIBRARY_VERSION,
-        "global_compression_ratio": None,
-        "kv_cache_scheme": None,
-        "ignore": _numbered(ignore) if len(ignore) > 8 else ignore,
-        "config_groups": groups,
-    }
-
-
-def _weights_args(form: GroupInt) -> Json:
-    return {
-        "num_bits": form.bits,
-        "type": "int",
-        "symmetric": form.symmetric,
-        "strategy": "channel" if form.group_size is None else "group",
-        "group_size": form.group_size,
-        "dynamic": False,
-        "actorder": None,
-        "observer": "minmax",
-        "observer_kwargs": {},
-        "block_structure": None,
-        **({} if form.symmetric else {"zp_dtype": "torch.int8"}),
-    }
-
-
-def patterns(modules: Iterable[str]) -> list[str]:
-    """Regular expressions (`re:` targets) that match exactly these modules, layers gathered."""
-    return _numbered(list(modules))
-
-
-def _numbered(modules: list[str]) -> list[str]:
-    """Modules that differ only in their first number share one pattern that lists the numbers."""
-    gathered: dict[tuple[str, str], list[str]] = {}
-    plain: list[str] = []
-    for module in modules:
-        match = re.search(r"(?<=\.)\d+(?=\.)", module)
-        if match:
-            gathered.setdefault((module[: match.start()], module[match.end() :]), []).append(match[0])
-        else:
-            plain.append(f"re:^{re.escape(module)}$")
-    numbered = [
-        f"re:^{re.escape(before)}({'|'.join(numbers)}){re.escape(after)}$"
-        for (before, after), numbers in gathered.items()
-    ]
-    return plain + numbered

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from qconvert.gguf_types import GGMLType, GGUFTensor
@@ -12,9 +12,11 @@ from qconvert.tensors import (
     Dense,
     DType,
     Form,
+    Json,
     Logical,
     Part,
     Plain,
+    Quantized,
     Source,
     TensorSpec,
     Value,
@@ -28,6 +30,7 @@ class GGUFLayout:
     """The layout as the runner sees it; it has no state."""
 
     name: str = NAME
+    transposed: bool = False
 
     def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
         """The one array of a tensor, as `GGUFTensor.stored` describes it."""
@@ -49,6 +52,10 @@ class GGUFLayout:
             return Dense(rows, tensor.form.dtype)
         assert isinstance(tensor.form, Blocks), tensor.form
         return BlockRows(rows, tensor.form)
+
+    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
+        """Nothing: a GGUF file has its own metadata, and no config.json beside it."""
+        return {}
 
 
 def form_of(type_: GGMLType) -> Form:

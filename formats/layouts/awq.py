@@ -1,0 +1,185 @@
+"""The AWQ layout `gemm` of AutoAWQ: 4-bit codes, eight output rows to a word, in an order of its own.
+
+A quantized `X.weight` [N, K] is spelled transposed: `X.qweight` int32 [K, N/8], `X.qzeros` int32
+[G, N/8] and `X.scales` f16 [G, N]. From its lowest bits on, a word holds the rows 0, 2, 4, 6, 1, 3, 5, 7
+of its eight. Sources: AutoAWQ 0.2 (`utils/packing_utils.py`, `modules/linear/gemm.py`), and tensors
+written by AutoRound 0.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
+from qconvert.formats.files import shown
+from qconvert.formats.layouts.claims import (
+    check_claimed,
+    check_parts,
+    claim,
+    contradiction,
+    plain_rest,
+    require,
+    settings_of,
+)
+from qconvert.formats.layouts.uniform import only_form
+from qconvert.tensors import (
+    Dense,
+    DType,
+    GroupInt,
+    IntAffine,
+    Json,
+    Logical,
+    Part,
+    Plain,
+    Quantized,
+    Source,
+    TensorSpec,
+    Value,
+)
+
+NAME = "awq"
+_BITS = 4
+_PER_WORD = 8
+_STORED = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # the row in each place of a word
+_PLACE = np.argsort(_STORED)  # the place of each row
+
+
+@dataclass(frozen=True, slots=True)
+class AWQ:
+    """The layout as the runner sees it; it has no state."""
+
+    name: str = NAME
+    transposed: bool = True
+
+    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
+        """The arrays that spell a tensor, in the order they are written."""
+        form = tensor.form
+        if isinstance(form, Plain):
+            return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
+        assert isinstance(form, GroupInt), form
+        rows, width = tensor.shape
+        groups, base = form.groups(width), _base(tensor)
+        if rows % _PER_WORD:
+            raise BadRecipe(
+                f"{tensor.name}: {rows} rows, AWQ packs eight to a word", "keep this weight plain"
+            )
+        return (
+            TensorSpec(f"{base}.qweight", DType.I32, (width, rows // _PER_WORD)),
+            TensorSpec(f"{base}.scales", form.scale_dtype, (groups, rows)),
+            TensorSpec(f"{base}.qzeros", DType.I32, (groups, rows // _PER_WORD)),
+        )
+
+    def row_alignment(self, tensor: Logical) -> int:
+        """Eight rows share a word."""
+        return 1 if isinstance(tensor.form, Plain) else _PER_WORD
+
+    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+        """Spell rows [start, start + value.rows), both multiples of eight."""
+        from qconvert.quant.grids import zeros_of
+
+        if isinstance(value, Dense):
+            yield Part(tensor.name, start, value.rows_RI)
+            return
+        assert isinstance(value, IntAffine)
+        base, column = _base(tensor), start // _PER_WORD
+        yield Part(f"{base}.qweight", 0, _pack(value.codes_RI), column)
+        yield Part(f"{base}.scales", 0, value.scales_RG.T, start)
+        yield Part(f"{base}.qzeros", 0, _pack(zeros_of(value)), column)
+
+    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
+        """Read rows [start, stop) back; CorruptCheckpoint for zeros that a symmetric grid cannot have."""
+        form = tensor.form
+        if isinstance(form, Plain):
+            return Dense(source.read(tensor.name, start, stop), form.dtype)
+        assert isinstance(form, GroupInt), form
+        base, groups = _base(tensor), form.groups(tensor.width)
+        aligned = start - start % _PER_WORD
+        columns, skipped = (
+            (aligned // _PER_WORD, -(-stop // _PER_WORD)),
+            slice(start - aligned, stop - aligned),
+        )
+        codes_RI = _unpack(source.read(f"{base}.qweight", 0, tensor.width, columns=columns))[skipped]
+        zeros_RG = _unpack(source.read(f"{base}.qzeros", 0, groups, columns=columns))[skipped]
+        scales_GR = source.read(f"{base}.scales", 0, groups, columns=(start, stop))
+        if form.symmetric and (zeros_RG != 8).any():
+            raise CorruptCheckpoint(
+                f"{base}.qzeros: holds a zero of {zeros_RG[zeros_RG != 8][0]}, but quantization_config says "
+                "zero_point false, where all are 8",
+                "set zero_point to true",
+            )
+        zeros = None if form.symmetric else zeros_RG
+        return IntAffine(codes_RI, np.ascontiguousarray(scales_GR.T), zeros, form)
+
+    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
+        """What config.json says about modules of these forms, of which all linears have one."""
+        form = only_form(quantized, NAME)
+        assert isinstance(form, GroupInt)
+        settings = {
+            "quant_method": NAME,
+            "bits": form.bits,
+            "group_size": form.group_size or -1,
+            "zero_point": not form.symmetric,
+            "version": "gemm",
+            "modules_to_not_convert": sorted(kept) or None,
+        }
+        return {"quantization_config": settings}
+
+
+def _base(tensor: Logical) -> str:
+    return tensor.name.removesuffix(".weight")
+
+
+def _pack(codes_RI: np.ndarray) -> np.ndarray:
+    """Codes [rows, columns], rows a multiple of eight, as words int32 [columns, rows / 8]."""
+    from qconvert.quant.nibbles import pack_nibbles
+
+    codes_IRp = np.ascontiguousarray(codes_RI.T).reshape(codes_RI.shape[1], -1, _PER_WORD)
+    return pack_nibbles(codes_IRp[..., _STORED].reshape(len(codes_IRp), -1)).view("<i4")
+
+
+def _unpack(words_IW: np.ndarray) -> np.ndarray:
+    """The codes [rows, columns] of words [columns, rows / 8]."""
+    from qconvert.quant.nibbles import unpack_nibbles
+
+    codes_IWp = unpack_nibbles(words_IW.view(np.uint8)).reshape(*words_IW.shape, _PER_WORD)
+    return np.ascontiguousarray(codes_IWp[..., _PLACE].reshape(len(words_IW), -1).T)
+
+
+def open_awq(source: Source, config: Json) -> tuple[AWQ, dict[str, Logical]]:
+    """The layout of a checkpoint and its logical tensors, by HF weight name.
+
+    CorruptCheckpoint names array and key where shapes and quantization_config disagree.
+    """
+    settings = settings_of(config)
+    version, bits = str(settings.get("version") or "gemm").lower(), claim(settings, "bits", int, _BITS)
+    if version != "gemm" or bits != _BITS:
+        raise UnsupportedModel(
+            f"config.json: AWQ version {shown(version)!r} with bits {bits} is not read here", "gemm, 4 bits"
+        )
+    bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
+    found = {f"{base}.weight": _logical(base, source, settings) for base in bases}
+    used = {f"{base}.{part}" for base in bases for part in ("qweight", "qzeros", "scales")}
+    found = plain_rest(source, used, found)
+    check_claimed(found, NAME, "qweight")
+    return AWQ(), found
+
+
+def _logical(base: str, source: Source, settings: Json) -> Logical:
+    qweight = source.specs[f"{base}.qweight"]
+    scales = require(source, f"{base}.scales", f"{base}.qweight is there")
+    width, groups = qweight.shape[0], scales.shape[0] if scales.shape else 0
+    if not groups or width % groups or not scales.dtype.is_float:
+        raise CorruptCheckpoint(
+            f"{scales.name}: {scales.dtype.label} {list(scales.shape)} fits no {width} input columns",
+            "the arrays of this weight do not belong together",
+        )
+    claimed, size = claim(settings, "group_size", int, -1), width // groups
+    if size not in (claimed, width):
+        raise contradiction(scales.name, f"groups of {size} columns", "group_size", claimed)
+    symmetric = claim(settings, "zero_point", bool, default=True) is False
+    form = GroupInt(_BITS, None if groups == 1 else size, symmetric, scales.dtype)
+    tensor = Logical(f"{base}.weight", (qweight.shape[-1] * _PER_WORD, width), form)
+    return check_parts(AWQ(), tensor, source)

@@ -1,0 +1,260 @@
+"""The layouts of bitsandbytes: NF4 and FP4 blocks, their absmax plain or quantized again, and int8 rows.
+
+A 4-bit `X.weight` [N, K] is `X.weight` uint8 [N*K/2, 1], the flat codes two to a byte, the first one
+high; `X.weight.absmax` f32 [N*K/blocksize]; `X.weight.quant_map` f32 [16]; and the JSON bytes
+`X.weight.quant_state.bitsandbytes__nf4`. Nested, absmax is uint8 [nb] and stands for
+`nested_quant_map[code] * nested_absmax[block / 256] + nested_offset`. An int8 weight is `X.weight` int8
+[N, K] with `X.SCB` f32 [N], the largest magnitude of each row. Source: bitsandbytes 0.50
+(`functional.py`: QuantState, dequantize_4bit, int8_vectorwise_dequant).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
+from qconvert.formats.files import shown
+from qconvert.formats.json_io import parse_json_object
+from qconvert.formats.layouts.claims import check_claimed, plain_rest, require
+from qconvert.formats.layouts.uniform import only_form
+from qconvert.tensors import (
+    Codebook,
+    Coded,
+    Dense,
+    DType,
+    Json,
+    Logical,
+    Part,
+    Plain,
+    Quantized,
+    Source,
+    TensorSpec,
+    Value,
+)
+
+NAME = "bitsandbytes"
+BLOCK = 64
+_NESTED_BLOCK = 256
+_STATE = ".quant_state.bitsandbytes__"
+_DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class BitsAndBytes:
+    """The layout as the runner sees it; it has no state. Nested scales are read, not written."""
+
+    name: str = NAME
+    transposed: bool = False
+
+    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
+        """The arrays that spell a tensor, in the order they are written."""
+        form, name = tensor.form, tensor.name
+        if isinstance(form, Plain):
+            return (TensorSpec(name, form.dtype, tensor.shape),)
+        assert isinstance(form, Codebook), form
+        if form.table == "int8":
+            base = name.removesuffix(".weight")
+            return (
+                TensorSpec(name, DType.I8, tensor.shape),
+                TensorSpec(f"{base}.SCB", DType.F32, tensor.shape[:1]),
+                TensorSpec(f"{base}.weight_format", DType.U8, ()),
+            )
+        blocks = tensor.rows * form.groups(tensor.width)
+        nested = form.second == "nested"
+        made = [
+            TensorSpec(name, DType.U8, (tensor.count // 2, 1)),
+            TensorSpec(f"{name}.absmax", DType.U8 if nested else DType.F32, (blocks,)),
+            TensorSpec(f"{name}.quant_map", DType.F32, (16,)),
+        ]
+        if nested:
+            made.append(TensorSpec(f"{name}.nested_absmax", DType.F32, (-(-blocks // _NESTED_BLOCK),)))
+            made.append(TensorSpec(f"{name}.nested_quant_map", DType.F32, (256,)))
+        else:
+            made.append(TensorSpec(f"{name}{_STATE}{form.table}", DType.U8, (len(_state(tensor)),)))
+        return tuple(made)
+
+    def row_alignment(self, tensor: Logical) -> int:
+        """Blocks never span rows of the weights that are written here."""
+        return 1
+
+    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+        """Spell rows [start, start + value.rows)."""
+        from qconvert.quant.codebook import TABLES
+        from qconvert.quant.nibbles import pack_nibbles
+
+        if isinstance(value, Dense):
+            yield Part(tensor.name, start, value.rows_RI)
+            return
+        assert isinstance(value, Coded)
+        codes, scales, *constants = self.parts(tensor)
+        if value.form.table == "int8":
+            yield Part(codes.name, start, value.codes_RI.view(np.int8))
+            yield Part(scales.name, start, value.scales_RG)
+            if start == 0:
+                yield Part(constants[0].name, 0, np.zeros((1, 1), np.uint8))
+            return
+        packed = pack_nibbles(value.codes_RI, high_first=True)
+        yield Part(codes.name, start * packed.shape[1], packed.reshape(-1, 1))
+        yield Part(scales.name, start * value.scales_RG.shape[1], value.scales_RG.reshape(-1, 1))
+        if start == 0:
+            yield Part(constants[0].name, 0, TABLES[value.form.table].reshape(-1, 1))
+            yield Part(constants[1].name, 0, np.frombuffer(_state(tensor), np.uint8).reshape(-1, 1))
+
+    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
+        """Read rows [start, stop) back; nested scales come resolved, as float32."""
+        from qconvert.quant.nibbles import unpack_nibbles
+
+        form, name, width = tensor.form, tensor.name, tensor.width
+        if isinstance(form, Plain):
+            return Dense(source.read(name, start, stop), form.dtype)
+        assert isinstance(form, Codebook), form
+        if form.table == "int8":
+            scales_R1 = source.read(f"{name.removesuffix('.weight')}.SCB", start, stop)
+            return Coded(source.read(name, start, stop).view(np.uint8), scales_R1, form)
+        bytes_RB = source.read(name, start * width // 2, stop * width // 2).reshape(stop - start, width // 2)
+        groups = form.groups(width)
+        scales_B = _scales(tensor, source, start * groups, stop * groups)
+        return Coded(unpack_nibbles(bytes_RB, high_first=True), scales_B.reshape(stop - start, groups), form)
+
+    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
+        """What config.json says about modules of these forms, of which all linears have one."""
+        form = only_form(quantized, NAME)
+        assert isinstance(form, Codebook)
+        eight = form.table == "int8"
+        settings = {
+            "quant_method": NAME,
+            "_load_in_4bit": not eight,
+            "_load_in_8bit": eight,
+            "load_in_4bit": not eight,
+            "load_in_8bit": eight,
+            "bnb_4bit_compute_dtype": "float32" if eight else _NAMES[form.decoded],
+            "bnb_4bit_quant_storage": "uint8",
+            "bnb_4bit_quant_type": "fp4" if eight else form.table,
+            "bnb_4bit_use_double_quant": False,
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_skip_modules": sorted(kept) or None,
+            "llm_int8_threshold": 6.0,
+        }
+        return {"quantization_config": settings}
+
+
+def _state(tensor: Logical) -> bytes:
+    """The bytes of quant_state, spelled as bitsandbytes spells them."""
+    form = tensor.form
+    assert isinstance(form, Codebook)
+    if form.second:
+        raise BadRecipe(f"{tensor.name}: nested absmax is read, not written", "resolve it first")
+    state = {
+        "quant_type": form.table,
+        "blocksize": form.group_size,
+        "dtype": _NAMES[form.decoded],
+        "shape": list(tensor.shape),
+    }
+    return json.dumps(state).encode()
+
+
+def _scales(tensor: Logical, source: Source, first: int, last: int) -> np.ndarray:
+    """The absmax of blocks [first, last), float32."""
+    form, name = tensor.form, tensor.name
+    assert isinstance(form, Codebook)
+    stored = source.read(f"{name}.absmax", first, last).ravel()
+    if form.second != "nested":
+        return stored
+    offset = np.float32(_stored_state(source, name, form.table)["nested_offset"])
+    table = source.read(f"{name}.nested_quant_map", 0, 256).ravel()
+    per_block = source.read(
+        f"{name}.nested_absmax", first // _NESTED_BLOCK, -(-last // _NESTED_BLOCK)
+    ).ravel()
+    nested = per_block[np.arange(first, last) // _NESTED_BLOCK - first // _NESTED_BLOCK]
+    scales: np.ndarray = table[stored] * nested + offset
+    return scales
+
+
+def _stored_state(source: Source, name: str, table: str) -> Json:
+    array = f"{name}{_STATE}{table}"
+    spec = source.specs[array]
+    if spec.dtype is not DType.U8 or len(spec.shape) != 1 or spec.count > 4096:
+        raise CorruptCheckpoint(f"{array}: {spec.dtype.label} {list(spec.shape)} is no quantization state")
+    return parse_json_object(source.read(array, 0, spec.count).tobytes(), array)
+
+
+def open_bitsandbytes(source: Source, config: Json) -> tuple[BitsAndBytes, dict[str, Logical]]:
+    """The layout of a checkpoint and its logical tensors, by HF weight name.
+
+    CorruptCheckpoint names the array where shapes, quant_state and code book disagree.
+    """
+    found: dict[str, Logical] = {}
+    used: set[str] = set()
+    for array in source.specs:
+        name, state, table = array.rpartition(_STATE)
+        if state:
+            found[name] = _four_bits(name, table, source)
+        elif array.endswith(".SCB"):
+            name = array.removesuffix(".SCB") + ".weight"
+            found[name] = _int8(name, source, config)
+        else:
+            continue
+        used |= {array, *(spec.name for spec in BitsAndBytes().parts(found[name]))}
+    found = plain_rest(source, used, found)
+    check_claimed(found, NAME, "quant_state and no SCB")
+    return BitsAndBytes(), found
+
+
+def _four_bits(name: str, table: str, source: Source) -> Logical:
+    from qconvert.quant.codebook import TABLES
+
+    state = _stored_state(source, name, table)
+    shape, block, dtype = state.get("shape"), state.get("blocksize"), _DTYPES.get(str(state.get("dtype")))
+    sizes = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
+    if not sizes or type(block) is not int or block < 2 or dtype is None or table not in ("nf4", "fp4"):
+        raise CorruptCheckpoint(f"{name}{_STATE}{table}: {shown(state)} is no quantization state")
+    assert isinstance(shape, list)
+    if shape[1] % block:
+        raise UnsupportedModel(
+            f"{name}: blocks of {block} span rows of {shape[1]} columns, which is not read here",
+            "dequantize it with bitsandbytes",
+        )
+    nested = "nested_blocksize" in state
+    offset = state.get("nested_offset")
+    if nested and (state["nested_blocksize"] != _NESTED_BLOCK or type(offset) is not float):
+        raise UnsupportedModel(f"{name}{_STATE}{table}: nested absmax {shown(state)} is not read here")
+    form = Codebook(table, block, DType.F32, dtype, second="nested" if nested else None)
+    tensor = Logical(name, (shape[0], shape[1]), form)
+    for spec in BitsAndBytes().parts(tensor):
+        stored = require(source, spec.name, f"{form.label} of shape {shape} needs it")
+        if "quant_state" not in spec.name and (stored.dtype, stored.count) != (spec.dtype, spec.count):
+            raise CorruptCheckpoint(
+                f"{spec.name}: {stored.dtype.label} {list(stored.shape)}, but {form.label} of shape {shape} "
+                f"needs {spec.dtype.label} {list(spec.shape)}",
+                "the arrays of this weight do not belong together",
+            )
+    if not np.array_equal(source.read(f"{name}.quant_map", 0, 16).ravel(), TABLES[table]):
+        raise UnsupportedModel(
+            f"{name}.quant_map: is not the code book of {table}", "a bitsandbytes of 0.39 on"
+        )
+    return tensor
+
+
+def _int8(name: str, source: Source, config: Json) -> Logical:
+    weight = require(source, name, "its SCB is there")
+    decoded = _DTYPES.get(str(config.get("torch_dtype") or config.get("dtype")), DType.BF16)
+    tensor = Logical(name, weight.shape, Codebook("int8", None, DType.F32, decoded))
+    for spec in BitsAndBytes().parts(tensor):
+        stored = require(source, spec.name, f"{name} is int8")
+        if (stored.dtype, stored.count) != (spec.dtype, spec.count):
+            raise CorruptCheckpoint(
+                f"{spec.name}: {stored.dtype.label} {list(stored.shape)} beside int8 {list(weight.shape)}",
+                "the arrays of this weight do not belong together",
+            )
+    order = f"{name.removesuffix('.weight')}.weight_format"
+    if source.has_weights and source.read(order, 0, 1)[0, 0] != 0:
+        raise UnsupportedModel(
+            f"{order}: rows in a tiled order are not read here", "save it again, row by row"
+        )
+    return tensor

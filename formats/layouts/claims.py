@@ -1,0 +1,90 @@
+"""Holds the arrays of a checkpoint against what its config claims about them.
+
+Every reader asks the same questions: is each array of a weight there, has it the shape that the form
+asks for, and does the config say the same. The answers name the array and the config's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from qconvert.errors import CorruptCheckpoint
+from qconvert.formats.files import shown
+from qconvert.tensors import Json, Layout, Logical, Plain, Source, TensorSpec
+
+_APART = "the arrays of this weight do not belong together"
+
+
+def claim(settings: Mapping[str, object], key: str, kind: type, default: object = None) -> object:
+    """The value under a key of quantization_config, checked for its type; `default` when absent."""
+    value = settings.get(key)
+    if value is None:
+        return default
+    if type(value) is not kind:
+        raise CorruptCheckpoint(
+            f"config.json: quantization_config: {key} is {shown(value)}, not {kind.__name__}",
+            "correct quantization_config",
+        )
+    return value
+
+
+def contradiction(array: str, found: str, key: str, claimed: object) -> CorruptCheckpoint:
+    """The error for an array that is not what quantization_config says."""
+    return CorruptCheckpoint(
+        f"{array}: {found}, but quantization_config says {key} {shown(claimed)}",
+        "correct quantization_config, or fetch the weights again",
+    )
+
+
+def require(source: Source, name: str, why: str) -> TensorSpec:
+    """The spec of an array that must be there."""
+    spec = source.specs.get(name)
+    if spec is None:
+        raise CorruptCheckpoint(f"{name}: missing, but {why}", "the checkpoint is incomplete")
+    return spec
+
+
+def check_parts(layout: Layout, tensor: Logical, source: Source) -> Logical:
+    """The tensor, once every array that spells it has the type and shape its form asks for."""
+    for spec in layout.parts(tensor):
+        found = require(source, spec.name, f"{tensor.form.label} of shape {list(tensor.shape)} needs it")
+        if found.shape != spec.shape or found.dtype is not spec.dtype:
+            raise CorruptCheckpoint(
+                f"{spec.name}: {found.dtype.label} {list(found.shape)}, but {tensor.form.label} of shape "
+                f"{list(tensor.shape)} needs {spec.dtype.label} {list(spec.shape)}",
+                _APART,
+            )
+    return tensor
+
+
+def check_claimed(found: Mapping[str, Logical], method: str, missing: str) -> None:
+    """Raise if a config that claims a quantization lies over plain weights only."""
+    if any(not isinstance(tensor.form, Plain) for tensor in found.values()):
+        return
+    linears = [name for name in found if name.endswith("_proj.weight")] or ["every weight"]
+    named = next((name for name in linears if name.endswith(".q_proj.weight")), linears[0])
+    raise CorruptCheckpoint(
+        f"{named.removesuffix('.weight')}: no {missing}, but quantization_config says {method}",
+        "remove quantization_config from config.json if the weights are plain",
+    )
+
+
+def plain_rest(source: Source, used: Collection[str], found: dict[str, Logical]) -> dict[str, Logical]:
+    """The quantized tensors and, as they are, all arrays that spell none; twice is an error."""
+    for name, spec in source.specs.items():
+        if name in used:
+            continue
+        if name in found:
+            raise CorruptCheckpoint(
+                f"{name}: stored both plain and quantized ({found[name].form.label})", "remove one of the two"
+            )
+        found[name] = Logical(name, spec.shape, Plain(spec.dtype))
+    return {name: found[name] for name in sorted(found)}
+
+
+def settings_of(config: Json, key: str = "quantization_config") -> Json:
+    """The quantization settings of a config.json, {} when there are none."""
+    settings = config.get(key) or {}
+    if not isinstance(settings, dict):
+        raise CorruptCheckpoint(f"config.json: {key} is not an object", "correct the file")
+    return settings

@@ -1,0 +1,137 @@
+"""The `quantization_config` of a compressed-tensors checkpoint, as loaders want it filled in.
+
+Sources: compressed-tensors 0.20, `quantization/quant_config.py`, `quant_scheme.py`, `quant_args.py`; the
+configs that llm-compressor 0.14 writes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+from qconvert.tensors import Codebook, DType, GroupInt, GroupMin, Json, Quantized
+
+NAME = "compressed-tensors"
+PACKED = "pack-quantized"
+INT = "int-quantized"
+FLOAT = "float-quantized"
+MXFP4 = "mxfp4-pack-quantized"
+NVFP4 = "nvfp4-pack-quantized"
+FORMATS = (PACKED, INT, FLOAT, MXFP4, NVFP4)
+# The release whose field names and bit packing these modules follow.
+LIBRARY_VERSION = "0.20.0"
+
+
+def format_of(form: Quantized, loose: Collection[GroupInt] = ()) -> str:
+    """The library's name for the way a form is stored; `loose` integers have a byte for each code."""
+    if isinstance(form, Codebook):
+        return {DType.F8_E8M0: MXFP4, DType.F8_E4M3: NVFP4}.get(form.scale_dtype, FLOAT)
+    return INT if form in loose else PACKED
+
+
+def quantization_config(
+    quantized: Mapping[str, Quantized], kept_linears: Iterable[str], loose: Collection[GroupInt] = ()
+) -> Json:
+    """The `quantization_config` of a checkpoint whose modules `quantized` have these forms.
+
+    `kept_linears` are the linear modules left in 16 bit; loaders need their names to ignore them.
+    One form for every linear is written as the class name "Linear"; anything else as one group per
+    form, with regular expressions that cover exactly its modules.
+    """
+    ignore = sorted(set(kept_linears))
+    by_form: dict[Quantized, list[str]] = {}
+    for module, form in quantized.items():
+        by_form.setdefault(form, []).append(module)
+    uniform = len(by_form) == 1 and not any("embed" in module for module in quantized)
+    groups = {
+        f"group_{i}": {
+            "targets": ["Linear"] if uniform else patterns(modules),
+            "format": format_of(form, loose),
+            "input_activations": _activations(form, loose),
+            "output_activations": None,
+            "weights": _weights_args(form),
+        }
+        for i, (form, modules) in enumerate(by_form.items())
+    }
+    formats = {format_of(form, loose) for form in by_form}
+    return {
+        "quant_method": NAME,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "version": LIBRARY_VERSION,
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": _numbered(ignore) if len(ignore) > 8 else ignore,
+        "config_groups": groups,
+    }
+
+
+def _weights_args(form: Quantized) -> Json:
+    assert not isinstance(form, GroupMin), form
+    symmetric = isinstance(form, Codebook) or form.symmetric
+    args: Json = {
+        "num_bits": form.bits,
+        "type": "float" if isinstance(form, Codebook) else "int",
+        "symmetric": symmetric,
+        "strategy": "channel" if form.group_size is None else "group",
+        "group_size": form.group_size,
+        "dynamic": False,
+        "actorder": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "block_structure": None,
+        **({} if symmetric else {"zp_dtype": "torch.int8"}),
+    }
+    return args | (_float_args(form) if isinstance(form, Codebook) else {})
+
+
+def _float_args(form: Codebook) -> Json:
+    """What float weights say about their scales."""
+    if form.group_rows is None:
+        return {"strategy": "tensor", "group_size": None}
+    if form.group_rows > 1:
+        blocks = [form.group_rows, form.group_size]
+        return {"strategy": "block", "group_size": None, "block_structure": blocks}
+    if form.scale_dtype is DType.F8_E8M0:
+        return {"scale_dtype": "torch.uint8"}
+    if form.second == "divided":
+        return {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
+    return {}
+
+
+def _activations(form: Quantized, loose: Collection[GroupInt]) -> Json | None:
+    """8-bit activations, scaled as they come, for the formats that loaders run in 8 bits."""
+    kind = format_of(form, loose)
+    if kind not in (INT, FLOAT):
+        return None
+    by_block = isinstance(form, Codebook) and form.group_rows not in (1, None)
+    return {
+        "num_bits": 8,
+        "type": "float" if kind == FLOAT else "int",
+        "symmetric": True,
+        "dynamic": True,
+        "strategy": "group" if by_block else "token",
+        "group_size": form.group_size if by_block else None,
+    }
+
+
+def patterns(modules: Iterable[str]) -> list[str]:
+    """Regular expressions (`re:` targets) that match exactly these modules, layers gathered."""
+    return _numbered(list(modules))
+
+
+def _numbered(modules: list[str]) -> list[str]:
+    """Modules that differ only in their first number share one pattern that lists the numbers."""
+    gathered: dict[tuple[str, str], list[str]] = {}
+    plain: list[str] = []
+    for module in modules:
+        match = re.search(r"(?<=\.)\d+(?=\.)", module)
+        if match:
+            gathered.setdefault((module[: match.start()], module[match.end() :]), []).append(match[0])
+        else:
+            plain.append(f"re:^{re.escape(module)}$")
+    numbered = [
+        f"re:^{re.escape(before)}({'|'.join(numbers)}){re.escape(after)}$"
+        for (before, after), numbers in gathered.items()
+    ]
+    return plain + numbered

@@ -1,0 +1,203 @@
+"""Reads the names, shapes and quantization_config of a compressed-tensors checkpoint as logical tensors.
+
+Forms are told from the arrays themselves and held against what the config declares; a part that is
+missing or a shape that fits no form is an error that names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.formats.files import shown
+from qconvert.formats.layouts.claims import check_parts, require
+from qconvert.formats.layouts.compressed_config import FORMATS, NAME
+from qconvert.formats.layouts.compressed_tensors import CompressedTensors, words
+from qconvert.tensors import Codebook, DType, GroupInt, Json, Logical, Plain, Source, TensorSpec
+
+_SUFFIXES = ("_packed", "_global_scale", "_scale", "_zero_point", "_shape")
+
+
+def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTensors, dict[str, Logical]]:
+    """The layout of a checkpoint and its logical tensors, by HF weight name.
+
+    Forms are read from the arrays' shapes and cross-checked with `quantization_config`; a part
+    that is missing or a shape that fits no scheme is a CorruptCheckpoint naming it.
+    """
+    quantization = config.get("quantization_config") or {}
+    if quantization:
+        _check_format(quantization)
+    declared = _declared_bits(quantization)
+    layout, specs = CompressedTensors(), source.specs
+    found: dict[str, Logical] = {}
+    for name, spec in specs.items():
+        base = next((name[: -len(s)] for s in _SUFFIXES if name.endswith("weight" + s)), name)
+        if base in found:
+            continue
+        if base in specs and f"{base}_packed" not in specs and _is_unpacked(base, source):
+            found[base] = _unpacked(base, source, quantization)
+            form = found[base].form
+            if isinstance(form, GroupInt):
+                layout = CompressedTensors(layout.loose | {form})
+        elif base == name and f"{base}_packed" not in specs:
+            found[name] = Logical(name, spec.shape, Plain(spec.dtype))
+        elif f"{base}_packed" in specs and specs[f"{base}_packed"].dtype is DType.U8:
+            found[base] = _four_bit_floats(base, source)
+        else:
+            found[base] = _logical(base, source, declared)
+    if quantization and all(isinstance(t.form, Plain) for t in found.values()):
+        linear = next((n for n in found if n.endswith("_proj.weight")), "every weight")
+        raise CorruptCheckpoint(
+            f"{linear.removesuffix('.weight')}: no weight_packed, but quantization_config says {NAME}",
+            "remove quantization_config from config.json if the weights are plain",
+        )
+    _check_one_spelling(found, layout, source)
+    return layout, found
+
+
+def _is_unpacked(base: str, source: Source) -> bool:
+    return source.specs[base].dtype in (DType.I8, DType.F8_E4M3) and f"{base}_scale" in source.specs
+
+
+def _check_one_spelling(found: Mapping[str, Logical], layout: CompressedTensors, source: Source) -> None:
+    """A form is spelled in one way per checkpoint here: packed, or with a byte for each code."""
+    for name, tensor in found.items():
+        if tensor.form in layout.loose and name not in source.specs:
+            raise UnsupportedModel(f"{name}: packed, while another {tensor.form.label} weight is not")
+
+
+def _check_format(quantization: Mapping[str, object]) -> None:
+    """Raise UnsupportedModel for what would change the numbers and is not read here."""
+    groups = _groups(quantization)
+    formats = [quantization.get("format"), *(group.get("format") for group in groups)]
+    other = [f for f in formats if f not in (None, *FORMATS, "mixed-precision")]
+    if other:
+        raise UnsupportedModel(
+            f"config.json: compressed-tensors format {shown(other[0])!r} is not read here",
+            f"formats read: {', '.join(FORMATS)}",
+        )
+    lost = {"transform_config": quantization.get("transform_config")}
+    for group in groups:
+        lost["output_activations"] = lost.get("output_activations") or group.get("output_activations")
+        inputs = group.get("input_activations")
+        if not (isinstance(inputs, dict) and inputs.get("dynamic") is True):
+            lost["input_activations"] = lost.get("input_activations") or inputs
+    for key, value in lost.items():
+        if value:
+            raise UnsupportedModel(
+                f"config.json: quantization_config has {key}, which qconvert would lose",
+                "checkpoints without, or with dynamic input_activations, are read",
+            )
+
+
+def _groups(quantization: Mapping[str, object]) -> list[Mapping[str, object]]:
+    groups = quantization.get("config_groups")
+    return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
+
+
+def _declared_bits(quantization: Mapping[str, object]) -> set[int]:
+    weights = [group.get("weights") for group in _groups(quantization)]
+    return {w["num_bits"] for w in weights if isinstance(w, dict) and isinstance(w.get("num_bits"), int)}
+
+
+def _blocks(quantization: Mapping[str, object]) -> list[list[int]]:
+    """The block structures that the config declares, [rows, columns] each."""
+    weights = [group.get("weights") for group in _groups(quantization)]
+    blocks = [w.get("block_structure") for w in weights if isinstance(w, dict)]
+    return [b for b in blocks if isinstance(b, list) and [type(n) for n in b] == [int, int] and min(b) > 0]
+
+
+def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> Logical:
+    """A weight with a byte for each code: int8, or F8_E4M3 with one scale per tensor, row or block."""
+    weight, scale = source.specs[base], source.specs[f"{base}_scale"]
+    if len(weight.shape) != 2:
+        raise UnsupportedModel(f"{base}: {weight.dtype.label} {list(weight.shape)} is not read here", "2-D")
+    form: GroupInt | Codebook
+    if weight.dtype is DType.I8:
+        symmetric = f"{base}_zero_point" not in source.specs
+        form = _form(8, (weight.shape[0], weight.shape[1]), scale, symmetric=symmetric)
+        return check_parts(CompressedTensors(frozenset({form})), Logical(base, weight.shape, form), source)
+    if scale.count == 1 and weight.shape[0] > 1:
+        form = Codebook("e4m3", None, scale.dtype, DType.BF16, group_rows=None)
+    elif scale.shape == (weight.shape[0], 1):
+        form = Codebook("e4m3", None, scale.dtype, DType.BF16)
+    else:
+        fitting = [b for b in _blocks(quantization) if scale.shape == _cells(weight.shape, b)]
+        if not fitting:
+            raise CorruptCheckpoint(
+                f"{scale.name}: {list(scale.shape)} scales are neither one per tensor, row, nor block of "
+                f"{base} {list(weight.shape)} (block_structure {_blocks(quantization) or None})",
+                "correct quantization_config",
+            )
+        form = Codebook("e4m3", fitting[0][1], scale.dtype, DType.BF16, group_rows=fitting[0][0])
+    return check_parts(CompressedTensors(), Logical(base, weight.shape, form), source)
+
+
+def _cells(shape: tuple[int, ...], block: list[int]) -> tuple[int, ...]:
+    return tuple(-(-size // side) for size, side in zip(shape, block, strict=True))
+
+
+def _four_bit_floats(base: str, source: Source) -> Logical:
+    """MXFP4 or NVFP4, told apart by the type of their scales."""
+    packed = source.specs[f"{base}_packed"]
+    scale = require(source, f"{base}_scale", f"{packed.name} is there")
+    if base in source.specs:
+        raise CorruptCheckpoint(f"{base}: stored both plain and as {packed.name}", "remove one of the two")
+    if len(packed.shape) != 2:
+        raise UnsupportedModel(f"{packed.name}: {list(packed.shape)} is not read here", "2-D")
+    if scale.dtype is DType.U8:
+        form = Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
+    else:
+        form = Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16, second="divided")
+    tensor = Logical(base, (packed.shape[0], packed.shape[1] * 2), form)
+    return check_parts(CompressedTensors(), tensor, source)
+
+
+def _logical(base: str, source: Source, declared: set[int]) -> Logical:
+    specs = source.specs
+    for suffix in ("_packed", "_scale", "_shape"):
+        if base + suffix not in specs:
+            raise CorruptCheckpoint(f"{base}{suffix}: missing", "the checkpoint is incomplete")
+    if f"{base}_g_idx" in specs:
+        raise UnsupportedModel(f"{base}_g_idx: columns in activation order are not read here")
+    if base in specs:
+        raise CorruptCheckpoint(f"{base}: stored both plain and as {base}_packed", "remove one of the two")
+    packed, scale = specs[base + "_packed"], specs[base + "_scale"]
+    zeros = specs.get(base + "_zero_point")
+    if specs[base + "_shape"].count != 2 or specs[base + "_shape"].dtype is not DType.I64:
+        raise CorruptCheckpoint(f"{base}_shape: not two int64 numbers", "only 2-D weights are read here")
+    rows, width = (int(n) for n in source.read(base + "_shape", 0, 2).ravel())
+    bits = _bits(packed, (rows, width), declared)
+    form = _form(bits, (rows, width), scale, symmetric=zeros is None)
+    tensor = Logical(base, (rows, width), form)
+    return check_parts(CompressedTensors(), tensor, source)
+
+
+def _bits(packed: TensorSpec, shape: tuple[int, int], declared: set[int]) -> int:
+    """The bits per code that fit the packed array and that the config, if it says any, declares."""
+    rows, width = shape
+    fitting = {bits for bits in range(2, 9) if packed.shape == (rows, words(width, bits))}
+    if declared and fitting and not fitting & declared:
+        raise CorruptCheckpoint(
+            f"{packed.name}: holds {min(fitting)}-bit codes, config.json says num_bits {sorted(declared)}",
+            "correct quantization_config",
+        )
+    agreed = fitting & declared or fitting
+    if len(agreed) != 1:
+        found = " or ".join(map(str, sorted(agreed))) or "no number of"
+        raise CorruptCheckpoint(
+            f"{packed.name}: {list(packed.shape)} holds {found} bits for each weight of [{rows}, {width}]",
+            "the arrays of this weight do not belong together",
+        )
+    return agreed.pop()
+
+
+def _form(bits: int, shape: tuple[int, int], scale: TensorSpec, *, symmetric: bool) -> GroupInt:
+    rows, width = shape
+    groups = scale.shape[-1] if len(scale.shape) == 2 else 0
+    if rows < 1 or width < 1 or groups < 1 or width % groups or not scale.dtype.is_float:
+        raise CorruptCheckpoint(
+            f"{scale.name}: {scale.dtype.label} {list(scale.shape)} fits no [{rows}, {width}] weight",
+            "the arrays of this weight do not belong together",
+        )
+    return GroupInt(bits, None if groups == 1 else width // groups, symmetric, scale.dtype)

@@ -1,0 +1,258 @@
+"""The GPTQ layout of AutoGPTQ, GPTQModel and AutoRound, checkpoint formats `gptq` (v1) and `gptq_v2`.
+
+A quantized `X.weight` [N, K] is spelled transposed: `X.qweight` int32 [K*b/32, N] (codes of a column
+packed along K, the first in the lowest bits), `X.scales` f16 [G, N], `X.qzeros` int32 [G, N*b/32]
+(packed along N) and `X.g_idx` int32 [K], the group of every input column. Zeros are stored for
+symmetric grids too; v1 stores each one less 1, modulo 2**b. Sources: GPTQModel 7.6
+(`nn_modules/qlinear`, `utils/model.py`), and tensors written by it and by AutoRound 0.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.formats.files import shown
+from qconvert.formats.layouts.claims import (
+    check_claimed,
+    check_parts,
+    claim,
+    contradiction,
+    plain_rest,
+    require,
+    settings_of,
+)
+from qconvert.tensors import (
+    Dense,
+    DType,
+    GroupInt,
+    IntAffine,
+    Json,
+    Logical,
+    Part,
+    Plain,
+    Quantized,
+    Source,
+    TensorSpec,
+    Value,
+)
+
+NAME = "gptq"
+BITS = (2, 3, 4, 8)
+_WORD = 32
+_SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
+
+
+@dataclass(frozen=True, slots=True)
+class GPTQ:
+    """The layout as the runner sees it. `version` 1 stores zeros less one; `groupless` has no g_idx."""
+
+    version: int = 1
+    groupless: bool = False
+    transposed: bool = True
+
+    @property
+    def name(self) -> str:
+        return NAME if self.version == 1 else f"{NAME}_v2"
+
+    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
+        """The arrays that spell a tensor, in the order they are written."""
+        form = tensor.form
+        if isinstance(form, Plain):
+            return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
+        assert isinstance(form, GroupInt), form
+        rows, width = tensor.shape
+        groups, base = form.groups(width), _base(tensor)
+        made = (
+            TensorSpec(f"{base}.qweight", DType.I32, (width * form.bits // _WORD, rows)),
+            TensorSpec(f"{base}.scales", form.scale_dtype, (groups, rows)),
+            TensorSpec(f"{base}.qzeros", DType.I32, (groups, rows * form.bits // _WORD)),
+        )
+        return made if self.groupless else (*made, TensorSpec(f"{base}.g_idx", DType.I32, (width,)))
+
+    def row_alignment(self, tensor: Logical) -> int:
+        """Zeros of several rows share a word."""
+        form = tensor.form
+        return _WORD // gcd(form.bits, _WORD) if isinstance(form, GroupInt) else 1
+
+    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+        """Spell rows [start, start + value.rows); `start` is a multiple of the row alignment."""
+        from qconvert.quant.grids import zeros_of
+        from qconvert.quant.packing import pack_stream
+
+        if isinstance(value, Dense):
+            yield Part(tensor.name, start, value.rows_RI)
+            return
+        assert isinstance(value, IntAffine)
+        bits, base = value.form.bits, _base(tensor)
+        zeros_GR = np.ascontiguousarray(self._shifted(zeros_of(value), bits, -1).T)
+        yield Part(f"{base}.qweight", 0, pack_stream(value.codes_RI, bits).T, column=start)
+        yield Part(f"{base}.scales", 0, value.scales_RG.T, column=start)
+        yield Part(f"{base}.qzeros", 0, pack_stream(zeros_GR, bits), column=start * bits // _WORD)
+        if start == 0 and not self.groupless:
+            width = value.codes_RI.shape[1]
+            order_I = _in_sequence(width, value.form) if value.groups_I is None else value.groups_I
+            yield Part(f"{base}.g_idx", 0, order_I.reshape(-1, 1))
+
+    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
+        """Read rows [start, stop) back; CorruptCheckpoint for zeros that a symmetric grid cannot have."""
+        from qconvert.quant.packing import unpack_stream
+
+        form = tensor.form
+        if isinstance(form, Plain):
+            return Dense(source.read(tensor.name, start, stop), form.dtype)
+        assert isinstance(form, GroupInt), form
+        base, width = _base(tensor), tensor.width
+        groups = form.groups(width)
+        columns = (start, stop)
+        words_WR = source.read(f"{base}.qweight", 0, width * form.bits // _WORD, columns=columns)
+        codes_RI = unpack_stream(np.ascontiguousarray(words_WR.T), form.bits, width)
+        scales_GR = source.read(f"{base}.scales", 0, groups, columns=columns)
+        zeros_RG = self._zeros(tensor, source, start, stop)
+        if form.symmetric:
+            _check_symmetric(f"{base}.qzeros", zeros_RG, form, self.version)
+        order_I = source.read(f"{base}.g_idx", 0, width).ravel() if form.act_order else None
+        return IntAffine(
+            codes_RI,
+            np.ascontiguousarray(scales_GR.T),
+            None if form.symmetric else zeros_RG,
+            form,
+            order_I,
+        )
+
+    def _zeros(self, tensor: Logical, source: Source, start: int, stop: int) -> np.ndarray:
+        """The true zeros of rows [start, stop), uint8 [rows, groups]."""
+        from qconvert.quant.packing import unpack_stream
+
+        form = tensor.form
+        assert isinstance(form, GroupInt)
+        aligned = start - start % self.row_alignment(tensor)
+        columns = (aligned * form.bits // _WORD, -(-stop * form.bits // _WORD))
+        words_GW = source.read(f"{_base(tensor)}.qzeros", 0, form.groups(tensor.width), columns=columns)
+        stored_GR = unpack_stream(words_GW, form.bits, stop - aligned)[:, start - aligned :]
+        return np.ascontiguousarray(self._shifted(stored_GR, form.bits, 1).T)
+
+    def _shifted(self, zeros: np.ndarray, bits: int, by: int) -> np.ndarray:
+        return (zeros + np.uint8(by % 256)) & np.uint8((1 << bits) - 1) if self.version == 1 else zeros
+
+    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
+        """What config.json says about modules of these forms, of which all linears have one."""
+        from qconvert.formats.layouts.uniform import only_form
+
+        form = only_form(quantized, self.name)
+        assert isinstance(form, GroupInt)
+        settings = {
+            "quant_method": NAME,
+            "bits": form.bits,
+            "group_size": form.group_size or -1,
+            "desc_act": form.act_order,
+            "sym": form.symmetric,
+            "lm_head": "lm_head" in quantized,
+            "checkpoint_format": self.name,
+            "pack_dtype": "int32",
+            "dynamic": {f"-:^{_escaped(module)}$": {} for module in kept if module != "lm_head"},
+            "meta": {"quantizer": ["qconvert"]},
+        }
+        return {"quantization_config": settings}
+
+
+def _escaped(module: str) -> str:
+    return module.replace(".", "\\.")
+
+
+def _base(tensor: Logical) -> str:
+    return tensor.name.removesuffix(".weight")
+
+
+def _in_sequence(width: int, form: GroupInt) -> np.ndarray:
+    return (np.arange(width) // (form.group_size or width)).astype(np.int32)
+
+
+def _check_symmetric(name: str, zeros_RG: np.ndarray, form: GroupInt, version: int) -> None:
+    middle = 1 << (form.bits - 1)
+    if (zeros_RG != middle).any():
+        other = int(zeros_RG[zeros_RG != middle][0])
+        raise CorruptCheckpoint(
+            f"{name}: holds a zero of {other}, but quantization_config says sym true, where all are {middle}",
+            f"set sym to false, or correct checkpoint_format (read as version {version})",
+        )
+
+
+def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, Logical]]:
+    """The layout of a checkpoint and its logical tensors, by HF weight name.
+
+    CorruptCheckpoint names array and key where shapes, g_idx and quantization_config disagree.
+    """
+    settings = settings_of(config)
+    version = str(settings.get("checkpoint_format") or settings.get("format") or NAME)
+    if version not in (NAME, f"{NAME}_v2"):
+        raise UnsupportedModel(
+            f"config.json: GPTQ checkpoint_format {shown(version)!r} is not read here", "gptq or gptq_v2"
+        )
+    bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
+    groupless = bool(bases) and not any(f"{base}.g_idx" in source.specs for base in bases)
+    layout = GPTQ(2 if version.endswith("v2") else 1, groupless)
+    found = {f"{base}.weight": _logical(base, source, settings, layout) for base in bases}
+    used = {base + suffix for base in bases for suffix in _SUFFIXES}
+    found = plain_rest(source, used, found)
+    check_claimed(found, NAME, "qweight")
+    return layout, found
+
+
+def _logical(base: str, source: Source, settings: Json, layout: GPTQ) -> Logical:
+    why = f"{base}.qweight is there"
+    qweight, scales = source.specs[f"{base}.qweight"], require(source, f"{base}.scales", why)
+    bits, width = _bits(base, qweight, source, settings)
+    groups = scales.shape[0] if len(scales.shape) == 2 else 0
+    if not groups or width % groups or not scales.dtype.is_float:
+        raise CorruptCheckpoint(
+            f"{scales.name}: {scales.dtype.label} {list(scales.shape)} fits no {width} input columns",
+            "the arrays of this weight do not belong together",
+        )
+    claimed = claim(settings, "group_size", int, -1)
+    size = width // groups
+    if size not in (claimed, width) and not settings.get("dynamic"):
+        raise contradiction(scales.name, f"groups of {size} columns", "group_size", claimed)
+    symmetric = claim(settings, "sym", bool, default=False) is True
+    act_order = _act_order(f"{base}.g_idx", source, width, groups, settings)
+    # A layer's output adds products up, and a sum that begins with +0 never becomes -0.
+    form = GroupInt(bits, None if groups == 1 else size, symmetric, scales.dtype, act_order, True)
+    tensor = Logical(f"{base}.weight", (qweight.shape[-1], width), form)
+    return check_parts(layout, tensor, source)
+
+
+def _bits(base: str, qweight: TensorSpec, source: Source, settings: Json) -> tuple[int, int]:
+    """Bits per code and input columns, which g_idx tells; without one the config's bits are taken."""
+    claimed = claim(settings, "bits", int)
+    g_idx = source.specs.get(f"{base}.g_idx")
+    if len(qweight.shape) != 2 or claimed not in BITS:
+        raise UnsupportedModel(
+            f"{qweight.name}: {list(qweight.shape)} with bits {shown(claimed)} is not read here", "2, 3, 4, 8"
+        )
+    width = g_idx.count if g_idx is not None else qweight.shape[0] * _WORD // int(str(claimed))
+    bits = qweight.shape[0] * _WORD // width if width else 0
+    if bits not in BITS or qweight.shape[0] * _WORD != width * bits:
+        raise CorruptCheckpoint(
+            f"{qweight.name}: {list(qweight.shape)} holds no whole number of bits for {width} input columns",
+            "the arrays of this weight do not belong together",
+        )
+    if bits != claimed and not settings.get("dynamic"):
+        raise contradiction(qweight.name, f"codes of {bits} bits", "bits", claimed)
+    return bits, width
+
+
+def _act_order(name: str, source: Source, width: int, groups: int, settings: Json) -> bool:
+    """Whether the columns are in another order than that of their groups, read from g_idx itself."""
+    if name not in source.specs or not source.has_weights:
+        return claim(settings, "desc_act", bool, default=False) is True
+    order_I = source.read(name, 0, width).ravel()
+    if width and not 0 <= order_I.min() <= order_I.max() < groups:
+        column = int(np.flatnonzero((order_I < 0) | (order_I >= groups))[0])
+        raise CorruptCheckpoint(
+            f"{name}: column {column} is in group {order_I[column]} of {groups}", "the file is damaged"
+        )
+    return bool((order_I != np.arange(width) // max(1, width // groups)).any())

@@ -1,0 +1,165 @@
+"""The layout of mlx-lm: `affine` grids of 2 to 8 bits, and MXFP4.
+
+A quantized `X.weight` [N, K] is spelled `X.weight` uint32 [N, K*b/32] (a dense little-endian bit stream
+along K), `X.scales` and, for affine grids, `X.biases` [N, G]. config.json has the settings under
+`quantization`, with one object per module where they differ, and mirrors them in
+`quantization_config`. Sources: mlx 0.32 (`mlx/ops.cpp`: quantize, dequantize), mlx-lm 0.32 (`utils.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.formats.files import shown
+from qconvert.formats.layouts.claims import check_claimed, check_parts, contradiction, plain_rest, settings_of
+from qconvert.formats.layouts.coded import CodedArrays
+from qconvert.tensors import (
+    Codebook,
+    Coded,
+    Dense,
+    DType,
+    GroupMin,
+    Json,
+    Logical,
+    MinAffine,
+    Part,
+    Plain,
+    Quantized,
+    Source,
+    TensorSpec,
+    Value,
+)
+
+NAME = "mlx"
+KEY = "quantization"
+BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+_CODED = CodedArrays("weight", "scales", DType.U32)
+
+
+@dataclass(frozen=True, slots=True)
+class MLX:
+    """The layout as the runner sees it; it has no state."""
+
+    name: str = NAME
+    transposed: bool = False
+
+    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
+        """The arrays that spell a tensor, in the order they are written."""
+        form = tensor.form
+        if isinstance(form, Plain):
+            return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
+        if isinstance(form, Codebook):
+            return _CODED.parts(tensor)
+        assert isinstance(form, GroupMin), form
+        rows, width = tensor.shape
+        base, shape = _base(tensor.name), (rows, form.groups(width))
+        return (
+            TensorSpec(tensor.name, DType.U32, (rows, width * form.bits // 32)),
+            TensorSpec(f"{base}.scales", form.scale_dtype, shape),
+            TensorSpec(f"{base}.biases", form.scale_dtype, shape),
+        )
+
+    def row_alignment(self, tensor: Logical) -> int:
+        """Rows are spelled one by one."""
+        return 1
+
+    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+        """Spell rows [start, start + value.rows)."""
+        from qconvert.quant.packing import pack_stream
+
+        if isinstance(value, Dense):
+            yield Part(tensor.name, start, value.rows_RI)
+        elif isinstance(value, Coded):
+            yield from _CODED.encode(tensor, start, value)
+        else:
+            assert isinstance(value, MinAffine)
+            base = _base(tensor.name)
+            yield Part(tensor.name, start, pack_stream(value.codes_RI, value.form.bits).view("<u4"))
+            yield Part(f"{base}.scales", start, value.scales_RG)
+            yield Part(f"{base}.biases", start, value.mins_RG)
+
+    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
+        """Read rows [start, stop) back."""
+        from qconvert.quant.packing import unpack_stream
+
+        form = tensor.form
+        if isinstance(form, Plain):
+            return Dense(source.read(tensor.name, start, stop), form.dtype)
+        if isinstance(form, Codebook):
+            return _CODED.decode(tensor, source, start, stop)
+        assert isinstance(form, GroupMin), form
+        base, words = _base(tensor.name), source.read(tensor.name, start, stop)
+        return MinAffine(
+            unpack_stream(words.view("<i4"), form.bits, tensor.width),
+            source.read(f"{base}.scales", start, stop),
+            source.read(f"{base}.biases", start, stop),
+            form,
+        )
+
+    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
+        """What config.json says about modules of these forms: the commonest first, then each other."""
+        forms = list(quantized.values())
+        default = max(dict.fromkeys(forms), key=forms.count)
+        settings = _setting(default)
+        settings |= {module: _setting(form) for module, form in quantized.items() if form != default}
+        settings |= {module: False for module in sorted(kept) if module != "lm_head"}
+        return {KEY: settings, "quantization_config": settings}
+
+
+def _base(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _setting(form: Quantized) -> Json:
+    mode = "affine" if isinstance(form, GroupMin) else "mxfp4"
+    return {"group_size": form.group_size, "bits": form.bits, "mode": mode}
+
+
+def open_mlx(source: Source, config: Json) -> tuple[MLX, dict[str, Logical]]:
+    """The layout of a checkpoint and its logical tensors, by HF weight name.
+
+    CorruptCheckpoint names array and key where shapes and `quantization` disagree.
+    """
+    settings = settings_of(config, KEY)
+    bases = [
+        name.removesuffix(".scales")
+        for name in source.specs
+        if name.endswith(".scales") and name.removesuffix(".scales") + ".weight" in source.specs
+    ]
+    decoded = DType.F16 if config.get("torch_dtype") == "float16" else DType.BF16
+    found = {f"{base}.weight": _logical(base, source, settings, decoded) for base in bases}
+    used = {f"{base}.{part}" for base in bases for part in ("weight", "scales", "biases")}
+    found = plain_rest(source, used, found)
+    check_claimed(found, "(quantization) bits " + shown(settings.get("bits")), "scales")
+    return MLX(), found
+
+
+def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Logical:
+    own = settings.get(base)
+    said = {**settings, **own} if isinstance(own, dict) else settings
+    mode, bits, size = said.get("mode", "affine"), said.get("bits"), said.get("group_size")
+    weight, scales = source.specs[f"{base}.weight"], source.specs[f"{base}.scales"]
+    if mode not in ("affine", "mxfp4") or bits not in BITS or type(size) is not int or size < 1:
+        raise UnsupportedModel(
+            f"{weight.name}: mode {shown(mode)} with bits {shown(bits)} and group_size {shown(size)} is not "
+            "read here",
+            "affine of 2, 3, 4, 5, 6, 8 bits, and mxfp4",
+        )
+    if len(weight.shape) != 2 or len(scales.shape) != 2 or not scales.shape[1]:
+        raise CorruptCheckpoint(f"{weight.name}: {list(weight.shape)} with scales {list(scales.shape)}")
+    width = weight.shape[1] * 32 // bits
+    if scales.shape[1] * size != width:
+        raise contradiction(
+            f"{weight.name}",
+            f"{weight.shape[1]} words and {scales.shape[1]} scales a row",
+            "bits, group_size",
+            [bits, size],
+        )
+    if mode == "mxfp4":
+        form: Quantized = Codebook("e2m1", size, DType.F8_E8M0, decoded)
+    else:
+        form = GroupMin(bits, size, scales.dtype)
+    return check_parts(MLX(), Logical(weight.name, (weight.shape[0], width), form), source)

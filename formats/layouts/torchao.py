@@ -1,0 +1,103 @@
+"""The safetensors layout of torchao's int8 weight-only tensors; read, not written.
+
+A quantized `X.weight` [N, K] is `X._weight_qdata` int8 [N, K], `X._weight_scale` [N, 1] or [N, G] and
+`X._weight_zero_point` int8, all zero. Source: torchao 0.18 (`Int8Tensor`), and tensors written by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
+from qconvert.formats.layouts.claims import check_claimed, check_parts, plain_rest, require
+from qconvert.tensors import (
+    Dense,
+    DType,
+    GroupInt,
+    IntAffine,
+    Json,
+    Logical,
+    Part,
+    Plain,
+    Quantized,
+    Source,
+    TensorSpec,
+    Value,
+)
+
+NAME = "torchao"
+_QDATA = "._weight_qdata"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAO:
+    """The layout as the runner sees it; it has no state."""
+
+    name: str = NAME
+    transposed: bool = False
+
+    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
+        """The arrays that spell a tensor."""
+        form = tensor.form
+        if isinstance(form, Plain):
+            return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
+        assert isinstance(form, GroupInt), form
+        base, shape = tensor.name.removesuffix(".weight"), (tensor.rows, form.groups(tensor.width))
+        return (
+            TensorSpec(base + _QDATA, DType.I8, tensor.shape),
+            TensorSpec(f"{base}._weight_scale", form.scale_dtype, shape),
+            TensorSpec(f"{base}._weight_zero_point", DType.I8, shape),
+        )
+
+    def row_alignment(self, tensor: Logical) -> int:
+        """Rows are stored one by one."""
+        return 1
+
+    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+        """Rows of plain tensors; the class of a quantized one would have to be rebuilt by torchao."""
+        if not isinstance(value, Dense):
+            raise BadRecipe(f"{tensor.name}: torchao's layout is read, not written", "convert --to another")
+        yield Part(tensor.name, start, value.rows_RI)
+
+    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
+        """Read rows [start, stop) back."""
+        form = tensor.form
+        if isinstance(form, Plain):
+            return Dense(source.read(tensor.name, start, stop), form.dtype)
+        assert isinstance(form, GroupInt), form
+        codes, scales, zeros = (source.read(spec.name, start, stop) for spec in self.parts(tensor))
+        if zeros.any():
+            raise UnsupportedModel(
+                f"{self.parts(tensor)[2].name}: zero points other than 0 are not read here"
+            )
+        return IntAffine(codes.view(np.uint8) ^ np.uint8(0x80), scales, None, form)
+
+    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
+        """Nothing is written in this layout."""
+        raise BadRecipe("torchao's layout is read, not written", "convert --to another layout first")
+
+
+def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, Logical]]:
+    """The layout of a checkpoint and its logical tensors, by HF weight name."""
+    found: dict[str, Logical] = {}
+    used: set[str] = set()
+    for array, spec in source.specs.items():
+        if not array.endswith(_QDATA):
+            continue
+        base = array.removesuffix(_QDATA)
+        scales = require(source, f"{base}._weight_scale", f"{array} is there")
+        groups = scales.shape[-1] if len(scales.shape) == 2 else 0
+        if len(spec.shape) != 2 or spec.dtype is not DType.I8 or not groups or spec.shape[1] % groups:
+            raise CorruptCheckpoint(
+                f"{array}: {spec.dtype.label} {list(spec.shape)} is not read here", "int8"
+            )
+        form = GroupInt(8, None if groups == 1 else spec.shape[1] // groups, True, scales.dtype)
+        tensor = Logical(f"{base}.weight", spec.shape, form)
+        found[tensor.name] = check_parts(TorchAO(), tensor, source)
+        used |= {part.name for part in TorchAO().parts(tensor)}
+    found = plain_rest(source, used, found)
+    check_claimed(found, NAME, "_weight_qdata")
+    return TorchAO(), found

@@ -1,0 +1,77 @@
+"""Tables that codes are looked up in: the 4- and 8-bit floats, and bitsandbytes' code books.
+
+Sources: OCP Microscaling Formats v1.0 (E2M1, E8M0) and OCP 8-bit Floating Point v1.0 (E4M3 without
+infinities, E5M2) for the floats; `create_normal_map` and the FP4 table in bitsandbytes 0.50 for `nf4`
+and `fp4`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+
+from qconvert.quant.casts import cast
+from qconvert.tensors import Dense, DType
+
+
+def _small_float(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
+    """The numbers of all codes of a float with a sign, subnormals, and no special values, float32."""
+    codes = np.arange(1 << (1 + exponent_bits + mantissa_bits))
+    sign = np.where(codes >> (exponent_bits + mantissa_bits), -1.0, 1.0)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    mantissa = (codes & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    size = np.where(exponent == 0, np.ldexp(mantissa, 1 - bias), np.ldexp(1 + mantissa, exponent - bias))
+    return (sign * size).astype(np.float32)
+
+
+def _e4m3() -> np.ndarray:
+    table = _small_float(4, 3, 7)
+    table[[0x7F, 0xFF]] = np.nan
+    return table
+
+
+def _e5m2() -> np.ndarray:
+    table = _small_float(5, 2, 15)
+    for sign, infinity in ((0x00, np.inf), (0x80, -np.inf)):
+        table[sign + 0x7C] = infinity
+        table[sign + 0x7D : sign + 0x80] = np.nan
+    return table
+
+
+def _e8m0() -> np.ndarray:
+    return np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan)).astype(np.float32)
+
+
+def _fp4() -> np.ndarray:
+    positive = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
+    return np.concatenate([positive, 0 - positive])  # both zeros are positive
+
+
+# Quantiles of the normal distribution, the same number of them on each side of an exact zero.
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+
+TABLES: Mapping[str, np.ndarray] = MappingProxyType(
+    {
+        "e2m1": _small_float(2, 1, 1),
+        "e4m3": _e4m3(),
+        "e5m2": _e5m2(),
+        "nf4": np.array(_NF4, np.float32),
+        "fp4": _fp4(),
+        "int8": np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32),
+    }
+)
+_SCALES = {DType.F8_E8M0: _e8m0(), DType.F8_E4M3: TABLES["e4m3"]}
+
+
+def wide(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """An array of a float type, also of an 8-bit one, as float32; every number is kept."""
+    if dtype in _SCALES:
+        return np.take(_SCALES[dtype], array)
+    return cast(Dense(array, dtype), DType.F32)[0].rows_RI
