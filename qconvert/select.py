@@ -28,8 +28,8 @@ def decide(
 
     Linears get the recipe's scheme; the head, embeddings and everything else only what a rule
     names. `tied` says whether the output's head is its embedding. Raises BadRecipe for a rule that
-    matches nothing, that reaches a tensor which cannot be quantized, that splits a group of
-    linears which loaders fuse, or whose group size does not divide a row.
+    matches nothing, that reaches a tensor which cannot be quantized, that splits a group of linears
+    which loaders fuse, or whose group size does not divide a row, and for linears stored input-major.
     """
     weights = {name: place for name, place in places.items() if place.part == "weight"}
     chosen: dict[str, Scheme] = {}
@@ -44,6 +44,7 @@ def decide(
                 chosen[name] = rule.scheme
     if tied:
         _check_tied_rules(recipe)
+    _check_orientation(weights, chosen)
     _check_fused_groups(architecture, weights, chosen)
     return {n: _fit_group(weights[n], s, recipe.allow_smaller_group) for n, s in chosen.items()}
 
@@ -125,6 +126,21 @@ def _check_tied_rules(recipe: Recipe) -> None:
         raise BadRecipe(
             f"{wishes}: this model's head is its embedding, one table with one scheme",
             "add --untie to write the head as a table of its own, or give both the same scheme",
+        )
+
+
+def _check_orientation(weights: Mapping[str, Place], chosen: Mapping[str, Scheme]) -> None:
+    """Groups run along the input of a linear; a weight stored input-major would be cut across it.
+
+    Packed weights belong to nn.Linear and Embedding alone (compressed-tensors 0.20,
+    `quantization/lifecycle/apply.py`), so no loader could read the transposed ones back either.
+    """
+    found = {weights[name].group: name for name in reversed(chosen) if weights[name].transposed}
+    if found:
+        raise BadRecipe(
+            f"{next(reversed(found.values()))}: stored input-major, [in, out], which quantized safetensors "
+            "cannot express: loaders pack linears stored [out, in] alone",
+            "keep them: " + " ".join(f"--keep {role}" for role in reversed(found)),
         )
 
 

@@ -203,6 +203,7 @@ GPT_OSS = replace(
     named_by={**NAMED_BY, "experts": "num_local_experts", "expert_rows": "intermediate_size"},
     defaults={"attention_bias": True, "head_dim": 64},
     fusions=(QKV,),
+    note="experts are stored [in, out]: kept when quantizing to safetensors",
 )
 
 FAMILIES = (DEEPSEEK_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)

@@ -62,6 +62,7 @@ GPT2 = Family(
     layers=("n_layer",),
     defaults={"tie_word_embeddings": True},
     spellings=({"transformer.": ""},),
+    note="linears are stored [in, out] (Conv1D): not quantized to safetensors",
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
 )
 

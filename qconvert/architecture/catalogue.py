@@ -1,0 +1,27 @@
+"""The catalogue as the table of supported models that README.md shows, one row per declaration."""
+
+from __future__ import annotations
+
+from qconvert.architecture.families import FAMILIES
+from qconvert.architecture.slots import Family
+
+
+def markdown() -> str:
+    """The table as Markdown lines, without a final newline."""
+    head = [
+        "| family | `model_type` | its class stores fused | `fuse` can make | remarks |",
+        "|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *(_row(family) for family in FAMILIES)])
+
+
+def _row(family: Family) -> str:
+    types = ", ".join(f"`{name}`" for name in family.model_types)
+    native, possible = _modules(family, native=True), _modules(family, native=False)
+    return f"| {family.name} | {types} | {native} | {possible} | {family.note} |"
+
+
+def _modules(family: Family, *, native: bool) -> str:
+    """The last names of the fused modules; stacks of experts that no command makes are left out."""
+    shown = (f for f in family.fusions if f.native is native and (native or not f.per_expert))
+    return ", ".join(f"`{fusion.module.rsplit('.', 1)[1]}`" for fusion in shown)

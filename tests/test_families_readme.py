@@ -1,0 +1,29 @@
+"""README's table of supported models is the catalogue's own.
+
+`python tests/test_families_readme.py` writes it into README.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qconvert.architecture.catalogue import markdown
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+START, END = "<!-- models -->\n", "\n<!-- end of models -->"
+
+
+def with_table(text: str) -> str:
+    """The text with the catalogue between its markers."""
+    before, rest = text.split(START)
+    _, after = rest.split(END.lstrip("\n"))
+    return f"{before}{START}{markdown()}{END}{after}"
+
+
+def test_the_table_of_supported_models_is_generated() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert with_table(text) == text, "run `python tests/test_families_readme.py`"
+
+
+if __name__ == "__main__":
+    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
