@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import sqrt
+from math import isfinite, sqrt
 from typing import TYPE_CHECKING
 
 from qconvert import __version__
@@ -95,15 +95,15 @@ def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
     error = results.errors.get(output.name)
     if error is not None:
         entry["error"] = {
-            "relative_rms": relative_error([error]) or 0.0,
-            "max_abs": error.max_abs,
-            "max_steps": error.max_steps,
+            "relative_rms": relative_error([error]),
+            "max_abs": finite(error.max_abs),
+            "max_steps": finite(error.max_steps),
         }
     return entry
 
 
 def relative_error(errors: Iterable[QuantError]) -> float | None:
-    """Root of summed squared error over summed squares; None when nothing was quantized.
+    """Root of summed squared error over summed squares; None when nothing was quantized, or NaN or Inf was.
 
     To 9 digits: the last ones of a sum depend on how the threads happened to divide the work.
     """
@@ -111,4 +111,9 @@ def relative_error(errors: Iterable[QuantError]) -> float | None:
     norm = sum(error.sum_sq for error in listed)
     if not norm:
         return 0.0 if listed else None
-    return float(f"{sqrt(sum(error.sum_sq_error for error in listed) / norm):.9g}")
+    return finite(float(f"{sqrt(sum(error.sum_sq_error for error in listed) / norm):.9g}"))
+
+
+def finite(number: float) -> float | None:
+    """The number as JSON can hold it: NaN and Inf, which it cannot, are None."""
+    return number if isfinite(number) else None

@@ -24,7 +24,16 @@ class Ran:
     @property
     def json(self) -> Any:
         """The one JSON value that stdout holds."""
-        return json.loads(self.out)
+        return strict_json(self.out)
+
+
+def strict_json(text: str) -> Any:
+    """The value, without the NaN and Infinity that Python's parser lets through."""
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
 
 
 def qconvert(*args: object) -> Ran:

@@ -153,11 +153,13 @@ def _cells(d: TensorDifference) -> list[str]:
 
 
 def _to_json(d: TensorDifference) -> Json:
+    from qconvert.manifest import finite
+
     return {
         "name": d.name,
         "role": d.role,
         "status": d.status,
-        "max_abs": d.difference.max_abs if d.difference else None,
-        "relative_rms": d.relative_rms if d.difference else None,
-        "max_steps": d.max_steps,
+        "max_abs": finite(d.difference.max_abs) if d.difference else None,
+        "relative_rms": finite(d.relative_rms) if d.difference else None,
+        "max_steps": None if d.max_steps is None else finite(d.max_steps),
     }

@@ -206,6 +206,7 @@ def _print_made(job: Job, made: Made, seconds: float, flags: Flags) -> None:
 
 def _verdict(made: Made, seconds: float) -> str:
     error = made.manifest["totals"]["relative_rms_error"]
-    lost = "exact" if error is None else f"relative RMS error {error:.4f}"
+    exact = all(tensor["exact"] for tensor in made.manifest["tensors"].values())
+    lost = "exact" if exact else "rounded" if error is None else f"relative RMS error {error:.4f}"
     checked = "verified" if made.manifest["verified"] else "not verified"
     return f"done in {seconds:.1f} s, {lost}, {checked}"
