@@ -65,6 +65,7 @@ INTERNLM2 = Family(
             groups="kv_heads",
             native=True,
         ),
+        Fusion("mlp.gate_up", LAYER + "feed_forward.gate_up_proj", ("mlp.gate", "mlp.up")),
     ),
 )
 
@@ -138,8 +139,8 @@ def falcon_dimensions(config: Json, layer: int) -> Dimensions:
 
 FALCON = Family(
     name="Falcon",
-    model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
-    classes=("FalconForCausalLM", "RWForCausalLM"),
+    model_types=("falcon",),
+    classes=("FalconForCausalLM",),
     slots=(
         Slot("embed", "transformer.word_embeddings", ("vocab", "hidden"), "embedding"),
         Slot("attn.norm", FALCON_LAYER + "input_layernorm", ("hidden",), "norm", True, "one_norm"),
@@ -198,7 +199,10 @@ QWEN1 = Family(
     dimensions=qwen1_dimensions,
     named_by={**NAMED_BY, "intermediate": "intermediate_size / 2"},
     keys={"head_dim": "kv_channels"},
-    fusions=(Fusion("attn.qkv", QWEN1_LAYER + "attn.c_attn", ("attn.q", "attn.k", "attn.v"), native=True),),
+    fusions=(
+        Fusion("attn.qkv", QWEN1_LAYER + "attn.c_attn", ("attn.q", "attn.k", "attn.v"), native=True),
+        Fusion("mlp.gate_up", QWEN1_LAYER + "mlp.gate_up_proj", ("mlp.gate", "mlp.up")),
+    ),
     ignored=(r"transformer\.rotary_emb\.inv_freq",),
 )
 
