@@ -237,8 +237,9 @@ def test_without_verifying_it_says_so(models: Path, here: Path) -> None:
 def test_an_existing_output_is_kept_unless_told(models: Path, here: Path) -> None:
     out = made("fuse", models / "plain", "-o", "out")
     before = files_of(out)
-    ran = qconvert("untie", models / "plain", "-o", "out")
-    failed(ran, "out: is there already", "use --overwrite, or choose another output")
+    for model in (models / "plain", "some/model-on-the-hub"):
+        ran = qconvert("fuse", model, "-o", "out")
+        failed(ran, "out: is there already", "use --overwrite, or choose another output")
     assert files_of(out) == before
     assert qconvert("fuse-qkv", models / "plain", "-o", "out", "--overwrite").code == 0
     assert files_of(out) != before and [path.name for path in here.iterdir()] == ["out"]

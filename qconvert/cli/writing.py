@@ -95,13 +95,16 @@ def write(model: str, wish: Wish, suffix: str, flags: Flags) -> None:
     from qconvert.formats.files import require_free_disk
     from qconvert.formats.outdir import check_target
 
+    if flags.out and not flags.dry_run:  # before a download
+        check_target(flags.out, overwrite=flags.overwrite)
     job = prepare(model, wish, flags)
     out = flags.out or Path(f"{job.model.name}-{suffix}")
+    if not flags.dry_run:
+        check_target(out, overwrite=flags.overwrite, sources=[job.checkpoint.path])
     _say_before(job, flags)
     if flags.dry_run:
         _print_plan(job, out, flags)
         return
-    check_target(out, overwrite=flags.overwrite, sources=[job.checkpoint.path])
     require_free_disk(out, sum(file.size for file in job.files))
     talks = not (flags.quiet or flags.as_json)
     compile_kernels(job.draft.plan, talks=talks)
