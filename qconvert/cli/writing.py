@@ -96,7 +96,8 @@ def write(model: str, wish: Wish, suffix: str, flags: Flags) -> None:
     from qconvert.formats.outdir import check_target
 
     if flags.out and not flags.dry_run:  # before a download
-        check_target(flags.out, overwrite=flags.overwrite)
+        local = [path for path in (Path(model),) if path.exists()]
+        check_target(flags.out, overwrite=flags.overwrite, sources=local)
     job = prepare(model, wish, flags)
     out = flags.out or Path(f"{job.model.name}-{suffix}")
     if not flags.dry_run:
