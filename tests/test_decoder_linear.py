@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from qconvert.decoder import linear
-from qconvert.decoder.linear import BACKENDS, IntWeight, Linear, multiply_float32, place_vector, place_weight
-from qconvert.errors import UnsupportedModel
-from qconvert.tensors import BlockRows, Blocks, Dense, DType, GroupInt, IntAffine
+from qconvert.decoder.linear import BACKENDS, Linear
+from qconvert.decoder.place import Layout, place_rows, place_vector, place_weight, stack
+from qconvert.decoder.storage import IntWeight
+from qconvert.tensors import Dense, DType, GroupInt, GroupMin, IntAffine, MinAffine
 
 CPU = torch.device("cpu")
 FORMS = [
@@ -54,7 +55,7 @@ def worth(value: IntAffine) -> np.ndarray:
 @pytest.mark.parametrize(("form", "width"), FORMS, ids=lambda case: getattr(case, "label", case))
 def test_rows_are_exact(form: GroupInt, width: int, dtype: torch.dtype) -> None:
     value = random_value(form, 11, width)
-    weight = place_weight(value, CPU, dtype)
+    weight = place_rows(value, CPU, dtype)
     want = torch.from_numpy(worth(value)).to(dtype)
     assert weight.shape == (11, width)
     assert torch.equal(weight.rows(slice(None)), want)
@@ -65,7 +66,7 @@ def test_rows_are_exact(form: GroupInt, width: int, dtype: torch.dtype) -> None:
 def test_up_to_four_bits_take_half_a_byte() -> None:
     sizes = {}
     for bits in (2, 4, 5, 8):
-        weight = place_weight(random_value(GroupInt(bits, 32, True, DType.F16), 4, 64), CPU, torch.float32)
+        weight = place_rows(random_value(GroupInt(bits, 32, True, DType.F16), 4, 64), CPU, torch.float32)
         assert isinstance(weight, IntWeight)
         sizes[bits] = weight.codes_OB.numel()
     assert sizes == {2: 128, 4: 128, 5: 256, 8: 256}
@@ -77,7 +78,7 @@ def test_blocks_of_rows_make_the_whole_product(bits: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(linear, "SCRATCH_BYTES", 5 * 64 * 4)
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
     bias = torch.arange(37, dtype=torch.float32)
-    y = Linear(place_weight(value, CPU, torch.float32), bias)(x)
+    y = Linear(place_weight(value, CPU, torch.float32, Layout.REFERENCE), bias)(x)
     want = x.double() @ torch.from_numpy(worth(value)).double().T + bias
     assert y.shape == (2, 3, 37)
     assert torch.allclose(y.double(), want, atol=1e-5)
@@ -96,23 +97,41 @@ def test_stored_floats_are_read_as_numbers(carrier: DType) -> None:
     assert vector.tolist() == [1.5, -0.25, 3.0]
 
 
-def test_ggml_blocks_are_refused() -> None:
-    blocks = BlockRows(np.zeros((2, 18), np.uint8), Blocks("Q4_0", 32, 18))
-    with pytest.raises(UnsupportedModel, match="q4_0 blocks"):
-        place_weight(blocks, CPU, torch.float32)
+def test_other_forms_are_decoded_row_by_row() -> None:
+    """A grid in activation order and one with mins, neither of which the packed forms hold."""
+    rng = np.random.default_rng(0)
+    form = GroupInt(4, 16, False, DType.F32, act_order=True)
+    plain = random_value(GroupInt(4, 16, False, DType.F32), 70, 64)
+    order = rng.permutation(64)
+    groups = (order // 16).astype(np.int32)
+    ordered = IntAffine(plain.codes_RI[:, order], plain.scales_RG, plain.zeros_RG, form, groups)
+    mins = MinAffine(plain.codes_RI, plain.scales_RG, -plain.scales_RG, GroupMin(4, 16, DType.F32))
+    spread = np.repeat(plain.scales_RG, 16, axis=1)
+    for value, want in ((ordered, worth(plain)[:, order]), (mins, plain.codes_RI * spread - spread)):
+        weight, w = place_rows(value, CPU, torch.float32), torch.from_numpy(want)
+        assert weight.shape == (70, 64) and weight.kind == "encoded"
+        assert torch.equal(weight.rows(slice(5, 9)), w[5:9])
+        assert torch.equal(weight.rows(torch.tensor([69, 0])), w[[69, 0]])
+        x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+        assert torch.allclose(Linear(weight)(x), x @ w.T, atol=1e-5)
 
 
-def test_logits_of_bfloat16_weights_are_not_rounded() -> None:
-    generator = torch.Generator().manual_seed(0)
-    w = torch.randn(50, 32, generator=generator).bfloat16()
-    x = torch.randn(4, 32, generator=generator).bfloat16()
-    weight = linear.DenseWeight(w)
-    got = multiply_float32(x, weight, 10, 30)
-    assert got.dtype == torch.float32
-    assert torch.allclose(got.double(), x.double() @ w.double()[10:30].T, atol=1e-5)
+def test_like_forms_stack_and_others_do_not() -> None:
+    form = GroupInt(4, 32, False, DType.BF16)
+    a, b = random_value(form, 3, 64), random_value(form, 5, 64)
+    whole = stack([a, b])
+    assert isinstance(whole, IntAffine)
+    assert np.array_equal(worth(whole), np.concatenate((worth(a), worth(b))))
+    assert stack([a, random_value(GroupInt(4, 64, False, DType.BF16), 3, 64)]) is None
+    assert stack([a, Dense(np.zeros((3, 64), np.float32), DType.F32)]) is None
+    floats = [Dense(np.full((rows, 2), rows, np.float32), DType.F32) for rows in (1, 2)]
+    joined = stack(floats)
+    assert isinstance(joined, Dense) and joined.rows_RI.tolist() == [[1, 1], [2, 2], [2, 2]]
 
 
 def test_every_kind_has_a_backend_for_any_number_of_rows() -> None:
-    for kind in ("dense", "int4", "int8"):
-        for device in ("cpu", "cuda"):
+    kinds = {backend.kind for backend in BACKENDS}
+    assert {"dense", "int4", "int8", "encoded", "int4-aten", "int8-aten"} <= kinds
+    for kind in kinds:
+        for device in ("cpu",) if kind.endswith("-aten") else ("cpu", "cuda"):
             assert any(backend.runs(device, kind, 10**9) for backend in BACKENDS), (device, kind)

@@ -12,10 +12,11 @@ import safetensors.torch
 import torch
 import transformers
 
+from qconvert.decoder.aten import tile_rows
 from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.linear import place_weight
 from qconvert.decoder.load import load_decoder
 from qconvert.decoder.model import Decoder
+from qconvert.decoder.place import Layout, place_rows
 from qconvert.decoder.weights import Weights
 from qconvert.errors import CorruptCheckpoint, QConvertError
 from qconvert.formats.checkpoint import open_checkpoint
@@ -105,7 +106,9 @@ def test_prefill_and_decode_return_what_follows() -> None:
 class Quantized(StateDict):
     """Round every matrix to 4-bit groups; `worth` gives transformers the same model, dequantized."""
 
-    form = GroupInt(4, 8, True, DType.F32)
+    def __init__(self, state: dict[str, torch.Tensor], group: int = 8) -> None:
+        super().__init__(state)
+        self.form = GroupInt(4, group, True, DType.F32)
 
     def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:
         value = super().get(role, layer, kind)
@@ -121,9 +124,8 @@ class Quantized(StateDict):
 
         return {name: dequantized(w) if w.ndim == 2 else w for name, w in self.state.items()}
 
-    @staticmethod
-    def round(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        w_OGS = w_OI.reshape(len(w_OI), -1, 8)
+    def round(self, w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        w_OGS = w_OI.reshape(len(w_OI), -1, self.form.group_size or 1)
         scales = (np.abs(w_OGS).max(-1, keepdims=True) / 7).astype(np.float32)
         return scales, (np.clip(np.rint(w_OGS / scales), -8, 7) + 8).astype(np.uint8)
 
@@ -137,6 +139,36 @@ def test_a_packed_model_is_its_dequantized_self(tied: bool) -> None:
     with torch.no_grad():
         want = model(ids).logits
     assert (decoder.logits(decoder.hidden(ids)) - want).abs().max() < TOLERANCE
+
+
+@pytest.mark.skipif(tile_rows() is None, reason="torch has no packed int4 kernel here")
+@pytest.mark.parametrize("rows", [1, 40])
+def test_packed_kernels_give_the_logits_of_the_reference(rows: int) -> None:
+    """Against the same weights in float32, packed kernels are no further off than plain bfloat16."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    model, ids = tiny("qwen2", **sizes), tokens(1, rows)
+    weights, config = Quantized(model.state_dict(), group=32), DecoderConfig.from_hf(model.config.to_dict())
+    exact = load_decoder(config, weights)
+    want = exact.logits(exact.hidden(ids)[0])
+    errors = {}
+    for layout in Layout:
+        decoder = load_decoder(config, weights, dtype=torch.bfloat16, layout=layout)
+        errors[layout] = (decoder.logits(decoder.hidden(ids)[0]) - want).abs().mean()
+    kinds = {linear.weight.kind for layer in decoder.layers for linear in layer.attention.qkv}
+    assert (kinds, len(decoder.layers[0].attention.qkv)) == ({"int4-aten"}, 1)
+    assert 0 < errors[Layout.AUTO] < 1.2 * errors[Layout.REFERENCE]
+
+
+def test_an_int8_head_changes_logits_by_its_rounding() -> None:
+    model, ids = tiny("qwen2"), tokens(1, 10)
+    config, weights = DecoderConfig.from_hf(model.config.to_dict()), StateDict(model.state_dict())
+    plain = load_decoder(config, weights)
+    rounded = load_decoder(config, weights, quantize_head=True)
+    h_ND = plain.hidden(ids)[0]
+    w_VD = model.lm_head.weight.detach().abs()
+    bound = h_ND.abs().sum(-1, keepdim=True) * w_VD.amax(1) / 127 / 2
+    error = (rounded.logits(h_ND) - plain.logits(h_ND)).abs()
+    assert error.max() > 0 and bool((error <= bound + 1e-4).all())
 
 
 @pytest.mark.parametrize(
@@ -215,7 +247,7 @@ class RoundedToBfloat16:
         value = self.weights.get(role, layer, kind)
         if not isinstance(value, IntAffine):
             return value
-        rows = place_weight(value, torch.device("cpu"), torch.bfloat16).rows(slice(None))
+        rows = place_rows(value, torch.device("cpu"), torch.bfloat16).rows(slice(None))
         return Dense(rows.float().numpy(), DType.F32)
 
 

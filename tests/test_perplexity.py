@@ -13,8 +13,8 @@ import safetensors.torch
 import torch
 
 from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.linear import DenseWeight
 from qconvert.decoder.load import load_decoder
+from qconvert.decoder.storage import DenseWeight
 from qconvert.errors import BadRecipe, CheckFailed
 from qconvert.evals.corpora import Text, Tokens
 from qconvert.evals.lockstep import EvalModel

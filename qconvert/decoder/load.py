@@ -8,8 +8,18 @@ import torch
 from torch import Tensor
 
 from qconvert.decoder.config import DecoderConfig, Experts
-from qconvert.decoder.linear import Linear, Weight, place_vector, place_weight
+from qconvert.decoder.head import int8_head
+from qconvert.decoder.linear import Linear, Weight
 from qconvert.decoder.model import Attention, Decoder, Layer, Mlp, Norm, SparseMlp
+from qconvert.decoder.place import (
+    Layout,
+    place_rows,
+    place_vector,
+    place_weight,
+    preferred_dtype,
+    shape_of,
+    stack,
+)
 from qconvert.decoder.rope import frequencies
 from qconvert.decoder.weights import Weights
 from qconvert.errors import CorruptCheckpoint
@@ -21,25 +31,32 @@ def load_decoder(
     weights: Weights,
     *,
     device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
+    layout: Layout = Layout.REFERENCE,
+    quantize_head: bool = False,
 ) -> Decoder:
     """A decoder with the given weights, computing in `dtype` (float32 or bfloat16) on `device`.
 
-    Quantized weights stay packed. Raises CorruptCheckpoint for a weight that is missing or has
-    another shape than the config implies.
+    No dtype stands for the device's fastest. Quantized weights stay packed, each in one `layout`;
+    `quantize_head` rounds the head to 8 bits (beside the embedding, where the two are tied). Raises
+    CorruptCheckpoint for a weight that is missing or has another shape than the config implies.
     """
-    loader = _Loader(config, weights, torch.device(device), dtype)
-    embed = loader.weight("embed", None, config.vocab, config.hidden)
-    head = loader.find("lm_head", None, config.vocab, config.hidden)
-    if head is None and not config.tied:
+    device = torch.device(device)
+    loader = _Loader(config, weights, device, dtype or preferred_dtype(device), layout)
+    table = (config.vocab, config.hidden)
+    embed = place_rows(loader.value("embed", None, *table), device, loader.dtype)
+    stored = loader.find("lm_head", None, *table)
+    if stored is None and not config.tied:
         raise _missing("lm_head", None, "weight")
+    head = embed if stored is None else place_rows(stored, device, loader.dtype)
     return Decoder(
         config=config,
-        dtype=dtype,
+        dtype=loader.dtype,
+        layout=layout,
         embed=embed,
         layers=tuple(loader.layer(i) for i in range(config.layers)),
         norm=loader.norm("final_norm", None, config.hidden),
-        head=embed if head is None else head,
+        head=int8_head(head) if quantize_head else head,
         frequencies_F=frequencies(config.rope, config.head_dim).to(device),
     )
 
@@ -50,6 +67,7 @@ class _Loader:
     weights: Weights
     device: torch.device
     dtype: torch.dtype
+    layout: Layout
 
     def layer(self, i: int) -> Layer:
         experts = self.config.experts
@@ -96,29 +114,37 @@ class _Loader:
         )
 
     def stacked(self, fused: str, i: int, parts: dict[str, int]) -> tuple[Linear, ...]:
-        """The fused projection when the model has it, else its parts."""
+        """The fused projection when the model has it, or when the layout is for speed; else its parts."""
         rows, hidden = sum(parts.values()), self.config.hidden
-        weight = self.find(fused, i, rows, hidden)
-        if weight is not None:
-            return (Linear(weight, self.bias(fused, i, rows)),)
-        return tuple(self.linear(role, i, out, hidden) for role, out in parts.items())
+        value = self.find(fused, i, rows, hidden)
+        if value is not None:
+            return (Linear(self.place(value), self.bias(fused, i, rows)),)
+        values = [self.value(role, i, out, hidden) for role, out in parts.items()]
+        biases = [self.bias(role, i, out) for role, out in parts.items()]
+        whole = stack(values) if self.layout is Layout.AUTO else None
+        present = [bias for bias in biases if bias is not None]
+        if whole is None or len(present) not in (0, len(biases)):
+            pairs = zip(values, biases, strict=True)
+            return tuple(Linear(self.place(value), bias) for value, bias in pairs)
+        return (Linear(self.place(whole), torch.cat(present) if present else None),)
 
     def linear(self, role: str, i: int, out: int, width: int) -> Linear:
-        return Linear(self.weight(role, i, out, width), self.bias(role, i, out))
+        return Linear(self.place(self.value(role, i, out, width)), self.bias(role, i, out))
 
-    def weight(self, role: str, i: int | None, out: int, width: int) -> Weight:
-        weight = self.find(role, i, out, width)
-        if weight is None:
-            raise _missing(role, i, "weight")
-        return weight
+    def place(self, value: Value) -> Weight:
+        return place_weight(value, self.device, self.dtype, self.layout)
 
-    def find(self, role: str, i: int | None, out: int, width: int) -> Weight | None:
-        value = self.weights.get(role, i)
+    def value(self, role: str, i: int | None, out: int, width: int) -> Value:
+        value = self.find(role, i, out, width)
         if value is None:
-            return None
-        weight = place_weight(value, self.device, self.dtype)
-        _check_shape(role, i, weight.shape, (out, width))
-        return weight
+            raise _missing(role, i, "weight")
+        return value
+
+    def find(self, role: str, i: int | None, out: int, width: int) -> Value | None:
+        value = self.weights.get(role, i)
+        if value is not None:
+            _check_shape(role, i, shape_of(value), (out, width))
+        return value
 
     def bias(self, role: str, i: int, out: int) -> Tensor | None:
         value = self.weights.get(role, i, "bias")

@@ -17,8 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.linear import Linear, Weight, multiply_float32
+from qconvert.decoder.head import Head, multiply_float32
+from qconvert.decoder.linear import Linear
+from qconvert.decoder.place import Layout
 from qconvert.decoder.rope import cos_sin, rotate
+from qconvert.decoder.storage import Readable
 from qconvert.errors import QConvertError
 
 Rotation = tuple[Tensor, Tensor]
@@ -170,10 +173,11 @@ class Decoder:
 
     config: DecoderConfig
     dtype: torch.dtype
-    embed: Weight
+    layout: Layout
+    embed: Readable
     layers: Sequence[Layer]
     norm: Norm
-    head: Weight
+    head: Head
     frequencies_F: Tensor
 
     @property
@@ -204,10 +208,10 @@ class Decoder:
         return self.norm(x_BTD)
 
     @torch.inference_mode()
-    def logits(self, h_ND: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
+    def logits(self, h_XD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Logits of vocabulary rows [start, stop) (default: all), float32 [..., stop - start]."""
         stop = self.config.vocab if stop is None else stop
-        return multiply_float32(h_ND, self.head, start, stop)
+        return multiply_float32(h_XD.flatten(0, -2), self.head, start, stop).view(*h_XD.shape[:-1], -1)
 
     def cache(self, batch: int, room: int) -> Cache:
         """An empty cache for `batch` sequences of up to `room` tokens."""

@@ -1,0 +1,115 @@
+"""From values as checkpoints hold them to weights on a device, in the layout that its kernels want.
+
+`Layout.REFERENCE` is the same for every device: the arithmetic that all others are measured
+against. `Layout.AUTO` is what this device multiplies by fastest. Neither is ever saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qconvert.decoder.aten import PackedInt4, PackedInt8, pack_int4, pack_int8
+from qconvert.decoder.linear import Weight
+from qconvert.decoder.storage import DenseWeight, EncodedWeight, IntWeight, Readable, as_tensor
+from qconvert.tensors import BlockRows, Dense, DType, Form, IntAffine, Value
+
+
+class Layout(Enum):
+    """How weights are laid out in memory: for reading, or for speed."""
+
+    REFERENCE = "reference"
+    AUTO = "auto"
+
+
+def preferred_dtype(device: torch.device) -> torch.dtype:
+    """What a device computes in fastest: bfloat16, but float32 on processors without it."""
+    if device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
+def place_vector(value: Value, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """A norm's weight or a bias: [n, 1] rows as a vector of the compute dtype on the device."""
+    assert isinstance(value, Dense)
+    return as_tensor(value.rows_RI, value.dtype).flatten().to(device, dtype)
+
+
+def place_rows(value: Value, device: torch.device, dtype: torch.dtype) -> Readable:
+    """A whole weight in a form whose rows can be read: dense in the compute dtype, or as it is packed."""
+    if isinstance(value, Dense):
+        return DenseWeight(as_tensor(value.rows_RI, value.dtype).to(device, dtype))
+    if _is_grid(value):
+        return _place_codes(value, device, dtype)
+    return EncodedWeight(value, shape_of(value)[1], device, dtype)
+
+
+def place_weight(value: Value, device: torch.device, dtype: torch.dtype, layout: Layout) -> Weight:
+    """A whole weight to multiply by.
+
+    The packed kernels of the CPU compute in bfloat16 only, and hold scales in it: elsewhere, and for
+    grids they cannot hold, the reference layout stands.
+    """
+    packed: PackedInt4 | PackedInt8 | None = None
+    if layout is Layout.AUTO and (device.type, dtype) == _PACKED and _is_grid(value):
+        packed = pack_int4(value) if value.form.bits <= 4 else pack_int8(value)
+    return packed or place_rows(value, device, dtype)
+
+
+_PACKED = ("cpu", torch.bfloat16)
+
+
+def shape_of(value: Value) -> tuple[int, int]:
+    """Rows and columns of the weight that a value holds whole."""
+    rows, width = value.arrays[0].shape
+    if isinstance(value, BlockRows):
+        return rows, width // value.form.block_bytes * value.form.block
+    return rows, width
+
+
+def stack(values: Sequence[Value]) -> Value | None:
+    """The rows of several weights as one weight, which takes one launch; None for unlike forms."""
+    first = values[0]
+    if not all(isinstance(value, Dense) or _is_grid(value) for value in values):
+        return None
+    if any(_kind(value) != _kind(first) for value in values):
+        return None
+    columns = zip(*(value.arrays for value in values), strict=True)
+    return first.with_arrays(tuple(np.concatenate(column) for column in columns))
+
+
+def _kind(value: Value) -> DType | Form:
+    return value.dtype if isinstance(value, Dense) else value.form
+
+
+def _is_grid(value: Value) -> TypeGuard[IntAffine]:
+    """Whether it is a grid of integer zeros with groups of consecutive columns."""
+    return isinstance(value, IntAffine) and value.groups_I is None
+
+
+def _place_codes(value: IntAffine, device: torch.device, dtype: torch.dtype) -> IntWeight:
+    packs = value.form.bits <= 4
+    zeros: Tensor | int = 1 << (value.form.bits - 1)
+    if value.zeros_RG is not None:
+        zeros = torch.from_numpy(value.zeros_RG).to(device)
+    return IntWeight(
+        codes_OB=torch.from_numpy(_pack(value.codes_RI) if packs else value.codes_RI).to(device),
+        scales_OG=as_tensor(value.scales_RG, value.form.scale_dtype).to(device),
+        zeros_OG=zeros,
+        width=value.codes_RI.shape[1],
+        dtype=dtype,
+        kind="int4" if packs else "int8",
+    )
+
+
+def _pack(codes_RI: np.ndarray) -> np.ndarray:
+    """Two codes of at most 4 bits to a byte, as IntWeight describes."""
+    half = (codes_RI.shape[1] + 1) // 2
+    packed: np.ndarray = codes_RI[:, :half].copy()
+    packed[:, : codes_RI.shape[1] - half] |= codes_RI[:, half:] << 4
+    return packed
