@@ -27,6 +27,7 @@ COMMANDS = {
     "to-gguf": "qconvert.cli.gguf",
     "verify": "qconvert.cli.check:verify",
     "diff": "qconvert.cli.check:diff",
+    "generate": "qconvert.cli.generate",
     "eval": "qconvert.cli.evaluate",
     "demo": "qconvert.cli.demo",
     "env": "qconvert.cli.env",

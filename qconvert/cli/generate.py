@@ -1,0 +1,156 @@
+"""`qconvert generate`: talk to a file, to see whether it still makes sense."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qconvert.cli.options import json_option, model_argument, quiet_option, revision_option
+
+if TYPE_CHECKING:
+    from qconvert.decoder.model import Decoder
+    from qconvert.formats.checkpoint import Checkpoint
+    from qconvert.formats.dialogue import Dialogue
+
+
+@click.command("generate", short_help="Text from a checkpoint, as it comes.")
+@model_argument()
+@click.option("-p", "--prompt", required=True, metavar="TEXT", help="What to continue; - reads stdin.")
+@click.option(
+    "--chat", is_flag=True, help="Put the prompt as a user's message into the model's chat template."
+)
+@click.option("--system", metavar="TEXT", help="A system message before it, with --chat.")
+@click.option("-n", "--max-tokens", type=click.IntRange(1), default=128, show_default=True)
+@click.option(
+    "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: the likeliest."
+)
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@click.option(
+    "--backend",
+    type=click.Choice(["auto", "reference"]),
+    default="auto",
+    show_default=True,
+    help="auto: the device's fastest kernels and dtype; reference: float32 in plain torch.",
+)
+@click.option(
+    "--head",
+    type=click.Choice(["stored", "int8"]),
+    default="stored",
+    show_default=True,
+    help="int8: round the output head to 8 bits at load, for speed.",
+)
+@json_option
+@quiet_option
+@revision_option
+def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Continue a prompt with MODEL, quantized or not; text on stdout as it comes.
+
+    Quantized weights are multiplied by as they are stored, never unpacked as a whole. Generation
+    ends at the model's end-of-text token or after --max-tokens.
+
+    \b
+    qconvert generate ./Qwen2.5-0.5B-Instruct-int4-g128 --chat -p "Name three rivers."
+    """
+    from qconvert.decoder.generate import Sampler, generate
+    from qconvert.formats.dialogue import Detokenizer
+
+    checkpoint, decoder = _open(model, options)
+    dialogue, ids = _prompt(checkpoint, prompt, options)
+    sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
+    detokenizer, count = Detokenizer(dialogue.tokenizer), 0
+    pieces, clock = [], _Clock()
+    for token in generate(decoder, ids, options["max_tokens"], sampler, dialogue.stops):
+        clock.tick()
+        count += 1
+        pieces.append(detokenizer.push(token))
+        if not as_json:
+            _show(pieces[-1])
+    pieces.append(detokenizer.rest())
+    if as_json:
+        figures = {"prompt_tokens": len(ids), "tokens": count, **clock.figures(len(ids))}
+        click.echo(json.dumps({"schema": 1, "text": "".join(pieces), **figures}))
+        return
+    _show(pieces[-1] + "\n")
+    if not quiet:
+        _say(len(ids), count, clock)
+
+
+class _Clock:
+    """Times between tokens: the first closes the prompt, the others are decoding."""
+
+    def __init__(self) -> None:
+        self.ticks = [time.perf_counter()]
+
+    def tick(self) -> None:
+        self.ticks.append(time.perf_counter())
+
+    def figures(self, prompt_tokens: int) -> dict[str, float | None]:
+        """Tokens per second of prompt and decoding; None where there was nothing to time."""
+        start, *ticks = self.ticks
+        return {
+            "prompt_tokens_per_second": prompt_tokens / (ticks[0] - start) if ticks else None,
+            "tokens_per_second": (len(ticks) - 1) / (ticks[-1] - ticks[0]) if len(ticks) > 1 else None,
+        }
+
+
+def _open(model: str, options: dict[str, Any]) -> tuple[Checkpoint, Decoder]:
+    import torch
+
+    from qconvert.decoder.config import DecoderConfig
+    from qconvert.decoder.load import load_decoder
+    from qconvert.decoder.place import Layout
+    from qconvert.formats.checkpoint import open_checkpoint
+    from qconvert.formats.weights import CheckpointWeights
+    from qconvert.hub import resolve
+
+    checkpoint = open_checkpoint(resolve(model, revision=options["revision"]).path)
+    layout = Layout(options["backend"])
+    decoder = load_decoder(
+        DecoderConfig.from_hf(checkpoint.config),
+        CheckpointWeights(checkpoint),
+        device=options["device"],
+        dtype=None if layout is Layout.AUTO else torch.float32,
+        layout=layout,
+        quantize_head=options["head"] == "int8",
+    )
+    return checkpoint, decoder
+
+
+def _prompt(checkpoint: Checkpoint, prompt: str, options: dict[str, Any]) -> tuple[Dialogue, list[int]]:
+    from qconvert.errors import BadRecipe
+    from qconvert.formats.dialogue import open_dialogue
+
+    text = sys.stdin.read() if prompt == "-" else prompt
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    dialogue = open_dialogue(folder, checkpoint.config)
+    if not options["chat"]:
+        if options["system"] is not None:
+            raise BadRecipe("--system: there is no chat to begin", "add --chat")
+        return dialogue, dialogue.encode(text)
+    messages = [{"role": "user", "content": text}]
+    if options["system"] is not None:
+        messages.insert(0, {"role": "system", "content": options["system"]})
+    return dialogue, dialogue.encode_chat(messages)
+
+
+def _show(text: str) -> None:
+    click.echo(text, nl=False)
+    sys.stdout.flush()
+
+
+def _say(prompt_tokens: int, count: int, clock: _Clock) -> None:
+    rates = clock.figures(prompt_tokens)
+    said = [
+        f"{tokens} {what}" + (f" at {rate:.1f} tokens/s" if rate else "")
+        for tokens, what, rate in (
+            (prompt_tokens, "tokens of prompt", rates["prompt_tokens_per_second"]),
+            (count, "generated", rates["tokens_per_second"]),
+        )
+    ]
+    click.echo(", ".join(said), err=True)
