@@ -10,7 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.files import octets
 from qconvert.ops import Finding
 from qconvert.plan import Plan, RowSlice, Unit
-from qconvert.tensors import Coded, IntAffine, Layout, Logical, Plain, Reader, Sink, Value
+from qconvert.tensors import Coded, Dense, IntAffine, Layout, Logical, Plain, Reader, Sink, Value
 
 if TYPE_CHECKING:
     from qconvert.quant.affine import QuantError
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 16 << 20
 # A transposed layout costs one read or write per stored row and block: fewer, larger blocks.
 TRANSPOSED_BLOCK_BYTES = 128 << 20
+# A code that is kept while its weight moves further than this is no longer the code of that weight.
+MOST_STEPS = 0.1
 # float32 or code scratch and packed output, per weight, beside the input itself.
 SCRATCH_PER_WEIGHT = 6
 
@@ -46,13 +48,17 @@ class WrittenPart:
 
 @dataclass(frozen=True, slots=True)
 class BlockDone:
-    """One block of a unit is written; `last` marks the unit's last one to finish."""
+    """One block of a unit is written; `last` marks the unit's last one to finish.
+
+    `steps` is by how many steps of its grid a weight has moved at most on the way to another grid.
+    """
 
     unit: Unit
     bytes_read: int
     parts: tuple[WrittenPart, ...]
     error: QuantError | None
     last: bool
+    steps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ def run(
 
     for done in _bounded(blocks, make, jobs, max_memory):
         left[done.unit.output.name] -= 1
-        yield BlockDone(done.unit, done.bytes_read, done.parts, done.error, left[done.unit.output.name] == 0)
+        yield replace(done, last=left[done.unit.output.name] == 0)
 
 
 def cut(unit: Unit, layout: Layout, limit: int) -> list[Block]:
@@ -149,18 +155,27 @@ def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_non
 
     unit = block.unit
     value, nbytes = gather(unit.inputs, reader, block.start, block.stop)
-    error = None
+    error, steps = None, 0.0
     for op in unit.ops:
         value, finding = op.apply(value)
         error = finding.error or error
+        steps += finding.steps
         _refuse(unit, block.start, finding, reader.layout, allow_nonfinite=allow_nonfinite)
+        if finding.steps > MOST_STEPS:
+        raise BadRecipe(
+            f"{unit.inputs[0].tensor.name}: its codes do not fit {unit.output.form.label}, which would move "
+            f"a weight by {finding.steps:.3g} steps",
+            "`qconvert dequantize` it and quantize the result, which loses twice",
+        )
+    if finding.overflow:
+            _refuse_overflow(unit, value, finding.overflow)
     parts = []
     for part in layout.encode(unit.output, block.start, value):
         rows = np.ascontiguousarray(part.rows)
         sink.write(part.name, part.start, rows, part.column)
         crc32 = zlib.crc32(octets(rows))
         parts.append(WrittenPart(part.name, part.start, len(rows), rows.shape[1], crc32, part.column))
-    return BlockDone(unit, nbytes, tuple(parts), error, last=False)
+    return BlockDone(unit, nbytes, tuple(parts), error, last=False, steps=steps)
 
 
 def gather(inputs: tuple[RowSlice, ...], reader: Reader, start: int, stop: int) -> tuple[Value, int]:
@@ -216,12 +231,19 @@ def _refuse(unit: Unit, start: int, finding: Finding, layout: Layout, *, allow_n
             f"{tensor.name}: NaN or Inf at row {row}, column {column} (flat index {row * width + column})",
             "the checkpoint is damaged; --allow-nonfinite converts it all the same",
         )
-    if finding.overflow:
-        raise BadRecipe(
-            f"{unit.inputs[0].tensor.name}: {finding.overflow} values do not fit "
-            f"{unit.output.form.label}, whose largest number they exceed",
-            "use a wider type, for example --dtype bf16",
-        )
+
+
+def _refuse_overflow(unit: Unit, value: Value, count: int) -> None:
+    names = ", ".join(dict.fromkeys(piece.tensor.name for piece in unit.inputs))
+    what, held = "scales", unit.output.form.label
+    if isinstance(value, Dense):
+        what, held = "numbers", value.dtype.label
+    elif isinstance(value, IntAffine):
+        held = value.form.scale_dtype.label
+    raise BadRecipe(
+        f"{names}: {count} {what} do not fit {held}, whose largest number they exceed",
+        "use a wider type, for example --dtype bf16",
+    )
 
 
 def _input_row(unit: Unit, row: int) -> tuple[Logical, int]:
