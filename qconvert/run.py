@@ -161,14 +161,9 @@ def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_non
         error = finding.error or error
         steps += finding.steps
         _refuse(unit, block.start, finding, reader.layout, allow_nonfinite=allow_nonfinite)
-        if finding.steps > MOST_STEPS:
-        raise BadRecipe(
-            f"{unit.inputs[0].tensor.name}: its codes do not fit {unit.output.form.label}, which would move "
-            f"a weight by {finding.steps:.3g} steps",
-            "`qconvert dequantize` it and quantize the result, which loses twice",
-        )
-    if finding.overflow:
+        if finding.overflow:
             _refuse_overflow(unit, value, finding.overflow)
+        _refuse_steps(unit, finding.steps)
     parts = []
     for part in layout.encode(unit.output, block.start, value):
         rows = np.ascontiguousarray(part.rows)
@@ -213,6 +208,15 @@ def _require_same_constants(a: Value, b: Value) -> None:
         raise BadRecipe(
             f"the stacked weights have different global scales ({a.divisor} and {b.divisor})",
             "leave them apart, or dequantize first",
+        )
+
+
+def _refuse_steps(unit: Unit, steps: float) -> None:
+    if steps > MOST_STEPS:
+        raise BadRecipe(
+            f"{unit.inputs[0].tensor.name}: its codes do not fit {unit.output.form.label}, which would move "
+            f"a weight by {steps:.3g} steps",
+            "`qconvert dequantize` it and quantize the result, which loses twice",
         )
 
 
