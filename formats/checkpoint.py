@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from qconvert.architecture import Architecture, Binding, bind
+from qconvert.architecture import Architecture, Binding, bind, find_family
+from qconvert.architecture.declare import Declaration
+from qconvert.architecture.guess import guessed_family
 from qconvert.errors import UnsupportedModel
 from qconvert.formats.files import shown
 from qconvert.formats.hf import HFCheckpoint, open_hf_folder
@@ -24,6 +26,7 @@ class Checkpoint:
     files: HFCheckpoint
     tensors: Mapping[str, Logical]
     layout: Layout
+    declared: Declaration | None = None
 
     @property
     def path(self) -> Path:
@@ -39,11 +42,23 @@ class Checkpoint:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The architecture that config.json describes, in the spelling of the stored names."""
-        return Architecture.of(self.config).spelled_like(self.tensors)
+        """The architecture that config.json describes, in the spelling of the stored names.
+
+        A declared one where the user gave it; of a model that nobody declared, a guess from its tensors.
+        """
+        if self.declared is not None:
+            return self.declared.architecture(self.config)
+        try:
+            return Architecture.of(self.config).spelled_like(self.tensors)
+        except UnsupportedModel:
+            if not self.tensors:
+                raise
+            return Architecture(guessed_family(self.config, self.tensors), self.config)
 
     def bind(self, *, allow_unknown: bool = False) -> Binding:
-        """The tensors held against the architecture (see `architecture.bind`)."""
+        """The tensors held against the architecture (see `architecture.bind`); a guess needs consent."""
+        if self.architecture.family.guess and not allow_unknown:
+            find_family(self.config)
         return bind(self.architecture, self.tensors, allow_unknown=allow_unknown)
 
     @cached_property

@@ -80,6 +80,7 @@ def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWr
         plan = passes.check_finite(plan)
     config = _config(binding, wish, plan, tied=tie.tied, write_config=write_config)
     warnings = [
+        *([architecture.family.guess] if architecture.family.guess else []),
         *tie.warnings,
         *(f"{name}: a buffer the model recomputes; left out" for name in binding.dropped),
     ]

@@ -6,13 +6,16 @@ keys are errors: a misspelt wish must not be ignored.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import Repr
-from typing import Any
+from typing import Any, get_args
 
+from qconvert.architecture.declare import Declaration
+from qconvert.architecture.slots import Slot, SlotKind
 from qconvert.errors import BadRecipe
 from qconvert.schemes import KEEP, Scheme, parse_scheme
 
@@ -43,7 +46,7 @@ class Recipe:
     `fuse` holds fusion names (`qkv`, `gate_up`); `tie` is True to drop a head equal to the
     embedding, False to write it out, None to leave it. `search` chooses the scale search over
     plain min-max; `allow_smaller_group` lets a row that the group size does not divide take the
-    largest of 128, 64 and 32 that does.
+    largest of 128, 64 and 32 that does; `architecture` declares a model that the catalogue lacks.
     """
 
     scheme: Scheme | None = None
@@ -53,6 +56,7 @@ class Recipe:
     layout: str = "compressed-tensors"
     search: bool = True
     allow_smaller_group: bool = False
+    architecture: Declaration | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The recipe as plain data, in the spelling that `parse_recipe` reads."""
@@ -64,6 +68,7 @@ class Recipe:
             "layout": self.layout,
             "search": self.search,
             "allow_smaller_group": self.allow_smaller_group,
+            **({"architecture": self.architecture.to_json()} if self.architecture else {}),
         }
 
     def with_(self, **changes: Any) -> Recipe:
@@ -101,7 +106,55 @@ def parse_recipe(data: object, origin: str) -> Recipe:
         layout=_choice(record.get("layout", LAYOUTS[0]), LAYOUTS, f"{origin}: layout"),
         search=_flag(record, "search", origin) is not False,
         allow_smaller_group=_flag(record, "allow_smaller_group", origin) is True,
+        architecture=_declaration(record.get("architecture"), f"{origin}: architecture"),
     )
+
+
+def _declaration(data: object, origin: str) -> Declaration | None:
+    """Read the section that declares a model which the catalogue lacks."""
+    if data is None:
+        return None
+    record = _record(data, origin, ("like", "rename", "keys", "without", "slots"))
+    if "like" not in record:
+        raise BadRecipe(f"{origin}: like is missing", "write like: and the model_type it resembles")
+    slots = enumerate(_items(record, "slots", origin))
+    return Declaration(
+        like=_text(record["like"], f"{origin}: like"),
+        rename=_pairs(record, "rename", origin),
+        keys=_pairs(record, "keys", origin),
+        without=tuple(_text(role, f"{origin}: without") for role in _items(record, "without", origin)),
+        slots=tuple(_slot(entry, f"{origin}: slots[{i}]") for i, entry in slots),
+    )
+
+
+def _slot(entry: object, where: str) -> Slot:
+    record = _record(entry, where, ("role", "module", "shape", "kind", "bias"))
+    missing = {"role", "module", "shape"} - set(record)
+    if missing:
+        raise BadRecipe(
+            f"{where}: {sorted(missing)[0]} is missing",
+            "a slot is {role: attn.q_norm, module: layers.{layer}.q_norm, shape: [head_dim], kind: norm}",
+        )
+    module = _text(record["module"], f"{where}: module")
+    if set(re.findall(r"\{.*?\}|[{}]", module)) - {"{layer}"}:
+        raise BadRecipe(f"{where}: module {module!r} has braces", "only {layer} is counted out")
+    return Slot(
+        role=_text(record["role"], f"{where}: role"),
+        module=module,
+        shape=tuple(
+            _text(str(d) if isinstance(d, int) else d, f"{where}: shape")
+            for d in _items(record, "shape", where)
+        ),
+        kind=_choice(record.get("kind", "linear"), get_args(SlotKind), f"{where}: kind"),  # type: ignore[arg-type]
+        bias=_flag(record, "bias", where) is True,
+    )
+
+
+def _pairs(record: Mapping[str, Any], key: str, origin: str) -> tuple[tuple[str, str], ...]:
+    value = record.get(key) or {}
+    if not isinstance(value, dict):
+        raise BadRecipe(f"{origin}: {key} is not a mapping", f"write {key}: {{ours: theirs}}")
+    return tuple((_text(k, f"{origin}: {key}"), _text(v, f"{origin}: {key}")) for k, v in value.items())
 
 
 def _record(data: object, origin: str, known: Iterable[str]) -> Mapping[str, Any]:

@@ -224,8 +224,10 @@ class Architecture:
                     yield from self._at(slot, layer, expert, dims)
 
     def _at(self, slot: Slot, layer: int | None, expert: int, dims: Dimensions) -> Iterator[Place]:
+        if slot.only_if is not None and not dims[slot.only_if]:
+            return
         shape = tuple(dims[d] for d in slot.shape)
-        if 0 in shape or (slot.only_if is not None and not dims[slot.only_if]):
+        if 0 in shape:
             return
         name, role = self._name(slot.module + slot.suffix, layer, expert), slot.role.format(expert=expert)
         part = "bias" if slot.kind == "bias" else "weight"
@@ -269,6 +271,13 @@ def _whole(name: str, fusion: Fusion, parts: tuple[Place, ...], experts: int) ->
     return Place(name, fusion.role, head.layer, head.part, head.kind, shape, dims)
 
 
+HOW_TO_DECLARE = (
+    "if it is built like a model that is, `qconvert quantize --recipe FILE` takes it with these lines: "
+    "`architecture: {like: llama, rename: {self_attn: attention}}` (all keys: README, Supported models); "
+    "--allow-unknown guesses its linears and says what it took for one"
+)
+
+
 def find_family(config: Json) -> Family:
     """The family of a config by `model_type`, cross-checked with `architectures`."""
     model_type = config.get("model_type")
@@ -283,7 +292,9 @@ def find_family(config: Json) -> Family:
         raise CorruptCheckpoint("config.json: no model_type", f"add one: {', '.join(fitting) or known}")
     family = next((f for f in FAMILIES if model_type in f.model_types), None)
     if family is None:
-        raise UnsupportedModel(f"config.json: model_type {model_type!r} is not known here", f"known: {known}")
+        raise UnsupportedModel(
+            f"config.json: model_type {model_type!r} is not known here", f"{HOW_TO_DECLARE}; known: {known}"
+        )
     if classes and not set(classes) & set(family.classes):
         raise CorruptCheckpoint(
             f"config.json: model_type is {model_type!r}, but architectures says {', '.join(classes)}",

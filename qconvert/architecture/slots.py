@@ -91,7 +91,8 @@ class Family:
     `ignored` are regular expressions of stored tensors that carry no information (they are
     dropped), `carried` those of tensors outside the language model (they are copied) with what
     they are; `{layers}` in them stands for the number of layers. `tied_by` is the config key that
-    ties the head to the embedding. `note` is a remark for the table of supported models.
+    ties the head to the embedding. `note` is a remark for the table of supported models. `guess` says
+    what was assumed where nobody declared the family.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Family:
     carried: Mapping[str, str] = field(default_factory=dict)
     tied_by: str = "tie_word_embeddings"
     note: str = ""
+    guess: str = ""
 
     @property
     def native_fused(self) -> bool:

@@ -58,7 +58,10 @@ def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
         "quantization": checkpoint.quantization,
         "unknown": list(binding.unknown) if binding else [],
         "ignored": list(binding.dropped) if binding else [],
-        "warnings": list(checkpoint.files.warnings),
+        "warnings": [
+            *checkpoint.files.warnings,
+            *([architecture.family.guess] if architecture.family.guess else []),
+        ],
         "from": "headers" if binding else "config.json",
         **census.to_json(),
         **({"tensor_list": _tensor_list(checkpoint)} if list_tensors else {}),

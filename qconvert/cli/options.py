@@ -48,7 +48,7 @@ revision_option = click.option("--revision", metavar="REV", help="Branch, tag or
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress bar and no table.")
 unknown_option = click.option(
-    "--allow-unknown", is_flag=True, help="Copy tensors that the architecture does not know."
+    "--allow-unknown", is_flag=True, help="Copy unknown tensors; guess the linears of an unknown model."
 )
 dtype_option = click.option(
     "--dtype", type=click.Choice(DTYPES), help="Round plain float tensors, and store scales, as this."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -124,7 +124,7 @@ def prepare(model: str, wish: Wish, flags: Flags) -> Job:
     from qconvert.hub import resolve
 
     resolved = resolve(model, revision=flags.revision)
-    checkpoint = open_checkpoint(resolved.path)
+    checkpoint = replace(open_checkpoint(resolved.path), declared=wish.recipe.architecture)
     if not checkpoint.files.has_weights:
         raise QConvertError(f"{model}: no weights beside the config.json", "give the whole model folder")
     binding = checkpoint.bind(allow_unknown=wish.allow_unknown)
