@@ -19,14 +19,15 @@ from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
-from numba.extending import intrinsic, register_model
+from numba.extending import intrinsic, register_jitable, register_model
 
 LANES = 16
 
-# Division by zero yields inf or NaN as in C instead of raising. A kernel is an entry point; a routine is
-# part of kernels and is cached with them.
+# Division by zero yields inf or NaN as in C instead of raising. A kernel is an entry point, compiled once
+# and cached on disk; a routine is compiled as a part of kernels (without the wrappers that make it callable
+# from Python, which would cost more time than the routine), and stays a plain Python function elsewhere.
 kernel = njit(nogil=True, cache=True, error_model="numpy")
-routine = njit(nogil=True, error_model="numpy")
+routine = register_jitable(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 _F32 = ir.FloatType()
 _I32 = ir.IntType(32)
@@ -113,6 +114,7 @@ for _op, _result, _emit in (
     (operator.lt, mask_type, _compare("<")),
     (operator.gt, mask_type, _compare(">")),
     (operator.eq, mask_type, _compare("==")),
+    (operator.ne, mask_type, lambda builder, a, b: builder.fcmp_unordered("!=", a, b)),
 ):
     for _operands in (
         (lanes_type, lanes_type),
@@ -127,8 +129,8 @@ _define(operator.neg, lanes_type, lambda builder, a: builder.fneg(a), lanes_type
 def _load(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
     """Read sixteen neighbours of a flat array and widen them to float32.
 
-    The array's dtype says how: float32 as it is, uint16 as bfloat16, int16 as IEEE half (numba has no
-    half-precision arrays on CPUs).
+    The array's dtype says how: float32 as it is, uint8 as whole numbers, uint16 as bfloat16, int16 as
+    IEEE half (numba has no half-precision arrays on CPUs).
     """
     data = context.make_array(array_type)(context, builder, array).data
     element = data.type.pointee
@@ -137,6 +139,8 @@ def _load(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -
     if array_type.dtype == types.float32:
         return stored
     bits = builder.zext(stored, _INTS)
+    if array_type.dtype == types.uint8:
+        return builder.uitofp(bits, _FLOATS)
     if array_type.dtype == types.uint16:
         return builder.bitcast(builder.shl(bits, _ints(16)), _FLOATS)
     return _widen_halves(builder, bits)
@@ -175,7 +179,7 @@ def _store(context: Any, builder: Any, array_type: Any, array: Any, index: Any, 
 def store(typing: Any, array: Any, index: Any, value: Any) -> Any:
     """Write lanes to `array[index:index + 16]` of a flat float32 or uint8 array.
 
-    Bytes take whole numbers from -128 to 255, negative ones in two's complement.
+    Bytes take the lowest eight bits of whole numbers below 2**31, negative ones in two's complement.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -186,26 +190,26 @@ def store(typing: Any, array: Any, index: Any, value: Any) -> Any:
 
 
 @_primitive
-def load_columns(typing: Any, array: Any, starts: Any, offset: Any, tile: Any, at: Any) -> Any:
-    """Sixteen runs of sixteen elements, turned so that a run becomes a lane.
+def load_columns(typing: Any, array: Any, starts: Any, offset: Any, out: Any, at: Any, step: Any) -> Any:
+    """Turn sixteen runs of sixteen neighbours by a quarter: a run becomes a lane.
 
-    `tile[at + 16 * e + lane] = array[starts[lane] + offset + e]` for e below 16; `starts` is a flat
-    intp array of sixteen.
+    `out[at + step * e + lane] = array[starts[lane] + offset + e]` for e below 16. `starts` is a flat
+    intp array of sixteen; `array` is read as by `load`, `out` written as by `store`.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        array, starts, offset, tile, at = args
+        array, starts, offset, out, at, step = args
         start_data = context.make_array(sig.args[1])(context, builder, starts).data
-        rows = []
+        runs = []
         for lane in range(LANES):
             start = builder.load(builder.gep(start_data, [ir.Constant(at.type, lane)]))
-            rows.append(_load(context, builder, sig.args[0], array, builder.add(start, offset)))
-        for row, value in enumerate(_transposed(builder, rows)):
-            index = builder.add(at, ir.Constant(at.type, row * LANES))
-            _store(context, builder, sig.args[3], tile, index, value)
+            runs.append(_load(context, builder, sig.args[0], array, builder.add(start, offset)))
+        for element, value in enumerate(_transposed(builder, runs)):
+            index = builder.add(at, builder.mul(step, ir.Constant(at.type, element)))
+            _store(context, builder, sig.args[3], out, index, value)
         return context.get_dummy_value()
 
-    return types.void(array, starts, types.intp, tile, types.intp), emit
+    return types.void(array, starts, types.intp, out, types.intp, types.intp), emit
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
@@ -256,6 +260,16 @@ def first(typing: Any, mask: Any) -> Any:
 
 
 @_primitive
+def mask_bits(typing: Any, mask: Any) -> Any:
+    """The mask as a 16-bit number: bit k is set when it holds in lane k."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.zext(builder.bitcast(args[0], ir.IntType(LANES)), ir.IntType(64))
+
+    return types.intp(mask_type), emit
+
+
+@_primitive
 def lane(typing: Any, value: Any, index: Any) -> Any:
     """The number in one lane."""
 
@@ -273,6 +287,36 @@ def peak(typing: Any, value: Any) -> Any:
         # Without the sign bit, floats are ordered as their bits are.
         magnitudes = builder.and_(builder.bitcast(args[0], _INTS), _ints(0x7FFFFFFF))
         return builder.bitcast(_call(builder, "llvm.vector.reduce.umax.v16i32", _I32, magnitudes), _F32)
+
+    return types.float32(lanes_type), emit
+
+
+def _folded(builder: Any, value: Any, sign: str) -> Any:
+    step = LANES // 2
+    while step:
+        swapped = ir.Constant(_INTS, [lane ^ step for lane in range(LANES)])
+        other = builder.shuffle_vector(value, value, swapped)
+        value = builder.select(builder.fcmp_ordered(sign, value, other), value, other)
+        step //= 2
+    return builder.extract_element(value, ir.Constant(_I32, 0))
+
+
+@_primitive
+def lowest(typing: Any, value: Any) -> Any:
+    """The smallest number among the lanes (a zero of either sign when that is zero)."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _folded(builder, args[0], "<")
+
+    return types.float32(lanes_type), emit
+
+
+@_primitive
+def highest(typing: Any, value: Any) -> Any:
+    """The largest number among the lanes (a zero of either sign when that is zero)."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _folded(builder, args[0], ">")
 
     return types.float32(lanes_type), emit
 
@@ -321,6 +365,16 @@ def truncated(typing: Any, value: Any) -> Any:
         whole = _call(builder, "llvm.trunc.v16f32", _FLOATS, args[0])
         size = _call(builder, "llvm.fabs.v16f32", _FLOATS, args[0])
         return builder.select(builder.fcmp_ordered("<", size, _floats(2.0**31)), whole, _floats(0.0))
+
+    return lanes_type(lanes_type), emit
+
+
+@_primitive
+def rounded_even(typing: Any, value: Any) -> Any:
+    """Whole numbers by C's `rintf`, half to even."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _call(builder, "llvm.rint.v16f32", _FLOATS, args[0])
 
     return lanes_type(lanes_type), emit
 

@@ -1,0 +1,8 @@
+"""GGML blocks: rows of numbers to bytes, equal to llama-quantize's, and back."""
+
+from __future__ import annotations
+
+from qconvert.quant.ggml.decode import decode_rows
+from qconvert.quant.ggml.encode import ENCODED, encode_rows
+
+__all__ = ["ENCODED", "decode_rows", "encode_rows"]

@@ -1,0 +1,87 @@
+"""Which kernel fills blocks of a GGML type, and what does it take?
+
+A kernel takes the flat array of whole rows, in the dtype of their carrier, and the flat array of bytes;
+a weighted kernel also the importance of every column. Types without one ignore importance, as
+llama-quantize does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from qconvert.gguf_types import GGMLType
+from qconvert.quant.casts import cast
+from qconvert.quant.ggml import kquants_affine, kquants_symmetric, legacy
+from qconvert.tensors import Dense, DType
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoder:
+    plain: Callable[[np.ndarray, np.ndarray], None]
+    weighted: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None = None
+
+
+def _legacy_symmetric(five: bool) -> _Encoder:
+    return _Encoder(partial(legacy.encode_symmetric, five), partial(legacy.encode_symmetric_weighted, five))
+
+
+def _legacy_affine(five: bool) -> _Encoder:
+    return _Encoder(partial(legacy.encode_affine, five), partial(legacy.encode_affine_weighted, five))
+
+
+def _affine_k(bits: int) -> _Encoder:
+    return _Encoder(
+        partial(kquants_affine.encode_affine, bits), partial(kquants_affine.encode_affine_weighted, bits)
+    )
+
+
+_ENCODERS: Mapping[str, _Encoder] = {
+    "Q4_0": _legacy_symmetric(five=False),
+    "Q4_1": _legacy_affine(five=False),
+    "Q5_0": _legacy_symmetric(five=True),
+    "Q5_1": _legacy_affine(five=True),
+    "Q8_0": _Encoder(legacy.encode_q8_0),
+    "Q2_K": _affine_k(2),
+    "Q3_K": _Encoder(kquants_symmetric.encode_q3_k, kquants_symmetric.encode_q3_k_weighted),
+    "Q4_K": _affine_k(4),
+    "Q5_K": _affine_k(5),
+    "Q6_K": _Encoder(kquants_symmetric.encode_q6_k, kquants_symmetric.encode_q6_k_weighted),
+}
+
+ENCODED = frozenset(_ENCODERS)
+"""The names of the block types that `encode_rows` writes."""
+
+
+def encode_rows(block: Dense, type_name: str, *, importance_I: np.ndarray | None = None) -> np.ndarray:
+    """Rows as GGML blocks, byte for byte as llama-quantize writes them on x86-64.
+
+    `block` holds [R, I] finite numbers, I a multiple of the type's block; `type_name` is a GGMLType name
+    out of `ENCODED`; `importance_I` the mean squared activation of every column (an imatrix entry over
+    its count), at least 0. Returns uint8 [R, bytes per row]. A scale that half precision cannot hold
+    becomes infinite, as in the reference. Safe to call from several threads; holds no lock.
+    """
+    kind, encoder = GGMLType[type_name], _ENCODERS[type_name]
+    rows, width = block.rows_RI.shape
+    if width % kind.block:
+        raise ValueError(f"rows of {width} elements are no whole blocks of {kind.block}")
+    bytes_RB = np.empty((rows, width // kind.block * kind.block_bytes), np.uint8)
+    flat, out = _as_kernels_read(block), bytes_RB.reshape(-1)
+    if importance_I is None or encoder.weighted is None:
+        encoder.plain(flat, out)
+    elif importance_I.shape != (width,):
+        raise ValueError(f"importance of shape {importance_I.shape} for rows of {width} elements")
+    else:
+        encoder.weighted(flat, np.ascontiguousarray(importance_I, np.float32), out)
+    return bytes_RB
+
+
+def _as_kernels_read(block: Dense) -> np.ndarray:
+    """The flat array of a block's numbers in a dtype that `qconvert.quant.lanes.load` widens."""
+    if block.dtype is DType.F64:
+        block, _ = cast(block, DType.F32)
+    flat = np.ascontiguousarray(block.rows_RI).reshape(-1)
+    return flat.view(np.int16) if block.dtype is DType.F16 else flat

@@ -1,0 +1,67 @@
+"""The numbers a block has one of: how are its half-precision scales rounded, stored and read back?
+
+Scalar counterparts of `qconvert.quant.lanes`, for numba code. Everything is integer arithmetic on the
+bits of a float32, so it does not depend on what the processor can convert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from qconvert.quant.lanes import routine
+
+_HALF_LARGEST = 0x477FF000  # 65520, from which on rounding ends at infinity
+_HALF_SMALLEST = 0x38800000  # 2**-14, below which a half is denormal
+_INFINITY = 0x7F800000
+_DENORMAL_ULP = np.float32(0.5)  # its ulp is 2**-24, that of denormal halves
+_DENORMAL_BITS = 126 << 23
+_EXPONENT_SHIFT = np.float32(2.0**112)  # from the exponent bias of a half (15) to that of a float (127)
+_ROUNDER = np.float32(12582912.0)  # 1.5 * 2**23
+
+
+@routine
+def half_bits(value: np.float32) -> Any:
+    """The IEEE half nearest to a float32, half to even, as its 16 bits; NaN becomes a quiet NaN."""
+    bits = np.int64(np.float32(value).view(np.uint32))
+    sign, size = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
+    if size > _INFINITY:
+        return sign | 0x7E00
+    if size >= _HALF_LARGEST:
+        return sign | 0x7C00
+    if size < _HALF_SMALLEST:
+        shifted = np.float32(abs(np.float32(value)) + _DENORMAL_ULP)
+        return sign | (np.int64(shifted.view(np.uint32)) - _DENORMAL_BITS)
+    odd = (size >> 13) & 1
+    return sign | ((size - (112 << 23) + 0xFFF + odd) >> 13)
+
+
+@routine
+def half_value(bits: int) -> Any:
+    """The float32 equal to the IEEE half with these 16 bits."""
+    size = np.uint32((bits & 0x7FFF) << 13).view(np.float32) * _EXPONENT_SHIFT
+    if bits & 0x7C00 == 0x7C00:
+        size = np.uint32(_INFINITY | (bits & 0x3FF) << 13).view(np.float32)
+    return -size if bits & 0x8000 else size
+
+
+@routine
+def put_half(out: np.ndarray, at: int, value: np.float32) -> Any:
+    """Write a float32 as a half to `out[at:at + 2]` and return the float32 it has become."""
+    bits = half_bits(value)
+    out[at] = bits & 0xFF
+    out[at + 1] = bits >> 8
+    return half_value(bits)
+
+
+@routine
+def nearest_int(value: np.float32) -> Any:
+    """ggml's `nearest_int` of one number; see `qconvert.quant.lanes.nearest`."""
+    return (np.int64(np.float32(value + _ROUNDER).view(np.uint32)) & 0x7FFFFF) - 0x400000
+
+
+@routine
+def inverse(value: np.float32) -> Any:
+    """`1 / value`, and 0 for 0."""
+    return np.float32(1) / value if value != 0 else np.float32(0)
