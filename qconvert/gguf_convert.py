@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from zlib import crc32
 
@@ -14,7 +14,7 @@ import numpy as np
 from qconvert.architecture.gguf_identity import Identity, ParameterCounts, identify
 from qconvert.architecture.gguf_keys import file_keys
 from qconvert.convert import Limits, Listener, position
-from qconvert.errors import CheckFailed
+from qconvert.errors import BadRecipe, CheckFailed
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.files import octets
 from qconvert.formats.filesink import FilePlan
@@ -75,6 +75,18 @@ class GGUFJob:
         return plan_files(name, self.keys(), self.tensors, max_part_bytes=split)
 
 
+def check_encoders(draft: GGUFDraft) -> None:
+    """Raise BadRecipe naming the first tensor that got a type which cannot be written here."""
+    from qconvert.quant.ggml import ENCODED
+
+    for name, choice in draft.choices.items():
+        if choice.type.is_quantized and choice.type.name not in ENCODED:
+            raise BadRecipe(
+                f"{name}: {choice.type.label} ({choice.reason}) is read here, but not written",
+                "`qconvert to-gguf --type list` shows what is",
+            )
+
+
 def convert_gguf(job: GGUFJob, out: Path, files: Sequence[FilePlan], listen: Listener) -> Hashes:
     """Write planned files into the folder of `out`; nothing is left under a final name on error."""
     limits = job.limits
@@ -84,17 +96,16 @@ def convert_gguf(job: GGUFJob, out: Path, files: Sequence[FilePlan], listen: Lis
         sink.commit()
         hashes = Hashes({}, {})
         if limits.verify:
-            partial = [_renamed(file) for file in files]
-            hashes = verify_files(out.parent, partial, written, limits.jobs, check_gguf_header)
+            partial = [replace(file, name=f"{file.name}.partial") for file in files]
+            found = verify_files(out.parent, partial, written, limits.jobs, check_gguf_header)
+            hashes = Hashes(
+                {f.name: found.files[p.name] for f, p in zip(files, partial, strict=True)}, found.tensors
+            )
         sink.publish()
     except BaseException:
         sink.abort()
         raise
     return hashes
-
-
-def _renamed(file: FilePlan) -> FilePlan:
-    return FilePlan(f"{file.name}.partial", file.head, file.specs, file.offsets, file.size)
 
 
 def _write(job: GGUFJob, sink: GGUFSink, listen: Listener) -> dict[str, list[WrittenPart]]:

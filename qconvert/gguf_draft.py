@@ -56,10 +56,13 @@ class GGUFDraft:
 
     @property
     def tensors(self) -> list[Logical]:
-        """All tensors of the file, in the order in which they are stored."""
-        outputs = self.plan.outputs
+        """All tensors of the file, in the order of the tool that would have written it last.
+
+        The converter keeps the source's order, llama-quantize sorts.
+        """
         constants = {n: Logical(n, values.shape, Plain(DType.F32)) for n, values in self.constants.items()}
-        return [*constants.values(), *outputs.values()]
+        found = constants | self.plan.outputs
+        return [found[n] for n in (visit_order(found) if self.file_type.base.is_quantized else found)]
 
     @property
     def substituted(self) -> list[str]:
@@ -85,7 +88,7 @@ def draft_gguf(binding: Binding, wish: GGUFWish, compare: Compare) -> GGUFDraft:
     plan = passes.apply_to(rotated, SwapHalves(head_size(architecture.config)))(plan)
     choices = _choose(plan, architecture, wish)
     forms = {name: _form(choice.type) for name, choice in choices.items()}
-    plan = passes.encode(forms, wish.importance or {})(_ordered(plan))
+    plan = passes.encode(forms, wish.importance or {})(_as_stored(plan, binding))
     if not wish.allow_nonfinite:
         plan = passes.check_finite(plan)
     file_type = find_file_type(wish.file_type)
@@ -168,10 +171,12 @@ def _choose(plan: Plan, architecture: Architecture, wish: GGUFWish) -> dict[str,
     )
 
 
-def _ordered(plan: Plan) -> Plan:
-    """Units in llama-quantize's order: by layer, then name."""
-    position = {name: i for i, name in enumerate(visit_order(plan.outputs))}
-    return replace(plan, units=tuple(sorted(plan.units, key=lambda u: position[u.output.name])))
+def _as_stored(plan: Plan, binding: Binding) -> Plan:
+    """Units in the order of the source; a stack of experts where the last of them lies."""
+    position = {name: i for i, name in enumerate(binding.tensors)}
+    return replace(
+        plan, units=tuple(sorted(plan.units, key=lambda u: max(position[s.tensor.name] for s in u.inputs)))
+    )
 
 
 def _form(type_: GGMLType) -> Form:

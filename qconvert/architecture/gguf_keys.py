@@ -129,7 +129,9 @@ def head_size(config: Json) -> int:
 
 def _expert_keys(model: GGUFModel, config: Json) -> Iterator[KV]:
     """The number of experts, once it is sure that llama.cpp's graph computes what the config says."""
-    key = "num_local_experts" if model.arch == "llama" else "num_experts"
+    key = (
+        "num_local_experts" if "num_local_experts" in config else "num_experts"
+    )  # the first by transformers 5
     experts = optional_int(config, key)
     if experts is None and model.normalises_experts is None:
         return

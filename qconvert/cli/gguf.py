@@ -106,6 +106,7 @@ def command(model: str | None, **values: Any) -> None:
     if out.suffix != ".gguf":
         raise QConvertError(f"{out}: does not end in .gguf", "llama.cpp finds parts of a model by that name")
     files = job.files(out.name, flags.split_max_size)
+    out = out.with_name(files[0].name)
     if flags.dry_run:
         _report(job, out, flags, None, 0.0)
         return
@@ -130,7 +131,7 @@ def prepare(model: str, flags: Flags) -> GGUFJob:
     from qconvert.convert import Limits
     from qconvert.formats.checkpoint import open_checkpoint
     from qconvert.formats.gguf_vocab import read_tokenizer
-    from qconvert.gguf_convert import GGUFJob
+    from qconvert.gguf_convert import GGUFJob, check_encoders
     from qconvert.gguf_draft import draft_gguf
     from qconvert.hub import resolve
 
@@ -142,6 +143,7 @@ def prepare(model: str, flags: Flags) -> GGUFJob:
         _wish(flags),
         compare=lambda a, b: difference(checkpoint.reader, a, checkpoint.reader, b),
     )
+    check_encoders(draft)
     embed = checkpoint.architecture.table("embed")
     assert embed is not None
     tokenizer = read_tokenizer(checkpoint.path, embed.shape[0], checkpoint.config, flags.pre_tokenizer)
@@ -190,9 +192,11 @@ def _importance(path: Path | None) -> dict[str, tuple[float, ...]] | None:
 
 def _print_types() -> None:
     from qconvert.gguf_mix import FILE_TYPES
+    from qconvert.quant.ggml import ENCODED
     from qconvert.tables import table
 
-    rows = [[t.name.lower(), t.base.label, f"{t.base.bits_per_weight:.2f}"] for t in FILE_TYPES.values()]
+    written = [t for t in FILE_TYPES.values() if not t.base.is_quantized or t.base.name in ENCODED]
+    rows = [[t.name.lower(), t.base.label, f"{t.base.bits_per_weight:.2f}"] for t in written]
     click.echo("\n".join(table(["type", "base", "bpw of base"], rows, left=2)))
 
 

@@ -1,0 +1,300 @@
+"""`to-gguf`: llama.cpp, its converter's recorded files and transformers say whether a GGUF is right."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qconvert.formats.files import octets
+from qconvert.formats.gguf_io import GGUFFile
+from qconvert.quant.ggml import ENCODED
+from tests.commands import qconvert
+from tests.gguf_models import (
+    TRANSFORMERS,
+    llama_cpp_logits,
+    log_probabilities,
+    qwen2_tokenizer,
+    transformers_logits,
+    transformers_model,
+)
+from tests.models import tiny
+
+IDS = [3, 17, 250, 9, 9, 101, 0, 44, 260, 271, 5, 120, 33, 2, 199, 299]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@pytest.mark.parametrize("file_type", ["f32", "bf16"])
+def test_llama_cpp_computes_what_transformers_does(tmp_path: Path, name: str, file_type: str) -> None:
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    folder = transformers_model(tmp_path / name, name)
+    out = tmp_path / "m.gguf"
+    ran = qconvert("to-gguf", folder, "--type", file_type, "-o", out, "-q")
+    assert (ran.code, ran.out) == (0, f"{out}\n"), ran.err
+    expected = log_probabilities(transformers_logits(folder, IDS))
+    found = log_probabilities(llama_cpp_logits(out, IDS, rows=320))
+    # Measured: at most 0.008 and 0.056; llama.cpp rounds activations to bf16 where weights are.
+    assert np.abs(found - expected).max() < {"f32": 0.02, "bf16": 0.1}[file_type]
+    assert expected.std() > 1
+
+
+# Files of llama.cpp's own tools
+
+
+@pytest.fixture(scope="module")
+def golden(assets: Path) -> dict[str, Any]:
+    """What llama.cpp's converter and llama-quantize made of tiny-qwen3: every tensor's type and hash."""
+    found = json.loads((assets / "fixtures" / "gguf" / "golden.json").read_text())
+    found["files"] |= {"converter F16": found["converter_f16"]}
+    return dict(found)
+
+
+def to_gguf(assets: Path, out: Path, *flags: object) -> GGUFFile:
+    """tiny-qwen3 as GGUF (its tokenizer is known by structure, the converter had to be told)."""
+    ran = qconvert("to-gguf", assets / "models" / "tiny-qwen3", "-o", out, "-q", *flags)
+    assert ran.code == 0, ran.err
+    return GGUFFile(out)
+
+
+def described(file: GGUFFile) -> dict[str, dict[str, object]]:
+    """Every tensor of a file, in order, as golden.json has them."""
+    return {
+        name: {
+            "type": tensor.type.name,
+            "shape": list(tensor.shape),
+            "bytes": tensor.nbytes,
+            "sha256": hashlib.sha256(octets(file.read(name, 0, file.specs[name].rows))).hexdigest(),
+        }
+        for name, tensor in file.tensors.items()
+    }
+
+
+def recorded(entry: dict[str, Any]) -> dict[str, dict[str, object]]:
+    return {
+        name: {key: value for key, value in tensor.items() if key != "dequantized_f32_sha256"}
+        for name, tensor in entry["tensors"].items()
+    }
+
+
+@pytest.mark.parametrize(("key", "file_type"), [("BF16", "bf16"), ("converter F16", "f16")])
+def test_sixteen_bit_files_are_the_converters(
+    assets: Path, tmp_path: Path, golden: dict[str, Any], key: str, file_type: str
+) -> None:
+    expected = golden["files"][key]
+    with to_gguf(assets, tmp_path / "m.gguf", "--type", file_type) as file:
+        found = described(file)
+        assert list(found) == list(expected["tensors"])
+        assert found == recorded(expected)
+        keys = {name: entry.value for name, entry in file.kv.items()}
+    if key == "BF16":
+        assert (tmp_path / "m.gguf").stat().st_size == expected["bytes"]
+        assert list(keys) == list(golden["bf16_metadata"])
+        scalars = {n: value for n, value in golden["bf16_metadata"].items() if not isinstance(value, dict)}
+        assert {n: keys[n] for n in scalars} == scalars
+
+
+def quantized_files() -> list[str]:
+    """The keys of golden.json whose types are all encoded here."""
+    known = ENCODED
+    return [key for key, types in QUANTIZED.items() if types <= known]
+
+
+QUANTIZED = {
+    "Q8_0": {"Q8_0"},
+    "Q4_0": {"Q4_0", "Q6_K"},
+    "Q4_1": {"Q4_1", "Q6_K"},
+    "Q5_0": {"Q5_0", "Q6_K"},
+    "Q5_1": {"Q5_1", "Q6_K"},
+    "Q2_K": {"Q2_K", "Q3_K", "Q6_K"},
+    "Q3_K_S": {"Q3_K", "Q6_K"},
+    "Q3_K_M": {"Q3_K", "Q4_K", "Q5_K", "Q6_K"},
+    "Q3_K_L": {"Q3_K", "Q5_K", "Q6_K"},
+    "Q4_K_S": {"Q4_K", "Q5_K", "Q6_K"},
+    "Q4_K_M": {"Q4_K", "Q6_K"},
+    "Q5_K_S": {"Q5_K", "Q6_K"},
+    "Q5_K_M": {"Q5_K", "Q6_K"},
+    "Q6_K": {"Q6_K"},
+    "IQ4_NL": {"IQ4_NL", "Q5_K", "Q6_K"},
+    "IQ4_XS": {"IQ4_XS", "Q5_K", "Q6_K"},
+    "TQ1_0": {"TQ1_0", "Q4_K", "Q6_K"},
+    "TQ2_0": {"TQ2_0", "Q4_K", "Q6_K"},
+    "MXFP4_MOE": {"Q8_0"},
+    "Q4_0-imat": {"Q4_0", "Q4_1", "Q6_K"},
+    "Q2_K_S-imat": {"Q2_K", "Q4_K", "Q6_K"},
+    "Q3_K_M-imat": {"Q3_K", "Q4_K", "Q5_K", "Q6_K"},
+    "Q4_K_M-imat": {"Q4_K", "Q6_K"},
+    "Q5_K_M-imat": {"Q5_K", "Q6_K"},
+    "Q6_K-imat": {"Q6_K"},
+    "IQ4_XS-imat": {"IQ4_XS", "Q5_K", "Q6_K"},
+    "MXFP4-by-tensor-type": {"MXFP4", "Q8_0"},
+}
+
+
+@pytest.mark.parametrize("key", quantized_files())
+def test_quantized_files_are_llama_quantizes(
+    assets: Path, tmp_path: Path, golden: dict[str, Any], key: str
+) -> None:
+    expected = golden["files"][key]
+    flags: list[object] = ["--type", key.removesuffix("-imat")]
+    if key == "MXFP4-by-tensor-type":
+        flags = ["--type", "q8_0", "--tensor-type", "attn_=mxfp4", "--tensor-type", "ffn_=mxfp4"]
+    if key.endswith("-imat"):
+        flags += ["--imatrix", assets / "fixtures" / "gguf" / "imatrix.gguf"]
+    with to_gguf(assets, tmp_path / "m.gguf", *flags) as file:
+        found = described(file)
+    assert list(found) == list(expected["tensors"])
+    assert found == recorded(expected)
+    if not key.endswith("-imat"):  # which name the calibration file
+        assert (tmp_path / "m.gguf").stat().st_size == expected["bytes"]
+
+
+def test_a_whole_file_of_llama_quantize_byte_for_byte(assets: Path, tmp_path: Path) -> None:
+    to_gguf(assets, tmp_path / "m.gguf", "--type", "q4_k_m").close()
+    expected = assets / "fixtures" / "gguf" / "tiny-qwen3-Q4_K_M.gguf"
+    assert (tmp_path / "m.gguf").read_bytes() == expected.read_bytes()
+
+
+# What is refused, and what is left behind
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen2 with a tokenizer."""
+    return transformers_model(tmp_path_factory.mktemp("model") / "small", "qwen2")
+
+
+def refused(folder: Path, *flags: object) -> str:
+    """What a failing run said; nothing may be left in the folder it was to write to."""
+    before = sorted(folder.iterdir())
+    ran = qconvert("to-gguf", *flags, "-o", folder / "m.gguf")
+    assert ran.code == 1 and not ran.out, ran
+    assert sorted(folder.iterdir()) == before
+    return ran.err
+
+
+def test_an_existing_file_is_replaced_only_when_asked(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"precious")
+    assert "already there" in refused(tmp_path, model, "--type", "f16")
+    assert (tmp_path / "m.gguf").read_bytes() == b"precious"
+    ran = qconvert("to-gguf", model, "--type", "f16", "-o", tmp_path / "m.gguf", "--overwrite", "-q")
+    assert ran.code == 0 and (tmp_path / "m.gguf").read_bytes().startswith(b"GGUF")
+
+
+def test_a_folder_without_a_tokenizer_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "bare").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "bare" / name).symlink_to(model / name)
+    assert "no tokenizer.json" in refused(tmp_path, tmp_path / "bare", "--type", "f16")
+
+
+def test_an_unknown_pre_tokenizer_is_refused_before_the_work(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "odd").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer_config.json"):
+        (tmp_path / "odd" / name).symlink_to(model / name)
+    text = (model / "tokenizer.json").read_text()
+    (tmp_path / "odd" / "tokenizer.json").write_text(text.replace("|[^", "|[x^", 1))
+    with monkeypatch.context() as patch:
+        patch.setattr("qconvert.gguf_convert.run", None)
+        said = refused(tmp_path, tmp_path / "odd", "--type", "f16")
+    assert "no pre-tokenizer of this structure" in said and "--pre-tokenizer" in said
+    flags = ["--type", "f16", "--pre-tokenizer", "qwen2", "-o", tmp_path / "m.gguf", "-q"]
+    assert qconvert("to-gguf", tmp_path / "odd", *flags).code == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--type", "q4_k_n"], "did you mean 'q4_k_"),
+        (["--type", "f16", "--tensor-type", "ffn_down"], "write PATTERN=TYPE"),
+        (["--type", "f16", "--tensor-type", "ffn_down=q4_9"], "'q4_9': no such tensor type"),
+        (["--type", "f16", "--tensor-type", "(=q8_0"], "not a regular expression"),
+        (["--type", "f16", "--token-embedding-type", "float"], "'float': no such tensor type"),
+        (["--type", "q4_k_m", "--no-fallback"], "rows of 64 are not a multiple of q4_k's 256"),
+        (["--type", "f16", "--pre-tokenizer", "qwen"], "did you mean 'qwen"),
+    ],
+)
+def test_wishes_that_cannot_be_fulfilled(model: Path, tmp_path: Path, flags: list[str], says: str) -> None:
+    assert says in refused(tmp_path, model, *flags)
+
+
+def test_the_output_is_a_gguf_file(model: Path, tmp_path: Path) -> None:
+    ran = qconvert("to-gguf", model, "--type", "f16", "-o", tmp_path / "m.bin")
+    assert ran.code == 1 and "does not end in .gguf" in ran.err
+
+
+def test_nan_is_refused_by_name_unless_allowed(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = np.full((384, 256), 0.5, np.float32)
+    weight[7, 3] = np.nan
+    folder = tiny(tmp_path / "nan", changes={name: weight})
+    qwen2_tokenizer().save(str(folder / "tokenizer.json"))
+    (tmp_path / "out").mkdir()
+    assert f"{name}: NaN or Inf at row 7, column 3" in refused(tmp_path / "out", folder, "--type", "f16")
+    out = tmp_path / "out" / "m.gguf"
+    assert qconvert("to-gguf", folder, "--type", "f16", "-o", out, "--allow-nonfinite", "-q").code == 0
+
+
+def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qconvert.gguf_convert.verify_files", interrupted)
+    ran = qconvert("to-gguf", model, "--type", "f16", "-o", tmp_path / "m.gguf")
+    assert ran.code == 130 and not list(tmp_path.iterdir())
+
+
+# What is printed
+
+
+def test_json_tells_types_sizes_and_hashes(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "m.gguf"
+    ran = qconvert("to-gguf", model, "--type", "f16", "-o", out, "--json")
+    found = ran.json
+    assert found["bytes"] == sum(entry["bytes"] for entry in found["types"])
+    assert [entry["type"] for entry in found["types"]] == ["f16", "f32"]
+    assert found["sha256"] == {"m.gguf": hashlib.sha256(out.read_bytes()).hexdigest()}
+    assert (found["out"], found["dry_run"], found["substituted"]) == (str(out), False, [])
+
+
+def test_a_dry_run_writes_nothing(model: Path, tmp_path: Path) -> None:
+    ran = qconvert("to-gguf", model, "--type", "f16", "-o", tmp_path / "m.gguf", "--dry-run")
+    assert ran.code == 0 and "nothing was written" in ran.err and not list(tmp_path.iterdir())
+
+
+def test_the_default_name_follows_the_convention(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert qconvert("to-gguf", model, "--type", "f16", "-q").out == "Small-82K-F16.gguf\n"
+
+
+def test_the_list_of_types() -> None:
+    lines = qconvert("to-gguf", "--type", "list").out.splitlines()
+    assert lines[0].split() == ["type", "base", "bpw", "of", "base"]
+    assert [line.split() for line in lines if line.startswith("q4_k_m")] == [["q4_k_m", "q4_k", "4.50"]]
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 8])
+def test_the_same_bytes_for_any_number_of_threads(model: Path, tmp_path: Path, jobs: int) -> None:
+    out = [tmp_path / "a.gguf", tmp_path / "b.gguf"]
+    for path, flags in zip(out, ([], ["-j", jobs, "--max-memory", "1MB"]), strict=True):
+        assert qconvert("to-gguf", model, "--type", "bf16", "-o", path, "-q", *flags).code == 0
+    assert out[0].read_bytes() == out[1].read_bytes()
+
+
+def test_parts_hold_what_the_whole_does(model: Path, tmp_path: Path) -> None:
+    qconvert("to-gguf", model, "--type", "f16", "-o", tmp_path / "whole.gguf", "-q")
+    ran = qconvert(
+        "to-gguf", model, "--type", "f16", "-o", tmp_path / "m.gguf", "--split-max-size", "60KB", "-q"
+    )
+    assert ran.code == 0, ran.err
+    first = next(tmp_path.glob("m-00001-of-*.gguf"))
+    assert ran.out == f"{first}\n"
+    with GGUFFile(tmp_path / "whole.gguf") as whole, GGUFFile(first) as parts:
+        assert len(parts.headers) > 2 and described(whole) == described(parts)
