@@ -10,12 +10,14 @@ from pathlib import Path
 from qconvert.architecture import Architecture, Binding, bind, find_family
 from qconvert.architecture.declare import Declaration
 from qconvert.architecture.guess import guessed_family
-from qconvert.errors import UnsupportedModel
+from qconvert.errors import QConvertError, UnsupportedModel
 from qconvert.formats.files import shown
 from qconvert.formats.hf import HFCheckpoint, open_hf_folder
 from qconvert.formats.layouts import awq, bitsandbytes, compressed_config, fp8, gptq, mlx, mxfp4, torchao
 from qconvert.formats.layouts.claims import settings_of
 from qconvert.formats.layouts.compressed_reading import open_compressed_tensors
+from qconvert.formats.layouts.compressed_tensors import CompressedTensors, EightBits
+from qconvert.formats.layouts.input_major import InputMajor, turned
 from qconvert.tensors import Json, Layout, Logical, Quantized, Reader, TensorSpec
 
 
@@ -78,14 +80,29 @@ class Checkpoint:
         return f"{self.layout.name} ({', '.join(sorted(forms))})" if forms else None
 
 
-def open_checkpoint(path: Path, headers: Mapping[str, TensorSpec] | None = None) -> Checkpoint:
+def open_checkpoint(
+    path: Path, headers: Mapping[str, TensorSpec] | None = None, declared: Declaration | None = None
+) -> Checkpoint:
     """Open a Hugging Face folder, or a single file of one. Only headers are read.
 
-    `headers` are those of a Hub repository whose weights were not downloaded (`hub.resolve`).
+    `headers` are those of a Hub repository whose weights were not downloaded (`hub.resolve`);
+    `declared` is the architecture of a model that the catalogue lacks.
     """
     files = open_hf_folder(path, headers)
     layout, tensors = _opener(files.config)(files, files.config)
-    return Checkpoint(files, tensors, layout)
+    checkpoint = Checkpoint(files, tensors, layout, declared)
+    names = _input_major(checkpoint)
+    if not names:
+        return checkpoint
+    return Checkpoint(files, turned(tensors, names), InputMajor(layout, names), declared)
+
+
+def _input_major(checkpoint: Checkpoint) -> frozenset[str]:
+    """Names of linears stored [in, out]; none of an architecture that is not known or not consistent."""
+    try:
+        return checkpoint.architecture.input_major
+    except QConvertError:
+        return frozenset()
 
 
 def _opener(config: Json) -> Opener:
@@ -102,6 +119,17 @@ def _opener(config: Json) -> Opener:
     return OPENERS[method]
 
 
+# The layouts that are written, by the names that users give them.
+WRITERS: Mapping[str, Callable[[], Layout]] = {
+    "compressed-tensors": CompressedTensors,
+    "int-quantized": lambda: CompressedTensors(EightBits()),
+    "gptq": gptq.GPTQ,
+    "gptq_v2": lambda: gptq.GPTQ(2),
+    "awq": awq.AWQ,
+    "mlx": mlx.MLX,
+    "bitsandbytes": bitsandbytes.BitsAndBytes,
+    "fp8": fp8.FP8,
+}
 Opener = Callable[[HFCheckpoint, Json], tuple[Layout, dict[str, Logical]]]
 # The reader of a layout by the `quant_method` of its quantization_config.
 OPENERS: Mapping[str, Opener] = {

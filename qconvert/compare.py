@@ -15,8 +15,8 @@ import numpy as np
 
 from qconvert.plan import RowSlice, whole
 from qconvert.quant.casts import Difference, cast, compare
-from qconvert.quant.grids import numbers
-from qconvert.tensors import BlockRows, Dense, DType, IntAffine, Logical, Reader, Value
+from qconvert.quant.grids import column_scales, numbers
+from qconvert.tensors import BlockRows, Coded, Dense, DType, IntAffine, Logical, MinAffine, Reader, Value
 
 if TYPE_CHECKING:
     from qconvert.formats.checkpoint import Checkpoint
@@ -113,7 +113,7 @@ def _compare_pieces(
         for block_a, block_b in _blocks(reader_a, rows_a, reader_b, piece):
             found = compare(_numbers(block_a), _numbers(block_b))
             total = found if total is None else total + found
-            if isinstance(block_b, IntAffine) and block_b.groups_I is None:
+            if isinstance(block_b, IntAffine | MinAffine | Coded):
                 steps = max(steps or 0.0, _steps(block_a, block_b))
         row += piece.rows
     equal = total is None or total.equal_count == total.count
@@ -141,14 +141,12 @@ def _numbers(value: Value) -> Dense:
             return numbers(value, value.form.decoded)
 
 
-def _steps(a: Value, b: IntAffine) -> float:
+def _steps(a: Value, b: IntAffine | MinAffine | Coded) -> float:
     """The largest |a - b| in units of b's scales; b decoded in float32."""
     wide_a = cast(_numbers(a), DType.F32)[0].rows_RI
-    wide_b = numbers(b, DType.F32).rows_RI
-    scales_RG = np.abs(cast(Dense(b.scales_RG, b.form.scale_dtype), DType.F32)[0].rows_RI)
-    rows, groups = scales_RG.shape
-    gaps_RG = np.abs(wide_a - wide_b).reshape(rows, groups, -1).max(axis=2)
-    ratios = np.divide(gaps_RG, scales_RG, out=np.zeros_like(gaps_RG), where=scales_RG > 0)
+    gaps_RI = np.abs(wide_a - numbers(b, DType.F32).rows_RI)
+    scales_RI = np.broadcast_to(np.abs(column_scales(b)), gaps_RI.shape)
+    ratios = np.divide(gaps_RI, scales_RI, out=np.zeros_like(gaps_RI), where=scales_RI > 0)
     return float(ratios.max(initial=0.0))
 
 

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from qconvert.card import model_card
@@ -26,8 +27,11 @@ from qconvert.hub import ResolvedModel
 from qconvert.manifest import FILE_NAME, Results, SourceRecord, manifest
 from qconvert.plan import Unit
 from qconvert.quant.affine import QuantError
-from qconvert.run import BlockDone, WrittenPart, run
-from qconvert.tensors import Json
+from qconvert.run import MOST_STEPS, BlockDone, WrittenPart, run
+from qconvert.tensors import Json, Layout
+
+# Files beside config.json in which the tools of a quantization method look for its settings.
+SETTINGS_FILES = {"gptq": "quantize_config.json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +55,12 @@ class Job:
     wish: Wish
     draft: Draft
     limits: Limits
+    layout: Layout
 
     @property
     def files(self) -> tuple[FilePlan, ...]:
         """The weight files of the output, to the byte."""
-        specs = [spec for unit in self.draft.plan.units for spec in self.checkpoint.layout.parts(unit.output)]
+        specs = [spec for unit in self.draft.plan.units for spec in self.layout.parts(unit.output)]
         parameters = census_of_outputs(self.draft.plan.outputs, self.draft.architecture).parameters
         return plan_files(specs, self.limits.shard_size, {"format": "pt"}, parameters)
 
@@ -75,7 +80,7 @@ def convert(job: Job, out: Path, listen: Listener = lambda done: None) -> Made:
     """Write the drafted output to the folder `out`. Errors leave nothing there."""
     checkpoint, limits, files = job.checkpoint, job.limits, job.files
     with OutputDir(out, overwrite=limits.overwrite, sources=[checkpoint.path]) as folder:
-        written, errors = _write(job, files, folder, listen)
+        written, errors, steps = _write(job, files, folder, listen)
         _copy_sidecars(checkpoint, job.draft, folder)
         hashes = verify_files(folder, files, written, limits.jobs) if limits.verify else Hashes({}, {})
         record = manifest(
@@ -83,9 +88,10 @@ def convert(job: Job, out: Path, listen: Listener = lambda done: None) -> Made:
             source_record(job.model, checkpoint, hash_sources=limits.hash_sources),
             job.wish.recipe,
             draft=job.draft,
-            layout=checkpoint.layout,
+            layout=job.layout,
             results=Results(
                 errors=errors,
+                steps=steps,
                 tensor_sha256=hashes.tensors,
                 file_sha256=hashes.files,
                 file_bytes={file.name: file.size for file in files},
@@ -100,19 +106,21 @@ def convert(job: Job, out: Path, listen: Listener = lambda done: None) -> Made:
 
 def _write(
     job: Job, files: Sequence[FilePlan], folder: Path, listen: Listener
-) -> tuple[dict[str, list[WrittenPart]], dict[str, QuantError]]:
+) -> tuple[dict[str, list[WrittenPart]], dict[str, QuantError], dict[str, float]]:
     written: dict[str, list[WrittenPart]] = defaultdict(list)
     errors: dict[str, QuantError] = {}
+    steps: dict[str, float] = defaultdict(float)
     sink = FileSink(folder, files)
     try:
         events = run(
             job.draft.plan,
             job.checkpoint.reader,
-            job.checkpoint.layout,
+            job.layout,
             sink,
             jobs=job.limits.jobs,
             max_memory=job.limits.max_memory,
             allow_nonfinite=job.wish.allow_nonfinite,
+            most_steps=inf if job.wish.target and job.wish.target.allow_requantize else MOST_STEPS,
             order=lambda unit: position(job.checkpoint, unit),
         )
         with closing(events):
@@ -122,12 +130,13 @@ def _write(
                 if done.error is not None:
                     name = done.unit.output.name
                     errors[name] = errors[name] + done.error if name in errors else done.error
+                steps[done.unit.output.name] = max(steps[done.unit.output.name], done.steps)
                 listen(done)
         sink.commit()
     except BaseException:
         sink.abort()
         raise
-    return written, errors
+    return written, errors, steps
 
 
 def position(checkpoint: Checkpoint, unit: Unit) -> tuple[int, int]:
@@ -141,6 +150,10 @@ def _copy_sidecars(checkpoint: Checkpoint, draft: Draft, folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
     text = json.dumps(draft.config, indent=2, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+    copy = SETTINGS_FILES.get(draft.config.get("quantization_config", {}).get("quant_method"))
+    if copy:
+        settings = json.dumps(draft.config["quantization_config"], indent=2)
+        (folder / copy).write_text(settings + "\n", encoding="utf-8")
 
 
 def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources: bool) -> SourceRecord:

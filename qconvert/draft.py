@@ -19,6 +19,7 @@ from qconvert.loaders import Notice, notices
 from qconvert.plan import Plan
 from qconvert.recipe import FUSIONS, Recipe
 from qconvert.select import decide
+from qconvert.targets import Target, regrid
 from qconvert.tensors import DType, Json, Logical, Plain, Quantized
 
 if TYPE_CHECKING:
@@ -35,12 +36,14 @@ class Wish:
     """What a writing command asks for.
 
     `recipe` says what to quantize, fuse and tie; `unfuse` and `dequantize` undo; `dtype` casts
-    plain float tensors and gives dequantized ones and new scales their type.
+    plain float tensors and gives dequantized ones and new scales their type; `target` is a layout
+    that quantized weights are brought into.
     """
 
     command: str
     recipe: Recipe
     dtype: DType | None = None
+    target: Target | None = None
     unfuse: bool = False
     dequantize: bool = False
     allow_unknown: bool = False
@@ -75,7 +78,10 @@ def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWr
     if wish.dtype is not None:
         plan = passes.cast(wish.dtype)(plan)
     if recipe.scheme is not None or recipe.rules:
-        plan = _quantized(plan, architecture, recipe, tied=tie.tied)
+        scale_dtype = wish.target.scale_dtype if wish.target else None
+        plan = _quantized(plan, architecture, recipe, tied=tie.tied, scale_dtype=scale_dtype)
+    if wish.target:
+        plan = _regridded(plan, architecture, wish.target)
     if not wish.allow_nonfinite:
         plan = passes.check_finite(plan)
     config = _config(binding, wish, plan, tied=tie.tied, write_config=write_config)
@@ -84,7 +90,9 @@ def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWr
         *tie.warnings,
         *(f"{name}: a buffer the model recomputes; left out" for name in binding.dropped),
     ]
-    return Draft(plan, architecture, config, tuple(warnings), tuple(notices(plan.outputs, architecture)))
+    return Draft(
+        plan, architecture, config, tuple(warnings), tuple(notices(plan.outputs, architecture, recipe.layout))
+    )
 
 
 def check_plain_weights(binding: Binding) -> None:
@@ -160,7 +168,20 @@ def _fused(plan: Plan, architecture: Architecture, recipe: Recipe) -> Plan:
     return fused
 
 
-def _quantized(plan: Plan, architecture: Architecture, recipe: Recipe, *, tied: bool) -> Plan:
+def _regridded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
+    if all(isinstance(t.form, Plain) for t in plan.outputs.values()):
+        raise BadRecipe(
+            f"no quantized tensors to write as {target.layout}",
+            "add --scheme int4-g128 to quantize this checkpoint on the way",
+        )
+    places = _places(plan, architecture)
+    tables = frozenset(name for name, place in places.items() if place.kind == "embedding")
+    return regrid(target, tables)(plan)
+
+
+def _quantized(
+    plan: Plan, architecture: Architecture, recipe: Recipe, *, tied: bool, scale_dtype: DType | None
+) -> Plan:
     quantized = next((t for t in plan.outputs.values() if isinstance(t.form, Quantized)), None)
     if quantized is not None:
         raise BadRecipe(
@@ -169,7 +190,7 @@ def _quantized(plan: Plan, architecture: Architecture, recipe: Recipe, *, tied: 
         )
     plan = passes.unstack(architecture)(plan)
     schemes = decide(recipe, architecture, _places(plan, architecture), tied=tied)
-    return passes.quantize(schemes, search=recipe.search)(plan)
+    return passes.quantize(schemes, search=recipe.search, scale_dtype=scale_dtype)(plan)
 
 
 def _places(plan: Plan, architecture: Architecture) -> dict[str, Place]:

@@ -85,16 +85,30 @@ ASYMMETRIC = Notice(
     ),
 )
 
+INPUT_MAJOR = Notice(
+    "quantized Conv1D",
+    "this family's class stores its linears as [in, out]; quantized they are [out, in], as everywhere:",
+    (
+        Verdict("qconvert", True, "reads it, and `qconvert dequantize` turns the weights back"),
+        Verdict("transformers 5", False, "packs nn.Linear alone; these linears come up uninitialised"),
+    ),
+)
 
-def notices(outputs: Mapping[str, Logical], architecture: Architecture) -> list[Notice]:
-    """What to say about a planned output, before the work starts."""
+
+def notices(
+    outputs: Mapping[str, Logical], architecture: Architecture, layout: str = "compressed-tensors"
+) -> list[Notice]:
+    """What to say about a planned output in this layout, before the work starts."""
     found = []
     fused = architecture.fused
     if any(name in fused and not fused[name].fusion.native for name in outputs):
         found.append(FUSED)
+    if any(name in architecture.input_major for name, t in outputs.items() if isinstance(t.form, Quantized)):
+        found.append(INPUT_MAJOR)
     if any(_is_embedding(name, architecture) for name, t in outputs.items() if isinstance(t.form, GroupInt)):
         found.append(QUANTIZED_EMBEDDING)
-    if any(isinstance(t.form, GroupInt) and not t.form.symmetric for t in outputs.values()):
+    zeros = any(isinstance(t.form, GroupInt) and not t.form.symmetric for t in outputs.values())
+    if zeros and layout == "compressed-tensors":
         found.append(ASYMMETRIC)
     return found
 

@@ -5,6 +5,7 @@ Its shape is fixed by `manifest.schema.json` beside this file.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite, sqrt
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from qconvert import __version__
 from qconvert.census import census_of_outputs, linear_bits
-from qconvert.tensors import Json
+from qconvert.ops import Cast, Dequantize, EncodeBlocks, Quantize
+from qconvert.tensors import Json, Plain
 
 if TYPE_CHECKING:
     from qconvert.draft import Draft
@@ -38,9 +40,12 @@ class SourceRecord:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """What a run found out: error per quantized tensor, hashes per array and per file."""
+    """What a run found out: error per quantized tensor, steps per tensor that changed its grid, hashes
+    per array and per file.
+    """
 
     errors: Mapping[str, QuantError] = field(default_factory=dict)
+    steps: Mapping[str, float] = field(default_factory=dict)
     tensor_sha256: Mapping[str, str] = field(default_factory=dict)
     file_sha256: Mapping[str, str] = field(default_factory=dict)
     file_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -85,11 +90,13 @@ def manifest(
 
 def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
     output = unit.output
+    certificate = _certificate(unit, results)
     parts = {spec.name: results.tensor_sha256.get(spec.name) for spec in layout.parts(output)}
     entry: Json = {
         "form": output.form.label,
         "shape": list(output.shape),
-        "exact": unit.is_copy,
+        "exact": certificate == "exact",
+        "certificate": {"kind": certificate, "max_steps": results.steps.get(output.name, 0.0)},
         "parts": parts,
     }
     error = results.errors.get(output.name)
@@ -100,6 +107,26 @@ def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
             "max_steps": finite(error.max_steps),
         }
     return entry
+
+
+def _certificate(unit: Unit, results: Results) -> str:
+    """In one word, what became of a tensor's numbers."""
+    ops = {type(op) for op in unit.ops}
+    plain = isinstance(unit.inputs[0].tensor.form, Plain)
+    if ops & {Quantize, EncodeBlocks}:
+        return "quantized" if plain else "requantized"
+    if Dequantize in ops:
+        return "dequantized"
+    if Cast in ops:
+        return "cast"
+    return "measured" if results.steps.get(unit.output.name) else "exact"
+
+
+def certificates(manifest: Json) -> Json:
+    """How many tensors of an output have each certificate, and the largest measured distance in steps."""
+    found = [entry["certificate"] for entry in manifest["tensors"].values()]
+    counts = Counter(entry["kind"] for entry in found)
+    return {"counts": dict(counts), "max_steps": max((entry["max_steps"] for entry in found), default=0.0)}
 
 
 def relative_error(errors: Iterable[QuantError]) -> float | None:

@@ -80,12 +80,14 @@ def run(
     jobs: int,
     max_memory: int,
     allow_nonfinite: bool = False,
+    most_steps: float = MOST_STEPS,
     order: Callable[[Unit], object] | None = None,
 ) -> Generator[BlockDone, None, None]:
     """Make every tensor of the plan and write it to the sink; yields an event per block.
 
     `max_memory` bounds the blocks in flight, in bytes (one block is always admitted); `order` sorts
-    the units, for sources that are faster in sequence. Raises CorruptCheckpoint naming the tensor
+    the units, for sources that are faster in sequence; `most_steps` is how far codes that are kept on
+    another grid may move a weight (BadRecipe beyond it). Raises CorruptCheckpoint naming the tensor
     that holds NaN or Inf, BadRecipe when a value does not fit the target dtype. The caller commits
     or aborts the sink, and closes the generator first: no thread outlives it.
     """
@@ -99,7 +101,9 @@ def run(
         left[block.unit.output.name] += 1
 
     def make(block: Block) -> BlockDone:
-        return _make(block, reader, layout, sink, allow_nonfinite=allow_nonfinite)
+        made = _make(block, reader, layout, sink, allow_nonfinite=allow_nonfinite)
+        _refuse_steps(made, most_steps)
+        return made
 
     for done in _bounded(blocks, make, jobs, max_memory):
         left[done.unit.output.name] -= 1
@@ -163,7 +167,6 @@ def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_non
         _refuse(unit, block.start, finding, reader.layout, allow_nonfinite=allow_nonfinite)
         if finding.overflow:
             _refuse_overflow(unit, value, finding.overflow)
-        _refuse_steps(unit, finding.steps)
     parts = []
     for part in layout.encode(unit.output, block.start, value):
         rows = np.ascontiguousarray(part.rows)
@@ -211,12 +214,12 @@ def _require_same_constants(a: Value, b: Value) -> None:
         )
 
 
-def _refuse_steps(unit: Unit, steps: float) -> None:
-    if steps > MOST_STEPS:
+def _refuse_steps(done: BlockDone, most: float) -> None:
+    if done.steps > most:
         raise BadRecipe(
-            f"{unit.inputs[0].tensor.name}: its codes do not fit {unit.output.form.label}, which would move "
-            f"a weight by {steps:.3g} steps",
-            "`qconvert dequantize` it and quantize the result, which loses twice",
+            f"{done.unit.inputs[0].tensor.name}: its codes on the grid of {done.unit.output.form.label} move "
+            f"a weight by {done.steps:.3g} steps",
+            "--allow-requantize accepts that",
         )
 
 

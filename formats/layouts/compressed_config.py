@@ -7,7 +7,7 @@ configs that llm-compressor 0.14 writes.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from qconvert.tensors import Codebook, DType, GroupInt, GroupMin, Json, Quantized
 
@@ -22,7 +22,7 @@ FORMATS = (PACKED, INT, FLOAT, MXFP4, NVFP4)
 LIBRARY_VERSION = "0.20.0"
 
 
-def format_of(form: Quantized, loose: Collection[GroupInt] = ()) -> str:
+def format_of(form: Quantized, loose: Container[GroupInt] = ()) -> str:
     """The library's name for the way a form is stored; `loose` integers have a byte for each code."""
     if isinstance(form, Codebook):
         return {DType.F8_E8M0: MXFP4, DType.F8_E4M3: NVFP4}.get(form.scale_dtype, FLOAT)
@@ -30,7 +30,7 @@ def format_of(form: Quantized, loose: Collection[GroupInt] = ()) -> str:
 
 
 def quantization_config(
-    quantized: Mapping[str, Quantized], kept_linears: Iterable[str], loose: Collection[GroupInt] = ()
+    quantized: Mapping[str, Quantized], kept_linears: Iterable[str], loose: Container[GroupInt] = ()
 ) -> Json:
     """The `quantization_config` of a checkpoint whose modules `quantized` have these forms.
 
@@ -99,7 +99,7 @@ def _float_args(form: Codebook) -> Json:
     return {}
 
 
-def _activations(form: Quantized, loose: Collection[GroupInt]) -> Json | None:
+def _activations(form: Quantized, loose: Container[GroupInt]) -> Json | None:
     """8-bit activations, scaled as they come, for the formats that loaders run in 8 bits."""
     kind = format_of(form, loose)
     if kind not in (INT, FLOAT):

@@ -28,7 +28,8 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
     if quantization:
         _check_format(quantization)
     declared = _declared_bits(quantization)
-    layout, specs = CompressedTensors(), source.specs
+    loose: set[GroupInt] = set()
+    specs = source.specs
     found: dict[str, Logical] = {}
     for name, spec in specs.items():
         base = next((name[: -len(s)] for s in _SUFFIXES if name.endswith("weight" + s)), name)
@@ -37,8 +38,7 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
         if base in specs and f"{base}_packed" not in specs and _is_unpacked(base, source):
             found[base] = _unpacked(base, source, quantization)
             form = found[base].form
-            if isinstance(form, GroupInt):
-                layout = CompressedTensors(layout.loose | {form})
+            loose |= {form} if isinstance(form, GroupInt) else set()
         elif base == name and f"{base}_packed" not in specs:
             found[name] = Logical(name, spec.shape, Plain(spec.dtype))
         elif f"{base}_packed" in specs and specs[f"{base}_packed"].dtype is DType.U8:
@@ -51,19 +51,14 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
             f"{linear.removesuffix('.weight')}: no weight_packed, but quantization_config says {NAME}",
             "remove quantization_config from config.json if the weights are plain",
         )
-    _check_one_spelling(found, layout, source)
-    return layout, found
+    for name, tensor in found.items():
+        if tensor.form in loose and name not in specs:
+            raise UnsupportedModel(f"{name}: packed, while another {tensor.form.label} weight is not")
+    return CompressedTensors(frozenset(loose)), found
 
 
 def _is_unpacked(base: str, source: Source) -> bool:
     return source.specs[base].dtype in (DType.I8, DType.F8_E4M3) and f"{base}_scale" in source.specs
-
-
-def _check_one_spelling(found: Mapping[str, Logical], layout: CompressedTensors, source: Source) -> None:
-    """A form is spelled in one way per checkpoint here: packed, or with a byte for each code."""
-    for name, tensor in found.items():
-        if tensor.form in layout.loose and name not in source.specs:
-            raise UnsupportedModel(f"{name}: packed, while another {tensor.form.label} weight is not")
 
 
 def _check_format(quantization: Mapping[str, object]) -> None:

@@ -12,7 +12,7 @@ compressed-tensors 0.20, `compressors/`, and tensors written by llm-compressor 0
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from math import gcd
 
 import numpy as np
@@ -41,6 +41,13 @@ _FP8 = CodedArrays("weight", "weight_scale")
 _FP4 = CodedArrays("weight_packed", "weight_scale", divisor="weight_global_scale")
 
 
+class EightBits:
+    """All integer forms of 8 bits, as a container."""
+
+    def __contains__(self, form: object) -> bool:
+        return isinstance(form, GroupInt) and form.bits == 8
+
+
 class CompressedTensors:
     """The layout as the runner sees it; plain tensors are spelled as themselves.
 
@@ -50,7 +57,7 @@ class CompressedTensors:
     name = NAME
     transposed = False
 
-    def __init__(self, loose: frozenset[GroupInt] = frozenset()) -> None:
+    def __init__(self, loose: Container[GroupInt] = frozenset()) -> None:
         self.loose = loose
 
     def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:

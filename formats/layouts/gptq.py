@@ -15,7 +15,7 @@ from math import gcd
 
 import numpy as np
 
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
 from qconvert.formats.files import shown
 from qconvert.formats.layouts.claims import (
     check_claimed,
@@ -89,6 +89,11 @@ class GPTQ:
             return
         assert isinstance(value, IntAffine)
         bits, base = value.form.bits, _base(tensor)
+        if self.version == 1 and value.zeros_RG is not None and (value.zeros_RG == 0).any():
+            raise BadRecipe(
+                f"{tensor.name}: has zeros of 0, which gptq (v1) stores as -1; not every loader undoes that",
+                "convert --to gptq_v2",
+            )
         zeros_GR = np.ascontiguousarray(self._shifted(zeros_of(value), bits, -1).T)
         yield Part(f"{base}.qweight", 0, pack_stream(value.codes_RI, bits).T, column=start)
         yield Part(f"{base}.scales", 0, value.scales_RG.T, column=start)

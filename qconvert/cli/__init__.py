@@ -24,6 +24,7 @@ COMMANDS = {
     "tie": "qconvert.cli.rearrange:tie",
     "untie": "qconvert.cli.rearrange:untie",
     "dequantize": "qconvert.cli.rearrange:dequantize",
+    "convert": "qconvert.cli.convert_command",
     "to-gguf": "qconvert.cli.gguf",
     "verify": "qconvert.cli.check:verify",
     "diff": "qconvert.cli.check:diff",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,8 +74,8 @@ class Flags:
             hash_sources=self.hash_sources,
         )
 
-    def wish(self, command: str, recipe: Recipe, **undo: bool) -> Wish:
-        """The wish of a command with this recipe; `undo` is `unfuse` or `dequantize`."""
+    def wish(self, command: str, recipe: Recipe, *, unfuse: bool = False, dequantize: bool = False) -> Wish:
+        """The wish of a command with this recipe."""
         from qconvert.draft import Wish
         from qconvert.tensors import DTYPE_BY_CODE
 
@@ -85,7 +85,8 @@ class Flags:
             dtype=DTYPE_BY_CODE[self.dtype.upper()] if self.dtype else None,
             allow_unknown=self.allow_unknown,
             allow_nonfinite=self.allow_nonfinite,
-            **undo,
+            unfuse=unfuse,
+            dequantize=dequantize,
         )
 
 
@@ -120,11 +121,12 @@ def prepare(model: str, wish: Wish, flags: Flags) -> Job:
     from qconvert.compare import difference
     from qconvert.convert import Job
     from qconvert.draft import draft
-    from qconvert.formats.checkpoint import open_checkpoint
+    from qconvert.formats.checkpoint import WRITERS, open_checkpoint
     from qconvert.hub import resolve
 
     resolved = resolve(model, revision=flags.revision)
-    checkpoint = replace(open_checkpoint(resolved.path), declared=wish.recipe.architecture)
+    checkpoint = open_checkpoint(resolved.path, declared=wish.recipe.architecture)
+    layout = WRITERS[wish.target.layout]() if wish.target else checkpoint.layout
     if not checkpoint.files.has_weights:
         raise QConvertError(f"{model}: no weights beside the config.json", "give the whole model folder")
     binding = checkpoint.bind(allow_unknown=wish.allow_unknown)
@@ -132,9 +134,9 @@ def prepare(model: str, wish: Wish, flags: Flags) -> Job:
         binding,
         wish,
         compare=lambda a, b: difference(checkpoint.reader, a, checkpoint.reader, b),
-        write_config=checkpoint.layout.settings,
+        write_config=layout.settings,
     )
-    return Job(resolved, checkpoint, wish, drafted, flags.limits)
+    return Job(resolved, checkpoint, wish, drafted, flags.limits, layout)
 
 
 def _say_before(job: Job, flags: Flags) -> None:
@@ -210,7 +212,18 @@ def _print_made(job: Job, made: Made, seconds: float, flags: Flags) -> None:
 
 def _verdict(made: Made, seconds: float) -> str:
     error = made.manifest["totals"]["relative_rms_error"]
-    exact = all(tensor["exact"] for tensor in made.manifest["tensors"].values())
-    lost = "exact" if exact else "rounded" if error is None else f"relative RMS error {error:.4f}"
+    lost = "" if error is None else f", relative RMS error {error:.4f}"
     checked = "verified" if made.manifest["verified"] else "not verified"
-    return f"done in {seconds:.1f} s, {lost}, {checked}"
+    return f"done in {seconds:.1f} s, {certificate_line(made.manifest)}{lost}, {checked}"
+
+
+def certificate_line(manifest: Json) -> str:
+    """The certificate of an output in one line: `exact`, or how many tensors are what."""
+    from qconvert.manifest import certificates
+
+    found = certificates(manifest)
+    if set(found["counts"]) <= {"exact"}:
+        return "exact"
+    phrases = [f"{count} {kind}" for kind, count in sorted(found["counts"].items())]
+    measured = f" (at most {found['max_steps']:.2g} steps)" if found["max_steps"] else ""
+    return " + ".join(phrases) + measured

@@ -83,6 +83,17 @@ def _coded(value: Coded) -> np.ndarray:
     return numbers_RI
 
 
+def column_scales(value: IntAffine | MinAffine | Coded) -> np.ndarray:
+    """The step of every weight as float32, to be broadcast over [rows, width]."""
+    scales_RG = wide(value.scales_RG, value.form.scale_dtype)
+    if isinstance(value, IntAffine) and value.groups_I is not None:
+        return scales_RG[:, value.groups_I]
+    if isinstance(value, Coded):
+        scales_RG = scales_RG / np.float32(value.divisor or 1)
+        scales_RG *= INT8_STEP if value.form.table == "int8" else np.float32(1)
+    return _per_column(scales_RG, value.form.group_size, value.codes_RI.shape[1])
+
+
 def _per_column(scales_RG: np.ndarray, group_size: int | None, width: int) -> np.ndarray:
     """Scales repeated over the columns they serve; one scale per row broadcasts as it is."""
     return scales_RG if group_size is None else np.repeat(scales_RG, group_size, axis=1)[:, :width]

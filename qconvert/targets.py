@@ -1,0 +1,191 @@
+"""Which operations bring a weight into a layout with its codes kept, or why nothing does.
+
+The rules of 14 pairs of grids are rules of 8 layouts: each says what it can hold, and the way there
+from any grid is made of the few steps of `grid_ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from qconvert.errors import BadRecipe
+from qconvert.grid_ops import CastScales, FromInt8Rows, SplitGroups, SpreadScale, ToInt8Rows, ToMins, ToZeros
+from qconvert.ops import Dequantize, Op, Quantize
+from qconvert.plan import Pass, Unit
+from qconvert.schemes import Scheme
+from qconvert.tensors import Codebook, DType, Form, GroupInt, GroupMin, Logical, Plain, Quantized
+
+_MLX_GROUPS = (128, 64, 32)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A layout to convert to. `scheme` is what weights get that cannot keep their codes, or have none;
+    only with `allow_requantize` is a weight quantized that already was.
+    """
+
+    layout: str
+    scheme: Scheme | None = None
+    allow_requantize: bool = False
+    search: bool = True
+
+    @property
+    def scale_dtype(self) -> DType | None:
+        """The type that the layout wants its scales in; None where any will do."""
+        return DType.F16 if self.layout in ("gptq", "gptq_v2", "awq") else None
+
+
+def regrid(target: Target, embeddings: frozenset[str]) -> Pass:
+    """Bring every quantized output into what the target layout holds.
+
+    `embeddings` are the tables that only MLX reads quantized: elsewhere they become plain numbers.
+    Raises BadRecipe naming the weight and the reason where codes cannot be kept.
+    """
+
+    def one(unit: Unit) -> Unit:
+        form = unit.output.form
+        if isinstance(form, Plain) or not isinstance(form, Quantized):
+            return unit
+        if unit.output.name in embeddings and target.layout != "mlx":
+            return unit.then(Dequantize(form.decoded))
+        for op in steps(target, unit.output):
+            unit = unit.then(op)
+        return unit
+
+    return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
+
+
+def steps(target: Target, tensor: Logical) -> tuple[Op, ...]:
+    """The operations that bring a quantized weight into the target layout."""
+    form = tensor.form
+    assert isinstance(form, Quantized)
+    try:
+        return RULES[target.layout](tensor, form)
+    except BadRecipe:
+        if not target.allow_requantize:
+            raise
+    scheme = target.scheme or Scheme(min(form.bits, 8))
+    requantized = scheme.form(target.scale_dtype or form.decoded)
+    again = Quantize(requantized, target.search)
+    return (
+        Dequantize(form.decoded),
+        again,
+        *RULES[target.layout](replace(tensor, form=requantized), requantized),
+    )
+
+
+def _refused(tensor: Logical, why: str) -> BadRecipe:
+    return BadRecipe(
+        f"{tensor.name}: {tensor.form.label} {why}",
+        "--allow-requantize computes the numbers and quantizes them again, which loses twice",
+    )
+
+
+def _in_sequence(tensor: Logical, form: GroupInt, layout: str) -> None:
+    if form.act_order:
+        raise BadRecipe(
+            f"{tensor.name}: its columns are in activation order (g_idx), which {layout} cannot hold",
+            "convert --to gptq or gptq_v2, or --allow-requantize, which loses twice",
+        )
+
+
+def _integers(tensor: Logical, form: Quantized) -> tuple[tuple[Op, ...], GroupInt]:
+    """The way to a grid with integer zeros, and that grid."""
+    match form:
+        case GroupInt():
+            return (), form
+        case GroupMin():
+            to_zeros = ToZeros(tensor.width)
+            made: Form = to_zeros.infer(form)
+        case Codebook(table="int8"):
+            from_rows = FromInt8Rows()
+            made = from_rows.infer(form)
+            assert isinstance(made, GroupInt)
+            return (from_rows,), made
+        case Codebook():
+            raise _refused(tensor, "has no integer codes, which this layout holds")
+    assert isinstance(made, GroupInt)
+    return (to_zeros,), made
+
+
+def _compressed_tensors(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
+    if isinstance(form, Codebook) and form.table in ("e4m3", "e2m1"):
+        if form.bits == 8 or (form.group_rows == 1 and form.group_size in (16, 32)):
+            return ()
+        raise _refused(tensor, "has blocks that compressed-tensors does not")
+    ops, made = _integers(tensor, form)
+    _in_sequence(tensor, made, "compressed-tensors")
+    return (*ops, CastScales(made.scale_dtype)) if made.signless_zero else ops
+
+
+def _int_quantized(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
+    ops, made = _integers(tensor, form)
+    if made.bits != 8 or made.group_size is not None:
+        raise _refused(tensor, "is not 8 bits with one scale per row, which int-quantized is")
+    _in_sequence(tensor, made, "int-quantized")
+    return (*ops, CastScales(made.scale_dtype)) if made.signless_zero else ops
+
+
+def _gptq(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
+    ops, made = _integers(tensor, form)
+    if made.bits not in (2, 3, 4, 8) or any(size * made.bits % 32 for size in tensor.shape):
+        raise _refused(tensor, f"of shape {list(tensor.shape)} does not fill GPTQ's words (2, 3, 4, 8 bits)")
+    return (*ops, CastScales(DType.F16))
+
+
+def _awq(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
+    ops, made = _integers(tensor, form)
+    if made.bits != 4 or tensor.rows % 8:
+        raise _refused(tensor, f"of {tensor.rows} rows does not fill AWQ's words (4 bits, eight rows)")
+    _in_sequence(tensor, made, "awq")
+    return (*ops, CastScales(DType.F16))
+
+
+def _mlx(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
+    if isinstance(form, GroupMin):
+        return ()
+    if isinstance(form, Codebook) and form.table != "int8":
+        if form.scale_dtype is DType.F8_E8M0 and (form.group_rows, form.group_size) == (1, 32):
+            return ()
+        raise _refused(tensor, "is none of MLX's modes that are written here (affine, mxfp4)")
+    ops, made = _integers(tensor, form)
+    _in_sequence(tensor, made, "mlx")
+    if made.bits == 7 or tensor.width * made.bits % 32:
+        raise _refused(tensor, f"in rows of {tensor.width} is not written by MLX (2, 3, 4, 5, 6, 8 bits)")
+    columns = made.group_size or tensor.width
+    size = next((size for size in _MLX_GROUPS if columns % size == 0), None)
+    if size is None:
+        raise _refused(tensor, f"has groups of {columns} columns, MLX's are of 32, 64 or 128")
+    split = () if size == made.group_size else (SplitGroups(size),)
+    return (*ops, *split, ToMins(tensor.width))
+
+
+def _bitsandbytes(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
+    if isinstance(form, Codebook) and form.table in ("nf4", "fp4", "int8"):
+        return ()
+    if isinstance(form, GroupInt) and form.bits == 8 and form.group_size is None and form.symmetric:
+        return (ToInt8Rows(DType.F32 if form.scale_dtype is DType.F32 else form.scale_dtype),)
+    raise _refused(tensor, "is none of bitsandbytes' grids (nf4, fp4, and int8 with one scale per row)")
+
+
+def _fp8(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
+    if isinstance(form, Codebook) and form.table == "e4m3":
+        if form.group_rows == form.group_size == 128:
+            return ()
+        if form.group_rows is None:
+            return (SpreadScale(replace(form, group_rows=128, group_size=128)),)
+    raise _refused(tensor, "is not FP8 in blocks of 128 by 128, which this layout holds")
+
+
+RULES: Mapping[str, Callable[[Logical, Quantized], tuple[Op, ...]]] = {
+    "compressed-tensors": _compressed_tensors,
+    "int-quantized": _int_quantized,
+    "gptq": _gptq,
+    "gptq_v2": _gptq,
+    "awq": _awq,
+    "mlx": _mlx,
+    "bitsandbytes": _bitsandbytes,
+    "fp8": _fp8,
+}
+PLAIN = {"bf16": DType.BF16, "f16": DType.F16, "f32": DType.F32}

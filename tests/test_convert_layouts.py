@@ -1,0 +1,228 @@
+"""Conversions between layouts: codes kept to the bit, and files that other people's software reads.
+
+The decoders of GPTQ and AWQ files in here are written from the formats' own documents, one element at
+a time, and share nothing with the package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from qconvert.cli.convert_command import LAYOUTS, PLAIN
+from qconvert.formats.checkpoint import WRITERS, open_checkpoint
+from qconvert.targets import PLAIN as PLAIN_TARGETS
+from qconvert.targets import RULES
+from qconvert.tensors import Dense
+from tests.commands import made, qconvert
+from tests.models import stored, tiny
+
+Q = "model.layers.0.self_attn.q_proj"
+DOWN = "model.layers.1.mlp.down_proj"
+IDS = torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("model") / "m", "qwen3", dtype="f16")
+
+
+def quantized(model: Path, tmp_path: Path, layout: str, scheme: str) -> Path:
+    return made("convert", model, "--to", layout, "--scheme", scheme, "-o", tmp_path / f"{layout}-{scheme}")
+
+
+def codes_of(folder: Path) -> str:
+    """The SHA-256 over the integer codes of all weights, in the order of their names."""
+    checkpoint, digest = open_checkpoint(folder), hashlib.sha256()
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        value = checkpoint.reader.read(tensor, 0, tensor.rows)
+        if not isinstance(value, Dense):
+            signed = getattr(tensor.form, "table", None) == "int8"
+            codes_RI = value.arrays[0] ^ np.uint8(0x80 if signed else 0)
+            digest.update(name.encode() + codes_RI.tobytes())
+    return digest.hexdigest()
+
+
+def arrays_of(folder: Path, module: str) -> dict[str, np.ndarray]:
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        return {n.removeprefix(f"{module}."): file.get_tensor(n) for n in file.keys() if n.startswith(module)}
+
+
+def gptq_weight(folder: Path, module: str) -> np.ndarray:
+    """A GPTQ module's weight [out, in], field by field."""
+    config = json.loads((folder / "quantize_config.json").read_text())
+    bits, first = config["bits"], 1 if config["checkpoint_format"] == "gptq" else 0
+    arrays = arrays_of(folder, module)
+
+    def field(words: list[int], index: int) -> int:
+        stream = sum((word & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(words))
+        return (stream >> (bits * index)) & ((1 << bits) - 1)
+
+    outs, ins = arrays["scales"].shape[1], len(arrays["g_idx"])
+    zeros = [[field(row, n) + first for n in range(outs)] for row in arrays["qzeros"].tolist()]
+    weight = np.zeros((outs, ins), np.float64)
+    columns = arrays["qweight"].T.tolist()
+    for n in range(outs):
+        stream = sum((word & 0xFFFFFFFF) << (32 * i) for i, word in enumerate(columns[n]))
+        for k, group in enumerate(arrays["g_idx"].tolist()):
+            code = (stream >> (bits * k)) & ((1 << bits) - 1)
+            weight[n, k] = float(arrays["scales"][group, n]) * (code - zeros[group][n])
+    return weight
+
+
+def awq_weight(folder: Path, module: str) -> np.ndarray:
+    """An AWQ module's weight [out, in], nibble by nibble."""
+    arrays = arrays_of(folder, module)
+    where = {row: place for place, row in enumerate([0, 2, 4, 6, 1, 3, 5, 7])}
+
+    def nibble(words: np.ndarray, row: int, out: int) -> int:
+        return (int(words[row, out // 8]) >> (4 * where[out % 8])) & 15
+
+    ins, outs = arrays["qweight"].shape[0], arrays["scales"].shape[1]
+    size = ins // len(arrays["scales"])
+    return np.array(
+        [
+            [
+                float(arrays["scales"][k // size, n])
+                * (nibble(arrays["qweight"], k, n) - nibble(arrays["qzeros"], k // size, n))
+                for k in range(ins)
+            ]
+            for n in range(outs)
+        ]
+    )
+
+
+def dequantized(folder: Path, tmp_path: Path, module: str) -> np.ndarray:
+    out = made("dequantize", folder, "--dtype", "f32", "-o", tmp_path / "plain")
+    return arrays_of(out, module)["weight"]
+
+
+def test_the_names_in_the_help_are_those_of_the_tables() -> None:
+    assert set(LAYOUTS) == set(WRITERS) == set(RULES)
+    assert set(PLAIN) == set(PLAIN_TARGETS)
+
+
+def test_codes_go_round_the_ring_unchanged(model: Path, tmp_path: Path) -> None:
+    first = folder = quantized(model, tmp_path, "gptq_v2", "int4-asym-g64")
+    for layout in ("compressed-tensors", "awq", "mlx", "gptq_v2"):
+        folder = made("convert", folder, "--to", layout, "-o", tmp_path / f"ring-{layout}")
+        assert codes_of(folder) == codes_of(first), layout
+    before, after = stored(first), stored(folder)
+    assert {name: after[name] for name in before} == before
+
+
+@pytest.mark.parametrize("scheme", ["int2-g32", "int3-asym-g128", "int4-g64", "int8-channel"])
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
+def test_gptq_files_hold_the_numbers_that_we_read(
+    model: Path, tmp_path: Path, layout: str, scheme: str
+) -> None:
+    folder = quantized(model, tmp_path, layout, scheme)
+    np.testing.assert_array_equal(gptq_weight(folder, Q), dequantized(folder, tmp_path, Q))
+
+
+def test_zeros_of_0_are_not_written_as_minus_one(tmp_path: Path) -> None:
+    positive = {f"{Q}.weight": np.full((256, 256), 0.5, np.float32)}
+    model = tiny(tmp_path / "m", changes=positive)
+    asked = ("convert", model, "--to", "gptq", "--scheme", "int4-asym-g64", "-o", tmp_path / "out")
+    ran = qconvert(*asked)
+    assert ran.code == 1 and f"{Q}.weight: has zeros of 0" in ran.err and "--to gptq_v2" in ran.err
+
+
+@pytest.mark.parametrize("scheme", ["int4-asym-g32", "int4-channel"])
+def test_awq_files_hold_the_numbers_that_we_read(model: Path, tmp_path: Path, scheme: str) -> None:
+    folder = quantized(model, tmp_path, "awq", scheme)
+    np.testing.assert_array_equal(awq_weight(folder, DOWN), dequantized(folder, tmp_path, DOWN))
+
+
+def test_compressed_tensors_own_converter_reads_awq_as_we_do(model: Path, tmp_path: Path) -> None:
+    from compressed_tensors.entrypoints.convert import AutoAWQConverter  # type: ignore[import-not-found]
+
+    folder = quantized(model, tmp_path, "awq", "int4-asym-g128")
+    ours = load_file(
+        made("convert", folder, "--to", "compressed-tensors", "-o", tmp_path / "ct") / "model.safetensors"
+    )
+    theirs = AutoAWQConverter(ignore=["lm_head"]).process(load_file(folder / "model.safetensors"))
+    for name in (f"{Q}.weight_packed", f"{Q}.weight_zero_point", f"{DOWN}.weight_scale"):
+        assert torch.equal(ours[name], theirs[name].to(ours[name].dtype)), name
+
+
+def test_columns_in_activation_order_stay_so_or_are_refused(assets: Path, tmp_path: Path) -> None:
+    source = assets / "fixtures" / "quantized" / "cut-gptqm-w4-sym-g128-descact"
+    kept = made("convert", source, "--to", "gptq_v2", "-o", tmp_path / "v2")
+    assert codes_of(kept) == codes_of(source)
+    assert json.loads((kept / "config.json").read_text())["quantization_config"]["desc_act"] is True
+    np.testing.assert_array_equal(gptq_weight(kept, Q), dequantized(source, tmp_path, Q))
+    for layout in ("awq", "compressed-tensors", "mlx"):
+        ran = qconvert("convert", source, "--to", layout, "-o", tmp_path / layout)
+        assert ran.code == 1 and "g_idx" in ran.err and f"which {layout} cannot hold" in ran.err
+    again = made("convert", source, "--to", "awq", "--allow-requantize", "-o", tmp_path / "again")
+    assert kinds_of(again) == {"exact", "requantized"}
+
+
+def kinds_of(folder: Path) -> set[str]:
+    manifest = json.loads((folder / "qconvert.json").read_text())
+    return {entry["certificate"]["kind"] for entry in manifest["tensors"].values()}
+
+
+def steps_of(folder: Path) -> float:
+    manifest = json.loads((folder / "qconvert.json").read_text())
+    return max(float(entry["certificate"]["max_steps"]) for entry in manifest["tensors"].values())
+
+
+@pytest.mark.parametrize(
+    ("source", "layout", "most"),
+    [
+        ("cut-gptqm-w4-sym-g128", "compressed-tensors", 0.0),
+        ("cut-gptqm-w4-sym-g128", "mlx", 0.0),
+        ("cut-gptqm-w4-asym-g128-v1", "mlx", 15 * 2**-11),
+        ("cut-awq-w4-sym-g128", "gptq", 0.0),
+        ("cut-ct-w4a16-sym-g32", "gptq", 0.0),
+        ("cut-ct-w3a16-g32", "mlx", 0.0),
+        ("cut-ct-mixed-w4g128-w8ch", "mlx", 0.0),
+        ("cut-ct-mf-mxfp4", "mlx", 0.0),
+        ("cut-ct-mf-nvfp4", "compressed-tensors", 0.0),
+        ("cut-ct-w8a8-int8", "bitsandbytes", 1e-5),
+        ("cut-bnb-int8", "int-quantized", 1e-5),
+        ("cut-bnb-nf4-dq", "bitsandbytes", 0.0),
+        ("cut-fp8-block-hand", "compressed-tensors", 0.0),
+        ("cut-ct-fp8-block", "fp8", 0.0),
+        ("cut-torchao-int8", "int-quantized", 0.0),
+    ],
+)
+def test_a_certificate_says_how_far_a_weight_has_moved(
+    assets: Path, tmp_path: Path, source: str, layout: str, most: float
+) -> None:
+    folder = assets / "fixtures" / "quantized" / source
+    out = made("convert", folder, "--to", layout, "-o", tmp_path / "out")
+    assert steps_of(out) <= most
+    assert kinds_of(out) <= ({"exact"} if most == 0 else {"exact", "measured"})
+    assert codes_of(out) == codes_of(folder)
+    ran = qconvert("verify", out, "--against", folder)
+    assert ran.code == 0, ran.err
+
+
+def test_codes_that_another_grid_cannot_place_are_refused(assets: Path, tmp_path: Path) -> None:
+    source = assets / "fixtures" / "quantized" / "cut-mlx-q8-g64"  # bf16 mins of up to 255 steps
+    asked = ("convert", source, "--to", "compressed-tensors", "-o", tmp_path / "out")
+    ran = qconvert(*asked)
+    assert ran.code == 1 and "steps" in ran.err and "--allow-requantize" in ran.err
+    assert 0.1 < steps_of(made(*asked, "--allow-requantize")) <= 0.5
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "mlx", "fp8", "compressed-tensors"])
+def test_a_code_book_of_quantiles_is_requantized_only_when_asked(
+    assets: Path, tmp_path: Path, layout: str
+) -> None:
+    source = assets / "fixtures" / "quantized" / "cut-bnb-nf4-dq"
+    ran = qconvert("convert", source, "--to", layout, "-o", tmp_path / "out")
+    assert ran.code == 1 and "nf4-g64" in ran.err and "--allow-requantize" in ran.err
+    if layout != "fp8":
+        out = made("convert", source, "--to", layout, "--allow-requantize", "-o", tmp_path / "out")
+        assert kinds_of(out) >= {"requantized"}
