@@ -8,6 +8,8 @@ Source: tools/imatrix/imatrix.cpp and load_imatrix in tools/quantize/quantize.cp
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +18,40 @@ from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.files import shown
 from qconvert.formats.gguf_io import GGUFFile
 from qconvert.formats.json_io import read_bounded
+from qconvert.gguf_types import KV
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 MAX_DAT_BYTES = 4 << 30
 
-Importance = dict[str, tuple[float, ...]]
 
-
-def read_imatrix(path: Path) -> Importance:
+@dataclass(frozen=True, slots=True)
+class Imatrix:
     """Mean squared activation of every input column, by tensor name; experts one after another.
+
+    `dataset` is the text it was measured on and `chunks` the number of its pieces, where the file
+    says so.
+    """
+
+    file: str
+    means: Mapping[str, tuple[float, ...]]
+    dataset: str | None
+    chunks: int
+
+    @property
+    def kv(self) -> tuple[KV, ...]:
+        """What llama-quantize writes about it into the files made with it."""
+        dataset = [] if self.dataset is None else [KV.text("quantize.imatrix.dataset", self.dataset)]
+        chunks = [KV.u32("quantize.imatrix.chunks_count", self.chunks)] if self.chunks > 0 else []
+        return (
+            KV.text("quantize.imatrix.file", self.file),
+            *dataset,
+            KV.u32("quantize.imatrix.entries_count", len(self.means)),
+            *chunks,
+        )
+
+
+def read_imatrix(path: Path) -> Imatrix:
+    """The importance matrix in a file, which it names as the caller did.
 
     Raises CorruptCheckpoint for a damaged file and for numbers that are not finite or negative.
     """
@@ -32,19 +59,31 @@ def read_imatrix(path: Path) -> Importance:
         raise CorruptCheckpoint(f"{path}: no such file", "give the file llama-imatrix wrote")
     with path.open("rb") as file:
         magic = file.read(4)
-    found = _from_gguf(path) if magic == b"GGUF" else _from_dat(path)
+    found, dataset, chunks = _from_gguf(path) if magic == b"GGUF" else _from_dat(path)
     for name, means in found.items():
         if not np.isfinite(means).all() or (means < 0).any():
             raise CorruptCheckpoint(f"{path.name}: {shown(name)} holds a negative or infinite mean", None)
-    return {name: tuple(means.tolist()) for name, means in found.items()}
+    return Imatrix(str(path), {n: tuple(means.tolist()) for n, means in found.items()}, dataset, chunks)
 
 
-def _from_gguf(path: Path) -> dict[str, np.ndarray]:
+_Entries = tuple[dict[str, np.ndarray], str | None, int]
+
+
+def _from_gguf(path: Path) -> _Entries:
     with GGUFFile(path) as file:
         names = [n.removesuffix(_SUMS) for n in file.tensors if n.endswith(_SUMS)]
         if not names:
             raise CorruptCheckpoint(f"{path.name}: holds no {_SUMS} tensors", "is this an importance matrix?")
-        return {name: _mean(file, path.name, name) for name in names}
+        datasets = file.kv.get("imatrix.datasets")
+        first = (
+            datasets.value[0] if datasets and isinstance(datasets.value, tuple) and datasets.value else None
+        )
+        chunks = file.headers[0].number("imatrix.chunk_count") or 0
+        return (
+            {n: _mean(file, path.name, n) for n in names},
+            first if isinstance(first, str) else None,
+            chunks,
+        )
 
 
 def _mean(file: GGUFFile, origin: str, name: str) -> np.ndarray:
@@ -59,8 +98,11 @@ def _mean(file: GGUFFile, origin: str, name: str) -> np.ndarray:
     return means_EI.reshape(-1)
 
 
-def _from_dat(path: Path) -> dict[str, np.ndarray]:
-    """Entries of (name, calls, values): values are sums that grew by one mean per call."""
+def _from_dat(path: Path) -> _Entries:
+    """Entries of (name, calls, values): values are sums that grew by one mean per call.
+
+    Newer files end with the number of chunks and the name of the text.
+    """
     raw = read_bounded(path, MAX_DAT_BYTES)
     try:
         return _entries(raw)
@@ -68,7 +110,7 @@ def _from_dat(path: Path) -> dict[str, np.ndarray]:
         raise CorruptCheckpoint(f"{path.name}: not an importance matrix ({error})", None) from error
 
 
-def _entries(raw: bytes) -> dict[str, np.ndarray]:
+def _entries(raw: bytes) -> _Entries:
     (count,), offset = struct.unpack_from("<i", raw), 4
     if not 0 < count <= len(raw) // 12:
         raise ValueError(f"{count} entries in {len(raw)} bytes")
@@ -83,4 +125,9 @@ def _entries(raw: bytes) -> dict[str, np.ndarray]:
         sums = np.frombuffer(raw, "<f4", values, offset)
         found[name] = sums / np.float32(calls) if calls > 0 else np.ones(values, np.float32)
         offset += 4 * values
-    return found
+    if offset == len(raw):
+        return found, None, 0
+    chunks, length = struct.unpack_from("<ii", raw, offset)
+    if offset + 8 + length != len(raw):
+        raise ValueError("its end is not a name")
+    return found, raw[offset + 8 :].decode("utf-8"), chunks

@@ -22,6 +22,7 @@ from qconvert.formats.front_matter import read_front_matter
 from qconvert.formats.gguf_header import read_gguf
 from qconvert.formats.gguf_sink import GGUFSink, plan_files
 from qconvert.formats.gguf_vocab import GGUFTokenizer
+from qconvert.formats.imatrix import Imatrix
 from qconvert.formats.json_io import read_json_object
 from qconvert.formats.layouts.gguf import GGUFLayout, stored
 from qconvert.formats.verify import Hashes, verify_files
@@ -40,6 +41,7 @@ class GGUFJob:
     tokenizer: GGUFTokenizer
     model_name: str
     limits: Limits
+    imatrix: Imatrix | None = None
 
     @property
     def tensors(self) -> list[GGUFTensor]:
@@ -62,13 +64,14 @@ class GGUFJob:
 
     def keys(self) -> Sequence[KV]:
         """All metadata, in the order of the tool that would have written this file type last."""
-        return file_keys(
+        keys = file_keys(
             self.checkpoint.config,
             file_type=self.draft.file_type.number,
             general=self.identity.kv,
             tokenizer=self.tokenizer.kv,
             requantized=self.draft.file_type.base.is_quantized,
         )
+        return (*keys, *self.imatrix.kv) if self.imatrix else keys
 
     def files(self, name: str, split: int | None) -> tuple[FilePlan, ...]:
         """The file (or parts of at most `split` bytes of tensors), to the byte."""

@@ -21,6 +21,7 @@ from qconvert.cli.options import (
 from qconvert.errors import BadRecipe, QConvertError
 
 if TYPE_CHECKING:
+    from qconvert.formats.imatrix import Imatrix
     from qconvert.formats.verify import Hashes
     from qconvert.gguf_convert import GGUFJob
     from qconvert.gguf_draft import GGUFWish
@@ -131,6 +132,7 @@ def prepare(model: str, flags: Flags) -> GGUFJob:
     from qconvert.convert import Limits
     from qconvert.formats.checkpoint import open_checkpoint
     from qconvert.formats.gguf_vocab import read_tokenizer
+    from qconvert.formats.imatrix import read_imatrix
     from qconvert.gguf_convert import GGUFJob, check_encoders
     from qconvert.gguf_draft import draft_gguf
     from qconvert.hub import resolve
@@ -138,9 +140,10 @@ def prepare(model: str, flags: Flags) -> GGUFJob:
     resolved = resolve(model, revision=flags.revision)
     checkpoint = open_checkpoint(resolved.path)
     binding = checkpoint.bind()
+    imatrix = read_imatrix(flags.imatrix) if flags.imatrix else None
     draft = draft_gguf(
         binding,
-        _wish(flags),
+        _wish(flags, imatrix),
         compare=lambda a, b: difference(checkpoint.reader, a, checkpoint.reader, b),
     )
     check_encoders(draft)
@@ -154,10 +157,10 @@ def prepare(model: str, flags: Flags) -> GGUFJob:
         verify=flags.verify,
         overwrite=flags.overwrite,
     )
-    return GGUFJob(checkpoint, draft, tokenizer, resolved.name, limits)
+    return GGUFJob(checkpoint, draft, tokenizer, resolved.name, limits, imatrix)
 
 
-def _wish(flags: Flags) -> GGUFWish:
+def _wish(flags: Flags, imatrix: Imatrix | None) -> GGUFWish:
     from qconvert.gguf_draft import GGUFWish
     from qconvert.gguf_types import parse_ggml_type
 
@@ -177,17 +180,9 @@ def _wish(flags: Flags) -> GGUFWish:
         output_tensor_type=parse_ggml_type(head) if head else None,
         pure=flags.pure,
         fallback=flags.fallback,
-        importance=_importance(flags.imatrix),
+        importance=imatrix.means if imatrix else None,
         allow_nonfinite=flags.allow_nonfinite,
     )
-
-
-def _importance(path: Path | None) -> dict[str, tuple[float, ...]] | None:
-    if path is None:
-        return None
-    from qconvert.formats.imatrix import read_imatrix
-
-    return read_imatrix(path)
 
 
 def _print_types() -> None:
