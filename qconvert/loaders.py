@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from qconvert.architecture import Architecture
-from qconvert.tensors import GroupInt, Logical
+from qconvert.tensors import GroupInt, Logical, Quantized
 
 
 @dataclass(frozen=True, slots=True)

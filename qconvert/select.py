@@ -29,7 +29,7 @@ def decide(
     Linears get the recipe's scheme; the head, embeddings and everything else only what a rule
     names. `tied` says whether the output's head is its embedding. Raises BadRecipe for a rule that
     matches nothing, that reaches a tensor which cannot be quantized, that splits a group of linears
-    which loaders fuse, or whose group size does not divide a row, and for linears stored input-major.
+    which loaders fuse, or whose group size does not divide a row, and for stacks stored input-major.
     """
     weights = {name: place for name, place in places.items() if place.part == "weight"}
     chosen: dict[str, Scheme] = {}
@@ -130,17 +130,20 @@ def _check_tied_rules(recipe: Recipe) -> None:
 
 
 def _check_orientation(weights: Mapping[str, Place], chosen: Mapping[str, Scheme]) -> None:
-    """Groups run along the input of a linear; a weight stored input-major would be cut across it.
+    """Groups run along the input of a linear; a stack stored input-major would be cut across it.
 
     Packed weights belong to nn.Linear and Embedding alone (compressed-tensors 0.20,
-    `quantization/lifecycle/apply.py`), so no loader could read the transposed ones back either.
+    `quantization/lifecycle/apply.py`), so no loader could read a transposed stack back either.
     """
-    found = {weights[name].group: name for name in reversed(chosen) if weights[name].transposed}
+    found: dict[str, str] = {}
+    for name in chosen:
+        if weights[name].transposed and len(weights[name].shape) > 2:
+            found.setdefault(weights[name].group, name)
     if found:
         raise BadRecipe(
-            f"{next(reversed(found.values()))}: stored input-major, [in, out], which quantized safetensors "
-            "cannot express: loaders pack linears stored [out, in] alone",
-            "keep them: " + " ".join(f"--keep {role}" for role in reversed(found)),
+            f"{next(iter(found.values()))}: a stack of linears stored input-major, [in, out], which "
+            "quantized safetensors cannot express: loaders pack linears stored [out, in] alone",
+            "keep them: " + " ".join(f"--keep {role}" for role in found),
         )
 
 

@@ -184,7 +184,7 @@ ROWS = {
         ),
         gates=("mlp.gate", "shared_expert_gate", "in_proj_a", "in_proj_b"),
     ),
-    "gpt2": Row(GPT | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_inner": 80}),
+    "gpt2": Row(GPT | {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_inner": 96}),
     "openai-gpt": Row(GPT | {"model_type": "openai-gpt", "architectures": ["OpenAIGPTLMHeadModel"]}),
     "bert-masked": Row(
         BERT | {"architectures": ["BertForMaskedLM"]},

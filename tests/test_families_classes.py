@@ -10,6 +10,7 @@ import pytest
 
 from qconvert.architecture import Architecture, Binding, bind
 from qconvert.census import census_of_config, census_of_tensors
+from qconvert.formats.layouts.input_major import turned
 from qconvert.tensors import DType, Logical, Plain
 from tests.family_models import ROWS
 
@@ -30,7 +31,8 @@ def class_of(row: str) -> Any:
 
 def bound(row: str) -> Binding:
     tensors = {n: Logical(n, tuple(t.shape), BF16) for n, t in class_of(row).state_dict().items()}
-    return bind(Architecture.of(ROWS[row].config), tensors)
+    architecture = Architecture.of(ROWS[row].config)
+    return bind(architecture, turned(tensors, architecture.input_major))
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -25,7 +25,7 @@ class Place:
     """Where a tensor belongs: its role, layer (None outside the layers), and exact shape.
 
     `part` is "weight" or "bias"; `kind` is the slot's kind for weights and "bias" for biases.
-    `transposed` weights are stored [in, out].
+    `transposed` weights are stored with their last two dimensions exchanged.
     """
 
     name: str
@@ -169,6 +169,14 @@ class Architecture:
         roles = dict.fromkeys(place.group for place in self.places.values())
         return tuple(name for role in roles for name in (fused.get(role), role) if name)
 
+    @cached_property
+    def input_major(self) -> frozenset[str]:
+        """Names of the linears, fused or not, that are stored as [in, out]."""
+        if not any(slot.transposed for slot in self.family.slots):
+            return frozenset()
+        places = (*self.places.values(), *(entry.whole for entry in self.fused.values()))
+        return frozenset(p.name for p in places if p.transposed and len(p.shape) == 2)
+
     def place(self, name: str) -> Place | None:
         """Where the tensor of this name belongs, fused or not; None when it is unknown."""
         if name in self.fused:
@@ -234,8 +242,7 @@ class Architecture:
         yield Place(name, role, layer, part, slot.kind, shape, slot.shape, slot.transposed)
         if slot.bias if isinstance(slot.bias, bool) else flag(self.settings, slot.bias):
             name = self._name(f"{slot.module}.bias", layer, expert)
-            out = slice(-1, None) if slot.transposed else slice(0, 1)
-            yield Place(name, role, layer, "bias", "bias", shape[out], slot.shape[out])
+            yield Place(name, role, layer, "bias", "bias", shape[:1], slot.shape[:1])
 
     def _fuse(
         self, fusion: Fusion, layer: int, part: str, by_key: Mapping[tuple[str, int | None, str], Place]
@@ -268,7 +275,7 @@ def _whole(name: str, fusion: Fusion, parts: tuple[Place, ...], experts: int) ->
     shape = (sum(p.shape[0] for p in first), *head.shape[1:])
     if fusion.per_expert:
         dims, shape = ("experts", *dims), (experts, *shape)
-    return Place(name, fusion.role, head.layer, head.part, head.kind, shape, dims)
+    return Place(name, fusion.role, head.layer, head.part, head.kind, shape, dims, head.transposed)
 
 
 HOW_TO_DECLARE = (

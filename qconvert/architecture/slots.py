@@ -27,7 +27,8 @@ class Slot:
     Only a `linear` slot is quantized unless a rule asks for more. `only_if` names a dimension that
     must be non-zero (per layer) for the slot to exist there, beside those of the shape. `suffix`
     is what follows the module in the weight's name, "" for a parameter that is no module of its
-    own. `transposed` marks weights stored input-major, [in, out], as GPT-2's Conv1D does.
+    own. `transposed` marks linears stored input-major, [in, out], as GPT-2's Conv1D does: the shape
+    of a 2-D one is written [out, in] all the same, that of a stack of experts as it is stored.
     """
 
     role: str

@@ -8,17 +8,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qconvert.architecture.config import optional_int, positive_int
-from qconvert.architecture.slots import Dimensions, Family, Slot
+from qconvert.architecture.slots import Dimensions, Family, Fusion, Slot
 from qconvert.tensors import Json
 
 LAYER = "transformer.h.{layer}."
 ATTENTION = (
-    Slot("attn.qkv", LAYER + "attn.c_attn", ("hidden", "qkv_rows"), bias=True, transposed=True),
+    Slot("attn.q", LAYER + "attn.q_proj", ("hidden", "hidden"), bias=True, transposed=True),
+    Slot("attn.k", LAYER + "attn.k_proj", ("hidden", "hidden"), bias=True, transposed=True),
+    Slot("attn.v", LAYER + "attn.v_proj", ("hidden", "hidden"), bias=True, transposed=True),
     Slot("attn.o", LAYER + "attn.c_proj", ("hidden", "hidden"), bias=True, transposed=True),
 )
 MLP = (
-    Slot("mlp.up", LAYER + "mlp.c_fc", ("hidden", "intermediate"), bias=True, transposed=True),
-    Slot("mlp.down", LAYER + "mlp.c_proj", ("intermediate", "hidden"), bias=True, transposed=True),
+    Slot("mlp.up", LAYER + "mlp.c_fc", ("intermediate", "hidden"), bias=True, transposed=True),
+    Slot("mlp.down", LAYER + "mlp.c_proj", ("hidden", "intermediate"), bias=True, transposed=True),
 )
 ATTN_NORM = Slot("attn.norm", LAYER + "ln_1", ("hidden",), "norm", bias=True)
 MLP_NORM = Slot("mlp.norm", LAYER + "ln_2", ("hidden",), "norm", bias=True)
@@ -32,7 +34,6 @@ def gpt_dimensions(config: Json, layer: int) -> Dimensions:
         "vocab": positive_int(config, "vocab_size"),
         "positions": positive_int(config, "n_positions"),
         "hidden": hidden,
-        "qkv_rows": 3 * hidden,
         "intermediate": optional_int(config, "n_inner") or 4 * hidden,
     }
 
@@ -56,13 +57,13 @@ GPT2 = Family(
         "vocab": "vocab_size",
         "positions": "n_positions",
         "hidden": "n_embd",
-        "qkv_rows": "3 x n_embd",
         "intermediate": "n_inner",
     },
+    fusions=(Fusion("attn.qkv", LAYER + "attn.c_attn", ("attn.q", "attn.k", "attn.v"), native=True),),
     layers=("n_layer",),
     defaults={"tie_word_embeddings": True},
     spellings=({"transformer.": ""},),
-    note="linears are stored [in, out] (Conv1D): not quantized to safetensors",
+    note="linears are stored [in, out] (Conv1D), and as [out, in] when quantized",
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
 )
 
