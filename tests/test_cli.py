@@ -214,8 +214,8 @@ def test_quiet_prints_the_path_alone(models: Path, here: Path) -> None:
     ("wish", "verdict"),
     [
         (("fuse", "plain"), "exact, verified"),
-        (("fuse", "plain", "--dtype", "f16"), "rounded, verified"),
-        (("dequantize", "quantized"), "rounded, verified"),
+        (("fuse", "plain", "--dtype", "f16"), ", 10 cast, verified"),
+        (("dequantize", "quantized"), ", 7 dequantized + 6 exact, verified"),
         (("fuse", "quantized"), "exact, verified"),
     ],
 )

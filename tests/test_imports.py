@@ -54,7 +54,7 @@ PASSES = {("hub", "demo")}
 LIBRARIES = {
     "click": "cli evals",
     "cyllama": "evals",
-    "gguf": "architecture.gguf_identity evals",
+    "gguf": "architecture.gguf_identity quant.ggml evals",
     "huggingface_hub": "hub evals",
     "jinja2": "formats.dialogue",
     "llvmlite": "quant",
