@@ -52,7 +52,8 @@ def codes_of(folder: Path) -> str:
 
 def arrays_of(folder: Path, module: str) -> dict[str, np.ndarray]:
     with safe_open(folder / "model.safetensors", "numpy") as file:
-        return {n.removeprefix(f"{module}."): file.get_tensor(n) for n in file.keys() if n.startswith(module)}
+        names = [name for name in file.keys() if name.startswith(f"{module}.")]  # noqa: SIM118
+        return {name.removeprefix(f"{module}."): file.get_tensor(name) for name in names}
 
 
 def gptq_weight(folder: Path, module: str) -> np.ndarray:
