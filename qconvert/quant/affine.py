@@ -1,0 +1,119 @@
+"""Group quantization to 2 to 8 bits and back: `w = (code - zero) * scale`, codes and zeros unsigned.
+
+Rows are independent, so a weight may come in any blocks of rows and from any threads: the bytes are
+the same. A scale is rounded to the type it is stored in before codes are computed with it. Sources of
+the plain grid and of the arithmetic of decoding: compressed-tensors 0.20, `calculate_qparams` and
+`dequantize`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from qconvert.quant.affine_kernels import decode_rows, decode_rows_to_bfloat16, quantize_rows
+from qconvert.quant.casts import cast, first_nonfinite
+from qconvert.quant.lanes import LANES
+from qconvert.quant.scales import grid_of
+from qconvert.tensors import Dense, DType, GroupInt, IntAffine
+
+
+@dataclass(frozen=True, slots=True)
+class QuantError:
+    """What quantizing some weights lost, against their stored codes and scales.
+
+    Sums are over `count` weights: of the squared errors and of the squared weights. `max_abs` is the
+    largest error, `max_steps` the largest one in units of its own scale. `nonfinite` is the flat index
+    of the first NaN or Inf in the block, -1 if there is none (the groups of such numbers count as
+    zeros); `overflow` is the number of scales too large for their type, stored as its largest number.
+    Errors of disjoint weights add up.
+    """
+
+    sum_sq_error: float
+    sum_sq: float
+    max_abs: float
+    max_steps: float
+    count: int
+    nonfinite: int = -1
+    overflow: int = 0
+
+    def __add__(self, other: QuantError) -> QuantError:
+        return QuantError(
+            self.sum_sq_error + other.sum_sq_error,
+            self.sum_sq + other.sum_sq,
+            max(self.max_abs, other.max_abs),
+            max(self.max_steps, other.max_steps),
+            self.count + other.count,
+            self.nonfinite if self.nonfinite >= 0 else other.nonfinite,
+            self.overflow + other.overflow,
+        )
+
+
+def quantize(
+    block: Dense, form: GroupInt, *, search: bool, weights_I: np.ndarray | None = None
+) -> tuple[IntAffine, QuantError]:
+    """Quantize rows of a weight to `form`, and say what that lost.
+
+    Plain (`search=False`): a symmetric group's scale is `2 * max|w| / (2**bits - 1)`, which moves no
+    weight by more than half a step although the grid has one code more below zero than above; an
+    asymmetric group's scale is `(max - min) / (2**bits - 1)` with 0 always inside the range. Searched:
+    the scale (and zero) of the least squared error found, each column's error weighted by `weights_I`
+    (its importance: finite, not negative, at least one positive); `search` holds the algorithm.
+    Scales are always positive: vLLM's int8-activation kernels misread negative ones (vllm#48905).
+    """
+    rows, width = block.rows_RI.shape
+    shape = rows, form.groups(width), form.group_size or width
+    assert shape[1] * shape[2] == width and not form.act_order, (form, width)
+    words_RI, beyond = _words(block)
+    codes_RI = np.empty((rows, width), np.uint8)
+    scales_RG, zeros_RG = np.empty(shape[:2], np.float32), np.empty(shape[:2], np.uint8)
+    tally_4, too_large, not_finite = quantize_rows(
+        words_RI.reshape(shape), grid_of(form), search, _importance(weights_I, shape[1:]),
+        codes_RI.reshape(shape), scales_RG, zeros_RG,
+    )  # fmt: skip
+    stored, _ = cast(Dense(scales_RG, DType.F32), form.scale_dtype)
+    value = IntAffine(codes_RI, stored.rows_RI, None if form.symmetric else zeros_RG, form)
+    nonfinite = first_nonfinite(block) if not_finite else -1
+    return value, QuantError(*tally_4.tolist(), codes_RI.size, nonfinite, too_large + beyond)
+
+
+def dequantize(value: IntAffine, dtype: DType) -> Dense:
+    """The numbers of a quantized weight: `(code - zero) * scale` in float32, rounded once to `dtype`."""
+    assert value.groups_I is None
+    scales, _ = cast(Dense(value.scales_RG, value.form.scale_dtype), DType.F32)
+    zeros_RG = value.zeros_RG
+    if zeros_RG is None:
+        zeros_RG = np.full(scales.rows_RI.shape, 1 << (value.form.bits - 1), np.uint8)
+    codes_RGS = value.codes_RI.reshape(*zeros_RG.shape, -1)
+    if dtype is DType.BF16:
+        halves_RGS = np.empty(codes_RGS.shape, np.uint16)
+        decode_rows_to_bfloat16(codes_RGS, scales.rows_RI, zeros_RG, halves_RGS)
+        return Dense(halves_RGS.reshape(value.codes_RI.shape), dtype)
+    numbers_RGS = np.empty(codes_RGS.shape, np.float32)
+    decode_rows(codes_RGS, scales.rows_RI, zeros_RG, numbers_RGS)
+    return cast(Dense(numbers_RGS.reshape(value.codes_RI.shape), DType.F32), dtype)[0]
+
+
+def _words(block: Dense) -> tuple[np.ndarray, int]:
+    """The block as `lanes.load` reads floats, and how many numbers (of float64) are beyond float32."""
+    if block.dtype is DType.F64:
+        block, beyond = cast(block, DType.F32)
+        return block.rows_RI, beyond
+    rows_RI = np.ascontiguousarray(block.rows_RI)
+    return rows_RI.view(np.int16) if block.dtype is DType.F16 else rows_RI, 0
+
+
+def _importance(weights_I: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:
+    """Importances with a mean of 1 in every group (all 1 where a group has none), padded with zeros to
+    whole lanes: float32 [groups, padded group size]."""
+    groups, size = shape
+    importance_GP = np.zeros((groups, size + -size % LANES), np.float32)
+    if weights_I is None:
+        importance_GP[:, :size] = 1
+        return importance_GP
+    weights_GS = weights_I.astype(np.float64).reshape(shape)
+    means_G1 = weights_GS.mean(axis=1, keepdims=True)
+    ones_GS = np.ones_like(weights_GS)
+    importance_GP[:, :size] = np.divide(weights_GS, means_G1, out=ones_GS, where=means_G1 > 0)
+    return importance_GP
