@@ -14,6 +14,7 @@ from qconvert.tensors import Blocks, Codebook, Form, GroupMin, Json, Logical, Pl
 
 _NORMS = "norms"
 _BIASES = "biases"
+_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def form_bytes(form: Form, shape: tuple[int, ...]) -> int:
 def census_of_config(architecture: Architecture) -> Census:
     """The table of the model that config.json describes, without any weights."""
     places = architecture.stored.values()
-    return _gather(architecture, ((place, place.shape, None) for place in places))
+    return _gather(architecture, ((_group(place), place.shape, None) for place in places))
 
 
 def census_of_tensors(tensors: Mapping[str, Logical], binding: Binding) -> Census:
@@ -102,8 +103,7 @@ def census_of_tensors(tensors: Mapping[str, Logical], binding: Binding) -> Censu
     """
     dropped = frozenset(binding.dropped)
     kept = ((name, t) for name, t in tensors.items() if name not in dropped)
-    entries = ((binding.places.get(name), t.shape, t.form) for name, t in kept)
-    census = _gather(binding.architecture, entries)
+    census = census_of_outputs(dict(kept), binding.architecture)
     if binding.stored_tied_head is None:
         return census
     return Census(tuple(replace(row, parameters=0) if row.role == "lm_head" else row for row in census.rows))
@@ -111,24 +111,27 @@ def census_of_tensors(tensors: Mapping[str, Logical], binding: Binding) -> Censu
 
 def census_of_outputs(outputs: Mapping[str, Logical], architecture: Architecture) -> Census:
     """The table of a plan's outputs."""
-    return _gather(architecture, ((architecture.place(n), t.shape, t.form) for n, t in outputs.items()))
+    return _gather(architecture, ((_label(architecture, n), t.shape, t.form) for n, t in outputs.items()))
 
 
 def _gather(
-    architecture: Architecture, entries: Iterable[tuple[Place | None, tuple[int, ...], Form | None]]
+    architecture: Architecture, entries: Iterable[tuple[str, tuple[int, ...], Form | None]]
 ) -> Census:
     """Group entries, in the order of the model's printed structure; norms, biases, unknown last."""
     order = {role: i for i, role in enumerate(architecture.roles_in_order)}
     groups: dict[str, list[tuple[tuple[int, ...], Form | None]]] = {}
-    for place, shape, form in entries:
-        groups.setdefault(_group(place), []).append((shape, form))
+    for group, shape, form in entries:
+        groups.setdefault(group, []).append((shape, form))
     ordered = sorted(groups, key=lambda group: order.get(group, len(order) + len(group)))
     return Census(tuple(_row(group, groups[group]) for group in ordered))
 
 
-def _group(place: Place | None) -> str:
-    if place is None:
-        return "unknown"
+def _label(architecture: Architecture, name: str) -> str:
+    place = architecture.place(name)
+    return _group(place) if place is not None else architecture.carries(name) or _UNKNOWN
+
+
+def _group(place: Place) -> str:
     if place.kind == "bias":
         return _BIASES
     return _NORMS if place.kind == "norm" else place.group
