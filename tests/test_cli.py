@@ -494,7 +494,7 @@ def test_diff_sees_through_fusing_and_quantizing(models: Path) -> None:
     assert qconvert("diff", models / "plain", models / "untied", "--json").json["summary"] == {"equal": 14}
     ran = qconvert("diff", models / "plain", models / "quantized", "--json")
     assert ran.json["summary"] == {"equal": 6, "differs": 7}
-    assert all(0 < entry["max_steps"] <= 1 and entry["relative_rms"] < 0.02 for entry in ran.json["tensors"])
+    assert all(0 < entry["max_steps"] < 4 and entry["relative_rms"] < 0.02 for entry in ran.json["tensors"])
 
 
 def test_diff_can_fail_with_its_own_code(models: Path) -> None:
