@@ -15,7 +15,7 @@ import numpy as np
 
 from qconvert.gguf_types import GGMLType
 from qconvert.quant.casts import cast
-from qconvert.quant.ggml import kquants_affine, kquants_symmetric, legacy
+from qconvert.quant.ggml import float4, iq4, kquants_affine, kquants_symmetric, legacy, ternary
 from qconvert.tensors import Dense, DType
 
 
@@ -50,6 +50,11 @@ _ENCODERS: Mapping[str, _Encoder] = {
     "Q4_K": _affine_k(4),
     "Q5_K": _affine_k(5),
     "Q6_K": _Encoder(kquants_symmetric.encode_q6_k, kquants_symmetric.encode_q6_k_weighted),
+    "IQ4_NL": _Encoder(iq4.encode_iq4_nl, iq4.encode_iq4_nl_weighted),
+    "IQ4_XS": _Encoder(iq4.encode_iq4_xs, iq4.encode_iq4_xs_weighted),
+    "MXFP4": _Encoder(float4.encode_mxfp4),
+    "TQ1_0": _Encoder(ternary.encode_tq1_0),
+    "TQ2_0": _Encoder(ternary.encode_tq2_0),
 }
 
 ENCODED = frozenset(_ENCODERS)
