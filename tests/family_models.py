@@ -214,3 +214,87 @@ ROWS = {
         }
     ),
 }
+
+
+def grown(**changes: Any) -> Config:
+    """The config of a tiny checkpoint of a family that transformers lacks."""
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    return {**sizes, "num_attention_heads": 4, "tie_word_embeddings": False, **changes}
+
+
+LLAMA = small("llama", "LlamaForCausalLM")
+# Families without a class in transformers: a config, and the config of a relative with as many weights.
+RELATIVES: dict[str, tuple[Config, Config]] = {
+    "skywork": (small("skywork", "SkyworkForCausalLM"), LLAMA),
+    "yi": (small("Yi", "YiForCausalLM"), LLAMA),
+    "internlm": (small("internlm", "InternLMForCausalLM"), LLAMA | {"attention_bias": True}),
+    "internlm2": (small("internlm2", "InternLM2ForCausalLM", bias=False), LLAMA),
+    "baichuan": (
+        small("baichuan", "BaichuanForCausalLM", num_key_value_heads=4),
+        LLAMA | {"num_key_value_heads": 4},
+    ),
+    "qwen1": (
+        small("qwen", "QWenLMHeadModel", num_key_value_heads=4, kv_channels=8),
+        small("qwen2", "Qwen2ForCausalLM", num_key_value_heads=4, intermediate_size=24),
+    ),
+    "chatglm": (
+        small(
+            "chatglm",
+            "ChatGLMModel",
+            padded_vocab_size=96,
+            ffn_hidden_size=48,
+            num_layers=2,
+            multi_query_attention=True,
+            multi_query_group_num=2,
+            kv_channels=8,
+            add_qkv_bias=True,
+        ),
+        small("glm", "GlmForCausalLM", head_dim=8, attention_bias=True, pad_token_id=0),
+    ),
+}
+# Families without a relative: a config, the count of its tiny checkpoint, the linears of its structure.
+ALONE: dict[str, tuple[Config, int, str]] = {
+    "deepseek-moe": (
+        grown(
+            model_type="deepseek",
+            architectures=["DeepseekForCausalLM"],
+            moe_intermediate_size=32,
+            n_routed_experts=4,
+            n_shared_experts=2,
+            first_k_dense_replace=1,
+            moe_layer_freq=1,
+        ),
+        127_552,
+        "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj",
+    ),
+    "grok-1": (
+        grown(
+            model_type="grok-1", architectures=["Grok1ModelForCausalLM"], num_key_value_heads=2, num_experts=4
+        ),
+        255_040,
+        "q_proj k_proj v_proj o_proj linear linear_v linear_1",
+    ),
+    "yuan2": (
+        grown(model_type="yuan", architectures=["YuanForCausalLM"], tie_word_embeddings=True),
+        115_328,
+        "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj",
+    ),
+    "openelm": (
+        {
+            "model_type": "openelm",
+            "architectures": ["OpenELMForCausalLM"],
+            "vocab_size": 256,
+            "model_dim": 64,
+            "head_dim": 16,
+            "num_transformer_layers": 2,
+            "num_query_heads": [2, 4],
+            "num_kv_heads": [1, 2],
+            "ffn_multipliers": [1.0, 1.5],
+            "ffn_dim_divisor": 32,
+            "normalize_qk_projections": True,
+            "share_input_output_layers": True,
+        },
+        65_920,
+        "qkv_proj out_proj proj_1 proj_2",
+    ),
+}

@@ -12,7 +12,7 @@ from qconvert.architecture import Architecture, Binding, bind
 from qconvert.census import census_of_config, census_of_tensors
 from qconvert.formats.layouts.input_major import turned
 from qconvert.tensors import DType, Logical, Plain
-from tests.family_models import ROWS
+from tests.family_models import ALONE, RELATIVES, ROWS
 
 BF16 = Plain(DType.BF16)
 
@@ -70,3 +70,27 @@ def test_linears_are_those_of_the_class(row: str) -> None:
     expected = {n for n in modules - heads if not any(gate.fullmatch(n) for gate in gates)}
     found = {n for n, p in binding.places.items() if p.kind == "linear" and p.part == "weight"}
     assert found - heads == expected
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_a_family_without_a_class_counts_like_its_relative(name: str) -> None:
+    import torch
+    import transformers
+
+    ours, theirs = RELATIVES[name]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**theirs))
+    assert census_of_config(Architecture.of(ours)).parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_family_without_a_relative_has_its_count_and_its_linears(name: str) -> None:
+    config, count, linears = ALONE[name]
+    architecture = Architecture.of(config)
+    found = {
+        place.module.rsplit(".", 1)[1]
+        for place in architecture.stored.values()
+        if place.kind == "linear" and place.part == "weight" and place.layer is not None
+    }
+    assert census_of_config(architecture).parameters == count
+    assert found == set(linears.split())

@@ -34,7 +34,7 @@ def test_a_logical_linear_has_a_row_for_each_output(model: Path) -> None:
 
 
 def test_quantized_linears_have_groups_along_their_input_and_come_back(model: Path, tmp_path: Path) -> None:
-    quantized = made("quantize", model, "--scheme", "int8-g32", "-o", tmp_path / "q")
+    quantized = made("quantize", model, "--scheme", "int8-g32", "--min-max", "-o", tmp_path / "q")
     assert weights(quantized)[f"{C_ATTN}_scale"].shape == (96, 1)
     assert weights(quantized)[f"{C_ATTN}_shape"].tolist() == [96, 32]
     back = weights(made("dequantize", quantized, "--dtype", "f32", "-o", tmp_path / "d"))

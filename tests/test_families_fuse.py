@@ -16,7 +16,7 @@ from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.plan import Plan, copy_of
 from qconvert.run import gather
 from qconvert.tensors import Dense, DType, Logical, Plain
-from tests.family_models import ROWS, small
+from tests.family_models import ALONE, RELATIVES, ROWS, small
 
 STACKS = ["mlp.experts.gate_up", "mlp.experts.down"]
 F32 = Plain(DType.F32)
@@ -117,36 +117,13 @@ NATIVE = {
     "glm": ROWS["glm"].config,
     "falcon-40b": ROWS["falcon-40b"].config,
     "qwen3.5-moe": ROWS["qwen3.5-moe"].config,
-    "baichuan": small("baichuan", "BaichuanForCausalLM", num_key_value_heads=4),
-    "qwen1": small("qwen", "QWenLMHeadModel", num_key_value_heads=4, kv_channels=8),
-    "chatglm": small(
-        "chatglm",
-        "ChatGLMModel",
-        padded_vocab_size=96,
-        ffn_hidden_size=48,
-        num_layers=2,
-        multi_query_attention=True,
-        multi_query_group_num=2,
-        kv_channels=8,
-        add_qkv_bias=True,
-    ),
+    "baichuan": RELATIVES["baichuan"][0],
+    "qwen1": RELATIVES["qwen1"][0],
+    "chatglm": RELATIVES["chatglm"][0],
     "chatglm-without-multi-query": small(
         "chatglm", "ChatGLMModel", padded_vocab_size=96, ffn_hidden_size=48, num_layers=2, kv_channels=8
     ),
-    "openelm": {
-        "model_type": "openelm",
-        "architectures": ["OpenELMForCausalLM"],
-        "vocab_size": 96,
-        "model_dim": 32,
-        "head_dim": 8,
-        "num_transformer_layers": 3,
-        "num_query_heads": [2, 4, 6],
-        "num_kv_heads": [1, 2, 3],
-        "ffn_multipliers": [0.5, 1.25, 2.0],
-        "ffn_dim_divisor": 16,
-        "normalize_qk_projections": True,
-        "share_input_output_layers": True,
-    },
+    "openelm": ALONE["openelm"][0],
 }
 
 
