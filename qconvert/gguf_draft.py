@@ -20,7 +20,7 @@ from qconvert.draft import Compare, check_plain_weights
 from qconvert.errors import BadRecipe, UnsupportedModel
 from qconvert.gguf_mix import Choice, FileType, MixFacts, choose_types, find_file_type, visit_order
 from qconvert.gguf_types import GGMLType
-from qconvert.ops import SwapHalves
+from qconvert.ops import InterleaveHalves
 from qconvert.plan import Plan, Unit
 from qconvert.tensors import Blocks, DType, Form, Logical, Plain
 
@@ -85,10 +85,10 @@ def draft_gguf(binding: Binding, wish: GGUFWish, compare: Compare) -> GGUFDraft:
     places = {unit.output.name: _place(unit, architecture) for unit in plan.units}
     plan = passes.rename({n: gguf_name(p.group, p.layer, p.part) for n, p in places.items()})(plan)
     rotated = _rotated(places.values(), arch)
-    plan = passes.apply_to(rotated, SwapHalves(head_size(architecture.config)))(plan)
+    plan = passes.apply_to(rotated, InterleaveHalves(head_size(architecture.config)))(plan)
     choices = _choose(plan, architecture, wish)
     forms = {name: _form(choice.type) for name, choice in choices.items()}
-    plan = passes.encode(forms, wish.importance or {})(_as_stored(plan, binding))
+    plan = passes.encode(forms, _importance(plan, wish))(_as_stored(plan, binding))
     if not wish.allow_nonfinite:
         plan = passes.check_finite(plan)
     file_type = find_file_type(wish.file_type)
@@ -169,6 +169,22 @@ def _choose(plan: Plan, architecture: Architecture, wish: GGUFWish) -> dict[str,
         output_tensor_type=wish.output_tensor_type,
         fallback=wish.fallback,
     )
+
+
+def _importance(plan: Plan, wish: GGUFWish) -> dict[str, tuple[float, ...]]:
+    """The importance of every output's columns, where there is one, held against their number."""
+    found = {}
+    for name, tensor in plan.outputs.items():
+        values = (wish.importance or {}).get(name)
+        columns = tensor.width * (tensor.shape[0] if len(tensor.shape) > 2 else 1)
+        if values is not None and len(values) == columns:
+            found[name] = values
+        elif values is not None and name != "token_embd.weight":  # which llama-quantize lets pass
+            raise BadRecipe(
+                f"{name}: the importance matrix has {len(values)} columns for it, the model {columns}",
+                "it was measured on another model",
+            )
+    return found
 
 
 def _as_stored(plan: Plan, binding: Binding) -> Plan:

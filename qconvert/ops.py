@@ -6,12 +6,15 @@ fusing is reading from several tensors and un-fusing is reading from part of one
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from qconvert.tensors import BlockRows, Blocks, Codebook, Coded, Dense, DType, Form, GroupInt, Plain, Value
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from qconvert.quant.affine import QuantError
 
 
@@ -148,11 +151,19 @@ class ResolveScales(_RowWise):
 class EncodeBlocks(_RowWise):
     """Encode a dense tensor as GGML blocks, bit for bit as llama-quantize does.
 
-    `importance_I` are the mean squared activations of the input columns (an imatrix entry).
+    `importance` are the mean squared activations of the input columns (an imatrix entry), those of
+    stacked experts one after another; `rows_each` is the number of rows of one expert, and `first` the
+    row at which the block that is being encoded begins.
     """
 
     form: Blocks
-    importance_I: tuple[float, ...] | None = None
+    importance: tuple[float, ...] | None = None
+    rows_each: int | None = None
+    first: int = 0
+
+    def at(self, row: int) -> EncodeBlocks:
+        """This operation for a block that begins at a row of the output."""
+        return replace(self, first=row)
 
     def infer(self, form: Form) -> Form:
         assert isinstance(form, Plain), form
@@ -165,37 +176,34 @@ class EncodeBlocks(_RowWise):
         from qconvert.quant.ggml import encode_rows
 
         assert isinstance(value, Dense)
-        importance_I = None if self.importance_I is None else np.array(self.importance_I, np.float32)
-        bytes_RB = encode_rows(value, self.form.type, importance_I=importance_I)
+        pieces = [
+            encode_rows(rows, self.form.type, importance_I=importance_I)
+            for rows, importance_I in self._by_expert(value)
+        ]
+        bytes_RB = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return BlockRows(bytes_RB, self.form), Finding(first_nonfinite(value))
 
+    def _by_expert(self, value: Dense) -> Iterator[tuple[Dense, np.ndarray | None]]:
+        """The rows of each expert with the importance of its columns."""
+        import numpy as np
+
+        if self.importance is None or self.rows_each is None:
+            yield value, None if self.importance is None else np.array(self.importance, np.float32)
+            return
+        width = value.rows_RI.shape[1]
+        importance_EI = np.array(self.importance, np.float32).reshape(-1, width)
+        stop = self.first + value.rows
+        for expert in range(self.first // self.rows_each, -(-stop // self.rows_each)):
+            begin = max(expert * self.rows_each, self.first) - self.first
+            end = min((expert + 1) * self.rows_each, stop) - self.first
+            yield Dense(value.rows_RI[begin:end], value.dtype), importance_EI[expert]
+
 
 @dataclass(frozen=True, slots=True)
-class DecodeBlocks(_RowWise):
-    """Compute the float32 numbers that GGML blocks stand for."""
-
-    def infer(self, form: Form) -> Form:
-        return Plain(DType.F32)
-
-    def apply(self, value: Value) -> tuple[Value, Finding]:
-        from qconvert.quant.ggml import decode_rows
-
-        assert isinstance(value, BlockRows)
-        form = value.form
-        width = value.bytes_RB.shape[1] // form.block_bytes * form.block
-        return Dense(decode_rows(value.bytes_RB, form.type, width), DType.F32), CLEAN
-
-
-@dataclass(frozen=True, slots=True)
-class SwapHalves:
-    """Interleave the two halves of every head's rows, or undo it: llama.cpp's rotary order.
-
-    transformers keeps the rotated pairs `head_dim / 2` rows apart (NeoX), llama.cpp's `llama` graph
-    side by side. Source: `LlamaModel.permute` in llama.cpp's convert_hf_to_gguf.
-    """
+class InterleaveHalves:
+    """Put the rows of every head in the order of llama.cpp's rotary embedding (`quant.heads`)."""
 
     head_dim: int
-    undo: bool = False
 
     @property
     def granule(self) -> int:
@@ -205,11 +213,6 @@ class SwapHalves:
         return form
 
     def apply(self, value: Value) -> tuple[Value, Finding]:
-        import numpy as np
+        from qconvert.quant.heads import interleave_halves
 
-        order = np.arange(self.head_dim).reshape(2, -1).T.ravel()
-        if self.undo:
-            order = np.argsort(order)
-        heads = np.arange(value.rows).reshape(-1, self.head_dim)
-        rows = heads[:, order].ravel()
-        return value.with_arrays(tuple(array[rows] for array in value.arrays)), CLEAN
+        return value.with_arrays(tuple(interleave_halves(a, self.head_dim) for a in value.arrays)), CLEAN

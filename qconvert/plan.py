@@ -17,7 +17,6 @@ from qconvert.errors import BadRecipe
 from qconvert.ops import (
     Cast,
     CheckFinite,
-    DecodeBlocks,
     Dequantize,
     EncodeBlocks,
     Op,
@@ -25,7 +24,7 @@ from qconvert.ops import (
     ResolveScales,
 )
 from qconvert.schemes import Scheme
-from qconvert.tensors import Blocks, Codebook, DType, Form, Logical, Plain, Quantized
+from qconvert.tensors import Blocks, Codebook, DType, Form, Logical, Plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,9 +228,7 @@ def quantize(schemes: Mapping[str, Scheme], *, search: bool, scale_dtype: DType 
 
 def dequantize(dtype: DType | None) -> Pass:
     """Turn every quantized tensor into plain numbers, of `dtype` or of the type it is computed to."""
-    return _on_outputs(
-        lambda form: Dequantize(dtype or form.decoded) if isinstance(form, Quantized) else None
-    )
+    return _on_outputs(lambda form: None if isinstance(form, Plain) else Dequantize(dtype or form.decoded))
 
 
 def resolve_scales(plan: Plan) -> Plan:
@@ -284,14 +281,16 @@ def encode(forms: Mapping[str, Form], importance: Mapping[str, tuple[float, ...]
 
     def one(unit: Unit) -> Unit:
         have, want = unit.output.form, forms[unit.output.name]
-        if isinstance(have, Quantized):
-            unit, have = unit.then(Dequantize(DType.F32)), Plain(DType.F32)
-        if isinstance(have, Blocks):
-            unit, have = unit.then(DecodeBlocks()), Plain(DType.F32)
+        if have == want:
+            return unit
+        if not isinstance(have, Plain):
+            unit = unit.then(Dequantize(DType.F32))
         if isinstance(want, Blocks):
-            return unit.then(EncodeBlocks(want, importance.get(unit.output.name)))
+            shape = unit.output.shape
+            rows_each = shape[-2] if len(shape) > 2 else None
+            return unit.then(EncodeBlocks(want, importance.get(unit.output.name), rows_each))
         assert isinstance(want, Plain)
-        return unit if have == want else unit.then(Cast(want.dtype))
+        return unit if unit.output.form == want else unit.then(Cast(want.dtype))
 
     return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.files import octets
-from qconvert.ops import Finding
+from qconvert.ops import EncodeBlocks, Finding
 from qconvert.plan import Plan, RowSlice, Unit
 from qconvert.tensors import Coded, Dense, IntAffine, Layout, Logical, Plain, Reader, Sink, Value
 
@@ -161,7 +161,8 @@ def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_non
     value, nbytes = gather(unit.inputs, reader, block.start, block.stop)
     error, steps = None, 0.0
     for op in unit.ops:
-        value, finding = op.apply(value)
+        placed = op.at(block.start) if isinstance(op, EncodeBlocks) else op
+        value, finding = placed.apply(value)
         error = finding.error or error
         steps += finding.steps
         _refuse(unit, block.start, finding, reader.layout, allow_nonfinite=allow_nonfinite)

@@ -241,6 +241,16 @@ class Blocks:
         return width // self.block * self.block_bytes
 
     @property
+    def bits(self) -> int:
+        """Whole bits per weight."""
+        return 8 * self.block_bytes // self.block
+
+    @property
+    def decoded(self) -> DType:
+        """The type its numbers are computed to when no other is asked for."""
+        return DType.F32
+
+    @property
     def label(self) -> str:
         return self.type.lower()
 

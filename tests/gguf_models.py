@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -165,3 +166,12 @@ def transformers_logits(folder: Path, ids: Sequence[int]) -> np.ndarray:
     with torch.no_grad():
         logits_TV: np.ndarray = model(torch.tensor([list(ids)])).logits[0].numpy()
     return logits_TV
+
+
+def imatrix_dat(entries: dict[str, tuple[int, list[float]]], end: bytes = b"") -> bytes:
+    """An importance matrix as llama-imatrix used to write it: name, calls and sums of every tensor."""
+    raw = struct.pack("<i", len(entries))
+    for name, (calls, sums) in entries.items():
+        raw += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", calls, len(sums))
+        raw += np.array(sums, "<f4").tobytes()
+    return raw + end

@@ -1,11 +1,8 @@
-"""GGUF tensor names: gguf's own table as oracle, and the row order of llama's rotary embedding."""
+"""GGUF tensor names: gguf's own table as oracle."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from qconvert.architecture.gguf_names import (
     GLOBAL,
@@ -13,8 +10,6 @@ from qconvert.architecture.gguf_names import (
     GGUFPlace,
     gguf_name,
     gguf_place,
-    halved_rows,
-    interleaved_rows,
 )
 from qconvert.errors import UnsupportedModel
 
@@ -76,11 +71,3 @@ def test_a_role_without_a_name_is_refused() -> None:
         gguf_name("mlp.gate_up", 3)
     with pytest.raises(UnsupportedModel):
         gguf_name("attn.q", None)
-
-
-@given(heads=st.integers(1, 9), half=st.integers(1, 17))
-def test_interleaving_is_the_converters_reshape(heads: int, half: int) -> None:
-    theirs = np.arange(heads * 2 * half).reshape(heads, 2, half).swapaxes(1, 2).ravel()
-    rows = np.array(interleaved_rows(heads, 2 * half))
-    assert (rows == theirs).all()
-    assert (rows[halved_rows(heads, 2 * half)] == np.arange(rows.size)).all()

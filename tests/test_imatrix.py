@@ -12,15 +12,7 @@ from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.gguf_io import GGUFFile
 from qconvert.formats.imatrix import read_imatrix
 from qconvert.gguf_types import KV
-
-
-def dat(entries: dict[str, tuple[int, list[float]]], end: bytes = b"") -> bytes:
-    """The older file: for every tensor its name, the number of calls, and sums that grew by each."""
-    raw = struct.pack("<i", len(entries))
-    for name, (calls, sums) in entries.items():
-        raw += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", calls, len(sums))
-        raw += np.array(sums, "<f4").tobytes()
-    return raw + end
+from tests.gguf_models import imatrix_dat as dat
 
 
 def test_means_are_sums_over_counts(assets: Path) -> None:

@@ -12,10 +12,13 @@ import pytest
 
 from qconvert.formats.files import octets
 from qconvert.formats.gguf_io import GGUFFile
-from qconvert.quant.ggml import ENCODED
+from qconvert.quant.ggml import ENCODED, encode_rows
+from qconvert.tensors import Dense, DType
 from tests.commands import qconvert
 from tests.gguf_models import (
+    SIZES,
     TRANSFORMERS,
+    imatrix_dat,
     llama_cpp_logits,
     log_probabilities,
     qwen2_tokenizer,
@@ -156,6 +159,36 @@ def test_a_whole_file_of_llama_quantize_byte_for_byte(assets: Path, tmp_path: Pa
     to_gguf(assets, tmp_path / "m.gguf", "--type", "q4_k_m").close()
     expected = assets / "fixtures" / "gguf" / "tiny-qwen3-Q4_K_M.gguf"
     assert (tmp_path / "m.gguf").read_bytes() == expected.read_bytes()
+
+
+def test_every_expert_has_its_own_importance(tmp_path: Path) -> None:
+    folder = transformers_model(tmp_path / "moe", "qwen3moe")
+    columns, name = SIZES["hidden_size"], "blk.1.ffn_up_exps.weight"
+    importance_EI = np.random.default_rng(0).random((4, columns), np.float32)
+    (tmp_path / "i.dat").write_bytes(imatrix_dat({name: (1, importance_EI.ravel().tolist())}))
+    flags = [
+        "--type",
+        "q4_0",
+        "--pure",
+        "--imatrix",
+        tmp_path / "i.dat",
+        "-j",
+        2,
+        "--max-memory",
+        "20KB",
+        "-q",
+    ]
+    for path, extra in (("f32", ["--type", "f32", "-q"]), ("q4_0", flags)):
+        ran = qconvert("to-gguf", folder, "-o", tmp_path / f"{path}.gguf", *extra)
+        assert ran.code == 0, ran.err
+    with GGUFFile(tmp_path / "f32.gguf") as plain, GGUFFile(tmp_path / "q4_0.gguf") as file:
+        rows_ERI = plain.read(name, 0, plain.specs[name].rows).reshape(4, -1, columns)
+        found_ERB = file.read(name, 0, file.specs[name].rows).reshape(4, rows_ERI.shape[1], -1)
+    for rows_RI, importance_I, found_RB in zip(rows_ERI, importance_EI, found_ERB, strict=True):
+        expected = encode_rows(Dense(rows_RI, DType.F32), "Q4_0", importance_I=importance_I)
+        assert np.array_equal(found_RB, expected)
+    (tmp_path / "i.dat").write_bytes(imatrix_dat({name: (1, [1.0] * columns)}))
+    assert f"{name}: the importance matrix has 64 columns" in refused(tmp_path, folder, *flags)
 
 
 # What is refused, and what is left behind

@@ -1,4 +1,4 @@
-"""Tensor names of GGUF files, by role, and the row order that llama.cpp's rotary embedding wants.
+"""Tensor names of GGUF files, by role, and whose rows llama.cpp's rotary embedding wants interleaved.
 
 One table serves Qwen2, Qwen3, their mixtures of experts, Llama, Mistral and Mixtral: GGUF names a tensor
 by what it is for, not by who trained it. Source: TENSOR_NAMES in gguf-py's constants.py and
@@ -41,7 +41,7 @@ ROPE_FREQS = "rope_freqs.weight"
 _ROLE_BY_NAME = {name: role for role, name in (GLOBAL | PER_LAYER).items()}
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<base>\w+)\.(?P<part>weight|bias)")
 
-# These models' q and k rows go through `interleaved_rows`, weights and biases alike.
+# These models' q and k rows are interleaved (`quant.heads`), weights and biases alike.
 INTERLEAVED = {"llama": frozenset({"attn.q", "attn.k"})}
 
 
@@ -75,19 +75,3 @@ def gguf_place(name: str) -> GGUFPlace | None:
     if match is None or role is None or (match["layer"] is None) != (role in GLOBAL):
         return None
     return GGUFPlace(role, int(match["layer"]) if match["layer"] else None, match["part"])
-
-
-def interleaved_rows(heads: int, head_dim: int) -> list[int]:
-    """Where each row of an interleaved q or k projection comes from: `ours[i] = theirs[rows[i]]`.
-
-    Hugging Face rotates the first half of a head against the second, llama.cpp neighbours against
-    each other (for the models in `INTERLEAVED`); `heads` are the tensor's own.
-    """
-    half = head_dim // 2
-    return [head * head_dim + j * half + i for head in range(heads) for i in range(half) for j in range(2)]
-
-
-def halved_rows(heads: int, head_dim: int) -> list[int]:
-    """The inverse of `interleaved_rows`, for reading a GGUF."""
-    half = head_dim // 2
-    return [head * head_dim + 2 * i + j for head in range(heads) for j in range(2) for i in range(half)]
