@@ -103,8 +103,8 @@ def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
     if error is not None:
         entry["error"] = {
             "relative_rms": relative_error([error]),
-            "max_abs": finite(error.max_abs),
-            "max_steps": finite(error.max_steps),
+            "max_abs": error.max_abs,
+            "max_steps": error.max_steps,
         }
     return entry
 
@@ -130,9 +130,10 @@ def certificates(manifest: Json) -> Json:
 
 
 def relative_error(errors: Iterable[QuantError]) -> float | None:
-    """Root of summed squared error over summed squares; None when nothing was quantized, or NaN or Inf was.
+    """Root of summed squared error over summed squares; None when nothing was quantized.
 
-    To 9 digits: the last ones of a sum depend on how the threads happened to divide the work.
+    None also where squares leave float32 (weights beyond 1e19), in which the kernels sum. To 9 digits:
+    the last ones of a sum depend on how the threads happened to divide the work.
     """
     listed = list(errors)
     norm = sum(error.sum_sq for error in listed)
