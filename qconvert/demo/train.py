@@ -1,7 +1,7 @@
 """How the embedded model came about: `python -m qconvert.demo.train --work-dir DIR [--minutes M]`.
 
 Trains the tokenizer and a four-layer Qwen3 on the training half of `corpus`, measures perplexity on the
-held-out half, and writes the model folder and `training.log`. Needs the development dependencies, a C++
+held-out half, and writes the model folder and `training.log`. Needs transformers, torch 2.9 (Muon), a C++
 compiler for `torch.compile`, and no GPU. The schedule runs on the clock: learning rate and window length
 follow the share of `--minutes` that has passed, so a slow machine ends on time with fewer steps. DIR keeps
 a checkpoint; the same command resumes an interrupted run. On a machine that does other work as well, set
