@@ -1,0 +1,86 @@
+"""`qconvert check`: will this loader take this checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from qconvert.cli.options import json_option, model_argument, revision_option
+from qconvert.errors import CheckFailed
+
+if TYPE_CHECKING:
+    from qconvert.formats.checkpoint import Checkpoint
+
+LOADERS = ("vllm", "sglang", "transformers", "llama.cpp", "mlx")
+_TOKENIZER = "tokenizer.json"
+
+
+@click.command("check", short_help="Will this loader take it?")
+@model_argument()
+@click.option("--for", "loader", type=click.Choice(LOADERS), required=True, help="The loader to ask for.")
+@click.option(
+    "--tp", type=click.IntRange(1, 1024), default=1, help="Ranks of tensor parallelism. [default: 1]"
+)
+@json_option
+@revision_option
+def command(model: str, loader: str, tp: int, as_json: bool, revision: str | None) -> None:
+    """Hold MODEL against the rules of a loader: layout, fused groups, parallelism, names, vocabulary.
+
+    Reads headers, config.json and tokenizer.json; nothing is loaded. Leaves with 3 if the loader would
+    fail or compute something else.
+
+    \b
+    qconvert check ./model-int4-g128 --for vllm --tp 4
+    """
+    from qconvert.formats.checkpoint import open_checkpoint
+    from qconvert.hub import resolve
+    from qconvert.lint import ERROR, Subject, lint
+    from qconvert.tensors import DType
+
+    checkpoint = open_checkpoint(resolve(model, revision=revision).path)
+    config = checkpoint.config
+    dtypes = {"float16": DType.F16, "bfloat16": DType.BF16, "float32": DType.F32}
+    subject = Subject(
+        checkpoint.tensors,
+        checkpoint.architecture,
+        checkpoint.layout.name,
+        loader,
+        tp,
+        dtypes.get(str(config.get("torch_dtype") or config.get("dtype"))),
+        _tokens(checkpoint),
+        checkpoint.bind(allow_unknown=True).unknown,
+    )
+    problems = lint(subject)
+    errors = [problem for problem in problems if problem.severity == ERROR]
+    if as_json:
+        found = [asdict(problem) for problem in problems]
+        click.echo(json.dumps({"schema": 1, "model": model, "for": loader, "tp": tp, "problems": found}))
+        raise click.exceptions.Exit(CheckFailed.exit_code if errors else 0)
+    for problem in problems:
+        click.echo(f"{problem.severity}: {problem.subject}: {problem.fact}")
+        if problem.hint:
+            click.echo(f"  {problem.hint}")
+    if errors:
+        raise CheckFailed(f"{model}: {len(errors)} things that {loader} does not take", "see the list above")
+    click.echo(f"{loader}: nothing in the way")
+
+
+def _tokens(checkpoint: Checkpoint) -> int | None:
+    """One more than the largest token of tokenizer.json; None where there is none, or of another shape."""
+    from qconvert.formats.json_io import read_json_object
+
+    path: Path = checkpoint.path / _TOKENIZER
+    if not path.is_file():
+        return None
+    found = read_json_object(path, max_bytes=1 << 28)
+    added = found.get("added_tokens") or []
+    model = found.get("model") or {}
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []
+    ids += [entry.get("id") for entry in added if isinstance(entry, dict)]
+    numbers = [number for number in ids if isinstance(number, int)]
+    return max(numbers) + 1 if numbers else None
