@@ -13,4 +13,5 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a size; write for example 500MB, 5GB or 2GiB")
     power = " KMGT".index(match["unit"].upper() or " ")
-    return round(float(match["number"]) * (1024 if match["binary"] else 1000) ** power)
+    factor: int = (1024 if match["binary"] else 1000) ** power
+    return round(float(match["number"]) * factor)

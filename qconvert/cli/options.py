@@ -17,7 +17,7 @@ DEFAULT_MAX_MEMORY = "1GB"
 DEFAULT_SHARD_SIZE = "5GB"
 
 
-class SizeType(click.ParamType):
+class SizeType(click.ParamType):  # type: ignore[type-arg]  # no generic class before click 8.4
     """A number of bytes written like 500MB, 5GB or 2GiB."""
 
     name = "size"
