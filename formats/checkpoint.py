@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -56,6 +56,10 @@ class Checkpoint:
             if not self.tensors:
                 raise
             return Architecture(guessed_family(self.config, self.tensors), self.config)
+
+    def spelled_by(self, layout: Layout) -> Layout:
+        """That layout, with this model's input-major linears as its class stores them."""
+        return replace(self.layout, inside=layout) if isinstance(self.layout, InputMajor) else layout
 
     def bind(self, *, allow_unknown: bool = False) -> Binding:
         """The tensors held against the architecture (see `architecture.bind`); a guess needs consent."""

@@ -12,10 +12,13 @@ from math import floor
 from qconvert.architecture.config import flag, optional_int, per_layer, positive_int
 from qconvert.architecture.families.llama import MISTRAL
 from qconvert.architecture.families.parts import (
+    ATTN_NORM,
     EMBED,
+    FINAL_NORM,
     GATE_UP,
     LAYER,
     LM_HEAD,
+    MLP_NORM,
     NAMED_BY,
     QKV,
     attention,
@@ -205,8 +208,10 @@ YUAN2 = replace(
         Slot("attn.filter.norm", FILTER + "output_layernorm", ("hidden",), "norm"),
         # The class activates up_proj and multiplies by gate_proj.
         *gated_mlp(names=("up_proj", "gate_proj", "down_proj")),
-        *MISTRAL.slots[1:2],
-        *(slot for slot in MISTRAL.slots if slot.role in ("mlp.norm", "final_norm", "lm_head")),
+        ATTN_NORM,
+        MLP_NORM,
+        FINAL_NORM,
+        LM_HEAD,
     ),
     dimensions=yuan_dimensions,
     named_by={**NAMED_BY, "half": "hidden_size / 2"},
