@@ -19,7 +19,7 @@ from qconvert.loaders import Notice, notices
 from qconvert.plan import Plan
 from qconvert.recipe import FUSIONS, Recipe
 from qconvert.select import decide
-from qconvert.targets import Target, regrid
+from qconvert.targets import Target, encode, regrid
 from qconvert.tensors import DType, Json, Logical, Plain, Quantized
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWr
 
 
 def check_plain_weights(binding: Binding) -> None:
+    """Raise UnsupportedModel for a weight of integers or 8-bit floats that nothing scales."""
     for name in binding.places:
         form = binding.tensors[name].form
         if isinstance(form, Plain) and not form.dtype.is_float:
@@ -169,12 +170,15 @@ def _fused(plan: Plan, architecture: Architecture, recipe: Recipe) -> Plan:
 
 
 def _regridded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
+    places = _places(plan, architecture)
     if all(isinstance(t.form, Plain) for t in plan.outputs.values()):
+        if target.codebook(DType.BF16):
+            weights = [p for p in places.values() if p.kind == "linear" and p.part == "weight"]
+            return encode(target, frozenset(p.name for p in weights if p.role != "lm_head"))(plan)
         raise BadRecipe(
             f"no quantized tensors to write as {target.layout}",
             "add --scheme int4-g128 to quantize this checkpoint on the way",
         )
-    places = _places(plan, architecture)
     tables = frozenset(name for name, place in places.items() if place.kind == "embedding")
     return regrid(target, tables)(plan)
 

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from qconvert.sizes import parse_size
 
-
 SIZES = {
     "0": 0,
     "1234": 1234,
