@@ -16,6 +16,7 @@ from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.plan import Plan, copy_of
 from qconvert.run import gather
 from qconvert.tensors import Dense, DType, Logical, Plain
+from tests.commands import made as made_folder
 from tests.family_models import ALONE, RELATIVES, ROWS, small
 
 STACKS = ["mlp.experts.gate_up", "mlp.experts.down"]
@@ -138,6 +139,31 @@ def test_unfused_native_tensors_fuse_back_to_the_same_bytes(name: str) -> None:
     assert set(cut.outputs) <= set(architecture.places)
     whole = made(passes.fuse(architecture, native)(cut), arrays)
     assert {n: a.tobytes() for n, a in whole.items()} == {n: a.tobytes() for n, a in arrays.items()}
+
+
+def test_quantizing_takes_stacks_of_experts_apart(tmp_path: Path) -> None:
+    """No layout of linears has 3-D weights: each expert becomes a linear of its own, router and all kept."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**ROWS["qwen3.5-moe"].config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "model")
+    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    quantized = made_folder(
+        "quantize", tmp_path / "model", "--scheme", "int8-channel", "--min-max", "-o", tmp_path / "q"
+    )
+    back = load_file(made_folder("dequantize", quantized, "-o", tmp_path / "d") / "model.safetensors")
+    stack = state["model.layers.1.mlp.experts.gate_up_proj"]
+    for expert in range(4):
+        names = [f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up")]
+        whole = torch.cat([back[name] for name in names])
+        assert float((whole - stack[expert]).abs().max()) < float(stack.abs().max()) / 200
+    assert torch.equal(back["model.layers.1.mlp.gate.weight"], state["model.layers.1.mlp.gate.weight"])
+    assert not any("experts.gate_up" in name or "experts.down" in name for name in back)
 
 
 @pytest.mark.parametrize("row", ["mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "qwen3.5-moe"])

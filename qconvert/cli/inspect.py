@@ -56,7 +56,7 @@ def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
         "stored_tied_head": binding.stored_tied_head if binding else None,
         "fusions": list(binding.fusions_found) if binding else [],
         "quantization": checkpoint.quantization,
-        "unknown": list(binding.unknown) if binding else [],
+        "unknown": [n for n in binding.unknown if not architecture.carries(n)] if binding else [],
         "ignored": list(binding.dropped) if binding else [],
         "warnings": [
             *checkpoint.files.warnings,
