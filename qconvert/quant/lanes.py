@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -23,10 +24,24 @@ from numba.extending import intrinsic, register_jitable, register_model
 
 LANES = 16
 
-# Division by zero yields inf or NaN as in C instead of raising. A kernel is an entry point, compiled once
-# and cached on disk; a routine is compiled as a part of kernels (without the wrappers that make it callable
-# from Python, which would cost more time than the routine), and stays a plain Python function elsewhere.
-kernel = njit(nogil=True, cache=True, error_model="numpy")
+_SOURCES = tuple(
+    (path.name, path.stat().st_mtime_ns, path.stat().st_size)
+    for path in sorted(Path(__file__).parent.rglob("*.py"))
+)
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """An entry point of compiled code: holds no lock, is cached on disk, divides by zero as C does."""
+    dispatcher: Any = njit(nogil=True, cache=True, error_model="numpy")(function)
+    # By itself numba looks at the kernel's file alone and would go on with the old code of a routine that is
+    # in another one.
+    stored = dispatcher._cache._cache_file
+    stored._source_stamp = (stored._source_stamp, _SOURCES)
+    return dispatcher
+
+
+# A part of kernels, compiled and cached with them (without the wrappers that make it callable from Python,
+# which would take longer to compile than itself); outside of kernels it is a plain Python function.
 routine = register_jitable(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 _F32 = ir.FloatType()
@@ -97,7 +112,8 @@ def _define(op: Callable[..., Any], result: Any, emit: Callable[..., Any], *oper
         return emit(builder, *wide)
 
     cases = [signature(result, *operands)]  # type: ignore[no-untyped-call]
-    template = type(f"Lanes_{op.__name__}", (ConcreteTemplate,), {"cases": cases})
+    members = {"cases": cases, "exact_match_required": True}
+    template = type(f"Lanes_{op.__name__}", (ConcreteTemplate,), members)
     infer_global(op)(template)  # type: ignore[no-untyped-call]
     lower_builtin(op, *operands)(lower)  # type: ignore[no-untyped-call]
 
