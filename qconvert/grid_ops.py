@@ -1,11 +1,23 @@
-"""The operations that put the codes of a quantized weight onto another grid, each of them measured."""
+"""Operations that put the codes of a weight onto another grid, each of them measured, or make them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from qconvert.ops import Finding
-from qconvert.tensors import Codebook, Coded, DType, Form, GroupInt, GroupMin, IntAffine, MinAffine, Value
+from qconvert.tensors import (
+    Codebook,
+    Coded,
+    Dense,
+    DType,
+    Form,
+    GroupInt,
+    GroupMin,
+    IntAffine,
+    MinAffine,
+    Plain,
+    Value,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +27,28 @@ class _Regrid:
     @property
     def granule(self) -> int:
         return 1
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeTable:
+    """Encode a dense tensor as codes of a table (see `quant.encode`)."""
+
+    form: Codebook
+
+    @property
+    def granule(self) -> int:
+        return self.form.group_rows or 1
+
+    def infer(self, form: Form) -> Form:
+        assert isinstance(form, Plain), form
+        return self.form
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.encode import encode
+
+        assert isinstance(value, Dense)
+        made, error = encode(value, self.form)
+        return made, Finding(error.nonfinite, error=error)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from qconvert import __version__
 from qconvert.census import census_of_outputs, linear_bits
+from qconvert.grid_ops import EncodeTable
 from qconvert.ops import Cast, Dequantize, EncodeBlocks, Quantize
 from qconvert.tensors import Json, Plain
 
@@ -113,7 +114,7 @@ def _certificate(unit: Unit, results: Results) -> str:
     """In one word, what became of a tensor's numbers."""
     ops = {type(op) for op in unit.ops}
     plain = isinstance(unit.inputs[0].tensor.form, Plain)
-    if ops & {Quantize, EncodeBlocks}:
+    if ops & {Quantize, EncodeBlocks, EncodeTable}:
         return "quantized" if plain else "requantized"
     if Dequantize in ops:
         return "dequantized"

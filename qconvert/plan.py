@@ -14,6 +14,7 @@ from functools import reduce
 
 from qconvert.architecture import Architecture, Binding, FusedPlace
 from qconvert.errors import BadRecipe
+from qconvert.grid_ops import EncodeTable
 from qconvert.ops import (
     Cast,
     CheckFinite,
@@ -299,7 +300,7 @@ def check_finite(plan: Plan) -> Plan:
     """Look for NaN and Inf in everything that is not quantized (quantizing looks by itself)."""
     units = tuple(
         u
-        if any(isinstance(op, Quantize | EncodeBlocks) for op in u.ops)
+        if any(isinstance(op, Quantize | EncodeBlocks | EncodeTable) for op in u.ops)
         else replace(u, ops=(CheckFinite(), *u.ops))
         for u in plan.units
     )

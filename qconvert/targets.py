@@ -10,7 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from qconvert.errors import BadRecipe
-from qconvert.grid_ops import CastScales, FromInt8Rows, SplitGroups, SpreadScale, ToInt8Rows, ToMins, ToZeros
+from qconvert.grid_ops import (
+    CastScales,
+    EncodeTable,
+    FromInt8Rows,
+    SplitGroups,
+    SpreadScale,
+    ToInt8Rows,
+    ToMins,
+    ToZeros,
+)
 from qconvert.ops import Dequantize, Op, Quantize
 from qconvert.plan import Pass, Unit
 from qconvert.schemes import Scheme
@@ -21,19 +30,50 @@ _MLX_GROUPS = (128, 64, 32)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A layout to convert to. `scheme` is what weights get that cannot keep their codes, or have none;
-    only with `allow_requantize` is a weight quantized that already was.
+    """A layout to convert to. `scheme` is what weights get that cannot keep their codes, or have none
+    (`table` where the layout is bitsandbytes'); only with `allow_requantize` is a weight quantized that
+    already was.
     """
 
     layout: str
     scheme: Scheme | None = None
+    table: str = "nf4"
     allow_requantize: bool = False
     search: bool = True
+
+    def codebook(self, decoded: DType) -> Codebook | None:
+        """The form of new weights in a layout of tables; None for layouts of integers."""
+        if self.layout == "bitsandbytes":
+            return Codebook(self.table, 64, DType.F32, decoded)
+        return Codebook("e4m3", 128, DType.F32, decoded, group_rows=128) if self.layout == "fp8" else None
 
     @property
     def scale_dtype(self) -> DType | None:
         """The type that the layout wants its scales in; None where any will do."""
         return DType.F16 if self.layout in ("gptq", "gptq_v2", "awq") else None
+
+
+def encode(target: Target, linears: frozenset[str]) -> Pass:
+    """Encode the plain weights of these names in the table of the target layout."""
+
+    def one(unit: Unit) -> Unit:
+        form = unit.output.form
+        if unit.output.name not in linears or not isinstance(form, Plain):
+            return unit
+        return unit.then(_encoding(target, unit.output, form.dtype))
+
+    return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
+
+
+def _encoding(target: Target, tensor: Logical, decoded: DType) -> EncodeTable:
+    form = target.codebook(decoded)
+    assert form is not None and form.group_size is not None
+    if target.layout == "bitsandbytes" and tensor.width % form.group_size:
+        raise BadRecipe(
+            f"{tensor.name}: rows of {tensor.width} columns are no whole blocks of {form.group_size}",
+            "another layout holds this model, for example compressed-tensors",
+        )
+    return EncodeTable(form)
 
 
 def regrid(target: Target, embeddings: frozenset[str]) -> Pass:
@@ -65,6 +105,8 @@ def steps(target: Target, tensor: Logical) -> tuple[Op, ...]:
     except BadRecipe:
         if not target.allow_requantize:
             raise
+    if target.codebook(form.decoded):
+        return Dequantize(form.decoded), _encoding(target, tensor, form.decoded)
     scheme = target.scheme or Scheme(min(form.bits, 8))
     requantized = scheme.form(target.scale_dtype or form.decoded)
     again = Quantize(requantized, target.search)

@@ -227,3 +227,43 @@ def test_a_code_book_of_quantiles_is_requantized_only_when_asked(
     if layout != "fp8":
         out = made("convert", source, "--to", layout, "--allow-requantize", "-o", tmp_path / "out")
         assert kinds_of(out) >= {"requantized"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme", "golden"),
+    [
+        ("bitsandbytes", ("--scheme", "fp4"), "cut-bnb-fp4"),
+        ("fp8", (), "cut-fp8-block-hand"),
+    ],
+)
+def test_new_codes_are_those_of_the_tool_to_the_byte(
+    assets: Path, tmp_path: Path, layout: str, scheme: tuple[str, ...], golden: str
+) -> None:
+    folder = assets / "fixtures" / "quantized"
+    out = made("convert", folder / "source-cut", "--to", layout, *scheme, "-o", tmp_path / "out")
+    ours, theirs = stored(out), stored(folder / golden)
+    assert set(ours) == set(theirs)
+    for name, entry in theirs.items():
+        assert ours[name] == entry, name
+
+
+def test_nf4_codes_are_those_of_bitsandbytes(model: Path, tmp_path: Path) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    out = made("convert", model, "--to", "bitsandbytes", "-o", tmp_path / "out")
+    weight = load_file(model / "model.safetensors")[f"{DOWN}.weight"]
+    codes, state = functional.quantize_4bit(weight, quant_type="nf4")
+    arrays = load_file(out / "model.safetensors")
+    assert torch.equal(arrays[f"{DOWN}.weight"], codes)
+    assert torch.equal(arrays[f"{DOWN}.weight.absmax"], state.absmax)
+
+
+def test_blocks_at_the_edge_and_blocks_of_zeros(tmp_path: Path) -> None:
+    changes = {f"{Q}.weight": np.zeros((256, 256), np.float32)}
+    model = tiny(tmp_path / "m", changes=changes, intermediate_size=200)
+    out = made("convert", model, "--to", "fp8", "--max-memory", "1MB", "-o", tmp_path / "out")
+    assert arrays_of(made("dequantize", out, "--dtype", "f32", "-o", tmp_path / "p"), Q)["weight"].max() == 0
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert file.get_tensor(f"{DOWN}.weight_scale_inv").shape == (2, 2)
+    assert qconvert("verify", out, "--against", model).code == 0
+    ran = qconvert("convert", model, "--to", "bitsandbytes", "-o", tmp_path / "bnb")
+    assert ran.code == 1 and "200 columns are no whole blocks of 64" in ran.err

@@ -15,6 +15,7 @@ from qconvert.schemes import parse_scheme
 # Spelled out, so that help needs no layout to be imported; a test holds them against the tables.
 LAYOUTS = ("compressed-tensors", "int-quantized", "gptq", "gptq_v2", "awq", "mlx", "bitsandbytes", "fp8")
 PLAIN = ("bf16", "f16", "f32")
+TABLES = ("nf4", "fp4")
 
 
 @click.command("convert", short_help="Another layout, codes kept.")
@@ -40,6 +41,8 @@ def command(model: str, layout: str, scheme: str | None, allow_requantize: bool,
     qconvert convert ./model-gptq --to compressed-tensors
     qconvert convert ./model-awq --to mlx
     qconvert convert ./model --to gptq --scheme int4-g128
+    qconvert convert ./model --to bitsandbytes --scheme nf4
+    qconvert convert ./model --to fp8
     """
     from qconvert.targets import Target
 
@@ -48,7 +51,10 @@ def command(model: str, layout: str, scheme: str | None, allow_requantize: bool,
         plain = Flags(**{**values, "dtype": layout})
         write(model, plain.wish("convert", Recipe(), dequantize=True), layout, plain)
         return
-    target = Target(layout, parse_scheme(scheme) if scheme else None, allow_requantize)
+    if layout == "bitsandbytes" and scheme in TABLES:
+        target = Target(layout, table=scheme, allow_requantize=allow_requantize)
+    else:
+        target = Target(layout, parse_scheme(scheme) if scheme else None, allow_requantize=allow_requantize)
     recipe = Recipe(layout=layout)
     if target.scheme and _is_plain(model, flags):
         recipe = recipe.with_(scheme=target.scheme)
