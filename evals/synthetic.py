@@ -13,7 +13,8 @@ from qconvert.formats.safetensors_io import plan_files
 from qconvert.tensors import DType, Json, TensorSpec
 
 _QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "torch_dtype": "bfloat16",
-         "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768}  # fmt: skip
+         "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+         "max_position_embeddings": 32768}  # fmt: skip
 
 # Sizes from the models' own config.json files.
 SHAPES: dict[str, Json] = {

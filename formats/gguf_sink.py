@@ -167,7 +167,8 @@ class GGUFSink(FileSink):
         for path in () if overwrite else self.final:
             if path.exists():
                 size = amount(path.stat().st_size)
-                raise OutputExists(f"{path}: already there ({size})", "choose another name, or use --overwrite")
+                hint = "choose another name, or use --overwrite"
+                raise OutputExists(f"{path}: already there ({size})", hint)
         for path in self.partial:
             path.unlink(missing_ok=True)
         super().__init__(folder, [replace(file, name=f"{file.name}.partial") for file in files])

@@ -20,7 +20,7 @@ from qconvert.plan import Plan
 from qconvert.recipe import FUSIONS, Recipe
 from qconvert.select import decide
 from qconvert.targets import Target, encode, regrid
-from qconvert.tensors import DType, Json, Logical, Plain, Quantized
+from qconvert.tensors import Blocks, DType, Json, Logical, Plain, Quantized
 
 if TYPE_CHECKING:
     from qconvert.quant.casts import Difference
@@ -82,6 +82,7 @@ def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWr
         plan = _quantized(plan, architecture, recipe, tied=tie.tied, scale_dtype=scale_dtype)
     if wish.target:
         plan = _regridded(plan, architecture, wish.target)
+    _refuse_blocks(plan)
     if not wish.allow_nonfinite:
         plan = passes.check_finite(plan)
     config = _config(binding, wish, plan, tied=tie.tied, write_config=write_config)
@@ -154,9 +155,19 @@ def _unfused(plan: Plan, architecture: Architecture) -> Plan:
 
 
 def _dequantized(plan: Plan, dtype: DType | None) -> Plan:
-    if not any(isinstance(t.form, Quantized) for t in plan.outputs.values()):
+    if all(isinstance(t.form, Plain) for t in plan.outputs.values()):
         raise BadRecipe("no quantized tensors in this checkpoint", "`qconvert inspect` shows what it holds")
     return passes.dequantize(dtype)(plan)
+
+
+def _refuse_blocks(plan: Plan) -> None:
+    """GGML blocks are GGUF's; nothing else holds them."""
+    kept = next((t for t in plan.outputs.values() if isinstance(t.form, Blocks)), None)
+    if kept is not None:
+        raise BadRecipe(
+            f"{kept.name}: {kept.form.label} blocks, which safetensors files do not hold",
+            "`qconvert from-gguf` computes the numbers they stand for",
+        )
 
 
 def _fused(plan: Plan, architecture: Architecture, recipe: Recipe) -> Plan:
@@ -186,7 +197,7 @@ def _regridded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
 def _quantized(
     plan: Plan, architecture: Architecture, recipe: Recipe, *, tied: bool, scale_dtype: DType | None
 ) -> Plan:
-    quantized = next((t for t in plan.outputs.values() if isinstance(t.form, Quantized)), None)
+    quantized = next((t for t in plan.outputs.values() if not isinstance(t.form, Plain)), None)
     if quantized is not None:
         raise BadRecipe(
             f"{quantized.name}: already quantized ({quantized.form.label}); doing it again would lose twice",
