@@ -10,6 +10,7 @@ import pytest
 
 from qconvert.architecture import Architecture, Binding, bind
 from qconvert.census import census_of_config, census_of_tensors
+from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.layouts.input_major import turned
 from qconvert.tensors import DType, Logical, Plain
 from tests.family_models import ALONE, RELATIVES, ROWS
@@ -70,6 +71,19 @@ def test_linears_are_those_of_the_class(row: str) -> None:
     expected = {n for n in modules - heads if not any(gate.fullmatch(n) for gate in gates)}
     found = {n for n, p in binding.places.items() if p.kind == "linear" and p.part == "weight"}
     assert found - heads == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_experts", 1 << 32), ("num_experts", 0), ("mlp_only_layers", [1] * 5000), ("mlp_only_layers", 3)],
+)
+def test_a_config_that_would_never_end_is_refused_at_once(key: str, value: object) -> None:
+    import time
+
+    started = time.process_time()
+    with pytest.raises(CorruptCheckpoint, match=r"^config\.json: "):
+        census_of_config(Architecture.of(ROWS["qwen2-moe"].config | {key: value}))
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("name", RELATIVES)

@@ -9,6 +9,8 @@ from qconvert.tensors import Json
 
 MAX_DIMENSION = 1 << 32
 MAX_LAYERS = 4096
+# In all layers together; the largest mixtures have 25,000.
+MAX_EXPERTS = 1 << 17
 
 
 def positive_int(config: Json, key: str, most: int = MAX_DIMENSION) -> int:
@@ -67,13 +69,13 @@ def flag(config: Json, key: str, *, default: bool = False) -> bool:
 
 
 def whole_numbers(config: Json, key: str) -> tuple[int, ...]:
-    """The list of integers under `key`, each in 0..2^32; empty when it is absent or null."""
+    """The list of integers under `key`, one for each layer at most; empty when it is absent or null."""
     value = config.get(key)
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(
-        isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MAX_DIMENSION for n in value
-    ):
+    if not isinstance(value, list) or len(value) > MAX_LAYERS:
+        raise CorruptCheckpoint(f"config.json: {key} is no list of layers", "correct the file")
+    if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MAX_DIMENSION for n in value):
         raise CorruptCheckpoint(f"config.json: {key} is not a list of whole numbers", "correct the file")
     return tuple(value)
 

@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from qconvert.architecture.config import MAX_LAYERS, divide, flag, positive_int
+from qconvert.architecture.config import MAX_LAYERS, MAX_EXPERTS, divide, flag, positive_int
 from qconvert.architecture.families import FAMILIES
 from qconvert.architecture.slots import Dimensions, Family, Fusion, Slot
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
@@ -225,6 +225,11 @@ class Architecture:
 
     def _layer(self, slots: tuple[Slot, ...], layer: int | None) -> Iterator[Place]:
         dims = self._dimensions[layer or 0]
+        if dims.get("experts", 0) * self.layers > MAX_EXPERTS:
+            key = self.config_key("experts")
+            raise CorruptCheckpoint(
+                f"config.json: {key} = {dims['experts']} in each of {self.layers} layers", "correct the file"
+            )
         for per_expert, group in groupby(slots, key=lambda slot: slot.per_expert):
             run = tuple(group)
             for expert in range(dims["experts"]) if per_expert else (0,):
