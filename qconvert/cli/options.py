@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
@@ -17,11 +17,7 @@ DEFAULT_MAX_MEMORY = "1GB"
 DEFAULT_SHARD_SIZE = "5GB"
 
 
-# Generic only in newer releases of click.
-_Whole = click.ParamType[int] if TYPE_CHECKING else click.ParamType
-
-
-class SizeType(_Whole):  # type: ignore[type-arg]  # no generic class before click 8.4
+class SizeType(click.ParamType):  # type: ignore[type-arg]  # no generic class before click 8.4
     """A number of bytes written like 500MB, 5GB or 2GiB."""
 
     name = "size"
