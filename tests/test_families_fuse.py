@@ -12,9 +12,13 @@ from hypothesis import strategies as st
 
 from qconvert import plan as passes
 from qconvert.architecture import Architecture, bind
+from qconvert.errors import BadRecipe
 from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.plan import Plan, copy_of
+from qconvert.recipe import Recipe, Rule
 from qconvert.run import gather
+from qconvert.schemes import Scheme
+from qconvert.select import decide
 from qconvert.tensors import Dense, DType, Logical, Plain
 from tests.commands import made as made_folder
 from tests.family_models import ALONE, RELATIVES, ROWS, small
@@ -139,6 +143,31 @@ def test_unfused_native_tensors_fuse_back_to_the_same_bytes(name: str) -> None:
     assert set(cut.outputs) <= set(architecture.places)
     whole = made(passes.fuse(architecture, native)(cut), arrays)
     assert {n: a.tobytes() for n, a in whole.items()} == {n: a.tobytes() for n, a in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    ("select", "weights"),
+    [("mlp.experts.down", 8), ("layers.1.mlp.experts.gate_up", 8), ("mlp.shared.gate", 2)],
+)
+def test_rules_reach_all_experts_of_a_layer(select: str, weights: int) -> None:
+    architecture = Architecture.of(ROWS["qwen2-moe"].config)
+    recipe = Recipe(rules=(Rule(select, Scheme(8, None)),))
+    assert len(decide(recipe, architecture, architecture.places, tied=False)) == weights
+
+
+@pytest.mark.parametrize("select", ["mlp.experts.gate", "mlp.experts.3.up"])
+def test_what_loaders_stack_shares_a_scheme(select: str) -> None:
+    architecture = Architecture.of(ROWS["qwen2-moe"].config)
+    with pytest.raises(BadRecipe, match="loaders fuse its parts") as caught:
+        decide(Recipe(rules=(Rule(select, Scheme(8, None)),)), architecture, architecture.places, tied=False)
+    assert "mlp.experts.gate, mlp.experts.up" in str(caught.value.hint)
+
+
+def test_a_router_is_never_quantized() -> None:
+    architecture = Architecture.of(ROWS["qwen2-moe"].config)
+    for role in ("mlp.router", "mlp.shared_gate"):
+        with pytest.raises(BadRecipe, match="a router tensor is never quantized"):
+            decide(Recipe(rules=(Rule(role, Scheme(8)),)), architecture, architecture.places, tied=False)
 
 
 def test_quantizing_takes_stacks_of_experts_apart(tmp_path: Path) -> None:

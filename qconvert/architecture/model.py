@@ -13,7 +13,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from qconvert.architecture.config import MAX_LAYERS, MAX_EXPERTS, divide, flag, positive_int
+from qconvert.architecture.config import MAX_EXPERTS, MAX_LAYERS, divide, flag, positive_int
 from qconvert.architecture.families import FAMILIES
 from qconvert.architecture.slots import Dimensions, Family, Fusion, Slot
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
@@ -110,7 +110,7 @@ class Architecture:
         tie = {tied_by: config[tied_by]} if tied_by in config else {}
         settings: dict[str, Any] = {**self.family.defaults, **config, **text, **tie}
         for shared, own in self.family.keys.items():
-            if own in settings or shared not in settings:
+            if settings.get(own) is not None or settings.get(shared) is None:
                 settings[shared] = positive_int(settings, own)
         return settings
 
