@@ -153,6 +153,12 @@ def _stack(units: dict[str, Unit], entry: FusedPlace) -> dict[str, Unit]:
             f"{entry.whole.name}: its parts have different forms ({spelled})",
             "quantize the parts alike, or fuse the 16-bit model first",
         )
+    form = parts[0].output.form
+    if isinstance(form, Codebook) and form.group_rows is None:
+        raise BadRecipe(
+            f"{entry.whole.name}: each of its parts has one scale of its own ({form.label})",
+            "leave them apart, or dequantize first",
+        )
     inputs = tuple(s for run in entry.runs for s in _slice(parts[run.part].inputs, run.start, run.stop))
     made = Unit(inputs, parts[0].ops, Logical(entry.whole.name, entry.whole.shape, parts[0].output.form))
     first, others = parts[0].output.name, {part.output.name for part in parts[1:]}

@@ -267,3 +267,35 @@ def test_blocks_at_the_edge_and_blocks_of_zeros(tmp_path: Path) -> None:
     assert qconvert("verify", out, "--against", model).code == 0
     ran = qconvert("convert", model, "--to", "bitsandbytes", "-o", tmp_path / "bnb")
     assert ran.code == 1 and "200 columns are no whole blocks of 64" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme"),
+    [
+        ("gptq", "int4-g64"),
+        ("gptq_v2", "int3-asym-g32"),
+        ("awq", "int4-asym-g64"),
+        ("mlx", "int4-asym-g64"),
+        ("bitsandbytes", "nf4"),
+        ("int-quantized", "int8-asym-channel"),
+    ],
+)
+def test_fusing_and_unfusing_restores_every_byte(
+    model: Path, tmp_path: Path, layout: str, scheme: str
+) -> None:
+    folder = quantized(model, tmp_path, layout, scheme)
+    fused = made("fuse", folder, "-o", tmp_path / "fused")
+    assert stored(made("unfuse", fused, "-j", "3", "-o", tmp_path / "apart")) == stored(folder)
+    apart = made("unfuse", made("dequantize", fused, "-o", tmp_path / "plain"), "-o", tmp_path / "numbers")
+    assert stored(apart) == stored(made("dequantize", folder, "-o", tmp_path / "dense"))
+
+
+def test_fp8_blocks_are_fused_only_where_no_block_would_mix_two_parts(tmp_path: Path) -> None:
+    whole = tiny(tmp_path / "whole")  # k and v have 128 rows each
+    folder = made("convert", whole, "--to", "fp8", "-o", tmp_path / "fp8")
+    fused = made("fuse", folder, "-o", tmp_path / "fused")
+    assert stored(made("unfuse", fused, "-o", tmp_path / "apart")) == stored(folder)
+    narrow = tiny(tmp_path / "narrow", num_key_value_heads=1)  # of 64 rows each
+    folder = made("convert", narrow, "--to", "fp8", "-o", tmp_path / "fp8-narrow")
+    ran = qconvert("fuse", folder, "-o", tmp_path / "mixed")
+    assert ran.code == 1 and "share a block of 128" in ran.err

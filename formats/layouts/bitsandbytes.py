@@ -19,7 +19,7 @@ import numpy as np
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
 from qconvert.formats.files import shown
 from qconvert.formats.json_io import parse_json_object
-from qconvert.formats.layouts.claims import check_claimed, plain_rest, require
+from qconvert.formats.layouts.claims import check_claimed, dtype_of, plain_rest, require
 from qconvert.formats.layouts.uniform import only_form
 from qconvert.tensors import (
     Codebook,
@@ -243,8 +243,7 @@ def _four_bits(name: str, table: str, source: Source) -> Logical:
 
 def _int8(name: str, source: Source, config: Json) -> Logical:
     weight = require(source, name, "its SCB is there")
-    decoded = _DTYPES.get(str(config.get("torch_dtype") or config.get("dtype")), DType.BF16)
-    tensor = Logical(name, weight.shape, Codebook("int8", None, DType.F32, decoded))
+    tensor = Logical(name, weight.shape, Codebook("int8", None, DType.F32, dtype_of(config)))
     for spec in BitsAndBytes().parts(tensor):
         stored = require(source, spec.name, f"{name} is int8")
         if (stored.dtype, stored.count) != (spec.dtype, spec.count):

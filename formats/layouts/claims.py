@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.files import shown
-from qconvert.tensors import Json, Layout, Logical, Plain, Source, TensorSpec
+from qconvert.tensors import DType, Json, Layout, Logical, Plain, Source, TensorSpec
 
 _APART = "the arrays of this weight do not belong together"
 
@@ -80,6 +80,12 @@ def plain_rest(source: Source, used: Collection[str], found: dict[str, Logical])
             )
         found[name] = Logical(name, spec.shape, Plain(spec.dtype))
     return {name: found[name] for name in sorted(found)}
+
+
+def dtype_of(config: Json) -> DType:
+    """The type that config.json says the model computes in; bfloat16 when it says none known here."""
+    names = {"float16": DType.F16, "float32": DType.F32}
+    return names.get(str(config.get("dtype") or config.get("torch_dtype")), DType.BF16)
 
 
 def settings_of(config: Json, key: str = "quantization_config") -> Json:

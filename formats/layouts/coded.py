@@ -64,7 +64,7 @@ class CodedArrays:
         packed = value.codes_RI if form.bits == 8 else pack_nibbles(value.codes_RI).view(codes.dtype.carrier)
         yield Part(codes.name, start, packed)
         if form.group_rows is not None:
-            yield Part(scales.name, start // form.group_rows, value.scales_RG[:: form.group_rows])
+            yield Part(scales.name, start // form.group_rows, _shared(tensor, value, form.group_rows))
         elif start == 0:
             yield Part(scales.name, 0, value.scales_RG[:1])
         if divisor and start == 0:
@@ -87,3 +87,14 @@ class CodedArrays:
             scales_RG = read[np.arange(start, stop) // per - start // per]
         number = float(source.read(divisor[0].name, 0, 1)[0, 0]) if divisor else None
         return Coded(codes_RI, scales_RG, form, number)
+
+
+def _shared(tensor: Logical, value: Coded, per: int) -> np.ndarray:
+    """One row of scales for every `per` rows, which must agree."""
+    shared_BG = value.scales_RG[::per]
+    if not np.array_equal(np.repeat(shared_BG, per, axis=0)[: value.rows], value.scales_RG):
+        raise BadRecipe(
+            f"{tensor.name}: rows that would share a block of {per} have different scales",
+            "leave its parts apart, or dequantize first",
+        )
+    return shared_BG

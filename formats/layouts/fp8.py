@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.formats.files import shown
-from qconvert.formats.layouts.claims import check_claimed, check_parts, plain_rest, require, settings_of
+from qconvert.formats.layouts.claims import (
+    check_claimed,
+    check_parts,
+    dtype_of,
+    plain_rest,
+    require,
+    settings_of,
+)
 from qconvert.formats.layouts.coded import CodedArrays
 from qconvert.formats.layouts.uniform import only_form
 from qconvert.tensors import (
@@ -92,7 +99,7 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, Logical]]:
             "e4m3 in blocks, such as [128, 128]",
         )
     assert isinstance(block, list)
-    decoded = DType.F16 if config.get("torch_dtype") == "float16" else DType.BF16
+    decoded = dtype_of(config)
     found: dict[str, Logical] = {}
     used: set[str] = set()
     for name, spec in source.specs.items():

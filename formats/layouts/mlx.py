@@ -13,7 +13,14 @@ from dataclasses import dataclass
 
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.formats.files import shown
-from qconvert.formats.layouts.claims import check_claimed, check_parts, contradiction, plain_rest, settings_of
+from qconvert.formats.layouts.claims import (
+    check_claimed,
+    check_parts,
+    contradiction,
+    dtype_of,
+    plain_rest,
+    settings_of,
+)
 from qconvert.formats.layouts.coded import CodedArrays
 from qconvert.tensors import (
     Codebook,
@@ -129,7 +136,7 @@ def open_mlx(source: Source, config: Json) -> tuple[MLX, dict[str, Logical]]:
         for name in source.specs
         if name.endswith(".scales") and name.removesuffix(".scales") + ".weight" in source.specs
     ]
-    decoded = DType.F16 if config.get("torch_dtype") == "float16" else DType.BF16
+    decoded = dtype_of(config)
     found = {f"{base}.weight": _logical(base, source, settings, decoded) for base in bases}
     used = {f"{base}.{part}" for base in bases for part in ("weight", "scales", "biases")}
     found = plain_rest(source, used, found)

@@ -37,20 +37,19 @@ def command(model: str, loader: str, tp: int, as_json: bool, revision: str | Non
     qconvert check ./model-int4-g128 --for vllm --tp 4
     """
     from qconvert.formats.checkpoint import open_checkpoint
+    from qconvert.formats.layouts.claims import dtype_of
     from qconvert.hub import resolve
     from qconvert.lint import ERROR, Subject, lint
-    from qconvert.tensors import DType
 
-    checkpoint = open_checkpoint(resolve(model, revision=revision).path)
-    config = checkpoint.config
-    dtypes = {"float16": DType.F16, "bfloat16": DType.BF16, "float32": DType.F32}
+    resolved = resolve(model, revision=revision, weights=False)
+    checkpoint = open_checkpoint(resolved.path, headers=resolved.headers)
     subject = Subject(
         checkpoint.tensors,
         checkpoint.architecture,
         checkpoint.layout.name,
         loader,
         tp,
-        dtypes.get(str(config.get("torch_dtype") or config.get("dtype"))),
+        dtype_of(checkpoint.config),
         _tokens(checkpoint),
         checkpoint.bind(allow_unknown=True).unknown,
     )
