@@ -89,6 +89,7 @@ def test_transformers_computes_our_logits_of_each_family(model: Path, tmp_path: 
     assert_same_logits(made("quantize", tied, "--bits", 4, "-o", tmp_path / "q"))
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 @pytest.mark.parametrize("scheme", ["int4-asym-g64", "int5-asym-channel"])
 def test_an_asymmetric_grid_loads_when_transformers_dequantizes_it(
     model: Path, tmp_path: Path, scheme: str

@@ -98,7 +98,7 @@ def test_an_unknown_key_is_guessed() -> None:
     assert caught.value.hint == "did you mean 'rules'?"
 
 
-@pytest.mark.parametrize("text", ["a: [", "a: b: c", "\t- x", "[" * 5000, "!!python/object:os.system {}"])
+@pytest.mark.parametrize("text", ["a: [", "a: b: c", "\t- x", "[" * 2000, "!!python/object:os.system {}"])
 def test_what_is_not_yaml_names_the_file(tmp_path: Path, text: str) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(text)
