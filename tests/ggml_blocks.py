@@ -35,7 +35,7 @@ def kinds(rows: int = 24) -> dict[str, np.ndarray]:
         "constant blocks": blocks,
         "almost constant": near_constant,
         "ternary": np.sign(noise("ternary", count)) * (np.abs(plain) > 0.015) * np.float32(0.7),
-        "denormal": np.ldexp(noise("denormal", count), np.repeat(-20 - 6 * octave[::32], 32)),
+        "tiny": np.ldexp(noise("tiny", count), np.repeat(-20 - 14 * octave[::32], 32)),
         "large": np.ldexp(noise("large", count), np.repeat(octave[::32] - 4, 32)),
         "positive": np.abs(plain),
     }

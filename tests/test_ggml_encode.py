@@ -1,0 +1,214 @@
+"""Encoders against bytes that ggml-quants.c wrote: recorded hashes, llama.cpp itself, a real model's file."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import njit
+
+from qconvert.gguf_types import GGMLType
+from qconvert.quant.ggml import ENCODED, encode_rows, iq4, kquants_affine, kquants_symmetric
+from qconvert.tensors import Dense, DType
+from tests.ggml_blocks import WIDTH, bf16, f32, importances, kinds
+
+# SHA-256 (first 16 digits) of what ggml-quants.c at llama.cpp commit 0c1e57098, compiled by gcc 12 with -O3
+# for x86-64, makes of `kinds()` one after the other, without and with `importances()`.
+RECORDED = {
+    "IQ4_NL": ("0f5cad64912eb372", "f56314fea24c2f5c"),
+    "IQ4_XS": ("edf712b66f90e6ed", "c21ccf1204f20e63"),
+    "MXFP4": ("f2af7b14291b41ea", "f2af7b14291b41ea"),
+    "Q2_K": ("c340e93cef40333e", "e741ddf48f282d4b"),
+    "Q3_K": ("8b813428a4177d4f", "95af324f2a3c3836"),
+    "Q4_0": ("cb338bf6316a3abb", "23f18808be7103be"),
+    "Q4_1": ("cda258c60967608f", "09efc02ce80cd31e"),
+    "Q4_K": ("004fb8b0c264a6b1", "835616a238280857"),
+    "Q5_0": ("400ee4e9d50ba56c", "05153f6347c9e662"),
+    "Q5_1": ("51769fd4712a2966", "d1c96561a7858404"),
+    "Q5_K": ("78b9eb60305aee2c", "3bf18add65fc302f"),
+    "Q6_K": ("83457812d62c9de8", "1445c29d763e5a89"),
+    "Q8_0": ("85a29caff8d29ff3", "85a29caff8d29ff3"),
+    "TQ1_0": ("b49fee6d00ad245b", "b49fee6d00ad245b"),
+    "TQ2_0": ("f23ff2eaf44a1ee7", "f23ff2eaf44a1ee7"),
+}
+
+
+def digest(pieces: list[np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(piece.tobytes() for piece in pieces)).hexdigest()[:16]
+
+
+def test_every_encoder_has_a_record() -> None:
+    assert set(RECORDED) == ENCODED
+
+
+@pytest.mark.parametrize("name", sorted(RECORDED))
+def test_recorded_bytes(name: str) -> None:
+    plain = [encode_rows(f32(x), name) for x in kinds().values()]
+    weighted = [encode_rows(f32(x), name, importance_I=importances()) for x in kinds().values()]
+    assert (digest(plain), digest(weighted)) == RECORDED[name]
+
+
+FTYPES = {
+    "Q4_0": 2,
+    "Q4_1": 3,
+    "Q8_0": 7,
+    "Q5_0": 8,
+    "Q5_1": 9,
+    "Q2_K": 10,
+    "Q3_K": 11,
+    "Q4_K": 14,
+    "Q5_K": 16,
+    "Q6_K": 18,
+    "IQ4_NL": 25,
+    "IQ4_XS": 30,
+    "TQ1_0": 36,
+    "TQ2_0": 37,
+    "MXFP4": 38,
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A float32 GGUF that llama-quantize accepts: every kind of numbers is a layer."""
+    gguf = pytest.importorskip("gguf", reason="writes the file that llama.cpp quantizes")
+    path = tmp_path_factory.mktemp("gguf") / "source.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(len(kinds()))
+    writer.add_feed_forward_length(WIDTH)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    for layer, x in enumerate(kinds().values()):
+        writer.add_tensor(f"blk.{layer}.ffn_up.weight", x)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(FTYPES))
+def test_llama_quantize_writes_the_same_bytes(name: str, source: Path) -> None:
+    llama = pytest.importorskip("cyllama.llama.llama_cpp", reason="cyllama brings llama.cpp")
+    from gguf import GGUFReader
+
+    params = llama.LlamaModelQuantizeParams()
+    params.ftype, params.pure, params.nthread = FTYPES[name], True, 1
+    out = source.with_name(f"{name}.gguf")
+    llama.model_quantize(str(source), str(out), params)
+    tensors = {tensor.name: tensor for tensor in GGUFReader(out).tensors}
+    for layer, (kind, x) in enumerate(kinds().items()):
+        written = tensors[f"blk.{layer}.ffn_up.weight"]
+        assert written.tensor_type == GGMLType[name].number
+        np.testing.assert_array_equal(encode_rows(f32(x), name), written.data, err_msg=kind)
+
+
+def stored_weights(folder: Path) -> dict[str, np.ndarray]:
+    """The bf16 weights of a one-file Qwen3 checkpoint under their GGUF names."""
+    raw = (folder / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    names = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    weights = {}
+    for name, entry in json.loads(raw[8:start]).items():
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.*)\.weight", name)
+        if name == "model.embed_tokens.weight":
+            gguf_name = "token_embd.weight"
+        elif layer and layer[2] in names:
+            gguf_name = f"blk.{layer[1]}.{names[layer[2]]}.weight"
+        else:
+            continue
+        first, last = (start + offset for offset in entry["data_offsets"])
+        weights[gguf_name] = np.frombuffer(raw[first:last], np.uint16).reshape(entry["shape"])
+    return weights
+
+
+def test_a_real_model_in_every_recorded_file(assets: Path) -> None:
+    """Layers 0 and 7 and the embedding, of every file that llama-quantize made, also with an imatrix."""
+    from gguf import GGUFReader
+
+    folder = assets / "fixtures" / "gguf"
+    sums = {t.name: np.ravel(t.data) for t in GGUFReader(folder / "imatrix.gguf").tensors}
+    weights = stored_weights(assets / "models" / "tiny-qwen3")
+    compared: set[tuple[str, bool]] = set()
+    for file in json.loads((folder / "golden.json").read_text())["files"].values():
+        for name, tensor in file["tensors"].items():
+            if tensor["type"] not in ENCODED or not name.startswith(("blk.0.", "blk.7.")):
+                continue
+            importance_I = None
+            if "--imatrix" in file["command"]:
+                importance_I = sums[f"{name}.in_sum2"] / sums[f"{name}.counts"]
+            block = Dense(weights[name], DType.BF16)
+            bytes_RB = encode_rows(block, tensor["type"], importance_I=importance_I)
+            assert hashlib.sha256(bytes_RB.tobytes()).hexdigest() == tensor["sha256"], (file["command"], name)
+            compared.add((tensor["type"], importance_I is not None))
+    assert {name for name, _ in compared} == ENCODED
+    assert {name for name, weighted in compared if weighted} >= {
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ4_XS",
+    }
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "TQ1_0"])
+def test_the_carrier_makes_no_difference(name: str) -> None:
+    halves = kinds()["heavy tails"].astype(np.float16)
+    wide = encode_rows(f32(halves.astype(np.float32)), name)
+    np.testing.assert_array_equal(encode_rows(Dense(halves, DType.F16), name), wide)
+    np.testing.assert_array_equal(encode_rows(Dense(halves.astype(np.float64), DType.F64), name), wide)
+    block = bf16(kinds()["normal"])
+    numbers = (block.rows_RI.astype(np.uint32) << 16).view(np.float32)
+    np.testing.assert_array_equal(encode_rows(block, name), encode_rows(f32(numbers), name))
+
+
+@pytest.mark.parametrize("name", sorted(ENCODED))
+def test_rows_are_independent(name: str) -> None:
+    """Cut anywhere and encoded by several threads, rows give the same bytes: also 1, and 17, at a time."""
+    x = kinds(35)["normal"]
+    cuts = [slice(0, 0), slice(0, 1), slice(1, 18), slice(18, 35)]
+    for importance_I in (None, importances()):
+        encode = partial(encode_rows, type_name=name, importance_I=importance_I)
+        with ThreadPoolExecutor(3) as pool:
+            pieces = pool.map(lambda cut, encode=encode: encode(f32(x[cut])), cuts)
+            np.testing.assert_array_equal(np.concatenate(list(pieces)), encode(f32(x)))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    block = f32(kinds()["normal"])
+    with pytest.raises(ValueError, match="96 elements are no whole blocks of 256"):
+        encode_rows(f32(block.rows_RI[:, :96]), "Q4_K")
+    with pytest.raises(ValueError, match="importance of shape"):
+        encode_rows(block, "Q4_K", importance_I=importances()[:256])
+
+
+@pytest.mark.parametrize(
+    "kernel", [kquants_affine.encode_affine_weighted, kquants_symmetric.encode_q6_k, iq4.encode_iq4_nl]
+)
+def test_nothing_is_fused(kernel: Any) -> None:
+    """A fused multiply-add rounds once where C rounds twice. (Code from the cache shows no assembly.)"""
+    fresh = njit(nogil=True, error_model="numpy")(kernel.py_func)
+    rows, out, importance = np.zeros(256, np.uint16), np.zeros(256, np.uint8), np.zeros(256, np.float32)
+    takes = {"bits": 4, "rows": rows, "out": out, "importance": importance}
+    fresh(*(takes[name] for name in inspect.signature(kernel.py_func).parameters))
+    (assembly,) = fresh.inspect_asm().values()
+    assert "mulps" in assembly or "fmul" in assembly
+    assert not re.search(r"\bv?fn?m(add|sub|la|ls)", assembly)
