@@ -2,6 +2,8 @@
 
 Groups do not know of each other, so a weight may be cut into any blocks of rows. A group is widened
 into scratch that zeros pad to whole lanes: zeros are on every grid and lose nothing.
+
+Axes: R rows, G groups, S columns of a group, P the same in whole lanes.
 """
 
 from __future__ import annotations
@@ -11,12 +13,25 @@ from typing import Any
 import numpy as np
 
 from qconvert.quant.lanes import (
-    LANES, absolute, clamp, kernel, lane, load, peak, rounded_even, routine, splat, store, where,
-)  # fmt: skip
+    LANES,
+    absolute,
+    clamp,
+    kernel,
+    lane,
+    load,
+    peak,
+    rounded_even,
+    routine,
+    splat,
+    store,
+    where,
+)
 from qconvert.quant.scales import stored_scale
 from qconvert.quant.search import best_grid, make_scratch
 
 _ZERO, _HALF = np.float32(0), np.float32(0.5)
+# No code stands for a number beyond the largest bfloat16, as which it might be decoded.
+_FARTHEST = np.float32((2 - 2.0**-7) * 2.0**127)
 
 
 @kernel
@@ -84,8 +99,8 @@ def _plain_grid(low: Any, high: Any, grid: Any) -> Any:
     """The scale, not yet rounded, and the zero of min-max (see `affine.quantize`)."""
     if grid.symmetric:
         return max(-low, high) / (grid.middle - _HALF), grid.middle
-    # The difference of the quotients: that of the ends may overflow.
-    scale = high / grid.top - low / grid.top
+    # Halves, because the difference of the ends may be beyond float32.
+    scale = (_HALF * high - _HALF * low) / (_HALF * grid.top)
     return scale, _code(np.rint(-low / stored_scale(scale, grid)), grid)
 
 
@@ -107,10 +122,12 @@ def _code(number: Any, grid: Any) -> Any:
 def _encode(w_P: Any, scale: Any, zero: Any, grid: Any, codes_P: Any, losses: Any) -> Any:
     """Write the codes nearest to the weights; return the losses (see `_add_up`) with theirs."""
     errors, squares, worst, most = losses
+    reach = np.floor(_FARTHEST / scale)
+    least, largest = max(-zero, -reach), min(grid.top - zero, reach)
     for i in range(0, w_P.size, LANES):
         w = load(w_P, i)
         t = w / scale
-        q = rounded_even(clamp(t, -zero, grid.top - zero))
+        q = rounded_even(clamp(t, least, largest))
         store(codes_P, i, q + zero)
         error = w - q * scale
         errors = errors + error * error

@@ -10,8 +10,11 @@ one into the other: first bytes become pairs of codes, then fours, then all eigh
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numba import njit
+
+from qconvert.quant.lanes import kernel, routine
 
 _WORD = 32
 
@@ -61,32 +64,32 @@ def _words(count: int, bits: int) -> int:
     return -(-count * bits // _WORD)
 
 
-@njit(nogil=True)
-def _lower_halves(bits):  # type: ignore[no-untyped-def]
+@routine
+def _lower_halves(bits: Any) -> Any:
     """Which bits stay: the first of every two codes, of two pairs, of two fours."""
     one = np.uint64(0x0001000100010001) * ((np.uint64(1) << np.uint64(bits)) - np.uint64(1))
     two = np.uint64(0x0000000100000001) * ((np.uint64(1) << np.uint64(2 * bits)) - np.uint64(1))
     return one, two, (np.uint64(1) << np.uint64(4 * bits)) - np.uint64(1)
 
 
-@njit(nogil=True)
-def _closed(codes, free, one, two, four):  # type: ignore[no-untyped-def]
+@routine
+def _closed(codes: Any, free: Any, one: Any, two: Any, four: Any) -> Any:
     """Eight codes in eight bytes moved together, `free` bits per code being unused."""
     codes = (codes & one) | ((codes & ~one) >> free)
     codes = (codes & two) | ((codes & ~two) >> (free + free))
     return (codes & four) | ((codes & ~four) >> (np.uint64(4) * free))
 
 
-@njit(nogil=True)
-def _spread(codes, free, one, two, four):  # type: ignore[no-untyped-def]
+@routine
+def _spread(codes: Any, free: Any, one: Any, two: Any, four: Any) -> Any:
     """Undoes `_closed`."""
     codes = (codes & four) | ((codes & ~four) << (np.uint64(4) * free))
     codes = (codes & two) | ((codes & ~two) << (free + free))
     return (codes & one) | ((codes & ~one) << free)
 
 
-@njit(nogil=True, cache=True)
-def _pack_octets(octets, bits, stream):  # type: ignore[no-untyped-def]
+@kernel
+def _pack_octets(octets: Any, bits: Any, stream: Any) -> None:
     free = np.uint64(8 - bits)
     one, two, four = _lower_halves(bits)
     for i in range(octets.size):
@@ -95,8 +98,8 @@ def _pack_octets(octets, bits, stream):  # type: ignore[no-untyped-def]
             stream[i * bits + byte] = np.uint8(codes >> np.uint64(8 * byte))
 
 
-@njit(nogil=True, cache=True)
-def _unpack_octets(stream, bits, octets):  # type: ignore[no-untyped-def]
+@kernel
+def _unpack_octets(stream: Any, bits: Any, octets: Any) -> None:
     free = np.uint64(8 - bits)
     one, two, four = _lower_halves(bits)
     for i in range(octets.size):
@@ -107,15 +110,15 @@ def _unpack_octets(stream, bits, octets):  # type: ignore[no-untyped-def]
 
 
 # Four bits are the common case: eight codes are one word, and no loop over bytes keeps LLVM from SIMD.
-@njit(nogil=True, cache=True)
-def _pack_nibbles(octets, words):  # type: ignore[no-untyped-def]
+@kernel
+def _pack_nibbles(octets: Any, words: Any) -> None:
     one, two, four = _lower_halves(4)
     for i in range(octets.size):
         words[i] = np.uint32(_closed(octets[i], np.uint64(4), one, two, four))
 
 
-@njit(nogil=True, cache=True)
-def _unpack_nibbles(words, octets):  # type: ignore[no-untyped-def]
+@kernel
+def _unpack_nibbles(words: Any, octets: Any) -> None:
     one, two, four = _lower_halves(4)
     for i in range(words.size):
         octets[i] = _spread(np.uint64(words[i]), np.uint64(4), one, two, four)

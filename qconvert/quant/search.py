@@ -13,8 +13,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qconvert.quant.lanes import (
-    LANES, absolute, clamp, first, lane, load, peak, rounded_even, routine, splat, store, where,
-)  # fmt: skip
+    LANES,
+    absolute,
+    clamp,
+    first,
+    lane,
+    load,
+    peak,
+    rounded_even,
+    routine,
+    splat,
+    store,
+    where,
+)
 from qconvert.quant.scales import stored_scale
 
 # Ladders start at 1.05 times the scale that clips nothing and end at these fractions of it. All have
@@ -125,9 +136,7 @@ def _ladder(shortest: Any, grid: Any) -> Any:
 
 
 @routine
-def _fit(
-    scales: Any, numbers_P: Any, importance_P: Any, size: Any, zero: Any, grid: Any, energy: Any
-) -> Any:
+def _fit(scales: Any, numbers_P: Any, importance_P: Any, size: Any, zero: Any, grid: Any, energy: Any) -> Any:
     """The errors of the scales, each fitted to the codes it leads to, and the fitted scales.
 
     With t = w / scale, code q and e = t - q, the scale (1 + d) * scale has the error
