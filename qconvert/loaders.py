@@ -94,6 +94,21 @@ INPUT_MAJOR = Notice(
     ),
 )
 
+# Families whose classes in transformers look at `module.weight` while they load or run.
+_LOOK_AT_WEIGHTS = frozenset({"falcon", "rwkv", "t5"})
+UNPACKED = Notice(
+    "class that looks at weights",
+    "this family's class in transformers looks at the weights of linears, which packed ones have not:",
+    (
+        Verdict("qconvert", True, "decodes it"),
+        Verdict(
+            "transformers 5",
+            True,
+            "only with quantization_config=CompressedTensorsConfig(run_compressed=False)",
+        ),
+    ),
+)
+
 
 def notices(
     outputs: Mapping[str, Logical], architecture: Architecture, layout: str = "compressed-tensors"
@@ -103,6 +118,9 @@ def notices(
     fused = architecture.fused
     if any(name in fused and not fused[name].fusion.native for name in outputs):
         found.append(FUSED)
+    packed = any(isinstance(t.form, GroupInt) for t in outputs.values())
+    if packed and _LOOK_AT_WEIGHTS & set(architecture.family.model_types):
+        found.append(UNPACKED)
     if any(name in architecture.input_major for name, t in outputs.items() if isinstance(t.form, Quantized)):
         found.append(INPUT_MAJOR)
     if any(_is_embedding(name, architecture) for name, t in outputs.items() if isinstance(t.form, GroupInt)):
