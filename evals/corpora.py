@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qconvert.errors import QConvertError
+from qconvert.formats.gguf_checkpoint import SUFFIX
+from qconvert.formats.gguf_io import GGUFFile
+from qconvert.formats.gguf_tokenizer import TOKENIZER, tokenizer_files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -113,22 +116,33 @@ def _download_wikitext(spelling: str) -> str:
     return text
 
 
-def tokenize(text: Text, folder: Path) -> Tokens:
+def tokenize(text: Text, model: Path) -> Tokens:
     """The text through a checkpoint's `tokenizer.json`, in one call without special tokens.
 
-    Raises QConvertError if the file is absent or the `tokenizers` library cannot read it.
+    That of a GGUF file is made from its keys. Raises QConvertError if there is none, or if the
+    `tokenizers` library cannot read it.
     """
-    path = folder / "tokenizer.json"
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise QConvertError(
-            f"{path}: {error.strerror or error}", "evaluations need the tokenizer.json of the model"
-        ) from error
+    path, data = _tokenizer_json(model)
     tokenizer = _parse_tokenizer(path, data)
     ids = tokenizer.encode(text.text, add_special_tokens=False).ids
     digest = hashlib.sha256(data).hexdigest()
     return Tokens(np.asarray(ids, dtype=np.int64), _bos(tokenizer), text, digest)
+
+
+def _tokenizer_json(model: Path) -> tuple[Path, bytes]:
+    """The tokenizer.json of a folder or a GGUF file, and what to call it."""
+    hint = "evaluations need the tokenizer.json of the model"
+    if model.suffix == SUFFIX and model.is_file():
+        with GGUFFile(model) as file:
+            made = tokenizer_files(file.kv)
+        if TOKENIZER not in made:
+            raise QConvertError(f"{model}: holds no tokenizer", hint)
+        return model, made[TOKENIZER].encode()
+    path = model / TOKENIZER
+    try:
+        return path, path.read_bytes()
+    except OSError as error:
+        raise QConvertError(f"{path}: {error.strerror or error}", hint) from error
 
 
 def _parse_tokenizer(path: Path, data: bytes) -> Tokenizer:

@@ -12,20 +12,21 @@ from qconvert.architecture.declare import Declaration
 from qconvert.architecture.guess import guessed_family
 from qconvert.errors import QConvertError, UnsupportedModel
 from qconvert.formats.files import shown
+from qconvert.formats.gguf_checkpoint import SUFFIX, GGUFModel, open_gguf
 from qconvert.formats.hf import HFCheckpoint, open_hf_folder
 from qconvert.formats.layouts import awq, bitsandbytes, compressed_config, fp8, gptq, mlx, mxfp4, torchao
 from qconvert.formats.layouts.claims import settings_of
 from qconvert.formats.layouts.compressed_reading import open_compressed_tensors
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors, EightBits
 from qconvert.formats.layouts.input_major import InputMajor, turned
-from qconvert.tensors import Json, Layout, Logical, Quantized, Reader, TensorSpec
+from qconvert.tensors import Json, Layout, Logical, Plain, Reader, TensorSpec
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A model on disk: its files, its logical tensors, and the layout that spells them."""
 
-    files: HFCheckpoint
+    files: HFCheckpoint | GGUFModel
     tensors: Mapping[str, Logical]
     layout: Layout
     declared: Declaration | None = None
@@ -41,6 +42,11 @@ class Checkpoint:
     @property
     def reader(self) -> Reader:
         return Reader(self.files, self.layout)
+
+    @property
+    def writer(self) -> Layout:
+        """The layout of safetensors written from it when no other is asked for."""
+        return CompressedTensors() if isinstance(self.files, GGUFModel) else self.layout
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -80,18 +86,20 @@ class Checkpoint:
     @property
     def quantization(self) -> str | None:
         """The layout and forms of the quantized tensors, in words; None when all are plain."""
-        forms = {t.form.label: t.form for t in self.tensors.values() if isinstance(t.form, Quantized)}
+        forms = {t.form.label for t in self.tensors.values() if not isinstance(t.form, Plain)}
         return f"{self.layout.name} ({', '.join(sorted(forms))})" if forms else None
 
 
 def open_checkpoint(
     path: Path, headers: Mapping[str, TensorSpec] | None = None, declared: Declaration | None = None
 ) -> Checkpoint:
-    """Open a Hugging Face folder, or a single file of one. Only headers are read.
+    """Open a Hugging Face folder, a single file of one, or a GGUF model. Only headers are read.
 
     `headers` are those of a Hub repository whose weights were not downloaded (`hub.resolve`);
     `declared` is the architecture of a model that the catalogue lacks.
     """
+    if path.suffix == SUFFIX and path.is_file():
+        return _gguf(path, declared)
     files = open_hf_folder(path, headers)
     layout, tensors = _opener(files.config)(files, files.config)
     checkpoint = Checkpoint(files, tensors, layout, declared)
@@ -99,6 +107,11 @@ def open_checkpoint(
     if not names:
         return checkpoint
     return Checkpoint(files, turned(tensors, names), InputMajor(layout, names), declared)
+
+
+def _gguf(path: Path, declared: Declaration | None) -> Checkpoint:
+    files, layout, tensors = open_gguf(path)
+    return Checkpoint(files, tensors, layout, declared)
 
 
 def _input_major(checkpoint: Checkpoint) -> frozenset[str]:

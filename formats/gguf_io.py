@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.files import octets, open_regular, read_exactly, shown
 from qconvert.formats.gguf_header import GGUFHeader, parse_header
 from qconvert.gguf_types import KV, GGUFTensor
@@ -27,11 +27,13 @@ class GGUFFile:
     """A GGUF checkpoint open for reading, all parts of a split one as if they were one file.
 
     `tensors` says what each is, `specs` how it is stored (a `tensors.Source` of those arrays); `kv`
-    is the first part's metadata without the split keys. `read` may be called from any thread.
+    is the first part's metadata without the split keys, `paths` are the parts. `read` may be called
+    from any thread.
     """
 
     def __init__(self, path: Path) -> None:
         self._fds: list[int] = []
+        self.paths: tuple[Path, ...] = (path,)
         self._where: dict[str, tuple[int, int]] = {}
         self.tensors: dict[str, GGUFTensor] = {}
         try:
@@ -39,7 +41,8 @@ class GGUFFile:
             count = self.headers[0].number(SPLIT_COUNT) or 1
             if count > 1:
                 self._start_over()
-                self.headers = tuple(self._open(p, n) for n, p in enumerate(part_paths(path, count)))
+                self.paths = part_paths(path, count)
+                self.headers = tuple(self._open(p, n) for n, p in enumerate(self.paths))
                 self._check_parts()
         except BaseException:
             self.close()
@@ -99,6 +102,10 @@ class GGUFFile:
         read_exactly(self._fds[part], octets(rows), offset, self.headers[part].name)
         return rows if columns is None else np.ascontiguousarray(rows[:, slice(*columns)])
 
+    def source_offset(self, name: str) -> tuple[int, int]:
+        """Where an array's bytes begin: number of the part, and offset in it."""
+        return self._where[name]
+
     def close(self) -> None:
         while self._fds:
             os.close(self._fds.pop())
@@ -134,17 +141,6 @@ def part_paths(path: Path, count: int) -> tuple[Path, ...]:
 def split_name(stem: str, number: int, count: int) -> str:
     """llama.cpp's name of part `number` (from 0) of `count`."""
     return f"{stem}-{number + 1:05d}-of-{count:05d}.gguf"
-
-
-def check_architecture(header: GGUFHeader, known: frozenset[str]) -> str:
-    """The file's `general.architecture`, which must be text and one of `known`."""
-    architecture = header.text("general.architecture")
-    if architecture not in known:
-        raise UnsupportedModel(
-            f"{header.name}: general.architecture is {shown(architecture)!r}, which is not known here",
-            f"known: {', '.join(sorted(known))}",
-        )
-    return architecture
 
 
 def check_vocabulary(kv: Mapping[str, KV], tensors: Mapping[str, GGUFTensor], name: str) -> None:

@@ -13,7 +13,8 @@ from qconvert.formats.json_io import read_json_object
 from qconvert.formats.verify import file_sha256
 from qconvert.manifest import FILE_NAME
 from qconvert.quant.casts import first_nonfinite
-from qconvert.tensors import Dense, Json, TensorSpec
+from qconvert.quant.grids import numbers
+from qconvert.tensors import Blocks, Dense, DType, Json, Logical, TensorSpec
 
 _WINDOW_BYTES = 4 << 20
 
@@ -54,12 +55,22 @@ def _recorded(path: Path) -> tuple[list[Json], dict[str, Json]]:
 
 
 def _nonfinite(checkpoint: Checkpoint) -> list[str]:
-    bad = []
-    for tensor in checkpoint.tensors.values():
-        for spec in checkpoint.layout.parts(tensor):
-            if spec.dtype.is_float and not _is_finite(checkpoint, spec):
-                bad.append(spec.name)
-    return bad
+    tensors = checkpoint.tensors.values()
+    blocks = [tensor for tensor in tensors if isinstance(tensor.form, Blocks)]
+    plain = (tensor for tensor in tensors if not isinstance(tensor.form, Blocks))
+    arrays = {spec.name: spec for tensor in plain for spec in checkpoint.layout.parts(tensor)}
+    bad = [n for n, spec in arrays.items() if spec.dtype.is_float and not _is_finite(checkpoint, spec)]
+    bad += [checkpoint.layout.parts(t)[0].name for t in blocks if not _decodes_finite(checkpoint, t)]
+    return list(dict.fromkeys(bad))
+
+
+def _decodes_finite(checkpoint: Checkpoint, tensor: Logical) -> bool:
+    """Whether all numbers that GGML blocks stand for are finite."""
+    step = max(1, _WINDOW_BYTES // (4 * tensor.width))
+    return all(
+        first_nonfinite(numbers(checkpoint.reader.read(tensor, a, min(a + step, tensor.rows)), DType.F32)) < 0
+        for a in range(0, tensor.rows, step)
+    )
 
 
 def _is_finite(checkpoint: Checkpoint, spec: TensorSpec) -> bool:

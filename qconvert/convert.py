@@ -148,6 +148,8 @@ def position(checkpoint: Checkpoint, unit: Unit) -> tuple[int, int]:
 def _copy_sidecars(checkpoint: Checkpoint, draft: Draft, folder: Path) -> None:
     for path in checkpoint.files.sidecars.copied:
         shutil.copyfile(path, folder / path.name)
+    for name, made in checkpoint.files.sidecars.made.items():
+        (folder / name).write_text(made, encoding="utf-8")
     text = json.dumps(draft.config, indent=2, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     copy = SETTINGS_FILES.get(draft.config.get("quantization_config", {}).get("quant_method"))

@@ -125,13 +125,14 @@ class Dequantize(_RowWise):
         return Plain(self.dtype)
 
     def apply(self, value: Value) -> tuple[Value, Finding]:
-        from qconvert.quant.casts import cast
+        from qconvert.quant.casts import cast, first_nonfinite
         from qconvert.quant.grids import numbers
 
         # Of the dtypes that numbers are written in, only float16 is too narrow for other dtypes' scales.
         dense = numbers(value, DType.F32 if self.dtype is DType.F16 else self.dtype)
         rounded, overflow = cast(dense, self.dtype)
-        return rounded, Finding(overflow=overflow)
+        blocks = isinstance(value, BlockRows)  # whose scales nobody has looked at before
+        return rounded, Finding(first_nonfinite(rounded) if blocks else -1, overflow=overflow)
 
 
 @dataclass(frozen=True, slots=True)

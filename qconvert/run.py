@@ -18,7 +18,7 @@ from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.files import octets
 from qconvert.ops import EncodeBlocks, Finding
 from qconvert.plan import Plan, RowSlice, Unit
-from qconvert.tensors import Coded, Dense, IntAffine, Layout, Logical, Plain, Reader, Sink, Value
+from qconvert.tensors import Blocks, Coded, Dense, IntAffine, Layout, Logical, Plain, Reader, Sink, Value
 
 if TYPE_CHECKING:
     from qconvert.quant.affine import QuantError
@@ -235,8 +235,10 @@ def _refuse(unit: Unit, start: int, finding: Finding, layout: Layout, *, allow_n
         width = max(1, unit.inputs[0].tensor.width)
         tensor, row = _input_row(unit, start + finding.nonfinite // width)
         column = finding.nonfinite % width
+        single = isinstance(tensor.form, Plain | Blocks)
+        name = layout.parts(tensor)[0].name if single else tensor.name
         raise CorruptCheckpoint(
-            f"{tensor.name}: NaN or Inf at row {row}, column {column} (flat index {row * width + column})",
+            f"{name}: NaN or Inf at row {row}, column {column} (flat index {row * width + column})",
             "the checkpoint is damaged; --allow-nonfinite converts it all the same",
         )
 

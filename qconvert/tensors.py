@@ -11,7 +11,7 @@ as `[prod(shape[:-1]), shape[-1]]`; a vector of n elements as `[n, 1]`; a scalar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -484,7 +484,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Sidecars:
-    """What lies beside the weights: files copied as they are, and what was left behind."""
+    """What lies beside the weights: files copied as they are, what was left behind, and files to be
+    made, text by name.
+    """
 
     copied: tuple[Path, ...]
     skipped: tuple[Path, ...]
+    made: Mapping[str, str] = field(default_factory=dict)

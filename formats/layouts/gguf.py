@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from qconvert.gguf_types import GGMLType, GGUFTensor
 from qconvert.tensors import (
@@ -22,19 +23,37 @@ from qconvert.tensors import (
     Value,
 )
 
+if TYPE_CHECKING:
+    import numpy as np
+
 NAME = "gguf"
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFLayout:
-    """The layout as the runner sees it; it has no state."""
+class Home:
+    """Where a tensor's rows are: in which array, from which row on.
 
+    `head_dim` is the size of the heads whose rows are interleaved there (`quant.heads`), None where
+    they are in the model's order.
+    """
+
+    array: TensorSpec
+    start: int = 0
+    head_dim: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFLayout:
+    """Tensors as arrays of their own name, except those that `homes` says are elsewhere."""
+
+    homes: Mapping[str, Home] = field(default_factory=dict)
     name: str = NAME
     transposed: bool = False
 
     def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
-        """The one array of a tensor, as `GGUFTensor.stored` describes it."""
-        return (stored(tensor).stored,)
+        """The one array that holds a tensor, possibly among others."""
+        home = self.homes.get(tensor.name)
+        return (stored(tensor).stored if home is None else home.array,)
 
     def row_alignment(self, tensor: Logical) -> int:
         """Blocks never span rows."""
@@ -47,7 +66,8 @@ class GGUFLayout:
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back."""
-        rows = source.read(tensor.name, start, stop)
+        home = self.homes.get(tensor.name) or Home(stored(tensor).stored)
+        rows = _in_order(home, source, start, stop) if home.head_dim else _rows(home, source, start, stop)
         if isinstance(tensor.form, Plain):
             return Dense(rows, tensor.form.dtype)
         assert isinstance(tensor.form, Blocks), tensor.form
@@ -56,6 +76,22 @@ class GGUFLayout:
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """Nothing: a GGUF file has its own metadata, and no config.json beside it."""
         return {}
+
+
+def _rows(home: Home, source: Source, start: int, stop: int) -> np.ndarray:
+    spec = source.specs[home.array.name]
+    if spec.width != home.array.width:  # a vector that stands for a matrix of one row
+        return source.read(spec.name, 0, spec.rows).reshape(1, -1)[start:stop]
+    return source.read(spec.name, home.start + start, home.start + stop)
+
+
+def _in_order(home: Home, source: Source, start: int, stop: int) -> np.ndarray:
+    """Rows of interleaved heads in the model's order; whole heads are read for them."""
+    from qconvert.quant.heads import part_halves
+
+    assert home.head_dim is not None
+    first, last = start // home.head_dim * home.head_dim, -(-stop // home.head_dim) * home.head_dim
+    return part_halves(_rows(home, source, first, last), home.head_dim)[start - first : stop - first]
 
 
 def form_of(type_: GGMLType) -> Form:

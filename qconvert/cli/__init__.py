@@ -26,6 +26,7 @@ COMMANDS = {
     "dequantize": "qconvert.cli.rearrange:dequantize",
     "convert": "qconvert.cli.convert_command",
     "to-gguf": "qconvert.cli.gguf",
+    "from-gguf": "qconvert.cli.from_gguf",
     "check": "qconvert.cli.lint_command",
     "verify": "qconvert.cli.check:verify",
     "diff": "qconvert.cli.check:diff",

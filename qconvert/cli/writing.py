@@ -126,7 +126,7 @@ def prepare(model: str, wish: Wish, flags: Flags) -> Job:
 
     resolved = resolve(model, revision=flags.revision)
     checkpoint = open_checkpoint(resolved.path, declared=wish.recipe.architecture)
-    layout = checkpoint.spelled_by(WRITERS[wish.target.layout]()) if wish.target else checkpoint.layout
+    layout = checkpoint.spelled_by(WRITERS[wish.target.layout]()) if wish.target else checkpoint.writer
     if not checkpoint.files.has_weights:
         raise QConvertError(f"{model}: no weights beside the config.json", "give the whole model folder")
     binding = checkpoint.bind(allow_unknown=wish.allow_unknown)

@@ -38,7 +38,8 @@ def numbers(value: Value, dtype: DType) -> Dense:
             from qconvert.quant.ggml import decode_rows
 
             width = value.bytes_RB.shape[1] // value.form.block_bytes * value.form.block
-            wide_RI = decode_rows(value.bytes_RB, value.form.type, width)
+            with np.errstate(invalid="ignore"):  # zero times infinity, for the caller to find
+                wide_RI = decode_rows(value.bytes_RB, value.form.type, width)
         case Dense():
             return cast(value, dtype)[0]
     return cast(Dense(wide_RI, DType.F32), dtype)[0]

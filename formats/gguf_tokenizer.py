@@ -1,0 +1,259 @@
+"""A tokenizer.json from the tokenizer keys of a GGUF file: the inverse of `gguf_vocab`.
+
+Two kinds are rebuilt, those of the models that are read: byte-level BPE ("gpt2" in GGUF) and
+SentencePiece BPE ("llama"). A GGUF names its splitting rules instead of holding them; they come from the
+table that recognises them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.formats.files import shown
+from qconvert.formats.gguf_pretokenizer import ADDS_BOS, RULES, Rule
+from qconvert.formats.gguf_splits import GPT2
+from qconvert.formats.gguf_tokens import SPACE
+from qconvert.formats.sentencepiece_model import PieceType
+from qconvert.gguf_types import KV
+from qconvert.tensors import Json
+
+TOKENIZER = "tokenizer.json"
+_PREFIX = "tokenizer.ggml."
+_PADDING = re.compile(r"\[PAD\d+\]")
+# Names llama.cpp has for rule sets of the table.
+_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "megrez": "qwen2"}
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_ADDED = (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
+
+
+def tokenizer_files(kv: Mapping[str, KV]) -> dict[str, str]:
+    """tokenizer.json and tokenizer_config.json as text, by name; {} for a file without a tokenizer.
+
+    Raises CorruptCheckpoint naming a key that is damaged, UnsupportedModel for a tokenizer of another
+    kind.
+    """
+    if f"{_PREFIX}model" not in kv:
+        return {}
+    keys = _Keys(kv)
+    kind = keys.text("model")
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedModel(
+            f"{_PREFIX}model: {shown(kind)} tokenizers are not rebuilt",
+            "take the model's own tokenizer files",
+        )
+    tokenizer = _byte_level(keys) if kind == "gpt2" else _sentencepiece(keys)
+    return {
+        TOKENIZER: json.dumps(tokenizer, ensure_ascii=False) + "\n",
+        "tokenizer_config.json": json.dumps(_settings(keys), ensure_ascii=False, indent=2) + "\n",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    id: int
+    text: str
+    type: int
+
+
+class _Keys:
+    """The tokenizer keys of a file, checked as they are asked for."""
+
+    def __init__(self, kv: Mapping[str, KV]) -> None:
+        self.kv = kv
+        texts = self.list("tokens", str)
+        types = self.list("token_type", int) or [int(PieceType.NORMAL)] * len(texts)
+        if len(types) != len(texts):
+            raise CorruptCheckpoint(f"{_PREFIX}token_type: {len(types)} entries for {len(texts)} tokens")
+        pairs = enumerate(zip(texts, types, strict=True))
+        self.tokens = [_Token(row, text, kind) for row, (text, kind) in pairs if not _is_padding(text, kind)]
+
+    def value(self, name: str) -> Any:
+        entry = self.kv.get(_PREFIX + name)
+        return None if entry is None else entry.value
+
+    def text(self, name: str) -> str:
+        value = self.value(name)
+        if not isinstance(value, str):
+            raise CorruptCheckpoint(f"{_PREFIX}{name}: {'missing' if value is None else 'not text'}")
+        return value
+
+    def list(self, name: str, kind: type) -> Sequence[Any]:
+        value = self.value(name)
+        if value is None and name != "tokens":
+            return ()
+        if not isinstance(value, tuple) or not all(isinstance(item, kind) for item in value):
+            raise CorruptCheckpoint(f"{_PREFIX}{name}: {'missing' if value is None else 'not a list'}")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self.value(name)
+        return value if isinstance(value, bool) else default
+
+    def special(self, name: str) -> _Token | None:
+        """The token of this name (bos, eos, unk, pad), None where the file names none."""
+        row = self.value(f"{_SPECIAL[name]}_token_id")
+        return next((t for t in self.tokens if t.id == row), None) if isinstance(row, int) else None
+
+
+def _is_padding(text: str, kind: int) -> bool:
+    return kind == PieceType.UNUSED and _PADDING.fullmatch(text) is not None
+
+
+def _byte_level(keys: _Keys) -> Json:
+    name = keys.text("pre")
+    rule = next((r for r in RULES if r.name == _ALIASES.get(name, name)), None)
+    if rule is None:
+        raise UnsupportedModel(
+            f"{_PREFIX}pre: splitting rules of {shown(name)} are not known here",
+            "take the model's own tokenizer files",
+        )
+    added = [t for t in keys.tokens if t.type in _ADDED]
+    trained = len(keys.tokens) - len(added)
+    tail = all(token.id >= trained for token in added)  # else they stand among the trained ones
+    vocab = {t.text: t.id for t in keys.tokens if not (tail and t.type in _ADDED)}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(token) for token in added],
+        "normalizer": {"type": "NFC"} if rule.normaliser == "NFC" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_pre_tokenizers(rule))},
+        "post_processor": _frame(keys, default=name in ADDS_BOS) or _BYTE_LEVEL,
+        "decoder": _BYTE_LEVEL,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": "",
+            "end_of_word_suffix": "",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": bool(rule.whole_words),
+            "vocab": vocab,
+            "merges": list(keys.list("merges", str)),
+        },
+    }
+
+
+_BYTE_LEVEL: Json = {
+    "type": "ByteLevel",
+    "add_prefix_space": False,
+    "trim_offsets": False,
+    "use_regex": False,
+}
+
+
+def _pre_tokenizers(rule: Rule) -> Iterator[Json]:
+    """The steps of a rule set as tokenizer.json writes them (see `gguf_splits` for the vocabulary)."""
+    for step in rule.splits:
+        if step.startswith("punctuation, "):
+            yield {"type": "Punctuation", "behavior": step.removeprefix("punctuation, ")}
+        elif step == "bytes":
+            yield _BYTE_LEVEL
+        elif step == GPT2[0] and rule.splits[-1:] != GPT2:
+            yield {**_BYTE_LEVEL, "use_regex": True}
+        else:
+            pattern = step.replace(r"\r", "\r").replace(r"\n", "\n")
+            yield {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    yield _BYTE_LEVEL
+
+
+def _sentencepiece(keys: _Keys) -> Json:
+    """SentencePiece's BPE as transformers spells it: merges of all pairs, best score first."""
+    scores = keys.list("scores", float)
+    unknown = next((t.text for t in keys.tokens if t.type == PieceType.UNKNOWN), None)
+    prefix = keys.flag("add_space_prefix", default=True)
+    vocab = {token.text: token.id for token in keys.tokens}
+    if len(scores) < len(keys.tokens):
+        raise CorruptCheckpoint(f"{_PREFIX}scores: {len(scores)} entries for {len(keys.tokens)} tokens")
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    prepend = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
+    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    restore = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(token) for token in keys.tokens if token.type in _ADDED],
+        "normalizer": {"type": "Sequence", "normalizers": [*prepend, replace]},
+        "pre_tokenizer": None,
+        "post_processor": _frame(keys, default=True),
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [restore, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": unknown,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": vocab,
+            "merges": _merges(keys.tokens, scores, vocab),
+        },
+    }
+
+
+def _merges(tokens: Sequence[_Token], scores: Sequence[float], vocab: Mapping[str, int]) -> list[list[str]]:
+    """Every way to make a piece of two pieces; better pieces first, as SentencePiece merges.
+
+    Of the ways to one piece, those of shorter first parts come first (the order of transformers'
+    `generate_merges`).
+    """
+    found = [
+        (-scores[token.id], token.id, vocab[token.text[:cut]], [token.text[:cut], token.text[cut:]])
+        for token in tokens
+        if token.type == PieceType.NORMAL
+        for cut in range(1, len(token.text))
+        if token.text[:cut] in vocab and token.text[cut:] in vocab
+    ]
+    return [pair for *_, pair in sorted(found)]
+
+
+def _added(token: _Token) -> Json:
+    special = token.type != PieceType.USER_DEFINED
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": token.id, "content": token.text, **flags, "special": special}
+
+
+def _frame(keys: _Keys, *, default: bool) -> Json | None:
+    """The template that puts BOS before a text and EOS behind it, where the file says so."""
+    first = keys.special("bos") if keys.flag("add_bos_token", default=default) else None
+    last = keys.special("eos") if keys.flag("add_eos_token", default=False) else None
+    if first is None and last is None:
+        return None
+
+    def pieces(name: str, type_id: int) -> list[Json]:
+        text = {"Sequence": {"id": name, "type_id": type_id}}
+        before = [{"SpecialToken": {"id": first.text, "type_id": type_id}}] if first else []
+        after = [{"SpecialToken": {"id": last.text, "type_id": type_id}}] if last else []
+        return [*before, text, *after]
+
+    return {
+        "type": "TemplateProcessing",
+        "single": pieces("A", 0),
+        "pair": [*pieces("A", 0), *pieces("B", 1)],
+        "special_tokens": {
+            t.text: {"id": t.text, "ids": [t.id], "tokens": [t.text]} for t in (first, last) if t
+        },
+    }
+
+
+def _settings(keys: _Keys) -> Json:
+    named = {f"{name}_token": token.text for name in _SPECIAL if (token := keys.special(name))}
+    template = keys.kv.get("tokenizer.chat_template")
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **named,
+        "add_bos_token": keys.flag("add_bos_token", default=False),
+        "add_eos_token": keys.flag("add_eos_token", default=False),
+        **({"chat_template": template.value} if template and isinstance(template.value, str) else {}),
+    }

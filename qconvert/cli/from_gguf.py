@@ -1,0 +1,49 @@
+"""`qconvert from-gguf`: a GGUF model as a Hugging Face folder with config and tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qconvert.cli.options import model_argument, writing_options
+from qconvert.cli.writing import Flags, write
+from qconvert.errors import UnsupportedModel
+from qconvert.recipe import Recipe
+
+if TYPE_CHECKING:
+    from qconvert.formats.checkpoint import Checkpoint
+
+_DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+
+
+@click.command("from-gguf", short_help="A GGUF model back to safetensors, config and tokenizer.")
+@model_argument("file")
+@writing_options
+def command(file: str, **values: Any) -> None:
+    """Write the GGUF model FILE as a Hugging Face folder: safetensors, config.json, tokenizer.json.
+
+    Numbers are those that the file's blocks stand for, rounded once to --dtype: by default the 16-bit
+    type of the file, bf16 where all of it is quantized, f32 where nothing is. Any part of a split file
+    stands for all of them.
+
+    \b
+    qconvert from-gguf Qwen3-0.6B-Q8_0.gguf -o ./Qwen3-0.6B
+    """
+    from qconvert.formats.checkpoint import open_checkpoint
+    from qconvert.hub import resolve
+
+    checkpoint = open_checkpoint(resolve(file, revision=values["revision"]).path)
+    _require_gguf(file, checkpoint)
+    flags = replace(Flags(**values), dtype=values["dtype"] or _DTYPES[checkpoint.config["torch_dtype"]])
+    quantized = checkpoint.quantization is not None
+    assert flags.dtype is not None
+    write(file, flags.wish("from-gguf", Recipe(), dequantize=quantized), flags.dtype, flags)
+
+
+def _require_gguf(file: str, checkpoint: Checkpoint) -> None:
+    from qconvert.formats.gguf_checkpoint import GGUFModel
+
+    if not isinstance(checkpoint.files, GGUFModel):
+        raise UnsupportedModel(f"{file}: not a GGUF file", "name the .gguf file itself")

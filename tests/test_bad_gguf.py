@@ -1,0 +1,62 @@
+"""Broken and hostile GGUF models through the commands: each refused by name, or accepted."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import qconvert
+
+# Both ends are fine for these; we refuse them.
+REFUSED = {"gguf-nested-array-2.gguf", "gguf-key-not-utf8.gguf"}
+# Seen where the numbers are read; the others are seen on opening.
+BY_NUMBERS = ("gguf-nan.gguf", "gguf-q8-inf-scale.gguf")
+# Where the list names what is wrong in other words than a key or a tensor.
+NAMED = {"a tensor past the end": "blk.0.", "split.count": "split.count"}
+
+
+@pytest.fixture(scope="module")
+def bad(assets: Path) -> dict[str, Any]:
+    folder = assets / "fixtures" / "bad"
+    items = json.loads((folder / "MANIFEST.json").read_text())["items"]
+    return {n: item | {"path": folder / n} for n, item in sorted(items.items()) if n.startswith("gguf-")}
+
+
+def names(item: dict[str, Any]) -> list[str]:
+    return [NAMED.get(name, name) for name in item.get("must_name", ())]
+
+
+def test_inspect_refuses_what_the_header_and_the_names_decide(bad: dict[str, Any]) -> None:
+    assert len(bad) > 50
+    for name, item in bad.items():
+        if name in BY_NUMBERS:
+            continue
+        started = time.monotonic()
+        ran = qconvert("inspect", item["path"])
+        assert time.monotonic() - started < 5, name
+        if item["expect"] == "reject" or name in REFUSED:
+            assert ran.code == 1 and ran.err.startswith("Error: "), (name, ran)
+            assert "bug in qconvert" not in ran.err, ran.err
+            assert all(each in ran.err for each in names(item)), (name, ran.err)
+        else:
+            assert ran.code == 0, (name, ran.err)
+
+
+def test_verify_names_the_tensor_that_holds_nan(bad: dict[str, Any]) -> None:
+    for name in BY_NUMBERS:
+        ran = qconvert("verify", bad[name]["path"])
+        assert ran.code == 3 and ran.err.startswith("Error: blk.0.ffn_up.weight: NaN or Inf"), (name, ran)
+    assert qconvert("verify", bad["gguf-ok.gguf"]["path"]).code == 0
+
+
+def test_from_gguf_writes_no_nan_unless_asked(bad: dict[str, Any], tmp_path: Path) -> None:
+    for name in BY_NUMBERS:
+        ran = qconvert("from-gguf", bad[name]["path"], "-o", tmp_path / "out")
+        assert ran.code == 1 and "blk.0.ffn_up.weight: NaN or Inf at row" in ran.err, (name, ran)
+        assert not list(tmp_path.iterdir())
+    ran = qconvert("from-gguf", bad["gguf-nan.gguf"]["path"], "-o", tmp_path / "out", "--allow-nonfinite")
+    assert ran.code == 0, ran.err
