@@ -158,3 +158,16 @@ def widening(array, out):
 def test_wider_arithmetic_is_refused() -> None:
     with pytest.raises(TypingError):
         widening(SPECIAL, SPECIAL.copy())
+
+
+def test_without_a_folder_for_the_cache_kernels_still_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("numba.core.caching.CompileResultCacheImpl._locator_classes", [])
+    doubled = kernel(lambda number: number * 2)
+    assert doubled(21) == 42
+
+
+def test_a_changed_source_makes_every_cached_kernel_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    stamp = kernel(multiplied_and_added.py_func)._cache._cache_file._source_stamp
+    assert kernel(multiplied_and_added.py_func)._cache._cache_file._source_stamp == stamp
+    monkeypatch.setattr(lanes, "_SOURCES", lanes._SOURCES[1:])
+    assert kernel(multiplied_and_added.py_func)._cache._cache_file._source_stamp != stamp

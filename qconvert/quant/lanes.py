@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,11 @@ _SOURCES = tuple(
 
 def kernel(function: Callable[..., Any]) -> Any:
     """An entry point of compiled code: holds no lock, is cached on disk, divides by zero as C does."""
-    dispatcher: Any = njit(nogil=True, cache=True, error_model="numpy")(function)
+    compiled = partial(njit, nogil=True, error_model="numpy")
+    try:
+        dispatcher: Any = compiled(cache=True)(function)
+    except RuntimeError:  # numba found no folder that it may write to
+        return compiled()(function)
     # By itself numba looks at the kernel's file alone and would go on with the old code of a routine that is
     # in another one.
     stored = dispatcher._cache._cache_file

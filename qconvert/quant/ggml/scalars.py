@@ -18,7 +18,6 @@ _INFINITY = 0x7F800000
 _DENORMAL_ULP = np.float32(0.5)  # its ulp is 2**-24, that of denormal halves
 _DENORMAL_BITS = 126 << 23
 _EXPONENT_SHIFT = np.float32(2.0**112)  # from the exponent bias of a half (15) to that of a float (127)
-_ROUNDER = np.float32(12582912.0)  # 1.5 * 2**23
 
 
 @routine
@@ -53,12 +52,6 @@ def put_half(out: np.ndarray, at: int, value: np.float32) -> Any:
     out[at] = bits & 0xFF
     out[at + 1] = bits >> 8
     return half_value(bits)
-
-
-@routine
-def nearest_int(value: np.float32) -> Any:
-    """ggml's `nearest_int` of one number; see `qconvert.quant.lanes.nearest`."""
-    return (np.int64(np.float32(value + _ROUNDER).view(np.uint32)) & 0x7FFFFF) - 0x400000
 
 
 @routine

@@ -43,6 +43,12 @@ def symmetric_trials(half: int) -> Any:
     return -(np.float32(half) + np.float32(0.1) * around)
 
 
+def nonnegative_trials(top: int) -> Any:
+    """The scales that `fit_nonnegative` tries, in units of 1 / max: `top` first, then its neighbours."""
+    around = np.array([0, *range(-4, 0), *range(1, 5)], np.float32)
+    return np.float32(0.1) * around + np.float32(top)
+
+
 @routine
 def fit_affine(
     x: np.ndarray, w: np.ndarray, codes: np.ndarray, n: int, top: np.float32, trials: np.ndarray, l1: bool
@@ -60,15 +66,7 @@ def fit_affine(
     least = _starting_error(x, w, n, top, spread, low, l1)
     for trial in trials:
         spread = trial / (high - low)
-        sum_wq, sum_wqq, sum_wqx = splat(ZERO), splat(ZERO), splat(ZERO)
-        for at in range(0, n * LANES, LANES):
-            value = load(x, at)
-            code = clamp(nearest(spread * (value - low)), ZERO, top)
-            store(codes, at, code)
-            wq = load(w, at) * code
-            sum_wq = sum_wq + wq
-            sum_wqq = sum_wqq + wq * code
-            sum_wqx = sum_wqx + wq * value
+        sum_wq, sum_wqq, sum_wqx = _coded_sums(x, w, codes, n, top, spread, low)
         determinant = sum_w * sum_wqq - sum_wq * sum_wq
         slope = (sum_w * sum_wqx - sum_wx * sum_wq) / determinant
         start = (sum_wqq * sum_wx - sum_wq * sum_wqx) / determinant
@@ -97,6 +95,22 @@ def _moments(x: np.ndarray, w: np.ndarray, n: int) -> Any:
         sum_w = sum_w + weight
         sum_wx = sum_wx + weight * value
     return where(low > ZERO, splat(ZERO), low), high, sum_w, sum_wx
+
+
+@routine
+def _coded_sums(
+    x: np.ndarray, w: np.ndarray, codes: np.ndarray, n: int, top: np.float32, spread: Any, low: Any
+) -> Any:
+    sum_wq, sum_wqq, sum_wqx = splat(ZERO), splat(ZERO), splat(ZERO)
+    for at in range(0, n * LANES, LANES):
+        value = load(x, at)
+        code = clamp(nearest(spread * (value - low)), ZERO, top)
+        store(codes, at, code)
+        wq = load(w, at) * code
+        sum_wq = sum_wq + wq
+        sum_wqq = sum_wqq + wq * code
+        sum_wqx = sum_wqx + wq * value
+    return sum_wq, sum_wqq, sum_wqx
 
 
 @routine
@@ -167,12 +181,6 @@ def fit_symmetric(
         code = clamp(nearest(best_spread * load(x, at)), -half, half - _ONE) + half
         store(codes, at, where(nothing, splat(ZERO), code))
     return where(nothing, splat(ZERO), scale)
-
-
-def nonnegative_trials(top: int) -> Any:
-    """The scales that `fit_nonnegative` tries, in units of 1 / max: `top` first, then its neighbours."""
-    around = np.array([0, *range(-4, 0), *range(1, 5)], np.float32)
-    return np.float32(0.1) * around + np.float32(top)
 
 
 @routine
