@@ -40,7 +40,7 @@ def model_card(name: str, manifest: Json, draft: Draft, upstream: Path | None, r
         *census_lines(census),
         "```",
         *_loss(manifest),
-        *_loading(draft),
+        *_loading(draft, draft.config),
         "",
         "## Recipe",
         "",
@@ -102,12 +102,27 @@ def _all_exact(manifest: Json) -> bool:
     return all(entry["exact"] for entry in manifest["tensors"].values())
 
 
-def _loading(draft: Draft) -> list[str]:
+# What loads a folder without any remark, by the method in its config; None stands for plain weights.
+_LOADERS = {
+    None: "transformers (`from_pretrained`) and vLLM load",
+    "compressed-tensors": "transformers (`from_pretrained`) and vLLM load",
+    "gptq": "vLLM, and transformers with GPTQModel, load",
+    "awq": "vLLM, and transformers with an AWQ backend, load",
+    "bitsandbytes": "transformers with bitsandbytes, and vLLM, load",
+    "fp8": "vLLM, SGLang and transformers load",
+    "mlx": "mlx-lm loads",
+}
+
+
+def _loading(draft: Draft, config: Json) -> list[str]:
     lines = ["", "## Loading", ""]
     for notice in draft.notices:
         lines += [notice.sentence, "", "| loader | loads | why |", "|---|---|---|"]
         lines += [f"| {v.loader} | {'yes' if v.loads else 'no'} | {v.why} |" for v in notice.verdicts]
         lines.append("")
     if not draft.notices:
-        lines.append("transformers (`from_pretrained`) and vLLM load this folder as it is.")
+        method = (
+            "mlx" if "quantization" in config else config.get("quantization_config", {}).get("quant_method")
+        )
+        lines.append(f"{_LOADERS.get(method, 'qconvert reads')} this folder as it is.")
     return lines

@@ -20,7 +20,7 @@ from qconvert.errors import BadRecipe
 from qconvert.schemes import KEEP, Scheme, parse_scheme
 
 FUSIONS = {"qkv": "attn.qkv", "gate_up": "mlp.gate_up"}
-LAYOUTS = ("compressed-tensors",)
+LAYOUTS = ("compressed-tensors", "int-quantized", "gptq", "gptq_v2", "awq", "mlx", "bitsandbytes", "fp8")
 # A file's values as they may stand in a message: YAML aliases can spell 9**20 items in a few lines.
 _BRIEF = Repr()
 _BRIEF.maxlevel = 2

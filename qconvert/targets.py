@@ -88,6 +88,11 @@ def regrid(target: Target, embeddings: frozenset[str]) -> Pass:
         if isinstance(form, Plain) or not isinstance(form, Quantized):
             return unit
         if unit.output.name in embeddings and target.layout != "mlx":
+            if any(isinstance(op, Quantize) for op in unit.ops):
+                raise BadRecipe(
+                    f"{unit.output.name}: {target.layout} holds no quantized embedding",
+                    "drop the rule that names it, or write compressed-tensors or mlx",
+                )
             return unit.then(Dequantize(form.decoded))
         for op in steps(target, unit.output):
             unit = unit.then(op)

@@ -16,8 +16,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from qconvert.cli.convert_command import LAYOUTS, PLAIN
+from qconvert.cli.convert_command import PLAIN
 from qconvert.formats.checkpoint import WRITERS, open_checkpoint
+from qconvert.recipe import LAYOUTS
 from qconvert.targets import PLAIN as PLAIN_TARGETS
 from qconvert.targets import RULES
 from qconvert.tensors import Dense
@@ -299,3 +300,12 @@ def test_fp8_blocks_are_fused_only_where_no_block_would_mix_two_parts(tmp_path: 
     folder = made("convert", narrow, "--to", "fp8", "-o", tmp_path / "fp8-narrow")
     ran = qconvert("fuse", folder, "-o", tmp_path / "mixed")
     assert ran.code == 1 and "share a block of 128" in ran.err
+
+
+def test_quantize_writes_any_layout_of_integers_at_once(model: Path, tmp_path: Path) -> None:
+    asked = ("quantize", model, "--scheme", "int4-g64", "--layout", "awq")
+    out = made(*asked, "-o", tmp_path / "at-once")
+    assert stored(out) == stored(quantized(model, tmp_path, "awq", "int4-g64"))
+    assert "with an AWQ backend, load this folder" in (out / "README.md").read_text()
+    ran = qconvert(*asked, "--rule", "embed=int8", "-o", tmp_path / "table")
+    assert ran.code == 1 and "awq holds no quantized embedding" in ran.err

@@ -79,7 +79,7 @@ def test_empty_lists_may_be_written_as_nothing(tmp_path: Path) -> None:
         ({"fuse": [["qkv"]]}, "x: fuse: ['qkv'] is not known"),
         ({"tie": "yes"}, "x: tie is 'yes'"),
         ({"search": 1}, "x: search is 1"),
-        ({"layout": "gptq"}, "x: layout: 'gptq' is not known"),
+        ({"layout": "exl3"}, "x: layout: 'exl3' is not known"),
         ([], "x: not a mapping"),
         (None, "x: not a mapping"),
         ("int4", "x: not a mapping"),

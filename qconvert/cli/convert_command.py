@@ -9,11 +9,10 @@ import click
 
 from qconvert.cli.options import model_argument, writing_options
 from qconvert.cli.writing import Flags, write
-from qconvert.recipe import Recipe
+from qconvert.recipe import LAYOUTS, Recipe
 from qconvert.schemes import parse_scheme
 
 # Spelled out, so that help needs no layout to be imported; a test holds them against the tables.
-LAYOUTS = ("compressed-tensors", "int-quantized", "gptq", "gptq_v2", "awq", "mlx", "bitsandbytes", "fp8")
 PLAIN = ("bf16", "f16", "f32")
 TABLES = ("nf4", "fp4")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import click
 from qconvert.cli.options import model_argument, writing_options
 from qconvert.cli.writing import Flags, write
 from qconvert.errors import BadRecipe
-from qconvert.recipe import FUSIONS, Recipe, Rule, load_recipe, parse_rule
+from qconvert.recipe import FUSIONS, LAYOUTS, Recipe, Rule, load_recipe, parse_rule
 from qconvert.schemes import Scheme, parse_scheme
+
+_INTEGERS = tuple(layout for layout in LAYOUTS if layout not in ("bitsandbytes", "fp8"))
 
 
 @click.command("quantize", short_help="Linears to 2 to 8 bits, by groups.")
@@ -35,13 +38,16 @@ from qconvert.schemes import Scheme, parse_scheme
 @click.option(
     "--allow-smaller-group", is_flag=True, help="Where the group size does not divide, use 128/64/32."
 )
+@click.option(
+    "--layout", type=click.Choice(_INTEGERS), help="Layout of the output. [default: compressed-tensors]"
+)
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Read a YAML recipe first.")
 @writing_options
 def command(model: str, **flags: Any) -> None:
     """Quantize the linears of MODEL to 2 to 8 bits, by groups.
 
     The output is in compressed-tensors' pack-quantized layout, which transformers and vLLM load as
-    it is. Embeddings and head stay as they are unless a rule names them.
+    it is, unless --layout names another. Embeddings and head stay as they are unless a rule names them.
 
     \b
     SELECTOR  a role (mlp.down), a role in a layer range (layers.0-3.mlp.down),
@@ -52,9 +58,14 @@ def command(model: str, **flags: Any) -> None:
     qconvert quantize Qwen/Qwen2.5-1.5B-Instruct --bits 4
     qconvert quantize ./model --bits 4 --rule mlp.down=int8 --rule embed=int8
     """
+    from qconvert.targets import Target
+
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
     recipe = build_recipe(**asked)
-    write(model, Flags(**flags).wish("quantize", recipe), _suffix(recipe), Flags(**flags))
+    wish = Flags(**flags).wish("quantize", recipe)
+    if recipe.layout != LAYOUTS[0]:
+        wish = replace(wish, target=Target(recipe.layout))
+    write(model, wish, _suffix(recipe), Flags(**flags))
 
 
 def build_recipe(
@@ -69,6 +80,7 @@ def build_recipe(
     fuse: tuple[str, ...],
     tie: bool | None,
     allow_smaller_group: bool,
+    layout: str | None,
     recipe_file: Path | None,
 ) -> Recipe:
     """The recipe that a file and the flags ask for together; flags win, their rules come last."""
@@ -88,6 +100,7 @@ def build_recipe(
         tie=recipe.tie if tie is None else tie,
         search=recipe.search if search is None else search,
         allow_smaller_group=recipe.allow_smaller_group or allow_smaller_group,
+        layout=layout or recipe.layout,
     )
     if recipe.scheme is None and not any(rule.scheme for rule in recipe.rules):
         raise BadRecipe(
@@ -108,4 +121,5 @@ def _suffix(recipe: Recipe) -> str:
     if recipe.scheme is None:
         return "quantized"
     mixed = "-mixed" if any(rule.scheme for rule in recipe.rules) else ""
-    return recipe.scheme.label + mixed + ("-fused" if recipe.fuse else "")
+    layout = "" if recipe.layout == LAYOUTS[0] else f"-{recipe.layout}"
+    return recipe.scheme.label + mixed + ("-fused" if recipe.fuse else "") + layout
