@@ -1,0 +1,87 @@
+"""The console blocks of README.md: runs them, compares them, and rewrites them when asked.
+
+`python tests/readme.py` replaces every output in README.md with what the commands print now.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from qconvert.cli.progress import COMPILING
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+_BLOCK = re.compile(r"```console\n(?P<body>\$ qconvert .*?)```", re.DOTALL)
+# Commands whose figures depend on the machine or on its Python version.
+_VARIABLE = ("eval", "demo")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One console block: the commands in it and all they print, in order."""
+
+    commands: tuple[str, ...]
+    body: str
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The console blocks that run qconvert."""
+    for match in _BLOCK.finditer(text):
+        lines = match["body"].splitlines()
+        yield Block(tuple(line[2:] for line in lines if line.startswith("$ ")), match["body"])
+
+
+def transcript(block: Block, folder: Path) -> str:
+    """What a terminal shows when the block's commands run in `folder`, stdout and stderr together."""
+    shown = []
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "COLUMNS": "100",
+    }
+    for command in block.commands:
+        done = subprocess.run(
+            ["sh", "-c", f"{command} 2>&1"],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        shown.append(f"$ {command}\n{done.stdout}")
+    return "".join(shown)
+
+
+def comparable(block: Block, text: str) -> str:
+    """The text without what differs between machines and between first and later runs."""
+    text = text.replace(f"{COMPILING}\n", "")
+    text = re.sub(r"\d+\.\d s\b", "# s", text)
+    names = {command.split()[1] for command in block.commands}
+    if names & {"env", "generate"}:
+        return "\n".join(line.split(" ")[0] if "env" in names else line[:1] for line in text.splitlines()[:1])
+    if names & set(_VARIABLE):
+        text = re.sub(r"[0-9a-f]{12,}", "#", text)
+        text = re.sub(r"\d[\d.,e-]*", "#", text)
+        text = re.sub(r"(?m)^environment .*$|^arithmetic .*$", "", text)
+        text = re.sub(r" +", " ", text)
+    return text
+
+
+def rewrite() -> None:
+    """Run every block in one folder and put what it printed into README.md."""
+    text = README.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        for block in list(blocks(text)):
+            printed = transcript(block, Path(folder)).replace(f"{COMPILING}\n", "")
+            text = text.replace(block.body, printed)
+    README.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    rewrite()
