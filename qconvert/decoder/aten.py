@@ -99,7 +99,7 @@ class PackedInt4:
     def columns(self, start: int, stop: int) -> Tensor:
         """Rows [start, stop), which must be whole tiles, transposed: bfloat16 [I, stop - start]."""
         rows = 2 * self.tiles_TIB.shape[2]
-        scales_GO, offsets_GO = self.grid_GO2[:, start:stop].unbind(-1)
+        scales_GO, offsets_GO = self.grid_GO2[:, start:stop].permute(2, 0, 1).contiguous()
         # Without offsets, bfloat16 holds every step of the arithmetic exactly but the last.
         plain = not bool(offsets_GO.any())
         tiles_TIB = self.tiles_TIB[start // rows : stop // rows]

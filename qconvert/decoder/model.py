@@ -25,7 +25,7 @@ from qconvert.decoder.storage import Readable
 from qconvert.errors import QConvertError
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and sines of the positions at hand, float32 [T, E/2] each."""
+"""Cosines and signed sines of the positions at hand, float32 [T, E] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,9 @@ def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, window: int | None) -
     """Causal attention of the last T positions over all of them, at most `window` back.
 
     Fewer queries than keys need a mask written out: `is_causal` aligns the two at the first
-    position, not at the last. A single query that sees everything needs none.
+    position, not at the last. A single query that sees everything needs none; the heads that share
+    its keys then are as many queries of one head, which spares reading the keys once for each (14
+    heads over 2 on a CPU: 4 times as fast at 40 keys, 14 times at 2000).
     """
     new, seen = q_BHTE.shape[2], k_BKTE.shape[2]
     slides = window is not None and window < seen
@@ -75,7 +77,11 @@ def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, window: int | None) -
         position = torch.arange(seen, device=q_BHTE.device)
         age_TT = position[seen - new :, None] - position
         mask_TT = (age_TT >= 0) & (age_TT < (window if window is not None else seen))
-    causal = mask_TT is None and new > 1
+    if new == 1:
+        q_BKGE = q_BHTE.reshape(len(q_BHTE), k_BKTE.shape[1], -1, q_BHTE.shape[3])
+        y_BKGE = F.scaled_dot_product_attention(q_BKGE, k_BKTE, v_BKTE, attn_mask=mask_TT)
+        return y_BKGE.view_as(q_BHTE)
+    causal = mask_TT is None
     return F.scaled_dot_product_attention(
         q_BHTE, k_BKTE, v_BKTE, attn_mask=mask_TT, is_causal=causal, enable_gqa=True
     )

@@ -30,18 +30,21 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
 
 
 def cos_sin(rope: Rope, frequencies_F: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions [start, stop), float32 [stop - start, F] each."""
+    """What `rotate` needs at positions [start, stop): float32 [stop - start, E] each.
+
+    Cosines, and sines whose first half is negative: the sign that the rotation gives them.
+    """
     positions_T = torch.arange(start, stop, dtype=torch.float32, device=frequencies_F.device)
     angles_TF = torch.outer(positions_T, frequencies_F)
     scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
-    return angles_TF.cos() * scale, angles_TF.sin() * scale
+    cos_TF, sin_TF = angles_TF.cos() * scale, angles_TF.sin() * scale
+    return torch.cat((cos_TF, cos_TF), dim=-1), torch.cat((-sin_TF, sin_TF), dim=-1)
 
 
-def rotate(x_BTHE: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+def rotate(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     """Turn each pair (i, i + E/2) of a head's dimensions by its angle; float32 inside."""
-    cos, sin = cos_TF[:, None], sin_TF[:, None]
-    first, second = x_BTHE.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHE.dtype)
+    other_BTHE = x_BTHE.roll(x_BTHE.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_BTHE * cos_TE[:, None], other_BTHE, sin_TE[:, None]).to(x_BTHE.dtype)
 
 
 def _llama3(scaling: Llama3Scaling, plain_F: Tensor) -> Tensor:

@@ -1,0 +1,78 @@
+"""A GGUF file of a checkpoint for llama.cpp to be measured with, written by its own libraries.
+
+The bfloat16 file is gguf-py's, the quantized one is llama_model_quantize's, so that llama.cpp runs
+exactly what its users run. Random weights have no tokenizer; llama.cpp's "no_vocab" stands in.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qconvert.formats.checkpoint import open_checkpoint
+from qconvert.tensors import Dense, DType
+
+Q4_0 = 2
+"""LLAMA_FTYPE_MOSTLY_Q4_0 of llama.h."""
+
+_ROLES = {
+    "embed": "token_embd",
+    "final_norm": "output_norm",
+    "lm_head": "output",
+    "attn.norm": "attn_norm",
+    "attn.q": "attn_q",
+    "attn.k": "attn_k",
+    "attn.v": "attn_v",
+    "attn.o": "attn_output",
+    "mlp.norm": "ffn_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+}
+
+
+def write_bf16(folder: Path, out: Path) -> Path:
+    """A dense Qwen2 checkpoint in bfloat16 as GGUF; vectors in float32, as llama.cpp wants them."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter
+
+    checkpoint = open_checkpoint(folder)
+    config, binding = checkpoint.config, checkpoint.bind()
+    writer = GGUFWriter(out, "qwen2")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    for name, place in binding.places.items():
+        tensor = checkpoint.tensors[name]
+        value = checkpoint.reader.read(tensor, 0, tensor.rows)
+        assert isinstance(value, Dense) and value.dtype is DType.BF16
+        layer = "" if place.layer is None else f"blk.{place.layer}."
+        spelled = f"{layer}{_ROLES[place.role]}.{place.part}"
+        if len(tensor.shape) == 1:
+            writer.add_tensor(spelled, (value.rows_RI.ravel().astype(np.uint32) << 16).view(np.float32))
+        else:
+            raw = value.rows_RI.view(np.uint8)
+            writer.add_tensor(spelled, raw, raw_dtype=GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out
+
+
+def quantize_q4_0(source: Path, out: Path) -> Path:
+    """The file as llama-quantize makes Q4_0 of it."""
+    from cyllama.llama import llama_cpp as api  # type: ignore[import-untyped]
+
+    api.disable_logging()
+    params = api.LlamaModelQuantizeParams()
+    params.ftype = Q4_0
+    params.nthread = 2
+    api.model_quantize(str(source), str(out), params)
+    return out

@@ -1,0 +1,139 @@
+"""Ways to run one model: qconvert's decoder, transformers, llama.cpp, all behind one interface.
+
+Each runner reads tokens and drops the logits, as its own fast path computes them. What is not
+installed here says so and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qconvert.decoder.config import DecoderConfig
+from qconvert.decoder.load import load_decoder
+from qconvert.decoder.model import Decoder, Layer
+from qconvert.decoder.place import Layout
+from qconvert.decoder.scoring import score
+from qconvert.formats.checkpoint import open_checkpoint
+from qconvert.formats.weights import CheckpointWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A loaded model. `token_bytes` are the bytes of weights that one token reads.
+
+    `start(prompt)` forgets everything and reads a prompt; `step(token)` reads one more token and
+    computes the logits of the next; `read(tokens)` reads a text from the start and computes the
+    logits of every position.
+    """
+
+    name: str
+    token_bytes: int
+    start: Callable[[Sequence[int]], None]
+    step: Callable[[int], None]
+    read: Callable[[Sequence[int]], None]
+
+
+def ours(name: str, folder: Path, room: int, *, int8_head: bool = False) -> Runner:
+    """A checkpoint in the built-in decoder, in the layout and dtype that it takes for speed."""
+    checkpoint = open_checkpoint(folder)
+    decoder = load_decoder(
+        DecoderConfig.from_hf(checkpoint.config),
+        CheckpointWeights(checkpoint),
+        dtype=None,
+        layout=Layout.AUTO,
+        quantize_head=int8_head,
+    )
+    cache = decoder.cache(1, room)
+
+    def start(prompt: Sequence[int]) -> None:
+        cache.length = 0
+        decoder.prefill(torch.tensor([prompt]), cache)
+
+    def read(tokens: Sequence[int]) -> None:
+        """What an evaluation does with a window: hidden states, then the losses of all tokens."""
+        ids_1T = torch.tensor([tokens])
+        h_ND = decoder.hidden(ids_1T)[0, :-1]
+        score([lambda begin, end: decoder.logits(h_ND, begin, end)], ids_1T[0, 1:], decoder.config.vocab)
+
+    return Runner(
+        name,
+        _token_bytes(decoder),
+        start,
+        lambda token: _drop(decoder.decode(torch.tensor([token]), cache)),
+        read,
+    )
+
+
+def transformers_bf16(folder: Path) -> Runner:
+    """The same checkpoint in transformers, bfloat16, with its own growing cache."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.eval()
+    state: dict[str, Any] = {}
+
+    @torch.inference_mode()
+    def forward(ids: Sequence[int], cache: Any, last: int) -> None:
+        out = model(torch.tensor([ids]), past_key_values=cache, use_cache=last == 1, logits_to_keep=last)
+        state["cache"] = out.past_key_values
+
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    return Runner(
+        "transformers bf16",
+        nbytes,
+        lambda prompt: forward(prompt, None, 1),
+        lambda token: forward([token], state["cache"], 1),
+        lambda tokens: forward(tokens, None, 0),
+    )
+
+
+def llama_cpp(name: str, gguf: Path, room: int, threads: int) -> Runner:
+    """A GGUF file in llama.cpp, through the cyllama package."""
+    from cyllama.llama import llama_cpp as api  # type: ignore[import-untyped]
+
+    api.disable_logging()
+    model_params, params = api.LlamaModelParams(), api.LlamaContextParams()
+    model = api.LlamaModel(str(gguf), model_params, verbose=False)
+    params.n_ctx = params.n_batch = room
+    params.n_threads = params.n_threads_batch = threads
+    context = api.LlamaContext(model, params, verbose=False)
+    position = [0]
+
+    def feed(tokens: Sequence[int], everywhere: bool) -> None:
+        batch = api.LlamaBatch(n_tokens=len(tokens), embd=0, n_seq_max=1)
+        for offset, token in enumerate(tokens):
+            batch.add(token, position[0] + offset, [0], everywhere or offset == len(tokens) - 1)
+        context.decode(batch)
+        position[0] += len(tokens)
+
+    def restart(tokens: Sequence[int], everywhere: bool) -> None:
+        context.kv_cache_clear()
+        position[0] = 0
+        feed(tokens, everywhere)
+
+    return Runner(
+        name,
+        gguf.stat().st_size,
+        lambda prompt: restart(prompt, False),
+        lambda token: feed([token], False),
+        lambda tokens: restart(tokens, True),
+    )
+
+
+def _token_bytes(decoder: Decoder) -> int:
+    def linears(layer: Layer) -> int:
+        mlp: Any = layer.mlp
+        used = [*layer.attention.qkv, layer.attention.o, *mlp.gate_up, mlp.down]
+        return sum(linear.weight.nbytes for linear in used)
+
+    return decoder.head.nbytes + sum(map(linears, decoder.layers))
+
+
+def _drop(logits: Tensor) -> None:
+    """Results are not kept: what is measured is making them."""

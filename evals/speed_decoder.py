@@ -1,0 +1,243 @@
+"""Decoding and reading against what the memory allows, and against transformers and llama.cpp.
+
+`python evals/speed.py decode` and `prefill`: a checkpoint of a real model's shape, quantized on the
+spot, runs beside its peers in one process, in turns, so that ratios are of the same minutes. A
+round's rate is that of its median step, and ratios are taken within rounds, because machines drift.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qconvert import __version__
+from qconvert.evals.synthetic import SHAPES, make_checkpoint
+from qconvert.tables import size, table
+from qconvert.tensors import Json
+
+if TYPE_CHECKING:
+    from qconvert.evals.runners import Runner
+
+BASE = "transformers bf16"
+LLAMA = "llama.cpp Q4_0"
+PROMPT = 16
+_COPY_BYTES = 256 << 20
+
+Rates = dict[str, list[float]]
+"""Tokens per second of every runner, one figure per round."""
+
+_OPTIONS = (
+    click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen2.5-0.5b", show_default=True),
+    click.option("--threads", type=click.IntRange(1), default=2, show_default=True),
+    click.option("--rounds", type=click.IntRange(1), default=5, show_default=True),
+    click.option("--dir", "folder", type=click.Path(path_type=Path), help="Keep the models here for reuse."),
+    click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too."),
+)
+
+
+def _options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command("decode")
+@click.option("--tokens", type=click.IntRange(2), default=32, show_default=True, help="Per round.")
+@_options
+def decode(tokens: int, **options: Any) -> None:
+    """Tokens per second at batch 1, a few tokens into a text."""
+
+    def one_round(runner: Runner) -> float:
+        runner.start(range(100, 100 + PROMPT))
+        runner.step(7)
+        return 1 / statistics.median(_seconds(lambda: runner.step(7)) for _ in range(tokens))
+
+    _measure("decode", one_round, room=PROMPT + tokens + 1, tokens=tokens, **options)
+
+
+@click.command("prefill")
+@click.option("--tokens", type=click.IntRange(2), default=2048, show_default=True, help="In the window.")
+@_options
+def prefill(tokens: int, **options: Any) -> None:
+    """Tokens per second of reading a window with logits of every position.
+
+    Ours includes the losses of all tokens, in float32, as `eval perplexity` computes them; the
+    peers stop at the logits.
+    """
+
+    def one_round(runner: Runner) -> float:
+        return tokens / _seconds(lambda: runner.read([i % 1000 for i in range(tokens)]))
+
+    _measure("prefill", one_round, room=tokens, tokens=tokens, **options)
+
+
+def _measure(
+    what: str,
+    one_round: Callable[[Runner], float],
+    *,
+    room: int,
+    tokens: int,
+    shape: str,
+    threads: int,
+    rounds: int,
+    folder: Path | None,
+    out: Path | None,
+) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    with _workplace(folder) as work:
+        runners = _runners(work, shape, room, threads)
+        rates: Rates = {runner.name: [] for runner in runners}
+        copies = []
+        for number in range(rounds + 1):
+            copy = _copy_bandwidth()
+            for runner in runners:
+                rate = one_round(runner)
+                if number:  # the round before the first warms caches and thread pools
+                    rates[runner.name].append(rate)
+            if number:
+                copies.append(copy)
+    record = {
+        "measurement": what,
+        "shape": shape,
+        "tokens": tokens,
+        "threads": threads,
+        "rounds": rounds,
+        "machine": machine(),
+        "versions": _versions(),
+        "copy_bytes_per_second": copies,
+        "token_bytes": {runner.name: runner.token_bytes for runner in runners},
+        "tokens_per_second": rates,
+    }
+    _print(record)
+    if out is not None:
+        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _workplace(folder: Path | None) -> Iterator[Path]:
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        yield Path(scratch)
+
+
+def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
+    """Every way to run the shape that is installed here."""
+    from qconvert.evals.runners import llama_cpp, ours, transformers_bf16
+
+    source = make_checkpoint(work / f"{shape}-x1", shape)
+    int4 = work / f"{shape}-int4"
+    if not int4.is_dir():
+        command = [
+            sys.executable,
+            "-m",
+            "qconvert",
+            "quantize",
+            str(source),
+            "--bits",
+            "4",
+            "--min-max",
+            "-q",
+        ]
+        subprocess.run([*command, "--no-verify", "-o", str(int4)], check=True, stdout=subprocess.DEVNULL)
+    runners = [
+        ours("int4, int8 head", int4, room, int8_head=True),
+        ours("int4", int4, room),
+        ours("bf16", source, room),
+    ]
+    if find_spec("transformers"):
+        runners.append(transformers_bf16(source))
+    if find_spec("cyllama") and find_spec("gguf"):
+        runners += [
+            llama_cpp(name, path, room, threads) for name, path in _ggufs(work, shape, source).items()
+        ]
+    return runners
+
+
+def _ggufs(work: Path, shape: str, source: Path) -> Mapping[str, Path]:
+    from qconvert.evals.peer_gguf import quantize_q4_0, write_bf16
+
+    bf16, q4_0 = (work / f"{shape}-{kind}.gguf" for kind in ("bf16", "q4_0"))
+    if not q4_0.is_file():
+        quantize_q4_0(write_bf16(source, bf16), q4_0)
+    return {LLAMA: q4_0, "llama.cpp bf16": bf16}
+
+
+def _copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy that no cache holds; the best of five."""
+    import torch
+
+    source, target = torch.ones(_COPY_BYTES, dtype=torch.uint8), torch.zeros(_COPY_BYTES, dtype=torch.uint8)
+    return 2 * _COPY_BYTES / min(_seconds(lambda: target.copy_(source)) for _ in range(5))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def machine() -> str:
+    """The kind of machine, in words: cores and processor."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = info.read_text(encoding="utf-8").splitlines()
+        model = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), model
+        )
+    return f"{os.cpu_count()} cores, {model}"
+
+
+def _versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    peers = [name for name in ("torch", "transformers", "cyllama") if find_spec(name)]
+    return {"qconvert": __version__, **{name: version(name) for name in peers}}
+
+
+def _print(record: Json) -> None:
+    rates: Rates = record["tokens_per_second"]
+    bandwidth = statistics.median(record["copy_bytes_per_second"])
+    head, decoding = ["what", "tokens/s"], record["measurement"] == "decode"
+    head += [f"times {peer.split()[0]}" for peer in (BASE, LLAMA) if peer in rates]
+    head += ["bytes/token", "floor tokens/s", "fraction"] if decoding else []
+    cells = []
+    for name, values in rates.items():
+        row = [name, f"{statistics.median(values):.1f}"]
+        row += [f"{_ratio(values, rates[peer]):.2f}" for peer in (BASE, LLAMA) if peer in rates]
+        if decoding:
+            floor = bandwidth / record["token_bytes"][name]
+            row += [
+                size(record["token_bytes"][name]),
+                f"{floor:.1f}",
+                f"{statistics.median(values) / floor:.2f}",
+            ]
+        cells.append(row)
+    conditions = "{measurement}: {shape}, {tokens} tokens, {threads} threads, {rounds} rounds; {machine}"
+    click.echo(f"{conditions.format(**record)}; copy {bandwidth / 1e9:.1f} GB/s")
+    click.echo("\n".join(table(head, cells)))
+    for peer, package in ((BASE, "transformers"), (LLAMA, "cyllama and gguf")):
+        if peer not in rates:
+            click.echo(f"{peer} left out: install {package}", err=True)
+
+
+def _ratio(values: list[float], base: list[float]) -> float:
+    return statistics.median(value / other for value, other in zip(values, base, strict=True))

@@ -1,0 +1,48 @@
+"""The speed commands run, on a model small enough for it, and write down what they measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from qconvert.evals import speed_decoder, synthetic
+from qconvert.evals.speed import main
+
+TINY = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1200,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both commands find the models that the first of them makes."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.mark.parametrize("command", ["decode", "prefill"])
+def test_measures_every_runner_in_every_round(
+    command: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(synthetic.SHAPES, "qwen2.5-0.5b", synthetic.SHAPES["qwen2.5-0.5b"] | TINY)
+    monkeypatch.setattr(speed_decoder, "_COPY_BYTES", 1 << 16)
+    out = tmp_path / "record.json"
+    options = ["--rounds", 2, "--tokens", 8, "--threads", 1, "--dir", models, "-o", out]
+    ran = CliRunner().invoke(main, [command, *map(str, options)], catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    record = json.loads(out.read_text())
+    rates = record["tokens_per_second"]
+    assert {"int4, int8 head", "int4", "bf16"} <= set(rates)
+    assert all(len(values) == 2 and min(values) > 0 for values in rates.values())
+    # The head, and per layer q, o, k, v and the three matrices of the MLP.
+    weights = 1200 * 128 + 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
+    assert record["token_bytes"]["bf16"] == 2 * weights
+    assert record["token_bytes"]["int4"] < record["token_bytes"]["bf16"]
+    assert f"{command}: qwen2.5-0.5b, 8 tokens" in ran.output
