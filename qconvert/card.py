@@ -40,7 +40,7 @@ def model_card(name: str, manifest: Json, draft: Draft, upstream: Path | None, r
         *census_lines(census),
         "```",
         *_loss(manifest),
-        *_loading(draft, draft.config),
+        *_loading(draft),
         "",
         "## Recipe",
         "",
@@ -114,15 +114,14 @@ _LOADERS = {
 }
 
 
-def _loading(draft: Draft, config: Json) -> list[str]:
+def _loading(draft: Draft) -> list[str]:
     lines = ["", "## Loading", ""]
     for notice in draft.notices:
         lines += [notice.sentence, "", "| loader | loads | why |", "|---|---|---|"]
         lines += [f"| {v.loader} | {'yes' if v.loads else 'no'} | {v.why} |" for v in notice.verdicts]
         lines.append("")
     if not draft.notices:
-        method = (
-            "mlx" if "quantization" in config else config.get("quantization_config", {}).get("quant_method")
-        )
+        method = draft.config.get("quantization_config", {}).get("quant_method")
+        method = "mlx" if "quantization" in draft.config else method
         lines.append(f"{_LOADERS.get(method, 'qconvert reads')} this folder as it is.")
     return lines

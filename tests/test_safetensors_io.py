@@ -313,3 +313,15 @@ def test_an_index_lists_the_shards(tmp_path: Path) -> None:
 def test_an_empty_model_is_one_empty_file(tmp_path: Path) -> None:
     assert write_ours(tmp_path, []) == ["model.safetensors"]
     assert safetensors.numpy.load_file(tmp_path / "model.safetensors") == {}
+
+
+@pytest.mark.parametrize("width", [6, 5000])  # a window of whole rows, and one call for each row
+def test_columns_are_read_alone(tmp_path: Path, width: int) -> None:
+    array = np.arange(9 * width, dtype=np.int32).reshape(9, width)
+    safetensors.numpy.save_file({"a": array}, tmp_path / "a.safetensors")
+    with SafetensorsFile(tmp_path / "a.safetensors") as file:
+        found = file.read("a", 2, 8, columns=(1, 4))
+        np.testing.assert_array_equal(found, array[2:8, 1:4])
+        assert found.flags.c_contiguous
+        with pytest.raises(ValueError, match="columns"):
+            file.read("a", 2, 8, columns=(1, width + 1))

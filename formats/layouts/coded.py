@@ -21,7 +21,7 @@ FP8_DTYPES = {"e4m3": DType.F8_E4M3, "e5m2": DType.F8_E5M2}
 class CodedArrays:
     """How one layout names the arrays of `X.weight`: suffixes after `X.`, and the carrier of 4-bit codes.
 
-    `vector` scales are stored as [N, 1] where a whole row has one, and as [1] for a whole tensor.
+    Scales are stored as [N, 1] where a whole row has one, as [1] for a whole tensor, else block by block.
     """
 
     codes: str
