@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,11 @@ from hypothesis import settings
 # The same examples on every run: a red test means that the change before it broke something.
 settings.register_profile("qconvert", deadline=None, derandomize=True, database=None)
 settings.load_profile("qconvert")
+
+# Started in the background, a shell makes a process ignore Ctrl-C, and its children with it; some
+# tests send it to theirs.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
