@@ -9,9 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from qconvert.decoder.config import DecoderConfig
+from qconvert.decoder.load import load_decoder
 from qconvert.errors import QConvertError
 from qconvert.formats.checkpoint import Checkpoint, open_checkpoint
+from qconvert.formats.weights import CheckpointWeights
 from qconvert.quant.grids import numbers
 from qconvert.tensors import DType
 from tests.commands import made, qconvert
@@ -151,3 +156,16 @@ def test_hand_written_checkpoints_decode_as_their_author_says(assets: Path) -> N
                 assert hashlib.sha256(decoded(checkpoint, tensor, DType.F32)).hexdigest() == sha256, tensor
                 checked += 1
     assert checked >= 40
+
+
+@pytest.mark.parametrize(
+    "name", ["cut-gptqm-w4-sym-g128-descact", "cut-mlx-q3-g64", "cut-bnb-int8", "cut-fp8-block-hand"]
+)
+def test_our_decoder_computes_the_logits_of_the_field(quantized: Path, name: str) -> None:
+    folder = quantized / name
+    checkpoint = open_checkpoint(folder)
+    decoder = load_decoder(DecoderConfig.from_hf(checkpoint.config), CheckpointWeights(checkpoint))
+    ids = torch.tensor([json.loads((quantized / "prompt.json").read_text())["ids"]])
+    logits = decoder.logits(decoder.hidden(ids % checkpoint.config["vocab_size"]))[0, -1]
+    expected = load_file(folder / "golden.safetensors")["logits_float32_reference.last_token"]
+    assert (logits - expected.flatten()).abs().max() < 1e-4
