@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
+from qconvert.errors import CorruptCheckpoint, NotDownloaded, QConvertError, UnsupportedModel
 from qconvert.formats.files import shown
 from qconvert.formats.hf_index import ShardIndex, locate, read_index, require_shards
 from qconvert.formats.json_io import read_json_object
@@ -79,7 +79,7 @@ class HFCheckpoint:
     ) -> np.ndarray:
         """Rows [start, stop) of a tensor (see `SafetensorsFile.read`); any thread may call it."""
         if not self.shards:
-            raise QConvertError(f"{name}: its bytes are not here, only its header", "download the weights")
+            raise NotDownloaded(f"{name}: its bytes are not here, only its header", "download the weights")
         return self.shards[self.homes[name]].read(name, start, stop, out, columns=columns)
 
     def close(self) -> None:

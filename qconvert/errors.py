@@ -25,6 +25,10 @@ class CorruptCheckpoint(QConvertError):
     """A file of the checkpoint breaks its own format, or two of them disagree."""
 
 
+class NotDownloaded(QConvertError):
+    """Numbers were asked for of which only the header is on this disk."""
+
+
 class UnsupportedModel(QConvertError):
     """The checkpoint is sound, but its architecture or one of its tensors is not known here."""
 

@@ -326,3 +326,13 @@ def test_patterns_escape_dots_and_match_nothing_longer() -> None:
         "x.model.layers.1.a.b",
     ):
         assert not re.match(body, other)
+
+
+def test_headers_alone_tell_the_forms(model: Path, tmp_path: Path) -> None:
+    quantized = open_checkpoint(made("quantize", model, "--bits", "4", "-o", tmp_path / "out"))
+    folder = tmp_path / "headers"
+    folder.mkdir()
+    (folder / "config.json").write_text((tmp_path / "out" / "config.json").read_text())
+    seen = open_checkpoint(folder, dict(quantized.files.specs))
+    assert seen.tensors == quantized.tensors
+    assert not seen.files.has_weights

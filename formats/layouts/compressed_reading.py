@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.errors import CorruptCheckpoint, NotDownloaded, UnsupportedModel
 from qconvert.formats.files import shown
 from qconvert.formats.layouts.claims import check_parts, require
 from qconvert.formats.layouts.compressed_config import FORMATS, NAME
@@ -161,11 +161,22 @@ def _logical(base: str, source: Source, declared: set[int]) -> Logical:
     zeros = specs.get(base + "_zero_point")
     if specs[base + "_shape"].count != 2 or specs[base + "_shape"].dtype is not DType.I64:
         raise CorruptCheckpoint(f"{base}_shape: not two int64 numbers", "only 2-D weights are read here")
-    rows, width = (int(n) for n in source.read(base + "_shape", 0, 2).ravel())
+    rows, width = _stored_shape(base, source, packed, declared)
     bits = _bits(packed, (rows, width), declared)
     form = _form(bits, (rows, width), scale, symmetric=zeros is None)
     tensor = Logical(base, (rows, width), form)
     return check_parts(CompressedTensors(), tensor, source)
+
+
+def _stored_shape(base: str, source: Source, packed: TensorSpec, declared: set[int]) -> tuple[int, int]:
+    """The weight's [rows, columns]; from the packed words where only headers are at hand."""
+    try:
+        rows, width = (int(n) for n in source.read(base + "_shape", 0, 2).ravel())
+    except NotDownloaded:
+        if len(declared) != 1 or len(packed.shape) != 2:
+            raise
+        return packed.shape[0], packed.shape[1] * 32 // next(iter(declared))
+    return rows, width
 
 
 def _bits(packed: TensorSpec, shape: tuple[int, int], declared: set[int]) -> int:
