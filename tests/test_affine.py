@@ -56,9 +56,6 @@ def same(a: IntAffine, b: IntAffine) -> bool:
     return a.form == b.form and all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in pairs)
 
 
-# --- laws
-
-
 @pytest.mark.parametrize(("bits", "symmetric"), list(product(BITS, BOTH)))
 @pytest.mark.parametrize("search", BOTH)
 def test_codes_are_the_nearest_on_the_stored_grid(bits: int, symmetric: bool, search: bool) -> None:
@@ -128,9 +125,6 @@ def test_errors_add_up() -> None:
     assert first + QuantError(2.0, 5.0, 0.25, 0.5, 20, 7, 2) == QuantError(3.0, 9.0, 0.5, 0.5, 30, 7, 3)
 
 
-# --- compressed-tensors as the oracle
-
-
 @pytest.mark.parametrize(("bits", "symmetric"), list(product(BITS, BOTH)))
 def test_plain_scales_and_zeros_are_those_of_compressed_tensors(bits: int, symmetric: bool) -> None:
     torch = pytest.importorskip("torch")
@@ -161,6 +155,7 @@ def test_decodes_what_the_field_wrote_bit_for_bit(folder: str, assets: Path) -> 
 
 
 def _decoded(path: Path) -> Iterator[tuple[str, Dense]]:
+    torch = pytest.importorskip("torch")
     with safe_open(path, "pt") as file:
         for key in file.keys():  # noqa: SIM118
             if key.endswith("weight_packed"):
@@ -173,15 +168,9 @@ def _decoded(path: Path) -> Iterator[tuple[str, Dense]]:
                 if f"{name}_zero_point" in file.keys():  # noqa: SIM118
                     zeros = unpack_rows(file.get_tensor(f"{name}_zero_point").numpy(), bits, rows)
                 scheme = form(bits, width // scales.shape[1], zeros is None)
-                scales_RG = scales.view(dtype=_int16()).numpy().view(np.uint16)
+                scales_RG = scales.view(torch.int16).numpy().view(np.uint16)
                 codes_RI = unpack_stream(packed, bits, width)
                 yield name, dequantize(IntAffine(codes_RI, scales_RG, zeros, scheme), DType.BF16)
-
-
-def _int16() -> object:
-    import torch
-
-    return torch.int16
 
 
 @pytest.mark.parametrize(
@@ -194,9 +183,6 @@ def test_decoding_rounds_the_float32_product_once(scale_dtype: DType, target: DT
     numbers_RI = ((codes_RGS - zeros_RG[..., None]) * scales_RG[..., None]).reshape(16, 256)
     expected, _ = cast(Dense(numbers_RI, DType.F32), target)
     np.testing.assert_array_equal(dequantize(value, target).rows_RI, expected.rows_RI)
-
-
-# --- the search
 
 
 def grid_search_error(weights: Dense, scheme: GroupInt, importance_I: np.ndarray | float = 1.0) -> float:
@@ -289,9 +275,6 @@ def _rows(path: Path, width: int) -> Dense:
         tensors = [file.get_tensor(key).float().numpy() for key in file.keys()]  # noqa: SIM118
     rows_RI = np.concatenate([t[:: max(1, len(t) // 16)] for t in tensors if t.shape[1:] == (width,)])
     return Dense(rows_RI, DType.F32)
-
-
-# --- degenerate groups
 
 
 @pytest.mark.parametrize(("symmetric", "search"), list(product(BOTH, BOTH)))

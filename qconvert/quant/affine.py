@@ -61,8 +61,8 @@ def quantize(
     asymmetric group's scale is `(max - min) / (2**bits - 1)` with 0 always inside the range. Searched:
     the scale (and zero) of the least squared error found, each column's error weighted by `weights_I`
     (its importance: finite, not negative, at least one positive); `search` holds the algorithm.
-    Scales are positive even so, although letting the longer side choose the sign would lose 8 % less at
-    4 bits: vLLM's kernels for int8 activations misread negative scales (vllm#48905).
+    Scales are always positive, although letting the longer side choose the sign would lose 8 % less (at
+    4 bits, groups of 128): vLLM's kernels for int8 activations misread negative ones (vllm#48905).
     """
     rows, width = block.rows_RI.shape
     shape = rows, form.groups(width), form.group_size or width

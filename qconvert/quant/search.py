@@ -19,7 +19,7 @@ from qconvert.quant.lanes import (
     first,
     lane,
     load,
-    peak,
+    lowest,
     rounded_even,
     routine,
     splat,
@@ -72,13 +72,13 @@ def best_grid(
     everything is measured in, so that nothing overflows; `zeros` the first and the last zero to try.
     Where even so the errors are not finite, the answer is `plain` and the first zero.
     """
-    numbers_P = scratch.numbers_P
-    energy = _rescale(w_P, importance_P, plain, numbers_P)
+    numbers_P, unit = scratch.numbers_P, _ONE / plain
+    energy = _rescale(w_P, importance_P, unit, numbers_P)
     shortest = _SHORTEST[grid.bits] * np.float32(np.sqrt(energy / np.float32(size)))
     middle, ladder, zero, least = _ONE, 0, zeros[0], _INFINITE
     for tried in range(int(zeros[0]), int(zeros[1]) + 1):
         z = np.float32(tried)
-        cover = _covering_scale(span, z, grid) / plain
+        cover = _covering_scale(span, z, grid) * unit
         rungs = _ladder(shortest / cover, grid)
         scales = load(_LADDERS, rungs * LANES) * cover
         errors, fitted = _fit(scales, numbers_P, importance_P, size, z, grid, energy)
@@ -87,8 +87,8 @@ def best_grid(
             least, middle, ladder, zero = lane(errors, k), lane(fitted, k), rungs, z
     for k in range(LANES):
         scratch.scales[k] = stored_scale(_NEIGHBOURS[ladder * LANES + k] * middle * plain, grid)
-    scales = load(scratch.scales, 0) / plain
-    squares, _ = _try(scales, numbers_P, importance_P, size, zero, grid)
+    scales = load(scratch.scales, 0) * unit
+    squares, _ = _try(_ONE / scales, numbers_P, importance_P, size, zero, grid)
     errors = scales * scales * squares
     k = _least(errors)
     if lane(errors, k) < _INFINITE:
@@ -97,17 +97,16 @@ def best_grid(
 
 
 @routine
-def _rescale(w_P: Any, importance_P: Any, unit: Any, numbers_P: Any) -> Any:
-    """Write w / unit to `numbers_P`; return the weighted sum of their squares."""
-    inverse = _ONE / unit
+def _rescale(w_P: Any, importance_P: Any, factor: Any, numbers_P: Any) -> Any:
+    """Write w * factor to `numbers_P`; return the weighted sum of their squares."""
     sums = splat(_ZERO)
     for i in range(0, w_P.size, LANES):
-        number = load(w_P, i) * inverse
+        number = load(w_P, i) * factor
         store(numbers_P, i, number)
         sums = sums + load(importance_P, i) * number * number
     total = _ZERO
-    for k in range(LANES):
-        total += lane(sums, k)
+    for k in range(LANES // 2):
+        total += lane(sums, k) + lane(sums, k + LANES // 2)
     return total
 
 
@@ -142,18 +141,18 @@ def _fit(scales: Any, numbers_P: Any, importance_P: Any, size: Any, zero: Any, g
     With t = w / scale, code q and e = t - q, the scale (1 + d) * scale has the error
     scale^2 * (sum e^2 - 2 d sum e q + d^2 sum q^2), least for d = sum e q / sum q^2.
     """
-    squares, products = _try(scales, numbers_P, importance_P, size, zero, grid)
+    inverse = _ONE / scales
+    squares, products = _try(inverse, numbers_P, importance_P, size, zero, grid)
     # sum t^2 = sum q^2 + 2 sum e q + sum e^2 saves a third sum.
-    codes = energy / (scales * scales) - _TWO * products - squares
+    codes = energy * inverse * inverse - _TWO * products - squares
     shift = clamp(products / codes, -_MOST_SHIFT, _MOST_SHIFT)
     errors = scales * scales * (squares - shift * (_TWO * products - shift * codes))
     return errors, scales * (shift + _ONE)
 
 
 @routine
-def _try(scales: Any, numbers_P: Any, importance_P: Any, size: Any, zero: Any, grid: Any) -> Any:
-    """For every candidate, the weighted sums of e^2 and e q (see `_fit`)."""
-    inverse = _ONE / scales
+def _try(inverse: Any, numbers_P: Any, importance_P: Any, size: Any, zero: Any, grid: Any) -> Any:
+    """For the inverses of sixteen scales, the weighted sums of e^2 and e q (see `_fit`)."""
     low, high = -zero, grid.top - zero
     squares = products = splat(_ZERO)
     for i in range(size):
@@ -169,6 +168,5 @@ def _try(scales: Any, numbers_P: Any, importance_P: Any, size: Any, zero: Any, g
 @routine
 def _least(errors: Any) -> Any:
     """The lane of the smallest finite error; some lane when there is none."""
-    sizes = where(absolute(errors) < _INFINITE, absolute(errors), splat(_INFINITE))
-    scores = _ONE / sizes
-    return first(scores == splat(peak(scores)))
+    finite = where(absolute(errors) < _INFINITE, errors, splat(_INFINITE))
+    return first(finite == splat(lowest(finite)))
