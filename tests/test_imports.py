@@ -23,7 +23,8 @@ FOLDERS = {"qconvert": "qconvert", "formats": "qconvert.formats", "evals": "qcon
 ROOMS = {
     "vocabulary": "__init__ errors tensors schemes sizes gguf_types",
     "names": "architecture",
-    "decisions": "recipe select plan draft targets census loaders lint gguf_draft gguf_rules gguf_mix",
+    "decisions": "recipe select plan draft targets census loaders "
+    "lint gguf_draft gguf_forms gguf_rules gguf_mix",
     "operations": "ops grid_ops",
     "numbers": "quant decoder",
     "bytes": "formats hub",
