@@ -23,11 +23,15 @@ from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.formats.files import open_regular, read_exactly
 from qconvert.formats.gguf_io import GGUFFile, check_vocabulary
 from qconvert.formats.gguf_tokenizer import tokenizer_files
-from qconvert.formats.layouts.gguf import GGUFLayout, Home, form_of
+from qconvert.formats.gguf_vocab import GGUFTokenizer
+from qconvert.formats.layouts.gguf import GGUFLayout, Home
 from qconvert.gguf_types import KV, GGUFTensor
 from qconvert.tensors import DType, Json, Logical, Sidecars, TensorSpec
 
 SUFFIX = ".gguf"
+_OF_THE_FILE = frozenset(
+    f"general.{name}" for name in ("architecture", "type", "file_type", "quantization_version", "alignment")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +69,17 @@ class GGUFModel:
     def kv(self) -> Mapping[str, KV]:
         """The metadata, in the file's order."""
         return self.file.kv
+
+    @property
+    def tokenizer(self) -> GGUFTokenizer:
+        """The keys of its tokenizer."""
+        return GGUFTokenizer(tuple(e for key, e in self.kv.items() if key.startswith("tokenizer.")), ())
+
+    @property
+    def general(self) -> tuple[KV, ...]:
+        """The keys that say what the model is called and who made it."""
+        general = ((key, entry) for key, entry in self.kv.items() if key.startswith("general."))
+        return tuple(entry for key, entry in general if key not in _OF_THE_FILE)
 
     @cached_property
     def files(self) -> tuple[WeightFile, ...]:
@@ -149,7 +164,7 @@ def _tensors(file: GGUFFile, architecture: Architecture) -> tuple[dict[str, Home
         head_dim = head_size(architecture.config) if spot.role in interleaved else None
         for place, home, shape in _shared(tensor, found, head_dim):
             homes[place.name] = home
-            tensors[place.name] = Logical(place.name, shape, form_of(tensor.type))
+            tensors[place.name] = Logical(place.name, shape, tensor.type.form)
     _check_complete(file, architecture, tensors)
     return homes, tensors
 

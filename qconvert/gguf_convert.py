@@ -19,6 +19,7 @@ from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.files import octets
 from qconvert.formats.filesink import FilePlan
 from qconvert.formats.front_matter import read_front_matter
+from qconvert.formats.gguf_checkpoint import GGUFModel
 from qconvert.formats.gguf_header import read_gguf
 from qconvert.formats.gguf_sink import GGUFSink, plan_files
 from qconvert.formats.gguf_vocab import GGUFTokenizer
@@ -28,6 +29,7 @@ from qconvert.formats.layouts.gguf import GGUFLayout, stored
 from qconvert.formats.verify import Hashes, verify_files
 from qconvert.gguf_draft import GGUFDraft
 from qconvert.gguf_types import KV, GGUFTensor
+from qconvert.grid_ops import IntoBlocks
 from qconvert.run import WrittenPart, run
 from qconvert.tensors import TensorSpec
 
@@ -50,10 +52,14 @@ class GGUFJob:
 
     @property
     def identity(self) -> Identity:
-        """What the model is called, from its folder, its card and its configs."""
+        """What the model is called, from its folder, its card and its configs, or from its own keys."""
         path = self.checkpoint.path
         generation = path / "generation_config.json"
         counts = ParameterCounts.of((t.name, t.shape) for t in self.tensors)
+        if isinstance(self.checkpoint.files, GGUFModel):
+            kv = self.checkpoint.files.general
+            name = next((str(e.value) for e in kv if e.key == "general.name"), self.model_name)
+            return replace(identify(name, {}, counts), kv=kv)
         return identify(
             self.model_name,
             self.checkpoint.config,
@@ -90,12 +96,22 @@ def check_encoders(draft: GGUFDraft) -> None:
             )
 
 
-def convert_gguf(job: GGUFJob, out: Path, files: Sequence[FilePlan], listen: Listener) -> Hashes:
+@dataclass(frozen=True, slots=True)
+class GGUFMade:
+    """What came of it: hashes, and for every tensor whose codes were kept how far that moved a weight,
+    in steps of its old grid (0 is exact).
+    """
+
+    hashes: Hashes
+    kept: Mapping[str, float]
+
+
+def convert_gguf(job: GGUFJob, out: Path, files: Sequence[FilePlan], listen: Listener) -> GGUFMade:
     """Write planned files into the folder of `out`; nothing is left under a final name on error."""
     limits = job.limits
     sink = GGUFSink(out.parent, files, overwrite=limits.overwrite)
     try:
-        written = _write(job, sink, listen)
+        written, kept = _write(job, sink, listen)
         sink.commit()
         hashes = Hashes({}, {})
         if limits.verify:
@@ -108,11 +124,14 @@ def convert_gguf(job: GGUFJob, out: Path, files: Sequence[FilePlan], listen: Lis
     except BaseException:
         sink.abort()
         raise
-    return hashes
+    return GGUFMade(hashes, kept)
 
 
-def _write(job: GGUFJob, sink: GGUFSink, listen: Listener) -> dict[str, list[WrittenPart]]:
+def _write(
+    job: GGUFJob, sink: GGUFSink, listen: Listener
+) -> tuple[dict[str, list[WrittenPart]], dict[str, float]]:
     written: dict[str, list[WrittenPart]] = defaultdict(list)
+    kept: dict[str, float] = defaultdict(float)
     for name, values in job.draft.constants.items():
         rows = np.ascontiguousarray(values.reshape(len(values), -1), "<f4")
         sink.write(name, 0, rows)
@@ -130,8 +149,11 @@ def _write(job: GGUFJob, sink: GGUFSink, listen: Listener) -> dict[str, list[Wri
         for done in events:
             for part in done.parts:
                 written[part.name].append(part)
+            if any(isinstance(op, IntoBlocks) for op in done.unit.ops):
+                name = done.unit.output.name
+                kept[name] = max(kept[name], done.steps)
             listen(done)
-    return written
+    return written, kept
 
 
 def check_gguf_header(path: Path, specs: Mapping[str, TensorSpec]) -> None:

@@ -18,11 +18,12 @@ from qconvert.architecture.gguf_keys import gguf_model, head_size, rope_factors
 from qconvert.architecture.gguf_names import INTERLEAVED, ROPE_FREQS, gguf_name
 from qconvert.draft import Compare, check_plain_weights
 from qconvert.errors import BadRecipe, UnsupportedModel
+from qconvert.gguf_forms import give_types
 from qconvert.gguf_mix import Choice, FileType, MixFacts, choose_types, find_file_type, visit_order
 from qconvert.gguf_types import GGMLType
 from qconvert.ops import InterleaveHalves
 from qconvert.plan import Plan, Unit
-from qconvert.tensors import Blocks, DType, Form, Logical, Plain
+from qconvert.tensors import DType, Logical, Plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class GGUFWish:
     """What `to-gguf` asks for; the fields are llama-quantize's options.
 
     `importance` holds mean squared activations of the input columns by GGUF name. Without
-    `fallback` a row that the chosen type's blocks do not divide is an error.
+    `fallback` a row that the chosen type's blocks do not divide is an error; only with
+    `allow_requantize` is a weight quantized that already was.
     """
 
     file_type: str
@@ -40,6 +42,7 @@ class GGUFWish:
     pure: bool = False
     fallback: bool = True
     importance: Mapping[str, tuple[float, ...]] | None = None
+    allow_requantize: bool = False
     allow_nonfinite: bool = False
 
 
@@ -87,8 +90,10 @@ def draft_gguf(binding: Binding, wish: GGUFWish, compare: Compare) -> GGUFDraft:
     rotated = _rotated(places.values(), arch)
     plan = passes.apply_to(rotated, InterleaveHalves(head_size(architecture.config)))(plan)
     choices = _choose(plan, architecture, wish)
-    forms = {name: _form(choice.type) for name, choice in choices.items()}
-    plan = passes.encode(forms, _importance(plan, wish))(_as_stored(plan, binding))
+    types = {name: choice.type for name, choice in choices.items()}
+    importance = _importance(plan, wish)
+    plan = _as_stored(plan, binding)
+    plan = give_types(types, importance, allow_requantize=wish.allow_requantize)(plan)
     if not wish.allow_nonfinite:
         plan = passes.check_finite(plan)
     file_type = find_file_type(wish.file_type)
@@ -193,7 +198,3 @@ def _as_stored(plan: Plan, binding: Binding) -> Plan:
     return replace(
         plan, units=tuple(sorted(plan.units, key=lambda u: max(position[s.tensor.name] for s in u.inputs)))
     )
-
-
-def _form(type_: GGMLType) -> Form:
-    return Plain(type_.dtype) if type_.block == 1 else Blocks(type_.name, type_.block, type_.block_bytes)

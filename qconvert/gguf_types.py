@@ -13,7 +13,7 @@ from enum import Enum
 from math import prod
 
 from qconvert.errors import BadRecipe
-from qconvert.tensors import DType, TensorSpec
+from qconvert.tensors import Blocks, DType, Form, Plain, TensorSpec
 
 
 class GGMLType(Enum):
@@ -73,6 +73,11 @@ class GGMLType(Enum):
     @property
     def bits_per_weight(self) -> float:
         return 8 * self.block_bytes / self.block
+
+    @property
+    def form(self) -> Form:
+        """The form of a tensor of this element type."""
+        return Blocks(self.name, self.block, self.block_bytes) if self.is_quantized else Plain(self.dtype)
 
     @property
     def label(self) -> str:

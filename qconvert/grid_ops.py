@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from qconvert.ops import Finding
 from qconvert.tensors import (
+    BlockRows,
+    Blocks,
     Codebook,
     Coded,
     Dense,
@@ -169,3 +171,20 @@ class SpreadScale(_Regrid):
 
         assert isinstance(value, Coded)
         return spread_scale(value, self.form), Finding()
+
+
+@dataclass(frozen=True, slots=True)
+class IntoBlocks(_Regrid):
+    """The codes of an integer grid as GGML blocks."""
+
+    form: Blocks
+
+    def infer(self, form: Form) -> Form:
+        return self.form
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.block_codes import block_codes
+
+        assert isinstance(value, IntAffine | MinAffine)
+        bytes_RB, steps, overflow = block_codes(value, self.form.type)
+        return BlockRows(bytes_RB, self.form), Finding(steps=steps, overflow=overflow)

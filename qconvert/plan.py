@@ -25,7 +25,7 @@ from qconvert.ops import (
     ResolveScales,
 )
 from qconvert.schemes import Scheme
-from qconvert.tensors import Blocks, Codebook, DType, Form, Logical, Plain
+from qconvert.tensors import Codebook, DType, Form, Logical, Plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,25 +281,6 @@ def apply_to(names: Iterable[str], op: Op) -> Pass:
     return lambda plan: replace(
         plan, units=tuple(u.then(op) if u.output.name in chosen else u for u in plan.units)
     )
-
-
-def encode(forms: Mapping[str, Form], importance: Mapping[str, tuple[float, ...]]) -> Pass:
-    """Give every output the GGUF form chosen for it: cast, or encoded as blocks."""
-
-    def one(unit: Unit) -> Unit:
-        have, want = unit.output.form, forms[unit.output.name]
-        if have == want:
-            return unit
-        if not isinstance(have, Plain):
-            unit = unit.then(Dequantize(DType.F32))
-        if isinstance(want, Blocks):
-            shape = unit.output.shape
-            rows_each = shape[-2] if len(shape) > 2 else None
-            return unit.then(EncodeBlocks(want, importance.get(unit.output.name), rows_each))
-        assert isinstance(want, Plain)
-        return unit if unit.output.form == want else unit.then(Cast(want.dtype))
-
-    return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
 
 
 def check_finite(plan: Plan) -> Plan:

@@ -94,13 +94,6 @@ def _in_order(home: Home, source: Source, start: int, stop: int) -> np.ndarray:
     return part_halves(_rows(home, source, first, last), home.head_dim)[start - first : stop - first]
 
 
-def form_of(type_: GGMLType) -> Form:
-    """The form of a tensor of this element type."""
-    if type_.block == 1:
-        return Plain(type_.dtype)
-    return Blocks(type_.name, type_.block, type_.block_bytes)
-
-
 def type_of(form: Form) -> GGMLType:
     """The element type that stores a form, which must be a plain GGUF type or GGML blocks."""
     if isinstance(form, Blocks):

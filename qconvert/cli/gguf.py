@@ -21,9 +21,10 @@ from qconvert.cli.options import (
 from qconvert.errors import BadRecipe, QConvertError
 
 if TYPE_CHECKING:
+    from qconvert.formats.checkpoint import Checkpoint
+    from qconvert.formats.gguf_vocab import GGUFTokenizer
     from qconvert.formats.imatrix import Imatrix
-    from qconvert.formats.verify import Hashes
-    from qconvert.gguf_convert import GGUFJob
+    from qconvert.gguf_convert import GGUFJob, GGUFMade
     from qconvert.gguf_draft import GGUFWish
     from qconvert.tensors import Json
 
@@ -51,6 +52,7 @@ class Flags:
     max_memory: int
     revision: str | None
     allow_nonfinite: bool
+    allow_requantize: bool
 
 
 @click.command("to-gguf", short_help="A GGUF file of any llama.cpp type, in one step.")
@@ -73,6 +75,7 @@ class Flags:
 @click.option(
     "--imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Importance matrix (GGUF or .dat)."
 )
+@click.option("--allow-requantize", is_flag=True, help="Quantize again what already is; that loses twice.")
 @click.option("--split-max-size", type=SIZE, help="Write numbered parts of at most this size.")
 @click.option("--pre-tokenizer", metavar="NAME", help="llama.cpp's name, where it is not recognised.")
 @click.option("--overwrite", is_flag=True, help="Replace the output file.")
@@ -122,8 +125,8 @@ def _carry_out(job: GGUFJob, out: Path, files: Any, flags: Flags) -> None:
     compile_kernels(job.draft.plan, talks=talks)
     started = time.perf_counter()
     with progress(job.draft.plan, talks=talks) as listen:
-        hashes = convert_gguf(job, out, files, listen)
-    _report(job, out, flags, hashes, time.perf_counter() - started)
+        made = convert_gguf(job, out, files, listen)
+    _report(job, out, flags, made, time.perf_counter() - started)
 
 
 def prepare(model: str, flags: Flags) -> GGUFJob:
@@ -131,7 +134,6 @@ def prepare(model: str, flags: Flags) -> GGUFJob:
     from qconvert.compare import difference
     from qconvert.convert import Limits
     from qconvert.formats.checkpoint import open_checkpoint
-    from qconvert.formats.gguf_vocab import read_tokenizer
     from qconvert.formats.imatrix import read_imatrix
     from qconvert.gguf_convert import GGUFJob, check_encoders
     from qconvert.gguf_draft import draft_gguf
@@ -147,9 +149,7 @@ def prepare(model: str, flags: Flags) -> GGUFJob:
         compare=lambda a, b: difference(checkpoint.reader, a, checkpoint.reader, b),
     )
     check_encoders(draft)
-    embed = checkpoint.architecture.table("embed")
-    assert embed is not None
-    tokenizer = read_tokenizer(checkpoint.path, embed.shape[0], checkpoint.config, flags.pre_tokenizer)
+    tokenizer = _tokenizer(checkpoint, flags)
     limits = Limits(
         flags.jobs or available_cores(),
         flags.max_memory,
@@ -158,6 +158,20 @@ def prepare(model: str, flags: Flags) -> GGUFJob:
         overwrite=flags.overwrite,
     )
     return GGUFJob(checkpoint, draft, tokenizer, resolved.name, limits, imatrix)
+
+
+def _tokenizer(checkpoint: Checkpoint, flags: Flags) -> GGUFTokenizer:
+    """The tokenizer of a folder; that of a GGUF file stays as it is."""
+    from qconvert.formats.gguf_checkpoint import GGUFModel
+    from qconvert.formats.gguf_vocab import read_tokenizer
+
+    if isinstance(checkpoint.files, GGUFModel):
+        if flags.pre_tokenizer:
+            raise BadRecipe("--pre-tokenizer: the tokenizer of a GGUF file stays as it is", "leave it out")
+        return checkpoint.files.tokenizer
+    embed = checkpoint.architecture.table("embed")
+    assert embed is not None
+    return read_tokenizer(checkpoint.path, embed.shape[0], checkpoint.config, flags.pre_tokenizer)
 
 
 def _wish(flags: Flags, imatrix: Imatrix | None) -> GGUFWish:
@@ -182,6 +196,7 @@ def _wish(flags: Flags, imatrix: Imatrix | None) -> GGUFWish:
         fallback=flags.fallback,
         importance=imatrix.means if imatrix else None,
         allow_nonfinite=flags.allow_nonfinite,
+        allow_requantize=flags.allow_requantize,
     )
 
 
@@ -226,13 +241,14 @@ def _described(job: GGUFJob, out: Path) -> Json:
     }
 
 
-def _report(job: GGUFJob, out: Path, flags: Flags, hashes: Hashes | None, seconds: float) -> None:
+def _report(job: GGUFJob, out: Path, flags: Flags, made: GGUFMade | None, seconds: float) -> None:
     from qconvert.tables import size, table
 
     found = _described(job, out)
     if flags.as_json:
         result = {"schema": 1, "dry_run": flags.dry_run, **found, "seconds": round(seconds, 3)}
-        click.echo(json.dumps({**result, "sha256": dict(hashes.files) if hashes else {}}))
+        kept = {name: steps or "exact" for name, steps in made.kept.items()} if made else {}
+        click.echo(json.dumps({**result, "kept": kept, "sha256": dict(made.hashes.files) if made else {}}))
         return
     if flags.quiet:
         click.echo(str(out))
@@ -251,10 +267,20 @@ def _report(job: GGUFJob, out: Path, flags: Flags, hashes: Hashes | None, second
             f"got a bigger type, for example {found['substituted'][0]}; --no-fallback makes this an error",
             err=True,
         )
-    if flags.dry_run:
+    if made is None:
         click.echo("dry run: nothing was written", err=True)
     else:
-        click.echo(f"done in {seconds:.1f} s, {'verified' if flags.verify else 'not verified'}", err=True)
+        checked = "verified" if flags.verify else "not verified"
+        click.echo(f"done in {seconds:.1f} s, {_kept(made)}{checked}", err=True)
+
+
+def _kept(made: GGUFMade) -> str:
+    """How many tensors kept their codes, and how well: `56 kept their codes (exact), `."""
+    if not made.kept:
+        return ""
+    worst = max(made.kept.values())
+    how = f"at most {worst:.2g} steps" if worst else "exact"
+    return f"{len(made.kept)} tensors kept their codes ({how}), "
 
 
 def _bpw(entry: Json) -> str:

@@ -1,0 +1,79 @@
+"""How each tensor gets the GGUF type chosen for it: copied, cast, encoded, or with its codes kept.
+
+A weight that is quantized already loses twice when it is quantized again, so that happens only on
+request. Where its grid is one of GGUF's own, its codes go over as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from qconvert.errors import BadRecipe
+from qconvert.gguf_types import GGMLType
+from qconvert.grid_ops import IntoBlocks
+from qconvert.ops import Cast, Dequantize, EncodeBlocks, Op
+from qconvert.plan import Pass, Unit
+from qconvert.tensors import Blocks, DType, GroupInt, GroupMin, Logical, Plain
+
+_BLOCK = 32
+
+
+def give_types(
+    types: Mapping[str, GGMLType],
+    importance: Mapping[str, tuple[float, ...]],
+    *,
+    allow_requantize: bool,
+) -> Pass:
+    """Give every output the type chosen for it. Raises BadRecipe naming a tensor that would have to be
+    quantized a second time, unless `allow_requantize`.
+    """
+
+    def one(unit: Unit) -> Unit:
+        type_ = types[unit.output.name]
+        have, want = unit.output.form, type_.form
+        if have == want:
+            return unit
+        if isinstance(want, Plain):
+            return unit.then(Cast(want.dtype) if isinstance(have, Plain) else Dequantize(want.dtype))
+        assert isinstance(want, Blocks)
+        if not isinstance(have, Plain):
+            if type_.name in keeping(unit.output):
+                return unit.then(IntoBlocks(want))
+            if not allow_requantize:
+                raise _loses_twice(unit.output, type_)
+            unit = unit.then(Dequantize(DType.F32))
+        return unit.then(_encode(unit.output, want, importance))
+
+    return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
+
+
+def _encode(tensor: Logical, want: Blocks, importance: Mapping[str, tuple[float, ...]]) -> Op:
+    rows_each = tensor.shape[-2] if len(tensor.shape) > 2 else None
+    return EncodeBlocks(want, importance.get(tensor.name), rows_each)
+
+
+def keeping(tensor: Logical) -> tuple[str, ...]:
+    """The names of the types whose blocks hold the codes of a tensor as they are."""
+    form = tensor.form
+    if not isinstance(form, GroupInt | GroupMin) or (form.group_size or tensor.width) % _BLOCK:
+        return ()
+    if isinstance(form, GroupMin):
+        return ("Q4_1",) if form.bits <= 4 else ()
+    if form.act_order:
+        return ()
+    signed = form.symmetric or form.bits < 8
+    return (
+        *(["Q4_0"] if form.symmetric and form.bits <= 4 else []),
+        *(["Q4_1"] if form.bits <= 4 else []),
+        *(["Q8_0"] if signed else []),
+    )
+
+
+def _loses_twice(tensor: Logical, type_: GGMLType) -> BadRecipe:
+    kept = keeping(tensor)
+    keeps = f"{kept[0].lower()} would keep its codes (--type, --tensor-type); " if kept else ""
+    return BadRecipe(
+        f"{tensor.name}: already quantized ({tensor.form.label}); as {type_.label} it loses twice",
+        f"{keeps}--allow-requantize quantizes its numbers again",
+    )

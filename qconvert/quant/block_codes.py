@@ -1,0 +1,82 @@
+"""Integer codes as GGML blocks without being chosen anew: Q4_0, Q4_1 and Q8_0.
+
+Groups are whole numbers of blocks, each block repeating its group's scale. What changes is the type of
+scales and mins, half precision here; how far that moves a weight is measured in steps of the scale.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qconvert.quant.codebook import wide
+from qconvert.quant.grids import zeros_of
+from qconvert.tensors import IntAffine, MinAffine
+
+BLOCK = 32
+
+
+def block_codes(value: IntAffine | MinAffine, type_name: str) -> tuple[np.ndarray, float, int]:
+    """Rows as blocks of a type, the largest distance a weight moves in steps, and how many scales or
+    mins half precision cannot hold.
+
+    Q4_0 and Q8_0 take codes whose zeros make them fit their signed ones, Q4_1 codes of up to 4 bits.
+    uint8 [rows, bytes per row].
+    """
+    if type_name == "Q4_1":
+        return _with_mins(value)
+    assert isinstance(value, IntAffine) and value.groups_I is None
+    group = value.form.group_size or value.codes_RI.shape[1]
+    scales_RG = wide(value.scales_RG, value.form.scale_dtype)
+    half_RG, overflow = _half(scales_RG)
+    signed_RI = value.codes_RI.astype(np.int16) - np.repeat(zeros_of(value).astype(np.int16), group, axis=1)
+    reach_RG = np.abs(signed_RI).reshape(*scales_RG.shape, -1).max(axis=2)
+    steps = _steps((half_RG - scales_RG) * reach_RG, scales_RG)
+    if type_name == "Q8_0":
+        codes_RI = signed_RI.astype(np.int8).view(np.uint8)
+    else:
+        codes_RI = _nibbles((signed_RI + 8).astype(np.uint8))
+    return _blocks([half_RG], codes_RI, group), steps, overflow
+
+
+def _with_mins(value: IntAffine | MinAffine) -> tuple[np.ndarray, float, int]:
+    group = value.form.group_size or value.codes_RI.shape[1]
+    scales_RG = wide(value.scales_RG, value.form.scale_dtype).astype(np.float64)
+    if isinstance(value, MinAffine):
+        mins_RG = wide(value.mins_RG, value.form.scale_dtype).astype(np.float64)
+    else:
+        mins_RG = -zeros_of(value).astype(np.float64) * scales_RG
+    half_RG, overflow = _half(scales_RG)
+    min_RG, overflow_of_mins = _half(mins_RG)
+    largest_RG = value.codes_RI.reshape(*scales_RG.shape, -1).max(axis=2)
+    moved_RG = np.abs(half_RG - scales_RG) * largest_RG + np.abs(min_RG - mins_RG)
+    blocks = _blocks([half_RG, min_RG], _nibbles(value.codes_RI), group)
+    return blocks, _steps(moved_RG, scales_RG), overflow + overflow_of_mins
+
+
+def _half(numbers: np.ndarray) -> tuple[np.ndarray, int]:
+    """The numbers in half precision, and how many of them it cannot hold."""
+    with np.errstate(over="ignore"):
+        half = numbers.astype("<f2")
+    return half, int(np.isinf(half).sum() - np.isinf(numbers).sum())
+
+
+def _nibbles(codes_RI: np.ndarray) -> np.ndarray:
+    """Codes two to a byte: the first half of a block low, the second high."""
+    halves = codes_RI.reshape(len(codes_RI), -1, 2, BLOCK // 2)
+    packed: np.ndarray = halves[:, :, 0] | halves[:, :, 1] << 4
+    return packed
+
+
+def _blocks(fields_RG: list[np.ndarray], codes: np.ndarray, group: int) -> np.ndarray:
+    rows, groups = fields_RG[0].shape
+    count, times = groups * group // BLOCK, group // BLOCK
+    heads = [np.repeat(f, times, axis=1).reshape(rows, count, 1).view(np.uint8) for f in fields_RG]
+    return np.concatenate([*heads, codes.reshape(rows, count, -1)], axis=2).reshape(rows, -1)
+
+
+def _steps(moved_RG: np.ndarray, scales_RG: np.ndarray) -> float:
+    """The largest |moved| / |scale|; infinite where something moves over a scale of 0."""
+    moved, scales = np.abs(moved_RG.astype(np.float64)), np.abs(scales_RG.astype(np.float64))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(moved > 0, moved / scales, 0.0)
+    return float(ratios.max(initial=0.0))
