@@ -10,8 +10,7 @@ from pathlib import Path
 from qconvert.architecture import Architecture, Binding, bind, find_family
 from qconvert.architecture.declare import Declaration
 from qconvert.architecture.guess import guessed_family
-from qconvert.errors import QConvertError, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import QConvertError, UnsupportedModel, shown
 from qconvert.formats.gguf_checkpoint import SUFFIX, GGUFModel, open_gguf
 from qconvert.formats.hf import HFCheckpoint, open_hf_folder
 from qconvert.formats.layouts import awq, bitsandbytes, compressed_config, fp8, gptq, mlx, mxfp4, torchao

@@ -9,31 +9,13 @@ share a descriptor; nothing is memory-mapped, because a file cut short under a m
 from __future__ import annotations
 
 import os
-import reprlib
 import shutil
 import stat
 from pathlib import Path
 
 import numpy as np
 
-from qconvert.errors import CorruptCheckpoint, QConvertError
-
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlist = _BRIEF.maxdict = 12
-_BRIEF.maxstring = 80
-
-
-def shown(value: object, limit: int = 120) -> str:
-    """Something from a file as it may stand in a message: on one line, printable, about `limit` long.
-
-    Control characters and the ones that turn the direction of writing are escaped; of a longer text
-    the beginning is kept, and its length is told. Of lists and objects the first entries are kept.
-    """
-    text = value if isinstance(value, str) else _BRIEF.repr(value)
-    start = text[:limit]
-    if not start.isprintable():
-        start = ascii(start)
-    return start if len(text) <= limit else f"{start}... ({len(text)} characters)"
+from qconvert.errors import CorruptCheckpoint, QConvertError, shown
 
 
 def amount(nbytes: int) -> str:

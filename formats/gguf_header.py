@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.formats.files import amount, open_regular, read_exactly, shown
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.files import amount, open_regular, read_exactly
 from qconvert.gguf_types import (
     ARRAY_NUMBER,
     KV,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qconvert.errors import CorruptCheckpoint
-from qconvert.formats.files import octets, open_regular, read_exactly, shown
+from qconvert.errors import CorruptCheckpoint, shown
+from qconvert.formats.files import octets, open_regular, read_exactly
 from qconvert.formats.gguf_header import GGUFHeader, parse_header
 from qconvert.gguf_types import KV, GGUFTensor
 from qconvert.tensors import TensorSpec

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
-from qconvert.errors import BadRecipe, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import BadRecipe, UnsupportedModel, shown
 from qconvert.formats.gguf_splits import (
     BAILING,
     BLOOM,

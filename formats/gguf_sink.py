@@ -13,8 +13,8 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from qconvert.errors import BadRecipe, OutputExists
-from qconvert.formats.files import amount, shown, sync
+from qconvert.errors import BadRecipe, OutputExists, shown
+from qconvert.formats.files import amount, sync
 from qconvert.formats.filesink import FilePlan, FileSink
 from qconvert.formats.gguf_header import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME_BYTES
 from qconvert.formats.gguf_io import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, split_name

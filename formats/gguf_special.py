@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from string import ascii_letters, digits
 
-from qconvert.formats.files import shown
+from qconvert.errors import shown
 from qconvert.formats.tokenizer_folder import SPECIAL_KINDS, expect_list, expect_object, token_text
 from qconvert.gguf_types import KV
 from qconvert.tensors import Json

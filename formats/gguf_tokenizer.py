@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.gguf_pretokenizer import ADDS_BOS, RULES, Rule
 from qconvert.formats.gguf_splits import GPT2
 from qconvert.formats.gguf_tokens import SPACE

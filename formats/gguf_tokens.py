@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.sentencepiece_model import PieceType, SentencePieceModel
 from qconvert.formats.tokenizer_folder import AddedToken
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.architecture.config import positive_int
-from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.gguf_pretokenizer import ADDS_BOS, prefer_cleaning, recognise
 from qconvert.formats.gguf_special import chat_template_keys, find_special_tokens
 from qconvert.formats.gguf_tokens import (

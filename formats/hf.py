@@ -13,8 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qconvert.errors import CorruptCheckpoint, NotDownloaded, QConvertError, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import CorruptCheckpoint, NotDownloaded, QConvertError, UnsupportedModel, shown
 from qconvert.formats.hf_index import ShardIndex, locate, read_index, require_shards
 from qconvert.formats.json_io import read_json_object
 from qconvert.formats.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsFile, SafetensorsHeader

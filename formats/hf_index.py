@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qconvert.errors import CorruptCheckpoint
-from qconvert.formats.files import shown
+from qconvert.errors import CorruptCheckpoint, shown
 from qconvert.formats.json_io import parse_json_object, read_bounded
 from qconvert.formats.safetensors_io import INDEX_FILE, MAX_HEADER_BYTES, SafetensorsHeader
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qconvert.errors import CorruptCheckpoint
-from qconvert.formats.files import shown
+from qconvert.errors import CorruptCheckpoint, shown
 from qconvert.formats.gguf_io import GGUFFile
 from qconvert.formats.json_io import read_bounded
 from qconvert.gguf_types import KV

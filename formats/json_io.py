@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qconvert.errors import CorruptCheckpoint
-from qconvert.formats.files import amount, open_regular, read_exactly, shown
+from qconvert.errors import CorruptCheckpoint, shown
+from qconvert.formats.files import amount, open_regular, read_exactly
 from qconvert.tensors import Json
 
 MAX_CONFIG_BYTES = 16 << 20

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.formats.files import octets, open_regular, read_exactly, shown
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.files import octets, open_regular, read_exactly
 from qconvert.formats.filesink import FilePlan
 from qconvert.formats.json_io import kind_of, parse_json_object
 from qconvert.tensors import DTYPE_BY_CODE, DType, TensorSpec

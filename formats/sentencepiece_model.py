@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from qconvert.errors import CorruptCheckpoint
-from qconvert.formats.files import shown
+from qconvert.errors import CorruptCheckpoint, shown
 from qconvert.formats.json_io import read_bounded
 
 MAX_MODEL_BYTES = 64 << 20  # gemma's, the largest in use, has 4 MB

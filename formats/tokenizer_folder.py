@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.gguf_splits import QWEN2
 from qconvert.formats.json_io import read_bounded, read_json_object
 from qconvert.formats.sentencepiece_model import SentencePieceModel, is_sentencepiece, read_sentencepiece

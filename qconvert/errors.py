@@ -5,6 +5,8 @@ Everything else that is raised is a bug in qconvert and is reported as one.
 
 from __future__ import annotations
 
+import reprlib
+
 
 class QConvertError(Exception):
     """A fact about the input or the request, and what to do about it.
@@ -45,3 +47,21 @@ class CheckFailed(QConvertError):
     """A verification or a quality gate did not pass."""
 
     exit_code = 3
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlist = _BRIEF.maxdict = 12
+_BRIEF.maxstring = 80
+
+
+def shown(value: object, limit: int = 120) -> str:
+    """Something from a file as it may stand in a message: on one line, printable, about `limit` long.
+
+    Control characters and the ones that turn the direction of writing are escaped; of a longer text
+    the beginning is kept, and its length is told. Of lists and objects the first entries are kept.
+    """
+    text = value if isinstance(value, str) else _BRIEF.repr(value)
+    start = text[:limit]
+    if not start.isprintable():
+        start = ascii(start)
+    return start if len(text) <= limit else f"{start}... ({len(text)} characters)"

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.demo import MODEL_DIR
-from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel, shown
 from qconvert.formats.hf import weight_files
 from qconvert.formats.safetensors_io import SINGLE_FILE, tensor_spec
 from qconvert.tensors import TensorSpec

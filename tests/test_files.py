@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qconvert.errors import CorruptCheckpoint, QConvertError
+from qconvert.errors import CorruptCheckpoint, QConvertError, shown
 from qconvert.formats.files import (
     amount,
     create,
@@ -17,7 +17,6 @@ from qconvert.formats.files import (
     open_regular,
     read_exactly,
     require_free_disk,
-    shown,
     write_exactly,
 )
 

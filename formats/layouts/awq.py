@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts.claims import (
     check_claimed,
     check_parts,

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.json_io import parse_json_object
 from qconvert.formats.layouts.claims import check_claimed, dtype_of, plain_rest, require
 from qconvert.formats.layouts.uniform import only_form

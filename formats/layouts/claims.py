@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from qconvert.errors import CorruptCheckpoint
-from qconvert.formats.files import shown
+from qconvert.errors import CorruptCheckpoint, shown
 from qconvert.tensors import DType, Json, Layout, Logical, Plain, Source, TensorSpec
 
 _APART = "the arrays of this weight do not belong together"

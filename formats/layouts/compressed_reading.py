@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qconvert.errors import CorruptCheckpoint, NotDownloaded, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import CorruptCheckpoint, NotDownloaded, UnsupportedModel, shown
 from qconvert.formats.layouts.claims import check_parts, require
 from qconvert.formats.layouts.compressed_config import FORMATS, NAME
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors, words

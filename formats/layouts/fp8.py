@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts.claims import (
     check_claimed,
     check_parts,

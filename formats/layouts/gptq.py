@@ -15,8 +15,7 @@ from math import gcd
 
 import numpy as np
 
-from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
-from qconvert.formats.files import shown
+from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts.claims import (
     check_claimed,
     check_parts,

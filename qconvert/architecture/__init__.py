@@ -1,6 +1,6 @@
 """Names: what the tensors of a model are called, which role each plays, how families differ."""
 
-from qconvert.architecture.binding import Binding, bind, shown
+from qconvert.architecture.binding import Binding, bind
 from qconvert.architecture.families import FAMILIES
 from qconvert.architecture.model import Architecture, FusedPlace, Place, Run, find_family
 from qconvert.architecture.slots import Family, Fusion, Slot
@@ -17,5 +17,4 @@ __all__ = [
     "Slot",
     "bind",
     "find_family",
-    "shown",
 ]

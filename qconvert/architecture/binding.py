@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qconvert.architecture.model import Architecture, FusedPlace, Place
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.tensors import Logical
 
 
@@ -70,12 +70,6 @@ def bind(
         _refuse_unknown(architecture, undeclared)
     _check_complete(architecture, places)
     return Binding(architecture, tensors, places, tuple(dropped), tuple(unknown))
-
-
-def shown(name: str, limit: int = 120) -> str:
-    """A tensor name fit for a message: control characters escaped, long names shortened."""
-    text = name if name.isprintable() else ascii(name)
-    return text if len(text) <= limit else f"{text[: limit - 20]}... ({len(name)} characters)"
 
 
 def _check_shape(architecture: Architecture, place: Place, tensor: Logical) -> None:

@@ -143,7 +143,7 @@ def _summary(differences: list[TensorDifference]) -> dict[str, int]:
 
 
 def _cells(d: TensorDifference) -> list[str]:
-    from qconvert.architecture import shown
+    from qconvert.errors import shown
 
     numbers = ["", ""]
     if d.difference is not None:

@@ -84,7 +84,7 @@ def _tensor_list(checkpoint: Checkpoint) -> list[Json]:
 
 
 def _print(model: str, found: Json) -> None:
-    from qconvert.architecture import shown
+    from qconvert.errors import shown
     from qconvert.tables import found_lines, table
 
     click.echo("\n".join(found_lines(model, found)))
