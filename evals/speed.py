@@ -1,4 +1,4 @@
-"""Measures the speed of qconvert on this machine: `python evals/speed.py convert|decode|prefill`."""
+"""Measures the speed of qconvert on this machine: `python evals/speed.py convert|gguf|decode|prefill`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import click
 
 from qconvert.evals.speed_convert import convert
 from qconvert.evals.speed_decoder import decode, prefill
+from qconvert.evals.speed_gguf import gguf
 
 
 @click.group()
@@ -13,7 +14,7 @@ def main() -> None:
     """Measure the speed of qconvert on this machine, beside peers where they are installed."""
 
 
-for command in (convert, decode, prefill):
+for command in (convert, gguf, decode, prefill):
     main.add_command(command)
 
 if __name__ == "__main__":

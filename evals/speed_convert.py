@@ -67,13 +67,13 @@ def convert(
         nbytes = sum(shard.stat().st_size for shard in shards)
         command = [sys.executable, "-m", "qconvert", "quantize", str(source), "--bits", str(bits), "-q"]
         command += ["--max-memory", max_memory, "--overwrite", "-o", str(work / "out")]
-        _timed([*command, "--no-verify"])  # compiles the kernels and warms the page cache
+        timed([*command, "--no-verify"])  # compiles the kernels and warms the page cache
         rows: dict[str, list[Run]] = {"copy": [], **{name: [] for name in VARIANTS}}
         for _ in range(rounds):
-            rows["copy"].append(_copy(shards, work / "copy"))
+            rows["copy"].append(copied(shards, work / "copy"))
             for name, flags in VARIANTS.items():
                 shutil.rmtree(work / "out", ignore_errors=True)
-                rows[name].append(_timed([*command, *flags]))
+                rows[name].append(timed([*command, *flags]))
     _print(shape, rows, max_memory, nbytes)
     if out is not None:
         record = {"shape": shape, "layer_factor": layer_factor, "bits": bits, "max_memory": max_memory}
@@ -82,16 +82,17 @@ def convert(
         out.write_text(json.dumps({**record, **machine, "runs": runs}, indent=1) + "\n", encoding="utf-8")
 
 
-def _copy(shards: list[Path], target: Path) -> Run:
+def copied(shards: list[Path], target: Path) -> Run:
     """`cat` of all shards into a new file, plus sync."""
     target.unlink(missing_ok=True)
     script = f"cat {' '.join(map(str, shards))} > {target} && sync {target}"
-    run = _timed(["sh", "-c", script])
+    run = timed(["sh", "-c", script])
     target.unlink()
     return run
 
 
-def _timed(command: list[str]) -> Run:
+def timed(command: list[str]) -> Run:
+    """Run a command in a process of its own; ClickException when it fails."""
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)

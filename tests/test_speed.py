@@ -46,3 +46,18 @@ def test_measures_every_runner_in_every_round(
     assert record["token_bytes"]["bf16"] == 2 * weights
     assert record["token_bytes"]["int4"] < record["token_bytes"]["bf16"]
     assert f"{command}: qwen2.5-0.5b, 8 tokens" in ran.output
+
+
+def test_one_step_beside_llama_cpps_two(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    monkeypatch.setitem(synthetic.SHAPES, "qwen2.5-1.5b", synthetic.SHAPES["qwen2.5-1.5b"] | TINY)
+    out = tmp_path / "record.json"
+    options = ["--rounds", 1, "--type", "q8_0", "--dir", models, "-o", out]
+    ran = CliRunner().invoke(main, ["gguf", *map(str, options)], catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    runs = json.loads(out.read_text())["runs"]
+    assert list(runs) == ["copy", "bf16", "q8_0", "q8_0, verified", "q8_0, llama.cpp"]
+    assert all(run["seconds"] > 0 and run["peak_bytes"] > 0 for done in runs.values() for run in done)
+    assert "times two steps" in ran.output

@@ -1,0 +1,141 @@
+"""One step to GGUF against llama.cpp's two: `python evals/speed.py gguf`.
+
+The two steps are writing a bf16 GGUF (timed with qconvert, which is faster at it than llama.cpp's
+converter) and llama.cpp's own llama_model_quantize on that file, with as many threads. Every figure is
+of a fresh process; ratios are taken within one round, and the median over rounds is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from qconvert import __version__
+from qconvert.evals.speed_convert import Run, copied, timed
+from qconvert.evals.synthetic import SHAPES, make_checkpoint
+from qconvert.formats.gguf_splits import QWEN2
+from qconvert.gguf_mix import find_file_type
+from qconvert.tables import size, table
+from qconvert.tensors import Json
+
+_QUANTIZE = """
+import sys
+from cyllama.llama import llama_cpp as api
+api.disable_logging()
+params = api.LlamaModelQuantizeParams()
+params.ftype, params.nthread = int(sys.argv[3]), int(sys.argv[4])
+api.model_quantize(sys.argv[1], sys.argv[2], params)
+"""
+
+
+@click.command("gguf")
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen2.5-1.5b", show_default=True)
+@click.option("--type", "types", multiple=True, default=("q4_k_m", "q6_k", "q4_0", "q8_0"), show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--max-memory", default="512MB", show_default=True)
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="A folder with one; else a stand-in.")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Keep the checkpoint here for reuse.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too.")
+def gguf(
+    shape: str,
+    types: tuple[str, ...],
+    rounds: int,
+    max_memory: str,
+    tokenizer: Path | None,
+    folder: Path | None,
+    out: Path | None,
+) -> None:
+    """Time `to-gguf` on a checkpoint of a real model's shapes against llama.cpp's two steps."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        work = Path(scratch)
+        model = make_checkpoint((folder or work) / f"{shape}-x1", shape)
+        source = _with_tokenizer(model, tokenizer, work / "model")
+        command = [sys.executable, "-m", "qconvert", "to-gguf", str(source), "-q", "--overwrite"]
+        command += ["--max-memory", max_memory]
+        for type_ in types:  # compiles the kernels and warms the page cache
+            timed([*command, "--no-verify", "--type", type_, "-o", str(work / "ours.gguf")])
+        found = [_round(work, source, command, types) for _ in range(rounds)]
+    rows = {name: [one[name] for one in found] for name in found[0]}
+    _print(rows, types, f"{shape}, {os.cpu_count()} cores, --max-memory {max_memory}, {rounds} rounds")
+    if out is not None:
+        runs = {name: [asdict(run) for run in done] for name, done in rows.items()}
+        machine = {"machine": platform.machine(), "cores": os.cpu_count(), "qconvert": __version__}
+        record = {"shape": shape, "max_memory": max_memory, **machine, "runs": runs}
+        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def _round(work: Path, source: Path, command: list[str], types: tuple[str, ...]) -> dict[str, Run]:
+    """Every measurement once, those of one type next to each other."""
+    bf16, ours, theirs = (work / f"{name}.gguf" for name in ("bf16", "ours", "theirs"))
+    rows = {"copy": copied(sorted(source.glob("*.safetensors")), work / "copy")}
+    rows["bf16"] = timed([*command, "--no-verify", "--type", "bf16", "-o", str(bf16)])
+    threads = str(os.cpu_count())
+    for type_ in types:
+        to_type = [*command, "--type", type_, "-o", str(ours)]
+        rows[type_] = timed([*to_type, "--no-verify"])
+        rows[f"{type_}, verified"] = timed(to_type)
+        number = str(find_file_type(type_).number)
+        rows[f"{type_}, llama.cpp"] = timed(
+            [sys.executable, "-c", _QUANTIZE, str(bf16), str(theirs), number, threads]
+        )
+        theirs.unlink()
+    bf16.unlink()
+    return rows
+
+
+def _with_tokenizer(model: Path, tokenizer: Path | None, folder: Path) -> Path:
+    """A folder of links to the weights beside a tokenizer."""
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).symlink_to(path.resolve())
+    if tokenizer is None:
+        (folder / "tokenizer.json").write_text(json.dumps(_stand_in()), encoding="utf-8")
+        return folder
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(tokenizer / name, folder / name)
+    return folder
+
+
+def _stand_in() -> Json:
+    """The smallest tokenizer with Qwen2's rules: one token per byte."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    split = {"type": "Split", "pattern": {"Regex": QWEN2[0]}, "behavior": "Isolated", "invert": False}
+    return {
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [split, {"type": "ByteLevel", "use_regex": False}],
+        },
+        "model": {
+            "type": "BPE",
+            "vocab": {character: number for number, character in enumerate(sorted(ByteLevel.alphabet()))},
+            "merges": [],
+        },
+    }
+
+
+def _print(rows: dict[str, list[Run]], types: tuple[str, ...], title: str) -> None:
+    rounds = range(len(rows["copy"]))
+    cells = []
+    for name, runs in rows.items():
+        seconds = statistics.median(run.seconds for run in runs)
+        copies = statistics.median(runs[i].seconds / rows["copy"][i].seconds for i in rounds)
+        faster = ""
+        type_ = name.partition(",")[0]
+        if type_ in types and not name.endswith("llama.cpp"):
+            two = [rows["bf16"][i].seconds + rows[f"{type_}, llama.cpp"][i].seconds for i in rounds]
+            faster = f"{statistics.median(two[i] / runs[i].seconds for i in rounds):.2f}"
+        peak = size(max(run.peak_bytes for run in runs))
+        cells.append([name, f"{seconds:.2f}", f"{copies:.2f}", faster, peak])
+    click.echo(title)
+    click.echo("\n".join(table(["what", "seconds", "times copy", "times two steps", "peak memory"], cells)))
