@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from qconvert.evals.figures import perplexity_figures
 from qconvert.evals.statistics_paired import Divergence, Estimate
+from qconvert.evals.weights import WeightReport
 from qconvert.report import Grid, Page, number
+from qconvert.report_html import Figure
 from qconvert.tables import size
 from qconvert.tensors import Json
 
@@ -53,7 +56,8 @@ class PerplexityReport:
     """An evaluation: how it was made, and the figures of every model.
 
     `tokens` counts the text, `scored_tokens` those that the protocol counts in `chunks` windows;
-    `noise_floor` compares the reference with itself, computed in batches of another size.
+    `noise_floor` compares the reference with itself, computed in batches of another size; `weights`
+    holds the weights of each model against the reference's, where they were compared.
     """
 
     protocol: str
@@ -69,10 +73,15 @@ class PerplexityReport:
     noise_floor: Comparison | None
     environment: dict[str, str]
     notes: tuple[str, ...]
+    weights: tuple[WeightReport, ...] = ()
 
     def to_json(self) -> Json:
         """All of it as plain JSON values."""
         return {"report": "perplexity", "version": FORMAT_VERSION, **asdict(self)}
+
+    def figures(self) -> list[Figure]:
+        """The pictures of the HTML page."""
+        return perplexity_figures(self)
 
     def page(self) -> Page:
         """What a person reads: the facts behind the figures, then the figures."""

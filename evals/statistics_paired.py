@@ -15,6 +15,10 @@ import numpy as np
 
 Array = np.ndarray
 
+_BODY = (1, 5, 10, 20, 30, 40, 50, 60, 70, 80)
+CURVE_PERCENTILES = (*_BODY, 85, 90, 93, 95, 97, 98, 99, 99.5, 99.8, 99.9, 99.95, 100)
+"""Denser towards the tail, where quantizations differ."""
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -26,7 +30,10 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Mean and upper tail of a per-token KL divergence, in nats."""
+    """Mean and upper tail of a per-token KL divergence, in nats.
+
+    `curve` holds the percentiles of CURVE_PERCENTILES, for drawing.
+    """
 
     mean: Estimate
     median: float
@@ -34,6 +41,7 @@ class Divergence:
     p99: float
     p999: float
     max: float
+    curve: tuple[float, ...]
 
 
 def mean(x_N: Array, chunk_N: Array) -> Estimate:
@@ -68,4 +76,5 @@ def root_mean_square(x_N: Array, chunk_N: Array) -> Estimate:
 def divergence(kl_N: Array, chunk_N: Array) -> Divergence:
     """Summarise per-token divergences; percentiles interpolate linearly."""
     median, p90, p99, p999, top = (float(q) for q in np.percentile(kl_N, (50, 90, 99, 99.9, 100)))
-    return Divergence(mean(kl_N, chunk_N), median, p90, p99, p999, top)
+    curve = tuple(float(q) for q in np.percentile(kl_N, CURVE_PERCENTILES))
+    return Divergence(mean(kl_N, chunk_N), median, p90, p99, p999, top, curve)

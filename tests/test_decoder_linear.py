@@ -10,7 +10,7 @@ from qconvert.decoder import linear
 from qconvert.decoder.linear import BACKENDS, Linear
 from qconvert.decoder.place import Layout, place_rows, place_vector, place_weight, stack
 from qconvert.decoder.storage import IntWeight
-from qconvert.tensors import Dense, DType, GroupInt, GroupMin, IntAffine, MinAffine
+from qconvert.tensors import BlockRows, Blocks, Dense, DType, GroupInt, GroupMin, IntAffine, MinAffine
 
 CPU = torch.device("cpu")
 FORMS = [
@@ -95,6 +95,21 @@ def test_stored_floats_are_read_as_numbers(carrier: DType) -> None:
     }
     vector = place_vector(Dense(stored[carrier], carrier), CPU, torch.float32)
     assert vector.tolist() == [1.5, -0.25, 3.0]
+
+
+def test_ggml_blocks_are_decoded_as_gguf_py_decodes_them() -> None:
+    quants = pytest.importorskip("gguf.quants")
+    from gguf import GGMLQuantizationType
+
+    w_OI = np.random.default_rng(0).standard_normal((70, 64)).astype(np.float32)
+    bytes_OB = quants.quantize(w_OI, GGMLQuantizationType.Q4_0)
+    weight = place_rows(BlockRows(bytes_OB, Blocks("Q4_0", 32, 18)), CPU, torch.float32)
+    want = torch.from_numpy(quants.dequantize(bytes_OB, GGMLQuantizationType.Q4_0))
+    assert weight.shape == (70, 64) and weight.nbytes == 70 * 36
+    assert torch.equal(weight.rows(slice(5, 9)), want[5:9])
+    assert torch.equal(weight.rows(torch.tensor([69, 0])), want[[69, 0]])
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(Linear(weight)(x), x @ want.T, atol=1e-5)
 
 
 def test_other_forms_are_decoded_row_by_row() -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from qconvert.errors import BadRecipe, CheckFailed
 if TYPE_CHECKING:
     from qconvert.evals.lockstep import EvalModel, Progress
     from qconvert.evals.results import PerplexityReport
+    from qconvert.evals.weights import WeightReport
 
 PROTOCOLS = ("gptq2048", "hf-stride", "llamacpp512")
 
@@ -47,7 +49,7 @@ def command() -> None:
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--noise-floor", is_flag=True, help="Also compare the reference with itself.")
 @click.option(
-    "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json and STEM.md."
+    "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json, .md and .html."
 )
 @click.option(
     "--fail-above",
@@ -71,11 +73,52 @@ def perplexity(models: tuple[str, ...], **options: Any) -> None:
         models, **{k: v for k, v in options.items() if k not in ("out", "fail_above", "as_json")}
     )
     if options["out"] is not None:
-        for path in write_report(report, options["out"]):
-            click.echo(f"wrote {path}", err=True)
+        if options["reference"] is not None:
+            compared = (_compare(options["reference"], name, options["revision"]) for name in models)
+            report = replace(report, weights=tuple(compared))
+        _write(report, options["out"])
     show_report(report, as_json=options["as_json"])
     if options["fail_above"] is not None:
         check_ratios(report, options["fail_above"])
+
+
+@command.command("weights")
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json, .md and .html."
+)
+@json_option
+@revision_option
+def weights(a: str, b: str, out: Path | None, as_json: bool, revision: str | None) -> None:
+    """Errors of the weights of B against those of A, by role and layer. Needs no text.
+
+    \b
+    qconvert eval weights ./model ./model-int4-g128
+    """
+    report = _compare(a, b, revision)
+    if out is not None:
+        _write(report, out)
+    show_report(report, as_json=as_json)
+
+
+def _compare(a: str, b: str, revision: str | None) -> WeightReport:
+    from qconvert.evals.weights import compare_weights
+    from qconvert.formats.checkpoint import open_checkpoint
+    from qconvert.hub import resolve
+
+    checkpoints = [open_checkpoint(resolve(name, revision=revision).path) for name in (a, b)]
+    return compare_weights(checkpoints[0], checkpoints[1], (_label(a), _label(b)))
+
+
+def _write(report: PerplexityReport | WeightReport, stem: Path) -> None:
+    for path in write_report(report, stem):
+        click.echo(f"wrote {path}", err=True)
+
+
+def _label(name: str) -> str:
+    """What to call a model in a report: the last part of its name."""
+    return name.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _measure(
@@ -122,7 +165,7 @@ def _load(name: str, revision: str | None, device: str, dtype: str) -> tuple[Eva
 
     path = resolve(name, revision=revision).path
     arithmetic = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    return open_model(path, name.rstrip("/").rsplit("/", 1)[-1], device=device, dtype=arithmetic), path
+    return open_model(path, _label(name), device=device, dtype=arithmetic), path
 
 
 @contextmanager
@@ -158,7 +201,7 @@ def _bar(quiet: bool) -> Iterator[Progress | None]:
         yield progress
 
 
-def show_report(report: PerplexityReport, *, as_json: bool) -> None:
+def show_report(report: PerplexityReport | WeightReport, *, as_json: bool) -> None:
     """Print a report: one JSON object, or the page as text."""
     from qconvert.report import to_terminal
 
@@ -168,14 +211,16 @@ def show_report(report: PerplexityReport, *, as_json: bool) -> None:
         click.echo(to_terminal(report.page()), nl=False)
 
 
-def write_report(report: PerplexityReport, stem: Path) -> list[Path]:
-    """Write the record and its Markdown view beside each other; returns their paths."""
+def write_report(report: PerplexityReport | WeightReport, stem: Path) -> list[Path]:
+    """Write the record and its Markdown and HTML views beside each other; returns their paths."""
     from qconvert.report import to_markdown
+    from qconvert.report_html import to_html
 
     stem.parent.mkdir(parents=True, exist_ok=True)
     texts = {
         ".json": json.dumps(report.to_json(), indent=1) + "\n",
         ".md": to_markdown(report.page()),
+        ".html": to_html(report.page(), report.figures()),
     }
     paths = []
     for suffix, text in texts.items():

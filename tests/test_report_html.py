@@ -1,0 +1,127 @@
+"""The HTML page: nothing loaded, nothing cut off on a phone or a desk."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from qconvert.evals.perplexity import evaluate
+from qconvert.evals.protocols import protocol_named
+from qconvert.evals.results import PerplexityReport
+from qconvert.evals.weights import WeightError, WeightReport
+from qconvert.report_html import to_html
+from tests.test_perplexity import IDS, as_tokens, eval_model
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.fixture(scope="module")
+def report() -> PerplexityReport:
+    rules = protocol_named("gptq2048", 16)
+    models = [
+        eval_model("other"),
+        replace(eval_model("other"), label="<i>long-name-of-a-model-int4-g128-asym"),
+    ]
+    measured = evaluate(models, eval_model("base"), as_tokens(IDS), rules, noise_floor=True)
+    errors = [
+        WeightError(f"w{i}", role, i, 0.01 * (1 + i), 1.0, 0.1, 0.5)
+        for role in ("attn.q", "mlp.down")
+        for i in range(28)
+    ]
+    return replace(measured, weights=(WeightReport("base", "other", tuple(errors), 3, ()),))
+
+
+@pytest.fixture(scope="module")
+def document(report: PerplexityReport) -> str:
+    return to_html(report.page(), report.figures())
+
+
+class Elements(HTMLParser):
+    """Every element with its attributes, and whether all that were opened were closed in order."""
+
+    VOID = ("meta",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID and not (self.get_starttag_text() or "").endswith("/>"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_one_file_that_loads_nothing(document: str) -> None:
+    elements = Elements()
+    elements.feed(document)
+    elements.close()
+    assert elements.open == []
+    names = {tag for tag, _ in elements.tags}
+    assert not names & {"script", "link", "img", "iframe", "object", "embed", "image", "use", "i"}
+    keys = {key for _, attrs in elements.tags for key in attrs}
+    assert not {key for key in keys if key in ("src", "href", "xlink:href", "srcset") or key.startswith("on")}
+    assert not re.search(r"https?:|@import|url\(", document)
+
+
+def test_the_page_holds_every_table_and_picture(report: PerplexityReport, document: str) -> None:
+    elements = Elements()
+    elements.feed(document)
+    counts = {
+        tag: sum(found == tag for found, _ in elements.tags) for tag in ("table", "svg", "figcaption", "dt")
+    }
+    assert counts == {"table": 2, "svg": 3, "figcaption": 3, "dt": len(report.page().facts)}
+    assert "prefers-color-scheme: dark" in document and "width=device-width" in document
+    assert "&lt;i&gt;long-name" in document
+    for _, value in report.page().facts:
+        assert value.replace("&", "&amp;").replace("<", "&lt;") in document
+
+
+def test_without_a_reference_the_page_shows_perplexity_by_size() -> None:
+    alone = evaluate([eval_model("base")], None, as_tokens(IDS), protocol_named("gptq2048", 16))
+    (figure,) = alone.figures()
+    assert "perplexity" in figure.svg and "nats" not in figure.svg
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_wider_than_the_window(document: str, tmp_path: Path, width: int) -> None:
+    """Rendered in a frame of the width, the page's own scroll width is measured by a script beside it."""
+    (tmp_path / "report.html").write_text(document, encoding="utf-8")
+    probe = (
+        f'<iframe id="f" src="report.html" width="{width}" height="900" style="border:0"></iframe>'
+        '<p id="p"></p>'
+        '<script>onload = () => { const d = document.getElementById("f").contentDocument;'
+        ' const texts = [...d.querySelectorAll("svg text")].filter(t => {'
+        ' const a = t.getBoundingClientRect(), b = t.closest("svg").getBoundingClientRect();'
+        " return a.left < b.left - 1 || a.right > b.right + 1 || a.bottom > b.bottom + 1; });"
+        ' document.getElementById("p").textContent = `width=${d.documentElement.scrollWidth}'
+        ' cut=${texts.map(t => t.textContent).join("|")}.`; };</script>'
+    )
+    (tmp_path / "probe.html").write_text(probe)
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--allow-file-access-from-files",
+        "--dump-dom",
+    ]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1000"]
+    ran = subprocess.run(
+        [str(CHROMIUM), *flags, (tmp_path / "probe.html").as_uri()],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert f"width={width} cut=." in ran.stdout, ran.stdout[-600:] + ran.stderr[-600:]
