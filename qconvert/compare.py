@@ -16,7 +16,18 @@ import numpy as np
 from qconvert.plan import RowSlice, whole
 from qconvert.quant.casts import Difference, cast, compare
 from qconvert.quant.grids import column_scales, numbers
-from qconvert.tensors import BlockRows, Coded, Dense, DType, IntAffine, Logical, MinAffine, Reader, Value
+from qconvert.tensors import (
+    BlockRows,
+    Coded,
+    Dense,
+    DType,
+    IntAffine,
+    Logical,
+    MinAffine,
+    Plain,
+    Reader,
+    Value,
+)
 
 if TYPE_CHECKING:
     from qconvert.formats.checkpoint import Checkpoint
@@ -29,7 +40,8 @@ class TensorDifference:
     """How one tensor of A stands to its counterpart in B.
 
     `status` is "equal", "differs", "shape", "only in A" or "only in B". `max_steps` is the largest
-    difference in units of B's quantization scale, None when B's tensor is plain.
+    difference in units of B's quantization scale, None when B's tensor has none of its own (plain
+    numbers, and GGML blocks with scales of scales); `quantized` tells whether B's numbers are coded.
     """
 
     name: str
@@ -38,6 +50,7 @@ class TensorDifference:
     difference: Difference | None = None
     max_steps: float | None = None
     note: str = ""
+    quantized: bool = False
 
     @property
     def relative_rms(self) -> float:
@@ -117,7 +130,9 @@ def _compare_pieces(
                 steps = max(steps or 0.0, _steps(block_a, block_b))
         row += piece.rows
     equal = total is None or total.equal_count == total.count
-    return TensorDifference(tensor.name, role, "equal" if equal else "differs", total, steps)
+    status = "equal" if equal else "differs"
+    quantized = any(not isinstance(piece.tensor.form, Plain) for piece in pieces)
+    return TensorDifference(tensor.name, role, status, total, steps, quantized=quantized)
 
 
 def _blocks(reader_a: Reader, a: RowSlice, reader_b: Reader, b: RowSlice) -> Iterable[tuple[Value, Value]]:

@@ -84,6 +84,7 @@ def test_verify_against_the_source(small: tuple[Path, Path], tmp_path: Path) -> 
     exact = run("to-gguf", small[0], "--type", "bf16", "-o", tmp_path / "m.gguf")
     ran = qconvert("verify", exact, "--against", small[0])
     assert ran.code == 0 and "equal" in ran.out, ran.err
+    assert qconvert("verify", small[1], "--against", small[0]).code == 0
 
 
 def test_inspect_counts_the_blocks(small: tuple[Path, Path]) -> None:

@@ -78,7 +78,7 @@ def _acceptable(d: TensorDifference) -> bool:
     """
     if d.status == "equal":
         return True
-    return d.status == "differs" and d.max_steps is not None and d.relative_rms < _WORST_RELATIVE_RMS
+    return d.status == "differs" and d.quantized and d.relative_rms < _WORST_RELATIVE_RMS
 
 
 # int2 with a searched scale loses at most this share of a weight's energy on any distribution seen.
