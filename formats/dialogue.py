@@ -6,8 +6,10 @@ in jinja's sandbox, which gives it no access to Python.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from qconvert.errors import QConvertError, UnsupportedModel
@@ -85,6 +87,14 @@ def open_dialogue(path: Path, config: Json) -> Dialogue:
     except Exception as error:  # the library raises nothing more specific
         raise QConvertError(f"{file}: {error}", "the file is damaged, or of a newer tokenizers") from error
     return Dialogue(tokenizer, _stops(path, config, tokenizer, folder.settings), folder)
+
+
+def open_made_dialogue(files: Mapping[str, str], config: Json) -> Dialogue:
+    """The tokenizer of files that are not on a disk, text by name."""
+    with TemporaryDirectory() as folder:
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        return open_dialogue(Path(folder), config)
 
 
 @dataclass(slots=True)

@@ -102,6 +102,13 @@ def test_perplexity_of_a_gguf_beside_its_source(small: tuple[Path, Path], tmp_pa
     assert alone.code == 0, alone.err
 
 
+def test_generate_speaks_a_ggufs_tokens(small: tuple[Path, Path], tmp_path: Path) -> None:
+    exact = run("to-gguf", small[0], "--type", "bf16", "-o", tmp_path / "m.gguf")
+    flags = ["-p", "The quick", "--max-tokens", "8", "--backend", "reference"]
+    ours, theirs = (qconvert("generate", model, *flags) for model in (exact, small[0]))
+    assert ours.code == 0 and ours.out == theirs.out, ours.err
+
+
 def test_rearranging_and_quantizing_again(small: tuple[Path, Path], tmp_path: Path) -> None:
     ran = qconvert("fuse-qkv", small[1], "-o", tmp_path / "out")
     assert ran.code == 1 and "q8_0 blocks, which safetensors files do not hold" in ran.err

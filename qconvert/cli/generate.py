@@ -124,11 +124,14 @@ def _open(model: str, options: dict[str, Any]) -> tuple[Checkpoint, Decoder]:
 
 def _prompt(checkpoint: Checkpoint, prompt: str, options: dict[str, Any]) -> tuple[Dialogue, list[int]]:
     from qconvert.errors import BadRecipe
-    from qconvert.formats.dialogue import open_dialogue
+    from qconvert.formats.dialogue import open_dialogue, open_made_dialogue
 
     text = sys.stdin.read() if prompt == "-" else prompt
+    made = checkpoint.files.sidecars.made  # by a GGUF file, which has no folder of its own
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    dialogue = open_dialogue(folder, checkpoint.config)
+    dialogue = (
+        open_made_dialogue(made, checkpoint.config) if made else open_dialogue(folder, checkpoint.config)
+    )
     if not options["chat"]:
         if options["system"] is not None:
             raise BadRecipe("--system: there is no chat to begin", "add --chat")
