@@ -68,6 +68,11 @@ class Track:
         self.tokens += tokens_BT.numel()
         return h_BTD
 
+    def forget_after(self, batches: int) -> None:
+        """Drop the scores of a batch that not all tracks have seen."""
+        for scores in (self.nll, self.top, self.kl):
+            del scores[batches:]
+
     def _regrouped(self, tokens_BT: Tensor) -> Tensor:
         """Windows one by one; a single window beside a copy of itself."""
         hidden = self.model.decoder.hidden
@@ -85,23 +90,33 @@ def run_lockstep(
     bos: int | None = None,
     batch_tokens: int | None = None,
     progress: Progress | None = None,
-) -> None:
+    done: int = 0,
+) -> int:
     """Fill the tracks with the scores of the tokens that count, in the order of the windows.
 
     If `compared`, the first track is the reference of the others' divergences. `bos` replaces the
-    first token of every window. Raises CheckFailed for a model whose loss is no number.
+    first token of every window; the tracks already hold the first `done` windows. Returns the number
+    of windows they hold at the end: fewer than all after a KeyboardInterrupt, which is passed on
+    when there is nothing new to show. Raises CheckFailed for a model whose loss is no number.
     """
     device = tracks[0].model.decoder.device.type
     batch_tokens = batch_tokens or BATCH_TOKENS.get(device, BATCH_TOKENS["cpu"])
-    done = 0
-    for batch in _batches(windows, batch_tokens):
-        tokens_BT = np.stack([ids_N[window.start : window.stop] for window in batch])
-        if bos is not None:
-            tokens_BT[:, 0] = bos
-        _score_batch(tracks, torch.from_numpy(tokens_BT), batch[0].scored - batch[0].start, compared)
-        done += len(batch)
-        if progress is not None:
-            progress(done, len(windows))
+    held, before = len(tracks[0].nll), done
+    try:
+        for batch in _batches(windows[done:], batch_tokens):
+            tokens_BT = np.stack([ids_N[window.start : window.stop] for window in batch])
+            if bos is not None:
+                tokens_BT[:, 0] = bos
+            _score_batch(tracks, torch.from_numpy(tokens_BT), batch[0].scored - batch[0].start, compared)
+            done, held = done + len(batch), held + 1
+            if progress is not None:
+                progress(done, len(windows))
+    except KeyboardInterrupt:
+        if done == before:
+            raise
+        for track in tracks:
+            track.forget_after(held)
+    return done
 
 
 def _batches(windows: Sequence[Window], tokens: int) -> Iterator[list[Window]]:

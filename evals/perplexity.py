@@ -21,6 +21,7 @@ from qconvert.evals.corpora import WIKITEXT, Tokens, load_text, tokenize
 from qconvert.evals.lockstep import EvalModel, Progress, Track, run_lockstep
 from qconvert.evals.protocols import SHORTEST, Protocol, Window, protocol_named
 from qconvert.evals.results import Comparison, ModelResult, PerplexityReport
+from qconvert.evals.scores import fingerprint, load_scores, save_scores
 from qconvert.evals.statistics_paired import divergence, exp_mean, mean, root_mean_square
 
 
@@ -35,6 +36,8 @@ def run(
     max_chunks: int | None = None,
     noise_floor: bool = False,
     progress: Progress | None = None,
+    scores: Path | None = None,
+    resume: bool = False,
 ) -> PerplexityReport:
     """Evaluate by names, as a command line gives them.
 
@@ -44,7 +47,15 @@ def run(
     rules = protocol_named(protocol, context)
     tokens = tokenize(load_text(text, rules.wikitext), tokenizer)
     return evaluate(
-        models, reference, tokens, rules, max_chunks=max_chunks, noise_floor=noise_floor, progress=progress
+        models,
+        reference,
+        tokens,
+        rules,
+        max_chunks=max_chunks,
+        noise_floor=noise_floor,
+        progress=progress,
+        scores=scores,
+        resume=resume,
     )
 
 
@@ -58,13 +69,16 @@ def evaluate(
     batch_tokens: int | None = None,
     noise_floor: bool = False,
     progress: Progress | None = None,
+    scores: Path | None = None,
+    resume: bool = False,
 ) -> PerplexityReport:
     """Measure every model on the text; the reference, if there is one, comes first in the report.
 
     `max_chunks` stops after that many windows; `batch_tokens` is the number of tokens that visit a
     layer together; `noise_floor` also compares the reference with itself under another batch size.
-    Raises BadRecipe for a text too short or models of unlike vocabularies, CheckFailed for a model
-    whose loss is no number.
+    Where `scores` names a file, Ctrl-C yields the report of the windows done and leaves their scores
+    there; `resume` goes on from such a file. Raises BadRecipe for a text too short or models of
+    unlike vocabularies, CheckFailed for a model whose loss is no number.
     """
     everyone = [*([reference] if reference else []), *models]
     _check_vocabulary(everyone, tokens)
@@ -73,16 +87,28 @@ def evaluate(
     windows = protocol.windows(len(ids_N))[:max_chunks]
     tracks = [Track(model) for model in everyone]
     echoes = [Track(reference, echo=True)] if reference and noise_floor else []
-    run_lockstep(
-        [*tracks, *echoes],
+    everything = [*tracks, *echoes]
+    rules = (protocol.label, tokens.text.sha256, tokens.tokenizer_sha256, str(len(windows)))
+    mark = fingerprint(everything, *rules)
+    before = load_scores(scores, everything, mark) if scores is not None and resume else 0
+    done = run_lockstep(
+        everything,
         ids_N,
         windows,
         compared=reference is not None,
         bos=bos,
         batch_tokens=batch_tokens,
         progress=progress,
+        done=before,
     )
-    return _report(_Measured(tokens, protocol, windows, tracks[0] if reference else None), tracks, echoes)
+    if done < len(windows):
+        if scores is None:
+            raise KeyboardInterrupt
+        save_scores(scores, everything, done, mark)
+    elif scores is not None:
+        scores.unlink(missing_ok=True)
+    base = tracks[0] if reference else None
+    return _report(_Measured(tokens, protocol, windows[:done], len(windows), base), tracks, echoes)
 
 
 def _check_vocabulary(models: Sequence[EvalModel], tokens: Tokens) -> None:
@@ -102,11 +128,13 @@ def _check_vocabulary(models: Sequence[EvalModel], tokens: Tokens) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """What all figures of a report share: the tokens, their windows, and the reference's scores."""
+    """What all figures of a report share: the tokens, the windows done of `planned` ones, and the
+    reference's scores."""
 
     tokens: Tokens
     protocol: Protocol
     windows: Sequence[Window]
+    planned: int
     base: Track | None
 
     @property
@@ -125,6 +153,7 @@ def _report(measured: _Measured, tracks: Sequence[Track], echoes: Sequence[Track
         tokenizer_sha256=tokens.tokenizer_sha256,
         tokens=len(tokens.ids_N),
         chunks=len(measured.windows),
+        planned_chunks=measured.planned,
         scored_tokens=len(measured.window_N),
         reference=None if base is None else base.model.label,
         models=tuple(_model_result(track, measured) for track in tracks),
@@ -176,6 +205,8 @@ def _environment(decoder: Decoder) -> dict[str, str]:
 
 def _notes(measured: _Measured, positions: int) -> tuple[str, ...]:
     notes, context = [], measured.protocol.context
+    if len(measured.windows) < measured.planned:
+        notes.append(f"interrupted after {len(measured.windows)} of {measured.planned} chunks")
     if len(measured.windows) < 2:
         notes.append(f"one chunk gives no error estimate; try --context {max(SHORTEST, context // 8)}")
     if context > positions:

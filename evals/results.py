@@ -55,7 +55,8 @@ class ModelResult:
 class PerplexityReport:
     """An evaluation: how it was made, and the figures of every model.
 
-    `tokens` counts the text, `scored_tokens` those that the protocol counts in `chunks` windows;
+    `tokens` counts the text, `scored_tokens` those that the protocol counts in `chunks` windows, fewer
+    than `planned_chunks` when the evaluation was interrupted;
     `noise_floor` compares the reference with itself, computed in batches of another size; `weights`
     holds the weights of each model against the reference's, where they were compared.
     """
@@ -67,6 +68,7 @@ class PerplexityReport:
     tokenizer_sha256: str
     tokens: int
     chunks: int
+    planned_chunks: int
     scored_tokens: int
     reference: str | None
     models: tuple[ModelResult, ...]
@@ -75,9 +77,15 @@ class PerplexityReport:
     notes: tuple[str, ...]
     weights: tuple[WeightReport, ...] = ()
 
+    @property
+    def partial(self) -> bool:
+        """Whether the evaluation was interrupted before its end."""
+        return self.chunks < self.planned_chunks
+
     def to_json(self) -> Json:
         """All of it as plain JSON values."""
-        return {"report": "perplexity", "version": FORMAT_VERSION, **asdict(self)}
+        head = {"report": "perplexity", "version": FORMAT_VERSION, "partial": self.partial}
+        return head | asdict(self)
 
     def figures(self) -> list[Figure]:
         """The pictures of the HTML page."""

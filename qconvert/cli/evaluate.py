@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.boundary import INTERRUPTED
 from qconvert.cli.options import json_option, quiet_option, revision_option
 from qconvert.errors import BadRecipe, CheckFailed
 
@@ -57,6 +58,7 @@ def command() -> None:
     metavar="X",
     help="Exit 3 when a perplexity ratio exceeds 1 + X.",
 )
+@click.option("--resume", is_flag=True, help="Go on with an interrupted evaluation of the same -o STEM.")
 @json_option
 @quiet_option
 @revision_option
@@ -69,15 +71,16 @@ def perplexity(models: tuple[str, ...], **options: Any) -> None:
     \b
     qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model
     """
-    report = _measure(
-        models, **{k: v for k, v in options.items() if k not in ("out", "fail_above", "as_json")}
-    )
+    report = _measure(models, **{k: v for k, v in options.items() if k not in ("fail_above", "as_json")})
     if options["out"] is not None:
-        if options["reference"] is not None:
+        if options["reference"] is not None and not report.partial:
             compared = (_compare(options["reference"], name, options["revision"]) for name in models)
             report = replace(report, weights=tuple(compared))
         _write(report, options["out"])
     show_report(report, as_json=options["as_json"])
+    if report.partial:
+        click.echo("interrupted; the same command with --resume goes on", err=True)
+        click.get_current_context().exit(INTERRUPTED)
     if options["fail_above"] is not None:
         check_ratios(report, options["fail_above"])
 
@@ -132,11 +135,16 @@ def _measure(
     dtype: str,
     device: str,
     noise_floor: bool,
+    out: Path | None,
+    resume: bool,
     quiet: bool,
     revision: str | None,
 ) -> PerplexityReport:
     from qconvert.evals.perplexity import run
 
+    if resume and out is None:
+        raise BadRecipe("--resume: there is no STEM to go on with", "repeat the command with its -o STEM")
+    scores = None if out is None else out.with_name(out.name + ".partial.npz")
     if noise_floor and reference is None:
         raise BadRecipe(
             "--noise-floor: there is no reference to compare with itself", "add --reference MODEL"
@@ -154,6 +162,8 @@ def _measure(
             max_chunks=chunks,
             noise_floor=noise_floor,
             progress=progress,
+            scores=scores,
+            resume=resume,
         )
 
 

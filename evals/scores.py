@@ -1,0 +1,66 @@
+"""Scores of an unfinished evaluation, on disk and back, so that it can go on where it stopped.
+
+The file belongs to one evaluation: the same models, text, tokenizer, protocol and arithmetic, told by
+a fingerprint. Plain numpy arrays, read without unpickling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qconvert.errors import BadRecipe
+
+if TYPE_CHECKING:
+    from qconvert.evals.lockstep import Track
+
+_KINDS = ("nll", "top", "kl")
+
+
+def fingerprint(tracks: Sequence[Track], *conditions: str) -> str:
+    """What an evaluation is an evaluation of, as a hash."""
+    models = [
+        [track.model.label, track.model.size_bytes, str(track.model.decoder.dtype), track.echo]
+        for track in tracks
+    ]
+    return hashlib.sha256(json.dumps([models, conditions]).encode()).hexdigest()
+
+
+def save_scores(path: Path, tracks: Sequence[Track], done: int, mark: str) -> None:
+    """Write the scores of the first `done` windows."""
+    arrays: dict[str, np.ndarray] = {"done": np.array(done), "mark": np.array(mark)}
+    for i, track in enumerate(tracks):
+        arrays[f"{i}.clock"] = np.array([track.seconds, track.tokens])
+        for kind in _KINDS:
+            arrays[f"{i}.{kind}"] = np.concatenate([np.empty(0), *getattr(track, kind)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+
+
+def load_scores(path: Path, tracks: Sequence[Track], mark: str) -> int:
+    """Fill the tracks with the scores in the file; returns the number of windows they cover.
+
+    Raises BadRecipe for a file of another evaluation, or none.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            if str(arrays["mark"]) != mark:
+                raise BadRecipe(
+                    f"{path}: scores of other models, another text, or another protocol",
+                    "leave out --resume, or repeat the command that was interrupted",
+                )
+            for i, track in enumerate(tracks):
+                track.seconds, track.tokens = float(arrays[f"{i}.clock"][0]), int(arrays[f"{i}.clock"][1])
+                for kind in _KINDS:
+                    scores = arrays[f"{i}.{kind}"]
+                    getattr(track, kind).append(scores.astype(np.int64) if kind == "top" else scores)
+            return int(arrays["done"])
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise BadRecipe(f"{path}: no scores to go on from", "leave out --resume") from error
