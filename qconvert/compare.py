@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qconvert.plan import RowSlice, whole
+from qconvert.plan import RowSlice, rows_within, whole
 from qconvert.quant.casts import Difference, cast, compare
 from qconvert.quant.grids import column_scales, numbers
 from qconvert.tensors import (
@@ -30,6 +30,7 @@ from qconvert.tensors import (
 )
 
 if TYPE_CHECKING:
+    from qconvert.architecture import FusedPlace
     from qconvert.formats.checkpoint import Checkpoint
 
 BLOCK_WEIGHTS = 1 << 21
@@ -95,12 +96,9 @@ def locate(checkpoint: Checkpoint, name: str) -> list[RowSlice]:
     if name in tensors:
         return [whole(tensors[name])]
     for fused in checkpoint.architecture.fused.values():
-        start = 0
-        for part in fused.parts:
-            stop = start + part.shape[0]
-            if part.name == name and fused.whole.name in tensors:
-                return [RowSlice(tensors[fused.whole.name], start, stop)]
-            start = stop
+        own = next((i for i, part in enumerate(fused.parts) if part.name == name), None)
+        if own is not None and fused.whole.name in tensors:
+            return _rows_of_part(tensors[fused.whole.name], fused, own)
     place = checkpoint.architecture.places.get(name)
     if place is not None and place.role == "lm_head" and checkpoint.architecture.tied:
         embed = next(p for p in checkpoint.architecture.places.values() if p.role == "embed")
@@ -108,13 +106,26 @@ def locate(checkpoint: Checkpoint, name: str) -> list[RowSlice]:
     return []
 
 
+def _rows_of_part(stacked: Logical, fused: FusedPlace, part: int) -> list[RowSlice]:
+    """The rows of a fused tensor that hold one of its parts, in the order of the part's rows."""
+    found, start = [], 0
+    for run in fused.runs:
+        stop = start + run.stop - run.start
+        if run.part == part:
+            found.append(RowSlice(stacked, start, stop))
+        start = stop
+    return found
+
+
 def _parts_of(a: Checkpoint, b: Checkpoint, name: str) -> list[RowSlice]:
-    """B's separate linears for a tensor that is fused in A."""
+    """B's separate linears for a tensor that is fused in A, in the order of A's rows."""
     fused = a.architecture.fused.get(name)
     if fused is None:
         return []
     found = [locate(b, part.name) for part in fused.parts]
-    return [piece for pieces in found for piece in pieces] if all(found) else []
+    if not all(found):
+        return []
+    return [piece for run in fused.runs for piece in rows_within(found[run.part], run.start, run.stop)]
 
 
 def _compare_pieces(

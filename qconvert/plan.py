@@ -8,7 +8,7 @@ Every pass is a pure function from plan to plan; nothing here opens a file or ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -159,7 +159,7 @@ def _stack(units: dict[str, Unit], entry: FusedPlace) -> dict[str, Unit]:
             f"{entry.whole.name}: each of its parts has one scale of its own ({form.label})",
             "leave them apart, or dequantize first",
         )
-    inputs = tuple(s for run in entry.runs for s in _slice(parts[run.part].inputs, run.start, run.stop))
+    inputs = tuple(s for run in entry.runs for s in rows_within(parts[run.part].inputs, run.start, run.stop))
     made = Unit(inputs, parts[0].ops, Logical(entry.whole.name, entry.whole.shape, parts[0].output.form))
     first, others = parts[0].output.name, {part.output.name for part in parts[1:]}
     return {
@@ -169,7 +169,7 @@ def _stack(units: dict[str, Unit], entry: FusedPlace) -> dict[str, Unit]:
     }
 
 
-def _slice(inputs: tuple[RowSlice, ...], start: int, stop: int) -> Iterator[RowSlice]:
+def rows_within(inputs: Sequence[RowSlice], start: int, stop: int) -> Iterator[RowSlice]:
     """Rows [start, stop) of the stacked inputs."""
     offset = 0
     for piece in inputs:
@@ -206,7 +206,7 @@ def _cut(unit: Unit, entry: FusedPlace) -> list[Unit]:
     offset = 0
     for run in entry.runs:
         rows = run.stop - run.start
-        pieces[run.part].extend(_slice(unit.inputs, offset, offset + rows))
+        pieces[run.part].extend(rows_within(unit.inputs, offset, offset + rows))
         offset += rows
     return [
         replace(unit, inputs=tuple(inputs), output=Logical(part.name, part.shape, unit.output.form))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from qconvert.schemes import Scheme
 from qconvert.select import decide
 from qconvert.tensors import Dense, DType, Logical, Plain
 from tests.commands import made as made_folder
+from tests.commands import qconvert
 from tests.family_models import ALONE, RELATIVES, ROWS, small
+from tests.models import write_file
 
 STACKS = ["mlp.experts.gate_up", "mlp.experts.down"]
 F32 = Plain(DType.F32)
@@ -115,6 +118,17 @@ def test_grouped_qkv_unfuses_by_group_and_fuses_back(
         )
     whole = made(passes.fuse(architecture, ["attn.qkv"])(cut), arrays)
     assert {n: a.tobytes() for n, a in whole.items()} == {n: a.tobytes() for n, a in arrays.items()}
+
+
+def test_diff_follows_the_rows_of_interleaved_qkv(tmp_path: Path) -> None:
+    config = RELATIVES["internlm2"][0]
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(config))
+    write_file(tmp_path / "whole" / "model.safetensors", numbered(config), "f32")
+    pair = [tmp_path / "whole", made_folder("unfuse", tmp_path / "whole", "-o", tmp_path / "apart")]
+    for a, b in (pair, reversed(pair)):
+        assert set(qconvert("diff", a, b, "--json").json["summary"]) == {"equal"}
+    assert qconvert("verify", pair[1], "--against", pair[0]).code == 0
 
 
 NATIVE = {
