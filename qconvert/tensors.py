@@ -196,7 +196,7 @@ class Codebook:
     """The form of a weight whose codes stand for the numbers of a table: `w = table[code] * scale`.
 
     `table` names one of `quant.codebook.TABLES`: the floats of 4 and 8 bits (`e2m1`, `e4m3`,
-    `e5m2`), and bitsandbytes' `nf4` and `fp4`. One scale serves `group_size` columns (None: all) of
+    `e5m2`), and bitsandbytes' `nf4`, `fp4` and `int8`. One scale serves `group_size` columns (None: all) of
     `group_rows` rows (None: all); `scale_dtype` may itself be an 8-bit float. Scales of two levels
     have a `second` one: `nested` ones are 8-bit codes of a table of their own, `divided` ones are
     divided by one float32 per tensor. `decoded` is the type that the checkpoint computes in.
@@ -211,7 +211,7 @@ class Codebook:
 
     @property
     def bits(self) -> int:
-        return 8 if self.table in ("e4m3", "e5m2") else 4
+        return 8 if self.table in ("e4m3", "e5m2", "int8") else 4
 
     def groups(self, width: int) -> int:
         """The number of scales that a row of `width` columns has (the last may serve fewer)."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qconvert.census import census_of_outputs
 from qconvert.decoder.config import DecoderConfig
 from qconvert.decoder.load import load_decoder
 from qconvert.errors import QConvertError
@@ -169,3 +170,13 @@ def test_our_decoder_computes_the_logits_of_the_field(quantized: Path, name: str
     logits = decoder.logits(decoder.hidden(ids % checkpoint.config["vocab_size"]))[0, -1]
     expected = load_file(folder / "golden.safetensors")["logits_float32_reference.last_token"]
     assert (logits - expected.flatten()).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_census_counts_the_bytes_that_are_stored(assets: Path, name: str) -> None:
+    """But for GPTQ's g_idx, and its zeros of symmetric grids: 2 % of 3 bits, 4 % of 2 bits."""
+    checkpoint = open_checkpoint(assets / "fixtures" / "quantized" / name)
+    idle = {".g_idx"} | ({".qzeros"} if "-sym-" in name else set())
+    needed = sum(s.nbytes for s in checkpoint.files.specs.values() if Path(s.name).suffix not in idle)
+    counted = census_of_outputs(checkpoint.tensors, checkpoint.architecture).nbytes
+    assert abs(counted / needed - 1) < 0.02
