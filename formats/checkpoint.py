@@ -84,7 +84,13 @@ class Checkpoint:
 
     @property
     def quantization(self) -> str | None:
-        """The layout and forms of the quantized tensors, in words; None when all are plain."""
+        """The layout and forms of the quantized tensors, in words; None when all are plain.
+
+        Of a config without weights, the method that it claims.
+        """
+        if not self.tensors:
+            method = _claimed_method(self.config)
+            return f"{method} (config.json says so)" if method else None
         forms = {t.form.label for t in self.tensors.values() if not isinstance(t.form, Plain)}
         return f"{self.layout.name} ({', '.join(sorted(forms))})" if forms else None
 
@@ -100,6 +106,8 @@ def open_checkpoint(
     if path.suffix == SUFFIX and path.is_file():
         return _gguf(path, declared)
     files = open_hf_folder(path, headers)
+    if not files.specs:  # nothing that the config's claims could be held against
+        return Checkpoint(files, {}, CompressedTensors(), declared)
     layout, tensors = _opener(files.config)(files, files.config)
     checkpoint = Checkpoint(files, tensors, layout, declared)
     names = _input_major(checkpoint)
@@ -121,12 +129,21 @@ def _input_major(checkpoint: Checkpoint) -> frozenset[str]:
         return frozenset()
 
 
+def _claimed_method(config: Json) -> str | None:
+    """The quantization method that config.json names, known here or not; None where it has no settings."""
+    settings = settings_of(config)
+    if settings_of(config, mlx.KEY) and "quant_method" not in settings:
+        return mlx.NAME
+    return shown(settings.get("quant_method") or "unnamed") if settings else None
+
+
 def _opener(config: Json) -> Opener:
     """The reader of the layout that config.json claims; plain weights read as any layout would."""
-    if settings_of(config, mlx.KEY) and "quant_method" not in settings_of(config):
+    method = _claimed_method(config)
+    if method is None:
+        return open_compressed_tensors
+    if method == mlx.NAME:
         return mlx.open_mlx
-    settings = settings_of(config)
-    method = shown(settings.get("quant_method")) if settings else compressed_config.NAME
     if method not in OPENERS:
         raise UnsupportedModel(
             f"config.json: quantization method {method!r} is not read here",

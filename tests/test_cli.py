@@ -303,6 +303,24 @@ def test_a_config_alone_can_be_inspected_but_not_converted(models: Path, here: P
     )
 
 
+@pytest.mark.parametrize("method", ["compressed-tensors", "gptq", "awq", "bitsandbytes", "fp8", "not-known"])
+def test_a_config_alone_may_claim_any_quantization(models: Path, here: Path, method: str) -> None:
+    config = json.loads((models / "plain" / "config.json").read_text())
+    plain = qconvert("inspect", models / "plain", "--json").json
+    claiming = config | {"quantization_config": {"quant_method": method}}
+    (here / "claims.json").write_text(json.dumps(claiming))
+    found = qconvert("inspect", "claims.json", "--json").json
+    assert (found["parameters"], found["from"]) == (plain["parameters"], "config.json")
+    assert found["quantization"] == f"{method} (config.json says so)"
+    (here / "claims").mkdir()
+    (here / "claims" / "config.json").write_text(json.dumps(claiming))
+    failed(
+        qconvert("dequantize", "claims"),
+        "claims: no weights beside the config.json",
+        "give the whole model folder",
+    )
+
+
 def test_a_lora_folder_and_pickles_are_told_apart(here: Path) -> None:
     marker = here / "executed"
 
