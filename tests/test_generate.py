@@ -51,6 +51,12 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
     assert got == want[0, 11:].tolist()
 
 
+@pytest.mark.parametrize("device", ["cuda:99", "tpu", "meta"])
+def test_a_device_that_is_not_here_is_refused_by_name(folder: Path, device: str) -> None:
+    ran = qconvert("generate", folder, "-p", "x", "--device", device)
+    assert ran.code == 1 and ran.err.startswith(f"Error: device {device!r}: ") and "Hint: " in ran.err
+
+
 def test_generation_ends_before_a_stop_and_at_the_last_position() -> None:
     decoder = decoder_of(tiny("qwen2"))
     free = list(generate(decoder, [1, 2, 3], 10, Sampler(), NO_STOPS))

@@ -13,6 +13,7 @@ from qconvert.decoder.linear import Linear, Weight
 from qconvert.decoder.model import Attention, Decoder, Layer, Mlp, Norm, SparseMlp
 from qconvert.decoder.place import (
     Layout,
+    find_device,
     place_rows,
     place_vector,
     place_weight,
@@ -39,9 +40,10 @@ def load_decoder(
 
     No dtype stands for the device's fastest. Quantized weights stay packed, each in one `layout`;
     `quantize_head` rounds the head to 8 bits (beside the embedding, where the two are tied). Raises
-    CorruptCheckpoint for a weight that is missing or has another shape than the config implies.
+    CorruptCheckpoint for a weight that is missing or has another shape than the config implies, and
+    BadRecipe for a device that is not here.
     """
-    device = torch.device(device)
+    device = find_device(device)
     loader = _Loader(config, weights, device, dtype or preferred_dtype(device), layout)
     table = (config.vocab, config.hidden)
     embed = place_rows(loader.value("embed", None, *table), device, loader.dtype)

@@ -17,6 +17,7 @@ from torch import Tensor
 from qconvert.decoder.aten import PackedInt4, PackedInt8, pack_int4, pack_int8
 from qconvert.decoder.linear import Weight
 from qconvert.decoder.storage import DenseWeight, EncodedWeight, IntWeight, Readable, as_tensor
+from qconvert.errors import BadRecipe
 from qconvert.tensors import BlockRows, Dense, DType, Form, IntAffine, Value
 
 
@@ -25,6 +26,24 @@ class Layout(Enum):
 
     REFERENCE = "reference"
     AUTO = "auto"
+
+
+def find_device(name: torch.device | str) -> torch.device:
+    """The device of this name: `cpu`, `cuda` or `cuda:1`. Raises BadRecipe for one that is not here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise BadRecipe(f"device {str(name)!r}: no such device", "use cpu or cuda") from None
+    if device.type not in ("cpu", "cuda"):
+        raise BadRecipe(f"device {str(name)!r}: not supported", "use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise BadRecipe(
+            f"device {str(name)!r}: this torch ({torch.__version__}) finds no CUDA device",
+            "use --device cpu, or install a torch with CUDA; `qconvert env` shows what is found",
+        )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadRecipe(f"device {str(name)!r}: there are {torch.cuda.device_count()} CUDA devices", "cuda:0")
+    return device
 
 
 def preferred_dtype(device: torch.device) -> torch.dtype:
