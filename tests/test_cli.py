@@ -6,6 +6,8 @@ import json
 import os
 import pickle
 import stat
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,27 @@ def failed(ran: Ran, fact: str, hint: str | None = None, code: int = 1) -> None:
     """Assert that a command said exactly this on stderr, and nothing on stdout."""
     wanted = f"Error: {fact}\n" + (f"Hint: {hint}\n" if hint else "")
     assert (ran.code, ran.out, ran.err) == (code, "", wanted)
+
+
+def test_a_deleted_folder_is_told(models: Path, here: Path) -> None:
+    here.rmdir()
+    for command in (
+        ("quantize", models / "plain", "--bits", 4),
+        ("to-gguf", models / "plain", "--type", "f16"),
+    ):
+        failed(qconvert(*command), "the current folder was deleted", "cd to a folder that exists")
+
+
+def test_a_reader_who_left_does_not_make_finished_work_a_failure(models: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "qconvert", "fuse", str(models / "plain"), "-o", str(out)]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        assert subprocess.run(command, stdout=write, check=False, cwd=ROOT).returncode == 0
+    finally:
+        os.close(write)
+    assert (out / "config.json").is_file()
 
 
 # Help and usage

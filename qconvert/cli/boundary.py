@@ -6,14 +6,29 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import click
 
 from qconvert.errors import QConvertError
 
 INTERRUPTED = 130
+# Commands without an output of their own.
+_READING = ("inspect", "check", "verify", "diff", "generate", "eval", "env")
+
+
+@contextmanager
+def after_the_work() -> Iterator[None]:
+    """Around what a command says once all is done: a reader who left early does not make it a failure."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _mute(sys.stdout, sys.stderr)
 
 
 def report_errors(command: click.Command, args: list[str] | None, **extra: Any) -> NoReturn:
@@ -35,14 +50,17 @@ def report_errors(command: click.Command, args: list[str] | None, **extra: Any) 
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
-        click.echo("Interrupted; nothing was left under the output's name.", err=True)
+        left = "" if argv[:1] and argv[0] in _READING else "; nothing was left under the output's name"
+        click.echo(f"Interrupted{left}.", err=True)
         sys.exit(INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _mute(sys.stdout)
         sys.exit(1)
     except Exception as error:
         if os.environ.get("QCONVERT_DEBUG"):
             raise
+        if isinstance(error, FileNotFoundError) and _folder_is_gone():
+            _say(argv, "the current folder was deleted", "cd to a folder that exists", 1)
         fact = f"unexpected {type(error).__name__}: {error}"
         _say(argv, fact, "this is a bug in qconvert; set QCONVERT_DEBUG=1 for the traceback", 1)
     sys.exit(ending if isinstance(ending, int) else 0)  # click returns the code of its Exit
@@ -56,6 +74,20 @@ def _say(argv: list[str], fact: str, hint: str | None, code: int) -> NoReturn:
         if hint:
             click.echo(f"Hint: {hint}", err=True)
     sys.exit(code)
+
+
+def _mute(*streams: TextIO) -> None:
+    """Let what is still to be written to these streams, at the latest on leaving, go nowhere."""
+    for stream in streams:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _folder_is_gone() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.boundary import after_the_work
 from qconvert.cli.options import (
     DEFAULT_MAX_MEMORY,
     SIZE,
@@ -93,7 +94,8 @@ def command(model: str | None, **values: Any) -> None:
     """Write MODEL as a GGUF file for llama.cpp, Ollama and their kin.
 
     Straight from the shards: no 16-bit GGUF in between. Every tensor's bytes equal those of
-    llama.cpp's own converter followed by llama-quantize.
+    llama.cpp's own converter followed by llama-quantize. Written are Qwen2, Qwen3 and their mixtures
+    of experts, Llama, Mistral and Mixtral.
 
     \b
     qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m
@@ -126,7 +128,8 @@ def _carry_out(job: GGUFJob, out: Path, files: Any, flags: Flags) -> None:
     started = time.perf_counter()
     with progress(job.draft.plan, talks=talks) as listen:
         made = convert_gguf(job, out, files, listen)
-    _report(job, out, flags, made, time.perf_counter() - started)
+    with after_the_work():
+        _report(job, out, flags, made, time.perf_counter() - started)
 
 
 def prepare(model: str, flags: Flags) -> GGUFJob:

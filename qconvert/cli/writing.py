@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from qconvert.cli.boundary import after_the_work
 from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
 from qconvert.cli.progress import compile_kernels, progress
 from qconvert.errors import QConvertError
@@ -113,7 +114,8 @@ def write(model: str, wish: Wish, suffix: str, flags: Flags) -> None:
     started = time.perf_counter()
     with progress(job.draft.plan, talks=talks) as listen:
         made = convert(job, out, listen)
-    _print_made(job, made, time.perf_counter() - started, flags)
+    with after_the_work():
+        _print_made(job, made, time.perf_counter() - started, flags)
 
 
 def prepare(model: str, wish: Wish, flags: Flags) -> Job:
