@@ -173,6 +173,12 @@ def _refuse_blocks(plan: Plan) -> None:
 def _fused(plan: Plan, architecture: Architecture, recipe: Recipe) -> Plan:
     fused = passes.fuse(architecture, [FUSIONS[name] for name in recipe.fuse])(plan)
     if len(fused.units) == len(plan.units) and recipe.scheme is None:
+        roles = {FUSIONS[name] for name in recipe.fuse}
+        if not any(entry.fusion.role in roles for entry in architecture.fused.values()):
+            raise BadRecipe(
+                f"{architecture.family.name}: no linears that could be stacked ({' and '.join(recipe.fuse)})",
+                "this family has none; `qconvert inspect` lists its linears",
+            )
         raise BadRecipe(
             f"nothing left to fuse ({' and '.join(recipe.fuse)})",
             "this checkpoint is already fused; `qconvert unfuse` takes it apart",

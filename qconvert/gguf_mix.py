@@ -172,9 +172,10 @@ def find_file_type(name: str) -> FileType:
     found = FILE_TYPES.get(ALIASES.get(upper, upper))
     if found is None:
         near = get_close_matches(upper, FILE_TYPES, n=1)
-        known = ", ".join(each.lower() for each in FILE_TYPES)
         hint = f"did you mean {near[0].lower()!r}? " if near else ""
-        raise BadRecipe(f"type {name!r}: no such GGUF file type", f"{hint}known: {known}")
+        raise BadRecipe(
+            f"type {name!r}: no such GGUF file type", f"{hint}`qconvert to-gguf --type list` shows all"
+        )
     return found
 
 

@@ -56,7 +56,7 @@ def command(model: str, **flags: Any) -> None:
 
     \b
     qconvert quantize Qwen/Qwen2.5-1.5B-Instruct --bits 4
-    qconvert quantize ./model --bits 4 --rule mlp.down=int8 --rule embed=int8
+    qconvert quantize ./model --bits 4 --rule mlp.down=int8 --rule attn.o=int8
     """
     from qconvert.targets import Target
 
