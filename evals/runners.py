@@ -28,8 +28,8 @@ class Runner:
     """A loaded model. `token_bytes` are the bytes of weights that one token reads.
 
     `start(prompt)` forgets everything and reads a prompt; `step(token)` reads one more token and
-    computes the logits of the next; `read(tokens)` reads a text from the start and computes the
-    logits of every position.
+    computes the logits of the next; `read(tokens)` reads a text from the start for its perplexity:
+    to the losses of all positions, llama.cpp to their logits.
     """
 
     name: str
@@ -79,17 +79,21 @@ def transformers_bf16(folder: Path) -> Runner:
     state: dict[str, Any] = {}
 
     @torch.inference_mode()
-    def forward(ids: Sequence[int], cache: Any, last: int) -> None:
-        out = model(torch.tensor([ids]), past_key_values=cache, use_cache=last == 1, logits_to_keep=last)
+    def forward(ids: Sequence[int], cache: Any) -> None:
+        out = model(torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         state["cache"] = out.past_key_values
 
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    @torch.inference_mode()
+    def read(tokens: Sequence[int]) -> None:
+        ids_1T = torch.tensor([tokens])
+        model(ids_1T, labels=ids_1T, use_cache=False)
+
     return Runner(
         "transformers bf16",
-        nbytes,
-        lambda prompt: forward(prompt, None, 1),
-        lambda token: forward([token], state["cache"], 1),
-        lambda tokens: forward(tokens, None, 0),
+        sum(parameter.nbytes for parameter in model.parameters()),
+        lambda prompt: forward(prompt, None),
+        lambda token: forward([token], state["cache"]),
+        read,
     )
 
 

@@ -72,10 +72,10 @@ def decode(tokens: int, **options: Any) -> None:
 @click.option("--tokens", type=click.IntRange(2), default=2048, show_default=True, help="In the window.")
 @_options
 def prefill(tokens: int, **options: Any) -> None:
-    """Tokens per second of reading a window with logits of every position.
+    """Tokens per second of reading a window for its perplexity.
 
-    Ours includes the losses of all tokens, in float32, as `eval perplexity` computes them; the
-    peers stop at the logits.
+    Ours computes logits and losses in float32, as `eval perplexity` does; transformers logits in
+    bfloat16 and its own loss; llama.cpp stops at the logits.
     """
 
     def one_round(runner: Runner) -> float:
