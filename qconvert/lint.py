@@ -82,7 +82,11 @@ class Subject:
 
 def lint(subject: Subject) -> list[Problem]:
     """All problems, errors first; rules that fire on many tensors name the first and count the rest."""
-    found = [problem for rule in RULES for problem in _gathered(rule(subject))]
+    found = [
+        problem
+        for rule in (_GGUF_RULES if subject.layout == "gguf" else RULES)
+        for problem in _gathered(rule(subject))
+    ]
     order = (ERROR, WARNING, NOTE)
     return sorted(found, key=lambda problem: order.index(problem.severity))
 
@@ -102,7 +106,11 @@ def _gathered(problems: Iterator[Problem]) -> list[Problem]:
 
 def _layout(s: Subject) -> Iterator[Problem]:
     """Does the loader read this layout at all."""
-    if s.loader == "llama.cpp":
+    if s.layout == "gguf":
+        if s.loader != "llama.cpp":
+            fact = f"{s.loader} wants safetensors, not a GGUF file"
+            yield Problem(ERROR, "model.gguf", fact, "`qconvert from-gguf` makes them")
+    elif s.loader == "llama.cpp":
         yield Problem(
             ERROR, "model.safetensors", "llama.cpp loads GGUF files only", "`qconvert to-gguf` makes one"
         )
@@ -272,3 +280,5 @@ RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _vocabulary,
     _leftovers,
 )
+# The other rules are about safetensors: of GGUF files there is one reader, and it takes them as they are.
+_GGUF_RULES = (_layout,)

@@ -42,6 +42,13 @@ def test_a_model_that_keeps_all_rules_passes_everywhere() -> None:
     assert serious(subject({"_proj.weight": INT4}, tp=2)) == []
 
 
+def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
+    forms: dict[str, Form] = {"_proj.weight": INT4, EMBED: INT4}
+    for loader in LOADERS:
+        found = [problem.fact for problem in lint(subject(forms, "gguf", loader))]
+        assert found == ([] if loader == "llama.cpp" else [f"{loader} wants safetensors, not a GGUF file"])
+
+
 @pytest.mark.parametrize(
     ("forms", "how", "severity", "fact"),
     [
