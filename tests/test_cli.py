@@ -117,6 +117,7 @@ def test_the_version() -> None:
         ("quantize", "Missing argument 'MODEL'"),
         ("quantize m --bits 9", "9 is not in the range 2<=x<=8"),
         ("quantize m --bits 4 --group-size 48", "'48' is not one of '32', '64', '128', 'channel'"),
+        ("quantize m --max-memory 1KB", "1KB is too little; at least 1MB"),
         ("quantize m --max-memory lots", "'lots' is not a size; write for example 500MB, 5GB or 2GiB"),
         ("quantize m --dtype fp16", "'fp16' is not one of 'bf16', 'f16', 'f32'"),
         ("fuse m -j 0", "0 is not in the range 1<=x<=256"),

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qconvert.cli import options
 from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors
 from qconvert.ops import Cast, CheckFinite, Quantize
@@ -136,6 +137,13 @@ def test_the_plan_tells_every_file_to_the_byte(
     assert manifest["totals"]["bytes"] == planned["output"]["bytes"]
 
 
+@pytest.fixture
+def any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--max-memory small enough to cut these small models into many blocks."""
+    monkeypatch.setattr(options.MEMORY, "least", "0B")
+
+
+@pytest.mark.usefixtures("any_memory")
 @pytest.mark.parametrize(
     "wish",
     [
@@ -169,6 +177,7 @@ class Stop(BaseException):
     """Something that no error handling expects."""
 
 
+@pytest.mark.usefixtures("any_memory")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, Stop])
 def test_an_end_at_any_block_leaves_nothing(
     models: Path, tmp_path: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ import click
 from qconvert.cli.boundary import after_the_work
 from qconvert.cli.options import (
     DEFAULT_MAX_MEMORY,
+    MEMORY,
     SIZE,
     available_cores,
     json_option,
@@ -86,7 +87,7 @@ class Flags:
 @click.option("--verify/--no-verify", default=True, help="Re-read the output before it gets its name.")
 @click.option("-j", "--jobs", type=click.IntRange(1, 256), default=None, help="Threads. [default: all cores]")
 @click.option(
-    "--max-memory", type=SIZE, default=DEFAULT_MAX_MEMORY, show_default=True, help="Memory for the work."
+    "--max-memory", type=MEMORY, default=DEFAULT_MAX_MEMORY, show_default=True, help="Memory for the work."
 )
 @click.option("--allow-nonfinite", is_flag=True, help="Convert NaN and Inf instead of stopping.")
 @revision_option

@@ -22,16 +22,23 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]  # no generic class b
 
     name = "size"
 
+    def __init__(self, least: str = "0B") -> None:
+        self.least = least
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
         try:
-            return parse_size(value)
+            nbytes = parse_size(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
+        if nbytes < parse_size(self.least):
+            self.fail(f"{value} is too little; at least {self.least}", param, ctx)
+        return nbytes
 
 
 SIZE = SizeType()
+MEMORY = SizeType(least="1MB")
 
 
 def available_cores() -> int:
@@ -65,7 +72,11 @@ _WRITING = (
         "-j", "--jobs", type=click.IntRange(1, 256), default=None, help="Threads. [default: all cores]"
     ),
     click.option(
-        "--max-memory", type=SIZE, default=DEFAULT_MAX_MEMORY, show_default=True, help="Memory for the work."
+        "--max-memory",
+        type=MEMORY,
+        default=DEFAULT_MAX_MEMORY,
+        show_default=True,
+        help="Memory for the work.",
     ),
     click.option(
         "--shard-size", type=SIZE, default=DEFAULT_SHARD_SIZE, show_default=True, help="Largest weight file."
