@@ -12,7 +12,7 @@ from qconvert.evals.statistics_paired import Divergence, Estimate
 from qconvert.evals.weights import WeightReport
 from qconvert.report import Grid, Page, number
 from qconvert.report_html import Figure
-from qconvert.tables import size
+from qconvert.tables import count, size
 from qconvert.tensors import Json
 
 FORMAT_VERSION = 1
@@ -94,8 +94,9 @@ class PerplexityReport:
     def page(self) -> Page:
         """What a person reads: the facts behind the figures, then the figures."""
         environment = ", ".join(f"{name} {version}" for name, version in self.environment.items())
+        scored = f"{self.scored_tokens:,} tokens scored in {count(self.chunks, 'chunk')}"
         facts = (
-            ("protocol", f"{self.protocol}: {self.scored_tokens:,} tokens scored in {self.chunks:,} chunks"),
+            ("protocol", f"{self.protocol}: {scored}"),
             ("text", f"{self.tokens:,} tokens, {self.text_bytes:,} bytes, sha256 {self.text_sha256[:12]}"),
             ("tokenizer", f"sha256 {self.tokenizer_sha256[:12]}"),
             ("arithmetic", "; ".join(dict.fromkeys(model.arithmetic for model in self.models))),

@@ -14,6 +14,7 @@ from qconvert.formats.verify import file_sha256
 from qconvert.manifest import FILE_NAME
 from qconvert.quant.casts import first_nonfinite
 from qconvert.quant.grids import numbers
+from qconvert.tables import count
 from qconvert.tensors import Blocks, Dense, DType, Json, Logical, TensorSpec
 
 _WINDOW_BYTES = 4 << 20
@@ -33,7 +34,7 @@ def audit(checkpoint: Checkpoint) -> tuple[Json, list[str]]:
     problems += _file_problems(checkpoint, files)
     problems += _tensor_problems(checkpoint, tensors)
     arrays = sum(len(entry["parts"]) for entry in tensors.values())
-    return {**findings, "manifest": f"{len(files)} files and {arrays} arrays"}, problems
+    return {**findings, "manifest": f"{count(len(files), 'file')} and {count(arrays, 'array')}"}, problems
 
 
 def _recorded(path: Path) -> tuple[list[Json], dict[str, Json]]:

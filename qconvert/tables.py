@@ -8,6 +8,11 @@ from qconvert.census import Census, Row
 from qconvert.tensors import Json
 
 
+def count(number: int, thing: str) -> str:
+    """A number of things in words: `1 file`, `1,024 files`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def size(nbytes: float) -> str:
     """Bytes in decimal units, three significant digits: `1.16 GB`, `523 KB`, `17 B`."""
     for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):

@@ -93,7 +93,8 @@ def _complaint(d: TensorDifference) -> str:
 
 def _phrase(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{v} {k}" for k, v in value.items())
+        plural = {"differs": "differ"}
+        return ", ".join(f"{v} {k if v == 1 else plural.get(k, k)}" for k, v in value.items())
     return str(value)
 
 

@@ -40,6 +40,7 @@ def command(model: str, loader: str, tp: int, as_json: bool, revision: str | Non
     from qconvert.formats.layouts.claims import dtype_of
     from qconvert.hub import resolve
     from qconvert.lint import ERROR, Subject, lint
+    from qconvert.tables import count
 
     resolved = resolve(model, revision=revision, weights=False)
     checkpoint = open_checkpoint(resolved.path, headers=resolved.headers)
@@ -64,7 +65,8 @@ def command(model: str, loader: str, tp: int, as_json: bool, revision: str | Non
         if problem.hint:
             click.echo(f"  {problem.hint}")
     if errors:
-        raise CheckFailed(f"{model}: {len(errors)} things that {loader} does not take", "see the list above")
+        refused = count(len(errors), "thing")
+        raise CheckFailed(f"{model}: {refused} that {loader} does not take", "see the list above")
     click.echo(f"{loader}: nothing in the way")
 
 

@@ -179,15 +179,14 @@ def _describe(job: Job) -> Json:
 
 def _print_table(job: Job, out: Path) -> None:
     from qconvert.census import census_of_outputs
-    from qconvert.tables import census_lines, size
+    from qconvert.tables import census_lines, count, size
 
     described = _describe(job)
     click.echo(f"{job.model.name}  ->  {out}/")
     click.echo("\n".join(census_lines(census_of_outputs(job.draft.plan.outputs, job.draft.architecture))))
-    files = len(job.files)
     click.echo(
         f"{size(described['source']['bytes'])} -> {size(sum(f.size for f in job.files))} in "
-        f"{files} file{'s' if files > 1 else ''}, at most {size(job.limits.max_memory)} of working memory"
+        f"{count(len(job.files), 'file')}, at most {size(job.limits.max_memory)} of working memory"
     )
 
 
