@@ -15,6 +15,7 @@ from qconvert.formats.checkpoint import Checkpoint, open_checkpoint
 from qconvert.plan import Plan, copy_of
 from qconvert.run import gather
 from qconvert.tensors import Dense
+from tests.commands import qconvert
 
 # What the golden file counts and the model does not: a rotary buffer, and a stored head that is tied.
 NO_PARAMETERS = {"chatglm2": 4, "yuan2": 256 * 64}
@@ -108,3 +109,9 @@ def test_two_spellings_of_the_same_weights_unfuse_to_the_same_rows(zoo: Path, on
     assert ours.keys() == theirs.keys()
     for key, rows in ours.items():
         np.testing.assert_array_equal(rows, theirs[key], err_msg=str(key))
+
+
+@pytest.mark.parametrize("family", ["bert", "t5", "rwkv4"])
+def test_a_family_with_nothing_to_stack_is_not_called_fused(zoo: Path, tmp_path: Path, family: str) -> None:
+    ran = qconvert("fuse", zoo / family, "-o", tmp_path / "out")
+    assert ran.code == 1 and ": no linears that could be stacked (qkv and gate_up)\n" in ran.err
