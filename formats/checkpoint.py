@@ -18,7 +18,8 @@ from qconvert.formats.layouts.claims import settings_of
 from qconvert.formats.layouts.compressed_reading import open_compressed_tensors
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors, EightBits
 from qconvert.formats.layouts.input_major import InputMajor, turned
-from qconvert.tensors import Json, Layout, Logical, Plain, Reader, TensorSpec
+from qconvert.interfaces import Layout, Reader
+from qconvert.tensors import Json, Logical, Plain, TensorSpec
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from qconvert.formats.gguf_tokenizer import tokenizer_files
 from qconvert.formats.gguf_vocab import GGUFTokenizer
 from qconvert.formats.layouts.gguf import GGUFLayout, Home
 from qconvert.gguf_types import KV, GGUFTensor
-from qconvert.tensors import DType, Json, Logical, Sidecars, TensorSpec
+from qconvert.interfaces import Sidecars
+from qconvert.tensors import DType, Json, Logical, TensorSpec
 
 SUFFIX = ".gguf"
 _OF_THE_FILE = frozenset(

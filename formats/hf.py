@@ -18,7 +18,8 @@ from qconvert.formats.hf_index import ShardIndex, locate, read_index, require_sh
 from qconvert.formats.json_io import read_json_object
 from qconvert.formats.safetensors_io import INDEX_FILE, SINGLE_FILE, SafetensorsFile, SafetensorsHeader
 from qconvert.formats.sidecars import sidecars_of
-from qconvert.tensors import Json, Sidecars, TensorSpec
+from qconvert.interfaces import Sidecars
+from qconvert.tensors import Json, TensorSpec
 
 CONFIG_FILE = "config.json"
 README_FILE = "README.md"

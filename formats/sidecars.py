@@ -10,7 +10,7 @@ from collections.abc import Container
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from qconvert.tensors import Sidecars
+from qconvert.interfaces import Sidecars
 
 # Compared with names in lower case. quantize_config.json is missing on purpose: it describes the
 # weights that were read, not the ones that will be written.

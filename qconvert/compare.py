@@ -13,21 +13,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qconvert.interfaces import Reader
 from qconvert.plan import RowSlice, rows_within, whole
 from qconvert.quant.casts import Difference, cast, compare
 from qconvert.quant.grids import column_scales, numbers
-from qconvert.tensors import (
-    BlockRows,
-    Coded,
-    Dense,
-    DType,
-    IntAffine,
-    Logical,
-    MinAffine,
-    Plain,
-    Reader,
-    Value,
-)
+from qconvert.tensors import BlockRows, Coded, Dense, DType, IntAffine, Logical, MinAffine, Plain, Value
 
 if TYPE_CHECKING:
     from qconvert.architecture import FusedPlace

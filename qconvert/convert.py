@@ -24,11 +24,12 @@ from qconvert.formats.outdir import OutputDir
 from qconvert.formats.safetensors_io import plan_files
 from qconvert.formats.verify import Hashes, file_sha256, verify_files
 from qconvert.hub import ResolvedModel
+from qconvert.interfaces import Layout
 from qconvert.manifest import FILE_NAME, Results, SourceRecord, manifest
 from qconvert.plan import Unit
 from qconvert.quant.affine import QuantError
 from qconvert.run import MOST_STEPS, BlockDone, WrittenPart, run
-from qconvert.tensors import Json, Layout
+from qconvert.tensors import Json
 
 # Files beside config.json in which the tools of a quantization method look for its settings.
 SETTINGS_FILES = {"gptq": "quantize_config.json"}

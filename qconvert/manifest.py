@@ -19,10 +19,10 @@ from qconvert.tensors import Json, Plain
 
 if TYPE_CHECKING:
     from qconvert.draft import Draft
+    from qconvert.interfaces import Layout
     from qconvert.plan import Unit
     from qconvert.quant.affine import QuantError
     from qconvert.recipe import Recipe
-    from qconvert.tensors import Layout
 
 FILE_NAME = "qconvert.json"
 SCHEMA_VERSION = 1

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.files import octets
+from qconvert.interfaces import Layout, Reader, Sink
 from qconvert.ops import EncodeBlocks, Finding
 from qconvert.plan import Plan, RowSlice, Unit
-from qconvert.tensors import Blocks, Coded, Dense, IntAffine, Layout, Logical, Plain, Reader, Sink, Value
+from qconvert.tensors import Blocks, Coded, Dense, IntAffine, Logical, Plain, Value
 
 if TYPE_CHECKING:
     from qconvert.quant.affine import QuantError

@@ -21,7 +21,7 @@ FOLDERS = {"qconvert": "qconvert", "formats": "qconvert.formats", "evals": "qcon
 
 # Every module has a room; the longest prefix decides. (Names without the leading "qconvert.")
 ROOMS = {
-    "vocabulary": "__init__ errors tensors schemes sizes gguf_types",
+    "vocabulary": "__init__ errors tensors interfaces schemes sizes gguf_types",
     "names": "architecture",
     "decisions": "recipe select plan draft targets census loaders "
     "lint gguf_draft gguf_forms gguf_rules gguf_mix",

@@ -20,10 +20,11 @@ import pytest
 from qconvert.cli import options
 from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors
+from qconvert.interfaces import Part, Reader
 from qconvert.ops import Cast, CheckFinite, Quantize
 from qconvert.plan import Plan, RowSlice, Unit, whole
 from qconvert.run import BlockDone, cut, run
-from qconvert.tensors import DType, GroupInt, Logical, Part, Plain, Reader, TensorSpec, Value
+from qconvert.tensors import DType, GroupInt, Logical, Plain, TensorSpec, Value
 from tests.commands import files_of, made, qconvert
 from tests.models import EMBED, HEAD, stored, tiny
 

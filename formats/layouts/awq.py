@@ -24,6 +24,7 @@ from qconvert.formats.layouts.claims import (
     settings_of,
 )
 from qconvert.formats.layouts.uniform import only_form
+from qconvert.interfaces import Part, Source
 from qconvert.tensors import (
     Dense,
     DType,
@@ -31,10 +32,8 @@ from qconvert.tensors import (
     IntAffine,
     Json,
     Logical,
-    Part,
     Plain,
     Quantized,
-    Source,
     TensorSpec,
     Value,
 )

@@ -20,20 +20,8 @@ from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, show
 from qconvert.formats.json_io import parse_json_object
 from qconvert.formats.layouts.claims import check_claimed, dtype_of, plain_rest, require
 from qconvert.formats.layouts.uniform import only_form
-from qconvert.tensors import (
-    Codebook,
-    Coded,
-    Dense,
-    DType,
-    Json,
-    Logical,
-    Part,
-    Plain,
-    Quantized,
-    Source,
-    TensorSpec,
-    Value,
-)
+from qconvert.interfaces import Part, Source
+from qconvert.tensors import Codebook, Coded, Dense, DType, Json, Logical, Plain, Quantized, TensorSpec, Value
 
 NAME = "bitsandbytes"
 BLOCK = 64

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from qconvert.errors import CorruptCheckpoint, shown
-from qconvert.tensors import DType, Json, Layout, Logical, Plain, Source, TensorSpec
+from qconvert.interfaces import Layout, Source
+from qconvert.tensors import DType, Json, Logical, Plain, TensorSpec
 
 _APART = "the arrays of this weight do not belong together"
 

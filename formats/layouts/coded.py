@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from qconvert.errors import BadRecipe
-from qconvert.tensors import Codebook, Coded, DType, Logical, Part, Source, TensorSpec
+from qconvert.interfaces import Part, Source
+from qconvert.tensors import Codebook, Coded, DType, Logical, TensorSpec
 
 FP8_DTYPES = {"e4m3": DType.F8_E4M3, "e5m2": DType.F8_E5M2}
 

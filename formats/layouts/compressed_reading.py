@@ -12,7 +12,8 @@ from qconvert.errors import CorruptCheckpoint, NotDownloaded, UnsupportedModel, 
 from qconvert.formats.layouts.claims import check_parts, require
 from qconvert.formats.layouts.compressed_config import FORMATS, NAME
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors, words
-from qconvert.tensors import Codebook, DType, GroupInt, Json, Logical, Plain, Source, TensorSpec
+from qconvert.interfaces import Source
+from qconvert.tensors import Codebook, DType, GroupInt, Json, Logical, Plain, TensorSpec
 
 _SUFFIXES = ("_packed", "_global_scale", "_scale", "_zero_point", "_shape")
 

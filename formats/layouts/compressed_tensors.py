@@ -19,6 +19,7 @@ import numpy as np
 
 from qconvert.formats.layouts.coded import CodedArrays
 from qconvert.formats.layouts.compressed_config import NAME, quantization_config
+from qconvert.interfaces import Part, Source
 from qconvert.tensors import (
     Codebook,
     Coded,
@@ -28,10 +29,8 @@ from qconvert.tensors import (
     IntAffine,
     Json,
     Logical,
-    Part,
     Plain,
     Quantized,
-    Source,
     TensorSpec,
     Value,
 )

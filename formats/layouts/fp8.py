@@ -21,20 +21,8 @@ from qconvert.formats.layouts.claims import (
 )
 from qconvert.formats.layouts.coded import CodedArrays
 from qconvert.formats.layouts.uniform import only_form
-from qconvert.tensors import (
-    Codebook,
-    Coded,
-    Dense,
-    DType,
-    Json,
-    Logical,
-    Part,
-    Plain,
-    Quantized,
-    Source,
-    TensorSpec,
-    Value,
-)
+from qconvert.interfaces import Part, Source
+from qconvert.tensors import Codebook, Coded, Dense, DType, Json, Logical, Plain, Quantized, TensorSpec, Value
 
 NAME = "fp8"
 BLOCK = 128

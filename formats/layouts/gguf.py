@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from qconvert.gguf_types import GGMLType, GGUFTensor
+from qconvert.interfaces import Part, Source
 from qconvert.tensors import (
     BlockRows,
     Blocks,
@@ -15,10 +16,8 @@ from qconvert.tensors import (
     Form,
     Json,
     Logical,
-    Part,
     Plain,
     Quantized,
-    Source,
     TensorSpec,
     Value,
 )

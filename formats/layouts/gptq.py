@@ -25,6 +25,7 @@ from qconvert.formats.layouts.claims import (
     require,
     settings_of,
 )
+from qconvert.interfaces import Part, Source
 from qconvert.tensors import (
     Dense,
     DType,
@@ -32,10 +33,8 @@ from qconvert.tensors import (
     IntAffine,
     Json,
     Logical,
-    Part,
     Plain,
     Quantized,
-    Source,
     TensorSpec,
     Value,
 )

@@ -11,18 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qconvert.tensors import (
-    Dense,
-    Json,
-    Layout,
-    Logical,
-    Part,
-    Plain,
-    Quantized,
-    Source,
-    TensorSpec,
-    Value,
-)
+from qconvert.interfaces import Layout, Part, Source
+from qconvert.tensors import Dense, Json, Logical, Plain, Quantized, TensorSpec, Value
 
 
 @dataclass(frozen=True, slots=True)

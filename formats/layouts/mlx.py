@@ -21,6 +21,7 @@ from qconvert.formats.layouts.claims import (
     settings_of,
 )
 from qconvert.formats.layouts.coded import CodedArrays
+from qconvert.interfaces import Part, Source
 from qconvert.tensors import (
     Codebook,
     Coded,
@@ -30,10 +31,8 @@ from qconvert.tensors import (
     Json,
     Logical,
     MinAffine,
-    Part,
     Plain,
     Quantized,
-    Source,
     TensorSpec,
     Value,
 )

@@ -15,20 +15,8 @@ import numpy as np
 
 from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.layouts.claims import check_claimed, check_parts, plain_rest, require
-from qconvert.tensors import (
-    Codebook,
-    Coded,
-    Dense,
-    DType,
-    Json,
-    Logical,
-    Part,
-    Plain,
-    Quantized,
-    Source,
-    TensorSpec,
-    Value,
-)
+from qconvert.interfaces import Part, Source
+from qconvert.tensors import Codebook, Coded, Dense, DType, Json, Logical, Plain, Quantized, TensorSpec, Value
 
 NAME = "mxfp4"
 BLOCK = 32

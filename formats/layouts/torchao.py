@@ -13,6 +13,7 @@ import numpy as np
 
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
 from qconvert.formats.layouts.claims import check_claimed, check_parts, plain_rest, require
+from qconvert.interfaces import Part, Source
 from qconvert.tensors import (
     Dense,
     DType,
@@ -20,10 +21,8 @@ from qconvert.tensors import (
     IntAffine,
     Json,
     Logical,
-    Part,
     Plain,
     Quantized,
-    Source,
     TensorSpec,
     Value,
 )
