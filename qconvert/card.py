@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.census import census_of_outputs
+from qconvert.formats.front_matter import read_front_matter
 from qconvert.tables import census_lines, size
 from qconvert.tensors import Json
 
 if TYPE_CHECKING:
     from qconvert.draft import Draft
 
-_FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 _KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
 
 
@@ -61,7 +59,8 @@ def _recipe(manifest: Json) -> dict[str, Any]:
 
 
 def _metadata(upstream: Path | None, repo_id: str | None, manifest: Json) -> dict[str, Any]:
-    kept = {k: v for k, v in _upstream_metadata(upstream).items() if k in _KEPT_KEYS}
+    said = {} if upstream is None else read_front_matter(upstream.parent)
+    kept = {key: value for key, value in said.items() if key in _KEPT_KEYS}
     quantized = manifest["totals"]["relative_rms_error"] is not None
     return {
         **kept,
@@ -70,21 +69,6 @@ def _metadata(upstream: Path | None, repo_id: str | None, manifest: Json) -> dic
         **({"base_model_relation": "quantized"} if repo_id and quantized else {}),
         "tags": ["qconvert", *([manifest["recipe"]["layout"]] if quantized else [])],
     }
-
-
-def _upstream_metadata(upstream: Path | None) -> dict[str, Any]:
-    """The YAML header of the source's card; nothing when it has none or is damaged."""
-    import yaml
-
-    if upstream is None:
-        return {}
-    match = _FRONT_MATTER.match(upstream.read_text(encoding="utf-8", errors="replace"))
-    try:
-        data = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError:
-        return {}
-    # Through JSON, so that a card's dates and other YAML objects come out as plain text.
-    return json.loads(json.dumps(data, default=str)) if isinstance(data, dict) else {}
 
 
 def _loss(manifest: Json) -> list[str]:

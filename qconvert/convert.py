@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from math import inf
@@ -27,8 +26,7 @@ from qconvert.hub import ResolvedModel
 from qconvert.interfaces import Layout
 from qconvert.manifest import FILE_NAME, Results, SourceRecord, manifest
 from qconvert.plan import Unit
-from qconvert.quant.affine import QuantError
-from qconvert.run import MOST_STEPS, BlockDone, WrittenPart, run
+from qconvert.run import MOST_STEPS, BlockDone, Outcome, run
 from qconvert.tensors import Json
 
 # Files beside config.json in which the tools of a quantization method look for its settings.
@@ -81,9 +79,11 @@ def convert(job: Job, out: Path, listen: Listener = lambda done: None) -> Made:
     """Write the drafted output to the folder `out`. Errors leave nothing there."""
     checkpoint, limits, files = job.checkpoint, job.limits, job.files
     with OutputDir(out, overwrite=limits.overwrite, sources=[checkpoint.path]) as folder:
-        written, errors, steps = _write(job, files, folder, listen)
+        outcome = _write(job, files, folder, listen)
         _copy_sidecars(checkpoint, job.draft, folder)
-        hashes = verify_files(folder, files, written, limits.jobs) if limits.verify else Hashes({}, {})
+        hashes = (
+            verify_files(folder, files, outcome.written, limits.jobs) if limits.verify else Hashes({}, {})
+        )
         record = manifest(
             job.wish.command,
             source_record(job.model, checkpoint, hash_sources=limits.hash_sources),
@@ -91,8 +91,8 @@ def convert(job: Job, out: Path, listen: Listener = lambda done: None) -> Made:
             draft=job.draft,
             layout=job.layout,
             results=Results(
-                errors=errors,
-                steps=steps,
+                errors=outcome.errors,
+                steps=outcome.steps,
                 tensor_sha256=hashes.tensors,
                 file_sha256=hashes.files,
                 file_bytes={file.name: file.size for file in files},
@@ -105,12 +105,7 @@ def convert(job: Job, out: Path, listen: Listener = lambda done: None) -> Made:
     return Made(out, record)
 
 
-def _write(
-    job: Job, files: Sequence[FilePlan], folder: Path, listen: Listener
-) -> tuple[dict[str, list[WrittenPart]], dict[str, QuantError], dict[str, float]]:
-    written: dict[str, list[WrittenPart]] = defaultdict(list)
-    errors: dict[str, QuantError] = {}
-    steps: dict[str, float] = defaultdict(float)
+def _write(job: Job, files: Sequence[FilePlan], folder: Path, listen: Listener) -> Outcome:
     sink = FileSink(folder, files)
     try:
         events = run(
@@ -124,20 +119,21 @@ def _write(
             most_steps=inf if job.wish.target and job.wish.target.allow_requantize else MOST_STEPS,
             order=lambda unit: position(job.checkpoint, unit),
         )
-        with closing(events):
-            for done in events:
-                for part in done.parts:
-                    written[part.name].append(part)
-                if done.error is not None:
-                    name = done.unit.output.name
-                    errors[name] = errors[name] + done.error if name in errors else done.error
-                steps[done.unit.output.name] = max(steps[done.unit.output.name], done.steps)
-                listen(done)
+        outcome = collect(events, Outcome(), listen)
         sink.commit()
     except BaseException:
         sink.abort()
         raise
-    return written, errors, steps
+    return outcome
+
+
+def collect(events: Generator[BlockDone, None, None], outcome: Outcome, listen: Listener) -> Outcome:
+    """Run to the end: every event goes into `outcome`, and to `listen`."""
+    with closing(events):
+        for done in events:
+            outcome.add(done)
+            listen(done)
+    return outcome
 
 
 def position(checkpoint: Checkpoint, unit: Unit) -> tuple[int, int]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from zlib import crc32
@@ -13,7 +11,7 @@ import numpy as np
 
 from qconvert.architecture.gguf_identity import Identity, ParameterCounts, identify
 from qconvert.architecture.gguf_keys import file_keys
-from qconvert.convert import Limits, Listener, position
+from qconvert.convert import Limits, Listener, collect, position
 from qconvert.errors import BadRecipe, CheckFailed
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.files import octets
@@ -30,7 +28,7 @@ from qconvert.formats.verify import Hashes, verify_files
 from qconvert.gguf_draft import GGUFDraft
 from qconvert.gguf_types import KV, GGUFTensor
 from qconvert.grid_ops import IntoBlocks
-from qconvert.run import WrittenPart, run
+from qconvert.run import Outcome, WrittenPart, run
 from qconvert.tensors import TensorSpec
 
 
@@ -111,12 +109,12 @@ def convert_gguf(job: GGUFJob, out: Path, files: Sequence[FilePlan], listen: Lis
     limits = job.limits
     sink = GGUFSink(out.parent, files, overwrite=limits.overwrite)
     try:
-        written, kept = _write(job, sink, listen)
+        outcome = _write(job, sink, listen)
         sink.commit()
         hashes = Hashes({}, {})
         if limits.verify:
             partial = [replace(file, name=f"{file.name}.partial") for file in files]
-            found = verify_files(out.parent, partial, written, limits.jobs, check_gguf_header)
+            found = verify_files(out.parent, partial, outcome.written, limits.jobs, check_gguf_header)
             hashes = Hashes(
                 {f.name: found.files[p.name] for f, p in zip(files, partial, strict=True)}, found.tensors
             )
@@ -124,18 +122,16 @@ def convert_gguf(job: GGUFJob, out: Path, files: Sequence[FilePlan], listen: Lis
     except BaseException:
         sink.abort()
         raise
-    return GGUFMade(hashes, kept)
+    carried = (u for u in job.draft.plan.units if any(isinstance(op, IntoBlocks) for op in u.ops))
+    return GGUFMade(hashes, {u.output.name: outcome.steps[u.output.name] for u in carried})
 
 
-def _write(
-    job: GGUFJob, sink: GGUFSink, listen: Listener
-) -> tuple[dict[str, list[WrittenPart]], dict[str, float]]:
-    written: dict[str, list[WrittenPart]] = defaultdict(list)
-    kept: dict[str, float] = defaultdict(float)
+def _write(job: GGUFJob, sink: GGUFSink, listen: Listener) -> Outcome:
+    outcome = Outcome()
     for name, values in job.draft.constants.items():
         rows = np.ascontiguousarray(values.reshape(len(values), -1), "<f4")
         sink.write(name, 0, rows)
-        written[name].append(WrittenPart(name, 0, len(rows), rows.shape[1], crc32(octets(rows))))
+        outcome.written[name].append(WrittenPart(name, 0, len(rows), rows.shape[1], crc32(octets(rows))))
     events = run(
         job.draft.plan,
         job.checkpoint.reader,
@@ -145,15 +141,7 @@ def _write(
         max_memory=job.limits.max_memory,
         order=lambda unit: position(job.checkpoint, unit),
     )
-    with closing(events):
-        for done in events:
-            for part in done.parts:
-                written[part.name].append(part)
-            if any(isinstance(op, IntoBlocks) for op in done.unit.ops):
-                name = done.unit.output.name
-                kept[name] = max(kept[name], done.steps)
-            listen(done)
-    return written, kept
+    return collect(events, outcome, listen)
 
 
 def check_gguf_header(path: Path, specs: Mapping[str, TensorSpec]) -> None:
