@@ -61,3 +61,9 @@ def made(*args: object) -> Path:
 def files_of(folder: Path) -> dict[str, bytes]:
     """Every file of a folder, whole."""
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def failed(ran: Ran, fact: str, hint: str | None = None, code: int = 1) -> None:
+    """Assert that a command said exactly this on stderr, and nothing on stdout."""
+    wanted = f"Error: {fact}\n" + (f"Hint: {hint}\n" if hint else "")
+    assert (ran.code, ran.out, ran.err) == (code, "", wanted)

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.commands import made
+from tests.models import tiny
+
 # The same examples on every run: a red test means that the change before it broke something.
 settings.register_profile("qconvert", deadline=None, derandomize=True, database=None)
 settings.load_profile("qconvert")
@@ -27,3 +30,22 @@ def assets() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no assets: {folder} is not a folder (set QCONVERT_ASSETS)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of models: plain and tied, fused, quantized, and one with a head equal to its embedding."""
+    root = tmp_path_factory.mktemp("models")
+    tiny(root / "plain", hidden_size=128, num_hidden_layers=1)
+    made("fuse", root / "plain", "-o", root / "fused")
+    made("quantize", root / "plain", "--bits", 8, "-o", root / "quantized")
+    made("untie", root / "plain", "-o", root / "untied")
+    return root
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty current folder."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    return tmp_path / "cwd"

@@ -1,0 +1,81 @@
+"""`verify` and `diff` as a user meets them: damage is seen, and equal numbers are seen as equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.commands import files_of, qconvert
+from tests.models import tiny
+
+ROOT = Path(__file__).resolve().parents[1]
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+def damaged(source: Path, copy: Path, name: str, change: int) -> Path:
+    """A copy of an output with one byte of one array changed, `change` bytes into it."""
+    copy.mkdir()
+    for file, data in files_of(source).items():
+        (copy / file).write_bytes(data)
+    raw = bytearray((copy / "model.safetensors").read_bytes())
+    length = int.from_bytes(raw[:8], "little")
+    begin = json.loads(raw[8 : 8 + length])[name]["data_offsets"][0]
+    raw[8 + length + begin + change] ^= 1
+    (copy / "model.safetensors").write_bytes(raw)
+    return copy
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", f"{Q}_packed", f"{Q}_scale"])
+def test_verify_sees_one_flipped_bit(models: Path, here: Path, name: str) -> None:
+    bad = damaged(models / "quantized", here / "bad", name, change=2)
+    ran = qconvert("verify", bad)
+    assert ran.code == 3 and ran.err.startswith("Error: model.safetensors: its SHA-256 is not the manifest's")
+    ran = qconvert("verify", bad, "--json")
+    assert ran.code == 3 and any(problem.startswith(f"{name}: ") for problem in ran.json["problems"])
+
+
+def test_verify_against_the_source_sees_what_hashes_cannot(models: Path, here: Path) -> None:
+    other = tiny(here / "other", seed=1, hidden_size=128, num_hidden_layers=1)
+    assert qconvert("verify", models / "quantized", "--against", models / "plain").code == 0
+    ran = qconvert("verify", models / "quantized", "--against", other)
+    assert ran.code == 3 and "differs from the source (relative RMS 1." in ran.err
+    assert qconvert("verify", models / "fused", "--against", other).code == 3
+
+
+@pytest.mark.parametrize(
+    "manifest", ["{", "[]", "{}", '{"files": 3, "tensors": {}}', '{"files": [{}], "tensors": {}}']
+)
+def test_verify_survives_a_manifest_that_is_none(models: Path, here: Path, manifest: str) -> None:
+    copy = damaged(models / "quantized", here / "copy", "model.norm.weight", change=2)
+    (copy / "qconvert.json").write_text(manifest)
+    ran = qconvert("verify", copy)
+    assert ran.code in (1, 3) and "qconvert.json" in ran.err and "bug in qconvert" not in ran.err
+
+
+def test_verify_without_a_manifest_checks_structure_and_numbers(models: Path, here: Path) -> None:
+    ran = qconvert("verify", models / "plain")
+    assert ran.code == 0 and "manifest: none" in ran.out and ran.out.endswith("verified\n")
+    tiny(here / "nan", changes={"model.norm.weight": np.full(256, np.nan, "f4")})
+    ran = qconvert("verify", "nan")
+    assert ran.code == 3 and ran.err.startswith("Error: model.norm.weight: NaN or Inf")
+
+
+def test_diff_sees_through_fusing_and_quantizing(models: Path) -> None:
+    assert qconvert("diff", models / "plain", models / "fused", "--exit-code").code == 0
+    assert qconvert("diff", models / "fused", models / "plain", "--exit-code").code == 0
+    assert qconvert("diff", models / "plain", models / "untied", "--json").json["summary"] == {"equal": 14}
+    ran = qconvert("diff", models / "plain", models / "quantized", "--json")
+    assert ran.json["summary"] == {"equal": 6, "differs": 7}
+    assert all(0 < entry["max_steps"] < 4 and entry["relative_rms"] < 0.02 for entry in ran.json["tensors"])
+
+
+def test_diff_can_fail_with_its_own_code(models: Path) -> None:
+    pair = (models / "plain", models / "quantized")
+    assert qconvert("diff", *pair).code == 0
+    ran = qconvert("diff", *pair, "--exit-code")
+    assert ran.code == 3 and ran.err == f"Error: {pair[0]} and {pair[1]}: not the same numbers\n"
+    ran = qconvert("diff", *pair, "--exit-code", "--json")
+    assert ran.code == 3 and ran.json["summary"]["differs"] == 7
