@@ -68,6 +68,7 @@ LIBRARIES = {
     "torch": "decoder evals demo.train cli.env cli.evaluate cli.generate",
     "tqdm": "cli",
     "transformers": "evals demo.train",
+    "triton": "decoder.cuda",
     "yaml": "recipe card formats.front_matter",
 }
 
@@ -174,6 +175,7 @@ HEAVY = (
     "tokenizers",
     "safetensors",
     "tqdm",
+    "triton",
 )
 
 
