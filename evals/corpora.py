@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qconvert.errors import QConvertError
-from qconvert.formats.gguf_checkpoint import SUFFIX
+from qconvert.formats.gguf_header import is_gguf
 from qconvert.formats.gguf_io import GGUFFile
 from qconvert.formats.gguf_tokenizer import TOKENIZER, tokenizer_files
 
@@ -132,7 +132,7 @@ def tokenize(text: Text, model: Path) -> Tokens:
 def _tokenizer_json(model: Path) -> tuple[Path, bytes]:
     """The tokenizer.json of a folder or a GGUF file, and what to call it."""
     hint = "evaluations need the tokenizer.json of the model"
-    if model.suffix == SUFFIX and model.is_file():
+    if is_gguf(model):
         with GGUFFile(model) as file:
             made = tokenizer_files(file.kv)
         if TOKENIZER not in made:

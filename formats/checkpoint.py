@@ -11,7 +11,8 @@ from qconvert.architecture import Architecture, Binding, bind, find_family
 from qconvert.architecture.declare import Declaration
 from qconvert.architecture.guess import guessed_family
 from qconvert.errors import QConvertError, UnsupportedModel, shown
-from qconvert.formats.gguf_checkpoint import SUFFIX, GGUFModel, open_gguf
+from qconvert.formats.gguf_checkpoint import GGUFModel, open_gguf
+from qconvert.formats.gguf_header import is_gguf
 from qconvert.formats.hf import HFCheckpoint, open_hf_folder
 from qconvert.formats.layouts import awq, bitsandbytes, compressed_config, fp8, gptq, mlx, mxfp4, torchao
 from qconvert.formats.layouts.claims import settings_of
@@ -104,7 +105,7 @@ def open_checkpoint(
     `headers` are those of a Hub repository whose weights were not downloaded (`hub.resolve`);
     `declared` is the architecture of a model that the catalogue lacks.
     """
-    if path.suffix == SUFFIX and path.is_file():
+    if is_gguf(path):
         return _gguf(path, declared)
     files = open_hf_folder(path, headers)
     if not files.specs:  # nothing that the config's claims could be held against

@@ -29,7 +29,6 @@ from qconvert.gguf_types import KV, GGUFTensor
 from qconvert.interfaces import Sidecars
 from qconvert.tensors import DType, Json, Logical, TensorSpec
 
-SUFFIX = ".gguf"
 _OF_THE_FILE = frozenset(
     f"general.{name}" for name in ("architecture", "type", "file_type", "quantization_version", "alignment")
 )

@@ -72,6 +72,14 @@ class GGUFHeader:
         return entry.value
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a file is meant as GGUF: by its name, or by its first bytes (Ollama names blobs by hash)."""
+    if path.suffix == ".gguf" or not path.is_file():
+        return path.is_file()
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
 def read_gguf(path: Path) -> GGUFHeader:
     """The checked header of one GGUF file (of one part, when it is split).
 

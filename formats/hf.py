@@ -113,8 +113,10 @@ def open_hf_folder(path: Path, headers: Mapping[str, TensorSpec] | None = None) 
         return _assemble(path.parent, read_json_object(path), _Weights())
     if path.suffix == ".safetensors":
         return _open_single(path)
-    kind = "a GGUF file" if path.suffix == ".gguf" else "not a safetensors file"
-    raise UnsupportedModel(f"{shown(path.name)}: {kind}", f"name a folder with {CONFIG_FILE} and safetensors")
+    raise UnsupportedModel(
+        f"{shown(path.name)}: neither a safetensors nor a GGUF file",
+        f"name a folder with {CONFIG_FILE} and safetensors",
+    )
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:

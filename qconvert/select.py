@@ -46,7 +46,9 @@ def decide(
         _check_tied_rules(recipe)
     _check_orientation(weights, chosen)
     _check_fused_groups(architecture, weights, chosen)
-    return {n: _fit_group(weights[n], s, recipe.allow_smaller_group) for n, s in chosen.items()}
+    fitted = {n: _fit_group(weights[n], s, recipe.allow_smaller_group) for n, s in chosen.items()}
+    _check_groups(weights, fitted)
+    return fitted
 
 
 def matcher(select: str, architecture: Architecture, *, tied: bool) -> Callable[[Place], bool]:
@@ -163,19 +165,28 @@ def _check_fused_groups(
 
 
 def _fit_group(place: Place, scheme: Scheme, allow_smaller: bool) -> Scheme:
-    width = place.shape[-1]
-    if scheme.group_size == width:  # files spell both alike; one name keeps them comparable
+    width, size = place.shape[-1], scheme.group_size
+    if size == width:  # files spell both alike; one name keeps them comparable
         return replace(scheme, group_size=None)
-    if scheme.group_size is None or width % scheme.group_size == 0:
+    if size is None or width % size == 0 or not allow_smaller:
         return scheme
-    dividing = [size for size in SMALLER_GROUP_SIZES if width % size == 0 and size < scheme.group_size]
-    if allow_smaller and dividing:
-        return replace(scheme, group_size=dividing[0])
-    fits = [str(size) for size in SMALLER_GROUP_SIZES if width % size == 0]
+    dividing = [smaller for smaller in SMALLER_GROUP_SIZES if width % smaller == 0 and smaller < size]
+    return replace(scheme, group_size=dividing[0]) if dividing else scheme
+
+
+def _check_groups(weights: Mapping[str, Place], chosen: Mapping[str, Scheme]) -> None:
+    """Every group is whole. What is proposed otherwise suits all the weights, not just the first."""
+    bad = {n: s.group_size for n, s in chosen.items() if s.group_size and weights[n].shape[-1] % s.group_size}
+    if not bad:
+        return
+    name, size = next(iter(bad.items()))
+    widths = {weights[n].shape[-1] for n, scheme in chosen.items() if scheme.group_size}
+    fits = [str(s) for s in SMALLER_GROUP_SIZES if all(width % s == 0 for width in widths)]
+    keep = " ".join(f"--keep {role}" for role in dict.fromkeys(weights[n].group for n in bad))
     raise BadRecipe(
-        f"{place.name}: its rows of {width} columns are not divisible by group size {scheme.group_size}",
+        f"{name}: its rows of {weights[name].shape[-1]} columns are not divisible by group size {size}",
         (f"use --group-size {fits[0]}, or --allow-smaller-group" if fits else "use --group-size channel")
-        + f", or keep it: --keep {place.role} (sizes that divide: {', '.join([*fits, 'channel'])})",
+        + f", or keep what does not divide: {keep} (sizes that divide: {', '.join([*fits, 'channel'])})",
     )
 
 

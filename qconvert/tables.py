@@ -59,7 +59,8 @@ def _cells(row: Row, stored: bool) -> list[str]:
 def found_lines(model: str, found: Json) -> list[str]:
     """What `inspect` found, as a heading, the table by role, and one line per peculiarity."""
     heads = "head tied to the embedding" if found["tied"] else "head of its own"
-    lines = [f"{model}: {found['family']}, {found['layers']} layers, {heads} (from {found['from']})", ""]
+    layers = count(found["layers"], "layer")
+    lines = [f"{model}: {found['family']}; {layers}, {heads} (from {found['from']})", ""]
     rows = tuple(
         Row(
             r["role"],

@@ -199,7 +199,7 @@ def test_a_row_that_the_group_does_not_divide(here: Path) -> None:
     failed(
         qconvert("quantize", "m", "--bits", 4),
         "model.layers.0.mlp.down_proj.weight: its rows of 96 columns are not divisible by group size 128",
-        "use --group-size 32, or --allow-smaller-group, or keep it: --keep mlp.down"
+        "use --group-size 32, or --allow-smaller-group, or keep what does not divide: --keep mlp.down"
         " (sizes that divide: 32, channel)",
     )
     out = made("quantize", "m", "--bits", 4, "--allow-smaller-group")
@@ -265,3 +265,15 @@ def test_a_bug_is_called_a_bug_in_one_line(models: Path, here: Path, monkeypatch
     monkeypatch.setenv("QCONVERT_DEBUG", "1")
     with pytest.raises(ZeroDivisionError):
         qconvert("untie", models / "plain", "-q")
+
+
+def test_a_gguf_is_known_by_its_first_bytes(models: Path, here: Path) -> None:
+    made("to-gguf", models / "plain", "--type", "q8_0", "-o", "m.gguf")
+    blob = (here / "m.gguf").rename(here / "sha256-0123")
+    assert "q8_0" in qconvert("inspect", blob).out
+    (here / "sha256-0123").write_bytes(b"neither")
+    failed(
+        qconvert("inspect", blob),
+        "sha256-0123: neither a safetensors nor a GGUF file",
+        "name a folder with config.json and safetensors",
+    )

@@ -232,7 +232,7 @@ def test_what_is_not_there_is_told(tmp_path: Path, model: Path) -> None:
         with pytest.raises(QConvertError) as refused:
             open_hf_folder(path)
         assert refused.value.fact == f"{path}: {fact}"
-    with pytest.raises(UnsupportedModel, match=r"notes\.txt: not a safetensors file"):
+    with pytest.raises(UnsupportedModel, match=r"notes\.txt: neither a safetensors nor a GGUF file"):
         open_hf_folder(tmp_path / "notes.txt")
 
 
