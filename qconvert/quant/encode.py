@@ -1,90 +1,220 @@
 """Numbers to codes of a table, as the tools that own the tables do it: nearest entry, scale by maximum.
 
-`nf4` and `fp4` blocks are scaled by their largest magnitude (`quantize_4bit` in bitsandbytes 0.50, whose
-bytes this reproduces); `e4m3` blocks by that magnitude / 448, the largest E4M3 number, so that it is
-met exactly (the published recipe of block-scaled FP8 checkpoints).
+`nf4` and `fp4` blocks are scaled by their largest magnitude, `int8` rows by that over 127 (`quantize_4bit`
+and `int8_vectorwise_quant` in bitsandbytes 0.50, whose bytes this reproduces); `e4m3` by that magnitude
+/ 448, the largest E4M3 number, so that it is met exactly (the published recipe of block-scaled FP8
+checkpoints). Where tools differ over one form, their layout says whose habits count.
+
+Axes as in `table_kernels`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 
+from qconvert.quant import table_kernels
 from qconvert.quant.affine import QuantError
-from qconvert.quant.casts import first_nonfinite
+from qconvert.quant.casts import cast, first_nonfinite
 from qconvert.quant.codebook import TABLES, wide
-from qconvert.quant.grids import column_scales, numbers
+from qconvert.quant.grids import INT8_STEP
+from qconvert.quant.table_kernels import FLOAT8, INT8, MAGNITUDES, MIDDLES, Table
 from qconvert.tensors import Codebook, Coded, Dense, DType
 
-E4M3_MAX = np.float32(448)
+E4M3_MAX, E2M1_MAX = np.float32(448), np.float32(6)
+# The E4M3 code of 1/8, which compressed-tensors writes for the scale of a group of zeros.
+_EIGHTH = np.uint8(0x20)
 
 
-def encode(block: Dense, form: Codebook) -> tuple[Coded, QuantError]:
-    """Rows of numbers as codes of `form.table` with float32 scales, and what that loses.
+@dataclass(frozen=True, slots=True)
+class Habit:
+    """What the tools of a layout do in their own way.
 
-    The rows must be whole blocks of `form.group_rows`, but for the last rows of a tensor.
+    `rounds` says that E4M3 scales, and numbers over them, are rounded to the weights' own dtype, and
+    that no scale is 0. For E2M1: `half_up` rounds halves away from zero instead of to even,
+    `signed_zero` keeps the sign of what becomes zero; a power of two for a scale is the least one that
+    reaches the largest number (`ceiling`), or a half of it where that is less than 1/8 too small; groups
+    of zeros have the exponent `idle`.
     """
-    assert form.scale_dtype is DType.F32 and form.second is None and form.group_rows
-    rows_RI = wide(block.rows_RI, block.dtype)
-    largest_BG = _largest(np.abs(rows_RI), form.group_rows, form.group_size or rows_RI.shape[1])
-    scales_BG = largest_BG / E4M3_MAX if form.table == "e4m3" else largest_BG
-    scales_RG = np.repeat(scales_BG, form.group_rows, axis=0)[: len(rows_RI)]
-    made = Coded(_codes(rows_RI, scales_RG, form), scales_RG, form)
-    return made, _error(block, rows_RI, made)
+
+    rounds: bool = False
+    half_up: bool = False
+    signed_zero: bool = True
+    ceiling: bool = True
+    idle: int = 0
 
 
-def _largest(sizes_RI: np.ndarray, rows: int, columns: int) -> np.ndarray:
-    """The largest number of every block of so many rows and columns; blocks at the edges are smaller."""
-    by_row = np.maximum.reduceat(sizes_RI, np.arange(0, len(sizes_RI), rows), axis=0)
-    largest: np.ndarray = np.maximum.reduceat(by_row, np.arange(0, sizes_RI.shape[1], columns), axis=1)
-    return largest
+# compressed-tensors 0.20: `quantization/utils/` (helpers.py, mxfp_utils.py, fp4_utils.py). mlx 0.32:
+# `mx.quantize` as observed. mxfp4: downcast_to_mxfp_torch of triton_kernels, with which gpt-oss is made.
+HABITS: Mapping[str, Habit] = {
+    "compressed-tensors": Habit(rounds=True, ceiling=False),
+    "mlx": Habit(signed_zero=False, idle=127),
+    "mxfp4": Habit(half_up=True),
+}
+_PLAIN = Habit()
 
 
-def _codes(rows_RI: np.ndarray, scales_RG: np.ndarray, form: Codebook) -> np.ndarray:
-    """The codes nearest to the scaled numbers; blocks of zeros have a scale of 0 and any code will do."""
-    width, size = rows_RI.shape[1], form.group_size or rows_RI.shape[1]
+def encode(
+    block: Dense, form: Codebook, *, habit: str = "", whole: float | None = None
+) -> tuple[Coded, QuantError]:
+    """Rows of numbers as codes of `form.table`, and what that loses.
+
+    The rows must be whole blocks of `form.group_rows`, but for the last rows of a tensor. `habit` names a
+    layout (see `HABITS`); `whole` is the largest magnitude of the whole tensor, for forms with a
+    number that serves all of it (`needs_whole`).
+    """
+    if form.group_size == 1:
+        return _encode_turned(block, form, habit)
+    habits = HABITS.get(habit, _PLAIN)
+    words_RI = _as_kernels_read(block)
+    width = words_RI.shape[1]
+    if form.group_rows is None:
+        assert whole is not None
+        peaks_BG = np.full((1, 1), whole, np.float32)
+    else:
+        peaks_BG = peaks(block, form)
+    scales_BG, divisor = _scales(peaks_BG, form, block.dtype, habits, whole)
+    per = form.group_rows or len(words_RI)
+    scales_RG = np.repeat(scales_BG, per, axis=0)[: len(words_RI)]
+    steps_RG = wide(scales_RG, form.scale_dtype)
+    if divisor is not None:
+        steps_RG = steps_RG / np.float32(divisor)
+    factors_RG, divide = _factors(steps_RG, form.table)
+    if form.table == "int8":
+        steps_RG = steps_RG * INT8_STEP
+    codes_RI = np.empty(words_RI.shape, np.uint8)
+    table = _table(form.table, habits, form.scale_dtype)
+    size = form.group_size or width
+    tally = table_kernels.encode_groups(words_RI, size, factors_RG, divide, steps_RG, table, codes_RI)
+    return Coded(codes_RI, scales_RG, form, divisor), _error(block, tally)
+
+
+def needs_whole(form: Codebook) -> bool:
+    """Whether a number of this form depends on the whole tensor."""
+    return form.group_rows is None or form.second == "divided"
+
+
+def peaks(block: Dense, form: Codebook) -> np.ndarray:
+    """The largest magnitude of every block of `form.group_rows` rows (None: all) and `form.group_size`
+    columns, float32 [blocks of rows, groups]; not of numbers that are none.
+    """
+    words_RI = _as_kernels_read(block)
+    rows, width = words_RI.shape
+    per = form.group_rows or max(1, rows)
+    peaks_BG = np.zeros((-(-rows // per), form.groups(width)), np.float32)
+    table_kernels.find_peaks(words_RI, per, form.group_size or width, peaks_BG)
+    return peaks_BG
+
+
+def _as_kernels_read(block: Dense) -> np.ndarray:
+    """The rows in a dtype that `qconvert.quant.lanes.load` widens."""
+    if block.dtype is DType.F64:
+        block, _ = cast(block, DType.F32)
+    rows_RI = np.ascontiguousarray(block.rows_RI)
+    return rows_RI.view(np.int16) if block.dtype is DType.F16 else rows_RI
+
+
+def _encode_turned(block: Dense, form: Codebook, habit: str) -> tuple[Coded, QuantError]:
+    """Groups of rows in one column: encoded as groups of columns of the transpose."""
+    turned = Codebook(form.table, form.group_rows, form.scale_dtype, form.decoded)
+    rows_IR = np.ascontiguousarray(block.rows_RI.T)
+    made, error = encode(Dense(rows_IR, block.dtype), turned, habit=habit)
+    scales_RG = np.repeat(made.scales_RG.T, form.group_rows or 1, axis=0)
+    return Coded(np.ascontiguousarray(made.codes_RI.T), scales_RG, form), error
+
+
+def _scales(
+    peaks_BG: np.ndarray, form: Codebook, dtype: DType, habit: Habit, whole: float | None
+) -> tuple[np.ndarray, float | None]:
+    """The stored scales of blocks with these largest magnitudes, and what they are divided by."""
     if form.table == "e4m3":
-        scales_RI = np.repeat(scales_RG, size, axis=1)[:, :width]
-        scaled_RI = np.divide(rows_RI, scales_RI, out=np.zeros_like(rows_RI), where=scales_RI > 0)
-        return _nearest_float8(np.clip(scaled_RI, -E4M3_MAX, E4M3_MAX))
+        scales_BG = peaks_BG / E4M3_MAX
+        if habit.rounds:
+            scales_BG = _rounded(scales_BG, form.scale_dtype)
+            scales_BG[scales_BG == 0] = _EPSILON[form.scale_dtype]
+        return cast(Dense(scales_BG, DType.F32), form.scale_dtype)[0].rows_RI, None
+    if form.table != "e2m1":
+        return peaks_BG, None
+    if form.scale_dtype is DType.F8_E8M0:
+        return _exponents(peaks_BG, habit), None
+    assert whole is not None
+    with np.errstate(divide="ignore", over="ignore"):
+        divisor = _rounded(np.full((1, 1), E4M3_MAX * E2M1_MAX / np.float32(whole)), dtype)[0, 0]
+    if not np.isfinite(divisor):
+        divisor = np.float32(1)
+    wanted_BG = divisor * _rounded(peaks_BG / E2M1_MAX, dtype)
+    scales_BG = _nearest_float8(wanted_BG)
+    scales_BG[scales_BG == 0] = _EIGHTH
+    return scales_BG, float(divisor)
+
+
+# torch.finfo(dtype).eps
+_EPSILON = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10, DType.F32: 2.0**-23}
+
+
+def _exponents(peaks_BG: np.ndarray, habit: Habit) -> np.ndarray:
+    """E8M0 scales, read off the bits of the largest magnitudes."""
+    if habit.ceiling:
+        exponents_BG = ((peaks_BG / E2M1_MAX).view(np.uint32).astype(np.int64) + 0x7FFFFF) >> 23
+    else:  # 6 is 1.5 * 2**2; from 7/4 of a power of two on, the next one
+        exponents_BG = ((peaks_BG.view(np.uint32).astype(np.int64) + (1 << 21)) >> 23) - 2
+    exponents_BG[peaks_BG == 0] = habit.idle
+    return exponents_BG.clip(0, 254).astype(np.uint8)
+
+
+def _rounded(numbers: np.ndarray, dtype: DType) -> np.ndarray:
+    return wide(cast(Dense(numbers.astype(np.float32), DType.F32), dtype)[0].rows_RI, dtype)
+
+
+def _factors(steps_RG: np.ndarray, table: str) -> tuple[np.ndarray, bool]:
+    """What numbers are multiplied by, or divided by, to be on the table; blocks of zeros stay zeros."""
+    zero = steps_RG == 0
+    if table in ("e4m3", "e2m1"):
+        return np.where(zero, np.float32(np.inf), steps_RG), True
     with np.errstate(divide="ignore"):
-        inverse_RG = np.where(scales_RG > 0, np.float32(1) / scales_RG, np.float32(0))
-    scaled_RI = rows_RI * np.repeat(inverse_RG, size, axis=1)[:, :width]
-    order, middles = _sorted_table(form.table)
-    codes_RI: np.ndarray = np.take(order, np.searchsorted(middles, scaled_RI))
-    return codes_RI
+        over = np.float32(127 if table == "int8" else 1) / steps_RG
+    return np.where(zero, np.float32(0), over), False
 
 
 @cache
-def _sorted_table(table: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes by rising number, and the middles between neighbours."""
-    order = np.argsort(TABLES[table], kind="stable").astype(np.uint8)
-    rising = TABLES[table][order]
-    return order, (rising[1:] + rising[:-1]) / 2
+def _table(name: str, habit: Habit, dtype: DType) -> Table:
+    none, numbers_T = np.empty(0, np.float32), TABLES[name]
+    order_T = np.argsort(numbers_T, kind="stable").astype(np.uint8)
+    if name == "e4m3":
+        dropped = {DType.BF16: 16, DType.F16: 13}.get(dtype, 0) if habit.rounds else 0
+        return Table(FLOAT8, none, order_T, numbers_T, dropped, signed_zero=True)
+    if name == "int8":
+        return Table(INT8, none, order_T, numbers_T, 0, signed_zero=True)
+    if name != "e2m1":
+        rising = numbers_T[order_T]
+        return Table(MIDDLES, (rising[1:] + rising[:-1]) / 2, order_T, numbers_T, 0, signed_zero=True)
+    edges_E = (numbers_T[1:8] + numbers_T[:7]) / 2
+    upwards = np.full(7, True) if habit.half_up else np.arange(7) % 2 == 1
+    edges_E = np.where(upwards, np.nextafter(edges_E, np.float32(0)), edges_E)
+    return Table(MAGNITUDES, edges_E, order_T, numbers_T, 0, habit.signed_zero)
 
 
-def _nearest_float8(numbers_RI: np.ndarray) -> np.ndarray:
-    """E4M3 codes, ties to the even one, of numbers within its range."""
-    positive = TABLES["e4m3"][:0x7F]
-    middles = np.append((positive[1:] + positive[:-1]) / 2, np.float32(np.inf))
-    sizes_RI = np.abs(numbers_RI)
-    codes_RI = np.searchsorted(middles, sizes_RI)
-    codes_RI += (sizes_RI == middles[codes_RI]) & (codes_RI % 2 == 1)
-    signed: np.ndarray = (codes_RI | np.where(np.signbit(numbers_RI), 0x80, 0)).astype(np.uint8)
-    return signed
+def _nearest_float8(numbers_RG: np.ndarray) -> np.ndarray:
+    """The E4M3 codes of numbers, half to even; beyond 448 that of 448."""
+    codes_RG, ones_R1 = np.empty(numbers_RG.shape, np.uint8), np.ones((len(numbers_RG), 1), np.float32)
+    table, width = _table("e4m3", _PLAIN, DType.F32), numbers_RG.shape[1]
+    table_kernels.encode_groups(
+        np.ascontiguousarray(numbers_RG), width, ones_R1, False, ones_R1, table, codes_RG
+    )
+    return codes_RG
 
 
-def _error(block: Dense, rows_RI: np.ndarray, made: Coded) -> QuantError:
-    gaps_RI = np.abs(numbers(made, DType.F32).rows_RI - rows_RI)
-    scales_RI = column_scales(made)
-    steps_RI = np.divide(gaps_RI, scales_RI, out=np.zeros_like(gaps_RI), where=scales_RI > 0)
+def _error(block: Dense, tally: np.ndarray) -> QuantError:
+    squared_error, squares, largest, steps = (float(number) for number in tally)
     return QuantError(
-        sum_sq_error=float(np.square(gaps_RI, dtype=np.float64).sum()),
-        sum_sq=float(np.square(rows_RI, dtype=np.float64).sum()),
-        max_abs=float(gaps_RI.max(initial=0.0)),
-        max_steps=float(steps_RI.max(initial=0.0)),
-        count=rows_RI.size,
+        sum_sq_error=squared_error,
+        sum_sq=squares,
+        max_abs=largest,
+        max_steps=steps,
+        count=block.rows_RI.size,
         nonfinite=first_nonfinite(block),
         overflow=0,
     )
