@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from qconvert import padding
 from qconvert import plan as passes
 from qconvert.architecture import Architecture, Binding, Place
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
 from qconvert.loaders import Notice, notices
 from qconvert.plan import Plan
 from qconvert.recipe import FUSIONS, Recipe
-from qconvert.select import decide
+from qconvert.select import choose, decide
 from qconvert.targets import Target, encode, regrid
 from qconvert.tensors import Blocks, DType, Json, Logical, Plain, Quantized
 
@@ -72,7 +73,12 @@ def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWr
     if wish.unfuse:
         plan = _unfused(plan, architecture)
     if wish.dequantize:
-        plan = _dequantized(plan, wish.dtype)
+        plan = _dequantized(plan, wish.dtype, pads=recipe.pad_to_tp is not None)
+    grown: tuple[padding.Growth, ...] = ()
+    if recipe.pad_to_tp is not None:
+        grown = _growths(binding, wish, plan, tied=tie.tied)
+        architecture = padding.grown(before := architecture, grown)
+        plan = padding.pad(before, architecture)(plan)
     if recipe.fuse:
         plan = _fused(plan, architecture, recipe)
     if wish.dtype is not None:
@@ -85,10 +91,11 @@ def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWr
     _refuse_blocks(plan)
     if not wish.allow_nonfinite:
         plan = passes.check_finite(plan)
-    config = _config(binding, wish, plan, tied=tie.tied, write_config=write_config)
+    config = _config(binding, architecture, wish, plan, tied=tie.tied, write_config=write_config)
     warnings = [
         *([architecture.family.guess] if architecture.family.guess else []),
         *tie.warnings,
+        *(growth.sentence for growth in grown),
         *(f"{name}: a buffer the model recomputes; left out" for name in binding.dropped),
     ]
     return Draft(
@@ -154,8 +161,24 @@ def _unfused(plan: Plan, architecture: Architecture) -> Plan:
     return passes.unfuse(architecture)(plan)
 
 
-def _dequantized(plan: Plan, dtype: DType | None) -> Plan:
-    if all(isinstance(t.form, Plain) for t in plan.outputs.values()):
+def _growths(binding: Binding, wish: Wish, plan: Plan, *, tied: bool) -> tuple[padding.Growth, ...]:
+    """How far the inner sizes grow for the forms that the output's weights will have."""
+    architecture, target, ranks = binding.architecture, wish.target, wish.recipe.pad_to_tp
+    assert ranks is not None
+    forms = padding.forms_of_parts(plan.outputs, architecture)
+    places = {name: place for name in forms if (place := architecture.places.get(name)) is not None}
+    for name, scheme in choose(wish.recipe, architecture, places, tied=tied).items():
+        forms[name] = scheme.form(DType.F16)
+    table = target.codebook(DType.BF16) if target else None
+    for name, place in places.items():
+        if table and place.kind == "linear" and isinstance(forms[name], Plain):
+            forms[name] = table
+    layout = target.layout if target else wish.recipe.layout
+    return padding.growths(forms, architecture, ranks, layout)
+
+
+def _dequantized(plan: Plan, dtype: DType | None, *, pads: bool) -> Plan:
+    if not pads and all(isinstance(t.form, Plain) for t in plan.outputs.values()):
         raise BadRecipe("no quantized tensors in this checkpoint", "`qconvert inspect` shows what it holds")
     return passes.dequantize(dtype)(plan)
 
@@ -219,9 +242,20 @@ def _places(plan: Plan, architecture: Architecture) -> dict[str, Place]:
     return {name: place for name, place in found if place is not None}
 
 
-def _config(binding: Binding, wish: Wish, plan: Plan, *, tied: bool, write_config: ConfigWriter) -> Json:
-    """The source's config.json with the keys that the output changes; no other key is touched."""
-    config: dict[str, Any] = copy.deepcopy(dict(binding.architecture.config))
+def _config(
+    binding: Binding,
+    architecture: Architecture,
+    wish: Wish,
+    plan: Plan,
+    *,
+    tied: bool,
+    write_config: ConfigWriter,
+) -> Json:
+    """The source's config.json with the keys that the output changes; no other key is touched.
+
+    `architecture` is that of the output.
+    """
+    config: dict[str, Any] = copy.deepcopy(dict(architecture.config))
     if tied != binding.architecture.tied:
         config[binding.architecture.family.tied_by] = tied
     if wish.dtype is not None:
@@ -234,12 +268,12 @@ def _config(binding: Binding, wish: Wish, plan: Plan, *, tied: bool, write_confi
     if quantized:
         linears = [
             p
-            for p in _places(plan, binding.architecture).values()
+            for p in _places(plan, architecture).values()
             if p.kind != "embedding" and p.part == "weight" and len(p.shape) == 2
         ]
         kept = [p.module for p in linears if p.module not in quantized]
         kept += [_module(name) for name in binding.unknown if len(outputs[name].shape) == 2]
-        head = binding.architecture.table("lm_head")
+        head = architecture.table("lm_head")
         if tied and head is not None:
             kept.append(head.module)
         config |= write_config(quantized, kept)

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 from qconvert.architecture import Architecture, Place
 from qconvert.census import form_bytes
-from qconvert.tensors import Codebook, DType, GroupInt, Logical, Plain, Quantized
+from qconvert.parallel import INPUT_SPLIT, whole_unit
+from qconvert.tensors import DType, GroupInt, Logical, Plain, Quantized
 
 LOADERS = ("vllm", "sglang", "transformers", "llama.cpp", "mlx")
 ERROR, WARNING, NOTE = "error", "warning", "note"
-# Linears whose input is split over the ranks of a tensor-parallel group; all others split their rows.
-_INPUT_SPLIT = ("attn.o", "mlp.down")
 # Loaders that stack q, k, v and gate, up into one matrix with one scheme.
 _FUSING = ("vllm", "sglang")
 _READS = {
@@ -192,8 +191,8 @@ def _parallel(s: Subject) -> Iterator[Problem]:
     if s.tp == 1 or s.loader not in _FUSING:
         return
     for place, tensor in s.weights:
-        size = tensor.width if place.group in _INPUT_SPLIT else tensor.shape[0]
-        split = "columns" if place.group in _INPUT_SPLIT else "rows"
+        size = tensor.width if place.group in INPUT_SPLIT else tensor.shape[0]
+        split = "columns" if place.group in INPUT_SPLIT else "rows"
         if size % s.tp and place.kind == "linear" and place.role != "lm_head":
             yield Problem(
                 ERROR,
@@ -202,20 +201,10 @@ def _parallel(s: Subject) -> Iterator[Problem]:
                 f"--tp {_less(size, s.tp)}",
             )
             continue
-        unit = _unit(tensor.form, split, s.layout)
+        unit = whole_unit(tensor.form, split, s.layout)
         if unit > 1 and size // s.tp % unit:
             fact = f"{size} {split} on {s.tp} ranks are {size // s.tp} each, not a multiple of {unit}"
             yield Problem(ERROR, tensor.name, fact, "use fewer ranks or a smaller group size")
-
-
-def _unit(form: object, split: str, layout: str) -> int:
-    """How many columns or rows of a form go together on one rank."""
-    if isinstance(form, GroupInt):
-        packed_rows = 8 if layout == "awq" or not form.symmetric else 1
-        return (form.group_size or 1) if split == "columns" else packed_rows
-    if isinstance(form, Codebook):
-        return (form.group_size or 1) if split == "columns" else (form.group_rows or 1)
-    return 1
 
 
 def _less(size: int, tp: int) -> int:

@@ -15,6 +15,7 @@ from qconvert import __version__
 from qconvert.census import census_of_outputs, linear_bits
 from qconvert.grid_ops import EncodeTable
 from qconvert.ops import Cast, Dequantize, EncodeBlocks, Quantize
+from qconvert.padding import zeros_added
 from qconvert.tensors import Json, Plain
 
 if TYPE_CHECKING:
@@ -100,6 +101,9 @@ def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
         "certificate": {"kind": certificate, "max_steps": results.steps.get(output.name, 0.0)},
         "parts": parts,
     }
+    rows, columns = zeros_added(unit)
+    if rows or columns:
+        entry["zeros_added"] = {"rows": rows, "columns": columns}
     error = results.errors.get(output.name)
     if error is not None:
         entry["error"] = {

@@ -201,6 +201,28 @@ class EncodeBlocks(_RowWise):
 
 
 @dataclass(frozen=True, slots=True)
+class PadColumns(_RowWise):
+    """Continue every row with zeros to `width` columns (see `quant.padding`)."""
+
+    width: int
+
+    def infer(self, form: Form) -> Form:
+        return form
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.padding import pad_columns
+
+        return pad_columns(value, self.width), CLEAN
+
+
+def zero_rows(row: Value, count: int) -> Value:
+    """Rows of zeros in the form of one row, for units that stack them below rows they read."""
+    from qconvert.quant import padding
+
+    return padding.zero_rows(row, count)
+
+
+@dataclass(frozen=True, slots=True)
 class InterleaveHalves:
     """Put the rows of every head in the order of llama.cpp's rotary embedding (`quant.heads`)."""
 

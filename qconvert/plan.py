@@ -21,6 +21,7 @@ from qconvert.ops import (
     Dequantize,
     EncodeBlocks,
     Op,
+    PadColumns,
     Quantize,
     ResolveScales,
 )
@@ -30,15 +31,30 @@ from qconvert.tensors import Codebook, DType, Form, Logical, Plain
 
 @dataclass(frozen=True, slots=True)
 class RowSlice:
-    """Rows [start, stop) of a source tensor."""
+    """Rows [start, stop) of a source tensor, or every `step`-th of them.
+
+    With `zeros_like`, the number of a row, as many rows of zeros with that row's scales instead.
+    """
 
     tensor: Logical
     start: int
     stop: int
+    step: int = 1
+    zeros_like: int | None = None
 
     @property
     def rows(self) -> int:
-        return self.stop - self.start
+        return len(range(self.start, self.stop, self.step))
+
+    @property
+    def last(self) -> int:
+        """The number of the last row, of which there must be one."""
+        return range(self.start, self.stop, self.step)[-1]
+
+    def within(self, first: int, stop: int) -> RowSlice:
+        """Rows [first, stop) of this slice."""
+        begin = self.start + first * self.step
+        return replace(self, start=begin, stop=begin + (stop - first - 1) * self.step + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +73,7 @@ class Unit:
     @property
     def is_copy(self) -> bool:
         """Whether the output's numbers are exactly those of the inputs."""
-        return all(isinstance(op, CheckFinite | ResolveScales) for op in self.ops)
+        return all(isinstance(op, CheckFinite | ResolveScales | PadColumns) for op in self.ops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +90,18 @@ class Plan:
     def explain(self, name: str) -> str:
         """One line that says how the output tensor of this name comes about."""
         unit = next(u for u in self.units if u.output.name == name)
-        sources = " + ".join(
-            s.tensor.name if s.rows == s.tensor.rows else f"{s.tensor.name}[{s.start}:{s.stop}]"
-            for s in unit.inputs
-        )
+        sources = " + ".join(_spelled(piece) for piece in unit.inputs)
         steps = "".join(f" -> {op}" for op in unit.ops)
         return f"{sources}{steps} -> {name} {list(unit.output.shape)} {unit.output.form.label}"
+
+
+def _spelled(piece: RowSlice) -> str:
+    if piece.zeros_like is not None:
+        return f"{piece.rows} rows of zeros"
+    if piece.rows == piece.tensor.rows:
+        return piece.tensor.name
+    step = f":{piece.step}" if piece.step > 1 else ""
+    return f"{piece.tensor.name}[{piece.start}:{piece.stop}{step}]"
 
 
 Pass = Callable[[Plan], Plan]
@@ -132,11 +154,15 @@ def untie(embed: str, head: str) -> Pass:
 def fuse(architecture: Architecture, fusions: Iterable[str]) -> Pass:
     """Stack the linears of each chosen fusion ("attn.qkv", "mlp.gate_up") where all are stored."""
     roles = frozenset(fusions)
-    chosen = [f for f in architecture.fused.values() if f.fusion.role in roles]
+    return stack_all([f for f in architecture.fused.values() if f.fusion.role in roles])
+
+
+def stack_all(entries: Iterable[FusedPlace]) -> Pass:
+    """Stack the parts of each of these fused tensors where all of them are there."""
 
     def apply(plan: Plan) -> Plan:
         units = {unit.output.name: unit for unit in plan.units}
-        for entry in chosen:
+        for entry in entries:
             if all(part.name in units for part in entry.parts):
                 units = _stack(units, entry)
         return replace(plan, units=tuple(units.values()))
@@ -175,22 +201,23 @@ def rows_within(inputs: Sequence[RowSlice], start: int, stop: int) -> Iterator[R
     for piece in inputs:
         first, last = max(start, offset), min(stop, offset + piece.rows)
         if first < last:
-            shift = piece.start - offset
-            yield RowSlice(piece.tensor, first + shift, last + shift)
+            yield piece.within(first - offset, last - offset)
         offset += piece.rows
 
 
 def unfuse(architecture: Architecture) -> Pass:
     """Cut every fused tensor back into its parts: names, shapes, dtypes and bytes as before."""
-    return _cut_where(architecture, lambda entry: True)
+    return cut_where(architecture, lambda entry: True)
 
 
 def unstack(architecture: Architecture) -> Pass:
     """Cut every 3-D stack of experts into one linear for each, as layouts of linears need it."""
-    return _cut_where(architecture, lambda entry: entry.fusion.per_expert)
+    return cut_where(architecture, lambda entry: entry.fusion.per_expert)
 
 
-def _cut_where(architecture: Architecture, chosen: Callable[[FusedPlace], bool]) -> Pass:
+def cut_where(architecture: Architecture, chosen: Callable[[FusedPlace], bool]) -> Pass:
+    """Cut the fused tensors that `chosen` says into their parts."""
+
     def apply(plan: Plan) -> Plan:
         units: list[Unit] = []
         for unit in plan.units:

@@ -21,6 +21,7 @@ from qconvert.schemes import KEEP, Scheme, parse_scheme
 
 FUSIONS = {"qkv": "attn.qkv", "gate_up": "mlp.gate_up"}
 LAYOUTS = ("compressed-tensors", "int-quantized", "gptq", "gptq_v2", "awq", "mlx", "bitsandbytes", "fp8")
+MOST_RANKS = 1024
 # A file's values as they may stand in a message: YAML aliases can spell 9**20 items in a few lines.
 _BRIEF = Repr()
 _BRIEF.maxlevel = 2
@@ -46,7 +47,9 @@ class Recipe:
     `fuse` holds fusion names (`qkv`, `gate_up`); `tie` is True to drop a head equal to the
     embedding, False to write it out, None to leave it. `search` chooses the scale search over
     plain min-max; `allow_smaller_group` lets a row that the group size does not divide take the
-    largest of 128, 64 and 32 that does; `architecture` declares a model that the catalogue lacks.
+    largest of 128, 64 and 32 that does; `pad_to_tp` is a number of tensor-parallel ranks, on each of which
+    the MLPs' inner features shall fill whole groups; `architecture` declares a model that the catalogue
+    lacks.
     """
 
     scheme: Scheme | None = None
@@ -56,6 +59,7 @@ class Recipe:
     layout: str = "compressed-tensors"
     search: bool = True
     allow_smaller_group: bool = False
+    pad_to_tp: int | None = None
     architecture: Declaration | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -68,6 +72,7 @@ class Recipe:
             "layout": self.layout,
             "search": self.search,
             "allow_smaller_group": self.allow_smaller_group,
+            **({"pad_to_tp": self.pad_to_tp} if self.pad_to_tp is not None else {}),
             **({"architecture": self.architecture.to_json()} if self.architecture else {}),
         }
 
@@ -106,6 +111,7 @@ def parse_recipe(data: object, origin: str) -> Recipe:
         layout=_choice(record.get("layout", LAYOUTS[0]), LAYOUTS, f"{origin}: layout"),
         search=_flag(record, "search", origin) is not False,
         allow_smaller_group=_flag(record, "allow_smaller_group", origin) is True,
+        pad_to_tp=_ranks(record, origin),
         architecture=_declaration(record.get("architecture"), f"{origin}: architecture"),
     )
 
@@ -189,6 +195,13 @@ def _flag(record: Mapping[str, Any], key: str, origin: str) -> bool | None:
     value = record.get(key)
     if value is not None and not isinstance(value, bool):
         raise BadRecipe(f"{origin}: {key} is {_BRIEF.repr(value)}", "write true, false, or leave it out")
+    return value
+
+
+def _ranks(record: Mapping[str, Any], origin: str) -> int | None:
+    value = record.get("pad_to_tp")
+    if value is not None and (type(value) is not int or not 1 <= value <= MOST_RANKS):
+        raise BadRecipe(f"{origin}: pad_to_tp is {_BRIEF.repr(value)}", f"write a number, 1 to {MOST_RANKS}")
     return value
 
 

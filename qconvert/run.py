@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.files import octets
 from qconvert.interfaces import Layout, Reader, Sink
-from qconvert.ops import EncodeBlocks, Finding
+from qconvert.ops import EncodeBlocks, Finding, zero_rows
 from qconvert.plan import Plan, RowSlice, Unit
 from qconvert.tensors import Blocks, Coded, Dense, IntAffine, Logical, Plain, Value
 
@@ -184,10 +184,12 @@ def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_non
     error, steps = None, 0.0
     for op in unit.ops:
         placed = op.at(block.start) if isinstance(op, EncodeBlocks) else op
+        width = value.rows_RI.shape[1] if isinstance(value, Dense) else unit.inputs[0].tensor.width
         value, finding = placed.apply(value)
         error = finding.error or error
         steps += finding.steps
-        _refuse(unit, block.start, finding, reader.layout, allow_nonfinite=allow_nonfinite)
+        if not allow_nonfinite:
+            _refuse_nonfinite(unit, block.start, finding, reader.layout, max(1, width))
         if finding.overflow:
             _refuse_overflow(unit, value, finding.overflow)
     parts = []
@@ -205,11 +207,22 @@ def gather(inputs: tuple[RowSlice, ...], reader: Reader, start: int, stop: int) 
     for piece in inputs:
         first, last = max(start, offset), min(stop, offset + piece.rows)
         if first < last or start == stop:
-            shift = piece.start - offset
-            pieces.append(reader.read(piece.tensor, first + shift, last + shift))
+            pieces.append(_rows(reader, piece.within(first - offset, last - offset)))
         offset += piece.rows
     value = pieces[0] if len(pieces) == 1 else stack(pieces)
     return value, sum(piece.arrays[0].nbytes for piece in pieces)
+
+
+def _rows(reader: Reader, piece: RowSlice) -> Value:
+    """The rows of a slice: read, or made as zeros."""
+    import numpy as np
+
+    if piece.zeros_like is not None:
+        return zero_rows(reader.read(piece.tensor, piece.zeros_like, piece.zeros_like + 1), piece.rows)
+    value = reader.read(piece.tensor, piece.start, piece.stop)
+    if piece.step == 1:
+        return value
+    return value.with_arrays(tuple(np.ascontiguousarray(array[:: piece.step]) for array in value.arrays))
 
 
 def stack(pieces: list[Value]) -> Value:
@@ -246,15 +259,15 @@ def _refuse_steps(done: BlockDone, most: float) -> None:
         )
 
 
-def _refuse(unit: Unit, start: int, finding: Finding, layout: Layout, *, allow_nonfinite: bool) -> None:
-    if finding.bad_row >= 0 and not allow_nonfinite:
+def _refuse_nonfinite(unit: Unit, start: int, finding: Finding, layout: Layout, width: int) -> None:
+    """Raise for what an operation found in rows of `width` columns, the first of them row `start`."""
+    if finding.bad_row >= 0:
         tensor, row = _input_row(unit, start + finding.bad_row)
         raise CorruptCheckpoint(
             f"{layout.parts(tensor)[1].name}: NaN or Inf in the scales of row {row}",
             "the checkpoint is damaged; --allow-nonfinite converts it all the same",
         )
-    if finding.nonfinite >= 0 and not allow_nonfinite:
-        width = max(1, unit.inputs[0].tensor.width)
+    if finding.nonfinite >= 0:
         tensor, row = _input_row(unit, start + finding.nonfinite // width)
         column = finding.nonfinite % width
         single = isinstance(tensor.form, Plain | Blocks)
@@ -282,6 +295,6 @@ def _input_row(unit: Unit, row: int) -> tuple[Logical, int]:
     """The source tensor that holds a row of the unit, and the row's number there."""
     for piece in unit.inputs:
         if row < piece.rows:
-            return piece.tensor, row + piece.start
+            return piece.tensor, piece.start + row * piece.step
         row -= piece.rows
     raise AssertionError("a row outside the unit")

@@ -32,6 +32,21 @@ def decide(
     which loaders fuse, or whose group size does not divide a row, and for stacks stored input-major.
     """
     weights = {name: place for name, place in places.items() if place.part == "weight"}
+    chosen = choose(recipe, architecture, places, tied=tied)
+    if tied:
+        _check_tied_rules(recipe)
+    _check_orientation(weights, chosen)
+    _check_fused_groups(architecture, weights, chosen)
+    fitted = {n: _fit_group(weights[n], s, recipe.allow_smaller_group) for n, s in chosen.items()}
+    _check_groups(weights, fitted)
+    return fitted
+
+
+def choose(
+    recipe: Recipe, architecture: Architecture, places: Mapping[str, Place], *, tied: bool
+) -> dict[str, Scheme]:
+    """The scheme that the recipe wishes for every weight, by name, whether or not it can have it."""
+    weights = {name: place for name, place in places.items() if place.part == "weight"}
     chosen: dict[str, Scheme] = {}
     if recipe.scheme is not None:
         linears = [n for n, p in weights.items() if p.kind == "linear" and p.role != "lm_head"]
@@ -42,13 +57,7 @@ def decide(
                 chosen.pop(name, None)
             else:
                 chosen[name] = rule.scheme
-    if tied:
-        _check_tied_rules(recipe)
-    _check_orientation(weights, chosen)
-    _check_fused_groups(architecture, weights, chosen)
-    fitted = {n: _fit_group(weights[n], s, recipe.allow_smaller_group) for n, s in chosen.items()}
-    _check_groups(weights, fitted)
-    return fitted
+    return chosen
 
 
 def matcher(select: str, architecture: Architecture, *, tied: bool) -> Callable[[Place], bool]:

@@ -24,7 +24,7 @@ ROOMS = {
     "vocabulary": "__init__ errors tensors interfaces schemes sizes gguf_types",
     "names": "architecture",
     "decisions": "recipe select plan draft targets census loaders "
-    "lint gguf_draft gguf_forms gguf_rules gguf_mix",
+    "lint padding parallel gguf_draft gguf_forms gguf_rules gguf_mix",
     "operations": "ops grid_ops",
     "numbers": "quant decoder",
     "bytes": "formats hub",

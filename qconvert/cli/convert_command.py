@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from qconvert.cli.options import model_argument, writing_options
+from qconvert.cli.options import model_argument, pad_option, writing_options
 from qconvert.cli.writing import Flags, write
 from qconvert.recipe import LAYOUTS, Recipe
 from qconvert.schemes import parse_scheme
@@ -28,8 +28,16 @@ TABLES = ("nf4", "fp4")
 @click.option(
     "--allow-requantize", is_flag=True, help="Where codes cannot be kept, quantize the numbers again."
 )
+@pad_option
 @writing_options
-def command(model: str, layout: str, scheme: str | None, allow_requantize: bool, **values: Any) -> None:
+def command(
+    model: str,
+    layout: str,
+    scheme: str | None,
+    allow_requantize: bool,
+    pad_to_tp: int | None,
+    **values: Any,
+) -> None:
     """Write the weights of MODEL in another layout.
 
     Codes are carried over wherever the two grids map. The certificate, on screen and in the manifest,
@@ -48,13 +56,13 @@ def command(model: str, layout: str, scheme: str | None, allow_requantize: bool,
     flags = Flags(**values)
     if layout in PLAIN:
         plain = Flags(**{**values, "dtype": layout})
-        write(model, plain.wish("convert", Recipe(), dequantize=True), layout, plain)
+        write(model, plain.wish("convert", Recipe(pad_to_tp=pad_to_tp), dequantize=True), layout, plain)
         return
     if layout == "bitsandbytes" and scheme in TABLES:
         target = Target(layout, table=scheme, allow_requantize=allow_requantize)
     else:
         target = Target(layout, parse_scheme(scheme) if scheme else None, allow_requantize=allow_requantize)
-    recipe = Recipe(layout=layout)
+    recipe = Recipe(layout=layout, pad_to_tp=pad_to_tp)
     if target.scheme and _is_plain(model, flags):
         recipe = recipe.with_(scheme=target.scheme)
     write(model, replace(flags.wish("convert", recipe), target=target), layout, flags)

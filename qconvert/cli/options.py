@@ -61,6 +61,13 @@ dtype_option = click.option(
     "--dtype", type=click.Choice(DTYPES), help="Round plain float tensors, and store scales, as this."
 )
 
+pad_option = click.option(
+    "--pad-to-tp",
+    type=click.IntRange(1, 1024),
+    metavar="N",
+    help="Grow the MLPs by zeros until each of N ranks holds whole groups.",
+)
+
 _WRITING = (
     click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder. [default: derived]"),
     click.option("--overwrite", is_flag=True, help="Replace an earlier output of qconvert."),

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from qconvert.cli.options import model_argument, writing_options
+from qconvert.cli.options import model_argument, pad_option, writing_options
 from qconvert.cli.writing import Flags, write
 from qconvert.errors import BadRecipe
 from qconvert.recipe import FUSIONS, LAYOUTS, Recipe, Rule, load_recipe, parse_rule
@@ -41,6 +41,7 @@ _INTEGERS = tuple(layout for layout in LAYOUTS if layout not in ("bitsandbytes",
 @click.option(
     "--layout", type=click.Choice(_INTEGERS), help="Layout of the output. [default: compressed-tensors]"
 )
+@pad_option
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Read a YAML recipe first.")
 @writing_options
 def command(model: str, **flags: Any) -> None:
@@ -81,6 +82,7 @@ def build_recipe(
     tie: bool | None,
     allow_smaller_group: bool,
     layout: str | None,
+    pad_to_tp: int | None,
     recipe_file: Path | None,
 ) -> Recipe:
     """The recipe that a file and the flags ask for together; flags win, their rules come last."""
@@ -101,6 +103,7 @@ def build_recipe(
         search=recipe.search if search is None else search,
         allow_smaller_group=recipe.allow_smaller_group or allow_smaller_group,
         layout=layout or recipe.layout,
+        pad_to_tp=pad_to_tp or recipe.pad_to_tp,
     )
     if recipe.scheme is None and not any(rule.scheme for rule in recipe.rules):
         raise BadRecipe(
