@@ -76,7 +76,7 @@ def growths(
             unit = lcm(unit, ranks * whole_unit(forms[place.name], split, layout))
         found.append(Growth(key, dimension, before, -(-before // unit) * unit))
     if not found:
-        raise BadRecipe(f"{architecture.family.name}: has no MLP that could be padded", None)
+        raise BadRecipe(f"{architecture.family.name}: has no MLP that is padded here", None)
     return tuple(found)
 
 
