@@ -70,8 +70,10 @@ class Rule:
 RULES = (
     Rule("qwen2", QWEN2, "NFC"),
     Rule("qwen35", QWEN35, "NFC"),
-    Rule("glm4", LLAMA3, whole_words=True, model_types=("glm", "glm4", "glm4_moe")),
-    Rule("chatglm-bpe", LLAMA3, model_types=("chatglm",)),
+    Rule(
+        "glm4", LLAMA3, whole_words=True, model_types=("chatglm", "glm", "glm4", "glm4_moe", "glm4_moe_lite")
+    ),
+    Rule("chatglm-bpe", LLAMA3, model_types=("chatglm", "glm")),
     Rule("llama-bpe", LLAMA3, whole_words=True, cleans=True),
     Rule("smaug-bpe", LLAMA3, cleans=True),
     Rule("phi-2", GPT2, cleans=True, model_types=("phi",)),

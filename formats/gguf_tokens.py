@@ -104,12 +104,14 @@ def wordpiece_tokens(vocab: Mapping[str, int], added: Mapping[int, AddedToken], 
 def sentencepiece_tokens(model: SentencePieceModel, added: Mapping[int, AddedToken], rows: int) -> Tokens:
     """The pieces of a SentencePiece model and the tokens added to it.
 
-    Pieces the trainer was told to keep whole count as normal ones, as in llama.cpp's converter.
+    Pieces the trainer was told to keep whole are matched like added tokens. (llama.cpp's converter
+    calls them normal ones, which merges need not reach: gemma's `<table>` without its added tokens.)
     """
     tokens = Tokens.unused(rows)
     for row, piece in enumerate(model.pieces):
-        kind = PieceType.NORMAL if piece.type is PieceType.USER_DEFINED else piece.type
-        tokens.put(row, piece.text, piece.score, kind)
+        tokens.put(row, piece.text, piece.score, piece.type)
+        if piece.type is PieceType.USER_DEFINED:
+            _put_added(tokens, {row: AddedToken(piece.text, special=False)})
     _put_added(tokens, added)
     return tokens
 

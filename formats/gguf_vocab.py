@@ -19,7 +19,12 @@ from pathlib import Path
 from qconvert.architecture.config import positive_int
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.gguf_pretokenizer import ADDS_BOS, prefer_cleaning, recognise
-from qconvert.formats.gguf_special import chat_template_keys, find_special_tokens
+from qconvert.formats.gguf_special import (
+    GLM_TYPES,
+    chat_template_keys,
+    find_special_tokens,
+    glm_token_ids,
+)
 from qconvert.formats.gguf_tokens import (
     SPACE,
     Tokens,
@@ -30,11 +35,20 @@ from qconvert.formats.gguf_tokens import (
     vocabulary,
     wordpiece_tokens,
 )
+from qconvert.formats.sentencepiece_model import PieceType
 from qconvert.formats.tokenizer_folder import TokenizerFolder, expect_list, expect_object, read_folder
 from qconvert.gguf_types import KV
 from qconvert.tensors import Json
 
 LLAMA_FAMILY = ("llama", "mistral", "mixtral")
+_UNNORMALISED = (
+    "tokenizer.model: normalises text, which llama.cpp does not do for SentencePiece BPE: full-width "
+    "letters, ligatures and fractions get other tokens there"
+)
+_NO_BYTES = (
+    "tokenizer.model: spells unknown characters as bytes, which llama.cpp does not do for unigram models: "
+    "they become the unknown token there"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +113,17 @@ class _Builder:
         yield from self._special(adds_bos=name in ADDS_BOS)
 
     def _sentencepiece(self, model: Json) -> Iterator[KV]:
+        spec = self.files.sentencepiece
         prefix = self.files.settings.get("add_prefix_space")
+        prepends = spec.add_dummy_prefix if spec else _prepends_space(self.files.tokenizer)
         if self._is_llama and isinstance(prefix, bool):
             yield KV.flag("tokenizer.ggml.add_space_prefix", prefix)
-        elif self.files.sentencepiece is None and not _prepends_space(self.files.tokenizer):
+        elif not prepends:
             yield KV.flag("tokenizer.ggml.add_space_prefix", value=False)
-        if self.files.sentencepiece is not None:
-            tokens = sentencepiece_tokens(self.files.sentencepiece, self.files.added_beside, self.rows)
+        if spec is not None:
+            if spec.charsmap:
+                self.warnings.append(_UNNORMALISED)
+            tokens = sentencepiece_tokens(spec, self.files.added_beside, self.rows)
         else:
             _check_sentencepiece_normaliser(self.files.tokenizer)
             vocab, unknown = vocabulary(model.get("vocab")), model.get("unk_token")
@@ -120,6 +138,8 @@ class _Builder:
         if spec is not None:
             tokens = sentencepiece_tokens(spec, self.files.added_beside, self.rows)
             prefix, squeeze, charsmap = spec.add_dummy_prefix, spec.remove_extra_whitespaces, spec.charsmap
+            if any(piece.type is PieceType.BYTE for piece in spec.pieces):
+                self.warnings.append(_NO_BYTES)
         else:
             entries = expect_list(model.get("vocab"), "vocab")
             tokens = unigram_tokens(entries, model.get("unk_id"), self.files.added, self.rows)
@@ -147,6 +167,11 @@ class _Builder:
 
     def _special(self, *, adds_bos: bool = False) -> Iterator[KV]:
         special = find_special_tokens(self.files.tokenizer, self.files.settings, self.config)
+        if self.files.sentencepiece is not None and self.files.sentencepiece.unknown is not None:
+            special.ids.setdefault("unk", self.files.sentencepiece.unknown)
+        if self.config.get("model_type") in GLM_TYPES:
+            special.ids |= glm_token_ids(self.files.added)
+            special.added.setdefault("bos", False)  # a prompt begins with two tokens, which templates say
         if self._is_llama and self.rows == 32016:  # CodeLlama
             special.ids.setdefault("eot", 32010)
         if self._is_llama and self.rows == 49152:  # Granite, SmolLM

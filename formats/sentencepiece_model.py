@@ -49,6 +49,11 @@ class SentencePieceModel:
     add_dummy_prefix: bool
     remove_extra_whitespaces: bool
 
+    @property
+    def unknown(self) -> int | None:
+        """The id of the piece for what no other piece spells."""
+        return next((i for i, piece in enumerate(self.pieces) if piece.type is PieceType.UNKNOWN), None)
+
 
 def is_sentencepiece(path: Path) -> bool:
     """Whether the file begins as a SentencePiece model does (tiktoken files share their name)."""

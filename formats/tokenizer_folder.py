@@ -15,6 +15,7 @@ from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.gguf_splits import QWEN2
 from qconvert.formats.json_io import read_bounded, read_json_object
 from qconvert.formats.sentencepiece_model import SentencePieceModel, is_sentencepiece, read_sentencepiece
+from qconvert.formats.tiktoken_file import find_tiktoken, read_tiktoken
 from qconvert.tensors import Json
 
 MAX_TOKENIZER_BYTES = 128 << 20  # gemma's, the largest in use, has 34 MB
@@ -63,7 +64,7 @@ def read_folder(path: Path, config: Json) -> TokenizerFolder:
     sentencepiece = read_sentencepiece(model) if model else None
     pieces = len(sentencepiece.pieces) if sentencepiece else 0
     named = _special_texts(settings, _optional_json(path / "special_tokens_map.json"))
-    beside = dict(_side_tokens(path, settings, named))
+    beside = {**_chatglm_tokens(settings, pieces), **dict(_side_tokens(path, settings, named))}
     inside = dict(_main_tokens(tokenizer, named))
     return TokenizerFolder(
         path=path,
@@ -119,6 +120,19 @@ def _side_tokens(path: Path, settings: Json, named: frozenset[str]) -> Iterator[
         yield _id(token, text), AddedToken(text, bool(entry.get("special")) or text in named)
 
 
+def _chatglm_tokens(settings: Json, pieces: int) -> dict[int, AddedToken]:
+    """The control tokens that ChatGLM2's and 3's own class puts after the pieces, which no file lists.
+
+    Source: `SPTokenizer` in tokenization_chatglm.py of chatglm2-6b and chatglm3-6b; only the latter has
+    tokens for roles, and a chat template.
+    """
+    if settings.get("tokenizer_class") != "ChatGLMTokenizer" or not pieces:
+        return {}
+    roles = ("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+    texts = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop", *(roles if settings.get("chat_template") else ()))
+    return {pieces + i: AddedToken(text, special=True) for i, text in enumerate(texts)}
+
+
 def _special_texts(*sources: Json) -> frozenset[str]:
     """The texts that tokenizer_config.json and special_tokens_map.json call special."""
     entries: list[object] = []
@@ -166,12 +180,13 @@ def _jinja(path: Path) -> str:
 
 
 def _old_files(path: Path, settings: Json, config: Json) -> Json:
-    """The tokenizer.json that a vocab.json with merges.txt, or a vocab.txt, stands for; {} without them."""
+    """The tokenizer.json that a vocab.json with merges.txt, a vocab.txt or a tiktoken file stands for."""
     if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         return _old_bpe(path, settings, config)
     if (path / "vocab.txt").is_file():
         return _old_wordpiece(path, settings)
-    return {}
+    ranks = find_tiktoken(path)
+    return read_tiktoken(ranks, settings, config) if ranks else {}
 
 
 def _old_bpe(path: Path, settings: Json, config: Json) -> Json:
