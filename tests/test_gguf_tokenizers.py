@@ -21,9 +21,17 @@ from tests.gguf_models import test_strings as strings_for
 from tests.test_gguf_pretokenizer import spelled
 
 STRINGS = [
-    "Hello World", "  two  spaces ", "The ½ ﬁne naïve café, 3.14!", "\n\n\n\t\ta", "<table>x</table>", "\uff46\uff55\uff4c\uff4c",
-    "nouns' 1234 brown\r\n  foxes", "Führer тест 试验 🦙", "\u0301e", "it's 'LL",
-]  # fmt: skip
+    "Hello World",
+    "  two  spaces ",
+    "The ½ ﬁne naïve café, 3.14!",
+    "\n\n\n\t\ta",
+    "<table>x</table>",
+    "\uff46\uff55\uff4c\uff4c",
+    "nouns' 1234 brown\r\n  foxes",
+    "Führer тест 试验 🦙",
+    "\u0301e",
+    "it's 'LL",
+]
 # One line for each setting of SentencePiece's trainer that a family in the catalogue uses.
 TRAINED: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "bpe", "byte_fallback": True},
@@ -183,7 +191,7 @@ def test_tiktoken_folders(tmp_path: Path, name: str, model_type: str, pre: str) 
 
 def test_a_tiktoken_file_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
     small_ranks(tmp_path)
-    with pytest.raises(UnsupportedModel, match="splitting rules are not known") as caught:
+    with pytest.raises(UnsupportedModel, match="splitting rules that are not known") as caught:
         read_tokenizer(tmp_path, 500, {"model_type": "strange"})
     assert "tokenizer.json" in (caught.value.hint or "")
 
