@@ -16,15 +16,16 @@ from pathlib import Path
 import numpy as np
 
 from qconvert.architecture import Architecture, Place
-from qconvert.architecture.gguf_config import config_of
-from qconvert.architecture.gguf_keys import head_size
-from qconvert.architecture.gguf_names import INTERLEAVED, ROPE_FREQS, gguf_name, gguf_place
+from qconvert.architecture.gguf.config import FindScaling, config_of, shortest
+from qconvert.architecture.gguf.keys import head_size
+from qconvert.architecture.gguf.models import gguf_model
+from qconvert.architecture.gguf.names import ROPE_FREQS, gguf_name, gguf_place
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.formats.files import open_regular, read_exactly
 from qconvert.formats.gguf_io import GGUFFile, check_vocabulary
 from qconvert.formats.gguf_tokenizer import tokenizer_files
 from qconvert.formats.gguf_vocab import GGUFTokenizer
-from qconvert.formats.layouts.gguf import GGUFLayout, Home
+from qconvert.formats.layouts.gguf import GGUFLayout, Home, llama3_scaling
 from qconvert.gguf_types import KV, GGUFTensor
 from qconvert.interfaces import Sidecars
 from qconvert.tensors import DType, Json, Logical, TensorSpec
@@ -121,7 +122,7 @@ def open_gguf(path: Path) -> tuple[GGUFModel, GGUFLayout, dict[str, Logical]]:
     """
     file = GGUFFile(path)
     try:
-        config = config_of(file.name, file.kv, file.tensors, _rope_freqs(file))
+        config = config_of(file.name, file.kv, file.tensors, _find_scaling(file))
         check_vocabulary(file.kv, file.tensors, file.name)
         homes, tensors = _tensors(file, Architecture.of(config))
     except BaseException:
@@ -131,13 +132,21 @@ def open_gguf(path: Path) -> tuple[GGUFModel, GGUFLayout, dict[str, Logical]]:
     return GGUFModel(path, config, file), GGUFLayout(homes), tensors
 
 
-def _rope_freqs(file: GGUFFile) -> np.ndarray | None:
+def _find_scaling(file: GGUFFile) -> FindScaling | None:
+    """What finds the parameters behind the file's `rope_freqs.weight`, None where it has none."""
     spec = file.specs.get(ROPE_FREQS)
     if spec is None:
         return None
     if spec.dtype is not DType.F32 or len(spec.shape) != 1:
         raise CorruptCheckpoint(f"{file.name}: {ROPE_FREQS} is {spec.dtype.label} {list(spec.shape)}", None)
-    return file.read(ROPE_FREQS, 0, spec.rows).reshape(-1)
+    factors_F = file.read(ROPE_FREQS, 0, spec.rows).reshape(-1)
+    factor = shortest(float(factors_F.max()))
+
+    def find(theta: float) -> Json | None:
+        found = llama3_scaling(theta, factor, factors_F)
+        return found and {"rope_type": "llama3", "factor": factor, **found}
+
+    return find
 
 
 def _torch_dtype(file: GGUFFile) -> str:
@@ -150,7 +159,7 @@ def _tensors(file: GGUFFile, architecture: Architecture) -> tuple[dict[str, Home
     """Every tensor of the model by its own name, and where the file has it."""
     homes: dict[str, Home] = {}
     tensors: dict[str, Logical] = {}
-    interleaved = INTERLEAVED.get(file.headers[0].text("general.architecture"), frozenset())
+    interleaved = gguf_model(architecture.config).interleaved
     by_key = _places(architecture)
     for name, tensor in file.tensors.items():
         if name == ROPE_FREQS:

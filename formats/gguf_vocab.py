@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.architecture.config import positive_int
+from qconvert.architecture.gguf.models import find_model
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.gguf_pretokenizer import ADDS_BOS, prefer_cleaning, recognise
 from qconvert.formats.gguf_special import (
@@ -40,7 +41,6 @@ from qconvert.formats.tokenizer_folder import TokenizerFolder, expect_list, expe
 from qconvert.gguf_types import KV
 from qconvert.tensors import Json
 
-LLAMA_FAMILY = ("llama", "mistral", "mixtral")
 _UNNORMALISED = (
     "tokenizer.model: normalises text, which llama.cpp does not do for SentencePiece BPE: full-width "
     "letters, ligatures and fractions get other tokens there"
@@ -83,7 +83,8 @@ class _Builder:
 
     @property
     def _is_llama(self) -> bool:
-        return self.config.get("model_type") in LLAMA_FAMILY
+        model = find_model(self.config)
+        return model is not None and model.arch == "llama"
 
     def keys(self, pre_tokenizer: str | None) -> Iterator[KV]:
         model = expect_object(self.files.tokenizer.get("model"), "model")

@@ -9,8 +9,8 @@ from zlib import crc32
 
 import numpy as np
 
-from qconvert.architecture.gguf_identity import Identity, ParameterCounts, identify
-from qconvert.architecture.gguf_keys import file_keys
+from qconvert.architecture.gguf.identity import Identity, ParameterCounts, identify
+from qconvert.architecture.gguf.keys import file_keys
 from qconvert.convert import Limits, Listener, collect, position
 from qconvert.errors import BadRecipe, CheckFailed
 from qconvert.formats.checkpoint import Checkpoint
@@ -69,7 +69,7 @@ class GGUFJob:
     def keys(self) -> Sequence[KV]:
         """All metadata, in the order of the tool that would have written this file type last."""
         keys = file_keys(
-            self.checkpoint.config,
+            self.draft.facts,
             file_type=self.draft.file_type.number,
             general=self.identity.kv,
             tokenizer=self.tokenizer.kv,

@@ -1,28 +1,29 @@
 """From a checkpoint and a file type to the plan of a GGUF file: names, row order, types.
 
-Data flow: copy every tensor; take fused linears apart; drop a head equal to its embedding; stack
-experts; give GGUF names; put llama's query and key rows in llama.cpp's rotary order; choose a type
-for every tensor; encode. Pure, except for comparing a stored head with the embedding.
+Data flow: copy every tensor; drop a head equal to its embedding; write every role as its model's
+declaration says (`gguf_units`); choose a type for every tensor; encode. Pure, except for comparing a
+stored head with the embedding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from qconvert import plan as passes
-from qconvert.architecture import Architecture, Binding, Place
-from qconvert.architecture.gguf_keys import gguf_model, head_size, rope_factors
-from qconvert.architecture.gguf_names import INTERLEAVED, ROPE_FREQS, gguf_name
+from qconvert.architecture import Binding
+from qconvert.architecture.gguf.keys import model_keys
+from qconvert.architecture.gguf.model import Facts, Head
+from qconvert.architecture.gguf.models import facts_of
 from qconvert.draft import Compare, check_plain_weights
 from qconvert.errors import BadRecipe, UnsupportedModel
 from qconvert.gguf_forms import give_types
 from qconvert.gguf_mix import Choice, FileType, MixFacts, choose_types, find_file_type, visit_order
 from qconvert.gguf_types import GGMLType
-from qconvert.ops import InterleaveHalves
-from qconvert.plan import Plan, Unit
+from qconvert.gguf_units import constants_of, write_roles
+from qconvert.plan import Plan
 from qconvert.tensors import DType, Logical, Plain
 
 
@@ -51,7 +52,7 @@ class GGUFDraft:
     """The plan of a GGUF file, the reason for each type, and tensors that come from no weight."""
 
     plan: Plan
-    architecture: Architecture
+    facts: Facts
     file_type: FileType
     choices: Mapping[str, Choice]
     constants: Mapping[str, np.ndarray]
@@ -77,19 +78,13 @@ def draft_gguf(binding: Binding, wish: GGUFWish, compare: Compare) -> GGUFDraft:
     """The plan that writes a checkpoint as GGUF. Raises BadRecipe or UnsupportedModel for a model or
     a wish that llama.cpp could not load.
     """
-    architecture = binding.architecture
-    arch = gguf_model(architecture.config).arch
+    facts = facts_of(binding.architecture)
     check_plain_weights(binding)
     if binding.unknown:
         raise UnsupportedModel(f"{binding.unknown[0]}: GGUF has no name for it", "remove the tensor")
-    head, warnings = _head(binding, compare)
-    plan = passes.run_passes(passes.copy_of(binding), [*head, passes.unfuse(architecture)])
-    plan = _stack_experts(plan, architecture)
-    places = {unit.output.name: _place(unit, architecture) for unit in plan.units}
-    plan = passes.rename({n: gguf_name(p.group, p.layer, p.part) for n, p in places.items()})(plan)
-    rotated = _rotated(places.values(), arch)
-    plan = passes.apply_to(rotated, InterleaveHalves(head_size(architecture.config)))(plan)
-    choices = _choose(plan, architecture, wish)
+    head, warnings = _head(binding, facts, compare)
+    plan = write_roles(passes.run_passes(passes.copy_of(binding), head), facts)
+    choices = _choose(plan, facts, wish)
     types = {name: choice.type for name, choice in choices.items()}
     importance = _importance(plan, wish)
     plan = _as_stored(plan, binding)
@@ -97,76 +92,47 @@ def draft_gguf(binding: Binding, wish: GGUFWish, compare: Compare) -> GGUFDraft:
     if not wish.allow_nonfinite:
         plan = passes.check_finite(plan)
     file_type = find_file_type(wish.file_type)
-    factors = rope_factors(architecture.config)
-    constants = {} if factors is None else {ROPE_FREQS: factors}
-    return GGUFDraft(plan, architecture, file_type, choices, constants, warnings)
+    return GGUFDraft(plan, facts, file_type, choices, constants_of(facts), warnings)
 
 
-def _head(binding: Binding, compare: Compare) -> tuple[list[passes.Pass], tuple[str, ...]]:
+def _head(binding: Binding, facts: Facts, compare: Compare) -> tuple[list[passes.Pass], tuple[str, ...]]:
     """What to do about the head of a tied model: llama.cpp reads an `output.weight` if there is one."""
-    architecture = binding.architecture
+    architecture, want = binding.architecture, facts.model.head
     embed, head = architecture.table("embed"), architecture.table("lm_head")
-    if not architecture.tied or embed is None or head is None:
+    if embed is None or head is None:
         return [], ()
+    if not architecture.tied and want == "tied":
+        raise UnsupportedModel(
+            f"{head.name}: a head of its own, which llama.cpp's {facts.model.arch} never reads",
+            "the GGUF would not load; keep this model in safetensors",
+        )
     if head.name not in binding.tensors:
-        needs_head = gguf_model(architecture.config).needs_head
-        return ([passes.untie(embed.name, head.name)] if needs_head else []), ()
-    found = compare(binding.tensors[embed.name], binding.tensors[head.name])
-    if found.equal_count == found.count:
-        return [passes.drop(head.name)], (f"{head.name}: equals {embed.name}; written once",)
-    differing = f"{head.name}: stored, and differs from {embed.name} although config.json ties them"
-    return [], (f"{differing}; kept, as llama.cpp uses it",)
+        return ([passes.untie(embed.name, head.name)] if want == "required" else []), ()
+    if not architecture.tied:
+        return [], ()
+    difference = compare(binding.tensors[embed.name], binding.tensors[head.name])
+    return _stored_head(embed.name, head.name, want, equal=difference.equal_count == difference.count)
 
 
-def _place(unit: Unit, architecture: Architecture) -> Place:
-    """The place of a unit's output; of a stack of experts, that of its first expert."""
-    place = architecture.place(unit.output.name)
-    assert place is not None, unit.output.name
-    return place
+def _stored_head(
+    embed: str, head: str, want: Head, *, equal: bool
+) -> tuple[list[passes.Pass], tuple[str, ...]]:
+    """What to do about a stored head that config.json ties to the embedding."""
+    if not equal:
+        differing = f"{head}: stored, and differs from {embed} although config.json ties them"
+        if want == "tied":
+            return [passes.drop(head)], (f"{differing}; left out, as llama.cpp uses the embedding",)
+        return [], (f"{differing}; kept, as llama.cpp uses it",)
+    if want == "required":
+        return [], ()
+    return [passes.drop(head)], (f"{head}: equals {embed}; written once",)
 
 
-def _rotated(places: Iterable[Place], arch: str) -> list[str]:
-    roles = INTERLEAVED.get(arch, frozenset())
-    return [gguf_name(p.role, p.layer, p.part) for p in places if p.role in roles]
-
-
-def _stack_experts(plan: Plan, architecture: Architecture) -> Plan:
-    """One 3-D tensor [experts, rows, columns] for each projection of a layer's experts."""
-    made: dict[tuple[str, int | None], Unit] = {}
-    for unit in plan.units:
-        place = _place(unit, architecture)
-        key = (place.group, place.layer) if place.group != place.role else (unit.output.name, None)
-        first = made.get(key)
-        if first is None:
-            made[key] = unit
-            continue
-        if first.output.form != unit.output.form:
-            raise BadRecipe(f"{unit.output.name}: not stored as {first.output.form.label} like its siblings")
-        made[key] = replace(first, inputs=(*first.inputs, *unit.inputs))
-    units = tuple(
-        unit if len(unit.inputs) == 1 else replace(unit, output=_stacked(unit)) for unit in made.values()
-    )
-    return replace(plan, units=units)
-
-
-def _stacked(unit: Unit) -> Logical:
-    return replace(unit.output, shape=(len(unit.inputs), *unit.output.shape))
-
-
-def _choose(plan: Plan, architecture: Architecture, wish: GGUFWish) -> dict[str, Choice]:
-    config = architecture.config
-    heads = int(config["num_attention_heads"])
-    facts = MixFacts(
-        arch=gguf_model(config).arch,
-        n_layer=architecture.layers,
-        n_head=heads,
-        n_head_kv=int(config.get("num_key_value_heads") or heads),
-        n_expert=int(config.get("num_experts") or config.get("num_local_experts") or 0),
-    )
+def _choose(plan: Plan, facts: Facts, wish: GGUFWish) -> dict[str, Choice]:
     return choose_types(
         wish.file_type,
         [(name, tensor.shape) for name, tensor in plan.outputs.items()],
-        facts,
+        MixFacts.of(facts.model.arch, model_keys(facts)),
         imatrix=wish.importance is not None,
         pure=wish.pure,
         overrides=wish.tensor_types,

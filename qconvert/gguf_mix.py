@@ -16,7 +16,7 @@ from enum import Enum
 
 from qconvert import gguf_rules as rules
 from qconvert.errors import BadRecipe
-from qconvert.gguf_types import GGMLType
+from qconvert.gguf_types import KV, GGMLType
 
 T = GGMLType
 
@@ -105,6 +105,25 @@ class MixFacts:
     n_head: int
     n_head_kv: int
     n_expert: int = 0
+
+    @classmethod
+    def of(cls, arch: str, keys: Iterable[KV]) -> MixFacts:
+        """The facts as llama-quantize reads them from a file; of heads that differ, the first layer's."""
+        found = {entry.key.removeprefix(f"{arch}."): entry.value for entry in keys}
+
+        def number(key: str, default: int) -> int:
+            value = found.get(key, default)
+            first = value[0] if isinstance(value, tuple) else value
+            return first if isinstance(first, int) else default
+
+        heads = number("attention.head_count", 1)
+        return cls(
+            arch,
+            n_layer=number("block_count", 0),
+            n_head=heads,
+            n_head_kv=number("attention.head_count_kv", heads),
+            n_expert=number("expert_count", 0),
+        )
 
     @property
     def shared_heads(self) -> int:

@@ -1,4 +1,4 @@
-"""The operations a unit may apply to rows of a tensor. Every one works row by row.
+"""The operations a unit may apply to rows of a tensor. Every one works on a few rows at a time.
 
 Stacking and cutting rows is not an operation: a unit reads row slices and writes one tensor, so
 fusing is reading from several tensors and un-fusing is reading from part of one (see `plan`).
@@ -6,7 +6,7 @@ fusing is reading from several tensors and un-fusing is reading from part of one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -40,7 +40,7 @@ CLEAN = Finding()
 class Op(Protocol):
     """One step of a unit: what form comes out, and the rows themselves.
 
-    `granule` is the number of rows that must be given together (and in whole multiples).
+    `granule` is the number of rows that must be made together (and in whole multiples).
     """
 
     @property
@@ -239,3 +239,58 @@ class InterleaveHalves:
         from qconvert.quant.heads import interleave_halves
 
         return value.with_arrays(tuple(interleave_halves(a, self.head_dim) for a in value.arrays)), CLEAN
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeNumbers(_RowWise):
+    """Compute other numbers from each row, in float32 (`quant.changes.CHANGES`, by name)."""
+
+    change: str
+
+    def infer(self, form: Form) -> Form:
+        assert isinstance(form, Plain), form
+        return Plain(DType.F32)
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.changes import changed
+
+        assert isinstance(value, Dense)
+        return changed(value, self.change), CLEAN
+
+
+@dataclass(frozen=True, slots=True)
+class TransposeBlocks:
+    """Turn every block of `rows` rows of `width` numbers: `width` rows of `rows` numbers come out."""
+
+    rows: int
+    width: int
+
+    @property
+    def granule(self) -> int:
+        return self.width
+
+    def infer(self, form: Form) -> Form:
+        assert isinstance(form, Plain), form
+        return form
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.changes import transposed
+
+        assert isinstance(value, Dense)
+        return Dense(transposed(value.rows_RI, self.rows), value.dtype), CLEAN
+
+
+def float_vector(values: Sequence[float]) -> np.ndarray:
+    """These numbers as float32 [n]."""
+    import numpy as np
+
+    return np.array(values, np.float32)
+
+
+def llama3_factors(
+    head_dim: int, theta: float, factor: float, low: float, high: float, context: int
+) -> np.ndarray:
+    """The factors of Llama 3.1's rotary embedding, float32 [head_dim / 2] (`quant.rope`)."""
+    from qconvert.quant import rope
+
+    return rope.llama3_factors(head_dim, theta, factor, low, high, context)

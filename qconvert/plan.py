@@ -51,6 +51,11 @@ class RowSlice:
         """The number of the last row, of which there must be one."""
         return range(self.start, self.stop, self.step)[-1]
 
+    def goes_on(self, piece: RowSlice) -> bool:
+        """Whether a piece begins in the tensor where this one ends, both of consecutive rows."""
+        plain = self.step == piece.step == 1 and self.zeros_like is None and piece.zeros_like is None
+        return plain and self.tensor is piece.tensor and self.stop == piece.start
+
     def within(self, first: int, stop: int) -> RowSlice:
         """Rows [first, stop) of this slice."""
         begin = self.start + first * self.step
@@ -64,6 +69,11 @@ class Unit:
     inputs: tuple[RowSlice, ...]
     ops: tuple[Op, ...]
     output: Logical
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that are read."""
+        return sum(piece.rows for piece in self.inputs)
 
     def then(self, op: Op) -> Unit:
         """This unit with one more operation, its output's form following."""
@@ -185,7 +195,9 @@ def _stack(units: dict[str, Unit], entry: FusedPlace) -> dict[str, Unit]:
             f"{entry.whole.name}: each of its parts has one scale of its own ({form.label})",
             "leave them apart, or dequantize first",
         )
-    inputs = tuple(s for run in entry.runs for s in rows_within(parts[run.part].inputs, run.start, run.stop))
+    inputs = _joined(
+        s for run in entry.runs for s in rows_within(parts[run.part].inputs, run.start, run.stop)
+    )
     made = Unit(inputs, parts[0].ops, Logical(entry.whole.name, entry.whole.shape, parts[0].output.form))
     first, others = parts[0].output.name, {part.output.name for part in parts[1:]}
     return {
@@ -193,6 +205,18 @@ def _stack(units: dict[str, Unit], entry: FusedPlace) -> dict[str, Unit]:
         for name, unit in units.items()
         if name not in others
     }
+
+
+def _joined(pieces: Iterable[RowSlice]) -> tuple[RowSlice, ...]:
+    """The pieces, those that continue one another as one."""
+    joined: list[RowSlice] = []
+    for piece in pieces:
+        before = joined[-1] if joined else None
+        if before is not None and before.goes_on(piece):
+            joined[-1] = replace(before, stop=piece.stop)
+        else:
+            joined.append(piece)
+    return tuple(joined)
 
 
 def rows_within(inputs: Sequence[RowSlice], start: int, stop: int) -> Iterator[RowSlice]:
@@ -311,10 +335,14 @@ def apply_to(names: Iterable[str], op: Op) -> Pass:
 
 
 def check_finite(plan: Plan) -> Plan:
-    """Look for NaN and Inf in everything that is not quantized (quantizing looks by itself)."""
+    """Look for NaN and Inf in everything that is not quantized (quantizing looks by itself).
+
+    Rows that are no longer those of the source are looked at before.
+    """
     units = tuple(
         u
-        if any(isinstance(op, Quantize | EncodeBlocks | EncodeTable) for op in u.ops)
+        if u.rows == u.output.rows
+        and any(isinstance(op, Quantize | EncodeBlocks | EncodeTable) for op in u.ops)
         else replace(u, ops=(CheckFinite(), *u.ops))
         for u in plan.units
     )

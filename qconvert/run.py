@@ -180,7 +180,8 @@ def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_non
     import numpy as np
 
     unit = block.unit
-    value, nbytes = gather(unit.inputs, reader, block.start, block.stop)
+    first, last = _rows_read(unit, block.start), _rows_read(unit, block.stop)
+    value, nbytes = gather(unit.inputs, reader, first, last)
     error, steps = None, 0.0
     for op in unit.ops:
         placed = op.at(block.start) if isinstance(op, EncodeBlocks) else op
@@ -189,7 +190,7 @@ def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_non
         error = finding.error or error
         steps += finding.steps
         if not allow_nonfinite:
-            _refuse_nonfinite(unit, block.start, finding, reader.layout, max(1, width))
+            _refuse_nonfinite(unit, first, finding, reader.layout, max(1, width))
         if finding.overflow:
             _refuse_overflow(unit, value, finding.overflow)
     parts = []
@@ -199,6 +200,11 @@ def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_non
         crc32 = zlib.crc32(octets(rows))
         parts.append(WrittenPart(part.name, part.start, len(rows), rows.shape[1], crc32, part.column))
     return BlockDone(unit, nbytes, tuple(parts), error, last=False, steps=steps)
+
+
+def _rows_read(unit: Unit, row: int) -> int:
+    """The row of the inputs at which the rows before `row` of the output end."""
+    return row * unit.rows // unit.output.rows if unit.output.rows else 0
 
 
 def gather(inputs: tuple[RowSlice, ...], reader: Reader, start: int, stop: int) -> tuple[Value, int]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.architecture.gguf_identity import ParameterCounts, identify
+from qconvert.architecture.gguf.identity import ParameterCounts, identify
 from qconvert.formats.front_matter import read_front_matter
 
 gguf = pytest.importorskip("gguf")

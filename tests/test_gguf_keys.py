@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from qconvert.architecture.gguf_identity import ParameterCounts, identify
-from qconvert.architecture.gguf_keys import (
-    ARCHITECTURES,
-    MODELS,
-    file_keys,
-    gguf_model,
-    head_size,
-    rope_factors,
-)
-from qconvert.architecture.gguf_names import gguf_name
+from qconvert.architecture import Architecture
+from qconvert.architecture.gguf.identity import ParameterCounts, identify
+from qconvert.architecture.gguf.keys import file_keys, head_size, rope_freqs
+from qconvert.architecture.gguf.models import facts_of, gguf_model
+from qconvert.architecture.gguf.names import gguf_name
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
 from qconvert.formats.gguf_sink import plan_files
 from qconvert.formats.gguf_vocab import read_tokenizer
 from qconvert.gguf_mix import MixFacts, choose_types, find_file_type
 from qconvert.gguf_types import KV, GGMLType, GGUFTensor
+from qconvert.quant.rope import llama3_factors
 from tests.gguf_models import write_gguf
 
 BASE: dict[str, Any] = {
@@ -45,8 +42,9 @@ def keys(model_type: str, drop: tuple[str, ...] = (), **changes: Any) -> list[tu
     config = {"model_type": model_type, **BASE, **changes}
     for key in drop:
         del config[key]
-    found = file_keys(config, file_type=1, general=(), tokenizer=(), requantized=False)
-    arch = gguf_model(config).arch
+    facts = facts_of(Architecture.of(config))
+    found = file_keys(facts, file_type=1, general=(), tokenizer=(), requantized=False)
+    arch = facts.model.arch
     return [(e.key.removeprefix(f"{arch}."), e.value) for e in found]
 
 
@@ -202,7 +200,11 @@ def test_the_whole_header_of_a_model_llama_cpp_converted(assets: Path) -> None:
     def ours(name: str, *, requantized: bool) -> tuple[KV, ...]:
         number = find_file_type(name).number
         return file_keys(
-            config, file_type=number, general=identity.kv, tokenizer=tokenizer, requantized=requantized
+            facts_of(Architecture.of(config)),
+            file_type=number,
+            general=identity.kv,
+            tokenizer=tokenizer,
+            requantized=requantized,
         )
 
     converted = {e.key: e.value for e in ours("BF16", requantized=False)}
@@ -227,6 +229,7 @@ def test_llama_3_frequencies_are_the_converters() -> None:
     """Some values of rope_freqs.weight that the converter wrote for Llama 3.1 8B, to the bit."""
     config = {
         **BASE,
+        "model_type": "llama",
         "head_dim": 128,
         "rope_theta": 500000.0,
         "rope_scaling": {
@@ -237,12 +240,13 @@ def test_llama_3_frequencies_are_the_converters() -> None:
             "original_max_position_embeddings": 8192,
         },
     }
-    factors = rope_factors(config)
-    assert factors is not None
+    (constant,) = rope_freqs(facts_of(Architecture.of(config)))
+    assert constant.name == "rope_freqs.weight" and constant.scaling is not None
+    factors = llama3_factors(*astuple(constant.scaling))
     assert factors.dtype == np.float32
     digest = hashlib.sha256(factors.tobytes()).hexdigest()
     assert digest == "8b516af9cb5db26ed32831eb6f493dd620843d1cd69ca7bbad760c76061cd565"
-    assert rope_factors({**BASE, "rope_theta": 5e5}) is None
+    assert not list(rope_freqs(facts_of(Architecture.of({**BASE, "model_type": "llama"}))))
 
 
 @pytest.mark.parametrize(
@@ -267,8 +271,8 @@ def test_llama_cpp_decides_whether_expert_weights_are_normalised(
 @pytest.mark.parametrize(
     ("model_type", "changes", "error", "names"),
     [
-        ("gpt2", {}, UnsupportedModel, "gpt2"),
-        ("qwen3_moe", {}, CorruptCheckpoint, "num_experts"),
+        ("openai-gpt", {}, UnsupportedModel, "openai-gpt"),
+        ("qwen3_moe", {}, CorruptCheckpoint, "num_local_experts"),
         ("qwen3_moe", MOE, UnsupportedModel, "norm_topk_prob is false"),
         (
             "qwen3_moe",
@@ -299,9 +303,7 @@ def test_what_llama_cpp_would_read_as_another_model_is_refused(
     assert names in caught.value.fact
 
 
-def test_every_known_type_has_a_head_size() -> None:
-    assert {"qwen2", "qwen3", "llama", "qwen2moe", "qwen3moe"} == ARCHITECTURES
-    assert [name for name, model in MODELS.items() if model.needs_head] == ["qwen2_moe"]
+def test_head_sizes() -> None:
     assert head_size({"hidden_size": 64, "num_attention_heads": 4}) == 16
     assert head_size({"head_dim": 32}) == 32
 
@@ -352,19 +354,28 @@ def every_tensor(config: dict[str, Any]) -> list[GGUFTensor]:
     return tensors
 
 
-@pytest.mark.parametrize("model_type", MODELS)
+# The models whose tensors all have the names of the shared table, and nothing else.
+@pytest.mark.parametrize(
+    "model_type", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"]
+)
 def test_llama_cpp_loads_what_keys_and_names_promise(tmp_path: Path, model_type: str) -> None:
     llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
     config = {**BASE, "model_type": model_type, "vocab_size": 64}
     if model_type == "mixtral":
         config |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     elif model_type.endswith("moe"):
-        config |= {**MOE, "norm_topk_prob": gguf_model(config).normalises_experts}
+        config |= {**MOE, "norm_topk_prob": model_type == "qwen3_moe"}
         if model_type == "qwen2_moe":
             config["shared_expert_intermediate_size"] = 64
     elif model_type == "qwen3":
         config["head_dim"] = 32
-    kv = file_keys(config, file_type=0, general=(), tokenizer=SMALL_VOCABULARY, requantized=False)
+    kv = file_keys(
+        facts_of(Architecture.of(config)),
+        file_type=0,
+        general=(),
+        tokenizer=SMALL_VOCABULARY,
+        requantized=False,
+    )
     path = write_gguf(tmp_path / "m.gguf", kv, every_tensor(config))
     model = llama_cpp.LlamaModel(str(path), llama_cpp.LlamaModelParams(), verbose=False)
     assert (model.n_layer, model.n_embd, model.n_head, model.n_head_kv) == (2, 64, 4, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qconvert.architecture.gguf_names import (
+from qconvert.architecture.gguf.names import (
     GLOBAL,
     PER_LAYER,
     GGUFPlace,

@@ -24,7 +24,7 @@ ROOMS = {
     "vocabulary": "__init__ errors tensors interfaces schemes sizes gguf_types",
     "names": "architecture",
     "decisions": "recipe select plan draft targets census loaders "
-    "lint padding parallel gguf_draft gguf_forms gguf_rules gguf_mix",
+    "lint padding parallel gguf_draft gguf_units gguf_forms gguf_rules gguf_mix",
     "operations": "ops grid_ops",
     "numbers": "quant decoder",
     "bytes": "formats hub",
@@ -55,14 +55,12 @@ PASSES = {("hub", "demo")}
 LIBRARIES = {
     "click": "cli evals",
     "cyllama": "evals",
-    "gguf": "architecture.gguf_identity quant.ggml evals",
+    "gguf": "architecture.gguf.identity quant.ggml evals",
     "huggingface_hub": "hub evals",
     "jinja2": "formats.dialogue",
     "llvmlite": "quant",
     "numba": "quant",
-    # Rope factors, the last two, are a tensor that config.json spells.
-    "numpy": "quant ops decoder formats run compare warm evals demo gguf_convert"
-    " gguf_draft architecture.gguf_keys",
+    "numpy": "quant ops decoder formats run compare warm evals demo gguf_convert gguf_draft",
     "safetensors": "formats.verify evals demo.train",
     "tokenizers": "evals demo formats cli.generate",
     "torch": "decoder evals demo.train cli.env cli.evaluate cli.generate",

@@ -104,3 +104,21 @@ def type_of(form: Form) -> GGMLType:
 def stored(tensor: Logical) -> GGUFTensor:
     """The tensor record of a logical tensor."""
     return GGUFTensor(tensor.name, type_of(tensor.form), tensor.shape)
+
+
+def llama3_scaling(theta: float, factor: float, factors_F: np.ndarray) -> Json | None:
+    """How config.json spells the rotary scaling whose result is `rope_freqs.weight`, float32 [F].
+
+    None for factors that no parameters of Llama 3's scaling give.
+    """
+    from qconvert.quant.rope import llama3_parameters
+
+    found = llama3_parameters(theta, factor, factors_F)
+    if found is None:
+        return None
+    low, high, context = found
+    return {
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }

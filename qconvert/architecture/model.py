@@ -213,7 +213,8 @@ class Architecture:
         return text
 
     @cached_property
-    def _dimensions(self) -> tuple[Dimensions, ...]:
+    def dimensions(self) -> tuple[Dimensions, ...]:
+        """The dimensions of the family's table, by layer."""
         return tuple(self.family.dimensions(self.settings, layer) for layer in range(self.layers))
 
     def _walk(self) -> Iterator[Place]:
@@ -224,7 +225,7 @@ class Architecture:
                 yield from self._layer(run, layer)
 
     def _layer(self, slots: tuple[Slot, ...], layer: int | None) -> Iterator[Place]:
-        dims = self._dimensions[layer or 0]
+        dims = self.dimensions[layer or 0]
         if dims.get("experts", 0) * self.layers > MAX_EXPERTS:
             key = self.config_key("experts")
             raise CorruptCheckpoint(
@@ -252,7 +253,7 @@ class Architecture:
     def _fuse(
         self, fusion: Fusion, layer: int, part: str, by_key: Mapping[tuple[str, int | None, str], Place]
     ) -> FusedPlace | None:
-        dims = self._dimensions[layer]
+        dims = self.dimensions[layer]
         experts = dims["experts"] if fusion.per_expert else 1
         keys = [(role.format(expert=e), layer, part) for e in range(experts) for role in fusion.parts]
         parts = tuple(by_key[key] for key in keys if key in by_key)

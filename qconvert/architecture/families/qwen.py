@@ -93,6 +93,7 @@ QWEN3_MOE = replace(
     model_types=("qwen3_moe",),
     classes=("Qwen3MoeForCausalLM",),
     slots=(*QWEN3.slots[:-2], ROUTER, *experts(), FINAL_NORM, LM_HEAD),
+    defaults={},
     dimensions=sparse_dimensions(every_nth_layer),
     keys={"num_experts": "num_local_experts"},
     fusions=(QKV, GATE_UP, *EXPERT_STACKS),

@@ -1,4 +1,4 @@
-"""A config.json from the metadata of a GGUF model file: the inverse of `gguf_keys`.
+"""A config.json from the metadata of a GGUF model file: the inverse of `keys`.
 
 Pure. Every number that decides what the model computes comes from a key or from a tensor's shape; a key
 that the model needs and the file lacks is an error that names it. What llama.cpp's graphs hard-wire
@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
-from qconvert.architecture.gguf_keys import rope_factors
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.gguf_types import KV, GGUFTensor
 from qconvert.tensors import Json
-
-if TYPE_CHECKING:
-    import numpy as np
 
 _CLASSES = {
     "llama": ("llama", "LlamaForCausalLM"),
@@ -29,21 +24,21 @@ _CLASSES = {
 }
 _FETCH = "fetch the file again"
 _MIXTRAL = ("mixtral", "MixtralForCausalLM")
-# Llama 3's scaling is stored as its result; these are the contexts it may have been computed for.
-_CONTEXTS = tuple(1 << power for power in range(4, 21))
-_HIGH_FACTORS = (4.0, 2.0, 8.0)
+# What finds the parameters of Llama 3's scaling for a base of the rotary embedding, None if there are none.
+FindScaling = Callable[[float], Json | None]
 
 
 def config_of(
     name: str,
     kv: Mapping[str, KV],
     tensors: Mapping[str, GGUFTensor],
-    rope_freqs: np.ndarray | None,
+    find_scaling: FindScaling | None,
 ) -> Json:
     """The config.json of a GGUF model file called `name` in errors.
 
-    `rope_freqs` are the values of the tensor of that name, where there is one. Raises CorruptCheckpoint
-    naming a missing or senseless key, UnsupportedModel for an architecture that is not read.
+    `find_scaling` finds what the tensor `rope_freqs.weight` was computed from, where there is one.
+    Raises CorruptCheckpoint naming a missing or senseless key, UnsupportedModel for an architecture that
+    is not read.
     """
     keys = _Keys(name, kv)
     arch = keys.text("general.architecture")
@@ -78,7 +73,7 @@ def config_of(
         "tie_word_embeddings": "output.weight" not in tensors,
         **_biases(model_type, tensors),
         **(_experts(keys, arch, experts, tensors) if experts else {}),
-        **_rope(keys, rope_freqs),
+        **_rope(keys, find_scaling),
         **_special_tokens(keys),
     }
 
@@ -177,11 +172,17 @@ def _rows(keys: _Keys, tensors: Mapping[str, GGUFTensor], tensor: str) -> int:
     return tensors[tensor].shape[-2]
 
 
-def _rope(keys: _Keys, rope_freqs: np.ndarray | None) -> Json:
+def _rope(keys: _Keys, find_scaling: FindScaling | None) -> Json:
     theta = keys.number("rope.freq_base", 10000.0)
     kind = keys.word("rope.scaling.type")
-    if rope_freqs is not None:
-        return _llama3_rope(keys, theta, rope_freqs)
+    if find_scaling is not None:
+        llama3 = find_scaling(theta)
+        if llama3 is None:
+            raise UnsupportedModel(
+                f"{keys.file}: rope_freqs.weight scales frequencies as config.json has no words for",
+                "only Llama 3's scaling is read",
+            )
+        return {"rope_theta": theta, "rope_scaling": llama3}
     if kind in (None, "none"):
         return {"rope_theta": theta}
     if kind not in ("linear", "yarn"):
@@ -201,28 +202,6 @@ def _rope(keys: _Keys, rope_freqs: np.ndarray | None) -> Json:
             if f"{keys.prefix}rope.scaling.{key}" in keys.kv:
                 scaling[name] = keys.number(f"rope.scaling.{key}")
     return {"rope_theta": theta, "rope_scaling": scaling}
-
-
-def _llama3_rope(keys: _Keys, theta: float, stored: np.ndarray) -> Json:
-    """The parameters whose `rope_factors` are these, found by trying: the file holds only the result."""
-    factor = shortest(float(stored.max()))
-    for context in _CONTEXTS:
-        for high in _HIGH_FACTORS:
-            scaling: Json = {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": context,
-            }
-            found = {"rope_theta": theta, "rope_scaling": scaling}
-            factors = rope_factors({**found, "head_dim": 2 * len(stored)})
-            if factors is not None and abs(factors / stored - 1).max() < 1e-5:
-                return found
-    raise UnsupportedModel(
-        f"{keys.file}: rope_freqs.weight scales frequencies in a way that config.json has no words for",
-        "only Llama 3's scaling is read",
-    )
 
 
 def _special_tokens(keys: _Keys) -> Json:

@@ -1,8 +1,7 @@
-"""Tensor names of GGUF files, by role, and whose rows llama.cpp's rotary embedding wants interleaved.
+"""Tensor names of GGUF files, by role.
 
-One table serves Qwen2, Qwen3, their mixtures of experts, Llama, Mistral and Mixtral: GGUF names a tensor
-by what it is for, not by who trained it. Source: TENSOR_NAMES in gguf-py's constants.py and
-LlamaModel.permute in llama.cpp's converter.
+One table serves most families: GGUF names a tensor by what it is for, not by who trained it. What a family
+calls otherwise its declaration says (`models`). Source: TENSOR_NAMES in gguf-py's constants.py.
 """
 
 from __future__ import annotations
@@ -10,9 +9,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from qconvert.architecture.gguf.model import Written
 from qconvert.errors import UnsupportedModel
 
-GLOBAL = {"embed": "token_embd", "lm_head": "output", "final_norm": "output_norm"}
+GLOBAL = {
+    "embed": "token_embd",
+    "positions": "position_embd",
+    "lm_head": "output",
+    "final_norm": "output_norm",
+}
 PER_LAYER = {
     "attn.norm": "attn_norm",
     "attn.q": "attn_q",
@@ -20,9 +25,11 @@ PER_LAYER = {
     "attn.v": "attn_v",
     "attn.qkv": "attn_qkv",
     "attn.o": "attn_output",
+    "attn.post_norm": "post_attention_norm",
     "attn.q_norm": "attn_q_norm",
     "attn.k_norm": "attn_k_norm",
     "mlp.norm": "ffn_norm",
+    "mlp.post_norm": "post_ffw_norm",
     "mlp.gate": "ffn_gate",
     "mlp.up": "ffn_up",
     "mlp.down": "ffn_down",
@@ -41,9 +48,6 @@ ROPE_FREQS = "rope_freqs.weight"
 _ROLE_BY_NAME = {name: role for role, name in (GLOBAL | PER_LAYER).items()}
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<base>\w+)\.(?P<part>weight|bias)")
 
-# These models' q and k rows are interleaved (`quant.heads`), weights and biases alike.
-INTERLEAVED = {"llama": frozenset({"attn.q", "attn.k"})}
-
 
 @dataclass(frozen=True, slots=True)
 class GGUFPlace:
@@ -54,12 +58,15 @@ class GGUFPlace:
     part: str
 
 
-def gguf_name(role: str, layer: int | None, part: str = "weight") -> str:
-    """The GGUF name of the tensor in this place.
+def gguf_name(role: str, layer: int | None, part: str = "weight", written: Written | None = None) -> str:
+    """The GGUF name of the tensor in this place, as `written` where the family has its own name.
 
     All experts of a layer share one tensor. Raises UnsupportedModel for a role without a name, such
     as the dense `mlp.gate_up`, which llama.cpp wants as two.
     """
+    if written is not None and written.base is not None:
+        stem = written.base if layer is None or "{layer}" in written.base else f"blk.{layer}.{written.base}"
+        return stem.format(layer=layer) + (f".{part}" if written.suffix is None else written.suffix)
     if layer is None and role in GLOBAL:
         return f"{GLOBAL[role]}.{part}"
     if layer is not None and role in PER_LAYER:

@@ -1,0 +1,69 @@
+"""How llama.cpp knows the families of the catalogue: one declaration per model type.
+
+To add a family that llama.cpp runs, write a `GGUFModel` in a module here and put it into that module's
+`MODELS` under its model_type. It says, in the words of `architecture.gguf.model`:
+
+- `arch`, and its `keys` in the converter's order, put together from the functions of
+  `architecture.gguf.keys` (`DECODER` is the usual order) and functions of its own;
+- `roles`: how a role of the family is written where it is not a copy under the name of the shared table
+  (`architecture.gguf.names`). `Written("ffn_up")` gives it a name, `Written(change="plus_one")` changes
+  its numbers, several make several tensors of it, `NOT_WRITTEN` leaves it out;
+- `whole`: fused roles that stay fused, all q before all k before all v;
+- `head`, `constants`, `special` and `checks`: the head of a tied model, tensors that come from
+  config.json, special tokens, and what of the config llama.cpp's graph does not compute.
+
+A new word for what happens to rows is a `Change`, an operation in `ops`, and a line in `gguf_units`. A
+type without a graph in llama.cpp is a `NoGraph` with the sentence that says so.
+
+Sources of all declarations: the classes of llama.cpp's converter (conversion/*.py) and the loaders and
+graphs in src/models/*.cpp at commit 0c1e57098; where the two disagree with the family's own class,
+the class is right and the declaration says what differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qconvert.architecture.gguf.model import Facts, GGUFModel, NoGraph, refuse_other_models
+from qconvert.architecture.gguf.models import llama, qwen
+from qconvert.architecture.model import Architecture
+from qconvert.errors import UnsupportedModel
+from qconvert.tensors import Json
+
+MODELS: Mapping[str, GGUFModel | NoGraph] = {**llama.MODELS, **qwen.MODELS}
+
+
+def find_model(config: Json) -> GGUFModel | None:
+    """How llama.cpp knows the model of this config, None if it does not."""
+    found = MODELS.get(str(config.get("model_type")))
+    if isinstance(found, GGUFModel) and found.variant is not None:
+        return found.variant(config)
+    return found if isinstance(found, GGUFModel) else None
+
+
+def gguf_model(config: Json) -> GGUFModel:
+    """How llama.cpp knows the model of this config. Raises UnsupportedModel saying why it does not."""
+    found = find_model(config)
+    if found is not None:
+        return found
+    model_type = config.get("model_type")
+    known = MODELS.get(str(model_type))
+    if isinstance(known, NoGraph):
+        raise UnsupportedModel(
+            f"config.json: model_type {model_type!r} cannot be written as GGUF: {known.reason}",
+            "`qconvert quantize` writes it as safetensors",
+        )
+    raise UnsupportedModel(
+        f"config.json: model_type {model_type!r} cannot be written as GGUF here",
+        f"known: {', '.join(name for name, model in MODELS.items() if isinstance(model, GGUFModel))}",
+    )
+
+
+def facts_of(architecture: Architecture) -> Facts:
+    """A model as its declaration sees it.
+
+    Raises UnsupportedModel for one that llama.cpp does not run, or would run as another model.
+    """
+    facts = Facts(gguf_model(architecture.config), architecture)
+    refuse_other_models(facts)
+    return facts

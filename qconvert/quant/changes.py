@@ -1,0 +1,50 @@
+"""What some graphs compute with a weight every time, done once and for all: in float32, row by row.
+
+R: rows, I: columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from qconvert.quant.casts import cast
+from qconvert.tensors import Dense, DType
+
+
+def _plus_one(rows_RI: np.ndarray) -> np.ndarray:
+    """A norm that scales by `1 + weight` (Gemma's), for a graph that scales by `weight`."""
+    changed_RI: np.ndarray = rows_RI + np.float32(1)
+    return changed_RI
+
+
+def _unit_rows(rows_RI: np.ndarray) -> np.ndarray:
+    """Rows of length 1 (Baichuan 2's head); torch.nn.functional.normalize, with its bound."""
+    lengths_R = np.sqrt((rows_RI.astype(np.float64) ** 2).sum(axis=1, keepdims=True))
+    return np.asarray(rows_RI / np.maximum(lengths_R, 1e-12).astype(np.float32))
+
+
+def _minus_exp(rows_RI: np.ndarray) -> np.ndarray:
+    """A decay that is stored as the logarithm of its negative (A_log of Mamba and DeltaNet)."""
+    changed_RI: np.ndarray = -np.exp(rows_RI)
+    return changed_RI
+
+
+CHANGES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "plus_one": _plus_one,
+    "unit_rows": _unit_rows,
+    "minus_exp": _minus_exp,
+}
+
+
+def changed(value: Dense, change: str) -> Dense:
+    """The rows with the change of this name, in float32."""
+    rows_RI = cast(value, DType.F32)[0].rows_RI
+    return Dense(CHANGES[change](rows_RI).astype(np.float32, copy=False), DType.F32)
+
+
+def transposed(rows_RI: np.ndarray, block: int) -> np.ndarray:
+    """Every block of `block` rows turned: [blocks * block, I] as [blocks * I, block]."""
+    blocks = rows_RI.reshape(-1, block, rows_RI.shape[1])
+    return np.ascontiguousarray(blocks.swapaxes(1, 2)).reshape(-1, block)

@@ -1,0 +1,45 @@
+"""The factors by which Llama 3.1's rotary embedding stretches its waves, and the parameters behind them.
+
+Source: Llama 3.1's apply_scaling, as llama.cpp's converter computes it (LlamaModel.generate_extra_tensors).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+# Files keep only the factors; these are the contexts and parameters they may have been computed for.
+_CONTEXTS = tuple(1 << power for power in range(4, 21))
+_HIGH_FACTORS = (4.0, 2.0, 8.0)
+
+
+def llama3_factors(
+    head_dim: int, theta: float, factor: float, low: float, high: float, context: int
+) -> np.ndarray:
+    """The values of `rope_freqs.weight`, float32 [head_dim / 2], by which llama.cpp divides frequencies.
+
+    In float32 throughout, like the converter, whose bits these are.
+    """
+    f32 = np.float32
+    frequencies = f32(1) / f32(theta) ** (np.arange(0, head_dim, 2, dtype=f32) / f32(head_dim))
+    lengths = f32(2 * math.pi) / frequencies
+    with np.errstate(divide="ignore", invalid="ignore"):  # equal bounds leave nothing between them
+        smooth = (f32(context) / lengths - f32(low)) / f32(high - low)
+        between = f32(1) / ((f32(1) - smooth) / f32(factor) + smooth)
+    long = np.where(lengths > context / low, f32(factor), between)
+    factors: np.ndarray = np.where(lengths < context / high, f32(1), long).astype(f32)
+    return factors
+
+
+def llama3_parameters(theta: float, factor: float, factors_F: np.ndarray) -> tuple[float, float, int] | None:
+    """The low and high frequency factors and the context that give these factors; None if none do.
+
+    Found by trying, as the largest factor alone can be read off.
+    """
+    for context in _CONTEXTS:
+        for high in _HIGH_FACTORS:
+            found = llama3_factors(2 * len(factors_F), theta, factor, 1.0, high, context)
+            if abs(found / factors_F - 1).max() < 1e-5:
+                return 1.0, high, context
+    return None
