@@ -164,6 +164,7 @@ WRITERS: Mapping[str, Callable[[], Layout]] = {
     "mlx": mlx.MLX,
     "bitsandbytes": bitsandbytes.BitsAndBytes,
     "fp8": fp8.FP8,
+    "mxfp4": mxfp4.MXFP4,
 }
 Opener = Callable[[HFCheckpoint, Json], tuple[Layout, dict[str, Logical]]]
 # The reader of a layout by the `quant_method` of its quantization_config.

@@ -19,7 +19,7 @@ from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
 from qconvert.loaders import Notice, notices
 from qconvert.plan import Plan
 from qconvert.recipe import FUSIONS, Recipe
-from qconvert.select import choose, decide
+from qconvert.select import check_orientation, choose, decide
 from qconvert.targets import Target, encode, regrid
 from qconvert.tensors import Blocks, DType, Json, Logical, Plain, Quantized
 
@@ -210,17 +210,41 @@ def _fused(plan: Plan, architecture: Architecture, recipe: Recipe) -> Plan:
 
 
 def _regridded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
-    places = _places(plan, architecture)
     if all(isinstance(t.form, Plain) for t in plan.outputs.values()):
-        if target.codebook(DType.BF16):
-            weights = [p for p in places.values() if p.kind == "linear" and p.part == "weight"]
-            return encode(target, frozenset(p.name for p in weights if p.role != "lm_head"))(plan)
+        if target.new_table:
+            return _encoded(plan, architecture, target)
         raise BadRecipe(
             f"no quantized tensors to write as {target.layout}",
             "add --scheme int4-g128 to quantize this checkpoint on the way",
         )
+    places = _places(plan, architecture)
     tables = frozenset(name for name, place in places.items() if place.kind == "embedding")
     return regrid(target, tables)(plan)
+
+
+def _encoded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
+    """New codes of a table for the linears; for gpt-oss's layout, for its stacks of experts."""
+    stacks = target.layout == "mxfp4"
+    if not stacks:
+        plan = passes.unstack(architecture)(plan)
+    weights = {
+        name: place
+        for name, place in _places(plan, architecture).items()
+        if place.kind == "linear" and place.part == "weight" and place.role != "lm_head"
+    }
+    if stacks:
+        weights = {n: p for n, p in weights.items() if p.transposed and len(p.shape) == 3}
+        if not weights:
+            raise BadRecipe(
+                f"{architecture.family.name}: no stacks of experts stored input-major, which alone "
+                f"{target.layout} holds",
+                "it is the layout of gpt-oss; for other models, --to compressed-tensors --scheme mxfp4",
+            )
+    else:
+        check_orientation(weights, weights)
+    entries = [entry for entry in architecture.fused.values() if not entry.fusion.per_expert]
+    kin = {part.name: entry.whole.name for entry in entries for part in entry.parts if part.name in weights}
+    return encode(target, frozenset(weights), kin)(plan)
 
 
 def _quantized(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from qconvert.ops import Finding
 from qconvert.tensors import (
@@ -21,6 +22,9 @@ from qconvert.tensors import (
     Value,
 )
 
+if TYPE_CHECKING:
+    import numpy as np
+
 
 @dataclass(frozen=True, slots=True)
 class _Regrid:
@@ -33,13 +37,36 @@ class _Regrid:
 
 @dataclass(frozen=True, slots=True)
 class EncodeTable:
-    """Encode a dense tensor as codes of a table (see `quant.encode`)."""
+    """Encode a dense tensor as codes of a table, in the habits of a layout (see `quant.encode`).
+
+    `whole` is the largest magnitude of the whole tensor, or of all that are its `kin`, once it is known,
+    for forms that need it.
+    """
 
     form: Codebook
+    habit: str = ""
+    kin: str = ""
+    whole: float | None = None
 
     @property
     def granule(self) -> int:
         return self.form.group_rows or 1
+
+    @property
+    def open(self) -> bool:
+        from qconvert.quant.encode import needs_whole
+
+        return self.whole is None and needs_whole(self.form)
+
+    def survey(self, value: Value) -> np.ndarray:
+        """The largest magnitude of these rows, one number."""
+        from qconvert.quant.encode import peaks
+
+        assert isinstance(value, Dense)
+        return peaks(value, replace(self.form, group_rows=None, group_size=None)).ravel()
+
+    def settled(self, found: np.ndarray) -> EncodeTable:
+        return replace(self, whole=float(found.max(initial=0.0)))
 
     def infer(self, form: Form) -> Form:
         assert isinstance(form, Plain), form
@@ -49,8 +76,53 @@ class EncodeTable:
         from qconvert.quant.encode import encode
 
         assert isinstance(value, Dense)
-        made, error = encode(value, self.form)
+        made, error = encode(value, self.form, habit=self.habit, whole=self.whole)
         return made, Finding(error.nonfinite, error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class NestScales:
+    """Quantize the scales of bitsandbytes' blocks in their turn (see `quant.nested`).
+
+    `width` is that of a row; `offset` what is taken off all scales, once it is known.
+    """
+
+    width: int
+    offset: float | None = None
+    kin: str = ""
+
+    @property
+    def granule(self) -> int:
+        from qconvert.quant.nested import rows_together
+
+        return rows_together(self.width)
+
+    @property
+    def open(self) -> bool:
+        return self.offset is None
+
+    def survey(self, value: Value) -> np.ndarray:
+        """Sums over the scales, run by run."""
+        from qconvert.quant.nested import sums
+
+        assert isinstance(value, Coded)
+        return sums(value.scales_RG)
+
+    def settled(self, found: np.ndarray) -> NestScales:
+        from qconvert.quant.nested import offset_of
+
+        return replace(self, offset=offset_of(found))
+
+    def infer(self, form: Form) -> Form:
+        assert isinstance(form, Codebook)
+        return replace(form, second="nested")
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.nested import nest
+
+        assert isinstance(value, Coded) and self.offset is not None
+        made, steps = nest(value, self.offset)
+        return made, Finding(steps=steps)
 
 
 @dataclass(frozen=True, slots=True)

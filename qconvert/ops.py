@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from qconvert.tensors import BlockRows, Blocks, Codebook, Coded, Dense, DType, Form, GroupInt, Plain, Value
 
@@ -35,6 +35,26 @@ class Finding:
 
 
 CLEAN = Finding()
+
+
+@runtime_checkable
+class Surveyed(Protocol):
+    """An operation whose numbers depend on the whole tensor, and perhaps on its siblings.
+
+    `survey` sees rows as `apply` will; `settled` takes what it found in all of them, in their order, and
+    returns the operation that can be applied. Those with the same `kin` (a name, "" for none) are
+    settled together. `open` says that this has not happened yet.
+    """
+
+    @property
+    def open(self) -> bool: ...
+
+    @property
+    def kin(self) -> str: ...
+
+    def survey(self, value: Value) -> np.ndarray: ...
+
+    def settled(self, found: np.ndarray) -> Op: ...
 
 
 class Op(Protocol):

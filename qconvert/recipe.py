@@ -20,7 +20,10 @@ from qconvert.errors import BadRecipe
 from qconvert.schemes import KEEP, Scheme, parse_scheme
 
 FUSIONS = {"qkv": "attn.qkv", "gate_up": "mlp.gate_up"}
-LAYOUTS = ("compressed-tensors", "int-quantized", "gptq", "gptq_v2", "awq", "mlx", "bitsandbytes", "fp8")
+LAYOUTS = (
+    *("compressed-tensors", "int-quantized", "gptq", "gptq_v2", "awq", "mlx"),
+    *("bitsandbytes", "fp8", "mxfp4"),
+)
 MOST_RANKS = 1024
 # A file's values as they may stand in a message: YAML aliases can spell 9**20 items in a few lines.
 _BRIEF = Repr()

@@ -13,17 +13,21 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.files import octets
 from qconvert.interfaces import Layout, Reader, Sink
-from qconvert.ops import EncodeBlocks, Finding, zero_rows
+from qconvert.ops import EncodeBlocks, Finding, Surveyed, zero_rows
 from qconvert.plan import Plan, RowSlice, Unit
 from qconvert.tensors import Blocks, Coded, Dense, IntAffine, Logical, Plain, Value
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from qconvert.quant.affine import QuantError
+
+T = TypeVar("T")
 
 # Working memory of one block: large enough to amortise a Python call, small enough to stay near
 # the cache and to leave room for many blocks in a small budget.
@@ -117,6 +121,7 @@ def run(
     transposed = reader.layout.transposed or layout.transposed
     block_bytes = TRANSPOSED_BLOCK_BYTES if transposed else BLOCK_BYTES
     limit = min(block_bytes, max(1, max_memory // (2 * jobs)))
+    units = _settled(units, reader, layout, limit, jobs, max_memory)
     blocks = [block for unit in units for block in cut(unit, layout, limit)]
     left = {unit.output.name: 0 for unit in units}
     for block in blocks:
@@ -130,6 +135,51 @@ def run(
     for done in _bounded(blocks, make, jobs, max_memory):
         left[done.unit.output.name] -= 1
         yield replace(done, last=left[done.unit.output.name] == 0)
+
+
+def _settled(
+    units: list[Unit], reader: Reader, layout: Layout, limit: int, jobs: int, max_memory: int
+) -> list[Unit]:
+    """The units with their surveys done: those of them that need one are read once more for it."""
+    surveyed = {unit.output.name: unit for unit in units if _open(unit) is not None}
+    blocks = [block for unit in surveyed.values() for block in cut(unit, layout, limit)]
+    seen: dict[str, dict[int, np.ndarray]] = {name: {} for name in surveyed}
+
+    def look(block: Block) -> tuple[Block, np.ndarray]:
+        unit = block.unit
+        first, last = _rows_read(unit, block.start), _rows_read(unit, block.stop)
+        value, _ = gather(unit.inputs, reader, first, last)
+        for op in unit.ops:
+            if isinstance(op, Surveyed) and op.open:
+                return block, op.survey(value)
+            value, _ = op.apply(value)
+        raise AssertionError("a unit without an open survey")
+
+    for block, found in _bounded(blocks, look, jobs, max_memory):
+        seen[block.unit.output.name][block.start] = found
+    by_kin: dict[str, list[np.ndarray]] = {}
+    for name, unit in surveyed.items():
+        by_kin.setdefault(_kin(unit), []).extend(seen[name][start] for start in sorted(seen[name]))
+    return [_settle(unit, by_kin[_kin(unit)]) if _open(unit) is not None else unit for unit in units]
+
+
+def _open(unit: Unit) -> Surveyed | None:
+    return next((op for op in unit.ops if isinstance(op, Surveyed) and op.open), None)
+
+
+def _kin(unit: Unit) -> str:
+    """What names the units that are settled together: their family, or the unit alone."""
+    op = _open(unit)
+    assert op is not None
+    return op.kin or unit.output.name
+
+
+def _settle(unit: Unit, found: list[np.ndarray]) -> Unit:
+    import numpy as np
+
+    every = np.concatenate(found)
+    ops = (op.settled(every) if isinstance(op, Surveyed) and op.open else op for op in unit.ops)
+    return replace(unit, ops=tuple(ops))
 
 
 def cut(unit: Unit, layout: Layout, limit: int) -> list[Block]:
@@ -152,12 +202,12 @@ def _input_bytes(unit: Unit) -> int:
 
 
 def _bounded(
-    blocks: Iterable[Block], make: Callable[[Block], BlockDone], jobs: int, max_memory: int
-) -> Generator[BlockDone, None, None]:
+    blocks: Iterable[Block], make: Callable[[Block], T], jobs: int, max_memory: int
+) -> Generator[T, None, None]:
     """Run `make` on every block with `jobs` threads, never admitting more than the budget at once."""
     waiting = iter(blocks)
     block = next(waiting, None)
-    running: dict[Future[BlockDone], int] = {}
+    running: dict[Future[T], int] = {}
     with ThreadPoolExecutor(jobs) as pool:
         try:
             while block is not None or running:
@@ -172,7 +222,7 @@ def _bounded(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _admits(running: dict[Future[BlockDone], int], cost: int, jobs: int, max_memory: int) -> bool:
+def _admits(running: dict[Future[T], int], cost: int, jobs: int, max_memory: int) -> bool:
     return not running or (len(running) < 2 * jobs and sum(running.values()) + cost <= max_memory)
 
 

@@ -8,7 +8,7 @@ is an error, and so is a decision that no loader could honour.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 
@@ -35,7 +35,7 @@ def decide(
     chosen = choose(recipe, architecture, places, tied=tied)
     if tied:
         _check_tied_rules(recipe)
-    _check_orientation(weights, chosen)
+    check_orientation(weights, chosen)
     _check_fused_groups(architecture, weights, chosen)
     fitted = {n: _fit_group(weights[n], s, recipe.allow_smaller_group) for n, s in chosen.items()}
     _check_groups(weights, fitted)
@@ -140,8 +140,8 @@ def _check_tied_rules(recipe: Recipe) -> None:
         )
 
 
-def _check_orientation(weights: Mapping[str, Place], chosen: Mapping[str, Scheme]) -> None:
-    """Groups run along the input of a linear; a stack stored input-major would be cut across it.
+def check_orientation(weights: Mapping[str, Place], chosen: Iterable[str]) -> None:
+    """Raise BadRecipe for a stack stored input-major: groups run along a linear's input, and across it.
 
     Packed weights belong to nn.Linear and Embedding alone (compressed-tensors 0.20,
     `quantization/lifecycle/apply.py`), so no loader could read a transposed stack back either.

@@ -14,13 +14,14 @@ from qconvert.grid_ops import (
     CastScales,
     EncodeTable,
     FromInt8Rows,
+    NestScales,
     SplitGroups,
     SpreadScale,
     ToInt8Rows,
     ToMins,
     ToZeros,
 )
-from qconvert.ops import Dequantize, Op, Quantize
+from qconvert.ops import Cast, Dequantize, Op, Quantize
 from qconvert.plan import Pass, Unit
 from qconvert.schemes import Scheme
 from qconvert.tensors import Codebook, DType, Form, GroupInt, GroupMin, Logical, Plain, Quantized
@@ -28,52 +29,115 @@ from qconvert.tensors import Codebook, DType, Form, GroupInt, GroupMin, Logical,
 _MLX_GROUPS = (128, 64, 32)
 
 
+# The tables of numbers that a layout can hold, by the names that users give them. Where a layout holds no
+# integers that are new, its first one is what weights get when nothing is asked for.
+TABLES: Mapping[str, tuple[str, ...]] = {
+    "compressed-tensors": ("fp8-channel", "fp8-tensor", "fp8-block", "mxfp4", "nvfp4"),
+    "mlx": ("mxfp4",),
+    "bitsandbytes": ("nf4", "fp4", "nf4-nested", "fp4-nested", "int8"),
+    "fp8": ("fp8-block",),
+    "mxfp4": ("mxfp4",),
+}
+_ONLY_TABLES = ("bitsandbytes", "fp8", "mxfp4")
+_NESTED = "-nested"
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A layout to convert to. `scheme` is what weights get that cannot keep their codes, or have none
-    (`table` where the layout is bitsandbytes'); only with `allow_requantize` is a weight quantized that
-    already was.
+    """A layout to convert to. `scheme` or `table` (see `TABLES`) is what weights get that cannot keep
+    their codes, or have none; only with `allow_requantize` is a weight quantized that already was.
     """
 
     layout: str
     scheme: Scheme | None = None
-    table: str = "nf4"
+    table: str = ""
     allow_requantize: bool = False
     search: bool = True
 
-    def codebook(self, decoded: DType) -> Codebook | None:
-        """The form of new weights in a layout of tables; None for layouts of integers."""
-        if self.layout == "bitsandbytes":
-            return Codebook(self.table, 64, DType.F32, decoded)
-        return Codebook("e4m3", 128, DType.F32, decoded, group_rows=128) if self.layout == "fp8" else None
+    @property
+    def new_table(self) -> str:
+        """The table that new weights are coded in, "" for integers."""
+        if self.table or self.scheme or self.layout not in _ONLY_TABLES:
+            return self.table
+        return TABLES[self.layout][0]
 
     @property
     def scale_dtype(self) -> DType | None:
         """The type that the layout wants its scales in; None where any will do."""
         return DType.F16 if self.layout in ("gptq", "gptq_v2", "awq") else None
 
+    def codebook(self, dtype: DType) -> Codebook:
+        """The form of new weights in the table, of numbers of this type; nested scales come later."""
+        table = self.new_table.removesuffix(_NESTED)
+        if self.layout == "bitsandbytes":
+            return Codebook(table, None if table == "int8" else 64, DType.F32, dtype)
+        if self.layout == "mxfp4":
+            return Codebook("e2m1", 1, DType.F8_E8M0, dtype, group_rows=32)
+        scales = DType.F32 if self.layout == "fp8" or dtype is DType.F64 else dtype
+        return {
+            "fp8-channel": Codebook("e4m3", None, scales, dtype),
+            "fp8-tensor": Codebook("e4m3", None, scales, dtype, group_rows=None),
+            "fp8-block": Codebook("e4m3", 128, scales, dtype, group_rows=128),
+            "mxfp4": Codebook("e2m1", 32, DType.F8_E8M0, dtype),
+            "nvfp4": Codebook("e2m1", 16, DType.F8_E4M3, dtype, second="divided"),
+        }[table]
 
-def encode(target: Target, linears: frozenset[str]) -> Pass:
-    """Encode the plain weights of these names in the table of the target layout."""
+
+def find_table(layout: str, scheme: str) -> str:
+    """The table of this name that a layout holds, "" if the name is none of any layout's.
+
+    Raises BadRecipe for a table that this layout does not hold.
+    """
+    if scheme == "fp8" and layout in ("fp8", "compressed-tensors"):
+        return TABLES[layout][0]
+    if scheme in TABLES.get(layout, ()):
+        return scheme
+    holders = [name for name, tables in TABLES.items() if scheme in tables and scheme != "int8"]
+    if holders or scheme == "fp8":
+        raise BadRecipe(
+            f"scheme {scheme!r}: {layout} does not hold it",
+            f"it is for --to {', '.join(holders or ['fp8', 'compressed-tensors'])}",
+        )
+    return ""
+
+
+def encode(target: Target, linears: frozenset[str], kin: Mapping[str, str]) -> Pass:
+    """Encode the plain weights of these names in the table of the target layout.
+
+    `kin` names what a weight is stacked into by loaders, which then want one global scale.
+    """
 
     def one(unit: Unit) -> Unit:
         form = unit.output.form
         if unit.output.name not in linears or not isinstance(form, Plain):
             return unit
-        return unit.then(_encoding(target, unit.output, form.dtype))
+        for op in _encoding(target, unit.output, form.dtype, kin.get(unit.output.name, "")):
+            unit = unit.then(op)
+        return unit
 
     return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
 
 
-def _encoding(target: Target, tensor: Logical, decoded: DType) -> EncodeTable:
-    form = target.codebook(decoded)
-    assert form is not None and form.group_size is not None
-    if target.layout == "bitsandbytes" and tensor.width % form.group_size:
+def _encoding(target: Target, tensor: Logical, dtype: DType, kin: str = "") -> tuple[Op, ...]:
+    """The way from plain numbers of this type to the table of the target."""
+    form = target.codebook(dtype)
+    size, width = form.group_size, tensor.width
+    if target.layout == "mxfp4":  # stacks are [experts, in, out]
+        size, width = form.group_rows, tensor.shape[1]
+    if form.bits == 4 and size and width % size:
         raise BadRecipe(
-            f"{tensor.name}: rows of {tensor.width} columns are no whole blocks of {form.group_size}",
+            f"{tensor.name}: rows of {width} columns are no whole blocks of {size}",
             "another layout holds this model, for example compressed-tensors",
         )
-    return EncodeTable(form)
+    # bitsandbytes rounds weights to half precision before it makes them int8 (`Int8Params`).
+    first = (Cast(DType.F16),) if form.table == "int8" else ()
+    made = (*first, EncodeTable(form, target.layout, kin if form.second == "divided" else ""))
+    return (*made, *_nesting(target, tensor, form))
+
+
+def _nesting(target: Target, tensor: Logical, form: Quantized) -> tuple[Op, ...]:
+    four_bits = isinstance(form, Codebook) and form.bits == 4 and form.group_size == 64
+    return (NestScales(tensor.width),) if target.table.endswith(_NESTED) and four_bits else ()
 
 
 def regrid(target: Target, embeddings: frozenset[str]) -> Pass:
@@ -106,13 +170,13 @@ def steps(target: Target, tensor: Logical) -> tuple[Op, ...]:
     form = tensor.form
     assert isinstance(form, Quantized)
     try:
-        return RULES[target.layout](tensor, form)
+        return *RULES[target.layout](tensor, form), *_nesting(target, tensor, form)
     except BadRecipe:
         if not target.allow_requantize:
             raise
-    if target.codebook(form.decoded):
-        return Dequantize(form.decoded), _encoding(target, tensor, form.decoded)
-    scheme = target.scheme or Scheme(min(form.bits, 8))
+    if target.new_table:
+        return Dequantize(form.decoded), *_encoding(target, tensor, form.decoded)
+    scheme = target.scheme or _usual(target.layout, tensor, form)
     requantized = scheme.form(target.scale_dtype or form.decoded)
     again = Quantize(requantized, target.search)
     return (
@@ -120,6 +184,24 @@ def steps(target: Target, tensor: Logical) -> tuple[Op, ...]:
         again,
         *RULES[target.layout](replace(tensor, form=requantized), requantized),
     )
+
+
+def _usual(layout: str, tensor: Logical, form: Quantized) -> Scheme:
+    """The integers that come nearest to what a weight was, among those that a layout holds."""
+    held = _HELD_BITS.get(layout, range(2, 9))
+    bits = next((bits for bits in held if bits >= form.bits), held[-1])
+    if layout == "int-quantized":
+        return Scheme(bits, None)
+    return Scheme(bits, next((size for size in _MLX_GROUPS if tensor.width % size == 0), None))
+
+
+_HELD_BITS = {
+    "int-quantized": (8,),
+    "gptq": (2, 3, 4, 8),
+    "gptq_v2": (2, 3, 4, 8),
+    "awq": (4,),
+    "mlx": (2, 3, 4, 5, 6, 8),
+}
 
 
 def _refused(tensor: Logical, why: str) -> BadRecipe:
@@ -225,6 +307,12 @@ def _fp8(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
     raise _refused(tensor, "is not FP8 in blocks of 128 by 128, which this layout holds")
 
 
+def _gpt_oss(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
+    if isinstance(form, Codebook) and form.group_rows == 32 and form.scale_dtype is DType.F8_E8M0:
+        return ()
+    raise _refused(tensor, "is not a stack of experts in MXFP4, which gpt-oss's layout holds")
+
+
 RULES: Mapping[str, Callable[[Logical, Quantized], tuple[Op, ...]]] = {
     "compressed-tensors": _compressed_tensors,
     "int-quantized": _int_quantized,
@@ -234,5 +322,6 @@ RULES: Mapping[str, Callable[[Logical, Quantized], tuple[Op, ...]]] = {
     "mlx": _mlx,
     "bitsandbytes": _bitsandbytes,
     "fp8": _fp8,
+    "mxfp4": _gpt_oss,
 }
 PLAIN = {"bf16": DType.BF16, "f16": DType.F16, "f32": DType.F32}

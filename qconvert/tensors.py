@@ -354,18 +354,32 @@ class MinAffine:
 
 
 @dataclass(frozen=True, slots=True)
+class Nested:
+    """Scales as bitsandbytes nests them: `quant.nested.TABLE[codes] * upper + offset`.
+
+    codes_RG uint8 [rows, groups]; upper_B float32, one for every 256 of the flat codes.
+    """
+
+    codes_RG: np.ndarray
+    upper_B: np.ndarray
+    offset: float
+
+
+@dataclass(frozen=True, slots=True)
 class Coded:
     """Rows of a weight as codes of a table: `table[codes] * scales`.
 
     codes_RI uint8 [rows, width]; scales_RG [rows, groups] in the carrier type of
     `form.scale_dtype`, also where one scale serves several rows. Nested scales come resolved, as
-    float32; `divisor` is the float32 by which `divided` ones are divided.
+    float32, and as `nested` where they are about to be written; `divisor` is the float32 by which
+    `divided` ones are divided.
     """
 
     codes_RI: np.ndarray
     scales_RG: np.ndarray
     form: Codebook
     divisor: float | None = None
+    nested: Nested | None = None
 
     @property
     def rows(self) -> int:

@@ -10,6 +10,7 @@ from math import lcm
 
 import numpy as np
 
+from qconvert.ops import Surveyed
 from qconvert.plan import Plan, Unit
 from qconvert.tensors import (
     BlockRows,
@@ -40,7 +41,8 @@ def _apply(unit: Unit) -> None:
     tensor = unit.inputs[0].tensor
     value = _zeros(tensor.form, lcm(*(op.granule for op in unit.ops)), tensor.width)
     for op in unit.ops:
-        value, _ = op.apply(value)
+        settled = op.settled(op.survey(value)) if isinstance(op, Surveyed) and op.open else op
+        value, _ = settled.apply(value)
 
 
 def _zeros(form: Form, rows: int, width: int) -> Value:

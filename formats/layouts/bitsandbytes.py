@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.json_io import parse_json_object
 from qconvert.formats.layouts.claims import check_claimed, dtype_of, plain_rest, require
 from qconvert.formats.layouts.uniform import only_form
@@ -26,6 +26,7 @@ from qconvert.tensors import Codebook, Coded, Dense, DType, Json, Logical, Plain
 NAME = "bitsandbytes"
 BLOCK = 64
 _NESTED_BLOCK = 256
+_LONGEST_NUMBER = 24  # characters of a float64 as Python spells it: -1.2345678901234567e-123
 _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -33,7 +34,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class BitsAndBytes:
-    """The layout as the runner sees it; it has no state. Nested scales are read, not written."""
+    """The layout as the runner sees it; it has no state."""
 
     name: str = NAME
     transposed: bool = False
@@ -61,36 +62,47 @@ class BitsAndBytes:
         if nested:
             made.append(TensorSpec(f"{name}.nested_absmax", DType.F32, (-(-blocks // _NESTED_BLOCK),)))
             made.append(TensorSpec(f"{name}.nested_quant_map", DType.F32, (256,)))
-        else:
-            made.append(TensorSpec(f"{name}{_STATE}{form.table}", DType.U8, (len(_state(tensor)),)))
+        made.append(TensorSpec(f"{name}{_STATE}{form.table}", DType.U8, (len(_state(tensor)),)))
         return tuple(made)
 
     def row_alignment(self, tensor: Logical) -> int:
-        """Blocks never span rows of the weights that are written here."""
-        return 1
+        """Blocks never span rows of the weights that are written here, but runs of nested scales do."""
+        from qconvert.quant.nested import rows_together
+
+        form = tensor.form
+        return rows_together(tensor.width) if isinstance(form, Codebook) and form.second == "nested" else 1
 
     def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
         """Spell rows [start, start + value.rows)."""
         from qconvert.quant.codebook import TABLES
+        from qconvert.quant.nested import TABLE as NESTED_TABLE
         from qconvert.quant.nibbles import pack_nibbles
 
         if isinstance(value, Dense):
             yield Part(tensor.name, start, value.rows_RI)
             return
         assert isinstance(value, Coded)
-        codes, scales, *constants = self.parts(tensor)
+        codes, scales, *others = self.parts(tensor)
         if value.form.table == "int8":
             yield Part(codes.name, start, value.codes_RI.view(np.int8))
             yield Part(scales.name, start, value.scales_RG)
             if start == 0:
-                yield Part(constants[0].name, 0, np.zeros((1, 1), np.uint8))
+                yield Part(others[0].name, 0, np.zeros((1, 1), np.uint8))
             return
+        table, *upper, state = others
         packed = pack_nibbles(value.codes_RI, high_first=True)
+        blocks = start * value.scales_RG.shape[1]
+        stored_RG = value.nested.codes_RG if value.nested else value.scales_RG
         yield Part(codes.name, start * packed.shape[1], packed.reshape(-1, 1))
-        yield Part(scales.name, start * value.scales_RG.shape[1], value.scales_RG.reshape(-1, 1))
+        yield Part(scales.name, blocks, stored_RG.reshape(-1, 1))
+        if value.nested:
+            yield Part(upper[0].name, blocks // _NESTED_BLOCK, value.nested.upper_B.reshape(-1, 1))
         if start == 0:
-            yield Part(constants[0].name, 0, TABLES[value.form.table].reshape(-1, 1))
-            yield Part(constants[1].name, 0, np.frombuffer(_state(tensor), np.uint8).reshape(-1, 1))
+            spelled = _state(tensor, value.nested.offset if value.nested else 0.0)
+            yield Part(table.name, 0, TABLES[value.form.table].reshape(-1, 1))
+            yield Part(state.name, 0, np.frombuffer(spelled, np.uint8).reshape(-1, 1))
+            if value.nested:
+                yield Part(upper[1].name, 0, NESTED_TABLE.reshape(-1, 1))
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back; nested scales come resolved, as float32."""
@@ -122,7 +134,7 @@ class BitsAndBytes:
             "bnb_4bit_compute_dtype": "float32" if eight else _NAMES[form.decoded],
             "bnb_4bit_quant_storage": "uint8",
             "bnb_4bit_quant_type": "fp4" if eight else form.table,
-            "bnb_4bit_use_double_quant": False,
+            "bnb_4bit_use_double_quant": form.second == "nested",
             "llm_int8_enable_fp32_cpu_offload": False,
             "llm_int8_has_fp16_weight": False,
             "llm_int8_skip_modules": sorted(kept) or None,
@@ -131,19 +143,24 @@ class BitsAndBytes:
         return {"quantization_config": settings}
 
 
-def _state(tensor: Logical) -> bytes:
-    """The bytes of quant_state, spelled as bitsandbytes spells them."""
+def _state(tensor: Logical, offset: float = 0.0) -> bytes:
+    """The bytes of quant_state, spelled as bitsandbytes spells them.
+
+    With an offset of nested scales, spaces fill them up: their number must not depend on the weights.
+    """
     form = tensor.form
     assert isinstance(form, Codebook)
-    if form.second:
-        raise BadRecipe(f"{tensor.name}: nested absmax is read, not written", "resolve it first")
-    state = {
+    state: Json = {
         "quant_type": form.table,
         "blocksize": form.group_size,
         "dtype": _NAMES[form.decoded],
         "shape": list(tensor.shape),
     }
-    return json.dumps(state).encode()
+    if form.second is None:
+        return json.dumps(state).encode()
+    nested = {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
+    room = len(json.dumps(state | nested | {"nested_offset": ""})) + _LONGEST_NUMBER
+    return json.dumps(state | nested).ljust(room).encode()
 
 
 def _scales(tensor: Logical, source: Source, first: int, last: int) -> np.ndarray:

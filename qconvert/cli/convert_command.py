@@ -14,7 +14,6 @@ from qconvert.schemes import parse_scheme
 
 # Spelled out, so that help needs no layout to be imported; a test holds them against the tables.
 PLAIN = ("bf16", "f16", "f32")
-TABLES = ("nf4", "fp4")
 
 
 @click.command("convert", short_help="Another layout, codes kept.")
@@ -49,19 +48,25 @@ def command(
     qconvert convert ./model-awq --to mlx
     qconvert convert ./model --to gptq --scheme int4-g128
     qconvert convert ./model --to bitsandbytes --scheme nf4
-    qconvert convert ./model --to fp8
+    qconvert convert ./model --to compressed-tensors --scheme fp8-channel
+
+    \b
+    SCHEME    int{2..8}[-asym][-g{N}|-channel] in layouts of integers, or
+              compressed-tensors  fp8-channel, fp8-tensor, fp8-block, mxfp4, nvfp4
+              mlx                 mxfp4
+              bitsandbytes        nf4, fp4, nf4-nested, fp4-nested, int8
+              fp8, mxfp4          nothing to choose: blocks of DeepSeek's FP8; gpt-oss's experts
     """
-    from qconvert.targets import Target
+    from qconvert.targets import Target, find_table
 
     flags = Flags(**values)
     if layout in PLAIN:
         plain = Flags(**{**values, "dtype": layout})
         write(model, plain.wish("convert", Recipe(pad_to_tp=pad_to_tp), dequantize=True), layout, plain)
         return
-    if layout == "bitsandbytes" and scheme in TABLES:
-        target = Target(layout, table=scheme, allow_requantize=allow_requantize)
-    else:
-        target = Target(layout, parse_scheme(scheme) if scheme else None, allow_requantize=allow_requantize)
+    table = find_table(layout, scheme) if scheme else ""
+    integers = parse_scheme(scheme) if scheme and not table else None
+    target = Target(layout, integers, table, allow_requantize=allow_requantize)
     recipe = Recipe(layout=layout, pad_to_tp=pad_to_tp)
     if target.scheme and _is_plain(model, flags):
         recipe = recipe.with_(scheme=target.scheme)

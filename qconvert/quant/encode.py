@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Literal
 
 import numpy as np
 
@@ -34,14 +35,14 @@ class Habit:
     """What the tools of a layout do in their own way.
 
     `rounds` says that E4M3 scales, and numbers over them, are rounded to the weights' own dtype, and
-    that no scale is 0. For E2M1: `half_up` rounds halves away from zero instead of to even,
+    that no scale is 0. For E2M1: `halves` are rounded to "even" codes, or the sizes of all "up" or "down";
     `signed_zero` keeps the sign of what becomes zero; a power of two for a scale is the least one that
     reaches the largest number (`ceiling`), or a half of it where that is less than 1/8 too small; groups
     of zeros have the exponent `idle`.
     """
 
     rounds: bool = False
-    half_up: bool = False
+    halves: Literal["even", "up", "down"] = "even"
     signed_zero: bool = True
     ceiling: bool = True
     idle: int = 0
@@ -51,8 +52,8 @@ class Habit:
 # `mx.quantize` as observed. mxfp4: downcast_to_mxfp_torch of triton_kernels, with which gpt-oss is made.
 HABITS: Mapping[str, Habit] = {
     "compressed-tensors": Habit(rounds=True, ceiling=False),
-    "mlx": Habit(signed_zero=False, idle=127),
-    "mxfp4": Habit(half_up=True),
+    "mlx": Habit(halves="down", signed_zero=False, idle=127),
+    "mxfp4": Habit(halves="up"),
 }
 _PLAIN = Habit()
 
@@ -141,8 +142,11 @@ def _scales(
     if form.scale_dtype is DType.F8_E8M0:
         return _exponents(peaks_BG, habit), None
     assert whole is not None
-    with np.errstate(divide="ignore", over="ignore"):
-        divisor = _rounded(np.full((1, 1), E4M3_MAX * E2M1_MAX / np.float32(whole)), dtype)[0, 0]
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        over = _rounded(
+            np.full((1, 1), 1 / np.float32(whole)), dtype
+        )  # torch divides a number by a tensor so
+        divisor = _rounded(E4M3_MAX * E2M1_MAX * over, dtype)[0, 0]
     if not np.isfinite(divisor):
         divisor = np.float32(1)
     wanted_BG = divisor * _rounded(peaks_BG / E2M1_MAX, dtype)
@@ -162,12 +166,13 @@ def _exponents(peaks_BG: np.ndarray, habit: Habit) -> np.ndarray:
     else:  # 6 is 1.5 * 2**2; from 7/4 of a power of two on, the next one
         exponents_BG = ((peaks_BG.view(np.uint32).astype(np.int64) + (1 << 21)) >> 23) - 2
     exponents_BG[peaks_BG == 0] = habit.idle
-    clipped_BG: np.ndarray = exponents_BG.clip(0, 254).astype(np.uint8)
-    return clipped_BG
+    codes_BG: np.ndarray = exponents_BG.clip(0, 254).astype(np.uint8)
+    return codes_BG
 
 
 def _rounded(numbers: np.ndarray, dtype: DType) -> np.ndarray:
-    return wide(cast(Dense(numbers.astype(np.float32), DType.F32), dtype)[0].rows_RI, dtype)
+    rounded: np.ndarray = wide(cast(Dense(numbers.astype(np.float32), DType.F32), dtype)[0].rows_RI, dtype)
+    return rounded
 
 
 def _factors(steps_RG: np.ndarray, table: str) -> tuple[np.ndarray, bool]:
@@ -176,8 +181,10 @@ def _factors(steps_RG: np.ndarray, table: str) -> tuple[np.ndarray, bool]:
     if table in ("e4m3", "e2m1"):
         return np.where(zero, np.float32(np.inf), steps_RG), True
     with np.errstate(divide="ignore"):
-        over = np.float32(127 if table == "int8" else 1) / steps_RG
-    return np.where(zero, np.float32(0), over), False
+        over_RG = np.float32(1) / steps_RG
+    if table == "int8":  # as torch divides 127 by a tensor
+        over_RG *= np.float32(127)
+    return np.where(zero, np.float32(0), over_RG), False
 
 
 @cache
@@ -193,7 +200,7 @@ def _table(name: str, habit: Habit, dtype: DType) -> Table:
         rising = numbers_T[order_T]
         return Table(MIDDLES, (rising[1:] + rising[:-1]) / 2, order_T, numbers_T, 0, signed_zero=True)
     edges_E = (numbers_T[1:8] + numbers_T[:7]) / 2
-    upwards = np.full(7, True) if habit.half_up else np.arange(7) % 2 == 1
+    upwards = np.arange(7) % 2 == 1 if habit.halves == "even" else np.full(7, habit.halves == "up")
     edges_E = np.where(upwards, np.nextafter(edges_E, np.float32(0)), edges_E)
     return Table(MAGNITUDES, edges_E, order_T, numbers_T, 0, habit.signed_zero)
 
