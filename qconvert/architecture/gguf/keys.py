@@ -1,7 +1,7 @@
 """The keys that declarations of GGUF models are put together from, and the metadata of a whole file.
 
 Pure. Keys, types and order are those of llama.cpp's convert_hf_to_gguf.py at commit 0c1e57098 (with the
-defaults that transformers fills in). A `Keys` function yields the entries of one matter; `DECODER` is
+defaults that transformers fills in). A `Keys` function yields the entries of one matter; `decoder` gives
 the converter's order for models that it has no special words for. A `Check` says why llama.cpp would
 compute something else.
 """
@@ -168,18 +168,22 @@ def rope_of(facts: Facts) -> Json:
     return {**stated, "rope_type": kind, "rope_theta": 10000.0 if theta is None else theta}
 
 
-# What llama.cpp's graphs compute from keys; Llama 3's scaling comes as a tensor.
-ROPES = ("default", "linear", "yarn", "llama3")
+# What llama.cpp computes from keys for any model.
+ROPES = ("default", "linear", "yarn")
 
 
-def rope(facts: Facts, known: Sequence[str] = ROPES) -> Iterator[KV]:
-    """The base and scaling of the rotary embedding. Raises UnsupportedModel for a kind not in `known`."""
+def rope_kinds(*known: str) -> Keys:
+    """The base and scaling of the rotary embedding, of these kinds: UnsupportedModel for any other."""
+    return lambda facts: _rope(facts, known)
+
+
+def _rope(facts: Facts, known: Sequence[str]) -> Iterator[KV]:
     found = rope_of(facts)
     kind = found["rope_type"]
     if kind not in known:
         raise UnsupportedModel(
             f"config.json: rope scaling {kind!r}, which llama.cpp's {facts.model.arch} does not have",
-            f"known: {', '.join(each for each in known if each != 'default')}",
+            f"known: {', '.join(each for each in known if each != 'default') or 'none'}",
         )
     if kind in ("linear", "yarn"):
         yield facts.text("rope.scaling.type", kind)
@@ -187,6 +191,16 @@ def rope(facts: Facts, known: Sequence[str] = ROPES) -> Iterator[KV]:
     if kind == "yarn":
         yield from _yarn(facts, found)
     yield facts.f32("rope.freq_base", positive(found, "rope_theta"))
+
+
+rope = rope_kinds(*ROPES)
+# Llama 3's scaling comes as a tensor (`rope_freqs`).
+llama_rope = rope_kinds(*ROPES, "llama3")
+
+
+def unscaled_rope_unless_default(facts: Facts) -> Iterator[KV]:
+    """The base of the rotary embedding where it is not the one that llama.cpp assumes."""
+    yield from (entry for entry in rope_kinds("default")(facts) if entry.value != 10000.0)
 
 
 def _yarn(facts: Facts, found: Json) -> Iterator[KV]:
@@ -224,17 +238,25 @@ def rope_freqs(facts: Facts) -> Iterator[Constant]:
     yield Constant(ROPE_FREQS, scaling=scaling)
 
 
-DECODER: tuple[Keys, ...] = (
-    block_count,
-    context_length,
-    embedding_length,
-    feed_forward_length,
-    head_count,
-    head_count_kv,
-    rope,
-    rms_epsilon,
-    head_sizes,
-)
+def decoder(*, rope: Keys = rope, norm: Keys = rms_epsilon, more: Sequence[Keys] = ()) -> tuple[Keys, ...]:
+    """The keys of a decoder in the converter's usual order, with `more` before the size of the heads."""
+    return (
+        block_count,
+        context_length,
+        embedding_length,
+        feed_forward_length,
+        head_count,
+        head_count_kv,
+        rope,
+        norm,
+        *more,
+        head_sizes,
+    )
+
+
+def scaling_none(facts: Facts) -> Iterator[KV]:
+    """That the rotary embedding is not scaled, which the converter spells out for Cohere."""
+    yield facts.text("rope.scaling.type", "none")
 
 
 def computes(key: str, *values: object) -> Check:
@@ -276,3 +298,31 @@ def experts_everywhere(facts: Facts) -> str | None:
     if not facts.settings.get("mlp_only_layers") and facts.optional("decoder_sparse_step") in (None, 1):
         return None
     return f"some layers have no experts, which llama.cpp's {facts.model.arch} does not know"
+
+
+def square_attention(facts: Facts) -> str | None:
+    """The loader takes the output projection for a square matrix."""
+    heads, size, hidden = (
+        facts.size("num_attention_heads"),
+        head_size(facts.settings),
+        facts.size("hidden_size"),
+    )
+    if heads * size == hidden:
+        return None
+    return f"{heads} heads of {size} are not the hidden {hidden} that llama.cpp's {facts.model.arch} expects"
+
+
+def every_nth_layer_is_full(step: int) -> Check:
+    """The graph has a sliding window in all layers but every `step`-th."""
+
+    def check(facts: Facts) -> str | None:
+        types = facts.settings.get("layer_types")
+        expected = [
+            "full_attention" if (layer + 1) % step == 0 else "sliding_attention"
+            for layer in range(facts.layers)
+        ]
+        if types is None or types == expected:
+            return None
+        return f"layer_types is not the pattern of llama.cpp's {facts.model.arch}: every {step}th layer full"
+
+    return check

@@ -4,7 +4,7 @@ To add a family that llama.cpp runs, write a `GGUFModel` in a module here and pu
 `MODELS` under its model_type. It says, in the words of `architecture.gguf.model`:
 
 - `arch`, and its `keys` in the converter's order, put together from the functions of
-  `architecture.gguf.keys` (`DECODER` is the usual order) and functions of its own;
+  `architecture.gguf.keys` (`decoder` gives the usual order) and functions of its own;
 - `roles`: how a role of the family is written where it is not a copy under the name of the shared table
   (`architecture.gguf.names`). `Written("ffn_up")` gives it a name, `Written(change="plus_one")` changes
   its numbers, several make several tensors of it, `NOT_WRITTEN` leaves it out;
@@ -25,12 +25,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qconvert.architecture.gguf.model import Facts, GGUFModel, NoGraph, refuse_other_models
-from qconvert.architecture.gguf.models import llama, qwen
+from qconvert.architecture.gguf.models import fused, gemma, gpt, llama, qwen
 from qconvert.architecture.model import Architecture
 from qconvert.errors import UnsupportedModel
 from qconvert.tensors import Json
 
-MODELS: Mapping[str, GGUFModel | NoGraph] = {**llama.MODELS, **qwen.MODELS}
+MODELS: Mapping[str, GGUFModel | NoGraph] = {
+    **llama.MODELS,
+    **qwen.MODELS,
+    **fused.MODELS,
+    **gemma.MODELS,
+    **gpt.MODELS,
+}
 
 
 def find_model(config: Json) -> GGUFModel | None:

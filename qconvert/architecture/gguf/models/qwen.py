@@ -9,14 +9,13 @@ from qconvert.architecture.gguf.model import GGUFModel
 from qconvert.architecture.gguf.models.llama import SILU
 
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "rms_norm_eps": 1e-6}
-_SPARSE = (*k.DECODER[:-1], k.expert_counts, k.head_sizes)
 
-QWEN2 = GGUFModel("qwen2", keys=k.DECODER, defaults=_DEFAULTS, constants=k.rope_freqs, checks=(SILU,))
+QWEN2 = GGUFModel("qwen2", keys=k.decoder(), defaults=_DEFAULTS, checks=(SILU,))
 QWEN3 = replace(QWEN2, arch="qwen3")
 QWEN2_MOE = replace(
     QWEN2,
     arch="qwen2moe",
-    keys=_SPARSE,
+    keys=k.decoder(more=(k.expert_counts,)),
     late=(k.expert_widths,),
     defaults={**_DEFAULTS, "num_key_value_heads": 16},
     head="required",

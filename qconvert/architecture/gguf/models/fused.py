@@ -1,0 +1,228 @@
+"""Models whose loaders in llama.cpp want linears fused: Phi-3, ChatGLM and GLM-4, Falcon, OpenELM."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from qconvert.architecture.config import positive_int
+from qconvert.architecture.gguf import keys as k
+from qconvert.architecture.gguf.model import Constant, Facts, GGUFModel, Keys, Written, positive
+from qconvert.architecture.gguf.models.llama import SILU
+from qconvert.errors import CorruptCheckpoint
+from qconvert.gguf_types import KV
+
+QKV, GATE_UP = "attn.qkv", "mlp.gate_up"
+# The loaders of these models split what they find as `ffn_up`.
+_HALVED = {GATE_UP: Written("ffn_up")}
+
+
+def _context_before(facts: Facts) -> int:
+    settings = {"original_max_position_embeddings": facts.size("max_position_embeddings"), **facts.settings}
+    return positive_int({**settings, **k.rope_of(facts)}, "original_max_position_embeddings")
+
+
+def _phi3_context(facts: Facts) -> Iterator[KV]:
+    yield from k.context_length(facts)
+    yield facts.u32("rope.scaling.original_context_length", _context_before(facts))
+
+
+def _phi3_rope(facts: Facts) -> Iterator[KV]:
+    yield from k.rope_dimensions(1.0)(facts)
+    yield from k.rope_kinds("default", "su", "longrope")(facts)
+
+
+def _phi3_window(facts: Facts) -> Iterator[KV]:
+    yield facts.u32("attention.sliding_window", facts.count("sliding_window"))
+
+
+def _phi3_attention_factor(facts: Facts) -> Iterator[KV]:
+    """How much longer contexts are attended to: 1 + ln(growth) / ln(context before), its root."""
+    if k.rope_of(facts)["rope_type"] == "default":
+        return
+    before = _context_before(facts)
+    growth = facts.size("max_position_embeddings") / before
+    factor = math.sqrt(1 + math.log(growth) / math.log(before)) if growth > 1 else 1.0
+    yield facts.f32("rope.scaling.attn_factor", factor)
+
+
+def _phi3_factors(facts: Facts) -> Iterator[Constant]:
+    """The divisors of the frequencies in long texts and in short ones."""
+    rope = k.rope_of(facts)
+    if rope["rope_type"] == "default":
+        return
+    for kind in ("long", "short"):
+        values = rope.get(f"{kind}_factor")
+        if not isinstance(values, list) or len(values) * 2 > k.head_size(facts.settings):
+            raise CorruptCheckpoint(
+                f"config.json: {kind}_factor is no list of divisors", "fetch the model's config.json again"
+            )
+        numbers = {str(i): value for i, value in enumerate(values)}
+        yield Constant(f"rope_factors_{kind}.weight", tuple(positive(numbers, key) for key in numbers))
+
+
+PHI3 = GGUFModel(
+    "phi3",
+    keys=(
+        _phi3_context,
+        k.embedding_length,
+        k.feed_forward_length,
+        k.block_count,
+        k.head_count,
+        k.head_count_kv,
+        k.rms_epsilon,
+        _phi3_rope,
+    ),
+    late=(_phi3_window, _phi3_attention_factor),
+    defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    roles=_HALVED,
+    whole=(QKV, GATE_UP),
+    constants=_phi3_factors,
+    checks=(SILU, k.square_attention),
+)
+
+
+def _sequence_length(facts: Facts) -> Iterator[KV]:
+    yield facts.u32("context_length", facts.size("seq_length"))
+
+
+def _kv_heads(facts: Facts) -> Iterator[KV]:
+    dims = facts.dimensions[0]
+    yield facts.u32("attention.head_count_kv", dims["kv_rows"] // dims["head_dim"])
+
+
+def _glm_epsilon(facts: Facts) -> Iterator[KV]:
+    yield facts.f32("attention.layer_norm_rms_epsilon", facts.number("layernorm_epsilon"))
+
+
+def _glm_base(facts: Facts) -> Iterator[KV]:
+    yield facts.f32("rope.freq_base", 10000.0 * facts.number("rope_ratio"))
+
+
+CHATGLM = GGUFModel(
+    "chatglm",
+    keys=(
+        _sequence_length,
+        k.embedding_length,
+        k.feed_forward_length,
+        k.block_count,
+        k.head_count,
+        _kv_heads,
+        _glm_epsilon,
+    ),
+    late=(k.rope_dimensions(0.5), _glm_base),
+    defaults={"seq_length": 2048, "layernorm_epsilon": 1e-5, "rope_ratio": 1.0, "rmsnorm": True},
+    roles=_HALVED,
+    whole=(QKV, GATE_UP),
+    checks=(
+        k.square_attention,
+        k.computes("rmsnorm", True),
+        k.computes("add_bias_linear", False),
+        k.computes("apply_residual_connection_post_layernorm", False),
+        k.computes("post_layer_norm", True),
+    ),
+)
+GLM = replace(
+    CHATGLM,
+    keys=(
+        k.context_length,
+        k.embedding_length,
+        k.feed_forward_length,
+        k.block_count,
+        k.head_count,
+        k.head_count_kv,
+        k.rms_epsilon,
+    ),
+    late=(k.rope_dimensions(0.5), k.rope_kinds("default")),
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
+    whole=(GATE_UP,),
+    checks=(SILU, k.square_attention),
+)
+GLM4 = replace(GLM, arch="glm4", keys=k.decoder(), late=(k.rope_dimensions(0.5),), checks=(SILU,))
+
+
+def _falcon_layout(facts: Facts) -> Iterator[KV]:
+    yield facts.text("tensor_data_layout", "jploski")
+
+
+def _falcon_inner(facts: Facts) -> Iterator[KV]:
+    yield facts.u32("feed_forward_length", facts.dimensions[0]["intermediate"])
+
+
+FALCON = GGUFModel(
+    "falcon",
+    keys=(
+        k.context_length,
+        _falcon_layout,
+        k.embedding_length,
+        _falcon_inner,
+        k.block_count,
+        k.head_count,
+        _kv_heads,
+        k.norm_epsilon("layer_norm_epsilon"),
+        k.unscaled_rope_unless_default,
+    ),
+    defaults={"max_position_embeddings": 2048, "layer_norm_epsilon": 1e-5},
+    # With two norms, it is the second that the attention reads.
+    roles={"mlp.norm_2": Written("attn_norm"), "attn.norm_2": Written("attn_norm_2")},
+    whole=(QKV,),
+    checks=(
+        k.square_attention,
+        k.computes("activation", "gelu"),
+        k.computes("alibi", False),
+        k.computes("parallel_attn", True),
+        k.computes("bias", False),
+    ),
+)
+
+
+def _by_layer(name: str, dimension: str) -> Keys:
+    def keys(facts: Facts) -> Iterator[KV]:
+        per_head = facts.size("head_dim") if dimension.endswith("_rows") else 1
+        yield facts.by_layer(name, (dims[dimension] // per_head for dims in facts.dimensions))
+
+    return keys
+
+
+def _openelm_keys(facts: Facts) -> Iterator[KV]:
+    yield facts.u32("context_length", facts.size("max_context_length"))
+    yield facts.u32("embedding_length", facts.size("model_dim"))
+
+
+def _openelm_rope(facts: Facts) -> Iterator[KV]:
+    yield facts.f32("rope.freq_base", facts.number("rope_freq_constant"))
+
+
+OPENELM = GGUFModel(
+    "openelm",
+    keys=(
+        k.block_count,
+        _openelm_keys,
+        _by_layer("feed_forward_length", "intermediate"),
+        _by_layer("attention.head_count", "q_rows"),
+        _by_layer("attention.head_count_kv", "kv_rows"),
+        _openelm_rope,
+        k.rms_epsilon,
+        k.rope_dimensions(),
+        k.stated_head_sizes,
+    ),
+    defaults={"max_context_length": 2048, "rope_freq_constant": 10000, "rms_norm_eps": 1e-6},
+    whole=(QKV,),
+    head="tied",
+    checks=(
+        k.computes("normalize_qk_projections", True),
+        k.computes("ffn_with_glu", True),
+        k.computes("activation_fn_name", "swish", "silu"),
+        k.computes("normalization_layer_name", "rms_norm"),
+    ),
+)
+
+MODELS = {
+    "phi3": PHI3,
+    "chatglm": CHATGLM,
+    "glm": GLM,
+    "glm4": GLM4,
+    "falcon": FALCON,
+    "openelm": OPENELM,
+}
