@@ -93,9 +93,7 @@ def _two_bases(facts: Facts) -> Iterator[KV]:
     yield from k.rope_kinds("default", "linear")(facts)
     rope = facts.settings.get("rope_parameters")
     sliding = rope.get("sliding_attention") if isinstance(rope, dict) else None
-    local = (
-        positive(sliding, "rope_theta") if isinstance(sliding, dict) else facts.number("rope_local_base_freq")
-    )
+    stated = positive(sliding, "rope_theta") if isinstance(sliding, dict) else None
     yield facts.f32("rope.freq_base_swa", stated or facts.number("rope_local_base_freq"))
 
 
