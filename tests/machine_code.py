@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,33 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class MachineCode:
-    """A compiled kernel: registers per thread, bytes of local and shared memory, instructions by name."""
+    """A compiled kernel: registers per thread, bytes of local and shared memory, instructions by name.
+
+    `listing` has every instruction in its order, with its address.
+    """
 
     name: str
     registers: int
     local: int
     shared: int
     instructions: Counter[str]
+    listing: tuple[tuple[int, str], ...]
+
+    @cached_property
+    def loop(self) -> tuple[str, ...]:
+        """The instructions of the shortest loop that uses the tensor cores: all from the target of its
+        backward branch to that branch, whether predicated or of the uniform path, each counted once."""
+        loops = []
+        for address, text in self.listing:
+            branch = re.search(r"\bBRA.*?0x([0-9a-f]+)", text)
+            if branch and int(branch[1], 16) < address:
+                body = tuple(t for at, t in self.listing if int(branch[1], 16) <= at <= address)
+                loops += [body] if any("MMA" in t for t in body) else []
+        return min(loops, key=len)
+
+    def in_loop(self, pattern: str) -> int:
+        """How many instructions of the loop match."""
+        return sum(bool(re.search(pattern, text)) for text in self.loop)
 
 
 class Launches:
@@ -53,7 +74,7 @@ def machine_code(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> M
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    options = {key: named[key] for key in ("num_warps", "num_stages") if key in named}
+    options = {key: named[key] for key in ("num_warps", "num_stages", "enable_fp_fusion") if key in named}
     values = dict(zip(kernel.arg_names, args, strict=False)) | {
         key: value for key, value in named.items() if key not in options
     }
@@ -79,12 +100,14 @@ def machine_code(kernel: Any, args: tuple[Any, ...], named: dict[str, Any]) -> M
         cubin = Path(folder) / "kernel.cubin"
         cubin.write_bytes(compiled.asm["cubin"])
         usage = _output(tools / "cuobjdump", "-res-usage", cubin)
-        listing = _output(tools / "nvdisasm", "-c", cubin)
+        sass = _output(tools / "cuobjdump", "-sass", cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
     assert found is not None, usage
     registers, stack, local = map(int, found.groups())
-    names = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?([A-Z0-9]+)", listing, re.MULTILINE)
-    return MachineCode(kernel.__name__, registers, stack + local, compiled.metadata.shared, Counter(names))
+    lines = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+([^;]+?)\s*;", sass, re.MULTILINE)
+    listing = tuple((int(address, 16), text) for address, text in lines)
+    names = Counter(re.sub(r"^@!?U?P\w+ ", "", text).split()[0].split(".")[0] for _, text in listing)
+    return MachineCode(kernel.__name__, registers, stack + local, compiled.metadata.shared, names, listing)
 
 
 def _output(*command: Any) -> str:

@@ -16,8 +16,12 @@ from qconvert.decoder.cuda.packing import (
     mma_weight,
     pack_int4,
     pack_int8,
+    pack_scales,
+    pack_zeros,
     unpack_int4,
     unpack_int8,
+    unpack_scales,
+    unpack_zeros,
 )
 from qconvert.decoder.cuda.reference import group_sums, multiply_partials, split_columns, sums_for
 from qconvert.decoder.place import place_rows
@@ -57,9 +61,9 @@ def test_unpacking_undoes_packing(bits: int, tiles: tuple[int, int], seed: int) 
     pack, unpack = LAYOUTS[bits]
     codes = random_codes(bits, 128 * tiles[0], 128 * tiles[1], seed)
     words = pack(codes)
-    assert words.shape == (*tiles, 128, 4 * bits) and words.dtype == torch.int32 and words.is_contiguous()
+    assert words.shape == (*tiles, bits, 128, 4) and words.dtype == torch.int32 and words.is_contiguous()
     assert torch.equal(unpack(words), codes)
-    assert torch.equal(pack(unpack(words.flip(2))), words.flip(2))
+    assert torch.equal(pack(unpack(words.flip(3))), words.flip(3))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -72,9 +76,21 @@ def test_a_word_holds_the_columns_that_the_diagram_says(bits: int) -> None:
     for row, column in ((0, 0), (1, 1), (5, 9), (77, 30), (127, 127), (3, 128), (90, 255), (64, 178)):
         tile, k = divmod(column, 128)
         inside = k % block
-        word = int(words[0, tile, row, k // block * 4 + inside % 8 // 2]) & 0xFFFFFFFF
+        word = int(words[0, tile, k // block, row, inside % 8 // 2]) & 0xFFFFFFFF
         found = word >> (inside // 8 * bits + 16 * (inside % 2)) & (2**bits - 1)
         assert found ^ (128 if bits == 8 else 0) == int(codes[row, column])
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_scales_and_zeros_lie_by_the_rows_of_a_thread(groups: int) -> None:
+    generator = torch.Generator().manual_seed(groups)
+    grid = torch.randint(0, 256, (384, 3 * groups), generator=generator, dtype=torch.uint8)
+    scales, zeros = pack_scales(grid, groups), pack_zeros(grid, groups)
+    assert torch.equal(unpack_scales(scales), grid) and torch.equal(unpack_zeros(zeros), grid)
+    tile = grid[256:].view(128, 3, groups)
+    assert torch.equal(scales[2, 1, 8 * 3 + 5], torch.stack([tile[53, 1], tile[61, 1]], dim=-1))
+    rows = [tile[row, 1] for row in (53, 61, 117, 125)]
+    assert torch.equal(zeros[2, 1, 8 * 3 + 5], torch.stack(rows, dim=-1))
 
 
 @pytest.mark.parametrize(("form", "shape"), FORMS, ids=str)

@@ -1,22 +1,23 @@
 """Weights in the order in which the tensor cores of a GPU read them: packing, and its inverse.
 
-A weight is cut into tiles of 128 rows by 128 columns, one after the other along a row of tiles, so
-that a kernel reads memory in one stream. Within a tile, a row is 16 (int4) or 32 (int8) words of 32
-bits, and a word holds what one thread of a `wgmma` or `mma` instruction wants of the left operand
-(PTX ISA, "Matrix fragments": columns 2t, 2t + 1, 2t + 8 and 2t + 9 of every 16, t = 0..3):
+A weight is cut into tiles of 128 rows by 128 columns, one after the other along a row of tiles, so that
+a kernel reads memory in one stream. A tile is cut into blocks of 32 (int4) or 16 (int8) columns, and a
+row of a block into 4 words of 32 bits. Word t holds what thread t of 4 wants of the left operand of a
+`wgmma` or `mma` (PTX ISA, "Matrix fragments": columns 2t, 2t + 1, 2t + 8 and 2t + 9 of every 16):
 
-    int4: word t of a block of 32 columns           int8: word t of a block of 16 columns
-    bit 31    24    20    16 15    12    8     4  0   bit 31      24      16       8       0
-       | 2t+25 | 2t+17 | 2t+9 | 2t+1 | 2t+24 | .. |      | 2t+9   | 2t+1   | 2t+8   | 2t     |
-       '------- upper half ---------'---- lower --'      '--- upper half ---'- lower half ---'
+    bit 31      28      24      20      16      12       8       4       0
+    int4  | 2t+25 | 2t+17 | 2t+9  | 2t+1  | 2t+24 | 2t+16 | 2t+8  | 2t    |   block of 32 columns
+    int8  |     2t+9      |     2t+1      |     2t+8      |      2t       |   block of 16 columns
+           -------- odd columns --------- -------- even columns ---------
 
-In both, bits 16.. hold the odd column beside the even one of bits 0.., so that two neighbours leave a
-word as one register of two bfloat16. An int4 half holds columns 2t + 8a at bits 4a, a = 0..3; an int8
-half columns 2t + 8a at bits 8a, a = 0..1. A nibble is the code; a byte is `code - 128` in two's complement.
+Two neighbours are at the same place of the two halves, so that a shift, a mask and a constant turn them
+into one register of two bfloat16. A nibble is the code; a byte is `code - 128` in two's complement.
 
-Rows and columns are padded to whole tiles; scales of padded rows and groups are 0. A layout is made at
-load, on the device, and never saved.
-Legend: N out features (rows), K in features, G groups, T x U tiles, R rows of a tile, W words.
+Scales and zeros lie as the threads that own a row want them: rows n and n + 8 of every 16 beside each
+other (two scales of 16 bits to a word), zeros of rows n, n + 8, n + 64 and n + 72 too (four to a word).
+Rows and columns are padded to whole tiles; scales of what is padded are 0. A layout is made at load, on
+the device, and never saved.
+Legend: N out features (rows), K in features, G groups, T x U tiles, J groups of a tile, R rows asked for.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ TILE = 128
 """Rows, and columns, of a tile; also the columns that a kernel multiplies by in one step."""
 GROUPS = (128, 64, 32)
 """Columns that may share one scale; larger groups that these divide are spelled as several."""
-SYMMETRIC_INT4_ZERO = 8
 _PACK_BYTES = 64 << 20
 """Codes packed at a time: packing holds them as 32-bit words, four or eight times the packed bytes."""
 
@@ -43,14 +43,15 @@ _PACK_BYTES = 64 << 20
 class MmaInt4:
     """A grid of up to 4 bits, `(code - zero) * scale`, exactly as it is stored.
 
-    `words` int32 [T, U, 128, 16]; `scales_GN` [G, 128 T] in the dtype they are stored in;
-    `zeros_GN` uint8 [G, 128 T], or None for a symmetric grid, whose zero is 8 (codes of fewer bits
-    are moved up). G is the padded K / `group`, or 1 where `group` is None: one scale per row.
+    `words` int32 [T, U, 4, 128, 4], by tile, block, row and word. `scales` [T, U, 64, J, 2] in the dtype
+    they are stored in, by tile, pair of rows, group and row of the pair; `zeros` uint8
+    [T, U, 32, J, 4], or None for a symmetric grid, whose zero is 8 (codes of fewer bits are moved up).
+    Where `group` is None, a row has one scale and one zero, and they are as for U = 1, J = 1.
     """
 
     words: Tensor
-    scales_GN: Tensor
-    zeros_GN: Tensor | None
+    scales: Tensor
+    zeros: Tensor | None
     group: int | None
     shape: tuple[int, int]
     dtype: torch.dtype = torch.bfloat16
@@ -75,12 +76,12 @@ class MmaInt4:
 class MmaInt8:
     """A grid of 5 to 8 bits, `(code - zero) * scale`, exactly as it is stored.
 
-    `words` int32 [T, U, 128, 32]; the rest as in MmaInt4, the zero of a symmetric grid being 128.
+    `words` int32 [T, U, 8, 128, 4]; the rest as in MmaInt4, the zero of a symmetric grid being 128.
     """
 
     words: Tensor
-    scales_GN: Tensor
-    zeros_GN: Tensor | None
+    scales: Tensor
+    zeros: Tensor | None
     group: int | None
     shape: tuple[int, int]
     dtype: torch.dtype = torch.bfloat16
@@ -89,7 +90,7 @@ class MmaInt8:
     @property
     def sum_group(self) -> int | None:
         """The columns per sum that `group_sums` takes; None for a symmetric grid, which wants none."""
-        return None if self.zeros_GN is None else self.group or TILE
+        return None if self.zeros is None else self.group or TILE
 
     @property
     def nbytes(self) -> int:
@@ -106,46 +107,71 @@ MmaWeight = MmaInt4 | MmaInt8
 
 
 def pack_int4(codes_NK: Tensor) -> Tensor:
-    """Codes of 0 to 15, uint8 [N, K] of whole tiles, as int32 words [N / 128, K / 128, 128, 16]."""
-    columns = codes_NK.view(-1, TILE, codes_NK.shape[1] // TILE, 4, 4, 4, 2)  # T R U block a t half
-    return _gathered(columns, nibbles=4, bits=4)
+    """Codes of 0 to 15, uint8 [N, K] of whole tiles, as int32 words [T, U, 4, 128, 4]."""
+    return _gathered(codes_NK, per_half=4, bits=4)
 
 
 def unpack_int4(words: Tensor) -> Tensor:
     """The inverse of `pack_int4`: uint8 [N, K]."""
-    return _spread(words, nibbles=4, bits=4)
+    return _spread(words, per_half=4, bits=4)
 
 
 def pack_int8(codes_NK: Tensor) -> Tensor:
-    """Codes of 0 to 255, uint8 [N, K] of whole tiles, as int32 words [N / 128, K / 128, 128, 32]."""
-    columns = (codes_NK ^ 128).view(-1, TILE, codes_NK.shape[1] // TILE, 8, 2, 4, 2)
-    return _gathered(columns, nibbles=2, bits=8)
+    """Codes of 0 to 255, uint8 [N, K] of whole tiles, as int32 words [T, U, 8, 128, 4]."""
+    return _gathered(codes_NK ^ 128, per_half=2, bits=8)
 
 
 def unpack_int8(words: Tensor) -> Tensor:
     """The inverse of `pack_int8`: uint8 [N, K]."""
-    return _spread(words, nibbles=2, bits=8) ^ 128
+    return _spread(words, per_half=2, bits=8) ^ 128
 
 
-def _gathered(columns: Tensor, *, nibbles: int, bits: int) -> Tensor:
-    """Codes [T, R, U, block, a, t, half] to words [T, U, R, block * t]."""
-    words = torch.zeros((), dtype=torch.int32, device=columns.device)
-    for a in range(nibbles):
+def _gathered(codes_NK: Tensor, *, per_half: int, bits: int) -> Tensor:
+    out, width = codes_NK.shape
+    # By tile, row, tile across, block, place in a half, word and half.
+    codes = codes_NK.view(out // TILE, TILE, width // TILE, -1, per_half, 4, 2)
+    words = torch.zeros((), dtype=torch.int32, device=codes.device)
+    for a in range(per_half):
         for half in range(2):
-            words = words | (columns[:, :, :, :, a, :, half].int() << (bits * a + 16 * half))
-    return words.flatten(3).transpose(1, 2).contiguous()
+            words = words | (codes[:, :, :, :, a, :, half].int() << (bits * a + 16 * half))
+    return words.permute(0, 2, 3, 1, 4).contiguous()
 
 
-def _spread(words: Tensor, *, nibbles: int, bits: int) -> Tensor:
-    tiles, across = words.shape[:2]
-    by_word = words.transpose(1, 2).reshape(tiles, TILE, across, -1, 4)  # T R U block t
-    codes = torch.empty(
-        tiles, TILE, across, by_word.shape[3], nibbles, 4, 2, dtype=torch.uint8, device=words.device
-    )
-    for a in range(nibbles):
+def _spread(words: Tensor, *, per_half: int, bits: int) -> Tensor:
+    tiles, across, blocks = words.shape[:3]
+    by_row = words.permute(0, 3, 1, 2, 4)
+    shape = (tiles, TILE, across, blocks, per_half, 4, 2)
+    codes = torch.empty(shape, dtype=torch.uint8, device=words.device)
+    for a in range(per_half):
         for half in range(2):
-            codes[:, :, :, :, a, :, half] = (by_word >> (bits * a + 16 * half)) & ((1 << bits) - 1)
+            codes[:, :, :, :, a, :, half] = (by_row >> (bits * a + 16 * half)) & ((1 << bits) - 1)
     return codes.view(tiles * TILE, across * TILE)
+
+
+def pack_scales(scales_NG: Tensor, groups: int) -> Tensor:
+    """Scales of whole tiles, [N, G], by pairs of rows: [T, U, 64, J, 2], where J is `groups`."""
+    parts = scales_NG.view(-1, 8, 2, 8, scales_NG.shape[1] // groups, groups)
+    return parts.permute(0, 4, 1, 3, 5, 2).flatten(2, 3).contiguous()
+
+
+def unpack_scales(scales: Tensor) -> Tensor:
+    """The inverse of `pack_scales`: [N, G]."""
+    tiles, across, _, groups, _ = scales.shape
+    parts = scales.view(tiles, across, 8, 8, groups, 2)
+    return parts.permute(0, 2, 5, 3, 1, 4).reshape(tiles * TILE, across * groups)
+
+
+def pack_zeros(zeros_NG: Tensor, groups: int) -> Tensor:
+    """Zeros of whole tiles, [N, G], by fours of rows: [T, U, 32, J, 4], where J is `groups`."""
+    parts = zeros_NG.view(-1, 2, 4, 2, 8, zeros_NG.shape[1] // groups, groups)
+    return parts.permute(0, 5, 2, 4, 6, 1, 3).flatten(2, 3).flatten(4).contiguous()
+
+
+def unpack_zeros(zeros: Tensor) -> Tensor:
+    """The inverse of `pack_zeros`: [N, G]."""
+    tiles, across, _, groups, _ = zeros.shape
+    parts = zeros.view(tiles, across, 4, 8, groups, 2, 2)
+    return parts.permute(0, 5, 2, 6, 3, 1, 4).reshape(tiles * TILE, across * groups)
 
 
 def mma_weight(value: IntAffine, device: torch.device) -> MmaWeight | None:
@@ -158,16 +184,23 @@ def mma_weight(value: IntAffine, device: torch.device) -> MmaWeight | None:
     group = None if form.groups(width) == 1 else next((g for g in GROUPS if stored % g == 0), 0)
     if group == 0 or value.groups_I is not None:
         return None
-    scales_NG = as_tensor(value.scales_RG, form.scale_dtype).to(device)
-    zeros_NG = None if value.zeros_RG is None else torch.from_numpy(value.zeros_RG).to(device)
     small = form.bits <= 4
+    if small and value.zeros_RG is not None and value.zeros_RG.max(initial=0) >= 128:
+        return None  # the kernel holds 128 + zero in the 8 bits of a bfloat16's precision
     # Moving the codes of a symmetric grid up moves its zero, 2**(bits - 1), to that of the widest.
-    shift = (8 if small else 128) - (1 << (form.bits - 1)) if zeros_NG is None else 0
-    repeat = 1 if group is None else stored // group
+    shift = (8 if small else 128) - (1 << (form.bits - 1)) if value.zeros_RG is None else 0
+
+    def padded(part_NG: Tensor) -> Tensor:
+        part_NG = part_NG.to(device).repeat_interleave(1 if group is None else stored // group, dim=1)
+        more = 0 if group is None else -width % TILE // group
+        return F.pad(part_NG, (0, more, 0, -out % TILE))
+
+    groups = 1 if group is None else TILE // group
+    zeros = None if value.zeros_RG is None else padded(torch.from_numpy(value.zeros_RG))
     return (MmaInt4 if small else MmaInt8)(
         words=_packed(torch.from_numpy(value.codes_RI), shift, small, device),
-        scales_GN=_grid(scales_NG, repeat, width, group),
-        zeros_GN=None if zeros_NG is None else _grid(zeros_NG, repeat, width, group),
+        scales=pack_scales(padded(as_tensor(value.scales_RG, form.scale_dtype)), groups),
+        zeros=None if zeros is None else pack_zeros(zeros, groups),
         group=group,
         shape=(out, width),
     )
@@ -184,29 +217,22 @@ def _packed(codes_NK: Tensor, shift: int, small: bool, device: torch.device) -> 
     return torch.cat(parts)
 
 
-def _grid(part_NG: Tensor, repeat: int, width: int, group: int | None) -> Tensor:
-    """Scales or zeros as a kernel reads them, [G, N], padded with zeros to whole tiles."""
-    part_NG = part_NG.repeat_interleave(repeat, dim=1)
-    more = 0 if group is None else -(-width // TILE) * (TILE // group) - part_NG.shape[1]
-    return F.pad(part_NG, (0, more, 0, -len(part_NG) % TILE)).T.contiguous()
-
-
 def _nbytes(weight: MmaWeight) -> int:
-    zeros = 0 if weight.zeros_GN is None else weight.zeros_GN.nbytes
-    return weight.words.nbytes + weight.scales_GN.nbytes + zeros
+    zeros = 0 if weight.zeros is None else weight.zeros.nbytes
+    return weight.words.nbytes + weight.scales.nbytes + zeros
 
 
 def codes_of(weight: MmaWeight, index: slice) -> tuple[Tensor, Tensor, Tensor | int]:
-    """Codes uint8 [R, padded K], scales float32 [R, G] and zeros [R, G] (or the one) of some rows."""
+    """Codes uint8 [R, padded K], scales float32 [R, G] and zeros float32 [R, G] (or the one) of some rows."""
     start, stop, _ = index.indices(weight.shape[0])
     first = start // TILE
-    words = weight.words[first : -(-stop // TILE)]
-    codes_NK = unpack_int4(words) if isinstance(weight, MmaInt4) else unpack_int8(words)
-    codes_RK = codes_NK[start - first * TILE : stop - first * TILE]
-    scales_RG = weight.scales_GN[:, start:stop].T.float()
-    if weight.zeros_GN is None:
-        return codes_RK, scales_RG, SYMMETRIC_INT4_ZERO if isinstance(weight, MmaInt4) else 128
-    return codes_RK, scales_RG, weight.zeros_GN[:, start:stop].T
+    tiles, rows = slice(first, -(-stop // TILE)), slice(start - first * TILE, stop - first * TILE)
+    unpack = unpack_int4 if isinstance(weight, MmaInt4) else unpack_int8
+    scales_RG = unpack_scales(weight.scales[tiles])[rows].float()
+    zeros_RG: Tensor | int = 8 if isinstance(weight, MmaInt4) else 128
+    if weight.zeros is not None:
+        zeros_RG = unpack_zeros(weight.zeros[tiles])[rows].float()
+    return unpack(weight.words[tiles])[rows], scales_RG, zeros_RG
 
 
 def _rows(weight: MmaWeight, index: slice) -> Tensor:

@@ -75,7 +75,7 @@ def _product(x_MK: Tensor, sums_GM: Tensor | None, weight: MmaWeight, columns: s
     x_MGS, codes_NGS = _grouped(x_MK, group), _grouped(codes_NK.float(), group)
     products_NMG = torch.einsum("mgk,ngk->nmg", x_MGS[:, groups], codes_NGS[:, : x_MGS.shape[1]][:, groups])
     if isinstance(zeros_NG, Tensor):
-        zeros_NG = zeros_NG.expand(-1, codes_NGS.shape[1])[:, None, groups].float()
+        zeros_NG = zeros_NG.expand(-1, codes_NGS.shape[1])[:, None, groups]
     if sums_GM is None:  # of int8 codes about 128, which the kernel reads as signed numbers
         sums_GM = group_sums(x_MK, group)
     products_NMG -= zeros_NG * sums_GM[groups].T

@@ -10,39 +10,57 @@ from dataclasses import dataclass
 
 from qconvert.decoder.cuda.packing import TILE
 
-FEW_ROWS, WIDE_ROWS = 16, 64
-"""The most rows of x that the narrow kernel takes (the least width of a Hopper tensor core instruction
-that leaves weights in registers on every triton since 3.6), and the most that any kernel takes."""
+FEW_ROWS = 16
+"""The most rows of x that a product with any weight takes: what is built for is 64 columns of the right
+operand, and a row takes as many as a tile has groups, at most 4."""
+WIDEST = 64
+"""The most columns of the right operand (rows of x times groups of a tile) that a kernel is built for.
+The scale after the product costs as many operations as it has columns: near 64 it stops paying, and
+dequantizing the weight for a plain product is as good."""
 MULTIPROCESSORS = 132
 RESIDENT = 3
 """Programs of four warps that a multiprocessor holds at once: 65536 registers / (128 * 168)."""
-LEAST_STEPS = 4
+LEAST_TILES = 4
 """Tiles that a split is worth starting a program for: as many as are in flight at once."""
+MOST_SPLITS = 8
+"""Every split is another float32 result that the next kernel reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """How a kernel is compiled: rows of x per program, warps, stages of asynchronous copies."""
+    """How a kernel is compiled: rows of the weight and columns of x per program, warps, stages in flight."""
 
     rows: int
-    warps: int
-    stages: int
+    columns: int
+    warps: int = 4
+    stages: int = 4
 
 
-def config(kind: str, rows: int) -> Config:
-    """The configuration for a kind of weight and a number of rows of x, at most WIDE_ROWS."""
-    width = next(w for w in (16, 32, 64) if rows <= w)
-    stages = {"int4-mma": 4, "int8-mma": 4, "dense": 3}[kind]
-    return Config(width, 4, stages)
+# Instructions per weight and registers as compiled by triton 3.9 for sm_90, symmetric groups of 128.
+CONFIGS: dict[tuple[str, int], Config] = {
+    ("int4-mma", 16): Config(128, 16),
+    ("int4-mma", 32): Config(128, 32),
+    ("int4-mma", 64): Config(64, 64),
+    ("int8-mma", 16): Config(64, 16),
+    ("int8-mma", 32): Config(64, 32),
+    ("int8-mma", 64): Config(64, 64, stages=3),
+    ("dense", 16): Config(128, 16),
+    ("dense", 32): Config(128, 32),
+    ("dense", 64): Config(128, 64),
+}
+
+
+def config(kind: str, columns: int) -> Config:
+    """The configuration for a kind of weight and a number of columns, at most WIDEST."""
+    return next(CONFIGS[kind, width] for width in (16, 32, 64) if columns <= width)
 
 
 def splits(shape: tuple[int, int]) -> int:
     """In how many parts the columns of a weight [N, K] are multiplied, so that a GPU is filled.
 
-    Programs that fill it, over the tiles of N; at least LEAST_STEPS tiles to a part; at most 8, as
-    every part is another float32 result that the next kernel reads. It depends on the shape alone:
-    a result never depends on what else runs.
+    Programs that fill it, over the tiles of N; at least LEAST_TILES tiles to a part. It depends on the
+    shape alone: a result never depends on what else runs.
     """
-    out, width = (-(-side // TILE) for side in shape)
-    wanted = -(-MULTIPROCESSORS * RESIDENT // out)
-    return max(1, min(8, wanted, width // LEAST_STEPS))
+    tall, wide = (-(-side // TILE) for side in shape)
+    wanted = -(-MULTIPROCESSORS * RESIDENT // tall)
+    return max(1, min(MOST_SPLITS, wanted, wide // LEAST_TILES))

@@ -1,0 +1,106 @@
+"""Runs interpreted_matmul.py in a process of its own, and reads the machine code of its kernels.
+
+A weight that is multiplied by a row or two is read once, so the kernels are as fast as memory if they
+spend few instructions on it. On an H200, 4.3 TB/s are 8.3e12 int4 or 4.2e12 int8 weights a second, and
+its 132 multiprocessors start 33.4e12 instructions of one thread: 4.0 to an int4 weight, 7.9 to an int8.
+Counted here: instructions of the main loop, times threads, over the weights of one turn of it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from qconvert.decoder.cuda import matmul, tuning
+from qconvert.decoder.cuda.packing import mma_weight
+from qconvert.decoder.cuda.reference import FewRowWeight, sums_for
+from qconvert.decoder.storage import DenseWeight
+from qconvert.tensors import DType, GroupInt
+from tests.machine_code import Launches, MachineCode
+from tests.test_decoder_linear import random_value
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+
+
+def test_kernels_in_the_interpreter() -> None:
+    """TRITON_INTERPRET counts only before the first import of triton, so not in this process."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_matmul.py"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-10000:]
+
+
+def code_of(
+    weight: FewRowWeight, rows: int, monkeypatch: pytest.MonkeyPatch, width: int
+) -> tuple[MachineCode, float]:
+    """The kernel for this weight and so many rows, and its instructions per weight."""
+    name = "multiply_rows" if isinstance(weight, DenseWeight) else "multiply_tiles"
+    launches = Launches(getattr(matmul, name))
+    monkeypatch.setattr(matmul, name, launches)
+    x_MK = torch.zeros(rows, width, dtype=torch.bfloat16)
+    matmul.multiply_partials(x_MK, sums_for(x_MK, weight), weight, 2)
+    (code,) = launches.codes
+    chosen = tuning.config(weight.kind, rows * matmul.groups_of(weight))
+    columns = 64 if isinstance(weight, DenseWeight) else 128
+    return code, len(code.loop) * 32 * chosen.warps / (chosen.rows * columns)
+
+
+FEW = [
+    (GroupInt(4, 128, True, DType.BF16), 1, 3.0),
+    (GroupInt(4, 128, True, DType.F16), 5, 3.0),
+    (GroupInt(4, 64, False, DType.BF16), 1, 3.0),
+    (GroupInt(4, 32, False, DType.F32), 4, 3.0),
+    (GroupInt(4, None, True, DType.BF16), 1, 3.0),
+    (GroupInt(8, 128, True, DType.BF16), 1, 6.0),
+    (GroupInt(8, 32, False, DType.BF16), 4, 6.0),
+]
+
+
+@pytest.mark.parametrize(("form", "rows", "most"), FEW, ids=str)
+def test_few_instructions_go_to_a_weight(
+    form: GroupInt, rows: int, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = mma_weight(random_value(form, 256, 512), CPU)
+    assert weight is not None
+    code, per_weight = code_of(weight, rows, monkeypatch, 512)
+    assert per_weight <= most, code.loop
+    assert code.local == 0 and code.registers <= 168, code  # three programs to a multiprocessor
+    # Codes go from memory to shared memory 16 bytes at a time, behind the tensor cores' back; from there
+    # to registers as the tensor cores want them, and never back.
+    assert code.in_loop("HGMMA") == 16
+    assert code.in_loop(r"LDGSTS.*\.128") >= 6 and not code.in_loop(r"\bLDG\b")
+    assert not code.in_loop(r"\bST[SL]\b|\bLDL\b")
+    # The interpreter does not see the assembly: (a & b) | c is table 0xea of three inputs.
+    masks = ("0xf000f",) if form.bits == 4 else ("0x7f007f", "0x800080")
+    assert sum(code.in_loop(rf"LOP3\.LUT .*{mask}, R\w+(\.reuse)?, 0xea") for mask in masks) == 64
+
+
+def test_many_columns_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bits, rows, most in ((4, 64, 5.0), (8, 64, 6.0)):
+        weight = mma_weight(random_value(GroupInt(bits, 128, True, DType.BF16), 256, 512), CPU)
+        assert weight is not None
+        with monkeypatch.context() as patch:
+            code, per_weight = code_of(weight, rows, patch, 512)
+        assert per_weight <= most and code.local == 0 and code.in_loop("HGMMA"), code
+
+
+def test_a_dense_weight_goes_from_shared_memory_to_the_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = DenseWeight(torch.zeros(256, 512, dtype=torch.bfloat16))
+    code, per_weight = code_of(weight, 1, monkeypatch, 512)
+    assert per_weight <= 2.0 and code.local == 0 and code.registers <= 168, code
+    assert code.in_loop("HGMMA") and code.in_loop(r"LDGSTS.*\.128") >= 8
+    assert not code.in_loop(r"^(?!@!PT).*\b(LD[GSL]|LDSM|ST[SL])\b")
