@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from qconvert.decoder.head import Head
 from qconvert.decoder.model import Decoder
-from qconvert.decoder.scoring import score
+from qconvert.decoder.scoring import score_hidden
 from qconvert.errors import CheckFailed
 from qconvert.evals.protocols import Window
 
@@ -138,14 +138,13 @@ def _shape(window: Window) -> tuple[int, int]:
 
 def _score_batch(tracks: Sequence[Track], tokens_BT: Tensor, scored: int, compared: bool) -> None:
     """Run every model over a batch and score its tokens from position `scored` on."""
-    heads = []
+    models: list[tuple[Tensor, Head]] = []
     for track in tracks:
         h_ND = track.hidden(tokens_BT)[:, scored - 1 : -1].flatten(0, 1)
-        heads.append(partial(track.model.decoder.logits, h_ND))
-    decoder = tracks[0].model.decoder
-    targets_N = tokens_BT[:, scored:].flatten().to(decoder.device)
-    groups = [heads] if compared else [[head] for head in heads]
-    scores = [each for group in groups for each in score(group, targets_N, decoder.config.vocab)]
+        models.append((h_ND, track.model.decoder.head))
+    targets_N = tokens_BT[:, scored:].flatten().to(tracks[0].model.decoder.device)
+    groups = [models] if compared else [[model] for model in models]
+    scores = [each for group in groups for each in score_hidden(group, targets_N)]
     for track, each in zip(tracks, scores, strict=True):
         loss = float(each.nll_N.mean())
         if not loss < _HOPELESS_NATS:

@@ -18,7 +18,7 @@ from qconvert.decoder.config import DecoderConfig
 from qconvert.decoder.load import load_decoder
 from qconvert.decoder.model import Decoder, Layer
 from qconvert.decoder.place import Layout
-from qconvert.decoder.scoring import score
+from qconvert.decoder.scoring import score_hidden
 from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.formats.weights import CheckpointWeights
 
@@ -59,7 +59,7 @@ def ours(name: str, folder: Path, room: int, *, int8_head: bool = False) -> Runn
         """What an evaluation does with a window: hidden states, then the losses of all tokens."""
         ids_1T = torch.tensor([tokens])
         h_ND = decoder.hidden(ids_1T)[0, :-1]
-        score([lambda begin, end: decoder.logits(h_ND, begin, end)], ids_1T[0, 1:], decoder.config.vocab)
+        score_hidden([(h_ND, decoder.head)], ids_1T[0, 1:])
 
     return Runner(
         name,

@@ -25,6 +25,7 @@ from qconvert.decoder.cuda.attention import (
     combine_reference,
     empty_softmaxes,
 )
+from qconvert.decoder.cuda.head import Spoken, score_reference, score_spoken
 from qconvert.decoder.cuda.language import INTERPRET
 from qconvert.decoder.cuda.norm import add_norm, add_norm_reference
 from qconvert.decoder.cuda.step import obstacle, open_step, read, read_greedily
@@ -213,6 +214,25 @@ def test_a_step_is_as_near_to_float32_as_the_decoder(
     assert 0 < ours < 1.2 * theirs
     with pytest.raises(QConvertError, match=r"5 \+ 1 tokens"):
         read(step, ids[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "widths"), [(5, 700, (48, 48)), (140, 300, (64, 96)), (130, 256, (128, 128))]
+)
+def test_scores(tokens: int, vocab: int, widths: tuple[int, int]) -> None:
+    """One model, another that is far from it, and the first again, whose divergence is nothing."""
+    models = [
+        Spoken(normal(tokens, width, seed=i).bfloat16(), (normal(vocab, width, seed=2 + i) * 0.4).bfloat16())
+        for i, width in enumerate(widths)
+    ]
+    targets = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(0))
+    for group in (models[:1], models, [models[0], models[0]]):
+        for got, want in zip(score_spoken(group, targets), score_reference(group, targets), strict=True):
+            assert torch.allclose(got.nll_N, want.nll_N, rtol=2e-6, atol=2e-6)
+            assert torch.equal(got.top_N, want.top_N)
+            assert (got.kl_N is None) == (want.kl_N is None)
+            if got.kl_N is not None and want.kl_N is not None:
+                assert torch.allclose(got.kl_N, want.kl_N, rtol=2e-6, atol=2e-6)
 
 
 def test_greedy_steps_choose_what_reading_would() -> None:

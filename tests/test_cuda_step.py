@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from qconvert.decoder.cuda import attention, norm, swiglu
+from qconvert.decoder.cuda import attention, head, norm, swiglu
 from qconvert.decoder.cuda.activation import Parts, empty_rows
 from qconvert.decoder.cuda.attention import HeadNorms, HeadShape, Place, empty_softmaxes, stretches_for
+from qconvert.decoder.cuda.head import Spoken, score_spoken
 from tests.machine_code import Launches, MachineCode
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,6 +97,17 @@ def test_attention_keeps_to_registers(
     code = check(attends, 168)
     assert code.instructions["HMMA"] >= 16 and code.instructions["LDGSTS"] >= 8
     check(combines, 168)
+
+
+@pytest.mark.parametrize("models", [1, 2])
+def test_scores_keep_to_registers(models: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = Launches(head._fold)
+    monkeypatch.setattr(head, "_fold", launches)
+    bf16 = torch.bfloat16
+    spoken = Spoken(empty(16376, 896, dtype=bf16), empty(151936, 896, dtype=bf16))
+    score_spoken([spoken] * models, empty(16376, dtype=torch.int64))
+    code = check(launches, 255)
+    assert code.instructions["HGMMA"] >= 4 * models and code.instructions["LDGSTS"] >= 24
 
 
 def test_stretches_fill_a_device_with_about_a_program_each() -> None:

@@ -9,9 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from qconvert.decoder.cuda.language import available
+from qconvert.decoder.head import Head, multiply_float32
+from qconvert.decoder.storage import DenseWeight
 
 Logits = Callable[[int, int], Tensor]
 """Logits of the vocabulary rows [start, stop): float32 [N, stop - start]."""
@@ -32,6 +37,33 @@ class Scores:
     nll_N: Tensor
     top_N: Tensor
     kl_N: Tensor | None
+
+
+def score_hidden(models: Sequence[tuple[Tensor, Head]], targets_N: Tensor) -> list[Scores]:
+    """Score models by their hidden states [N, D] and heads, as `score` does by their logits.
+
+    Bfloat16 heads on a GPU that triton compiles for are multiplied by and folded in one kernel, a
+    model beside the reference at a time; all others block by block. Either way the logits are
+    products of the numbers as they are, summed in float32.
+    """
+    if targets_N.device.type == "cuda" and all(map(_speaks, models)) and available(targets_N.device):
+        from qconvert.decoder.cuda.head import Spoken, score_spoken
+
+        reference, *others = (Spoken(h_ND, _dense(head)) for h_ND, head in models)
+        pairs = [score_spoken([reference, other], targets_N) for other in others]
+        return [*(pairs[0][:1] if pairs else score_spoken([reference], targets_N)), *(b for _, b in pairs)]
+    heads = [partial(multiply_float32, h_ND, head) for h_ND, head in models]
+    return score(heads, targets_N, models[0][1].shape[0])
+
+
+def _speaks(model: tuple[Tensor, Head]) -> bool:
+    h_ND, head = model
+    return isinstance(head, DenseWeight) and h_ND.dtype == head.w_OI.dtype == torch.bfloat16
+
+
+def _dense(head: Head) -> Tensor:
+    assert isinstance(head, DenseWeight)
+    return head.w_OI
 
 
 def score(heads: Sequence[Logits], targets_N: Tensor, vocab: int, block: int | None = None) -> list[Scores]:
