@@ -81,13 +81,13 @@ def _parts(tokens: int, blocks: int, device: torch.device) -> tuple[int, int]:
     processors = 2
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    rows = triton.cdiv(tokens, _TOKENS)
+    rows = -(-tokens // _TOKENS)
 
     def idle(parts: int) -> float:
-        return float(-(rows * parts) % processors) / (rows * parts)
+        return -(rows * parts) % processors / (rows * parts)
 
-    length = triton.cdiv(blocks, min(range(1, min(_MOST_PARTS, blocks) + 1), key=idle))
-    return triton.cdiv(blocks, length), length
+    length = -(-blocks // min(range(1, min(_MOST_PARTS, blocks) + 1), key=idle))
+    return -(-blocks // length), length
 
 
 def _empty(parts: int, tokens: int, device: torch.device) -> Folded:

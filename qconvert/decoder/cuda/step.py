@@ -30,9 +30,10 @@ from qconvert.decoder.cuda.attention import (
     stretches_for,
 )
 from qconvert.decoder.cuda.language import available
+from qconvert.decoder.cuda.matmul import multiply_partials
 from qconvert.decoder.cuda.norm import add_norm
 from qconvert.decoder.cuda.packing import MmaInt4, MmaInt8
-from qconvert.decoder.cuda.reference import FewRowWeight, multiply_partials
+from qconvert.decoder.cuda.reference import FewRowWeight
 from qconvert.decoder.cuda.swiglu import swiglu
 from qconvert.decoder.cuda.tuning import FEW_ROWS, splits
 from qconvert.decoder.head import Head
