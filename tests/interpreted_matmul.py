@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from qconvert.decoder.cuda import reference
+from qconvert.decoder.cuda.dequantize import dequantize
 from qconvert.decoder.cuda.language import INTERPRET
 from qconvert.decoder.cuda.matmul import most_rows, multiply_partials
 from qconvert.decoder.cuda.packing import mma_weight
 from qconvert.decoder.cuda.reference import FewRowWeight, sums_for
+from qconvert.decoder.linear import BACKENDS, Linear
+from qconvert.decoder.place import Layout, place_weight
 from qconvert.decoder.storage import DenseWeight
 from qconvert.tensors import DType, GroupInt
 from tests.test_decoder_linear import random_value, worth
@@ -122,3 +125,49 @@ def test_the_result_goes_where_it_is_asked_to_and_only_there() -> None:
     assert room[0].isnan().all() and room[3].isnan().all()
     again = multiply_partials(x_MK, sums_for(x_MK, weight), weight, 2)
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [
+        (GroupInt(4, 128, True, DType.BF16), (256, 256)),
+        (GroupInt(4, 32, False, DType.F16), (130, 160)),
+        (GroupInt(4, None, True, DType.F32), (128, 128)),
+        (GroupInt(8, 128, True, DType.BF16), (128, 256)),
+        (GroupInt(8, 64, False, DType.F32), (70, 192)),
+        (GroupInt(8, None, False, DType.BF16), (128, 100)),
+    ],
+    ids=str,
+)
+def test_dequantized_rows_are_exact(form: GroupInt, shape: tuple[int, int]) -> None:
+    """In float32, because the interpreter truncates where a GPU rounds to bfloat16."""
+    value = random_value(form, *shape)
+    weight = mma_weight(value, CPU)
+    assert weight is not None
+    want = torch.from_numpy(worth(value))
+    room = torch.full((shape[0] + 2, shape[1] + 3), torch.nan)
+    assert torch.equal(dequantize(weight, 0, shape[0], room[1:-1, : shape[1]]), want)
+    assert room.isnan().sum() == room.numel() - want.numel()
+    if shape[0] > 128:
+        rest = torch.empty(shape[0] - 128, shape[1])
+        assert torch.equal(dequantize(weight, 128, shape[0], rest), want[128:])
+
+
+@pytest.mark.parametrize("rows", [1, 50, 65])
+@pytest.mark.parametrize("form", [GroupInt(4, 64, True, DType.BF16), GroupInt(8, 64, False, DType.BF16)])
+def test_a_linear_layer_of_any_number_of_rows(
+    form: GroupInt, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the table of backends, with a bias; many rows by blocks of the weight."""
+    monkeypatch.setattr("qconvert.decoder.cuda.dequantize.SCRATCH_BYTES", 1)
+    value = random_value(form, 192, 128)
+    bias_O = random_rows(1, 192)[0]
+    linear = Linear(place_weight(value, CPU, BF16, Layout.AUTO), bias_O)
+    chosen = next(b for b in BACKENDS if b.runs("cpu", linear.weight.kind, rows))
+    assert chosen.name == ("tensor core" if rows <= 64 else "dequantized")
+    x = random_rows(rows, 128).view(1, rows, 128)
+    want = x.double() @ torch.from_numpy(worth(value)).double().T + bias_O.double()
+    got = linear(x)
+    assert got.dtype == BF16 and got.shape == (1, rows, 192)
+    # Once rounded; by the interpreter, which truncates, the weight as well.
+    assert (got.double() - want).norm() <= 2.0**-7 * want.norm()

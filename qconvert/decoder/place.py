@@ -14,7 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.decoder.aten import PackedInt4, PackedInt8, pack_int4, pack_int8
+from qconvert.decoder.aten import pack_int4, pack_int8
+from qconvert.decoder.cuda.language import available
+from qconvert.decoder.cuda.packing import mma_weight
 from qconvert.decoder.linear import Weight
 from qconvert.decoder.storage import DenseWeight, EncodedWeight, IntWeight, Readable, as_tensor
 from qconvert.errors import BadRecipe
@@ -71,16 +73,16 @@ def place_rows(value: Value, device: torch.device, dtype: torch.dtype) -> Readab
 def place_weight(value: Value, device: torch.device, dtype: torch.dtype, layout: Layout) -> Weight:
     """A whole weight to multiply by.
 
-    The packed kernels of the CPU compute in bfloat16 only, and hold scales in it: elsewhere, and for
-    grids they cannot hold, the reference layout stands.
+    The packed kernels compute in bfloat16 only: in float32, and for grids they cannot hold, the
+    reference layout stands.
     """
-    packed: PackedInt4 | PackedInt8 | None = None
-    if layout is Layout.AUTO and (device.type, dtype) == _PACKED and _is_grid(value):
-        packed = pack_int4(value) if value.form.bits <= 4 else pack_int8(value)
+    packed: Weight | None = None
+    if layout is Layout.AUTO and dtype == torch.bfloat16 and _is_grid(value):
+        if available(device):
+            packed = mma_weight(value, device)
+        elif device.type == "cpu":
+            packed = pack_int4(value) if value.form.bits <= 4 else pack_int8(value)
     return packed or place_rows(value, device, dtype)
-
-
-_PACKED = ("cpu", torch.bfloat16)
 
 
 def shape_of(value: Value) -> tuple[int, int]:

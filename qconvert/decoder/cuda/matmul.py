@@ -255,12 +255,16 @@ def most_rows(weight: FewRowWeight) -> int:
 
 
 def multiply(x: Tensor, linear: Linear) -> Tensor:
-    """`x W^T + b` of at most `most_rows` rows, [..., N] in bfloat16, from partial products."""
+    """`x W^T + b` of few rows, [..., N] in bfloat16; of more than `most_rows`, so many at a time."""
     weight = linear.weight
     assert isinstance(weight, MmaInt4 | MmaInt8)
     x_MK = x.reshape(-1, x.shape[-1])
-    partials_SMN = multiply_partials(x_MK, sums_for(x_MK, weight), weight, tuning.splits(weight.shape))
-    y_MN = partials_SMN.sum(0)
-    if linear.bias_O is not None:
-        y_MN += linear.bias_O
-    return y_MN.to(x.dtype).view(*x.shape[:-1], -1)
+    splits = tuning.splits(weight.shape)
+    y_MN = x.new_empty(len(x_MK), weight.shape[0])
+    for start in range(0, len(x_MK), most_rows(weight)):
+        x_RK = x_MK[start : start + most_rows(weight)]
+        total_RN = multiply_partials(x_RK, sums_for(x_RK, weight), weight, splits).sum(0)
+        if linear.bias_O is not None:
+            total_RN += linear.bias_O
+        y_MN[start : start + len(x_RK)] = total_RN
+    return y_MN.view(*x.shape[:-1], -1)

@@ -206,6 +206,18 @@ def mma_weight(value: IntAffine, device: torch.device) -> MmaWeight | None:
     )
 
 
+def mma_channels(codes_NK: Tensor, scales_N: Tensor) -> MmaInt8:
+    """Rows `(code - 128) * scale` of one scale each, such as a head rounded to 8 bits, where they are."""
+    out, width = codes_NK.shape
+    return MmaInt8(
+        words=_packed(codes_NK, 0, False, codes_NK.device),
+        scales=pack_scales(F.pad(scales_N[:, None], (0, 0, 0, -out % TILE)), 1),
+        zeros=None,
+        group=None,
+        shape=(out, width),
+    )
+
+
 def _packed(codes_NK: Tensor, shift: int, small: bool, device: torch.device) -> Tensor:
     out, width = codes_NK.shape
     rows = max(1, _PACK_BYTES // (width * TILE)) * TILE
