@@ -23,6 +23,7 @@ import click
 from qconvert import __version__
 from qconvert.evals.synthetic import SHAPES, make_checkpoint
 from qconvert.tables import size, table
+from qconvert.tensors import Json
 
 VARIANTS = {
     "min-max": ["--min-max", "--no-verify"],
@@ -74,12 +75,11 @@ def convert(
             for name, flags in VARIANTS.items():
                 shutil.rmtree(work / "out", ignore_errors=True)
                 rows[name].append(timed([*command, *flags]))
-    _print(shape, rows, max_memory, nbytes)
+    print_ratios(shape, rows, max_memory, nbytes)
     if out is not None:
-        record = {"shape": shape, "layer_factor": layer_factor, "bits": bits, "max_memory": max_memory}
-        runs = {name: [asdict(run) for run in done] for name, done in rows.items()}
-        machine = {"machine": platform.machine(), "cores": os.cpu_count(), "qconvert": __version__}
-        out.write_text(json.dumps({**record, **machine, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+        record(
+            out, {"shape": shape, "layer_factor": layer_factor, "bits": bits, "max_memory": max_memory}, rows
+        )
 
 
 def copied(shards: list[Path], target: Path) -> Run:
@@ -102,7 +102,15 @@ def timed(command: list[str]) -> Run:
     return Run(seconds, usage.ru_maxrss * 1024)
 
 
-def _print(shape: str, rows: dict[str, list[Run]], max_memory: str, nbytes: int) -> None:
+def record(out: Path, asked: Json, rows: dict[str, list[Run]]) -> None:
+    """Write what was asked, the machine, and every run as JSON."""
+    runs = {name: [asdict(run) for run in done] for name, done in rows.items()}
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "qconvert": __version__}
+    out.write_text(json.dumps({**asked, **machine, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+
+
+def print_ratios(shape: str, rows: dict[str, list[Run]], max_memory: str, nbytes: int) -> None:
+    """Print medians of all rows: seconds, the ratio to the copy of the same round, peak memory."""
     base = [run.seconds for run in rows["copy"]]
     cells = []
     for name, runs in rows.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,9 @@ def arrays_of(folder: Path, module: str) -> dict[str, np.ndarray]:
 def gptq_weight(folder: Path, module: str) -> np.ndarray:
     """A GPTQ module's weight [out, in], field by field."""
     config = json.loads((folder / "quantize_config.json").read_text())
+    for pattern, own in config["dynamic"].items():
+        if pattern.startswith("+:") and re.match(pattern.removeprefix("+:"), module):
+            config |= own
     bits, first = config["bits"], 1 if config["checkpoint_format"] == "gptq" else 0
     arrays = arrays_of(folder, module)
 
@@ -127,6 +131,55 @@ def test_gptq_files_hold_the_numbers_that_we_read(
 ) -> None:
     folder = quantized(model, tmp_path, layout, scheme)
     np.testing.assert_array_equal(gptq_weight(folder, Q), dequantized(folder, tmp_path, Q))
+
+
+def test_gptq_says_which_modules_differ_from_the_rest(model: Path, tmp_path: Path) -> None:
+    rules = ("--rule", "mlp.down=int8-channel", "--rule", "attn.o=int4-asym-g32", "--keep", "layers.0.attn.o")
+    asked = ("quantize", model, "--scheme", "int4-g64", *rules, "--layout", "gptq_v2")
+    folder = made(*asked, "-o", tmp_path / "mixed")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert (config["bits"], config["group_size"], config["sym"]) == (4, 64, True)
+    assert config["dynamic"][rf"+:^{DOWN}$".replace(".", "\\.")] == {"bits": 8, "group_size": -1}
+    assert config["dynamic"][r"-:^model\.layers\.0\.self_attn\.o_proj$"] == {}
+    for module in (Q, DOWN, "model.layers.1.self_attn.o_proj"):
+        plain = dequantized(folder, tmp_path / module, module)
+        np.testing.assert_array_equal(gptq_weight(folder, module), plain)
+    forms = {tensor.form.label for tensor in open_checkpoint(folder).tensors.values()}
+    assert forms == {"f16", "int4-g64", "int8-channel", "int4-asym-g32"}
+    out = made("convert", folder, "--to", "compressed-tensors", "-o", tmp_path / "ct")
+    assert codes_of(out) == codes_of(folder) and kinds_of(out) == {"exact"}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"dynamic": {}}, "codes of 8 bits, but quantization_config says bits 4"),
+        ({"bits": 2}, "codes of 4 bits, but quantization_config says bits [2, 8]"),
+        ({"dynamic": {"+:.*": {"bits": 8, "group_size": "all"}}}, "group_size is all, not int"),
+        ({"dynamic": [1]}, "dynamic is [1], not an object"),
+    ],
+)
+def test_claims_about_single_modules_are_checked(
+    model: Path, tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    asked = ("quantize", model, "--scheme", "int4-g64", "--rule", "mlp.down=int8-g64", "--layout", "gptq")
+    folder = made(*asked, "-o", tmp_path / "mixed")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= change
+    (folder / "config.json").write_text(json.dumps(config))
+    ran = qconvert("convert", folder, "--to", "compressed-tensors", "-o", tmp_path / "out")
+    assert ran.code == 1 and said in ran.err
+
+
+def test_expressions_from_a_file_are_not_run(model: Path, tmp_path: Path) -> None:
+    """One that could mean any module leaves the zeros to say what the grid is; the numbers are the same."""
+    folder = quantized(model, tmp_path, "gptq", "int4-g64")
+    before = dequantized(folder, tmp_path / "before", Q)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["dynamic"] = {"+:(a+)+$": {"sym": False}}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert open_checkpoint(folder).tensors[f"{Q}.weight"].form.label == "int4-asym-g64"
+    np.testing.assert_array_equal(dequantized(folder, tmp_path / "after", Q), before)
 
 
 def test_zeros_of_0_are_not_written_as_minus_one(tmp_path: Path) -> None:

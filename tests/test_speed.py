@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from qconvert.evals import speed_decoder, synthetic
 from qconvert.evals.speed import main
+from tests.commands import made
 
 TINY = {
     "hidden_size": 128,
@@ -61,3 +62,17 @@ def test_one_step_beside_llama_cpps_two(
     assert list(runs) == ["copy", "bf16", "q8_0", "q8_0, verified", "q8_0, llama.cpp"]
     assert all(run["seconds"] > 0 and run["peak_bytes"] > 0 for done in runs.values() for run in done)
     assert "times two steps" in ran.output
+
+
+def test_repacking_beside_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is there already: a process of its own would make one of the real size."""
+    monkeypatch.setitem(synthetic.SHAPES, "qwen2.5-1.5b", synthetic.SHAPES["qwen2.5-1.5b"] | TINY)
+    plain = synthetic.make_checkpoint(tmp_path / "plain", "qwen2.5-1.5b")
+    made("quantize", plain, "--bits", 4, "--layout", "gptq", "-o", tmp_path / "qwen2.5-1.5b-gptq-int4")
+    out = tmp_path / "record.json"
+    options = ["--rounds", 1, "--dir", tmp_path, "-o", out]
+    ran = CliRunner().invoke(main, ["repack", *map(str, options)], catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    record = json.loads(out.read_text())
+    assert set(record["runs"]) == {"copy", "repacked", "repacked, verified"}
+    assert all(runs[0]["seconds"] > 0 for runs in record["runs"].values())

@@ -25,6 +25,7 @@ from qconvert.formats.layouts.claims import (
     require,
     settings_of,
 )
+from qconvert.formats.layouts.gptq_dynamic import claimed, settings_of_forms, symmetric
 from qconvert.interfaces import Part, Source
 from qconvert.tensors import (
     Dense,
@@ -143,28 +144,16 @@ class GPTQ:
         return (zeros + np.uint8(by % 256)) & np.uint8((1 << bits) - 1) if self.version == 1 else zeros
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of these forms, of which all linears have one."""
-        from qconvert.formats.layouts.uniform import only_form
-
-        form = only_form(quantized, self.name)
-        assert isinstance(form, GroupInt)
+        """What config.json says about modules of these forms."""
         settings = {
             "quant_method": NAME,
-            "bits": form.bits,
-            "group_size": form.group_size or -1,
-            "desc_act": form.act_order,
-            "sym": form.symmetric,
+            **settings_of_forms(quantized, kept),
             "lm_head": "lm_head" in quantized,
             "checkpoint_format": self.name,
             "pack_dtype": "int32",
-            "dynamic": {f"-:^{_escaped(module)}$": {} for module in kept if module != "lm_head"},
             "meta": {"quantizer": ["qconvert"]},
         }
         return {"quantization_config": settings}
-
-
-def _escaped(module: str) -> str:
-    return module.replace(".", "\\.")
 
 
 def _base(tensor: Logical) -> str:
@@ -216,36 +205,43 @@ def _logical(base: str, source: Source, settings: Json, layout: GPTQ) -> Logical
             f"{scales.name}: {scales.dtype.label} {list(scales.shape)} fits no {width} input columns",
             "the arrays of this weight do not belong together",
         )
-    claimed = claim(settings, "group_size", int, -1)
+    said = claimed(settings, "group_size", int, -1)
     size = width // groups
-    if size not in (claimed, width) and not settings.get("dynamic"):
-        raise contradiction(scales.name, f"groups of {size} columns", "group_size", claimed)
-    symmetric = claim(settings, "sym", bool, default=False) is True
+    if size not in (*said, width):
+        raise contradiction(scales.name, f"groups of {size} columns", "group_size", _listed(said))
     act_order = _act_order(f"{base}.g_idx", source, width, groups, settings)
     # A layer's output adds products up, and a sum that begins with +0 never becomes -0.
-    form = GroupInt(bits, None if groups == 1 else size, symmetric, scales.dtype, act_order, True)
+    form = GroupInt(
+        bits, None if groups == 1 else size, symmetric(settings, base), scales.dtype, act_order, True
+    )
     tensor = Logical(f"{base}.weight", (qweight.shape[-1], width), form)
     return check_parts(layout, tensor, source)
 
 
 def _bits(base: str, qweight: TensorSpec, source: Source, settings: Json) -> tuple[int, int]:
     """Bits per code and input columns, which g_idx tells; without one the config's bits are taken."""
-    claimed = claim(settings, "bits", int)
+    said = claimed(settings, "bits", int)
     g_idx = source.specs.get(f"{base}.g_idx")
-    if len(qweight.shape) != 2 or claimed not in BITS:
+    if len(qweight.shape) != 2 or not set(said) <= set(BITS):
         raise UnsupportedModel(
-            f"{qweight.name}: {list(qweight.shape)} with bits {shown(claimed)} is not read here", "2, 3, 4, 8"
+            f"{qweight.name}: {list(qweight.shape)} with bits {shown(_listed(said))} is not read here",
+            "2, 3, 4, 8",
         )
-    width = g_idx.count if g_idx is not None else qweight.shape[0] * _WORD // int(str(claimed))
+    width = g_idx.count if g_idx is not None else qweight.shape[0] * _WORD // int(str(said[0]))
     bits = qweight.shape[0] * _WORD // width if width else 0
     if bits not in BITS or qweight.shape[0] * _WORD != width * bits:
         raise CorruptCheckpoint(
             f"{qweight.name}: {list(qweight.shape)} holds no whole number of bits for {width} input columns",
             "the arrays of this weight do not belong together",
         )
-    if bits != claimed and not settings.get("dynamic"):
-        raise contradiction(qweight.name, f"codes of {bits} bits", "bits", claimed)
+    if bits not in said:
+        raise contradiction(qweight.name, f"codes of {bits} bits", "bits", _listed(said))
     return bits, width
+
+
+def _listed(said: list[object]) -> object:
+    """A single claim as itself, several as a list."""
+    return said[0] if len(said) == 1 else said
 
 
 def _act_order(name: str, source: Source, width: int, groups: int, settings: Json) -> bool:

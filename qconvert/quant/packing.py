@@ -38,7 +38,9 @@ def unpack_stream(words_RW: np.ndarray, bits: int, width: int) -> np.ndarray:
     """The first `width` codes of every row, uint8 [R, width]. Undoes `pack_stream`."""
     rows, padding = words_RW.shape[0], -width % _WORD
     needed = (width + padding) * bits // _WORD
-    words_RW = np.pad(words_RW[:, :needed], ((0, 0), (0, max(0, needed - words_RW.shape[1]))))
+    words_RW = words_RW[:, :needed]
+    if words_RW.shape[1] < needed:
+        words_RW = np.pad(words_RW, ((0, 0), (0, needed - words_RW.shape[1])))
     codes_RI = np.empty((rows, width + padding), np.uint8)
     words = np.ascontiguousarray(words_RW).reshape(-1)
     octets = codes_RI.reshape(-1).view("<u8")

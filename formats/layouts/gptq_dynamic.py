@@ -1,0 +1,83 @@
+"""GPTQModel's `dynamic`: modules whose settings differ from those of the rest, and modules left plain.
+
+The keys are regular expressions on the module's name: `-:EXPR` leaves it plain, `+:EXPR` or `EXPR` overrides
+`bits`, `group_size`, `sym` and `desc_act`; the first that matches counts. Source: GPTQModel 7.6
+(`quantization/config.py`: dynamic_get).
+
+What can be read off the arrays is read off them. Expressions are taken literally or not at all: one from
+a file may take for ever, and so is never run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from qconvert.errors import CorruptCheckpoint, shown
+from qconvert.formats.layouts.claims import claim
+from qconvert.tensors import GroupInt, Json, Quantized
+
+# A name with its dots escaped or not, from beginning to end.
+_LITERAL = re.compile(r"\^?((?:[\w-]|\\?\.)+)\$?")
+
+
+def claimed(settings: Mapping[str, object], key: str, kind: type, default: object = None) -> list[object]:
+    """What the config says under a key, for all modules (`default` if nothing) and then for some."""
+    values = [claim(settings, key, kind, default)]
+    values += [claim(own, key, kind) for _, own in _overrides(settings) if own.get(key) is not None]
+    return list(dict.fromkeys(values))
+
+
+def symmetric(settings: Mapping[str, object], module: str) -> bool:
+    """Whether the config says that a module's zeros are all in the middle.
+
+    False, which is never wrong as zeros are stored in any case, where only an expression could tell.
+    """
+    base = claim(settings, "sym", bool, default=False) is True
+    for pattern, own in _overrides(settings):
+        literal = _LITERAL.fullmatch(pattern)
+        if literal is None and own.get("sym") not in (None, base):
+            return False
+        if literal is not None and literal[1].replace("\\.", ".") == module:
+            return claim(own, "sym", bool, default=base) is True
+    return base
+
+
+def _overrides(settings: Mapping[str, object]) -> Iterator[tuple[str, Json]]:
+    dynamic = settings.get("dynamic") or {}
+    if not isinstance(dynamic, dict):
+        raise CorruptCheckpoint(
+            f"config.json: quantization_config: dynamic is {shown(dynamic)}, not an object",
+            "correct quantization_config",
+        )
+    for pattern, own in dynamic.items():
+        if not pattern.startswith("-:") and isinstance(own, dict):
+            yield pattern.removeprefix("+:"), own
+
+
+def settings_of_forms(quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
+    """The settings of most modules, and `dynamic` for the others and for those left plain."""
+    settings = {module: _setting(form) for module, form in quantized.items()}
+    found = list(settings.values())
+    usual = max(found, key=found.count)
+    dynamic: Json = {
+        f"+:^{_escaped(module)}$": {key: value for key, value in own.items() if value != usual[key]}
+        for module, own in settings.items()
+        if own != usual
+    }
+    dynamic |= {f"-:^{_escaped(module)}$": {} for module in kept if module != "lm_head"}
+    return {**usual, "dynamic": dynamic}
+
+
+def _setting(form: Quantized) -> Json:
+    assert isinstance(form, GroupInt)
+    return {
+        "bits": form.bits,
+        "group_size": form.group_size or -1,
+        "desc_act": form.act_order,
+        "sym": form.symmetric,
+    }
+
+
+def _escaped(module: str) -> str:
+    return module.replace(".", "\\.")
