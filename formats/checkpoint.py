@@ -14,7 +14,17 @@ from qconvert.errors import QConvertError, UnsupportedModel, shown
 from qconvert.formats.gguf_checkpoint import GGUFModel, open_gguf
 from qconvert.formats.gguf_header import is_gguf
 from qconvert.formats.hf import HFCheckpoint, open_hf_folder
-from qconvert.formats.layouts import awq, bitsandbytes, compressed_config, fp8, gptq, mlx, mxfp4, torchao
+from qconvert.formats.layouts import (
+    awq,
+    bitsandbytes,
+    compressed_config,
+    fp8,
+    gptq,
+    input_major,
+    mlx,
+    mxfp4,
+    torchao,
+)
 from qconvert.formats.layouts.claims import settings_of
 from qconvert.formats.layouts.compressed_reading import open_compressed_tensors
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors, EightBits
@@ -112,10 +122,12 @@ def open_checkpoint(
         return Checkpoint(files, {}, CompressedTensors(), declared)
     layout, tensors = _opener(files.config)(files, files.config)
     checkpoint = Checkpoint(files, tensors, layout, declared)
-    names = _input_major(checkpoint)
-    if not names:
+    if not _turns(checkpoint):
         return checkpoint
-    return Checkpoint(files, turned(tensors, names), InputMajor(layout, names), declared)
+    architecture = checkpoint.architecture
+    return Checkpoint(
+        files, turned(tensors, architecture), input_major.within(layout, tensors, architecture), declared
+    )
 
 
 def _gguf(path: Path, declared: Declaration | None) -> Checkpoint:
@@ -123,12 +135,12 @@ def _gguf(path: Path, declared: Declaration | None) -> Checkpoint:
     return Checkpoint(files, tensors, layout, declared)
 
 
-def _input_major(checkpoint: Checkpoint) -> frozenset[str]:
-    """Names of linears stored [in, out]; none of an architecture that is not known or not consistent."""
+def _turns(checkpoint: Checkpoint) -> bool:
+    """Whether the class stores arrays in an order of its own; not known of an inconsistent config."""
     try:
-        return checkpoint.architecture.input_major
+        return bool(checkpoint.architecture.stored_shapes)
     except QConvertError:
-        return frozenset()
+        return False
 
 
 def _claimed_method(config: Json) -> str | None:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qconvert.interfaces import Reader
-from qconvert.plan import RowSlice, rows_within, whole
+from qconvert.plan import RowSlice, rows_of_part, rows_of_parts, rows_within, whole
 from qconvert.quant.casts import Difference, cast, compare
 from qconvert.quant.grids import column_scales, numbers
+from qconvert.run import read_slice
 from qconvert.tensors import BlockRows, Coded, Dense, DType, IntAffine, Logical, MinAffine, Plain, Value
 
 if TYPE_CHECKING:
-    from qconvert.architecture import FusedPlace
     from qconvert.formats.checkpoint import Checkpoint
 
 BLOCK_WEIGHTS = 1 << 21
@@ -57,24 +58,66 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifferen
         if name in a.ignored:
             continue
         role = a.role(name)
-        pieces = locate(b, name) or _parts_of(a, b, name)
-        used.update(piece.tensor.name for piece in pieces)
-        if not pieces:
+        pairs = _pairs(a, b, tensor)
+        used.update(piece.tensor.name for pair in pairs for piece in pair.b)
+        if not pairs:
             yield TensorDifference(name, role, "only in A")
-        elif sum(piece.rows for piece in pieces) != tensor.rows or pieces[0].tensor.width != tensor.width:
-            shapes = f"{list(tensor.shape)} and {[list(piece.tensor.shape) for piece in pieces]}"
-            yield TensorDifference(name, role, "shape", note=shapes)
+        elif any(pair.rows_b < pair.rows_a or pair.width_b < pair.width_a for pair in pairs):
+            others = dict.fromkeys(piece.tensor for pair in pairs for piece in pair.b)
+            yield TensorDifference(
+                name, role, "shape", note=f"{list(tensor.shape)} and {[list(o.shape) for o in others]}"
+            )
         else:
-            yield _compare_pieces(a.reader, tensor, b.reader, pieces, role)
+            yield _compare_pairs(a.reader, tensor, b.reader, pairs, role)
     for name, tensor in b.tensors.items():
         if name in used or name in b.ignored:
             continue
         shared = locate(a, name)  # the head of a tied A is its embedding
         if len(shared) == 1 and shared[0].tensor.shape == tensor.shape:
-            found = _compare_pieces(a.reader, shared[0].tensor, b.reader, [whole(tensor)], b.role(name))
+            pair = _Pair([whole(shared[0].tensor)], [whole(tensor)])
+            found = _compare_pairs(a.reader, shared[0].tensor, b.reader, [pair], b.role(name))
             yield replace(found, name=name)
         else:
             yield TensorDifference(name, b.role(name), "only in B")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """The rows of one part of a tensor in A, and those in B, which may go on with rows of zeros."""
+
+    a: list[RowSlice]
+    b: list[RowSlice]
+
+    @property
+    def rows_a(self) -> int:
+        return sum(piece.rows for piece in self.a)
+
+    @property
+    def rows_b(self) -> int:
+        return sum(piece.rows for piece in self.b)
+
+    @property
+    def width_a(self) -> int:
+        return self.a[0].tensor.width
+
+    @property
+    def width_b(self) -> int:
+        return self.b[0].tensor.width
+
+
+def _pairs(a: Checkpoint, b: Checkpoint, tensor: Logical) -> list[_Pair]:
+    """A tensor of A beside its rows in B: as a whole, or part by part where one of the two is fused.
+
+    Empty where B lacks any of it.
+    """
+    other = b.tensors.get(tensor.name)
+    entry = a.architecture.fused.get(tensor.name)
+    if entry is None or (other is not None and other.shape == tensor.shape):
+        found = locate(b, tensor.name)
+        return [_Pair([whole(tensor)], found)] if found else []
+    parts = rows_of_parts([whole(tensor)], entry)
+    pairs = [_Pair(rows, locate(b, part.name)) for rows, part in zip(parts, entry.parts, strict=True)]
+    return pairs if all(pair.b for pair in pairs) else []
 
 
 def locate(checkpoint: Checkpoint, name: str) -> list[RowSlice]:
@@ -85,10 +128,9 @@ def locate(checkpoint: Checkpoint, name: str) -> list[RowSlice]:
     tensors = checkpoint.tensors
     if name in tensors:
         return [whole(tensors[name])]
-    for fused in checkpoint.architecture.fused.values():
-        own = next((i for i, part in enumerate(fused.parts) if part.name == name), None)
-        if own is not None and fused.whole.name in tensors:
-            return _rows_of_part(tensors[fused.whole.name], fused, own)
+    for fused, part in checkpoint.architecture.wholes.get(name, ()):
+        if fused.whole.name in tensors:
+            return rows_of_part(tensors[fused.whole.name], fused, part)
     place = checkpoint.architecture.places.get(name)
     if place is not None and place.role == "lm_head" and checkpoint.architecture.tied:
         embed = next(p for p in checkpoint.architecture.places.values() if p.role == "embed")
@@ -96,54 +138,56 @@ def locate(checkpoint: Checkpoint, name: str) -> list[RowSlice]:
     return []
 
 
-def _rows_of_part(stacked: Logical, fused: FusedPlace, part: int) -> list[RowSlice]:
-    """The rows of a fused tensor that hold one of its parts, in the order of the part's rows."""
-    found, start = [], 0
-    for run in fused.runs:
-        stop = start + run.stop - run.start
-        if run.part == part:
-            found.append(RowSlice(stacked, start, stop))
-        start = stop
-    return found
-
-
-def _parts_of(a: Checkpoint, b: Checkpoint, name: str) -> list[RowSlice]:
-    """B's separate linears for a tensor that is fused in A, in the order of A's rows."""
-    fused = a.architecture.fused.get(name)
-    if fused is None:
-        return []
-    found = [locate(b, part.name) for part in fused.parts]
-    if not all(found):
-        return []
-    return [piece for run in fused.runs for piece in rows_within(found[run.part], run.start, run.stop)]
-
-
-def _compare_pieces(
-    reader_a: Reader, tensor: Logical, reader_b: Reader, pieces: list[RowSlice], role: str
+def _compare_pairs(
+    reader_a: Reader, tensor: Logical, reader_b: Reader, pairs: list[_Pair], role: str
 ) -> TensorDifference:
-    total, steps, row = None, None, 0
-    for piece in pieces:
-        rows_a = RowSlice(tensor, row, row + piece.rows)
-        for block_a, block_b in _blocks(reader_a, rows_a, reader_b, piece):
-            found = compare(_numbers(block_a), _numbers(block_b))
+    total, steps, zeros = None, None, True
+    for pair in pairs:
+        for block_a, block_b in _blocks(reader_a, pair.a, reader_b, pair.b, pair.rows_a):
+            numbers_a, numbers_b = _numbers(block_a), _numbers(block_b)
+            inside, zeros = _inside(numbers_b, pair.width_a, zeros)
+            found = compare(numbers_a, inside)
             total = found if total is None else total + found
             if isinstance(block_b, IntAffine | MinAffine | Coded):
-                steps = max(steps or 0.0, _steps(block_a, block_b))
-        row += piece.rows
+                steps = max(steps or 0.0, _steps(numbers_a, block_b))
+        for more in rows_within(pair.b, pair.rows_a, pair.rows_b):
+            for _, block in _blocks(reader_b, [more], reader_b, [more], more.rows):
+                zeros = _inside(_numbers(block), 0, zeros)[1]
+    if not zeros:
+        return TensorDifference(tensor.name, role, "shape", note="B goes on with numbers that are not 0")
     equal = total is None or total.equal_count == total.count
     status = "equal" if equal else "differs"
-    quantized = any(not isinstance(piece.tensor.form, Plain) for piece in pieces)
-    return TensorDifference(tensor.name, role, status, total, steps, quantized=quantized)
+    quantized = any(not isinstance(piece.tensor.form, Plain) for pair in pairs for piece in pair.b)
+    return TensorDifference(tensor.name, role, status, total, steps, _growth(pairs), quantized)
 
 
-def _blocks(reader_a: Reader, a: RowSlice, reader_b: Reader, b: RowSlice) -> Iterable[tuple[Value, Value]]:
-    step = max(1, BLOCK_WEIGHTS // max(1, a.tensor.width))
-    for offset in range(0, a.rows, step):
-        count = min(step, a.rows - offset)
-        yield (
-            reader_a.read(a.tensor, a.start + offset, a.start + offset + count),
-            reader_b.read(b.tensor, b.start + offset, b.start + offset + count),
-        )
+def _inside(dense: Dense, width: int, zeros: bool) -> tuple[Dense, bool]:
+    """The first `width` columns, and whether there was nothing but zeros in the others."""
+    rows_RI = dense.rows_RI
+    if rows_RI.shape[1] == width:
+        return dense, zeros
+    outside_RI = cast(Dense(rows_RI[:, width:], dense.dtype), DType.F32)[0].rows_RI
+    return Dense(np.ascontiguousarray(rows_RI[:, :width]), dense.dtype), zeros and not outside_RI.any()
+
+
+def _growth(pairs: list[_Pair]) -> str:
+    rows = sum(pair.rows_b - pair.rows_a for pair in pairs)
+    columns = max(pair.width_b - pair.width_a for pair in pairs)
+    grown = [f"{n} {what}" for n, what in ((rows, "rows"), (columns, "columns")) if n]
+    return f"(and {' and '.join(grown)} of zeros)" if grown else ""
+
+
+def _blocks(
+    reader_a: Reader, a: list[RowSlice], reader_b: Reader, b: list[RowSlice], rows: int
+) -> Iterable[tuple[Value, Value]]:
+    """The first `rows` rows of both, a block of each at a time."""
+    step = max(1, BLOCK_WEIGHTS // max(1, a[0].tensor.width))
+    ends = {0, rows, *range(0, rows, step)}
+    for pieces in (a, b):
+        ends |= {min(end, rows) for end in accumulate(piece.rows for piece in pieces)}
+    for start, stop in pairwise(sorted(ends)):
+        (of_a,), (of_b,) = rows_within(a, start, stop), rows_within(b, start, stop)
+        yield read_slice(reader_a, of_a), read_slice(reader_b, of_b)
 
 
 def _numbers(value: Value) -> Dense:
@@ -157,16 +201,16 @@ def _numbers(value: Value) -> Dense:
             return numbers(value, value.form.decoded)
 
 
-def _steps(a: Value, b: IntAffine | MinAffine | Coded) -> float:
-    """The largest |a - b| in units of b's scales; b decoded in float32."""
-    wide_a = cast(_numbers(a), DType.F32)[0].rows_RI
-    gaps_RI = np.abs(wide_a - numbers(b, DType.F32).rows_RI)
-    scales_RI = np.broadcast_to(np.abs(column_scales(b)), gaps_RI.shape)
+def _steps(a: Dense, b: IntAffine | MinAffine | Coded) -> float:
+    """The largest |a - b| in units of b's scales, in the columns of a; b decoded in float32."""
+    wide_a = cast(a, DType.F32)[0].rows_RI
+    gaps_RI = np.abs(wide_a - numbers(b, DType.F32).rows_RI[:, : wide_a.shape[1]])
+    scales_RI = np.broadcast_to(np.abs(column_scales(b)), b.codes_RI.shape)[:, : wide_a.shape[1]]
     ratios = np.divide(gaps_RI, scales_RI, out=np.zeros_like(gaps_RI), where=scales_RI > 0)
     return float(ratios.max(initial=0.0))
 
 
 def difference(reader_a: Reader, a: Logical, reader_b: Reader, b: Logical) -> Difference:
     """The difference of two tensors of equal shape, in bounded blocks."""
-    result = _compare_pieces(reader_a, a, reader_b, [whole(b)], "")
+    result = _compare_pairs(reader_a, a, reader_b, [_Pair([whole(a)], [whole(b)])], "")
     return result.difference or Difference(0.0, 0.0, 0.0, 0, 0)

@@ -8,18 +8,18 @@ the embedding it is said to equal.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from qconvert import padding
 from qconvert import plan as passes
-from qconvert.architecture import Architecture, Binding, Place
+from qconvert.architecture import Architecture, Binding, FusedPlace, Place
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
 from qconvert.loaders import Notice, notices
 from qconvert.plan import Plan
 from qconvert.recipe import FUSIONS, Recipe
-from qconvert.select import check_orientation, choose, decide
+from qconvert.select import choose, decide
 from qconvert.targets import Target, encode, regrid
 from qconvert.tensors import Blocks, DType, Json, Logical, Plain, Quantized
 
@@ -36,7 +36,8 @@ ConfigWriter = Callable[[Mapping[str, Quantized], list[str]], Json]
 class Wish:
     """What a writing command asks for.
 
-    `recipe` says what to quantize, fuse and tie; `unfuse` and `dequantize` undo; `dtype` casts
+    `recipe` says what to quantize, fuse and tie; `unfuse` (the roles of fused tensors to be taken apart)
+    and `dequantize` undo; `dtype` casts
     plain float tensors and gives dequantized ones and new scales their type; `target` is a layout
     that quantized weights are brought into.
     """
@@ -45,7 +46,7 @@ class Wish:
     recipe: Recipe
     dtype: DType | None = None
     target: Target | None = None
-    unfuse: bool = False
+    unfuse: tuple[str, ...] = ()
     dequantize: bool = False
     allow_unknown: bool = False
     allow_nonfinite: bool = False
@@ -71,7 +72,7 @@ def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWr
     tie = Ties(binding, recipe.tie, compare)
     plan = passes.run_passes(passes.copy_of(binding), [*tie.passes, passes.resolve_scales])
     if wish.unfuse:
-        plan = _unfused(plan, architecture)
+        plan = _unfused(plan, architecture, wish.unfuse)
     if wish.dequantize:
         plan = _dequantized(plan, wish.dtype, pads=recipe.pad_to_tp is not None)
     grown: tuple[padding.Growth, ...] = ()
@@ -155,10 +156,13 @@ def _table_names(architecture: Architecture) -> tuple[str, str]:
     return embed.name if embed else "", head.name if head else ""
 
 
-def _unfused(plan: Plan, architecture: Architecture) -> Plan:
-    if not any(name in architecture.fused for name in plan.outputs):
+def _unfused(plan: Plan, architecture: Architecture, roles: Container[str]) -> Plan:
+    def chosen(entry: FusedPlace) -> bool:
+        return entry.fusion.role in roles
+
+    if not any(chosen(architecture.fused[name]) for name in plan.outputs if name in architecture.fused):
         raise BadRecipe("no fused linears in this checkpoint", "`qconvert inspect` shows what it holds")
-    return passes.unfuse(architecture)(plan)
+    return passes.cut_where(architecture, chosen)(plan)
 
 
 def _growths(binding: Binding, wish: Wish, plan: Plan, *, tied: bool) -> tuple[padding.Growth, ...]:
@@ -194,10 +198,10 @@ def _refuse_blocks(plan: Plan) -> None:
 
 
 def _fused(plan: Plan, architecture: Architecture, recipe: Recipe) -> Plan:
-    fused = passes.fuse(architecture, [FUSIONS[name] for name in recipe.fuse])(plan)
+    wanted = {role for name in recipe.fuse for role in FUSIONS[name]}
+    fused = passes.fuse(architecture, wanted)(plan)
     if len(fused.units) == len(plan.units) and recipe.scheme is None:
-        roles = {FUSIONS[name] for name in recipe.fuse}
-        if not any(entry.fusion.role in roles for entry in architecture.fused.values()):
+        if not any(entry.fusion.role in wanted for entry in architecture.fused.values()):
             raise BadRecipe(
                 f"{architecture.family.name}: no linears that could be stacked ({' and '.join(recipe.fuse)})",
                 "this family has none; `qconvert inspect` lists its linears",
@@ -240,8 +244,6 @@ def _encoded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
                 f"{target.layout} holds",
                 "it is the layout of gpt-oss; for other models, --to compressed-tensors --scheme mxfp4",
             )
-    else:
-        check_orientation(weights, weights)
     entries = [entry for entry in architecture.fused.values() if not entry.fusion.per_expert]
     kin = {part.name: entry.whole.name for entry in entries for part in entry.parts if part.name in weights}
     return encode(target, frozenset(weights), kin)(plan)

@@ -94,6 +94,28 @@ INPUT_MAJOR = Notice(
     ),
 )
 
+STACKED = Notice(
+    "stacks of experts",
+    "the experts of a layer are stored as one 3-D tensor, which not every loader reads for this family:",
+    (
+        Verdict("qconvert", True, "decodes it, and `qconvert unfuse` restores the original bytes"),
+        Verdict("transformers 5", True, "16-bit stacks are the parameters of its own classes"),
+        Verdict("vLLM 0.33", False, "expects the linears of each expert"),
+    ),
+)
+
+APART = Notice(
+    "experts apart",
+    "this family's class holds the experts of a layer as one 3-D parameter; quantized, each is a linear:",
+    (
+        Verdict(
+            "qconvert", True, "reads it, and `qconvert dequantize` and `qconvert fuse` restore the stack"
+        ),
+        Verdict("vLLM 0.33", True, "where it knows these names, as llm-compressor writes them"),
+        Verdict("transformers 5", False, "finds no packed stack, and leaves the experts uninitialised"),
+    ),
+)
+
 # Families whose classes in transformers look at `module.weight` while they load or run.
 _LOOK_AT_WEIGHTS = frozenset({"falcon", "rwkv", "t5"})
 UNPACKED = Notice(
@@ -116,13 +138,20 @@ def notices(
     """What to say about a planned output in this layout, before the work starts."""
     found = []
     fused = architecture.fused
-    if any(name in fused and not fused[name].fusion.native for name in outputs):
+    if any(n in fused and not (e := fused[n].fusion).native and not e.per_expert for n in outputs):
         found.append(FUSED)
     packed = any(isinstance(t.form, GroupInt) for t in outputs.values())
     if packed and _LOOK_AT_WEIGHTS & set(architecture.family.model_types):
         found.append(UNPACKED)
-    if any(name in architecture.input_major for name, t in outputs.items() if isinstance(t.form, Quantized)):
+    quantized = [t for t in outputs.values() if isinstance(t.form, Quantized)]
+    if any(t.name in architecture.stored_shapes for t in quantized if len(t.shape) == 2):
         found.append(INPUT_MAJOR)
+    stacks = [n for n in outputs if n in fused and fused[n].fusion.per_expert]
+    if any(not fused[name].fusion.native for name in stacks):
+        found.append(STACKED)
+    native = {p.name for e in fused.values() if e.fusion.native and e.fusion.per_expert for p in e.parts}
+    if any(t.name in native for t in quantized):
+        found.append(APART)
     if any(_is_embedding(name, architecture) for name, t in outputs.items() if isinstance(t.form, GroupInt)):
         found.append(QUANTIZED_EMBEDDING)
     zeros = any(isinstance(t.form, GroupInt) and not t.form.symmetric for t in outputs.values())

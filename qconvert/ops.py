@@ -235,6 +235,14 @@ class PadColumns(_RowWise):
         return pad_columns(value, self.width), CLEAN
 
 
+def scale_of_all(value: Coded) -> float | None:
+    """The one scale of a tensor that has no other, as a number; None where there are more."""
+    from qconvert.quant.codebook import wide
+
+    form = value.form
+    return float(wide(value.scales_RG[:1], form.scale_dtype)[0, 0]) if form.group_rows is None else None
+
+
 def zero_rows(row: Value, count: int) -> Value:
     """Rows of zeros in the form of one row, for units that stack them below rows they read."""
     from qconvert.quant import padding

@@ -20,6 +20,7 @@ from qconvert.ops import (
     CheckFinite,
     Dequantize,
     EncodeBlocks,
+    InterleaveHalves,
     Op,
     PadColumns,
     Quantize,
@@ -27,6 +28,9 @@ from qconvert.ops import (
 )
 from qconvert.schemes import Scheme
 from qconvert.tensors import Codebook, DType, Form, Logical, Plain
+
+# Operations that change no number.
+_EXACT = CheckFinite | ResolveScales | PadColumns | InterleaveHalves
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +60,11 @@ class RowSlice:
         plain = self.step == piece.step == 1 and self.zeros_like is None and piece.zeros_like is None
         return plain and self.tensor is piece.tensor and self.stop == piece.start
 
-    def within(self, first: int, stop: int) -> RowSlice:
-        """Rows [first, stop) of this slice."""
+    def within(self, first: int, stop: int, step: int = 1) -> RowSlice:
+        """Rows [first, stop) of this slice, or every `step`-th of them."""
         begin = self.start + first * self.step
-        return replace(self, start=begin, stop=begin + (stop - first - 1) * self.step + 1)
+        last = self.start + (stop - 1) * self.step
+        return replace(self, start=begin, stop=last + 1, step=self.step * step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,7 @@ class Unit:
     @property
     def is_copy(self) -> bool:
         """Whether the output's numbers are exactly those of the inputs."""
-        return all(isinstance(op, CheckFinite | ResolveScales | PadColumns) for op in self.ops)
+        return all(isinstance(op, _EXACT) for op in self.ops)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +194,13 @@ def _stack(units: dict[str, Unit], entry: FusedPlace) -> dict[str, Unit]:
             f"{entry.whole.name}: its parts have different forms ({spelled})",
             "quantize the parts alike, or fuse the 16-bit model first",
         )
-    form = parts[0].output.form
-    if isinstance(form, Codebook) and form.group_rows is None:
-        raise BadRecipe(
-            f"{entry.whole.name}: each of its parts has one scale of its own ({form.label})",
-            "leave them apart, or dequantize first",
-        )
     inputs = _joined(
         s for run in entry.runs for s in rows_within(parts[run.part].inputs, run.start, run.stop)
     )
-    made = Unit(inputs, parts[0].ops, Logical(entry.whole.name, entry.whole.shape, parts[0].output.form))
+    ops = parts[0].ops
+    if entry.fusion.interleaved:
+        ops = (*ops, InterleaveHalves(2 * parts[0].output.rows))
+    made = Unit(inputs, ops, Logical(entry.whole.name, entry.whole.shape, parts[0].output.form))
     first, others = parts[0].output.name, {part.output.name for part in parts[1:]}
     return {
         (made.output.name if name == first else name): (made if name == first else unit)
@@ -219,14 +221,43 @@ def _joined(pieces: Iterable[RowSlice]) -> tuple[RowSlice, ...]:
     return tuple(joined)
 
 
-def rows_within(inputs: Sequence[RowSlice], start: int, stop: int) -> Iterator[RowSlice]:
-    """Rows [start, stop) of the stacked inputs."""
+def rows_within(inputs: Sequence[RowSlice], start: int, stop: int, step: int = 1) -> Iterator[RowSlice]:
+    """Rows [start, stop) of the stacked inputs, or every `step`-th of them."""
     offset = 0
     for piece in inputs:
         first, last = max(start, offset), min(stop, offset + piece.rows)
+        first += (start - first) % step
         if first < last:
-            yield piece.within(first - offset, last - offset)
+            yield piece.within(first - offset, last - offset, step)
         offset += piece.rows
+
+
+def rows_of_parts(inputs: Sequence[RowSlice], entry: FusedPlace) -> list[list[RowSlice]]:
+    """The rows of each part of a fused tensor that these inputs stack, in the order of the part's rows."""
+    found: list[list[RowSlice]] = [[] for _ in entry.parts]
+    for part, start, stop, step in _spans(entry):
+        found[part].extend(rows_within(inputs, start, stop, step))
+    return found
+
+
+def rows_of_part(tensor: Logical, entry: FusedPlace, part: int) -> list[RowSlice]:
+    """The rows of one part of a stored fused tensor."""
+    spans = (span for number, *span in _spans(entry) if number == part)
+    return [piece for span in spans for piece in rows_within([whole(tensor)], *span)]
+
+
+def _spans(entry: FusedPlace) -> Iterator[tuple[int, int, int, int]]:
+    """For every run of a fused tensor: its part, and the first, last and step of its rows in the whole."""
+    offset = 0
+    for run in entry.runs:
+        rows = run.stop - run.start
+        if entry.fusion.interleaved:
+            second = run.part % 2
+            start = offset - second * rows
+            yield run.part, start + second, start + 2 * rows, 2
+        else:
+            yield run.part, offset, offset + rows, 1
+        offset += rows
 
 
 def unfuse(architecture: Architecture) -> Pass:
@@ -253,15 +284,12 @@ def cut_where(architecture: Architecture, chosen: Callable[[FusedPlace], bool]) 
 
 
 def _cut(unit: Unit, entry: FusedPlace) -> list[Unit]:
-    pieces: list[list[RowSlice]] = [[] for _ in entry.parts]
-    offset = 0
-    for run in entry.runs:
-        rows = run.stop - run.start
-        pieces[run.part].extend(rows_within(unit.inputs, offset, offset + rows))
-        offset += rows
+    ops = tuple(op for op in unit.ops if not isinstance(op, InterleaveHalves))
+    if len(ops) < len(unit.ops):  # stacked in this very plan: its inputs do not take turns yet
+        entry = replace(entry, fusion=replace(entry.fusion, interleaved=False))
     return [
-        replace(unit, inputs=tuple(inputs), output=Logical(part.name, part.shape, unit.output.form))
-        for part, inputs in zip(entry.parts, pieces, strict=True)
+        Unit(tuple(inputs), ops, Logical(part.name, part.shape, unit.output.form))
+        for part, inputs in zip(entry.parts, rows_of_parts(unit.inputs, entry), strict=True)
     ]
 
 

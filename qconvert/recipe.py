@@ -19,7 +19,14 @@ from qconvert.architecture.slots import Slot, SlotKind
 from qconvert.errors import BadRecipe
 from qconvert.schemes import KEEP, Scheme, parse_scheme
 
-FUSIONS = {"qkv": "attn.qkv", "gate_up": "mlp.gate_up"}
+# What can be stacked, by the names users give it: the roles of the fused tensors.
+FUSIONS: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("attn.qkv",),
+    "gate_up": ("mlp.gate_up",),
+    "experts": ("mlp.experts.gate_up", "mlp.experts.down"),
+}
+# What `fuse` stacks when nothing is said: linears that one input feeds.
+SAME_INPUT = ("qkv", "gate_up")
 LAYOUTS = (
     *("compressed-tensors", "int-quantized", "gptq", "gptq_v2", "awq", "mlx"),
     *("bitsandbytes", "fp8", "mxfp4"),
@@ -47,7 +54,7 @@ class Recipe:
     """Everything that decides an output beside the input itself.
 
     `scheme` is for the linears (None: keep them); `rules` override it, the last match winning.
-    `fuse` holds fusion names (`qkv`, `gate_up`); `tie` is True to drop a head equal to the
+    `fuse` holds fusion names (`qkv`, `gate_up`, `experts`); `tie` is True to drop a head equal to the
     embedding, False to write it out, None to leave it. `search` chooses the scale search over
     plain min-max; `allow_smaller_group` lets a row that the group size does not divide take the
     largest of 128, 64 and 32 that does; `pad_to_tp` is a number of tensor-parallel ranks, on each of which

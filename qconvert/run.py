@@ -20,7 +20,17 @@ from qconvert.formats.files import octets
 from qconvert.interfaces import Layout, Reader, Sink
 from qconvert.ops import EncodeBlocks, Finding, Surveyed, zero_rows
 from qconvert.plan import Plan, RowSlice, Unit
-from qconvert.tensors import Blocks, Coded, Dense, IntAffine, Logical, Plain, Value
+from qconvert.tensors import (
+    Blocks,
+    Codebook,
+    Coded,
+    Dense,
+    GroupInt,
+    IntAffine,
+    Logical,
+    Plain,
+    Value,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -230,6 +240,8 @@ def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_non
     import numpy as np
 
     unit = block.unit
+    if block.start == 0:
+        _require_one_of_each(unit, reader)
     first, last = _rows_read(unit, block.start), _rows_read(unit, block.stop)
     value, nbytes = gather(unit.inputs, reader, first, last)
     error, steps = None, 0.0
@@ -263,13 +275,13 @@ def gather(inputs: tuple[RowSlice, ...], reader: Reader, start: int, stop: int) 
     for piece in inputs:
         first, last = max(start, offset), min(stop, offset + piece.rows)
         if first < last or start == stop:
-            pieces.append(_rows(reader, piece.within(first - offset, last - offset)))
+            pieces.append(read_slice(reader, piece.within(first - offset, last - offset)))
         offset += piece.rows
     value = pieces[0] if len(pieces) == 1 else stack(pieces)
     return value, sum(piece.arrays[0].nbytes for piece in pieces)
 
 
-def _rows(reader: Reader, piece: RowSlice) -> Value:
+def read_slice(reader: Reader, piece: RowSlice) -> Value:
     """The rows of a slice: read, or made as zeros."""
     import numpy as np
 
@@ -282,28 +294,54 @@ def _rows(reader: Reader, piece: RowSlice) -> Value:
 
 
 def stack(pieces: list[Value]) -> Value:
-    """Values of one form stacked by rows; BadRecipe if they share what one tensor can have only once."""
+    """Values of one form stacked by rows; what a tensor has only once is the first one's."""
     import numpy as np
 
     first = pieces[0]
-    for piece in pieces[1:]:
-        _require_same_constants(first, piece)
     columns = zip(*(piece.arrays for piece in pieces), strict=True)
     return first.with_arrays(tuple(np.concatenate(column) for column in columns))
 
 
-def _require_same_constants(a: Value, b: Value) -> None:
+def _require_one_of_each(unit: Unit, reader: Reader) -> None:
+    """Raise BadRecipe if stacked inputs differ in what their output can have only once.
+
+    Blocks of a large unit meet one input each, so all of them are asked before the first one.
+    """
+    form = unit.inputs[0].tensor.form
+    shares = isinstance(form, Codebook) and (form.group_rows is None or form.second == "divided")
+    if not shares and not (isinstance(form, GroupInt) and form.act_order):
+        return
+    first, *others = (piece for piece in unit.inputs if piece.zeros_like is None and piece.rows)
+    one = reader.read(first.tensor, first.start, first.start + 1)
+    for piece in others:
+        if piece.tensor.name != first.tensor.name:
+            other = reader.read(piece.tensor, piece.start, piece.start + 1)
+            _require_same_constants(first.tensor.name, one, piece.tensor.name, other)
+
+
+def _require_same_constants(name_a: str, a: Value, name_b: str, b: Value) -> None:
     import numpy as np
+
+    from qconvert.ops import scale_of_all
 
     if isinstance(a, IntAffine) and isinstance(b, IntAffine):
         orders = [piece.groups_I for piece in (a, b) if piece.groups_I is not None]
         if orders and not np.array_equal(orders[0], orders[-1]):
-            raise BadRecipe("g_idx: the activation orders of the stacked weights differ", "leave them apart")
-    elif isinstance(a, Coded) and isinstance(b, Coded) and a.divisor != b.divisor:
-        raise BadRecipe(
-            f"the stacked weights have different global scales ({a.divisor} and {b.divisor})",
-            "leave them apart, or dequantize first",
-        )
+            raise BadRecipe(
+                f"{name_b}: its activation order (g_idx) is not that of {name_a}, with which it is stacked",
+                "leave them apart",
+            )
+    elif isinstance(a, Coded) and isinstance(b, Coded):
+        for what, one, other in (
+            ("global scale", a.divisor, b.divisor),
+            ("scale", *map(scale_of_all, (a, b))),
+        ):
+            if one != other:
+                raise BadRecipe(
+                    f"{name_b}: has one {what} of {other:.6g}, but {name_a}, with which it is stacked, "
+                    f"{one:.6g}; one tensor has one",
+                    "leave them apart, or dequantize first",
+                )
 
 
 def _refuse_steps(done: BlockDone, most: float) -> None:

@@ -8,7 +8,7 @@ is an error, and so is a decision that no loader could honour.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 
@@ -29,13 +29,12 @@ def decide(
     Linears get the recipe's scheme; the head, embeddings and everything else only what a rule
     names. `tied` says whether the output's head is its embedding. Raises BadRecipe for a rule that
     matches nothing, that reaches a tensor which cannot be quantized, that splits a group of linears
-    which loaders fuse, or whose group size does not divide a row, and for stacks stored input-major.
+    which loaders fuse, or whose group size does not divide a row.
     """
     weights = {name: place for name, place in places.items() if place.part == "weight"}
     chosen = choose(recipe, architecture, places, tied=tied)
     if tied:
         _check_tied_rules(recipe)
-    check_orientation(weights, chosen)
     _check_fused_groups(architecture, weights, chosen)
     fitted = {n: _fit_group(weights[n], s, recipe.allow_smaller_group) for n, s in chosen.items()}
     _check_groups(weights, fitted)
@@ -137,24 +136,6 @@ def _check_tied_rules(recipe: Recipe) -> None:
         raise BadRecipe(
             f"{wishes}: this model's head is its embedding, one table with one scheme",
             "add --untie to write the head as a table of its own, or give both the same scheme",
-        )
-
-
-def check_orientation(weights: Mapping[str, Place], chosen: Iterable[str]) -> None:
-    """Raise BadRecipe for a stack stored input-major: groups run along a linear's input, and across it.
-
-    Packed weights belong to nn.Linear and Embedding alone (compressed-tensors 0.20,
-    `quantization/lifecycle/apply.py`), so no loader could read a transposed stack back either.
-    """
-    found: dict[str, str] = {}
-    for name in chosen:
-        if weights[name].transposed and len(weights[name].shape) > 2:
-            found.setdefault(weights[name].group, name)
-    if found:
-        raise BadRecipe(
-            f"{next(iter(found.values()))}: a stack of linears stored input-major, [in, out], which "
-            "quantized safetensors cannot express: loaders pack linears stored [out, in] alone",
-            "keep them: " + " ".join(f"--keep {role}" for role in found),
         )
 
 

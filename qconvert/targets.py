@@ -71,8 +71,6 @@ class Target:
         table = self.new_table.removesuffix(_NESTED)
         if self.layout == "bitsandbytes":
             return Codebook(table, None if table == "int8" else 64, DType.F32, dtype)
-        if self.layout == "mxfp4":
-            return Codebook("e2m1", 1, DType.F8_E8M0, dtype, group_rows=32)
         scales = DType.F32 if self.layout == "fp8" or dtype is DType.F64 else dtype
         return {
             "fp8-channel": Codebook("e4m3", None, scales, dtype),
@@ -122,8 +120,6 @@ def _encoding(target: Target, tensor: Logical, dtype: DType, kin: str = "") -> t
     """The way from plain numbers of this type to the table of the target."""
     form = target.codebook(dtype)
     size, width = form.group_size, tensor.width
-    if target.layout == "mxfp4":  # stacks are [experts, in, out]
-        size, width = form.group_rows, tensor.shape[1]
     if form.bits == 4 and size and width % size:
         raise BadRecipe(
             f"{tensor.name}: rows of {width} columns are no whole blocks of {size}",
@@ -308,7 +304,8 @@ def _fp8(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
 
 
 def _gpt_oss(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
-    if isinstance(form, Codebook) and form.group_rows == 32 and form.scale_dtype is DType.F8_E8M0:
+    stack = len(tensor.shape) == 3 and isinstance(form, Codebook)
+    if stack and form.scale_dtype is DType.F8_E8M0:
         return ()
     raise _refused(tensor, "is not a stack of experts in MXFP4, which gpt-oss's layout holds")
 

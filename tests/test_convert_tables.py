@@ -135,13 +135,13 @@ def test_stacks_of_experts_become_gpt_oss_s_blocks(assets: Path, tmp_path: Path)
 
 
 def test_blocks_of_gpt_oss_reach_the_largest_number_and_round_halves_up() -> None:
-    columns = np.zeros((32, 2), np.float32)
-    columns[:8, 0] = [6, 0.25, 0.75, 2.5, 5, -0.25, -0.1, 3.4]
-    columns[0, 1] = 6.01
-    form = Codebook("e2m1", 1, DType.F8_E8M0, DType.BF16, group_rows=32)
-    made_, _ = encode(Dense(columns, DType.F32), form, habit="mxfp4")
-    assert made_.scales_RG.shape == (32, 2) and made_.scales_RG[0].tolist() == [127, 128]
-    assert numbers(made_, DType.F32).rows_RI[:8, 0].tolist() == [6, 0.5, 1, 3, 6, -0.5, 0, 3]
+    rows = np.zeros((2, 32), np.float32)
+    rows[0, :8] = [6, 0.25, 0.75, 2.5, 5, -0.25, -0.1, 3.4]
+    rows[1, 0] = 6.01
+    form = Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
+    made_, _ = encode(Dense(rows, DType.F32), form, habit="mxfp4")
+    assert made_.scales_RG.tolist() == [[127], [128]]
+    assert numbers(made_, DType.F32).rows_RI[0, :8].tolist() == [6, 0.5, 1, 3, 6, -0.5, 0, 3]
 
 
 def test_only_stacks_of_experts_are_gpt_oss_s(model: Path, tmp_path: Path) -> None:

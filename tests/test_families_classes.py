@@ -33,7 +33,7 @@ def class_of(row: str) -> Any:
 def bound(row: str) -> Binding:
     tensors = {n: Logical(n, tuple(t.shape), BF16) for n, t in class_of(row).state_dict().items()}
     architecture = Architecture.of(ROWS[row].config)
-    return bind(architecture, turned(tensors, architecture.input_major))
+    return bind(architecture, turned(tensors, architecture))
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -14,14 +14,13 @@ from qconvert.architecture import Architecture, Binding, bind
 from qconvert.errors import BadRecipe
 from qconvert.ops import Cast, CheckFinite, Dequantize, Quantize
 from qconvert.plan import Pass, Plan, RowSlice, copy_of, run_passes
-from qconvert.recipe import FUSIONS
 from qconvert.schemes import Scheme
 from qconvert.tensors import DType, Form, GroupInt, Logical, Plain
 from tests.models import EMBED, HEAD, tiny_config, tiny_shapes
 
 BF16 = Plain(DType.BF16)
 INT4 = GroupInt(4, 32, symmetric=False, scale_dtype=DType.BF16)
-ALL_FUSIONS = tuple(FUSIONS.values())
+ALL_FUSIONS = ("attn.qkv", "mlp.gate_up")
 Q = "model.layers.0.self_attn.q_proj.weight"
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 

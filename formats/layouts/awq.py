@@ -19,6 +19,7 @@ from qconvert.formats.layouts.claims import (
     check_parts,
     claim,
     contradiction,
+    matrix_shape,
     plain_rest,
     require,
     settings_of,
@@ -58,7 +59,7 @@ class AWQ:
         if isinstance(form, Plain):
             return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
         assert isinstance(form, GroupInt), form
-        rows, width = tensor.shape
+        rows, width = matrix_shape(tensor, NAME)
         groups, base = form.groups(width), _base(tensor)
         if rows % _PER_WORD:
             raise BadRecipe(

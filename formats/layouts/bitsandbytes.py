@@ -18,7 +18,7 @@ import numpy as np
 
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.json_io import parse_json_object
-from qconvert.formats.layouts.claims import check_claimed, dtype_of, plain_rest, require
+from qconvert.formats.layouts.claims import check_claimed, dtype_of, matrix_shape, plain_rest, require
 from qconvert.formats.layouts.uniform import only_form
 from qconvert.interfaces import Part, Source
 from qconvert.tensors import Codebook, Coded, Dense, DType, Json, Logical, Plain, Quantized, TensorSpec, Value
@@ -45,6 +45,7 @@ class BitsAndBytes:
         if isinstance(form, Plain):
             return (TensorSpec(name, form.dtype, tensor.shape),)
         assert isinstance(form, Codebook), form
+        matrix_shape(tensor, NAME)
         if form.table == "int8":
             base = name.removesuffix(".weight")
             return (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from qconvert.errors import CorruptCheckpoint, shown
+from qconvert.errors import BadRecipe, CorruptCheckpoint, shown
 from qconvert.interfaces import Layout, Source
 from qconvert.tensors import DType, Json, Logical, Plain, TensorSpec
 
@@ -42,6 +42,17 @@ def require(source: Source, name: str, why: str) -> TensorSpec:
     if spec is None:
         raise CorruptCheckpoint(f"{name}: missing, but {why}", "the checkpoint is incomplete")
     return spec
+
+
+def matrix_shape(tensor: Logical, layout: str) -> tuple[int, int]:
+    """The rows and columns of a quantized linear; BadRecipe for a stack of experts."""
+    if len(tensor.shape) != 2:
+        raise BadRecipe(
+            f"{tensor.name}: a stack of {tensor.shape[0]} experts ({tensor.form.label}), but {layout} holds "
+            "quantized linears alone, one for each expert",
+            "leave the experts apart (`qconvert unfuse --only experts`)",
+        )
+    return tensor.shape[0], tensor.shape[1]
 
 
 def check_parts(layout: Layout, tensor: Logical, source: Source) -> Logical:

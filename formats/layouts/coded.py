@@ -32,24 +32,41 @@ class CodedArrays:
 
     def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
         """The arrays that spell a tensor: codes, scales, and the divisor where there is one."""
-        form, base = tensor.form, tensor.name.removesuffix("weight")
+        form = tensor.form
         assert isinstance(form, Codebook), form
-        rows, width = tensor.rows, tensor.width
+        rows, width, stack = tensor.rows, tensor.width, tensor.shape[:-2]
+        codes_name, scales_name, divisor_name = self.names(tensor.name)
+        if stack and tensor.shape[-2] % (form.group_rows or 1):
+            raise BadRecipe(
+                f"{tensor.name}: its matrices of {tensor.shape[-2]} rows are no whole blocks of "
+                f"{form.group_rows} rows, so a stack of them would share blocks",
+                "leave the experts apart",
+            )
         dtype = FP8_DTYPES.get(form.table, self.words)
         code_bits = form.bits * width
         if code_bits % dtype.bits:
             raise BadRecipe(
                 f"{tensor.name}: rows of {width} codes of {form.bits} bits do not fill {dtype.label}"
             )
-        scales_shape = (1,) if form.group_rows is None else (form.scale_rows(rows), form.groups(width))
+        scales_shape: tuple[int, ...] = (1,)
+        if form.group_rows is not None:
+            each = rows if not stack else tensor.shape[-2]
+            scales_shape = (*stack, form.scale_rows(each), form.groups(width))
         scale_dtype = DType.U8 if form.scale_dtype is DType.F8_E8M0 else form.scale_dtype
         made = (
-            TensorSpec(base + self.codes, dtype, (rows, code_bits // dtype.bits)),
-            TensorSpec(base + self.scales, scale_dtype, scales_shape),
+            TensorSpec(codes_name, dtype, (*tensor.shape[:-1], code_bits // dtype.bits)),
+            TensorSpec(scales_name, scale_dtype, scales_shape),
         )
-        if form.second == "divided":
-            return (*made, TensorSpec(base + self.divisor, DType.F32, (1,)))
-        return made
+        return (*made, TensorSpec(divisor_name, DType.F32, (1,))) if form.second == "divided" else made
+
+    def names(self, tensor: str) -> tuple[str, str, str]:
+        """The arrays of a tensor: those of a parameter that is no module's weight have its own name first."""
+        if tensor.endswith("weight"):
+            base = tensor.removesuffix("weight")
+            return base + self.codes, base + self.scales, base + self.divisor
+        ends = (self.codes, self.scales, self.divisor)
+        codes, scales, divisor = (end.removeprefix("weight") for end in ends)
+        return tensor + codes, tensor + scales, tensor + divisor
 
     def row_alignment(self, tensor: Logical) -> int:
         """Rows that share their scales are written together."""

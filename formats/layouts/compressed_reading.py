@@ -32,7 +32,7 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
     specs = source.specs
     found: dict[str, Logical] = {}
     for name, spec in specs.items():
-        base = next((name[: -len(s)] for s in _SUFFIXES if name.endswith("weight" + s)), name)
+        base = _base(name, source)
         if base in found:
             continue
         if base in specs and f"{base}_packed" not in specs and _is_unpacked(base, source):
@@ -55,6 +55,19 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
         if tensor.form in loose and name not in specs:
             raise UnsupportedModel(f"{name}: packed, while another {tensor.form.label} weight is not")
     return CompressedTensors(frozenset(loose)), found
+
+
+def _base(name: str, source: Source) -> str:
+    """The tensor that an array belongs to: a module's `weight`, or a parameter with packed rows or codes."""
+    for suffix in _SUFFIXES:
+        base = name[: -len(suffix)]
+        if name.endswith(suffix) and (
+            base.endswith("weight")
+            or f"{base}_packed" in source.specs
+            or (base in source.specs and _is_unpacked(base, source))
+        ):
+            return base
+    return name
 
 
 def _is_unpacked(base: str, source: Source) -> bool:
@@ -105,16 +118,16 @@ def _blocks(quantization: Mapping[str, object]) -> list[list[int]]:
 def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> Logical:
     """A weight with a byte for each code: int8, or F8_E4M3 with one scale per tensor, row or block."""
     weight, scale = source.specs[base], source.specs[f"{base}_scale"]
-    if len(weight.shape) != 2:
+    if len(weight.shape) not in (2, 3):
         raise UnsupportedModel(f"{base}: {weight.dtype.label} {list(weight.shape)} is not read here", "2-D")
     form: GroupInt | Codebook
     if weight.dtype is DType.I8:
         symmetric = f"{base}_zero_point" not in source.specs
-        form = _form(8, (weight.shape[0], weight.shape[1]), scale, symmetric=symmetric)
+        form = _form(8, weight.shape, scale, symmetric=symmetric)
         return check_parts(CompressedTensors(frozenset({form})), Logical(base, weight.shape, form), source)
     if scale.count == 1 and weight.shape[0] > 1:
         form = Codebook("e4m3", None, scale.dtype, DType.BF16, group_rows=None)
-    elif scale.shape == (weight.shape[0], 1):
+    elif scale.shape == (*weight.shape[:-1], 1):
         form = Codebook("e4m3", None, scale.dtype, DType.BF16)
     else:
         fitting = [b for b in _blocks(quantization) if scale.shape == _cells(weight.shape, b)]
@@ -129,7 +142,8 @@ def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> 
 
 
 def _cells(shape: tuple[int, ...], block: list[int]) -> tuple[int, ...]:
-    return tuple(-(-size // side) for size, side in zip(shape, block, strict=True))
+    cells = (-(-size // side) for size, side in zip(shape[-2:], block, strict=True))
+    return (*shape[:-2], *cells)
 
 
 def _four_bit_floats(base: str, source: Source) -> Logical:
@@ -138,13 +152,13 @@ def _four_bit_floats(base: str, source: Source) -> Logical:
     scale = require(source, f"{base}_scale", f"{packed.name} is there")
     if base in source.specs:
         raise CorruptCheckpoint(f"{base}: stored both plain and as {packed.name}", "remove one of the two")
-    if len(packed.shape) != 2:
+    if len(packed.shape) not in (2, 3):
         raise UnsupportedModel(f"{packed.name}: {list(packed.shape)} is not read here", "2-D")
     if scale.dtype is DType.U8:
         form = Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
     else:
         form = Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16, second="divided")
-    tensor = Logical(base, (packed.shape[0], packed.shape[1] * 2), form)
+    tensor = Logical(base, (*packed.shape[:-1], packed.shape[-1] * 2), form)
     return check_parts(CompressedTensors(), tensor, source)
 
 
@@ -159,30 +173,33 @@ def _logical(base: str, source: Source, declared: set[int]) -> Logical:
         raise CorruptCheckpoint(f"{base}: stored both plain and as {base}_packed", "remove one of the two")
     packed, scale = specs[base + "_packed"], specs[base + "_scale"]
     zeros = specs.get(base + "_zero_point")
-    if specs[base + "_shape"].count != 2 or specs[base + "_shape"].dtype is not DType.I64:
-        raise CorruptCheckpoint(f"{base}_shape: not two int64 numbers", "only 2-D weights are read here")
-    rows, width = _stored_shape(base, source, packed, declared)
-    bits = _bits(packed, (rows, width), declared)
-    form = _form(bits, (rows, width), scale, symmetric=zeros is None)
-    tensor = Logical(base, (rows, width), form)
+    if specs[base + "_shape"].count not in (2, 3) or specs[base + "_shape"].dtype is not DType.I64:
+        raise CorruptCheckpoint(
+            f"{base}_shape: not two int64 numbers, nor three of a stack of experts",
+            "the arrays of this weight do not belong together",
+        )
+    shape = _stored_shape(base, source, packed, declared)
+    bits = _bits(packed, shape, declared)
+    form = _form(bits, shape, scale, symmetric=zeros is None)
+    tensor = Logical(base, shape, form)
     return check_parts(CompressedTensors(), tensor, source)
 
 
-def _stored_shape(base: str, source: Source, packed: TensorSpec, declared: set[int]) -> tuple[int, int]:
-    """The weight's [rows, columns]; from the packed words where only headers are at hand."""
+def _stored_shape(base: str, source: Source, packed: TensorSpec, declared: set[int]) -> tuple[int, ...]:
+    """The shape of a weight or a stack of them; from the packed words where only headers are at hand."""
     try:
-        rows, width = (int(n) for n in source.read(base + "_shape", 0, 2).ravel())
+        stored = source.read(base + "_shape", 0, source.specs[base + "_shape"].count)
     except NotDownloaded:
-        if len(declared) != 1 or len(packed.shape) != 2:
+        if len(declared) != 1 or len(packed.shape) not in (2, 3):
             raise
-        return packed.shape[0], packed.shape[1] * 32 // next(iter(declared))
-    return rows, width
+        return *packed.shape[:-1], packed.shape[-1] * 32 // next(iter(declared))
+    return tuple(int(n) for n in stored.ravel())
 
 
-def _bits(packed: TensorSpec, shape: tuple[int, int], declared: set[int]) -> int:
+def _bits(packed: TensorSpec, shape: tuple[int, ...], declared: set[int]) -> int:
     """The bits per code that fit the packed array and that the config, if it says any, declares."""
-    rows, width = shape
-    fitting = {bits for bits in range(2, 9) if packed.shape == (rows, words(width, bits))}
+    *rows, width = shape
+    fitting = {bits for bits in range(2, 9) if packed.shape == (*rows, words(width, bits))}
     if declared and fitting and not fitting & declared:
         raise CorruptCheckpoint(
             f"{packed.name}: holds {min(fitting)}-bit codes, config.json says num_bits {sorted(declared)}",
@@ -192,18 +209,18 @@ def _bits(packed: TensorSpec, shape: tuple[int, int], declared: set[int]) -> int
     if len(agreed) != 1:
         found = " or ".join(map(str, sorted(agreed))) or "no number of"
         raise CorruptCheckpoint(
-            f"{packed.name}: {list(packed.shape)} holds {found} bits for each weight of [{rows}, {width}]",
+            f"{packed.name}: {list(packed.shape)} holds {found} bits for each weight of {list(shape)}",
             "the arrays of this weight do not belong together",
         )
     return agreed.pop()
 
 
-def _form(bits: int, shape: tuple[int, int], scale: TensorSpec, *, symmetric: bool) -> GroupInt:
-    rows, width = shape
-    groups = scale.shape[-1] if len(scale.shape) == 2 else 0
-    if rows < 1 or width < 1 or groups < 1 or width % groups or not scale.dtype.is_float:
+def _form(bits: int, shape: tuple[int, ...], scale: TensorSpec, *, symmetric: bool) -> GroupInt:
+    width = shape[-1]
+    groups = scale.shape[-1] if len(scale.shape) in (2, 3) else 0
+    if min(shape) < 1 or groups < 1 or width % groups or not scale.dtype.is_float:
         raise CorruptCheckpoint(
-            f"{scale.name}: {scale.dtype.label} {list(scale.shape)} fits no [{rows}, {width}] weight",
+            f"{scale.name}: {scale.dtype.label} {list(scale.shape)} fits no {list(shape)} weight",
             "the arrays of this weight do not belong together",
         )
     return GroupInt(bits, None if groups == 1 else width // groups, symmetric, scale.dtype)

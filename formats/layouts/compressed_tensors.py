@@ -17,6 +17,7 @@ from math import gcd
 
 import numpy as np
 
+from qconvert.errors import BadRecipe
 from qconvert.formats.layouts.coded import CodedArrays
 from qconvert.formats.layouts.compressed_config import NAME, quantization_config
 from qconvert.interfaces import Part, Source
@@ -67,20 +68,27 @@ class CompressedTensors:
         if isinstance(form, Codebook):
             return _coded(form).parts(tensor)
         assert isinstance(form, GroupInt), form
-        rows, width = tensor.shape
-        groups = form.groups(width)
+        *stack, rows, width = tensor.shape
+        scales_shape = (*stack, rows, form.groups(width))
         if form in self.loose:
-            zeros = TensorSpec(f"{tensor.name}_zero_point", DType.I8, (rows, groups))
+            zeros = TensorSpec(f"{tensor.name}_zero_point", DType.I8, scales_shape)
             return (
                 TensorSpec(tensor.name, DType.I8, tensor.shape),
-                TensorSpec(f"{tensor.name}_scale", form.scale_dtype, (rows, groups)),
+                TensorSpec(f"{tensor.name}_scale", form.scale_dtype, scales_shape),
             ) + (() if form.symmetric else (zeros,))
-        packed = TensorSpec(f"{tensor.name}_packed", DType.I32, (rows, words(width, form.bits)))
-        scale = TensorSpec(f"{tensor.name}_scale", form.scale_dtype, (rows, groups))
-        shape = TensorSpec(f"{tensor.name}_shape", DType.I64, (2,))
+        packed = TensorSpec(f"{tensor.name}_packed", DType.I32, (*stack, rows, words(width, form.bits)))
+        scale = TensorSpec(f"{tensor.name}_scale", form.scale_dtype, scales_shape)
+        shape = TensorSpec(f"{tensor.name}_shape", DType.I64, (len(tensor.shape),))
         if form.symmetric:
             return packed, scale, shape
-        zeros = TensorSpec(f"{tensor.name}_zero_point", DType.I32, (words(rows, form.bits), groups))
+        if stack and rows * form.bits % _WORD:
+            raise BadRecipe(
+                f"{tensor.name}: the zero points of {rows} rows fill no whole words of {_WORD} bits, so "
+                "those of stacked experts would share words",
+                "leave the experts apart",
+            )
+        zeros_shape = (*stack, words(rows, form.bits), form.groups(width))
+        zeros = TensorSpec(f"{tensor.name}_zero_point", DType.I32, zeros_shape)
         return packed, scale, zeros, shape
 
     def row_alignment(self, tensor: Logical) -> int:
@@ -116,7 +124,7 @@ class CompressedTensors:
         if value.zeros_RG is not None:
             yield Part(f"{name}_zero_point", start * bits // _WORD, pack_rows(value.zeros_RG, bits))
         if start == 0:
-            yield Part(f"{name}_shape", 0, np.array(tensor.shape, "<i8").reshape(2, 1))
+            yield Part(f"{name}_shape", 0, np.array(tensor.shape, "<i8").reshape(-1, 1))
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back as the value they spell."""

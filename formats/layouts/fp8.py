@@ -1,7 +1,8 @@
 """The layout of block-scaled FP8 checkpoints, as published for DeepSeek-V3 and Qwen3.
 
 A quantized `X.weight` [N, K] is `X.weight` F8_E4M3 [N, K] and `X.weight_scale_inv` [ceil(N/128),
-ceil(K/128)], f32 or bf16, which is multiplied by, whatever its name says. Sources: transformers 5.23
+ceil(K/128)], f32 or bf16, which is multiplied by, whatever its name says. A stack of experts is a
+parameter `X` [E, N, K] with `X_scale_inv`, as transformers' `FP8Experts` holds it. Sources: transformers 5.23
 (`integrations/finegrained_fp8.py`), config.json of Qwen3-8B-FP8.
 """
 
@@ -93,7 +94,7 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, Logical]]:
         if spec.dtype is not DType.F8_E4M3:
             continue
         scales = require(source, f"{name}_scale_inv", f"{name} is {spec.dtype.label}")
-        if len(spec.shape) != 2 or not scales.dtype.is_float:
+        if len(spec.shape) not in (2, 3) or not scales.dtype.is_float:
             raise CorruptCheckpoint(
                 f"{scales.name}: {scales.dtype.label} scales of {list(spec.shape)} weights"
             )

@@ -21,6 +21,7 @@ from qconvert.formats.layouts.claims import (
     check_parts,
     claim,
     contradiction,
+    matrix_shape,
     plain_rest,
     require,
     settings_of,
@@ -64,7 +65,7 @@ class GPTQ:
         if isinstance(form, Plain):
             return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
         assert isinstance(form, GroupInt), form
-        rows, width = tensor.shape
+        rows, width = matrix_shape(tensor, self.name)
         groups, base = form.groups(width), _base(tensor)
         made = (
             TensorSpec(f"{base}.qweight", DType.I32, (width * form.bits // _WORD, rows)),

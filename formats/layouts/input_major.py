@@ -1,26 +1,33 @@
-"""Plain linears stored input-major, [in, out], as GPT-2's Conv1D stores them, within any layout.
+"""Plain tensors whose arrays have another shape than the tensors of the model, within any layout.
 
-Logical tensors are always [out, in]: rows are what a linear gives. Here the named ones are spelled as
-their transpose; all others, and the same ones once quantized, as the layout inside spells them.
+Logical linears are always [out, in], and logical biases vectors. Some classes store linears as
+[in, out], as GPT-2's Conv1D does, or stacks of them as [experts, in, out], and stacks of biases as
+[experts, out]. Here such arrays are spelled as their class has them; all others, and the same ones once
+quantized, as the layout inside spells them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
+from qconvert.architecture import Architecture
 from qconvert.interfaces import Layout, Part, Source
 from qconvert.tensors import Dense, Json, Logical, Plain, Quantized, TensorSpec, Value
 
 
 @dataclass(frozen=True, slots=True)
 class InputMajor:
-    """A layout whose plain tensors of these names lie in the file with rows and columns exchanged."""
+    """A layout whose plain tensors of these names lie in the file otherwise: matrices transposed, and
+    vectors as the rows of a matrix, as many as is said.
+    """
 
     inside: Layout
-    names: frozenset[str]
+    matrices: frozenset[str]
+    vectors: Mapping[str, int]
 
     @property
     def name(self) -> str:
@@ -33,7 +40,7 @@ class InputMajor:
     def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
         """The arrays that spell a tensor, in the order they are written."""
         if self._turns(tensor) and isinstance(tensor.form, Plain):
-            return (TensorSpec(tensor.name, tensor.form.dtype, tensor.shape[::-1]),)
+            return (TensorSpec(tensor.name, tensor.form.dtype, self._stored(tensor)),)
         return self.inside.parts(tensor)
 
     def row_alignment(self, tensor: Logical) -> int:
@@ -41,31 +48,75 @@ class InputMajor:
         return 1 if self._turns(tensor) else self.inside.row_alignment(tensor)
 
     def encode(self, tensor: Logical, start: int, value: Value) -> Iterable[Part]:
-        """Spell rows [start, start + value.rows): they are columns of the array."""
-        if self._turns(tensor) and isinstance(value, Dense):
-            return [Part(tensor.name, 0, np.ascontiguousarray(value.rows_RI.T), start)]
-        return self.inside.encode(tensor, start, value)
+        """Spell rows [start, start + value.rows): columns of an array, or a run of a stack of vectors."""
+        if not self._turns(tensor) or not isinstance(value, Dense):
+            return self.inside.encode(tensor, start, value)
+        return self._encode(tensor, start, value.rows_RI)
+
+    def _encode(self, tensor: Logical, start: int, rows_RI: np.ndarray) -> Iterator[Part]:
+        for which, first, stop in self._runs(tensor, start, start + len(rows_RI)):
+            run_RI = rows_RI[: stop - first]
+            rows_RI = rows_RI[stop - first :]
+            row = which if len(tensor.shape) == 1 else which * tensor.width
+            yield Part(tensor.name, row, np.ascontiguousarray(run_RI.T), first)
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
-        """Read rows [start, stop), which are columns of the array."""
-        if self._turns(tensor) and isinstance(tensor.form, Plain):
-            columns = source.read(tensor.name, 0, tensor.width, columns=(start, stop))
-            return Dense(np.ascontiguousarray(columns.T), tensor.form.dtype)
-        return self.inside.decode(tensor, source, start, stop)
+        """Read rows [start, stop), which are columns of the array or runs of its rows."""
+        if not self._turns(tensor) or not isinstance(tensor.form, Plain):
+            return self.inside.decode(tensor, source, start, stop)
+        rows = 1 if len(tensor.shape) == 1 else tensor.width
+        runs = [
+            source.read(tensor.name, which * rows, (which + 1) * rows, columns=(first, last)).T
+            for which, first, last in self._runs(tensor, start, stop)
+        ]
+        return Dense(np.ascontiguousarray(np.concatenate(runs)), tensor.form.dtype)
+
+    def _runs(self, tensor: Logical, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Rows [start, stop) by the matrix of the stack they are in: its number, and columns from, to."""
+        each = self._stored(tensor)[-1]
+        for which in range(start // each, max(start // each + 1, -(-stop // each))):
+            yield which, max(start - which * each, 0), min(stop - which * each, each)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """What config.json says of quantized modules; their orientation is that of any linear."""
         return self.inside.settings(quantized, kept)
 
     def _turns(self, tensor: Logical) -> bool:
-        return tensor.name in self.names and isinstance(tensor.form, Plain)
+        known = tensor.name in self.matrices or tensor.name in self.vectors
+        return known and isinstance(tensor.form, Plain)
+
+    def _stored(self, tensor: Logical) -> tuple[int, ...]:
+        rows = self.vectors.get(tensor.name)
+        if rows is not None:
+            return rows, tensor.rows // rows
+        *stack, outputs, inputs = tensor.shape
+        return (*stack, inputs, outputs)
 
 
-def turned(tensors: Mapping[str, Logical], names: frozenset[str]) -> dict[str, Logical]:
-    """The logical view of stored tensors: plain 2-D ones of these names as [out, in]."""
-    return {
-        name: Logical(name, tensor.shape[::-1], tensor.form)
-        if name in names and isinstance(tensor.form, Plain) and len(tensor.shape) == 2
-        else tensor
-        for name, tensor in tensors.items()
-    }
+def turned(tensors: Mapping[str, Logical], architecture: Architecture) -> dict[str, Logical]:
+    """The logical view of stored tensors: plain ones that the class turns as [out, in], or as vectors."""
+    shapes = architecture.stored_shapes
+
+    def view(tensor: Logical) -> Logical:
+        if shapes.get(tensor.name) != tensor.shape or not isinstance(tensor.form, Plain):
+            return tensor
+        place = architecture.place(tensor.name)
+        if place is not None and place.part == "bias":
+            return Logical(tensor.name, (prod(tensor.shape),), tensor.form)
+        *stack, inputs, outputs = tensor.shape
+        return Logical(tensor.name, (*stack, outputs, inputs), tensor.form)
+
+    return {name: view(tensor) for name, tensor in tensors.items()}
+
+
+def within(layout: Layout, tensors: Mapping[str, Logical], architecture: Architecture) -> InputMajor:
+    """The layout of a checkpoint with these stored tensors, and of any output of the same class."""
+
+    def fits(name: str, shape: tuple[int, ...]) -> bool:
+        tensor = tensors.get(name)
+        return tensor is None or not isinstance(tensor.form, Plain) or tensor.shape == shape
+
+    stored = {name: shape for name, shape in architecture.stored_shapes.items() if fits(name, shape)}
+    places = {name: architecture.place(name) for name in stored}
+    vectors = {name for name, place in places.items() if place is not None and place.part == "bias"}
+    return InputMajor(layout, frozenset(stored) - vectors, {name: stored[name][0] for name in vectors})

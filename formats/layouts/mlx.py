@@ -17,6 +17,7 @@ from qconvert.formats.layouts.claims import (
     check_parts,
     contradiction,
     dtype_of,
+    matrix_shape,
     plain_rest,
     settings_of,
 )
@@ -56,10 +57,10 @@ class MLX:
         form = tensor.form
         if isinstance(form, Plain):
             return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
+        rows, width = matrix_shape(tensor, NAME)
         if isinstance(form, Codebook):
             return _CODED.parts(tensor)
         assert isinstance(form, GroupMin), form
-        rows, width = tensor.shape
         base, shape = _base(tensor.name), (rows, form.groups(width))
         return (
             TensorSpec(tensor.name, DType.U32, (rows, width * form.bits // 32)),

@@ -61,7 +61,10 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class FusedPlace:
-    """A fused tensor, the places whose rows it holds, and which rows follow which."""
+    """A fused tensor, the places whose rows it holds, and which rows follow which.
+
+    Of an interleaved fusion, rows of the two parts of a pair take turns where their runs are.
+    """
 
     whole: Place
     parts: tuple[Place, ...]
@@ -150,6 +153,15 @@ class Architecture:
         return {entry.whole.name: entry for entry in found if entry is not None}
 
     @cached_property
+    def wholes(self) -> Mapping[str, tuple[tuple[FusedPlace, int], ...]]:
+        """For every part of a fusion by name: the fused tensors that may hold it, and as which part."""
+        found: dict[str, tuple[tuple[FusedPlace, int], ...]] = {}
+        for entry in self.fused.values():
+            for number, part in enumerate(entry.parts):
+                found[part.name] = (*found.get(part.name, ()), (entry, number))
+        return found
+
+    @cached_property
     def stored(self) -> Mapping[str, Place]:
         """What the family's own class stores: natively fused tensors whole, a tied head not at all."""
         native = {p.name: e.whole for e in self.fused.values() if e.fusion.native for p in e.parts}
@@ -170,12 +182,21 @@ class Architecture:
         return tuple(name for role in roles for name in (fused.get(role), role) if name)
 
     @cached_property
-    def input_major(self) -> frozenset[str]:
-        """Names of the linears, fused or not, that are stored as [in, out]."""
-        if not any(slot.transposed for slot in self.family.slots):
-            return frozenset()
+    def stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the arrays that a class stores in another order than the places here have them.
+
+        Linears stored as [in, out], fused, stacked or not, and stacks of biases, [experts, rows].
+        """
+        family = self.family
+        if not any(s.transposed for s in family.slots) and not any(f.transposed for f in family.fusions):
+            return {}
         places = (*self.places.values(), *(entry.whole for entry in self.fused.values()))
-        return frozenset(p.name for p in places if p.transposed and len(p.shape) == 2)
+        shapes = {p.name: (*p.shape[:-2], *p.shape[:-3:-1]) for p in places if p.transposed}
+        for entry in self.fused.values():
+            if entry.fusion.per_expert and entry.whole.part == "bias":
+                experts = len(entry.parts) // len(entry.fusion.parts)
+                shapes[entry.whole.name] = (experts, entry.whole.shape[0] // experts)
+        return shapes
 
     def place(self, name: str) -> Place | None:
         """Where the tensor of this name belongs, fused or not; None when it is unknown."""
@@ -260,7 +281,7 @@ class Architecture:
         if not parts or len(parts) < len(keys):
             return None
         runs = _runs(parts, dims[fusion.groups] if fusion.groups else 1)
-        suffix = fusion.suffix if part == "weight" else f".{part}"
+        suffix = fusion.suffix if part == "weight" else fusion.bias_suffix
         name = self._name(fusion.module + suffix, layer, 0)
         return FusedPlace(_whole(name, fusion, parts, experts), parts, runs, fusion)
 
@@ -279,9 +300,12 @@ def _whole(name: str, fusion: Fusion, parts: tuple[Place, ...], experts: int) ->
     head, first = parts[0], parts[: len(fusion.parts)]
     dims = (" + ".join(p.dims[0] for p in first), *head.dims[1:])
     shape = (sum(p.shape[0] for p in first), *head.shape[1:])
-    if fusion.per_expert:
+    if fusion.per_expert and head.part == "bias":
+        shape = (experts * shape[0],)
+    elif fusion.per_expert:
         dims, shape = ("experts", *dims), (experts, *shape)
-    return Place(name, fusion.role, head.layer, head.part, head.kind, shape, dims, head.transposed)
+    transposed = head.transposed or (fusion.transposed and head.part == "weight")
+    return Place(name, fusion.role, head.layer, head.part, head.kind, shape, dims, transposed)
 
 
 HOW_TO_DECLARE = (

@@ -55,8 +55,10 @@ class Fusion:
 
     With `groups`, the name of a dimension, the parts are interleaved: the whole is that many groups,
     each with its share of every part in turn (q of one group, its k, its v, then the next group).
-    With `{expert}` in `parts`, the whole is a 3-D stack [experts, rows, columns]. `native` says that
-    the family's own class stores and computes with the whole. `suffix` is as in a slot.
+    With `{expert}` in `parts`, the whole is a 3-D stack [experts, rows, columns], and a stack of biases one
+    vector. `interleaved` parts are two, and take turns row by row in each expert's rows. `native` says that
+    the family's own class stores and computes with the whole. `suffix` and `transposed` are as in a slot;
+    `bias_suffix` is what follows the module in the name of a bias.
     """
 
     role: str
@@ -65,6 +67,9 @@ class Fusion:
     groups: str | None = None
     native: bool = False
     suffix: str = ".weight"
+    interleaved: bool = False
+    transposed: bool = False
+    bias_suffix: str = ".bias"
 
     @property
     def per_expert(self) -> bool:

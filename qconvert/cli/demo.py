@@ -14,7 +14,7 @@ import click
 from qconvert.cli.evaluate import show_report, stdlib_text, write_report
 from qconvert.cli.options import json_option, quiet_option
 from qconvert.cli.writing import Flags, write
-from qconvert.recipe import FUSIONS, Recipe
+from qconvert.recipe import SAME_INPUT, Recipe
 from qconvert.schemes import Scheme
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 OUTPUTS = {
     "int8-g128": Recipe(scheme=Scheme(8)),
-    "int4-g128-fused": Recipe(scheme=Scheme(4), fuse=tuple(FUSIONS)),
+    "int4-g128-fused": Recipe(scheme=Scheme(4), fuse=SAME_INPUT),
 }
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import click
 
-from qconvert.cli.options import model_argument, writing_options
+from qconvert.cli.options import model_argument, pad_option, writing_options
 from qconvert.cli.writing import Flags, write
-from qconvert.recipe import FUSIONS, Recipe
+from qconvert.recipe import FUSIONS, SAME_INPUT, Recipe
 
 
 @click.command("fuse-qkv", short_help="Stack q, k, v into one linear, exactly.")
@@ -30,30 +30,44 @@ def fuse_qkv(model: str, **flags: Any) -> None:
     _write(model, "fuse-qkv", Recipe(fuse=("qkv",)), "fused-qkv", flags)
 
 
-@click.command("fuse", short_help="Stack q, k, v and gate, up, exactly.")
+_only = click.option(
+    "--only", type=click.Choice(list(FUSIONS)), help="Only these linears, or stacks of experts."
+)
+
+
+@click.command("fuse", short_help="Stack q, k, v and gate, up, or experts, exactly.")
 @model_argument()
-@click.option("--only", type=click.Choice(list(FUSIONS)), help="Fuse only these. [default: both]")
+@_only
+@pad_option
 @writing_options
-def fuse(model: str, only: str | None, **flags: Any) -> None:
+def fuse(model: str, only: str | None, pad_to_tp: int | None, **flags: Any) -> None:
     """Stack q, k, v and gate, up of MODEL into one linear each, exactly.
+
+    With `--only experts`, the experts of every layer into the 3-D tensors gate_up_proj and down_proj
+    that transformers 5 computes with, also where they are quantized.
 
     \b
     qconvert fuse ./Qwen2.5-1.5B-Instruct
     qconvert fuse ./Qwen2.5-1.5B-Instruct --only gate_up
+    qconvert fuse ./Qwen3-30B-A3B --only experts
     """
-    _write(model, "fuse", Recipe(fuse=(only,) if only else tuple(FUSIONS)), "fused", flags)
+    recipe = Recipe(fuse=(only,) if only else SAME_INPUT, pad_to_tp=pad_to_tp)
+    _write(model, "fuse", recipe, "stacked" if only == "experts" else "fused", flags)
 
 
 @click.command("unfuse", short_help="Take fused linears apart again, exactly.")
 @model_argument()
+@_only
 @writing_options
-def unfuse(model: str, **flags: Any) -> None:
-    """Take fused linears of MODEL apart: names, shapes, dtypes and bytes as before.
+def unfuse(model: str, only: str | None, **flags: Any) -> None:
+    """Take fused linears and stacks of experts of MODEL apart: names, shapes, dtypes and bytes as before.
 
     \b
     qconvert unfuse ./Qwen2.5-1.5B-Instruct-fused
+    qconvert unfuse ./Qwen3.5-35B-A3B --only experts
     """
-    _write(model, "unfuse", Recipe(), "unfused", flags, unfuse=True)
+    roles = FUSIONS[only] if only else tuple(role for roles in FUSIONS.values() for role in roles)
+    _write(model, "unfuse", Recipe(), "unfused", flags, unfuse=roles)
 
 
 @click.command("tie", short_help="Drop a head that equals the embedding.")
@@ -97,7 +111,7 @@ def dequantize(model: str, **flags: Any) -> None:
 
 
 def _write(
-    model: str, command: str, recipe: Recipe, suffix: str, values: dict[str, Any], **undo: bool
+    model: str, command: str, recipe: Recipe, suffix: str, values: dict[str, Any], **undo: Any
 ) -> None:
     flags = Flags(**values)
     write(model, flags.wish(command, recipe, **undo), suffix, flags)

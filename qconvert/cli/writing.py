@@ -75,7 +75,9 @@ class Flags:
             hash_sources=self.hash_sources,
         )
 
-    def wish(self, command: str, recipe: Recipe, *, unfuse: bool = False, dequantize: bool = False) -> Wish:
+    def wish(
+        self, command: str, recipe: Recipe, *, unfuse: tuple[str, ...] = (), dequantize: bool = False
+    ) -> Wish:
         """The wish of a command with this recipe."""
         from qconvert.draft import Wish
         from qconvert.tensors import DTYPE_BY_CODE

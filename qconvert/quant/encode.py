@@ -67,8 +67,6 @@ def encode(
     layout (see `HABITS`); `whole` is the largest magnitude of the whole tensor, for forms with a
     number that serves all of it (`needs_whole`).
     """
-    if form.group_size == 1:
-        return _encode_turned(block, form, habit)
     habits = HABITS.get(habit, _PLAIN)
     words_RI = _as_kernels_read(block)
     width = words_RI.shape[1]
@@ -116,15 +114,6 @@ def _as_kernels_read(block: Dense) -> np.ndarray:
         block, _ = cast(block, DType.F32)
     rows_RI = np.ascontiguousarray(block.rows_RI)
     return rows_RI.view(np.int16) if block.dtype is DType.F16 else rows_RI
-
-
-def _encode_turned(block: Dense, form: Codebook, habit: str) -> tuple[Coded, QuantError]:
-    """Groups of rows in one column: encoded as groups of columns of the transpose."""
-    turned = Codebook(form.table, form.group_rows, form.scale_dtype, form.decoded)
-    rows_IR = np.ascontiguousarray(block.rows_RI.T)
-    made, error = encode(Dense(rows_IR, block.dtype), turned, habit=habit)
-    scales_RG = np.repeat(made.scales_RG.T, form.group_rows or 1, axis=0)
-    return Coded(np.ascontiguousarray(made.codes_RI.T), scales_RG, form), error
 
 
 def _scales(

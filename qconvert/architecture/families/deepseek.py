@@ -150,18 +150,21 @@ DEEPSEEK_V3 = replace(
 
 
 def gpt_oss_dimensions(config: Json, layer: int) -> Dimensions:
-    """Every layer has experts, whose gate and up columns take turns."""
-    rows = positive_int(config, "intermediate_size")
+    """Every layer has experts, as wide as the config's `intermediate_size`."""
     return {
         **attention_dimensions(config),
         "heads": positive_int(config, "num_attention_heads"),
         "experts": positive_int(config, "num_local_experts"),
-        "expert_rows": rows,
-        "gate_up_rows": 2 * rows,
+        "expert_rows": positive_int(config, "intermediate_size"),
     }
 
 
-STACKS = LAYER + "mlp.experts."
+# The class has [experts, in, out] parameters, in which columns of gate and up take turns. The names of
+# single experts are those that llm-compressor gives them (its pull request 3100).
+GPT_OSS_STACKS = tuple(
+    replace(stack, native=True, transposed=True, bias_suffix="_bias", interleaved=stack is EXPERT_STACKS[0])
+    for stack in EXPERT_STACKS
+)
 GPT_OSS = replace(
     MISTRAL,
     name="gpt-oss",
@@ -174,36 +177,15 @@ GPT_OSS = replace(
         Slot("attn.sinks", LAYER + "self_attn.sinks", ("heads",), "other", suffix=""),
         MLP_NORM,
         Slot("mlp.router", LAYER + "mlp.router", ("experts", "hidden"), "router", bias=True),
-        Slot(
-            "mlp.experts.gate_up",
-            STACKS + "gate_up_proj",
-            ("experts", "hidden", "gate_up_rows"),
-            suffix="",
-            transposed=True,
-        ),
-        Slot(
-            "mlp.experts.gate_up",
-            STACKS + "gate_up_proj_bias",
-            ("experts", "gate_up_rows"),
-            "bias",
-            suffix="",
-        ),
-        Slot(
-            "mlp.experts.down",
-            STACKS + "down_proj",
-            ("experts", "expert_rows", "hidden"),
-            suffix="",
-            transposed=True,
-        ),
-        Slot("mlp.experts.down", STACKS + "down_proj_bias", ("experts", "hidden"), "bias", suffix=""),
+        *experts(bias=True),
         FINAL_NORM,
         LM_HEAD,
     ),
     dimensions=gpt_oss_dimensions,
     named_by={**NAMED_BY, "experts": "num_local_experts", "expert_rows": "intermediate_size"},
     defaults={"attention_bias": True, "head_dim": 64},
-    fusions=(QKV,),
-    note="experts are stored [in, out]: kept when quantizing to safetensors",
+    fusions=(QKV, *GPT_OSS_STACKS),
+    note="experts are stored [in, out], columns of gate and up in turns; quantized, each is a linear",
 )
 
 FAMILIES = (DEEPSEEK_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)

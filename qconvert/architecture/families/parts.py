@@ -81,9 +81,11 @@ def gated_mlp(
 def experts(
     module: str = LAYER + "mlp.experts.{expert}.",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    bias: bool = False,
 ) -> tuple[Slot, ...]:
     """One gated block for each expert of a layer."""
-    return gated_mlp(module, "mlp.experts.{expert}.", "expert_rows", names)
+    return gated_mlp(module, "mlp.experts.{expert}.", "expert_rows", names, bias=bias)
 
 
 def attention_dimensions(config: Json) -> dict[str, int]:
