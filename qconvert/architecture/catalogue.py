@@ -22,6 +22,7 @@ def _row(family: Family) -> str:
 
 
 def _modules(family: Family, *, native: bool) -> str:
-    """The last names of the fused modules; stacks of experts that no command makes are left out."""
-    shown = (f for f in family.fusions if f.native is native and (native or not f.per_expert))
-    return ", ".join(f"`{fusion.module.rsplit('.', 1)[1]}`" for fusion in shown)
+    """The last names of the fused modules, those of stacks of experts with the one before."""
+    shown = (f for f in family.fusions if f.native is native)
+    names = (".".join(f.module.rsplit(".", 2 if f.per_expert else 1)[1:]) for f in shown)
+    return ", ".join(f"`{name}`" for name in names)
