@@ -173,7 +173,7 @@ def _growths(binding: Binding, wish: Wish, plan: Plan, *, tied: bool) -> tuple[p
     places = {name: place for name in forms if (place := architecture.places.get(name)) is not None}
     for name, scheme in choose(wish.recipe, architecture, places, tied=tied).items():
         forms[name] = scheme.form(DType.F16)
-    table = target.codebook(DType.BF16) if target else None
+    table = target.codebook(DType.BF16) if target and target.new_table else None
     for name, place in places.items():
         if table and place.kind == "linear" and isinstance(forms[name], Plain):
             forms[name] = table
