@@ -7,6 +7,7 @@ stored head with the embedding.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -80,10 +81,9 @@ def draft_gguf(binding: Binding, wish: GGUFWish, compare: Compare) -> GGUFDraft:
     """
     facts = facts_of(binding.architecture)
     check_plain_weights(binding)
-    if binding.unknown:
-        raise UnsupportedModel(f"{binding.unknown[0]}: GGUF has no name for it", "remove the tensor")
+    beside, left_out = _beside(binding)
     head, warnings = _head(binding, facts, compare)
-    plan = write_roles(passes.run_passes(passes.copy_of(binding), head), facts)
+    plan = write_roles(passes.run_passes(passes.copy_of(binding), [*beside, *head]), facts)
     choices = _choose(plan, facts, wish)
     types = {name: choice.type for name, choice in choices.items()}
     importance = _importance(plan, wish)
@@ -92,7 +92,19 @@ def draft_gguf(binding: Binding, wish: GGUFWish, compare: Compare) -> GGUFDraft:
     if not wish.allow_nonfinite:
         plan = passes.check_finite(plan)
     file_type = find_file_type(wish.file_type)
-    return GGUFDraft(plan, facts, file_type, choices, constants_of(facts), warnings)
+    return GGUFDraft(plan, facts, file_type, choices, constants_of(facts), (*left_out, *warnings))
+
+
+def _beside(binding: Binding) -> tuple[list[passes.Pass], list[str]]:
+    """Leaves out what is not of the language model: a vision tower has a file of its own in llama.cpp."""
+    parts = {name: binding.architecture.carries(name) for name in binding.unknown}
+    strange = next((name for name, what in parts.items() if what is None), None)
+    if strange is not None:
+        raise UnsupportedModel(f"{strange}: GGUF has no name for it", "remove the tensor")
+    counts = Counter(what for what in parts.values() if what is not None)
+    why = "left out; the GGUF holds the language model"
+    said = [f"{what}: {n} tensor{'s are' if n > 1 else ' is'} {why}" for what, n in counts.items()]
+    return [passes.drop(name) for name in parts], said
 
 
 def _head(binding: Binding, facts: Facts, compare: Compare) -> tuple[list[passes.Pass], tuple[str, ...]]:

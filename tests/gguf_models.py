@@ -98,15 +98,24 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def transformers_model(folder: Path, name: str, dtype: str = "bfloat16", **changes: Any) -> Path:
     """A random model of `TRANSFORMERS` and its tokenizer, saved by transformers."""
+    class_name, sizes = TRANSFORMERS[name]
+    return save_transformers_model(folder, class_name, {**SIZES, **sizes, **changes}, dtype)
+
+
+def save_transformers_model(
+    folder: Path, class_name: str, config: dict[str, Any], dtype: str = "float32", spread: float = 0.15
+) -> Path:
+    """A random model of a class (without `ForCausalLM`) and its tokenizer, saved by transformers."""
     import torch
     import transformers
 
-    class_name, sizes = TRANSFORMERS[name]
-    config = getattr(transformers, f"{class_name}Config")(**{**SIZES, **sizes, **changes})
+    stem = class_name.removesuffix("Text")
+    ending = "LMHeadModel" if class_name == "GPT2" else "ForCausalLM"
+    made = getattr(transformers, f"{class_name}Config")(**config)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{class_name}ForCausalLM")(config)
+    model = getattr(transformers, f"{stem}{ending}")(made)
     for weight in model.parameters():  # far from the defaults, so that a forgotten or turned one shows
-        torch.nn.init.normal_(weight, float(weight.ndim == 1), 0.15)
+        torch.nn.init.normal_(weight, float(weight.ndim == 1), spread)
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     qwen2_tokenizer().save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
@@ -134,8 +143,8 @@ def qwen2_tokenizer() -> Any:
     return tokenizer
 
 
-def llama_cpp_logits(path: Path, ids: Sequence[int], rows: int) -> np.ndarray:
-    """llama.cpp's logits float32 [len(ids), rows] for a text."""
+def llama_cpp_logits(path: Path, ids: Sequence[int], rows: int, context: int = 256) -> np.ndarray:
+    """llama.cpp's logits float32 [len(ids), rows] for a text, with room for `context` tokens."""
     from cyllama.llama import llama_cpp
 
     class Model(llama_cpp.LlamaModel):  # type: ignore[misc, name-defined]
@@ -143,12 +152,12 @@ def llama_cpp_logits(path: Path, ids: Sequence[int], rows: int) -> np.ndarray:
 
     model = Model(str(path), llama_cpp.LlamaModelParams(), verbose=False)
     params = llama_cpp.LlamaContextParams()
-    params.n_ctx, params.n_threads = 256, 1
-    context = llama_cpp.LlamaContext(model, params, verbose=False)
+    params.n_ctx, params.n_threads = context, 1
+    running = llama_cpp.LlamaContext(model, params, verbose=False)
     batch = llama_cpp.LlamaBatch(n_tokens=len(ids), embd=0, n_seq_max=1, verbose=False)
     batch.set_batch(list(ids), 0, True)
-    assert context.decode(batch) == 0
-    return np.array([context.get_logits_ith(i) for i in range(len(ids))], np.float32)
+    assert running.decode(batch) == 0
+    return np.array([running.get_logits_ith(i) for i in range(len(ids))], np.float32)
 
 
 def log_probabilities(logits_TV: np.ndarray) -> np.ndarray:

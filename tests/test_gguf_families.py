@@ -1,0 +1,345 @@
+"""`to-gguf` of every family: llama.cpp loads what we write, and computes what transformers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qconvert.formats.gguf_io import GGUFFile
+from tests.commands import qconvert
+from tests.gguf_models import (
+    SIZES,
+    llama_cpp_logits,
+    log_probabilities,
+    save_transformers_model,
+    transformers_logits,
+)
+
+IDS = [3, 17, 250, 9, 9, 101, 0, 44, 260, 271, 5, 120, 33, 2, 199, 299, 8, 71, 33, 90, 14, 7, 202, 31]
+ROWS = 320
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+LONG = [1.0 + 0.25 * i for i in range(8)]
+SHORT = [1.0 + 0.05 * i for i in range(8)]
+GPT2_SIZES = {"vocab_size": ROWS, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128, "n_inner": 96}
+# The class in transformers and a config of each family; what they leave out is in SIZES.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmo": ("Olmo", {"clip_qkv": 1.5}),
+    "phi3": ("Phi3", {"pad_token_id": 0}),
+    "phi3-long": (
+        "Phi3",
+        {
+            "pad_token_id": 0,
+            "max_position_embeddings": 1024,
+            "original_max_position_embeddings": 256,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": LONG, "short_factor": SHORT,
+                "original_max_position_embeddings": 256,
+            },
+        },
+    ),
+    "gemma": ("Gemma", {"head_dim": 32, **TIED}),
+    "gemma2": ("Gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, **TIED}),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "num_hidden_layers": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+            **TIED,
+        },
+    ),
+    "command-r": ("Cohere", {"logit_scale": 0.5, **TIED}),
+    "command-r-plus": ("Cohere", {"num_hidden_layers": 64, "use_qk_norm": True, "logit_scale": 0.5, **TIED}),
+    "command-r7b": (
+        "Cohere2",
+        {"num_hidden_layers": 4, "sliding_window": 8, "head_dim": 16, "logit_scale": 0.5, **TIED},
+    ),
+    "glm": ("Glm", {"head_dim": 16, "pad_token_id": 0}),
+    "glm4": ("Glm4", {"head_dim": 32, "pad_token_id": 0, "attention_bias": True}),
+    "gpt2": ("GPT2", GPT2_SIZES),
+    "falcon-7b": ("Falcon", {"multi_query": True, "layer_norm_epsilon": 1e-4, **TIED}),
+    "falcon-40b": ("Falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, **UNTIED}),
+    "falcon-11b": (
+        "Falcon",
+        {
+            "new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1,
+            "ffn_hidden_size": 160, **UNTIED,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500042.0},
+        },
+    ),
+    "falcon-multihead": ("Falcon", {"multi_query": False, "alibi": False, **TIED}),
+}  # fmt: skip
+
+
+def made(folder: Path, name: str, **changes: Any) -> Path:
+    """A random model of a family, saved by transformers in float32."""
+    class_name, sizes = CONFIGS[name]
+    config = {**({} if "n_embd" in sizes else SIZES), **sizes, **changes}
+    return save_transformers_model(folder / "model", class_name, config, spread=0.08)
+
+
+def as_gguf(folder: Path, file_type: str = "f32", *flags: object) -> Path:
+    out = folder.parent / f"{folder.name}-{file_type}.gguf"
+    ran = qconvert("to-gguf", folder, "--type", file_type, "-o", out, "-q", *flags)
+    assert ran.code == 0, ran.err
+    return out
+
+
+def difference(folder: Path, gguf: Path, ids: list[int] = IDS, context: int = 256) -> float:
+    """The largest |delta log p| between transformers in float32 and llama.cpp."""
+    expected = log_probabilities(transformers_logits(folder, ids))
+    assert expected.std() > 0.3
+    return float(np.abs(log_probabilities(llama_cpp_logits(gguf, ids, ROWS, context)) - expected).max())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_llama_cpp_computes_what_transformers_does(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    folder = made(tmp_path, name)
+    # Measured: 0.0008 (command-r7b) to 0.0075 (gemma). Gemma 3's normed keys lose more in llama.cpp's
+    # float16 cache: 0.031, of which rounding transformers' own keys and values makes 0.012.
+    assert difference(folder, as_gguf(folder)) < {"gemma3": 0.05}.get(name, 0.01)
+
+
+def test_long_texts_have_factors_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    folder = made(tmp_path, "phi3-long")
+    assert difference(folder, as_gguf(folder), IDS * 11, context=512) < 0.01
+
+
+# Families without a class in transformers, whose weights are those of one that it has
+
+
+def renamed(source: Path, folder: Path, config: dict[str, Any], rename: Callable[[Any], Any]) -> Path:
+    """A copy of a model's folder with another config and its tensors under other names."""
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((source / name).read_bytes())
+    sizes = json.loads((source / "config.json").read_text())
+    kept = {key: sizes[key] for key in (*SIZES, "rms_norm_eps") if key in sizes}
+    (folder / "config.json").write_text(json.dumps({**kept, **config}))
+    tensors = {
+        name: tensor.contiguous() for name, tensor in rename(load_file(source / "model.safetensors")).items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def stacked(weights: dict[str, Any], parts: tuple[str, ...], whole: str) -> dict[str, Any]:
+    """The weights with every `parts[0]` replaced by the stack of all parts."""
+    import torch
+
+    found = {name: weight for name, weight in weights.items() if not any(part in name for part in parts)}
+    for name in weights:
+        if parts[0] in name:
+            pieces = [weights[name.replace(parts[0], part)] for part in parts]
+            found[name.replace(parts[0], whole)] = torch.cat(pieces)
+    return found
+
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def packed(weights: dict[str, Any]) -> dict[str, Any]:
+    return stacked(weights, QKV, "self_attn.W_pack")
+
+
+def llama(folder: Path, **changes: Any) -> Path:
+    config = {**SIZES, "rms_norm_eps": 1e-6, **changes}
+    return save_transformers_model(folder, "Llama", config, spread=0.08)
+
+
+# llama.cpp's own graph has the rotary embedding in models of 32 layers alone.
+@pytest.mark.parametrize(("layers", "arch"), [(2, "llama"), (32, "baichuan")])
+def test_baichuan_is_a_llama_with_one_linear_for_q_k_and_v(tmp_path: Path, layers: int, arch: str) -> None:
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    source = llama(tmp_path / "llama", num_hidden_layers=layers, num_key_value_heads=4)
+    config = {"model_type": "baichuan", "architectures": ["BaichuanForCausalLM"]}
+    gguf = as_gguf(renamed(source, tmp_path / "model", config, packed))
+    with GGUFFile(gguf) as file:
+        assert file.kv["general.architecture"].value == arch
+    assert difference(source, gguf) < 0.01
+
+
+def test_baichuan_2_has_a_head_of_unit_rows(tmp_path: Path) -> None:
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = llama(tmp_path / "llama", num_key_value_heads=4)
+    config = {"model_type": "baichuan", "architectures": ["BaichuanForCausalLM"], "z_loss_weight": 0}
+    gguf = as_gguf(renamed(source, tmp_path / "model", config, packed))
+    weights = load_file(source / "model.safetensors")
+    weights["lm_head.weight"] = torch.nn.functional.normalize(weights["lm_head.weight"])
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    assert difference(source, gguf) < 0.01
+
+
+def test_internlm_is_a_llama_with_biases(tmp_path: Path) -> None:
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    source = llama(tmp_path / "llama", attention_bias=True)
+    config = {"model_type": "internlm", "architectures": ["InternLMForCausalLM"], "bias": True}
+    gguf = as_gguf(renamed(source, tmp_path / "model", config, dict))
+    assert difference(source, gguf) < 0.01
+
+
+def test_openelm_of_equal_layers_is_a_qwen3(tmp_path: Path) -> None:
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    qwen3 = {**SIZES, "head_dim": 16, "rms_norm_eps": 1e-6, **TIED}
+    source = save_transformers_model(tmp_path / "qwen3", "Qwen3", qwen3, spread=0.08)
+    names = {
+        "model.embed_tokens": "transformer.token_embeddings", "model.layers": "transformer.layers",
+        "model.norm": "transformer.norm", "self_attn": "attn", "o_proj": "out_proj",
+        "mlp.down_proj": "ffn.proj_2",
+        "mlp.proj_1": "ffn.proj_1", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+
+    def rename(weights: dict[str, Any]) -> dict[str, Any]:
+        weights = stacked(weights, QKV, "self_attn.qkv_proj")
+        weights = stacked(weights, ("mlp.gate_proj", "mlp.up_proj"), "mlp.proj_1")
+        found = {}
+        for name, weight in weights.items():
+            for ours, theirs in names.items():
+                name = name.replace(ours, theirs)  # noqa: PLW2901
+            found[name] = weight
+        return found
+
+    config = {
+        "model_type": "openelm", "architectures": ["OpenELMForCausalLM"], "model_dim": 64, "head_dim": 16,
+        "num_transformer_layers": 2, "num_query_heads": [4, 4], "num_kv_heads": [2, 2],
+        "ffn_multipliers": [1.5, 1.5], "ffn_dim_divisor": 32, "normalize_qk_projections": True,
+        "share_input_output_layers": True, "max_context_length": 128, "rope_freq_constant": 10000,
+    }  # fmt: skip
+    gguf = as_gguf(renamed(source, tmp_path / "model", config, rename))
+    assert difference(source, gguf) < 0.01
+
+
+# The recorded checkpoints: measured 0.00007 (command-r) to 0.0021 (llama2)
+ZOO = [
+    "baichuan", "chatglm2", "command-r", "falcon-7b-style", "falcon-new-decoder", "gemma", "gemma2", "glm",
+    "gpt2", "internlm2", "olmo", "phi3", "skywork", "yi",
+]  # fmt: skip
+
+
+def byte_tokenizer(rows: int) -> Any:
+    """A byte-level BPE without merges and with as many tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    symbols = sorted(pre_tokenizers.ByteLevel.alphabet())[: rows - 1]
+    tokenizer = Tokenizer(models.BPE({symbol: i for i, symbol in enumerate(["<|endoftext|>", *symbols])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_recorded_logits(assets: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    from safetensors.numpy import load_file
+
+    source, folder = assets / "fixtures" / "zoo" / name, tmp_path / "model"
+    folder.mkdir()
+    for file in ("config.json", "model.safetensors"):
+        (folder / file).write_bytes((source / file).read_bytes())
+    rows = json.loads((folder / "config.json").read_text())["vocab_size"]
+    byte_tokenizer(rows).save(str(folder / "tokenizer.json"))
+    ids = json.loads((source / "golden.json").read_text())["logits"]["input_ids"]
+    (recorded_TV,) = load_file(source / "logits.safetensors").values()
+    expected = log_probabilities(recorded_TV.reshape(len(ids), rows))
+    found = log_probabilities(llama_cpp_logits(as_gguf(folder), ids, rows))
+    assert np.abs(found - expected).max() < 0.01
+
+
+# Buffers, heads, towers
+
+
+def test_gpt2_with_its_mask_buffers(tmp_path: Path) -> None:
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = made(tmp_path, "gpt2")
+    plain = as_gguf(folder).read_bytes()
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(2):
+        weights[f"transformer.h.{layer}.attn.bias"] = torch.ones(1, 1, 128, 128)
+        weights[f"transformer.h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert as_gguf(folder, "f32", "--overwrite").read_bytes() == plain
+
+
+def test_a_vision_tower_stays_behind(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = made(tmp_path, "gemma3")
+    plain = as_gguf(folder).read_bytes()
+    weights = load_file(folder / "model.safetensors")
+    weights["vision_tower.vision_model.embeddings.patch_embedding.weight"] = torch.zeros(8, 3, 2, 2)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    out = tmp_path / "seen.gguf"
+    ran = qconvert("to-gguf", folder, "--type", "f32", "-o", out)
+    assert ran.code == 0, ran.err
+    assert "vision: 1 tensor is left out; the GGUF holds the language model" in ran.err
+    assert out.read_bytes() == plain
+
+
+# Mixtures: names and fusions that Qwen and Llama do not have
+
+
+@pytest.mark.parametrize("name", ["gemma", "phi3", "falcon-40b"])
+@pytest.mark.parametrize("file_type", ["Q4_K_M", "Q8_0"])
+def test_llama_quantize_writes_the_same_tensors(tmp_path: Path, name: str, file_type: str) -> None:
+    llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
+    from qconvert.gguf_mix import find_file_type
+
+    wide = {"hidden_size": 256, "intermediate_size": 512, "ffn_hidden_size": 512, "num_hidden_layers": 9}
+    folder = made(tmp_path, name, **wide)
+    params = llama_cpp.LlamaModelQuantizeParams()
+    params.ftype, params.nthread = find_file_type(file_type).number, 1
+    llama_cpp.model_quantize(str(as_gguf(folder)), str(tmp_path / "theirs.gguf"), params)
+    with GGUFFile(as_gguf(folder, file_type)) as ours, GGUFFile(tmp_path / "theirs.gguf") as theirs:
+        assert {n: (t.type, t.shape) for n, t in ours.tensors.items()} == {
+            n: (t.type, t.shape) for n, t in theirs.tensors.items()
+        }
+        assert len({t.type for t in ours.tensors.values()}) >= {"Q4_K_M": 3, "Q8_0": 2}[file_type]
+        for tensor in ours.tensors:
+            rows = ours.specs[tensor].rows
+            assert np.array_equal(ours.read(tensor, 0, rows), theirs.read(tensor, 0, rows)), tensor
+
+
+# What llama.cpp would compute otherwise
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar is 64"),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("gemma", {"hidden_activation": "gelu"}, "hidden_activation is 'gelu'"),
+        ("gemma", {"tie_word_embeddings": False}, "lm_head.weight: a head of its own"),
+        ("command-r", {"use_qk_norm": True}, "use_qk_norm is true in a model of 2 layers"),
+        ("olmo", {"attention_bias": True}, "attention_bias is true"),
+        ("phi3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("phi3", {"hidden_size": 128, "head_dim": 16}, "4 heads of 16 are not the hidden 128"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is true"),
+        ("falcon-7b", {"alibi": True}, "alibi is true"),
+        ("falcon-7b", {"parallel_attn": False}, "parallel_attn is false"),
+    ],
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    tmp_path: Path, name: str, changes: dict[str, Any], says: str
+) -> None:
+    folder = made(tmp_path, name, **changes)
+    ran = qconvert("to-gguf", folder, "--type", "f32", "-o", tmp_path / "m.gguf")
+    assert ran.code == 1 and says in ran.err and "safetensors" in ran.err
+    assert not list(tmp_path.glob("*.gguf*"))
