@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -55,8 +57,11 @@ def code_of(
     matmul.multiply_partials(x_MK, sums_for(x_MK, weight), weight, 2)
     (code,) = launches.codes
     chosen = tuning.config(weight.kind, rows * matmul.groups_of(weight))
-    columns = 64 if isinstance(weight, DenseWeight) else 128
-    return code, len(code.loop) * 32 * chosen.warps / (chosen.rows * columns)
+    threads, columns = 32 * chosen.warps, 64 if isinstance(weight, DenseWeight) else 128
+    # As many programs fit a multiprocessor as the table says; a program's 1 KB more is CUDA's own.
+    assert chosen.resident * threads * -(-code.registers // 8) * 8 <= 65536, code.registers
+    assert chosen.resident * (code.shared + 1024) <= 227 << 10, code.shared
+    return code, len(code.loop) * threads / (chosen.rows * columns)
 
 
 FEW = [
@@ -89,8 +94,16 @@ def test_few_instructions_go_to_a_weight(
     assert sum(code.in_loop(rf"LOP3\.LUT .*{mask}, R\w+(\.reuse)?, 0xea") for mask in masks) == 64
 
 
+@given(st.sampled_from(["int4-mma", "int8-mma", "dense"]), st.integers(1, 40_000), st.integers(1, 20_000))
+def test_every_split_has_a_tile_and_a_small_weight_many_splits(kind: str, out: int, width: int) -> None:
+    parts = tuning.splits(kind, (out, width))
+    assert 1 <= parts <= min(tuning.MOST_SPLITS, -(-width // 128))
+    small = tuning.splits(kind, (128, width))  # one program or two: a GPU for each of its tiles
+    assert small == min(tuning.MOST_SPLITS, -(-width // 128)) or small >= 5
+
+
 def test_many_columns_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for bits, rows, most in ((4, 64, 5.0), (8, 64, 6.0)):
+    for bits, rows, most in ((4, 32, 3.0), (4, 64, 4.0), (8, 32, 6.0), (8, 64, 6.0)):
         weight = mma_weight(random_value(GroupInt(bits, 128, True, DType.BF16), 256, 512), CPU)
         assert weight is not None
         with monkeypatch.context() as patch:

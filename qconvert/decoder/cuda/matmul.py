@@ -259,7 +259,7 @@ def multiply(x: Tensor, linear: Linear) -> Tensor:
     weight = linear.weight
     assert isinstance(weight, MmaInt4 | MmaInt8)
     x_MK = x.reshape(-1, x.shape[-1])
-    splits = tuning.splits(weight.shape)
+    splits = tuning.splits(weight.kind, weight.shape)
     y_MN = x.new_empty(len(x_MK), weight.shape[0])
     for start in range(0, len(x_MK), most_rows(weight)):
         x_RK = x_MK[start : start + most_rows(weight)]

@@ -284,7 +284,7 @@ def _product(
 ) -> Product:
     out, width = weight.shape
     group = weight.sum_group if isinstance(weight, MmaInt4 | MmaInt8) else None
-    parts_SMN = torch.empty(parts or splits(weight.shape), rows, out, device=device)
+    parts_SMN = torch.empty(parts or splits(weight.kind, weight.shape), rows, out, device=device)
     return Product(weight, empty_rows(rows, width, group or 0, device), Parts(parts_SMN, bias_O))
 
 

@@ -31,7 +31,7 @@ def and_or(
 ) -> tl.tensor:
     """`(words & MASK) | ONES`, in one instruction, which `ASM` spells.
 
-    ptxas 12 makes two of it, each with a constant, rather than keep one constant in a register:
+    ptxas 12.8 (triton 3.6, 3.7) makes two of it rather than keep one of the constants in a register:
     2.6 instead of 2.1 instructions per int4 weight. Written as `lop3` (whose table 0xEA is that formula)
     it stays what it is. The interpreter has no assembly: `PLAIN`.
     """
