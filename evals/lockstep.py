@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.decoder.head import Head
+from qconvert.decoder.linear import Table
 from qconvert.decoder.model import Decoder
 from qconvert.decoder.scoring import score_hidden
 from qconvert.errors import CheckFailed
@@ -138,7 +138,7 @@ def _shape(window: Window) -> tuple[int, int]:
 
 def _score_batch(tracks: Sequence[Track], tokens_BT: Tensor, scored: int, compared: bool) -> None:
     """Run every model over a batch and score its tokens from position `scored` on."""
-    models: list[tuple[Tensor, Head]] = []
+    models: list[tuple[Tensor, Table]] = []
     for track in tracks:
         h_ND = track.hidden(tokens_BT)[:, scored - 1 : -1].flatten(0, 1)
         models.append((h_ND, track.model.decoder.head))

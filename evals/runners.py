@@ -39,7 +39,7 @@ class Runner:
     read: Callable[[Sequence[int]], None]
 
 
-def ours(name: str, folder: Path, room: int, *, int8_head: bool = False) -> Runner:
+def ours(name: str, folder: Path, room: int, *, head_bits: int | None = None) -> Runner:
     """A checkpoint in the built-in decoder, in the layout and dtype that it takes for speed."""
     checkpoint = open_checkpoint(folder)
     decoder = load_decoder(
@@ -47,7 +47,7 @@ def ours(name: str, folder: Path, room: int, *, int8_head: bool = False) -> Runn
         CheckpointWeights(checkpoint),
         dtype=None,
         layout=Layout.AUTO,
-        quantize_head=int8_head,
+        head_bits=head_bits,
     )
     cache = decoder.cache(1, room)
 

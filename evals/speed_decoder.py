@@ -158,8 +158,9 @@ def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
         ]
         subprocess.run([*command, "--no-verify", "-o", str(int4)], check=True, stdout=subprocess.DEVNULL)
     runners = [
-        ours("int4, int8 head", int4, room, int8_head=True),
-        ours("int4", int4, room),
+        ours("int4, int4 head", int4, room, head_bits=4),
+        ours("int4, int8 head", int4, room, head_bits=8),
+        ours("int4, bf16 head", int4, room),
         ours("bf16", source, room),
     ]
     if find_spec("transformers"):

@@ -1,12 +1,15 @@
-"""Logits are float32 whatever the decoder computes in, and an int8 head is what it says."""
+"""Logits are float32 whatever the decoder computes in, and a rounded head is what it says."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from qconvert.decoder.head import int8_head, multiply_float32
+from qconvert.decoder.head import multiply_float32, rounded_head
+from qconvert.decoder.linear import Table
+from qconvert.decoder.place import Layout, place_table
 from qconvert.decoder.storage import DenseWeight
+from qconvert.errors import BadRecipe
 
 GENERATOR = torch.Generator().manual_seed(0)
 W = torch.randn(2100, 96, generator=GENERATOR).bfloat16()
@@ -21,30 +24,43 @@ def test_logits_of_bfloat16_weights_are_not_rounded(rows: int, words: tuple[int,
     assert torch.allclose(got.double(), x.double() @ W.double()[slice(*words)].T, atol=1e-5)
 
 
-def test_an_int8_head_is_within_half_a_step() -> None:
-    head = int8_head(DenseWeight(W))
-    steps = W.float().abs().amax(1, keepdim=True) / 127
-    assert head.shape == (2100, 96) and head.nbytes == 2100 * 96 + 2100 * 4
-    assert (int(head.codes_OI.min()), int(head.codes_OI.max())) == (1, 255)
-    assert bool(((head.rows(slice(None)) - W.float()).abs() <= steps * 0.5001).all())
+def head_of(w: torch.Tensor, bits: int) -> Table:
+    return place_table(rounded_head(DenseWeight(w), bits), torch.device("cpu"), torch.float32, Layout.AUTO)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_rounded_head_is_within_half_a_step(bits: int) -> None:
+    value = rounded_head(DenseWeight(W), bits)
+    top = 2 ** (bits - 1) - 1
+    w_VGS = W.float().view(2100, 1 if bits == 8 else 3, -1)
+    steps = w_VGS.abs().amax(2, keepdim=True) / top
+    assert (value.codes_RI.min(), value.codes_RI.max()) == (1, 2 * top + 1)
+    got = head_of(W, bits).rows(slice(None)).view_as(w_VGS)
+    assert bool(((got - w_VGS).abs() <= steps * 0.5001).all())
 
 
 def test_a_row_of_zeros_stays_zero() -> None:
-    assert not int8_head(DenseWeight(torch.zeros(3, 32))).rows(slice(None)).any()
+    assert not head_of(torch.zeros(3, 32), 8).rows(slice(None)).any()
+
+
+def test_a_head_of_no_whole_groups_is_refused() -> None:
+    with pytest.raises(BadRecipe, match="48 columns are no multiple of 32"):
+        rounded_head(DenseWeight(torch.zeros(3, 48)), 4)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("rows", [1, 2, 5])
-def test_products_with_an_int8_head_are_float32_products(rows: int, threads: int) -> None:
-    head = int8_head(DenseWeight(W))
+@pytest.mark.parametrize("bits", [8, 4])
+def test_products_with_a_rounded_head_are_not_rounded_to_16_bits(bits: int, rows: int, threads: int) -> None:
+    head = head_of(W, bits)
     x = torch.randn(rows, 96, generator=GENERATOR).bfloat16() * 100
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     got = multiply_float32(x, head, 7, 1500)
     torch.set_num_threads(before)
-    w = (head.codes_OI[7:1500].double() - 128) * head.scales_O[7:1500, None].double()
-    # The sum over codes runs up to 255 / 127 further from zero than the sum over weights.
-    bound = x.double().abs() @ w.abs().amax(1, keepdim=True).expand(-1, 96).T * 3 * 96 * 2.0**-24
+    w = head.rows(slice(7, 1500)).double()
+    # Half a step of the 16-bit input of few rows, and float32 sums.
+    bound = (x.double().abs().amax(1, keepdim=True) * w.abs().sum(1)) * (0.5 / 32767 + 96 * 2.0**-24)
     assert got.dtype == torch.float32
     assert bool(((got.double() - x.double() @ w.T).abs() <= bound).all())
 

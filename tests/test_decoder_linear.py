@@ -146,7 +146,7 @@ def test_like_forms_stack_and_others_do_not() -> None:
 
 def test_every_kind_has_a_backend_for_any_number_of_rows() -> None:
     kinds = {backend.kind for backend in BACKENDS}
-    assert {"dense", "int4", "int8", "encoded", "int4-aten", "int8-aten"} <= kinds
+    assert {"dense", "int4", "int8", "encoded", "narrow", "int4-cpu", "int8-cpu"} <= kinds
     for kind in kinds:
-        for device in ("cpu",) if kind.endswith("-aten") else ("cpu", "cuda"):
+        for device in ("cpu",) if kind.endswith("-cpu") else ("cpu", "cuda"):
             assert any(backend.runs(device, kind, 10**9) for backend in BACKENDS), (device, kind)

@@ -40,12 +40,12 @@ def test_measures_every_runner_in_every_round(
     assert ran.exit_code == 0, ran.output
     record = json.loads(out.read_text())
     rates = record["tokens_per_second"]
-    assert {"int4, int8 head", "int4", "bf16"} <= set(rates)
+    assert {"int4, int4 head", "int4, int8 head", "int4, bf16 head", "bf16"} <= set(rates)
     assert all(len(values) == 2 and min(values) > 0 for values in rates.values())
     # The head, and per layer q, o, k, v and the three matrices of the MLP.
     weights = 1200 * 128 + 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
     assert record["token_bytes"]["bf16"] == 2 * weights
-    assert record["token_bytes"]["int4"] < record["token_bytes"]["bf16"]
+    assert record["token_bytes"]["int4, bf16 head"] < record["token_bytes"]["bf16"]
     assert f"{command}: qwen2.5-0.5b, 8 tokens" in ran.output
 
 

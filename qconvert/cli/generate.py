@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--head",
-    type=click.Choice(["stored", "int8"]),
+    type=click.Choice(["stored", "int8", "int4"]),
     default="stored",
     show_default=True,
-    help="int8: round the output head to 8 bits at load, for speed.",
+    help="int8, int4: round the output head to 8 or 4 bits at load, for speed.",
 )
 @json_option
 @quiet_option
@@ -117,7 +117,7 @@ def _open(model: str, options: dict[str, Any]) -> tuple[Checkpoint, Decoder]:
         device=options["device"],
         dtype=None if layout is Layout.AUTO else torch.float32,
         layout=layout,
-        quantize_head=options["head"] == "int8",
+        head_bits={"int8": 8, "int4": 4}.get(options["head"]),
     )
     return checkpoint, decoder
 

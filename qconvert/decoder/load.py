@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from qconvert.decoder.config import DecoderConfig, Experts
-from qconvert.decoder.head import int8_head
+from qconvert.decoder.cpu.engine import cpu_step
+from qconvert.decoder.head import rounded_head
 from qconvert.decoder.linear import Linear, Weight
 from qconvert.decoder.model import Attention, Decoder, Layer, Mlp, Norm, SparseMlp
 from qconvert.decoder.place import (
     Layout,
     find_device,
-    place_rows,
+    place_table,
     place_vector,
     place_weight,
     preferred_dtype,
@@ -34,33 +35,36 @@ def load_decoder(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = torch.float32,
     layout: Layout = Layout.REFERENCE,
-    quantize_head: bool = False,
+    head_bits: int | None = None,
 ) -> Decoder:
     """A decoder with the given weights, computing in `dtype` (float32 or bfloat16) on `device`.
 
     No dtype stands for the device's fastest. Quantized weights stay packed, each in one `layout`;
-    `quantize_head` rounds the head to 8 bits (beside the embedding, where the two are tied). Raises
+    `head_bits` rounds the head to 8 or 4 bits (beside the embedding, where the two are tied). Raises
     CorruptCheckpoint for a weight that is missing or has another shape than the config implies, and
     BadRecipe for a device that is not here.
     """
     device = find_device(device)
     loader = _Loader(config, weights, device, dtype or preferred_dtype(device), layout)
     table = (config.vocab, config.hidden)
-    embed = place_rows(loader.value("embed", None, *table), device, loader.dtype)
+    embed = place_table(loader.value("embed", None, *table), device, loader.dtype, layout)
     stored = loader.find("lm_head", None, *table)
     if stored is None and not config.tied:
         raise _missing("lm_head", None, "weight")
-    head = embed if stored is None else place_rows(stored, device, loader.dtype)
-    return Decoder(
+    head = embed if stored is None else place_table(stored, device, loader.dtype, layout)
+    if head_bits is not None:
+        head = place_table(rounded_head(head, head_bits), device, torch.float32, layout)
+    decoder = Decoder(
         config=config,
         dtype=loader.dtype,
         layout=layout,
         embed=embed,
         layers=tuple(loader.layer(i) for i in range(config.layers)),
         norm=loader.norm("final_norm", None, config.hidden),
-        head=int8_head(head) if quantize_head else head,
+        head=head,
         frequencies_F=frequencies(config.rope, config.head_dim).to(device),
     )
+    return replace(decoder, step=cpu_step(decoder)) if layout is Layout.AUTO else decoder
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ N = B T rows, S experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.head import Head, multiply_float32
-from qconvert.decoder.linear import Linear
+from qconvert.decoder.head import multiply_float32
+from qconvert.decoder.linear import Linear, Table
 from qconvert.decoder.place import Layout
 from qconvert.decoder.rope import cos_sin, rotate
-from qconvert.decoder.storage import Readable
 from qconvert.errors import QConvertError
 
 Rotation = tuple[Tensor, Tensor]
@@ -53,6 +52,10 @@ class Cache:
         keys[:, :, self.length :] = k_BKTE
         values[:, :, self.length :] = v_BKTE
         return keys, values
+
+
+Step = Callable[[int, Cache], Tensor]
+"""Reads one token of one sequence into the cache; gives the logits of what follows, float32 [V]."""
 
 
 def fan_out(x: Tensor, parts: Sequence[Linear], widths: Sequence[int]) -> Sequence[Tensor]:
@@ -174,17 +177,19 @@ class Decoder:
     """A model that turns tokens into hidden states, and hidden states into logits.
 
     `hidden` and `logits` are apart so that evaluations can run many chunks through a layer at once,
-    yet never hold [tokens, vocabulary] in full. Token ids must be below `config.vocab`.
+    yet never hold [tokens, vocabulary] in full. Token ids must be below `config.vocab`. `step` is a
+    faster way to decode a single sequence, where there is one.
     """
 
     config: DecoderConfig
     dtype: torch.dtype
     layout: Layout
-    embed: Readable
+    embed: Table
     layers: Sequence[Layer]
     norm: Norm
-    head: Head
+    head: Table
     frequencies_F: Tensor
+    step: Step | None = None
 
     @property
     def device(self) -> torch.device:
@@ -199,11 +204,8 @@ class Decoder:
         """
         batch, new = tokens_BT.shape
         start = 0 if cache is None else cache.length
-        if cache is not None and start + new > cache.kv.shape[-2]:
-            raise QConvertError(
-                f"prompt: {start} + {new} tokens do not fit the cache of {cache.kv.shape[-2]}",
-                "ask for a longer cache or a shorter prompt",
-            )
+        if cache is not None:
+            self._check_room(cache, new)
         rotation = cos_sin(self.config.rope, self.frequencies_F, start, start + new)
         x_BTD = self.embed.rows(tokens_BT.flatten()).view(batch, new, -1)
         for layer in self.layers:
@@ -225,10 +227,21 @@ class Decoder:
         shape = (config.layers, 2, batch, config.kv_heads, room, config.head_dim)
         return Cache(torch.zeros(shape, dtype=self.dtype, device=self.device))
 
+    def _check_room(self, cache: Cache, new: int) -> None:
+        room = cache.kv.shape[-2]
+        if cache.length + new > room:
+            raise QConvertError(
+                f"prompt: {cache.length} + {new} tokens do not fit the cache of {room}",
+                "ask for a longer cache or a shorter prompt",
+            )
+
     def prefill(self, tokens_BT: Tensor, cache: Cache) -> Tensor:
         """Read a prompt, or the next part of one; logits after its last token, float32 [B, V]."""
         return self.logits(self.hidden(tokens_BT, cache)[:, -1])
 
     def decode(self, token_B: Tensor, cache: Cache) -> Tensor:
         """Read one more token of each sequence; logits of what follows, float32 [B, V]."""
+        if self.step is not None and len(token_B) == 1:
+            self._check_room(cache, 1)
+            return self.step(int(token_B), cache)[None]
         return self.prefill(token_B[:, None], cache)

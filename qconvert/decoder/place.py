@@ -14,11 +14,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.decoder.aten import pack_int4, pack_int8
+from qconvert.decoder.cpu.weights import pack_grid
 from qconvert.decoder.cuda.language import available
 from qconvert.decoder.cuda.packing import mma_weight
-from qconvert.decoder.linear import Weight
-from qconvert.decoder.storage import DenseWeight, EncodedWeight, IntWeight, Readable, as_tensor
+from qconvert.decoder.linear import Table, Weight
+from qconvert.decoder.storage import (
+    DenseWeight,
+    EncodedWeight,
+    IntWeight,
+    NarrowWeight,
+    Readable,
+    as_tensor,
+)
 from qconvert.errors import BadRecipe
 from qconvert.tensors import BlockRows, Dense, DType, Form, IntAffine, Value
 
@@ -71,17 +78,24 @@ def place_rows(value: Value, device: torch.device, dtype: torch.dtype) -> Readab
 
 
 def place_weight(value: Value, device: torch.device, dtype: torch.dtype, layout: Layout) -> Weight:
-    """A whole weight to multiply by.
+    """A whole weight: for speed, in the layout of the device's kernels.
 
-    The packed kernels compute in bfloat16 only: in float32, and for grids they cannot hold, the
-    reference layout stands.
+    The reference layout stands for what they cannot hold.
     """
-    packed: Weight | None = None
-    if layout is Layout.AUTO and dtype == torch.bfloat16 and _is_grid(value):
-        if available(device):
-            packed = mma_weight(value, device)
-        elif device.type == "cpu":
-            packed = pack_int4(value) if value.form.bits <= 4 else pack_int8(value)
+    if layout is Layout.AUTO and dtype == torch.bfloat16 and _is_grid(value) and available(device):
+        packed = mma_weight(value, device)
+        if packed is not None:
+            return packed
+    return place_table(value, device, dtype, layout)
+
+
+def place_table(value: Value, device: torch.device, dtype: torch.dtype, layout: Layout) -> Table:
+    """A whole weight whose rows can be read too; for speed, in the layout of the CPU's kernels."""
+    if layout is Layout.REFERENCE or device.type != "cpu":
+        return place_rows(value, device, dtype)
+    if isinstance(value, Dense) and value.dtype is DType.BF16 and dtype == torch.float32:
+        return NarrowWeight(as_tensor(value.rows_RI, DType.BF16))
+    packed = pack_grid(value, dtype) if _is_grid(value) else None
     return packed or place_rows(value, device, dtype)
 
 

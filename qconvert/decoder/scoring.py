@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from qconvert.decoder.cuda.language import available
-from qconvert.decoder.head import Head, multiply_float32
+from qconvert.decoder.head import multiply_float32
+from qconvert.decoder.linear import Table
 from qconvert.decoder.storage import DenseWeight
 
 Logits = Callable[[int, int], Tensor]
@@ -39,7 +40,7 @@ class Scores:
     kl_N: Tensor | None
 
 
-def score_hidden(models: Sequence[tuple[Tensor, Head]], targets_N: Tensor) -> list[Scores]:
+def score_hidden(models: Sequence[tuple[Tensor, Table]], targets_N: Tensor) -> list[Scores]:
     """Score models by their hidden states [N, D] and heads, as `score` does by their logits.
 
     Bfloat16 heads on a GPU that triton compiles for are multiplied by and folded in one kernel, a
@@ -56,12 +57,12 @@ def score_hidden(models: Sequence[tuple[Tensor, Head]], targets_N: Tensor) -> li
     return score(heads, targets_N, models[0][1].shape[0])
 
 
-def _speaks(model: tuple[Tensor, Head]) -> bool:
+def _speaks(model: tuple[Tensor, Table]) -> bool:
     h_ND, head = model
     return isinstance(head, DenseWeight) and h_ND.dtype == head.w_OI.dtype == torch.bfloat16
 
 
-def _dense(head: Head) -> Tensor:
+def _dense(head: Table) -> Tensor:
     assert isinstance(head, DenseWeight)
     return head.w_OI
 

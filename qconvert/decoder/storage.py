@@ -51,6 +51,27 @@ class DenseWeight:
 
 
 @dataclass(frozen=True, slots=True)
+class NarrowWeight:
+    """A bfloat16 weight that is computed with in float32: the same numbers in half the memory."""
+
+    w_OI: Tensor
+    kind: str = "narrow"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.w_OI.shape[0], self.w_OI.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return self.w_OI.nbytes
+
+    def rows(self, index: slice | Tensor) -> Tensor:
+        """Rows of the weight, float32 [R, I]."""
+        return self.w_OI[index].float()
+
+
+@dataclass(frozen=True, slots=True)
 class IntWeight:
     """A group-quantized weight, computed with as `dtype`.
 
@@ -124,5 +145,5 @@ class EncodedWeight:
         return torch.from_numpy(w_RI).to(self.device, self.dtype)
 
 
-Readable = DenseWeight | IntWeight | EncodedWeight
+Readable = DenseWeight | NarrowWeight | IntWeight | EncodedWeight
 """Weights whose rows can be read on any device, by slice or by index."""

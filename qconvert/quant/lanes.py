@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from numba.extending import intrinsic, register_jitable, register_model
 
 LANES = 16
 
-_SOURCES = tuple(
-    (path.name, path.stat().st_mtime_ns, path.stat().st_size)
-    for path in sorted(Path(__file__).parent.rglob("*.py"))
-)
+
+@lru_cache
+def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """What tells whether the code of kernels in a folder changed: theirs, and that of the routines here."""
+    paths = sorted({*Path(__file__).parent.rglob("*.py"), *folder.rglob("*.py")})
+    return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -41,7 +43,7 @@ def kernel(function: Callable[..., Any]) -> Any:
     # By itself numba looks at the kernel's file alone and would go on with the old code of a routine that is
     # in another one.
     stored = dispatcher._cache._cache_file
-    stored._source_stamp = (stored._source_stamp, _SOURCES)
+    stored._source_stamp = (stored._source_stamp, _sources(Path(function.__code__.co_filename).parent))
     return dispatcher
 
 
@@ -94,12 +96,12 @@ def _floats(value: float) -> Any:
     return ir.Constant(_FLOATS, [value] * LANES)
 
 
-def _primitive(function: Callable[..., Any]) -> Any:
+def primitive(function: Callable[..., Any]) -> Any:
     """A function of numba code that is written as LLVM instructions."""
     return intrinsic(function)
 
 
-def _call(builder: Any, name: str, result: Any, *args: Any) -> Any:
+def call_llvm(builder: Any, name: str, result: Any, *args: Any) -> Any:
     """Call an LLVM intrinsic."""
     function_type = ir.FunctionType(result, [arg.type for arg in args])
     function = cgutils.get_or_insert_function(builder.module, function_type, name)  # type: ignore[no-untyped-call]
@@ -178,7 +180,7 @@ def _widen_halves(builder: Any, bits: Any) -> Any:
     return builder.bitcast(builder.or_(value, sign), _FLOATS)
 
 
-@_primitive
+@primitive
 def load(typing: Any, array: Any, index: Any) -> Any:
     """Sixteen neighbours `array[index:index + 16]` of a flat array, widened to float32."""
 
@@ -196,7 +198,7 @@ def _store(context: Any, builder: Any, array_type: Any, array: Any, index: Any, 
     builder.store(value, pointer, align=array_type.dtype.bitwidth // 8)
 
 
-@_primitive
+@primitive
 def store(typing: Any, array: Any, index: Any, value: Any) -> Any:
     """Write lanes to `array[index:index + 16]` of a flat float32 or uint8 array.
 
@@ -210,7 +212,7 @@ def store(typing: Any, array: Any, index: Any, value: Any) -> Any:
     return types.void(array, types.intp, lanes_type), emit
 
 
-@_primitive
+@primitive
 def load_columns(typing: Any, array: Any, starts: Any, offset: Any, out: Any, at: Any, step: Any) -> Any:
     """Turn sixteen runs of sixteen neighbours by a quarter: a run becomes a lane.
 
@@ -248,7 +250,7 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-@_primitive
+@primitive
 def splat(typing: Any, value: Any) -> Any:
     """The same float32 in every lane."""
 
@@ -258,7 +260,7 @@ def splat(typing: Any, value: Any) -> Any:
     return lanes_type(types.float32), emit
 
 
-@_primitive
+@primitive
 def where(typing: Any, mask: Any, yes: Any, no: Any) -> Any:
     """`yes` in the lanes where the mask holds, `no` in the others."""
 
@@ -268,7 +270,7 @@ def where(typing: Any, mask: Any, yes: Any, no: Any) -> Any:
     return lanes_type(mask_type, lanes_type, lanes_type), emit
 
 
-@_primitive
+@primitive
 def first(typing: Any, mask: Any) -> Any:
     """The number of the first lane where the mask holds, 16 when there is none."""
 
@@ -280,7 +282,7 @@ def first(typing: Any, mask: Any) -> Any:
     return types.intp(mask_type), emit
 
 
-@_primitive
+@primitive
 def mask_bits(typing: Any, mask: Any) -> Any:
     """The mask as a 16-bit number: bit k is set when it holds in lane k."""
 
@@ -290,7 +292,7 @@ def mask_bits(typing: Any, mask: Any) -> Any:
     return types.intp(mask_type), emit
 
 
-@_primitive
+@primitive
 def lane(typing: Any, value: Any, index: Any) -> Any:
     """The number in one lane."""
 
@@ -300,14 +302,14 @@ def lane(typing: Any, value: Any, index: Any) -> Any:
     return types.float32(lanes_type, types.intp), emit
 
 
-@_primitive
+@primitive
 def peak(typing: Any, value: Any) -> Any:
     """The largest magnitude among the lanes."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         # Without the sign bit, floats are ordered as their bits are.
         magnitudes = builder.and_(builder.bitcast(args[0], _INTS), _ints(0x7FFFFFFF))
-        return builder.bitcast(_call(builder, "llvm.vector.reduce.umax.v16i32", _I32, magnitudes), _F32)
+        return builder.bitcast(call_llvm(builder, "llvm.vector.reduce.umax.v16i32", _I32, magnitudes), _F32)
 
     return types.float32(lanes_type), emit
 
@@ -322,7 +324,7 @@ def _folded(builder: Any, value: Any, sign: str) -> Any:
     return builder.extract_element(value, ir.Constant(_I32, 0))
 
 
-@_primitive
+@primitive
 def lowest(typing: Any, value: Any) -> Any:
     """The smallest number among the lanes (a zero of either sign when that is zero)."""
 
@@ -332,7 +334,7 @@ def lowest(typing: Any, value: Any) -> Any:
     return types.float32(lanes_type), emit
 
 
-@_primitive
+@primitive
 def highest(typing: Any, value: Any) -> Any:
     """The largest number among the lanes (a zero of either sign when that is zero)."""
 
@@ -342,27 +344,27 @@ def highest(typing: Any, value: Any) -> Any:
     return types.float32(lanes_type), emit
 
 
-@_primitive
+@primitive
 def absolute(typing: Any, value: Any) -> Any:
     """Magnitudes."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _call(builder, "llvm.fabs.v16f32", _FLOATS, args[0])
+        return call_llvm(builder, "llvm.fabs.v16f32", _FLOATS, args[0])
 
     return lanes_type(lanes_type), emit
 
 
-@_primitive
+@primitive
 def square_root(typing: Any, value: Any) -> Any:
     """Correctly rounded square roots."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _call(builder, "llvm.sqrt.v16f32", _FLOATS, args[0])
+        return call_llvm(builder, "llvm.sqrt.v16f32", _FLOATS, args[0])
 
     return lanes_type(lanes_type), emit
 
 
-@_primitive
+@primitive
 def nearest(typing: Any, value: Any) -> Any:
     """Whole numbers by ggml's `nearest_int`: half to even, read off the mantissa of value + 1.5 * 2**23.
 
@@ -378,34 +380,34 @@ def nearest(typing: Any, value: Any) -> Any:
     return lanes_type(lanes_type), emit
 
 
-@_primitive
+@primitive
 def truncated(typing: Any, value: Any) -> Any:
     """Whole numbers towards zero; 0 for NaN and magnitudes of 2**31 or more, as cvttss2si's low byte."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        whole = _call(builder, "llvm.trunc.v16f32", _FLOATS, args[0])
-        size = _call(builder, "llvm.fabs.v16f32", _FLOATS, args[0])
+        whole = call_llvm(builder, "llvm.trunc.v16f32", _FLOATS, args[0])
+        size = call_llvm(builder, "llvm.fabs.v16f32", _FLOATS, args[0])
         return builder.select(builder.fcmp_ordered("<", size, _floats(2.0**31)), whole, _floats(0.0))
 
     return lanes_type(lanes_type), emit
 
 
-@_primitive
+@primitive
 def rounded_even(typing: Any, value: Any) -> Any:
     """Whole numbers by C's `rintf`, half to even."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _call(builder, "llvm.rint.v16f32", _FLOATS, args[0])
+        return call_llvm(builder, "llvm.rint.v16f32", _FLOATS, args[0])
 
     return lanes_type(lanes_type), emit
 
 
-@_primitive
+@primitive
 def rounded_away(typing: Any, value: Any) -> Any:
     """Whole numbers by C's `roundf`, half away from zero."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _call(builder, "llvm.round.v16f32", _FLOATS, args[0])
+        return call_llvm(builder, "llvm.round.v16f32", _FLOATS, args[0])
 
     return lanes_type(lanes_type), emit
 

@@ -36,8 +36,7 @@ from qconvert.decoder.cuda.packing import MmaInt4, MmaInt8
 from qconvert.decoder.cuda.reference import FewRowWeight
 from qconvert.decoder.cuda.swiglu import swiglu
 from qconvert.decoder.cuda.tuning import FEW_ROWS, splits
-from qconvert.decoder.head import Head
-from qconvert.decoder.linear import Linear
+from qconvert.decoder.linear import Linear, Table
 from qconvert.decoder.model import Attention, Cache, Decoder, Layer, Mlp, Norm
 from qconvert.decoder.rope import cos_sin
 from qconvert.decoder.storage import DenseWeight, EncodedWeight
@@ -288,6 +287,6 @@ def _product(
     return Product(weight, empty_rows(rows, width, group or 0, device), Parts(parts_SMN, bias_O))
 
 
-def _few_row_head(head: Head) -> FewRowWeight:
+def _few_row_head(head: Table) -> FewRowWeight:
     assert isinstance(head, DenseWeight)
     return head
