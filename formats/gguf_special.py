@@ -14,7 +14,6 @@ from string import ascii_letters, digits
 from qconvert.errors import shown
 from qconvert.formats.tokenizer_folder import (
     SPECIAL_KINDS,
-    AddedToken,
     expect_list,
     expect_object,
     token_text,
@@ -34,10 +33,6 @@ ID_KEYS = {
     "eom": "tokenizer.ggml.eom_token_id",
 }
 ADD_KEYS = {kind: f"tokenizer.ggml.add_{kind}_token" for kind in ("bos", "eos", "sep")}
-# Where GLM's models end a turn or a call of a tool, and what no file of theirs says. Source: _set_vocab_glm
-# in llama.cpp's converter.
-GLM_TYPES = ("chatglm", "glm", "glm4", "glm4_moe", "glm4_moe_lite")
-_GLM_TOKENS = {"eos": "<|endoftext|>", "unk": "<|endoftext|>", "eot": "<|user|>", "eom": "<|observation|>"}
 _NAME_CHARACTERS = frozenset(ascii_letters + digits)
 
 
@@ -85,12 +80,6 @@ def find_special_tokens(tokenizer: Json, settings: Json, config: Json) -> Specia
         if isinstance(token, int) and not isinstance(token, bool):
             found.ids.setdefault(kind, token)
     return found
-
-
-def glm_token_ids(added: Mapping[int, AddedToken]) -> Mapping[str, int]:
-    """The ids of GLM's special tokens among the added tokens, by kind."""
-    rows = {token.text: row for row, token in added.items()}
-    return {kind: rows[text] for kind, text in _GLM_TOKENS.items() if text in rows}
 
 
 def _ids_by_text(tokenizer: Json) -> Mapping[str, int]:

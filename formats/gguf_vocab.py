@@ -21,10 +21,8 @@ from qconvert.architecture.gguf.models import find_model
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.gguf_pretokenizer import ADDS_BOS, prefer_cleaning, recognise
 from qconvert.formats.gguf_special import (
-    GLM_TYPES,
     chat_template_keys,
     find_special_tokens,
-    glm_token_ids,
 )
 from qconvert.formats.gguf_tokens import (
     SPACE,
@@ -170,9 +168,11 @@ class _Builder:
         special = find_special_tokens(self.files.tokenizer, self.files.settings, self.config)
         if self.files.sentencepiece is not None and self.files.sentencepiece.unknown is not None:
             special.ids.setdefault("unk", self.files.sentencepiece.unknown)
-        if self.config.get("model_type") in GLM_TYPES:
-            special.ids |= glm_token_ids(self.files.added)
-            special.added.setdefault("bos", False)  # a prompt begins with two tokens, which templates say
+        model = find_model(self.config)
+        if model is not None and model.special:
+            rows = {token.text: row for row, token in self.files.added.items()}
+            special.ids |= {kind: rows[text] for kind, text in model.special.items() if text in rows}
+            special.added.setdefault("bos", False)  # GLM's prompts begin with two tokens, as templates say
         if self._is_llama and self.rows == 32016:  # CodeLlama
             special.ids.setdefault("eot", 32010)
         if self._is_llama and self.rows == 49152:  # Granite, SmolLM

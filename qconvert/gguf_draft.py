@@ -17,10 +17,10 @@ from qconvert import plan as passes
 from qconvert.architecture import Binding
 from qconvert.architecture.gguf.keys import model_keys
 from qconvert.architecture.gguf.model import Facts, Head
-from qconvert.architecture.gguf.models import facts_of
+from qconvert.architecture.gguf.models import facts_of, remarks_on
 from qconvert.draft import Compare, check_plain_weights
 from qconvert.errors import BadRecipe, UnsupportedModel
-from qconvert.gguf_forms import give_types
+from qconvert.gguf_forms import give_types, is_mxfp4
 from qconvert.gguf_mix import Choice, FileType, MixFacts, choose_types, find_file_type, visit_order
 from qconvert.gguf_types import GGMLType
 from qconvert.gguf_units import constants_of, write_roles
@@ -92,7 +92,8 @@ def draft_gguf(binding: Binding, wish: GGUFWish, compare: Compare) -> GGUFDraft:
     if not wish.allow_nonfinite:
         plan = passes.check_finite(plan)
     file_type = find_file_type(wish.file_type)
-    return GGUFDraft(plan, facts, file_type, choices, constants_of(facts), (*left_out, *warnings))
+    told = (*left_out, *warnings, *remarks_on(facts))
+    return GGUFDraft(plan, facts, file_type, choices, constants_of(facts), told)
 
 
 def _beside(binding: Binding) -> tuple[list[passes.Pass], list[str]]:
@@ -141,6 +142,7 @@ def _stored_head(
 
 
 def _choose(plan: Plan, facts: Facts, wish: GGUFWish) -> dict[str, Choice]:
+    kept = [] if wish.allow_requantize else [n for n, t in plan.outputs.items() if is_mxfp4(t.form)]
     return choose_types(
         wish.file_type,
         [(name, tensor.shape) for name, tensor in plan.outputs.items()],
@@ -148,6 +150,7 @@ def _choose(plan: Plan, facts: Facts, wish: GGUFWish) -> dict[str, Choice]:
         imatrix=wish.importance is not None,
         pure=wish.pure,
         overrides=wish.tensor_types,
+        stored={name: GGMLType["MXFP4"] for name in kept},
         token_embedding_type=wish.token_embedding_type,
         output_tensor_type=wish.output_tensor_type,
         fallback=wish.fallback,

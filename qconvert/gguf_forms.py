@@ -14,7 +14,7 @@ from qconvert.gguf_types import GGMLType
 from qconvert.grid_ops import IntoBlocks
 from qconvert.ops import Cast, Dequantize, EncodeBlocks, Op
 from qconvert.plan import Pass, Unit
-from qconvert.tensors import Blocks, DType, GroupInt, GroupMin, Logical, Plain
+from qconvert.tensors import Blocks, Codebook, DType, Form, GroupInt, GroupMin, Logical, Plain
 
 _BLOCK = 32
 
@@ -56,6 +56,8 @@ def _encode(tensor: Logical, want: Blocks, importance: Mapping[str, tuple[float,
 def keeping(tensor: Logical) -> tuple[str, ...]:
     """The names of the types whose blocks hold the codes of a tensor as they are."""
     form = tensor.form
+    if is_mxfp4(form):
+        return ("MXFP4",) if tensor.width % _BLOCK == 0 else ()
     if not isinstance(form, GroupInt | GroupMin) or (form.group_size or tensor.width) % _BLOCK:
         return ()
     if isinstance(form, GroupMin):
@@ -68,6 +70,14 @@ def keeping(tensor: Logical) -> tuple[str, ...]:
         *(["Q4_1"] if form.bits <= 4 else []),
         *(["Q8_0"] if signed else []),
     )
+
+
+def is_mxfp4(form: Form) -> bool:
+    """Whether a weight is stored in the microscaling format that GGML has, too."""
+    if not isinstance(form, Codebook):
+        return False
+    grid = (form.table, form.group_size, form.group_rows, form.scale_dtype, form.second)
+    return grid == ("e2m1", _BLOCK, 1, DType.F8_E8M0, None)
 
 
 def _loses_twice(tensor: Logical, type_: GGMLType) -> BadRecipe:

@@ -216,6 +216,7 @@ def choose_types(
     imatrix: bool = False,
     pure: bool = False,
     overrides: Sequence[tuple[str, GGMLType]] = (),
+    stored: Mapping[str, GGMLType] | None = None,
     token_embedding_type: GGMLType | None = None,
     output_tensor_type: GGMLType | None = None,
     fallback: bool = True,
@@ -223,9 +224,10 @@ def choose_types(
     """The type of every tensor (GGUF names, shapes in numpy order) of a file of this type.
 
     `pure` takes the base type throughout; `overrides` are regular expressions searched in the names,
-    the first that matches winning over the mixture. The result is in `visit_order`. Raises BadRecipe
-    for a type that needs an importance matrix when there is none, and, unless `fallback`, for a row
-    that the chosen type's blocks do not divide.
+    the first that matches winning over the mixture; `stored` are the types of weights whose codes GGUF
+    holds as they are, which stay unless another is asked for. The result is in `visit_order`. Raises
+    BadRecipe for a type that needs an importance matrix when there is none, and, unless `fallback`, for
+    a row that the chosen type's blocks do not divide.
     """
     shapes = dict(tensors)
     mix = _Mix(find_file_type(file_type), facts, shapes, imatrix=imatrix)
@@ -239,7 +241,11 @@ def choose_types(
         choice = _by_hand(name, token_embedding_type, output_tensor_type)
         if choice is None and mix.file_type.base.is_quantized:
             choice = next((Choice(k, f"asked for by {p!r}") for r, p, k in patterns if r.search(name)), None)
+            if choice is None and stored and name in stored:
+                choice = Choice(stored[name], "stored so")
             choice = choice or (None if pure else mix.choose(name, output_tensor_type))
+        elif choice is None and stored and name in stored:
+            choice = Choice(stored[name], "stored so")
         choice = choice or Choice(mix.file_type.base, "base type")
         choice = _fitting(name, shapes[name], choice, fallback=fallback)
         if not imatrix and _needs_imatrix(name, choice.type, mix.file_type):

@@ -15,9 +15,18 @@ from qconvert.architecture import Architecture, FusedPlace, Place, Run
 from qconvert.architecture.gguf.model import Constant, Facts, Written
 from qconvert.architecture.gguf.names import gguf_name
 from qconvert.errors import BadRecipe
-from qconvert.ops import ChangeNumbers, InterleaveHalves, Op, TransposeBlocks, float_vector, llama3_factors
+from qconvert.ops import (
+    ChangeNumbers,
+    InterleaveHalves,
+    Op,
+    Scale,
+    SwapGroups,
+    TransposeBlocks,
+    float_vector,
+    llama3_factors,
+)
 from qconvert.plan import Plan, Unit
-from qconvert.tensors import Logical, Plain, rows_of
+from qconvert.tensors import Plain, rows_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -75,11 +84,14 @@ def place_of(unit: Unit, architecture: Architecture) -> Place:
 
 
 def _stack_experts(plan: Plan, architecture: Architecture) -> Plan:
-    """One 3-D tensor [experts, rows, columns] for each projection of a layer's experts."""
-    made: dict[tuple[str, int | None], Unit] = {}
+    """One tensor [experts, rows, columns] for each projection of a layer's experts, and [experts, rows]
+    for its biases.
+    """
+    made: dict[tuple[str, int | None, str], Unit] = {}
     for unit in plan.units:
         place = place_of(unit, architecture)
-        key = (place.group, place.layer) if place.group != place.role else (unit.output.name, None)
+        alone = place.group == place.role
+        key = (unit.output.name, None, "") if alone else (place.group, place.layer, place.part)
         first = made.get(key)
         if first is None:
             made[key] = unit
@@ -87,15 +99,15 @@ def _stack_experts(plan: Plan, architecture: Architecture) -> Plan:
         if first.output.form != unit.output.form:
             raise BadRecipe(f"{unit.output.name}: not stored as {first.output.form.label} like its siblings")
         made[key] = replace(first, inputs=(*first.inputs, *unit.inputs))
-    units = tuple(
-        replace(unit, output=_stacked(unit)) if unit.rows > unit.output.rows else unit
-        for unit in made.values()
-    )
+    units = tuple(_stacked(unit) if unit.rows > unit.output.rows else unit for unit in made.values())
     return replace(plan, units=units)
 
 
-def _stacked(unit: Unit) -> Logical:
-    return replace(unit.output, shape=(unit.rows // unit.output.rows, *unit.output.shape))
+def _stacked(unit: Unit) -> Unit:
+    experts, rows = unit.rows // unit.output.rows, unit.output.rows
+    if len(unit.output.shape) == 1:
+        unit = unit.then(TransposeBlocks(rows, 1))
+    return replace(unit, output=replace(unit.output, shape=(experts, *unit.output.shape)))
 
 
 def _written(unit: Unit, facts: Facts) -> Iterator[Unit]:
@@ -148,4 +160,10 @@ def _operation(unit: Unit, written: Written, facts: Facts) -> Op:
     if written.change == "transpose":
         width = unit.output.width
         return TransposeBlocks(block or unit.rows, width)
+    if written.change == "scale":
+        assert written.factor is not None, "by what?"
+        return Scale(written.factor(facts))
+    if written.change == "swap_groups":
+        assert written.groups is not None, "which groups?"
+        return SwapGroups(*written.groups(facts))
     return ChangeNumbers(written.change)

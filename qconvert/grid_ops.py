@@ -247,7 +247,7 @@ class SpreadScale(_Regrid):
 
 @dataclass(frozen=True, slots=True)
 class IntoBlocks(_Regrid):
-    """The codes of an integer grid as GGML blocks."""
+    """The codes of an integer grid, or of MXFP4, as GGML blocks."""
 
     form: Blocks
 
@@ -255,8 +255,10 @@ class IntoBlocks(_Regrid):
         return self.form
 
     def apply(self, value: Value) -> tuple[Value, Finding]:
-        from qconvert.quant.block_codes import block_codes
+        from qconvert.quant.block_codes import block_codes, mxfp4_blocks
 
+        if isinstance(value, Coded):
+            return BlockRows(mxfp4_blocks(value), self.form), Finding()
         assert isinstance(value, IntAffine | MinAffine)
         bytes_RB, steps, overflow = block_codes(value, self.form.type)
         return BlockRows(bytes_RB, self.form), Finding(steps=steps, overflow=overflow)

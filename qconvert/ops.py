@@ -287,6 +287,41 @@ class ChangeNumbers(_RowWise):
 
 
 @dataclass(frozen=True, slots=True)
+class Scale(_RowWise):
+    """Multiply every number by `factor`, in float32."""
+
+    factor: float
+
+    def infer(self, form: Form) -> Form:
+        assert isinstance(form, Plain), form
+        return Plain(DType.F32)
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.changes import scaled
+
+        assert isinstance(value, Dense)
+        return scaled(value, self.factor), CLEAN
+
+
+@dataclass(frozen=True, slots=True)
+class SwapGroups(_RowWise):
+    """Reorder columns that lie in `outer` groups of `inner` groups each: the first of each, the second..."""
+
+    outer: int
+    inner: int
+
+    def infer(self, form: Form) -> Form:
+        assert isinstance(form, Plain), form
+        return form
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.changes import swapped
+
+        assert isinstance(value, Dense)
+        return Dense(swapped(value.rows_RI, self.outer, self.inner), value.dtype), CLEAN
+
+
+@dataclass(frozen=True, slots=True)
 class TransposeBlocks:
     """Turn every block of `rows` rows of `width` numbers: `width` rows of `rows` numbers come out."""
 

@@ -39,7 +39,8 @@ def warm(plan: Plan) -> None:
 
 def _apply(unit: Unit) -> None:
     tensor = unit.inputs[0].tensor
-    value = _zeros(tensor.form, lcm(*(op.granule for op in unit.ops)), tensor.width)
+    made = lcm(*(op.granule for op in unit.ops))
+    value = _zeros(tensor.form, made * unit.rows // max(1, unit.output.rows), tensor.width)
     for op in unit.ops:
         settled = op.settled(op.survey(value)) if isinstance(op, Surveyed) and op.open else op
         value, _ = settled.apply(value)

@@ -1,4 +1,4 @@
-"""Integer codes as GGML blocks without being chosen anew: Q4_0, Q4_1 and Q8_0.
+"""Codes as GGML blocks without being chosen anew: integers as Q4_0, Q4_1 and Q8_0, and MXFP4.
 
 Groups are whole numbers of blocks, each block repeating its group's scale. What changes is the type of
 scales and mins, half precision here; how far that moves a weight is measured in steps of the scale.
@@ -10,7 +10,7 @@ import numpy as np
 
 from qconvert.quant.codebook import wide
 from qconvert.quant.grids import zeros_of
-from qconvert.tensors import IntAffine, MinAffine
+from qconvert.tensors import Coded, IntAffine, MinAffine
 
 BLOCK = 32
 
@@ -36,6 +36,17 @@ def block_codes(value: IntAffine | MinAffine, type_name: str) -> tuple[np.ndarra
     else:
         codes_RI = _nibbles((signed_RI + 8).astype(np.uint8))
     return _blocks([half_RG], codes_RI, group), steps, overflow
+
+
+def mxfp4_blocks(value: Coded) -> np.ndarray:
+    """Codes of E2M1 with a power of two for each 32 columns as MXFP4 blocks, uint8 [rows, bytes per row].
+
+    Exact: code and exponent are GGML's own (GGML counts the table in halves, and its exponent with it).
+    """
+    rows, groups = value.scales_RG.shape
+    exponents = np.ascontiguousarray(value.scales_RG).view(np.uint8).reshape(rows, groups, 1)
+    packed = _nibbles(value.codes_RI)
+    return np.concatenate([exponents, packed], axis=2).reshape(rows, -1)
 
 
 def _with_mins(value: IntAffine | MinAffine) -> tuple[np.ndarray, float, int]:

@@ -44,6 +44,18 @@ def changed(value: Dense, change: str) -> Dense:
     return Dense(CHANGES[change](rows_RI).astype(np.float32, copy=False), DType.F32)
 
 
+def scaled(value: Dense, factor: float) -> Dense:
+    """The rows times a number, in float32."""
+    rows_RI = cast(value, DType.F32)[0].rows_RI * np.float32(factor)
+    return Dense(rows_RI.astype(np.float32, copy=False), DType.F32)
+
+
+def swapped(rows_RI: np.ndarray, outer: int, inner: int) -> np.ndarray:
+    """Columns in `outer` groups of `inner` groups each as `inner` groups of `outer` each."""
+    groups = rows_RI.reshape(len(rows_RI), outer, inner, -1)
+    return np.ascontiguousarray(groups.swapaxes(1, 2)).reshape(rows_RI.shape)
+
+
 def transposed(rows_RI: np.ndarray, block: int) -> np.ndarray:
     """Every block of `block` rows turned: [blocks * block, I] as [blocks * I, block]."""
     blocks = rows_RI.reshape(-1, block, rows_RI.shape[1])

@@ -1,14 +1,14 @@
-"""DeepSeek's mixtures of experts, with plain attention and with latent (MLA) attention; gpt-oss.
+"""DeepSeek's mixtures of experts, with plain attention and with latent (MLA) attention; GLM-4.5; gpt-oss.
 
-Sources: transformers' `modeling_deepseek_v2`, `modeling_deepseek_v3` and `modeling_gpt_oss`; for the
-first DeepSeek-MoE the modelling file published with it.
+Sources: transformers' `modeling_deepseek_v2`, `modeling_deepseek_v3`, `modeling_glm4_moe` and
+`modeling_gpt_oss`; for the first DeepSeek-MoE the modelling file published with it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from qconvert.architecture.config import count, optional_int, positive_int
+from qconvert.architecture.config import count, flag, optional_int, positive_int
 from qconvert.architecture.families.llama import MISTRAL
 from qconvert.architecture.families.parts import (
     ATTN_NORM,
@@ -16,10 +16,12 @@ from qconvert.architecture.families.parts import (
     EXPERT_STACKS,
     FINAL_NORM,
     GATE_UP,
+    K_NORM,
     LAYER,
     LM_HEAD,
     MLP_NORM,
     NAMED_BY,
+    Q_NORM,
     QKV,
     ROUTER,
     attention,
@@ -149,6 +151,35 @@ DEEPSEEK_V3 = replace(
 )
 
 
+GLM4_MOE = replace(
+    DEEPSEEK_MOE,
+    name="GLM-4.5, 4.6, 4.7",
+    model_types=("glm4_moe",),
+    classes=("Glm4MoeForCausalLM",),
+    slots=(
+        EMBED,
+        ATTN_NORM,
+        *attention(qkv_bias="attention_bias"),
+        replace(Q_NORM, only_if="qk_norm"),
+        replace(K_NORM, only_if="qk_norm"),
+        MLP_NORM,
+        *gated_mlp(),
+        ROUTER,
+        ROUTER_CORRECTION,
+        *experts(),
+        *SHARED_EXPERTS,
+        FINAL_NORM,
+        LM_HEAD,
+    ),
+    dimensions=lambda config, layer: {
+        **deepseek_dimensions(config, layer),
+        "qk_norm": flag(config, "use_qk_norm"),
+    },
+    defaults={"n_shared_experts": 1, "first_k_dense_replace": 1},
+    carried={r"model\.layers\.{layers}\..*": "next-token prediction"},
+)
+
+
 def gpt_oss_dimensions(config: Json, layer: int) -> Dimensions:
     """Every layer has experts, as wide as the config's `intermediate_size`."""
     return {
@@ -184,8 +215,9 @@ GPT_OSS = replace(
     dimensions=gpt_oss_dimensions,
     named_by={**NAMED_BY, "experts": "num_local_experts", "expert_rows": "intermediate_size"},
     defaults={"attention_bias": True, "head_dim": 64},
+    keys={"num_experts": "num_local_experts"},
     fusions=(QKV, *GPT_OSS_STACKS),
     note="experts are stored [in, out], columns of gate and up in turns; quantized, each is a linear",
 )
 
-FAMILIES = (DEEPSEEK_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)
+FAMILIES = (DEEPSEEK_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GPT_OSS)

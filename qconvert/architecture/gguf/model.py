@@ -20,7 +20,9 @@ from qconvert.gguf_types import KV
 from qconvert.tensors import Json
 
 # What happens to the rows of a tensor on the way (the operations of these names in `ops`).
-Change = Literal["interleave_halves", "plus_one", "unit_rows", "minus_exp", "transpose"]
+Change = Literal[
+    "interleave_halves", "plus_one", "unit_rows", "minus_exp", "transpose", "scale", "swap_groups"
+]
 Head = Literal["optional", "required", "tied"]
 
 
@@ -106,14 +108,17 @@ class Written:
     `base` is its name, to stand in `blk.N.<base>.weight`; None is that of the shared table. A base with
     `{layer}` in it is the whole stem, and `suffix` takes the place of `.weight` and `.bias`. `change` is
     what happens to the rows; those that take several rows at once are given `block` of them. `rows`
-    gives the ranges of rows that are written, in their new order; None is all. `shape` is the shape of
-    the tensor where it is not that of the weight.
+    gives the ranges of rows that are written, in their new order; None is all. `factor` is the number
+    that rows are scaled by; `groups` the numbers of groups of columns, and of groups in each, whose order
+    is swapped. `shape` is the shape of the tensor where it is not that of the weight.
     """
 
     base: str | None = None
     change: Change | None = None
     block: Callable[[Facts], int] | None = None
     rows: Callable[[Facts], Iterable[range]] | None = None
+    factor: Callable[[Facts], float] | None = None
+    groups: Callable[[Facts], tuple[int, int]] | None = None
     shape: Callable[[Facts], tuple[int, ...]] | None = None
     suffix: str | None = None
 
@@ -153,7 +158,8 @@ class GGUFModel:
     the roles in `whole`, whose parts follow one another. `constants` are tensors that no weight holds.
     `head` says what llama.cpp does about `output.weight`: uses the embedding when it is not there,
     refuses such a file, or never reads one. `checks` return the reason why llama.cpp's graph would
-    compute something else than config.json says. `special` gives special tokens of the vocabulary by
+    compute something else than config.json says, `remarks` what the user should know about a file that is
+    written all the same. `special` gives special tokens of the vocabulary by
     their text ("eot": "<|user|>"). `variant` returns the declaration for one config, where it depends on
     more than the type.
     """
@@ -167,6 +173,7 @@ class GGUFModel:
     constants: Callable[[Facts], Iterator[Constant]] | None = None
     head: Head = "optional"
     checks: tuple[Check, ...] = ()
+    remarks: tuple[Check, ...] = ()
     special: Mapping[str, str] = field(default_factory=dict)
     variant: Callable[[Json], GGUFModel] | None = None
 

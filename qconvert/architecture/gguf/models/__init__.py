@@ -25,17 +25,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qconvert.architecture.gguf.model import Facts, GGUFModel, NoGraph, refuse_other_models
-from qconvert.architecture.gguf.models import fused, gemma, gpt, llama, qwen
+from qconvert.architecture.gguf.models import (
+    deepseek,
+    encoders,
+    fused,
+    gemma,
+    gpt,
+    llama,
+    others,
+    qwen,
+    qwen_hybrid,
+)
 from qconvert.architecture.model import Architecture
 from qconvert.errors import UnsupportedModel
 from qconvert.tensors import Json
 
 MODELS: Mapping[str, GGUFModel | NoGraph] = {
-    **llama.MODELS,
     **qwen.MODELS,
+    **qwen_hybrid.MODELS,
+    **llama.MODELS,
     **fused.MODELS,
     **gemma.MODELS,
+    **deepseek.MODELS,
     **gpt.MODELS,
+    **encoders.MODELS,
+    **others.MODELS,
 }
 
 
@@ -63,6 +77,12 @@ def gguf_model(config: Json) -> GGUFModel:
         f"config.json: model_type {model_type!r} cannot be written as GGUF here",
         f"known: {', '.join(name for name, model in MODELS.items() if isinstance(model, GGUFModel))}",
     )
+
+
+def remarks_on(facts: Facts) -> tuple[str, ...]:
+    """What the user should know about the file of a model."""
+    said = (remark(facts) for remark in facts.model.remarks)
+    return tuple(f"config.json: {sentence}" for sentence in said if sentence is not None)
 
 
 def facts_of(architecture: Architecture) -> Facts:

@@ -100,6 +100,9 @@ def _glm_base(facts: Facts) -> Iterator[KV]:
     yield facts.f32("rope.freq_base", 10000.0 * facts.number("rope_ratio"))
 
 
+# Where GLM ends a turn or a call of a tool, which none of its files says. Source: _set_vocab_glm in
+# llama.cpp's converter.
+GLM_SPECIAL = {"eos": "<|endoftext|>", "unk": "<|endoftext|>", "eot": "<|user|>", "eom": "<|observation|>"}
 CHATGLM = GGUFModel(
     "chatglm",
     keys=(
@@ -113,6 +116,7 @@ CHATGLM = GGUFModel(
     ),
     late=(k.rope_dimensions(0.5), _glm_base),
     defaults={"seq_length": 2048, "layernorm_epsilon": 1e-5, "rope_ratio": 1.0, "rmsnorm": True},
+    special=GLM_SPECIAL,
     roles=_HALVED,
     whole=(QKV, GATE_UP),
     checks=(

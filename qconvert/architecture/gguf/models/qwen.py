@@ -1,12 +1,14 @@
-"""Qwen2, Qwen3 and their mixtures of experts."""
+"""Qwen 1 to 3 and their mixtures of experts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from qconvert.architecture.gguf import keys as k
-from qconvert.architecture.gguf.model import GGUFModel
+from qconvert.architecture.gguf.model import Facts, GGUFModel
 from qconvert.architecture.gguf.models.llama import SILU
+from qconvert.gguf_types import KV
 
 _DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "rms_norm_eps": 1e-6}
 
@@ -29,4 +31,34 @@ QWEN3_MOE = replace(
     checks=(SILU, k.normalises_experts(True), k.experts_everywhere),
 )
 
-MODELS = {"qwen2": QWEN2, "qwen3": QWEN3, "qwen2_moe": QWEN2_MOE, "qwen3_moe": QWEN3_MOE}
+
+def first_rope(facts: Facts) -> Iterator[KV]:
+    """The first Qwen's rotary embedding, of whole heads."""
+    yield facts.u32("rope.dimension_count", facts.optional("kv_channels") or k.head_size(facts.settings))
+    yield facts.f32("rope.freq_base", facts.number("rotary_emb_base"))
+
+
+def first_epsilon(facts: Facts) -> Iterator[KV]:
+    """The first Qwen's name for what its RMS norms add."""
+    yield facts.f32("attention.layer_norm_rms_epsilon", facts.number("layer_norm_epsilon"))
+
+
+# `intermediate_size` is twice the inner width, and llama.cpp halves it.
+QWEN = GGUFModel(
+    "qwen",
+    keys=(
+        k.block_count,
+        k.context_length,
+        k.embedding_length,
+        k.feed_forward_length,
+        k.head_count,
+        first_rope,
+        first_epsilon,
+    ),
+    defaults={"max_position_embeddings": 8192, "rotary_emb_base": 10000.0, "layer_norm_epsilon": 1e-6},
+    whole=("attn.qkv",),
+    head="required",
+    checks=(k.computes("rotary_pct", 1.0),),
+)
+
+MODELS = {"qwen": QWEN, "qwen2": QWEN2, "qwen3": QWEN3, "qwen2_moe": QWEN2_MOE, "qwen3_moe": QWEN3_MOE}
