@@ -21,6 +21,6 @@ def open_model(
     checkpoint = open_checkpoint(path)
     weights = CheckpointWeights(checkpoint)
     decoder = load_decoder(DecoderConfig.from_hf(checkpoint.config), weights, device=device, dtype=dtype)
-    census = census_of_tensors(checkpoint.tensors, checkpoint.bind())
+    census = census_of_tensors(checkpoint.tensors, checkpoint.bind(), checkpoint.layout.name)
     size_bytes = sum(file.size for file in checkpoint.files.files)
     return EvalModel(label, decoder, size_bytes, census.bits_per_weight)

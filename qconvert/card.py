@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 _KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
 
 
-def model_card(name: str, manifest: Json, draft: Draft, upstream: Path | None, repo_id: str | None) -> str:
-    """The text of README.md for an output called `name`."""
+def model_card(
+    name: str, manifest: Json, draft: Draft, layout: str, upstream: Path | None, repo_id: str | None
+) -> str:
+    """The text of README.md for an output called `name`, written in a layout."""
     import yaml
 
     metadata = _metadata(upstream, repo_id, manifest)
-    census = census_of_outputs(draft.plan.outputs, draft.architecture)
+    census = census_of_outputs(draft.plan.outputs, draft.architecture, layout)
     lines = [
         "---",
         yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).rstrip(),

@@ -72,8 +72,16 @@ class Census:
         return {"rows": rows, "tensors": self.tensors, "parameters": self.parameters, "bytes": self.nbytes}
 
 
-def form_bytes(form: Form, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of this shape in this form; the few bytes of a stored shape not counted."""
+# Layouts that store the zeros of symmetric grids too; and those with a group for every column.
+_WITH_ZEROS = ("gptq", "gptq_v2", "awq")
+_WITH_COLUMNS = ("gptq", "gptq_v2")
+
+
+def form_bytes(form: Form, shape: tuple[int, ...], layout: str = "") -> int:
+    """Bytes of a tensor of this shape in this form; the few bytes of a stored shape not counted.
+
+    `layout` is the one that it is stored in, where that is known: some repeat what others leave out.
+    """
     if isinstance(form, Plain):
         return prod(shape) * form.dtype.nbytes
     if isinstance(form, Blocks):
@@ -86,8 +94,10 @@ def form_bytes(form: Form, shape: tuple[int, ...]) -> int:
     scales = groups * form.scale_dtype.nbytes
     if isinstance(form, GroupMin):
         return rows * (4 * words + 2 * scales)
-    zeros = 0 if form.symmetric else -(-rows * form.bits // 32) * 4 * groups
-    return rows * (4 * words + scales) + zeros
+    stored = layout in _WITH_ZEROS or not form.symmetric
+    zeros = -(-rows * form.bits // 32) * 4 * groups if stored else 0
+    columns = 4 * width_of(shape) if layout in _WITH_COLUMNS else 0
+    return rows * (4 * words + scales) + zeros + columns
 
 
 def census_of_config(architecture: Architecture) -> Census:
@@ -96,26 +106,27 @@ def census_of_config(architecture: Architecture) -> Census:
     return _gather(architecture, ((_group(place), place.shape, None) for place in places))
 
 
-def census_of_tensors(tensors: Mapping[str, Logical], binding: Binding) -> Census:
-    """The table of stored tensors, without recomputed buffers.
+def census_of_tensors(tensors: Mapping[str, Logical], binding: Binding, layout: str = "") -> Census:
+    """The table of tensors stored in a layout, without recomputed buffers.
 
     A stored head of a tied model takes bytes, but adds no parameters.
     """
     dropped = frozenset(binding.dropped)
     kept = ((name, t) for name, t in tensors.items() if name not in dropped)
-    census = census_of_outputs(dict(kept), binding.architecture)
+    census = census_of_outputs(dict(kept), binding.architecture, layout)
     if binding.stored_tied_head is None:
         return census
     return Census(tuple(replace(row, parameters=0) if row.role == "lm_head" else row for row in census.rows))
 
 
-def census_of_outputs(outputs: Mapping[str, Logical], architecture: Architecture) -> Census:
-    """The table of a plan's outputs."""
-    return _gather(architecture, ((_label(architecture, n), t.shape, t.form) for n, t in outputs.items()))
+def census_of_outputs(outputs: Mapping[str, Logical], architecture: Architecture, layout: str = "") -> Census:
+    """The table of a plan's outputs, written in a layout."""
+    entries = ((_label(architecture, n), t.shape, t.form) for n, t in outputs.items())
+    return _gather(architecture, entries, layout)
 
 
 def _gather(
-    architecture: Architecture, entries: Iterable[tuple[str, tuple[int, ...], Form | None]]
+    architecture: Architecture, entries: Iterable[tuple[str, tuple[int, ...], Form | None]], layout: str = ""
 ) -> Census:
     """Group entries, in the order of the model's printed structure; norms, biases, unknown last."""
     order = {role: i for i, role in enumerate(architecture.roles_in_order)}
@@ -123,7 +134,7 @@ def _gather(
     for group, shape, form in entries:
         groups.setdefault(group, []).append((shape, form))
     ordered = sorted(groups, key=lambda group: order.get(group, len(order) + len(group)))
-    return Census(tuple(_row(group, groups[group]) for group in ordered))
+    return Census(tuple(_row(group, groups[group], layout) for group in ordered))
 
 
 def _label(architecture: Architecture, name: str) -> str:
@@ -137,18 +148,18 @@ def _group(place: Place) -> str:
     return _NORMS if place.kind == "norm" else place.group
 
 
-def _row(role: str, entries: list[tuple[tuple[int, ...], Form | None]]) -> Row:
+def _row(role: str, entries: list[tuple[tuple[int, ...], Form | None]], layout: str) -> Row:
     return Row(
         role=role,
         tensors=len(entries),
         parameters=sum(prod(shape) for shape, _ in entries),
         shapes=tuple(dict.fromkeys(shape for shape, _ in entries)),
         forms=tuple(dict.fromkeys(form.label for _, form in entries if form is not None)),
-        nbytes=sum(form_bytes(form, shape) for shape, form in entries if form is not None),
+        nbytes=sum(form_bytes(form, shape, layout) for shape, form in entries if form is not None),
     )
 
 
-def linear_bits(outputs: Mapping[str, Logical], architecture: Architecture) -> float | None:
+def linear_bits(outputs: Mapping[str, Logical], architecture: Architecture, layout: str = "") -> float | None:
     """Bits per weight of the linears alone (head and embedding not counted); None without any."""
     linears = [
         t
@@ -159,4 +170,4 @@ def linear_bits(outputs: Mapping[str, Logical], architecture: Architecture) -> f
         and place.role != "lm_head"
     ]
     weights = sum(t.count for t in linears)
-    return 8 * sum(form_bytes(t.form, t.shape) for t in linears) / weights if weights else None
+    return 8 * sum(form_bytes(t.form, t.shape, layout) for t in linears) / weights if weights else None

@@ -100,7 +100,9 @@ def convert(job: Job, out: Path, listen: Listener = lambda done: None) -> Made:
             ),
         )
         (folder / FILE_NAME).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        card = model_card(out.name, record, job.draft, checkpoint.files.readme, job.model.repo_id)
+        card = model_card(
+            out.name, record, job.draft, job.layout.name, checkpoint.files.readme, job.model.repo_id
+        )
         (folder / "README.md").write_text(card, encoding="utf-8")
     return Made(out, record)
 

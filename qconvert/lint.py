@@ -8,18 +8,13 @@ read in source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
-from qconvert.architecture import Architecture, Place
 from qconvert.census import form_bytes
-from qconvert.parallel import INPUT_SPLIT, whole_unit
-from qconvert.tensors import DType, GroupInt, Logical, Plain, Quantized
+from qconvert.lint_shapes import SHAPE_RULES
+from qconvert.lint_subject import ERROR, FUSING, NOTE, WARNING, Problem, Subject
+from qconvert.tensors import Codebook, DType, GroupInt, Plain, Quantized
 
-LOADERS = ("vllm", "sglang", "transformers", "llama.cpp", "mlx")
-ERROR, WARNING, NOTE = "error", "warning", "note"
-# Loaders that stack q, k, v and gate, up into one matrix with one scheme.
-_FUSING = ("vllm", "sglang")
 _READS = {
     "vllm": ("compressed-tensors", "gptq", "gptq_v2", "awq", "bitsandbytes", "fp8", "mxfp4", "torchao"),
     "sglang": ("compressed-tensors", "gptq", "gptq_v2", "awq", "bitsandbytes", "fp8", "mxfp4", "torchao"),
@@ -34,49 +29,8 @@ _READS = {
         "torchao",
     ),
     "llama.cpp": (),
-    "mlx": ("mlx",),
+    "mlx": ("mlx", "awq", "compressed-tensors", "mxfp4"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that a loader trips over (error), may trip over (warning), or that is worth knowing."""
-
-    severity: str
-    subject: str
-    fact: str
-    hint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A checkpoint and who is to load it: on `tp` ranks, computing in `dtype`.
-
-    `tokens` is the number of tokens the tokenizer knows, None when that is not known; `unknown` are
-    tensors that the architecture does not declare.
-    """
-
-    tensors: Mapping[str, Logical]
-    architecture: Architecture
-    layout: str
-    loader: str
-    tp: int = 1
-    dtype: DType | None = None
-    tokens: int | None = None
-    unknown: tuple[str, ...] = ()
-
-    @property
-    def weights(self) -> Iterator[tuple[Place, Logical]]:
-        """The weights of linears and embeddings, with their places."""
-        for name, tensor in self.tensors.items():
-            place = self.architecture.place(name)
-            if place is not None and place.part == "weight" and place.kind in ("linear", "embedding"):
-                yield place, tensor
-
-    @property
-    def quantized(self) -> list[tuple[Place, Logical, Quantized]]:
-        """Those that are quantized, with their forms."""
-        return [(place, t, t.form) for place, t in self.weights if isinstance(t.form, Quantized)]
 
 
 def lint(subject: Subject) -> list[Problem]:
@@ -140,7 +94,7 @@ def _gptq(s: Subject) -> Iterator[Problem]:
 
 def _fused_groups(s: Subject) -> Iterator[Problem]:
     """Parts that a loader stacks need one scheme."""
-    if s.loader not in _FUSING:
+    if s.loader not in FUSING:
         return
     for fused in s.architecture.fused.values():
         forms = {s.tensors[part.name].form for part in fused.parts if part.name in s.tensors}
@@ -152,14 +106,86 @@ def _fused_groups(s: Subject) -> Iterator[Problem]:
 
 def _stored_fusions(s: Subject) -> Iterator[Problem]:
     """Names that only some loaders know."""
-    if s.loader == "vllm":
+    if s.loader == "sglang" and s.architecture.family.model_types[0] in _DOTTED_IN_SGLANG:
         return
-    for name in s.tensors:
+    for name, tensor in s.tensors.items():
         fused = s.architecture.fused.get(name)
-        if fused is not None and not fused.fusion.native:
-            yield Problem(
-                ERROR, name, f"{s.loader} knows the parts of this fused linear only", "`qconvert unfuse`"
+        if fused is None or fused.fusion.native or fused.fusion.per_expert:
+            continue
+        if s.loader != "vllm":
+            fact = f"{s.loader} knows the parts of this fused linear only"
+            yield Problem(ERROR, name, fact, "`qconvert unfuse`")
+        elif s.layout.startswith("gptq") and isinstance(tensor.form, Quantized):
+            fact = "vllm looks for the parts of this fused GPTQ linear, and takes it for a plain one"
+            yield Problem(ERROR, name, fact, "`qconvert unfuse`, or convert --to compressed-tensors")
+
+
+# Classes of SGLang whose table of fused names begins each with a dot; qwen2 and qwen3 have bare ones.
+_DOTTED_IN_SGLANG = frozenset({"llama", "mistral"})
+
+
+def _stacks(s: Subject) -> Iterator[Problem]:
+    """Experts stored as 3-D tensors, or apart where the class holds the stack."""
+    parts = {p.name: e for e in s.architecture.fused.values() if e.fusion.per_expert for p in e.parts}
+    for name, tensor in s.tensors.items():
+        entry = s.architecture.fused.get(name)
+        coded = isinstance(tensor.form, Quantized)
+        if entry is not None and entry.fusion.per_expert:
+            known = s.loader == "transformers" and (not coded or s.layout in ("fp8", "mxfp4"))
+            if coded and not known and s.layout != "mxfp4":
+                fact = f"{s.loader} finds no module for a quantized stack of experts"
+                yield Problem(ERROR, name, fact, "`qconvert unfuse --only experts`")
+            elif not known and not entry.fusion.native:
+                fact = f"{s.loader} wants the linears of each expert for this family"
+                yield Problem(ERROR, name, fact, "`qconvert unfuse --only experts`")
+        elif coded and name in parts and parts[name].fusion.native and s.loader == "transformers":
+            fact = "transformers holds these experts as one 3-D parameter, and finds no packed one"
+            yield Problem(ERROR, name, fact, "serve with vLLM, or `qconvert dequantize`")
+
+
+def _old_packing(s: Subject) -> Iterator[Problem]:
+    """Bits that do not divide a word were packed with gaps before compressed-tensors 0.18."""
+    if s.layout != "compressed-tensors" or s.loader not in ("vllm", "sglang", "transformers"):
+        return
+    for _, tensor, form in s.quantized:
+        if isinstance(form, GroupInt) and form.bits in (3, 5, 6, 7):
+            fact = (
+                f"{form.bits}-bit codes run over words: readers before compressed-tensors 0.18 misread them"
             )
+            yield Problem(WARNING, tensor.name, fact, "4 or 8 bits are read by all")
+
+
+def _outside_vllm(s: Subject) -> Iterator[Problem]:
+    """Methods that vLLM 0.33 moved to plugins, and SGLang's kernels for some devices."""
+    if not s.quantized:
+        return
+    name = s.quantized[0][1].name
+    if s.loader == "vllm" and s.layout == "bitsandbytes":
+        yield Problem(
+            WARNING, name, "vLLM 0.33 reads bitsandbytes with a plugin only", "install it beside vLLM"
+        )
+    if s.loader == "sglang" and s.layout.startswith("gptq"):
+        yield Problem(NOTE, name, "SGLang 0.5 has its GPTQ kernels on CUDA only")
+
+
+def _mlx_reading(s: Subject) -> Iterator[Problem]:
+    """What mlx-lm makes of layouts that are not its own (`utils.py`: load_model)."""
+    if s.loader != "mlx":
+        return
+    for _, tensor, form in s.quantized:
+        fixed = isinstance(form, GroupInt) and (form.bits, form.group_size, form.symmetric) == (4, 32, True)
+        four = isinstance(form, Codebook) and form.bits == 4
+        if s.layout == "compressed-tensors" and not fixed and not four:
+            fact = f"mlx-lm reads packed integers as 4 bits in groups of 32, and this is {form.label}"
+            yield Problem(ERROR, tensor.name, fact, "`qconvert convert --to mlx`")
+
+
+def _heads_of_ties(s: Subject) -> Iterator[Problem]:
+    """A quantized head where the loader's method leaves heads plain."""
+    for place, tensor, form in s.quantized:
+        if place.role == "lm_head" and s.layout in ("awq", "bitsandbytes") and s.loader != "mlx":
+            fact = f"{s.loader} keeps the head plain in {s.layout}, and this one is {form.label}"
+            yield Problem(ERROR, tensor.name, fact, "--keep lm_head, or convert --to compressed-tensors")
 
 
 def _embeddings(s: Subject) -> Iterator[Problem]:
@@ -186,34 +212,9 @@ def _zero_points(s: Subject) -> Iterator[Problem]:
             yield Problem(WARNING, tensor.name, fact, hint)
 
 
-def _parallel(s: Subject) -> Iterator[Problem]:
-    """Whole groups, blocks and words on every rank."""
-    if s.tp == 1 or s.loader not in _FUSING:
-        return
-    for place, tensor in s.weights:
-        size = tensor.width if place.group in INPUT_SPLIT else tensor.shape[0]
-        split = "columns" if place.group in INPUT_SPLIT else "rows"
-        if size % s.tp and place.kind == "linear" and place.role != "lm_head":
-            yield Problem(
-                ERROR,
-                tensor.name,
-                f"{size} {split} do not divide among {s.tp} ranks",
-                f"--tp {_less(size, s.tp)}",
-            )
-            continue
-        unit = whole_unit(tensor.form, split, s.layout)
-        if unit > 1 and size // s.tp % unit:
-            fact = f"{size} {split} on {s.tp} ranks are {size // s.tp} each, not a multiple of {unit}"
-            yield Problem(ERROR, tensor.name, fact, "use fewer ranks or a smaller group size")
-
-
-def _less(size: int, tp: int) -> int:
-    return max(n for n in range(1, tp + 1) if size % n == 0)
-
-
 def _scales(s: Subject) -> Iterator[Problem]:
     """vLLM keeps scales in the dtype that the model computes in."""
-    if s.loader != "vllm" or s.layout != "compressed-tensors" or s.dtype is None:
+    if s.loader != "vllm" or s.layout not in _SCALES_IN_RUN_DTYPE or s.dtype is None:
         return
     for _, tensor, form in s.quantized:
         if isinstance(form, GroupInt) and form.scale_dtype is not s.dtype:
@@ -221,6 +222,8 @@ def _scales(s: Subject) -> Iterator[Problem]:
             yield Problem(WARNING, tensor.name, fact, f"serve with --dtype {_VLLM_NAMES[form.scale_dtype]}")
 
 
+# int8 with 8-bit activations has float32 scales whatever the model computes in.
+_SCALES_IN_RUN_DTYPE = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 _VLLM_NAMES = {DType.F16: "float16", DType.BF16: "bfloat16", DType.F32: "float32", DType.F64: "float64"}
 
 
@@ -242,6 +245,9 @@ def _vocabulary(s: Subject) -> Iterator[Problem]:
         if place.kind == "embedding" and s.tokens is not None and s.tokens > tensor.shape[0]:
             fact = f"the tokenizer knows {s.tokens} tokens, the table has {tensor.shape[0]} rows"
             yield Problem(ERROR, tensor.name, fact, "take tokenizer and weights from one checkpoint")
+        elif place.kind == "embedding" and s.tokens is not None and s.tokens < tensor.shape[0]:
+            fact = f"{tensor.shape[0] - s.tokens} rows beyond the tokenizer's {s.tokens} tokens are padding"
+            yield Problem(NOTE, tensor.name, fact)
 
 
 def _leftovers(s: Subject) -> Iterator[Problem]:
@@ -261,9 +267,14 @@ RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _gptq,
     _fused_groups,
     _stored_fusions,
+    _stacks,
+    _old_packing,
+    _outside_vllm,
+    _mlx_reading,
+    _heads_of_ties,
     _embeddings,
     _zero_points,
-    _parallel,
+    *SHAPE_RULES,
     _scales,
     _names,
     _vocabulary,

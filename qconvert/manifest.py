@@ -59,7 +59,7 @@ def manifest(
 ) -> Json:
     """The manifest of an output as plain data."""
     outputs = draft.plan.outputs
-    census = census_of_outputs(outputs, draft.architecture)
+    census = census_of_outputs(outputs, draft.architecture, layout.name)
     return {
         "schema": SCHEMA_VERSION,
         "tool": {"name": "qconvert", "version": __version__},
@@ -77,7 +77,7 @@ def manifest(
             "parameters": census.parameters,
             "bytes": census.nbytes,
             "bits_per_weight": census.bits_per_weight,
-            "linear_bits_per_weight": linear_bits(outputs, draft.architecture),
+            "linear_bits_per_weight": linear_bits(outputs, draft.architecture, layout.name),
             "relative_rms_error": relative_error(results.errors.values()),
         },
         "warnings": [*draft.warnings, *(notice.sentence for notice in draft.notices)],

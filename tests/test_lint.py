@@ -9,21 +9,36 @@ import pytest
 
 from qconvert.architecture import Architecture
 from qconvert.cli.lint_command import LOADERS as SPELLED
-from qconvert.lint import ERROR, LOADERS, NOTE, WARNING, Problem, Subject, lint
+from qconvert.lint import lint
+from qconvert.lint_subject import ERROR, LOADERS, NOTE, WARNING, Problem, Subject
 from qconvert.tensors import Codebook, DType, Form, GroupInt, Logical, Plain
 from tests.commands import made, qconvert
-from tests.models import EMBED, tiny, tiny_config, tiny_shapes
+from tests.family_models import ROWS
+from tests.models import EMBED, HEAD, tiny, tiny_config, tiny_shapes
 
 INT4 = GroupInt(4, 32, True, DType.BF16)
 ASYM = GroupInt(4, 32, False, DType.BF16)
 FP8 = Codebook("e4m3", 128, DType.F32, DType.BF16, group_rows=128)
 
 
+NF4 = Codebook("nf4", 64, DType.F32, DType.BF16)
+# Keyword arguments of `subject` that are sizes of the model, and the config keys they set.
+SIZES = {
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "intermediate": "intermediate_size",
+}
+
+
 def subject(
-    forms: dict[str, Form], layout: str = "compressed-tensors", loader: str = "vllm", **how: object
+    forms: dict[str, Form],
+    layout: str = "compressed-tensors",
+    loader: str = "vllm",
+    tied: bool = True,
+    **how: object,
 ) -> Subject:
     """A tiny model whose tensors have these forms, by what their names end with; the rest is bf16."""
-    config = tiny_config("qwen2")
+    config = tiny_config("qwen2", tied=tied, **{SIZES[key]: how.pop(key) for key in set(how) & set(SIZES)})
     tensors = {}
     for name, shape in tiny_shapes(config).items():
         form = next((form for end, form in forms.items() if name.endswith(end)), Plain(DType.BF16))
@@ -39,7 +54,7 @@ def test_a_model_that_keeps_all_rules_passes_everywhere() -> None:
     assert set(SPELLED) == set(LOADERS)
     for loader in ("vllm", "sglang", "transformers"):
         assert serious(subject({"_proj.weight": INT4}, loader=loader)) == []
-    assert serious(subject({"_proj.weight": INT4}, tp=2)) == []
+    assert {problem.severity for problem in serious(subject({"_proj.weight": INT4}, tp=2))} == {WARNING}
 
 
 def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
@@ -53,7 +68,13 @@ def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
     ("forms", "how", "severity", "fact"),
     [
         ({"_proj.weight": INT4}, {"loader": "llama.cpp"}, ERROR, "loads GGUF files only"),
-        ({"_proj.weight": INT4}, {"loader": "mlx"}, ERROR, "mlx does not read compressed-tensors"),
+        ({"_proj.weight": INT4}, {"loader": "mlx", "layout": "gptq"}, ERROR, "mlx does not read gptq"),
+        (
+            {"_proj.weight": GroupInt(4, 64, True, DType.BF16)},
+            {"loader": "mlx"},
+            ERROR,
+            "4 bits in groups of 32, and this is int4-g64",
+        ),
         ({"_proj.weight": INT4}, {"layout": "mlx"}, ERROR, "vllm does not read mlx"),
         ({"_proj.weight": ASYM}, {"layout": "gptq"}, ERROR, "symmetric GPTQ of 4 and 8 bits"),
         (
@@ -69,6 +90,15 @@ def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
         ({"_proj.weight": FP8}, {"layout": "fp8", "tp": 2}, ERROR, "not a multiple of 128"),
         ({"_proj.weight": INT4}, {"tp": 5}, ERROR, "do not divide among 5 ranks"),
         ({"_proj.weight": GroupInt(4, 32, True, DType.F16)}, {}, WARNING, "rounds its f16 scales to bf16"),
+        ({"_proj.weight": GroupInt(4, 32, True, DType.F16)}, {"layout": "awq"}, WARNING, "rounds its f16"),
+        ({"_proj.weight": INT4}, {"tp": 3}, ERROR, "4 heads do not divide among 3 ranks"),
+        ({"_proj.weight": INT4}, {"tp": 6, "heads": 6, "kv_heads": 4}, ERROR, "nor can be repeated on them"),
+        ({"_proj.weight": INT4}, {"tp": 2}, WARNING, "192 columns on a rank: Marlin kernels want"),
+        ({"_proj.weight": GroupInt(4, 16, True, DType.BF16)}, {}, WARNING, "groups of 16 columns have no"),
+        ({"_proj.weight": FP8}, {"layout": "fp8", "intermediate": 320}, ERROR, "no whole blocks of 128"),
+        ({"_proj.weight": GroupInt(3, 32, True, DType.BF16)}, {}, WARNING, "3-bit codes run over words"),
+        ({"_proj.weight": NF4}, {"layout": "bitsandbytes"}, WARNING, "with a plugin only"),
+        ({"_proj.weight": INT4, HEAD: INT4}, {"layout": "awq", "tied": False}, ERROR, "keeps the head plain"),
         ({}, {"tokens": 321}, ERROR, "knows 321 tokens, the table has 320 rows"),
         ({}, {"unknown": ("x.weight",)}, WARNING, "not a tensor of"),
     ],
@@ -78,6 +108,71 @@ def test_each_rule_finds_what_breaks_it(
 ) -> None:
     found = serious(subject(forms, **how))  # type: ignore[arg-type]
     assert {problem.severity for problem in found if fact in problem.fact} == {severity}
+
+
+FUSED_QKV = "model.layers.0.self_attn.qkv_proj.weight"
+
+
+def fused_subject(form: Form, layout: str, loader: str, family: str = "qwen2", tp: int = 1) -> Subject:
+    """One fused linear of a tiny model."""
+    architecture = Architecture.of(tiny_config(family))
+    tensors = {FUSED_QKV: Logical(FUSED_QKV, architecture.fused[FUSED_QKV].whole.shape, form)}
+    return Subject(tensors, architecture, layout, loader, tp=tp)
+
+
+@pytest.mark.parametrize(
+    ("form", "layout", "loader", "family", "tp", "fact"),
+    [
+        (Plain(DType.BF16), "compressed-tensors", "sglang", "qwen2", 1, "knows the parts of this fused"),
+        (Plain(DType.BF16), "compressed-tensors", "sglang", "llama", 1, None),
+        (Plain(DType.BF16), "compressed-tensors", "transformers", "llama", 1, "knows the parts"),
+        (Plain(DType.BF16), "compressed-tensors", "mlx", "llama", 1, "knows the parts"),
+        (INT4, "compressed-tensors", "vllm", "qwen2", 1, None),
+        (INT4, "gptq", "vllm", "qwen2", 1, "takes it for a plain one"),
+        (FP8, "fp8", "vllm", "qwen2", 1, None),
+        (FP8, "fp8", "vllm", "qwen2", 2, "128 rows on 2 ranks are 64 each, not a multiple of 128"),
+    ],
+)
+def test_fused_linears_as_they_are_stored(
+    form: Form, layout: str, loader: str, family: str, tp: int, fact: str | None
+) -> None:
+    found = [p.fact for p in lint(fused_subject(form, layout, loader, family, tp)) if p.severity == ERROR]
+    assert found == [] if fact is None else any(fact in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("row", "form", "layout", "loader", "fact"),
+    [
+        ("qwen3-moe", INT4, "compressed-tensors", "vllm", "no module for a quantized stack"),
+        ("qwen3-moe", INT4, "compressed-tensors", "transformers", "no module for a quantized stack"),
+        ("qwen3-moe", FP8, "fp8", "transformers", None),
+        ("qwen3-moe", Plain(DType.BF16), "compressed-tensors", "transformers", None),
+        ("qwen3-moe", Plain(DType.BF16), "compressed-tensors", "vllm", "wants the linears of each expert"),
+        ("qwen3.5-moe", Plain(DType.BF16), "compressed-tensors", "vllm", None),
+        ("gpt-oss", Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16), "mxfp4", "vllm", None),
+    ],
+)
+def test_experts_as_they_are_stored(row: str, form: Form, layout: str, loader: str, fact: str | None) -> None:
+    architecture = Architecture.of(ROWS[row].config)
+    stacks = {n: e.whole for n, e in architecture.fused.items() if e.whole.role == "mlp.experts.gate_up"}
+    tensors = {n: Logical(n, place.shape, form) for n, place in stacks.items() if place.part == "weight"}
+    errors = [p.fact for p in lint(Subject(tensors, architecture, layout, loader)) if p.severity == ERROR]
+    assert errors == [] if fact is None else any(fact in text for text in errors), errors
+    part = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    apart = Subject({part: Logical(part, (24, 32), INT4)}, architecture, "compressed-tensors", "transformers")
+    native = architecture.fused[next(iter(stacks))].fusion.native
+    assert any("holds these experts as one" in p.fact for p in lint(apart)) is native
+
+
+def test_padding_is_offered_where_it_helps() -> None:
+    found = lint(subject({"_proj.weight": GroupInt(4, 128, True, DType.BF16)}, tp=2))
+    down = next(p for p in found if "mlp.down_proj" in p.subject and p.severity == ERROR)
+    assert "`qconvert convert --pad-to-tp 2`" in down.hint
+
+
+def test_rows_beyond_the_tokenizer_are_told() -> None:
+    found = [p.fact for p in lint(subject({}, tokens=300))]
+    assert "20 rows beyond the tokenizer's 300 tokens are padding" in found
 
 
 def test_what_is_left_in_16_bits_is_listed_with_its_bytes() -> None:
@@ -93,7 +188,7 @@ def test_the_command_leaves_with_3_where_the_loader_would_fail(tmp_path: Path) -
     assert qconvert("check", out, "--for", "vllm").code == 0
     ran = qconvert("check", out, "--for", "vllm", "--tp", "8", "--json")
     assert ran.code == 3
-    assert {problem["severity"] for problem in ran.json["problems"]} == {"error", "note"}
+    assert {problem["severity"] for problem in ran.json["problems"]} == {"error", "warning", "note"}
     fused = made("fuse", model, "-o", tmp_path / "f")
     ran = qconvert("check", fused, "--for", "transformers")
     assert ran.code == 3 and "`qconvert unfuse`" in ran.out

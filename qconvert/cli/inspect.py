@@ -48,7 +48,11 @@ def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
 
     architecture = checkpoint.architecture
     binding = checkpoint.bind(allow_unknown=True) if checkpoint.tensors else None
-    census = census_of_tensors(checkpoint.tensors, binding) if binding else census_of_config(architecture)
+    census = (
+        census_of_tensors(checkpoint.tensors, binding, checkpoint.layout.name)
+        if binding
+        else census_of_config(architecture)
+    )
     return {
         "family": architecture.family.name,
         "layers": architecture.layers,

@@ -39,7 +39,8 @@ def command(model: str, loader: str, tp: int, as_json: bool, revision: str | Non
     from qconvert.formats.checkpoint import open_checkpoint
     from qconvert.formats.layouts.claims import dtype_of
     from qconvert.hub import resolve
-    from qconvert.lint import ERROR, Subject, lint
+    from qconvert.lint import lint
+    from qconvert.lint_subject import ERROR, Subject
     from qconvert.tables import count
 
     resolved = resolve(model, revision=revision, weights=False)

@@ -17,6 +17,7 @@ from qconvert.errors import QConvertError
 from qconvert.sizes import parse_size
 
 if TYPE_CHECKING:
+    from qconvert.census import Census
     from qconvert.convert import Job, Limits, Made
     from qconvert.draft import Wish
     from qconvert.recipe import Recipe
@@ -158,10 +159,12 @@ def _say_before(job: Job, flags: Flags) -> None:
 
 def _describe(job: Job) -> Json:
     """The numbers of a plan, the same before and after it is carried out."""
-    from qconvert.census import census_of_outputs, census_of_tensors
+    from qconvert.census import census_of_tensors
 
-    before = census_of_tensors(job.checkpoint.tensors, job.checkpoint.bind(allow_unknown=True))
-    after = census_of_outputs(job.draft.plan.outputs, job.draft.architecture)
+    before = census_of_tensors(
+        job.checkpoint.tensors, job.checkpoint.bind(allow_unknown=True), job.checkpoint.layout.name
+    )
+    after = _census(job)
     return {
         "source": {"name": job.model.name, "bytes": before.nbytes, "tensors": before.tensors},
         "output": {
@@ -179,13 +182,18 @@ def _describe(job: Job) -> Json:
     }
 
 
-def _print_table(job: Job, out: Path) -> None:
+def _census(job: Job) -> Census:
     from qconvert.census import census_of_outputs
+
+    return census_of_outputs(job.draft.plan.outputs, job.draft.architecture, job.layout.name)
+
+
+def _print_table(job: Job, out: Path) -> None:
     from qconvert.tables import census_lines, count, size
 
     described = _describe(job)
     click.echo(f"{job.model.name}  ->  {out}/")
-    click.echo("\n".join(census_lines(census_of_outputs(job.draft.plan.outputs, job.draft.architecture))))
+    click.echo("\n".join(census_lines(_census(job))))
     click.echo(
         f"{size(described['source']['bytes'])} -> {size(sum(f.size for f in job.files))} in "
         f"{count(len(job.files), 'file')}, at most {size(job.limits.max_memory)} of working memory"
