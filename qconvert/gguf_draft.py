@@ -20,17 +20,20 @@ from qconvert.architecture.gguf.model import Facts, Head
 from qconvert.architecture.gguf.models import facts_of, remarks_on
 from qconvert.draft import Compare, check_plain_weights
 from qconvert.errors import BadRecipe, UnsupportedModel
-from qconvert.gguf_forms import give_types, is_mxfp4
+from qconvert.gguf_forms import give_types, is_mxfp4, own_types
 from qconvert.gguf_mix import Choice, FileType, MixFacts, choose_types, find_file_type, visit_order
 from qconvert.gguf_types import GGMLType
 from qconvert.gguf_units import constants_of, write_roles
 from qconvert.plan import Plan
 from qconvert.tensors import DType, Logical, Plain
 
+# The wish that every tensor keeps its codes, or its numbers.
+KEEP = "keep"
+
 
 @dataclass(frozen=True, slots=True)
 class GGUFWish:
-    """What `to-gguf` asks for; the fields are llama-quantize's options.
+    """What `to-gguf` asks for; the fields are llama-quantize's options, but for the file type KEEP.
 
     `importance` holds mean squared activations of the input columns by GGUF name. Without
     `fallback` a row that the chosen type's blocks do not divide is an error; only with
@@ -84,7 +87,7 @@ def draft_gguf(binding: Binding, wish: GGUFWish, compare: Compare) -> GGUFDraft:
     beside, left_out = _beside(binding)
     head, warnings = _head(binding, facts, compare)
     plan = write_roles(passes.run_passes(passes.copy_of(binding), [*beside, *head]), facts)
-    choices = _choose(plan, facts, wish)
+    wish, choices = _kept(plan, facts, wish) if wish.file_type == KEEP else (wish, _choose(plan, facts, wish))
     types = {name: choice.type for name, choice in choices.items()}
     importance = _importance(plan, wish)
     plan = _as_stored(plan, binding)
@@ -155,6 +158,16 @@ def _choose(plan: Plan, facts: Facts, wish: GGUFWish) -> dict[str, Choice]:
         output_tensor_type=wish.output_tensor_type,
         fallback=wish.fallback,
     )
+
+
+def _kept(plan: Plan, facts: Facts, wish: GGUFWish) -> tuple[GGUFWish, dict[str, Choice]]:
+    """The types that keep every tensor as it is, and the wish with the file type that they make."""
+    plain = _choose(plan, facts, replace(wish, file_type="F32"))
+    f32 = GGMLType.F32
+    always = {n: f32 for n, c in plain.items() if c.type is f32 and c.reason != "base type"}
+    file_type, types = own_types(plan, always, allow_requantize=wish.allow_requantize)
+    choices = {name: Choice(types[name], plain[name].reason if name in always else "kept") for name in plain}
+    return replace(wish, file_type=file_type), choices
 
 
 def _importance(plan: Plan, wish: GGUFWish) -> dict[str, tuple[float, ...]]:

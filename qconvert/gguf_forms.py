@@ -6,14 +6,15 @@ request. Where its grid is one of GGUF's own, its codes go over as they are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
 from qconvert.errors import BadRecipe
 from qconvert.gguf_types import GGMLType
-from qconvert.grid_ops import IntoBlocks
+from qconvert.grid_ops import FromInt8Rows, IntoBlocks
 from qconvert.ops import Cast, Dequantize, EncodeBlocks, Op
-from qconvert.plan import Pass, Unit
+from qconvert.plan import Pass, Plan, Unit
 from qconvert.tensors import Blocks, Codebook, DType, Form, GroupInt, GroupMin, Logical, Plain
 
 _BLOCK = 32
@@ -39,7 +40,8 @@ def give_types(
         assert isinstance(want, Blocks)
         if not isinstance(have, Plain):
             if type_.name in keeping(unit.output):
-                return unit.then(IntoBlocks(want))
+                rows = isinstance(have, Codebook) and have.table == "int8"
+                return (unit.then(FromInt8Rows()) if rows else unit).then(IntoBlocks(want))
             if not allow_requantize:
                 raise _loses_twice(unit.output, type_)
             unit = unit.then(Dequantize(DType.F32))
@@ -58,6 +60,8 @@ def keeping(tensor: Logical) -> tuple[str, ...]:
     form = tensor.form
     if is_mxfp4(form):
         return ("MXFP4",) if tensor.width % _BLOCK == 0 else ()
+    if isinstance(form, Codebook):
+        return ("Q8_0",) if form.table == "int8" and tensor.width % _BLOCK == 0 else ()
     if not isinstance(form, GroupInt | GroupMin) or (form.group_size or tensor.width) % _BLOCK:
         return ()
     if isinstance(form, GroupMin):
@@ -78,6 +82,41 @@ def is_mxfp4(form: Form) -> bool:
         return False
     grid = (form.table, form.group_size, form.group_rows, form.scale_dtype, form.second)
     return grid == ("e2m1", _BLOCK, 1, DType.F8_E8M0, None)
+
+
+def own_types(
+    plan: Plan, always: Mapping[str, GGMLType], *, allow_requantize: bool
+) -> tuple[str, dict[str, GGMLType]]:
+    """The types that keep every tensor as it is, and the name of the file type that most weights make.
+
+    `always` are types that llama.cpp insists on. Raises BadRecipe naming a tensor whose codes no type
+    holds; with `allow_requantize` it becomes Q8_0.
+    """
+    types: dict[str, GGMLType] = {}
+    weights: Counter[GGMLType] = Counter()
+    for name, tensor in plan.outputs.items():
+        found = always.get(name) or _own_type(tensor)
+        if found is None and not allow_requantize:
+            raise BadRecipe(
+                f"{name}: {tensor.form.label} is no grid of GGUF's blocks",
+                "--scheme TYPE --allow-requantize computes the numbers and quantizes them again",
+            )
+        types[name] = found or GGMLType.Q8_0
+        if name not in always:
+            weights[types[name]] += tensor.count
+    quantized = {type_: count for type_, count in weights.items() if type_.is_quantized} or weights
+    usual = max(quantized, key=quantized.__getitem__).name
+    return "MXFP4_MOE" if usual == "MXFP4" else usual, types
+
+
+def _own_type(tensor: Logical) -> GGMLType | None:
+    form = tensor.form
+    if isinstance(form, Blocks):
+        return GGMLType[form.type]
+    if isinstance(form, Plain):
+        return GGMLType.F32 if form.dtype is DType.F64 else GGMLType[form.dtype.code]
+    kept = keeping(tensor)
+    return GGMLType[kept[0]] if kept else None
 
 
 def _loses_twice(tensor: Logical, type_: GGMLType) -> BadRecipe:

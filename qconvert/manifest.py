@@ -16,7 +16,7 @@ from qconvert.census import census_of_outputs, linear_bits
 from qconvert.grid_ops import EncodeTable
 from qconvert.ops import Cast, Dequantize, EncodeBlocks, Quantize
 from qconvert.padding import zeros_added
-from qconvert.tensors import Json, Plain
+from qconvert.tensors import DType, Form, Json, Plain
 
 if TYPE_CHECKING:
     from qconvert.draft import Draft
@@ -92,7 +92,7 @@ def manifest(
 
 def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
     output = unit.output
-    certificate = _certificate(unit, results)
+    certificate = certificate_of(unit, results.steps.get(output.name, 0.0))
     parts = {spec.name: results.tensor_sha256.get(spec.name) for spec in layout.parts(output)}
     entry: Json = {
         "form": output.form.label,
@@ -114,17 +114,23 @@ def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
     return entry
 
 
-def _certificate(unit: Unit, results: Results) -> str:
-    """In one word, what became of a tensor's numbers."""
+def certificate_of(unit: Unit, steps: float) -> str:
+    """In one word, what became of a tensor's numbers; `steps` is by how many its codes have moved."""
     ops = {type(op) for op in unit.ops}
     plain = isinstance(unit.inputs[0].tensor.form, Plain)
     if ops & {Quantize, EncodeBlocks, EncodeTable}:
         return "quantized" if plain else "requantized"
     if Dequantize in ops:
         return "dequantized"
-    if Cast in ops:
+    if any(isinstance(op, Cast) and not _holds(op.dtype, unit.inputs[0].tensor.form) for op in unit.ops):
         return "cast"
-    return "measured" if results.steps.get(unit.output.name) else "exact"
+    return "measured" if steps else "exact"
+
+
+def _holds(dtype: DType, form: Form) -> bool:
+    """Whether a float type holds every number of plain tensors of another."""
+    wider = {DType.BF16: (DType.F32, DType.F64), DType.F16: (DType.F32, DType.F64), DType.F32: (DType.F64,)}
+    return isinstance(form, Plain) and (form.dtype is dtype or dtype in wider.get(form.dtype, ()))
 
 
 def certificates(manifest: Json) -> Json:

@@ -16,7 +16,7 @@ from qconvert.quant.block_codes import block_codes
 from qconvert.quant.grids import numbers
 from qconvert.tensors import DType, GroupInt, GroupMin, IntAffine, Logical, MinAffine
 from tests.commands import made, qconvert
-from tests.gguf_models import qwen2_tokenizer
+from tests.gguf_models import llama_cpp_logits, log_probabilities, qwen2_tokenizer, transformers_logits
 from tests.models import tiny
 
 quants = pytest.importorskip("gguf.quants")
@@ -143,3 +143,57 @@ def test_a_gguf_of_the_same_types_is_copied(int4: Path, tmp_path: Path) -> None:
         "to-gguf", paths[0], "--type", "f16", "--pre-tokenizer", "qwen2", "-o", tmp_path / "d.gguf"
     )
     assert ran.code == 1 and "the tokenizer of a GGUF file stays as it is" in ran.err
+
+
+def test_convert_to_gguf_keeps_codes_and_copies_the_rest(int4: Path, tmp_path: Path) -> None:
+    """llama.cpp computes from the file what transformers computes from the same numbers."""
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    ran = qconvert("convert", int4, "--to", "gguf", "-o", tmp_path / "m.gguf")
+    assert ran.code == 0 and ", exact, verified" in ran.err, ran.err
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        types = {name: tensor.type.name for name, tensor in file.tensors.items()}
+    assert set(types.values()) == {"Q4_0", "BF16", "F32"} and types["token_embd.weight"] == "BF16"
+    plain = made("dequantize", int4, "--dtype", "f32", "-o", tmp_path / "plain")
+    ids = [5, 17, 250, 3, 99, 120]
+    ours, theirs = llama_cpp_logits(tmp_path / "m.gguf", ids, 320), transformers_logits(plain, ids)
+    # llama.cpp rounds activations to 8 bits before it multiplies them with Q4_0.
+    assert np.abs(log_probabilities(ours) - log_probabilities(theirs)).max() < 0.15
+
+
+@pytest.mark.parametrize(("layout", "scheme"), [("compressed-tensors", "mxfp4"), ("mlx", "mxfp4")])
+def test_mxfp4_is_the_same_grid_everywhere(tmp_path: Path, layout: str, scheme: str) -> None:
+    source = tiny(tmp_path / "m", "llama", tied=False)
+    qwen2_tokenizer().save(str(source / "tokenizer.json"))
+    folder = made("convert", source, "--to", layout, "--scheme", scheme, "-o", tmp_path / "mx")
+    out = tmp_path / "m.gguf"
+    found = qconvert("convert", folder, "--to", "gguf", "-o", out, "--json").json
+    assert found["certificates"] == {"exact": 21} and found["file_type"] == "MXFP4_MOE"
+    assert set(found["kept"].values()) == {"exact"} and len(found["kept"]) == 14
+    name = "model.layers.1.mlp.down_proj.weight"
+    ours = open_checkpoint(folder)
+    expected = numbers(ours.reader.read(ours.tensors[name], 0, 256), DType.F32).rows_RI
+    with GGUFFile(out) as file:
+        rows = file.read("blk.1.ffn_down.weight", 0, 256)
+    np.testing.assert_array_equal(decoded(rows, "MXFP4"), expected)
+
+
+def test_what_gguf_has_no_blocks_for_is_refused(tmp_path: Path) -> None:
+    source = tiny(tmp_path / "m", "llama", tied=False)
+    qwen2_tokenizer().save(str(source / "tokenizer.json"))
+    folder = made("convert", source, "--to", "bitsandbytes", "-o", tmp_path / "nf4")
+    asked = ("convert", folder, "--to", "gguf", "-o", tmp_path / "m.gguf")
+    ran = qconvert(*asked)
+    assert ran.code == 1 and "nf4-g64 is no grid of GGUF's blocks" in ran.err
+    ran = qconvert(*asked, "--allow-requantize")
+    assert ran.code == 0 and "7 exact + 14 requantized" in ran.err, ran.err
+    ran = qconvert(*asked, "--dtype", "f16", "--overwrite")
+    assert ran.code == 1 and "--dtype: is not for --to gguf" in ran.err
+
+
+def test_a_type_of_to_gguf_is_a_scheme(int4: Path, tmp_path: Path) -> None:
+    flags = ("--allow-requantize", "-q", "-o")
+    assert (
+        qconvert("convert", int4, "--to", "gguf", "--scheme", "q5_k_m", *flags, tmp_path / "a.gguf").code == 0
+    )
+    assert qconvert("to-gguf", int4, "--type", "q5_k_m", *flags, tmp_path / "b.gguf").code == 0
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()

@@ -9,17 +9,19 @@ import click
 
 from qconvert.cli.options import model_argument, pad_option, writing_options
 from qconvert.cli.writing import Flags, write
+from qconvert.errors import BadRecipe
 from qconvert.recipe import LAYOUTS, Recipe
 from qconvert.schemes import parse_scheme
 
 # Spelled out, so that help needs no layout to be imported; a test holds them against the tables.
 PLAIN = ("bf16", "f16", "f32")
+GGUF = "gguf"
 
 
 @click.command("convert", short_help="Another layout, codes kept.")
 @model_argument()
 @click.option(
-    "--to", "layout", type=click.Choice(LAYOUTS + PLAIN), required=True, help="Layout of the output."
+    "--to", "layout", type=click.Choice((*LAYOUTS, GGUF, *PLAIN)), required=True, help="Layout of the output."
 )
 @click.option(
     "--scheme", metavar="SCHEME", help="Quantize so what is plain, or what --allow-requantize has to redo."
@@ -49,6 +51,7 @@ def command(
     qconvert convert ./model --to gptq --scheme int4-g128
     qconvert convert ./model --to bitsandbytes --scheme nf4
     qconvert convert ./model --to compressed-tensors --scheme fp8-channel
+    qconvert convert ./model-gptq --to gguf -o model.gguf
 
     \b
     SCHEME    int{2..8}[-asym][-g{N}|-channel] in layouts of integers, or
@@ -56,6 +59,7 @@ def command(
               mlx                 mxfp4
               bitsandbytes        nf4, fp4, nf4-nested, fp4-nested, int8
               fp8, mxfp4          nothing to choose: blocks of DeepSeek's FP8; gpt-oss's experts
+              gguf                a type of `qconvert to-gguf`; without one, codes and numbers are kept
     """
     from qconvert.targets import Target, find_table
 
@@ -63,6 +67,9 @@ def command(
     if layout in PLAIN:
         plain = Flags(**{**values, "dtype": layout})
         write(model, plain.wish("convert", Recipe(pad_to_tp=pad_to_tp), dequantize=True), layout, plain)
+        return
+    if layout == GGUF:
+        _to_gguf(model, scheme, flags, allow_requantize=allow_requantize, pad_to_tp=pad_to_tp)
         return
     table = find_table(layout, scheme) if scheme else ""
     integers = parse_scheme(scheme) if scheme and not table else None
@@ -78,3 +85,19 @@ def _is_plain(model: str, flags: Flags) -> bool:
     from qconvert.hub import resolve
 
     return open_checkpoint(resolve(model, revision=flags.revision).path).quantization is None
+
+
+def _to_gguf(
+    model: str, scheme: str | None, flags: Flags, *, allow_requantize: bool, pad_to_tp: int | None
+) -> None:
+    """Write a GGUF file as `to-gguf` does: of a type, or with everything kept as it is."""
+    from qconvert.cli import gguf
+    from qconvert.gguf_draft import KEEP
+
+    given = {"--dtype": flags.dtype, "--pad-to-tp": pad_to_tp, "--allow-unknown": flags.allow_unknown}
+    given |= {"--hash-sources": flags.hash_sources}
+    other = next((name for name, value in given.items() if value), None)
+    if other:
+        raise BadRecipe(f"{other}: is not for --to gguf", "leave it out")
+    wanted = gguf.Flags.of_type(scheme or KEEP, flags)
+    gguf.write_gguf(model, replace(wanted, allow_requantize=allow_requantize))

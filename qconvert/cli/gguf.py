@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ from qconvert.cli.options import (
 from qconvert.errors import BadRecipe, QConvertError
 
 if TYPE_CHECKING:
+    from qconvert.cli import writing
     from qconvert.formats.checkpoint import Checkpoint
     from qconvert.formats.gguf_vocab import GGUFTokenizer
     from qconvert.formats.imatrix import Imatrix
@@ -56,11 +58,41 @@ class Flags:
     allow_nonfinite: bool
     allow_requantize: bool
 
+    @classmethod
+    def of_type(cls, file_type: str, common: writing.Flags) -> Flags:
+        """The flags of a call from within: a type, what all writing commands share, and defaults."""
+        return cls(
+            file_type=file_type,
+            out=common.out,
+            tensor_types=(),
+            token_embedding_type=None,
+            output_tensor_type=None,
+            pure=False,
+            fallback=True,
+            imatrix=None,
+            split_max_size=None,
+            pre_tokenizer=None,
+            overwrite=common.overwrite,
+            dry_run=common.dry_run,
+            as_json=common.as_json,
+            quiet=common.quiet,
+            verify=common.verify,
+            jobs=common.jobs,
+            max_memory=common.max_memory,
+            revision=common.revision,
+            allow_nonfinite=common.allow_nonfinite,
+            allow_requantize=False,
+        )
+
 
 @click.command("to-gguf", short_help="A GGUF file of any llama.cpp type, in one step.")
 @click.argument("model", required=False)
 @click.option(
-    "--type", "file_type", required=True, metavar="TYPE", help="q4_k_m, q8_0, ...; `list` shows all."
+    "--type",
+    "file_type",
+    required=True,
+    metavar="TYPE",
+    help="q4_k_m, q8_0, ...; `list` shows all; `keep` keeps codes.",
 )
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), help="Output file. [default: by GGUF's convention]"
@@ -107,6 +139,11 @@ def command(model: str | None, **values: Any) -> None:
         return
     if model is None:
         raise click.UsageError("Missing argument 'MODEL'.")
+    write_gguf(model, flags)
+
+
+def write_gguf(model: str, flags: Flags) -> None:
+    """Carry out the command and print its result."""
     job = prepare(model, flags)
     _warn(job, flags)
     out = flags.out or Path(job.identity.file_name(job.draft.file_type.name))
@@ -252,7 +289,9 @@ def _report(job: GGUFJob, out: Path, flags: Flags, made: GGUFMade | None, second
     if flags.as_json:
         result = {"schema": 1, "dry_run": flags.dry_run, **found, "seconds": round(seconds, 3)}
         kept = {name: steps or "exact" for name, steps in made.kept.items()} if made else {}
-        click.echo(json.dumps({**result, "kept": kept, "sha256": dict(made.hashes.files) if made else {}}))
+        certificates = _certificates(job, made) if made else {}
+        hashes = dict(made.hashes.files) if made else {}
+        click.echo(json.dumps({**result, "kept": kept, "certificates": certificates, "sha256": hashes}))
         return
     if flags.quiet:
         click.echo(str(out))
@@ -275,16 +314,28 @@ def _report(job: GGUFJob, out: Path, flags: Flags, made: GGUFMade | None, second
         click.echo("dry run: nothing was written", err=True)
     else:
         checked = "verified" if flags.verify else "not verified"
-        click.echo(f"done in {seconds:.1f} s, {_kept(made)}{checked}", err=True)
+        click.echo(f"done in {seconds:.1f} s, {_certificate(job, made)}{checked}", err=True)
 
 
-def _kept(made: GGUFMade) -> str:
-    """How many tensors kept their codes, and how well: `56 kept their codes (exact), `."""
-    if not made.kept:
+def _certificates(job: GGUFJob, made: GGUFMade) -> dict[str, int]:
+    """How many tensors are exact, measured, quantized, requantized and so on."""
+    from qconvert.manifest import certificate_of
+
+    units = job.draft.plan.units
+    found = Counter(certificate_of(unit, made.kept.get(unit.output.name, 0.0)) for unit in units)
+    return dict(sorted(found.items()))
+
+
+def _certificate(job: GGUFJob, made: GGUFMade) -> str:
+    """What became of a source that was quantized already: `exact, `, or how many tensors are what."""
+    if job.checkpoint.quantization is None:
         return ""
-    worst = max(made.kept.values())
-    how = f"at most {worst:.2g} steps" if worst else "exact"
-    return f"{len(made.kept)} tensors kept their codes ({how}), "
+    found = _certificates(job, made)
+    if set(found) == {"exact"}:
+        return "exact, "
+    worst = max(made.kept.values(), default=0.0)
+    measured = f" (at most {worst:.2g} steps)" if worst else ""
+    return " + ".join(f"{count} {kind}" for kind, count in found.items()) + f"{measured}, "
 
 
 def _bpw(entry: Json) -> str:
