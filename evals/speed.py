@@ -1,4 +1,4 @@
-"""Measures the speed of qconvert on this machine: `evals/speed.py convert|repack|gguf|decode|prefill`."""
+"""Measures the speed of qconvert: `python evals/speed.py convert|repack|gguf|decode|prefill|gpu`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import click
 from qconvert.evals.speed_convert import convert
 from qconvert.evals.speed_decoder import decode, prefill
 from qconvert.evals.speed_gguf import gguf
+from qconvert.evals.speed_gpu import gpu
 from qconvert.evals.speed_repack import repack
 
 
@@ -15,7 +16,7 @@ def main() -> None:
     """Measure the speed of qconvert on this machine, beside peers where they are installed."""
 
 
-for command in (convert, repack, gguf, decode, prefill):
+for command in (convert, repack, gguf, decode, prefill, gpu):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -16,6 +16,9 @@ _QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "torch_dt
          "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
          "max_position_embeddings": 32768}  # fmt: skip
 
+_QWEN3 = {**_QWEN, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128,
+          "attention_bias": False, "max_position_embeddings": 40960}  # fmt: skip
+
 # Sizes from the models' own config.json files.
 SHAPES: dict[str, Json] = {
     "qwen2.5-0.5b": {**_QWEN, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
@@ -27,6 +30,12 @@ SHAPES: dict[str, Json] = {
     "qwen2.5-7b": {**_QWEN, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
                    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
                    "tie_word_embeddings": False},
+    "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+                   "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936,
+                   "tie_word_embeddings": True},
+    "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+                 "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936,
+                 "tie_word_embeddings": False},
 }  # fmt: skip
 
 SHARD_BYTES = 2_000_000_000

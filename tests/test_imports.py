@@ -53,6 +53,7 @@ PASSES = {("hub", "demo")}
 
 # Which modules may import a library at all, by prefix.
 LIBRARIES = {
+    "bitsandbytes": "evals",
     "click": "cli evals",
     "cyllama": "evals",
     "gguf": "architecture.gguf.identity quant.ggml evals",

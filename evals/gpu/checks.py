@@ -1,0 +1,92 @@
+"""Every kernel against its reference on random data, before anything is timed.
+
+Outputs are poisoned before each run, so that what was not written shows; three runs must give the same
+bits. Errors are ||result - reference|| / ||reference||, the reference in float64 or, for what is not a
+product, the torch function in float32 that defines the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qconvert.decoder.cuda.dequantize import dequantize
+from qconvert.decoder.cuda.matmul import multiply_partials
+from qconvert.decoder.cuda.packing import MmaInt4, MmaInt8
+from qconvert.decoder.cuda.reference import sums_for
+from qconvert.evals.gpu.comparing import distance, repeated
+from qconvert.evals.gpu.job import Job, attempt
+from qconvert.evals.gpu.model_checks import check_model
+from qconvert.evals.gpu.models import FORMS, QUANTIZED, RECIPES, dense
+from qconvert.evals.gpu.peer_kernels import KERNEL_PEERS, Peer
+from qconvert.evals.gpu.rows import Check, Note, Row
+
+FLOAT32_LIMIT = 1e-3
+"""Sums in float32 of exact bfloat16 products come far under it, a wrong or missing element far above."""
+ROUNDED_LIMIT = 5e-3
+"""One rounding to bfloat16, 2^-9 of each element at most, and room for a sum of another order."""
+SHAPES = ((37888, 3584), (3584, 18944), (4608, 3584), (896, 896), (1152, 896), (2048, 1536))
+"""gate_up, down and qkv of Qwen2.5-7B, o and qkv of 0.5B, qkv of 1.5B: both ends of every side."""
+DRY_SHAPES = ((128, 256),)
+ROWS_AND_SPLITS = ((1, 1), (1, 4), (3, 2), (16, 8), (33, 1), (64, 4))
+
+
+def measure(job: Job) -> Iterator[Row]:
+    """Products, dequantizing, the kernels of peers, then whole models: what compiles longest comes last."""
+    shapes = DRY_SHAPES if job.dry else SHAPES
+    for form in FORMS:
+        for shape in shapes:
+            yield from attempt(job, f"product {form} {shape}", partial(_products, job, form, shape))
+            if form in QUANTIZED:
+                yield from attempt(job, f"dequantize {form} {shape}", partial(_dequantized, job, form, shape))
+    for peer in KERNEL_PEERS:
+        if peer.here():
+            yield from attempt(job, peer.subject, partial(_peer, job, peer, shapes[-1]))
+        else:
+            yield Note(f"{peer.via}: not installed")
+    for model in ("qwen3-8b",) if job.dry else ("qwen3-8b", "qwen2.5-1.5b"):
+        for recipe in RECIPES:
+            yield from attempt(job, f"{recipe.name} {model}", partial(check_model, job, model, recipe))
+
+
+def _products(job: Job, form: str, shape: tuple[int, int]) -> Iterator[Row]:
+    (weight,) = job.maker.weights(form, *shape, copies=1)
+    w_NK = dense(weight, torch.float64)
+    for rows, splits in ROWS_AND_SPLITS[2:3] if job.dry else ROWS_AND_SPLITS:
+        x_MK = job.maker.normal(rows, shape[1])
+        sums = sums_for(x_MK, weight)
+        out = torch.empty(splits, rows, shape[0], device=job.device)
+
+        def run(x_MK: Tensor = x_MK, sums: Tensor | None = sums, out: Tensor = out) -> Tensor:
+            out.fill_(torch.nan)
+            return multiply_partials(x_MK, sums, weight, len(out), out)
+
+        parts, stable = repeated(job, run)
+        error = distance(parts.double().sum(0), x_MK.double() @ w_NK.T)
+        case = f"{shape[0]} x {shape[1]}, {rows} rows, {splits} splits"
+        yield Check(f"product {form}", case, error, FLOAT32_LIMIT, stable)
+
+
+def _dequantized(job: Job, form: str, shape: tuple[int, int]) -> Iterator[Row]:
+    (weight,) = job.maker.weights(form, *shape, copies=1)
+    assert isinstance(weight, MmaInt4 | MmaInt8)
+    out = torch.empty(shape, dtype=torch.bfloat16, device=job.device)
+
+    def run() -> Tensor:
+        out.fill_(torch.nan)
+        return dequantize(weight, out_RK=out)
+
+    result, stable = repeated(job, run)
+    error = distance(result, dense(weight, torch.float64))
+    yield Check(f"dequantize {form}", f"{shape[0]} x {shape[1]}", error, ROUNDED_LIMIT, stable)
+
+
+def _peer(job: Job, peer: Peer, shape: tuple[int, int]) -> Iterator[Row]:
+    call = peer.make(job.maker, shape)
+    x_MK = job.maker.normal(1, shape[1])
+    result, stable = repeated(job, lambda: call.multiply(x_MK))
+    error = distance(result, x_MK.double() @ call.dense_NK().double().T)
+    yield Check(peer.subject, f"{shape[0]} x {shape[1]}, 1 row", error, 2 * ROUNDED_LIMIT, stable)
