@@ -65,6 +65,7 @@ def _phi3_factors(facts: Facts) -> Iterator[Constant]:
 PHI3 = GGUFModel(
     "phi3",
     keys=(
+        _phi3_attention_factor,
         _phi3_context,
         k.embedding_length,
         k.feed_forward_length,
@@ -74,7 +75,7 @@ PHI3 = GGUFModel(
         k.rms_epsilon,
         _phi3_rope,
     ),
-    late=(_phi3_window, _phi3_attention_factor),
+    late=(_phi3_window,),
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     roles=_HALVED,
     whole=(QKV, GATE_UP),
