@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from qconvert.architecture import FAMILIES, Architecture, Binding, bind
+from qconvert.architecture.gguf.models import MODELS
 from qconvert.census import census_of_config
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
 from qconvert.tensors import DType, Logical, Plain
@@ -113,6 +114,13 @@ def test_every_name_and_shape_of_large_models(assets: Path, file: str) -> None:
     stem = {"Qwen3-8B": "Qwen--Qwen3-8B", "Qwen3-32B": "Qwen--Qwen3-32B"}.get(file, f"{file}-Instruct")
     config = json.loads((assets / "metadata" / "configs" / f"{stem}_config.json").read_text())
     assert {name: list(p.shape) for name, p in Architecture.of(config).places.items()} == shapes
+
+
+def test_a_model_type_and_a_class_belong_to_one_family() -> None:
+    types = [name for family in FAMILIES for name in family.model_types]
+    classes = [name for family in FAMILIES for name in family.classes]
+    assert len(types) == len(set(types)) and len(classes) == len(set(classes))
+    assert set(MODELS) - set(types) <= {"rwkv5"}, "a GGUF declaration for a type that the catalogue lacks"
 
 
 def test_every_published_config_is_known_or_refused_in_words(assets: Path) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from qconvert.architecture.families import FAMILIES
+from qconvert.architecture.gguf.model import GGUFModel, NoGraph
+from qconvert.architecture.gguf.models import MODELS
 from qconvert.architecture.slots import Family
 
 
 def markdown() -> str:
     """The table as Markdown lines, without a final newline."""
     head = [
-        "| family | `model_type` | its class stores fused | `fuse` can make | remarks |",
-        "|---|---|---|---|---|",
+        "| family | `model_type` | GGUF | its class stores fused | `fuse` can make | remarks |",
+        "|---|---|---|---|---|---|",
     ]
     return "\n".join([*head, *(_row(family) for family in FAMILIES)])
 
@@ -18,7 +20,15 @@ def markdown() -> str:
 def _row(family: Family) -> str:
     types = ", ".join(f"`{name}`" for name in family.model_types)
     native, possible = _modules(family, native=True), _modules(family, native=False)
-    return f"| {family.name} | {types} | {native} | {possible} | {family.note} |"
+    return f"| {family.name} | {types} | {_gguf(family)} | {native} | {possible} | {family.note} |"
+
+
+def _gguf(family: Family) -> str:
+    """llama.cpp's names of a family, or why it has none."""
+    found = [MODELS.get(name) for name in family.model_types]
+    names = dict.fromkeys(f"`{model.arch}`" for model in found if isinstance(model, GGUFModel))
+    reasons = dict.fromkeys(model.reason for model in found if isinstance(model, NoGraph))
+    return ", ".join(names) or "; ".join(f"none: {reason}" for reason in reasons) or "none"
 
 
 def _modules(family: Family, *, native: bool) -> str:

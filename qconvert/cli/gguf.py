@@ -127,8 +127,8 @@ def command(model: str | None, **values: Any) -> None:
     """Write MODEL as a GGUF file for llama.cpp, Ollama and their kin.
 
     Straight from the shards: no 16-bit GGUF in between. Every tensor's bytes equal those of
-    llama.cpp's own converter followed by llama-quantize. Written are Qwen2, Qwen3 and their mixtures
-    of experts, Llama, Mistral and Mixtral.
+    llama.cpp's own converter followed by llama-quantize. A model that its graphs would compute
+    otherwise is refused.
 
     \b
     qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m

@@ -203,7 +203,10 @@ QWEN1 = Family(
         Fusion("attn.qkv", QWEN1_LAYER + "attn.c_attn", ("attn.q", "attn.k", "attn.v"), native=True),
         Fusion("mlp.gate_up", QWEN1_LAYER + "mlp.gate_up_proj", ("mlp.gate", "mlp.up")),
     ),
-    ignored=(r"transformer\.rotary_emb\.inv_freq",),
+    ignored=(
+        r"transformer\.(h\.\d+\.attn\.)?rotary_emb\.inv_freq",
+        r"transformer\.h\.\d+\.attn\.masked_bias",
+    ),
 )
 
 FAMILIES = (QWEN1, BAICHUAN, PHI3, INTERNLM2, CHATGLM, FALCON)

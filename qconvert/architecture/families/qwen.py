@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qconvert.architecture.config import optional_int, positive_int
 from qconvert.architecture.families.llama import LLAMA
 from qconvert.architecture.families.parts import (
     ATTN_NORM,
@@ -29,53 +28,7 @@ from qconvert.architecture.families.parts import (
     gated_mlp,
     sparse_dimensions,
 )
-from qconvert.architecture.slots import Dimensions, Family, Fusion, Slot
-from qconvert.tensors import Json
-
-FIRST_LAYER = "transformer.h.{layer}."
-
-
-def first_dimensions(config: Json, layer: int) -> Dimensions:
-    """The first Qwen's: as many heads of keys as of queries, and half the inner width that it states."""
-    hidden, heads = positive_int(config, "hidden_size"), positive_int(config, "num_attention_heads")
-    return {
-        "vocab": positive_int(config, "vocab_size"),
-        "hidden": hidden,
-        "q_rows": heads * (optional_int(config, "kv_channels") or hidden // heads),
-        "intermediate": positive_int(config, "intermediate_size") // 2,
-    }
-
-
-QWEN = Family(
-    name="Qwen",
-    model_types=("qwen",),
-    classes=("QWenLMHeadModel",),
-    slots=(
-        Slot("embed", "transformer.wte", ("vocab", "hidden"), "embedding"),
-        Slot("attn.norm", FIRST_LAYER + "ln_1", ("hidden",), "norm"),
-        Slot("attn.q", FIRST_LAYER + "attn.q_proj", ("q_rows", "hidden"), bias=True),
-        Slot("attn.k", FIRST_LAYER + "attn.k_proj", ("q_rows", "hidden"), bias=True),
-        Slot("attn.v", FIRST_LAYER + "attn.v_proj", ("q_rows", "hidden"), bias=True),
-        Slot("attn.o", FIRST_LAYER + "attn.c_proj", ("hidden", "q_rows")),
-        Slot("mlp.norm", FIRST_LAYER + "ln_2", ("hidden",), "norm"),
-        # The class activates w2 and multiplies by w1.
-        *gated_mlp(FIRST_LAYER + "mlp.", names=("w2", "w1", "c_proj")),
-        Slot("final_norm", "transformer.ln_f", ("hidden",), "norm"),
-        LM_HEAD,
-    ),
-    dimensions=first_dimensions,
-    named_by={
-        "vocab": "vocab_size",
-        "hidden": "hidden_size",
-        "q_rows": "num_attention_heads x kv_channels",
-        "intermediate": "intermediate_size / 2",
-    },
-    fusions=(Fusion("attn.qkv", FIRST_LAYER + "attn.c_attn", ("attn.q", "attn.k", "attn.v"), native=True),),
-    ignored=(
-        r"transformer\.(h\.\d+\.attn\.)?rotary_emb\.inv_freq",
-        r"transformer\.h\.\d+\.attn\.masked_bias",
-    ),
-)
+from qconvert.architecture.slots import Slot
 
 SHARED_EXPERT = (
     *gated_mlp(LAYER + "mlp.shared_expert.", "mlp.shared.", "shared_rows"),
@@ -150,4 +103,4 @@ QWEN3_MOE = replace(
     fusions=(QKV, GATE_UP, *EXPERT_STACKS),
 )
 
-FAMILIES = (QWEN, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+FAMILIES = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
