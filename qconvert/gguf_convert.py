@@ -24,6 +24,7 @@ from qconvert.formats.gguf_vocab import GGUFTokenizer
 from qconvert.formats.imatrix import Imatrix
 from qconvert.formats.json_io import read_json_object
 from qconvert.formats.layouts.gguf import GGUFLayout, stored
+from qconvert.formats.pooling import read_pooling
 from qconvert.formats.verify import Hashes, verify_files
 from qconvert.gguf_draft import GGUFDraft
 from qconvert.gguf_types import KV, GGUFTensor
@@ -74,6 +75,7 @@ class GGUFJob:
             general=self.identity.kv,
             tokenizer=self.tokenizer.kv,
             requantized=self.draft.file_type.base.is_quantized,
+            pooling=read_pooling(self.checkpoint.path) if self.checkpoint.path.is_dir() else None,
         )
         return (*keys, *self.imatrix.kv) if self.imatrix else keys
 

@@ -1,8 +1,4 @@
-"""Qwen: dense models, and mixtures with and without a shared expert.
-
-Sources: transformers' `modeling_qwen2`, `modeling_qwen3` and their mixtures; for the first Qwen the
-modelling file published with it.
-"""
+"""Qwen: dense models, and mixtures with and without a shared expert."""
 
 from __future__ import annotations
 

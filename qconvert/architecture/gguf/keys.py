@@ -22,16 +22,25 @@ FILE_TYPE = "general.file_type"
 
 
 def file_keys(
-    facts: Facts, *, file_type: int, general: Sequence[KV], tokenizer: Sequence[KV], requantized: bool
+    facts: Facts,
+    *,
+    file_type: int,
+    general: Sequence[KV],
+    tokenizer: Sequence[KV],
+    requantized: bool,
+    pooling: int | None = None,
 ) -> tuple[KV, ...]:
     """All metadata of a model file.
 
     `file_type` is the number of the mixture, `general` the keys that say what the model is called,
-    `tokenizer` those of its vocabulary. With `requantized` the order is that of llama-quantize, which
+    `tokenizer` those of its vocabulary, `pooling` llama.cpp's number of how one embedding is made of a
+    text's many. With `requantized` the order is that of llama-quantize, which
     writes what it sets last; without, that of the converter.
     """
     head = [KV.text("general.architecture", facts.model.arch), KV.text("general.type", "model")]
     model, after_type = model_keys(facts), list(_yielded(facts, facts.model.late))
+    if pooling is not None:
+        after_type.append(facts.u32("pooling_type", pooling))
     kind = KV.u32(FILE_TYPE, file_type)
     if requantized:
         return (*head, *general, *model, *after_type, *tokenizer, QUANTIZATION_VERSION, kind)
