@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qconvert.errors import QConvertError
+from qconvert.errors import BadRecipe, QConvertError
 from qconvert.formats.gguf_header import is_gguf
 from qconvert.formats.gguf_io import GGUFFile
 from qconvert.formats.gguf_tokenizer import TOKENIZER, tokenizer_files
@@ -124,9 +124,44 @@ def tokenize(text: Text, model: Path) -> Tokens:
     """
     path, data = _tokenizer_json(model)
     tokenizer = _parse_tokenizer(path, data)
-    ids = tokenizer.encode(text.text, add_special_tokens=False).ids
+    return Tokens(_encode(tokenizer, text), _bos(tokenizer), text, hashlib.sha256(data).hexdigest())
+
+
+class NoTokenizer(QConvertError):
+    """A checkpoint holds no tokenizer at all."""
+
+
+def check_tokenizer(tokens: Tokens, label: str, model: Path) -> str | None:
+    """The SHA-256 of a checkpoint's tokenizer, which must cut the text into the same tokens.
+
+    None where it has no tokenizer. Raises BadRecipe that names the first token to differ, and
+    QConvertError as `tokenize` does.
+    """
+    try:
+        path, data = _tokenizer_json(model)
+    except NoTokenizer:
+        return None
     digest = hashlib.sha256(data).hexdigest()
-    return Tokens(np.asarray(ids, dtype=np.int64), _bos(tokenizer), text, digest)
+    if digest == tokens.tokenizer_sha256:
+        return digest
+    tokenizer = _parse_tokenizer(path, data)
+    ids_N, own_N = tokens.ids_N, _encode(tokenizer, tokens.text)
+    common = min(len(ids_N), len(own_N))
+    unlike = np.flatnonzero(ids_N[:common] != own_N[:common])
+    if not len(unlike) and len(ids_N) == len(own_N):
+        return digest
+    first = int(unlike[0]) if len(unlike) else common
+    found = [f"{ids[first]}" if first < len(ids) else "none" for ids in (ids_N, own_N)]
+    spelled = tokenizer.id_to_token(int(own_N[first])) if first < len(own_N) else None
+    raise BadRecipe(
+        f"tokenizers differ: token {first} of {tokens.text.name} is {found[0]} by the first model's"
+        f" tokenizer, {found[1]} ({spelled!r}) by that of {label}",
+        "compare models that share one tokenizer",
+    )
+
+
+def _encode(tokenizer: Tokenizer, text: Text) -> np.ndarray:
+    return np.asarray(tokenizer.encode(text.text, add_special_tokens=False).ids, dtype=np.int64)
 
 
 def _tokenizer_json(model: Path) -> tuple[Path, bytes]:
@@ -136,11 +171,13 @@ def _tokenizer_json(model: Path) -> tuple[Path, bytes]:
         with GGUFFile(model) as file:
             made = tokenizer_files(file.kv)
         if TOKENIZER not in made:
-            raise QConvertError(f"{model}: holds no tokenizer", hint)
+            raise NoTokenizer(f"{model}: holds no tokenizer", hint)
         return model, made[TOKENIZER].encode()
     path = model / TOKENIZER
     try:
         return path, path.read_bytes()
+    except FileNotFoundError as error:
+        raise NoTokenizer(f"{path}: {error.strerror}", hint) from error
     except OSError as error:
         raise QConvertError(f"{path}: {error.strerror or error}", hint) from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,12 +33,16 @@ _HOPELESS_NATS = 700.0
 
 @dataclass(frozen=True, slots=True)
 class EvalModel:
-    """A model to measure: what to call it, its decoder, and what it weighs on disk."""
+    """A model to measure: what to call it, its decoder, what it weighs on disk, and where it lies.
+
+    Without a `path`, its tokenizer is taken to be that of the others.
+    """
 
     label: str
     decoder: Decoder
     size_bytes: int
     bits_per_weight: float
+    path: Path | None = None
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import torch
 
 from qconvert.decoder.model import Decoder
 from qconvert.errors import BadRecipe
-from qconvert.evals.corpora import WIKITEXT, Tokens, load_text, tokenize
+from qconvert.evals.corpora import WIKITEXT, Tokens, check_tokenizer, load_text, tokenize
 from qconvert.evals.lockstep import EvalModel, Progress, Track, run_lockstep
 from qconvert.evals.protocols import SHORTEST, Protocol, Window, protocol_named
 from qconvert.evals.results import Comparison, ModelResult, PerplexityReport
@@ -42,10 +42,14 @@ def run(
     """Evaluate by names, as a command line gives them.
 
     `tokenizer` is a folder with a tokenizer.json; `text` a UTF-8 file or `wikitext2`; `context`
-    replaces the protocol's own window. The rest is as in `evaluate`.
+    replaces the protocol's own window. The rest is as in `evaluate`. Raises BadRecipe for a model
+    whose own tokenizer cuts the text into other tokens.
     """
     rules = protocol_named(protocol, context)
     tokens = tokenize(load_text(text, rules.wikitext), tokenizer)
+    for model in [*([reference] if reference else []), *models]:
+        if model.path is not None:
+            check_tokenizer(tokens, model.label, model.path)
     return evaluate(
         models,
         reference,
@@ -138,6 +142,11 @@ class _Measured:
     base: Track | None
 
     @property
+    def least_rows(self) -> int:
+        """Tokens of the shortest window."""
+        return min(window.stop - window.start for window in self.windows)
+
+    @property
     def window_N(self) -> np.ndarray:
         """The window of every token that counts."""
         return np.repeat(np.arange(len(self.windows)), [w.stop - w.scored for w in self.windows])
@@ -171,7 +180,7 @@ def _model_result(track: Track, measured: _Measured) -> ModelResult:
         label=track.model.label,
         size_bytes=track.model.size_bytes,
         bits_per_weight=track.model.bits_per_weight,
-        arithmetic=_arithmetic(track.model.decoder),
+        arithmetic=_arithmetic(track.model.decoder, measured.least_rows),
         perplexity=exp_mean(nll_N, window_N),
         bits_per_byte=float(nll_N.mean()) / math.log(2) * tokens_per_byte,
         tokens_per_second=track.tokens / track.seconds,
@@ -190,9 +199,15 @@ def _compare(track: Track, base: Track, window_N: np.ndarray) -> Comparison:
     )
 
 
-def _arithmetic(decoder: Decoder) -> str:
+def _arithmetic(decoder: Decoder, rows: int) -> str:
+    """What products with quantized weights are made of, in batches of at least so many tokens."""
     dtype = str(decoder.dtype).removeprefix("torch.")
-    return f"{dtype}, quantized weights as scale * (code - zero) rounded to {dtype}, logits in float32"
+    linears = [linear for layer in decoder.layers for linear in (*layer.attention.qkv, layer.attention.o)]
+    packed = any(linear.backend(decoder.device.type, rows).packed for linear in linears)
+    worth = (
+        f"rounded to {dtype}" if not packed else "in exact products with inputs of 16 bits per block of 128"
+    )
+    return f"{dtype}, quantized weights as scale * (code - zero) {worth}, logits in float32"
 
 
 def _environment(decoder: Decoder) -> dict[str, str]:

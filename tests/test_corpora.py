@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from qconvert.errors import QConvertError
+from qconvert.errors import BadRecipe, QConvertError
 from qconvert.evals import corpora
-from qconvert.evals.corpora import hf_join, load_text, tokenize
+from qconvert.evals.corpora import check_tokenizer, hf_join, load_text, tokenize
 from qconvert.evals.protocols import protocol_named
 
 
@@ -108,3 +108,33 @@ def test_wikitext_in_qwen_tokens(assets: Path) -> None:
 def test_llama_puts_a_token_first(assets: Path) -> None:
     text = load_text(assets / "text" / "heldout-novel.txt")
     assert tokenize(text, assets / "models" / "stories260K-hf").bos == 1
+
+
+def test_tokenizers_are_compared_by_the_tokens_of_the_text(tmp_path: Path) -> None:
+    """Files that differ but cut alike pass; the first unlike token is named; no tokenizer is none."""
+    folders = [tmp_path / name for name in ("first", "same", "like", "unlike", "longer", "none")]
+    for folder in folders:
+        folder.mkdir()
+    first, same, like, unlike, longer, none = folders
+    write_tokenizer(first, bos=False)
+    write_tokenizer(same, bos=False)
+    write_tokenizer(like, bos=True)
+    for folder, words in ((unlike, {"a": 1, "b": 3, "?": 2}), (longer, {"a": 1, "b": 2, "?": 3})):
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        if folder is longer:
+            tokenizer.pre_tokenizer = pre_tokenizers.Split("x", "isolated")
+        tokenizer.save(str(folder / "tokenizer.json"))
+    (tmp_path / "text.txt").write_text("a a b a")
+    text = tokenize(load_text(tmp_path / "text.txt"), first)
+    assert check_tokenizer(text, "same", same) == text.tokenizer_sha256
+    assert check_tokenizer(text, "like", like) not in (None, text.tokenizer_sha256)
+    assert check_tokenizer(text, "none", none) is None
+    with pytest.raises(
+        BadRecipe, match=r"token 2 of text.txt is 2 by the first .* 3 \('b'\) by that of unlike"
+    ):
+        check_tokenizer(text, "unlike", unlike)
+    with pytest.raises(
+        BadRecipe, match=r"token 0 of text.txt is 1 by the first .* 3 \('\?'\) by that of longer"
+    ):
+        check_tokenizer(text, "longer", longer)

@@ -106,12 +106,44 @@ def test_scores_of_another_evaluation_are_refused(tmp_path: Path) -> None:
         measure(scores, resume=True)
 
 
-def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("qwen2")
-    folder = write_tokenizer(tmp_path, bos=False)
+def written(folder: Path, seed: int = 0) -> Path:
+    """A random model with a tokenizer of two words, and a text of them."""
+    folder.mkdir(exist_ok=True)
+    model = tiny("qwen2", seed=seed)
+    write_tokenizer(folder, bos=False)
     safetensors.torch.save_file(dict(model.state_dict()), folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
     (folder / "text.txt").write_text("a b a b b a b b b a " * 200)
+    return folder
+
+
+def test_a_failed_check_is_part_of_the_one_json_object(tmp_path: Path) -> None:
+    base, other = written(tmp_path / "base", seed=1), written(tmp_path / "other")
+    options = ("eval", "perplexity", other, "--text", base / "text.txt", "--context", 64, "--chunks", 2)
+    compared = (*options, "--reference", base, "--dtype", "bf16")
+    ran = qconvert(*compared, "--fail-above", 100, "--json")
+    assert ran.code == 0 and "error" not in ran.json
+    assert "bfloat16, quantized weights" in ran.json["models"][0]["arithmetic"]
+    worse = ran.json["models"][1]["versus"]["perplexity_ratio"]["value"] - 1
+    assert worse > 0
+    ran = qconvert(*compared, "--fail-above", worse / 2, "--json")
+    assert ran.code == 3 and ran.json["error"]["fact"].startswith("other: perplexity is")
+    ran = qconvert(*compared, "--fail-above", worse / 2)
+    assert ran.code == 3 and "other: perplexity is" in ran.err and "Perplexity on" in ran.out
+    ran = qconvert(*options, "--fail-above", 0)
+    assert ran.code == 1 and "no reference to compare with" in ran.err and not ran.out
+
+
+def test_models_whose_tokenizers_cut_the_text_differently_are_not_compared(tmp_path: Path) -> None:
+    base, other = written(tmp_path / "base"), written(tmp_path / "other", seed=1)
+    path = other / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a": 1', '"a": 2').replace('"b": 2', '"b": 1'))
+    ran = qconvert("eval", "perplexity", other, "--reference", base, "--text", base / "text.txt")
+    assert ran.code == 1 and "token 0 of text.txt is 1 by the first model's tokenizer, 2 ('a')" in ran.err
+
+
+def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = written(tmp_path)
     text = ("--text", folder / "text.txt", "--context", 512)
     options = ("eval", "perplexity", folder, *text, "-o", tmp_path / "r")
 

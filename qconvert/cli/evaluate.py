@@ -71,18 +71,23 @@ def perplexity(models: tuple[str, ...], **options: Any) -> None:
     \b
     qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model
     """
+    if options["fail_above"] is not None and options["reference"] is None:
+        raise BadRecipe("--fail-above: there is no reference to compare with", "add --reference MODEL")
     report = _measure(models, **{k: v for k, v in options.items() if k not in ("fail_above", "as_json")})
     if options["out"] is not None:
         if options["reference"] is not None and not report.partial:
             compared = (_compare(options["reference"], name, options["revision"]) for name in models)
             report = replace(report, weights=tuple(compared))
         _write(report, options["out"])
-    show_report(report, as_json=options["as_json"])
+    worse = None if options["fail_above"] is None or report.partial else _worse(report, options["fail_above"])
+    show_report(report, as_json=options["as_json"], failure=worse)
     if report.partial:
         click.echo("interrupted; the same command with --resume goes on", err=True)
         click.get_current_context().exit(INTERRUPTED)
-    if options["fail_above"] is not None:
-        check_ratios(report, options["fail_above"])
+    if worse is not None:
+        if not options["as_json"]:
+            raise worse
+        click.get_current_context().exit(worse.exit_code)
 
 
 @command.command("weights")
@@ -211,12 +216,18 @@ def _bar(quiet: bool) -> Iterator[Progress | None]:
         yield progress
 
 
-def show_report(report: PerplexityReport | WeightReport, *, as_json: bool) -> None:
-    """Print a report: one JSON object, or the page as text."""
+def show_report(
+    report: PerplexityReport | WeightReport, *, as_json: bool, failure: CheckFailed | None = None
+) -> None:
+    """Print a report: one JSON object, with the error of a failed check, or the page as text."""
     from qconvert.report import to_terminal
 
     if as_json:
-        click.echo(json.dumps({"schema": 1, **report.to_json()}))
+        record = {"schema": 1, **report.to_json()}
+        if failure is not None:
+            error = {"fact": failure.fact, "hint": failure.hint, "exit_code": failure.exit_code}
+            record["error"] = error
+        click.echo(json.dumps(record))
     else:
         click.echo(to_terminal(report.page()), nl=False)
 
@@ -240,16 +251,15 @@ def write_report(report: PerplexityReport | WeightReport, stem: Path) -> list[Pa
     return paths
 
 
-def check_ratios(report: PerplexityReport, limit: float) -> None:
-    """CheckFailed when a model's perplexity ratio to the reference exceeds 1 + limit."""
-    if report.reference is None:
-        raise BadRecipe("--fail-above: there is no reference to compare with", "add --reference MODEL")
+def _worse(report: PerplexityReport, limit: float) -> CheckFailed | None:
+    """What to say when a model's perplexity ratio to the reference exceeds 1 + limit."""
     for model in report.models:
         if model.versus is None:
             continue
         ratio = model.versus.perplexity_ratio.value
         if not ratio <= 1 + limit:
-            raise CheckFailed(
+            return CheckFailed(
                 f"{model.label}: perplexity is {ratio:.4f} times the reference's, more than {1 + limit:.4f}",
                 "use more bits, a smaller group, or --rule for the sensitive roles",
             )
+    return None

@@ -37,7 +37,8 @@ class Sampler:
     def choose(self, logits_V: Tensor) -> int:
         """The next token, given the logits of all."""
         if self.temperature == 0:
-            return int(logits_V.argmax())
+            # On a CPU not by torch: its threads would spin for a while beside those of the next step.
+            return int(logits_V.numpy().argmax() if logits_V.device.type == "cpu" else logits_V.argmax())
         p_V, order_V = (logits_V.double().cpu() / self.temperature).softmax(-1).sort(descending=True)
         before_V = p_V.cumsum(-1) - p_V
         kept_V = p_V.where(before_V < self.top_p, 0.0)

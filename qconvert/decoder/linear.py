@@ -37,9 +37,11 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O] in the dtype of x."""
-        rows = x.numel() // x.shape[-1]
-        backend = next(b for b in BACKENDS if b.runs(x.device.type, self.weight.kind, rows))
-        return backend.multiply(x, self)
+        return self.backend(x.device.type, x.numel() // x.shape[-1]).multiply(x, self)
+
+    def backend(self, device: str, rows: int) -> Backend:
+        """The kernel that multiplies by this weight on a device of that type."""
+        return next(backend for backend in BACKENDS if backend.runs(device, self.weight.kind, rows))
 
 
 def _multiply_dense(x: Tensor, linear: Linear) -> Tensor:
@@ -83,31 +85,42 @@ def _multiply_dequantized(x: Tensor, linear: Linear) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A kernel, and when it is the one to use: device type, kind of weight, most rows of x."""
+    """A kernel, and when it is the one to use: device type, kind of weight, most rows of x.
+
+    `packed` ones multiply by codes, all others by numbers rounded to the compute dtype.
+    """
 
     name: str
     device: str
     kind: str
     most_rows: float
     multiply: Callable[[Tensor, Linear], Tensor]
+    packed: bool = False
 
     def runs(self, device: str, kind: str, rows: int) -> bool:
         return self.device in (device, "any") and self.kind == kind and rows <= self.most_rows
 
 
-# Thresholds: see below.
+# Thresholds of the CPU: the last number of rows at which its kernels are not behind decoding + torch's
+# float32 matmul (whose bfloat16 one is faster where the processor has bfloat16), one core of an AMD EPYC
+# without AVX-512, milliseconds of processor time at rows 1 / 4 / 8 / 16 / 32:
+#   int4 g128,  9728 x 896   integers 0.46 / 1.9 / 3.7 / 7.2 / 14.2   decoded 5.7 / 8.2 / 9.6 / 11.6 / 14.9
+#   int4 g128,  896 x 4864   integers 0.20 / 0.7 / 1.5 / 3.0 /  5.8   decoded 2.3 / 3.1 / 3.8 /  4.7 /  6.3
+#   int8 g128,  9728 x 896   integers 0.39 / 1.6 / 3.2 / 6.3 / 12.1   decoded 6.2 / 8.3 / 9.3 / 10.3 / 15.2
+#   bfloat16,   9728 x 896   floats   0.69 / 2.0 / 4.4                decoded 5.9 / 8.0 / 8.8
+# At 512 rows, decoding int4 and multiplying takes 123 ms, torch's matmul alone 124.
 BACKENDS: tuple[Backend, ...] = (
     Backend("torch", "any", "dense", math.inf, _multiply_dense),
     # Computed for an H200 (4.3 TB/s, 790 TFLOP/s), not measured: at 64 rows, dequantizing takes 0.59 ps of
     # a weight and the product of what it gives 0.47; the kernel 0.16 at full rate, so it wins if it
     # reaches 15 % of that. Wider ones are not built. These layouts are made only where the kernels run.
-    Backend("tensor core", "any", "int4-mma", 64, _multiply_tensor_core),
+    Backend("tensor core", "any", "int4-mma", 64, _multiply_tensor_core, packed=True),
     Backend("dequantized", "any", "int4-mma", math.inf, _multiply_dequantized),
-    Backend("tensor core", "any", "int8-mma", 64, _multiply_tensor_core),
+    Backend("tensor core", "any", "int8-mma", 64, _multiply_tensor_core, packed=True),
     Backend("dequantized", "any", "int8-mma", math.inf, _multiply_dequantized),
-    Backend("integer rows", "cpu", "int4-cpu", 8, _multiply_few),
-    Backend("integer rows", "cpu", "int8-cpu", 8, _multiply_few),
-    Backend("float rows", "cpu", "narrow", 4, _multiply_few),
+    Backend("integer rows", "cpu", "int4-cpu", 16, _multiply_few, packed=True),
+    Backend("integer rows", "cpu", "int8-cpu", 16, _multiply_few, packed=True),
+    Backend("float rows", "cpu", "narrow", 8, _multiply_few),
     Backend("decoded", "cpu", "int4-cpu", math.inf, _multiply_decoded),
     Backend("decoded", "cpu", "int8-cpu", math.inf, _multiply_decoded),
     Backend("decoded", "any", "narrow", math.inf, _multiply_decoded),
