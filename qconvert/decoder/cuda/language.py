@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 
@@ -19,16 +18,22 @@ INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"
 """Whether kernels run in the interpreter, on tensors of the CPU; triton reads the same variable."""
 LEAST_CAPABILITY = (8, 0)
 """Compute capability from which tensor cores take bfloat16."""
+LEAST_TRITON = (3, 4)
+"""The oldest triton that the kernels have been compiled by."""
 
 
 @cache
 def available(device: torch.device) -> bool:
-    """Whether the kernels run on this device: triton is installed, and the GPU computes in bfloat16.
+    """Whether the kernels run on this device: triton is there, and the GPU computes in bfloat16.
 
     In the interpreter they run on the CPU too.
     """
-    if find_spec("triton") is None:
+    if device.type == "cpu" and not INTERPRET:
         return False
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY
-    return INTERPRET
+    try:
+        import triton
+    except ImportError:
+        return False
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < LEAST_TRITON:
+        return False
+    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= LEAST_CAPABILITY

@@ -44,15 +44,15 @@ class Config:
 # on triton 3.6 and 3.7. Rows per program: 128 share the reading of x and the loop's own instructions; two
 # products of a byte would take 204 registers for them, so an int8 program has 64.
 CONFIGS: dict[tuple[str, int], Config] = {
-    ("int4-mma", 16): Config(128, 16, warps=4, stages=4, resident=3),  # 2.07, 167, 42 KB
-    ("int4-mma", 32): Config(128, 32, warps=4, stages=4, resident=3),  # 2.36, 167, 58 KB
+    ("int4-mma", 16): Config(128, 16, warps=4, stages=4, resident=3),  # 2.05, 167, 42 KB
+    ("int4-mma", 32): Config(128, 32, warps=4, stages=4, resident=2),  # 2.34, 167, 58 KB
     ("int4-mma", 64): Config(128, 64, warps=8, stages=3, resident=2),  # 3.73, 122, 67 KB
-    ("int8-mma", 16): Config(64, 16, warps=4, stages=4, resident=4),  # 3.14, 128, 41 KB
-    ("int8-mma", 32): Config(64, 32, warps=4, stages=4, resident=3),  # 3.30, 143, 58 KB
+    ("int8-mma", 16): Config(64, 16, warps=4, stages=4, resident=4),  # 3.11, 128, 41 KB
+    ("int8-mma", 32): Config(64, 32, warps=4, stages=4, resident=3),  # 3.23, 127, 58 KB
     ("int8-mma", 64): Config(64, 64, warps=4, stages=3, resident=2),  # 3.73, 183, 66 KB
-    ("dense", 16): Config(128, 16, warps=4, stages=4, resident=3),  # 1.5, 56, 74 KB
+    ("dense", 16): Config(128, 16, warps=4, stages=4, resident=3),  # 1.5, 48, 74 KB
     ("dense", 32): Config(128, 32, warps=4, stages=4, resident=2),  # 1.6, 72, 82 KB
-    ("dense", 64): Config(128, 64, warps=4, stages=4, resident=2),  # 1.8, 118, 98 KB
+    ("dense", 64): Config(128, 64, warps=4, stages=4, resident=2),  # 1.8, 126, 98 KB
 }
 
 
