@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from qconvert.decoder.cuda import matmul, tuning
+from qconvert.decoder.cuda import dequantize, matmul, tuning
 from qconvert.decoder.cuda.packing import mma_weight
 from qconvert.decoder.cuda.reference import FewRowWeight, sums_for
 from qconvert.decoder.storage import DenseWeight
@@ -117,3 +117,18 @@ def test_a_dense_weight_goes_from_shared_memory_to_the_tensor_cores(monkeypatch:
     assert per_weight <= 2.0 and code.local == 0 and code.registers <= 168, code
     assert code.in_loop("HGMMA") and code.in_loop(r"LDGSTS.*\.128") >= 8
     assert not code.in_loop(r"^(?!@!PT).*\b(LD[GSL]|LDSM|ST[SL])\b")
+
+
+@pytest.mark.parametrize("form", [GroupInt(4, 128, True, DType.BF16), GroupInt(8, 32, False, DType.BF16)])
+def test_dequantizing_moves_16_bytes_at_a_time(form: GroupInt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.5 or 3 bytes a weight leave 17 instructions for it; these are of the whole kernel."""
+    weight = mma_weight(random_value(form, 256, 512), CPU)
+    assert weight is not None
+    launches = Launches(dequantize.dequantize_tile)
+    monkeypatch.setattr(dequantize, "dequantize_tile", launches)
+    dequantize.dequantize(weight)
+    (code,) = launches.codes
+    texts = [text for _, text in code.listing]
+    assert len(texts) * 256 / 128**2 <= 12 and code.local == 0, code
+    assert sum("STG" in text for text in texts) == sum("STG.E.128" in text for text in texts) == 8
+    assert sum(text.startswith("LDG.E.128") for text in texts) == form.bits // 2
