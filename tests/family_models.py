@@ -165,6 +165,19 @@ ROWS = {
         ),
         gates=("mlp.gate",),
     ),
+    "glm4-moe": Row(
+        small(
+            "glm4_moe",
+            "Glm4MoeForCausalLM",
+            **{key: LATENT[key] for key in ("n_routed_experts", "num_experts_per_tok")},
+            head_dim=16,
+            moe_intermediate_size=24,
+            use_qk_norm=True,
+            attention_bias=True,
+            first_k_dense_replace=1,
+        ),
+        gates=("mlp.gate",),
+    ),
     "gpt-oss": Row(
         small("gpt_oss", "GptOssForCausalLM", head_dim=16, num_local_experts=4), gates=("mlp.router",)
     ),
@@ -278,6 +291,11 @@ ALONE: dict[str, tuple[Config, int, str]] = {
         grown(model_type="yuan", architectures=["YuanForCausalLM"], tie_word_embeddings=True),
         115_328,
         "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj",
+    ),
+    "rwkv5": (
+        grown(model_type="rwkv5", architectures=["Rwkv5ForCausalLM"], intermediate_size=None, head_size=16),
+        141_312,
+        "key value receptance gate output",
     ),
     "openelm": (
         {

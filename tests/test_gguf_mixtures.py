@@ -286,6 +286,69 @@ def test_tiny_checkpoints_load_and_run(assets: Path, tmp_path: Path, name: str) 
         assert np.abs(log_probabilities(found) - log_probabilities(expected)).max() < CLOSE
 
 
+def grok_logits(weights: dict[str, Any], config: dict[str, Any]) -> np.ndarray:
+    """What the port of Grok-1 to Hugging Face computes, written out from its modelling file.
+
+    Attention has its logits scaled and bounded, the two chosen experts' weights are not normalised (the
+    norm behind them undoes that), and each block's output is normalised before it is added.
+    """
+    torch = pytest.importorskip("torch")
+    functional = torch.nn.functional
+    w = {name: weight.float() for name, weight in weights.items()}
+    heads, kv, size = config["num_attention_heads"], config["num_key_value_heads"], 16
+    ids = torch.tensor(IDS) % 256
+    angles = torch.outer(torch.arange(len(ids)).float(), 10000 ** (-torch.arange(0, size, 2) / size))
+    cos, sin = (torch.cat([f(angles)] * 2, dim=1) for f in (torch.cos, torch.sin))
+
+    def norm(x: Any, name: str) -> Any:
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + config["rms_norm_eps"]) * w[f"{name}.scale"]
+
+    def split(x: Any, count: int) -> Any:
+        return x.view(len(ids), count, size).transpose(0, 1)
+
+    def turned(x: Any) -> Any:
+        return x * cos + torch.cat([-x[..., size // 2 :], x[..., : size // 2]], dim=-1) * sin
+
+    x = w["model.embed_tokens.weight"][ids] * config["embedding_multiplier_scale"]
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        y = norm(x, f"{at}pre_attn_norm")
+        q, k, v = (y @ w[f"{at}attn.{part}_proj.weight"].T for part in "qkv")
+        q, k, v = turned(split(q, heads)), turned(split(k, kv)), split(v, kv)
+        k, v = (part.repeat_interleave(heads // kv, dim=0) for part in (k, v))
+        bound = config["max_attn_value"]
+        scores = bound * torch.tanh(q @ k.transpose(1, 2) * config["attn_output_multiplier"] / bound)
+        scores = scores.masked_fill(torch.ones(len(ids), len(ids)).triu(1).bool(), -torch.inf)
+        y = (scores.softmax(-1) @ v).transpose(0, 1).reshape(len(ids), -1) @ w[f"{at}attn.o_proj.weight"].T
+        x = x + norm(y, f"{at}post_attn_norm")
+        y = norm(x, f"{at}pre_moe_norm")
+        routed, chosen = (y @ w[f"{at}moe_block.gate.weight"].T).softmax(-1).topk(2, dim=-1)
+        made = torch.zeros_like(y)
+        for token in range(len(ids)):
+            for share, expert in zip(routed[token], chosen[token].tolist(), strict=True):
+                gate, up, down = (
+                    w[f"{at}moe_block.experts.{expert}.{part}.weight"]
+                    for part in ("linear", "linear_v", "linear_1")
+                )
+                made[token] += share * (down @ (functional.gelu(gate @ y[token]) * (up @ y[token])))
+        x = x + norm(made, f"{at}post_moe_norm")
+    logits = norm(x, "model.norm") @ w["lm_head.weight"].T * config["output_multiplier_scale"]
+    return log_probabilities(logits.numpy())
+
+
+def test_grok_computes_what_its_port_does(assets: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    safetensors = pytest.importorskip("safetensors.torch")
+    folder = tmp_path / "grok"
+    shutil.copytree(assets / "fixtures" / "zoo" / "grok-1", folder, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    bare_bytes(folder)
+    weights = safetensors.load_file(folder / "model.safetensors")
+    expected = grok_logits(weights, json.loads((folder / "config.json").read_text()))
+    found = log_probabilities(llama_cpp_logits(written(folder), [i % 256 for i in IDS], 256))
+    assert np.abs(found - expected).max() < CLOSE and expected.std() > 0.2
+
+
 def bare_bytes(folder: Path) -> None:
     """A tokenizer of the 256 bytes and nothing else."""
     tokenizers = pytest.importorskip("tokenizers")

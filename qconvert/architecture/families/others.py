@@ -1,7 +1,7 @@
 """Families that stand alone: OpenELM, RWKV, Grok-1, Yuan2.
 
-Sources: transformers' `modeling_rwkv`; the modelling files published with OpenELM, Yuan2 and the ports
-of Grok-1 to Hugging Face (two spellings: the port's own, and that of the released JAX arrays).
+Sources: transformers' `modeling_rwkv`; the modelling files published with OpenELM, RWKV-5, Yuan2 and the
+ports of Grok-1 to Hugging Face (two spellings: the port's own, and that of the released JAX arrays).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import floor
 
-from qconvert.architecture.config import flag, optional_int, per_layer, positive_int
+from qconvert.architecture.config import divide, flag, optional_int, per_layer, positive_int
 from qconvert.architecture.families.llama import MISTRAL
 from qconvert.architecture.families.parts import (
     ATTN_NORM,
@@ -142,6 +142,38 @@ RWKV = Family(
 )
 
 
+def rwkv5_dimensions(config: Json, layer: int) -> Dimensions:
+    """RWKV-5's widths, and its heads, each with a decay of its own for every element."""
+    rwkv = rwkv_dimensions(config, layer)
+    size = optional_int(config, "head_size") or 64
+    inner = optional_int(config, "intermediate_size") or 7 * rwkv["hidden"] // 2 // 32 * 32
+    heads = divide(rwkv["rows"], size, "attention_hidden_size", "head_size")
+    return {**rwkv, "heads": heads, "head_size": size, "intermediate": inner}
+
+
+def _fifth(slot: Slot) -> tuple[Slot, ...]:
+    """What version 5 has in place of a slot of version 4."""
+    if slot.role in ("attn.decay", "attn.first"):
+        name = "time_decay" if slot.role == "attn.decay" else "time_faaaa"
+        return (Slot(slot.role, TIME + name, ("heads", "head_size"), "other", suffix=""),)
+    gate = (Slot("attn.g", TIME + "gate", ("rows", "hidden")),)
+    norm = (Slot("attn.out_norm", TIME + "ln_x", ("rows",), "norm", True),)
+    before = {"attn.mix_k": (mix("attn.mix_g", TIME + "time_mix_gate"),), "attn.o": gate, "mlp.mix_k": norm}
+    return (*before.get(slot.role, ()), slot)
+
+
+RWKV5 = replace(
+    RWKV,
+    name="RWKV-5",
+    model_types=("rwkv5",),
+    classes=("Rwkv5ForCausalLM",),
+    slots=tuple(made for slot in RWKV.slots for made in _fifth(slot)),
+    dimensions=rwkv5_dimensions,
+    named_by={**RWKV.named_by, "heads": "attention_hidden_size / head_size"},
+    note="version 5.2",
+)
+
+
 def grok_norm(role: str, name: str) -> Slot:
     """A norm, whose weight this model calls its scale."""
     return Slot(role, LAYER + name, ("hidden",), "norm", suffix=".scale")
@@ -218,4 +250,4 @@ YUAN2 = replace(
     fusions=(QKV, replace(GATE_UP, parts=("mlp.up", "mlp.gate"))),
 )
 
-FAMILIES = (OPENELM, RWKV, GROK, YUAN2)
+FAMILIES = (OPENELM, RWKV, RWKV5, GROK, YUAN2)
