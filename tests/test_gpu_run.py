@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from qconvert.evals import speed_gpu
 from qconvert.evals.gpu.job import Job, attempt
+from qconvert.evals.gpu.models import TINY
 from qconvert.evals.gpu.rows import (
     OURS,
     Ceiling,
@@ -32,6 +33,7 @@ from qconvert.evals.gpu.rows import (
     from_json,
     load,
     of_kind,
+    to_json,
 )
 from qconvert.evals.gpu.schedule import Outcome, run_sections
 from qconvert.evals.gpu.sections import CUT, SECTIONS, Section, run_section
@@ -59,6 +61,14 @@ def test_rows_are_what_they_were_when_they_are_read_again(tmp_path: Path) -> Non
     with path.open("a") as file:  # the line that a killed process was writing
         file.write('{"row": "note", "sect')
     assert load(path) == [("a section", row) for row in ROWS]
+    assert not any("NaN" in line or "Infinity" in line for line in path.read_text().splitlines())
+
+
+def test_no_number_is_null_in_json() -> None:
+    record = to_json("checks", Check("x", "", math.nan, 1.0, True))
+    assert record["error"] is None
+    _, again = from_json(json.loads(json.dumps(record)))
+    assert isinstance(again, Check) and math.isnan(again.error) and not again.passed
 
 
 def test_a_check_passes_by_number_and_by_bits() -> None:
@@ -134,7 +144,7 @@ def test_sections_keep_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return [sys.executable, "-c", SCRIPTS[section.name].format(mark=str(mark))]
 
     outcomes = run_sections(
-        [Section(name, name, 3.0 if name == "hangs" else 9.0, "nowhere") for name in SCRIPTS],
+        [Section(name, 3.0 if name == "hangs" else 9.0, "nowhere") for name in SCRIPTS],
         command_of,
         seconds=39,
         log=tmp_path / "log",
@@ -186,6 +196,33 @@ def test_a_record_is_replaced_and_named_after_its_device(tmp_path: Path) -> None
     assert "NVIDIA H200" in (tmp_path / "gpu-nvidia-h200.md").read_text()
 
 
+COUNT_LAUNCHES = """
+import torch, triton.runtime.interpreter as interpreter
+from qconvert.decoder.cuda.step import open_step, read_greedily
+from qconvert.evals.gpu.models import BF16, Maker, config_of, make_decoder
+decoder = make_decoder(config_of("qwen3-8b", tiny=True), BF16, Maker(torch.device("cpu")))
+count, call = [0], interpreter.GridExecutor.__call__
+def counted(self, *args, **kwargs):
+    count[0] += 1
+    return call(self, *args, **kwargs)
+interpreter.GridExecutor.__call__ = counted
+step = open_step(decoder, decoder.cache(1, 2), greedy=True)
+before = count[0]
+read_greedily(step, torch.tensor([1]), 1)
+print(count[0] - before)
+"""
+
+
+def test_the_floor_counts_the_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of triton; the others are torch's: two for the embedding, the position, the likeliest."""
+    pytest.importorskip("triton")
+    from qconvert.evals.gpu.decode import LAYER_LAUNCHES, OTHER_LAUNCHES
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    launches = int(run_python("-c", COUNT_LAUNCHES).stdout)
+    assert launches == LAYER_LAUNCHES * TINY["num_hidden_layers"] + OTHER_LAUNCHES - 4
+
+
 def test_everything_runs_dry(tmp_path: Path) -> None:
     """The script itself, on a CPU: every section to its end, its kernels in triton's interpreter."""
     pytest.importorskip("triton")
@@ -206,6 +243,7 @@ def test_everything_runs_dry(tmp_path: Path) -> None:
     assert {check.subject.split()[0] for check in checks} == {
         "product",
         "dequantize",
+        "scores",
         "reading",
         "step",
         "peer",

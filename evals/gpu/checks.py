@@ -17,6 +17,9 @@ from qconvert.decoder.cuda.dequantize import dequantize
 from qconvert.decoder.cuda.matmul import multiply_partials
 from qconvert.decoder.cuda.packing import MmaInt4, MmaInt8
 from qconvert.decoder.cuda.reference import sums_for
+from qconvert.decoder.linear import Table
+from qconvert.decoder.scoring import score_hidden
+from qconvert.decoder.storage import DenseWeight
 from qconvert.evals.gpu.comparing import distance, repeated
 from qconvert.evals.gpu.job import Job, attempt
 from qconvert.evals.gpu.model_checks import check_model
@@ -28,6 +31,8 @@ FLOAT32_LIMIT = 1e-3
 """Sums in float32 of exact bfloat16 products come far under it, a wrong or missing element far above."""
 ROUNDED_LIMIT = 5e-3
 """One rounding to bfloat16, 2^-9 of each element at most, and room for a sum of another order."""
+SCORE_LIMIT = 1e-3
+"""Logits are summed in float32; losses and divergences are differences of numbers of their size."""
 SHAPES = ((37888, 3584), (3584, 18944), (4608, 3584), (896, 896), (1152, 896), (2048, 1536))
 """gate_up, down and qkv of Qwen2.5-7B, o and qkv of 0.5B, qkv of 1.5B: both ends of every side."""
 DRY_SHAPES = ((128, 256),)
@@ -42,6 +47,7 @@ def measure(job: Job) -> Iterator[Row]:
             yield from attempt(job, f"product {form} {shape}", partial(_products, job, form, shape))
             if form in QUANTIZED:
                 yield from attempt(job, f"dequantize {form} {shape}", partial(_dequantized, job, form, shape))
+    yield from attempt(job, "scores", partial(_scores, job))
     for peer in KERNEL_PEERS:
         if peer.here():
             yield from attempt(job, peer.subject, partial(_peer, job, peer, shapes[-1]))
@@ -82,6 +88,30 @@ def _dequantized(job: Job, form: str, shape: tuple[int, int]) -> Iterator[Row]:
     result, stable = repeated(job, run)
     error = distance(result, dense(weight, torch.float64))
     yield Check(f"dequantize {form}", f"{shape[0]} x {shape[1]}", error, ROUNDED_LIMIT, stable)
+
+
+def _scores(job: Job) -> Iterator[Row]:
+    """Losses and divergences of two heads on hidden states near each other, against float64 logits."""
+    count, width, vocab = (5, 128, 256) if job.dry else (300, 3584, 152064)
+    h_ND, targets_N = job.maker.normal(count, width), torch.randint(vocab, (count,), device=job.device)
+    heads = [job.maker.normal(vocab, width, deviation=3 * width**-0.5) for _ in range(2)]
+    heads[1] = heads[0] + 0.1 * heads[1]
+    logs = [(h_ND.double() @ head.double().T).log_softmax(-1) for head in heads]
+    nll_N = -logs[1].gather(1, targets_N[:, None])[:, 0]
+    kl_N = (logs[0].exp() * (logs[0] - logs[1])).sum(-1)
+    models: list[tuple[Tensor, Table]] = [(h_ND, DenseWeight(head)) for head in heads]
+
+    def run() -> Tensor:
+        scores = score_hidden(models, targets_N)[1]
+        assert scores.kl_N is not None
+        return torch.stack((scores.nll_N, scores.kl_N, scores.top_N.double()))
+
+    found, stable = repeated(job, run)
+    case = f"{count} tokens, {vocab} x {width}"
+    yield Check("scores", f"losses of {case}", distance(found[0], nll_N), SCORE_LIMIT, stable)
+    yield Check("scores", f"divergences of {case}", distance(found[1], kl_N), SCORE_LIMIT, stable)
+    wrong = float((found[2] != logs[1].argmax(-1)).double().mean())
+    yield Check("scores", f"likeliest of {case}", wrong, 1 / count, stable)
 
 
 def _peer(job: Job, peer: Peer, shape: tuple[int, int]) -> Iterator[Row]:

@@ -33,9 +33,9 @@ ORDER = (
 def measure(job: Job) -> Iterator[Row]:
     """Every model and recipe that passed its check."""
     recipes = list(dict.fromkeys(recipe for _, recipe in ORDER))
-    yield from job.unsound(f"reading {recipe.name}" for recipe in recipes)
+    yield from job.unsound(["scores", *(f"reading {recipe.name}" for recipe in recipes)])
     for model, recipe in ORDER[:1] if job.dry else ORDER:
-        if job.passed(f"reading {recipe.name}"):
+        if job.passed("scores") and job.passed(f"reading {recipe.name}"):
             yield from attempt(job, f"reading {model} {recipe.name}", partial(_read, job, model, recipe))
 
 

@@ -7,6 +7,7 @@ they are printed, against the ceilings of the same run.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -138,14 +139,21 @@ _KINDS: dict[str, type[Row]] = {
 
 
 def to_json(section: str, row: Row) -> Json:
-    """A row as plain JSON values, with its kind and its section."""
-    return {"row": type(row).__name__.lower(), "section": section, **asdict(row)}
+    """A row as plain JSON values, with its kind and its section; what is no number is null."""
+    fields = {key: None if _is_nan(value) else value for key, value in asdict(row).items()}
+    return {"row": type(row).__name__.lower(), "section": section, **fields}
+
+
+def _is_nan(value: object) -> bool:
+    return isinstance(value, float) and math.isnan(value)
 
 
 def from_json(record: Json) -> tuple[str, Row]:
     """The inverse of `to_json`."""
     fields = dict(record)
     kind, section = _KINDS[fields.pop("row")], fields.pop("section")
+    if kind is Check:
+        fields = {key: math.nan if value is None else value for key, value in fields.items()}
     return section, kind(**fields)
 
 

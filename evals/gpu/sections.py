@@ -33,7 +33,6 @@ class Section:
     """A part of the run: `function` of a module of this package, and the seconds it has of its own."""
 
     name: str
-    title: str
     seconds: float
     module: str
     function: str = "measure"
@@ -45,13 +44,13 @@ class Section:
 
 
 SECTIONS = (
-    Section("ceilings", "The machine", 20, "ceilings"),
-    Section("checks", "Correctness", 110, "checks"),
-    Section("decode", "Decoding", 100, "decode"),
-    Section("kernels", "Matmul kernels", 95, "kernels", "products"),
-    Section("crossings", "Few rows or many", 40, "kernels", "crossings"),
-    Section("reading", "Reading", 65, "reading"),
-    Section("peers", "Peers", 95, "peer_models"),
+    Section("ceilings", 20, "ceilings"),
+    Section("checks", 110, "checks"),
+    Section("decode", 100, "decode"),
+    Section("kernels", 95, "kernels", "products"),
+    Section("crossings", 40, "kernels", "crossings"),
+    Section("reading", 65, "reading"),
+    Section("peers", 95, "peer_models"),
 )
 """525 seconds in all; a section also has what those before it left over."""
 
