@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from qconvert.cli import options
 from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors
 from qconvert.interfaces import Part, Reader
-from qconvert.ops import Cast, CheckFinite, Quantize
-from qconvert.plan import Plan, RowSlice, Unit, whole
+from qconvert.ops import Cast, CheckFinite, Quantize, TransposeBlocks
+from qconvert.plan import Plan, RowSlice, Unit, check_finite, whole
 from qconvert.run import BlockDone, cut, run
 from qconvert.tensors import DType, GroupInt, Logical, Plain, TensorSpec, Value
 from tests.commands import files_of, made, qconvert
@@ -319,6 +320,18 @@ def test_stacking_and_cutting_meet_the_right_rows_whatever_the_blocks() -> None:
     for max_memory in (1, 200, 500, 1000, 1 << 20):
         sink = carried_out(Plan((unit,)), source, max_memory=max_memory)
         assert np.array_equal(sink.array("out"), wanted)
+
+
+@pytest.mark.parametrize("max_memory", [1, 20_000, 1 << 20])
+def test_rows_that_are_turned_come_from_other_rows(max_memory: int) -> None:
+    """Every 6 rows of 8 become 8 rows of 6, however the tensor is cut for memory."""
+    source = Arrays({"x": np.random.default_rng(0).random((6 * 40, 8), "f4")})
+    read = Unit((RowSlice(logical("x", (240, 8)), 6, 240),), (), logical("y", (234, 8)))
+    turned = read.then(TransposeBlocks(6, 8))
+    turned = replace(turned, output=replace(turned.output, shape=(39, 8, 6)))
+    found = carried_out(check_finite(Plan((turned,))), source, max_memory=max_memory).array("y")
+    wanted = source.arrays["x"][6:].reshape(39, 6, 8).swapaxes(1, 2)
+    assert np.array_equal(found.reshape(39, 8, 6), wanted)
 
 
 def test_empty_tensors_and_scalars_pass() -> None:
