@@ -102,6 +102,12 @@ def test_every_split_has_a_tile_and_a_small_weight_many_splits(kind: str, out: i
     assert small == min(tuning.MOST_SPLITS, -(-width // 128)) or small >= 5
 
 
+def test_measured_splits_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    predicted = tuning.splits("int4-mma", (128, 1024))
+    monkeypatch.setitem(tuning.SPLITS, ("int4-mma", 128, 1024), predicted + 1)
+    assert tuning.splits("int4-mma", (128, 1024)) == predicted + 1
+
+
 def test_many_columns_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     for bits, rows, most in ((4, 32, 3.0), (4, 64, 4.0), (8, 32, 6.0), (8, 64, 6.0)):
         weight = mma_weight(random_value(GroupInt(bits, 128, True, DType.BF16), 256, 512), CPU)

@@ -8,8 +8,9 @@ import torch
 
 from qconvert.decoder import linear
 from qconvert.decoder.linear import BACKENDS, Linear
-from qconvert.decoder.place import Layout, place_rows, place_vector, place_weight, stack
+from qconvert.decoder.place import Layout, find_device, place_rows, place_vector, place_weight, stack
 from qconvert.decoder.storage import IntWeight
+from qconvert.errors import BadRecipe
 from qconvert.tensors import BlockRows, Blocks, Dense, DType, GroupInt, GroupMin, IntAffine, MinAffine
 
 CPU = torch.device("cpu")
@@ -150,3 +151,14 @@ def test_every_kind_has_a_backend_for_any_number_of_rows() -> None:
     for kind in kinds:
         for device in ("cpu",) if kind.endswith("-cpu") else ("cpu", "cuda"):
             assert any(backend.runs(device, kind, 10**9) for backend in BACKENDS), (device, kind)
+
+
+def test_a_named_gpu_becomes_the_one_that_kernels_launch_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert [find_device(name).type for name in ("cpu", "cuda", "cuda:1")] == ["cpu", "cuda", "cuda"]
+    assert chosen == [torch.device("cuda:1")]
+    with pytest.raises(BadRecipe, match="there are 2 CUDA devices"):
+        find_device("cuda:2")

@@ -38,7 +38,11 @@ class Layout(Enum):
 
 
 def find_device(name: torch.device | str) -> torch.device:
-    """The device of this name: `cpu`, `cuda` or `cuda:1`. Raises BadRecipe for one that is not here."""
+    """The device of this name: `cpu`, `cuda` or `cuda:1`, the last made the current one.
+
+    Triton launches kernels on the current device, wherever their arguments are. Raises BadRecipe for a
+    device that is not here.
+    """
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -52,6 +56,8 @@ def find_device(name: torch.device | str) -> torch.device:
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BadRecipe(f"device {str(name)!r}: there are {torch.cuda.device_count()} CUDA devices", "cuda:0")
+    if device.index is not None and device.type == "cuda":
+        torch.cuda.set_device(device)
     return device
 
 
