@@ -222,7 +222,8 @@ def _regridded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
             "add --scheme int4-g128 to quantize this checkpoint on the way",
         )
     places = _places(plan, architecture)
-    tables = frozenset(name for name, place in places.items() if place.kind == "embedding")
+    heads = {n for n, p in places.items() if p.role == "lm_head" and isinstance(plan.outputs[n].form, Blocks)}
+    tables = frozenset(name for name, place in places.items() if place.kind == "embedding") | heads
     return regrid(target, tables)(plan)
 
 

@@ -7,13 +7,13 @@ computes a weight. Source: ggml/include/ggml.h and gguf.h, and docs/gguf.md of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
 
 from qconvert.errors import BadRecipe
-from qconvert.tensors import Blocks, DType, Form, Plain, TensorSpec
+from qconvert.tensors import Blocks, Codebook, DType, Form, GroupInt, GroupMin, Plain, Quantized, TensorSpec
 
 
 class GGMLType(Enum):
@@ -86,6 +86,21 @@ class GGMLType(Enum):
 
 
 TYPE_BY_NUMBER = {kind.number: kind for kind in GGMLType}
+
+# The grid that a type's blocks are, where other formats have it too; scales of scales are multiplied out.
+GRIDS: Mapping[str, Quantized] = {
+    "Q4_0": GroupInt(4, 32, symmetric=True, scale_dtype=DType.F16),
+    "Q5_0": GroupInt(5, 32, symmetric=True, scale_dtype=DType.F16),
+    "Q8_0": GroupInt(8, 32, symmetric=True, scale_dtype=DType.F16),
+    "Q3_K": GroupInt(3, 16, symmetric=True, scale_dtype=DType.F32),
+    "Q6_K": GroupInt(6, 16, symmetric=True, scale_dtype=DType.F32),
+    "Q4_1": GroupMin(4, 32, DType.F16),
+    "Q5_1": GroupMin(5, 32, DType.F16),
+    "Q2_K": GroupMin(2, 16, DType.F32),
+    "Q4_K": GroupMin(4, 32, DType.F32),
+    "Q5_K": GroupMin(5, 32, DType.F32),
+    "MXFP4": Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16),
+}
 
 
 def parse_ggml_type(text: str) -> GGMLType:

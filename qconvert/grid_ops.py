@@ -19,6 +19,7 @@ from qconvert.tensors import (
     IntAffine,
     MinAffine,
     Plain,
+    Quantized,
     Value,
 )
 
@@ -262,3 +263,21 @@ class IntoBlocks(_Regrid):
         assert isinstance(value, IntAffine | MinAffine)
         bytes_RB, steps, overflow = block_codes(value, self.form.type)
         return BlockRows(bytes_RB, self.form), Finding(steps=steps, overflow=overflow)
+
+
+@dataclass(frozen=True, slots=True)
+class FromBlocks(_Regrid):
+    """GGML blocks to the codes of the grid that they are (see `quant.ggml.grids`), exactly."""
+
+    form: Quantized
+
+    def infer(self, form: Form) -> Form:
+        return self.form
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.ggml.grids import grid_of_blocks
+        from qconvert.quant.grids import first_bad_row
+
+        assert isinstance(value, BlockRows)
+        made = grid_of_blocks(value)
+        return made, Finding(bad_row=first_bad_row(made))

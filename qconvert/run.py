@@ -358,7 +358,7 @@ def _refuse_nonfinite(unit: Unit, start: int, finding: Finding, layout: Layout, 
     if finding.bad_row >= 0:
         tensor, row = _input_row(unit, start + finding.bad_row)
         raise CorruptCheckpoint(
-            f"{layout.parts(tensor)[1].name}: NaN or Inf in the scales of row {row}",
+            f"{layout.parts(tensor)[:2][-1].name}: NaN or Inf in the scales of row {row}",
             "the checkpoint is damaged; --allow-nonfinite converts it all the same",
         )
     if finding.nonfinite >= 0:

@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from qconvert.errors import BadRecipe
+from qconvert.gguf_types import GRIDS
 from qconvert.grid_ops import (
     CastScales,
     EncodeTable,
+    FromBlocks,
     FromInt8Rows,
     NestScales,
     SplitGroups,
@@ -24,7 +26,7 @@ from qconvert.grid_ops import (
 from qconvert.ops import Cast, Dequantize, Op, Quantize
 from qconvert.plan import Pass, Unit
 from qconvert.schemes import Scheme
-from qconvert.tensors import Codebook, DType, Form, GroupInt, GroupMin, Logical, Plain, Quantized
+from qconvert.tensors import Blocks, Codebook, DType, Form, GroupInt, GroupMin, Logical, Plain, Quantized
 
 _MLX_GROUPS = (128, 64, 32)
 
@@ -145,6 +147,9 @@ def regrid(target: Target, embeddings: frozenset[str]) -> Pass:
 
     def one(unit: Unit) -> Unit:
         form = unit.output.form
+        if isinstance(form, Blocks):
+            unit = _from_blocks(target, unit, form, embeddings)
+            form = unit.output.form
         if isinstance(form, Plain) or not isinstance(form, Quantized):
             return unit
         if unit.output.name in embeddings and target.layout != "mlx":
@@ -159,6 +164,24 @@ def regrid(target: Target, embeddings: frozenset[str]) -> Pass:
         return unit
 
     return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
+
+
+def _from_blocks(target: Target, unit: Unit, form: Blocks, embeddings: frozenset[str]) -> Unit:
+    """GGML blocks on the grid that they are; tables, which GGUF quantizes as well, as plain numbers."""
+    tensor = unit.output
+    if tensor.name in embeddings:
+        return unit.then(Dequantize(DType.BF16))
+    if form.type in GRIDS:
+        return unit.then(FromBlocks(GRIDS[form.type]))
+    if not target.allow_requantize:
+        raise _refused(tensor, "blocks are no grid that other formats have")
+    unit = unit.then(Dequantize(DType.F32))
+    if target.new_table:
+        for op in _encoding(target, tensor, DType.F32):
+            unit = unit.then(op)
+        return unit
+    new = (target.scheme or _usual(target.layout, tensor, form)).form(target.scale_dtype or DType.F32)
+    return unit.then(Quantize(new, target.search))
 
 
 def steps(target: Target, tensor: Logical) -> tuple[Op, ...]:
@@ -182,7 +205,7 @@ def steps(target: Target, tensor: Logical) -> tuple[Op, ...]:
     )
 
 
-def _usual(layout: str, tensor: Logical, form: Quantized) -> Scheme:
+def _usual(layout: str, tensor: Logical, form: Quantized | Blocks) -> Scheme:
     """The integers that come nearest to what a weight was, among those that a layout holds."""
     held = _HELD_BITS.get(layout, range(2, 9))
     bits = next((bits for bits in held if bits >= form.bits), held[-1])
@@ -268,8 +291,10 @@ def _awq(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
 
 
 def _mlx(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
-    if isinstance(form, GroupMin):
+    if isinstance(form, GroupMin) and form.group_size in _MLX_GROUPS and form.bits != 7:
         return ()
+    if isinstance(form, GroupMin):
+        raise _refused(tensor, "has groups that MLX does not (32, 64 or 128 columns)")
     if isinstance(form, Codebook) and form.table != "int8":
         if form.scale_dtype is DType.F8_E8M0 and (form.group_rows, form.group_size) == (1, 32):
             return ()

@@ -23,19 +23,19 @@ IQ4_VALUES = np.array(
 _POWERS_OF_3 = np.array([1, 3, 9, 27, 81], np.uint8)
 
 
-def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+def half(blocks: np.ndarray, at: int) -> np.ndarray:
     """The half-precision field at `at`, [N, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
-def _fields(stored: np.ndarray, bits: int, run: int) -> np.ndarray:
+def fields(stored: np.ndarray, bits: int, run: int) -> np.ndarray:
     """Split bytes into fields of `bits`; the lowest fields of `run` bytes come first, then the next."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     runs = stored.reshape(len(stored), -1, 1, run)
     return ((runs >> shifts) & ((1 << bits) - 1)).reshape(len(stored), -1)
 
 
-def _fifth_bits(stored: np.ndarray) -> np.ndarray:
+def fifth_bits(stored: np.ndarray) -> np.ndarray:
     """4 bytes of bits, lowest first, as 16 where set."""
     return np.unpackbits(stored, axis=1, bitorder="little") << 4
 
@@ -50,41 +50,41 @@ def _flat(parts: np.ndarray) -> np.ndarray:
 
 
 def _q4_0(blocks: np.ndarray) -> Any:
-    return (_fields(blocks[:, 2:], 4, 16).astype(np.float32) - 8) * _half(blocks, 0)
+    return (fields(blocks[:, 2:], 4, 16).astype(np.float32) - 8) * half(blocks, 0)
 
 
 def _q4_1(blocks: np.ndarray) -> Any:
-    return _fields(blocks[:, 4:], 4, 16) * _half(blocks, 0) + _half(blocks, 2)
+    return fields(blocks[:, 4:], 4, 16) * half(blocks, 0) + half(blocks, 2)
 
 
 def _q5_0(blocks: np.ndarray) -> Any:
-    codes = _fields(blocks[:, 6:], 4, 16) | _fifth_bits(blocks[:, 2:6])
-    return (codes.astype(np.float32) - 16) * _half(blocks, 0)
+    codes = fields(blocks[:, 6:], 4, 16) | fifth_bits(blocks[:, 2:6])
+    return (codes.astype(np.float32) - 16) * half(blocks, 0)
 
 
 def _q5_1(blocks: np.ndarray) -> Any:
-    codes = _fields(blocks[:, 8:], 4, 16) | _fifth_bits(blocks[:, 4:8])
-    return codes * _half(blocks, 0) + _half(blocks, 2)
+    codes = fields(blocks[:, 8:], 4, 16) | fifth_bits(blocks[:, 4:8])
+    return codes * half(blocks, 0) + half(blocks, 2)
 
 
 def _q8_0(blocks: np.ndarray) -> Any:
-    return blocks[:, 2:].view(np.int8) * _half(blocks, 0)
+    return blocks[:, 2:].view(np.int8) * half(blocks, 0)
 
 
 def _q2_k(blocks: np.ndarray) -> np.ndarray:
     s, m = blocks[:, :16] & 15, blocks[:, :16] >> 4
-    products = _in_parts(_fields(blocks[:, 16:80], 2, 32), _half(blocks, 80) * s)
-    return _flat(products - (_half(blocks, 82) * m)[:, :, None])
+    products = _in_parts(fields(blocks[:, 16:80], 2, 32), half(blocks, 80) * s)
+    return _flat(products - (half(blocks, 82) * m)[:, :, None])
 
 
 def _q3_k(blocks: np.ndarray) -> np.ndarray:
     low = np.concatenate([blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4], axis=1)
-    s = (low | _fields(blocks[:, 104:108], 2, 4) << 4).astype(np.float32) - 32
-    codes = _fields(blocks[:, 32:96], 2, 32) | _fields(blocks[:, :32], 1, 32) << 2
-    return _flat(_in_parts(codes.astype(np.float32) - 4, _half(blocks, 108) * s))
+    s = (low | fields(blocks[:, 104:108], 2, 4) << 4).astype(np.float32) - 32
+    codes = fields(blocks[:, 32:96], 2, 32) | fields(blocks[:, :32], 1, 32) << 2
+    return _flat(_in_parts(codes.astype(np.float32) - 4, half(blocks, 108) * s))
 
 
-def _scales_6(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def scales_6(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The 8 scales and 8 minimums in the 12 bytes of Q4_K and Q5_K."""
     s, m, both = stored[:, :4], stored[:, 4:8], stored[:, 8:]
     high_s, high_m = both & 15 | s >> 6 << 4, both >> 4 | m >> 6 << 4
@@ -92,40 +92,40 @@ def _scales_6(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _min_k(blocks: np.ndarray, codes: np.ndarray) -> np.ndarray:
-    s, m = _scales_6(blocks[:, 4:16])
-    products = _in_parts(codes, _half(blocks, 0) * s)
-    return _flat(products - (_half(blocks, 2) * m)[:, :, None])
+    s, m = scales_6(blocks[:, 4:16])
+    products = _in_parts(codes, half(blocks, 0) * s)
+    return _flat(products - (half(blocks, 2) * m)[:, :, None])
 
 
 def _q4_k(blocks: np.ndarray) -> np.ndarray:
-    return _min_k(blocks, _fields(blocks[:, 16:], 4, 32))
+    return _min_k(blocks, fields(blocks[:, 16:], 4, 32))
 
 
 def _q5_k(blocks: np.ndarray) -> np.ndarray:
-    codes = _fields(blocks[:, 48:], 4, 32) | _fields(blocks[:, 16:48], 1, 32) << 4
+    codes = fields(blocks[:, 48:], 4, 32) | fields(blocks[:, 16:48], 1, 32) << 4
     return _min_k(blocks, codes)
 
 
 def _q6_k(blocks: np.ndarray) -> np.ndarray:
-    codes = _fields(blocks[:, :128], 4, 64) | _fields(blocks[:, 128:192], 2, 32) << 4
-    scales = _half(blocks, 208) * blocks[:, 192:208].view(np.int8)
+    codes = fields(blocks[:, :128], 4, 64) | fields(blocks[:, 128:192], 2, 32) << 4
+    scales = half(blocks, 208) * blocks[:, 192:208].view(np.int8)
     return _flat(_in_parts(codes.astype(np.float32) - 32, scales))
 
 
 def _iq4_nl(blocks: np.ndarray) -> Any:
-    return _half(blocks, 0) * IQ4_VALUES[_fields(blocks[:, 2:], 4, 16)]
+    return half(blocks, 0) * IQ4_VALUES[fields(blocks[:, 2:], 4, 16)]
 
 
 def _iq4_xs(blocks: np.ndarray) -> np.ndarray:
-    low = _fields(blocks[:, 4:8], 4, 1)
-    high = _fields(blocks[:, 2:4], 2, 1)
+    low = fields(blocks[:, 4:8], 4, 1)
+    high = fields(blocks[:, 2:4], 2, 1)
     s = (low | high << 4).astype(np.float32) - 32
-    return _flat(_in_parts(IQ4_VALUES[_fields(blocks[:, 8:], 4, 16)], _half(blocks, 0) * s))
+    return _flat(_in_parts(IQ4_VALUES[fields(blocks[:, 8:], 4, 16)], half(blocks, 0) * s))
 
 
 def _mxfp4(blocks: np.ndarray) -> Any:
     scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return _E2M1_DOUBLED[_fields(blocks[:, 1:], 4, 16)] * scales
+    return _E2M1_DOUBLED[fields(blocks[:, 1:], 4, 16)] * scales
 
 
 def _nvfp4(blocks: np.ndarray) -> np.ndarray:
@@ -135,7 +135,7 @@ def _nvfp4(blocks: np.ndarray) -> np.ndarray:
     normal = np.ldexp(1 + mantissa / 8, exponent - 8)
     scales = np.where(exponent == 0, np.ldexp(mantissa, -10), normal)
     scales[blocks[:, :4] == 0x7F] = 0
-    return _flat(_in_parts(_E2M1_DOUBLED[_fields(blocks[:, 4:], 4, 8)], scales))
+    return _flat(_in_parts(_E2M1_DOUBLED[fields(blocks[:, 4:], 4, 8)], scales))
 
 
 def _trits(stored: np.ndarray, count: int) -> np.ndarray:
@@ -146,20 +146,20 @@ def _trits(stored: np.ndarray, count: int) -> np.ndarray:
 
 def _tq1_0(blocks: np.ndarray) -> Any:
     trits = [_trits(blocks[:, :32], 5), _trits(blocks[:, 32:48], 5), _trits(blocks[:, 48:52], 4)]
-    return (np.concatenate(trits, axis=1).astype(np.float32) - 1) * _half(blocks, 52)
+    return (np.concatenate(trits, axis=1).astype(np.float32) - 1) * half(blocks, 52)
 
 
 def _tq2_0(blocks: np.ndarray) -> Any:
-    return (_fields(blocks[:, :64], 2, 32).astype(np.float32) - 1) * _half(blocks, 64)
+    return (fields(blocks[:, :64], 2, 32).astype(np.float32) - 1) * half(blocks, 64)
 
 
 def _q1_0(blocks: np.ndarray) -> Any:
     positive = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little")
-    return (positive.astype(np.float32) * 2 - 1) * _half(blocks, 0)
+    return (positive.astype(np.float32) * 2 - 1) * half(blocks, 0)
 
 
 def _q2_0(blocks: np.ndarray) -> Any:
-    return (_fields(blocks[:, 2:], 2, 1).astype(np.float32) - 1) * _half(blocks, 0)
+    return (fields(blocks[:, 2:], 2, 1).astype(np.float32) - 1) * half(blocks, 0)
 
 
 _DECODERS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {

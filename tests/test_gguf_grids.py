@@ -1,0 +1,109 @@
+"""Blocks of GGUF files as the grids that they are: the gguf package's numbers, and codes carried away."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qconvert.formats.checkpoint import open_checkpoint
+from qconvert.gguf_types import GRIDS, GGMLType
+from qconvert.quant.ggml.encode import ENCODED, encode_rows
+from qconvert.quant.ggml.grids import grid_of_blocks
+from qconvert.quant.grids import numbers
+from qconvert.tensors import BlockRows, Blocks, Dense, DType
+from tests.commands import made, qconvert
+from tests.gguf_models import qwen2_tokenizer
+from tests.models import stored, tiny
+from tests.test_loads_elsewhere import decoded, loaded, logits
+
+gguf = pytest.importorskip("gguf")
+quants = pytest.importorskip("gguf.quants")
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tiny(
+        tmp_path_factory.mktemp("model") / "m", "llama", tied=False, intermediate_size=512, vocab_size=512
+    )
+    qwen2_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def written(model: Path, out: Path, type_: str) -> Path:
+    return made("to-gguf", model, "--type", type_, "--pure", "-o", out)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_the_grid_of_blocks_stands_for_their_numbers(name: str) -> None:
+    """Multiplied out in float32, whatever the type that scales are stored in here."""
+    assert name in ENCODED
+    rows = np.random.default_rng(0).standard_t(3, (5, 512)).astype(np.float32)
+    form = GGMLType[name].form
+    assert isinstance(form, Blocks)
+    blocks = encode_rows(Dense(rows, DType.F32), name)
+    made_ = grid_of_blocks(BlockRows(blocks, form))
+    assert made_.form == GRIDS[name]
+    theirs = quants.dequantize(blocks, getattr(gguf.GGMLQuantizationType, name))
+    ours = numbers(made_, DType.F32).rows_RI
+    if name in ("Q4_1", "Q5_1"):  # a grid of mins is rounded as MLX rounds it, to the type of the mins
+        np.testing.assert_allclose(ours, theirs, atol=0.01)
+    else:
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("type_", "layout"),
+    [("q4_0", "gptq"), ("q4_0", "awq"), ("q8_0", "gptq_v2"), ("q4_k", "mlx"), ("q6_k", "compressed-tensors")],
+)
+def test_codes_leave_a_gguf_file_exactly(model: Path, tmp_path: Path, type_: str, layout: str) -> None:
+    file = written(model, tmp_path / "m.gguf", {"q4_k": "q4_k_s"}.get(type_, type_))
+    out = made("convert", file, "--to", layout, "-o", tmp_path / "out")
+    manifest = json.loads((out / "qconvert.json").read_text())
+    found = {name: entry["certificate"]["kind"] for name, entry in manifest["tensors"].items()}
+    tables = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert {name for name, kind in found.items() if kind != "exact"} <= tables
+    np.testing.assert_array_equal(decoded(out, DOWN, DType.F32), decoded(file, DOWN, DType.F32))
+
+
+def test_transformers_runs_what_came_out_of_a_gguf_file(model: Path, tmp_path: Path) -> None:
+    file = written(model, tmp_path / "m.gguf", "q8_0")
+    out = made("convert", file, "--to", "compressed-tensors", "-o", tmp_path / "out")
+    plain = made("dequantize", out, "--dtype", "f32", "-o", tmp_path / "plain")
+    assert (logits(loaded(out)) - logits(loaded(plain))).abs().max() < 2e-3
+    assert torch.isfinite(logits(loaded(plain))).all()
+
+
+def test_there_and_back_is_the_same_file(model: Path, tmp_path: Path) -> None:
+    source = made("quantize", model, "--scheme", "int4-g32", "--dtype", "f16", "-o", tmp_path / "int4")
+    file = made("convert", source, "--to", "gguf", "-o", tmp_path / "m.gguf")
+    back = made("convert", file, "--to", "compressed-tensors", "-o", tmp_path / "back")
+    ours, theirs = stored(back), stored(source)
+    weights = [name for name in theirs if "weight_packed" in name or "weight_scale" in name]
+    assert len(weights) == 28 and all(ours[name] == theirs[name] for name in weights)
+
+
+def test_blocks_that_are_no_grid_are_requantized_only_when_asked(model: Path, tmp_path: Path) -> None:
+    file = written(model, tmp_path / "m.gguf", "iq4_nl")
+    asked = ("convert", file, "--to", "gptq", "-o", tmp_path / "out")
+    ran = qconvert(*asked)
+    assert ran.code == 1 and "blocks are no grid that other formats have" in ran.err
+    assert qconvert(*asked, "--allow-requantize", "-q").code == 0
+    forms = {tensor.form.label for tensor in open_checkpoint(tmp_path / "out").tensors.values()}
+    assert "int4-g128" in forms
+
+
+def test_scales_that_are_not_finite_are_told(model: Path, tmp_path: Path) -> None:
+    file = written(model, tmp_path / "m.gguf", "q8_0")
+    with open_checkpoint(file).files.file as opened:  # type: ignore[union-attr]
+        offset = opened.source_offset("blk.0.ffn_down.weight")[1]
+    data = bytearray(file.read_bytes())
+    data[offset : offset + 2] = b"\x00\x7c"  # the first scale: infinity
+    file.write_bytes(data)
+    ran = qconvert("convert", file, "--to", "gptq", "-o", tmp_path / "out")
+    assert ran.code == 1 and "NaN or Inf in the scales of row 0" in ran.err
