@@ -30,7 +30,7 @@ from qconvert.formats.layouts.compressed_reading import open_compressed_tensors
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors, EightBits
 from qconvert.formats.layouts.input_major import InputMajor, turned
 from qconvert.interfaces import Layout, Reader
-from qconvert.tensors import Json, Logical, Plain, TensorSpec
+from qconvert.tensors import IntAffine, Json, Logical, Plain, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,12 @@ class Checkpoint:
         if self.architecture.family.guess and not allow_unknown:
             find_family(self.config)
         return bind(self.architecture, self.tensors, allow_unknown=allow_unknown)
+
+    def groups_of_columns(self, tensor: Logical) -> tuple[int, ...]:
+        """The group of every column of a weight in activation order."""
+        value = self.reader.read(tensor, 0, 1)
+        assert isinstance(value, IntAffine) and value.groups_I is not None
+        return tuple(int(group) for group in value.groups_I)
 
     @cached_property
     def ignored(self) -> frozenset[str]:

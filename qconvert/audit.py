@@ -37,6 +37,14 @@ def audit(checkpoint: Checkpoint) -> tuple[Json, list[str]]:
     return {**findings, "manifest": f"{count(len(files), 'file')} and {count(arrays, 'array')}"}, problems
 
 
+def reordered_in(checkpoint: Checkpoint) -> frozenset[str]:
+    """Names of tensors that the manifest says to be in another order than in the source."""
+    path = checkpoint.path / FILE_NAME
+    if not checkpoint.path.is_dir() or not path.is_file():
+        return frozenset()
+    return frozenset(name for name, entry in _recorded(path)[1].items() if entry.get("reordered"))
+
+
 def _recorded(path: Path) -> tuple[list[Json], dict[str, Json]]:
     """What a manifest says about files and tensors, if it is one."""
     manifest = read_json_object(path, max_bytes=1 << 28)

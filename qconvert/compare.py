@@ -6,7 +6,7 @@ to. Works in bounded blocks of rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import sqrt
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qconvert.actorder import Order, orders_of, undo
 from qconvert.interfaces import Reader
-from qconvert.plan import RowSlice, rows_of_part, rows_of_parts, rows_within, whole
+from qconvert.plan import RowSlice, copy_of, rows_of_part, rows_of_parts, rows_within, whole
 from qconvert.quant.casts import Difference, cast, compare
 from qconvert.quant.grids import column_scales, numbers
 from qconvert.run import read_slice
@@ -51,9 +52,15 @@ class TensorDifference:
         return sqrt(d.sum_sq_diff / d.sum_sq_a) if d is not None and d.sum_sq_a else 0.0
 
 
-def compare_checkpoints(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifference]:
-    """Every tensor of A in order, then those that only B has."""
+def compare_checkpoints(
+    a: Checkpoint, b: Checkpoint, reordered: Collection[str] = ()
+) -> Iterator[TensorDifference]:
+    """Every tensor of A in order, then those that only B has.
+
+    `reordered` are tensors of B whose rows or columns lie as they do after A's activation order is undone.
+    """
     used: set[str] = set()
+    reader_a = _Reordered(a.reader, _orders(a, reordered) if reordered else {})
     for name, tensor in a.tensors.items():
         if name in a.ignored:
             continue
@@ -68,7 +75,7 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifferen
                 name, role, "shape", note=f"{list(tensor.shape)} and {[list(o.shape) for o in others]}"
             )
         else:
-            yield _compare_pairs(a.reader, tensor, b.reader, pairs, role)
+            yield _compare_pairs(reader_a, tensor, b.reader, pairs, role)
     for name, tensor in b.tensors.items():
         if name in used or name in b.ignored:
             continue
@@ -79,6 +86,37 @@ def compare_checkpoints(a: Checkpoint, b: Checkpoint) -> Iterator[TensorDifferen
             yield replace(found, name=name)
         else:
             yield TensorDifference(name, b.role(name), "only in B")
+
+
+def _orders(a: Checkpoint, reordered: Collection[str]) -> dict[str, tuple[Order, Order]]:
+    """The orders of rows and columns that undoing A's activation order gives these tensors."""
+    plan, _, _ = undo(copy_of(a.bind(allow_unknown=True)), a.architecture, a.groups_of_columns)
+    return {unit.output.name: orders_of(unit) for unit in plan.units if unit.output.name in reordered}
+
+
+@dataclass(slots=True)
+class _Reordered:
+    """A reader that gives the numbers of some tensors in other orders; one of them is kept whole."""
+
+    reader: Reader
+    orders: Mapping[str, tuple[Order, Order]]
+    kept: tuple[str, Dense | None] = ("", None)
+
+    def read(self, tensor: Logical, start: int, stop: int) -> Value:
+        """Rows [start, stop) in the new order."""
+        rows, columns = self.orders.get(tensor.name, ((), ()))
+        if not rows:
+            value = self.reader.read(tensor, start, stop)
+            return _chosen(_numbers(value), columns=columns) if columns else value
+        if self.kept[0] != tensor.name:
+            self.kept = tensor.name, _numbers(self.reader.read(tensor, 0, tensor.rows))
+        assert self.kept[1] is not None
+        return _chosen(self.kept[1], rows[start:stop], columns)
+
+
+def _chosen(dense: Dense, rows: Order = (), columns: Order = ()) -> Dense:
+    array_RI = dense.rows_RI[list(rows)] if rows else dense.rows_RI
+    return Dense(np.ascontiguousarray(array_RI[:, list(columns)] if columns else array_RI), dense.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +177,7 @@ def locate(checkpoint: Checkpoint, name: str) -> list[RowSlice]:
 
 
 def _compare_pairs(
-    reader_a: Reader, tensor: Logical, reader_b: Reader, pairs: list[_Pair], role: str
+    reader_a: Reader | _Reordered, tensor: Logical, reader_b: Reader, pairs: list[_Pair], role: str
 ) -> TensorDifference:
     total, steps, zeros = None, None, True
     for pair in pairs:
@@ -178,7 +216,7 @@ def _growth(pairs: list[_Pair]) -> str:
 
 
 def _blocks(
-    reader_a: Reader, a: list[RowSlice], reader_b: Reader, b: list[RowSlice], rows: int
+    reader_a: Reader | _Reordered, a: list[RowSlice], reader_b: Reader, b: list[RowSlice], rows: int
 ) -> Iterable[tuple[Value, Value]]:
     """The first `rows` rows of both, a block of each at a time."""
     step = max(1, BLOCK_WEIGHTS // max(1, a[0].tensor.width))

@@ -12,8 +12,9 @@ from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qconvert import padding
+from qconvert import actorder, padding
 from qconvert import plan as passes
+from qconvert.actorder import ColumnGroups
 from qconvert.architecture import Architecture, Binding, FusedPlace, Place
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
 from qconvert.loaders import Notice, notices
@@ -63,7 +64,13 @@ class Draft:
     notices: tuple[Notice, ...]
 
 
-def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWriter) -> Draft:
+def draft(
+    binding: Binding,
+    wish: Wish,
+    compare: Compare,
+    write_config: ConfigWriter,
+    groups_of: ColumnGroups | None = None,
+) -> Draft:
     """The plan that fulfils a wish, with the config of its output. Raises BadRecipe for a wish that
     contradicts the model, and CorruptCheckpoint for tensors that contradict its config.
     """
@@ -75,6 +82,8 @@ def draft(binding: Binding, wish: Wish, compare: Compare, write_config: ConfigWr
         plan = _unfused(plan, architecture, wish.unfuse)
     if wish.dequantize:
         plan = _dequantized(plan, wish.dtype, pads=recipe.pad_to_tp is not None)
+    if wish.target and wish.target.undo_act_order and groups_of:
+        plan = _in_sequence(plan, architecture, wish.target, groups_of)
     grown: tuple[padding.Growth, ...] = ()
     if recipe.pad_to_tp is not None:
         grown = _growths(binding, wish, plan, tied=tie.tied)
@@ -163,6 +172,15 @@ def _unfused(plan: Plan, architecture: Architecture, roles: Container[str]) -> P
     if not any(chosen(architecture.fused[name]) for name in plan.outputs if name in architecture.fused):
         raise BadRecipe("no fused linears in this checkpoint", "`qconvert inspect` shows what it holds")
     return passes.cut_where(architecture, chosen)(plan)
+
+
+def _in_sequence(plan: Plan, architecture: Architecture, target: Target, groups_of: ColumnGroups) -> Plan:
+    plan, refused, folded = actorder.undo(plan, architecture, groups_of)
+    if not refused and not folded:
+        raise BadRecipe("no columns in activation order (g_idx) in this checkpoint", "nothing to undo")
+    if refused and not target.allow_requantize:
+        raise actorder.complain(refused, folded, target.layout)
+    return plan
 
 
 def _growths(binding: Binding, wish: Wish, plan: Plan, *, tied: bool) -> tuple[padding.Growth, ...]:

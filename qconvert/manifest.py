@@ -12,6 +12,7 @@ from math import isfinite, sqrt
 from typing import TYPE_CHECKING
 
 from qconvert import __version__
+from qconvert.actorder import reordered
 from qconvert.census import census_of_outputs, linear_bits
 from qconvert.grid_ops import EncodeTable
 from qconvert.ops import Cast, Dequantize, EncodeBlocks, Quantize
@@ -104,6 +105,8 @@ def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
     rows, columns = zeros_added(unit)
     if rows or columns:
         entry["zeros_added"] = {"rows": rows, "columns": columns}
+    if sides := reordered(unit):
+        entry["reordered"] = sides
     error = results.errors.get(output.name)
     if error is not None:
         entry["error"] = {

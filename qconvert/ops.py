@@ -7,10 +7,22 @@ fusing is reading from several tensors and un-fusing is reading from part of one
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from qconvert.tensors import BlockRows, Blocks, Codebook, Coded, Dense, DType, Form, GroupInt, Plain, Value
+from qconvert.tensors import (
+    BlockRows,
+    Blocks,
+    Codebook,
+    Coded,
+    Dense,
+    DType,
+    Form,
+    GroupInt,
+    IntAffine,
+    Plain,
+    Value,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -233,6 +245,39 @@ class PadColumns(_RowWise):
         from qconvert.quant.padding import pad_columns
 
         return pad_columns(value, self.width), CLEAN
+
+
+@dataclass(frozen=True, slots=True)
+class PermuteRows:
+    """Rows in another order: row i of the output is row `order[i]`. The whole tensor is taken at once."""
+
+    order: tuple[int, ...] = field(repr=False)
+
+    @property
+    def granule(self) -> int:
+        return len(self.order)
+
+    def infer(self, form: Form) -> Form:
+        return form
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        return value.with_arrays(tuple(array[list(self.order)] for array in value.arrays)), CLEAN
+
+
+@dataclass(frozen=True, slots=True)
+class PermuteColumns(_RowWise):
+    """Columns of a grid in the sequence of their groups: column i of the output is column `order[i]`."""
+
+    order: tuple[int, ...] = field(repr=False)
+
+    def infer(self, form: Form) -> Form:
+        assert isinstance(form, GroupInt) and form.act_order, form
+        return replace(form, act_order=False)
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        assert isinstance(value, IntAffine)
+        codes_RI, form = value.codes_RI[:, list(self.order)], replace(value.form, act_order=False)
+        return replace(value, codes_RI=codes_RI, form=form, groups_I=None), CLEAN
 
 
 def scale_of_all(value: Coded) -> float | None:

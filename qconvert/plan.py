@@ -23,6 +23,8 @@ from qconvert.ops import (
     InterleaveHalves,
     Op,
     PadColumns,
+    PermuteColumns,
+    PermuteRows,
     Quantize,
     ResolveScales,
 )
@@ -30,7 +32,7 @@ from qconvert.schemes import Scheme
 from qconvert.tensors import Codebook, DType, Form, Logical, Plain
 
 # Operations that change no number.
-_EXACT = CheckFinite | ResolveScales | PadColumns | InterleaveHalves
+_EXACT = CheckFinite | ResolveScales | PadColumns | InterleaveHalves | PermuteRows | PermuteColumns
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.files import octets
@@ -281,7 +281,13 @@ def gather(inputs: tuple[RowSlice, ...], reader: Reader, start: int, stop: int) 
     return value, sum(piece.arrays[0].nbytes for piece in pieces)
 
 
-def read_slice(reader: Reader, piece: RowSlice) -> Value:
+class Rows(Protocol):
+    """Whatever gives rows of logical tensors."""
+
+    def read(self, tensor: Logical, start: int, stop: int) -> Value: ...
+
+
+def read_slice(reader: Rows, piece: RowSlice) -> Value:
     """The rows of a slice: read, or made as zeros."""
     import numpy as np
 

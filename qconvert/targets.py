@@ -48,6 +48,7 @@ _NESTED = "-nested"
 class Target:
     """A layout to convert to. `scheme` or `table` (see `TABLES`) is what weights get that cannot keep
     their codes, or have none; only with `allow_requantize` is a weight quantized that already was.
+    `undo_act_order` folds columns in activation order into the weights before them (see `actorder`).
     """
 
     layout: str
@@ -55,6 +56,7 @@ class Target:
     table: str = ""
     allow_requantize: bool = False
     search: bool = True
+    undo_act_order: bool = False
 
     @property
     def new_table(self) -> str:
@@ -211,6 +213,8 @@ def _usual(layout: str, tensor: Logical, form: Quantized | Blocks) -> Scheme:
     bits = next((bits for bits in held if bits >= form.bits), held[-1])
     if layout == "int-quantized":
         return Scheme(bits, None)
+    if isinstance(form, GroupInt) and (layout != "mlx" or form.group_size in _MLX_GROUPS):
+        return Scheme(bits, form.group_size, form.symmetric)
     return Scheme(bits, next((size for size in _MLX_GROUPS if tensor.width % size == 0), None))
 
 
@@ -234,7 +238,8 @@ def _in_sequence(tensor: Logical, form: GroupInt, layout: str) -> None:
     if form.act_order:
         raise BadRecipe(
             f"{tensor.name}: its columns are in activation order (g_idx), which {layout} cannot hold",
-            "convert --to gptq or gptq_v2, or --allow-requantize, which loses twice",
+            "convert --to gptq or gptq_v2; --undo-act-order folds what can be folded; --allow-requantize "
+            "quantizes the numbers again, which loses twice",
         )
 
 

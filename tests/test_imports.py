@@ -24,7 +24,8 @@ ROOMS = {
     "vocabulary": "__init__ errors tensors interfaces schemes sizes gguf_types",
     "names": "architecture",
     "decisions": "recipe select plan draft targets census loaders "
-    "lint lint_shapes lint_subject padding parallel gguf_draft gguf_units gguf_forms gguf_rules gguf_mix",
+    "lint lint_shapes lint_subject actorder padding parallel "
+    "gguf_draft gguf_units gguf_forms gguf_rules gguf_mix",
     "operations": "ops grid_ops",
     "numbers": "quant decoder",
     "bytes": "formats hub",

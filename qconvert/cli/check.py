@@ -35,7 +35,7 @@ def verify(out: Path, against: str | None, as_json: bool, quiet: bool, revision:
     \b
     qconvert verify ./Qwen2.5-1.5B-Instruct-int4-g128 --against Qwen/Qwen2.5-1.5B-Instruct
     """
-    from qconvert.audit import audit
+    from qconvert.audit import audit, reordered_in
     from qconvert.compare import compare_checkpoints
     from qconvert.formats.checkpoint import open_checkpoint
     from qconvert.loaders import notice_lines, notices
@@ -45,7 +45,7 @@ def verify(out: Path, against: str | None, as_json: bool, quiet: bool, revision:
     findings, problems = audit(checkpoint)
     if against is not None:
         source = _open(against, revision)
-        differences = list(compare_checkpoints(source, checkpoint))
+        differences = list(compare_checkpoints(source, checkpoint, reordered_in(checkpoint)))
         findings["compared"] = _summary(differences)
         problems += [_complaint(d) for d in differences if not _acceptable(d)]
     warnings = notice_lines(notices(checkpoint.tensors, checkpoint.architecture))

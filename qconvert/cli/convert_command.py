@@ -29,6 +29,9 @@ GGUF = "gguf"
 @click.option(
     "--allow-requantize", is_flag=True, help="Where codes cannot be kept, quantize the numbers again."
 )
+@click.option(
+    "--undo-act-order", is_flag=True, help="Fold GPTQ's g_idx into the weights before, where that is exact."
+)
 @pad_option
 @writing_options
 def command(
@@ -36,6 +39,7 @@ def command(
     layout: str,
     scheme: str | None,
     allow_requantize: bool,
+    undo_act_order: bool,
     pad_to_tp: int | None,
     **values: Any,
 ) -> None:
@@ -73,7 +77,7 @@ def command(
         return
     table = find_table(layout, scheme) if scheme else ""
     integers = parse_scheme(scheme) if scheme and not table else None
-    target = Target(layout, integers, table, allow_requantize=allow_requantize)
+    target = Target(layout, integers, table, allow_requantize=allow_requantize, undo_act_order=undo_act_order)
     recipe = Recipe(layout=layout, pad_to_tp=pad_to_tp)
     if target.scheme and _is_plain(model, flags):
         recipe = recipe.with_(scheme=target.scheme)

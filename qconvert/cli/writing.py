@@ -140,6 +140,7 @@ def prepare(model: str, wish: Wish, flags: Flags) -> Job:
         wish,
         compare=lambda a, b: difference(checkpoint.reader, a, checkpoint.reader, b),
         write_config=layout.settings,
+        groups_of=checkpoint.groups_of_columns,
     )
     return Job(resolved, checkpoint, wish, drafted, flags.limits, layout)
 

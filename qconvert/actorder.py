@@ -1,0 +1,152 @@
+"""Columns in activation order put back into sequence, where another weight can take the order over.
+
+GPTQ with `desc_act` gives every input column a group of its own choice (`g_idx`). Sorted by group, the
+columns are an ordinary grid over permuted inputs; the permutation is nobody's business if whoever makes
+those inputs permutes its rows alike. The inner features of an MLP are such inputs: rows of gate and up,
+and they meet no other weight. So are the features within a head of values, where no two heads of queries
+share it. The hidden state is not: every layer reads and writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from qconvert.architecture import Architecture, Place
+from qconvert.errors import BadRecipe
+from qconvert.ops import PermuteColumns, PermuteRows
+from qconvert.plan import Plan, Unit
+from qconvert.tensors import GroupInt, Logical
+
+# The group of every column of a stored weight in activation order.
+ColumnGroups = Callable[[Logical], tuple[int, ...]]
+Order = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A weight whose order nothing can take over, and why."""
+
+    name: str
+    why: str
+
+
+def undo(plan: Plan, architecture: Architecture, groups_of: ColumnGroups) -> tuple[Plan, list[Refused], int]:
+    """The plan with every order folded that can be, those that cannot, and how many were."""
+    units = {unit.output.name: unit for unit in plan.units}
+    by_role = {(p.role, p.layer, p.part): p.name for p in architecture.places.values()}
+    refused: list[Refused] = []
+    folded = 0
+    for name, unit in list(units.items()):
+        form = unit.output.form
+        if not isinstance(form, GroupInt) or not form.act_order:
+            continue
+        place = architecture.place(name)
+        order = _in_sequence(groups_of(unit.inputs[0].tensor), form)
+        why = "" if place and order else "its groups are of unequal sizes"
+        makers: list[str] = []
+        if place and order:
+            makers, why = _makers(place, order, architecture, by_role, units)
+        if why:
+            refused.append(Refused(name, why))
+            continue
+        units[name] = unit.then(PermuteColumns(order))
+        rows = _order_of_rows(place, order, architecture)
+        for maker in makers:
+            units[maker] = _reordered(units[maker], rows)
+        folded += 1
+    return replace(plan, units=tuple(units.values())), refused, folded
+
+
+def complain(refused: Iterable[Refused], folded: int, layout: str) -> BadRecipe:
+    """The error for orders that stay: the first one, and how many could be folded."""
+    listed = list(refused)
+    first, total = listed[0], len(listed) + folded
+    return BadRecipe(
+        f"{first.name}: its columns are in activation order (g_idx), and {first.why}; {folded} of "
+        f"{total} weights in activation order can be folded",
+        f"--allow-requantize folds these and quantizes the others again for {layout}, which loses twice",
+    )
+
+
+def _in_sequence(groups: tuple[int, ...], form: GroupInt) -> Order:
+    """The columns sorted by their groups; empty where the groups are not all of the form's size."""
+    order = tuple(sorted(range(len(groups)), key=groups.__getitem__))
+    size = form.group_size or len(groups)
+    even = all(groups[column] == place // size for place, column in enumerate(order))
+    return order if even else ()
+
+
+def _makers(
+    place: Place,
+    order: Order,
+    architecture: Architecture,
+    by_role: Mapping[tuple[str, int | None, str], str],
+    units: Mapping[str, Unit],
+) -> tuple[list[str], str]:
+    """The weights and biases whose rows are this weight's input, or why they cannot take the order."""
+    if place.role.endswith(".down"):
+        roles = [place.role.removesuffix("down") + part for part in ("gate", "up")]
+    elif place.role == "attn.o":
+        why = _crosses_heads(order, architecture)
+        if why:
+            return [], why
+        roles = ["attn.v"]
+    else:
+        return [], "its input is the hidden state, which every layer shares"
+    names = [by_role.get((role, place.layer, part)) for role in roles for part in ("weight", "bias")]
+    held = [name for name in names if name in units]
+    if not any(by_role.get((role, place.layer, "weight")) in held for role in roles):
+        return [], "the linears that make its input are stored fused (`qconvert unfuse` first)"
+    return [name for name in held if name], ""
+
+
+def _heads(architecture: Architecture) -> tuple[int, int]:
+    settings = architecture.settings
+    heads = int(settings["num_attention_heads"])
+    return heads, int(settings.get("num_key_value_heads") or heads)
+
+
+def _crosses_heads(order: Order, architecture: Architecture) -> str:
+    """Why the rows of v cannot follow this order of the columns of o, "" where they can."""
+    heads, kv_heads = _heads(architecture)
+    size = len(order) // heads
+    inside = [
+        tuple(column - head * size for column in order[head * size : (head + 1) * size])
+        for head in range(heads)
+    ]
+    if any(not 0 <= offset < size for offsets in inside for offset in offsets):
+        return f"it moves inputs from one of {heads} heads to another"
+    shared = heads // kv_heads
+    if any(inside[head] != inside[head - head % shared] for head in range(heads)):
+        return f"the {shared} heads of queries that share a head of values have different orders"
+    return ""
+
+
+def _order_of_rows(place: Place | None, order: Order, architecture: Architecture) -> Order:
+    """The order of the rows that make the inputs: of v's heads, one for all that share it."""
+    if place is None or place.role != "attn.o":
+        return order
+    heads, kv_heads = _heads(architecture)
+    size, shared = len(order) // heads, heads // kv_heads
+    return tuple(
+        kv_head * size + order[(kv_head * shared) * size + i] - kv_head * shared * size
+        for kv_head in range(kv_heads)
+        for i in range(size)
+    )
+
+
+def _reordered(unit: Unit, order: Order) -> Unit:
+    return unit.then(PermuteRows(order))
+
+
+def orders_of(unit: Unit) -> tuple[Order, Order]:
+    """The orders of a unit's rows and of its columns, as numbers of the source's; empty where they stay."""
+    rows = next((op.order for op in unit.ops if isinstance(op, PermuteRows)), ())
+    return rows, next((op.order for op in unit.ops if isinstance(op, PermuteColumns)), ())
+
+
+def reordered(unit: Unit) -> str:
+    """Which side of a unit's output is in another order than the source's: "rows", "columns", both or ""."""
+    sides = zip(("rows", "columns"), orders_of(unit), strict=True)
+    return " and ".join(side for side, order in sides if order)
