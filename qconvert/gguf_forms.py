@@ -38,6 +38,8 @@ def give_types(
         if isinstance(want, Plain):
             return unit.then(Cast(want.dtype) if isinstance(have, Plain) else Dequantize(want.dtype))
         assert isinstance(want, Blocks)
+        if any(isinstance(op, Dequantize) for op in unit.ops) and not allow_requantize:
+            raise _loses_twice(unit.inputs[0].tensor, type_)
         if not isinstance(have, Plain):
             if type_.name in keeping(unit.output):
                 rows = isinstance(have, Codebook) and have.table == "int8"

@@ -17,6 +17,7 @@ from qconvert.architecture.gguf.names import gguf_name
 from qconvert.errors import BadRecipe
 from qconvert.ops import (
     ChangeNumbers,
+    Dequantize,
     InterleaveHalves,
     Op,
     Scale,
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 def write_roles(plan: Plan, facts: Facts) -> Plan:
     """The plan whose outputs are the tensors of the file, under their names.
 
-    Raises BadRecipe for quantized weights whose numbers would have to change, and UnsupportedModel for a
-    role that GGUF has no name for.
+    Quantized weights whose numbers or columns change become plain ones first. Raises UnsupportedModel for
+    a role that GGUF has no name for.
     """
     architecture = facts.architecture
     plan = passes.unfuse(architecture)(plan)
@@ -138,11 +139,9 @@ def _cut(unit: Unit, written: Written, facts: Facts) -> Unit:
 
 def _changed(unit: Unit, written: Written, facts: Facts) -> Unit:
     op = _operation(unit, written, facts)
-    if not isinstance(op, InterleaveHalves) and not isinstance(unit.output.form, Plain):
-        raise BadRecipe(
-            f"{unit.output.name}: quantized ({unit.output.form.label}), and GGUF holds other numbers for it",
-            "convert the 16-bit model, or dequantize this one first",
-        )
+    form = unit.output.form
+    if not isinstance(op, InterleaveHalves) and not isinstance(form, Plain):
+        unit = unit.then(Dequantize(form.decoded))  # GGUF holds other numbers, or in another order
     made = unit.then(op)
     if not isinstance(op, TransposeBlocks):
         return made

@@ -219,6 +219,22 @@ def test_mxfp4_is_quantized_again_only_when_asked(assets: Path, tmp_path: Path) 
     assert qconvert("to-gguf", folder, *flags, "--allow-requantize").code == 0
 
 
+def test_quantized_weights_that_are_turned_are_computed_first(tmp_path: Path) -> None:
+    """DeepSeek-V3 is published in FP8, and the keys' half of `kv_b` has to be transposed."""
+    folder = random_model(tmp_path / "v3", "DeepseekV3", **LATENT)
+    flags = ["--scheme", "int8-channel", "-q"]
+    assert qconvert("quantize", folder, "-o", tmp_path / "int8", *flags).code == 0
+    ran = qconvert("dequantize", tmp_path / "int8", "-o", tmp_path / "plain", "--dtype", "f32", "-q")
+    assert ran.code == 0, ran.err
+    with GGUFFile(written(tmp_path / "int8")) as one, GGUFFile(written(tmp_path / "plain")) as other:
+        assert sorted(one.tensors) == sorted(other.tensors)
+        for name, spec in one.specs.items():
+            rows = [file.read(name, 0, spec.rows) for file in (one, other)]
+            assert np.abs(rows[0] - rows[1]).max() <= np.abs(rows[1]).max() / 128, name
+    ran = qconvert("to-gguf", tmp_path / "int8", "--type", "q4_0", "-o", tmp_path / "m.gguf")
+    assert ran.code == 1 and "loses twice" in ran.err
+
+
 # What is refused, and what is said
 
 
