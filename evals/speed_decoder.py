@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -38,6 +38,14 @@ _COPY_BYTES = 256 << 20
 
 Rates = dict[str, list[float]]
 """Tokens per second of every runner, one figure per round."""
+
+
+class Pace(NamedTuple):
+    """A round: tokens per second, and the processor time of a token, which other work cannot stretch."""
+
+    rate: float
+    processor_seconds: float
+
 
 _OPTIONS = (
     click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen2.5-0.5b", show_default=True),
@@ -60,10 +68,12 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 def decode(tokens: int, **options: Any) -> None:
     """Tokens per second at batch 1, a few tokens into a text."""
 
-    def one_round(runner: Runner) -> float:
+    def one_round(runner: Runner) -> Pace:
         runner.start(range(100, 100 + PROMPT))
         runner.step(7)
-        return 1 / statistics.median(_seconds(lambda: runner.step(7)) for _ in range(tokens))
+        steps = [_timed(lambda: runner.step(7)) for _ in range(tokens)]
+        wall, processor = (statistics.median(times) for times in zip(*steps, strict=True))
+        return Pace(1 / wall, processor)
 
     _measure("decode", one_round, room=PROMPT + tokens + 1, tokens=tokens, **options)
 
@@ -78,15 +88,16 @@ def prefill(tokens: int, **options: Any) -> None:
     bfloat16 and its own loss; llama.cpp stops at the logits.
     """
 
-    def one_round(runner: Runner) -> float:
-        return tokens / _seconds(lambda: runner.read([i % 1000 for i in range(tokens)]))
+    def one_round(runner: Runner) -> Pace:
+        wall, processor = _timed(lambda: runner.read([i % 1000 for i in range(tokens)]))
+        return Pace(tokens / wall, processor / tokens)
 
     _measure("prefill", one_round, room=tokens, tokens=tokens, **options)
 
 
 def _measure(
     what: str,
-    one_round: Callable[[Runner], float],
+    one_round: Callable[[Runner], Pace],
     *,
     room: int,
     tokens: int,
@@ -102,13 +113,15 @@ def _measure(
     with _workplace(folder) as work:
         runners = _runners(work, shape, room, threads)
         rates: Rates = {runner.name: [] for runner in runners}
+        processor: dict[str, list[float]] = {runner.name: [] for runner in runners}
         copies = []
         for number in range(rounds + 1):
             copy = _copy_bandwidth()
             for runner in runners:
-                rate = one_round(runner)
+                pace = one_round(runner)
                 if number:  # the round before the first warms caches and thread pools
-                    rates[runner.name].append(rate)
+                    rates[runner.name].append(pace.rate)
+                    processor[runner.name].append(pace.processor_seconds)
             if number:
                 copies.append(copy)
     record = {
@@ -122,6 +135,8 @@ def _measure(
         "copy_bytes_per_second": copies,
         "token_bytes": {runner.name: runner.token_bytes for runner in runners},
         "tokens_per_second": rates,
+        "processor_seconds_per_token": processor,
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
     _print(record)
     if out is not None:
@@ -190,9 +205,14 @@ def _copy_bandwidth() -> float:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    begin = time.perf_counter()
+    return _timed(work)[0]
+
+
+def _timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of the clock, and of all processors together."""
+    begin, used = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - used
 
 
 def machine() -> str:
@@ -219,11 +239,13 @@ def _print(record: Json) -> None:
     bandwidth = statistics.median(record["copy_bytes_per_second"])
     head, decoding = ["what", "tokens/s"], record["measurement"] == "decode"
     head += [f"times {peer.split()[0]}" for peer in (BASE, LLAMA) if peer in rates]
+    head += ["CPU ms/token"]
     head += ["bytes/token", "floor tokens/s", "fraction"] if decoding else []
     cells = []
     for name, values in rates.items():
         row = [name, f"{statistics.median(values):.1f}"]
         row += [f"{_ratio(values, rates[peer]):.2f}" for peer in (BASE, LLAMA) if peer in rates]
+        row += [f"{1e3 * statistics.median(record['processor_seconds_per_token'][name]):.2f}"]
         if decoding:
             floor = bandwidth / record["token_bytes"][name]
             row += [
@@ -232,7 +254,7 @@ def _print(record: Json) -> None:
                 f"{statistics.median(values) / floor:.2f}",
             ]
         cells.append(row)
-    conditions = "{measurement}: {shape}, {tokens} tokens, {threads} threads, {rounds} rounds; {machine}"
+    conditions = "{measurement}: {shape}, {tokens} tokens, {threads} threads, {rounds} rounds; {machine}; load {load_average:.1f}"
     click.echo(f"{conditions.format(**record)}; copy {bandwidth / 1e9:.1f} GB/s")
     click.echo("\n".join(table(head, cells)))
     for peer, package in ((BASE, "transformers"), (LLAMA, "cyllama and gguf")):

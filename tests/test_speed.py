@@ -42,6 +42,8 @@ def test_measures_every_runner_in_every_round(
     rates = record["tokens_per_second"]
     assert {"int4, int4 head", "int4, int8 head", "int4, bf16 head", "bf16"} <= set(rates)
     assert all(len(values) == 2 and min(values) > 0 for values in rates.values())
+    processor = record["processor_seconds_per_token"]
+    assert set(processor) == set(rates) and all(len(values) == 2 for values in processor.values())
     # The head, and per layer q, o, k, v and the three matrices of the MLP.
     weights = 1200 * 128 + 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
     assert record["token_bytes"]["bf16"] == 2 * weights

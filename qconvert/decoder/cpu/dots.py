@@ -69,7 +69,9 @@ def multiply_rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
     """y[start:stop] of `y = W x + bias`; the width must be a multiple of 32 (dense: of 16)."""
     if linear.kind in (INT4, INT8):
         shorts, steps, sums = fixed(x, linear.width, linear.group)
-        if linear.group % BLOCK:
+        if linear.kind == INT4 and linear.group in (PART, 2 * PART) and linear.width % BLOCK == 0:
+            _small_nibbles(linear, shorts, steps, sums, y, start, stop)
+        elif linear.group % BLOCK:
             _small_groups(linear, shorts, steps, sums, y, start, stop)
         elif linear.kind == INT4:
             _nibbles(linear, shorts, steps, sums, y, start, stop)
@@ -147,8 +149,32 @@ def _bytes(linear, shorts, steps, sums, y, start, stop):  # type: ignore[no-unty
 
 
 @routine
+def _small_nibbles(linear, shorts, steps, sums, y, start, stop):  # type: ignore[no-untyped-def]
+    """Whole blocks of groups of 32 or 64."""
+    x, blocks, groups = shorts.ctypes.data, len(steps), len(sums)
+    codes, scales, brain_scales = linear.codes, linear.scales, linear.brain_scales
+    half = 0 if linear.group == PART else 1
+    for row in range(start, stop):
+        w, first = codes + row * blocks * (BLOCK // 2), row * groups
+        a = splat(np.float32(0))
+        b, c, d = a, a, a
+        for block in range(blocks):
+            word, at, step, g = words(w), x + 2 * BLOCK * block, steps[block], 4 * block
+            scale = scale_at(scales, brain_scales, first + (g >> half))
+            a = fused(as_floats(dot_nibbles(word, 0, at)), splat(scale * step), a)
+            scale = scale_at(scales, brain_scales, first + (g + 1 >> half))
+            b = fused(as_floats(dot_nibbles(word, 1, at + 64)), splat(scale * step), b)
+            scale = scale_at(scales, brain_scales, first + (g + 2 >> half))
+            c = fused(as_floats(dot_nibbles(word, 2, at + 128)), splat(scale * step), c)
+            scale = scale_at(scales, brain_scales, first + (g + 3 >> half))
+            d = fused(as_floats(dot_nibbles(word, 3, at + 192)), splat(scale * step), d)
+            w += BLOCK // 2
+        put_float(y + 4 * row, total((a + b) + (c + d)) - _offset(linear, row, sums))
+
+
+@routine
 def _small_groups(linear, shorts, steps, sums, y, start, stop):  # type: ignore[no-untyped-def]
-    """Groups of 32 or 64, or of any multiple of 32 that is none of a block."""
+    """Groups of any multiple of 32 columns that is none of a block."""
     x, blocks, groups = shorts.ctypes.data, len(steps), len(sums)
     kind, codes, scales, brain_scales = linear.kind, linear.codes, linear.scales, linear.brain_scales
     each = linear.group // PART
