@@ -15,6 +15,7 @@ from tests.commands import qconvert
 from tests.gguf_models import (
     SIZES,
     llama_cpp_logits,
+    llama_cpp_vocab,
     log_probabilities,
     save_transformers_model,
     transformers_logits,
@@ -22,6 +23,15 @@ from tests.gguf_models import (
 
 IDS = [3, 17, 250, 9, 9, 101, 0, 44, 260, 271, 5, 120, 33, 2, 199, 299, 8, 71, 33, 90, 14, 7, 202, 31]
 ROWS = 320
+TEXTS = [
+    "Hello World",
+    " leading",
+    "  two  spaces ",
+    "na\u00efve caf\u00e9 3.14!",
+    "\n\n\ttab",
+    "it's 'LL 1234567",
+    "\U0001f999 \u0442\u0435\u0441\u0442 \u8bd5\u9a8c",
+]
 TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 LONG = [1.0 + 0.25 * i for i in range(8)]
 SHORT = [1.0 + 0.05 * i for i in range(8)]
@@ -348,6 +358,45 @@ def test_a_vision_tower_stays_behind(tmp_path: Path) -> None:
         assert ours == theirs and len(ours) == 14
         assert list(seen.tensors.values()) == list(text_alone.tensors.values())
     assert difference_of_files(plain, out) == 0
+
+
+@pytest.mark.parametrize(("window", "told"), [(64, True), (128, False), (None, False)])
+def test_a_window_that_llama_cpp_leaves_out_is_told(tmp_path: Path, window: int | None, told: bool) -> None:
+    folder = made(tmp_path, "phi3", sliding_window=window)
+    ran = qconvert("to-gguf", folder, "--type", "f32", "-o", tmp_path / "m.gguf")
+    assert ran.code == 0, ran.err
+    assert (f"sliding_window is {window}, which llama.cpp's phi3 leaves out" in ran.err) == told
+
+
+# Real tokenizers, in files of their own family
+
+
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "rows"),
+    [("gpt2", "gpt2", 50257), ("falcon-7b", "falcon", 65024), ("phi3", "llama-2", 32064)],
+)
+def test_llama_cpp_cuts_texts_as_the_familys_tokenizer_does(
+    assets: Path, tmp_path: Path, name: str, tokenizer: str, rows: int
+) -> None:
+    llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
+
+    folder = made(tmp_path, name, vocab_size=rows)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).unlink()
+    for path in (assets / "tokenizers" / tokenizer).iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    files = [str(folder / file) for file in ("vocab.json", "merges.txt")]
+    theirs = (
+        ByteLevelBPETokenizer(*files)
+        if tokenizer == "gpt2"
+        else Tokenizer.from_file(str(folder / "tokenizer.json"))
+    )
+    ours, model = llama_cpp_vocab(llama_cpp, as_gguf(folder))
+    for text in TEXTS:
+        expected = theirs.encode(text, add_special_tokens=False).ids
+        assert list(ours.tokenize(text, add_special=False, parse_special=False)) == expected, text
+    del model
 
 
 # Mixtures: names and fusions that Qwen and Llama do not have

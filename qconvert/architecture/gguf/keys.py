@@ -335,3 +335,14 @@ def every_nth_layer_is_full(step: int) -> Check:
         return f"layer_types is not the pattern of llama.cpp's {facts.model.arch}: every {step}th layer full"
 
     return check
+
+
+def window_left_out(facts: Facts) -> str | None:
+    """The graph attends to everything, where the class has a sliding window."""
+    window, context = facts.count("sliding_window"), facts.optional("max_position_embeddings") or 0
+    if not 0 < window < context or not facts.flag("use_sliding_window", default=True):
+        return None
+    return (
+        f"sliding_window is {window}, which llama.cpp's {facts.model.arch} leaves out: "
+        "texts of more tokens are computed otherwise there"
+    )

@@ -81,6 +81,7 @@ PHI3 = GGUFModel(
     whole=(QKV, GATE_UP),
     constants=_phi3_factors,
     checks=(SILU, k.square_attention),
+    remarks=(k.window_left_out,),
 )
 
 

@@ -30,6 +30,7 @@ LLAMA = GGUFModel(
     roles=ROTATED,
     constants=k.rope_freqs,
     checks=(SILU,),
+    remarks=(k.window_left_out,),
 )
 MISTRAL = replace(
     LLAMA, defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-6}

@@ -10,9 +10,14 @@ from qconvert.architecture.gguf.model import Facts, GGUFModel
 from qconvert.architecture.gguf.models.llama import SILU
 from qconvert.gguf_types import KV
 
-_DEFAULTS = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "rms_norm_eps": 1e-6}
+_DEFAULTS = {
+    "use_sliding_window": False,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+}
 
-QWEN2 = GGUFModel("qwen2", keys=k.decoder(), defaults=_DEFAULTS, checks=(SILU,))
+QWEN2 = GGUFModel("qwen2", keys=k.decoder(), defaults=_DEFAULTS, checks=(SILU,), remarks=(k.window_left_out,))
 QWEN3 = replace(QWEN2, arch="qwen3")
 QWEN2_MOE = replace(
     QWEN2,
