@@ -254,7 +254,10 @@ def _print(record: Json) -> None:
                 f"{statistics.median(values) / floor:.2f}",
             ]
         cells.append(row)
-    conditions = "{measurement}: {shape}, {tokens} tokens, {threads} threads, {rounds} rounds; {machine}; load {load_average:.1f}"
+    conditions = (
+        "{measurement}: {shape}, {tokens} tokens, {threads} threads, {rounds} rounds; {machine};"
+        " load {load_average:.1f}"
+    )
     click.echo(f"{conditions.format(**record)}; copy {bandwidth / 1e9:.1f} GB/s")
     click.echo("\n".join(table(head, cells)))
     for peer, package in ((BASE, "transformers"), (LLAMA, "cyllama and gguf")):
