@@ -21,7 +21,12 @@ GGUF = "gguf"
 @click.command("convert", short_help="Another layout, codes kept.")
 @model_argument()
 @click.option(
-    "--to", "layout", type=click.Choice((*LAYOUTS, GGUF, *PLAIN)), required=True, help="Layout of the output."
+    "--to",
+    "layout",
+    metavar="LAYOUT",
+    type=click.Choice((*LAYOUTS, GGUF, *PLAIN)),
+    required=True,
+    help="Layout of the output.",
 )
 @click.option(
     "--scheme", metavar="SCHEME", help="Quantize so what is plain, or what --allow-requantize has to redo."
@@ -58,12 +63,18 @@ def command(
     qconvert convert ./model-gptq --to gguf -o model.gguf
 
     \b
-    SCHEME    int{2..8}[-asym][-g{N}|-channel] in layouts of integers, or
-              compressed-tensors  fp8-channel, fp8-tensor, fp8-block, mxfp4, nvfp4
-              mlx                 mxfp4
-              bitsandbytes        nf4, fp4, nf4-nested, fp4-nested, int8
-              fp8, mxfp4          nothing to choose: blocks of DeepSeek's FP8; gpt-oss's experts
-              gguf                a type of `qconvert to-gguf`; without one, codes and numbers are kept
+    LAYOUT              SCHEME for what is plain, or has to be quantized again
+    compressed-tensors  int{2..8}[-asym][-g{N}|-channel],
+                        fp8-channel, fp8-tensor, fp8-block, mxfp4, nvfp4
+    int-quantized       int8-channel, int8-asym-channel
+    gptq, gptq_v2       int{2,3,4,8}[-asym][-g{N}|-channel]
+    awq                 int4[-asym][-g{N}|-channel]
+    mlx                 int{2,3,4,5,6,8}[-asym]-g{32,64,128}, mxfp4
+    bitsandbytes        nf4, fp4, nf4-nested, fp4-nested, int8
+    fp8                 blocks of 128 by 128, as DeepSeek's and Qwen's
+    mxfp4               gpt-oss's stacks of experts
+    gguf                a type of to-gguf; without one all is kept as it is
+    bf16, f16, f32      none: plain numbers
     """
     from qconvert.targets import Target, find_table
 
