@@ -46,7 +46,7 @@ class Config:
 CONFIGS: dict[tuple[str, int], Config] = {
     ("int4-mma", 16): Config(128, 16, warps=4, stages=4, resident=3),  # 2.05, 167, 42 KB
     ("int4-mma", 32): Config(128, 32, warps=4, stages=4, resident=2),  # 2.34, 167, 58 KB
-    ("int4-mma", 64): Config(128, 64, warps=8, stages=3, resident=2),  # 3.73, 122, 67 KB
+    ("int4-mma", 64): Config(128, 64, warps=8, stages=3, resident=1),  # 3.73, 122, 67 KB
     ("int8-mma", 16): Config(64, 16, warps=4, stages=4, resident=4),  # 3.11, 128, 41 KB
     ("int8-mma", 32): Config(64, 32, warps=4, stages=4, resident=3),  # 3.23, 127, 58 KB
     ("int8-mma", 64): Config(64, 64, warps=4, stages=3, resident=2),  # 3.73, 183, 66 KB
