@@ -107,10 +107,31 @@ def draft(
         *tie.warnings,
         *(growth.sentence for growth in grown),
         *(f"{name}: a buffer the model recomputes; left out" for name in binding.dropped),
+        *(_activations(architecture.config, config) if wish.target else []),
     ]
     return Draft(
         plan, architecture, config, tuple(warnings), tuple(notices(plan.outputs, architecture, recipe.layout))
     )
+
+
+def _activations(before: Json, after: Json) -> list[str]:
+    """What changes about activations when quantized weights go to another layout; weights are not all."""
+    if not before.get("quantization_config") or _eight_bit_inputs(before) == _eight_bit_inputs(after):
+        return []
+    if _eight_bit_inputs(after):
+        return ["config.json: loaders of this layout quantize activations to 8 bits, the source's do not"]
+    return ["config.json: the source's loaders quantize activations to 8 bits, those of this layout do not"]
+
+
+def _eight_bit_inputs(config: Json) -> bool:
+    """Whether a config makes loaders multiply 8-bit activations, scaled as they come."""
+    settings = config.get("quantization_config")
+    if not isinstance(settings, dict):
+        return False
+    groups = settings.get("config_groups")
+    listed = groups.values() if isinstance(groups, dict) else ()
+    inputs = any(isinstance(group, dict) and group.get("input_activations") for group in listed)
+    return bool(inputs or settings.get("activation_scheme") or settings.get("load_in_8bit"))
 
 
 def check_plain_weights(binding: Binding) -> None:

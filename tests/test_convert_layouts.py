@@ -362,3 +362,24 @@ def test_quantize_writes_any_layout_of_integers_at_once(model: Path, tmp_path: P
     assert "with an AWQ backend, load this folder" in (out / "README.md").read_text()
     ran = qconvert(*asked, "--rule", "embed=int8", "-o", tmp_path / "table")
     assert ran.code == 1 and "awq holds no quantized embedding" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("source", "layout", "said"),
+    [
+        ("cut-ct-w8a8-int8", "int-quantized", None),
+        ("cut-ct-w8a8-int8", "bitsandbytes", None),
+        ("cut-ct-w8a8-int8", "gptq", "the source's loaders quantize activations to 8 bits, those of this"),
+        ("cut-ct-w8a8-int8", "compressed-tensors", "the source's loaders quantize activations to 8 bits"),
+        ("cut-torchao-int8", "int-quantized", "loaders of this layout quantize activations to 8 bits"),
+        ("cut-fp8-block-hand", "compressed-tensors", None),
+    ],
+)
+def test_what_becomes_of_activations_is_told(
+    assets: Path, tmp_path: Path, source: str, layout: str, said: str | None
+) -> None:
+    folder = assets / "fixtures" / "quantized" / source
+    ran = qconvert("convert", folder, "--to", layout, "--no-verify", "-o", tmp_path / "out")
+    assert ran.code == 0 and (said in ran.err if said else "activations" not in ran.err), ran.err
+    warnings = json.loads((tmp_path / "out" / "qconvert.json").read_text())["warnings"]
+    assert any("activations" in warning for warning in warnings) is bool(said)
