@@ -97,12 +97,10 @@ def record(found: Sequence[tuple[str, Row]], outcomes: Sequence[Outcome]) -> str
 
 
 def _conclude(out: Path, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
-    """The tables that fit a terminal; the raw rows stay only where a section failed."""
+    """Print the page; rows and log stay only where a section did not come to its end."""
     from qconvert.evals.gpu import report
 
-    blocks = (report.machine, report.correctness, report.decoding, report.reading, report.asked)
-    click.echo("\n\n".join(block(rows) for block in blocks))
-    click.echo("\n" + report.left_out(rows, outcomes))
+    click.echo("\n" + report.markdown(rows, outcomes))
     if all(outcome.status == "done" for outcome in outcomes):
         (out / ROWS).unlink(missing_ok=True)
         (out / LOG).unlink(missing_ok=True)

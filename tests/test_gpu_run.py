@@ -8,14 +8,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from qconvert.evals import speed_gpu
+from qconvert.evals.gpu.clock import time_calls
 from qconvert.evals.gpu.job import Job, attempt
 from qconvert.evals.gpu.models import TINY
 from qconvert.evals.gpu.rows import (
@@ -109,6 +114,67 @@ def test_an_error_costs_its_own_rows() -> None:
     job = Job(CPU, time.monotonic() + 9)
     assert list(attempt(job, "this one", broken)) == [Note("this one: RuntimeError: out of memory")]
     assert list(attempt(job, "that one", lambda: ROWS[:2])) == list(ROWS[:2])
+
+
+class FakeGraph:
+    """A CUDA graph on a CPU: it replays what was called while it was captured."""
+
+    capturing: FakeGraph | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+
+class FakeEvent:
+    def __init__(self, enable_timing: bool = False) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@contextmanager
+def fake_capture(graph: FakeGraph) -> Iterator[None]:
+    FakeGraph.capturing = graph
+    yield
+    FakeGraph.capturing = None
+
+
+def test_calls_are_timed_as_a_replayed_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call sleeps 1 ms when it runs; it runs once to warm up, and then in replays only."""
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    fakes = {"Stream": lambda device: stream, "current_stream": lambda device: stream, "Event": FakeEvent,
+             "stream": lambda side: nullcontext(), "synchronize": lambda device: None,
+             "CUDAGraph": FakeGraph, "graph": fake_capture}  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    ran = [0, 0, 0]
+
+    def call(number: int) -> None:
+        if FakeGraph.capturing is not None:
+            FakeGraph.capturing.calls.append(lambda: call(number))
+            return
+        ran[number] += 1
+        time.sleep(1e-3)
+
+    calls = [partial(call, number) for number in range(3)]
+    timing = time_calls(calls, torch.device("cuda", 0), rounds=3)
+    assert timing.graphed and len(timing.rounds) == 3
+    assert 1e-3 <= timing.seconds < 5e-3
+    # Six times the three calls are a graph: once by themselves, one replay, three to size a round, 3 rounds.
+    assert ran == [6 * (1 + 1 + 3 + 3)] * 3
+    timing = time_calls(calls, torch.device("cuda", 0), rounds=2, graphed=False)
+    assert not timing.graphed and 1e-3 <= timing.seconds < 5e-3
 
 
 def test_a_section_writes_as_it_goes_and_stops_at_its_end(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from qconvert.decoder.cuda.packing import TILE
 from qconvert.decoder.cuda.reference import FewRowWeight, sums_for
 from qconvert.decoder.linear import Linear
 from qconvert.evals.gpu.ceilings import l2_bytes
-from qconvert.evals.gpu.clock import Call, Timing, time_calls
+from qconvert.evals.gpu.clock import Call, time_calls
 from qconvert.evals.gpu.job import Job, attempt
 from qconvert.evals.gpu.models import FORMS, MODELS, QUANTIZED, config_of, linear_shapes, named_shapes
 from qconvert.evals.gpu.peer_kernels import KERNEL_PEERS, Peer, PeerCall
@@ -38,7 +38,7 @@ def products(job: Job) -> Iterator[Row]:
     """One row of x first, over everything: what decoding is made of."""
     forms = [form for form in FORMS if job.passed(f"product {form}")]
     yield from job.unsound(f"product {form}" for form in FORMS)
-    shapes = named_shapes(MODELS)
+    shapes, loose = named_shapes(MODELS), set[str]()
     if job.dry:
         shapes = dict(list(named_shapes(MODELS, tiny=True).items())[-1:])
     for rows in ROWS[:1] if job.dry else ROWS:
@@ -47,7 +47,7 @@ def products(job: Job) -> Iterator[Row]:
                 yield from attempt(job, f"{form} {name}", partial(_ours, job, form, shape, rows))
             for peer in KERNEL_PEERS:
                 what = f"{peer.via} {peer.form} {name}"
-                yield from attempt(job, what, partial(_peer, job, peer, shape, rows))
+                yield from attempt(job, what, partial(_peer, job, peer, shape, rows, loose))
 
 
 def _copies(job: Job, nbytes: float) -> int:
@@ -74,7 +74,7 @@ def _rotation(job: Job, form: str, shape: Shape) -> list[FewRowWeight]:
     return job.maker.weights(form, *shape, copies=more)
 
 
-def _peer(job: Job, peer: Peer, shape: Shape, rows: int) -> Iterator[Row]:
+def _peer(job: Job, peer: Peer, shape: Shape, rows: int, loose: set[str]) -> Iterator[Row]:
     if not peer.here() or not job.passed(peer.subject):
         return
     made: list[PeerCall] = [peer.make(job.maker, shape)]
@@ -82,16 +82,15 @@ def _peer(job: Job, peer: Peer, shape: Shape, rows: int) -> Iterator[Row]:
         made.append(peer.make(job.maker, shape))
     x_MK = job.maker.normal(rows, shape[1])
     calls: list[Call] = [partial(each.multiply, x_MK) for each in made]
-    timing = _timed_either_way(calls, job.device)
-    yield Product(peer.via, peer.form, *shape, rows, None, timing.seconds, made[0].nbytes, timing.graphed)
-
-
-def _timed_either_way(calls: list[Call], device: torch.device) -> Timing:
-    """In a graph; launched one by one where the peer cannot be captured."""
+    graphed = peer.via not in loose
     try:
-        return time_calls(calls, device)
+        timing = time_calls(calls, job.device, graphed=graphed)
     except RuntimeError:
-        return time_calls(calls, device, graphed=False)
+        if not graphed:
+            raise
+        loose.add(peer.via)  # what cannot be captured is not tried again, but launched one by one
+        timing = time_calls(calls, job.device, graphed=False)
+    yield Product(peer.via, peer.form, *shape, rows, None, timing.seconds, made[0].nbytes, timing.graphed)
 
 
 def crossings(job: Job) -> Iterator[Row]:

@@ -22,7 +22,7 @@ from qconvert.evals.gpu.models import config_of, kv_bytes, read_flops
 from qconvert.evals.gpu.rows import Decoding, Note, Reading, Row
 
 NF4_FORM = "nf4, 16-bit head"
-TOKENS, ROUNDS, ROOM = 32, 5, 2304
+TOKENS, ROUNDS, CONTEXTS = 32, 5, (0, 2048)
 EAGER_TOKENS, EAGER_ROUNDS = 16, 2
 """Launched from Python a step takes 20 ms and more, whatever the model."""
 COMPILE_SECONDS = 50.0
@@ -128,20 +128,23 @@ class Stepper:
 
 
 def _decoding(job: Job, model: str, form: str, via: str, built: Any) -> Iterator[Row]:
-    """Launched from Python, and replayed as a graph."""
-    stepper = Stepper(built, 32 if job.dry else ROOM, job.device)
-    stepper.step()  # the cache takes its memory at the first call
-    yield from _timed(job, model, form, f"{via} eager", stepper, stepper.step, EAGER_TOKENS, EAGER_ROUNDS)
-    if job.device.type == "cuda":
-        try:
-            graph = capture([stepper.step], job.device)
-        except RuntimeError as error:
-            yield Note(f"{via} {model}: cannot be captured: {str(error).splitlines()[0][:200]}")
-            return
-        yield from _timed(job, model, form, f"{via} CUDA graph", stepper, graph.replay)
+    """Launched from Python, and replayed as a graph; the cache no longer than what is read."""
+    for context in (0, 5) if job.dry else CONTEXTS:
+        stepper = Stepper(built, context + TOKENS, job.device)
+        stepper.step()  # the cache takes its memory at the first call
+        timed = partial(_timed, job, model, form, stepper=stepper, context=context)
+        yield timed(f"{via} eager", step=stepper.step, tokens=EAGER_TOKENS, rounds=EAGER_ROUNDS)
+        if job.device.type == "cuda":
+            try:
+                graph = capture([stepper.step], job.device)
+            except RuntimeError as error:
+                yield Note(f"{via} {model}: cannot be captured: {str(error).splitlines()[0][:200]}")
+                continue
+            yield timed(f"{via} CUDA graph", step=graph.replay)
 
 
 def _compiled(job: Job, model: str) -> Iterator[Row]:
+    """At the start of a text only: another length of the cache is compiled for again."""
     if job.device.type != "cuda":
         yield Note("torch.compile: not in a dry run")
     elif job.left < COMPILE_SECONDS:
@@ -149,10 +152,12 @@ def _compiled(job: Job, model: str) -> Iterator[Row]:
     else:
         built = _model(job, model)
         built.forward = torch.compile(built.forward, mode="reduce-overhead", fullgraph=True)
-        stepper = Stepper(built, ROOM, job.device)
+        stepper = Stepper(built, TOKENS, job.device)
         for _ in range(4):  # takes the cache's memory, compiles, records, replays
             stepper.step()
-        yield from _timed(job, model, "bf16", "transformers compiled", stepper, stepper.step)
+        yield _timed(
+            job, model, "bf16", "transformers compiled", stepper=stepper, context=0, step=stepper.step
+        )
 
 
 def _timed(
@@ -160,28 +165,29 @@ def _timed(
     model: str,
     form: str,
     via: str,
+    *,
     stepper: Stepper,
+    context: int,
     step: Callable[[], object],
     tokens: int = TOKENS,
     rounds: int = ROUNDS,
-) -> Iterator[Decoding]:
+) -> Decoding:
     tokens, rounds = (2, 1) if job.dry else (tokens, rounds)
     config = DecoderConfig.from_hf(config_of(model, tiny=job.dry))
-    for context in (0, 5) if job.dry else (0, 2048):
-        seconds = []
-        for _ in range(rounds + 1):
-            stepper.restart(context)
-            seconds.append(wall_seconds(_times(step, tokens), job.device) / tokens)
-        yield Decoding(
-            model,
-            via,
-            form,
-            context,
-            statistics.median(seconds[1:]),
-            _weight_bytes(stepper.model),
-            kv_bytes(config, context + tokens // 2),
-            None,
-        )
+    seconds = []
+    for _ in range(rounds + 1):
+        stepper.restart(context)
+        seconds.append(wall_seconds(_times(step, tokens), job.device) / tokens)
+    return Decoding(
+        model,
+        via,
+        form,
+        context,
+        statistics.median(seconds[1:]),
+        _weight_bytes(stepper.model),
+        kv_bytes(config, context + tokens // 2),
+        None,
+    )
 
 
 def _times(step: Callable[[], object], count: int) -> Call:

@@ -111,30 +111,48 @@ def kernels(rows: Sequence[Row]) -> str:
     """Every shape with its best splits, beside peers; and the splits as the decoder's tuning holds them."""
     found, copy = of_kind(rows, Product), ceiling(rows, "copy")
     names = named_shapes(MODELS)
-    head = ["product", "shape", "form", "via", "splits", "us", "GB/s", "of copy", "in a graph"]
+    head = [
+        "product",
+        "shape",
+        "form",
+        "via",
+        "us by splits",
+        "splits",
+        "us",
+        "GB/s",
+        "of copy",
+        "in a graph",
+    ]
     blocks = ["## Matmul kernels"]
     for count in dict.fromkeys(row.rows for row in found):
-        best = list(_best_products([row for row in found if row.rows == count], copy))
+        mine = [row for row in found if row.rows == count]
+        best = list(_best_products(mine, copy))
         blocks.append(f"{count} row{'s' if count > 1 else ''} of x:")
-        blocks.append(_grid(head, [_product_cells(row, names, copy) for row in best], left=4))
+        blocks.append(_grid(head, [_product_cells(row, mine, names, copy) for row in best], left=4))
         if count == 1:
             blocks.append(_literal(best, names))
     return "\n\n".join(blocks)
 
 
-def _product_cells(row: Product, names: Names, copy: float | None) -> list[str]:
+def _product_cells(row: Product, found: Sequence[Product], names: Names, copy: float | None) -> list[str]:
     rate = row.nbytes / row.seconds
+    by_splits = [f"{each.splits}: {each.seconds * 1e6:.2f}" for each in found if _key(each) == _key(row)]
     return [
         names.get((row.out, row.width), ""),
         f"{row.out} x {row.width}",
         row.form,
         row.via,
+        "" if row.splits is None else ", ".join(by_splits),
         "" if row.splits is None else str(row.splits),
         f"{row.seconds * 1e6:.2f}",
         f"{rate / 1e9:.0f}",
         "" if copy is None else f"{rate / copy:.2f}",
         "yes" if row.graphed else "no",
     ]
+
+
+def _key(row: Product) -> tuple[object, ...]:
+    return row.out, row.width, row.form, row.via
 
 
 def _best_products(found: Sequence[Product], copy: float | None) -> Iterator[Product]:
@@ -146,8 +164,8 @@ def _best_products(found: Sequence[Product], copy: float | None) -> Iterator[Pro
     def cost(row: Product) -> float:
         return row.seconds + (4 * (row.splits or 0) * row.rows * row.out / copy if copy else 0.0)
 
-    for key in dict.fromkeys((row.out, row.width, row.form, row.via) for row in found):
-        mine = [row for row in found if (row.out, row.width, row.form, row.via) == key]
+    for key in dict.fromkeys(map(_key, found)):
+        mine = [row for row in found if _key(row) == key]
         least = min(map(cost, mine))
         yield min((row for row in mine if cost(row) <= TIE * least), key=lambda row: row.splits or 0)
 
