@@ -34,7 +34,8 @@ class TensorDifference:
 
     `status` is "equal", "differs", "shape", "only in A" or "only in B". `max_steps` is the largest
     difference in units of B's quantization scale, None when B's tensor has none of its own (plain
-    numbers, and GGML blocks with scales of scales); `quantized` tells whether B's numbers are coded.
+    numbers, and GGML blocks with scales of scales); `quantized` tells whether B's numbers are coded, `form`
+    what as; `rounded` that B's plain numbers are A's, rounded to B's type.
     """
 
     name: str
@@ -44,6 +45,8 @@ class TensorDifference:
     max_steps: float | None = None
     note: str = ""
     quantized: bool = False
+    form: str = ""
+    rounded: bool = False
 
     @property
     def relative_rms(self) -> float:
@@ -179,13 +182,14 @@ def locate(checkpoint: Checkpoint, name: str) -> list[RowSlice]:
 def _compare_pairs(
     reader_a: Reader | _Reordered, tensor: Logical, reader_b: Reader, pairs: list[_Pair], role: str
 ) -> TensorDifference:
-    total, steps, zeros = None, None, True
+    total, steps, zeros, rounded = None, None, True, True
     for pair in pairs:
         for block_a, block_b in _blocks(reader_a, pair.a, reader_b, pair.b, pair.rows_a):
             numbers_a, numbers_b = _numbers(block_a), _numbers(block_b)
             inside, zeros = _inside(numbers_b, pair.width_a, zeros)
             found = compare(numbers_a, inside)
             total = found if total is None else total + found
+            rounded = rounded and _is_rounded(numbers_a, block_b, inside)
             if isinstance(block_b, IntAffine | MinAffine | Coded):
                 steps = max(steps or 0.0, _steps(numbers_a, block_b))
         for more in rows_within(pair.b, pair.rows_a, pair.rows_b):
@@ -195,8 +199,17 @@ def _compare_pairs(
         return TensorDifference(tensor.name, role, "shape", note="B goes on with numbers that are not 0")
     equal = total is None or total.equal_count == total.count
     status = "equal" if equal else "differs"
-    quantized = any(not isinstance(piece.tensor.form, Plain) for pair in pairs for piece in pair.b)
-    return TensorDifference(tensor.name, role, status, total, steps, _growth(pairs), quantized)
+    forms = [piece.tensor.form for pair in pairs for piece in pair.b]
+    quantized = any(not isinstance(form, Plain) for form in forms)
+    label, note = forms[0].label, _growth(pairs)
+    return TensorDifference(tensor.name, role, status, total, steps, note, quantized, label, rounded)
+
+
+def _is_rounded(a: Dense, block_b: Value, b: Dense) -> bool:
+    """Whether plain numbers of B are those of A in B's type."""
+    if not isinstance(block_b, Dense) or not a.dtype.is_float or not b.dtype.is_float:
+        return False
+    return bool(np.array_equal(cast(a, b.dtype)[0].rows_RI, b.rows_RI))
 
 
 def _inside(dense: Dense, width: int, zeros: bool) -> tuple[Dense, bool]:

@@ -220,3 +220,19 @@ def test_other_families_compute_the_same(row: str, tmp_path: Path) -> None:
         assert before.abs().max() > 0.1
         assert (after(IDS % 96).logits - before).abs().max() < 1e-4 * before.abs().max()
     assert sum(p.numel() for p in after.parameters()) > sum(p.numel() for p in model.parameters())
+
+
+def test_rounding_to_another_type_verifies_and_other_numbers_do_not(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = tiny(tmp_path / "m", "qwen3", dtype="f32", intermediate_size=300)
+    padded = made("convert", model, "--to", "bf16", "--pad-to-tp", 8, "-o", tmp_path / "p")
+    assert qconvert("verify", padded, "--against", model).code == 0
+    arrays = load_file(padded / "model.safetensors")
+    for row, column in ((0, 0), (0, 303)):  # a number of the source, and one of the zeros
+        changed = {name: array.clone() for name, array in arrays.items()}
+        changed[DOWN][row, column] += 1
+        save_file(changed, padded / "model.safetensors", {"format": "pt"})
+        (padded / "qconvert.json").unlink(missing_ok=True)
+        ran = qconvert("verify", padded, "--against", model)
+        assert ran.code == 3 and DOWN in ran.err

@@ -29,7 +29,8 @@ def verify(out: Path, against: str | None, as_json: bool, quiet: bool, revision:
 
     Headers, names and shapes against the architecture; every byte against the hashes in
     qconvert.json; with --against, every decoded number against the source: kept tensors must be
-    equal, quantized ones within half a quantization step inside the grid's range.
+    equal or rounded to their new type, quantized ones within half a quantization step inside the
+    grid's range.
     Exit code 3 when something does not hold.
 
     \b
@@ -71,18 +72,22 @@ def _end_with_json(found: Json, *, failed: bool) -> NoReturn:
 
 
 def _acceptable(d: TensorDifference) -> bool:
-    """Whether a tensor of the source may differ from the output's in this way.
+    """Whether a tensor of the source may differ from the output's in this way: rounded to another type, or
+    as quantizing changes numbers.
 
     A quantized number may lie half a step away, and further only where the search clipped its
     group's range; the bound on the relative error catches a wrong scale or a shifted row.
     """
     if d.status == "equal":
         return True
-    return d.status == "differs" and d.quantized and d.relative_rms < _WORST_RELATIVE_RMS
+    worst = _WORST_OF_THREE_VALUES if d.form in ("tq1_0", "tq2_0") else _WORST_RELATIVE_RMS
+    return d.status == "differs" and (d.rounded or (d.quantized and d.relative_rms < worst))
 
 
 # int2 with a searched scale loses at most this share of a weight's energy on any distribution seen.
 _WORST_RELATIVE_RMS = 0.6
+# -1, 0 and 1 times the largest magnitude of 256 weights that were not made for that: most become 0.
+_WORST_OF_THREE_VALUES = 0.95
 
 
 def _complaint(d: TensorDifference) -> str:
