@@ -43,6 +43,10 @@ _UNNORMALISED = (
     "tokenizer.model: normalises text, which llama.cpp does not do for SentencePiece BPE: full-width "
     "letters, ligatures and fractions get other tokens there"
 )
+_CASED = (
+    "the vocabulary tells upper from lower case, and the file says so; llama.cpp's build b9190 and older "
+    "ones lower all text nevertheless"
+)
 _NO_BYTES = (
     "tokenizer.model: spells unknown characters as bytes, which llama.cpp does not do for unigram models: "
     "they become the unknown token there"
@@ -154,6 +158,11 @@ class _Builder:
         yield from self._special()
 
     def _wordpiece(self, model: Json) -> Iterator[KV]:
+        flags = {
+            entry.key: entry.value for entry in _normaliser_flags(self.files.tokenizer.get("normalizer"))
+        }
+        if flags.get("tokenizer.ggml.normalizer.lowercase") is False:
+            self.warnings.append(_CASED)
         tokens = wordpiece_tokens(vocabulary(model.get("vocab")), self.files.added, self.rows)
         yield KV.u32(
             "tokenizer.ggml.token_type_count",

@@ -134,17 +134,13 @@ def test_vocabularies_of_llama_cpps_tests(assets: Path, tmp_path: Path, name: st
         assert list(vocab.tokenize(text, False, False)) == ids, text
 
 
-def bytes_of(token: str) -> bytes:
-    """The bytes of a byte-level token, by transformers' table."""
+def tiktoken_lines(vocab: dict[str, int]) -> str:
+    """A vocabulary as OpenAI's and Qwen's files spell it; letters stand for bytes by transformers' table."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    return bytes(letters[letter] for letter in token)
-
-
-def tiktoken_lines(vocab: dict[str, int]) -> str:
-    """A vocabulary as OpenAI's and Qwen's files spell it."""
-    return "".join(f"{base64.b64encode(bytes_of(t)).decode()} {rank}\n" for t, rank in vocab.items())
+    letters = {ord(letter): byte for byte, letter in bytes_to_unicode().items()}
+    raw = ((bytes(map(letters.__getitem__, map(ord, text))), rank) for text, rank in vocab.items())
+    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in raw)
 
 
 def test_the_merges_of_a_tiktoken_file_are_those_of_the_same_models_tokenizer_json(
