@@ -130,7 +130,7 @@ def _measure(
         "tokens": tokens,
         "threads": threads,
         "rounds": rounds,
-        "machine": machine(),
+        "machine": f"{machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "versions": _versions(),
         "copy_bytes_per_second": copies,
         "token_bytes": {runner.name: runner.token_bytes for runner in runners},
