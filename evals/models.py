@@ -9,30 +9,27 @@ import torch
 from qconvert.census import census_of_tensors
 from qconvert.decoder.config import DecoderConfig
 from qconvert.decoder.load import load_decoder
-from qconvert.decoder.place import Layout, find_device
+from qconvert.decoder.place import evaluation_layout, find_device
 from qconvert.evals.lockstep import EvalModel
 from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.formats.weights import CheckpointWeights
 
 
-def open_model(
-    path: Path, label: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> EvalModel:
-    """The checkpoint in `path`, ready to be measured; quantized weights stay packed in memory.
+def open_model(path: Path, label: str, *, device: str = "cpu", dtype: torch.dtype | None = None) -> EvalModel:
+    """The checkpoint in `path`, ready to be measured, in the layout that its device reads fastest.
 
-    In bfloat16 they lie in the layout of the CPU's kernels, which decode to the same numbers as the
-    reference layout, faster.
+    No dtype stands for float32 on the CPU and bfloat16 on a GPU; `evaluation_layout` is the rule for
+    what lies packed.
     """
-    checkpoint = open_checkpoint(path)
-    weights = CheckpointWeights(checkpoint)
-    fast = dtype == torch.bfloat16 and find_device(device).type == "cpu"
+    checkpoint, place = open_checkpoint(path), find_device(device)
+    census = census_of_tensors(checkpoint.tensors, checkpoint.bind(), checkpoint.layout.name)
+    dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     decoder = load_decoder(
         DecoderConfig.from_hf(checkpoint.config),
-        weights,
-        device=device,
+        CheckpointWeights(checkpoint),
+        device=place,
         dtype=dtype,
-        layout=Layout.AUTO if fast else Layout.REFERENCE,
+        layout=evaluation_layout(census.parameters, place, dtype),
     )
-    census = census_of_tensors(checkpoint.tensors, checkpoint.bind(), checkpoint.layout.name)
     size_bytes = sum(file.size for file in checkpoint.files.files)
     return EvalModel(label, decoder, size_bytes, census.bits_per_weight, path)

@@ -5,6 +5,7 @@ Run by test_cuda_step.py in a process of its own: TRITON_INTERPRET counts only b
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,12 +29,17 @@ from qconvert.decoder.cuda.attention import (
 from qconvert.decoder.cuda.head import Spoken, score_reference, score_spoken
 from qconvert.decoder.cuda.language import INTERPRET
 from qconvert.decoder.cuda.norm import add_norm, add_norm_reference
-from qconvert.decoder.cuda.step import obstacle, open_step, read, read_greedily
+from qconvert.decoder.cuda.packing import MmaInt4, MmaInt8
+from qconvert.decoder.cuda.step import CudaStep, obstacle, open_step, read, read_greedily
 from qconvert.decoder.cuda.swiglu import swiglu, swiglu_reference
 from qconvert.decoder.load import load_decoder
+from qconvert.decoder.place import Layout
 from qconvert.decoder.rope import rotate
+from qconvert.decoder.storage import IntWeight
 from qconvert.errors import QConvertError
+from qconvert.tensors import DType, GroupInt, Value
 from tests.decoder_models import StateDict, decoder_of, tiny, tokens
+from tests.test_decoder_linear import random_value
 
 CPU = torch.device("cpu")
 assert INTERPRET
@@ -235,6 +241,69 @@ def test_scores(tokens: int, vocab: int, widths: tuple[int, int]) -> None:
                 assert torch.allclose(got.kl_N, want.kl_N, rtol=2e-6, atol=2e-6)
 
 
+class Grids:
+    """A model's weights, its matrices replaced by random grids of 4 or 8 bits; q and k apart from v."""
+
+    def __init__(self, model: Any, form: GroupInt, head: bool) -> None:
+        exact = {name: weight.bfloat16().float() for name, weight in model.state_dict().items()}
+        self.plain, self.form, self.head = StateDict(exact, fused=False), form, head
+
+    def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:
+        if self.head and role == "lm_head":
+            return None
+        value = self.plain.get(role, layer, kind)
+        inside = role.startswith(("attn.", "mlp.")) and "norm" not in role
+        if value is None or kind != "weight" or not (inside or (self.head and role == "embed")):
+            return value
+        return random_value(self.form, *value.arrays[0].shape)
+
+
+@pytest.mark.parametrize(
+    ("form", "tied", "head_bits"),
+    [
+        (GroupInt(4, 32, False, DType.BF16), True, None),
+        (GroupInt(8, None, True, DType.F32), False, 8),
+        (GroupInt(4, 64, True, DType.F16), False, 4),
+    ],
+)
+def test_a_step_with_quantized_weights(form: GroupInt, tied: bool, head_bits: int | None) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
+    model = tiny("qwen2", tie_word_embeddings=tied, **sizes)
+    config = DecoderConfig.from_hf(model.config.to_dict())
+    wide, decoder = (
+        load_decoder(config, Grids(model, form, tied), dtype=dtype, layout=layout, head_bits=head_bits)
+        for dtype, layout in ((torch.float32, Layout.REFERENCE), (torch.bfloat16, Layout.AUTO))
+    )
+    kind = {4: MmaInt4, 8: MmaInt8}[form.bits]
+    assert all(isinstance(linear.weight, kind) for linear in decoder.layers[0].attention.qkv)
+    assert isinstance(decoder.head, IntWeight)
+    caches = [wide.cache(2, 4), decoder.cache(2, 4)]
+    step = open_step(decoder, caches[1])
+    for ids in tokens(2, 3).T:
+        want, got = wide.decode(ids, caches[0]), read(step, ids)
+        assert float((got - want).abs().max()) < 0.03 * float(want.abs().max())
+
+
+def test_a_decoder_laid_out_for_speed_steps() -> None:
+    """From one cache to the next and back, each filled by a prompt first."""
+    model = tiny("llama", num_hidden_layers=1)
+    config, weights = DecoderConfig.from_hf(model.config.to_dict()), StateDict(model.state_dict(), fused=True)
+    decoder = load_decoder(config, weights, dtype=torch.bfloat16, layout=Layout.AUTO)
+    plain = replace(decoder, step=None)
+    assert isinstance(decoder.step, CudaStep)
+    both = [[each.cache(1, 8) for _ in range(2)] for each in (decoder, plain)]
+    for caches, each in zip(both, (decoder, plain), strict=True):
+        for i, cache in enumerate(caches):
+            each.prefill(tokens(1, 3, seed=i), cache)
+    for turn in (0, 1, 0):
+        got, want = (
+            each.decode(torch.tensor([7]), caches[turn])
+            for each, caches in zip((decoder, plain), both, strict=True)
+        )
+        assert got.shape == want.shape and float((got - want).abs().max()) < 0.03 * float(want.abs().max())
+    assert [cache.length for cache in both[0]] == [5, 4]
+
+
 def test_greedy_steps_choose_what_reading_would() -> None:
     decoder = decoder_of(tiny("qwen3", num_hidden_layers=1), fused=True, dtype=torch.bfloat16)
     step = open_step(decoder, decoder.cache(1, 8), greedy=True)
@@ -252,7 +321,7 @@ def test_what_cannot_step_says_why() -> None:
     assert obstacle(decoder_of(dense, fused=True, dtype=bf16), 16) is None
     for decoder, rows, why in (
         (decoder_of(dense, fused=True), 1, "float32"),
-        (decoder_of(dense, fused=True, dtype=bf16), 17, "17 sequences"),
+        (decoder_of(dense, fused=True, dtype=bf16), 17, "17 sequences are more than 16"),
         (decoder_of(dense, dtype=bf16), 1, "apart"),
         (decoder_of(tiny("qwen3_moe"), fused=True, dtype=bf16), 1, "experts"),
     ):

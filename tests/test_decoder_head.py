@@ -70,3 +70,30 @@ def test_widths_that_fill_no_registers(width: int) -> None:
     w = torch.randn(9, width, generator=GENERATOR).bfloat16()
     x = torch.randn(1, width, generator=GENERATOR)
     assert torch.allclose(multiply_float32(x, DenseWeight(w), 0, 9), x @ w.float().T, atol=1e-5)
+
+
+class Spy(DenseWeight):
+    """A head that notes under which switches it is read."""
+
+    def rows(self, index: slice | torch.Tensor) -> torch.Tensor:
+        matmul = torch.backends.cuda.matmul
+        SEEN.append((matmul.fp32_precision, matmul.allow_bf16_reduced_precision_reduction))
+        return super().rows(index)
+
+
+SEEN: list[tuple[str, bool]] = []
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="the switch is of torch 2.9"
+)
+def test_switches_that_round_products_do_not_reach_logits() -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        multiply_float32(torch.ones(3, 96), Spy(W), 0, 2100)
+        assert matmul.fp32_precision == "tf32" and matmul.allow_bf16_reduced_precision_reduction
+    finally:
+        matmul.fp32_precision = before
+    assert set(SEEN) == {("ieee", False)}

@@ -6,10 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from qconvert.decoder import linear
+from qconvert.decoder import linear, place
 from qconvert.decoder.linear import BACKENDS, Linear
-from qconvert.decoder.place import Layout, find_device, place_rows, place_vector, place_weight, stack
-from qconvert.decoder.storage import IntWeight
+from qconvert.decoder.place import (
+    Layout,
+    evaluation_layout,
+    find_device,
+    place_rows,
+    place_vector,
+    place_weight,
+    stack,
+)
+from qconvert.decoder.storage import DenseWeight, IntWeight
 from qconvert.errors import BadRecipe
 from qconvert.tensors import BlockRows, Blocks, Dense, DType, GroupInt, GroupMin, IntAffine, MinAffine
 
@@ -143,6 +151,27 @@ def test_like_forms_stack_and_others_do_not() -> None:
     floats = [Dense(np.full((rows, 2), rows, np.float32), DType.F32) for rows in (1, 2)]
     joined = stack(floats)
     assert isinstance(joined, Dense) and joined.rows_RI.tolist() == [[1, 1], [2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_dense_copy_is_what_the_rows_are_worth(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "SCRATCH_BYTES", 5 * 64 * 4)
+    value = random_value(GroupInt(4, 32, False, DType.F16), 37, 64)
+    weight = place_weight(value, CPU, dtype, Layout.DENSE)
+    assert isinstance(weight, DenseWeight) and weight.nbytes == 37 * 64 * dtype.itemsize
+    assert torch.equal(weight.w_OI, place_rows(value, CPU, dtype).rows(slice(None)))
+
+
+def test_evaluations_copy_weights_where_half_of_a_gpus_memory_holds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4000, 9000))
+    assert evaluation_layout(1000, gpu, torch.bfloat16) is Layout.DENSE
+    assert evaluation_layout(1001, gpu, torch.bfloat16) is Layout.AUTO
+    assert evaluation_layout(501, gpu, torch.float32) is Layout.AUTO
+    assert evaluation_layout(1, CPU, torch.float32) is Layout.REFERENCE
+    assert evaluation_layout(1, CPU, torch.bfloat16) is Layout.AUTO
 
 
 def test_every_kind_has_a_backend_for_any_number_of_rows() -> None:

@@ -226,12 +226,23 @@ def test_packed_kernels_give_the_logits_of_the_reference(rows: int) -> None:
     exact = load_decoder(config, weights)
     want = exact.logits(exact.hidden(ids)[0])
     errors = {}
-    for layout in Layout:
+    for layout in (Layout.REFERENCE, Layout.AUTO):
         decoder = load_decoder(config, weights, dtype=torch.bfloat16, layout=layout)
         errors[layout] = (decoder.logits(decoder.hidden(ids)[0]) - want).abs().mean()
     kinds = {linear.weight.kind for layer in decoder.layers for linear in layer.attention.qkv}
     assert (kinds, len(decoder.layers[0].attention.qkv)) == ({"int4-cpu"}, 1)
     assert 0 < errors[Layout.AUTO] < 1.2 * errors[Layout.REFERENCE]
+
+
+def test_a_dense_copy_gives_the_logits_of_the_reference_bit_for_bit() -> None:
+    model, ids = tiny("qwen3", hidden_size=64), tokens(2, 20)
+    weights, config = Quantized(model.state_dict(), group=16), DecoderConfig.from_hf(model.config.to_dict())
+    packed, dense = (load_decoder(config, weights, layout=each) for each in (Layout.REFERENCE, Layout.DENSE))
+    assert {linear.weight.kind for layer in dense.layers for linear in layer.attention.qkv} == {"dense"}
+    assert {packed.head.kind, packed.embed.kind} == {
+        "int4"
+    } and dense.head.kind == dense.embed.kind == "dense"
+    assert torch.equal(dense.logits(dense.hidden(ids)), packed.logits(packed.hidden(ids)))
 
 
 def test_an_int8_head_changes_logits_by_its_rounding() -> None:

@@ -45,7 +45,11 @@ def command() -> None:
 )
 @click.option("--chunks", type=click.IntRange(1), help="Stop after this many windows.")
 @click.option(
-    "--dtype", type=click.Choice(["f32", "bf16"]), default="f32", show_default=True, help="Arithmetic."
+    "--dtype",
+    type=click.Choice(["auto", "f32", "bf16"]),
+    default="auto",
+    show_default=True,
+    help="Arithmetic; auto: f32 on the CPU, bf16 on a GPU.",
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 @click.option("--noise-floor", is_flag=True, help="Also compare the reference with itself.")
@@ -179,7 +183,7 @@ def _load(name: str, revision: str | None, device: str, dtype: str) -> tuple[Eva
     from qconvert.hub import resolve
 
     path = resolve(name, revision=revision).path
-    arithmetic = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    arithmetic = {"auto": None, "f32": torch.float32, "bf16": torch.bfloat16}[dtype]
     return open_model(path, _label(name), device=device, dtype=arithmetic), path
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from qconvert.decoder.cpu.decode import multiply_few
 from qconvert.decoder.cpu.weights import PackedGrid
 from qconvert.decoder.linear import Table
+from qconvert.decoder.precision import exact_products
 from qconvert.decoder.storage import DenseWeight, NarrowWeight
 from qconvert.errors import BadRecipe
 from qconvert.quant.lanes import LANES
@@ -63,7 +64,8 @@ def multiply_float32(x_NI: Tensor, head: Table, start: int, stop: int) -> Tensor
             return multiply_few(x_NI, head.part(words))
         if isinstance(head, DenseWeight | NarrowWeight) and head.shape[1] % LANES == 0:
             return multiply_few(x_NI, replace(head, w_OI=head.w_OI[words]))
-    return _multiply_blocks(x_NI, head, start, stop)
+    with exact_products():
+        return _multiply_blocks(x_NI, head, start, stop)
 
 
 def _multiply_blocks(x_NI: Tensor, head: Table, start: int, stop: int) -> Tensor:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from qconvert.decoder.config import DecoderConfig, Experts
 from qconvert.decoder.cpu.engine import cpu_step
+from qconvert.decoder.cuda.language import available
 from qconvert.decoder.head import rounded_head
 from qconvert.decoder.linear import Linear, Weight
-from qconvert.decoder.model import Attention, Decoder, Layer, Mlp, Norm, SparseMlp
+from qconvert.decoder.model import Attention, Decoder, Layer, Mlp, Norm, SparseMlp, Step
 from qconvert.decoder.place import (
     Layout,
     find_device,
@@ -64,7 +65,17 @@ def load_decoder(
         head=head,
         frequencies_F=frequencies(config.rope, config.head_dim).to(device),
     )
-    return replace(decoder, step=cpu_step(decoder)) if layout is Layout.AUTO else decoder
+    return replace(decoder, step=_step(decoder)) if layout is Layout.AUTO else decoder
+
+
+def _step(decoder: Decoder) -> Step | None:
+    """A faster way to decode a single sequence, where there is one for the device and the model."""
+    if available(decoder.device):
+        from qconvert.decoder.cuda.step import CudaStep, obstacle
+
+        if obstacle(decoder, 1) is None:
+            return CudaStep(decoder)
+    return cpu_step(decoder)
 
 
 @dataclass(frozen=True, slots=True)

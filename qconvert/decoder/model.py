@@ -20,6 +20,7 @@ from qconvert.decoder.config import DecoderConfig
 from qconvert.decoder.head import multiply_float32
 from qconvert.decoder.linear import Linear, Table
 from qconvert.decoder.place import Layout
+from qconvert.decoder.precision import exact_products
 from qconvert.decoder.rope import cos_sin, rotate
 from qconvert.errors import QConvertError
 
@@ -208,9 +209,10 @@ class Decoder:
             self._check_room(cache, new)
         rotation = cos_sin(self.config.rope, self.frequencies_F, start, start + new)
         x_BTD = self.embed.rows(tokens_BT.flatten()).view(batch, new, -1)
-        for layer in self.layers:
-            x_BTD = x_BTD + layer.attention(layer.attention_norm(x_BTD), rotation, cache)
-            x_BTD = x_BTD + layer.mlp(layer.mlp_norm(x_BTD))
+        with exact_products():
+            for layer in self.layers:
+                x_BTD = x_BTD + layer.attention(layer.attention_norm(x_BTD), rotation, cache)
+                x_BTD = x_BTD + layer.mlp(layer.mlp_norm(x_BTD))
         if cache is not None:
             cache.length += new
         return self.norm(x_BTD)

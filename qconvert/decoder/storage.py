@@ -97,6 +97,12 @@ class IntWeight:
         zeros = 0 if isinstance(self.zeros_OG, int) else self.zeros_OG.nbytes
         return self.codes_OB.nbytes + self.scales_OG.nbytes + zeros
 
+    def codes(self) -> Tensor:
+        """All codes, uint8 [O, I]: unpacked, for another layout to be made of them."""
+        if self.kind != "int4":
+            return self.codes_OB
+        return torch.cat((self.codes_OB & 15, self.codes_OB >> 4), dim=1)[:, : self.width]
+
     def rows(self, index: slice | Tensor) -> Tensor:
         """Dequantized rows, [R, I] in the compute dtype; float32 scratch of the same shape."""
         codes_RB, scales_RG = self.codes_OB[index], self.scales_OG[index].float()

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qconvert.decoder.storage import as_tensor
+from qconvert.decoder.storage import IntWeight, as_tensor
 from qconvert.tensors import IntAffine
 
 TILE = 128
@@ -179,16 +179,37 @@ def mma_weight(value: IntAffine, device: torch.device) -> MmaWeight | None:
 
     They hold groups of consecutive columns of which 32, 64 or 128 is a divisor, or one per row.
     """
-    form, (out, width) = value.form, value.codes_RI.shape
-    stored = width // form.groups(width)
-    group = None if form.groups(width) == 1 else next((g for g in GROUPS if stored % g == 0), 0)
-    if group == 0 or value.groups_I is not None:
+    if value.groups_I is not None:
         return None
-    small = form.bits <= 4
-    if small and value.zeros_RG is not None and value.zeros_RG.max(initial=0) >= 128:
-        return None  # the kernel holds 128 + zero in the 8 bits of a bfloat16's precision
+    zeros: Tensor | int = 1 << (value.form.bits - 1)
+    if value.zeros_RG is not None:
+        zeros = torch.from_numpy(value.zeros_RG)
+    scales_NG = as_tensor(value.scales_RG, value.form.scale_dtype)
+    return _mma_grid(torch.from_numpy(value.codes_RI), scales_NG, zeros, value.form.bits <= 4, device)
+
+
+def mma_table(weight: IntWeight) -> MmaWeight | None:
+    """The same for a weight that is on its device, in the layout whose rows are read."""
+    small, device = weight.kind == "int4", weight.codes_OB.device
+    return _mma_grid(weight.codes(), weight.scales_OG, weight.zeros_OG, small, device)
+
+
+def tile_group(width: int, groups: int) -> int | None:
+    """The columns that share a scale in the kernels' layout: None for one scale per row, 0 for no layout."""
+    return None if groups == 1 else next((g for g in GROUPS if width // groups % g == 0), 0)
+
+
+def _mma_grid(
+    codes_NK: Tensor, scales_NG: Tensor, zeros_NG: Tensor | int, small: bool, device: torch.device
+) -> MmaWeight | None:
+    """`(code - zero) * scale` by groups; `small` for codes of up to 4 bits."""
+    out, width = codes_NK.shape
+    stored, group = width // scales_NG.shape[1], tile_group(width, scales_NG.shape[1])
+    # The kernel holds 128 + zero in the 8 bits of a bfloat16's precision.
+    if group == 0 or (small and isinstance(zeros_NG, Tensor) and bool((zeros_NG >= 128).any())):
+        return None
     # Moving the codes of a symmetric grid up moves its zero, 2**(bits - 1), to that of the widest.
-    shift = (8 if small else 128) - (1 << (form.bits - 1)) if value.zeros_RG is None else 0
+    shift = (8 if small else 128) - zeros_NG if isinstance(zeros_NG, int) else 0
 
     def padded(part_NG: Tensor) -> Tensor:
         part_NG = part_NG.to(device).repeat_interleave(1 if group is None else stored // group, dim=1)
@@ -196,24 +217,12 @@ def mma_weight(value: IntAffine, device: torch.device) -> MmaWeight | None:
         return F.pad(part_NG, (0, more, 0, -out % TILE))
 
     groups = 1 if group is None else TILE // group
-    zeros = None if value.zeros_RG is None else padded(torch.from_numpy(value.zeros_RG))
+    zeros = None if isinstance(zeros_NG, int) else padded(zeros_NG)
     return (MmaInt4 if small else MmaInt8)(
-        words=_packed(torch.from_numpy(value.codes_RI), shift, small, device),
-        scales=pack_scales(padded(as_tensor(value.scales_RG, form.scale_dtype)), groups),
+        words=_packed(codes_NK, shift, small, device),
+        scales=pack_scales(padded(scales_NG), groups),
         zeros=None if zeros is None else pack_zeros(zeros, groups),
         group=group,
-        shape=(out, width),
-    )
-
-
-def mma_channels(codes_NK: Tensor, scales_N: Tensor) -> MmaInt8:
-    """Rows `(code - 128) * scale` of one scale each, such as a head rounded to 8 bits, where they are."""
-    out, width = codes_NK.shape
-    return MmaInt8(
-        words=_packed(codes_NK, 0, False, codes_NK.device),
-        scales=pack_scales(F.pad(scales_N[:, None], (0, 0, 0, -out % TILE)), 1),
-        zeros=None,
-        group=None,
         shape=(out, width),
     )
 

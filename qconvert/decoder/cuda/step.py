@@ -32,14 +32,14 @@ from qconvert.decoder.cuda.attention import (
 from qconvert.decoder.cuda.language import available
 from qconvert.decoder.cuda.matmul import multiply_partials
 from qconvert.decoder.cuda.norm import add_norm
-from qconvert.decoder.cuda.packing import MmaInt4, MmaInt8
+from qconvert.decoder.cuda.packing import MmaInt4, MmaInt8, mma_table, tile_group
 from qconvert.decoder.cuda.reference import FewRowWeight
 from qconvert.decoder.cuda.swiglu import swiglu
 from qconvert.decoder.cuda.tuning import FEW_ROWS, splits
 from qconvert.decoder.linear import Linear, Table
 from qconvert.decoder.model import Attention, Cache, Decoder, Layer, Mlp, Norm
 from qconvert.decoder.rope import cos_sin
-from qconvert.decoder.storage import DenseWeight, EncodedWeight
+from qconvert.decoder.storage import DenseWeight, EncodedWeight, IntWeight
 from qconvert.errors import QConvertError
 
 
@@ -100,25 +100,54 @@ class Step:
 
 def obstacle(decoder: Decoder, rows: int) -> str | None:
     """Why this decoder cannot step `rows` sequences at a time here; None when it can."""
-    if not available(decoder.device):
-        return "there is no triton, or no GPU that computes in bfloat16"
-    if decoder.dtype != torch.bfloat16 or rows > FEW_ROWS:
-        return f"it computes in {decoder.dtype}, for {rows} sequences"
-    if decoder.config.experts is not None:
-        return "it has experts"
-    if isinstance(decoder.embed, EncodedWeight) or isinstance(decoder.head, EncodedWeight):
-        return "its embedding is decoded in main memory"
-    for layer in decoder.layers:
-        assert isinstance(layer.mlp, Mlp)
-        stacked = len(layer.attention.qkv) == len(layer.mlp.gate_up) == 1
-        if not stacked or not all(isinstance(linear.weight, FewRowWeight) for linear in _linears(layer)):
-            return "it has weights that no kernel multiplies by, or that lie apart"
-    return None
+    checks = (
+        (available(decoder.device), "there is no triton, or no GPU that computes in bfloat16"),
+        (decoder.dtype == torch.bfloat16, f"it computes in {decoder.dtype}"),
+        (rows <= FEW_ROWS, f"{rows} sequences are more than {FEW_ROWS}"),
+        (decoder.config.experts is None, "it has experts"),
+        (not isinstance(decoder.embed, EncodedWeight), "its embedding is decoded in main memory"),
+        (_is_packable(decoder.head), "its head is in a form that no kernel multiplies by"),
+        (
+            all(map(_has_kernels, decoder.layers)),
+            "it has weights that no kernel multiplies by, or that lie apart",
+        ),
+    )
+    return next((reason for fine, reason in checks if not fine), None)
+
+
+def _has_kernels(layer: Layer) -> bool:
+    if not isinstance(layer.mlp, Mlp) or not len(layer.attention.qkv) == len(layer.mlp.gate_up) == 1:
+        return False
+    return all(isinstance(linear.weight, FewRowWeight) for linear in _linears(layer))
+
+
+def _is_packable(head: Table) -> bool:
+    if isinstance(head, IntWeight):
+        return tile_group(head.width, head.scales_OG.shape[1]) != 0
+    return isinstance(head, DenseWeight) and head.w_OI.dtype == torch.bfloat16
 
 
 def _linears(layer: Layer) -> list[Linear]:
     assert isinstance(layer.mlp, Mlp)
     return [*layer.attention.qkv, layer.attention.o, *layer.mlp.gate_up, layer.mlp.down]
+
+
+@dataclass(slots=True)
+class CudaStep:
+    """Reads one token of one sequence: `step(token, cache)` gives the logits, float32 [V].
+
+    Buffers, and the graph on CUDA, are made for a cache when it is first seen, and for one at a time.
+    """
+
+    decoder: Decoder
+    step: Step | None = None
+
+    def __call__(self, token: int, cache: Cache) -> Tensor:
+        """Logits of what follows the token; the cache then holds it."""
+        if self.step is None or self.step.cache is not cache:
+            self.step = None
+            self.step = open_step(self.decoder, cache)
+        return read(self.step, torch.tensor([token]))[0].clone()
 
 
 @torch.inference_mode()
@@ -288,5 +317,7 @@ def _product(
 
 
 def _few_row_head(head: Table) -> FewRowWeight:
-    assert isinstance(head, DenseWeight)
-    return head
+    """The head for the kernels: packed anew where the decoder has it in rows, for whole prompts."""
+    weight = mma_table(head) if isinstance(head, IntWeight) else head
+    assert isinstance(weight, FewRowWeight)
+    return weight

@@ -1,0 +1,34 @@
+"""Products as exact as their operands on CUDA, whatever the process has asked of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_EXACT: dict[str, str | bool] = {"allow_bf16_reduced_precision_reduction": False}
+# Since torch 2.9; mixing the two spellings is an error.
+_EXACT |= (
+    {"fp32_precision": "ieee"}
+    if hasattr(torch.backends.cuda.matmul, "fp32_precision")
+    else {"allow_tf32": False}
+)
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Float32 products without TF32, bfloat16 ones without sums of parts in bfloat16.
+
+    The first is a switch that training scripts turn on (`torch.set_float32_matmul_precision`), and
+    rounds operands to 10 bits; the second is on by default. Both are restored.
+    """
+    matmul = torch.backends.cuda.matmul
+    before = {name: getattr(matmul, name) for name in _EXACT}
+    for name, value in _EXACT.items():
+        setattr(matmul, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(matmul, name, value)
