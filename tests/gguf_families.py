@@ -14,8 +14,8 @@ from tests.gguf_models import SIZES, llama_cpp_logits, log_probabilities, qwen2_
 
 IDS = [3, 17, 250, 9, 9, 101, 0, 44, 260, 271, 5, 120, 33, 2, 199, 299]
 # llama.cpp's float32 graphs round activations to half precision in places; its experts' outputs are
-# added in another order. Measured: at most 0.009 for every family here.
-CLOSE = 0.02
+# added in another order. Measured: at most 0.01, and 0.017 for the one model of 26 layers.
+CLOSE = 0.03
 
 
 def add_tokenizer(folder: Path) -> None:
