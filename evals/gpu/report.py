@@ -217,7 +217,11 @@ def reading(rows: Sequence[Row]) -> str:
     matmul = ceiling(rows, "matmul")
     cells = [_reading_cells(row, matmul) for row in of_kind(rows, Reading)]
     head = ["model", "via", "tokens", "tokens/s", "TFLOP/s", "of matmul", "wikitext-2 s", ""]
-    return f"## Reading for perplexity, windows of 2048\n\n{_grid(head, cells, left=2)}"
+    text = (
+        "Quantized weights are dequantized at every visit of a layer here. Where memory allows, an evaluation"
+        " holds a dense copy of them, and reads as bf16 does."
+    )
+    return f"## Reading for perplexity, windows of 2048\n\n{text}\n\n{_grid(head, cells, left=2)}"
 
 
 def _reading_cells(row: Reading, matmul: float | None) -> list[str]:
