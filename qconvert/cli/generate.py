@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.options import json_option, model_argument, quiet_option, revision_option
+from qconvert.cli.progress import explained_if_slow
 
 if TYPE_CHECKING:
     from qconvert.decoder.model import Decoder
@@ -58,11 +59,13 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
     \b
     qconvert generate ./Qwen2.5-0.5B-Instruct-int4-g128 --chat -p "Name three rivers."
     """
-    from qconvert.decoder.generate import Sampler, generate
+    from qconvert.decoder.generate import Sampler, generate, rehearse
     from qconvert.formats.dialogue import Detokenizer
 
     checkpoint, decoder = _open(model, options)
     dialogue, ids = _prompt(checkpoint, prompt, options)
+    with explained_if_slow(talks=not quiet and not as_json):
+        rehearse(decoder, len(ids))
     sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
     detokenizer, count = Detokenizer(dialogue.tokenizer), 0
     pieces, clock = [], _Clock()

@@ -17,18 +17,25 @@ COMPILING = "compiling kernels: first use on this machine, cached afterwards"
 
 
 def compile_kernels(plan: Plan, *, talks: bool) -> None:
-    """Load the number kernels before the work, and say so where that means compiling them.
+    """Load the number kernels before the work, and say so where that means compiling them."""
+    from qconvert.warm import warm
+
+    with explained_if_slow(talks=talks):
+        warm(plan)
+
+
+@contextmanager
+def explained_if_slow(*, talks: bool) -> Iterator[None]:
+    """Around a first call of kernels: says what the wait is for, if there is one.
 
     The first use on a machine compiles (seconds); afterwards they come from a cache (milliseconds).
     """
     from threading import Timer
 
-    from qconvert.warm import warm
-
     timer = Timer(0.7, lambda: click.echo(COMPILING, err=True) if talks else None)
     timer.start()
     try:
-        warm(plan)
+        yield
     finally:
         timer.cancel()
 

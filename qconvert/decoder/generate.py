@@ -14,6 +14,8 @@ from torch import Tensor
 from qconvert.decoder.model import Decoder
 from qconvert.errors import QConvertError
 
+REHEARSED_TOKENS = 32
+"""Tokens of a rehearsal: as many as it takes to meet the kernels of prompts, which many rows choose."""
 PREFILL_TOKENS = 512
 """Tokens of a prompt that are read together, so that a long one needs no more memory than a short one."""
 
@@ -43,6 +45,14 @@ class Sampler:
         before_V = p_V.cumsum(-1) - p_V
         kept_V = p_V.where(before_V < self.top_p, 0.0)
         return int(order_V[torch.multinomial(kept_V, 1, generator=self._generator)])
+
+
+def rehearse(decoder: Decoder, prompt_tokens: int) -> None:
+    """Run everything once on a few tokens, so that no kernel is compiled, or loaded, while a text is read."""
+    cache = decoder.cache(1, REHEARSED_TOKENS + 1)
+    few = max(1, min(prompt_tokens, REHEARSED_TOKENS, decoder.config.max_positions - 1))
+    decoder.prefill(torch.zeros(1, few, dtype=torch.long, device=decoder.device), cache)
+    decoder.decode(torch.zeros(1, dtype=torch.long, device=decoder.device), cache)
 
 
 def generate(
