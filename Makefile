@@ -10,7 +10,7 @@ demo: $(INSTALLED)
 	$(BIN)/qconvert demo
 
 test: $(INSTALLED) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

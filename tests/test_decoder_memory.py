@@ -25,6 +25,7 @@ SCRATCH = 1 << 16
 KV = 2 * 32
 WEIGHTS = LAYERS * ((HIDDEN + 2 * KV) * HIDDEN + HIDDEN * HIDDEN + 3 * INNER * HIDDEN)
 TABLES = 2 * VOCAB * HIDDEN
+PACKED = (Layout.REFERENCE, Layout.AUTO)  # the third holds dense copies, and says so
 
 
 class Allocations(TorchDispatchMode):
@@ -85,7 +86,7 @@ def decoders(layout: Layout) -> tuple[Decoder, Decoder]:
     return dense, load_decoder(config, Quantized(model.state_dict(), group=32), layout=layout)
 
 
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", PACKED)
 def test_a_packed_model_holds_its_packed_weights(layout: Layout) -> None:
     """Four bits and a float32 scale per 32 weights; norms, biases and buffers are the rest."""
     dense, packed = decoders(layout)
@@ -95,7 +96,7 @@ def test_a_packed_model_holds_its_packed_weights(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 60])
-@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("layout", PACKED)
 def test_reading_needs_one_block_more_than_a_dense_model(
     layout: Layout, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
