@@ -156,6 +156,7 @@ def _report(measured: _Measured, tracks: Sequence[Track], echoes: Sequence[Track
     tokens, base = measured.tokens, measured.base
     return PerplexityReport(
         protocol=measured.protocol.label,
+        windows=measured.protocol.rule,
         text=tokens.text.name,
         text_sha256=tokens.text.sha256,
         text_bytes=tokens.text.nbytes,

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from qconvert.errors import BadRecipe
 
+LEAST_CONTEXT = 8
+"""The shortest window that may be asked for."""
 SHORTEST = 4
 """The shortest window of which every protocol scores something."""
 
@@ -36,6 +38,7 @@ class Protocol:
     default_context: int
     cut: Callable[[int, int], list[Window]]
     wikitext: str
+    words: str
     bos: bool = False
     context_override: int | None = None
 
@@ -51,13 +54,19 @@ class Protocol:
             return self.name
         return f"{self.name}@{self.context}"
 
+    @property
+    def rule(self) -> str:
+        """How the text is cut and what counts, in words."""
+        return self.words.format(context=self.context, half=self.context // 2)
+
     def windows(self, tokens: int) -> list[Window]:
         """The windows of a text of that many tokens; raises BadRecipe if not one fits."""
         windows = self.cut(tokens, self.context)
         if not windows:
+            fits = tokens // 8
             raise BadRecipe(
                 f"text: {tokens} tokens are fewer than one window of {self.context} ({self.label})",
-                f"give a longer text, or --context {max(SHORTEST, tokens // 8)} or less",
+                "give a longer text" + (f", or --context {fits} or less" if fits >= LEAST_CONTEXT else ""),
             )
         return windows
 
@@ -89,11 +98,20 @@ PROTOCOLS: Mapping[str, Protocol] = {
     protocol.name: protocol
     for protocol in (
         # GPTQ's and most papers' tables: exp of the token mean.
-        Protocol("gptq2048", 2048, _gptq, wikitext="hf-join"),
+        Protocol("gptq2048", 2048, _gptq, wikitext="hf-join", words="disjoint windows of {context}"),
         # "Perplexity of fixed-length models" in the transformers documentation, at stride 512.
-        Protocol("hf-stride", 1024, _strided, wikitext="hf-join"),
+        Protocol(
+            "hf-stride", 1024, _strided, wikitext="hf-join", words="windows of {context} at stride {half}"
+        ),
         # llama-perplexity at its default context.
-        Protocol("llamacpp512", 512, _llamacpp, wikitext="raw", bos=True),
+        Protocol(
+            "llamacpp512",
+            512,
+            _llamacpp,
+            wikitext="raw",
+            words="second halves of disjoint windows of {context}",
+            bos=True,
+        ),
     )
 }
 

@@ -55,13 +55,14 @@ class ModelResult:
 class PerplexityReport:
     """An evaluation: how it was made, and the figures of every model.
 
-    `tokens` counts the text, `scored_tokens` those that the protocol counts in `chunks` windows, fewer
-    than `planned_chunks` when the evaluation was interrupted;
+    `windows` says in words how the protocol cuts the text; `tokens` counts the text, `scored_tokens`
+    those that the protocol counts in `chunks` windows, fewer than `planned_chunks` when interrupted;
     `noise_floor` compares the reference with itself, computed in batches of another size; `weights`
     holds the weights of each model against the reference's, where they were compared.
     """
 
     protocol: str
+    windows: str
     text: str
     text_sha256: str
     text_bytes: int
@@ -96,7 +97,7 @@ class PerplexityReport:
         environment = ", ".join(f"{name} {version}" for name, version in self.environment.items())
         scored = f"{self.scored_tokens:,} tokens scored in {count(self.chunks, 'chunk')}"
         facts = (
-            ("protocol", f"{self.protocol}: {scored}"),
+            ("protocol", f"{self.protocol}: {scored}, {self.windows}"),
             ("text", f"{self.tokens:,} tokens, {self.text_bytes:,} bytes, sha256 {self.text_sha256[:12]}"),
             ("tokenizer", f"sha256 {self.tokenizer_sha256[:12]}"),
             ("arithmetic", "; ".join(dict.fromkeys(model.arithmetic for model in self.models))),

@@ -169,6 +169,7 @@ class GGUFSink(FileSink):
                 size = amount(path.stat().st_size)
                 hint = "choose another name, or use --overwrite"
                 raise OutputExists(f"{path}: already there ({size})", hint)
+        folder.mkdir(parents=True, exist_ok=True)
         for path in self.partial:
             path.unlink(missing_ok=True)
         super().__init__(folder, [replace(file, name=f"{file.name}.partial") for file in files])

@@ -189,7 +189,7 @@ def _compare_pairs(
             inside, zeros = _inside(numbers_b, pair.width_a, zeros)
             found = compare(numbers_a, inside)
             total = found if total is None else total + found
-            rounded = rounded and _is_rounded(numbers_a, block_b, inside)
+            rounded = rounded and _is_rounded(block_a, numbers_a, block_b, inside)
             if isinstance(block_b, IntAffine | MinAffine | Coded):
                 steps = max(steps or 0.0, _steps(numbers_a, block_b))
         for more in rows_within(pair.b, pair.rows_a, pair.rows_b):
@@ -205,11 +205,12 @@ def _compare_pairs(
     return TensorDifference(tensor.name, role, status, total, steps, note, quantized, label, rounded)
 
 
-def _is_rounded(a: Dense, block_b: Value, b: Dense) -> bool:
-    """Whether plain numbers of B are those of A in B's type."""
+def _is_rounded(block_a: Value, a: Dense, block_b: Value, b: Dense) -> bool:
+    """Whether plain numbers of B are those of A in B's type: from A's own, or once from its codes."""
     if not isinstance(block_b, Dense) or not a.dtype.is_float or not b.dtype.is_float:
         return False
-    return bool(np.array_equal(cast(a, b.dtype)[0].rows_RI, b.rows_RI))
+    ways = [cast(a, b.dtype)[0]] + ([] if isinstance(block_a, Dense) else [numbers(block_a, b.dtype)])
+    return any(np.array_equal(way.rows_RI, b.rows_RI) for way in ways)
 
 
 def _inside(dense: Dense, width: int, zeros: bool) -> tuple[Dense, bool]:

@@ -174,7 +174,9 @@ class Ties:
             raise CorruptCheckpoint(
                 f"{head}: differs from {embed} in {difference.count - difference.equal_count} of "
                 f"{difference.count} numbers (largest difference {difference.max_abs:.4g})",
-                "use `qconvert untie` to keep both" if binding.architecture.tied else "leave them untied",
+                "keep both: `qconvert untie`, or --untie"
+                if binding.architecture.tied
+                else "leave them untied",
             )
         self.passes.append(passes.drop(head))
         if binding.architecture.tied:

@@ -156,12 +156,11 @@ def _check_fused_groups(
 
 def _fit_group(place: Place, scheme: Scheme, allow_smaller: bool) -> Scheme:
     width, size = place.shape[-1], scheme.group_size
-    if size == width:  # files spell both alike; one name keeps them comparable
-        return replace(scheme, group_size=None)
-    if size is None or width % size == 0 or not allow_smaller:
-        return scheme
-    dividing = [smaller for smaller in SMALLER_GROUP_SIZES if width % smaller == 0 and smaller < size]
-    return replace(scheme, group_size=dividing[0]) if dividing else scheme
+    if size is not None and width % size and allow_smaller:
+        dividing = (smaller for smaller in SMALLER_GROUP_SIZES if width % smaller == 0 and smaller < size)
+        size = next(dividing, size)
+    # Files spell a group of a whole row as a channel; one name keeps them comparable.
+    return replace(scheme, group_size=None if size == width else size)
 
 
 def _check_groups(weights: Mapping[str, Place], chosen: Mapping[str, Scheme]) -> None:

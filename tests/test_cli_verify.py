@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.commands import files_of, qconvert
+from tests.commands import files_of, made, qconvert
 from tests.models import tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,3 +79,16 @@ def test_diff_can_fail_with_its_own_code(models: Path) -> None:
     assert ran.code == 3 and ran.err == f"Error: {pair[0]} and {pair[1]}: not the same numbers\n"
     ran = qconvert("diff", *pair, "--exit-code", "--json")
     assert ran.code == 3 and ran.json["summary"]["differs"] == 7
+
+
+def test_verify_takes_numbers_that_were_rounded_once_from_codes(assets: Path, here: Path) -> None:
+    source = assets / "fixtures" / "quantized" / "awq-w4-asym-g128"
+    out = made("dequantize", source, "--dtype", "bf16")
+    assert qconvert("verify", out, "--against", source).code == 0
+
+
+def test_verify_knows_groups_that_are_whole_rows(here: Path) -> None:
+    tiny(here / "m", hidden_size=64, num_hidden_layers=1, intermediate_size=96, head_dim=16)
+    out = made("quantize", "m", "--bits", 4, "--allow-smaller-group")
+    ran = qconvert("verify", out, "--against", "m")
+    assert ran.code == 0, ran.err

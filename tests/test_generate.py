@@ -147,3 +147,8 @@ def test_the_command(folder: Path) -> None:
     )
     assert chat.code == 0 and chat.json["prompt_tokens"] == 3 + len("s\n") + len("abc\n")
     assert qconvert("generate", folder, "-p", "x", "--system", "s").code == 1
+
+
+def test_a_prompt_that_is_no_text_is_told() -> None:
+    ran = qconvert("generate", "embedded", "-p", "caf\udce9", "-n", 1)
+    assert ran.code == 1 and ran.err == "Error: prompt: not UTF-8 text\nHint: give the prompt in UTF-8\n"

@@ -109,6 +109,8 @@ def weights(a: str, b: str, out: Path | None, as_json: bool, revision: str | Non
     qconvert eval weights ./model ./model-int4-g128
     """
     report = _compare(a, b, revision)
+    if not report.errors and not report.equal:
+        raise BadRecipe(f"{a} and {b}: no weight of one is in the other", "compare two forms of one model")
     if out is not None:
         _write(report, out)
     show_report(report, as_json=as_json)

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from qconvert.formats.dialogue import Dialogue
 
 
+_SLOW = (
+    "note: this layout has no kernel here, so every token decodes its weights; compressed-tensors, GPTQ and AWQ"
+    " integers have one (`qconvert convert`)"
+)
+
+
 @click.command("generate", short_help="Text from a checkpoint, as it comes.")
 @model_argument()
 @click.option("-p", "--prompt", required=True, metavar="TEXT", help="What to continue; - reads stdin.")
@@ -59,11 +65,13 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
     \b
     qconvert generate ./Qwen2.5-0.5B-Instruct-int4-g128 --chat -p "Name three rivers."
     """
-    from qconvert.decoder.generate import Sampler, generate, rehearse
+    from qconvert.decoder.generate import Sampler, decodes_weights, generate, rehearse
     from qconvert.formats.dialogue import Detokenizer
 
     checkpoint, decoder = _open(model, options)
     dialogue, ids = _prompt(checkpoint, prompt, options)
+    if decodes_weights(decoder) and not quiet:
+        click.echo(_SLOW, err=True)
     with explained_if_slow(talks=not quiet and not as_json):
         rehearse(decoder, len(ids))
     sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
@@ -76,13 +84,21 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
         if not as_json:
             _show(pieces[-1])
     pieces.append(detokenizer.rest())
+    full = len(ids) + count >= decoder.config.max_positions
     if as_json:
-        figures = {"prompt_tokens": len(ids), "tokens": count, **clock.figures(len(ids))}
+        figures = {
+            "prompt_tokens": len(ids),
+            "tokens": count,
+            **clock.figures(len(ids)),
+            "context_full": full,
+        }
         click.echo(json.dumps({"schema": 1, "text": "".join(pieces), **figures}))
         return
     _show(pieces[-1] + "\n")
     if not quiet:
         _say(len(ids), count, clock)
+        if full:
+            click.echo(f"the model's {decoder.config.max_positions} positions are full", err=True)
 
 
 class _Clock:
@@ -130,7 +146,9 @@ def _prompt(checkpoint: Checkpoint, prompt: str, options: dict[str, Any]) -> tup
     from qconvert.errors import BadRecipe
     from qconvert.formats.dialogue import open_dialogue, open_made_dialogue
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    if any("\ud800" <= character <= "\udfff" for character in text):  # how Python holds stray bytes
+        raise BadRecipe("prompt: not UTF-8 text", "give the prompt in UTF-8")
     made = checkpoint.files.sidecars.made  # by a GGUF file, which has no folder of its own
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     dialogue = (

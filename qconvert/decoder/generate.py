@@ -47,6 +47,12 @@ class Sampler:
         return int(order_V[torch.multinomial(kept_V, 1, generator=self._generator)])
 
 
+def decodes_weights(decoder: Decoder) -> bool:
+    """Whether weights lie in a form without a kernel, so that every product decodes them anew."""
+    linears = (linear for layer in decoder.layers for linear in (*layer.attention.qkv, layer.attention.o))
+    return any(linear.weight.kind == "encoded" for linear in linears)
+
+
 def rehearse(decoder: Decoder, prompt_tokens: int) -> None:
     """Run everything once on a few tokens, so that no kernel is compiled, or loaded, while a text is read."""
     cache = decoder.cache(1, REHEARSED_TOKENS + 1)
