@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 _SLOW = (
-    "note: this layout has no kernel here, so every token decodes its weights; compressed-tensors, GPTQ and AWQ"
-    " integers have one (`qconvert convert`)"
+    "note: this layout has no kernel here, so every token decodes its weights; integers of compressed-tensors"
+    ", GPTQ and AWQ have one (`qconvert convert`)"
 )
 
 
