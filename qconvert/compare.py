@@ -209,8 +209,9 @@ def _is_rounded(block_a: Value, a: Dense, block_b: Value, b: Dense) -> bool:
     """Whether plain numbers of B are those of A in B's type: from A's own, or once from its codes."""
     if not isinstance(block_b, Dense) or not a.dtype.is_float or not b.dtype.is_float:
         return False
-    ways = [cast(a, b.dtype)[0]] + ([] if isinstance(block_a, Dense) else [numbers(block_a, b.dtype)])
-    return any(np.array_equal(way.rows_RI, b.rows_RI) for way in ways)
+    return np.array_equal(cast(a, b.dtype)[0].rows_RI, b.rows_RI) or (
+        not isinstance(block_a, Dense) and np.array_equal(numbers(block_a, b.dtype).rows_RI, b.rows_RI)
+    )
 
 
 def _inside(dense: Dense, width: int, zeros: bool) -> tuple[Dense, bool]:

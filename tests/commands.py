@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,3 +70,20 @@ def failed(ran: Ran, fact: str, hint: str | None = None, code: int = 1) -> None:
     """Assert that a command said exactly this on stderr, and nothing on stdout."""
     wanted = f"Error: {fact}\n" + (f"Hint: {hint}\n" if hint else "")
     assert (ran.code, ran.out, ran.err) == (code, "", wanted)
+
+
+def run_interpreted(file: str) -> None:
+    """Run a file of tests in triton's interpreter.
+
+    TRITON_INTERPRET counts only before the first import of triton, so in a process of its own.
+    """
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{file}"],
+        cwd=root,
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-10000:]

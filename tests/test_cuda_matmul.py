@@ -8,11 +8,6 @@ Counted here: instructions of the main loop, times threads, over the weights of 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import given
@@ -25,25 +20,15 @@ from qconvert.decoder.cuda.packing import mma_weight
 from qconvert.decoder.cuda.reference import FewRowWeight, sums_for
 from qconvert.decoder.storage import DenseWeight
 from qconvert.tensors import DType, GroupInt
+from tests.commands import run_interpreted
 from tests.machine_code import Launches, MachineCode
 from tests.test_decoder_linear import random_value
 
-ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 
 
 def test_kernels_in_the_interpreter() -> None:
-    """TRITON_INTERPRET counts only before the first import of triton, so not in this process."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_matmul.py"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-10000:]
+    run_interpreted("interpreted_matmul.py")
 
 
 def code_of(

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,24 +11,14 @@ from qconvert.decoder.cuda import attention, head, norm, swiglu
 from qconvert.decoder.cuda.activation import Parts, empty_rows
 from qconvert.decoder.cuda.attention import HeadNorms, HeadShape, Place, empty_softmaxes, stretches_for
 from qconvert.decoder.cuda.head import Spoken, score_spoken
+from tests.commands import run_interpreted
 from tests.machine_code import Launches, MachineCode
 
-ROOT = Path(__file__).resolve().parents[1]
 META = torch.device("meta")
 
 
 def test_kernels_in_the_interpreter() -> None:
-    """TRITON_INTERPRET counts only before the first import of triton, so not in this process."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted_step.py"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-10000:]
+    run_interpreted("interpreted_step.py")
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
