@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qconvert.errors import CorruptCheckpoint, QConvertError, shown
+from qconvert.errors import CorruptCheckpoint, QConvertError, remedy, shown
 
 
 def amount(nbytes: int) -> str:
@@ -32,7 +32,9 @@ def open_regular(path: Path) -> int:
         # Without O_NONBLOCK, opening a named pipe waits until somebody writes to it.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
-        raise CorruptCheckpoint(f"{shown(path.name)}: cannot be opened: {error.strerror}") from error
+        raise CorruptCheckpoint(
+            f"{shown(path.name)}: cannot be opened: {error.strerror}", remedy(error)
+        ) from error
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
@@ -56,7 +58,7 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
             count = os.preadv(fd, [buffer[done:]], offset + done)
         except OSError as error:
             raise QConvertError(
-                f"{name}: cannot be read at byte {offset + done}: {error.strerror}"
+                f"{name}: cannot be read at byte {offset + done}: {error.strerror}", remedy(error)
             ) from error
         if count == 0:
             raise CorruptCheckpoint(
@@ -74,7 +76,7 @@ def write_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
             done += os.pwrite(fd, buffer[done:], offset + done)
         except OSError as error:
             where = f"{name}: cannot be written at byte {offset + done}"
-            raise QConvertError(f"{where}: {error.strerror}") from error
+            raise QConvertError(f"{where}: {error.strerror}", remedy(error)) from error
 
 
 def create(path: Path, size: int) -> int:
@@ -85,7 +87,9 @@ def create(path: Path, size: int) -> int:
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     except OSError as error:
-        raise QConvertError(f"{shown(path.name)}: cannot be created: {error.strerror}") from error
+        raise QConvertError(
+            f"{shown(path.name)}: cannot be created: {error.strerror}", remedy(error)
+        ) from error
     try:
         if hasattr(os, "posix_fallocate"):  # not on macOS
             os.posix_fallocate(fd, 0, size)
@@ -119,6 +123,8 @@ def sync(path: Path) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        raise QConvertError(f"{shown(path.name)}: cannot be written to disk: {error.strerror}") from error
+        raise QConvertError(
+            f"{shown(path.name)}: cannot be written to disk: {error.strerror}", remedy(error)
+        ) from error
     finally:
         os.close(fd)

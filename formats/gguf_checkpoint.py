@@ -138,7 +138,7 @@ def _find_scaling(file: GGUFFile) -> FindScaling | None:
     if spec is None:
         return None
     if spec.dtype is not DType.F32 or len(spec.shape) != 1:
-        raise CorruptCheckpoint(f"{file.name}: {ROPE_FREQS} is {spec.dtype.label} {list(spec.shape)}", None)
+        raise CorruptCheckpoint(f"{file.name}: {ROPE_FREQS} is {spec.dtype.label} {list(spec.shape)}")
     factors_F = file.read(ROPE_FREQS, 0, spec.rows).reshape(-1)
     factor = shortest(float(factors_F.max()))
 
@@ -167,7 +167,10 @@ def _tensors(file: GGUFFile, architecture: Architecture) -> tuple[dict[str, Home
         spot = gguf_place(name)
         found = by_key.get((spot.role, spot.layer, spot.part), []) if spot else []
         if not spot or not found:
-            raise UnsupportedModel(f"{file.name}: {name}: not a tensor of {architecture.family.name}", None)
+            raise UnsupportedModel(
+                f"{file.name}: {name}: not a tensor of {architecture.family.name}",
+                "tell qconvert's makers which model this is; llama.cpp may read it",
+            )
         if spot.role == "attn.qkv" and interleaved:
             raise UnsupportedModel(f"{file.name}: {name}: fused and interleaved", "split it in llama.cpp")
         head_dim = head_size(architecture.config) if spot.role in interleaved else None
@@ -214,5 +217,5 @@ def _check_complete(file: GGUFFile, architecture: Architecture, tensors: Mapping
         if place.name not in covered and not (place.role == "lm_head" and architecture.tied):
             name = gguf_name(place.group, place.layer, place.part)
             raise CorruptCheckpoint(
-                f"{file.name}: {name} is missing", "the file is incomplete; fetch it again"
+                f"{file.name}: {name} is missing", "fetch the file again: it is incomplete"
             )

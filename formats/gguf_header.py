@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.errors import FETCH, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.files import amount, open_regular, read_exactly
 from qconvert.gguf_types import (
     ARRAY_NUMBER,
@@ -36,6 +36,8 @@ MAX_DIMS = 4  # GGML_MAX_DIMS
 # The largest vocabularies in use need a header of 16 MB with 1 million array items.
 MAX_HEADER_BYTES = 256 << 20
 MAX_ARRAY_ITEMS = 8 << 20
+_SWAP = "`gguf-convert-endian FILE little`, of the gguf package, turns it round"
+_NEWER = "convert the model again with a current llama.cpp, or update qconvert"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,7 @@ class _Cursor:
     def left(self) -> int:
         return self.size - self.position
 
-    def fail(self, what: str, hint: str | None = None) -> CorruptCheckpoint:
+    def fail(self, what: str, hint: str = FETCH) -> CorruptCheckpoint:
         return CorruptCheckpoint(f"{self.name}: {what}", hint)
 
     def take(self, count: int, what: str) -> bytes:
@@ -179,7 +181,7 @@ def parse_header(fd: int, name: str) -> GGUFHeader:
 def _check_version(cursor: _Cursor) -> int:
     magic = cursor.take(4, "the magic number")
     if magic == MAGIC[::-1]:
-        raise UnsupportedModel(f"{cursor.name}: a GGUF of the other byte order (big-endian)")
+        raise UnsupportedModel(f"{cursor.name}: a GGUF of the other byte order (big-endian)", _SWAP)
     if magic != MAGIC:
         raise cursor.fail(f"is not a GGUF file (it begins with {magic!r})")
     version: int = cursor.unpack("I", "the version")
@@ -187,10 +189,10 @@ def _check_version(cursor: _Cursor) -> int:
         return version
     if version & 0xFFFF == 0 and version:
         raise UnsupportedModel(
-            f"{cursor.name}: version {version:#x}: a GGUF of the other byte order (big-endian)"
+            f"{cursor.name}: version {version:#x}: a GGUF of the other byte order (big-endian)", _SWAP
         )
     known = " and ".join(map(str, VERSIONS))
-    raise UnsupportedModel(f"{cursor.name}: GGUF version {version}; versions {known} are read")
+    raise UnsupportedModel(f"{cursor.name}: GGUF version {version}; versions {known} are read", _NEWER)
 
 
 def _count(cursor: _Cursor, what: str, smallest: int) -> int:

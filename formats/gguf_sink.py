@@ -22,6 +22,7 @@ from qconvert.gguf_types import ARRAY_NUMBER, KV, ArrayOf, GGUFTensor, KVType, S
 
 VERSION = 3
 ALIGNMENT = DEFAULT_ALIGNMENT
+_SAFETENSORS = "keep this model in safetensors, which hold it"
 
 
 def plan_files(
@@ -40,7 +41,9 @@ def plan_files(
     """
     _check_names([entry.key for entry in kv], "metadata key")
     if any(entry.key == "general.alignment" and entry.value != ALIGNMENT for entry in kv):
-        raise BadRecipe(f"general.alignment: tensors are laid out at multiples of {ALIGNMENT} here")
+        raise BadRecipe(
+            f"general.alignment: tensors are laid out at multiples of {ALIGNMENT} here", "leave the key out"
+        )
     _check_names([tensor.name for tensor in tensors], "tensor")
     for tensor in tensors:
         _check_tensor(tensor)
@@ -79,16 +82,21 @@ def _check_names(names: Sequence[str], what: str) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise BadRecipe(f"{shown(name)}: this {what} would be written twice")
+            raise BadRecipe(f"{shown(name)}: this {what} would be written twice", "name it once")
         seen.add(name)
 
 
 def _check_tensor(tensor: GGUFTensor) -> None:
     length = len(tensor.name.encode())
     if length > MAX_NAME_BYTES:
-        raise BadRecipe(f"{shown(tensor.name)}: a tensor name of {length} bytes; GGUF holds {MAX_NAME_BYTES}")
+        raise BadRecipe(
+            f"{shown(tensor.name)}: a tensor name of {length} bytes; GGUF holds {MAX_NAME_BYTES}",
+            _SAFETENSORS,
+        )
     if len(tensor.shape) > MAX_DIMS or any(dim < 1 for dim in tensor.shape):
-        raise BadRecipe(f"{tensor.name}: shape {list(tensor.shape)}; GGUF holds 1 to {MAX_DIMS} dimensions")
+        raise BadRecipe(
+            f"{tensor.name}: shape {list(tensor.shape)}; GGUF holds 1 to {MAX_DIMS} dimensions", _SAFETENSORS
+        )
     if tensor.width % tensor.type.block:
         raise BadRecipe(
             f"{tensor.name}: rows of {tensor.width} are not a multiple of {tensor.type.label}'s "
@@ -133,7 +141,9 @@ def pack_kv(entry: KV) -> bytes:
     try:
         return _pack_text(entry.key) + _pack_value(entry)
     except struct.error as error:
-        raise BadRecipe(f"{entry.key}: {shown(entry.value)} does not fit its type ({error})") from error
+        raise BadRecipe(
+            f"{entry.key}: {shown(entry.value)} does not fit its type ({error})", "correct it in config.json"
+        ) from error
 
 
 def _pack_value(entry: KV) -> bytes:

@@ -92,7 +92,10 @@ class _Builder:
         model = expect_object(self.files.tokenizer.get("model"), "model")
         kind = _kind(self.files, model, llama=self._is_llama)
         if pre_tokenizer is not None and kind != "gpt2":
-            raise BadRecipe(f"--pre-tokenizer {pre_tokenizer}: this tokenizer ({kind}) has no pre-tokenizer")
+            raise BadRecipe(
+                f"--pre-tokenizer {pre_tokenizer}: this tokenizer ({kind}) has no pre-tokenizer",
+                "leave out --pre-tokenizer",
+            )
         if kind == "gpt2":
             return self._byte_level(model, pre_tokenizer)
         if kind == "llama":
@@ -210,7 +213,7 @@ def _kind(files: TokenizerFolder, model: Json, *, llama: bool) -> str:
         return "llama"
     raise UnsupportedModel(
         f"tokenizer.json: a {shown(kind)} model without bytes to fall back on",
-        "llama.cpp knows byte-level BPE, SentencePiece, unigram and WordPiece tokenizers",
+        "keep this model in safetensors; llama.cpp has byte-level BPE, SentencePiece, unigram, WordPiece",
     )
 
 

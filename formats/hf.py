@@ -79,7 +79,10 @@ class HFCheckpoint:
     ) -> np.ndarray:
         """Rows [start, stop) of a tensor (see `SafetensorsFile.read`); any thread may call it."""
         if not self.shards:
-            raise NotDownloaded(f"{name}: its bytes are not here, only its header", "download the weights")
+            raise NotDownloaded(
+                f"{name}: its bytes are not here, only its header",
+                "download the weights, with `hf download` or by converting the model",
+            )
         return self.shards[self.homes[name]].read(name, start, stop, out, columns=columns)
 
     def close(self) -> None:
@@ -108,7 +111,7 @@ def open_hf_folder(path: Path, headers: Mapping[str, TensorSpec] | None = None) 
         weights = _weights_in(folder)
         return _assemble(folder, _config(folder), weights)
     if not path.exists():
-        raise QConvertError(f"{path}: no such file or folder")
+        raise QConvertError(f"{path}: no such file or folder", "check the path")
     if path.suffix == ".json":
         return _assemble(path.parent, read_json_object(path), _Weights())
     if path.suffix == ".safetensors":

@@ -21,6 +21,7 @@ from qconvert.gguf_types import KV
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 MAX_DAT_BYTES = 4 << 30
+_MADE_BY = "give the file that llama-imatrix wrote for this model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +56,13 @@ def read_imatrix(path: Path) -> Imatrix:
     Raises CorruptCheckpoint for a damaged file and for numbers that are not finite or negative.
     """
     if not path.is_file():
-        raise CorruptCheckpoint(f"{path}: no such file", "give the file llama-imatrix wrote")
+        raise CorruptCheckpoint(f"{path}: no such file", _MADE_BY)
     with path.open("rb") as file:
         magic = file.read(4)
     found, dataset, chunks = _from_gguf(path) if magic == b"GGUF" else _from_dat(path)
     for name, means in found.items():
         if not np.isfinite(means).all() or (means < 0).any():
-            raise CorruptCheckpoint(f"{path.name}: {shown(name)} holds a negative or infinite mean", None)
+            raise CorruptCheckpoint(f"{path.name}: {shown(name)} holds a negative or infinite mean", _MADE_BY)
     return Imatrix(str(path), {n: tuple(means.tolist()) for n, means in found.items()}, dataset, chunks)
 
 
@@ -72,7 +73,7 @@ def _from_gguf(path: Path) -> _Entries:
     with GGUFFile(path) as file:
         names = [n.removesuffix(_SUMS) for n in file.tensors if n.endswith(_SUMS)]
         if not names:
-            raise CorruptCheckpoint(f"{path.name}: holds no {_SUMS} tensors", "is this an importance matrix?")
+            raise CorruptCheckpoint(f"{path.name}: holds no {_SUMS} tensors", _MADE_BY)
         datasets = file.kv.get("imatrix.datasets")
         first = (
             datasets.value[0] if datasets and isinstance(datasets.value, tuple) and datasets.value else None
@@ -88,7 +89,7 @@ def _from_gguf(path: Path) -> _Entries:
 def _mean(file: GGUFFile, origin: str, name: str) -> np.ndarray:
     """Sums over counts, expert by expert; an expert that saw no token weighs every column alike."""
     if name + _COUNTS not in file.tensors:
-        raise CorruptCheckpoint(f"{origin}: {shown(name)}{_COUNTS} is missing", None)
+        raise CorruptCheckpoint(f"{origin}: {shown(name)}{_COUNTS} is missing", _MADE_BY)
     sums_EI = file.read(name + _SUMS, 0, file.specs[name + _SUMS].rows).astype(np.float32)
     counts_E = file.read(name + _COUNTS, 0, file.specs[name + _COUNTS].rows).reshape(-1).astype(np.float32)
     sums_EI = sums_EI.reshape(len(counts_E), -1)
@@ -106,7 +107,7 @@ def _from_dat(path: Path) -> _Entries:
     try:
         return _entries(raw)
     except (struct.error, UnicodeDecodeError, ValueError) as error:
-        raise CorruptCheckpoint(f"{path.name}: not an importance matrix ({error})", None) from error
+        raise CorruptCheckpoint(f"{path.name}: not an importance matrix ({error})", _MADE_BY) from error
 
 
 def _entries(raw: bytes) -> _Entries:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from qconvert.errors import BadRecipe, OutputExists, QConvertError
+from qconvert.errors import BadRecipe, OutputExists, QConvertError, remedy
 from qconvert.formats.files import sync
 
 MANIFEST_FILE = "qconvert.json"
@@ -64,7 +64,9 @@ class OutputDir:
         try:
             self._lock = _claim(self.partial)
         except OSError as error:
-            raise QConvertError(f"{self.partial}: cannot be created: {error.strerror}") from error
+            raise QConvertError(
+                f"{self.partial}: cannot be created: {error.strerror}", remedy(error)
+            ) from error
         return self.partial
 
     def __exit__(
@@ -76,7 +78,9 @@ class OutputDir:
                 self._finish()
                 renamed = True
         except OSError as error:
-            raise QConvertError(f"{self._out}: cannot be finished: {error.strerror}") from error
+            raise QConvertError(
+                f"{self._out}: cannot be finished: {error.strerror}", remedy(error)
+            ) from error
         finally:
             if not renamed:
                 shutil.rmtree(self.partial, ignore_errors=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from qconvert.errors import CheckFailed
+from qconvert.errors import REPORT, CheckFailed
 from qconvert.formats.files import read_exactly
 from qconvert.formats.filesink import FilePlan
 from qconvert.tensors import TensorSpec
@@ -101,11 +101,11 @@ def check_safetensors_header(path: Path, specs: Mapping[str, TensorSpec]) -> Non
             found = {name: file.get_slice(name) for name in names}
             seen = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in found.items()}
     except SafetensorError as error:
-        raise CheckFailed(f"{path.name}: the safetensors library refuses it ({error})", None) from error
+        raise CheckFailed(f"{path.name}: the safetensors library refuses it ({error})", REPORT) from error
     expected = {name: (spec.dtype.code, spec.shape) for name, spec in specs.items()}
     if seen != expected:
         odd = sorted(set(seen.items()) ^ set(expected.items()))[0]
-        raise CheckFailed(f"{path.name}: {odd[0]} is not what was planned ({odd[1]})", None)
+        raise CheckFailed(f"{path.name}: {odd[0]} is not what was planned ({odd[1]})", REPORT)
 
 
 def _verify_tensor(path: Path, spec: TensorSpec, offset: int, written: Iterable[Written]) -> str:
@@ -117,7 +117,7 @@ def _verify_tensor(path: Path, spec: TensorSpec, offset: int, written: Iterable[
     row = 0
     for run in runs:
         if run.start != row:
-            raise CheckFailed(f"{spec.name}: rows {row} to {run.start} were never written", None)
+            raise CheckFailed(f"{spec.name}: rows {row} to {run.start} were never written", REPORT)
         nbytes = run.rows * spec.width * spec.dtype.nbytes
         crc = 0
         for window in _windows(path, offset, nbytes):

@@ -160,11 +160,15 @@ class Ties:
         if self.tied and stored:
             self._drop_equal_head(binding, embed, head, compare)
         elif self.tied and not architecture.tied:
-            raise BadRecipe(f"{head}: not stored, so there is nothing to tie", None)
+            raise BadRecipe(
+                f"{head}: not stored, so there is nothing to tie", "fetch the shard that holds it"
+            )
         elif self.tied and tie:
-            raise BadRecipe("config.json: the head is already tied to the embedding", "nothing to do")
+            raise BadRecipe(
+                "config.json: the head is already tied to the embedding", "use the model as it is"
+            )
         elif tie is False and not architecture.tied:
-            raise BadRecipe("config.json: the head is already a table of its own", "nothing to do")
+            raise BadRecipe("config.json: the head is already a table of its own", "use the model as it is")
         elif tie is False and not stored:
             self.passes.append(passes.untie(embed, head))
 
@@ -200,7 +204,9 @@ def _unfused(plan: Plan, architecture: Architecture, roles: Container[str]) -> P
 def _in_sequence(plan: Plan, architecture: Architecture, target: Target, groups_of: ColumnGroups) -> Plan:
     plan, refused, folded = actorder.undo(plan, architecture, groups_of)
     if not refused and not folded:
-        raise BadRecipe("no columns in activation order (g_idx) in this checkpoint", "nothing to undo")
+        raise BadRecipe(
+            "no columns in activation order (g_idx) in this checkpoint", "leave out --undo-act-order"
+        )
     if refused and not target.allow_requantize:
         raise actorder.complain(refused, folded, target.layout)
     return plan

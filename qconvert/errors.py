@@ -5,7 +5,11 @@ Everything else that is raised is a bug in qconvert and is reported as one.
 
 from __future__ import annotations
 
+import errno
 import reprlib
+
+FETCH = "fetch the file again, or correct it; if its source holds the same, tell its maker"
+REPORT = "write it to another disk; if that ends so too, it is a bug: report it with `qconvert env`"
 
 
 class QConvertError(Exception):
@@ -17,7 +21,7 @@ class QConvertError(Exception):
 
     exit_code = 1
 
-    def __init__(self, fact: str, hint: str | None = None) -> None:
+    def __init__(self, fact: str, hint: str) -> None:
         super().__init__(fact)
         self.fact = fact
         self.hint = hint
@@ -25,6 +29,9 @@ class QConvertError(Exception):
 
 class CorruptCheckpoint(QConvertError):
     """A file of the checkpoint breaks its own format, or two of them disagree."""
+
+    def __init__(self, fact: str, hint: str = FETCH) -> None:
+        super().__init__(fact, hint)
 
 
 class NotDownloaded(QConvertError):
@@ -47,6 +54,29 @@ class CheckFailed(QConvertError):
     """A verification or a quality gate did not pass."""
 
     exit_code = 3
+
+
+_REMEDIES = {
+    errno.EACCES: "change its permissions, or take another path",
+    errno.EPERM: "change its permissions, or take another path",
+    errno.EROFS: "take a path on a disk that can be written",
+    errno.ENOSPC: "free some space, or take another disk",
+    errno.EDQUOT: "free some space, or take another disk",
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path: a part of it is a file, not a folder",
+    errno.EISDIR: "check the path: it is a folder",
+    errno.EEXIST: "remove what has this name, or take another one",
+    errno.ENAMETOOLONG: "take a shorter name",
+    errno.ELOOP: "check the path: its links lead in a circle",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "close other programs: this machine has too many files open",
+    errno.EIO: "check the disk: it does not answer as it should",
+}
+
+
+def remedy(error: OSError) -> str:
+    """What a user can do about an operation on files that the system refused."""
+    return _REMEDIES.get(error.errno or 0, "check the path and the disk it is on")
 
 
 _BRIEF = reprlib.Repr()

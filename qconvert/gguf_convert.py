@@ -12,7 +12,7 @@ import numpy as np
 from qconvert.architecture.gguf.identity import Identity, ParameterCounts, identify
 from qconvert.architecture.gguf.keys import file_keys
 from qconvert.convert import Limits, Listener, collect, position
-from qconvert.errors import BadRecipe, CheckFailed
+from qconvert.errors import REPORT, BadRecipe, CheckFailed
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.files import octets
 from qconvert.formats.filesink import FilePlan
@@ -156,4 +156,4 @@ def check_gguf_header(path: Path, specs: Mapping[str, TensorSpec]) -> None:
     seen = {name: tensor.stored for name, tensor in header.tensors.items()}
     if seen != dict(specs):
         odd = next(name for name in {**seen, **specs} if seen.get(name) != specs.get(name))
-        raise CheckFailed(f"{path.name}: {odd} is {seen.get(odd)}, not {specs.get(odd)}", None)
+        raise CheckFailed(f"{path.name}: {odd} is {seen.get(odd)}, not {specs.get(odd)}", REPORT)

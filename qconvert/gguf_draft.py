@@ -181,7 +181,7 @@ def _importance(plan: Plan, wish: GGUFWish) -> dict[str, tuple[float, ...]]:
         elif values is not None and name != "token_embd.weight":  # which llama-quantize lets pass
             raise BadRecipe(
                 f"{name}: the importance matrix has {len(values)} columns for it, the model {columns}",
-                "it was measured on another model",
+                "give one that llama-imatrix measured on this model",
             )
     return found
 

@@ -260,7 +260,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise BadRecipe(f"pattern {pattern!r}: not a regular expression ({error})") from error
+        raise BadRecipe(
+            f"pattern {pattern!r}: not a regular expression ({error})",
+            "a pattern is part of a GGUF name, such as ffn_down, or a regular expression as in Python's re",
+        ) from error
 
 
 def _why_kept(name: str, shape: tuple[int, ...]) -> str | None:
@@ -300,7 +303,7 @@ def _fitting(name: str, shape: tuple[int, ...], choice: Choice, *, fallback: boo
     if not fallback:
         raise BadRecipe(
             f"{name}: {why}",
-            f"allow {instead.label} in its place, or name another type for it with --tensor-type",
+            f"leave out --no-fallback, for {instead.label} in its place, or name a type with --tensor-type",
         )
     return Choice(instead, f"{choice.reason}; {why}")
 

@@ -98,7 +98,10 @@ def _stack_experts(plan: Plan, architecture: Architecture) -> Plan:
             made[key] = unit
             continue
         if first.output.form != unit.output.form:
-            raise BadRecipe(f"{unit.output.name}: not stored as {first.output.form.label} like its siblings")
+            raise BadRecipe(
+                f"{unit.output.name}: not stored as {first.output.form.label} like its siblings",
+                "`qconvert dequantize` first, or store all experts of a layer alike",
+            )
         made[key] = replace(first, inputs=(*first.inputs, *unit.inputs))
     units = tuple(_stacked(unit) if unit.rows > unit.output.rows else unit for unit in made.values())
     return replace(plan, units=units)

@@ -76,7 +76,9 @@ def growths(
             unit = lcm(unit, ranks * whole_unit(forms[place.name], split, layout))
         found.append(Growth(key, dimension, before, -(-before // unit) * unit))
     if not found:
-        raise BadRecipe(f"{architecture.family.name}: has no MLP that is padded here", None)
+        raise BadRecipe(
+            f"{architecture.family.name}: has no MLP that is padded here", "leave out --pad-to-tp"
+        )
     return tuple(found)
 
 
@@ -136,7 +138,9 @@ def _pad_units(places: Mapping[str, Place]) -> Pass:
 def _padded(unit: Unit, shape: tuple[int, ...]) -> Unit:
     output, last = unit.output, unit.inputs[-1]
     if isinstance(last.tensor.form, Blocks):
-        raise BadRecipe(f"{output.name}: {output.form.label} blocks are not padded", "dequantize first")
+        raise BadRecipe(
+            f"{output.name}: {output.form.label} blocks are not padded", "`qconvert dequantize` first"
+        )
     wanted = replace(output, shape=shape)
     if wanted.rows > output.rows:
         zeros = RowSlice(last.tensor, 0, wanted.rows - output.rows, zeros_like=last.last)

@@ -153,7 +153,10 @@ def _slot(entry: object, where: str) -> Slot:
         )
     module = _text(record["module"], f"{where}: module")
     if set(re.findall(r"\{.*?\}|[{}]", module)) - {"{layer}"}:
-        raise BadRecipe(f"{where}: module {module!r} has braces", "only {layer} is counted out")
+        raise BadRecipe(
+            f"{where}: module {module!r} has braces",
+            "write {layer} for the number of the layer, and no other braces",
+        )
     return Slot(
         role=_text(record["role"], f"{where}: role"),
         module=module,

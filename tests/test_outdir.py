@@ -37,7 +37,7 @@ def test_nothing_is_there_before_the_end(tmp_path: Path) -> None:
         assert names(tmp_path) == ["out.partial"]
 
 
-@pytest.mark.parametrize("error", [QConvertError("x"), KeyboardInterrupt(), SystemExit(1)])
+@pytest.mark.parametrize("error", [QConvertError("x", "y"), KeyboardInterrupt(), SystemExit(1)])
 def test_an_error_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
     with pytest.raises(type(error)), OutputDir(tmp_path / "out") as folder:
         (folder / "weights").touch()

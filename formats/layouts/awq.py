@@ -15,6 +15,7 @@ import numpy as np
 
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts.claims import (
+    APART,
     check_claimed,
     check_parts,
     claim,
@@ -156,7 +157,8 @@ def open_awq(source: Source, config: Json) -> tuple[AWQ, dict[str, Logical]]:
     version, bits = str(settings.get("version") or "gemm").lower(), claim(settings, "bits", int, _BITS)
     if version != "gemm" or bits != _BITS:
         raise UnsupportedModel(
-            f"config.json: AWQ version {shown(version)!r} with bits {bits} is not read here", "gemm, 4 bits"
+            f"config.json: AWQ version {shown(version)!r} with bits {bits} is not read here",
+            "save it again as version gemm with 4 bits, which is read",
         )
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
     found = {f"{base}.weight": _logical(base, source, settings) for base in bases}
@@ -173,7 +175,7 @@ def _logical(base: str, source: Source, settings: Json) -> Logical:
     if not groups or width % groups or not scales.dtype.is_float:
         raise CorruptCheckpoint(
             f"{scales.name}: {scales.dtype.label} {list(scales.shape)} fits no {width} input columns",
-            "the arrays of this weight do not belong together",
+            APART,
         )
     claimed, size = claim(settings, "group_size", int, -1), width // groups
     if size not in (claimed, width):

@@ -18,7 +18,14 @@ import numpy as np
 
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.json_io import parse_json_object
-from qconvert.formats.layouts.claims import check_claimed, dtype_of, matrix_shape, plain_rest, require
+from qconvert.formats.layouts.claims import (
+    APART,
+    check_claimed,
+    dtype_of,
+    matrix_shape,
+    plain_rest,
+    require,
+)
 from qconvert.formats.layouts.uniform import only_form
 from qconvert.interfaces import Part, Source
 from qconvert.tensors import Codebook, Coded, Dense, DType, Json, Logical, Plain, Quantized, TensorSpec, Value
@@ -27,6 +34,7 @@ NAME = "bitsandbytes"
 BLOCK = 64
 _NESTED_BLOCK = 256
 _LONGEST_NUMBER = 24  # characters of a float64 as Python spells it: -1.2345678901234567e-123
+_DEQUANTIZE = "dequantize it with bitsandbytes, and convert what that saves"
 _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -223,12 +231,14 @@ def _four_bits(name: str, table: str, source: Source) -> Logical:
     if shape[1] % block:
         raise UnsupportedModel(
             f"{name}: blocks of {block} span rows of {shape[1]} columns, which is not read here",
-            "dequantize it with bitsandbytes",
+            _DEQUANTIZE,
         )
     nested = "nested_blocksize" in state
     offset = state.get("nested_offset")
     if nested and (state["nested_blocksize"] != _NESTED_BLOCK or type(offset) is not float):
-        raise UnsupportedModel(f"{name}{_STATE}{table}: nested absmax {shown(state)} is not read here")
+        raise UnsupportedModel(
+            f"{name}{_STATE}{table}: nested absmax {shown(state)} is not read here", _DEQUANTIZE
+        )
     form = Codebook(table, block, DType.F32, dtype, second="nested" if nested else None)
     tensor = Logical(name, (shape[0], shape[1]), form)
     for spec in BitsAndBytes().parts(tensor):
@@ -237,11 +247,12 @@ def _four_bits(name: str, table: str, source: Source) -> Logical:
             raise CorruptCheckpoint(
                 f"{spec.name}: {stored.dtype.label} {list(stored.shape)}, but {form.label} of shape {shape} "
                 f"needs {spec.dtype.label} {list(spec.shape)}",
-                "the arrays of this weight do not belong together",
+                APART,
             )
     if not np.array_equal(source.read(f"{name}.quant_map", 0, 16).ravel(), TABLES[table]):
         raise UnsupportedModel(
-            f"{name}.quant_map: is not the code book of {table}", "a bitsandbytes of 0.39 on"
+            f"{name}.quant_map: is not the code book of {table}",
+            "save it again with a bitsandbytes of 0.39 or later, whose code book is read",
         )
     return tensor
 
@@ -254,7 +265,7 @@ def _int8(name: str, source: Source, config: Json) -> Logical:
         if (stored.dtype, stored.count) != (spec.dtype, spec.count):
             raise CorruptCheckpoint(
                 f"{spec.name}: {stored.dtype.label} {list(stored.shape)} beside int8 {list(weight.shape)}",
-                "the arrays of this weight do not belong together",
+                APART,
             )
     order = f"{name.removesuffix('.weight')}.weight_format"
     if source.has_weights and source.read(order, 0, 1)[0, 0] != 0:

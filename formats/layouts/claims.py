@@ -12,7 +12,7 @@ from qconvert.errors import BadRecipe, CorruptCheckpoint, shown
 from qconvert.interfaces import Layout, Source
 from qconvert.tensors import DType, Json, Logical, Plain, TensorSpec
 
-_APART = "the arrays of this weight do not belong together"
+APART = "fetch all arrays of this weight again, from one source: these do not belong together"
 
 
 def claim(settings: Mapping[str, object], key: str, kind: type, default: object = None) -> object:
@@ -40,7 +40,7 @@ def require(source: Source, name: str, why: str) -> TensorSpec:
     """The spec of an array that must be there."""
     spec = source.specs.get(name)
     if spec is None:
-        raise CorruptCheckpoint(f"{name}: missing, but {why}", "the checkpoint is incomplete")
+        raise CorruptCheckpoint(f"{name}: missing, but {why}")
     return spec
 
 
@@ -63,7 +63,7 @@ def check_parts(layout: Layout, tensor: Logical, source: Source) -> Logical:
             raise CorruptCheckpoint(
                 f"{spec.name}: {found.dtype.label} {list(found.shape)}, but {tensor.form.label} of shape "
                 f"{list(tensor.shape)} needs {spec.dtype.label} {list(spec.shape)}",
-                _APART,
+                APART,
             )
     return tensor
 
@@ -103,5 +103,5 @@ def settings_of(config: Json, key: str = "quantization_config") -> Json:
     """The quantization settings of a config.json, {} when there are none."""
     settings = config.get(key) or {}
     if not isinstance(settings, dict):
-        raise CorruptCheckpoint(f"config.json: {key} is not an object", "correct the file")
+        raise CorruptCheckpoint(f"config.json: {key} is not an object")
     return settings

@@ -46,7 +46,8 @@ class CodedArrays:
         code_bits = form.bits * width
         if code_bits % dtype.bits:
             raise BadRecipe(
-                f"{tensor.name}: rows of {width} codes of {form.bits} bits do not fill {dtype.label}"
+                f"{tensor.name}: rows of {width} codes of {form.bits} bits do not fill {dtype.label}",
+                "keep this weight plain, or take a scheme of 8 bits",
             )
         scales_shape: tuple[int, ...] = (1,)
         if form.group_rows is not None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qconvert.errors import CorruptCheckpoint, NotDownloaded, UnsupportedModel, shown
-from qconvert.formats.layouts.claims import check_parts, require
+from qconvert.formats.layouts.claims import APART, check_parts, require
 from qconvert.formats.layouts.compressed_config import FORMATS, NAME
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors, words
 from qconvert.interfaces import Source
 from qconvert.tensors import Codebook, DType, GroupInt, Json, Logical, Plain, TensorSpec
 
 _SUFFIXES = ("_packed", "_global_scale", "_scale", "_zero_point", "_shape")
+_AGAIN = "save it again with compressed-tensors, all weights packed and in their own order"
 
 
 def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTensors, dict[str, Logical]]:
@@ -53,7 +54,7 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
         )
     for name, tensor in found.items():
         if tensor.form in loose and name not in specs:
-            raise UnsupportedModel(f"{name}: packed, while another {tensor.form.label} weight is not")
+            raise UnsupportedModel(f"{name}: packed, while another {tensor.form.label} weight is not", _AGAIN)
     return CompressedTensors(frozenset(loose)), found
 
 
@@ -119,7 +120,10 @@ def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> 
     """A weight with a byte for each code: int8, or F8_E4M3 with one scale per tensor, row or block."""
     weight, scale = source.specs[base], source.specs[f"{base}_scale"]
     if len(weight.shape) not in (2, 3):
-        raise UnsupportedModel(f"{base}: {weight.dtype.label} {list(weight.shape)} is not read here", "2-D")
+        raise UnsupportedModel(
+            f"{base}: {weight.dtype.label} {list(weight.shape)} is not read here",
+            "save it again as 2-D linears, or 3-D stacks of experts",
+        )
     form: GroupInt | Codebook
     if weight.dtype is DType.I8:
         symmetric = f"{base}_zero_point" not in source.specs
@@ -153,7 +157,10 @@ def _four_bit_floats(base: str, source: Source) -> Logical:
     if base in source.specs:
         raise CorruptCheckpoint(f"{base}: stored both plain and as {packed.name}", "remove one of the two")
     if len(packed.shape) not in (2, 3):
-        raise UnsupportedModel(f"{packed.name}: {list(packed.shape)} is not read here", "2-D")
+        raise UnsupportedModel(
+            f"{packed.name}: {list(packed.shape)} is not read here",
+            "save it again as 2-D linears, or 3-D stacks of experts",
+        )
     if scale.dtype is DType.U8:
         form = Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
     else:
@@ -166,9 +173,9 @@ def _logical(base: str, source: Source, declared: set[int]) -> Logical:
     specs = source.specs
     for suffix in ("_packed", "_scale", "_shape"):
         if base + suffix not in specs:
-            raise CorruptCheckpoint(f"{base}{suffix}: missing", "the checkpoint is incomplete")
+            raise CorruptCheckpoint(f"{base}{suffix}: missing")
     if f"{base}_g_idx" in specs:
-        raise UnsupportedModel(f"{base}_g_idx: columns in activation order are not read here")
+        raise UnsupportedModel(f"{base}_g_idx: columns in activation order are not read here", _AGAIN)
     if base in specs:
         raise CorruptCheckpoint(f"{base}: stored both plain and as {base}_packed", "remove one of the two")
     packed, scale = specs[base + "_packed"], specs[base + "_scale"]
@@ -176,7 +183,7 @@ def _logical(base: str, source: Source, declared: set[int]) -> Logical:
     if specs[base + "_shape"].count not in (2, 3) or specs[base + "_shape"].dtype is not DType.I64:
         raise CorruptCheckpoint(
             f"{base}_shape: not two int64 numbers, nor three of a stack of experts",
-            "the arrays of this weight do not belong together",
+            APART,
         )
     shape = _stored_shape(base, source, packed, declared)
     bits = _bits(packed, shape, declared)
@@ -210,7 +217,7 @@ def _bits(packed: TensorSpec, shape: tuple[int, ...], declared: set[int]) -> int
         found = " or ".join(map(str, sorted(agreed))) or "no number of"
         raise CorruptCheckpoint(
             f"{packed.name}: {list(packed.shape)} holds {found} bits for each weight of {list(shape)}",
-            "the arrays of this weight do not belong together",
+            APART,
         )
     return agreed.pop()
 
@@ -221,6 +228,6 @@ def _form(bits: int, shape: tuple[int, ...], scale: TensorSpec, *, symmetric: bo
     if min(shape) < 1 or groups < 1 or width % groups or not scale.dtype.is_float:
         raise CorruptCheckpoint(
             f"{scale.name}: {scale.dtype.label} {list(scale.shape)} fits no {list(shape)} weight",
-            "the arrays of this weight do not belong together",
+            APART,
         )
     return GroupInt(bits, None if groups == 1 else width // groups, symmetric, scale.dtype)

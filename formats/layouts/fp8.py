@@ -84,7 +84,7 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, Logical]]:
         raise UnsupportedModel(
             f"config.json: fp8 with fmt {shown(settings.get('fmt'))} and weight_block_size {shown(block)} is "
             "not read here",
-            "e4m3 in blocks, such as [128, 128]",
+            "save it again as e4m3 in blocks such as [128, 128], which are read",
         )
     assert isinstance(block, list)
     decoded = dtype_of(config)

@@ -17,6 +17,7 @@ import numpy as np
 
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts.claims import (
+    APART,
     check_claimed,
     check_parts,
     claim,
@@ -184,7 +185,8 @@ def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, Logical]]:
     version = str(settings.get("checkpoint_format") or settings.get("format") or NAME)
     if version not in (NAME, f"{NAME}_v2"):
         raise UnsupportedModel(
-            f"config.json: GPTQ checkpoint_format {shown(version)!r} is not read here", "gptq or gptq_v2"
+            f"config.json: GPTQ checkpoint_format {shown(version)!r} is not read here",
+            "save it again as gptq or gptq_v2, which are read",
         )
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
     groupless = bool(bases) and not any(f"{base}.g_idx" in source.specs for base in bases)
@@ -204,7 +206,7 @@ def _logical(base: str, source: Source, settings: Json, layout: GPTQ) -> Logical
     if not groups or width % groups or not scales.dtype.is_float:
         raise CorruptCheckpoint(
             f"{scales.name}: {scales.dtype.label} {list(scales.shape)} fits no {width} input columns",
-            "the arrays of this weight do not belong together",
+            APART,
         )
     said = claimed(settings, "group_size", int, -1)
     size = width // groups
@@ -226,14 +228,14 @@ def _bits(base: str, qweight: TensorSpec, source: Source, settings: Json) -> tup
     if len(qweight.shape) != 2 or not set(said) <= set(BITS):
         raise UnsupportedModel(
             f"{qweight.name}: {list(qweight.shape)} with bits {shown(_listed(said))} is not read here",
-            "2, 3, 4, 8",
+            "save it again with 2, 3, 4 or 8 bits, which are read",
         )
     width = g_idx.count if g_idx is not None else qweight.shape[0] * _WORD // int(str(said[0]))
     bits = qweight.shape[0] * _WORD // width if width else 0
     if bits not in BITS or qweight.shape[0] * _WORD != width * bits:
         raise CorruptCheckpoint(
             f"{qweight.name}: {list(qweight.shape)} holds no whole number of bits for {width} input columns",
-            "the arrays of this weight do not belong together",
+            APART,
         )
     if bits not in said:
         raise contradiction(qweight.name, f"codes of {bits} bits", "bits", _listed(said))
@@ -252,7 +254,5 @@ def _act_order(name: str, source: Source, width: int, groups: int, settings: Jso
     order_I = source.read(name, 0, width).ravel()
     if width and not 0 <= order_I.min() <= order_I.max() < groups:
         column = int(np.flatnonzero((order_I < 0) | (order_I >= groups))[0])
-        raise CorruptCheckpoint(
-            f"{name}: column {column} is in group {order_I[column]} of {groups}", "the file is damaged"
-        )
+        raise CorruptCheckpoint(f"{name}: column {column} is in group {order_I[column]} of {groups}")
     return bool((order_I != np.arange(width) // max(1, width // groups)).any())

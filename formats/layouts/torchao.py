@@ -58,7 +58,10 @@ class TorchAO:
     def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
         """Rows of plain tensors; the class of a quantized one would have to be rebuilt by torchao."""
         if not isinstance(value, Dense):
-            raise BadRecipe(f"{tensor.name}: torchao's layout is read, not written", "convert --to another")
+            raise BadRecipe(
+                f"{tensor.name}: torchao's layout is read, not written",
+                "`qconvert convert --to` another layout",
+            )
         yield Part(tensor.name, start, value.rows_RI)
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
@@ -70,13 +73,14 @@ class TorchAO:
         codes, scales, zeros = (source.read(spec.name, start, stop) for spec in self.parts(tensor))
         if zeros.any():
             raise UnsupportedModel(
-                f"{self.parts(tensor)[2].name}: zero points other than 0 are not read here"
+                f"{self.parts(tensor)[2].name}: zero points other than 0 are not read here",
+                "quantize it symmetrically, or dequantize it with torchao",
             )
         return IntAffine(codes.view(np.uint8) ^ np.uint8(0x80), scales, None, form)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """Nothing is written in this layout."""
-        raise BadRecipe("torchao's layout is read, not written", "convert --to another layout first")
+        raise BadRecipe("torchao's layout is read, not written", "`qconvert convert --to` another layout")
 
 
 def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, Logical]]:
@@ -91,7 +95,8 @@ def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, Logic
         groups = scales.shape[-1] if len(scales.shape) == 2 else 0
         if len(spec.shape) != 2 or spec.dtype is not DType.I8 or not groups or spec.shape[1] % groups:
             raise CorruptCheckpoint(
-                f"{array}: {spec.dtype.label} {list(spec.shape)} is not read here", "int8"
+                f"{array}: {spec.dtype.label} {list(spec.shape)} is not read here",
+                "save it with torchao as int8 in groups of columns",
             )
         form = GroupInt(8, None if groups == 1 else spec.shape[1] // groups, True, scales.dtype)
         tensor = Logical(f"{base}.weight", spec.shape, form)

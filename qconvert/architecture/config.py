@@ -31,9 +31,9 @@ def optional_int(config: Json, key: str, most: int = MAX_DIMENSION) -> int | Non
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int):
-        raise CorruptCheckpoint(f"config.json: {key} is {value!r}, not a whole number", "correct the file")
+        raise CorruptCheckpoint(f"config.json: {key} is {value!r}, not a whole number")
     if not 1 <= value <= most:
-        raise CorruptCheckpoint(f"config.json: {key} is {value}, outside 1..{most}", "correct the file")
+        raise CorruptCheckpoint(f"config.json: {key} is {value}, outside 1..{most}")
     return value
 
 
@@ -50,9 +50,7 @@ def divided(config: Json, key: str, by: str) -> int:
 def divide(whole: int, parts: int, key: str, by: str) -> int:
     """`whole / parts`, which must be a whole number; `key` and `by` say in the error what they are."""
     if whole % parts:
-        raise CorruptCheckpoint(
-            f"config.json: {key} = {whole} is not divisible by {by} = {parts}", "correct the file"
-        )
+        raise CorruptCheckpoint(f"config.json: {key} = {whole} is not divisible by {by} = {parts}")
     return whole // parts
 
 
@@ -62,9 +60,7 @@ def flag(config: Json, key: str, *, default: bool = False) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise CorruptCheckpoint(
-            f"config.json: {key} is {value!r}, neither true nor false", "correct the file"
-        )
+        raise CorruptCheckpoint(f"config.json: {key} is {value!r}, neither true nor false")
     return value
 
 
@@ -74,9 +70,9 @@ def whole_numbers(config: Json, key: str) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_LAYERS:
-        raise CorruptCheckpoint(f"config.json: {key} is no list of layers", "correct the file")
+        raise CorruptCheckpoint(f"config.json: {key} is no list of layers")
     if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MAX_DIMENSION for n in value):
-        raise CorruptCheckpoint(f"config.json: {key} is not a list of whole numbers", "correct the file")
+        raise CorruptCheckpoint(f"config.json: {key} is not a list of whole numbers")
     return tuple(value)
 
 
@@ -85,7 +81,5 @@ def per_layer(config: Json, key: str, layer: int) -> float:
     value = config.get(key)
     number = value[layer] if isinstance(value, list) and layer < len(value) else value
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= MAX_DIMENSION:
-        raise CorruptCheckpoint(
-            f"config.json: {key} has no positive number for layer {layer}", "correct the file"
-        )
+        raise CorruptCheckpoint(f"config.json: {key} has no positive number for layer {layer}")
     return number

@@ -249,9 +249,7 @@ class Architecture:
         dims = self.dimensions[layer or 0]
         if dims.get("experts", 0) * self.layers > MAX_EXPERTS:
             key = self.config_key("experts")
-            raise CorruptCheckpoint(
-                f"config.json: {key} = {dims['experts']} in each of {self.layers} layers", "correct the file"
-            )
+            raise CorruptCheckpoint(f"config.json: {key} = {dims['experts']} in each of {self.layers} layers")
         for per_expert, group in groupby(slots, key=lambda slot: slot.per_expert):
             run = tuple(group)
             for expert in range(dims["experts"]) if per_expert else (0,):

@@ -134,7 +134,7 @@ def diff(a: str, b: str, show_all: bool, exit_code: bool, as_json: bool, revisio
         click.echo("\n".join(table(head, [_cells(d) for d in listed], left=3)))
     click.echo(_phrase(_summary(differences)))
     if differ:
-        raise CheckFailed(f"{a} and {b}: not the same numbers", None)
+        raise CheckFailed(f"{a} and {b}: not the same numbers", "the table above says where")
 
 
 def _open(model: str, revision: str | None) -> Checkpoint:

@@ -67,7 +67,10 @@ def command(model: str, loader: str, tp: int, as_json: bool, revision: str | Non
             click.echo(f"  {problem.hint}")
     if errors:
         refused = count(len(errors), "thing")
-        raise CheckFailed(f"{model}: {refused} that {loader} does not take", "see the list above")
+        raise CheckFailed(
+            f"{model}: {refused} that {loader} does not take",
+            "mend what the list above names, or ask for another loader with --for",
+        )
     click.echo(f"{loader}: nothing in the way")
 
 

@@ -124,7 +124,8 @@ class DecoderConfig:
             )
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UnsupportedModel(
-                f"config.json: hidden_act is {config['hidden_act']!r}", "the decoder knows silu only"
+                f"config.json: hidden_act is {config['hidden_act']!r}",
+                "only silu is computed here; llama.cpp may run it (`qconvert to-gguf`)",
             )
         return DecoderConfig(
             model_type=config["model_type"],

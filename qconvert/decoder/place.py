@@ -57,7 +57,9 @@ def find_device(name: torch.device | str) -> torch.device:
             "use --device cpu, or install a torch with CUDA; `qconvert env` shows what is found",
         )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadRecipe(f"device {str(name)!r}: there are {torch.cuda.device_count()} CUDA devices", "cuda:0")
+        raise BadRecipe(
+            f"device {str(name)!r}: there are {torch.cuda.device_count()} CUDA devices", "write cuda:0"
+        )
     if device.index is not None and device.type == "cuda":
         torch.cuda.set_device(device)
     return device

@@ -79,7 +79,7 @@ def full_attention(config: Json, layer: int) -> bool:
     if types is None:
         return (layer + 1) % (optional_int(config, "full_attention_interval") or 4) == 0
     if not isinstance(types, list) or len(types) <= layer:
-        raise CorruptCheckpoint(f"config.json: layer_types has no entry {layer}", "correct the file")
+        raise CorruptCheckpoint(f"config.json: layer_types has no entry {layer}")
     return bool(types[layer] == "full_attention")
 
 

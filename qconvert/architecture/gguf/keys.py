@@ -171,7 +171,7 @@ def rope_of(facts: Facts) -> Json:
     if isinstance(stated, dict) and isinstance(stated.get("full_attention"), dict):
         stated = stated["full_attention"]
     if not isinstance(stated, dict):
-        raise CorruptCheckpoint(f"config.json: rope_scaling is {stated!r}, not an object", "correct the file")
+        raise CorruptCheckpoint(f"config.json: rope_scaling is {stated!r}, not an object")
     kind = stated.get("rope_type", stated.get("type", "default"))
     theta = stated.get("rope_theta", settings.get("rope_theta"))
     return {**stated, "rope_type": kind, "rope_theta": 10000.0 if theta is None else theta}
@@ -192,7 +192,8 @@ def _rope(facts: Facts, known: Sequence[str]) -> Iterator[KV]:
     if kind not in known:
         raise UnsupportedModel(
             f"config.json: rope scaling {kind!r}, which llama.cpp's {facts.model.arch} does not have",
-            f"known: {', '.join(each for each in known if each != 'default') or 'none'}",
+            "keep this model in safetensors; known: "
+            + (", ".join(each for each in known if each != "default") or "none"),
         )
     if kind in ("linear", "yarn"):
         yield facts.text("rope.scaling.type", kind)

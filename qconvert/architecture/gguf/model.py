@@ -93,7 +93,7 @@ def positive(settings: Json, key: str) -> float:
     """The positive finite number under a key, which must be there."""
     value = settings.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CorruptCheckpoint(f"config.json: {key} is {value!r}, not a positive number", "correct the file")
+        raise CorruptCheckpoint(f"config.json: {key} is {value!r}, not a positive number")
     return float(value)
 
 

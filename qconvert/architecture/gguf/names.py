@@ -78,7 +78,9 @@ def gguf_name(role: str, layer: int | None, part: str = "weight", written: Writt
     if layer is not None and role in PER_LAYER:
         return f"blk.{layer}.{PER_LAYER[role]}.{part}"
     where = "" if layer is None else f" of layer {layer}"
-    raise UnsupportedModel(f"{role}{where}: GGUF has no name for it", "split fused tensors first")
+    raise UnsupportedModel(
+        f"{role}{where}: GGUF has no name for it", "take fused tensors apart first, with `qconvert unfuse`"
+    )
 
 
 def gguf_place(name: str) -> GGUFPlace | None:
