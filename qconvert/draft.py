@@ -22,7 +22,7 @@ from qconvert.plan import Plan
 from qconvert.recipe import FUSIONS, Recipe
 from qconvert.select import choose, decide
 from qconvert.targets import Target, encode, regrid
-from qconvert.tensors import Blocks, DType, Json, Logical, Plain, Quantized
+from qconvert.tensors import Blocks, Codebook, DType, GroupInt, Json, Logical, Plain, Quantized
 
 if TYPE_CHECKING:
     from qconvert.quant.casts import Difference
@@ -261,6 +261,9 @@ def _fused(plan: Plan, architecture: Architecture, recipe: Recipe) -> Plan:
 
 
 def _regridded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
+    stacks = target.layout == "mxfp4"
+    if stacks:
+        plan = _stacked(plan, architecture)
     if all(isinstance(t.form, Plain) for t in plan.outputs.values()):
         if target.new_table:
             return _encoded(plan, architecture, target)
@@ -268,10 +271,47 @@ def _regridded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
             f"no quantized tensors to write as {target.layout}",
             "add --scheme int4-g128 to quantize this checkpoint on the way",
         )
-    places = _places(plan, architecture)
-    heads = {n for n, p in places.items() if p.role == "lm_head" and isinstance(plan.outputs[n].form, Blocks)}
-    tables = frozenset(name for name, place in places.items() if place.kind == "embedding") | heads
-    return regrid(target, tables)(plan)
+    return regrid(target, _held_plain(plan, architecture, target.layout))(plan)
+
+
+def _held_plain(plan: Plan, architecture: Architecture, layout: str) -> frozenset[str]:
+    """Names of the tensors that a layout holds as numbers alone.
+
+    Quantized tables are MLX's, and vLLM reads symmetric ones of compressed-tensors; those of GGUF are what
+    llama.cpp makes of every model. gpt-oss's layout holds its experts.
+    """
+    places, outputs = _places(plan, architecture), plan.outputs
+    tables = {n for n, p in places.items() if p.kind == "embedding" or p.role == "lm_head"}
+    blocks = {name for name in tables if isinstance(outputs[name].form, Blocks)}
+    if layout == "mxfp4":
+        return frozenset(places.keys() - _expert_stacks(places))
+    if layout == "mlx":
+        return frozenset(blocks)
+    forms = {n: outputs[n].form for n in tables if places[n].kind == "embedding"}
+    kept = layout == "compressed-tensors"
+    held = {n for n, f in forms.items() if kept and isinstance(f, GroupInt) and f.symmetric}
+    return frozenset(blocks | forms.keys() - held)
+
+
+def _stacked(plan: Plan, architecture: Architecture) -> Plan:
+    """The experts of every layer in the stacks that gpt-oss's class stores; BadRecipe for other classes."""
+    entries = [entry for entry in architecture.fused.values() if entry.fusion.per_expert]
+    if any(entry.whole.transposed for entry in entries):
+        return passes.stack_all(entries)(plan)
+    forms = {t.form for t in plan.outputs.values() if not isinstance(t.form, Plain)}
+    way = "--to compressed-tensors --scheme mxfp4"
+    if any(isinstance(form, Codebook) and form.is_mxfp4 for form in forms):
+        way = "--to compressed-tensors, --to mlx or --to gguf, with the same codes"
+    elif forms:
+        way += " --allow-requantize, which loses twice"
+    raise BadRecipe(
+        f"{architecture.family.name}: no stacks of experts stored input-major, which alone mxfp4 holds",
+        f"it is the layout of gpt-oss; for other models, {way}",
+    )
+
+
+def _expert_stacks(places: Mapping[str, Place]) -> set[str]:
+    return {n for n, p in places.items() if p.transposed and len(p.shape) == 3 and p.part == "weight"}
 
 
 def _encoded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
@@ -279,19 +319,14 @@ def _encoded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
     stacks = target.layout == "mxfp4"
     if not stacks:
         plan = passes.unstack(architecture)(plan)
+    places = _places(plan, architecture)
     weights = {
-        name: place
-        for name, place in _places(plan, architecture).items()
+        name
+        for name, place in places.items()
         if place.kind == "linear" and place.part == "weight" and place.role != "lm_head"
     }
     if stacks:
-        weights = {n: p for n, p in weights.items() if p.transposed and len(p.shape) == 3}
-        if not weights:
-            raise BadRecipe(
-                f"{architecture.family.name}: no stacks of experts stored input-major, which alone "
-                f"{target.layout} holds",
-                "it is the layout of gpt-oss; for other models, --to compressed-tensors --scheme mxfp4",
-            )
+        weights &= _expert_stacks(places)
     entries = [entry for entry in architecture.fused.values() if not entry.fusion.per_expert]
     kin = {part.name: entry.whole.name for entry in entries for part in entry.parts if part.name in weights}
     return encode(target, frozenset(weights), kin)(plan)

@@ -80,10 +80,7 @@ def keeping(tensor: Logical) -> tuple[str, ...]:
 
 def is_mxfp4(form: Form) -> bool:
     """Whether a weight is stored in the microscaling format that GGML has, too."""
-    if not isinstance(form, Codebook):
-        return False
-    grid = (form.table, form.group_size, form.group_rows, form.scale_dtype, form.second)
-    return grid == ("e2m1", _BLOCK, 1, DType.F8_E8M0, None)
+    return isinstance(form, Codebook) and form.is_mxfp4
 
 
 def own_types(

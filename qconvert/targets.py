@@ -140,21 +140,21 @@ def _nesting(target: Target, tensor: Logical, form: Quantized) -> tuple[Op, ...]
     return (NestScales(tensor.width),) if target.table.endswith(_NESTED) and four_bits else ()
 
 
-def regrid(target: Target, embeddings: frozenset[str]) -> Pass:
+def regrid(target: Target, plain: frozenset[str]) -> Pass:
     """Bring every quantized output into what the target layout holds.
 
-    `embeddings` are the tables that only MLX reads quantized: elsewhere they become plain numbers.
-    Raises BadRecipe naming the weight and the reason where codes cannot be kept.
+    `plain` are the tensors that it holds as numbers alone. Raises BadRecipe naming the weight and the
+    reason where codes cannot be kept.
     """
 
     def one(unit: Unit) -> Unit:
         form = unit.output.form
         if isinstance(form, Blocks):
-            unit = _from_blocks(target, unit, form, embeddings)
+            unit = _from_blocks(target, unit, form, plain)
             form = unit.output.form
         if isinstance(form, Plain) or not isinstance(form, Quantized):
             return unit
-        if unit.output.name in embeddings and target.layout != "mlx":
+        if unit.output.name in plain:
             if any(isinstance(op, Quantize) for op in unit.ops):
                 raise BadRecipe(
                     f"{unit.output.name}: {target.layout} holds no quantized embedding",
@@ -168,10 +168,10 @@ def regrid(target: Target, embeddings: frozenset[str]) -> Pass:
     return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
 
 
-def _from_blocks(target: Target, unit: Unit, form: Blocks, embeddings: frozenset[str]) -> Unit:
-    """GGML blocks on the grid that they are; tables, which GGUF quantizes as well, as plain numbers."""
+def _from_blocks(target: Target, unit: Unit, form: Blocks, plain: frozenset[str]) -> Unit:
+    """GGML blocks on the grid that they are, or as plain numbers."""
     tensor = unit.output
-    if tensor.name in embeddings:
+    if tensor.name in plain:
         return unit.then(Dequantize(DType.BF16))
     if form.type in GRIDS:
         return unit.then(FromBlocks(GRIDS[form.type]))
@@ -301,7 +301,7 @@ def _mlx(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
     if isinstance(form, GroupMin):
         raise _refused(tensor, "has groups that MLX does not (32, 64 or 128 columns)")
     if isinstance(form, Codebook) and form.table != "int8":
-        if form.scale_dtype is DType.F8_E8M0 and (form.group_rows, form.group_size) == (1, 32):
+        if form.is_mxfp4:
             return ()
         raise _refused(tensor, "is none of MLX's modes that are written here (affine, mxfp4)")
     ops, made = _integers(tensor, form)
@@ -334,10 +334,9 @@ def _fp8(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
 
 
 def _gpt_oss(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
-    stack = len(tensor.shape) == 3 and isinstance(form, Codebook)
-    if stack and form.scale_dtype is DType.F8_E8M0:
+    if isinstance(form, Codebook) and form.is_mxfp4:
         return ()
-    raise _refused(tensor, "is not a stack of experts in MXFP4, which gpt-oss's layout holds")
+    raise _refused(tensor, "is not MXFP4, which gpt-oss's layout holds its experts in")
 
 
 RULES: Mapping[str, Callable[[Logical, Quantized], tuple[Op, ...]]] = {

@@ -220,6 +220,12 @@ class Codebook:
         return 1 if self.group_rows is None else -(-rows // self.group_rows)
 
     @property
+    def is_mxfp4(self) -> bool:
+        """Whether it is MXFP4 (OCP Microscaling): 32 codes of E2M1 to a power of two."""
+        grid = (self.table, self.group_size, self.group_rows, self.scale_dtype, self.second)
+        return grid == ("e2m1", 32, 1, DType.F8_E8M0, None)
+
+    @property
     def label(self) -> str:
         rows = {1: "", None: "-tensor"}.get(self.group_rows, f"x{self.group_rows}")
         group = "" if rows == "-tensor" else f"-{_group(self.group_size)}"

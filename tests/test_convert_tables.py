@@ -147,6 +147,10 @@ def test_blocks_of_gpt_oss_reach_the_largest_number_and_round_halves_up() -> Non
 def test_only_stacks_of_experts_are_gpt_oss_s(model: Path, tmp_path: Path) -> None:
     ran = qconvert("convert", model, "--to", "mxfp4", "-o", tmp_path / "out")
     assert ran.code == 1 and "no stacks of experts" in ran.err and "--scheme mxfp4" in ran.err
+    for scheme, way in (("mxfp4", "--to mlx or --to gguf, with the same"), ("fp8", "--allow-requantize")):
+        quantized = encoded(model, "compressed-tensors", scheme, tmp_path / scheme)
+        ran = qconvert("convert", quantized, "--to", "mxfp4", "--allow-requantize", "-o", tmp_path / "out")
+        assert ran.code == 1 and "no stacks of experts" in ran.err and way in ran.err
 
 
 def test_weights_that_loaders_stack_share_one_global_scale(model: Path, tmp_path: Path) -> None:

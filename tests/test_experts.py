@@ -179,3 +179,36 @@ def test_mxfp4_experts_become_linears_with_the_same_codes(assets: Path, tmp_path
 
 def made_ct(source: Path, tmp_path: Path) -> Path:
     return made("convert", source, "--to", "compressed-tensors", "-o", tmp_path / "ct")
+
+
+def test_linears_in_mxfp4_become_gpt_oss_s_stacks_to_the_byte(assets: Path, tmp_path: Path) -> None:
+    """From stacks, single experts, and experts beside quantized attention, which becomes numbers."""
+    source = assets / "fixtures" / "quantized" / "gptoss-mxfp4"
+    stacks = made_ct(source, tmp_path)
+    apart = made("unfuse", stacks, "-o", tmp_path / "u")
+    for number, linears in enumerate((stacks, apart)):
+        back = made("convert", linears, "--to", "mxfp4", "-o", tmp_path / f"back{number}")
+        assert stored(back) == stored(source)
+        assert qconvert("verify", back, "--against", linears).code == 0
+    plain = made("unfuse", made("dequantize", source, "-o", tmp_path / "p"), "-o", tmp_path / "pu")
+    assert stored(made("convert", plain, "--to", "mxfp4", "-o", tmp_path / "new")) == stored(source)
+    every = made(
+        "convert", plain, "--to", "compressed-tensors", "--scheme", "mxfp4", "-o", tmp_path / "every"
+    )
+    back = made("convert", every, "--to", "mxfp4", "-o", tmp_path / "back")
+    assert qconvert("verify", back, "--against", every).code == 0
+    before, after = stored(source), stored(back)
+    assert {name for name in before if before[name] != after[name]} == {
+        f"model.layers.{n}.self_attn.{part}_proj.weight" for n in (0, 1) for part in "qkvo"
+    }
+    assert before.keys() == after.keys()
+
+
+def test_codes_that_are_no_mxfp4_are_refused_for_gpt_oss_s_stacks(gpt_oss: Path, tmp_path: Path) -> None:
+    quantized = made("quantize", gpt_oss, "--scheme", "int4-g32", "-o", tmp_path / "q")
+    asked = ("convert", quantized, "--to", "mxfp4", "-o", tmp_path / "o")
+    ran = qconvert(*asked)
+    assert ran.code == 1 and "int4-g32 is not MXFP4" in ran.err and "--allow-requantize" in ran.err
+    out = made(*asked, "--allow-requantize")
+    kinds = json.loads((out / "qconvert.json").read_text())["tensors"]
+    assert kinds[f"{LAYER}down_proj"]["certificate"]["kind"] == "requantized"
