@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from qconvert.architecture import FusedPlace
 from qconvert.formats.checkpoint import Checkpoint
-from qconvert.tensors import Value
+from qconvert.tensors import Logical, Value, rows_of
+
+_Key = tuple[str, int | None, str]
 
 
 class CheckpointWeights:
@@ -13,12 +18,24 @@ class CheckpointWeights:
         """Hold the checkpoint's tensors against its architecture; raises what `bind` raises."""
         binding = checkpoint.bind()
         self._reader = checkpoint.reader
-        self._tensors = {
-            (place.role, place.layer, place.part): checkpoint.tensors[name]
-            for name, place in binding.places.items()
-        }
+        self._tensors: dict[_Key, tuple[Logical, int, int]] = {}
+        for name, place in binding.places.items():
+            tensor = checkpoint.tensors[name]
+            self._tensors[place.role, place.layer, place.part] = tensor, 0, tensor.rows
+            entry = binding.architecture.fused.get(name)
+            if entry is not None and entry.fusion.per_expert and not entry.fusion.interleaved:
+                self._tensors |= _experts(tensor, entry)
 
     def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:
         """All rows of a weight or bias; None when the model has no such tensor."""
-        tensor = self._tensors.get((role, layer, kind))
-        return None if tensor is None else self._reader.read(tensor, 0, tensor.rows)
+        found = self._tensors.get((role, layer, kind))
+        return None if found is None else self._reader.read(*found)
+
+
+def _experts(stack: Logical, entry: FusedPlace) -> Iterator[tuple[_Key, tuple[Logical, int, int]]]:
+    """Where each part of a stack of experts has its rows: one part after the other."""
+    start = 0
+    for part in entry.parts:
+        stop = start + rows_of(part.shape)
+        yield (part.role, part.layer, part.part), (stack, start, stop)
+        start = stop

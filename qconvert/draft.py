@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 from qconvert import actorder, padding
 from qconvert import plan as passes
 from qconvert.actorder import ColumnGroups
-from qconvert.architecture import Architecture, Binding, FusedPlace, Place
+from qconvert.architecture import Architecture, Binding, FusedPlace
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
 from qconvert.loaders import Notice, notices
 from qconvert.plan import Plan
 from qconvert.recipe import FUSIONS, Recipe
+from qconvert.relayout import as_the_class_stores, places_of, relaid
 from qconvert.select import choose, decide
-from qconvert.targets import Target, encode, regrid
-from qconvert.tensors import Blocks, Codebook, DType, GroupInt, Json, Logical, Plain, Quantized
+from qconvert.targets import Target
+from qconvert.tensors import Blocks, DType, Json, Logical, Plain, Quantized
 
 if TYPE_CHECKING:
     from qconvert.quant.casts import Difference
@@ -78,6 +79,8 @@ def draft(
     check_plain_weights(binding)
     tie = Ties(binding, recipe.tie, compare)
     plan = passes.run_passes(passes.copy_of(binding), [*tie.passes, passes.resolve_scales])
+    if wish.dequantize:
+        plan = as_the_class_stores(plan, architecture)
     if wish.unfuse:
         plan = _unfused(plan, architecture, wish.unfuse)
     if wish.dequantize:
@@ -97,7 +100,7 @@ def draft(
         scale_dtype = wish.target.scale_dtype if wish.target else None
         plan = _quantized(plan, architecture, recipe, tied=tie.tied, scale_dtype=scale_dtype)
     if wish.target:
-        plan = _regridded(plan, architecture, wish.target)
+        plan = relaid(plan, architecture, wish.target)
     _refuse_blocks(plan)
     if not wish.allow_nonfinite:
         plan = passes.check_finite(plan)
@@ -194,9 +197,15 @@ def _table_names(architecture: Architecture) -> tuple[str, str]:
 
 def _unfused(plan: Plan, architecture: Architecture, roles: Container[str]) -> Plan:
     def chosen(entry: FusedPlace) -> bool:
-        return entry.fusion.role in roles
+        return entry.fusion.role in roles and not entry.fusion.layout
 
-    if not any(chosen(architecture.fused[name]) for name in plan.outputs if name in architecture.fused):
+    entries = [architecture.fused[name] for name in plan.outputs if name in architecture.fused]
+    if not any(chosen(entry) for entry in entries):
+        if entries and all(entry.fusion.layout for entry in entries):
+            raise BadRecipe(
+                f"{entries[0].whole.name}: {entries[0].fusion.layout} holds experts in such stacks alone",
+                "convert --to another layout, or to bf16, takes them apart",
+            )
         raise BadRecipe("no fused linears in this checkpoint", "`qconvert inspect` shows what it holds")
     return passes.cut_where(architecture, chosen)(plan)
 
@@ -260,78 +269,6 @@ def _fused(plan: Plan, architecture: Architecture, recipe: Recipe) -> Plan:
     return fused
 
 
-def _regridded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
-    stacks = target.layout == "mxfp4"
-    if stacks:
-        plan = _stacked(plan, architecture)
-    if all(isinstance(t.form, Plain) for t in plan.outputs.values()):
-        if target.new_table:
-            return _encoded(plan, architecture, target)
-        raise BadRecipe(
-            f"no quantized tensors to write as {target.layout}",
-            "add --scheme int4-g128 to quantize this checkpoint on the way",
-        )
-    return regrid(target, _held_plain(plan, architecture, target.layout))(plan)
-
-
-def _held_plain(plan: Plan, architecture: Architecture, layout: str) -> frozenset[str]:
-    """Names of the tensors that a layout holds as numbers alone.
-
-    Quantized tables are MLX's, and vLLM reads symmetric ones of compressed-tensors; those of GGUF are what
-    llama.cpp makes of every model. gpt-oss's layout holds its experts.
-    """
-    places, outputs = _places(plan, architecture), plan.outputs
-    tables = {n for n, p in places.items() if p.kind == "embedding" or p.role == "lm_head"}
-    blocks = {name for name in tables if isinstance(outputs[name].form, Blocks)}
-    if layout == "mxfp4":
-        return frozenset(places.keys() - _expert_stacks(places))
-    if layout == "mlx":
-        return frozenset(blocks)
-    forms = {n: outputs[n].form for n in tables if places[n].kind == "embedding"}
-    kept = layout == "compressed-tensors"
-    held = {n for n, f in forms.items() if kept and isinstance(f, GroupInt) and f.symmetric}
-    return frozenset(blocks | forms.keys() - held)
-
-
-def _stacked(plan: Plan, architecture: Architecture) -> Plan:
-    """The experts of every layer in the stacks that gpt-oss's class stores; BadRecipe for other classes."""
-    entries = [entry for entry in architecture.fused.values() if entry.fusion.per_expert]
-    if any(entry.whole.transposed for entry in entries):
-        return passes.stack_all(entries)(plan)
-    forms = {t.form for t in plan.outputs.values() if not isinstance(t.form, Plain)}
-    way = "--to compressed-tensors --scheme mxfp4"
-    if any(isinstance(form, Codebook) and form.is_mxfp4 for form in forms):
-        way = "--to compressed-tensors, --to mlx or --to gguf, with the same codes"
-    elif forms:
-        way += " --allow-requantize, which loses twice"
-    raise BadRecipe(
-        f"{architecture.family.name}: no stacks of experts stored input-major, which alone mxfp4 holds",
-        f"it is the layout of gpt-oss; for other models, {way}",
-    )
-
-
-def _expert_stacks(places: Mapping[str, Place]) -> set[str]:
-    return {n for n, p in places.items() if p.transposed and len(p.shape) == 3 and p.part == "weight"}
-
-
-def _encoded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
-    """New codes of a table for the linears; for gpt-oss's layout, for its stacks of experts."""
-    stacks = target.layout == "mxfp4"
-    if not stacks:
-        plan = passes.unstack(architecture)(plan)
-    places = _places(plan, architecture)
-    weights = {
-        name
-        for name, place in places.items()
-        if place.kind == "linear" and place.part == "weight" and place.role != "lm_head"
-    }
-    if stacks:
-        weights &= _expert_stacks(places)
-    entries = [entry for entry in architecture.fused.values() if not entry.fusion.per_expert]
-    kin = {part.name: entry.whole.name for entry in entries for part in entry.parts if part.name in weights}
-    return encode(target, frozenset(weights), kin)(plan)
-
-
 def _quantized(
     plan: Plan, architecture: Architecture, recipe: Recipe, *, tied: bool, scale_dtype: DType | None
 ) -> Plan:
@@ -342,13 +279,8 @@ def _quantized(
             "start from the 16-bit model, or run `qconvert dequantize` first and accept the second loss",
         )
     plan = passes.unstack(architecture)(plan)
-    schemes = decide(recipe, architecture, _places(plan, architecture), tied=tied)
+    schemes = decide(recipe, architecture, places_of(plan, architecture), tied=tied)
     return passes.quantize(schemes, search=recipe.search, scale_dtype=scale_dtype)(plan)
-
-
-def _places(plan: Plan, architecture: Architecture) -> dict[str, Place]:
-    found = ((name, architecture.place(name)) for name in plan.outputs)
-    return {name: place for name, place in found if place is not None}
 
 
 def _config(
@@ -377,7 +309,7 @@ def _config(
     if quantized:
         linears = [
             p
-            for p in _places(plan, architecture).values()
+            for p in places_of(plan, architecture).values()
             if p.kind != "embedding" and p.part == "weight" and len(p.shape) == 2
         ]
         kept = [p.module for p in linears if p.module not in quantized]

@@ -126,10 +126,13 @@ _DOTTED_IN_SGLANG = frozenset({"llama", "mistral"})
 
 def _stacks(s: Subject) -> Iterator[Problem]:
     """Experts stored as 3-D tensors, or apart where the class holds the stack."""
-    parts = {p.name: e for e in s.architecture.fused.values() if e.fusion.per_expert for p in e.parts}
+    fused = [e for e in s.architecture.fused.values() if e.fusion.per_expert and not e.fusion.layout]
+    parts = {part.name: entry for entry in fused for part in entry.parts}
     for name, tensor in s.tensors.items():
         entry = s.architecture.fused.get(name)
         coded = isinstance(tensor.form, Quantized)
+        if entry is not None and entry.fusion.layout:
+            continue  # of a layout that other loaders do not read at all
         if entry is not None and entry.fusion.per_expert:
             known = s.loader == "transformers" and (not coded or s.layout in ("fp8", "mxfp4"))
             if coded and not known and s.layout != "mxfp4":

@@ -146,8 +146,8 @@ def notices(
     quantized = [t for t in outputs.values() if isinstance(t.form, Quantized)]
     if any(t.name in architecture.stored_shapes for t in quantized if len(t.shape) == 2):
         found.append(INPUT_MAJOR)
-    stacks = [n for n in outputs if n in fused and fused[n].fusion.per_expert]
-    if any(not fused[name].fusion.native for name in stacks):
+    stacks = [fused[n].fusion for n in outputs if n in fused and fused[n].fusion.per_expert]
+    if any(not fusion.native and not fusion.layout for fusion in stacks):
         found.append(STACKED)
     native = {p.name for e in fused.values() if e.fusion.native and e.fusion.per_expert for p in e.parts}
     if any(t.name in native for t in quantized):

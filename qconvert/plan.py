@@ -171,7 +171,8 @@ def untie(embed: str, head: str) -> Pass:
 def fuse(architecture: Architecture, fusions: Iterable[str]) -> Pass:
     """Stack the linears of each chosen fusion ("attn.qkv", "mlp.gate_up") where all are stored."""
     roles = frozenset(fusions)
-    return stack_all([f for f in architecture.fused.values() if f.fusion.role in roles])
+    fused = architecture.fused.values()
+    return stack_all([f for f in fused if f.fusion.role in roles and not f.fusion.layout])
 
 
 def stack_all(entries: Iterable[FusedPlace]) -> Pass:

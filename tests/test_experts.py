@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from qconvert.formats.checkpoint import open_checkpoint
+from qconvert.formats.weights import CheckpointWeights
 from qconvert.quant.grids import numbers
 from qconvert.tensors import DType
 from tests.commands import made, qconvert
@@ -103,7 +104,7 @@ def test_the_stack_of_fp8_experts_is_what_transformers_names_it(mixture: Path, t
 
 @pytest.mark.parametrize(
     ("layout", "scheme"),
-    [("gptq", "int4-g32"), ("awq", "int4-g32"), ("mlx", "int4-g32"), ("bitsandbytes", "nf4")],
+    [("gptq", "int4-g32"), ("awq", "int4-g32"), ("bitsandbytes", "nf4")],
 )
 def test_layouts_of_linears_refuse_stacks(mixture: Path, tmp_path: Path, layout: str, scheme: str) -> None:
     before = made("convert", mixture, "--to", layout, "--scheme", scheme, "-o", tmp_path / "q")
@@ -212,3 +213,67 @@ def test_codes_that_are_no_mxfp4_are_refused_for_gpt_oss_s_stacks(gpt_oss: Path,
     out = made(*asked, "--allow-requantize")
     kinds = json.loads((out / "qconvert.json").read_text())["tensors"]
     assert kinds[f"{LAYER}down_proj"]["certificate"]["kind"] == "requantized"
+
+
+def for_mlx(folder: Path) -> Path:
+    """The model with the names that transformers 5 gave up and mlx-lm still reads."""
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_theta"] = config["rope_parameters"]["rope_theta"]
+    config["num_experts"] = config["num_local_experts"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def mlx_logits(folder: Path) -> np.ndarray:
+    mx = pytest.importorskip("mlx.core")
+    network, _ = pytest.importorskip("mlx_lm.utils").load_model(folder)
+    return np.array(network(mx.array(np.arange(12)[None])).astype(mx.float32))
+
+
+@pytest.mark.parametrize("scheme", ["int4-asym-g32", "mxfp4"])
+def test_mlx_holds_a_stack_for_each_projection(tmp_path: Path, scheme: str) -> None:
+    import transformers
+
+    model = for_mlx(saved("qwen3-moe", tmp_path / "m", **BIG, num_experts_per_tok=4))
+    out = made("convert", model, "--to", "mlx", "--scheme", scheme, "-o", tmp_path / "mlx")
+    arrays = stored(out)
+    assert arrays["model.layers.1.mlp.switch_mlp.up_proj.weight"][:2] == ("U32", (4, 128, 16))
+    assert not any(".experts." in name for name in arrays)
+    assert qconvert("verify", out, "--against", model).code == 0
+    plain = made("dequantize", out, "--dtype", "f32", "-o", tmp_path / "plain")
+    with torch.no_grad():
+        network = transformers.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+        ours = network(torch.arange(12)[None]).logits.numpy()
+    theirs = mlx_logits(out)  # computed in bf16
+    assert np.abs(ours).max() > 1 and np.square(theirs - ours).mean() < 0.002 * np.square(ours).mean()
+    weights = CheckpointWeights(open_checkpoint(out))
+    value = weights.get("mlp.experts.3.up", 1)
+    assert value is not None
+    expected = load_file(plain / "model.safetensors")[f"{LAYER}3.up_proj.weight"]
+    np.testing.assert_array_equal(numbers(value, DType.F32).rows_RI, expected.numpy())
+
+
+def test_stacks_of_mlx_go_to_the_linears_of_others_and_back(mixture: Path, tmp_path: Path) -> None:
+    before = made("convert", mixture, "--to", "gptq_v2", "--scheme", "int4-g32", "-o", tmp_path / "gptq")
+    stacks = made("convert", before, "--to", "mlx", "-o", tmp_path / "mlx")
+    for layout in ("gptq_v2", "awq"):
+        after = made("convert", stacks, "--to", layout, "-o", tmp_path / layout)
+        assert set(qconvert("diff", before, after, "--json").json["summary"]) == {"equal"}
+        assert qconvert("verify", after, "--against", stacks).code == 0
+    ran = qconvert("unfuse", stacks, "-o", tmp_path / "u")
+    assert ran.code == 1 and "mlx holds experts in such stacks alone" in ran.err
+
+
+def test_gpt_oss_goes_to_mlx_and_back_to_the_byte(assets: Path, tmp_path: Path) -> None:
+    """mlx-lm computes the very same from our file as from gpt-oss's own, which it repacks on loading."""
+    source = assets / "fixtures" / "quantized" / "gptoss-mxfp4"
+    config = json.loads((source / "config.json").read_text()) | {"rope_theta": 150000.0}
+    ours = made("convert", source, "--to", "mlx", "-o", tmp_path / "mlx")
+    back = made("convert", ours, "--to", "mxfp4", "-o", tmp_path / "back")
+    assert stored(back) == stored(source)
+    for folder in (ours, back):
+        own = json.loads((folder / "config.json").read_text())
+        kept = {key: own[key] for key in ("quantization", "quantization_config") if key in own}
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        (folder / "config.json").write_text(json.dumps(plain | kept))
+    np.testing.assert_array_equal(mlx_logits(ours), mlx_logits(back))

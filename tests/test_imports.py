@@ -23,7 +23,7 @@ FOLDERS = {"qconvert": "qconvert", "formats": "qconvert.formats", "evals": "qcon
 ROOMS = {
     "vocabulary": "__init__ errors tensors interfaces schemes sizes gguf_types",
     "names": "architecture",
-    "decisions": "recipe select plan draft targets census loaders "
+    "decisions": "recipe select plan draft relayout targets census loaders "
     "lint lint_shapes lint_subject actorder padding parallel "
     "gguf_draft gguf_units gguf_forms gguf_rules gguf_mix",
     "operations": "ops grid_ops",

@@ -1,9 +1,10 @@
 """The layout of mlx-lm: `affine` grids of 2 to 8 bits, and MXFP4.
 
-A quantized `X.weight` [N, K] is spelled `X.weight` uint32 [N, K*b/32] (a dense little-endian bit stream
-along K), `X.scales` and, for affine grids, `X.biases` [N, G]. config.json has the settings under
-`quantization`, with one object per module where they differ, and mirrors them in
-`quantization_config`. Sources: mlx 0.32 (`mlx/ops.cpp`: quantize, dequantize), mlx-lm 0.32 (`utils.py`).
+A quantized `X.weight` [N, K], or [E, N, K] for a stack of experts, is spelled `X.weight` uint32
+[N, K*b/32] (a dense little-endian bit stream along K), `X.scales` and, for affine grids, `X.biases`
+[N, G]. config.json has the settings under `quantization`, with one object per module where they differ, and
+mirrors them in `quantization_config`. Sources: mlx 0.32 (`mlx/ops.cpp`: quantize, dequantize), mlx-lm 0.32
+(`utils.py`, `models/switch_layers.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from qconvert.formats.layouts.claims import (
     check_parts,
     contradiction,
     dtype_of,
-    matrix_shape,
     plain_rest,
     settings_of,
 )
@@ -57,13 +57,13 @@ class MLX:
         form = tensor.form
         if isinstance(form, Plain):
             return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
-        rows, width = matrix_shape(tensor, NAME)
         if isinstance(form, Codebook):
             return _CODED.parts(tensor)
         assert isinstance(form, GroupMin), form
-        base, shape = _base(tensor.name), (rows, form.groups(width))
+        *rows, width = tensor.shape
+        base, shape = _base(tensor.name), (*rows, form.groups(width))
         return (
-            TensorSpec(tensor.name, DType.U32, (rows, width * form.bits // 32)),
+            TensorSpec(tensor.name, DType.U32, (*rows, width * form.bits // 32)),
             TensorSpec(f"{base}.scales", form.scale_dtype, shape),
             TensorSpec(f"{base}.biases", form.scale_dtype, shape),
         )
@@ -154,13 +154,13 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Logic
             "read here",
             "affine of 2, 3, 4, 5, 6, 8 bits, and mxfp4",
         )
-    if len(weight.shape) != 2 or len(scales.shape) != 2 or not scales.shape[1]:
+    if len(weight.shape) not in (2, 3) or len(scales.shape) != len(weight.shape) or not scales.shape[-1]:
         raise CorruptCheckpoint(f"{weight.name}: {list(weight.shape)} with scales {list(scales.shape)}")
-    width = weight.shape[1] * 32 // bits
-    if scales.shape[1] * size != width:
+    width = weight.shape[-1] * 32 // bits
+    if scales.shape[-1] * size != width:
         raise contradiction(
             f"{weight.name}",
-            f"{weight.shape[1]} words and {scales.shape[1]} scales a row",
+            f"{weight.shape[-1]} words and {scales.shape[-1]} scales a row",
             "bits, group_size",
             [bits, size],
         )
@@ -168,4 +168,4 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Logic
         form: Quantized = Codebook("e2m1", size, DType.F8_E8M0, decoded)
     else:
         form = GroupMin(bits, size, scales.dtype)
-    return check_parts(MLX(), Logical(weight.name, (weight.shape[0], width), form), source)
+    return check_parts(MLX(), Logical(weight.name, (*weight.shape[:-1], width), form), source)

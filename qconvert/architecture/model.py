@@ -142,11 +142,11 @@ class Architecture:
 
     @cached_property
     def fused(self) -> Mapping[str, FusedPlace]:
-        """Every tensor that a fusion of this family can make, by name."""
+        """Every tensor that a fusion of this family can make, or MLX's stacks of experts, by name."""
         by_key = {(p.role, p.layer, p.part): p for p in self.places.values()}
         found = (
             self._fuse(fusion, layer, part, by_key)
-            for fusion in self.family.fusions
+            for fusion in (*self.family.fusions, *self.family.mlx_stacks)
             for layer in range(self.layers)
             for part in ("weight", "bias")
         )

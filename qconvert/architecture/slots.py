@@ -58,7 +58,8 @@ class Fusion:
     With `{expert}` in `parts`, the whole is a 3-D stack [experts, rows, columns], and a stack of biases one
     vector. `interleaved` parts are two, and take turns row by row in each expert's rows. `native` says that
     the family's own class stores and computes with the whole. `suffix` and `transposed` are as in a slot;
-    `bias_suffix` is what follows the module in the name of a bias.
+    `bias_suffix` is what follows the module in the name of a bias. `layout` names the one layout whose
+    files hold the whole, "" where any may.
     """
 
     role: str
@@ -70,6 +71,7 @@ class Fusion:
     interleaved: bool = False
     transposed: bool = False
     bias_suffix: str = ".bias"
+    layout: str = ""
 
     @property
     def per_expert(self) -> bool:
@@ -79,6 +81,12 @@ class Fusion:
     def part_groups(self) -> tuple[str, ...]:
         """The roles of the parts as selectors and tables know them, all experts together."""
         return tuple(part.replace("{expert}.", "") for part in self.parts)
+
+
+def _mlx_stack(slot: Slot, module: str) -> Fusion:
+    before, name = slot.module.split("experts.{expert}")[0], slot.role.rsplit(".", 1)[1]
+    role = slot.role.replace("{expert}.", "")
+    return Fusion(role, f"{before}{module}.{name}_proj", (slot.role,), layout="mlx")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +106,8 @@ class Family:
     dropped), `carried` those of tensors outside the language model (they are copied) with what
     they are; `{layers}` in them stands for the number of layers. `tied_by` is the config key that
     ties the head to the embedding. `note` is a remark for the table of supported models. `guess` says
-    what was assumed where nobody declared the family.
+    what was assumed where nobody declared the family. `mlx_experts` is the module in which mlx-lm's class
+    holds the experts of a layer.
     """
 
     name: str
@@ -117,6 +126,12 @@ class Family:
     tied_by: str = "tie_word_embeddings"
     note: str = ""
     guess: str = ""
+    mlx_experts: str = "switch_mlp"
+
+    @property
+    def mlx_stacks(self) -> tuple[Fusion, ...]:
+        """The experts of a layer as mlx-lm's files have them: a stack for each projection (`SwitchGLU`)."""
+        return tuple(_mlx_stack(slot, self.mlx_experts) for slot in self.slots if slot.per_expert)
 
     @property
     def native_fused(self) -> bool:

@@ -217,6 +217,7 @@ GPT_OSS = replace(
     defaults={"attention_bias": True, "head_dim": 64},
     keys={"num_experts": "num_local_experts"},
     fusions=(QKV, *GPT_OSS_STACKS),
+    mlx_experts="experts",
     note="experts are stored [in, out], columns of gate and up in turns; quantized, each is a linear",
 )
 
