@@ -19,7 +19,7 @@ from qconvert.decoder.model import Decoder
 from qconvert.errors import BadRecipe
 from qconvert.evals.corpora import WIKITEXT, Tokens, check_tokenizer, load_text, tokenize
 from qconvert.evals.lockstep import EvalModel, Progress, Track, run_lockstep
-from qconvert.evals.protocols import SHORTEST, Protocol, Window, protocol_named
+from qconvert.evals.protocols import LEAST_CONTEXT, Protocol, Window, protocol_named
 from qconvert.evals.results import Comparison, ModelResult, PerplexityReport
 from qconvert.evals.scores import fingerprint, load_scores, save_scores
 from qconvert.evals.statistics_paired import divergence, exp_mean, mean, root_mean_square
@@ -224,7 +224,9 @@ def _notes(measured: _Measured, positions: int) -> tuple[str, ...]:
     if len(measured.windows) < measured.planned:
         notes.append(f"interrupted after {len(measured.windows)} of {measured.planned} chunks")
     if len(measured.windows) < 2:
-        notes.append(f"one chunk gives no error estimate; try --context {max(SHORTEST, context // 8)}")
+        least = max(LEAST_CONTEXT, context // 8)
+        shorter = f"--context {least}" if least < context else "a longer text"
+        notes.append(f"one chunk gives no error estimate; try {shorter}")
     if context > positions:
         notes.append(f"windows of {context} tokens exceed the {positions} positions of the model")
     return tuple(notes)

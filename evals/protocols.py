@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 
 from qconvert.errors import BadRecipe
 
-LEAST_CONTEXT = 8
-"""The shortest window that may be asked for."""
-SHORTEST = 4
-"""The shortest window of which every protocol scores something."""
+LEAST_CONTEXT = 4
+"""The shortest window that may be asked for; every protocol scores something of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +118,8 @@ def protocol_named(name: str, context: int | None = None) -> Protocol:
     """The protocol of that name, with another context if one is given."""
     if name not in PROTOCOLS:
         raise BadRecipe(f"protocol {name!r}: not known", f"write one of {', '.join(PROTOCOLS)}")
-    if context is not None and context < SHORTEST:
-        raise BadRecipe(f"context {context}: too short to predict from", "write --context 64 or more")
+    if context is not None and context < LEAST_CONTEXT:
+        raise BadRecipe(
+            f"context {context}: too short to predict from", f"write --context {LEAST_CONTEXT} or more"
+        )
     return replace(PROTOCOLS[name], context_override=context)

@@ -47,8 +47,10 @@ def save_scores(path: Path, tracks: Sequence[Track], done: int, mark: str) -> No
 def load_scores(path: Path, tracks: Sequence[Track], mark: str) -> int:
     """Fill the tracks with the scores in the file; returns the number of windows they cover.
 
-    Raises BadRecipe for a file of another evaluation, or none.
+    That is 0 where there is no file. Raises BadRecipe for one of another evaluation.
     """
+    if not path.exists():
+        return 0
     try:
         with np.load(path, allow_pickle=False) as arrays:
             if str(arrays["mark"]) != mark:

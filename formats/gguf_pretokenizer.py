@@ -131,7 +131,7 @@ def recognise(tokenizer: Json, config: Json, override: str | None = None) -> Pre
     an override that llama.cpp does not know.
     """
     if override is not None:
-        return PreTokenizer(_known(override))
+        return PreTokenizer(known_pre_tokenizer(override))
     model = expect_object(tokenizer.get("model"), "model")
     splits = tuple(_steps(tokenizer.get("pre_tokenizer")))
     normaliser = _normaliser(tokenizer.get("normalizer"))
@@ -184,7 +184,8 @@ def _doubts(rule: Rule, normaliser: str) -> Iterator[str]:
         )
 
 
-def _known(name: str) -> str:
+def known_pre_tokenizer(name: str) -> str:
+    """The name, where llama.cpp has a pre-tokenizer that is called so. Raises BadRecipe elsewhere."""
     if name in NAMES:
         return name
     near = get_close_matches(name, NAMES, n=1)

@@ -8,7 +8,7 @@ that gguf.GGUFWriter writes for the same content.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -163,6 +163,23 @@ def _pack_tensor(tensor: GGUFTensor, offset: int) -> bytes:
     return _pack_text(tensor.name) + dims + struct.pack("<IQ", tensor.type.number, offset)
 
 
+def check_target(path: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> None:
+    """Raise unless a file may be written under this name.
+
+    OutputExists when the name is taken, by a file only without `overwrite`; BadRecipe when it is that of
+    a source.
+    """
+    if any(path.resolve() == source.resolve() for source in sources):
+        raise BadRecipe(f"{path}: is the source", "choose another output")
+    if path.is_dir():
+        raise OutputExists(f"{path}: is a folder", "choose another output")
+    if path.exists() and not overwrite:
+        raise OutputExists(
+            f"{path}: is there already ({amount(path.stat().st_size)})",
+            "use --overwrite, or choose another output",
+        )
+
+
 class GGUFSink(FileSink):
     """GGUF files being written beside their final place: a `Sink` whose rows are bytes of blocks.
 
@@ -174,11 +191,8 @@ class GGUFSink(FileSink):
     def __init__(self, folder: Path, files: Sequence[FilePlan], *, overwrite: bool = False) -> None:
         self.final = tuple(folder / file.name for file in files)
         self.partial = tuple(path.with_name(f"{path.name}.partial") for path in self.final)
-        for path in () if overwrite else self.final:
-            if path.exists():
-                size = amount(path.stat().st_size)
-                hint = "choose another name, or use --overwrite"
-                raise OutputExists(f"{path}: already there ({size})", hint)
+        for path in self.final:
+            check_target(path, overwrite=overwrite)
         folder.mkdir(parents=True, exist_ok=True)
         for path in self.partial:
             path.unlink(missing_ok=True)

@@ -33,13 +33,14 @@ def check_target(out: Path, *, overwrite: bool = False, sources: Iterable[Path] 
             raise BadRecipe(f"{out}: is or holds the source {source}", "choose another output")
     if not (out.exists() or out.is_symlink()):
         return
+    if not (out / MANIFEST_FILE).is_file():
+        what = f"not written by qconvert: no {MANIFEST_FILE} in it" if out.is_dir() else "not a folder"
+        raise OutputExists(
+            f"{out}: is there already, and not replaced ({what})",
+            "choose another output, or move it away yourself",
+        )
     if not overwrite:
         raise OutputExists(f"{out}: is there already", "use --overwrite, or choose another output")
-    if not (out / MANIFEST_FILE).is_file():
-        raise OutputExists(
-            f"{out}: was not written by qconvert (no {MANIFEST_FILE} in it), so it is not replaced",
-            "choose another output, or remove it yourself",
-        )
 
 
 def _partial(out: Path) -> Path:

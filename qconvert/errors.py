@@ -46,6 +46,12 @@ class BadRecipe(QConvertError):
     """The request contradicts itself, the model, or what the output format can hold."""
 
 
+class BadUsage(QConvertError):
+    """The words of a command contradict themselves or their own rules, whatever the files hold."""
+
+    exit_code = 2
+
+
 class OutputExists(QConvertError):
     """Something is already under the output's name."""
 

@@ -231,7 +231,7 @@ def choose_types(
     """
     shapes = dict(tensors)
     mix = _Mix(find_file_type(file_type), facts, shapes, imatrix=imatrix)
-    patterns = [(_compiled(pattern), pattern, kind) for pattern, kind in overrides]
+    patterns = [(pattern_of(pattern), pattern, kind) for pattern, kind in overrides]
     chosen: dict[str, Choice] = {}
     for name in visit_order(shapes):
         kept = _why_kept(name, shapes[name])
@@ -256,7 +256,8 @@ def choose_types(
     return chosen
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def pattern_of(pattern: str) -> re.Pattern[str]:
+    """The regular expression that picks tensors by name. Raises BadRecipe where it is none."""
     try:
         return re.compile(pattern)
     except re.error as error:

@@ -32,6 +32,9 @@ LAYOUTS = (
     *("bitsandbytes", "fp8", "mxfp4"),
 )
 MOST_RANKS = 1024
+# The selectors that are not just a role.
+LAYERS = re.compile(r"layers\.(?P<first>\d+)(?:-(?P<last>\d+))?\.(?P<role>.+)")
+PATTERN = "re:"
 # A file's values as they may stand in a message: YAML aliases can spell 9**20 items in a few lines.
 _BRIEF = Repr()
 _BRIEF.maxlevel = 2
@@ -43,6 +46,20 @@ class Rule:
 
     select: str
     scheme: Scheme | None
+
+    def __post_init__(self) -> None:
+        """Refuse a selector that no model could make right."""
+        layers = LAYERS.fullmatch(self.select)
+        if layers and int(layers["first"]) > int(layers["last"] or layers["first"]):
+            turned = f"layers.{layers['last']}-{layers['first']}.{layers['role']}"
+            raise BadRecipe(f"selector {self.select!r}: the layers run backwards", f"write {turned}")
+        if self.select.startswith(PATTERN):
+            try:
+                re.compile(self.select.removeprefix(PATTERN))
+            except re.error as error:
+                raise BadRecipe(
+                    f"selector {self.select!r}: not a regular expression ({error})", "see Python's re module"
+                ) from error
 
     @property
     def label(self) -> str:

@@ -14,10 +14,9 @@ from difflib import get_close_matches
 
 from qconvert.architecture import Architecture, Place
 from qconvert.errors import BadRecipe
-from qconvert.recipe import Recipe, Rule
+from qconvert.recipe import LAYERS, PATTERN, Recipe, Rule
 from qconvert.schemes import KEEP, SMALLER_GROUP_SIZES, Scheme
 
-_LAYERS = re.compile(r"layers\.(?P<first>\d+)(?:-(?P<last>\d+))?\.(?P<role>.+)")
 _QUANTIZABLE = ("linear", "embedding")
 
 
@@ -65,15 +64,16 @@ def matcher(select: str, architecture: Architecture, *, tied: bool) -> Callable[
     A role that is part of a fusion matches the fused tensor too, and the other way round; on a
     tied model `embed` and `lm_head` are one role.
     """
-    if select.startswith("re:"):
-        return _regex(select)
-    match = _LAYERS.fullmatch(select)
+    if select.startswith(PATTERN):
+        pattern = re.compile(select.removeprefix(PATTERN))
+        return lambda place: pattern.search(place.name) is not None
+    match = LAYERS.fullmatch(select)
     role = match["role"] if match else select
     related = _related_roles(role, architecture, tied)
     if match is None:
         return lambda place: place.role in related or place.group in related
     first, last = int(match["first"]), int(match["last"] or match["first"])
-    if first > last or last >= architecture.layers:
+    if last >= architecture.layers:
         raise BadRecipe(
             f"selector {select!r}: no such layers",
             f"this model has layers 0-{architecture.layers - 1}",
@@ -89,7 +89,7 @@ def _hits(rule: Rule, architecture: Architecture, weights: Mapping[str, Place], 
     matches = matcher(rule.select, architecture, tied=tied)
     hits = [name for name, place in weights.items() if matches(place)]
     if not hits:
-        near = get_close_matches(rule.select.removeprefix("re:"), list(weights), n=1, cutoff=0.0)
+        near = get_close_matches(rule.select.removeprefix(PATTERN), list(weights), n=1, cutoff=0.0)
         raise BadRecipe(f"selector {rule.select!r}: matches no weight", f"the nearest name is {near[0]!r}")
     for name in hits:
         if rule.scheme is not None and weights[name].kind not in _QUANTIZABLE:
@@ -98,16 +98,6 @@ def _hits(rule: Rule, architecture: Architecture, weights: Mapping[str, Place], 
                 "narrow the selector to linears or the embedding",
             )
     return hits
-
-
-def _regex(select: str) -> Callable[[Place], bool]:
-    try:
-        pattern = re.compile(select[3:])
-    except re.error as error:
-        raise BadRecipe(
-            f"selector {select!r}: not a regular expression ({error})", "see Python's re module"
-        ) from error
-    return lambda place: pattern.search(place.name) is not None
 
 
 def _related_roles(role: str, architecture: Architecture, tied: bool) -> frozenset[str]:

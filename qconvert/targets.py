@@ -218,13 +218,40 @@ def _usual(layout: str, tensor: Logical, form: Quantized | Blocks) -> Scheme:
     return Scheme(bits, next((size for size in _MLX_GROUPS if tensor.width % size == 0), None))
 
 
-_HELD_BITS = {
+_HELD_BITS: Mapping[str, tuple[int, ...]] = {
+    "bitsandbytes": (8,),
+    "fp8": (),
     "int-quantized": (8,),
+    "mxfp4": (),
     "gptq": (2, 3, 4, 8),
     "gptq_v2": (2, 3, 4, 8),
     "awq": (4,),
     "mlx": (2, 3, 4, 5, 6, 8),
 }
+
+
+_HELD = {
+    "awq": "int4[-asym][-g{N}|-channel]",
+    "bitsandbytes": "nf4, fp4 and int8-channel",
+    "fp8": "fp8 in blocks of 128 by 128",
+    "gptq": "int{2,3,4,8}[-asym][-g{N}|-channel]",
+    "gptq_v2": "int{2,3,4,8}[-asym][-g{N}|-channel]",
+    "int-quantized": "int8[-asym]-channel",
+    "mlx": "int{2,3,4,5,6,8}[-asym]-g{32,64,128}",
+    "mxfp4": "stacks of experts in MXFP4",
+}
+
+
+def check_held(layout: str, scheme: Scheme) -> None:
+    """Raise BadRecipe for integers that this layout holds of no model at all."""
+    rows_alone = layout in ("int-quantized", "bitsandbytes")
+    if (
+        scheme.bits not in _HELD_BITS.get(layout, range(2, 9))
+        or (rows_alone and scheme.group_size is not None)
+        or (layout == "bitsandbytes" and not scheme.symmetric)
+        or (layout == "mlx" and (scheme.group_size or 32) % 32)
+    ):
+        raise BadRecipe(f"scheme {scheme.label}: {layout} does not hold it", f"it holds {_HELD[layout]}")
 
 
 def _refused(tensor: Logical, why: str) -> BadRecipe:

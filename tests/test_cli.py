@@ -79,7 +79,8 @@ def test_the_version() -> None:
 )
 def test_a_wrong_call_is_a_usage_error(args: str, says: str) -> None:
     ran = qconvert(*args.split())
-    assert (ran.code, ran.out) == (2, "") and says in ran.err and ran.err.startswith("Usage: qconvert")
+    assert (ran.code, ran.out) == (2, "") and says in ran.err and ran.err.startswith("Error: ")
+    assert "\nHint: qconvert" in ran.err and "--help` explains it" in ran.err
 
 
 @pytest.mark.parametrize("args", ["quantise --json", "quantize --json", "fuse m --json -j 0"])
@@ -211,9 +212,10 @@ def test_an_empty_wish_is_refused(models: Path) -> None:
         qconvert("quantize", models / "plain"),
         "quantize: no scheme was asked for",
         "add --bits 4, --scheme int8-g128 or --recipe FILE",
+        code=2,
     )
     ran = qconvert("quantize", models / "plain", "--bits", 4, "--scheme", "int8")
-    assert ran.code == 1 and ran.err.startswith("Error: --scheme: given together with --bits")
+    assert ran.code == 2 and ran.err.startswith("Error: --scheme: given together with --bits")
 
 
 @pytest.mark.parametrize("command", ["inspect", "quantize --bits 4", "fuse", "verify", "diff {0}"])

@@ -360,7 +360,7 @@ def test_quantize_writes_any_layout_of_integers_at_once(model: Path, tmp_path: P
     out = made(*asked, "-o", tmp_path / "at-once")
     assert stored(out) == stored(quantized(model, tmp_path, "awq", "int4-g64"))
     assert "with an AWQ backend, load this folder" in (out / "README.md").read_text()
-    ran = qconvert(*asked, "--rule", "embed=int8", "-o", tmp_path / "table")
+    ran = qconvert(*asked, "--rule", "embed=int4-g64", "-o", tmp_path / "table")
     assert ran.code == 1 and "awq holds no quantized embedding" in ran.err
 
 

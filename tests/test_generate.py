@@ -11,7 +11,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from qconvert.decoder.generate import Sampler, generate
-from qconvert.errors import QConvertError, UnsupportedModel
+from qconvert.decoder.place import find_device
+from qconvert.errors import BadRecipe, QConvertError, UnsupportedModel
 from qconvert.formats.dialogue import Detokenizer, open_dialogue
 from tests.commands import qconvert
 from tests.decoder_models import decoder_of, tiny
@@ -51,10 +52,15 @@ def test_greedy_tokens_are_those_of_transformers() -> None:
     assert got == want[0, 11:].tolist()
 
 
-@pytest.mark.parametrize("device", ["cuda:99", "tpu", "meta"])
-def test_a_device_that_is_not_here_is_refused_by_name(folder: Path, device: str) -> None:
-    ran = qconvert("generate", folder, "-p", "x", "--device", device)
-    assert ran.code == 1 and ran.err.startswith(f"Error: device {device!r}: ") and "Hint: " in ran.err
+def test_a_device_that_is_not_here_is_refused_by_name(folder: Path) -> None:
+    ran = qconvert("generate", folder, "-p", "x", "--device", "cuda:99")
+    assert ran.code == 1 and ran.err.startswith("Error: device 'cuda:99': ") and "Hint: " in ran.err
+
+
+@pytest.mark.parametrize("device", ["tpu", "meta"])
+def test_the_decoder_runs_on_cpu_and_cuda(device: str) -> None:
+    with pytest.raises(BadRecipe, match=f"device '{device}'"):
+        find_device(device)
 
 
 def test_generation_ends_before_a_stop_and_at_the_last_position() -> None:
@@ -146,9 +152,9 @@ def test_the_command(folder: Path) -> None:
         "generate", folder, "-p", "abc", "--chat", "--system", "s", "-n", 2, "--json", "--head", "int8"
     )
     assert chat.code == 0 and chat.json["prompt_tokens"] == 3 + len("s\n") + len("abc\n")
-    assert qconvert("generate", folder, "-p", "x", "--system", "s").code == 1
+    assert qconvert("generate", folder, "-p", "x", "--system", "s").code == 2
 
 
 def test_a_prompt_that_is_no_text_is_told() -> None:
     ran = qconvert("generate", "embedded", "-p", "caf\udce9", "-n", 1)
-    assert ran.code == 1 and ran.err == "Error: prompt: not UTF-8 text\nHint: give the prompt in UTF-8\n"
+    assert ran.code == 2 and ran.err == "Error: prompt: not UTF-8 text\nHint: give the prompt in UTF-8\n"

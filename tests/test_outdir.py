@@ -53,8 +53,11 @@ def test_an_existing_name_is_refused(tmp_path: Path) -> None:
     assert refused.value.fact == f"{out}: is there already"
     assert "--overwrite" in (refused.value.hint or "")
     (out / "qconvert.json").unlink()
-    with pytest.raises(OutputExists, match="was not written by qconvert"):
+    with pytest.raises(OutputExists, match="not written by qconvert"):
         make(out, overwrite=True)
+    with pytest.raises(OutputExists) as refused:
+        make(out)
+    assert "--overwrite" not in refused.value.hint
     (tmp_path / "link").symlink_to("nothing")
     with pytest.raises(OutputExists):
         check_target(tmp_path / "link")

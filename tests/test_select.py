@@ -127,7 +127,7 @@ def test_all_parts_of_a_group_may_change_together() -> None:
         ("mlp.dwon=int8", "selector 'mlp.dwon': no such role", "nearest is 'mlp.down'"),
         ("layers.0.mlp.dwon=int8", "selector 'mlp.dwon': no such role", "nearest is 'mlp.down'"),
         ("layers.2.mlp.down=int8", "selector 'layers.2.mlp.down': no such layers", "layers 0-1"),
-        ("layers.1-0.mlp.down=int8", "selector 'layers.1-0.mlp.down': no such layers", "layers 0-1"),
+        ("layers.1-0.mlp.down=int8", "selector 'layers.1-0.mlp.down': the layers run", "layers.0-1.mlp"),
         ("layers.0.embed=int8", "selector 'layers.0.embed': matches no weight", "nearest name is"),
         ("re:gate_porj=int8", "selector 're:gate_porj': matches no weight", "gate_proj.weight"),
         ("re:[=int8", "selector 're:[': not a regular expression", "re module"),

@@ -184,7 +184,7 @@ def refused(folder: Path, *flags: object) -> str:
 
 def test_an_existing_file_is_replaced_only_when_asked(model: Path, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"precious")
-    assert "already there" in refused(tmp_path, model, "--type", "f16")
+    assert "is there already" in refused(tmp_path, model, "--type", "f16")
     assert (tmp_path / "m.gguf").read_bytes() == b"precious"
     ran = qconvert("to-gguf", model, "--type", "f16", "-o", tmp_path / "m.gguf", "--overwrite", "-q")
     assert ran.code == 0 and (tmp_path / "m.gguf").read_bytes().startswith(b"GGUF")
@@ -213,25 +213,39 @@ def test_an_unknown_pre_tokenizer_is_refused_before_the_work(
     assert qconvert("to-gguf", tmp_path / "odd", *flags).code == 0
 
 
+def test_rows_that_blocks_do_not_divide_can_be_refused(model: Path, tmp_path: Path) -> None:
+    said = refused(tmp_path, model, "--type", "q4_k_m", "--no-fallback")
+    assert "rows of 64 are not a multiple of q4_k's 256" in said
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--type", "q4_k_n"], "did you mean 'q4_k_"),
+        (["--type", "iq1_s"], "type iq1_s: is read here, but not written"),
         (["--type", "f16", "--tensor-type", "ffn_down"], "write PATTERN=TYPE"),
         (["--type", "f16", "--tensor-type", "ffn_down=q4_9"], "'q4_9': no such tensor type"),
         (["--type", "f16", "--tensor-type", "(=q8_0"], "not a regular expression"),
         (["--type", "f16", "--token-embedding-type", "float"], "'float': no such tensor type"),
-        (["--type", "q4_k_m", "--no-fallback"], "rows of 64 are not a multiple of q4_k's 256"),
+        (["--type", "f16", "--output-tensor-type", "q8_1"], "type q8_1: is read here, but not written"),
         (["--type", "f16", "--pre-tokenizer", "qwen"], "did you mean 'qwen"),
+        (["--type", "f16", "-o", "m.bin"], "m.bin: does not end in .gguf\nHint: write -o m.bin.gguf"),
     ],
 )
-def test_wishes_that_cannot_be_fulfilled(model: Path, tmp_path: Path, flags: list[str], says: str) -> None:
-    assert says in refused(tmp_path, model, *flags)
+def test_wishes_that_no_model_could_fulfil_are_usage(flags: list[str], says: str) -> None:
+    ran = qconvert("to-gguf", "nowhere", *flags)
+    assert ran.code == 2 and ran.err.startswith("Error: ") and says in ran.err and "Hint: " in ran.err
 
 
-def test_the_output_is_a_gguf_file(model: Path, tmp_path: Path) -> None:
-    ran = qconvert("to-gguf", model, "--type", "f16", "-o", tmp_path / "m.bin")
-    assert ran.code == 1 and "does not end in .gguf" in ran.err
+def test_a_folder_or_the_source_is_never_replaced(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").mkdir()
+    said = refused(tmp_path, model, "--type", "f16", "--overwrite")
+    assert "m.gguf: is a folder" in said and "--overwrite" not in said
+    (tmp_path / "m.gguf").rmdir()
+    ran = qconvert("to-gguf", model, "--type", "f16", "-o", tmp_path / "m.gguf", "-q")
+    assert ran.code == 0
+    said = refused(tmp_path, tmp_path / "m.gguf", "--type", "keep", "--overwrite")
+    assert "m.gguf: is the source" in said
 
 
 def test_nan_is_refused_by_name_unless_allowed(tmp_path: Path) -> None:

@@ -1,4 +1,8 @@
-"""The boundary to the shell: every way a command can end, as a message and an exit code."""
+"""The boundary to the shell: every way a command can end, as a message and an exit code.
+
+What is wrong with the words of a command alone, so that no file could make it right, is usage and
+leaves with 2; what files, models, disks and the network do not allow leaves with 1.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,20 @@ from typing import Any, NoReturn, TextIO
 
 import click
 
-from qconvert.errors import QConvertError
+from qconvert.errors import BadRecipe, BadUsage, QConvertError, remedy, shown
 
 INTERRUPTED = 130
 # Commands without an output of their own.
 _READING = ("inspect", "check", "verify", "diff", "generate", "eval", "env")
+
+
+@contextmanager
+def typed() -> Iterator[None]:
+    """Around what reads the words of a command and nothing else: a wish that cannot be is wrong usage."""
+    try:
+        yield
+    except BadRecipe as error:
+        raise BadUsage(error.fact, error.hint) from error
 
 
 @contextmanager
@@ -45,10 +58,11 @@ def report_errors(command: click.Command, args: list[str] | None, **extra: Any) 
     except QConvertError as error:
         _say(argv, error.fact, error.hint, error.exit_code)
     except click.ClickException as error:
-        if "--json" in argv:
-            _say(argv, error.format_message(), None, error.exit_code)
-        error.show()
-        sys.exit(error.exit_code)
+        if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # from click 8.2 on
+            error.show()
+            sys.exit(error.exit_code)
+        context = getattr(error, "ctx", None)
+        _say(argv, error.format_message().rstrip("."), _how_to_call(context), error.exit_code)
     except (KeyboardInterrupt, click.Abort):
         left = "" if argv[:1] and argv[0] in _READING else "; nothing was left under the output's name"
         click.echo(f"Interrupted{left}.", err=True)
@@ -61,19 +75,27 @@ def report_errors(command: click.Command, args: list[str] | None, **extra: Any) 
             raise
         if isinstance(error, FileNotFoundError) and _folder_is_gone():
             _say(argv, "the current folder was deleted", "cd to a folder that exists", 1)
+        if isinstance(error, OSError) and error.filename is not None:
+            _say(argv, f"{shown(str(error.filename))}: {error.strerror}", remedy(error), 1)
         fact = f"unexpected {type(error).__name__}: {error}"
         _say(argv, fact, "this is a bug in qconvert; set QCONVERT_DEBUG=1 for the traceback", 1)
     sys.exit(ending if isinstance(ending, int) else 0)  # click returns the code of its Exit
 
 
-def _say(argv: list[str], fact: str, hint: str | None, code: int) -> NoReturn:
+def _say(argv: list[str], fact: str, hint: str, code: int) -> NoReturn:
     if "--json" in argv:
         click.echo(json.dumps({"schema": 1, "error": {"fact": fact, "hint": hint, "exit_code": code}}))
     else:
-        click.echo(f"Error: {fact}", err=True)
-        if hint:
-            click.echo(f"Hint: {hint}", err=True)
+        click.echo(f"Error: {fact}\nHint: {hint}", err=True)
     sys.exit(code)
+
+
+def _how_to_call(context: click.Context | None) -> str:
+    """What to type instead of a command that was called wrongly."""
+    if context is None:
+        return "`qconvert --help` lists the commands"
+    called = context.get_usage().removeprefix("Usage: ")
+    return f"{' '.join(called.split())} (`{context.command_path} --help` explains it)"
 
 
 def _mute(*streams: TextIO) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -19,13 +18,13 @@ if TYPE_CHECKING:
 
 
 @click.command("verify", short_help="Does a file hold what it promises?")
-@click.argument("out", type=click.Path(path_type=Path))
+@model_argument()
 @click.option("--against", metavar="MODEL", help="Decode every tensor and compare it with this source.")
 @json_option
-@quiet_option
+@quiet_option("nothing; the exit code tells")
 @revision_option
-def verify(out: Path, against: str | None, as_json: bool, quiet: bool, revision: str | None) -> None:
-    """Check that OUT holds what its config and manifest promise.
+def verify(model: str, against: str | None, as_json: bool, quiet: bool, revision: str | None) -> None:
+    """Check that MODEL holds what its config and manifest promise.
 
     Headers, names and shapes against the architecture; every byte against the hashes in
     qconvert.json; with --against, every decoded number against the source: kept tensors must be
@@ -38,10 +37,9 @@ def verify(out: Path, against: str | None, as_json: bool, quiet: bool, revision:
     """
     from qconvert.audit import audit, reordered_in
     from qconvert.compare import compare_checkpoints
-    from qconvert.formats.checkpoint import open_checkpoint
     from qconvert.loaders import notice_lines, notices
 
-    checkpoint = open_checkpoint(out)
+    checkpoint = _open(model, revision)
     checkpoint.bind(allow_unknown=True)
     findings, problems = audit(checkpoint)
     if against is not None:
@@ -51,7 +49,7 @@ def verify(out: Path, against: str | None, as_json: bool, quiet: bool, revision:
         problems += [_complaint(d) for d in differences if not _acceptable(d)]
     warnings = notice_lines(notices(checkpoint.tensors, checkpoint.architecture))
     if as_json:
-        found = {"schema": 1, "out": str(out), **findings, "problems": problems, "warnings": warnings}
+        found = {"schema": 1, "model": model, **findings, "problems": problems, "warnings": warnings}
         _end_with_json(found, failed=bool(problems))
     if not quiet:
         for line in warnings:
@@ -109,8 +107,11 @@ def _phrase(value: object) -> str:
 @click.option("--all", "show_all", is_flag=True, help="List equal tensors too.")
 @click.option("--exit-code", is_flag=True, help="Leave with 3 when anything differs.")
 @json_option
+@quiet_option("the differences alone")
 @revision_option
-def diff(a: str, b: str, show_all: bool, exit_code: bool, as_json: bool, revision: str | None) -> None:
+def diff(
+    a: str, b: str, show_all: bool, exit_code: bool, as_json: bool, quiet: bool, revision: str | None
+) -> None:
     """Compare two checkpoints tensor by tensor, in whatever layouts they are.
 
     Quantized weights are compared by the numbers they decode to; fused linears with the parts they

@@ -7,11 +7,12 @@ from typing import Any
 
 import click
 
+from qconvert.cli.boundary import typed
 from qconvert.cli.options import model_argument, pad_option, writing_options
 from qconvert.cli.writing import Flags, write
 from qconvert.errors import BadRecipe
 from qconvert.recipe import LAYOUTS, Recipe
-from qconvert.schemes import parse_scheme
+from qconvert.schemes import Scheme, parse_scheme
 
 # Spelled out, so that help needs no layout to be imported; a test holds them against the tables.
 PLAIN = ("bf16", "f16", "f32")
@@ -76,23 +77,55 @@ def command(
     gguf                a type of to-gguf; without one all is kept as it is
     bf16, f16, f32      none: plain numbers
     """
-    from qconvert.targets import Target, find_table
-
     flags = Flags(**values)
+    own = {"--scheme": scheme, "--allow-requantize": allow_requantize, "--undo-act-order": undo_act_order}
     if layout in PLAIN:
-        plain = Flags(**{**values, "dtype": layout})
+        with typed():
+            _refuse(layout, {**own, "--dtype": flags.dtype})
+        plain = replace(flags, dtype=layout)
         write(model, plain.wish("convert", Recipe(pad_to_tp=pad_to_tp), dequantize=True), layout, plain)
         return
     if layout == GGUF:
-        _to_gguf(model, scheme, flags, allow_requantize=allow_requantize, pad_to_tp=pad_to_tp)
+        with typed():
+            _refuse(
+                layout,
+                {
+                    "--dtype": flags.dtype,
+                    "--pad-to-tp": pad_to_tp,
+                    "--undo-act-order": undo_act_order,
+                    "--allow-unknown": flags.allow_unknown,
+                    "--hash-sources": flags.hash_sources,
+                },
+            )
+        _to_gguf(model, scheme, flags, allow_requantize=allow_requantize)
         return
-    table = find_table(layout, scheme) if scheme else ""
-    integers = parse_scheme(scheme) if scheme and not table else None
+    with typed():
+        table, integers = _parse(layout, scheme)
+    from qconvert.targets import Target
+
     target = Target(layout, integers, table, allow_requantize=allow_requantize, undo_act_order=undo_act_order)
     recipe = Recipe(layout=layout, pad_to_tp=pad_to_tp)
     if target.scheme and _is_plain(model, flags):
         recipe = recipe.with_(scheme=target.scheme)
     write(model, replace(flags.wish("convert", recipe), target=target), layout, flags)
+
+
+def _refuse(layout: str, given: dict[str, object]) -> None:
+    """Raise BadRecipe for the first option that says nothing about this layout."""
+    other = next((name for name, value in given.items() if value), None)
+    if other:
+        raise BadRecipe(f"{other}: is not for --to {layout}", "leave it out")
+
+
+def _parse(layout: str, scheme: str | None) -> tuple[str, Scheme | None]:
+    """The table or the integers that a scheme names, either of which the layout holds."""
+    from qconvert.targets import check_held, find_table
+
+    table = find_table(layout, scheme) if scheme else ""
+    integers = parse_scheme(scheme) if scheme and not table else None
+    if integers:
+        check_held(layout, integers)
+    return table, integers
 
 
 def _is_plain(model: str, flags: Flags) -> bool:
@@ -102,17 +135,10 @@ def _is_plain(model: str, flags: Flags) -> bool:
     return open_checkpoint(resolve(model, revision=flags.revision).path).quantization is None
 
 
-def _to_gguf(
-    model: str, scheme: str | None, flags: Flags, *, allow_requantize: bool, pad_to_tp: int | None
-) -> None:
+def _to_gguf(model: str, scheme: str | None, flags: Flags, *, allow_requantize: bool) -> None:
     """Write a GGUF file as `to-gguf` does: of a type, or with everything kept as it is."""
     from qconvert.cli import gguf
     from qconvert.gguf_draft import KEEP
 
-    given = {"--dtype": flags.dtype, "--pad-to-tp": pad_to_tp, "--allow-unknown": flags.allow_unknown}
-    given |= {"--hash-sources": flags.hash_sources}
-    other = next((name for name, value in given.items() if value), None)
-    if other:
-        raise BadRecipe(f"{other}: is not for --to gguf", "leave it out")
     wanted = gguf.Flags.of_type(scheme or KEEP, flags)
     gguf.write_gguf(model, replace(wanted, allow_requantize=allow_requantize))

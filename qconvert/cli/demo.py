@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ OUTPUTS = {
 )
 @click.option("--chunks", type=click.IntRange(2), default=12, show_default=True, help="Windows to evaluate.")
 @json_option
-@quiet_option
+@quiet_option("the report alone")
 def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
     """Quantize, fuse, verify and evaluate the embedded model.
 
@@ -51,26 +52,29 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
 
     started = time.perf_counter()
     corpus = demo_text("held-out")
-    if not as_json:
+    talks = not (as_json or quiet)
+    if talks:
         click.echo(
             f"held-out text: standard library of Python {corpus.python_version}, sha256 {corpus.sha256}"
         )
     for name, recipe in OUTPUTS.items():
-        if not as_json and not quiet:
+        if talks:
             click.echo(f"\n$ qconvert quantize embedded {_spelled(recipe)}")
-        flags = Flags.defaults(out / name, overwrite=True, quiet=quiet)
-        with redirect_stdout(sys.stderr if as_json else sys.stdout):
+        flags = Flags.defaults(out / name, overwrite=True, quiet=not talks)
+        with redirect_stdout(sys.stdout if talks else StringIO()):
             write(EMBEDDED, flags.wish("quantize", recipe), name, flags)
     report = _measure(MODEL_DIR, out, chunks)
     write_report(report, out / "report")
     if as_json:
         click.echo(json.dumps({"schema": 1, "out": str(out), "report": report.to_json()}))
         return
-    click.echo()
+    if talks:
+        click.echo()
     show_report(report, as_json=False)
-    click.echo(
-        f"\nreport: {out / 'report.md'} and .json, {time.perf_counter() - started:.1f} s in all", err=True
-    )
+    if talks:
+        click.echo(
+            f"\nreport: {out / 'report.md'} and .json, {time.perf_counter() - started:.1f} s in all", err=True
+        )
 
 
 def _spelled(recipe: Recipe) -> str:

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.boundary import INTERRUPTED
-from qconvert.cli.options import json_option, quiet_option, revision_option
-from qconvert.errors import BadRecipe, CheckFailed
+from qconvert.cli.boundary import INTERRUPTED, typed
+from qconvert.cli.options import device_option, json_option, quiet_option, revision_option
+from qconvert.errors import BadRecipe, CheckFailed, QConvertError
+from qconvert.evals.protocols import LEAST_CONTEXT, PROTOCOLS
 
 if TYPE_CHECKING:
     from qconvert.evals.lockstep import EvalModel, Progress
     from qconvert.evals.results import PerplexityReport
     from qconvert.evals.weights import WeightReport
-
-PROTOCOLS = ("gptq2048", "hf-stride", "llamacpp512")
 
 
 @click.group("eval", short_help="What quantization costs in quality.")
@@ -39,9 +38,13 @@ def command() -> None:
     metavar="FILE|wikitext2|stdlib",
     help="UTF-8 text; stdlib is the held-out text of the embedded model.",
 )
-@click.option("--protocol", type=click.Choice(PROTOCOLS), default=PROTOCOLS[0], show_default=True)
 @click.option(
-    "--context", type=click.IntRange(8, 1 << 20), help="Tokens per window, instead of the protocol's."
+    "--protocol", type=click.Choice(list(PROTOCOLS)), default=next(iter(PROTOCOLS)), show_default=True
+)
+@click.option(
+    "--context",
+    type=click.IntRange(LEAST_CONTEXT, 1 << 20),
+    help="Tokens per window, instead of the protocol's.",
 )
 @click.option("--chunks", type=click.IntRange(1), help="Stop after this many windows.")
 @click.option(
@@ -51,7 +54,7 @@ def command() -> None:
     show_default=True,
     help="Arithmetic; auto: f32 on the CPU, bf16 on a GPU.",
 )
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@device_option
 @click.option("--noise-floor", is_flag=True, help="Also compare the reference with itself.")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json, .md and .html."
@@ -64,7 +67,7 @@ def command() -> None:
 )
 @click.option("--resume", is_flag=True, help="Go on with an interrupted evaluation of the same -o STEM.")
 @json_option
-@quiet_option
+@quiet_option("the report alone")
 @revision_option
 def perplexity(models: tuple[str, ...], **options: Any) -> None:
     """Perplexity of each MODEL, with paired error bars against --reference.
@@ -75,14 +78,13 @@ def perplexity(models: tuple[str, ...], **options: Any) -> None:
     \b
     qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model
     """
-    if options["fail_above"] is not None and options["reference"] is None:
-        raise BadRecipe("--fail-above: there is no reference to compare with", "add --reference MODEL")
+    _check_options(options)
     report = _measure(models, **{k: v for k, v in options.items() if k not in ("fail_above", "as_json")})
     if options["out"] is not None:
         if options["reference"] is not None and not report.partial:
             compared = (_compare(options["reference"], name, options["revision"]) for name in models)
             report = replace(report, weights=tuple(compared))
-        _write(report, options["out"])
+        _write(report, options["out"], quiet=options["quiet"])
     worse = None if options["fail_above"] is None or report.partial else _worse(report, options["fail_above"])
     show_report(report, as_json=options["as_json"], failure=worse)
     if report.partial:
@@ -94,6 +96,17 @@ def perplexity(models: tuple[str, ...], **options: Any) -> None:
         click.get_current_context().exit(worse.exit_code)
 
 
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise BadUsage for options that want another one."""
+    with typed():
+        given = {"--fail-above": options["fail_above"] is not None, "--noise-floor": options["noise_floor"]}
+        lonely = next((name for name, value in given.items() if value), None)
+        if lonely and options["reference"] is None:
+            raise BadRecipe(f"{lonely}: there is no reference to compare with", "add --reference MODEL")
+        if options["resume"] and options["out"] is None:
+            raise BadRecipe("--resume: there is no STEM to go on with", "repeat the command with its -o STEM")
+
+
 @command.command("weights")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
@@ -101,8 +114,9 @@ def perplexity(models: tuple[str, ...], **options: Any) -> None:
     "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json, .md and .html."
 )
 @json_option
+@quiet_option("the report alone")
 @revision_option
-def weights(a: str, b: str, out: Path | None, as_json: bool, revision: str | None) -> None:
+def weights(a: str, b: str, out: Path | None, as_json: bool, quiet: bool, revision: str | None) -> None:
     """Errors of the weights of B against those of A, by role and layer. Needs no text.
 
     \b
@@ -112,7 +126,7 @@ def weights(a: str, b: str, out: Path | None, as_json: bool, revision: str | Non
     if not report.errors and not report.equal:
         raise BadRecipe(f"{a} and {b}: no weight of one is in the other", "compare two forms of one model")
     if out is not None:
-        _write(report, out)
+        _write(report, out, quiet=quiet)
     show_report(report, as_json=as_json)
 
 
@@ -125,9 +139,10 @@ def _compare(a: str, b: str, revision: str | None) -> WeightReport:
     return compare_weights(checkpoints[0], checkpoints[1], (_label(a), _label(b)))
 
 
-def _write(report: PerplexityReport | WeightReport, stem: Path) -> None:
+def _write(report: PerplexityReport | WeightReport, stem: Path, *, quiet: bool) -> None:
     for path in write_report(report, stem):
-        click.echo(f"wrote {path}", err=True)
+        if not quiet:
+            click.echo(f"wrote {path}", err=True)
 
 
 def _label(name: str) -> str:
@@ -153,13 +168,7 @@ def _measure(
 ) -> PerplexityReport:
     from qconvert.evals.perplexity import run
 
-    if resume and out is None:
-        raise BadRecipe("--resume: there is no STEM to go on with", "repeat the command with its -o STEM")
-    scores = None if out is None else out.with_name(out.name + ".partial.npz")
-    if noise_floor and reference is None:
-        raise BadRecipe(
-            "--noise-floor: there is no reference to compare with itself", "add --reference MODEL"
-        )
+    scores = None if out is None else _scores(out, resume=resume, quiet=quiet)
     loaded = [_load(name, revision, device, dtype) for name in names]
     base = _load(reference, revision, device, dtype) if reference else None
     with stdlib_text(text) as source, _bar(quiet) as progress:
@@ -176,6 +185,20 @@ def _measure(
             scores=scores,
             resume=resume,
         )
+
+
+def _scores(out: Path, *, resume: bool, quiet: bool) -> Path:
+    """Where an interrupted evaluation keeps its scores. Raises where it was finished already."""
+    scores, record = (out.with_name(out.name + suffix) for suffix in (".partial.npz", ".json"))
+    if resume and not scores.exists():
+        if record.exists():
+            raise QConvertError(
+                f"{record}: there are no scores left to go on from; this evaluation is finished",
+                "leave out --resume to measure again",
+            )
+        if not quiet:
+            click.echo("note: nothing was measured yet, so it starts from the beginning", err=True)
+    return scores
 
 
 def _load(name: str, revision: str | None, device: str, dtype: str) -> tuple[EvalModel, Path]:

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.options import json_option, model_argument, quiet_option, revision_option
+from qconvert.cli.boundary import typed
+from qconvert.cli.options import device_option, json_option, model_argument, quiet_option, revision_option
 from qconvert.cli.progress import explained_if_slow
+from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
     from qconvert.decoder.model import Decoder
@@ -37,7 +39,7 @@ _SLOW = (
 )
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+@device_option
 @click.option(
     "--backend",
     type=click.Choice(["auto", "reference"]),
@@ -54,7 +56,7 @@ _SLOW = (
     help="int8, int4: round the output head to 8 or 4 bits at load, for speed.",
 )
 @json_option
-@quiet_option
+@quiet_option("the text alone")
 @revision_option
 def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any) -> None:
     """Continue a prompt with MODEL, quantized or not; text on stdout as it comes.
@@ -65,6 +67,8 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
     \b
     qconvert generate ./Qwen2.5-0.5B-Instruct-int4-g128 --chat -p "Name three rivers."
     """
+    with typed():
+        _check_words(prompt, options)
     from qconvert.decoder.generate import Sampler, decodes_weights, generate, rehearse
     from qconvert.formats.dialogue import Detokenizer
 
@@ -142,21 +146,33 @@ def _open(model: str, options: dict[str, Any]) -> tuple[Checkpoint, Decoder]:
     return checkpoint, decoder
 
 
-def _prompt(checkpoint: Checkpoint, prompt: str, options: dict[str, Any]) -> tuple[Dialogue, list[int]]:
-    from qconvert.errors import BadRecipe
-    from qconvert.formats.dialogue import open_dialogue, open_made_dialogue
+def _check_words(prompt: str, options: dict[str, Any]) -> None:
+    """Raise BadRecipe for what is wrong with the words of the command alone."""
+    _require_utf8(prompt)
+    if options["system"] is not None:
+        _require_utf8(options["system"])
+        if not options["chat"]:
+            raise BadRecipe("--system: there is no chat to begin", "add --chat")
 
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+
+def _require_utf8(text: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in text):  # how Python holds stray bytes
         raise BadRecipe("prompt: not UTF-8 text", "give the prompt in UTF-8")
+
+
+def _prompt(checkpoint: Checkpoint, prompt: str, options: dict[str, Any]) -> tuple[Dialogue, list[int]]:
+    from qconvert.formats.dialogue import open_dialogue, open_made_dialogue
+
+    text = prompt
+    if prompt == "-":
+        text = sys.stdin.read().removesuffix("\n")
+        _require_utf8(text)
     made = checkpoint.files.sidecars.made  # by a GGUF file, which has no folder of its own
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     dialogue = (
         open_made_dialogue(made, checkpoint.config) if made else open_dialogue(folder, checkpoint.config)
     )
     if not options["chat"]:
-        if options["system"] is not None:
-            raise BadRecipe("--system: there is no chat to begin", "add --chat")
         return dialogue, dialogue.encode(text)
     messages = [{"role": "user", "content": text}]
     if options["system"] is not None:

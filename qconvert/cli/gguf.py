@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.boundary import after_the_work
+from qconvert.cli.boundary import after_the_work, typed
 from qconvert.cli.options import (
     DEFAULT_MAX_MEMORY,
     MEMORY,
@@ -21,15 +21,15 @@ from qconvert.cli.options import (
     quiet_option,
     revision_option,
 )
-from qconvert.errors import BadRecipe, QConvertError
+from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
     from qconvert.cli import writing
     from qconvert.formats.checkpoint import Checkpoint
     from qconvert.formats.gguf_vocab import GGUFTokenizer
-    from qconvert.formats.imatrix import Imatrix
     from qconvert.gguf_convert import GGUFJob, GGUFMade
     from qconvert.gguf_draft import GGUFWish
+    from qconvert.gguf_types import GGMLType
     from qconvert.tensors import Json
 
 
@@ -115,7 +115,7 @@ class Flags:
 @click.option("--overwrite", is_flag=True, help="Replace the output file.")
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @json_option
-@quiet_option
+@quiet_option("the path of the output alone")
 @click.option("--verify/--no-verify", default=True, help="Re-read the output before it gets its name.")
 @click.option("-j", "--jobs", type=click.IntRange(1, 256), default=None, help="Threads. [default: all cores]")
 @click.option(
@@ -144,16 +144,22 @@ def command(model: str | None, **values: Any) -> None:
 
 def write_gguf(model: str, flags: Flags) -> None:
     """Carry out the command and print its result."""
-    job = prepare(model, flags)
+    from qconvert.formats.gguf_sink import check_target
+
+    with typed():
+        wish = _wish(flags)
+    if flags.out and not flags.dry_run:  # before a download
+        check_target(flags.out, overwrite=flags.overwrite, sources=[Path(model)])
+    job = prepare(model, wish, flags)
     _warn(job, flags)
     out = flags.out or Path(job.identity.file_name(job.draft.file_type.name))
-    if out.suffix != ".gguf":
-        raise QConvertError(f"{out}: does not end in .gguf", "llama.cpp finds parts of a model by that name")
     files = job.files(out.name, flags.split_max_size)
     out = out.with_name(files[0].name)
     if flags.dry_run:
         _report(job, out, flags, None, 0.0)
         return
+    for file in files:
+        check_target(out.with_name(file.name), overwrite=flags.overwrite, sources=[job.checkpoint.path])
     _carry_out(job, out, files, flags)
 
 
@@ -170,7 +176,7 @@ def _carry_out(job: GGUFJob, out: Path, files: Any, flags: Flags) -> None:
         _report(job, out, flags, made, time.perf_counter() - started)
 
 
-def prepare(model: str, flags: Flags) -> GGUFJob:
+def prepare(model: str, wish: GGUFWish, flags: Flags) -> GGUFJob:
     """Open the source, recognise its tokenizer and draft the file; nothing is written."""
     from qconvert.compare import difference
     from qconvert.convert import Limits
@@ -186,7 +192,7 @@ def prepare(model: str, flags: Flags) -> GGUFJob:
     imatrix = read_imatrix(flags.imatrix) if flags.imatrix else None
     draft = draft_gguf(
         binding,
-        _wish(flags, imatrix),
+        replace(wish, importance=imatrix.means) if imatrix else wish,
         compare=lambda a, b: difference(checkpoint.reader, a, checkpoint.reader, b),
     )
     check_encoders(draft)
@@ -215,30 +221,56 @@ def _tokenizer(checkpoint: Checkpoint, flags: Flags) -> GGUFTokenizer:
     return read_tokenizer(checkpoint.path, embed.shape[0], checkpoint.config, flags.pre_tokenizer)
 
 
-def _wish(flags: Flags, imatrix: Imatrix | None) -> GGUFWish:
-    from qconvert.gguf_draft import GGUFWish
-    from qconvert.gguf_types import parse_ggml_type
+def _wish(flags: Flags) -> GGUFWish:
+    """What the options ask for, but for the importance matrix. Raises BadRecipe for what cannot be."""
+    from qconvert.formats.gguf_pretokenizer import known_pre_tokenizer
+    from qconvert.gguf_draft import KEEP, GGUFWish
+    from qconvert.gguf_mix import find_file_type
 
-    overrides = []
-    for text in flags.tensor_types:
-        pattern, equals, type_ = text.rpartition("=")
-        if not equals or not pattern:
-            raise BadRecipe(
-                f"--tensor-type {text!r}: no '='", "write PATTERN=TYPE, for example ffn_down=q6_k"
-            )
-        overrides.append((pattern, parse_ggml_type(type_)))
+    if flags.out and flags.out.suffix != ".gguf":
+        raise BadRecipe(f"{flags.out}: does not end in .gguf", f"write -o {flags.out}.gguf")
+    if flags.pre_tokenizer is not None:
+        known_pre_tokenizer(flags.pre_tokenizer)
+    if flags.file_type != KEEP:
+        _require_written(find_file_type(flags.file_type).base)
     embedding, head = flags.token_embedding_type, flags.output_tensor_type
     return GGUFWish(
         flags.file_type,
-        tensor_types=tuple(overrides),
-        token_embedding_type=parse_ggml_type(embedding) if embedding else None,
-        output_tensor_type=parse_ggml_type(head) if head else None,
+        tensor_types=tuple(_override(text) for text in flags.tensor_types),
+        token_embedding_type=_written(embedding) if embedding else None,
+        output_tensor_type=_written(head) if head else None,
         pure=flags.pure,
         fallback=flags.fallback,
-        importance=imatrix.means if imatrix else None,
         allow_nonfinite=flags.allow_nonfinite,
         allow_requantize=flags.allow_requantize,
     )
+
+
+def _override(text: str) -> tuple[str, GGMLType]:
+    """Read `PATTERN=TYPE` as given to --tensor-type."""
+    from qconvert.gguf_mix import pattern_of
+
+    pattern, equals, type_ = text.rpartition("=")
+    if not equals or not pattern:
+        raise BadRecipe(f"--tensor-type {text!r}: no '='", "write PATTERN=TYPE, for example ffn_down=q6_k")
+    pattern_of(pattern)
+    return pattern, _written(type_)
+
+
+def _written(text: str) -> GGMLType:
+    from qconvert.gguf_types import parse_ggml_type
+
+    kind = parse_ggml_type(text)
+    _require_written(kind)
+    return kind
+
+
+def _require_written(kind: GGMLType) -> None:
+    from qconvert.quant.ggml import ENCODED
+
+    if kind.is_quantized and kind.name not in ENCODED:
+        known = ", ".join(name.lower() for name in sorted(ENCODED))
+        raise BadRecipe(f"type {kind.label}: is read here, but not written", f"f32, f16, bf16, or {known}")
 
 
 def _print_types() -> None:
@@ -293,6 +325,13 @@ def _report(job: GGUFJob, out: Path, flags: Flags, made: GGUFMade | None, second
         hashes = dict(made.hashes.files) if made else {}
         click.echo(json.dumps({**result, "kept": kept, "certificates": certificates, "sha256": hashes}))
         return
+    if found["substituted"]:
+        base = job.draft.file_type.base.label
+        click.echo(
+            f"Warning: {len(found['substituted'])} tensors have rows that {base}'s blocks do not divide and "
+            f"got a bigger type, for example {found['substituted'][0]}; --no-fallback makes this an error",
+            err=True,
+        )
     if flags.quiet:
         click.echo(str(out))
         return
@@ -303,13 +342,6 @@ def _report(job: GGUFJob, out: Path, flags: Flags, made: GGUFMade | None, second
     total = ["total", str(len(job.tensors)), f"{found['parameters']:,}", size(found["bytes"]), _bpw(found)]
     click.echo(f"{job.model_name}  ->  {out}")
     click.echo("\n".join(table(["type", "tensors", "parameters", "bytes", "bpw"], [*rows, total])))
-    if found["substituted"]:
-        base = job.draft.file_type.base.label
-        click.echo(
-            f"Warning: {len(found['substituted'])} tensors have rows that {base}'s blocks do not divide and "
-            f"got a bigger type, for example {found['substituted'][0]}; --no-fallback makes this an error",
-            err=True,
-        )
     if made is None:
         click.echo("dry run: nothing was written", err=True)
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qconvert.cli.options import json_option, model_argument, revision_option
+from qconvert.cli.options import json_option, model_argument, quiet_option, revision_option
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ _TOKENIZER = "tokenizer.json"
     "--tp", type=click.IntRange(1, 1024), default=1, help="Ranks of tensor parallelism. [default: 1]"
 )
 @json_option
+@quiet_option("what is in the way alone")
 @revision_option
-def command(model: str, loader: str, tp: int, as_json: bool, revision: str | None) -> None:
+def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revision: str | None) -> None:
     """Hold MODEL against the rules of a loader: layout, fused groups, parallelism, names, vocabulary.
 
     Reads headers, config.json and tokenizer.json; nothing is loaded. Leaves with 3 if the loader would
@@ -71,7 +72,8 @@ def command(model: str, loader: str, tp: int, as_json: bool, revision: str | Non
             f"{model}: {refused} that {loader} does not take",
             "mend what the list above names, or ask for another loader with --for",
         )
-    click.echo(f"{loader}: nothing in the way")
+    if not quiet:
+        click.echo(f"{loader}: nothing in the way")
 
 
 def _tokens(checkpoint: Checkpoint) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,17 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]  # no generic class b
         return nbytes
 
 
+class DeviceType(click.ParamType):  # type: ignore[type-arg]
+    """The name of a device to compute on; whether it is there is found out later."""
+
+    name = "device"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", value):
+            self.fail(f"{value!r} is no device; write cpu, cuda or cuda:1", param, ctx)
+        return str(value)
+
+
 SIZE = SizeType()
 MEMORY = SizeType(least="1MB")
 
@@ -53,9 +65,22 @@ def model_argument(name: str = "model") -> Callable[[F], F]:
 
 revision_option = click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub model.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-quiet_option = click.option("-q", "--quiet", is_flag=True, help="No progress bar and no table.")
+
+
+def quiet_option(product: str) -> Callable[[F], F]:
+    """-q of a command whose stdout then holds `product` alone: talk goes, warnings and errors stay."""
+    return click.option("-q", "--quiet", is_flag=True, help=f"No talk: print {product}.")
+
+
 unknown_option = click.option(
     "--allow-unknown", is_flag=True, help="Copy unknown tensors; guess the linears of an unknown model."
+)
+device_option = click.option(
+    "--device",
+    type=DeviceType(),
+    default="cpu",
+    show_default=True,
+    help="Where to compute: cpu, cuda, cuda:1.",
 )
 dtype_option = click.option(
     "--dtype", type=click.Choice(DTYPES), help="Round plain float tensors, and store scales, as this."
@@ -73,7 +98,7 @@ _WRITING = (
     click.option("--overwrite", is_flag=True, help="Replace an earlier output of qconvert."),
     click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing."),
     json_option,
-    quiet_option,
+    quiet_option("the path of the output alone"),
     click.option("--verify/--no-verify", default=True, help="Re-read the output before it gets its name."),
     click.option(
         "-j", "--jobs", type=click.IntRange(1, 256), default=None, help="Threads. [default: all cores]"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
+from qconvert.cli.boundary import typed
 from qconvert.cli.options import model_argument, pad_option, writing_options
 from qconvert.cli.writing import Flags, write
 from qconvert.errors import BadRecipe
 from qconvert.recipe import FUSIONS, LAYOUTS, Recipe, Rule, load_recipe, parse_rule
 from qconvert.schemes import Scheme, parse_scheme
 
-_INTEGERS = tuple(layout for layout in LAYOUTS if layout not in ("bitsandbytes", "fp8"))
+_INTEGERS = tuple(layout for layout in LAYOUTS if layout not in ("bitsandbytes", "fp8", "mxfp4"))
 
 
 @click.command("quantize", short_help="Linears to 2 to 8 bits, by groups.")
@@ -87,29 +89,42 @@ def build_recipe(
 ) -> Recipe:
     """The recipe that a file and the flags ask for together; flags win, their rules come last."""
     recipe = load_recipe(recipe_file) if recipe_file else Recipe()
-    if scheme and (bits or group_size or symmetric is not None):
-        raise BadRecipe(
-            "--scheme: given together with --bits, --group-size or --asym", "use one or the other"
+    with typed():
+        if scheme and (bits or group_size or symmetric is not None):
+            raise BadRecipe(
+                "--scheme: given together with --bits, --group-size or --asym", "use one or the other"
+            )
+        if scheme:
+            recipe = recipe.with_(scheme=parse_scheme(scheme))
+        own_rules = (*(parse_rule(text) for text in rules), *(Rule(select, None) for select in keeps))
+    # What is missing beside a file, or goes ill with it, can be put right in the file.
+    with nullcontext() if recipe_file else typed():
+        if bits or group_size or symmetric is not None:
+            recipe = recipe.with_(scheme=_from_flags(recipe.scheme, bits, group_size, symmetric))
+        recipe = recipe.with_(
+            rules=recipe.rules + own_rules,
+            fuse=tuple(dict.fromkeys(recipe.fuse + fuse)),
+            tie=recipe.tie if tie is None else tie,
+            search=recipe.search if search is None else search,
+            allow_smaller_group=recipe.allow_smaller_group or allow_smaller_group,
+            layout=layout or recipe.layout,
+            pad_to_tp=pad_to_tp or recipe.pad_to_tp,
         )
-    if scheme:
-        recipe = recipe.with_(scheme=parse_scheme(scheme))
-    elif bits or group_size or symmetric is not None:
-        recipe = recipe.with_(scheme=_from_flags(recipe.scheme, bits, group_size, symmetric))
-    rules_from_flags = (*(parse_rule(text) for text in rules), *(Rule(select, None) for select in keeps))
-    recipe = recipe.with_(
-        rules=recipe.rules + rules_from_flags,
-        fuse=tuple(dict.fromkeys(recipe.fuse + fuse)),
-        tie=recipe.tie if tie is None else tie,
-        search=recipe.search if search is None else search,
-        allow_smaller_group=recipe.allow_smaller_group or allow_smaller_group,
-        layout=layout or recipe.layout,
-        pad_to_tp=pad_to_tp or recipe.pad_to_tp,
-    )
-    if recipe.scheme is None and not any(rule.scheme for rule in recipe.rules):
+        _check_schemes(recipe)
+    return recipe
+
+
+def _check_schemes(recipe: Recipe) -> None:
+    schemes = [scheme for scheme in (recipe.scheme, *(rule.scheme for rule in recipe.rules)) if scheme]
+    if not schemes:
         raise BadRecipe(
             "quantize: no scheme was asked for", "add --bits 4, --scheme int8-g128 or --recipe FILE"
         )
-    return recipe
+    if recipe.layout != LAYOUTS[0]:
+        from qconvert.targets import check_held
+
+        for scheme in schemes:
+            check_held(recipe.layout, scheme)
 
 
 def _from_flags(base: Scheme | None, bits: int | None, group: str | None, symmetric: bool | None) -> Scheme:

@@ -204,6 +204,8 @@ def _print_table(job: Job, out: Path) -> None:
 def _print_plan(job: Job, out: Path, flags: Flags) -> None:
     if flags.as_json:
         click.echo(json.dumps({"schema": 1, "dry_run": True, "out": str(out), **_describe(job)}))
+    elif flags.quiet:
+        click.echo(str(out))
     else:
         _print_table(job, out)
         click.echo("dry run: nothing was written", err=True)
