@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import click
 
 from qconvert import __version__
-from qconvert.cli.options import available_cores, json_option
+from qconvert.cli.options import available_cores, json_option, quiet_option
 
 PACKAGES = (
     "torch",
@@ -26,7 +26,8 @@ PACKAGES = (
 
 @click.command("env", short_help="Versions and backends, for bug reports.")
 @json_option
-def command(as_json: bool) -> None:
+@quiet_option("the block alone")
+def command(as_json: bool, quiet: bool) -> None:
     """Print versions, processor and backends: the block to paste into a bug report."""
     found = {
         "qconvert": __version__,

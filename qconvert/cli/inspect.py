@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qconvert.cli.options import json_option, model_argument, revision_option
+from qconvert.cli.options import json_option, model_argument, quiet_option, revision_option
 
 if TYPE_CHECKING:
     from qconvert.formats.checkpoint import Checkpoint
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 @model_argument()
 @click.option("--tensors", "list_tensors", is_flag=True, help="List every tensor with its role.")
 @json_option
+@quiet_option("the tables alone")
 @revision_option
-def command(model: str, list_tensors: bool, as_json: bool, revision: str | None) -> None:
+def command(model: str, list_tensors: bool, as_json: bool, quiet: bool, revision: str | None) -> None:
     """Show the parameters of MODEL by role, its ties, fusions and quantization.
 
     Reads config.json and headers only; a bare config.json is enough for the counts, and a Hub id
