@@ -9,6 +9,7 @@ share it. The hidden state is not: every layer reads and writes it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -58,15 +59,50 @@ def undo(plan: Plan, architecture: Architecture, groups_of: ColumnGroups) -> tup
     return replace(plan, units=tuple(units.values())), refused, folded
 
 
+def nothing_to_undo() -> BadRecipe:
+    """The error for a checkpoint without any activation order."""
+    return BadRecipe(
+        "no columns in activation order (g_idx) in this checkpoint", "leave out --undo-act-order"
+    )
+
+
 def complain(refused: Iterable[Refused], folded: int, layout: str) -> BadRecipe:
-    """The error for orders that stay: the first one, and how many could be folded."""
+    """The error for orders that stay: the first one, how many could be folded, and every one by reason."""
     listed = list(refused)
     first, total = listed[0], len(listed) + folded
     return BadRecipe(
         f"{first.name}: its columns are in activation order (g_idx), and {first.why}; {folded} of "
-        f"{total} weights in activation order can be folded",
-        f"--allow-requantize folds these and quantizes the others again for {layout}, which loses twice",
+        f"{total} weights in activation order can be folded, not these:\n{by_reason(listed)}",
+        f"--allow-requantize folds what it can and quantizes these again for {layout}, which loses twice",
     )
+
+
+def by_reason(refused: Iterable[Refused]) -> str:
+    """Every weight, a line for each reason and name, the layers of a name together."""
+    layers: dict[tuple[str, str, str], list[int]] = {}
+    for each in refused:
+        before, number, after = _LAYER.split(each.name, maxsplit=1) if _LAYER.search(each.name) else ("",) * 3
+        key = (each.why, before, after) if number else (each.why, each.name, "")
+        layers.setdefault(key, []).extend([int(number)] if number else [])
+    reasons: dict[str, list[str]] = {}
+    for (why, before, after), numbers in layers.items():
+        reasons.setdefault(why, []).append(f"    {before}{_ranges(numbers)}{after}")
+    return "\n".join(line for why, names in reasons.items() for line in (f"  {why}:", *names))
+
+
+_LAYER = re.compile(r"(?<=\.)(\d+)(?=\.)")
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Rising numbers in braces, runs of them as `first-last`; "" for none, one alone as it is."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    spelled = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{{{spelled}}}" if len(numbers) > 1 else spelled
 
 
 def _in_sequence(groups: tuple[int, ...], form: GroupInt) -> Order:

@@ -9,8 +9,10 @@ from pathlib import Path
 from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.files import octets
+from qconvert.formats.gguf_checkpoint import GGUFModel
 from qconvert.formats.json_io import read_json_object
 from qconvert.formats.verify import file_sha256
+from qconvert.gguf_convert import REORDERED
 from qconvert.manifest import FILE_NAME
 from qconvert.quant.casts import first_nonfinite
 from qconvert.quant.grids import numbers
@@ -38,7 +40,12 @@ def audit(checkpoint: Checkpoint) -> tuple[Json, list[str]]:
 
 
 def reordered_in(checkpoint: Checkpoint) -> frozenset[str]:
-    """Names of tensors that the manifest says to be in another order than in the source."""
+    """Names of tensors that the manifest, or a GGUF's own key, says to be in another order than in the
+    source.
+    """
+    if isinstance(checkpoint.files, GGUFModel):
+        entry = checkpoint.files.kv.get(REORDERED)
+        return frozenset(map(str, entry.value)) if entry and isinstance(entry.value, tuple) else frozenset()
     path = checkpoint.path / FILE_NAME
     if not checkpoint.path.is_dir() or not path.is_file():
         return frozenset()

@@ -22,7 +22,7 @@ from qconvert.plan import Plan
 from qconvert.recipe import FUSIONS, Recipe
 from qconvert.relayout import as_the_class_stores, places_of, relaid
 from qconvert.select import choose, decide
-from qconvert.targets import Target
+from qconvert.targets import ACT_ORDER_HELD, Target
 from qconvert.tensors import Blocks, DType, Json, Logical, Plain, Quantized
 
 if TYPE_CHECKING:
@@ -84,9 +84,10 @@ def draft(
     if wish.unfuse:
         plan = _unfused(plan, architecture, wish.unfuse)
     if wish.dequantize:
-        plan = _dequantized(plan, wish.dtype, pads=recipe.pad_to_tp is not None)
+        plan = _dequantized(plan, wish)
+    orders_kept: list[str] = []
     if wish.target and wish.target.undo_act_order and groups_of:
-        plan = _in_sequence(plan, architecture, wish.target, groups_of)
+        plan, orders_kept = _in_sequence(plan, architecture, wish.target, groups_of)
     grown: tuple[padding.Growth, ...] = ()
     if recipe.pad_to_tp is not None:
         grown = _growths(binding, wish, plan, tied=tie.tied)
@@ -108,6 +109,7 @@ def draft(
     warnings = [
         *([architecture.family.guess] if architecture.family.guess else []),
         *tie.warnings,
+        *orders_kept,
         *(growth.sentence for growth in grown),
         *(f"{name}: a buffer the model recomputes; left out" for name in binding.dropped),
         *(_activations(architecture.config, config) if wish.target else []),
@@ -210,15 +212,21 @@ def _unfused(plan: Plan, architecture: Architecture, roles: Container[str]) -> P
     return passes.cut_where(architecture, chosen)(plan)
 
 
-def _in_sequence(plan: Plan, architecture: Architecture, target: Target, groups_of: ColumnGroups) -> Plan:
+def _in_sequence(
+    plan: Plan, architecture: Architecture, target: Target, groups_of: ColumnGroups
+) -> tuple[Plan, list[str]]:
+    """The plan with every activation order undone that can be, and what to say about the others."""
     plan, refused, folded = actorder.undo(plan, architecture, groups_of)
     if not refused and not folded:
-        raise BadRecipe(
-            "no columns in activation order (g_idx) in this checkpoint", "leave out --undo-act-order"
-        )
-    if refused and not target.allow_requantize:
+        raise actorder.nothing_to_undo()
+    if not refused:
+        return plan, []
+    if target.layout in ACT_ORDER_HELD:
+        total = len(refused) + folded
+        return plan, [f"{len(refused)} of {total} weights keep their g_idx:\n{actorder.by_reason(refused)}"]
+    if not target.allow_requantize:
         raise actorder.complain(refused, folded, target.layout)
-    return plan
+    return plan, []
 
 
 def _growths(binding: Binding, wish: Wish, plan: Plan, *, tied: bool) -> tuple[padding.Growth, ...]:
@@ -237,10 +245,12 @@ def _growths(binding: Binding, wish: Wish, plan: Plan, *, tied: bool) -> tuple[p
     return padding.growths(forms, architecture, ranks, layout)
 
 
-def _dequantized(plan: Plan, dtype: DType | None, *, pads: bool) -> Plan:
-    if not pads and all(isinstance(t.form, Plain) for t in plan.outputs.values()):
+def _dequantized(plan: Plan, wish: Wish) -> Plan:
+    """The plan in plain numbers, which `dequantize` finds some of that are not."""
+    plain = all(isinstance(t.form, Plain) for t in plan.outputs.values())
+    if plain and wish.command == "dequantize":
         raise BadRecipe("no quantized tensors in this checkpoint", "`qconvert inspect` shows what it holds")
-    return passes.dequantize(dtype)(plan)
+    return passes.dequantize(wish.dtype)(plan)
 
 
 def _refuse_blocks(plan: Plan) -> None:

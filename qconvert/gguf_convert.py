@@ -32,6 +32,9 @@ from qconvert.grid_ops import IntoBlocks
 from qconvert.run import Outcome, WrittenPart, run
 from qconvert.tensors import TensorSpec
 
+# Our own key: the tensors (by the source's names) whose rows or columns are in another order than there.
+REORDERED = "qconvert.reordered"
+
 
 @dataclass(frozen=True)
 class GGUFJob:
@@ -77,7 +80,8 @@ class GGUFJob:
             requantized=self.draft.file_type.base.is_quantized,
             pooling=read_pooling(self.checkpoint.path) if self.checkpoint.path.is_dir() else None,
         )
-        return (*keys, *self.imatrix.kv) if self.imatrix else keys
+        own = [KV.texts(REORDERED, self.draft.reordered)] if self.draft.reordered else []
+        return (*keys, *(self.imatrix.kv if self.imatrix else ()), *own)
 
     def files(self, name: str, split: int | None) -> tuple[FilePlan, ...]:
         """The file (or parts of at most `split` bytes of tensors), to the byte."""

@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from qconvert import actorder
 from qconvert import plan as passes
-from qconvert.architecture import Binding
+from qconvert.actorder import ColumnGroups
+from qconvert.architecture import Architecture, Binding
 from qconvert.architecture.gguf.keys import model_keys
 from qconvert.architecture.gguf.model import Facts, Head
 from qconvert.architecture.gguf.models import facts_of, remarks_on
@@ -37,7 +39,8 @@ class GGUFWish:
 
     `importance` holds mean squared activations of the input columns by GGUF name. Without
     `fallback` a row that the chosen type's blocks do not divide is an error; only with
-    `allow_requantize` is a weight quantized that already was.
+    `allow_requantize` is a weight quantized that already was. `undo_act_order` folds columns in activation
+    order into the weights before them (see `actorder`).
     """
 
     file_type: str
@@ -49,6 +52,7 @@ class GGUFWish:
     importance: Mapping[str, tuple[float, ...]] | None = None
     allow_requantize: bool = False
     allow_nonfinite: bool = False
+    undo_act_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +77,19 @@ class GGUFDraft:
         return [found[n] for n in (visit_order(found) if self.file_type.base.is_quantized else found)]
 
     @property
+    def reordered(self) -> list[str]:
+        """Names in the source of the tensors whose rows or columns are in another order than there."""
+        return [unit.inputs[0].tensor.name for unit in self.plan.units if actorder.reordered(unit)]
+
+    @property
     def substituted(self) -> list[str]:
         """Names of the tensors that got a bigger type because blocks do not divide their rows."""
         return [name for name, choice in self.choices.items() if "divide" in choice.reason]
 
 
-def draft_gguf(binding: Binding, wish: GGUFWish, compare: Compare) -> GGUFDraft:
+def draft_gguf(
+    binding: Binding, wish: GGUFWish, compare: Compare, groups_of: ColumnGroups | None = None
+) -> GGUFDraft:
     """The plan that writes a checkpoint as GGUF. Raises BadRecipe or UnsupportedModel for a model or
     a wish that llama.cpp could not load.
     """
@@ -86,7 +97,10 @@ def draft_gguf(binding: Binding, wish: GGUFWish, compare: Compare) -> GGUFDraft:
     check_plain_weights(binding)
     beside, left_out = _beside(binding)
     head, warnings = _head(binding, facts, compare)
-    plan = write_roles(passes.run_passes(passes.copy_of(binding), [*beside, *head]), facts)
+    plan = passes.run_passes(passes.copy_of(binding), [*beside, *head])
+    if wish.undo_act_order and groups_of:
+        plan = _in_sequence(plan, binding.architecture, wish, groups_of)
+    plan = write_roles(plan, facts)
     wish, choices = _kept(plan, facts, wish) if wish.file_type == KEEP else (wish, _choose(plan, facts, wish))
     types = {name: choice.type for name, choice in choices.items()}
     importance = _importance(plan, wish)
@@ -97,6 +111,23 @@ def draft_gguf(binding: Binding, wish: GGUFWish, compare: Compare) -> GGUFDraft:
     file_type = find_file_type(wish.file_type)
     told = (*left_out, *warnings, *remarks_on(facts))
     return GGUFDraft(plan, facts, file_type, choices, constants_of(facts), told)
+
+
+def _in_sequence(plan: Plan, architecture: Architecture, wish: GGUFWish, groups_of: ColumnGroups) -> Plan:
+    plan, refused, folded = actorder.undo(plan, architecture, groups_of)
+    if not refused and not folded:
+        raise actorder.nothing_to_undo()
+    if refused and not wish.allow_requantize:
+        raise actorder.complain(refused, folded, "gguf")
+    moved = (unit.output.name for unit in plan.units if actorder.reordered(unit))
+    places = (architecture.place(name) for name in moved)
+    expert = next((place.name for place in places if place and ".experts." in place.role), None)
+    if expert is not None:
+        raise BadRecipe(
+            f"{expert}: each expert has an activation order of its own, and GGUF has one tensor for all",
+            "--scheme TYPE --allow-requantize, without --undo-act-order",
+        )
+    return plan
 
 
 def _beside(binding: Binding) -> tuple[list[passes.Pass], list[str]]:

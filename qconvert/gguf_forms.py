@@ -96,16 +96,23 @@ def own_types(
     for name, tensor in plan.outputs.items():
         found = always.get(name) or _own_type(tensor)
         if found is None and not allow_requantize:
-            raise BadRecipe(
-                f"{name}: {tensor.form.label} is no grid of GGUF's blocks",
-                "--scheme TYPE --allow-requantize computes the numbers and quantizes them again",
-            )
+            raise _no_blocks(tensor)
         types[name] = found or GGMLType.Q8_0
         if name not in always:
             weights[types[name]] += tensor.count
     quantized = {type_: count for type_, count in weights.items() if type_.is_quantized} or weights
     usual = max(quantized, key=quantized.__getitem__).name
     return "MXFP4_MOE" if usual == "MXFP4" else usual, types
+
+
+def _no_blocks(tensor: Logical) -> BadRecipe:
+    again = "--scheme TYPE --allow-requantize computes the numbers and quantizes them again"
+    if isinstance(tensor.form, GroupInt) and tensor.form.act_order:
+        return BadRecipe(
+            f"{tensor.name}: its columns are in activation order (g_idx), which gguf cannot hold",
+            f"--undo-act-order folds what can be folded; {again}",
+        )
+    return BadRecipe(f"{tensor.name}: {tensor.form.label} is no grid of GGUF's blocks", again)
 
 
 def _own_type(tensor: Logical) -> GGMLType | None:

@@ -197,6 +197,13 @@ def _stack(units: dict[str, Unit], entry: FusedPlace) -> dict[str, Unit]:
             f"{entry.whole.name}: its parts have different forms ({spelled})",
             "quantize the parts alike, or fuse the 16-bit model first",
         )
+    odd = next((part for part in parts if part.ops != parts[0].ops), None)
+    if odd is not None:
+        raise BadRecipe(
+            f"{entry.whole.name}: {odd.output.name} is not made as {parts[0].output.name} is, and one tensor "
+            "would hold both",
+            "choose a layout that holds them apart, or leave out --undo-act-order",
+        )
     inputs = _joined(
         s for run in entry.runs for s in rows_within(parts[run.part].inputs, run.start, run.stop)
     )

@@ -40,7 +40,9 @@ TABLES: Mapping[str, tuple[str, ...]] = {
     "fp8": ("fp8-block",),
     "mxfp4": ("mxfp4",),
 }
-_ONLY_TABLES = ("bitsandbytes", "fp8", "mxfp4")
+# Layouts that say of every column which group it is in.
+ACT_ORDER_HELD = ("gptq", "gptq_v2")
+ONLY_TABLES = ("bitsandbytes", "fp8", "mxfp4")
 _NESTED = "-nested"
 
 
@@ -61,7 +63,7 @@ class Target:
     @property
     def new_table(self) -> str:
         """The table that new weights are coded in, "" for integers."""
-        if self.table or self.scheme or self.layout not in _ONLY_TABLES:
+        if self.table or self.scheme or self.layout not in ONLY_TABLES:
             return self.table
         return TABLES[self.layout][0]
 
@@ -90,17 +92,23 @@ def find_table(layout: str, scheme: str) -> str:
 
     Raises BadRecipe for a table that this layout does not hold.
     """
-    if scheme == "fp8" and layout in ("fp8", "compressed-tensors"):
+    holders = holders_of(scheme)
+    if scheme == "fp8" and layout in holders:
         return TABLES[layout][0]
     if scheme in TABLES.get(layout, ()):
         return scheme
-    holders = [name for name, tables in TABLES.items() if scheme in tables and scheme != "int8"]
-    if holders or scheme == "fp8":
+    if holders:
         raise BadRecipe(
-            f"scheme {scheme!r}: {layout} does not hold it",
-            f"it is for --to {', '.join(holders or ['fp8', 'compressed-tensors'])}",
+            f"scheme {scheme!r}: {layout} does not hold it", f"it is for --to {', '.join(holders)}"
         )
     return ""
+
+
+def holders_of(scheme: str) -> tuple[str, ...]:
+    """The layouts that hold the table of this name; none for other schemes, as which int8 counts."""
+    if scheme == "fp8":
+        return ("compressed-tensors", "fp8")
+    return tuple(name for name, tables in TABLES.items() if scheme in tables and scheme != "int8")
 
 
 def encode(target: Target, linears: frozenset[str], kin: Mapping[str, str]) -> Pass:

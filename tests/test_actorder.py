@@ -143,10 +143,43 @@ def test_an_order_that_nothing_takes_over_is_refused_with_its_reason(
 def test_without_an_order_there_is_nothing_to_undo(tmp_path: Path) -> None:
     source = act_ordered(tmp_path, {})
     ran = qconvert("convert", source, "--to", "awq", "--undo-act-order", "-o", tmp_path / "out")
-    assert ran.code == 1 and "nothing to undo" in ran.err
+    assert ran.code == 1 and "no columns in activation order (g_idx) in this checkpoint" in ran.err
 
 
 def test_gptqmodel_s_own_file_says_how_many_can_be_folded(assets: Path, tmp_path: Path) -> None:
     source = assets / "fixtures" / "quantized" / "cut-gptqm-w4-sym-g128-descact"
     ran = qconvert("convert", source, "--to", "awq", "--undo-act-order", "-o", tmp_path / "out")
     assert ran.code == 1 and "2 of 14 weights in activation order can be folded" in ran.err
+    shared = "  its input is the hidden state, which every layer shares:\n"
+    names = ("self_attn.q", "self_attn.k", "self_attn.v", "mlp.gate", "mlp.up")
+    every = "".join(f"    model.layers.{{0-1}}.{name}_proj.weight\n" for name in names)
+    assert shared + every in ran.err
+    assert "heads" in ran.err and "    model.layers.{0-1}.self_attn.o_proj.weight\n" in ran.err
+
+
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
+def test_gptq_keeps_what_cannot_be_folded_and_says_so(layout: str, tmp_path: Path) -> None:
+    source = act_ordered(tmp_path, {Q: shuffled(256), DOWN: shuffled(384)})
+    ran = qconvert("convert", source, "--to", layout, "--undo-act-order", "-o", tmp_path / "out")
+    assert ran.code == 0 and "2 of 4 weights keep their g_idx" in ran.err
+    assert f"model.layers.{{0-1}}.{Q}.weight" in ran.err
+    assert set(kinds(tmp_path / "out").values()) == {"exact"}
+    labels = {name: tensor.form.label for name, tensor in open_checkpoint(tmp_path / "out").tensors.items()}
+    assert labels[f"model.layers.0.{DOWN}.weight"] == "int4-g32"
+    assert labels[f"model.layers.0.{Q}.weight"] == "int4-g32-actorder"
+    assert (logits(tmp_path / "out") - logits(source)).abs().max() < 1e-5
+    assert qconvert("verify", tmp_path / "out", "--against", source).code == 0
+
+
+def test_gguf_takes_the_order_as_others_do(tmp_path: Path) -> None:
+    source = act_ordered(tmp_path, {DOWN: shuffled(384)}, biases=True)
+    ran = qconvert("convert", source, "--to", "gguf", "-o", tmp_path / "o.gguf")
+    assert ran.code == 1 and "(g_idx), which gguf cannot hold" in ran.err and "--undo-act-order" in ran.err
+    ran = qconvert("convert", source, "--to", "gguf", "--undo-act-order", "-o", tmp_path / "out.gguf")
+    assert ran.code == 0 and "exact, verified" in ran.err
+    assert (logits(tmp_path / "out.gguf") - logits(source)).abs().max() < 1e-4
+    assert qconvert("verify", tmp_path / "out.gguf", "--against", source).code == 0
+    assert qconvert("diff", source, tmp_path / "out.gguf", "--json").json["summary"]["differs"] > 0
+    refused = act_ordered(tmp_path / "q", {Q: shuffled(256)})
+    ran = qconvert("convert", refused, "--to", "gguf", "--undo-act-order", "-o", tmp_path / "o.gguf")
+    assert ran.code == 1 and f"    model.layers.{{0-1}}.{Q}.weight" in ran.err

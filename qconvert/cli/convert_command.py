@@ -92,12 +92,11 @@ def command(
                 {
                     "--dtype": flags.dtype,
                     "--pad-to-tp": pad_to_tp,
-                    "--undo-act-order": undo_act_order,
                     "--allow-unknown": flags.allow_unknown,
                     "--hash-sources": flags.hash_sources,
                 },
             )
-        _to_gguf(model, scheme, flags, allow_requantize=allow_requantize)
+        _to_gguf(model, scheme, flags, allow_requantize=allow_requantize, undo_act_order=undo_act_order)
         return
     with typed():
         table, integers = _parse(layout, scheme)
@@ -135,10 +134,13 @@ def _is_plain(model: str, flags: Flags) -> bool:
     return open_checkpoint(resolve(model, revision=flags.revision).path).quantization is None
 
 
-def _to_gguf(model: str, scheme: str | None, flags: Flags, *, allow_requantize: bool) -> None:
+def _to_gguf(
+    model: str, scheme: str | None, flags: Flags, *, allow_requantize: bool, undo_act_order: bool
+) -> None:
     """Write a GGUF file as `to-gguf` does: of a type, or with everything kept as it is."""
     from qconvert.cli import gguf
     from qconvert.gguf_draft import KEEP
 
     wanted = gguf.Flags.of_type(scheme or KEEP, flags)
-    gguf.write_gguf(model, replace(wanted, allow_requantize=allow_requantize))
+    wanted = replace(wanted, allow_requantize=allow_requantize, undo_act_order=undo_act_order)
+    gguf.write_gguf(model, wanted)

@@ -57,6 +57,7 @@ class Flags:
     revision: str | None
     allow_nonfinite: bool
     allow_requantize: bool
+    undo_act_order: bool = False
 
     @classmethod
     def of_type(cls, file_type: str, common: writing.Flags) -> Flags:
@@ -194,6 +195,7 @@ def prepare(model: str, wish: GGUFWish, flags: Flags) -> GGUFJob:
         binding,
         replace(wish, importance=imatrix.means) if imatrix else wish,
         compare=lambda a, b: difference(checkpoint.reader, a, checkpoint.reader, b),
+        groups_of=checkpoint.groups_of_columns,
     )
     check_encoders(draft)
     tokenizer = _tokenizer(checkpoint, flags)
@@ -243,6 +245,7 @@ def _wish(flags: Flags) -> GGUFWish:
         fallback=flags.fallback,
         allow_nonfinite=flags.allow_nonfinite,
         allow_requantize=flags.allow_requantize,
+        undo_act_order=flags.undo_act_order,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +17,6 @@ from qconvert.cli.writing import Flags, write
 from qconvert.errors import BadRecipe
 from qconvert.recipe import FUSIONS, LAYOUTS, Recipe, Rule, load_recipe, parse_rule
 from qconvert.schemes import Scheme, parse_scheme
-
-_INTEGERS = tuple(layout for layout in LAYOUTS if layout not in ("bitsandbytes", "fp8", "mxfp4"))
 
 
 @click.command("quantize", short_help="Linears to 2 to 8 bits, by groups.")
@@ -41,7 +41,7 @@ _INTEGERS = tuple(layout for layout in LAYOUTS if layout not in ("bitsandbytes",
     "--allow-smaller-group", is_flag=True, help="Where the group size does not divide, use 128/64/32."
 )
 @click.option(
-    "--layout", type=click.Choice(_INTEGERS), help="Layout of the output. [default: compressed-tensors]"
+    "--layout", type=click.Choice(LAYOUTS), help="Layout of the output. [default: compressed-tensors]"
 )
 @pad_option
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Read a YAML recipe first.")
@@ -56,6 +56,7 @@ def command(model: str, **flags: Any) -> None:
     SELECTOR  a role (mlp.down), a role in a layer range (layers.0-3.mlp.down),
               or re:REGEX on the tensor's name
     SCHEME    int{2..8}[-asym][-g{N}|-channel], or keep; int4 means int4-g128
+              (fp8, mxfp4, nvfp4, nf4 and fp4: qconvert convert MODEL --to LAYOUT --scheme SCHEME)
 
     \b
     qconvert quantize Qwen/Qwen2.5-1.5B-Instruct --bits 4
@@ -64,11 +65,37 @@ def command(model: str, **flags: Any) -> None:
     from qconvert.targets import Target
 
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
+    with typed():
+        _send_tables_on(model, asked, flags["out"])
     recipe = build_recipe(**asked)
     wish = Flags(**flags).wish("quantize", recipe)
     if recipe.layout != LAYOUTS[0]:
         wish = replace(wish, target=Target(recipe.layout))
     write(model, wish, _suffix(recipe), Flags(**flags))
+
+
+def _send_tables_on(model: str, asked: Mapping[str, Any], out: Path | None) -> None:
+    """Raise BadRecipe with the command to type where a table of numbers was asked for, not integers.
+
+    Such a table belongs to a layout, which `convert` names.
+    """
+    from qconvert.targets import ONLY_TABLES, TABLES, holders_of
+
+    scheme, layout = asked["scheme"] or "", asked["layout"] or ""
+    rule = next((text for text in asked["rules"] if holders_of(text.rpartition("=")[2])), None)
+    if not (holders_of(scheme) or rule or layout in ONLY_TABLES):
+        return
+    table = scheme or (rule.rpartition("=")[2] if rule else "")
+    if not holders_of(table):
+        table = TABLES[layout][0]
+    held = holders_of(table)
+    given = ["qconvert", "convert", model, "--to", layout if layout in held else held[0], "--scheme", table]
+    command = shlex.join([*given, *(["-o", str(out)] if out else [])])
+    what = f"--layout {layout}" if not (holders_of(scheme) or rule) else f"scheme {table!r}"
+    raise BadRecipe(
+        f"{what}: a table of numbers for all linears; quantize makes integers, by groups and by rules",
+        command if len(held) == 1 or layout in held else f"{command} (also --to {', '.join(held[1:])})",
+    )
 
 
 def build_recipe(
