@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -205,7 +206,27 @@ def test_tables_of_other_layouts_are_refused(
     model: Path, tmp_path: Path, layout: str, scheme: str, said: str
 ) -> None:
     ran = qconvert("convert", model, "--to", layout, "--scheme", scheme, "-o", tmp_path / "out")
-    assert ran.code == 1 and said in ran.err and not (tmp_path / "out").exists()
+    assert ran.code == 2 and said in ran.err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "way"),
+    [
+        (("--scheme", "nf4"), "--to bitsandbytes --scheme nf4"),
+        (("--scheme", "fp8"), "--to compressed-tensors --scheme fp8"),
+        (("--scheme", "mxfp4", "--layout", "mlx"), "--to mlx --scheme mxfp4"),
+        (("--bits", "4", "--rule", "mlp.down=nvfp4"), "--to compressed-tensors --scheme nvfp4"),
+        (("--bits", "8", "--layout", "bitsandbytes"), "--to bitsandbytes --scheme nf4"),
+    ],
+)
+def test_quantize_says_which_command_writes_a_table(
+    model: Path, tmp_path: Path, asked: tuple[str, ...], way: str
+) -> None:
+    """As it is to be typed: the hint runs."""
+    ran = qconvert("quantize", model, *asked, "-o", tmp_path / "out")
+    hint = ran.err.splitlines()[1].removeprefix("Hint: ").split(" (also")[0]
+    assert ran.code == 2 and way in hint and hint.startswith("qconvert convert ")
+    assert qconvert(*shlex.split(hint)[1:]).code == 0 and (tmp_path / "out" / "config.json").is_file()
 
 
 def test_rows_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
