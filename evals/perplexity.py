@@ -7,15 +7,13 @@ the reference is paired, every standard error clustered by window.
 from __future__ import annotations
 
 import math
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from qconvert.decoder.model import Decoder
+from qconvert.decoder.conditions import arithmetic, device_name, versions
 from qconvert.errors import BadRecipe
 from qconvert.evals.corpora import WIKITEXT, Tokens, check_tokenizer, load_text, tokenize
 from qconvert.evals.lockstep import EvalModel, Progress, Track, run_lockstep
@@ -168,7 +166,7 @@ def _report(measured: _Measured, tracks: Sequence[Track], echoes: Sequence[Track
         reference=None if base is None else base.model.label,
         models=tuple(_model_result(track, measured) for track in tracks),
         noise_floor=_compare(echoes[0], base, measured.window_N) if base and echoes else None,
-        environment=_environment(tracks[0].model.decoder),
+        environment={**versions(), "device": device_name(tracks[0].model.decoder)},
         notes=_notes(measured, min(track.model.decoder.config.max_positions for track in tracks)),
     )
 
@@ -181,7 +179,7 @@ def _model_result(track: Track, measured: _Measured) -> ModelResult:
         label=track.model.label,
         size_bytes=track.model.size_bytes,
         bits_per_weight=track.model.bits_per_weight,
-        arithmetic=_arithmetic(track.model.decoder, measured.least_rows),
+        arithmetic=arithmetic(track.model.decoder, measured.least_rows),
         perplexity=exp_mean(nll_N, window_N),
         bits_per_byte=float(nll_N.mean()) / math.log(2) * tokens_per_byte,
         tokens_per_second=track.tokens / track.seconds,
@@ -198,25 +196,6 @@ def _compare(track: Track, base: Track, window_N: np.ndarray) -> Comparison:
         top1_agreement=mean(same_N.astype(float), window_N),
         rms_delta_p=root_mean_square(np.exp(-nll_N) - np.exp(-base_N), window_N),
     )
-
-
-def _arithmetic(decoder: Decoder, rows: int) -> str:
-    """What products with quantized weights are made of, in batches of at least so many tokens."""
-    dtype = str(decoder.dtype).removeprefix("torch.")
-    linears = [linear for layer in decoder.layers for linear in (*layer.attention.qkv, layer.attention.o)]
-    packed = any(linear.backend(decoder.device.type, rows).packed for linear in linears)
-    worth = (
-        f"rounded to {dtype}" if not packed else "in exact products with inputs of 16 bits per block of 128"
-    )
-    return f"{dtype}, quantized weights as scale * (code - zero) {worth}, logits in float32"
-
-
-def _environment(decoder: Decoder) -> dict[str, str]:
-    if decoder.device.type == "cuda":
-        device = torch.cuda.get_device_name(decoder.device)
-    else:
-        device = f"{decoder.device.type}, {torch.get_num_threads()} threads"
-    return {"python": platform.python_version(), "torch": torch.__version__, "device": device}
 
 
 def _notes(measured: _Measured, positions: int) -> tuple[str, ...]:

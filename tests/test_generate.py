@@ -153,6 +153,12 @@ def test_the_command(folder: Path) -> None:
     )
     assert chat.code == 0 and chat.json["prompt_tokens"] == 3 + len("s\n") + len("abc\n")
     assert qconvert("generate", folder, "-p", "x", "--system", "s").code == 2
+    record = chat.json
+    assert record["model"]["files"][0]["name"] == "model.safetensors" and record["model"]["commit"] is None
+    assert record["asked"]["seed"] == 0 and record["asked"]["system"] == "s"
+    assert (record["computed"]["head"], ran.json["computed"]["head"]) == ("int8", "f32")
+    assert "float32" in ran.json["computed"]["arithmetic"]
+    assert record["versions"]["torch"] and record["loading_seconds"] > 0
 
 
 def test_a_prompt_that_is_no_text_is_told() -> None:

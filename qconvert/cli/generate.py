@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from qconvert.decoder.model import Decoder
     from qconvert.formats.checkpoint import Checkpoint
     from qconvert.formats.dialogue import Dialogue
+    from qconvert.hub import ResolvedModel
+    from qconvert.tensors import Json
 
 
 _SLOW = (
@@ -72,31 +75,36 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
     from qconvert.decoder.generate import Sampler, decodes_weights, generate, rehearse
     from qconvert.formats.dialogue import Detokenizer
 
-    checkpoint, decoder = _open(model, options)
+    clock = _Clock()
+    resolved, checkpoint, decoder = _open(model, options)
+    clock.tick()
     dialogue, ids = _prompt(checkpoint, prompt, options)
     if decodes_weights(decoder) and not quiet:
         click.echo(_SLOW, err=True)
     with explained_if_slow(talks=not quiet and not as_json):
         rehearse(decoder, len(ids))
     sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
-    detokenizer, count = Detokenizer(dialogue.tokenizer), 0
-    pieces, clock = [], _Clock()
+    detokenizer, pieces = Detokenizer(dialogue.tokenizer), []
+    clock.start()
     for token in generate(decoder, ids, options["max_tokens"], sampler, dialogue.stops):
         clock.tick()
-        count += 1
         pieces.append(detokenizer.push(token))
         if not as_json:
             _show(pieces[-1])
+    count = len(pieces)
     pieces.append(detokenizer.rest())
     full = len(ids) + count >= decoder.config.max_positions
     if as_json:
-        figures = {
+        record = {
+            "schema": 1,
+            "text": "".join(pieces),
             "prompt_tokens": len(ids),
             "tokens": count,
             **clock.figures(len(ids)),
             "context_full": full,
+            **_conditions(resolved, checkpoint, decoder, options),
         }
-        click.echo(json.dumps({"schema": 1, "text": "".join(pieces), **figures}))
+        click.echo(json.dumps(record))
         return
     _show(pieces[-1] + "\n")
     if not quiet:
@@ -106,24 +114,67 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
 
 
 class _Clock:
-    """Times between tokens: the first closes the prompt, the others are decoding."""
+    """Times of loading and between tokens: the first token closes the prompt, the others are decoding."""
 
     def __init__(self) -> None:
+        self.ticks = [time.perf_counter()]
+        self.loading = 0.0
+
+    def start(self) -> None:
+        """Begin to time tokens; what was timed before was loading."""
+        self.loading = self.ticks[-1] - self.ticks[0]
         self.ticks = [time.perf_counter()]
 
     def tick(self) -> None:
         self.ticks.append(time.perf_counter())
 
     def figures(self, prompt_tokens: int) -> dict[str, float | None]:
-        """Tokens per second of prompt and decoding; None where there was nothing to time."""
+        """Seconds, and tokens per second of prompt and decoding; None where there was nothing to time."""
         start, *ticks = self.ticks
+        reading = ticks[0] - start if ticks else None
+        decoding = ticks[-1] - ticks[0] if len(ticks) > 1 else None
         return {
-            "prompt_tokens_per_second": prompt_tokens / (ticks[0] - start) if ticks else None,
-            "tokens_per_second": (len(ticks) - 1) / (ticks[-1] - ticks[0]) if len(ticks) > 1 else None,
+            "loading_seconds": self.loading,
+            "prompt_seconds": reading,
+            "decoding_seconds": decoding,
+            "prompt_tokens_per_second": prompt_tokens / reading if reading else None,
+            "tokens_per_second": (len(ticks) - 1) / decoding if decoding else None,
         }
 
 
-def _open(model: str, options: dict[str, Any]) -> tuple[Checkpoint, Decoder]:
+def _conditions(
+    resolved: ResolvedModel, checkpoint: Checkpoint, decoder: Decoder, options: dict[str, Any]
+) -> Json:
+    """What the same text and figures would take: the model's files, what was asked, what computed."""
+    from qconvert.convert import source_record
+    from qconvert.decoder.conditions import arithmetic, device_name, dtype_name, versions
+
+    return {
+        "model": {
+            **asdict(source_record(resolved, checkpoint, hash_sources=False)),
+            "quantization": checkpoint.quantization,
+        },
+        "asked": {name: value for name, value in options.items() if name != "revision"},
+        "computed": {
+            "arithmetic": arithmetic(decoder, 1),
+            "kv_cache": dtype_name(decoder.dtype),
+            "head": _head_form(checkpoint, options["head"]),
+            "step": type(decoder.step).__name__ if decoder.step else None,
+            "device": device_name(decoder),
+        },
+        "versions": versions(),
+    }
+
+
+def _head_form(checkpoint: Checkpoint, asked: str) -> str:
+    """What the output head was multiplied as: rounded on loading, or as it is stored."""
+    if asked != "stored":
+        return asked
+    tables = (checkpoint.architecture.table(role) for role in ("lm_head", "embed"))
+    return next(checkpoint.tensors[t.name].form.label for t in tables if t and t.name in checkpoint.tensors)
+
+
+def _open(model: str, options: dict[str, Any]) -> tuple[ResolvedModel, Checkpoint, Decoder]:
     import torch
 
     from qconvert.decoder.config import DecoderConfig
@@ -133,7 +184,8 @@ def _open(model: str, options: dict[str, Any]) -> tuple[Checkpoint, Decoder]:
     from qconvert.formats.weights import CheckpointWeights
     from qconvert.hub import resolve
 
-    checkpoint = open_checkpoint(resolve(model, revision=options["revision"]).path)
+    resolved = resolve(model, revision=options["revision"])
+    checkpoint = open_checkpoint(resolved.path)
     layout = Layout(options["backend"])
     decoder = load_decoder(
         DecoderConfig.from_hf(checkpoint.config),
@@ -143,7 +195,7 @@ def _open(model: str, options: dict[str, Any]) -> tuple[Checkpoint, Decoder]:
         layout=layout,
         head_bits={"int8": 8, "int4": 4}.get(options["head"]),
     )
-    return checkpoint, decoder
+    return resolved, checkpoint, decoder
 
 
 def _check_words(prompt: str, options: dict[str, Any]) -> None:
