@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import frexp
 from pathlib import Path
 
 from qconvert.architecture import Architecture, Binding, bind, find_family
@@ -30,7 +31,10 @@ from qconvert.formats.layouts.compressed_reading import open_compressed_tensors
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors, EightBits
 from qconvert.formats.layouts.input_major import InputMajor, turned
 from qconvert.interfaces import Layout, Reader
-from qconvert.tensors import IntAffine, Json, Logical, Plain, TensorSpec
+from qconvert.tensors import Coded, IntAffine, Json, Logical, Plain, TensorSpec
+
+# Weights that are looked at together.
+_LOOK_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,23 @@ class Checkpoint:
         value = self.reader.read(tensor, 0, 1)
         assert isinstance(value, IntAffine) and value.groups_I is not None
         return tuple(int(group) for group in value.groups_I)
+
+    def folds(self, tensor: Logical) -> bool:
+        """Whether every scale of an NVFP4 weight is still an E4M3 number when it is divided.
+
+        No other divisor than a power of two does that to all scales; with one, they are looked at.
+        """
+        from qconvert.quant.regrid import fold_divisor
+
+        first = self.reader.read(tensor, 0, 1)
+        assert isinstance(first, Coded)
+        if not first.divisor or frexp(first.divisor)[0] != 0.5:
+            return False
+        step = max(1, _LOOK_WEIGHTS // tensor.width)
+        blocks = (
+            self.reader.read(tensor, a, min(a + step, tensor.rows)) for a in range(0, tensor.rows, step)
+        )
+        return all(isinstance(block, Coded) and fold_divisor(block) is not None for block in blocks)
 
     @cached_property
     def ignored(self) -> frozenset[str]:

@@ -226,6 +226,12 @@ class Codebook:
         return grid == ("e2m1", 32, 1, DType.F8_E8M0, None)
 
     @property
+    def is_nvfp4(self) -> bool:
+        """Whether it is NVFP4, 16 codes of E2M1 to a number of E4M3; `second` says what divides these."""
+        grid = (self.table, self.group_size, self.group_rows, self.scale_dtype)
+        return grid == ("e2m1", 16, 1, DType.F8_E4M3)
+
+    @property
     def label(self) -> str:
         rows = {1: "", None: "-tensor"}.get(self.group_rows, f"x{self.group_rows}")
         group = "" if rows == "-tensor" else f"-{_group(self.group_size)}"

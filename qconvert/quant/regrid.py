@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from qconvert.quant.casts import cast
-from qconvert.quant.codebook import wide
+from qconvert.quant.codebook import TABLES, wide
 from qconvert.quant.grids import INT8_STEP, zeros_of
 from qconvert.tensors import Codebook, Coded, Dense, DType, GroupInt, GroupMin, IntAffine, MinAffine
 
@@ -86,6 +86,19 @@ def spread_scale(value: Coded, form: Codebook) -> Coded:
     """One scale for everything, written out for every block of `form`."""
     groups = form.groups(value.codes_RI.shape[1])
     return Coded(value.codes_RI, np.repeat(value.scales_RG, groups, axis=1), form)
+
+
+def fold_divisor(value: Coded) -> Coded | None:
+    """NVFP4 scales divided by the number of the whole tensor; None where a quotient is no E4M3 number."""
+    assert value.divisor
+    numbers_T = TABLES["e4m3"]
+    quotients_RG = wide(value.scales_RG, DType.F8_E4M3) / np.float32(value.divisor)
+    order_T = np.argsort(numbers_T)[: np.isfinite(numbers_T).sum()]  # what is none comes last
+    places_RG = np.searchsorted(numbers_T[order_T], quotients_RG).clip(max=len(order_T) - 1)
+    scales_RG = order_T[places_RG].astype(np.uint8)
+    if not np.array_equal(numbers_T[scales_RG], quotients_RG):
+        return None
+    return Coded(value.codes_RI, scales_RG, replace(value.form, second=None))
 
 
 def _reach(value: IntAffine) -> np.ndarray:
