@@ -61,7 +61,7 @@ class Checkpoint:
     @property
     def writer(self) -> Layout:
         """The layout of safetensors written from it when no other is asked for."""
-        return CompressedTensors() if isinstance(self.files, GGUFModel) else self.layout
+        return self.spelled_by(CompressedTensors()) if isinstance(self.files, GGUFModel) else self.layout
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -80,6 +80,8 @@ class Checkpoint:
 
     def spelled_by(self, layout: Layout) -> Layout:
         """That layout, with this model's input-major linears as its class stores them."""
+        if isinstance(self.files, GGUFModel) and self.architecture.stored_shapes:
+            return input_major.within(layout, {}, self.architecture)
         return replace(self.layout, inside=layout) if isinstance(self.layout, InputMajor) else layout
 
     def bind(self, *, allow_unknown: bool = False) -> Binding:
