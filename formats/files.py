@@ -126,10 +126,16 @@ def sync(path: Path) -> None:
     """Wait until a file's bytes, or a folder's list of names, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
+        flush(fd, path.name)
+    finally:
+        os.close(fd)
+
+
+def flush(fd: int, name: str) -> None:
+    """Wait until all that was written to a descriptor's file is on the disk; QConvertError if it fails."""
+    try:
         os.fsync(fd)
     except OSError as error:
         raise QConvertError(
-            f"{shown(path.name)}: cannot be written to disk: {error.strerror}", remedy(error)
+            f"{shown(name)}: cannot be written to disk: {error.strerror}", remedy(error)
         ) from error
-    finally:
-        os.close(fd)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from qconvert.codes import from_words
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts.claims import (
     check_claimed,
@@ -76,8 +77,6 @@ class MLX:
 
     def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
         """Spell rows [start, start + value.rows)."""
-        from qconvert.quant.packing import pack_stream
-
         if isinstance(value, Dense):
             yield Part(tensor.name, start, value.rows_RI)
         elif isinstance(value, Coded):
@@ -85,14 +84,12 @@ class MLX:
         else:
             assert isinstance(value, MinAffine)
             base = _base(tensor.name)
-            yield Part(tensor.name, start, pack_stream(value.codes_RI, value.form.bits).view("<u4"))
+            yield Part(tensor.name, start, value.words_RW.view("<u4"))
             yield Part(f"{base}.scales", start, value.scales_RG)
             yield Part(f"{base}.biases", start, value.mins_RG)
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back."""
-        from qconvert.quant.packing import unpack_stream
-
         form = tensor.form
         if isinstance(form, Plain):
             return Dense(source.read(tensor.name, start, stop), form.dtype)
@@ -101,7 +98,7 @@ class MLX:
         assert isinstance(form, GroupMin), form
         base, words = _base(tensor.name), source.read(tensor.name, start, stop)
         return MinAffine(
-            unpack_stream(words.view("<i4"), form.bits, tensor.width),
+            from_words(words.view("<i4"), form.bits, tensor.width),
             source.read(f"{base}.scales", start, stop),
             source.read(f"{base}.biases", start, stop),
             form,
