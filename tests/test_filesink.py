@@ -133,7 +133,7 @@ def test_a_disk_that_fails_while_flushing_fails_the_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(fd: int, file: str) -> None:
-        raise QConvertError(f"{file}: cannot be written to disk: Input/output error")
+        raise QConvertError(f"{file}: cannot be written to disk: Input/output error", "check the disk")
 
     monkeypatch.setattr(filesink, "FLUSH_BYTES", 1200)
     monkeypatch.setattr(filesink, "flush", broken)
