@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qconvert.errors import BadRecipe, QConvertError
+from qconvert.errors import BadRecipe, QConvertError, shown
 from qconvert.formats.gguf_header import is_gguf
 from qconvert.formats.gguf_io import GGUFFile
 from qconvert.formats.gguf_tokenizer import TOKENIZER, tokenizer_files
@@ -32,6 +32,7 @@ WIKITEXT_SHA256 = {
 _WIKITEXT_BYTES = 1_290_590
 # Where llama.cpp's scripts/get-wikitext-2.sh takes it from.
 _WIKITEXT_REPO, _WIKITEXT_ZIP = "ggml-org/ci", "wikitext-2-raw-v1.zip"
+_PATIENCE = 10.0  # seconds
 _WIKITEXT_MEMBER = "wikitext-2-raw/wiki.test.raw"
 
 
@@ -95,12 +96,13 @@ def hf_join(raw: str) -> str:
 
 
 def _download_wikitext(spelling: str) -> str:
-    from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    hint = "download wiki.test.raw yourself and give it as --text"
+    hint = "give wiki.test.raw as --text, from a machine that is online; or measure on --text stdlib"
+    # The base of every error of the HTTP library below: which one that is depends on the version.
+    network: type[BaseException] = HfHubHTTPError.__bases__[0]
     try:
-        archive = hf_hub_download(_WIKITEXT_REPO, _WIKITEXT_ZIP, repo_type="dataset")
+        archive = _archive()
         with zipfile.ZipFile(archive) as files:
             member = files.getinfo(_WIKITEXT_MEMBER)
             if member.file_size != _WIKITEXT_BYTES:
@@ -108,12 +110,32 @@ def _download_wikitext(spelling: str) -> str:
                     f"{_WIKITEXT_MEMBER}: {member.file_size} bytes, not {_WIKITEXT_BYTES}", hint
                 )
             raw = files.read(member).decode()
-    except (OSError, HfHubHTTPError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise QConvertError(f"{WIKITEXT}: not to be had from {_WIKITEXT_REPO}: {error}", hint) from error
+    except (OSError, network, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise QConvertError(
+            f"{WIKITEXT}: not to be had from {_WIKITEXT_REPO}: {shown(str(error), 200)}", hint
+        ) from error
     text = hf_join(raw) if spelling == "hf-join" else raw
     if hashlib.sha256(text.encode()).hexdigest() != WIKITEXT_SHA256[spelling]:
         raise QConvertError(f"{WIKITEXT}: the bytes from {_WIKITEXT_REPO} are not the published ones", hint)
     return text
+
+
+def _archive() -> str:
+    """The archive in the cache of the Hub, downloaded only where it is not there.
+
+    The Hub is asked once before it is downloaded from: the library would try for half a minute, and say
+    so, where there is no network.
+    """
+    import huggingface_hub as hub
+
+    cached = hub.try_to_load_from_cache(_WIKITEXT_REPO, _WIKITEXT_ZIP, repo_type="dataset")
+    if isinstance(cached, str):
+        return cached
+    if hub.constants.HF_HUB_OFFLINE:
+        raise OSError("it is not in the cache, and HF_HUB_OFFLINE is set")
+    url = hub.hf_hub_url(_WIKITEXT_REPO, _WIKITEXT_ZIP, repo_type="dataset")
+    hub.get_hf_file_metadata(url, timeout=_PATIENCE)
+    return hub.hf_hub_download(_WIKITEXT_REPO, _WIKITEXT_ZIP, repo_type="dataset")
 
 
 def tokenize(text: Text, model: Path) -> Tokens:

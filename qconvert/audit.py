@@ -36,7 +36,10 @@ def audit(checkpoint: Checkpoint) -> tuple[Json, list[str]]:
     problems += _file_problems(checkpoint, files)
     problems += _tensor_problems(checkpoint, tensors)
     arrays = sum(len(entry["parts"]) for entry in tensors.values())
-    return {**findings, "manifest": f"{count(len(files), 'file')} and {count(arrays, 'array')}"}, problems
+    # Written with --no-verify, nothing was read back that could have been hashed.
+    unhashed = "" if all(entry["sha256"] for entry in files) else ", without hashes (--no-verify)"
+    found = f"{count(len(files), 'file')} and {count(arrays, 'array')}{unhashed}"
+    return {**findings, "manifest": found}, problems
 
 
 def reordered_in(checkpoint: Checkpoint) -> frozenset[str]:

@@ -87,6 +87,26 @@ class GGMLType(Enum):
 
 TYPE_BY_NUMBER = {kind.number: kind for kind in GGMLType}
 
+# The block types that `quant.ggml.encode_rows` writes, named here so that asking needs no kernels.
+WRITTEN = frozenset(
+    [
+        "Q4_0",
+        "Q4_1",
+        "Q5_0",
+        "Q5_1",
+        "Q8_0",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ4_NL",
+        "IQ4_XS",
+        "MXFP4",
+        "TQ1_0",
+        "TQ2_0",
+    ]
+)
 # The grid that a type's blocks are, where other formats have it too; scales of scales are multiplied out.
 GRIDS: Mapping[str, Quantized] = {
     "Q4_0": GroupInt(4, 32, symmetric=True, scale_dtype=DType.F16),

@@ -12,12 +12,14 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import Repr
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from qconvert.architecture.declare import Declaration
-from qconvert.architecture.slots import Slot, SlotKind
 from qconvert.errors import BadRecipe
 from qconvert.schemes import KEEP, Scheme, parse_scheme
+
+if TYPE_CHECKING:  # what few recipes have: their help shall not wait for it
+    from qconvert.architecture.declare import Declaration
+    from qconvert.architecture.slots import Slot
 
 # What can be stacked, by the names users give it: the roles of the fused tensors.
 FUSIONS: Mapping[str, tuple[str, ...]] = {
@@ -145,6 +147,8 @@ def parse_recipe(data: object, origin: str) -> Recipe:
 
 def _declaration(data: object, origin: str) -> Declaration | None:
     """Read the section that declares a model which the catalogue lacks."""
+    from qconvert.architecture.declare import Declaration
+
     if data is None:
         return None
     record = _record(data, origin, ("like", "rename", "keys", "without", "slots"))
@@ -161,6 +165,8 @@ def _declaration(data: object, origin: str) -> Declaration | None:
 
 
 def _slot(entry: object, where: str) -> Slot:
+    from qconvert.architecture.slots import Slot, SlotKind
+
     record = _record(entry, where, ("role", "module", "shape", "kind", "bias"))
     missing = {"role", "module", "shape"} - set(record)
     if missing:

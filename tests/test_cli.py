@@ -5,20 +5,38 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import jsonschema
 import numpy as np
 import pytest
 
 from qconvert import __version__
-from qconvert.cli import COMMANDS
+from qconvert.cli import COMMANDS, cli
+from qconvert.tensors import Codebook, DType, GroupInt, GroupMin
 from tests.commands import failed, made, qconvert, strict_json
 from tests.models import EMBED, HEAD, tiny
 
+# Words of the labels of forms: one of each kind.
+FORMS = (
+    GroupInt(4, 128, False, DType.BF16).label,
+    GroupInt(8, None, True, DType.BF16).label.replace("int8", "int4"),
+    replace(GroupInt(4, 128, True, DType.BF16), act_order=True).label,
+    GroupMin(4, 64, DType.BF16).label,
+    Codebook("nf4", 64, DType.F32, DType.BF16, second="nested").label,
+    Codebook("fp4", 64, DType.F32, DType.BF16).label,
+    Codebook("e4m3", 128, DType.F32, DType.BF16, group_rows=128).label,
+    Codebook("e4m3", None, DType.F32, DType.BF16, group_rows=None).label,
+    Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16).label,
+    Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16, second="divided").label,
+)
 ROOT = Path(__file__).resolve().parents[1]
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -52,11 +70,63 @@ def test_help_lists_the_commands_in_their_order() -> None:
     assert ran.code == 0 and [name for name in listed if name in COMMANDS] == list(COMMANDS)
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "eval perplexity"])
+def pages() -> Iterator[tuple[str, click.Command]]:
+    """Every command and every one below it, by what is typed."""
+    context = click.Context(cli)
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None
+        yield name, command
+        for below in getattr(command, "commands", {}):
+            yield f"{name} {below}", command.commands[below]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", [name for name, _ in pages()])
 def test_every_command_explains_itself(command: str) -> None:
     ran = qconvert(*command.split(), "--help")
     assert ran.code == 0 and ran.out.startswith(f"Usage: qconvert {command} ") and not ran.err
-    assert max(map(len, ran.out.splitlines())) <= 100
+    assert max(map(len, ran.out.splitlines())) <= 100 and "RANGE" not in ran.out
+    assert ran.out.splitlines()[-1].startswith(f"    qconvert {command.split(maxsplit=1)[0]}")
+    assert "-q, --quiet" in ran.out or command == "eval"
+
+
+def test_every_option_is_explained_in_a_sentence() -> None:
+    for name, command in pages():
+        for option in command.params:
+            if isinstance(option, click.Option):
+                said = option.help or ""
+                assert said[:1].isupper() or said.startswith(("llama.cpp", "UTF-8")), (name, option.opts)
+                assert said.endswith("."), (name, option.opts)
+
+
+def test_examples_can_be_typed() -> None:
+    """Their options are there, with such values; the models need not be."""
+    known = dict(pages())
+    for command in known.values():
+        listed = (command.epilog or "").splitlines()[2:]
+        assert listed
+        for line in listed:
+            qconvert_, *words = shlex.split(line)
+            name = " ".join(words[: 2 if " ".join(words[:2]) in known else 1])
+            rest = words[len(name.split()) :]
+            assert qconvert_ == "qconvert"
+            if rest != ["--help"]:
+                known[name].make_context(name, rest)
+
+
+def test_help_waits_for_no_library() -> None:
+    """The first page imports no command, and those of commands nothing that computes."""
+    for words, never in ((["--help"], "qconvert.recipe"), (["quantize", "--help"], "qconvert.architecture")):
+        heavy = {"numpy", "torch", "numba", "yaml", never}
+        program = f"import sys; from qconvert.cli import main\ntry: main({words})\nexcept SystemExit: pass\n"
+        program += f"assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("form", [form for forms in FORMS for form in forms.split("-")])
+def test_inspect_explains_every_form_that_it_shows(form: str) -> None:
+    assert form in qconvert("inspect", "--help").out
 
 
 def test_the_version() -> None:

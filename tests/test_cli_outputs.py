@@ -153,7 +153,25 @@ def test_without_verifying_it_says_so(models: Path, here: Path) -> None:
     assert ran.err.rstrip().endswith("not verified")
     manifest = json.loads((here / "out" / "qconvert.json").read_text())
     assert manifest["verified"] is False and {digest for _, digest in manifest_hashes(manifest)} == {None}
-    assert qconvert("verify", "out").code == 0
+    ran = qconvert("verify", "out")
+    assert ran.code == 0 and "without hashes (--no-verify)" in ran.out
+
+
+@pytest.mark.parametrize("command", ["fuse embedded", "to-gguf embedded --type f16"])
+def test_quietly_only_the_path_is_printed(command: str, here: Path) -> None:
+    words = command.split()
+    dry = qconvert(*words, "-q", "--dry-run")
+    assert dry.code == 0 and len(dry.out.splitlines()) == 1 and not Path(dry.out.strip()).exists()
+    done = qconvert(*words, "-q")
+    assert (done.code, done.out) == (0, dry.out) and Path(dry.out.strip()).exists()
+
+
+def test_the_embedded_model_has_a_name_for_every_command(here: Path) -> None:
+    assert qconvert("verify", "embedded", "-q").out == ""
+    assert qconvert("verify", "embedded", "--against", "embedded").code == 0
+    assert qconvert("diff", "embedded", "embedded", "--exit-code").out.splitlines() == ["46 equal"]
+    assert qconvert("check", "embedded", "--for", "vllm", "-q").code == 0
+    assert qconvert("inspect", "embedded", "-q").out.startswith("embedded: Qwen3")
 
 
 def test_an_existing_output_is_kept_unless_told(models: Path, here: Path) -> None:

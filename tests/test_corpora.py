@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -69,7 +73,23 @@ def test_tokenizers_that_cannot_be_read(tmp_path: Path) -> None:
 def hub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, data: bytes) -> None:
     with zipfile.ZipFile(tmp_path / "wikitext.zip", "w") as archive:
         archive.writestr(name, data)
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "wikitext.zip"))
+    monkeypatch.setattr(corpora, "_archive", lambda: str(tmp_path / "wikitext.zip"))
+
+
+@pytest.mark.parametrize(("offline", "says"), [("0", "not to be had from"), ("1", "HF_HUB_OFFLINE is set")])
+def test_without_a_network_it_says_so_once_and_soon(tmp_path: Path, offline: str, says: str) -> None:
+    program = "from qconvert.evals.corpora import load_text; load_text('wikitext2')"
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
+    started = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **nobody},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "QConvertError: wikitext2: " in done.stderr and says in done.stderr and "Retry" not in done.stderr
+    assert time.monotonic() - started < 20  # of which the library alone would wait 23
 
 
 @pytest.mark.parametrize(

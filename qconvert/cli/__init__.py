@@ -7,38 +7,50 @@ stdout carries data, stderr carries talk. Exit codes: 0 done, 1 failed, 2 usage,
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import click
 
 from qconvert import __version__
 from qconvert.cli.boundary import report_errors
+from qconvert.cli.options import examples
 
-# Command name -> module that defines it under `command`; the order is the order of the help page.
-COMMANDS = {
-    "inspect": "qconvert.cli.inspect",
-    "quantize": "qconvert.cli.quantize",
-    "fuse-qkv": "qconvert.cli.rearrange:fuse_qkv",
-    "fuse": "qconvert.cli.rearrange:fuse",
-    "unfuse": "qconvert.cli.rearrange:unfuse",
-    "tie": "qconvert.cli.rearrange:tie",
-    "untie": "qconvert.cli.rearrange:untie",
-    "dequantize": "qconvert.cli.rearrange:dequantize",
-    "convert": "qconvert.cli.convert_command",
-    "to-gguf": "qconvert.cli.gguf",
-    "from-gguf": "qconvert.cli.from_gguf",
-    "check": "qconvert.cli.lint_command",
-    "verify": "qconvert.cli.check:verify",
-    "diff": "qconvert.cli.check:diff",
-    "generate": "qconvert.cli.generate",
-    "eval": "qconvert.cli.evaluate",
-    "demo": "qconvert.cli.demo",
-    "env": "qconvert.cli.env",
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A command on the help page: the module (and attribute) that defines it, and what it does."""
+
+    place: str
+    does: str
+
+
+# In the order of the help page, which is printed without importing any of them.
+COMMANDS: Mapping[str, Entry] = {
+    "inspect": Entry("inspect", "Show parameters by role, ties, fusions and quantization."),
+    "quantize": Entry("quantize", "Quantize the linears to 2 to 8 bits, by groups."),
+    "fuse-qkv": Entry("rearrange:fuse_qkv", "Stack q, k, v into one linear, exactly."),
+    "fuse": Entry("rearrange:fuse", "Stack q, k, v and gate, up, or experts, exactly."),
+    "unfuse": Entry("rearrange:unfuse", "Take fused linears apart again, exactly."),
+    "tie": Entry("rearrange:tie", "Drop a head that equals the embedding."),
+    "untie": Entry("rearrange:untie", "Write a tied head out as a table of its own."),
+    "dequantize": Entry("rearrange:dequantize", "Turn quantized weights back into plain numbers."),
+    "convert": Entry("convert_command", "Write another layout, with the codes kept."),
+    "to-gguf": Entry("gguf", "Write a GGUF file of any llama.cpp type, in one step."),
+    "from-gguf": Entry("from_gguf", "Turn a GGUF model back into safetensors, config, tokenizer."),
+    "check": Entry("lint_command", "Ask whether a loader will take a checkpoint."),
+    "verify": Entry("check:verify", "Check that a checkpoint holds what it promises."),
+    "diff": Entry("check:diff", "Show what differs between two checkpoints."),
+    "generate": Entry("generate", "Continue a prompt with a checkpoint."),
+    "eval": Entry("evaluate", "Measure what quantization costs in quality."),
+    "demo": Entry("demo", "Do all of it on the embedded model."),
+    "env": Entry("env", "Show versions and backends, for bug reports."),
 }
 
 
 class Commands(click.Group):
-    """The command group: each command's module is imported when the command is used or listed."""
+    """The command group: a command's module is imported when the command is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -46,10 +58,14 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = COMMANDS[cmd_name].partition(":")
-        command = getattr(importlib.import_module(module), attribute or "command")
+        module, _, attribute = COMMANDS[cmd_name].place.partition(":")
+        command = getattr(importlib.import_module(f"qconvert.cli.{module}"), attribute or "command")
         assert isinstance(command, click.Command)
         return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.does) for name, entry in COMMANDS.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -72,6 +88,7 @@ class Commands(click.Group):
         "auto_envvar_prefix": "QCONVERT",
         "max_content_width": 100,
     },
+    epilog=examples("qconvert inspect embedded", "qconvert quantize --help"),
 )
 @click.version_option(__version__, prog_name="qconvert")
 def cli() -> None:

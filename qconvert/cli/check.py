@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from qconvert.cli.options import json_option, model_argument, quiet_option, revision_option
+from qconvert.cli.options import examples, json_option, model_argument, quiet_option, revision_option
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from qconvert.tensors import Json
 
 
-@click.command("verify", short_help="Does a file hold what it promises?")
+@click.command(
+    "verify",
+    epilog=examples("qconvert verify ./Qwen2.5-1.5B-Instruct-int4-g128 --against Qwen/Qwen2.5-1.5B-Instruct"),
+)
 @model_argument()
 @click.option("--against", metavar="MODEL", help="Decode every tensor and compare it with this source.")
 @json_option
@@ -31,9 +34,6 @@ def verify(model: str, against: str | None, as_json: bool, quiet: bool, revision
     equal or rounded to their new type, quantized ones within half a quantization step inside the
     grid's range.
     Exit code 3 when something does not hold.
-
-    \b
-    qconvert verify ./Qwen2.5-1.5B-Instruct-int4-g128 --against Qwen/Qwen2.5-1.5B-Instruct
     """
     from qconvert.audit import audit, reordered_in
     from qconvert.compare import compare_checkpoints
@@ -101,7 +101,7 @@ def _phrase(value: object) -> str:
     return str(value)
 
 
-@click.command("diff", short_help="What differs between two checkpoints.")
+@click.command("diff", epilog=examples("qconvert diff ./model ./model-int4-g128"))
 @model_argument("a")
 @model_argument("b")
 @click.option("--all", "show_all", is_flag=True, help="List equal tensors too.")
@@ -116,9 +116,6 @@ def diff(
 
     Quantized weights are compared by the numbers they decode to; fused linears with the parts they
     stack. Steps are units of B's quantization scale.
-
-    \b
-    qconvert diff ./model ./model-int4-g128
     """
     from qconvert.compare import compare_checkpoints
     from qconvert.tables import table

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from qconvert.cli.boundary import typed
-from qconvert.cli.options import model_argument, pad_option, writing_options
+from qconvert.cli.options import examples, model_argument, pad_option, writing_options
 from qconvert.cli.writing import Flags, write
 from qconvert.errors import BadRecipe
 from qconvert.recipe import LAYOUTS, Recipe
@@ -19,7 +19,17 @@ PLAIN = ("bf16", "f16", "f32")
 GGUF = "gguf"
 
 
-@click.command("convert", short_help="Another layout, codes kept.")
+@click.command(
+    "convert",
+    epilog=examples(
+        "qconvert convert ./model-gptq --to compressed-tensors",
+        "qconvert convert ./model-awq --to mlx",
+        "qconvert convert ./model --to gptq --scheme int4-g128",
+        "qconvert convert ./model --to bitsandbytes --scheme nf4",
+        "qconvert convert ./model --to compressed-tensors --scheme fp8-channel",
+        "qconvert convert ./model-gptq --to gguf -o model.gguf",
+    ),
+)
 @model_argument()
 @click.option(
     "--to",
@@ -56,21 +66,13 @@ def command(
     that it was quantized again.
 
     \b
-    qconvert convert ./model-gptq --to compressed-tensors
-    qconvert convert ./model-awq --to mlx
-    qconvert convert ./model --to gptq --scheme int4-g128
-    qconvert convert ./model --to bitsandbytes --scheme nf4
-    qconvert convert ./model --to compressed-tensors --scheme fp8-channel
-    qconvert convert ./model-gptq --to gguf -o model.gguf
-
-    \b
     LAYOUT              SCHEME for what is plain, or has to be quantized again
     compressed-tensors  int{2..8}[-asym][-g{N}|-channel],
                         fp8-channel, fp8-tensor, fp8-block, mxfp4, nvfp4
     int-quantized       int8-channel, int8-asym-channel
     gptq, gptq_v2       int{2,3,4,8}[-asym][-g{N}|-channel]
     awq                 int4[-asym][-g{N}|-channel]
-    mlx                 int{2,3,4,5,6,8}[-asym]-g{32,64,128}, mxfp4, nvfp4
+    mlx                 int{2,3,4,5,6,8}[-asym]-g{32,64,128}, mxfp4
     bitsandbytes        nf4, fp4, nf4-nested, fp4-nested, int8
     fp8                 blocks of 128 by 128, as DeepSeek's and Qwen's
     mxfp4               gpt-oss's stacks of experts

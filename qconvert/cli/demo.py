@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from qconvert.cli.evaluate import show_report, stdlib_text, write_report
-from qconvert.cli.options import json_option, quiet_option
+from qconvert.cli.options import examples, json_option, quiet_option
 from qconvert.cli.writing import Flags, write
 from qconvert.recipe import SAME_INPUT, Recipe
 from qconvert.schemes import Scheme
@@ -27,7 +27,7 @@ OUTPUTS = {
 }
 
 
-@click.command("demo", short_help="All of it, on the embedded model.")
+@click.command("demo", epilog=examples("qconvert demo --chunks 2"))
 @click.option(
     "-o",
     "--out",
@@ -36,7 +36,14 @@ OUTPUTS = {
     show_default=True,
     help="Folder for the outputs and the report; an earlier demo in it is replaced.",
 )
-@click.option("--chunks", type=click.IntRange(2), default=12, show_default=True, help="Windows to evaluate.")
+@click.option(
+    "--chunks",
+    type=click.IntRange(2),
+    metavar="N",
+    default=12,
+    show_default=True,
+    help="Windows to evaluate.",
+)
 @json_option
 @quiet_option("the report alone")
 def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:

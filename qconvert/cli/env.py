@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import click
 
 from qconvert import __version__
-from qconvert.cli.options import available_cores, json_option, quiet_option
+from qconvert.cli.options import available_cores, examples, json_option, quiet_option
 
 PACKAGES = (
     "torch",
@@ -24,7 +24,7 @@ PACKAGES = (
 )
 
 
-@click.command("env", short_help="Versions and backends, for bug reports.")
+@click.command("env", epilog=examples("qconvert env"))
 @json_option
 @quiet_option("the block alone")
 def command(as_json: bool, quiet: bool) -> None:

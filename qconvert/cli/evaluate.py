@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.boundary import INTERRUPTED, typed
-from qconvert.cli.options import device_option, json_option, quiet_option, revision_option
+from qconvert.cli.options import device_option, examples, json_option, quiet_option, revision_option
 from qconvert.errors import BadRecipe, CheckFailed, QConvertError
 from qconvert.evals.protocols import LEAST_CONTEXT, PROTOCOLS
 
@@ -23,12 +23,20 @@ if TYPE_CHECKING:
     from qconvert.evals.weights import WeightReport
 
 
-@click.group("eval", short_help="What quantization costs in quality.")
+@click.group(
+    "eval",
+    epilog=examples(
+        "qconvert eval perplexity embedded --text stdlib --chunks 2", "qconvert eval weights --help"
+    ),
+)
 def command() -> None:
-    """Measure what a checkpoint costs against another one."""
+    """Measure what quantization costs in quality."""
 
 
-@command.command("perplexity")
+@command.command(
+    "perplexity",
+    epilog=examples("qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model"),
+)
 @click.argument("models", metavar="MODEL...", nargs=-1, required=True)
 @click.option("--reference", metavar="MODEL", help="Compare every MODEL with this one, on the same tokens.")
 @click.option(
@@ -36,23 +44,31 @@ def command() -> None:
     default="wikitext2",
     show_default=True,
     metavar="FILE|wikitext2|stdlib",
-    help="UTF-8 text; stdlib is the held-out text of the embedded model.",
+    help="Text to measure on, in UTF-8; stdlib is held-out text for the embedded model.",
 )
 @click.option(
-    "--protocol", type=click.Choice(list(PROTOCOLS)), default=next(iter(PROTOCOLS)), show_default=True
+    "--protocol",
+    type=click.Choice(list(PROTOCOLS)),
+    default=next(iter(PROTOCOLS)),
+    show_default=True,
+    help="How the text is cut, and which of its tokens count.",
 )
 @click.option(
     "--context",
     type=click.IntRange(LEAST_CONTEXT, 1 << 20),
-    help="Tokens per window, instead of the protocol's.",
+    metavar="N",
+    show_default="the protocol's",
+    help="Tokens per window.",
 )
-@click.option("--chunks", type=click.IntRange(1), help="Stop after this many windows.")
+@click.option(
+    "--chunks", type=click.IntRange(1), metavar="N", show_default="all", help="Stop after this many windows."
+)
 @click.option(
     "--dtype",
     type=click.Choice(["auto", "f32", "bf16"]),
     default="auto",
     show_default=True,
-    help="Arithmetic; auto: f32 on the CPU, bf16 on a GPU.",
+    help="Arithmetic; auto is f32 on a CPU and bf16 on a GPU.",
 )
 @device_option
 @click.option("--noise-floor", is_flag=True, help="Also compare the reference with itself.")
@@ -63,20 +79,17 @@ def command() -> None:
     "--fail-above",
     type=click.FloatRange(0),
     metavar="X",
-    help="Exit 3 when a perplexity ratio exceeds 1 + X.",
+    help="Leave with 3 when a perplexity ratio exceeds 1 + X.",
 )
 @click.option("--resume", is_flag=True, help="Go on with an interrupted evaluation of the same -o STEM.")
 @json_option
 @quiet_option("the report alone")
 @revision_option
 def perplexity(models: tuple[str, ...], **options: Any) -> None:
-    """Perplexity of each MODEL, with paired error bars against --reference.
+    """Measure perplexity, and the distance from a reference, with error bars.
 
     All models read the same tokens in lockstep, with the reference's tokenizer. Perplexities are
     comparable only under the same protocol, text and tokenizer, which the report states.
-
-    \b
-    qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model
     """
     _check_options(options)
     report = _measure(models, **{k: v for k, v in options.items() if k not in ("fail_above", "as_json")})
@@ -107,7 +120,7 @@ def _check_options(options: dict[str, Any]) -> None:
             raise BadRecipe("--resume: there is no STEM to go on with", "repeat the command with its -o STEM")
 
 
-@command.command("weights")
+@command.command("weights", epilog=examples("qconvert eval weights ./model ./model-int4-g128"))
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option(
@@ -117,10 +130,9 @@ def _check_options(options: dict[str, Any]) -> None:
 @quiet_option("the report alone")
 @revision_option
 def weights(a: str, b: str, out: Path | None, as_json: bool, quiet: bool, revision: str | None) -> None:
-    """Errors of the weights of B against those of A, by role and layer. Needs no text.
+    """Measure the errors of B's weights against A's, by role and layer.
 
-    \b
-    qconvert eval weights ./model ./model-int4-g128
+    Needs no text and no decoder.
     """
     report = _compare(a, b, revision)
     if not report.errors and not report.equal:

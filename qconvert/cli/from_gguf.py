@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.options import model_argument, writing_options
+from qconvert.cli.options import examples, model_argument, writing_options
 from qconvert.cli.writing import Flags, write
 from qconvert.errors import UnsupportedModel
 from qconvert.recipe import Recipe
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
-@click.command("from-gguf", short_help="A GGUF model back to safetensors, config and tokenizer.")
+@click.command("from-gguf", epilog=examples("qconvert from-gguf Qwen3-0.6B-Q8_0.gguf -o ./Qwen3-0.6B"))
 @model_argument("file")
 @writing_options
 def command(file: str, **values: Any) -> None:
@@ -27,9 +27,6 @@ def command(file: str, **values: Any) -> None:
     Numbers are those that the file's blocks stand for, rounded once to --dtype: by default the 16-bit
     type of the file, bf16 where all of it is quantized, f32 where nothing is. Any part of a split file
     stands for all of them.
-
-    \b
-    qconvert from-gguf Qwen3-0.6B-Q8_0.gguf -o ./Qwen3-0.6B
     """
     from qconvert.formats.checkpoint import open_checkpoint
     from qconvert.hub import resolve

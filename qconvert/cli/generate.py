@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.boundary import typed
-from qconvert.cli.options import device_option, json_option, model_argument, quiet_option, revision_option
+from qconvert.cli.options import (
+    device_option,
+    examples,
+    json_option,
+    model_argument,
+    quiet_option,
+    revision_option,
+)
 from qconvert.cli.progress import explained_if_slow
 from qconvert.errors import BadRecipe
 
@@ -29,34 +36,59 @@ _SLOW = (
 )
 
 
-@click.command("generate", short_help="Text from a checkpoint, as it comes.")
+@click.command(
+    "generate",
+    epilog=examples('qconvert generate ./Qwen2.5-0.5B-Instruct-int4-g128 --chat -p "Name three rivers."'),
+)
 @model_argument()
 @click.option("-p", "--prompt", required=True, metavar="TEXT", help="What to continue; - reads stdin.")
 @click.option(
     "--chat", is_flag=True, help="Put the prompt as a user's message into the model's chat template."
 )
 @click.option("--system", metavar="TEXT", help="A system message before it, with --chat.")
-@click.option("-n", "--max-tokens", type=click.IntRange(1), default=128, show_default=True)
 @click.option(
-    "--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0: the likeliest."
+    "-n",
+    "--max-tokens",
+    type=click.IntRange(1),
+    metavar="N",
+    default=128,
+    show_default=True,
+    help="Stop after this many tokens.",
 )
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
-@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    metavar="X",
+    default=0.0,
+    show_default=True,
+    help="How freely to sample; 0 takes the likeliest token.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="X",
+    default=1.0,
+    show_default=True,
+    help="Sample among the likeliest tokens that together reach this probability.",
+)
+@click.option(
+    "--seed", type=int, metavar="N", default=0, show_default=True, help="Start of the random numbers."
+)
 @device_option
 @click.option(
     "--backend",
     type=click.Choice(["auto", "reference"]),
     default="auto",
     show_default=True,
-    help="auto: the device's fastest kernels and dtype, on a CPU with inputs of 16 bits per block of 128;"
-    " reference: float32 in plain torch.",
+    help="Arithmetic: the device's fastest kernels and dtype (on a CPU, inputs of 16 bits per block of 128),"
+    " or float32 in plain torch.",
 )
 @click.option(
     "--head",
     type=click.Choice(["stored", "int8", "int4"]),
     default="stored",
     show_default=True,
-    help="int8, int4: round the output head to 8 or 4 bits at load, for speed.",
+    help="The output head as it is stored, or rounded to 8 or 4 bits on loading, for speed.",
 )
 @json_option
 @quiet_option("the text alone")
@@ -66,9 +98,6 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
 
     Quantized weights are multiplied by as they are stored, never unpacked as a whole. Generation
     ends at the model's end-of-text token or after --max-tokens.
-
-    \b
-    qconvert generate ./Qwen2.5-0.5B-Instruct-int4-g128 --chat -p "Name three rivers."
     """
     with typed():
         _check_words(prompt, options)

@@ -13,13 +13,17 @@ import click
 
 from qconvert.cli.boundary import after_the_work, typed
 from qconvert.cli.options import (
-    DEFAULT_MAX_MEMORY,
-    MEMORY,
     SIZE,
     available_cores,
+    dry_run_option,
+    examples,
+    jobs_option,
     json_option,
-    quiet_option,
+    memory_option,
+    nonfinite_option,
     revision_option,
+    verify_option,
+    written_option,
 )
 from qconvert.errors import BadRecipe
 
@@ -86,53 +90,63 @@ class Flags:
         )
 
 
-@click.command("to-gguf", short_help="A GGUF file of any llama.cpp type, in one step.")
+@click.command("to-gguf", epilog=examples("qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m"))
 @click.argument("model", required=False)
 @click.option(
     "--type",
     "file_type",
     required=True,
     metavar="TYPE",
-    help="q4_k_m, q8_0, ...; `list` shows all; `keep` keeps codes.",
+    help="Type of the file: q4_k_m, q8_0, ...; `list` shows all, `keep` keeps codes.",
 )
 @click.option(
-    "-o", "--out", type=click.Path(path_type=Path), help="Output file. [default: by GGUF's convention]"
+    "--tensor-type",
+    "tensor_types",
+    multiple=True,
+    metavar="PATTERN=TYPE",
+    help="Another type for tensors whose GGUF names the regular expression is found in.",
 )
-@click.option(
-    "--tensor-type", "tensor_types", multiple=True, metavar="PATTERN=TYPE", help="Override by name."
-)
-@click.option("--token-embedding-type", metavar="TYPE", help="The type of the embedding.")
-@click.option("--output-tensor-type", metavar="TYPE", help="The type of the head.")
+@click.option("--token-embedding-type", metavar="TYPE", help="Another type for the embedding.")
+@click.option("--output-tensor-type", metavar="TYPE", help="Another type for the head.")
 @click.option("--pure", is_flag=True, help="The base type throughout, no mixture.")
 @click.option(
-    "--fallback/--no-fallback", default=True, help="Where blocks do not divide a row: bigger type, or stop."
+    "--fallback/--no-fallback",
+    default=True,
+    show_default=True,
+    help="Where blocks do not divide a row, take a bigger type, or stop.",
 )
 @click.option(
     "--imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Importance matrix (GGUF or .dat)."
 )
 @click.option("--allow-requantize", is_flag=True, help="Quantize again what already is; that loses twice.")
 @click.option("--split-max-size", type=SIZE, help="Write numbered parts of at most this size.")
-@click.option("--pre-tokenizer", metavar="NAME", help="llama.cpp's name, where it is not recognised.")
-@click.option("--overwrite", is_flag=True, help="Replace the output file.")
-@click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
-@json_option
-@quiet_option("the path of the output alone")
-@click.option("--verify/--no-verify", default=True, help="Re-read the output before it gets its name.")
-@click.option("-j", "--jobs", type=click.IntRange(1, 256), default=None, help="Threads. [default: all cores]")
 @click.option(
-    "--max-memory", type=MEMORY, default=DEFAULT_MAX_MEMORY, show_default=True, help="Memory for the work."
+    "--pre-tokenizer",
+    metavar="NAME",
+    help="llama.cpp's name of the pre-tokenizer, where it is not recognised.",
 )
-@click.option("--allow-nonfinite", is_flag=True, help="Convert NaN and Inf instead of stopping.")
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    show_default="by GGUF's convention",
+    help="Output file.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the output file.")
+@dry_run_option
+@json_option
+@written_option
+@verify_option
+@jobs_option
+@memory_option
 @revision_option
+@nonfinite_option
 def command(model: str | None, **values: Any) -> None:
     """Write MODEL as a GGUF file for llama.cpp, Ollama and their kin.
 
     Straight from the shards: no 16-bit GGUF in between. Every tensor's bytes equal those of
     llama.cpp's own converter followed by llama-quantize. A model that its graphs would compute
     otherwise is refused.
-
-    \b
-    qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m
     """
     flags = Flags(**values)
     if flags.file_type.lower() == "list":
@@ -269,19 +283,19 @@ def _written(text: str) -> GGMLType:
 
 
 def _require_written(kind: GGMLType) -> None:
-    from qconvert.quant.ggml import ENCODED
+    from qconvert.gguf_types import WRITTEN
 
-    if kind.is_quantized and kind.name not in ENCODED:
-        known = ", ".join(name.lower() for name in sorted(ENCODED))
+    if kind.is_quantized and kind.name not in WRITTEN:
+        known = ", ".join(name.lower() for name in sorted(WRITTEN))
         raise BadRecipe(f"type {kind.label}: is read here, but not written", f"f32, f16, bf16, or {known}")
 
 
 def _print_types() -> None:
     from qconvert.gguf_mix import FILE_TYPES
-    from qconvert.quant.ggml import ENCODED
+    from qconvert.gguf_types import WRITTEN
     from qconvert.tables import table
 
-    written = [t for t in FILE_TYPES.values() if not t.base.is_quantized or t.base.name in ENCODED]
+    written = [t for t in FILE_TYPES.values() if not t.base.is_quantized or t.base.name in WRITTEN]
     rows = [[t.name.lower(), t.base.label, f"{t.base.bits_per_weight:.2f}"] for t in written]
     click.echo("\n".join(table(["type", "base", "bpw of base"], rows, left=2)))
 

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qconvert.cli.options import json_option, model_argument, quiet_option, revision_option
+from qconvert.cli.options import examples, json_option, model_argument, quiet_option, revision_option
 
 if TYPE_CHECKING:
     from qconvert.formats.checkpoint import Checkpoint
     from qconvert.tensors import Json
 
 
-@click.command("inspect", short_help="Parameters by role, ties, fusions, quantization.")
+@click.command(
+    "inspect", epilog=examples("qconvert inspect Qwen/Qwen3-0.6B", "qconvert inspect ./model/config.json")
+)
 @model_argument()
 @click.option("--tensors", "list_tensors", is_flag=True, help="List every tensor with its role.")
 @json_option
@@ -27,8 +29,17 @@ def command(model: str, list_tensors: bool, as_json: bool, quiet: bool, revision
     downloads no weights.
 
     \b
-    qconvert inspect Qwen/Qwen3-0.6B
-    qconvert inspect ./model/config.json
+    FORM              how a weight is stored
+    bf16, f16, f32    plain numbers
+    int4-g128         codes of 4 bits times a scale for each 128 columns of a row
+      -asym           minus a zero point, of each group too
+      -channel        one scale for each whole row
+      -actorder       groups of columns in GPTQ's activation order (g_idx)
+    min4-g64          codes of 4 bits times a scale plus a minimum, each 64 columns (MLX)
+    nf4-g64, fp4-g64  bitsandbytes' tables of 16 numbers times a scale; -nested: scales are codes too
+    e4m3, e5m2, e2m1  floats of 8 and 4 bits times scales: e4m3-channel, e4m3-tensor and blocks
+                      e4m3-g128x128 (FP8), e2m1-g32 (MXFP4), e2m1-g16-divided (NVFP4)
+    q4_k, q8_0, ...   blocks of GGUF, by llama.cpp's names
     """
     from qconvert.formats.checkpoint import open_checkpoint
     from qconvert.hub import resolve

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qconvert.cli.options import json_option, model_argument, quiet_option, revision_option
+from qconvert.cli.options import examples, json_option, model_argument, quiet_option, revision_option
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
@@ -19,11 +19,16 @@ LOADERS = ("vllm", "sglang", "transformers", "llama.cpp", "mlx")
 _TOKENIZER = "tokenizer.json"
 
 
-@click.command("check", short_help="Will this loader take it?")
+@click.command("check", epilog=examples("qconvert check ./model-int4-g128 --for vllm --tp 4"))
 @model_argument()
 @click.option("--for", "loader", type=click.Choice(LOADERS), required=True, help="The loader to ask for.")
 @click.option(
-    "--tp", type=click.IntRange(1, 1024), default=1, help="Ranks of tensor parallelism. [default: 1]"
+    "--tp",
+    type=click.IntRange(1, 1024),
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Ranks of tensor parallelism.",
 )
 @json_option
 @quiet_option("what is in the way alone")
@@ -33,9 +38,6 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
 
     Reads headers, config.json and tokenizer.json; nothing is loaded. Leaves with 3 if the loader would
     fail or compute something else.
-
-    \b
-    qconvert check ./model-int4-g128 --for vllm --tp 4
     """
     from qconvert.formats.checkpoint import open_checkpoint
     from qconvert.formats.layouts.claims import dtype_of

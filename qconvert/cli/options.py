@@ -58,6 +58,11 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def examples(*lines: str) -> str:
+    """The end of a help page: commands as they may be typed."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
 def model_argument(name: str = "model") -> Callable[[F], F]:
     """A positional argument that takes a local folder or a Hub id."""
     return click.argument(name, metavar=name.upper())
@@ -93,25 +98,51 @@ pad_option = click.option(
     help="Grow the MLPs by zeros until each of N ranks holds whole groups.",
 )
 
+# What every command that writes takes, in the order of its help page: what becomes of the output, how the
+# work is done, and what is let pass.
+out_option = click.option(
+    "-o", "--out", type=click.Path(path_type=Path), show_default="derived", help="Output folder."
+)
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an earlier output of qconvert.")
+dry_run_option = click.option(
+    "--dry-run", is_flag=True, help="Print what would be written, and write nothing."
+)
+written_option = quiet_option("the path of the output alone")
+verify_option = click.option(
+    "--verify/--no-verify",
+    default=True,
+    show_default=True,
+    help="Re-read the output before it gets its name, and hash it.",
+)
+jobs_option = click.option(
+    "-j", "--jobs", type=click.IntRange(1, 256), metavar="N", show_default="all cores", help="Threads."
+)
+memory_option = click.option(
+    "--max-memory",
+    type=MEMORY,
+    default=DEFAULT_MAX_MEMORY,
+    show_default=True,
+    help="Memory to work in, such as 500MB or 2GiB.",
+)
+nonfinite_option = click.option(
+    "--allow-nonfinite", is_flag=True, help="Convert NaN and Inf instead of stopping."
+)
+
 _WRITING = (
-    click.option("-o", "--out", type=click.Path(path_type=Path), help="Output folder. [default: derived]"),
-    click.option("--overwrite", is_flag=True, help="Replace an earlier output of qconvert."),
-    click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing."),
+    out_option,
+    overwrite_option,
+    dry_run_option,
     json_option,
-    quiet_option("the path of the output alone"),
-    click.option("--verify/--no-verify", default=True, help="Re-read the output before it gets its name."),
+    written_option,
+    verify_option,
+    jobs_option,
+    memory_option,
     click.option(
-        "-j", "--jobs", type=click.IntRange(1, 256), default=None, help="Threads. [default: all cores]"
-    ),
-    click.option(
-        "--max-memory",
-        type=MEMORY,
-        default=DEFAULT_MAX_MEMORY,
+        "--shard-size",
+        type=SIZE,
+        default=DEFAULT_SHARD_SIZE,
         show_default=True,
-        help="Memory for the work.",
-    ),
-    click.option(
-        "--shard-size", type=SIZE, default=DEFAULT_SHARD_SIZE, show_default=True, help="Largest weight file."
+        help="Largest weight file, such as 500MB or 2GiB.",
     ),
     click.option(
         "--hash-sources", is_flag=True, help="Put the SHA-256 of whole source files in the manifest."
@@ -119,7 +150,7 @@ _WRITING = (
     dtype_option,
     revision_option,
     unknown_option,
-    click.option("--allow-nonfinite", is_flag=True, help="Convert NaN and Inf instead of stopping."),
+    nonfinite_option,
 )
 
 

@@ -12,39 +12,69 @@ from typing import Any
 import click
 
 from qconvert.cli.boundary import typed
-from qconvert.cli.options import model_argument, pad_option, writing_options
+from qconvert.cli.options import examples, model_argument, pad_option, writing_options
 from qconvert.cli.writing import Flags, write
 from qconvert.errors import BadRecipe
 from qconvert.recipe import FUSIONS, LAYOUTS, Recipe, Rule, load_recipe, parse_rule
 from qconvert.schemes import Scheme, parse_scheme
 
 
-@click.command("quantize", short_help="Linears to 2 to 8 bits, by groups.")
+@click.command(
+    "quantize",
+    epilog=examples(
+        "qconvert quantize Qwen/Qwen2.5-1.5B-Instruct --bits 4",
+        "qconvert quantize ./model --bits 4 --rule mlp.down=int8 --rule attn.o=int8",
+    ),
+)
 @model_argument()
-@click.option("--bits", type=click.IntRange(2, 8), help="Bits per weight of the linears.")
-@click.option("--group-size", type=click.Choice(["32", "64", "128", "channel"]), help="Columns per scale.")
-@click.option("--sym/--asym", "symmetric", default=None, help="Symmetric grid, or one with zero points.")
-@click.option("--scheme", metavar="SCHEME", help="All of these in one word: int4-g128, int8-asym-channel.")
+@click.option("--bits", type=click.IntRange(2, 8), metavar="N", help="Bits per weight of the linears.")
+@click.option(
+    "--group-size",
+    type=click.Choice(["32", "64", "128", "channel"]),
+    show_default="128",
+    help="Columns per scale.",
+)
+@click.option(
+    "--sym/--asym",
+    "symmetric",
+    default=None,
+    show_default="sym",
+    help="Symmetric grid, or one with zero points.",
+)
+@click.option(
+    "--scheme", metavar="SCHEME", help="All of these in one word, such as int4-g128 or int8-asym-channel."
+)
 @click.option(
     "--scale-search/--min-max",
     "search",
     default=None,
-    help="Search scales of least squared error (the default), or take each group's range.",
+    show_default="scale-search",
+    help="Search scales of least squared error, or take each group's range.",
 )
 @click.option(
-    "--rule", "rules", multiple=True, metavar="SELECTOR=SCHEME", help="Override; the last match wins."
+    "--rule",
+    "rules",
+    multiple=True,
+    metavar="SELECTOR=SCHEME",
+    help="Give these weights another scheme; the last match wins.",
 )
 @click.option("--keep", "keeps", multiple=True, metavar="SELECTOR", help="Leave these weights as they are.")
 @click.option("--fuse", multiple=True, type=click.Choice(list(FUSIONS)), help="Stack these linears as well.")
 @click.option("--tie/--untie", default=None, help="Drop a head equal to the embedding, or write it out.")
 @click.option(
-    "--allow-smaller-group", is_flag=True, help="Where the group size does not divide, use 128/64/32."
+    "--allow-smaller-group",
+    is_flag=True,
+    help="Where the group size does not divide a row, take 128, 64 or 32.",
 )
-@click.option(
-    "--layout", type=click.Choice(LAYOUTS), help="Layout of the output. [default: compressed-tensors]"
-)
+@click.option("--layout", type=click.Choice(LAYOUTS), show_default=LAYOUTS[0], help="Layout of the output.")
 @pad_option
-@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Read a YAML recipe first.")
+@click.option(
+    "--recipe",
+    "recipe_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Read a YAML recipe first; options win over it.",
+)
 @writing_options
 def command(model: str, **flags: Any) -> None:
     """Quantize the linears of MODEL to 2 to 8 bits, by groups.
@@ -57,10 +87,6 @@ def command(model: str, **flags: Any) -> None:
               or re:REGEX on the tensor's name
     SCHEME    int{2..8}[-asym][-g{N}|-channel], or keep; int4 means int4-g128
               (fp8, mxfp4, nvfp4, nf4 and fp4: qconvert convert MODEL --to LAYOUT --scheme SCHEME)
-
-    \b
-    qconvert quantize Qwen/Qwen2.5-1.5B-Instruct --bits 4
-    qconvert quantize ./model --bits 4 --rule mlp.down=int8 --rule attn.o=int8
     """
     from qconvert.targets import Target
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import click
 
-from qconvert.cli.options import model_argument, pad_option, writing_options
+from qconvert.cli.options import examples, model_argument, pad_option, writing_options
 from qconvert.cli.writing import Flags, write
 from qconvert.recipe import FUSIONS, SAME_INPUT, Recipe
 
 
-@click.command("fuse-qkv", short_help="Stack q, k, v into one linear, exactly.")
+@click.command("fuse-qkv", epilog=examples("qconvert fuse-qkv ./Qwen2.5-1.5B-Instruct"))
 @model_argument()
 @writing_options
 def fuse_qkv(model: str, **flags: Any) -> None:
@@ -23,9 +23,6 @@ def fuse_qkv(model: str, **flags: Any) -> None:
 
     Weights and biases, 16-bit or quantized: rows are stacked, no number changes, and
     `qconvert unfuse` restores the original bytes.
-
-    \b
-    qconvert fuse-qkv ./Qwen2.5-1.5B-Instruct
     """
     _write(model, "fuse-qkv", Recipe(fuse=("qkv",)), "fused-qkv", flags)
 
@@ -35,7 +32,14 @@ _only = click.option(
 )
 
 
-@click.command("fuse", short_help="Stack q, k, v and gate, up, or experts, exactly.")
+@click.command(
+    "fuse",
+    epilog=examples(
+        "qconvert fuse ./Qwen2.5-1.5B-Instruct",
+        "qconvert fuse ./Qwen2.5-1.5B-Instruct --only gate_up",
+        "qconvert fuse ./Qwen3-30B-A3B --only experts",
+    ),
+)
 @model_argument()
 @_only
 @pad_option
@@ -45,67 +49,54 @@ def fuse(model: str, only: str | None, pad_to_tp: int | None, **flags: Any) -> N
 
     With `--only experts`, the experts of every layer into the 3-D tensors gate_up_proj and down_proj
     that transformers 5 computes with, also where they are quantized.
-
-    \b
-    qconvert fuse ./Qwen2.5-1.5B-Instruct
-    qconvert fuse ./Qwen2.5-1.5B-Instruct --only gate_up
-    qconvert fuse ./Qwen3-30B-A3B --only experts
     """
     recipe = Recipe(fuse=(only,) if only else SAME_INPUT, pad_to_tp=pad_to_tp)
     _write(model, "fuse", recipe, "stacked" if only == "experts" else "fused", flags)
 
 
-@click.command("unfuse", short_help="Take fused linears apart again, exactly.")
+@click.command(
+    "unfuse",
+    epilog=examples(
+        "qconvert unfuse ./Qwen2.5-1.5B-Instruct-fused", "qconvert unfuse ./Qwen3.5-35B-A3B --only experts"
+    ),
+)
 @model_argument()
 @_only
 @writing_options
 def unfuse(model: str, only: str | None, **flags: Any) -> None:
-    """Take fused linears and stacks of experts of MODEL apart: names, shapes, dtypes and bytes as before.
-
-    \b
-    qconvert unfuse ./Qwen2.5-1.5B-Instruct-fused
-    qconvert unfuse ./Qwen3.5-35B-A3B --only experts
-    """
+    """Take fused linears and stacks of experts of MODEL apart: names, shapes, dtypes and bytes as before."""
     roles = FUSIONS[only] if only else tuple(role for roles in FUSIONS.values() for role in roles)
     _write(model, "unfuse", Recipe(), "unfused", flags, unfuse=roles)
 
 
-@click.command("tie", short_help="Drop a head that equals the embedding.")
+@click.command("tie", epilog=examples("qconvert tie ./my-finetune"))
 @model_argument()
 @writing_options
 def tie(model: str, **flags: Any) -> None:
     """Drop a head of MODEL that equals its embedding.
 
     Refuses, with the measured difference, when the two are not equal.
-
-    \b
-    qconvert tie ./my-finetune
     """
     _write(model, "tie", Recipe(tie=True), "tied", flags)
 
 
-@click.command("untie", short_help="Write a tied head out as its own table.")
+@click.command("untie", epilog=examples("qconvert untie ./Qwen2.5-1.5B-Instruct"))
 @model_argument()
 @writing_options
 def untie(model: str, **flags: Any) -> None:
-    """Write the head of a tied MODEL out as a table of its own.
-
-    \b
-    qconvert untie ./Qwen2.5-1.5B-Instruct
-    """
+    """Write the head of a tied MODEL out as a table of its own."""
     _write(model, "untie", Recipe(tie=False), "untied", flags)
 
 
-@click.command("dequantize", short_help="Quantized weights back to plain numbers.")
+@click.command(
+    "dequantize", epilog=examples("qconvert dequantize ./Qwen2.5-1.5B-Instruct-int4-g128 --dtype bf16")
+)
 @model_argument()
 @writing_options
 def dequantize(model: str, **flags: Any) -> None:
     """Turn the quantized weights of MODEL back into plain numbers.
 
     Computes (code - zero) * scale in float32 and rounds once, to --dtype or the scales' own type.
-
-    \b
-    qconvert dequantize ./Qwen2.5-1.5B-Instruct-int4-g128 --dtype bf16
     """
     _write(model, "dequantize", Recipe(), flags["dtype"] or "dequantized", flags, dequantize=True)
 
