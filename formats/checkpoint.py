@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import frexp
 from pathlib import Path
 
 from qconvert.architecture import Architecture, Binding, bind, find_family
@@ -30,7 +31,10 @@ from qconvert.formats.layouts.compressed_reading import open_compressed_tensors
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors, EightBits
 from qconvert.formats.layouts.input_major import InputMajor, turned
 from qconvert.interfaces import Layout, Reader
-from qconvert.tensors import IntAffine, Json, Logical, Plain, TensorSpec
+from qconvert.tensors import Coded, IntAffine, Json, Logical, Plain, TensorSpec
+
+# Weights that are looked at together.
+_LOOK_WEIGHTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Checkpoint:
     @property
     def writer(self) -> Layout:
         """The layout of safetensors written from it when no other is asked for."""
-        return CompressedTensors() if isinstance(self.files, GGUFModel) else self.layout
+        return self.spelled_by(CompressedTensors()) if isinstance(self.files, GGUFModel) else self.layout
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -76,6 +80,8 @@ class Checkpoint:
 
     def spelled_by(self, layout: Layout) -> Layout:
         """That layout, with this model's input-major linears as its class stores them."""
+        if isinstance(self.files, GGUFModel) and self.architecture.stored_shapes:
+            return input_major.within(layout, {}, self.architecture)
         return replace(self.layout, inside=layout) if isinstance(self.layout, InputMajor) else layout
 
     def bind(self, *, allow_unknown: bool = False) -> Binding:
@@ -89,6 +95,23 @@ class Checkpoint:
         value = self.reader.read(tensor, 0, 1)
         assert isinstance(value, IntAffine) and value.groups_I is not None
         return tuple(int(group) for group in value.groups_I)
+
+    def folds(self, tensor: Logical) -> bool:
+        """Whether every scale of an NVFP4 weight is still an E4M3 number when it is divided.
+
+        No other divisor than a power of two does that to all scales; with one, they are looked at.
+        """
+        from qconvert.quant.regrid import fold_divisor
+
+        first = self.reader.read(tensor, 0, 1)
+        assert isinstance(first, Coded)
+        if not first.divisor or frexp(first.divisor)[0] != 0.5:
+            return False
+        step = max(1, _LOOK_WEIGHTS // tensor.width)
+        blocks = (
+            self.reader.read(tensor, a, min(a + step, tensor.rows)) for a in range(0, tensor.rows, step)
+        )
+        return all(isinstance(block, Coded) and fold_divisor(block) is not None for block in blocks)
 
     @cached_property
     def ignored(self) -> frozenset[str]:

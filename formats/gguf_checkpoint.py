@@ -9,24 +9,23 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from qconvert.architecture import Architecture, Place
-from qconvert.architecture.gguf.config import FindScaling, config_of, shortest
-from qconvert.architecture.gguf.keys import head_size
-from qconvert.architecture.gguf.models import gguf_model
-from qconvert.architecture.gguf.names import ROPE_FREQS, gguf_name, gguf_place
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.architecture import FusedPlace
+from qconvert.architecture.gguf.metadata import FindScaling, Metadata, shortest
+from qconvert.architecture.gguf.names import ROPE_FREQS
+from qconvert.architecture.gguf.reading import Reading, read_model
+from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.files import open_regular, read_exactly
 from qconvert.formats.gguf_io import GGUFFile, check_vocabulary
 from qconvert.formats.gguf_tokenizer import tokenizer_files
 from qconvert.formats.gguf_vocab import GGUFTokenizer
-from qconvert.formats.layouts.gguf import GGUFLayout, Home, llama3_scaling
-from qconvert.gguf_types import KV, GGUFTensor
+from qconvert.formats.layouts.gguf import GGUFLayout, Home, Stretch, form_of, llama3_scaling
+from qconvert.gguf_types import KV
 from qconvert.interfaces import Sidecars
 from qconvert.tensors import DType, Json, Logical, TensorSpec
 
@@ -122,24 +121,46 @@ def open_gguf(path: Path) -> tuple[GGUFModel, GGUFLayout, dict[str, Logical]]:
     """
     file = GGUFFile(path)
     try:
-        config = config_of(file.name, file.kv, file.tensors, _find_scaling(file))
+        metadata = _metadata(file)
         check_vocabulary(file.kv, file.tensors, file.name)
-        homes, tensors = _tensors(file, Architecture.of(config))
+        reading = read_model(metadata)
+        homes = _homes(file, reading)
     except BaseException:
         file.close()
         raise
-    config["torch_dtype"] = _torch_dtype(file)
-    return GGUFModel(path, config, file), GGUFLayout(homes), tensors
+    config = {**reading.config, "torch_dtype": _torch_dtype(file)}
+    places = reading.facts.architecture.stored
+    tensors = {name: Logical(name, places[name].shape, form_of(home)) for name, home in homes.items()}
+    return GGUFModel(path, config, file, reading.warnings), GGUFLayout(homes), tensors
+
+
+def _metadata(file: GGUFFile) -> Metadata:
+    """The metadata of a file, for the architecture that it says it is of."""
+    entry = file.kv.get("general.architecture")
+    if entry is None or not isinstance(entry.value, str):
+        is_ = "missing" if entry is None else f"{entry.value!r}, not text"
+        raise CorruptCheckpoint(f"{file.name}: general.architecture is {is_}")
+    scaling = _find_scaling(file)
+    return Metadata(file.name, entry.value, file.kv, file.tensors, lambda name: _vector(file, name), scaling)
+
+
+def _vector(file: GGUFFile, name: str) -> tuple[float, ...]:
+    """The numbers of a small float32 vector, each as the shortest decimal that stands for it."""
+    return tuple(shortest(float(number)) for number in _floats(file, name))
+
+
+def _floats(file: GGUFFile, name: str) -> np.ndarray:
+    spec = file.specs[name]
+    if spec.dtype is not DType.F32 or len(spec.shape) != 1:
+        raise CorruptCheckpoint(f"{file.name}: {name} is {spec.dtype.label} {list(spec.shape)}")
+    return file.read(name, 0, spec.rows).reshape(-1)
 
 
 def _find_scaling(file: GGUFFile) -> FindScaling | None:
     """What finds the parameters behind the file's `rope_freqs.weight`, None where it has none."""
-    spec = file.specs.get(ROPE_FREQS)
-    if spec is None:
+    if ROPE_FREQS not in file.specs:
         return None
-    if spec.dtype is not DType.F32 or len(spec.shape) != 1:
-        raise CorruptCheckpoint(f"{file.name}: {ROPE_FREQS} is {spec.dtype.label} {list(spec.shape)}")
-    factors_F = file.read(ROPE_FREQS, 0, spec.rows).reshape(-1)
+    factors_F = _floats(file, ROPE_FREQS)
     factor = shortest(float(factors_F.max()))
 
     def find(theta: float) -> Json | None:
@@ -155,67 +176,30 @@ def _torch_dtype(file: GGUFFile) -> str:
     return "float16" if forms == {"F16"} else "float32" if not forms else "bfloat16"
 
 
-def _tensors(file: GGUFFile, architecture: Architecture) -> tuple[dict[str, Home], dict[str, Logical]]:
-    """Every tensor of the model by its own name, and where the file has it."""
-    homes: dict[str, Home] = {}
-    tensors: dict[str, Logical] = {}
-    interleaved = gguf_model(architecture.config).interleaved
-    by_key = _places(architecture)
-    for name, tensor in file.tensors.items():
-        if name == ROPE_FREQS:
-            continue
-        spot = gguf_place(name)
-        found = by_key.get((spot.role, spot.layer, spot.part), []) if spot else []
-        if not spot or not found:
-            raise UnsupportedModel(
-                f"{file.name}: {name}: not a tensor of {architecture.family.name}",
-                "tell qconvert's makers which model this is; llama.cpp may read it",
-            )
-        if spot.role == "attn.qkv" and interleaved:
-            raise UnsupportedModel(f"{file.name}: {name}: fused and interleaved", "split it in llama.cpp")
-        head_dim = head_size(architecture.config) if spot.role in interleaved else None
-        for place, home, shape in _shared(tensor, found, head_dim):
-            homes[place.name] = home
-            tensors[place.name] = Logical(place.name, shape, tensor.type.form)
-    _check_complete(file, architecture, tensors)
-    return homes, tensors
+def _homes(file: GGUFFile, reading: Reading) -> dict[str, Home]:
+    """Where the file has every tensor that the model's class stores."""
+    parts: dict[str, list[Stretch]] = {}
+    for record in reading.records:
+        tensor = file.tensors[record.name]
+        start = 0
+        for piece in record.pieces:
+            stretch = Stretch(piece.rows, tensor.stored, tensor.type.form, start, record.width, record.step)
+            parts.setdefault(piece.name, []).append(stretch)
+            start += len(piece.rows)
+    homes = {name: tuple(home) for name, home in parts.items()}
+    architecture = reading.facts.architecture
+    for name in architecture.stored:
+        entry = architecture.fused.get(name)
+        if entry is not None and all(part.name in homes for part in entry.parts):
+            homes[name] = tuple(_placed(entry, [homes[part.name] for part in entry.parts]))
+    return {name: homes[name] for name in architecture.stored if name in homes}
 
 
-def _places(architecture: Architecture) -> dict[tuple[str, int | None, str], list[Place]]:
-    """The places of a GGUF tensor by what it is: one, or all experts of a layer."""
-    found: dict[tuple[str, int | None, str], list[Place]] = {}
-    for place in architecture.places.values():
-        found.setdefault((place.group, place.layer, place.part), []).append(place)
-    for entry in architecture.fused.values():
-        if not entry.fusion.per_expert:
-            found.setdefault((entry.whole.role, entry.whole.layer, entry.whole.part), [entry.whole])
-    return found
-
-
-def _shared(
-    tensor: GGUFTensor, places: list[Place], head_dim: int | None
-) -> Iterator[tuple[Place, Home, tuple[int, ...]]]:
-    """The places that a tensor's rows fill one after another, each with where and in which shape."""
-    array = tensor.stored
-    if len(places) == 1:
-        vector = len(tensor.shape) == 1 and places[0].shape == (1, *tensor.shape)
-        if vector:  # llama.cpp's converter drops a dimension of 1
-            array = TensorSpec(array.name, array.dtype, (1, *array.shape))
-        yield places[0], Home(array, 0, head_dim), (1, *tensor.shape) if vector else tensor.shape
-        return
-    rows = array.rows // len(places)
-    for number, place in enumerate(places):
-        yield place, Home(array, number * rows, head_dim), (rows, tensor.width)
-
-
-def _check_complete(file: GGUFFile, architecture: Architecture, tensors: Mapping[str, Logical]) -> None:
-    covered = set(tensors)
-    for name in tensors:
-        if name in architecture.fused:
-            covered.update(part.name for part in architecture.fused[name].parts)
-    for place in architecture.places.values():
-        if place.name not in covered and not (place.role == "lm_head" and architecture.tied):
-            name = gguf_name(place.group, place.layer, place.part)
-            raise CorruptCheckpoint(
-                f"{file.name}: {name} is missing", "fetch the file again: it is incomplete"
-            )
+def _placed(entry: FusedPlace, parts: list[Home]) -> Iterator[Stretch]:
+    """The stretches of a whole, whose parts have these homes."""
+    for run, rows in zip(entry.runs, entry.rows, strict=True):
+        for stretch in parts[run.part]:
+            begin, end = max(run.start, stretch.rows.start), min(run.stop, stretch.rows.stop)
+            if begin < end:
+                taken, start = rows[begin - run.start : end - run.start], begin - stretch.rows.start
+                yield replace(stretch, rows=taken, start=stretch.start + start)

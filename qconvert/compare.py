@@ -258,7 +258,7 @@ def _steps(a: Dense, b: IntAffine | MinAffine | Coded) -> float:
     """The largest |a - b| in units of b's scales, in the columns of a; b decoded in float32."""
     wide_a = cast(a, DType.F32)[0].rows_RI
     gaps_RI = np.abs(wide_a - numbers(b, DType.F32).rows_RI[:, : wide_a.shape[1]])
-    scales_RI = np.broadcast_to(np.abs(column_scales(b)), b.codes_RI.shape)[:, : wide_a.shape[1]]
+    scales_RI = np.broadcast_to(np.abs(column_scales(b)), (b.rows, b.width))[:, : wide_a.shape[1]]
     ratios = np.divide(gaps_RI, scales_RI, out=np.zeros_like(gaps_RI), where=scales_RI > 0)
     return float(ratios.max(initial=0.0))
 

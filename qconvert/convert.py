@@ -118,6 +118,7 @@ def _write(job: Job, files: Sequence[FilePlan], folder: Path, listen: Listener) 
             jobs=job.limits.jobs,
             max_memory=job.limits.max_memory,
             allow_nonfinite=job.wish.allow_nonfinite,
+            checksums=job.limits.verify,
             most_steps=inf if job.wish.target and job.wish.target.allow_requantize else MOST_STEPS,
             order=lambda unit: position(job.checkpoint, unit),
         )

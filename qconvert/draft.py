@@ -20,7 +20,7 @@ from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
 from qconvert.loaders import Notice, notices
 from qconvert.plan import Plan
 from qconvert.recipe import FUSIONS, Recipe
-from qconvert.relayout import as_the_class_stores, places_of, relaid
+from qconvert.relayout import Folds, as_the_class_stores, places_of, relaid
 from qconvert.select import choose, decide
 from qconvert.targets import ACT_ORDER_HELD, Target
 from qconvert.tensors import Blocks, DType, Json, Logical, Plain, Quantized
@@ -71,6 +71,7 @@ def draft(
     compare: Compare,
     write_config: ConfigWriter,
     groups_of: ColumnGroups | None = None,
+    folds: Folds | None = None,
 ) -> Draft:
     """The plan that fulfils a wish, with the config of its output. Raises BadRecipe for a wish that
     contradicts the model, and CorruptCheckpoint for tensors that contradict its config.
@@ -101,7 +102,7 @@ def draft(
         scale_dtype = wish.target.scale_dtype if wish.target else None
         plan = _quantized(plan, architecture, recipe, tied=tie.tied, scale_dtype=scale_dtype)
     if wish.target:
-        plan = relaid(plan, architecture, wish.target)
+        plan = relaid(plan, architecture, wish.target, folds)
     _refuse_blocks(plan)
     if not wish.allow_nonfinite:
         plan = passes.check_finite(plan)

@@ -1,4 +1,4 @@
-"""How the roles of a model become the tensors of a GGUF file, as its declaration says.
+"""How the tensors of a model become those of a GGUF file, as the records of its declaration say.
 
 Fused linears are taken apart or put in llama.cpp's order, experts stacked, and every role written as the
 tensors it becomes: names, rows, shapes, changed numbers. Pure: a pass over a plan like any other.
@@ -6,14 +6,13 @@ tensors it becomes: names, rows, shapes, changed numbers. Pure: a pass over a pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qconvert import plan as passes
-from qconvert.architecture import Architecture, FusedPlace, Place, Run
-from qconvert.architecture.gguf.model import Constant, Facts, Written
-from qconvert.architecture.gguf.names import gguf_name
+from qconvert.architecture.gguf.model import Constant, Facts
+from qconvert.architecture.gguf.tensors import Record, Step, records
 from qconvert.errors import BadRecipe
 from qconvert.ops import (
     ChangeNumbers,
@@ -27,7 +26,7 @@ from qconvert.ops import (
     llama3_factors,
 )
 from qconvert.plan import Plan, Unit
-from qconvert.tensors import Plain, rows_of
+from qconvert.tensors import Logical, Plain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,24 +36,54 @@ def write_roles(plan: Plan, facts: Facts) -> Plan:
     """The plan whose outputs are the tensors of the file, under their names.
 
     Quantized weights whose numbers or columns change become plain ones first. Raises UnsupportedModel for
-    a role that GGUF has no name for.
+    a role that GGUF has no name for, BadRecipe for parts of one tensor that are stored differently.
     """
-    architecture = facts.architecture
-    plan = passes.unfuse(architecture)(plan)
-    plan = passes.stack_all(_wholes(facts))(plan)
-    plan = _stack_experts(plan, architecture)
-    units = [made for unit in plan.units for made in _written(unit, facts)]
-    return replace(plan, units=tuple(units))
+    parts = {unit.output.name: unit for unit in passes.unfuse(facts.architecture)(plan).units}
+    stored = (record for record in records(facts) if record.pieces[0].name in parts)  # not a tied head
+    return replace(plan, units=tuple(_made(record, parts) for record in stored))
 
 
-def _wholes(facts: Facts) -> list[FusedPlace]:
-    """The fused tensors that stay whole, each part after the other, interleaved in the source or not."""
-    fused = facts.architecture.fused.values()
-    return [
-        replace(entry, runs=tuple(Run(i, 0, rows_of(part.shape)) for i, part in enumerate(entry.parts)))
-        for entry in fused
-        if entry.fusion.role in facts.model.whole
-    ]
+def _made(record: Record, parts: Mapping[str, Unit]) -> Unit:
+    """The unit that makes one tensor of the file."""
+    units = [parts[piece.name] for piece in record.pieces]
+    form = units[0].output.form
+    odd = next((unit.output for unit in units if unit.output.form != form), None)
+    if odd is not None:
+        raise BadRecipe(
+            f"{odd.name}: stored as {odd.form.label}, its siblings as {form.label}; llama.cpp has one tensor",
+            "`qconvert dequantize` first, or store all parts alike",
+        )
+    inputs = tuple(
+        rows
+        for unit, piece in zip(units, record.pieces, strict=True)
+        for rows in passes.rows_within(unit.inputs, piece.rows.start, piece.rows.stop)
+    )
+    rows = sum(piece.rows for piece in inputs)
+    made = Unit(inputs, units[0].ops, Logical(record.name, (rows, record.width), form))
+    if record.step is not None:
+        made = _changed(made, record.step)
+    return replace(made, output=replace(made.output, shape=record.shape))
+
+
+def _changed(unit: Unit, step: Step) -> Unit:
+    op = _operation(step, unit.output.width)
+    form = unit.output.form
+    if not isinstance(op, InterleaveHalves) and not isinstance(form, Plain):
+        unit = unit.then(Dequantize(form.decoded))  # GGUF holds other numbers, or in another order
+    return unit.then(op)
+
+
+def _operation(step: Step, width: int) -> Op:
+    """The operation that a declaration's word for a change means."""
+    if step.change == "interleave_halves":
+        return InterleaveHalves(step.rows)
+    if step.change == "transpose":
+        return TransposeBlocks(step.rows, width)
+    if step.change == "scale":
+        return Scale(step.factor)
+    if step.change == "swap_groups":
+        return SwapGroups(*step.groups)
+    return ChangeNumbers(step.change)
 
 
 def constants_of(facts: Facts) -> dict[str, np.ndarray]:
@@ -75,97 +104,3 @@ def _values(constant: Constant) -> np.ndarray:
         llama3.high_freq_factor,
         llama3.context,
     )
-
-
-def place_of(unit: Unit, architecture: Architecture) -> Place:
-    """The place of a unit's output; of a stack of experts, that of its first expert."""
-    place = architecture.place(unit.output.name)
-    assert place is not None, unit.output.name
-    return place
-
-
-def _stack_experts(plan: Plan, architecture: Architecture) -> Plan:
-    """One tensor [experts, rows, columns] for each projection of a layer's experts, and [experts, rows]
-    for its biases.
-    """
-    made: dict[tuple[str, int | None, str], Unit] = {}
-    for unit in plan.units:
-        place = place_of(unit, architecture)
-        alone = place.group == place.role
-        key = (unit.output.name, None, "") if alone else (place.group, place.layer, place.part)
-        first = made.get(key)
-        if first is None:
-            made[key] = unit
-            continue
-        if first.output.form != unit.output.form:
-            raise BadRecipe(
-                f"{unit.output.name}: not stored as {first.output.form.label} like its siblings",
-                "`qconvert dequantize` first, or store all experts of a layer alike",
-            )
-        made[key] = replace(first, inputs=(*first.inputs, *unit.inputs))
-    units = tuple(_stacked(unit) if unit.rows > unit.output.rows else unit for unit in made.values())
-    return replace(plan, units=units)
-
-
-def _stacked(unit: Unit) -> Unit:
-    experts, rows = unit.rows // unit.output.rows, unit.output.rows
-    if len(unit.output.shape) == 1:
-        unit = unit.then(TransposeBlocks(rows, 1))
-    return replace(unit, output=replace(unit.output, shape=(experts, *unit.output.shape)))
-
-
-def _written(unit: Unit, facts: Facts) -> Iterator[Unit]:
-    """The tensors that the weight of a unit becomes."""
-    place = place_of(unit, facts.architecture)
-    for written in facts.model.written(place.group):
-        made = _cut(unit, written, facts)
-        if written.change is not None:
-            made = _changed(made, written, facts)
-        shape = written.shape(facts) if written.shape and place.part == "weight" else made.output.shape
-        name = gguf_name(place.group, place.layer, place.part, written)
-        yield replace(made, output=replace(made.output, name=name, shape=shape))
-
-
-def _cut(unit: Unit, written: Written, facts: Facts) -> Unit:
-    """The unit with the rows that are written, in their order."""
-    if written.rows is None:
-        return unit
-    inputs = tuple(
-        piece
-        for each in written.rows(facts)
-        for piece in passes.rows_within(unit.inputs, each.start, each.stop)
-    )
-    rows = sum(piece.rows for piece in inputs)
-    shape = (rows, *unit.output.shape[1:]) if len(unit.output.shape) < 3 else (rows, unit.output.width)
-    return replace(unit, inputs=inputs, output=replace(unit.output, shape=shape))
-
-
-def _changed(unit: Unit, written: Written, facts: Facts) -> Unit:
-    op = _operation(unit, written, facts)
-    form = unit.output.form
-    if not isinstance(op, InterleaveHalves) and not isinstance(form, Plain):
-        unit = unit.then(Dequantize(form.decoded))  # GGUF holds other numbers, or in another order
-    made = unit.then(op)
-    if not isinstance(op, TransposeBlocks):
-        return made
-    blocks = unit.rows // op.rows
-    return replace(made, output=replace(made.output, shape=(blocks, op.width, op.rows)))
-
-
-def _operation(unit: Unit, written: Written, facts: Facts) -> Op:
-    """The operation that a declaration's word for a change means."""
-    assert written.change is not None
-    block = written.block(facts) if written.block else None
-    if written.change == "interleave_halves":
-        assert block is not None, "whose heads?"
-        return InterleaveHalves(block)
-    if written.change == "transpose":
-        width = unit.output.width
-        return TransposeBlocks(block or unit.rows, width)
-    if written.change == "scale":
-        assert written.factor is not None, "by what?"
-        return Scale(written.factor(facts))
-    if written.change == "swap_groups":
-        assert written.groups is not None, "which groups?"
-        return SwapGroups(*written.groups(facts))
-    return ChangeNumbers(written.change)

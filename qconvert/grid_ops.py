@@ -247,6 +247,36 @@ class SpreadScale(_Regrid):
 
 
 @dataclass(frozen=True, slots=True)
+class DivideByOne(_Regrid):
+    """NVFP4 scales as a layout has them that divides all by one number: by 1."""
+
+    def infer(self, form: Form) -> Form:
+        assert isinstance(form, Codebook) and form.second is None
+        return replace(form, second="divided")
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        assert isinstance(value, Coded)
+        return replace(value, form=replace(value.form, second="divided"), divisor=1.0), Finding()
+
+
+@dataclass(frozen=True, slots=True)
+class FoldDivisor(_Regrid):
+    """NVFP4 scales divided by the one number of their tensor, where the quotients are such scales too."""
+
+    def infer(self, form: Form) -> Form:
+        assert isinstance(form, Codebook) and form.second == "divided"
+        return replace(form, second=None)
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.regrid import fold_divisor
+
+        assert isinstance(value, Coded)
+        made = fold_divisor(value)
+        assert made is not None, "asked for where it is not exact"
+        return made, Finding()
+
+
+@dataclass(frozen=True, slots=True)
 class IntoBlocks(_Regrid):
     """The codes of an integer grid, or of MXFP4, as GGML blocks."""
 

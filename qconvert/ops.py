@@ -277,7 +277,7 @@ class PermuteColumns(_RowWise):
     def apply(self, value: Value) -> tuple[Value, Finding]:
         assert isinstance(value, IntAffine)
         codes_RI, form = value.codes_RI[:, list(self.order)], replace(value.form, act_order=False)
-        return replace(value, codes_RI=codes_RI, form=form, groups_I=None), CLEAN
+        return replace(value, codes_RX=codes_RI, form=form, groups_I=None), CLEAN
 
 
 def scale_of_all(value: Coded) -> float | None:

@@ -258,16 +258,8 @@ def rows_of_part(tensor: Logical, entry: FusedPlace, part: int) -> list[RowSlice
 
 def _spans(entry: FusedPlace) -> Iterator[tuple[int, int, int, int]]:
     """For every run of a fused tensor: its part, and the first, last and step of its rows in the whole."""
-    offset = 0
-    for run in entry.runs:
-        rows = run.stop - run.start
-        if entry.fusion.interleaved:
-            second = run.part % 2
-            start = offset - second * rows
-            yield run.part, start + second, start + 2 * rows, 2
-        else:
-            yield run.part, offset, offset + rows, 1
-        offset += rows
+    for run, rows in zip(entry.runs, entry.rows, strict=True):
+        yield run.part, rows.start, rows.stop, rows.step
 
 
 def unfuse(architecture: Architecture) -> Pass:

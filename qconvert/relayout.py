@@ -7,25 +7,34 @@ and `targets` gives each the form that it has there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from qconvert import plan as passes
 from qconvert.architecture import Architecture, FusedPlace, Place
 from qconvert.errors import BadRecipe
-from qconvert.plan import Plan
+from qconvert.grid_ops import FoldDivisor
+from qconvert.plan import Plan, Unit
 from qconvert.targets import Target, encode, regrid
-from qconvert.tensors import Blocks, Codebook, GroupInt, Plain
+from qconvert.tensors import Blocks, Codebook, GroupInt, Logical, Plain
 
 # Layouts whose quantized weights are linears, none of them a stack.
 _LINEARS = ("gptq", "gptq_v2", "awq", "mlx", "bitsandbytes")
 
 
-def relaid(plan: Plan, architecture: Architecture, target: Target) -> Plan:
+# Whether the scales of an NVFP4 weight, divided by the number of its tensor, are such scales again.
+Folds = Callable[[Logical], bool]
+
+
+def relaid(plan: Plan, architecture: Architecture, target: Target, folds: Folds | None = None) -> Plan:
     """The plan with every tensor as the target layout has it.
 
-    Raises BadRecipe for a model that the layout cannot hold, naming a weight where one is the reason.
+    `folds` is asked about NVFP4 weights where the layout has no number for a whole tensor. Raises
+    BadRecipe for a model that the layout cannot hold, naming a weight where one is the reason.
     """
     plan = _stacked(plan, architecture) if target.layout == "mxfp4" else _apart(plan, architecture, target)
+    if target.layout == "mlx" and folds:
+        plan = _folded(plan, folds)
     if any(not isinstance(t.form, Plain) for t in plan.outputs.values()):
         plan = regrid(target, _held_plain(plan, architecture, target.layout))(plan)
     elif target.new_table:
@@ -47,6 +56,15 @@ def as_the_class_stores(plan: Plan, architecture: Architecture) -> Plan:
     entries = architecture.fused.values()
     plan = passes.cut_where(architecture, lambda entry: bool(entry.fusion.layout))(plan)
     return passes.stack_all([e for e in entries if e.fusion.native and e.fusion.per_expert])(plan)
+
+
+def _folded(plan: Plan, folds: Folds) -> Plan:
+    def one(unit: Unit) -> Unit:
+        form = unit.output.form
+        divided = isinstance(form, Codebook) and form.is_nvfp4 and form.second == "divided"
+        return unit.then(FoldDivisor()) if divided and all(folds(s.tensor) for s in unit.inputs) else unit
+
+    return replace(plan, units=tuple(one(unit) for unit in plan.units))
 
 
 def places_of(plan: Plan, architecture: Architecture) -> dict[str, Place]:

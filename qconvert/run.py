@@ -52,13 +52,15 @@ SCRATCH_PER_WEIGHT = 6
 
 @dataclass(frozen=True, slots=True)
 class WrittenPart:
-    """Rows of one array, or the columns [column, column + width) of them, with their CRC-32."""
+    """Rows of one array, or the columns [column, column + width) of them, with their CRC-32 if one was
+    asked for.
+    """
 
     name: str
     start: int
     rows: int
     width: int
-    crc32: int
+    crc32: int | None
     column: int = 0
 
 
@@ -116,16 +118,18 @@ def run(
     jobs: int,
     max_memory: int,
     allow_nonfinite: bool = False,
+    checksums: bool = True,
     most_steps: float = MOST_STEPS,
     order: Callable[[Unit], object] | None = None,
 ) -> Generator[BlockDone, None, None]:
     """Make every tensor of the plan and write it to the sink; yields an event per block.
 
     `max_memory` bounds the blocks in flight, in bytes (one block is always admitted); `order` sorts
-    the units, for sources that are faster in sequence; `most_steps` is how far codes that are kept on
-    another grid may move a weight (BadRecipe beyond it). Raises CorruptCheckpoint naming the tensor
-    that holds NaN or Inf, BadRecipe when a value does not fit the target dtype. The caller commits
-    or aborts the sink, and closes the generator first: no thread outlives it.
+    the units, for sources that are faster in sequence; `checksums` are needed to verify what was written;
+    `most_steps` is how far codes that are kept on another grid may move a weight (BadRecipe beyond it).
+    Raises CorruptCheckpoint naming the tensor that holds NaN or Inf, BadRecipe when a value does not fit
+    the target dtype. The caller commits or aborts the sink, and closes the generator first: no thread
+    outlives it.
     """
     units = sorted(plan.units, key=order) if order else list(plan.units)  # type: ignore[arg-type]
     transposed = reader.layout.transposed or layout.transposed
@@ -138,7 +142,7 @@ def run(
         left[block.unit.output.name] += 1
 
     def make(block: Block) -> BlockDone:
-        made = _make(block, reader, layout, sink, allow_nonfinite=allow_nonfinite)
+        made = _make(block, reader, layout, sink, allow_nonfinite=allow_nonfinite, checksums=checksums)
         _refuse_steps(made, most_steps)
         return made
 
@@ -236,7 +240,9 @@ def _admits(running: dict[Future[T], int], cost: int, jobs: int, max_memory: int
     return not running or (len(running) < 2 * jobs and sum(running.values()) + cost <= max_memory)
 
 
-def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_nonfinite: bool) -> BlockDone:
+def _make(
+    block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_nonfinite: bool, checksums: bool
+) -> BlockDone:
     import numpy as np
 
     unit = block.unit
@@ -259,7 +265,7 @@ def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_non
     for part in layout.encode(unit.output, block.start, value):
         rows = np.ascontiguousarray(part.rows)
         sink.write(part.name, part.start, rows, part.column)
-        crc32 = zlib.crc32(octets(rows))
+        crc32 = zlib.crc32(octets(rows)) if checksums else None
         parts.append(WrittenPart(part.name, part.start, len(rows), rows.shape[1], crc32, part.column))
     return BlockDone(unit, nbytes, tuple(parts), error, last=False, steps=steps)
 

@@ -13,6 +13,7 @@ from qconvert.errors import BadRecipe
 from qconvert.gguf_types import GRIDS
 from qconvert.grid_ops import (
     CastScales,
+    DivideByOne,
     EncodeTable,
     FromBlocks,
     FromInt8Rows,
@@ -35,7 +36,7 @@ _MLX_GROUPS = (128, 64, 32)
 # integers that are new, its first one is what weights get when nothing is asked for.
 TABLES: Mapping[str, tuple[str, ...]] = {
     "compressed-tensors": ("fp8-channel", "fp8-tensor", "fp8-block", "mxfp4", "nvfp4"),
-    "mlx": ("mxfp4",),
+    "mlx": ("mxfp4", "nvfp4"),
     "bitsandbytes": ("nf4", "fp4", "nf4-nested", "fp4-nested", "int8"),
     "fp8": ("fp8-block",),
     "mxfp4": ("mxfp4",),
@@ -77,13 +78,15 @@ class Target:
         table = self.new_table.removesuffix(_NESTED)
         if self.layout == "bitsandbytes":
             return Codebook(table, None if table == "int8" else 64, DType.F32, dtype)
+        # MLX has no scale for a whole tensor, by which NVFP4's others are divided elsewhere.
+        second = None if self.layout == "mlx" else "divided"
         scales = DType.F32 if self.layout == "fp8" or dtype is DType.F64 else dtype
         return {
             "fp8-channel": Codebook("e4m3", None, scales, dtype),
             "fp8-tensor": Codebook("e4m3", None, scales, dtype, group_rows=None),
             "fp8-block": Codebook("e4m3", 128, scales, dtype, group_rows=128),
             "mxfp4": Codebook("e2m1", 32, DType.F8_E8M0, dtype),
-            "nvfp4": Codebook("e2m1", 16, DType.F8_E4M3, dtype, second="divided"),
+            "nvfp4": Codebook("e2m1", 16, DType.F8_E4M3, dtype, second=second),
         }[table]
 
 
@@ -203,6 +206,8 @@ def steps(target: Target, tensor: Logical) -> tuple[Op, ...]:
     except BadRecipe:
         if not target.allow_requantize:
             raise
+    if isinstance(form, Codebook) and form.is_nvfp4 and target.layout == "mlx" and not target.scheme:
+        target = replace(target, table=target.table or "nvfp4")
     if target.new_table:
         return Dequantize(form.decoded), *_encoding(target, tensor, form.decoded)
     scheme = target.scheme or _usual(target.layout, tensor, form)
@@ -298,6 +303,8 @@ def _integers(tensor: Logical, form: Quantized) -> tuple[tuple[Op, ...], GroupIn
 
 
 def _compressed_tensors(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
+    if isinstance(form, Codebook) and form.is_nvfp4 and form.second is None:
+        return (DivideByOne(),)
     if isinstance(form, Codebook) and form.table in ("e4m3", "e2m1"):
         if form.bits == 8 or (form.group_rows == 1 and form.group_size in (16, 32)):
             return ()
@@ -336,9 +343,11 @@ def _mlx(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
     if isinstance(form, GroupMin):
         raise _refused(tensor, "has groups that MLX does not (32, 64 or 128 columns)")
     if isinstance(form, Codebook) and form.table != "int8":
-        if form.is_mxfp4:
+        if form.is_mxfp4 or (form.is_nvfp4 and form.second is None):
             return ()
-        raise _refused(tensor, "is none of MLX's modes that are written here (affine, mxfp4)")
+        if form.is_nvfp4:
+            raise _refused(tensor, "divides its scales by one number (weight_global_scale) that MLX has not")
+        raise _refused(tensor, "is none of MLX's modes that are written here (affine, mxfp4, nvfp4)")
     ops, made = _integers(tensor, form)
     _in_sequence(tensor, made, "mlx")
     if made.bits == 7 or tensor.width * made.bits % 32:

@@ -16,6 +16,8 @@ from enum import Enum
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from qconvert.codes import packed, unpacked, width_of_codes
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -226,6 +228,12 @@ class Codebook:
         return grid == ("e2m1", 32, 1, DType.F8_E8M0, None)
 
     @property
+    def is_nvfp4(self) -> bool:
+        """Whether it is NVFP4, 16 codes of E2M1 to a number of E4M3; `second` says what divides these."""
+        grid = (self.table, self.group_size, self.group_rows, self.scale_dtype)
+        return grid == ("e2m1", 16, 1, DType.F8_E4M3)
+
+    @property
     def label(self) -> str:
         rows = {1: "", None: "-tensor"}.get(self.group_rows, f"x{self.group_rows}")
         group = "" if rows == "-tensor" else f"-{_group(self.group_size)}"
@@ -296,6 +304,11 @@ class Dense:
         return int(self.rows_RI.shape[0])
 
     @property
+    def width(self) -> int:
+        """The number of weights in a row (so for every kind of value)."""
+        return int(self.rows_RI.shape[1])
+
+    @property
     def arrays(self) -> tuple[np.ndarray, ...]:
         """The arrays that are cut by rows, the main one first (so for every kind of value)."""
         return (self.rows_RI,)
@@ -309,24 +322,38 @@ class Dense:
 class IntAffine:
     """Rows of a group-quantized weight on the grid `(codes - zeros) * scales`.
 
-    codes_RI uint8 [rows, width]; scales_RG [rows, groups] in the carrier type of
+    codes_RX are the codes, packed or not (see `codes`); scales_RG [rows, groups] in the carrier type of
     `form.scale_dtype`; zeros_RG uint8 [rows, groups], None exactly when the form is symmetric;
     groups_I int32 [width], the group of every column, None unless the form is in activation order.
     """
 
-    codes_RI: np.ndarray
+    codes_RX: np.ndarray
     scales_RG: np.ndarray
     zeros_RG: np.ndarray | None
     form: GroupInt
     groups_I: np.ndarray | None = None
 
     @property
+    def codes_RI(self) -> np.ndarray:
+        """The codes, uint8 [rows, width]."""
+        return unpacked(self.codes_RX, self.form.bits)
+
+    @property
+    def words_RW(self) -> np.ndarray:
+        """The codes as a stream, int32 [rows, ceil(width * bits / 32)]."""
+        return packed(self.codes_RX, self.form.bits)
+
+    @property
     def rows(self) -> int:
-        return int(self.codes_RI.shape[0])
+        return int(self.codes_RX.shape[0])
+
+    @property
+    def width(self) -> int:
+        return width_of_codes(self.codes_RX, self.form.bits)
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        both = (self.codes_RI, self.scales_RG)
+        both = (self.codes_RX, self.scales_RG)
         return both if self.zeros_RG is None else (*both, self.zeros_RG)
 
     def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> IntAffine:
@@ -338,22 +365,36 @@ class IntAffine:
 class MinAffine:
     """Rows of a weight on the grid `codes * scales + mins`.
 
-    codes_RI uint8 [rows, width]; scales_RG and mins_RG [rows, groups] in the carrier type of
-    `form.scale_dtype`.
+    codes_RX are the codes, packed or not (see `codes`); scales_RG and mins_RG [rows, groups] in the
+    carrier type of `form.scale_dtype`.
     """
 
-    codes_RI: np.ndarray
+    codes_RX: np.ndarray
     scales_RG: np.ndarray
     mins_RG: np.ndarray
     form: GroupMin
 
     @property
+    def codes_RI(self) -> np.ndarray:
+        """The codes, uint8 [rows, width]."""
+        return unpacked(self.codes_RX, self.form.bits)
+
+    @property
+    def words_RW(self) -> np.ndarray:
+        """The codes as a stream, int32 [rows, ceil(width * bits / 32)]."""
+        return packed(self.codes_RX, self.form.bits)
+
+    @property
     def rows(self) -> int:
-        return int(self.codes_RI.shape[0])
+        return int(self.codes_RX.shape[0])
+
+    @property
+    def width(self) -> int:
+        return width_of_codes(self.codes_RX, self.form.bits)
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        return self.codes_RI, self.scales_RG, self.mins_RG
+        return self.codes_RX, self.scales_RG, self.mins_RG
 
     def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> MinAffine:
         return MinAffine(arrays[0], arrays[1], arrays[2], self.form)
@@ -392,6 +433,10 @@ class Coded:
         return int(self.codes_RI.shape[0])
 
     @property
+    def width(self) -> int:
+        return int(self.codes_RI.shape[1])
+
+    @property
     def arrays(self) -> tuple[np.ndarray, ...]:
         return self.codes_RI, self.scales_RG
 
@@ -409,6 +454,10 @@ class BlockRows:
     @property
     def rows(self) -> int:
         return int(self.bytes_RB.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.bytes_RB.shape[1]) // self.form.block_bytes * self.form.block
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:

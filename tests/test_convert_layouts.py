@@ -47,7 +47,7 @@ def codes_of(folder: Path) -> str:
         value = checkpoint.reader.read(tensor, 0, tensor.rows)
         if not isinstance(value, Dense):
             signed = getattr(tensor.form, "table", None) == "int8"
-            codes_RI = value.arrays[0] ^ np.uint8(0x80 if signed else 0)
+            codes_RI = value.codes_RI ^ np.uint8(0x80 if signed else 0)
             digest.update(name.encode() + codes_RI.tobytes())
     return digest.hexdigest()
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.quant import nested
@@ -105,18 +105,59 @@ def test_bitsandbytes_decodes_as_we_do(model: Path, tmp_path: Path, scheme: str)
         np.testing.assert_array_equal(dense.float().numpy(), widened(decoded(out, DOWN, DType.BF16)))
 
 
-def test_mlx_decodes_mxfp4_as_we_do(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", TABLES["mlx"])
+def test_mlx_decodes_as_we_do(model: Path, tmp_path: Path, scheme: str) -> None:
     mx = pytest.importorskip("mlx.core")
     load_model = pytest.importorskip("mlx_lm.utils").load_model
-    out = encoded(model, "mlx", "mxfp4", tmp_path / "out")
+    out = encoded(model, "mlx", scheme, tmp_path / "out")
     network, _ = load_model(out)
     linear = network.model.layers[1].mlp.down_proj
-    theirs = mx.dequantize(linear.weight, linear.scales, group_size=32, bits=4, mode="mxfp4")
+    theirs = mx.dequantize(linear.weight, linear.scales, mode=scheme)
     ours = decoded(out, DOWN, DType.BF16)
     np.testing.assert_array_equal(np.array(theirs.view(mx.uint16)), ours.view(np.uint16))
     plain = made("dequantize", out, "--dtype", "f32", "-o", tmp_path / "plain")
     found = torch.from_numpy(np.array(network(mx.array(IDS.numpy())).astype(mx.float32)))
     assert (found - logits(loaded(plain))).abs().max() < 0.5
+
+
+def test_nvfp4_codes_are_those_of_mlx(model: Path, tmp_path: Path) -> None:
+    mx = pytest.importorskip("mlx.core")
+    rows = load_file(model / "model.safetensors")[DOWN].float().numpy()
+    rows[0, :64], rows[1, :16], rows[2, 5], rows[3] = 0, 1e-6, 3000, rows[3] * 300
+    rows[4, :8] = [6, 0.25, 0.75, 2.5, 5, -0.25, 1.75, 3.5]
+    changed = tiny(tmp_path / "m", "qwen3", changes={DOWN: rows})
+    arrays = load_file(encoded(changed, "mlx", "nvfp4", tmp_path / "out") / "model.safetensors")
+    bf16 = load_file(changed / "model.safetensors")[DOWN].view(torch.uint16).numpy()
+    codes, scales = mx.quantize(mx.array(bf16).view(mx.bfloat16), mode="nvfp4")
+    np.testing.assert_array_equal(arrays[DOWN].numpy(), np.array(codes))
+    np.testing.assert_array_equal(arrays[DOWN.replace("weight", "scales")].numpy(), np.array(scales))
+
+
+@pytest.mark.parametrize(("divisor", "fits"), [(1.0, True), (4.0, True), (2.0**14, False), (3.0, False)])
+def test_nvfp4_scales_are_divided_for_mlx_where_that_is_exact(
+    model: Path, tmp_path: Path, divisor: float, fits: bool
+) -> None:
+    """By a power of two that leaves E4M3 numbers; any other is refused, and requantized on request."""
+    mx = pytest.importorskip("mlx.core")
+    source = encoded(model, "compressed-tensors", "nvfp4", tmp_path / "source")
+    arrays = load_file(source / "model.safetensors")
+    globals_ = {name: torch.full_like(a, divisor) for name, a in arrays.items() if "global" in name}
+    save_file(arrays | globals_, source / "model.safetensors", {"format": "pt"})
+    asked = ("convert", source, "--to", "mlx", "-o", tmp_path / "mlx")
+    ran = qconvert(*asked)
+    if not fits:
+        assert ran.code == 1 and "weight_global_scale" in ran.err and "--allow-requantize" in ran.err
+        assert "14 requantized" in qconvert(*asked, "--allow-requantize").err
+        return
+    assert ran.code == 0 and "exact" in ran.err
+    ours = load_file(tmp_path / "mlx" / "model.safetensors")
+    weight, scales = (mx.array(ours[DOWN.replace("weight", part)].numpy()) for part in ("weight", "scales"))
+    theirs = np.array(mx.dequantize(weight, scales, mode="nvfp4", dtype=mx.float32))
+    np.testing.assert_array_equal(theirs, decoded(source, DOWN, DType.F32))
+    assert qconvert("verify", tmp_path / "mlx", "--against", source).code == 0
+    back = made("convert", tmp_path / "mlx", "--to", "compressed-tensors", "-o", tmp_path / "back")
+    np.testing.assert_array_equal(decoded(back, DOWN, DType.F32), theirs)
+    assert load_file(back / "model.safetensors")[f"{DOWN}_global_scale"] == 1
 
 
 def test_stacks_of_experts_become_gpt_oss_s_blocks(assets: Path, tmp_path: Path) -> None:
@@ -197,7 +238,7 @@ def test_nested_codes_are_bitsandbytes_s() -> None:
     ("layout", "scheme", "said"),
     [
         ("gptq", "mxfp4", "gptq does not hold it"),
-        ("mlx", "nvfp4", "mlx does not hold it"),
+        ("mlx", "fp8-block", "mlx does not hold it"),
         ("awq", "fp8", "awq does not hold it"),
         ("compressed-tensors", "fp9", "not a scheme"),
     ],

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from qconvert.errors import QConvertError
+from qconvert.formats import filesink
 from qconvert.formats.filesink import FilePlan, FileSink
 from qconvert.formats.safetensors_io import plan_files
 from qconvert.tensors import DType, TensorSpec
@@ -116,3 +117,29 @@ def test_columns_are_written_side_by_side(tmp_path: Path) -> None:
     sink.write("w", 2, rows[2:, :4], 0)
     sink.commit()
     assert (tmp_path / "model.safetensors").read_bytes().endswith(rows.tobytes())
+
+
+def test_bytes_are_flushed_beside_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    monkeypatch.setattr(filesink, "FLUSH_BYTES", 100)
+    monkeypatch.setattr(filesink, "flush", lambda fd, file: flushed.append(file))
+    sink = FileSink(tmp_path, plan_files(SPECS))
+    fill(sink, 2)
+    sink.commit()
+    assert set(flushed) == {"model.safetensors"}
+
+
+def test_a_disk_that_fails_while_flushing_fails_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(fd: int, file: str) -> None:
+        raise QConvertError(f"{file}: cannot be written to disk: Input/output error", "check the disk")
+
+    monkeypatch.setattr(filesink, "FLUSH_BYTES", 1200)
+    monkeypatch.setattr(filesink, "flush", broken)
+    sink = FileSink(tmp_path, plan_files(SPECS))
+    with pytest.raises(QConvertError, match="Input/output error"):  # by a later write, or at the end
+        fill(sink, 1)
+        sink.commit()
+    sink.abort()
+    assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qconvert.architecture.gguf.config import shortest
+from qconvert.architecture.gguf.metadata import shortest
 from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.formats.files import octets
 from qconvert.formats.gguf_tokenizer import tokenizer_files

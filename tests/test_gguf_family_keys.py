@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from qconvert.architecture import Architecture
-from qconvert.architecture.gguf.config import shortest
 from qconvert.architecture.gguf.keys import file_keys
+from qconvert.architecture.gguf.metadata import shortest
 from qconvert.architecture.gguf.models import facts_of
 from qconvert.gguf_types import KV
 from tests.gguf_models import SIZES

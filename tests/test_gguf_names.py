@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 
 from qconvert.architecture.gguf.names import (
-    GLOBAL,
-    PER_LAYER,
-    GGUFPlace,
     gguf_name,
-    gguf_place,
 )
 from qconvert.errors import UnsupportedModel
 
-PLACES = [(role, None) for role in GLOBAL] + [(role, 17) for role in PER_LAYER]
 HUGGING_FACE = {
     "embed": "model.embed_tokens",
     "lm_head": "lm_head",
@@ -50,20 +45,6 @@ def test_names_are_those_gguf_gives_hugging_faces() -> None:
         layer = 17 if ".17." in module else None
         theirs = {each.get_name(f"{module}.weight", try_suffixes=(".weight",)) for each in maps} - {None}
         assert theirs == {gguf_name(role, layer)}, role
-
-
-@pytest.mark.parametrize(("role", "layer"), PLACES)
-@pytest.mark.parametrize("part", ["weight", "bias"])
-def test_every_name_leads_back_to_its_place(role: str, layer: int | None, part: str) -> None:
-    assert gguf_place(gguf_name(role, layer, part)) == GGUFPlace(role, layer, part)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["blk.0.output.weight", "attn_q.weight", "blk.x.attn_q.weight", "blk.0.attn_q", "rope_freqs.weight", ""],
-)
-def test_other_names_have_no_place(name: str) -> None:
-    assert gguf_place(name) is None
 
 
 def test_a_role_without_a_name_is_refused() -> None:

@@ -21,7 +21,7 @@ FOLDERS = {"qconvert": "qconvert", "formats": "qconvert.formats", "evals": "qcon
 
 # Every module has a room; the longest prefix decides. (Names without the leading "qconvert.")
 ROOMS = {
-    "vocabulary": "__init__ errors tensors interfaces schemes sizes gguf_types",
+    "vocabulary": "__init__ errors codes tensors interfaces schemes sizes gguf_types",
     "names": "architecture",
     "decisions": "recipe select plan draft relayout targets census loaders "
     "lint lint_shapes lint_subject actorder padding parallel "
@@ -49,8 +49,9 @@ DOORS = {
     "evals": "names decisions operations numbers bytes layouts runner words",
     "cli": "names decisions operations numbers bytes layouts runner words evals",
 }
-# Single imports that the design asks for: where the embedded model lies is a name like any other.
-PASSES = {("hub", "demo")}
+# Single imports that the design asks for: where the embedded model lies is a name like any other, and
+# packed codes are unpacked when somebody looks at them.
+PASSES = {("hub", "demo"), ("codes", "quant.packing")}
 
 # Which modules may import a library at all, by prefix.
 LIBRARIES = {
@@ -215,3 +216,19 @@ def test_help_takes_under_three_tenths_of_a_second() -> None:
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert statistics.median(seconds() for _ in range(5)) < 0.3
+
+
+def test_carrying_packed_codes_loads_no_compiler(tmp_path: Path) -> None:
+    """A repack takes its words over as they are, without the half second that numba takes to start."""
+    from tests.models import tiny
+
+    source = tiny(tmp_path / "plain")
+    scheme = ["--scheme", "int4-g32", "--to", "gptq"]
+    run_python("-m", "qconvert", "convert", str(source), *scheme, "-o", str(tmp_path / "gptq"))
+    code = (
+        "import sys\nfrom qconvert.cli import main\n"
+        f"try: main(['convert', {str(tmp_path / 'gptq')!r}, '--to', 'compressed-tensors', "
+        f"'-o', {str(tmp_path / 'out')!r}])\nexcept SystemExit as end: assert not end.code\n"
+        "print('numba' in sys.modules)"
+    )
+    assert run_python("-c", code).stdout.splitlines()[-1] == "False"

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from qconvert.codes import from_words, is_packed, packed, unpacked, width_of_codes
 from qconvert.quant.packing import pack_rows, pack_stream, unpack_rows, unpack_stream
+from qconvert.quant.transpose import transposed
 
 BITS = range(2, 9)
 
@@ -71,3 +73,24 @@ def test_cut_columns_and_no_rows() -> None:
     np.testing.assert_array_equal(pack_stream(codes_RI[::2, 32:64], 4), pack_stream(codes_RI, 4)[::2, 4:8])
     assert pack_stream(codes_RI[:0], 5).shape == (0, 15)
     assert unpack_stream(np.zeros((0, 15), np.int32), 5, 96).shape == (0, 96)
+
+
+@given(codes_of_bits())
+def test_packed_codes_are_the_same_codes(drawn: tuple[np.ndarray, int]) -> None:
+    codes_RI, bits = drawn
+    words_RW, width = pack_stream(codes_RI, bits), codes_RI.shape[1]
+    codes_RX = from_words(words_RW, bits, width)
+    assert is_packed(codes_RX) == (width * bits % 32 == 0)
+    assert width_of_codes(codes_RX, bits) == width
+    assert np.array_equal(unpacked(codes_RX, bits), codes_RI)
+    assert np.array_equal(packed(codes_RX, bits), words_RW)
+    assert np.array_equal(packed(codes_RI, bits), words_RW)
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (1, 1), (17, 3), (16, 64), (33, 130), (5, 0)])
+@pytest.mark.parametrize("carrier", ["u1", "<f2", "<i4", "<f8"])
+def test_transposed(shape: tuple[int, int], carrier: str) -> None:
+    array = np.arange(shape[0] * shape[1]).astype(carrier).reshape(shape)
+    turned = transposed(array)
+    assert turned.flags.c_contiguous and turned.dtype == array.dtype
+    assert np.array_equal(turned, array.T)

@@ -79,6 +79,7 @@ class AWQ:
     def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
         """Spell rows [start, start + value.rows), both multiples of eight."""
         from qconvert.quant.grids import zeros_of
+        from qconvert.quant.transpose import transposed
 
         if isinstance(value, Dense):
             yield Part(tensor.name, start, value.rows_RI)
@@ -86,11 +87,13 @@ class AWQ:
         assert isinstance(value, IntAffine)
         base, column = _base(tensor), start // _PER_WORD
         yield Part(f"{base}.qweight", 0, _pack(value.codes_RI), column)
-        yield Part(f"{base}.scales", 0, value.scales_RG.T, start)
+        yield Part(f"{base}.scales", 0, transposed(value.scales_RG), start)
         yield Part(f"{base}.qzeros", 0, _pack(zeros_of(value)), column)
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back; CorruptCheckpoint for zeros that a symmetric grid cannot have."""
+        from qconvert.quant.transpose import transposed
+
         form = tensor.form
         if isinstance(form, Plain):
             return Dense(source.read(tensor.name, start, stop), form.dtype)
@@ -111,7 +114,7 @@ class AWQ:
                 "set zero_point to true",
             )
         zeros = None if form.symmetric else zeros_RG
-        return IntAffine(codes_RI, np.ascontiguousarray(scales_GR.T), zeros, form)
+        return IntAffine(codes_RI, transposed(scales_GR), zeros, form)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """What config.json says about modules of these forms, of which all linears have one."""
@@ -135,17 +138,19 @@ def _base(tensor: Logical) -> str:
 def _pack(codes_RI: np.ndarray) -> np.ndarray:
     """Codes [rows, columns], rows a multiple of eight, as words int32 [columns, rows / 8]."""
     from qconvert.quant.nibbles import pack_nibbles
+    from qconvert.quant.transpose import transposed
 
-    codes_IRp = np.ascontiguousarray(codes_RI.T).reshape(codes_RI.shape[1], -1, _PER_WORD)
+    codes_IRp = transposed(codes_RI).reshape(codes_RI.shape[1], -1, _PER_WORD)
     return pack_nibbles(codes_IRp[..., _STORED].reshape(len(codes_IRp), -1)).view("<i4")
 
 
 def _unpack(words_IW: np.ndarray) -> np.ndarray:
     """The codes [rows, columns] of words [columns, rows / 8]."""
     from qconvert.quant.nibbles import unpack_nibbles
+    from qconvert.quant.transpose import transposed
 
     codes_IWp = unpack_nibbles(words_IW.view(np.uint8)).reshape(*words_IW.shape, _PER_WORD)
-    return np.ascontiguousarray(codes_IWp[..., _PLACE].reshape(len(words_IW), -1).T)
+    return transposed(codes_IWp[..., _PLACE].reshape(len(words_IW), -1))
 
 
 def open_awq(source: Source, config: Json) -> tuple[AWQ, dict[str, Logical]]:

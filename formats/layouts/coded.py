@@ -22,13 +22,15 @@ FP8_DTYPES = {"e4m3": DType.F8_E4M3, "e5m2": DType.F8_E5M2}
 class CodedArrays:
     """How one layout names the arrays of `X.weight`: suffixes after `X.`, and the carrier of 4-bit codes.
 
-    Scales are stored as [N, 1] where a whole row has one, as [1] for a whole tensor, else block by block.
+    Scales are stored as [N, 1] where a whole row has one, as [1] for a whole tensor, else block by block;
+    those of 8 bits as their own type or, with `bare_scales`, as bytes (which E8M0 ones always are).
     """
 
     codes: str
     scales: str
     words: DType = DType.U8
     divisor: str = ""
+    bare_scales: bool = False
 
     def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
         """The arrays that spell a tensor: codes, scales, and the divisor where there is one."""
@@ -53,7 +55,8 @@ class CodedArrays:
         if form.group_rows is not None:
             each = rows if not stack else tensor.shape[-2]
             scales_shape = (*stack, form.scale_rows(each), form.groups(width))
-        scale_dtype = DType.U8 if form.scale_dtype is DType.F8_E8M0 else form.scale_dtype
+        bare = form.scale_dtype is DType.F8_E8M0 or (self.bare_scales and form.scale_dtype.bits == 8)
+        scale_dtype = DType.U8 if bare else form.scale_dtype
         made = (
             TensorSpec(codes_name, dtype, (*tensor.shape[:-1], code_bits // dtype.bits)),
             TensorSpec(scales_name, scale_dtype, scales_shape),

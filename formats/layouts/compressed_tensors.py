@@ -17,6 +17,7 @@ from math import gcd
 
 import numpy as np
 
+from qconvert.codes import from_words
 from qconvert.errors import BadRecipe
 from qconvert.formats.layouts.coded import CodedArrays
 from qconvert.formats.layouts.compressed_config import NAME, quantization_config
@@ -102,8 +103,6 @@ class CompressedTensors:
 
     def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
         """Spell rows [start, start + value.rows); `start` is a multiple of the row alignment."""
-        from qconvert.quant.packing import pack_rows, pack_stream
-
         name = tensor.name
         if isinstance(value, Dense):
             yield Part(name, start, value.rows_RI)
@@ -119,17 +118,17 @@ class CompressedTensors:
             if value.zeros_RG is not None:
                 yield Part(f"{name}_zero_point", start, _signed(value.zeros_RG, bits))
             return
-        yield Part(f"{name}_packed", start, pack_stream(value.codes_RI, bits))
+        yield Part(f"{name}_packed", start, value.words_RW)
         yield Part(f"{name}_scale", start, value.scales_RG)
         if value.zeros_RG is not None:
+            from qconvert.quant.packing import pack_rows  # which loads numba
+
             yield Part(f"{name}_zero_point", start * bits // _WORD, pack_rows(value.zeros_RG, bits))
         if start == 0:
             yield Part(f"{name}_shape", 0, np.array(tensor.shape, "<i8").reshape(-1, 1))
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back as the value they spell."""
-        from qconvert.quant.packing import unpack_stream
-
         name, form = tensor.name, tensor.form
         if isinstance(form, Plain):
             return Dense(source.read(name, start, stop), form.dtype)
@@ -140,8 +139,7 @@ class CompressedTensors:
             codes, scales, *signed = (source.read(spec.name, start, stop) for spec in self.parts(tensor))
             unsigned = _unsigned(signed[0], form.bits) if signed else None
             return IntAffine(_unsigned(codes, form.bits), scales, unsigned, form)
-        packed = source.read(f"{name}_packed", start, stop)
-        codes = unpack_stream(packed, form.bits, tensor.width)
+        codes = from_words(source.read(f"{name}_packed", start, stop), form.bits, tensor.width)
         scales = source.read(f"{name}_scale", start, stop)
         zeros = None if form.symmetric else self._zeros(tensor, source, start, stop)
         return IntAffine(codes, scales, zeros, form)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from qconvert.architecture.gguf.tensors import Step
 from qconvert.gguf_types import GGMLType, GGUFTensor
 from qconvert.interfaces import Part, Source
 from qconvert.tensors import (
@@ -26,19 +27,41 @@ if TYPE_CHECKING:
     import numpy as np
 
 NAME = "gguf"
+# Steps that move whole rows, whatever they are stored as, and those that move numbers.
+_MOVES_ROWS = ("interleave_halves",)
+_MOVES_NUMBERS = (*_MOVES_ROWS, "transpose", "swap_groups")
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """Where a tensor's rows are: in which array, from which row on.
+class Stretch:
+    """Rows of a tensor of the model that lie in one array of the file.
 
-    `head_dim` is the size of the heads whose rows are interleaved there (`quant.heads`), None where
-    they are in the model's order.
+    `rows` are their numbers in the tensor. Before its `step` the array had rows of `width` numbers, of
+    which the one at `start` is the first of these. `form` is what the array holds.
     """
 
+    rows: range
     array: TensorSpec
-    start: int = 0
-    head_dim: int | None = None
+    form: Form
+    start: int
+    width: int
+    step: Step | None = None
+
+    @property
+    def form_back(self) -> Form:
+        """The form of the rows when the step is undone."""
+        plain = isinstance(self.form, Plain)
+        keeps = _MOVES_NUMBERS if plain else _MOVES_ROWS
+        return self.form if self.step is None or self.step.change in keeps else Plain(DType.F32)
+
+
+Home = tuple[Stretch, ...]
+
+
+def form_of(home: Home) -> Form:
+    """The form of a tensor with this home: that of all its rows, or float32 where they differ."""
+    forms = {stretch.form_back for stretch in home}
+    return forms.pop() if len(forms) == 1 else Plain(DType.F32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +73,11 @@ class GGUFLayout:
     transposed: bool = False
 
     def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
-        """The one array that holds a tensor, possibly among others."""
+        """The arrays that hold a tensor, possibly among others."""
         home = self.homes.get(tensor.name)
-        return (stored(tensor).stored if home is None else home.array,)
+        if home is None:
+            return (stored(tensor).stored,)
+        return tuple({stretch.array.name: stretch.array for stretch in home}.values())
 
     def row_alignment(self, tensor: Logical) -> int:
         """Blocks never span rows."""
@@ -64,33 +89,96 @@ class GGUFLayout:
         yield Part(tensor.name, start, value.rows_RI if isinstance(value, Dense) else value.bytes_RB)
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
-        """Read rows [start, stop) back."""
-        home = self.homes.get(tensor.name) or Home(stored(tensor).stored)
-        rows = _in_order(home, source, start, stop) if home.head_dim else _rows(home, source, start, stop)
-        if isinstance(tensor.form, Plain):
-            return Dense(rows, tensor.form.dtype)
-        assert isinstance(tensor.form, Blocks), tensor.form
-        return BlockRows(rows, tensor.form)
+        """Read rows [start, stop) back, in the model's order and as its numbers."""
+        home = self.homes.get(tensor.name)
+        if home is None:
+            return _value(source.read(stored(tensor).name, start, stop), tensor.form)
+        found: list[tuple[range, np.ndarray]] = []
+        for stretch in home:
+            first, last = _within(stretch.rows, start, stop)
+            if first < last or (start == stop and not found):
+                rows = _read(stretch, tensor.form, source, first, last)
+                found.append((stretch.rows[first:last], rows))
+        return _value(_in_order(found, start, stop), tensor.form)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """Nothing: a GGUF file has its own metadata, and no config.json beside it."""
         return {}
 
 
-def _rows(home: Home, source: Source, start: int, stop: int) -> np.ndarray:
-    spec = source.specs[home.array.name]
-    if spec.width != home.array.width:  # a vector that stands for a matrix of one row
-        return source.read(spec.name, 0, spec.rows).reshape(1, -1)[start:stop]
-    return source.read(spec.name, home.start + start, home.start + stop)
+def _value(rows: np.ndarray, form: Form) -> Value:
+    if isinstance(form, Plain):
+        return Dense(rows, form.dtype)
+    assert isinstance(form, Blocks), form
+    return BlockRows(rows, form)
 
 
-def _in_order(home: Home, source: Source, start: int, stop: int) -> np.ndarray:
-    """Rows of interleaved heads in the model's order; whole heads are read for them."""
+def _within(rows: range, start: int, stop: int) -> tuple[int, int]:
+    """Which of these rows lie in [start, stop): the first of them, and the one behind the last."""
+    first = min(len(rows), max(0, -((rows.start - start) // rows.step)))
+    return first, max(first, min(len(rows), -((rows.start - stop) // rows.step)))
+
+
+def _in_order(found: list[tuple[range, np.ndarray]], start: int, stop: int) -> np.ndarray:
+    """The rows of all stretches where they belong in [start, stop)."""
+    import numpy as np
+
+    if len(found) == 1:
+        return found[0][1]
+    first = found[0][1]
+    made = np.empty((stop - start, first.shape[1]), first.dtype)
+    for rows, values in found:
+        made[rows.start - start : rows.stop - start : rows.step] = values
+    return made
+
+
+def _read(stretch: Stretch, want: Form, source: Source, first: int, last: int) -> np.ndarray:
+    """Rows [first, last) of a stretch as the tensor has them; whole blocks of its step are read for them."""
+    step = stretch.step
+    per = step.rows if step else 1
+    begin, end = (stretch.start + first) // per, -(-(stretch.start + last) // per)
+    turned = step is not None and step.change == "transpose"
+    each, width = (stretch.width, per) if turned else (per, stretch.width)
+    value = _value(_rows(stretch, source, begin * each, end * each, width), stretch.form)
+    rows = _undone(value, step, want, stretch.width)
+    return rows[stretch.start + first - begin * per : stretch.start + last - begin * per]
+
+
+def _rows(stretch: Stretch, source: Source, start: int, stop: int, width: int) -> np.ndarray:
+    spec = stretch.array
+    if spec.width != width and isinstance(stretch.form, Plain):  # a vector that stands for a matrix
+        return source.read(spec.name, 0, spec.rows).reshape(-1, width)[start:stop]
+    return source.read(spec.name, start, stop)
+
+
+def _undone(value: Value, step: Step | None, want: Form, width: int) -> np.ndarray:
+    """The rows in the model's order and as its numbers, in the form that is wanted."""
+    from qconvert.quant.casts import cast
+    from qconvert.quant.grids import numbers
     from qconvert.quant.heads import part_halves
 
-    assert home.head_dim is not None
-    first, last = start // home.head_dim * home.head_dim, -(-stop // home.head_dim) * home.head_dim
-    return part_halves(_rows(home, source, first, last), home.head_dim)[start - first : stop - first]
+    if not isinstance(want, Plain):
+        (rows,) = value.arrays
+        return part_halves(rows, step.rows) if step else rows
+    dense = value if isinstance(value, Dense) else numbers(value, DType.F32)
+    return cast(_restored(dense, step, width) if step else dense, want.dtype)[0].rows_RI
+
+
+def _restored(dense: Dense, step: Step, width: int) -> Dense:
+    """The numbers before a step, which had rows of `width`."""
+    from qconvert.quant import changes
+    from qconvert.quant.heads import part_halves
+
+    if step.change == "interleave_halves":
+        return Dense(part_halves(dense.rows_RI, step.rows), dense.dtype)
+    if step.change == "transpose":
+        return Dense(changes.transposed(dense.rows_RI, width), dense.dtype)
+    if step.change == "swap_groups":
+        outer, inner = step.groups
+        return Dense(changes.swapped(dense.rows_RI, inner, outer), dense.dtype)
+    if step.change == "scale":
+        return changes.unscaled(dense, step.factor)
+    return changes.restored(dense, step.change)
 
 
 def type_of(form: Form) -> GGMLType:

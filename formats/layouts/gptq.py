@@ -84,6 +84,7 @@ class GPTQ:
         """Spell rows [start, start + value.rows); `start` is a multiple of the row alignment."""
         from qconvert.quant.grids import zeros_of
         from qconvert.quant.packing import pack_stream
+        from qconvert.quant.transpose import transposed
 
         if isinstance(value, Dense):
             yield Part(tensor.name, start, value.rows_RI)
@@ -95,18 +96,17 @@ class GPTQ:
                 f"{tensor.name}: has zeros of 0, which gptq (v1) stores as -1; not every loader undoes that",
                 "convert --to gptq_v2",
             )
-        zeros_GR = np.ascontiguousarray(self._shifted(zeros_of(value), bits, -1).T)
-        yield Part(f"{base}.qweight", 0, pack_stream(value.codes_RI, bits).T, column=start)
-        yield Part(f"{base}.scales", 0, value.scales_RG.T, column=start)
+        zeros_GR = transposed(self._shifted(zeros_of(value), bits, -1))
+        yield Part(f"{base}.qweight", 0, transposed(value.words_RW), column=start)
+        yield Part(f"{base}.scales", 0, transposed(value.scales_RG), column=start)
         yield Part(f"{base}.qzeros", 0, pack_stream(zeros_GR, bits), column=start * bits // _WORD)
         if start == 0 and not self.groupless:
-            width = value.codes_RI.shape[1]
-            order_I = _in_sequence(width, value.form) if value.groups_I is None else value.groups_I
+            order_I = _in_sequence(value.width, value.form) if value.groups_I is None else value.groups_I
             yield Part(f"{base}.g_idx", 0, order_I.reshape(-1, 1))
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back; CorruptCheckpoint for zeros that a symmetric grid cannot have."""
-        from qconvert.quant.packing import unpack_stream
+        from qconvert.quant.transpose import transposed
 
         form = tensor.form
         if isinstance(form, Plain):
@@ -116,31 +116,34 @@ class GPTQ:
         groups = form.groups(width)
         columns = (start, stop)
         words_WR = source.read(f"{base}.qweight", 0, width * form.bits // _WORD, columns=columns)
-        codes_RI = unpack_stream(np.ascontiguousarray(words_WR.T), form.bits, width)
         scales_GR = source.read(f"{base}.scales", 0, groups, columns=columns)
         zeros_RG = self._zeros(tensor, source, start, stop)
-        if form.symmetric:
-            _check_symmetric(f"{base}.qzeros", zeros_RG, form, self.version)
         order_I = source.read(f"{base}.g_idx", 0, width).ravel() if form.act_order else None
-        return IntAffine(
-            codes_RI,
-            np.ascontiguousarray(scales_GR.T),
-            None if form.symmetric else zeros_RG,
-            form,
-            order_I,
-        )
+        return IntAffine(transposed(words_WR), transposed(scales_GR), zeros_RG, form, order_I)
 
-    def _zeros(self, tensor: Logical, source: Source, start: int, stop: int) -> np.ndarray:
-        """The true zeros of rows [start, stop), uint8 [rows, groups]."""
-        from qconvert.quant.packing import unpack_stream
-
+    def _zeros(self, tensor: Logical, source: Source, start: int, stop: int) -> np.ndarray | None:
+        """The true zeros of rows [start, stop), uint8 [rows, groups]; None for a symmetric grid."""
         form = tensor.form
         assert isinstance(form, GroupInt)
         aligned = start - start % self.row_alignment(tensor)
         columns = (aligned * form.bits // _WORD, -(-stop * form.bits // _WORD))
         words_GW = source.read(f"{_base(tensor)}.qzeros", 0, form.groups(tensor.width), columns=columns)
+        if form.symmetric and (words_GW == self._middle_words(form.bits, words_GW.shape[1])).all():
+            return None
+        from qconvert.quant.packing import unpack_stream  # which loads numba
+
         stored_GR = unpack_stream(words_GW, form.bits, stop - aligned)[:, start - aligned :]
-        return np.ascontiguousarray(self._shifted(stored_GR, form.bits, 1).T)
+        zeros_RG = np.ascontiguousarray(self._shifted(stored_GR, form.bits, 1).T)
+        if not form.symmetric:
+            return zeros_RG
+        _check_symmetric(f"{_base(tensor)}.qzeros", zeros_RG, form, self.version)
+        return None
+
+    def _middle_words(self, bits: int, count: int) -> np.ndarray:
+        """The first words of a stream of middle codes, as a symmetric grid stores them: int32 [count]."""
+        middle = (1 << (bits - 1)) - (self.version == 1)
+        period = sum(middle << bits * i for i in range(_WORD)).to_bytes(4 * bits, "little")
+        return np.resize(np.frombuffer(period, "<i4"), count)
 
     def _shifted(self, zeros: np.ndarray, bits: int, by: int) -> np.ndarray:
         return (zeros + np.uint8(by % 256)) & np.uint8((1 << bits) - 1) if self.version == 1 else zeros

@@ -54,11 +54,13 @@ class InputMajor:
         return self._encode(tensor, start, value.rows_RI)
 
     def _encode(self, tensor: Logical, start: int, rows_RI: np.ndarray) -> Iterator[Part]:
+        from qconvert.quant.transpose import transposed
+
         for which, first, stop in self._runs(tensor, start, start + len(rows_RI)):
             run_RI = rows_RI[: stop - first]
             rows_RI = rows_RI[stop - first :]
             row = which if len(tensor.shape) == 1 else which * tensor.width
-            yield Part(tensor.name, row, np.ascontiguousarray(run_RI.T), first)
+            yield Part(tensor.name, row, transposed(run_RI), first)
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop), which are columns of the array or runs of its rows."""

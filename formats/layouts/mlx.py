@@ -1,4 +1,4 @@
-"""The layout of mlx-lm: `affine` grids of 2 to 8 bits, and MXFP4.
+"""The layout of mlx-lm: `affine` grids of 2 to 8 bits, MXFP4, and NVFP4 without a scale for the whole.
 
 A quantized `X.weight` [N, K], or [E, N, K] for a stack of experts, is spelled `X.weight` uint32
 [N, K*b/32] (a dense little-endian bit stream along K), `X.scales` and, for affine grids, `X.biases`
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from qconvert.codes import from_words
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts.claims import (
     check_claimed,
@@ -42,7 +43,9 @@ NAME = "mlx"
 KEY = "quantization"
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
-_CODED = CodedArrays("weight", "scales", DType.U32)
+# Modes of 4-bit floats: columns per scale, and the type of the scales, stored as bytes.
+_MODES = {"mxfp4": (32, DType.F8_E8M0), "nvfp4": (16, DType.F8_E4M3)}
+_CODED = CodedArrays("weight", "scales", DType.U32, bare_scales=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +77,6 @@ class MLX:
 
     def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
         """Spell rows [start, start + value.rows)."""
-        from qconvert.quant.packing import pack_stream
-
         if isinstance(value, Dense):
             yield Part(tensor.name, start, value.rows_RI)
         elif isinstance(value, Coded):
@@ -83,14 +84,12 @@ class MLX:
         else:
             assert isinstance(value, MinAffine)
             base = _base(tensor.name)
-            yield Part(tensor.name, start, pack_stream(value.codes_RI, value.form.bits).view("<u4"))
+            yield Part(tensor.name, start, value.words_RW.view("<u4"))
             yield Part(f"{base}.scales", start, value.scales_RG)
             yield Part(f"{base}.biases", start, value.mins_RG)
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back."""
-        from qconvert.quant.packing import unpack_stream
-
         form = tensor.form
         if isinstance(form, Plain):
             return Dense(source.read(tensor.name, start, stop), form.dtype)
@@ -99,7 +98,7 @@ class MLX:
         assert isinstance(form, GroupMin), form
         base, words = _base(tensor.name), source.read(tensor.name, start, stop)
         return MinAffine(
-            unpack_stream(words.view("<i4"), form.bits, tensor.width),
+            from_words(words.view("<i4"), form.bits, tensor.width),
             source.read(f"{base}.scales", start, stop),
             source.read(f"{base}.biases", start, stop),
             form,
@@ -120,7 +119,8 @@ def _base(name: str) -> str:
 
 
 def _setting(form: Quantized) -> Json:
-    mode = "affine" if isinstance(form, GroupMin) else "mxfp4"
+    modes = (name for name, (size, _) in _MODES.items() if size == form.group_size)
+    mode = "affine" if isinstance(form, GroupMin) else next(modes)
     return {"group_size": form.group_size, "bits": form.bits, "mode": mode}
 
 
@@ -148,11 +148,17 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Logic
     said = {**settings, **own} if isinstance(own, dict) else settings
     mode, bits, size = said.get("mode", "affine"), said.get("bits"), said.get("group_size")
     weight, scales = source.specs[f"{base}.weight"], source.specs[f"{base}.scales"]
-    if mode not in ("affine", "mxfp4") or bits not in BITS or type(size) is not int or size < 1:
+    known = mode == "affine" or (mode in _MODES and (bits, size) == (4, _MODES[mode][0]))
+    if not known or bits not in BITS or type(size) is not int or size < 1:
         raise UnsupportedModel(
             f"{weight.name}: mode {shown(mode)} with bits {shown(bits)} and group_size {shown(size)} is not "
             "read here",
-            "affine of 2, 3, 4, 5, 6, 8 bits, and mxfp4",
+            "affine of 2, 3, 4, 5, 6, 8 bits, mxfp4 and nvfp4 are",
+        )
+    if mode == "nvfp4" and f"{base}.global_scale" in source.specs:
+        raise UnsupportedModel(
+            f"{base}.global_scale: one scale for a whole tensor is not read here",
+            "mlx-lm quantizes without one unless asked for it",
         )
     if len(weight.shape) not in (2, 3) or len(scales.shape) != len(weight.shape) or not scales.shape[-1]:
         raise CorruptCheckpoint(f"{weight.name}: {list(weight.shape)} with scales {list(scales.shape)}")
@@ -164,8 +170,8 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Logic
             "bits, group_size",
             [bits, size],
         )
-    if mode == "mxfp4":
-        form: Quantized = Codebook("e2m1", size, DType.F8_E8M0, decoded)
+    if mode in _MODES:
+        form: Quantized = Codebook("e2m1", size, _MODES[mode][1], decoded)
     else:
         form = GroupMin(bits, size, scales.dtype)
     return check_parts(MLX(), Logical(weight.name, (*weight.shape[:-1], width), form), source)

@@ -71,6 +71,20 @@ class FusedPlace:
     runs: tuple[Run, ...]
     fusion: Fusion
 
+    @property
+    def rows(self) -> Iterator[range]:
+        """The rows of the whole that each run takes, in the order of the runs."""
+        offset = 0
+        for run in self.runs:
+            count = run.stop - run.start
+            if self.fusion.interleaved:
+                second = run.part % 2
+                start = offset - second * count
+                yield range(start + second, start + 2 * count, 2)
+            else:
+                yield range(offset, offset + count)
+            offset += count
+
 
 @dataclass(frozen=True)
 class Architecture:

@@ -72,7 +72,7 @@ def command(
     int-quantized       int8-channel, int8-asym-channel
     gptq, gptq_v2       int{2,3,4,8}[-asym][-g{N}|-channel]
     awq                 int4[-asym][-g{N}|-channel]
-    mlx                 int{2,3,4,5,6,8}[-asym]-g{32,64,128}, mxfp4
+    mlx                 int{2,3,4,5,6,8}[-asym]-g{32,64,128}, mxfp4, nvfp4
     bitsandbytes        nf4, fp4, nf4-nested, fp4-nested, int8
     fp8                 blocks of 128 by 128, as DeepSeek's and Qwen's
     mxfp4               gpt-oss's stacks of experts

@@ -141,6 +141,7 @@ def prepare(model: str, wish: Wish, flags: Flags) -> Job:
         compare=lambda a, b: difference(checkpoint.reader, a, checkpoint.reader, b),
         write_config=layout.settings,
         groups_of=checkpoint.groups_of_columns,
+        folds=checkpoint.folds,
     )
     return Job(resolved, checkpoint, wish, drafted, flags.limits, layout)
 

@@ -28,7 +28,7 @@ from qconvert.decoder.storage import (
     as_tensor,
 )
 from qconvert.errors import BadRecipe
-from qconvert.tensors import BlockRows, Dense, DType, Form, IntAffine, Value
+from qconvert.tensors import Dense, DType, Form, IntAffine, Value
 
 
 class Layout(Enum):
@@ -136,10 +136,7 @@ def decoded(weight: Readable) -> DenseWeight:
 
 def shape_of(value: Value) -> tuple[int, int]:
     """Rows and columns of the weight that a value holds whole."""
-    rows, width = value.arrays[0].shape
-    if isinstance(value, BlockRows):
-        return rows, width // value.form.block_bytes * value.form.block
-    return rows, width
+    return value.rows, value.width
 
 
 def stack(values: Sequence[Value]) -> Value | None:

@@ -94,14 +94,15 @@ def dequantize(value: IntAffine, dtype: DType) -> Dense:
     if zeros_RG is None:
         zeros_RG = np.full(scales.rows_RI.shape, 1 << (value.form.bits - 1), np.uint8)
     rows, groups = zeros_RG.shape
-    codes_RGS = value.codes_RI.reshape(rows, groups, value.codes_RI.shape[1] // groups)
+    width = value.width
+    codes_RGS = value.codes_RI.reshape(rows, groups, width // groups)
     if dtype is DType.BF16:
         halves_RGS = np.empty(codes_RGS.shape, np.uint16)
         decode_rows_to_bfloat16(codes_RGS, scales.rows_RI, zeros_RG, halves_RGS)
-        return Dense(halves_RGS.reshape(value.codes_RI.shape), dtype)
+        return Dense(halves_RGS.reshape(rows, width), dtype)
     numbers_RGS = np.empty(codes_RGS.shape, np.float32)
     decode_rows(codes_RGS, scales.rows_RI, zeros_RG, numbers_RGS)
-    return cast(Dense(numbers_RGS.reshape(value.codes_RI.shape), DType.F32), dtype)[0]
+    return cast(Dense(numbers_RGS.reshape(rows, width), DType.F32), dtype)[0]
 
 
 def _words(block: Dense) -> tuple[np.ndarray, int]:

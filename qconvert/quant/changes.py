@@ -31,10 +31,32 @@ def _minus_exp(rows_RI: np.ndarray) -> np.ndarray:
     return changed_RI
 
 
+def _minus_one(rows_RI: np.ndarray) -> np.ndarray:
+    """The inverse of `_plus_one`, up to the bits of small weights that the sum has no room for."""
+    changed_RI: np.ndarray = rows_RI - np.float32(1)
+    return changed_RI
+
+
+def _log_minus(rows_RI: np.ndarray) -> np.ndarray:
+    """The inverse of `_minus_exp`, rounded once from float64; what is no decay becomes NaN or Inf."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(np.log(-rows_RI.astype(np.float64)), np.float32)
+
+
+def _as_they_are(rows_RI: np.ndarray) -> np.ndarray:
+    return rows_RI
+
+
 CHANGES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "plus_one": _plus_one,
     "unit_rows": _unit_rows,
     "minus_exp": _minus_exp,
+}
+# The way back of each. Rows of length 1 stay so: what divides by their length computes the same with them.
+INVERSES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "plus_one": _minus_one,
+    "unit_rows": _as_they_are,
+    "minus_exp": _log_minus,
 }
 
 
@@ -42,6 +64,18 @@ def changed(value: Dense, change: str) -> Dense:
     """The rows with the change of this name, in float32."""
     rows_RI = cast(value, DType.F32)[0].rows_RI
     return Dense(CHANGES[change](rows_RI).astype(np.float32, copy=False), DType.F32)
+
+
+def restored(value: Dense, change: str) -> Dense:
+    """The rows before the change of this name, in float32."""
+    rows_RI = cast(value, DType.F32)[0].rows_RI
+    return Dense(INVERSES[change](rows_RI).astype(np.float32, copy=False), DType.F32)
+
+
+def unscaled(value: Dense, factor: float) -> Dense:
+    """The rows divided by a number, in float32."""
+    rows_RI = cast(value, DType.F32)[0].rows_RI / np.float32(factor)
+    return Dense(rows_RI.astype(np.float32, copy=False), DType.F32)
 
 
 def scaled(value: Dense, factor: float) -> Dense:

@@ -130,6 +130,8 @@ def _scales(
         return peaks_BG, None
     if form.scale_dtype is DType.F8_E8M0:
         return _exponents(peaks_BG, habit), None
+    if form.second is None:
+        return _nearest_float8(peaks_BG / E2M1_MAX), None
     assert whole is not None
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         over = _rounded(

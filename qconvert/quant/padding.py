@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from qconvert.codes import is_packed
 from qconvert.quant.codebook import TABLES
 from qconvert.quant.grids import zeros_of
 from qconvert.tensors import BlockRows, Coded, Dense, IntAffine, MinAffine, Value
@@ -22,9 +23,11 @@ def zero_rows(row: Value, count: int) -> Value:
         case Dense() | BlockRows():
             return row.with_arrays(tuple(_blank(array, (count, array.shape[1])) for array in row.arrays))
         case MinAffine():
-            blank = replace(row, codes_RI=np.zeros_like(row.codes_RI), mins_RG=np.zeros_like(row.mins_RG))
+            blank = replace(row, codes_RX=np.zeros_like(row.codes_RX), mins_RG=np.zeros_like(row.mins_RG))
         case IntAffine():
-            blank = replace(row, codes_RI=_zero_codes(row, row.codes_RI.shape[1]))
+            blank = replace(row, codes_RX=_zero_codes(row, row.width))
+            if is_packed(row.codes_RX):  # like the rows that these are stacked with
+                blank = replace(blank, codes_RX=blank.words_RW)
         case Coded():
             blank = replace(row, codes_RI=np.full_like(row.codes_RI, _zero_code(row)))
     return blank.with_arrays(tuple(np.repeat(array, count, axis=0) for array in blank.arrays))
@@ -32,7 +35,7 @@ def zero_rows(row: Value, count: int) -> Value:
 
 def pad_columns(value: Value, width: int) -> Value:
     """The rows of a value, continued with zeros to `width` columns, which must fill whole groups."""
-    rows, have = value.arrays[0].shape
+    rows, have = value.rows, value.width
     match value:
         case Dense():
             return value.with_arrays((_append(value.rows_RI, _blank(value.rows_RI, (rows, width - have))),))
@@ -55,7 +58,7 @@ def pad_columns(value: Value, width: int) -> Value:
 
 
 def _pad_integers(value: IntAffine, width: int) -> IntAffine:
-    form, have = value.form, value.codes_RI.shape[1]
+    form, have = value.form, value.width
     groups = form.groups(width)
     order_I = value.groups_I
     if order_I is not None:
@@ -67,7 +70,7 @@ def _pad_integers(value: IntAffine, width: int) -> IntAffine:
         zeros_RG=None if value.zeros_RG is None else _repeat_last(value.zeros_RG, groups),
         groups_I=order_I,
     )
-    return replace(grown, codes_RI=_append(value.codes_RI, _zero_codes(grown, width)[:, have:]))
+    return replace(grown, codes_RX=_append(value.codes_RI, _zero_codes(grown, width)[:, have:]))
 
 
 def _zero_codes(value: IntAffine, width: int) -> np.ndarray:

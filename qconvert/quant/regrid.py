@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from qconvert.quant.casts import cast
-from qconvert.quant.codebook import wide
+from qconvert.quant.codebook import TABLES, wide
 from qconvert.quant.grids import INT8_STEP, zeros_of
 from qconvert.tensors import Codebook, Coded, Dense, DType, GroupInt, GroupMin, IntAffine, MinAffine
 
@@ -19,13 +19,13 @@ def to_mins(value: IntAffine) -> tuple[MinAffine, float]:
     """Zeros as mins, `-zero * scale` rounded to the scales' dtype, and the largest rounding in steps."""
     form = value.form
     assert not form.act_order
-    group = form.group_size or value.codes_RI.shape[1]
+    group = form.group_size or value.width
     scales_RG = wide(value.scales_RG, form.scale_dtype)
     exact_RG = -zeros_of(value).astype(np.float32) * scales_RG
     mins = cast(Dense(exact_RG, DType.F32), form.scale_dtype)[0]
     steps = _steps(wide(mins.rows_RI, form.scale_dtype) - exact_RG, scales_RG)
     made = GroupMin(form.bits, group, form.scale_dtype)
-    return MinAffine(value.codes_RI, value.scales_RG, mins.rows_RI, made), steps
+    return MinAffine(value.codes_RX, value.scales_RG, mins.rows_RI, made), steps
 
 
 def to_zeros(value: MinAffine) -> tuple[IntAffine, float]:
@@ -36,10 +36,9 @@ def to_zeros(value: MinAffine) -> tuple[IntAffine, float]:
     places_RG = np.divide(-mins_RG, scales_RG, out=np.zeros_like(mins_RG), where=scales_RG != 0)
     zeros_RG = np.clip(np.rint(places_RG), 0, (1 << form.bits) - 1)
     steps = _steps(mins_RG + zeros_RG * scales_RG, scales_RG)
-    width = value.codes_RI.shape[1]
-    size = None if form.group_size == width else form.group_size
+    size = None if form.group_size == value.width else form.group_size
     made = GroupInt(form.bits, size, symmetric=False, scale_dtype=form.scale_dtype)
-    return IntAffine(value.codes_RI, value.scales_RG, zeros_RG.astype(np.uint8), made), steps
+    return IntAffine(value.codes_RX, value.scales_RG, zeros_RG.astype(np.uint8), made), steps
 
 
 def cast_scales(value: IntAffine, dtype: DType) -> tuple[IntAffine, float, int]:
@@ -47,6 +46,8 @@ def cast_scales(value: IntAffine, dtype: DType) -> tuple[IntAffine, float, int]:
     of the new scales, and how many scales became infinite.
     """
     form = replace(value.form, scale_dtype=dtype, signless_zero=False)
+    if dtype is value.form.scale_dtype:
+        return replace(value, form=form), 0.0, 0
     scales, overflow = cast(Dense(value.scales_RG, value.form.scale_dtype), dtype)
     before_RG, after_RG = wide(value.scales_RG, value.form.scale_dtype), wide(scales.rows_RI, dtype)
     steps = 0.0
@@ -57,11 +58,11 @@ def cast_scales(value: IntAffine, dtype: DType) -> tuple[IntAffine, float, int]:
 
 def split_groups(value: IntAffine, size: int) -> IntAffine:
     """The same numbers in groups of `size` columns, which must divide the present ones."""
-    columns = value.form.group_size or value.codes_RI.shape[1]
+    columns = value.form.group_size or value.width
     times = columns // size
     zeros_RG = None if value.zeros_RG is None else np.repeat(value.zeros_RG, times, axis=1)
     scales_RG = np.repeat(value.scales_RG, times, axis=1)
-    return IntAffine(value.codes_RI, scales_RG, zeros_RG, replace(value.form, group_size=size))
+    return IntAffine(value.codes_RX, scales_RG, zeros_RG, replace(value.form, group_size=size))
 
 
 def from_int8_rows(value: Coded) -> tuple[IntAffine, float]:
@@ -84,8 +85,21 @@ def to_int8_rows(value: IntAffine, decoded: DType) -> tuple[Coded, float]:
 
 def spread_scale(value: Coded, form: Codebook) -> Coded:
     """One scale for everything, written out for every block of `form`."""
-    groups = form.groups(value.codes_RI.shape[1])
+    groups = form.groups(value.width)
     return Coded(value.codes_RI, np.repeat(value.scales_RG, groups, axis=1), form)
+
+
+def fold_divisor(value: Coded) -> Coded | None:
+    """NVFP4 scales divided by the number of the whole tensor; None where a quotient is no E4M3 number."""
+    assert value.divisor
+    numbers_T = TABLES["e4m3"]
+    quotients_RG = wide(value.scales_RG, DType.F8_E4M3) / np.float32(value.divisor)
+    order_T = np.argsort(numbers_T)[: np.isfinite(numbers_T).sum()]  # what is none comes last
+    places_RG = np.searchsorted(numbers_T[order_T], quotients_RG).clip(max=len(order_T) - 1)
+    scales_RG = order_T[places_RG].astype(np.uint8)
+    if not np.array_equal(numbers_T[scales_RG], quotients_RG):
+        return None
+    return Coded(value.codes_RI, scales_RG, replace(value.form, second=None))
 
 
 def _reach(value: IntAffine) -> np.ndarray:

@@ -1,17 +1,28 @@
 """The keys that declarations of GGUF models are put together from, and the metadata of a whole file.
 
 Pure. Keys, types and order are those of llama.cpp's convert_hf_to_gguf.py at commit 0c1e57098 (with the
-defaults that transformers fills in). A `Keys` function yields the entries of one matter; `decoder` gives
-the converter's order for models that it has no special words for. A `Check` says why llama.cpp would
-compute something else.
+defaults that transformers fills in). `Keys` yield the entries of one matter, and say what config.json has
+of them on the way back; `decoder` gives the converter's order for models that it has no special words for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from qconvert.architecture.config import optional_int, positive_int
-from qconvert.architecture.gguf.model import Check, Constant, Facts, Keys, Llama3Scaling, positive
+from qconvert.architecture.gguf.metadata import Metadata
+from qconvert.architecture.gguf.model import (
+    Constant,
+    Facts,
+    Keys,
+    Llama3Scaling,
+    Read,
+    derived,
+    made_and_read,
+    positive,
+    read_by,
+)
 from qconvert.architecture.gguf.names import ROPE_FREQS
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.gguf_types import KV
@@ -57,31 +68,54 @@ def _yielded(facts: Facts, keys: Sequence[Keys]) -> Iterator[KV]:
         yield from each(facts)
 
 
+def size(name: str, key: str) -> Keys:
+    """A count that a config key holds, too, from 1 on."""
+    return Keys(lambda facts: iter([facts.u32(name, facts.size(key))]), lambda file: {key: file.size(name)})
+
+
+def number(name: str, key: str) -> Keys:
+    """A positive number that a config key holds, too."""
+    return Keys(
+        lambda facts: iter([facts.f32(name, facts.number(key))]), lambda file: {key: file.number(name)}
+    )
+
+
+def read_only(read: Read) -> Keys:
+    """What config.json has of a file that no key says."""
+    return Keys(lambda facts: iter(()), read)
+
+
+def together(*parts: Keys, read: Read | None = None) -> Keys:
+    """Several matters one after another, read one by one or as `read` does."""
+
+    def write(facts: Facts) -> Iterator[KV]:
+        return (entry for part in parts for entry in part(facts))
+
+    def read_all(file: Metadata) -> Json:
+        return {key: value for part in parts for key, value in part.read(file).items()}
+
+    return Keys(write, read or read_all)
+
+
+@read_by(lambda file: {"num_hidden_layers": file.size("block_count")})
 def block_count(facts: Facts) -> Iterator[KV]:
     """The number of layers."""
     yield facts.u32("block_count", facts.layers)
 
 
-def context_length(facts: Facts) -> Iterator[KV]:
-    """The longest text the model was made for."""
-    yield facts.u32("context_length", facts.size("max_position_embeddings"))
+# The longest text the model was made for, the hidden width, the inner width of a dense block, query heads.
+context_length = size("context_length", "max_position_embeddings")
+embedding_length = size("embedding_length", "hidden_size")
+feed_forward_length = size("feed_forward_length", "intermediate_size")
+head_count = size("attention.head_count", "num_attention_heads")
 
 
-def embedding_length(facts: Facts) -> Iterator[KV]:
-    """The hidden width."""
-    yield facts.u32("embedding_length", facts.size("hidden_size"))
+def kv_heads(file: Metadata) -> int:
+    """The number of key and value heads: as many as query heads where the file does not say."""
+    return file.optional("attention.head_count_kv") or file.size("attention.head_count")
 
 
-def feed_forward_length(facts: Facts) -> Iterator[KV]:
-    """The inner width of a dense block."""
-    yield facts.u32("feed_forward_length", facts.size("intermediate_size"))
-
-
-def head_count(facts: Facts) -> Iterator[KV]:
-    """The number of query heads."""
-    yield facts.u32("attention.head_count", facts.size("num_attention_heads"))
-
-
+@read_by(lambda file: {"num_key_value_heads": kv_heads(file)})
 def head_count_kv(facts: Facts) -> Iterator[KV]:
     """The number of key and value heads: as many as query heads where the config does not say."""
     yield facts.u32(
@@ -90,26 +124,38 @@ def head_count_kv(facts: Facts) -> Iterator[KV]:
     )
 
 
-def rms_epsilon(facts: Facts) -> Iterator[KV]:
-    """What an RMS norm adds to the mean square."""
-    yield facts.f32("attention.layer_norm_rms_epsilon", facts.number("rms_norm_eps"))
+def rms_epsilon_of(key: str) -> Keys:
+    """What an RMS norm adds to the mean square, from the config key that holds it."""
+    return number("attention.layer_norm_rms_epsilon", key)
+
+
+rms_epsilon = rms_epsilon_of("rms_norm_eps")
 
 
 def norm_epsilon(key: str) -> Keys:
     """What a layer norm adds to the variance, from the config key that holds it."""
-
-    def keys(facts: Facts) -> Iterator[KV]:
-        yield facts.f32("attention.layer_norm_epsilon", facts.number(key))
-
-    return keys
+    return number("attention.layer_norm_epsilon", key)
 
 
+def _stated_head(file: Metadata) -> Json:
+    stated = file.optional("attention.key_length")
+    if stated != (file.optional("attention.value_length") or stated):
+        raise UnsupportedModel(
+            f"{file.file}: {file.arch}.attention.key_length is {stated}, attention.value_length "
+            f"{file.optional('attention.value_length')}; its class has one size of heads",
+            "keep this model as GGUF: config.json has no words for it",
+        )
+    return {"head_dim": stated} if stated else {}
+
+
+@read_by(_stated_head)
 def head_sizes(facts: Facts) -> Iterator[KV]:
     """The size of a head, where the config states it."""
     if "head_dim" in facts.settings:
         yield from stated_head_sizes(facts)
 
 
+@read_by(_stated_head)
 def stated_head_sizes(facts: Facts) -> Iterator[KV]:
     """The size of a head, always."""
     yield facts.u32("attention.key_length", head_size(facts.settings))
@@ -122,6 +168,7 @@ def rope_dimensions(share: float | None = None) -> Keys:
     All of it, or the config's `partial_rotary_factor` (`share` where it has none) of it.
     """
 
+    @read_by(lambda file: rotated(file) if share is not None else {})
     def keys(facts: Facts) -> Iterator[KV]:
         factor = 1.0
         if share is not None:
@@ -133,17 +180,41 @@ def rope_dimensions(share: float | None = None) -> Keys:
     return keys
 
 
+def rotated(file: Metadata) -> Json:
+    """The share of a head that is rotated, so that the class rounds it to the file's dimensions."""
+    dimensions = file.optional("rope.dimension_count")
+    if dimensions is None:
+        return {}
+    share = dimensions / file.head_size
+    if int(file.head_size * share) < dimensions:  # rounded down, and so would the product be
+        share = math.nextafter(share, 2)
+    return {"partial_rotary_factor": share}
+
+
+@derived
 def vocab_size(facts: Facts) -> Iterator[KV]:
     """The number of rows of the embedding."""
     yield facts.u32("vocab_size", facts.size("vocab_size"))
 
 
-def expert_counts(facts: Facts) -> Iterator[KV]:
-    """How many experts a layer has, and how many of them each token uses."""
-    yield facts.u32("expert_count", facts.size("num_experts"))
-    yield facts.u32("expert_used_count", facts.size("num_experts_per_tok"))
+# How many experts a layer has, and how many of them each token uses.
+expert_counts = together(
+    size("expert_count", "num_experts"), size("expert_used_count", "num_experts_per_tok")
+)
 
 
+def _widths(file: Metadata) -> Json:
+    expert = file.optional("expert_feed_forward_length") or file.rows("blk.0.ffn_up_exps.weight")
+    shared = file.optional("expert_shared_feed_forward_length")
+    if shared is None and "blk.0.ffn_up_shexp.weight" in file.tensors:
+        shared = file.rows("blk.0.ffn_up_shexp.weight")
+    return {
+        "moe_intermediate_size": expert,
+        **({"shared_expert_intermediate_size": shared} if shared else {}),
+    }
+
+
+@read_by(_widths)
 def expert_widths(facts: Facts) -> Iterator[KV]:
     """The inner widths of an expert, and of the shared one, where the config states them."""
     for key, name in (
@@ -183,7 +254,33 @@ ROPES = ("default", "linear", "yarn")
 
 def rope_kinds(*known: str) -> Keys:
     """The base and scaling of the rotary embedding, of these kinds: UnsupportedModel for any other."""
-    return lambda facts: _rope(facts, known)
+    return Keys(lambda facts: _rope(facts, known), read_rope)
+
+
+def read_rope(file: Metadata) -> Json:
+    """What config.json says of a rotary embedding that keys scale, in the older spelling of the two."""
+    theta = file.number("rope.freq_base", 10000.0)
+    kind = file.word("rope.scaling.type")
+    if kind in (None, "none"):
+        return {"rope_theta": theta}
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModel(
+            f"{file.file}: {file.arch}.rope.scaling.type is {kind!r}, which is not read here",
+            "known: none, linear, yarn, and the kinds that a file has tensors for",
+        )
+    scaling: Json = {"rope_type": kind, "factor": file.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = file.size("rope.scaling.original_context_length")
+        scaling |= {key: file.number(name) for key, name in _YARN if file.has(name)}
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+_YARN = (
+    ("extrapolation_factor", "rope.scaling.yarn_ext_factor"),
+    ("attention_factor", "rope.scaling.yarn_attn_factor"),
+    ("beta_fast", "rope.scaling.yarn_beta_fast"),
+    ("beta_slow", "rope.scaling.yarn_beta_slow"),
+)
 
 
 def _rope(facts: Facts, known: Sequence[str]) -> Iterator[KV]:
@@ -208,6 +305,7 @@ rope = rope_kinds(*ROPES)
 llama_rope = rope_kinds(*ROPES, "llama3")
 
 
+@read_by(lambda file: {"rope_theta": file.number("rope.freq_base", 10000.0)})
 def unscaled_rope_unless_default(facts: Facts) -> Iterator[KV]:
     """The base of the rotary embedding where it is not the one that llama.cpp assumes."""
     yield from (entry for entry in rope_kinds("default")(facts) if entry.value != 10000.0)
@@ -220,16 +318,24 @@ def _yarn(facts: Facts, found: Json) -> Iterator[KV]:
     }
     original = positive_int(context, "original_max_position_embeddings")
     yield facts.u32("rope.scaling.original_context_length", original)
-    for key, name in (
-        ("extrapolation_factor", "yarn_ext_factor"),
-        ("attention_factor", "yarn_attn_factor"),
-        ("beta_fast", "yarn_beta_fast"),
-        ("beta_slow", "yarn_beta_slow"),
-    ):
+    for key, name in _YARN:
         if found.get(key) is not None:
-            yield facts.f32(f"rope.scaling.{name}", positive(found, key))
+            yield facts.f32(name, positive(found, key))
 
 
+def _read_freqs(file: Metadata) -> Json:
+    if file.scaling is None:
+        return {}
+    found = file.scaling(file.number("rope.freq_base", 10000.0))
+    if found is None:
+        raise UnsupportedModel(
+            f"{file.file}: {ROPE_FREQS} scales frequencies as config.json has no words for",
+            "only Llama 3's scaling is read",
+        )
+    return {"rope_scaling": found}
+
+
+@made_and_read(_read_freqs)
 def rope_freqs(facts: Facts) -> Iterator[Constant]:
     """`rope_freqs.weight`, by which llama.cpp divides frequencies, for models with Llama 3's scaling."""
     found = rope_of(facts)
@@ -264,86 +370,7 @@ def decoder(*, rope: Keys = rope, norm: Keys = rms_epsilon, more: Sequence[Keys]
     )
 
 
+@derived
 def scaling_none(facts: Facts) -> Iterator[KV]:
     """That the rotary embedding is not scaled, which the converter spells out for Cohere."""
     yield facts.text("rope.scaling.type", "none")
-
-
-def computes(key: str, *values: object) -> Check:
-    """The graph computes these values of a config key, the first where the config does not say."""
-
-    def check(facts: Facts) -> str | None:
-        found = facts.settings.get(key, values[0])
-        if found in values:
-            return None
-        return (
-            f"{key} is {_shown(found)}, but llama.cpp's {facts.model.arch} computes "
-            f"{' or '.join(map(_shown, values))}"
-        )
-
-    return check
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) or value is None else repr(value)[:80]
-
-
-def normalises_experts(value: bool) -> Check:
-    """What the graph does to the weights of the chosen experts."""
-
-    def check(facts: Facts) -> str | None:
-        stated = facts.flag("norm_topk_prob")
-        if stated == value:
-            return None
-        return (
-            f"norm_topk_prob is {str(stated).lower()}, but llama.cpp's {facts.model.arch} "
-            f"{'always' if value else 'never'} normalises the chosen experts' weights"
-        )
-
-    return check
-
-
-def experts_everywhere(facts: Facts) -> str | None:
-    """The graph has experts in every layer."""
-    if not facts.settings.get("mlp_only_layers") and facts.optional("decoder_sparse_step") in (None, 1):
-        return None
-    return f"some layers have no experts, which llama.cpp's {facts.model.arch} does not know"
-
-
-def square_attention(facts: Facts) -> str | None:
-    """The loader takes the output projection for a square matrix."""
-    heads, size, hidden = (
-        facts.size("num_attention_heads"),
-        head_size(facts.settings),
-        facts.size("hidden_size"),
-    )
-    if heads * size == hidden:
-        return None
-    return f"{heads} heads of {size} are not the hidden {hidden} that llama.cpp's {facts.model.arch} expects"
-
-
-def every_nth_layer_is_full(step: int) -> Check:
-    """The graph has a sliding window in all layers but every `step`-th."""
-
-    def check(facts: Facts) -> str | None:
-        types = facts.settings.get("layer_types")
-        expected = [
-            "full_attention" if (layer + 1) % step == 0 else "sliding_attention"
-            for layer in range(facts.layers)
-        ]
-        if types is None or types == expected:
-            return None
-        return f"layer_types is not the pattern of llama.cpp's {facts.model.arch}: every {step}th layer full"
-
-    return check
-
-
-def window_left_out(facts: Facts) -> str | None:
-    """The graph attends to everything, where the class has a sliding window."""
-    window, context = facts.count("sliding_window"), facts.optional("max_position_embeddings") or 0
-    if not 0 < window < context or not facts.flag("use_sliding_window", default=True):
-        return None
-    return (
-        f"sliding_window is {window}, which llama.cpp's {facts.model.arch} leaves out: "
-        "texts of more tokens are computed otherwise there"
-    )

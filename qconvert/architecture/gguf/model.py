@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from qconvert.architecture.config import count, flag, optional_int, positive_int
+from qconvert.architecture.gguf.metadata import Metadata
 from qconvert.architecture.model import Architecture
 from qconvert.architecture.slots import Dimensions
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
@@ -24,6 +25,10 @@ Change = Literal[
     "interleave_halves", "plus_one", "unit_rows", "minus_exp", "transpose", "scale", "swap_groups"
 ]
 Head = Literal["optional", "required", "tied"]
+# What cannot be read back of a changed tensor, and why a model without it computes the same.
+LOST: Mapping[Change, str] = {
+    "unit_rows": "the lengths of its rows are not in a GGUF file; its model divides by them"
+}
 
 
 @dataclass(frozen=True)
@@ -97,8 +102,71 @@ def positive(settings: Json, key: str) -> float:
     return float(value)
 
 
-Keys = Callable[[Facts], Iterator[KV]]
+Write = Callable[[Facts], Iterator[KV]]
+Read = Callable[[Metadata], Json]
 Check = Callable[[Facts], str | None]
+
+
+def nothing(file: Metadata) -> Json:
+    """What keys tell config.json that follow from others."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """One matter of the metadata in both directions.
+
+    `write` yields its entries for a config; `read` returns what config.json has of them, under the names
+    that the declarations share (those of `Facts`), and writes out what the class would assume otherwise.
+    """
+
+    write: Write
+    read: Read = nothing
+
+    def __call__(self, facts: Facts) -> Iterator[KV]:
+        return self.write(facts)
+
+
+def read_by(read: Read) -> Callable[[Write], Keys]:
+    """The keys that this function writes and `read` reads."""
+    return lambda write: Keys(write, read)
+
+
+def derived(write: Write) -> Keys:
+    """Keys that tell config.json nothing: they follow from others, or never change."""
+    return Keys(write)
+
+
+@dataclass(frozen=True, slots=True)
+class Implying:
+    """A check, and what config.json says of every model that passes it: what the graph computes."""
+
+    why: Check
+    implies: Read
+
+    def __call__(self, facts: Facts) -> str | None:
+        return self.why(facts)
+
+
+def implying(implies: Read) -> Callable[[Check], Implying]:
+    """The check that this function makes, and what config.json has where it passes."""
+    return lambda why: Implying(why, implies)
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Tensors that come from config.json: how they are made, and what config.json has of them."""
+
+    write: Callable[[Facts], Iterator[Constant]]
+    read: Read
+
+    def __call__(self, facts: Facts) -> Iterator[Constant]:
+        return self.write(facts)
+
+
+def made_and_read(read: Read) -> Callable[[Callable[[Facts], Iterator[Constant]]], Constants]:
+    """The constants that this function makes and `read` reads."""
+    return lambda write: Constants(write, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +238,7 @@ class GGUFModel:
     defaults: Json = field(default_factory=dict)
     roles: Mapping[str, Written | tuple[Written, ...]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
-    constants: Callable[[Facts], Iterator[Constant]] | None = None
+    constants: Constants | None = None
     head: Head = "optional"
     checks: tuple[Check, ...] = ()
     remarks: tuple[Check, ...] = ()
@@ -181,15 +249,6 @@ class GGUFModel:
         """The tensors that the weights of a role become."""
         found = self.roles.get(role, _AS_IT_IS)
         return (found,) if isinstance(found, Written) else found
-
-    @property
-    def interleaved(self) -> frozenset[str]:
-        """The roles whose heads are in the order of llama.cpp's own rotary embedding."""
-        return frozenset(
-            role
-            for role in self.roles
-            if any(written.change == "interleave_halves" for written in self.written(role))
-        )
 
 
 _AS_IT_IS = Written()

@@ -6,9 +6,6 @@ calls otherwise its declaration says (`models`). Source: TENSOR_NAMES in gguf-py
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-
 from qconvert.architecture.gguf.model import Written
 from qconvert.errors import UnsupportedModel
 
@@ -51,18 +48,6 @@ PER_LAYER = {
 }
 ROPE_FREQS = "rope_freqs.weight"
 
-_ROLE_BY_NAME = {name: role for role, name in (GLOBAL | PER_LAYER).items()}
-_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<base>\w+)\.(?P<part>weight|bias)")
-
-
-@dataclass(frozen=True, slots=True)
-class GGUFPlace:
-    """What a GGUF tensor is: its role, its layer (None outside the layers), weight or bias."""
-
-    role: str
-    layer: int | None
-    part: str
-
 
 def gguf_name(role: str, layer: int | None, part: str = "weight", written: Written | None = None) -> str:
     """The GGUF name of the tensor in this place, as `written` where the family has its own name.
@@ -81,12 +66,3 @@ def gguf_name(role: str, layer: int | None, part: str = "weight", written: Writt
     raise UnsupportedModel(
         f"{role}{where}: GGUF has no name for it", "take fused tensors apart first, with `qconvert unfuse`"
     )
-
-
-def gguf_place(name: str) -> GGUFPlace | None:
-    """The place of a GGUF tensor, None for a name that is not in the tables."""
-    match = _NAME.fullmatch(name)
-    role = _ROLE_BY_NAME.get(match["base"]) if match else None
-    if match is None or role is None or (match["layer"] is None) != (role in GLOBAL):
-        return None
-    return GGUFPlace(role, int(match["layer"]) if match["layer"] else None, match["part"])

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from qconvert.architecture.gguf import checks as c
 from qconvert.architecture.gguf import keys as k
-from qconvert.architecture.gguf.model import Facts, GGUFModel, Keys, Written, positive
+from qconvert.architecture.gguf.metadata import Metadata, shortest
+from qconvert.architecture.gguf.model import Facts, GGUFModel, Keys, Written, implying, positive, read_by
 from qconvert.architecture.gguf.models.fused import GLM_SPECIAL
 from qconvert.architecture.gguf.models.llama import ROTATED, SILU
 from qconvert.gguf_types import KV
+from qconvert.tensors import Json
 
 GATING = {"softmax": 1, "sigmoid": 2}  # llama_expert_gating_func_type in llama-hparams.h
 
@@ -22,6 +25,14 @@ GATING = {"softmax": 1, "sigmoid": 2}  # llama_expert_gating_func_type in llama-
 def gating(default: str) -> Keys:
     """How router scores become weights, by `scoring_func` where the config states it."""
 
+    def read(file: Metadata) -> Json:
+        number = file.optional("expert_gating_func") or GATING[default]
+        found = next((name for name, known in GATING.items() if known == number), None)
+        if found is None:
+            raise file.wrong("expert_gating_func", f"{number}, none of {', '.join(GATING)}")
+        return {"scoring_func": found}
+
+    @read_by(read)
     def keys(facts: Facts) -> Iterator[KV]:
         yield facts.u32("expert_gating_func", GATING[str(facts.settings.get("scoring_func", default))])
 
@@ -34,19 +45,43 @@ def known_gating(facts: Facts) -> str | None:
     return None if found in GATING else f"scoring_func is {found!r}; llama.cpp knows {', '.join(GATING)}"
 
 
+_GROUPS = (("n_group", "expert_group_count"), ("topk_group", "expert_group_used_count"))
+
+
+def _read_groups(file: Metadata) -> Json:
+    found = {key: file.optional(name) or 1 for key, name in _GROUPS}
+    return {**found, "topk_method": "greedy" if found["n_group"] == 1 else "group_limited_greedy"}
+
+
+@read_by(_read_groups)
 def expert_groups(facts: Facts) -> Iterator[KV]:
     """Groups of experts, of which each token uses some."""
-    for key, name in (("n_group", "expert_group_count"), ("topk_group", "expert_group_used_count")):
+    for key, name in _GROUPS:
         if facts.optional(key) is not None:
             yield facts.u32(name, facts.size(key))
 
 
+def _read_weights(file: Metadata) -> Json:
+    scale = file.number("expert_weights_scale", 1.0)
+    return {"routed_scaling_factor": scale, "norm_topk_prob": file.flag("expert_weights_norm")}
+
+
+@read_by(_read_weights)
 def expert_weights(facts: Facts) -> Iterator[KV]:
     """What is done to the weights of the chosen experts."""
     yield facts.f32("expert_weights_scale", facts.number("routed_scaling_factor"))
     yield facts.flagged("expert_weights_norm", value=facts.flag("norm_topk_prob"))
 
 
+def _read_layers(file: Metadata) -> Json:
+    return {
+        "first_k_dense_replace": file.count("leading_dense_block_count"),
+        "moe_intermediate_size": file.size("expert_feed_forward_length"),
+        "n_shared_experts": file.count("expert_shared_count"),
+    }
+
+
+@read_by(_read_layers)
 def dense_and_sparse(facts: Facts) -> Iterator[KV]:
     """How many layers are dense, and the shape of the experts in the others."""
     yield facts.u32("leading_dense_block_count", facts.count("first_k_dense_replace"))
@@ -54,6 +89,7 @@ def dense_and_sparse(facts: Facts) -> Iterator[KV]:
     yield facts.u32("expert_shared_count", facts.count("n_shared_experts"))
 
 
+@implying(lambda file: {"moe_layer_freq": 1})
 def dense_layers_first(facts: Facts) -> str | None:
     """The graphs have experts in every layer after the first dense ones."""
     step = facts.optional("moe_layer_freq") or 1
@@ -67,16 +103,16 @@ DEEPSEEK = GGUFModel(
         k.rope_dimensions(),
         k.vocab_size,
         dense_and_sparse,
-        lambda f: iter([f.f32("expert_weights_scale", 1.0)]),
+        Keys(lambda f: iter([f.f32("expert_weights_scale", 1.0)])),
     ),
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "scoring_func": "softmax"},
     roles=ROTATED,
     checks=(
         SILU,
-        k.computes("scoring_func", "softmax"),
-        k.computes("attention_bias", False),
-        k.normalises_experts(False),
-        k.square_attention,
+        c.computes("scoring_func", "softmax"),
+        c.computes("attention_bias", False),
+        c.normalises_experts(False),
+        c.square_attention,
         dense_layers_first,
     ),
 )
@@ -106,6 +142,18 @@ def value_shape(facts: Facts) -> tuple[int, ...]:
     return facts.size("num_attention_heads"), facts.size("v_head_dim"), facts.size("kv_lora_rank")
 
 
+def _read_latent(file: Metadata) -> Json:
+    rotary = file.size("rope.dimension_count")
+    return {
+        "q_lora_rank": file.optional("attention.q_lora_rank"),
+        "kv_lora_rank": file.size("attention.kv_lora_rank"),
+        "qk_nope_head_dim": file.size("attention.key_length_mla") - rotary,
+        "qk_rope_head_dim": rotary,
+        "v_head_dim": file.size("attention.value_length_mla"),
+    }
+
+
+@read_by(_read_latent)
 def latent_heads(facts: Facts) -> Iterator[KV]:
     """The heads of absorbed attention, and what they amount to."""
     rank, rotary = facts.size("kv_lora_rank"), facts.size("qk_rope_head_dim")
@@ -118,6 +166,15 @@ def latent_heads(facts: Facts) -> Iterator[KV]:
     yield facts.u32("attention.value_length_mla", facts.size("v_head_dim"))
 
 
+def _read_latent_rope(file: Metadata) -> Json:
+    rope = k.read_rope(file)
+    if file.has("rope.scaling.yarn_log_multiplier") and "rope_scaling" in rope:
+        mscale = shortest(10 * file.number("rope.scaling.yarn_log_multiplier"))
+        rope["rope_scaling"] |= {"mscale": mscale, "mscale_all_dim": mscale}
+    return rope
+
+
+@read_by(_read_latent_rope)
 def latent_rope(facts: Facts) -> Iterator[KV]:
     """The rotated part of a head, and how much YaRN sharpens attention."""
     yield facts.u32("rope.dimension_count", facts.size("qk_rope_head_dim"))
@@ -126,6 +183,7 @@ def latent_rope(facts: Facts) -> Iterator[KV]:
         yield facts.f32("rope.scaling.yarn_log_multiplier", 0.1 * positive(rope, "mscale_all_dim"))
 
 
+@read_by(lambda file: {"num_key_value_heads": file.size("attention.head_count")})
 def one_head_kv(facts: Facts) -> Iterator[KV]:
     """Absorbed attention has one head of keys and values."""
     yield facts.u32("attention.head_count_kv", 1)
@@ -194,8 +252,8 @@ DEEPSEEK_V2 = GGUFModel(
     },
     checks=(
         SILU,
-        k.computes("attention_bias", False),
-        k.computes("rope_interleave", True),
+        c.computes("attention_bias", False),
+        c.computes("rope_interleave", True),
         known_gating,
         dense_layers_first,
         known_scaling,
@@ -216,10 +274,11 @@ DEEPSEEK_V3 = replace(
     },
 )
 
+_norms_of_heads = k.read_only(lambda file: {"use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors})
 GLM4_MOE = GGUFModel(
     "glm4moe",
     keys=k.decoder(more=(k.expert_counts, expert_groups, gating("sigmoid"))),
-    late=(k.rope_dimensions(0.5), dense_and_sparse, expert_weights),
+    late=(k.rope_dimensions(0.5), dense_and_sparse, expert_weights, _norms_of_heads),
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,
@@ -238,18 +297,21 @@ GLM4_MOE = GGUFModel(
 )
 
 
-def sliding_window(facts: Facts) -> Iterator[KV]:
-    """The window of every other layer, the first among them."""
-    yield facts.u32("attention.sliding_window", facts.size("sliding_window"))
+# The window of every other layer, the first among them.
+sliding_window = k.size("attention.sliding_window", "sliding_window")
 
 
+def _alternating(layers: int) -> list[str]:
+    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+
+
+@implying(lambda file: {"layer_types": _alternating(file.size("block_count"))})
 def alternating_windows(facts: Facts) -> str | None:
     """The graph has a window in every even layer."""
     types = facts.settings.get("layer_types")
-    want = [("full_attention" if i % 2 else "sliding_attention") for i in range(facts.layers)]
     return (
         None
-        if types in (None, want)
+        if types in (None, _alternating(facts.layers))
         else "layer_types is not a window in every other layer, as llama.cpp has it"
     )
 
@@ -262,10 +324,15 @@ def whole_dimensions(facts: Facts) -> str | None:
     return "rope scaling is not truncated; llama.cpp begins and ends it at whole dimensions"
 
 
+def _read_rope(file: Metadata) -> Json:
+    """Also that there is no scaling: the class would take YaRN for granted."""
+    return {"rope_scaling": {"rope_type": "default"}, **k.read_rope(file)}
+
+
 GPT_OSS = GGUFModel(
     "gpt-oss",
-    keys=k.decoder(more=(k.expert_counts,)),
-    late=(sliding_window, lambda f: iter([f.u32("expert_feed_forward_length", f.size("intermediate_size"))])),
+    keys=k.decoder(rope=Keys(k.rope.write, _read_rope), more=(k.expert_counts,)),
+    late=(sliding_window, k.size("expert_feed_forward_length", "intermediate_size")),
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,
@@ -276,7 +343,7 @@ GPT_OSS = GGUFModel(
     },
     roles={"mlp.norm": Written("post_attention_norm")},
     head="required",
-    checks=(SILU, alternating_windows, k.computes("swiglu_limit", 7.0), k.computes("attention_bias", True)),
+    checks=(SILU, alternating_windows, c.computes("swiglu_limit", 7.0), c.computes("attention_bias", True)),
     remarks=(whole_dimensions,),
 )
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from qconvert.architecture.gguf import checks as c
 from qconvert.architecture.gguf import keys as k
-from qconvert.architecture.gguf.model import NOT_WRITTEN, Facts, GGUFModel, Written
+from qconvert.architecture.gguf.metadata import Metadata
+from qconvert.architecture.gguf.model import NOT_WRITTEN, Facts, GGUFModel, Written, read_by
 from qconvert.gguf_types import KV
+from qconvert.tensors import Json
 
 
+def _read_encoder(file: Metadata) -> Json:
+    """That there is no pooler, which a GGUF leaves out, and how many types of tokens there are."""
+    types = file.rows("token_types.weight") if "token_types.weight" in file.tensors else 1
+    return {"add_pooling_layer": False, "type_vocab_size": types}
+
+
+@read_by(_read_encoder)
 def sees_everything(facts: Facts) -> Iterator[KV]:
     """Every token attends to every other."""
     yield facts.flagged("attention.causal", value=False)
@@ -36,7 +46,7 @@ BERT = GGUFModel(
             ("pooler", "head.bias", "head.dense", "head.norm", "lm_head", "pair_head"), NOT_WRITTEN
         ),
     },
-    checks=(k.computes("hidden_act", "gelu"), k.computes("position_embedding_type", "absolute")),
+    checks=(c.computes("hidden_act", "gelu"), c.computes("position_embedding_type", "absolute")),
 )
 
 
@@ -56,6 +66,26 @@ def head_scale(facts: Facts) -> float:
     return float(facts.size("d_model") ** -0.5) if facts.flag("scale_decoder_outputs", default=tied) else 1.0
 
 
+def _read_t5(file: Metadata) -> Json:
+    gated = "enc.blk.0.ffn_gate.weight" in file.tensors
+    buckets = file.size("attention.relative_buckets_count")
+    return {
+        "n_positions": file.size("context_length"),
+        "d_model": file.size("embedding_length"),
+        "d_ff": file.size("feed_forward_length"),
+        "num_layers": file.size("block_count"),
+        "num_decoder_layers": file.optional("decoder_block_count") or file.size("block_count"),
+        "num_heads": file.size("attention.head_count"),
+        "d_kv": file.size("attention.key_length"),
+        "layer_norm_epsilon": file.number("attention.layer_norm_rms_epsilon"),
+        "relative_attention_num_buckets": buckets,
+        "decoder_start_token_id": file.count("decoder_start_token_id"),
+        "feed_forward_proj": "gated-gelu" if gated else "relu",
+        "is_encoder_decoder": True,
+    }
+
+
+@read_by(_read_t5)
 def t5_keys(facts: Facts) -> Iterator[KV]:
     """T5's sizes, in its own keys."""
     encoder, decoder = facts.architecture.stacks
@@ -88,8 +118,8 @@ T5 = GGUFModel(
         "decoder.final_norm": Written("dec.output_norm", "scale", factor=head_scale),
     },
     checks=(
-        k.computes("feed_forward_proj", "relu", "gated-gelu"),
-        k.computes("relative_attention_max_distance", 128),
+        c.computes("feed_forward_proj", "relu", "gated-gelu"),
+        c.computes("relative_attention_max_distance", 128),
     ),
 )
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from qconvert.architecture.gguf import checks as c
 from qconvert.architecture.gguf import keys as k
-from qconvert.architecture.gguf.model import Check, Facts, GGUFModel, Written, positive
+from qconvert.architecture.gguf.metadata import Metadata
+from qconvert.architecture.gguf.model import Check, Facts, GGUFModel, Written, implying, positive, read_by
 from qconvert.architecture.gguf.models.llama import SILU
 from qconvert.gguf_types import KV
+from qconvert.tensors import Json
 
 NORMS = (
     "attn.norm",
@@ -25,10 +28,18 @@ PLUS_ONE = dict.fromkeys(NORMS, Written(change="plus_one"))
 def _queries_scaled(largest: int) -> Check:
     """The graph scales queries by the size of a head; those of a model of `largest` layers by another."""
 
+    def scale(layers: int, head: int, hidden: int, heads: int) -> int:
+        return hidden // heads if layers == largest else head
+
+    def implied(file: Metadata) -> Json:
+        sizes = (file.size(name) for name in ("block_count", "embedding_length", "attention.head_count"))
+        layers, hidden, heads = sizes
+        return {"query_pre_attn_scalar": scale(layers, file.head_size, hidden, heads)}
+
+    @implying(implied)
     def check(facts: Facts) -> str | None:
         head = k.head_size(facts.settings)
-        by_hidden = facts.size("hidden_size") // facts.size("num_attention_heads")
-        expected = by_hidden if facts.layers == largest else head
+        expected = scale(facts.layers, head, facts.size("hidden_size"), facts.size("num_attention_heads"))
         stated = facts.optional("query_pre_attn_scalar") or head
         if stated == expected:
             return None
@@ -40,19 +51,20 @@ def _queries_scaled(largest: int) -> Check:
     return check
 
 
-def _window(facts: Facts) -> Iterator[KV]:
-    yield facts.u32("attention.sliding_window", facts.size("sliding_window"))
+_window = k.size("attention.sliding_window", "sliding_window")
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
+@read_by(lambda file: {key: file.number(key) if file.has(key) else None for key in _CAPS})
 def _caps(facts: Facts) -> Iterator[KV]:
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+    for key in _CAPS:
         if facts.settings.get(key) is not None:
             yield facts.f32(key, facts.number(key))
 
 
 # Gemma's class computes this whatever an older config says under hidden_act.
-_GELU = k.computes("hidden_activation", "gelu_pytorch_tanh")
-_CAUSAL = k.computes("use_bidirectional_attention", False, None)
+_GELU = c.computes("hidden_activation", "gelu_pytorch_tanh")
+_CAUSAL = c.computes("use_bidirectional_attention", False, None)
 
 GEMMA = GGUFModel(
     "gemma",
@@ -70,7 +82,7 @@ GEMMA = GGUFModel(
     defaults={"max_position_embeddings": 8192, "rms_norm_eps": 1e-6},
     roles=PLUS_ONE,
     head="tied",
-    checks=(_GELU, _CAUSAL, k.computes("attention_bias", False)),
+    checks=(_GELU, _CAUSAL, c.computes("attention_bias", False)),
 )
 GEMMA2 = replace(
     GEMMA,
@@ -84,10 +96,15 @@ GEMMA2 = replace(
         "final_logit_softcapping": 30.0,
         "query_pre_attn_scalar": 256,
     },
-    checks=(*GEMMA.checks, _queries_scaled(46), k.every_nth_layer_is_full(2)),
+    checks=(*GEMMA.checks, _queries_scaled(46), c.every_nth_layer_is_full(2)),
 )
 
 
+def _read_two_bases(file: Metadata) -> Json:
+    return {**k.read_rope(file), "rope_local_base_freq": file.number("rope.freq_base_swa", 10000.0)}
+
+
+@read_by(_read_two_bases)
 def _two_bases(facts: Facts) -> Iterator[KV]:
     """The rotary bases of the layers with full attention and of those with a window."""
     yield from k.rope_kinds("default", "linear")(facts)
@@ -113,16 +130,16 @@ GEMMA3 = replace(
     checks=(
         *GEMMA.checks,
         _queries_scaled(62),
-        k.every_nth_layer_is_full(6),
-        k.computes("attn_logit_softcapping", None),
+        c.every_nth_layer_is_full(6),
+        c.computes("attn_logit_softcapping", None),
     ),
 )
 
 
-def _logit_scale(facts: Facts) -> Iterator[KV]:
-    yield facts.f32("logit_scale", facts.number("logit_scale"))
+_logit_scale = k.number("logit_scale", "logit_scale")
 
 
+@implying(lambda file: {"use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors})
 def _norms_of_heads(facts: Facts) -> str | None:
     """The loader expects them by the number of layers: those of Command-R+."""
     stated = facts.flag("use_qk_norm")
@@ -141,7 +158,7 @@ COMMAND_R = GGUFModel(
     late=(_logit_scale, k.scaling_none),
     defaults={**_COHERE, "rope_theta": 500_000.0},
     head="tied",
-    checks=(SILU, k.square_attention, k.computes("attention_bias", False), _norms_of_heads),
+    checks=(SILU, c.square_attention, c.computes("attention_bias", False), _norms_of_heads),
 )
 COMMAND_R7B = replace(
     COMMAND_R,
@@ -150,18 +167,18 @@ COMMAND_R7B = replace(
     defaults={**_COHERE, "sliding_window": 4096},
     checks=(
         SILU,
-        k.square_attention,
-        k.computes("attention_bias", False),
-        k.computes("use_qk_norm", False),
-        k.every_nth_layer_is_full(4),
+        c.square_attention,
+        c.computes("attention_bias", False),
+        c.computes("use_qk_norm", False),
+        c.every_nth_layer_is_full(4),
     ),
 )
 
 MODELS = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,  # the type of the language model alone, as which a file is read back
     "gemma3": GEMMA3,
-    "gemma3_text": GEMMA3,
     "cohere": COMMAND_R,
     "cohere2": COMMAND_R7B,
 }

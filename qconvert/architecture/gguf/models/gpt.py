@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from qconvert.architecture.gguf import checks as c
 from qconvert.architecture.gguf import keys as k
-from qconvert.architecture.gguf.model import Facts, GGUFModel
+from qconvert.architecture.gguf.metadata import Metadata
+from qconvert.architecture.gguf.model import Facts, GGUFModel, read_by
 from qconvert.gguf_types import KV
+from qconvert.tensors import Json
 
 
+def _read_sizes(file: Metadata) -> Json:
+    return {
+        "n_positions": file.size("context_length"),
+        "n_embd": file.size("embedding_length"),
+        "n_inner": file.size("feed_forward_length"),
+        "n_head": file.size("attention.head_count"),
+    }
+
+
+@read_by(_read_sizes)
 def _sizes(facts: Facts) -> Iterator[KV]:
     dims = facts.dimensions[0]
     yield facts.u32("context_length", dims["positions"])
@@ -23,9 +36,9 @@ GPT2 = GGUFModel(
     defaults={"layer_norm_epsilon": 1e-5},
     whole=("attn.qkv",),
     checks=(
-        k.computes("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
-        k.computes("scale_attn_weights", True),
-        k.computes("scale_attn_by_inverse_layer_idx", False),
+        c.computes("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
+        c.computes("scale_attn_weights", True),
+        c.computes("scale_attn_by_inverse_layer_idx", False),
     ),
 )
 

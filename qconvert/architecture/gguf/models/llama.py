@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from qconvert.architecture.gguf import checks as c
 from qconvert.architecture.gguf import keys as k
-from qconvert.architecture.gguf.model import Facts, GGUFModel, Written
+from qconvert.architecture.gguf.metadata import Metadata
+from qconvert.architecture.gguf.model import Facts, GGUFModel, Keys, Written, derived, read_by
 from qconvert.gguf_types import KV
 from qconvert.tensors import Json
 
@@ -20,7 +22,7 @@ def head_rows(facts: Facts) -> int:
 
 
 ROTATED = dict.fromkeys(("attn.q", "attn.k"), Written(change="interleave_halves", block=head_rows))
-SILU = k.computes("hidden_act", "silu", "swish")
+SILU = c.computes("hidden_act", "silu", "swish")
 
 LLAMA = GGUFModel(
     "llama",
@@ -30,7 +32,7 @@ LLAMA = GGUFModel(
     roles=ROTATED,
     constants=k.rope_freqs,
     checks=(SILU,),
-    remarks=(k.window_left_out,),
+    remarks=(c.window_left_out,),
 )
 MISTRAL = replace(
     LLAMA, defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-6}
@@ -50,15 +52,22 @@ INTERNLM2 = GGUFModel(
     defaults=LLAMA.defaults,
     roles=ROTATED,
     head="required",
-    checks=(SILU, k.square_attention),
+    checks=(SILU, c.square_attention),
 )
 
 
+def _read_clamp(file: Metadata) -> Json:
+    clamped = file.has("attention.clamp_kqv")
+    return {"clip_qkv": file.number("attention.clamp_kqv") if clamped else None}
+
+
+@read_by(_read_clamp)
 def _clamp(facts: Facts) -> Iterator[KV]:
     if facts.settings.get("clip_qkv") is not None:
         yield facts.f32("attention.clamp_kqv", facts.number("clip_qkv"))
 
 
+@derived
 def _fixed_epsilon(facts: Facts) -> Iterator[KV]:
     """OLMo's norms have no weights, and an epsilon that no config states."""
     yield facts.f32("attention.layer_norm_epsilon", 1e-5)
@@ -70,24 +79,32 @@ OLMO = GGUFModel(
     late=(_fixed_epsilon, _clamp),
     defaults={"max_position_embeddings": 2048},
     roles=ROTATED,
-    checks=(SILU, k.square_attention, k.computes("attention_bias", False)),
+    checks=(SILU, c.square_attention, c.computes("attention_bias", False)),
 )
 
 
+@derived
 def _layout(facts: Facts) -> Iterator[KV]:
     yield facts.text("tensor_data_layout", "Meta AI original pth")
 
 
 # llama.cpp's graph tells the 7B model, which is rotary, from the 13B one, which has ALiBi, by their layers.
 _BAICHUAN_LAYERS = (32, 40)
+
+
+def _context(file: Metadata) -> Json:
+    rotary = file.size("block_count") == _BAICHUAN_LAYERS[0]
+    return {"max_position_embeddings" if rotary else "model_max_length": file.size("context_length")}
+
+
 BAICHUAN = GGUFModel(
     "baichuan",
-    keys=k.decoder(),
+    keys=(k.block_count, Keys(k.context_length.write, _context), *k.decoder()[2:]),
     late=(_layout, k.rope_dimensions()),
     defaults={"rms_norm_eps": 1e-6},
     roles=ROTATED,
     head="required",
-    checks=(SILU, k.square_attention),
+    checks=(SILU, c.square_attention),
 )
 
 

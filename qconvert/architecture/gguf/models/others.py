@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from qconvert.architecture.gguf import checks as c
 from qconvert.architecture.gguf import keys as k
-from qconvert.architecture.gguf.model import Facts, GGUFModel, NoGraph, Written
+from qconvert.architecture.gguf.metadata import Metadata
+from qconvert.architecture.gguf.model import Facts, GGUFModel, NoGraph, Written, read_by
 from qconvert.gguf_types import KV
+from qconvert.tensors import Json
 
 
+def _read_scales(file: Metadata) -> Json:
+    return {
+        "max_attn_value": file.number("attn_logit_softcapping", 30.0),
+        "moe_intermediate_size": file.optional("expert_feed_forward_length")
+        or file.rows("blk.0.ffn_up_exps.weight"),
+        "attn_output_multiplier": file.number("attention.output_scale", 0.08838834764831845),
+        "embedding_multiplier_scale": file.number("embedding_scale", 78.38367176906169),
+        "output_multiplier_scale": file.number("logit_scale", 0.5773502691896257),
+    }
+
+
+@read_by(_read_scales)
 def grok_scales(facts: Facts) -> Iterator[KV]:
     """The bounds and multipliers that keep Grok's numbers small."""
     yield facts.f32("attn_logit_softcapping", facts.number("max_attn_value"))
@@ -34,7 +49,7 @@ GROK = GGUFModel(
         "attn.post_norm": Written("attn_output_norm"),
         "mlp.post_norm": Written("layer_output_norm"),
     },
-    checks=(k.computes("hidden_act", "gelu"), k.square_attention),
+    checks=(c.computes("hidden_act", "gelu"), c.square_attention),
 )
 
 _NONE = "llama.cpp has no graph for it"

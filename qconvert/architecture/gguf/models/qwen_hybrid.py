@@ -13,9 +13,11 @@ from dataclasses import replace
 from qconvert.architecture.config import divide
 from qconvert.architecture.families.qwen_hybrid import full_attention
 from qconvert.architecture.gguf import keys as k
-from qconvert.architecture.gguf.model import Facts, GGUFModel, Written
+from qconvert.architecture.gguf.metadata import Metadata
+from qconvert.architecture.gguf.model import Facts, GGUFModel, Written, read_by
 from qconvert.architecture.gguf.models.llama import SILU
 from qconvert.gguf_types import KV
+from qconvert.tensors import Json
 
 
 def heads(facts: Facts) -> tuple[int, int]:
@@ -58,6 +60,20 @@ def conv_shape(facts: Facts) -> tuple[int, ...]:
     return key_rows(facts) + values, facts.size("linear_conv_kernel_dim")
 
 
+def _read_state_space(file: Metadata) -> Json:
+    heads_of_values, step = file.size("ssm.time_step_rank"), file.size("full_attention_interval")
+    layers = range(1, file.size("block_count") + 1)
+    return {
+        "linear_conv_kernel_dim": file.size("ssm.conv_kernel"),
+        "linear_key_head_dim": file.size("ssm.state_size"),
+        "linear_num_key_heads": file.size("ssm.group_count"),
+        "linear_num_value_heads": heads_of_values,
+        "linear_value_head_dim": file.size("ssm.inner_size") // heads_of_values,
+        "layer_types": ["linear_attention" if layer % step else "full_attention" for layer in layers],
+    }
+
+
+@read_by(_read_state_space)
 def state_space(facts: Facts) -> Iterator[KV]:
     """The sizes of the DeltaNet."""
     heads_of_values = facts.size("linear_num_value_heads")
@@ -75,6 +91,15 @@ def interval(facts: Facts) -> int:
     return next(found, facts.layers + 1)
 
 
+def _read_sections(file: Metadata) -> Json:
+    """The whole rotary embedding, which the class knows in its newer spelling alone."""
+    parts = file.values("rope.dimension_sections")
+    rope = {**k.read_rope(file), **k.rotated(file)}
+    known = {"mrope_section": list(parts[:3]), "mrope_interleaved": True}
+    return {"rope_parameters": {"rope_type": "default", **rope.pop("rope_scaling", {}), **rope, **known}}
+
+
+@read_by(_read_sections)
 def sections(facts: Facts) -> Iterator[KV]:
     """How the rotated part is shared between time, height and width; text has the same for each."""
     stated = k.rope_of(facts).get("mrope_section") or facts.settings["mrope_section"]
@@ -151,9 +176,10 @@ HYBRID_MOE = replace(
     defaults={**HYBRID.defaults, "num_key_value_heads": 2},
 )
 
+# The types of language models alone come first: a file is read back as one.
 MODELS = {
-    "qwen3_5": HYBRID,
     "qwen3_5_text": HYBRID,
-    "qwen3_5_moe": HYBRID_MOE,
+    "qwen3_5": HYBRID,
     "qwen3_5_moe_text": HYBRID_MOE,
+    "qwen3_5_moe": HYBRID_MOE,
 }
