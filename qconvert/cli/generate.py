@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 
 _SLOW = (
-    "note: this layout has no kernel here, so every token decodes its weights; integers of compressed-tensors"
-    ", GPTQ and AWQ have one (`qconvert convert`)"
+    "note: weights of this form have no kernel on {device}, so every token decodes them; integers of"
+    " compressed-tensors, GPTQ and AWQ have one (`qconvert convert`)"
 )
 
 
@@ -108,8 +108,8 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
     resolved, checkpoint, decoder = _open(model, options)
     clock.tick()
     dialogue, ids = _prompt(checkpoint, prompt, options)
-    if decodes_weights(decoder) and not quiet:
-        click.echo(_SLOW, err=True)
+    if decodes_weights(decoder) and not quiet and options["backend"] == "auto":
+        click.echo(_SLOW.format(device=decoder.device.type), err=True)
     with explained_if_slow(talks=not quiet and not as_json):
         rehearse(decoder, len(ids))
     sampler = Sampler(options["temperature"], options["top_p"], options["seed"])

@@ -121,8 +121,7 @@ def place_table(value: Value, device: torch.device, dtype: torch.dtype, layout: 
         return place_rows(value, device, dtype)
     if isinstance(value, Dense) and value.dtype is DType.BF16 and dtype == torch.float32:
         return NarrowWeight(as_tensor(value.rows_RI, DType.BF16))
-    packed = pack_grid(value, dtype) if _is_grid(value) else None
-    return packed or place_rows(value, device, dtype)
+    return pack_grid(value, dtype) or place_rows(value, device, dtype)
 
 
 def decoded(weight: Readable) -> DenseWeight:

@@ -17,7 +17,8 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
-from numba.core import cgutils
+from numba.core import cgutils, sigutils
+from numba.core.ccallback import CFunc
 from numba.core.datamodel import models
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
@@ -33,6 +34,12 @@ def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
 
 
+def _watch(cache: Any, function: Callable[..., Any]) -> None:
+    """Have stored code made anew when a routine in another file than the kernel's changes."""
+    stored = cache._cache_file
+    stored._source_stamp = (stored._source_stamp, _sources(Path(function.__code__.co_filename).parent))
+
+
 def kernel(function: Callable[..., Any]) -> Any:
     """An entry point of compiled code: holds no lock, is cached on disk, divides by zero as C does."""
     compiled = partial(njit, nogil=True, error_model="numpy")
@@ -40,11 +47,21 @@ def kernel(function: Callable[..., Any]) -> Any:
         dispatcher: Any = compiled(cache=True)(function)
     except RuntimeError:  # numba found no folder that it may write to
         return compiled()(function)
-    # By itself numba looks at the kernel's file alone and would go on with the old code of a routine that is
-    # in another one.
-    stored = dispatcher._cache._cache_file
-    stored._source_stamp = (stored._source_stamp, _sources(Path(function.__code__.co_filename).parent))
+    _watch(dispatcher._cache, function)
     return dispatcher
+
+
+def entry(function: Callable[..., Any], signature: Any) -> Any:
+    """Code that kernels call by its `address`, as C does; compiled here, or loaded as kernels are."""
+    compiled: Any = CFunc(function, sigutils.normalize_signature(signature), {}, {"error_model": "numpy"})  # type: ignore[no-untyped-call]
+    try:
+        compiled.enable_caching()
+    except RuntimeError:
+        pass
+    else:
+        _watch(compiled._cache, function)
+    compiled.compile()
+    return compiled
 
 
 # A part of kernels, compiled and cached with them (without the wrappers that make it callable from Python,
@@ -166,10 +183,11 @@ def _load(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -
         return builder.uitofp(bits, _FLOATS)
     if array_type.dtype == types.uint16:
         return builder.bitcast(builder.shl(bits, _ints(16)), _FLOATS)
-    return _widen_halves(builder, bits)
+    return widen_halves(builder, bits)
 
 
-def _widen_halves(builder: Any, bits: Any) -> Any:
+def widen_halves(builder: Any, bits: Any) -> Any:
+    """Half-precision numbers, as int32 of their bits, as float32; for code that emits instructions."""
     magnitude = builder.shl(builder.and_(bits, _ints(0x7FFF)), _ints(13))
     # The exponent moves from bias 15 to bias 127 by an exact product, which also normalises denormals.
     finite = builder.fmul(builder.bitcast(magnitude, _FLOATS), _floats(2.0**112))

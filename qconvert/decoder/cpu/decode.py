@@ -9,23 +9,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.decoder.cpu.dots import scale_at
-from qconvert.decoder.cpu.records import INT4
+from qconvert.decoder.cpu.codes import (
+    byte_floats,
+    e4m3_floats,
+    e5m2_floats,
+    named_floats,
+    nibble_floats,
+    rounded_to,
+)
+from qconvert.decoder.cpu.scales import mins_at, scales_at, zeros_at
 from qconvert.decoder.cpu.step import multiply
 from qconvert.decoder.cpu.team import Team
 from qconvert.decoder.cpu.weights import Multipliable, PackedGrid, describe
-from qconvert.decoder.cpu.words import (
-    BLOCK,
-    byte_at,
-    byte_floats,
-    nibble_floats,
-    paired,
-    put_brains,
-    put_floats,
-    routine,
-    words,
-)
+from qconvert.decoder.cpu.words import BLOCK, PART, put_brains, put_floats, routine
 from qconvert.quant.lanes import LANES, kernel, splat
+
+_INT4, _TABLE4, _INT8, _E4M3, _E5M2 = range(5)
+_KINDS = ("int4", "table4", "int8", "e4m3", "e5m2")
 
 
 def multiply_few(x_NI: Tensor, weight: Multipliable, bias_O: Tensor | None = None) -> Tensor:
@@ -49,37 +49,55 @@ def decode_rows(weight: PackedGrid, index: slice | Tensor) -> Tensor:
     rows_R = torch.arange(weight.shape[0])[index].contiguous()
     out_RI = torch.empty(len(rows_R), weight.width, dtype=weight.dtype)
     brain = weight.dtype == torch.bfloat16
-    _decode(describe(weight), rows_R.numpy(), out_RI.data_ptr(), brain)
+    kind = _KINDS.index(weight.recipe.kind)
+    _decode(describe(weight), kind, rows_R.numpy(), out_RI.data_ptr(), brain)
     return out_RI
 
 
 @kernel
-def _decode(linears, rows, out, brain):  # type: ignore[no-untyped-def]
+def _decode(linears, kind, rows, out, brain):  # type: ignore[no-untyped-def]
     linear = linears[0]
     width, group = linear.width, linear.group
-    blocks, groups = (width + BLOCK - 1) // BLOCK, width // group
+    blocks, groups = (width + BLOCK - 1) // BLOCK, (width + group - 1) // group
+    own = np.empty((3, LANES), np.float32)
     for r in range(len(rows)):
         row = rows[r]
         for g in range(groups):
-            i = row * groups + g
-            zero = byte_at(linear.zeros + i) if linear.zeros else np.float32(linear.zero)
-            scale = splat(scale_at(linear.scales, linear.brain_scales, i))
-            for column in range(g * group, (g + 1) * group, 2 * LANES):
-                low, high = _part(linear, row * blocks, column)
-                at = r * width + column
-                _put(out, at, (low - zero) * scale, brain)
-                _put(out, at + LANES, (high - zero) * scale, brain)
+            if g % LANES == 0:
+                i = row * groups + g
+                put_floats(own[0].ctypes.data, scales_at(linear, i))
+                put_floats(own[1].ctypes.data, zeros_at(linear, i))
+                if linear.mins:
+                    put_floats(own[2].ctypes.data, mins_at(linear, i))
+            scale, zero, least = own[0, g % LANES], own[1, g % LANES], own[2, g % LANES]
+            for column in range(g * group, min((g + 1) * group, width), LANES):
+                worth = (_codes(linear, kind, row * blocks * BLOCK + column) - zero) * scale
+                if kind == _INT8:
+                    worth = worth * linear.factor
+                if linear.mins:
+                    worth = _rounded(linear, _rounded(linear, worth) + least)
+                _put(out, r * width + column, worth, brain)
 
 
 @routine
-def _part(linear, first, column):  # type: ignore[no-untyped-def]
-    """The codes of 32 columns, in two lanes; `first` is the row's first block."""
-    at = first * BLOCK + column
-    if linear.kind == INT4:
-        word, place = words(linear.codes + at // BLOCK * BLOCK // 2), column % BLOCK // (2 * LANES)
-        even, odd = nibble_floats(word, place, 0), nibble_floats(word, place, 1)
-        return paired(even, odd, 0), paired(even, odd, 1)
-    return byte_floats(linear.codes + at), byte_floats(linear.codes + at + LANES)
+def _rounded(linear, worth):  # type: ignore[no-untyped-def]
+    if linear.rounded_bits:
+        return rounded_to(worth, linear.rounded_bits, splat(linear.least))
+    return worth
+
+
+@routine
+def _codes(linear, kind, at):  # type: ignore[no-untyped-def]
+    """What the codes of 16 columns stand for, before zeros and scales; `at` counts columns of blocks."""
+    if kind in (_INT4, _TABLE4):
+        block, part = at // BLOCK * (BLOCK // 2), at % BLOCK // PART
+        nibbles = nibble_floats(linear.codes + block, part, at % PART)
+        return named_floats(linear.table, nibbles) if kind == _TABLE4 else nibbles
+    if kind == _INT8:
+        return byte_floats(linear.codes + at)
+    if kind == _E4M3:
+        return e4m3_floats(linear.codes + at) * linear.unit
+    return e5m2_floats(linear.codes + at)
 
 
 @routine

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +14,7 @@ from torch import Tensor
 from qconvert.decoder.cpu.records import LAYER, MODEL, THREAD
 from qconvert.decoder.cpu.step import step
 from qconvert.decoder.cpu.team import Team
-from qconvert.decoder.cpu.weights import Multipliable, describe
+from qconvert.decoder.cpu.weights import Multipliable, describe, part_of
 from qconvert.decoder.rope import cos_sin
 from qconvert.quant.lanes import LANES
 
@@ -104,8 +107,16 @@ class CpuStep:
         }
         for name, norm in norms.items():
             record[name] = 0 if norm is None else self._vector(norm.weight)
-        record["qkv"], record["o"] = self._linear(attention.qkv[0]), self._linear(attention.o)
-        record["gate_up"], record["down"] = self._linear(mlp.gate_up[0]), self._linear(mlp.down)  # type: ignore[union-attr]
+        heads, kv_heads, width = attention.heads, attention.kv_heads, mlp.down.weight.shape[1]  # type: ignore[union-attr]
+        shares = [n * attention.head_dim for n in (heads, kv_heads, kv_heads)]
+        linears = {
+            **dict(zip("qkv", _apart(attention.qkv, shares), strict=True)),
+            **dict(zip(("gate", "up"), _apart(mlp.gate_up, [width, width]), strict=True)),  # type: ignore[union-attr]
+            "o": attention.o,
+            "down": mlp.down,  # type: ignore[union-attr]
+        }
+        for name, linear in linears.items():
+            record[name] = self._linear(linear)
         record["window"] = attention.window or 0
         return record
 
@@ -124,11 +135,22 @@ class CpuStep:
         return vector.data_ptr()
 
 
+def _apart(linears: Sequence[Linear], rows: Sequence[int]) -> Sequence[Linear]:
+    """Linears of so many rows, out of the one that they are stacked in, if they are; no copy."""
+    if len(linears) == len(rows):
+        return linears
+    whole, parts = linears[0], []
+    for start, stop in pairwise(accumulate(rows, initial=0)):
+        assert isinstance(whole.weight, Multipliable)
+        bias_O = None if whole.bias_O is None else whole.bias_O[start:stop]
+        parts.append(replace(whole, weight=part_of(whole.weight, slice(start, stop)), bias_O=bias_O))
+    return parts
+
+
 def cpu_step(decoder: Decoder) -> CpuStep | None:
     """The step of a decoder whose every layer and head the kernels can read; None for others.
 
-    They read dense layers with stacked projections in packed, bfloat16 or float32 form, of widths
-    that fill registers.
+    They read dense layers in packed, bfloat16 or float32 form, of widths that fill registers.
     """
     from qconvert.decoder.model import Mlp
 
@@ -138,8 +160,6 @@ def cpu_step(decoder: Decoder) -> CpuStep | None:
         if not isinstance(layer.mlp, Mlp):
             return None
         parts: list[Linear] = [*layer.attention.qkv, *layer.mlp.gate_up]
-        if len(parts) != 2:
-            return None
         weights += [part.weight for part in (*parts, layer.attention.o, layer.mlp.down)]
     widths = [config.hidden, config.head_dim, *(w.shape[1] for w in weights if isinstance(w, Multipliable))]
     readable = all(isinstance(weight, Multipliable) for weight in weights)

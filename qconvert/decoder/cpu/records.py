@@ -1,55 +1,57 @@
 """What the kernels are told of a model: flat records of sizes and byte addresses.
 
 Addresses are those of tensors and arrays that the maker of a record keeps alive. A missing array
-has the address 0. All sizes count elements; all fields are int64 but for `eps`.
+has the address 0. All sizes count elements; fields are int64 but for single numbers.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-FLOAT, BRAIN, INT8, INT4 = range(4)
-"""Kinds of a linear: float32 or bfloat16 numbers; int8, or nibbles in words, with scales."""
+FLOATS, BRAINS, HALVES, SMALL = range(4)
+"""Types of numbers of groups: float32, bfloat16, half precision; int8 to be multiplied by a float32."""
 
 _NUMBER = np.int64
 
 LINEAR = np.dtype(
     [
-        (name, _NUMBER)
-        for name in (
-            "kind",
-            "codes",
-            "scales",
-            "brain_scales",
-            "zeros",
-            "zero",
-            "group",
-            "rows",
-            "width",
-            "bias",
-        )
-    ]
+        *((name, _NUMBER) for name in ("kernel", "rows", "width", "bias")),
+        *((name, _NUMBER) for name in ("codes", "table", "group", "zeros", "zero")),
+        *((name, _NUMBER) for name in ("number_type", "scales", "supers", "mins", "super_mins", "shared")),
+        *((name, np.float32) for name in ("divisor", "factor", "unit")),
+        ("rounded_bits", np.int32),
+        ("least", np.float32),
+    ],
+    align=True,
 )
-"""`y = W x + bias` with W [rows, width], of which `group` neighbours in a row share a scale.
+"""`y = W x + bias` with W [rows, width]; `kernel` is the address of the code that multiplies by it.
 
-`scales` are bfloat16 where `brain_scales` is 1, else float32; `zeros` int8, one per scale, or none:
-then `zero` holds for all. A bias is float32.
+Of a dense weight, `codes` are its numbers. Of a grid, `group` neighbours in a row share a scale, and a
+weight is worth `(code - zero) * scale / divisor * factor + min`, or `number * scale / divisor` where a
+`table` (see `codes.py`) has numbers for codes; its whole numbers count `unit` each. `zeros` are int8,
+one per group, or none: then `zero` holds for all. Scales and mins (or none) are of `number_type`; of
+`SMALL` ones, `shared` neighbours have one in `supers` and `super_mins`. Where `rounded_bits` is not 0,
+decoding rounds product and sum to that many bits of fraction, numbers below `least` to its steps.
 """
 
 LAYER = np.dtype(
     [
         ("attention_norm", _NUMBER),
-        ("qkv", LINEAR),
+        ("q", LINEAR),
+        ("k", LINEAR),
+        ("v", LINEAR),
         ("q_norm", _NUMBER),
         ("k_norm", _NUMBER),
         ("o", LINEAR),
         ("mlp_norm", _NUMBER),
-        ("gate_up", LINEAR),
+        ("gate", LINEAR),
+        ("up", LINEAR),
         ("down", LINEAR),
         ("window", _NUMBER),
         ("keys", _NUMBER),
         ("values", _NUMBER),
-    ]
+    ],
+    align=True,
 )
 """One block of a dense decoder; norms are float32, keys and values [K, room, E] of the cache."""
 

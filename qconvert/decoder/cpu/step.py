@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qconvert.decoder.cpu.dots import multiply_rows
+from qconvert.decoder.cpu.kernels import multiply_rows
 from qconvert.decoder.cpu.team import meet
 from qconvert.decoder.cpu.words import (
     brains,
@@ -84,8 +84,12 @@ def _add(x, y, start, stop):  # type: ignore[no-untyped-def]
 
 @routine
 def _attention(model, layer, own, rank, size):  # type: ignore[no-untyped-def]
-    start, stop = _share(layer.qkv.rows, rank, size)
-    multiply_rows(layer.qkv, own.normal, model.qkv, start, stop)
+    y, q_rows, kv_rows = model.qkv, layer.q.rows, layer.k.rows
+    start, stop = _share(q_rows, rank, size)
+    multiply_rows(layer.q, own.normal, y, start, stop)
+    start, stop = _share(kv_rows, rank, size)
+    multiply_rows(layer.k, own.normal, y + 4 * q_rows, start, stop)
+    multiply_rows(layer.v, own.normal, y + 4 * (q_rows + kv_rows), start, stop)
     meet(model.turn, size)
     start, stop = _share(model.heads, rank, size)
     if start < stop:
@@ -189,8 +193,8 @@ def _mlp(model, layer, own, rank, size):  # type: ignore[no-untyped-def]
     width, y = model.mlp_width, own.gates
     start, stop = _share(width // LANES, rank, size)
     start, stop = start * LANES, stop * LANES
-    multiply_rows(layer.gate_up, own.normal, y, start, stop)
-    multiply_rows(layer.gate_up, own.normal, y, width + start, width + stop)
+    multiply_rows(layer.gate, own.normal, y, start, stop)
+    multiply_rows(layer.up, own.normal, y + 4 * width, start, stop)
     for i in range(start, stop, LANES):
         gate = floats(y + 4 * i)
         swish = gate / (_exp(-gate) + _F(1))

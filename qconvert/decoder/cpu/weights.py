@@ -1,44 +1,78 @@
 """Weights in the layout of the CPU kernels: made at load, never saved, the codes held in it alone.
 
-Legend: O out features (rows), I in features, G groups, B bytes or words of a row, N rows of the
-input, R rows asked for. Rows are padded to whole blocks of 128 columns. Of 8 bits, byte i of a row is
-column i. Of 4 bits, a block is sixteen words:
-
-    bits of word l      0-3   4-7   8-11  12-15   16-19 ...
-    column of block     2l    32+2l 64+2l 96+2l   2l+1  ...
-
-so that one mask takes 32 neighbours out of a block, as pairs of 16-bit numbers.
+Legend: O out features (rows), I in features, G groups, B bytes of a row, N rows of the input, R rows
+asked for. Rows are padded to whole blocks of 128 columns; `codes.py` says how a block lies in memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.decoder.cpu.records import BRAIN, FLOAT, INT4, INT8, LINEAR
+from qconvert.decoder.cpu.codes import TABLE_NUMBERS
+from qconvert.decoder.cpu.kernels import kernel_address
+from qconvert.decoder.cpu.lower import Levels, Lowered, Recipe, recipe_for
+from qconvert.decoder.cpu.records import BRAINS, FLOATS, HALVES, LINEAR, SMALL
 from qconvert.decoder.cpu.words import BLOCK, PART
 from qconvert.decoder.storage import DenseWeight, NarrowWeight, as_tensor
-from qconvert.tensors import DType, IntAffine
+from qconvert.quant.lanes import LANES
+from qconvert.tensors import DType, Value
+
+_PACKED_CODES = 4 << 20
+"""Codes that are unpacked at a time, a byte each, while a weight is packed."""
+_MOST = 32767
+_DENOMINATORS = (1, 2, 192)
+"""Of E2M1 and the whole numbers of IQ4, and of bitsandbytes' FP4: what makes all numbers whole."""
+_ROUNDING = {DType.F32: (0, 0.0), DType.BF16: (7, 2.0**-126), DType.F16: (10, 2.0**-14)}
+"""Bits of fraction of a float type, and its smallest normal number."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNumbers:
+    """A number for each group, `stored_OG` float32, bfloat16, half precision; or int8, each to be
+    multiplied by the float32 in `super_OS` of its run of groups.
+    """
+
+    stored_OG: Tensor
+    super_OS: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return self.stored_OG.nbytes + (0 if self.super_OS is None else self.super_OS.nbytes)
+
+    def part(self, index: slice) -> GroupNumbers:
+        """Those of some rows; no copy."""
+        return GroupNumbers(self.stored_OG[index], None if self.super_OS is None else self.super_OS[index])
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGrid:
-    """A grid of up to 8 bits, worth `scale * (code - zero)`, computed with as `dtype`.
+    """Codes worth `(code - zero) * scale / divisor * factor + min`, computed with as `dtype`.
 
-    `codes_OB` int32 [O, words] of kind `int4-cpu`, else int8 [O, bytes]; scales bfloat16 or float32;
-    `zeros_OG` int8, or None where the number `zero` is that of all groups.
+    `codes_OB` uint8 [O, bytes]: nibbles of kind `int4-cpu`, or `table4-cpu` where a number of a table
+    stands for `code - zero`; else bytes, signed ones (`int8-cpu`) or floats (`e4m3-cpu`, `e5m2-cpu`).
+    `table` is that of the kernels, uint8. `zeros_OG` int8, or None where `zero` is that of all groups.
+    Decoding rounds product and sum to `rounding`, the type that the layout's own tools compute in.
     """
 
     codes_OB: Tensor
-    scales_OG: Tensor
+    scales: GroupNumbers
+    mins: GroupNumbers | None
     zeros_OG: Tensor | None
-    zero: int
+    recipe: Recipe
+    table: Tensor | None
+    unit: float
     width: int
     dtype: torch.dtype
-    kind: str
+
+    @property
+    def kind(self) -> str:
+        return f"{self.recipe.kind}-cpu"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,14 +81,17 @@ class PackedGrid:
     @property
     def nbytes(self) -> int:
         """Bytes held in memory."""
-        zeros = 0 if self.zeros_OG is None else self.zeros_OG.nbytes
-        return self.codes_OB.nbytes + self.scales_OG.nbytes + zeros
+        held = [self.scales.nbytes, 0 if self.mins is None else self.mins.nbytes]
+        return self.codes_OB.nbytes + sum(held) + (0 if self.zeros_OG is None else self.zeros_OG.nbytes)
 
     def part(self, index: slice) -> PackedGrid:
         """Some of the rows as a weight of their own; no copy."""
-        zeros_OG = None if self.zeros_OG is None else self.zeros_OG[index]
         return replace(
-            self, codes_OB=self.codes_OB[index], scales_OG=self.scales_OG[index], zeros_OG=zeros_OG
+            self,
+            codes_OB=self.codes_OB[index],
+            scales=self.scales.part(index),
+            mins=None if self.mins is None else self.mins.part(index),
+            zeros_OG=None if self.zeros_OG is None else self.zeros_OG[index],
         )
 
     def rows(self, index: slice | Tensor) -> Tensor:
@@ -68,57 +105,147 @@ Multipliable = PackedGrid | DenseWeight | NarrowWeight
 """What the kernels multiply by."""
 
 
-def pack_grid(value: IntAffine, dtype: torch.dtype) -> PackedGrid | None:
-    """The grid in the layout of the kernels; None for groups that are no multiple of 32 columns."""
-    form, (out, width) = value.form, value.codes_RI.shape
-    if width // form.groups(width) % PART:
+def part_of(weight: Multipliable, index: slice) -> Multipliable:
+    """Some of the rows as a weight of their own; no copy."""
+    if isinstance(weight, PackedGrid):
+        return weight.part(index)
+    return replace(weight, w_OI=weight.w_OI[index])
+
+
+def pack_grid(value: Value, dtype: torch.dtype) -> PackedGrid | None:
+    """A quantized weight in the layout of the kernels, packed some rows at a time.
+
+    None for forms that are no grid (lattices, columns in activation order), groups that are no multiple
+    of 16 columns, and widths that are none of 32.
+    """
+    recipe, rows = recipe_for(value), value.rows
+    if recipe is None or not rows:
         return None
-    packs, middle = form.bits <= 4, 1 << (form.bits - 1)
+    first = recipe.take(value.with_arrays(tuple(array[:1] for array in value.arrays)))
+    width = first.codes_RI.shape[1]
+    whole = width % recipe.group == 0 or recipe.group % BLOCK == 0
+    if width % PART or recipe.group % LANES or not whole:
+        return None
+    nibbles = recipe.kind in ("int4", "table4")
     padded = (width + BLOCK - 1) // BLOCK * BLOCK
-    codes_OI = np.zeros((out, padded), np.uint8)
-    codes_OI[:, :width] = value.codes_RI
-    # Bytes are signed: a symmetric grid then has its zero at 0, any other at a stored one less 128.
-    shift = 0 if packs else middle if value.zeros_RG is None else 128
-    scales_OG = as_tensor(value.scales_RG, value.form.scale_dtype)
+    codes_OB = torch.empty(rows, padded // (2 if nibbles else 1), dtype=torch.uint8)
+    scales, mins = _room(first.scales, rows), None if first.mins is None else _room(first.mins, rows)
     zeros_OG = None
-    if value.zeros_RG is not None:
-        zeros_OG = torch.from_numpy((value.zeros_RG.astype(np.int16) - shift).astype(np.int8))
-    return PackedGrid(
-        codes_OB=_words(codes_OI) if packs else torch.from_numpy(codes_OI - np.uint8(shift)).view(torch.int8),
-        scales_OG=scales_OG if form.scale_dtype is DType.BF16 else scales_OG.float(),
-        zeros_OG=zeros_OG,
-        zero=middle - shift if zeros_OG is None else 0,
-        width=width,
-        dtype=dtype,
-        kind="int4-cpu" if packs else "int8-cpu",
+    if first.zeros_RG is not None:
+        zeros_OG = _slack(rows, first.zeros_RG.shape[1], torch.int8)
+    for block, some in _lowered(value, recipe, width):
+        codes_RI = np.zeros((len(some.codes_RI), padded), np.uint8)
+        codes_RI[:, :width] = some.codes_RI
+        codes_OB[block] = torch.from_numpy(_nibbles(codes_RI) if nibbles else codes_RI)
+        _fill(scales, block, some.scales)
+        if mins is not None and some.mins is not None:
+            _fill(mins, block, some.mins)
+        if zeros_OG is not None:
+            zeros_OG[block] = torch.from_numpy(some.zeros_RG)
+    table, unit = (None, 1.0) if recipe.table is None else _table(recipe.table)
+    if recipe.kind == "e4m3":
+        unit = 256.0
+    return PackedGrid(codes_OB, scales, mins, zeros_OG, recipe, table, unit, width, dtype)
+
+
+def _lowered(value: Value, recipe: Recipe, width: int) -> Iterator[tuple[slice, Lowered]]:
+    step = max(1, _PACKED_CODES // width)
+    for start in range(0, value.rows, step):
+        block = slice(start, start + step)
+        yield block, recipe.take(value.with_arrays(tuple(array[block] for array in value.arrays)))
+
+
+def _slack(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """An array with some numbers behind it, which the kernels may read and make nothing of."""
+    return torch.zeros(rows * columns + LANES, dtype=dtype)[: rows * columns].view(rows, columns)
+
+
+def _room(levels: Levels, rows: int) -> GroupNumbers:
+    types = {DType.BF16: torch.bfloat16, DType.F16: torch.float16, DType.I8: torch.int8}
+    stored_OG = _slack(rows, levels.stored_RG.shape[1], types.get(levels.dtype, torch.float32))
+    if levels.super_RS is None:
+        return GroupNumbers(stored_OG)
+    return GroupNumbers(stored_OG, _slack(rows, levels.super_RS.shape[1], torch.float32))
+
+
+def _fill(numbers: GroupNumbers, block: slice, levels: Levels) -> None:
+    stored = np.ascontiguousarray(levels.stored_RG)
+    numbers.stored_OG[block] = (
+        torch.from_numpy(stored) if levels.dtype is DType.I8 else as_tensor(stored, levels.dtype)
     )
+    if numbers.super_OS is not None and levels.super_RS is not None:
+        numbers.super_OS[block] = torch.from_numpy(levels.super_RS)
 
 
-def _words(codes_OI: np.ndarray) -> Tensor:
-    """Codes of 4 bits as words, in the order of the module's table."""
-    out, width = codes_OI.shape
-    pairs = codes_OI.reshape(out, width // BLOCK, 4, 16, 2)
-    words = np.zeros((out, width // BLOCK, 16, 4), np.uint8)  # the bytes of each word
-    for half in (0, 1):
-        for byte in (0, 1):
-            low, high = pairs[:, :, 2 * byte, :, half], pairs[:, :, 2 * byte + 1, :, half]
-            words[..., 2 * half + byte] = low | high << 4
-    return torch.from_numpy(words.reshape(out, width // 2).view("<i4"))
+def _nibbles(codes_RI: np.ndarray) -> np.ndarray:
+    """Codes of 4 bits in the order of `codes.py`: [rows, padded width / 2]."""
+    rows, width = codes_RI.shape
+    runs = codes_RI.reshape(rows, width // (2 * PART), 2, 2, 2, 8).swapaxes(3, 4)  # run, half of bytes
+    packed: np.ndarray = runs[:, :, 0] | runs[:, :, 1] << 4
+    return packed.reshape(rows, width // 2)
+
+
+def _table(numbers: np.ndarray) -> tuple[Tensor, float]:
+    """Numbers as the kernels read them, uint8 [128], and what their whole numbers count in."""
+    wholes = [(np.rint(numbers * d), 1 / d) for d in _DENOMINATORS]
+    exact = [pair for pair in wholes if np.allclose(pair[0] * pair[1], numbers, rtol=1e-6, atol=0)]
+    if not exact:
+        # The unit that leaves the least: some count of steps to the largest number.
+        tops = np.abs(numbers).max() / np.arange(_MOST // 2, _MOST + 1)
+        rest = np.abs(np.rint(numbers / tops[:, None]) * tops[:, None] - numbers).max(axis=1)
+        unit = float(tops[rest.argmin()])
+        exact = [(np.rint(numbers / unit), unit)]
+    whole, unit = exact[0]
+    low_high = whole.astype("<i2").view(np.uint8).reshape(TABLE_NUMBERS, 2).T
+    table = np.concatenate([np.repeat(low_high, 2, axis=0).ravel(), numbers.astype("<f4").view(np.uint8)])
+    return torch.from_numpy(table), unit
 
 
 def describe(weight: Multipliable, bias_O: Tensor | None = None) -> np.ndarray:
     """The record of a linear; the caller keeps weight and bias (float32, contiguous) alive."""
     record = np.zeros(1, LINEAR)
     record["rows"], record["width"] = weight.shape
-    record["bias"] = 0 if bias_O is None else bias_O.data_ptr()
+    record["bias"] = _address(bias_O)
     if isinstance(weight, DenseWeight | NarrowWeight):
-        record["kind"] = BRAIN if weight.w_OI.dtype == torch.bfloat16 else FLOAT
+        record["kernel"] = kernel_address(str(weight.w_OI.dtype).removeprefix("torch."))
         record["codes"] = weight.w_OI.data_ptr()
         return record
-    record["kind"] = INT4 if weight.codes_OB.dtype == torch.int32 else INT8
-    record["codes"], record["scales"] = weight.codes_OB.data_ptr(), weight.scales_OG.data_ptr()
-    record["brain_scales"] = weight.scales_OG.dtype == torch.bfloat16
-    record["zeros"] = 0 if weight.zeros_OG is None else weight.zeros_OG.data_ptr()
-    record["zero"] = weight.zero
-    record["group"] = weight.width // weight.scales_OG.shape[1]
+    recipe, scales, mins = weight.recipe, weight.scales, weight.mins
+    types = {torch.float32: FLOATS, torch.bfloat16: BRAINS, torch.float16: HALVES, torch.int8: SMALL}
+    supers = scales.super_OS
+    rounded_bits, least = _ROUNDING[recipe.rounding]
+    fields = {
+        "kernel": kernel_address(_kernel_of(recipe)),
+        "codes": weight.codes_OB.data_ptr(),
+        "table": _address(weight.table),
+        "group": recipe.group,
+        "zeros": _address(weight.zeros_OG),
+        "zero": recipe.zero,
+        "number_type": types[scales.stored_OG.dtype],
+        "scales": scales.stored_OG.data_ptr(),
+        "supers": _address(supers),
+        "mins": 0 if mins is None else mins.stored_OG.data_ptr(),
+        "super_mins": 0 if mins is None else _address(mins.super_OS),
+        "shared": 0 if supers is None else scales.stored_OG.shape[1] // supers.shape[1],
+        "divisor": recipe.divisor,
+        "factor": recipe.factor,
+        "unit": weight.unit,
+        "rounded_bits": rounded_bits,
+        "least": least,
+    }
+    for name, number in fields.items():
+        record[name] = number
     return record
+
+
+def _kernel_of(recipe: Recipe) -> str:
+    names = {"int4": "nibbles", "int8": "bytes"}
+    if recipe.kind == "table4":
+        return "looked_up_by_halves"
+    if recipe.kind not in names:
+        return recipe.kind
+    return f"{names[recipe.kind]}_by_{'halves' if recipe.group % BLOCK else 'blocks'}"
+
+
+def _address(array: Tensor | None) -> int:
+    return 0 if array is None else array.data_ptr()

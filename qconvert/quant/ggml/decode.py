@@ -16,7 +16,7 @@ from qconvert.gguf_types import GGMLType
 
 _PIECE = 1 << 16  # elements decoded at a time, so that temporaries stay in the cache
 # The doubled values of E2M1 by code: kvalues_mxfp4 in ggml-common.h.
-_E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32
 )  # kvalues_iq4nl
@@ -123,30 +123,39 @@ def _iq4_xs(blocks: np.ndarray) -> np.ndarray:
     return _flat(_in_parts(IQ4_VALUES[fields(blocks[:, 8:], 4, 16)], half(blocks, 0) * s))
 
 
+def mxfp4_scales(stored: np.ndarray) -> np.ndarray:
+    """Powers of two for their bytes, halved to suit the doubled values."""
+    scales: np.ndarray = np.ldexp(np.float32(1), stored.astype(np.int32) - 128)
+    return scales
+
+
 def _mxfp4(blocks: np.ndarray) -> Any:
-    scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
-    return _E2M1_DOUBLED[fields(blocks[:, 1:], 4, 16)] * scales
+    return E2M1_DOUBLED[fields(blocks[:, 1:], 4, 16)] * mxfp4_scales(blocks[:, :1])
+
+
+def nvfp4_scales(stored: np.ndarray) -> np.ndarray:
+    """Numbers in E4M3 without its sign, halved to suit the doubled values; byte 0x7F stands for 0."""
+    exponent = (stored >> 3 & 15).astype(np.int32)
+    mantissa = (stored & 7).astype(np.float32)
+    normal = np.ldexp(1 + mantissa / 8, exponent - 8)
+    scales: np.ndarray = np.where(exponent == 0, np.ldexp(mantissa, -10), normal)
+    scales[stored == 0x7F] = 0
+    return scales
 
 
 def _nvfp4(blocks: np.ndarray) -> np.ndarray:
-    """Four scales in E4M3 without its sign, halved to suit the doubled values; byte 0x7F stands for 0."""
-    exponent = (blocks[:, :4] >> 3 & 15).astype(np.int32)
-    mantissa = (blocks[:, :4] & 7).astype(np.float32)
-    normal = np.ldexp(1 + mantissa / 8, exponent - 8)
-    scales = np.where(exponent == 0, np.ldexp(mantissa, -10), normal)
-    scales[blocks[:, :4] == 0x7F] = 0
-    return _flat(_in_parts(_E2M1_DOUBLED[fields(blocks[:, 4:], 4, 8)], scales))
+    return _flat(_in_parts(E2M1_DOUBLED[fields(blocks[:, 4:], 4, 8)], nvfp4_scales(blocks[:, :4])))
 
 
-def _trits(stored: np.ndarray, count: int) -> np.ndarray:
+def trits(stored: np.ndarray, count: int) -> np.ndarray:
     """The `count` leading trits of bytes that hold ceil(n * 256 / 243) of a five-digit n."""
     shifted = stored[:, None, :] * _POWERS_OF_3[:count, None]
     return ((shifted.astype(np.uint16) * 3) >> 8).reshape(len(stored), -1)
 
 
 def _tq1_0(blocks: np.ndarray) -> Any:
-    trits = [_trits(blocks[:, :32], 5), _trits(blocks[:, 32:48], 5), _trits(blocks[:, 48:52], 4)]
-    return (np.concatenate(trits, axis=1).astype(np.float32) - 1) * half(blocks, 52)
+    runs = [trits(blocks[:, :32], 5), trits(blocks[:, 32:48], 5), trits(blocks[:, 48:52], 4)]
+    return (np.concatenate(runs, axis=1).astype(np.float32) - 1) * half(blocks, 52)
 
 
 def _tq2_0(blocks: np.ndarray) -> Any:

@@ -1,0 +1,190 @@
+"""Every grid as one that the CPU kernels know: small whole codes, or codes of a table, and numbers of groups.
+
+A `Recipe` says of a whole weight what is the same for all of its rows, and how rows of it come apart
+into codes and the numbers of their groups; `weights.py` packs what that gives, some rows at a time.
+Legend: R rows, I columns, G groups of a row, S runs of groups that share a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from qconvert.gguf_types import GGMLType
+from qconvert.quant.codebook import TABLES, wide
+from qconvert.quant.ggml.decode import E2M1_DOUBLED, IQ4_VALUES, fields, mxfp4_scales, nvfp4_scales
+from qconvert.quant.ggml.parts import PARTS, ZEROS, Numbers
+from qconvert.quant.grids import INT8_STEP
+from qconvert.tensors import BlockRows, Coded, DType, IntAffine, MinAffine, Value
+
+_BYTE_ZERO = 128
+"""Codes of more than 4 bits become signed bytes by taking this away, and their zero moves with them."""
+_HALF_MOST = 65504
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Numbers of groups as they are kept: `stored_RG` in the carrier of `dtype`, or int8 (dtype I8) to be
+    multiplied by `super_RS`, float32.
+    """
+
+    stored_RG: np.ndarray
+    dtype: DType
+    super_RS: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """Some rows: codes uint8 [R, I] (signed ones as their bytes), and the numbers of their groups."""
+
+    codes_RI: np.ndarray
+    scales: Levels
+    mins: Levels | None = None
+    zeros_RG: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What holds for all rows: see `PackedGrid`, whose fields these become. `take` lowers some rows.
+
+    `kind` is that of the codes: `int4`, `table4`, `int8`, `e4m3` or `e5m2`.
+    """
+
+    kind: str
+    group: int
+    take: Callable[[Value], Lowered]
+    zero: int = 0
+    table: np.ndarray | None = None
+    divisor: float = 1.0
+    factor: float = 1.0
+    rounding: DType = DType.F32
+
+
+def recipe_for(value: Value) -> Recipe | None:
+    """How to lower a weight; None for numbers that are no grid, or one that the kernels cannot hold."""
+    match value:
+        case IntAffine(groups_I=None):
+            return _of_integers(value)
+        case MinAffine():
+            return _of_mins(value)
+        case Coded():
+            return _of_table(value)
+        case BlockRows():
+            return _of_blocks(value)
+    return None
+
+
+def _of_integers(value: IntAffine) -> Recipe:
+    form, middle = value.form, 1 << (value.form.bits - 1)
+    symmetric, packs = value.zeros_RG is None, form.bits <= 4
+    shift = 0 if packs else middle if symmetric else _BYTE_ZERO
+
+    def take(rows: Value) -> Lowered:
+        assert isinstance(rows, IntAffine)
+        zeros_RG = None if rows.zeros_RG is None else (rows.zeros_RG.astype(np.int16) - shift).astype(np.int8)
+        codes_RI = rows.codes_RI - np.uint8(shift) if shift else rows.codes_RI
+        return Lowered(codes_RI, Levels(rows.scales_RG, form.scale_dtype), None, zeros_RG)
+
+    group = form.group_size or value.codes_RI.shape[1]
+    return Recipe("int4" if packs else "int8", group, take, middle - shift if symmetric else 0)
+
+
+def _of_mins(value: MinAffine) -> Recipe | None:
+    form = value.form
+    packs = form.bits <= 4
+    shift = 0 if packs else _BYTE_ZERO
+    if form.scale_dtype is DType.F16 and _beyond_halves(value):
+        return None
+
+    def take(rows: Value) -> Lowered:
+        assert isinstance(rows, MinAffine)
+        scales, mins = (Levels(array, form.scale_dtype) for array in (rows.scales_RG, rows.mins_RG))
+        return Lowered(rows.codes_RI - np.uint8(shift) if shift else rows.codes_RI, scales, mins)
+
+    return Recipe("int4" if packs else "int8", form.group_size, take, -shift, rounding=form.scale_dtype)
+
+
+def _beyond_halves(value: MinAffine) -> bool:
+    """Whether products of codes and scales may leave half precision."""
+    scales_RG, mins_RG = (np.abs(array.astype(np.float32)) for array in (value.scales_RG, value.mins_RG))
+    most = scales_RG.max(initial=0) * (1 << value.form.bits) + mins_RG.max(initial=0)
+    return not most < _HALF_MOST
+
+
+def _of_table(value: Coded) -> Recipe | None:
+    form, width = value.form, value.codes_RI.shape[1]
+    if form.table == "e4m3" and bool((value.codes_RI & 0x7F == 0x7F).any()):
+        return None  # NaN
+    kept = DType.BF16 if form.scale_dtype in (DType.F8_E8M0, DType.F8_E4M3) else form.scale_dtype
+
+    def take(rows: Value) -> Lowered:
+        assert isinstance(rows, Coded)
+        scales_RG = rows.scales_RG
+        if kept is not form.scale_dtype:  # bfloat16 holds both
+            scales_RG = _upper(wide(scales_RG, form.scale_dtype))
+        return Lowered(rows.codes_RI, Levels(scales_RG, kept))
+
+    kind = {"int8": "int8", "e4m3": "e4m3", "e5m2": "e5m2"}.get(form.table, "table4")
+    return Recipe(
+        kind,
+        form.group_size or width,
+        take,
+        table=TABLES[form.table] if kind == "table4" else None,
+        divisor=1.0 if value.divisor is None else value.divisor,
+        factor=float(INT8_STEP) if form.table == "int8" else 1.0,
+    )
+
+
+def _upper(numbers: np.ndarray) -> np.ndarray:
+    """float32 numbers of at most 8 significant bits as bfloat16, in its carrier."""
+    upper: np.ndarray = (np.ascontiguousarray(numbers).view(np.uint32) >> 16).astype(np.uint16)
+    return upper
+
+
+def _of_blocks(value: BlockRows) -> Recipe | None:
+    kind = GGMLType[value.form.type]
+    if kind in (GGMLType.MXFP4, GGMLType.NVFP4):
+        return _of_float_blocks(kind)
+    if kind.name not in PARTS:
+        return None
+    probe = PARTS[kind.name](np.zeros((1, kind.block_bytes), np.uint8))
+    table = IQ4_VALUES if kind in (GGMLType.IQ4_NL, GGMLType.IQ4_XS) else None
+    wide_codes = kind.name in ("Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")
+    zero = ZEROS.get(kind.name, 0)
+    shift = zero if wide_codes else 0  # codes of 5 bits with mins are as good as signed
+
+    def take(rows: Value) -> Lowered:
+        assert isinstance(rows, BlockRows)
+        parts = PARTS[kind.name](np.ascontiguousarray(rows.bytes_RB).reshape(-1, kind.block_bytes))
+        codes_RI = parts.codes_NI.reshape(rows.rows, -1)
+        mins = None if parts.mins is None else _by_rows(parts.mins, rows.rows)
+        return Lowered(
+            codes_RI - np.uint8(shift) if shift else codes_RI, _by_rows(parts.scales, rows.rows), mins
+        )
+
+    group = kind.block // probe.scales.stored_NG.shape[1]
+    name = "int8" if wide_codes else "int4" if table is None else "table4"
+    return Recipe(name, group, take, zero - shift, table)
+
+
+def _by_rows(numbers: Numbers, rows: int) -> Levels:
+    stored_RG = numbers.stored_NG.reshape(rows, -1)
+    if numbers.super_N is None:
+        return Levels(stored_RG, DType.F16)
+    return Levels(stored_RG, DType.I8, numbers.super_N.reshape(rows, -1))
+
+
+def _of_float_blocks(kind: GGMLType) -> Recipe:
+    """MXFP4 and NVFP4: E2M1, its numbers doubled and the scales halved."""
+    heads, run, scales = (1, 16, mxfp4_scales) if kind is GGMLType.MXFP4 else (4, 8, nvfp4_scales)
+
+    def take(rows: Value) -> Lowered:
+        assert isinstance(rows, BlockRows)
+        blocks = np.ascontiguousarray(rows.bytes_RB).reshape(-1, kind.block_bytes)
+        codes_RI = fields(blocks[:, heads:], 4, run).reshape(rows.rows, -1)
+        stored_RG = _upper(scales(blocks[:, :heads])).reshape(rows.rows, -1)
+        return Lowered(codes_RI, Levels(stored_RG, DType.BF16))
+
+    return Recipe("table4", kind.block // heads, take, table=E2M1_DOUBLED)

@@ -1,0 +1,262 @@
+"""Grids of every layout in the CPU's kernels: worth what the layout says, at about the size it stores."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from qconvert.decoder.cpu import dots
+from qconvert.decoder.cpu.decode import multiply_few
+from qconvert.decoder.cpu.kernels import KERNELS
+from qconvert.decoder.cpu.weights import PackedGrid, pack_grid
+from qconvert.decoder.linear import BACKENDS, Linear
+from qconvert.decoder.place import Layout, place_rows, place_weight
+from qconvert.gguf_types import GGMLType
+from qconvert.quant.codebook import wide
+from qconvert.tensors import (
+    BlockRows,
+    Codebook,
+    Coded,
+    DType,
+    GroupInt,
+    GroupMin,
+    IntAffine,
+    MinAffine,
+    Value,
+)
+from tests.test_decoder_cpu import BF16, FIXED_POINT, inputs, relative_error
+from tests.test_decoder_linear import CPU, random_value
+
+ROWS = 37
+# Where the half-precision numbers of a block are.
+HALVES = {
+    "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82],
+    "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0],
+    "TQ1_0": [52], "TQ2_0": [64], "Q1_0": [0], "Q2_0": [0], "MXFP4": [], "NVFP4": [],
+}  # fmt: skip
+# Bits per weight in memory: codes of 5 and 6 bits take 8 there, those of fewer than 4 bits take 4.
+GGUF_BITS = {
+    "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 8.5, "Q5_1": 9, "Q8_0": 8.5, "Q2_K": 5.25, "Q3_K": 4.625,
+    "Q4_K": 4.75, "Q5_K": 8.75, "Q6_K": 8.625, "IQ4_NL": 4.5, "IQ4_XS": 4.375, "TQ1_0": 4.0625,
+    "TQ2_0": 4.0625, "Q1_0": 4.125, "Q2_0": 4.25, "MXFP4": 4.5, "NVFP4": 5,
+}  # fmt: skip
+CODEBOOKS = [
+    Codebook("nf4", 64, DType.F32, DType.BF16),
+    Codebook("nf4", 4096, DType.F32, DType.BF16),
+    Codebook("fp4", 64, DType.F32, DType.F16),
+    Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16),
+    Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16, second="divided"),
+    Codebook("int8", None, DType.F32, DType.F16),
+    Codebook("e4m3", None, DType.BF16, DType.BF16),
+    Codebook("e4m3", None, DType.F32, DType.BF16, group_rows=None),
+    Codebook("e4m3", 128, DType.F32, DType.BF16, group_rows=128),
+    Codebook("e4m3", 32, DType.F8_E8M0, DType.BF16),
+    Codebook("e5m2", None, DType.F32, DType.BF16),
+]
+MINS = [
+    GroupMin(bits, group, dtype)
+    for bits, group in ((2, 32), (3, 64), (4, 64), (5, 32), (6, 128), (8, 64))
+    for dtype in (DType.F32, DType.F16, DType.BF16)
+]
+
+
+def carried(numbers: np.ndarray, dtype: DType) -> np.ndarray:
+    if dtype is DType.BF16:
+        return (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return numbers.astype(dtype.carrier)
+
+
+def blocks(name: str, rows: int, width: int) -> BlockRows:
+    """Random blocks with half-precision numbers of weights."""
+    kind, rng = GGMLType[name], np.random.default_rng(7)
+    count = rows * width // kind.block
+    made = rng.integers(0, 256, (count, kind.block_bytes), dtype=np.uint8)
+    for at in HALVES[name]:
+        made[:, at : at + 2] = rng.uniform(0.01, 0.1, (count, 1)).astype("<f2").view(np.uint8)
+    if name == "MXFP4":
+        made[:, 0] = rng.integers(115, 126, count)
+    if name == "NVFP4":
+        made[:, :4] = rng.integers(0, 0x60, (count, 4))
+        made[0, :2] = 0x7F, 0xFF
+    return BlockRows(made.reshape(rows, -1), kind.form)  # type: ignore[arg-type]
+
+
+def coded(form: Codebook, rows: int, width: int) -> Coded:
+    rng = np.random.default_rng(3)
+    codes = rng.integers(0, 1 << form.bits, (rows, width), dtype=np.uint8)
+    if form.table in ("e4m3", "e5m2"):
+        codes[(codes & 0x7F) > 0x77] = 0x11  # neither NaN nor infinity
+    shape = (rows, form.groups(width))
+    if form.scale_dtype is DType.F8_E8M0:
+        scales = rng.integers(110, 126, shape, dtype=np.uint8)
+    elif form.scale_dtype is DType.F8_E4M3:
+        scales = rng.integers(1, 0x7E, shape, dtype=np.uint8)
+    else:
+        scales = carried(rng.uniform(0.01, 0.1, shape), form.scale_dtype)
+    return Coded(codes, scales, form, 1234.5 if form.second == "divided" else None)
+
+
+def with_mins(form: GroupMin, rows: int, width: int) -> MinAffine:
+    rng, shape = np.random.default_rng(form.bits), (rows, form.groups(width))
+    codes = rng.integers(0, 1 << form.bits, (rows, width), dtype=np.uint8)
+    scales = rng.uniform(0.01, 0.1, shape)
+    mins = -scales * rng.uniform(0, 1 << form.bits, shape)
+    return MinAffine(codes, carried(scales, form.scale_dtype), carried(mins, form.scale_dtype), form)
+
+
+def packed(value: Value, dtype: torch.dtype = torch.float32) -> PackedGrid:
+    weight = pack_grid(value, dtype)
+    assert weight is not None
+    return weight
+
+
+CASES = [
+    *((name, partial(blocks, name), kind.block) for name in HALVES for kind in (GGMLType[name],)),
+    *((form.label, partial(coded, form), 128 if form.group_size else 32) for form in CODEBOOKS),
+    *((f"{form.label}-{form.scale_dtype.label}", partial(with_mins, form), form.group_size) for form in MINS),
+]
+
+
+def values() -> list[Value]:
+    """Every case at every width that holds whole groups and fills its blocks of 128, or does not."""
+    made: list[Value] = []
+    for _, make, least in CASES:
+        widths = [width for width in (32, 96, 160, 256, 896, 1024) if width % least == 0]
+        made += [make(ROWS, width) for width in widths if width % 64 == 0 or least == 32]
+    return made
+
+
+def unrounded(value: Value) -> np.ndarray:
+    """What a value stands for, float64, but `code * scale + min` without MLX's roundings of weights: its
+    products (`qdot` in mlx/backend/metal/kernels/quantized.h) are `scale * sum of code * x + min * sum of x`.
+    """
+    if not isinstance(value, MinAffine):
+        return place_rows(value, CPU, torch.float32).rows(slice(None)).double().numpy()
+    scales, mins = (
+        wide(a, value.form.scale_dtype).astype(np.float64) for a in (value.scales_RG, value.mins_RG)
+    )
+    size = value.form.group_size
+    return value.codes_RI * np.repeat(scales, size, axis=1) + np.repeat(mins, size, axis=1)
+
+
+def label(value: Value) -> str:
+    return f"{value.form.label}-{value.form.decoded.label}-{value.arrays[0].shape[1]}"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("value", values(), ids=label)
+def test_rows_are_the_reference_s_and_products_theirs(value: Value) -> None:
+    weight, width = packed(value), place_rows(value, CPU, torch.float32).shape[1]
+    for dtype in (torch.float32, BF16):
+        exact, made = place_rows(value, CPU, dtype), packed(value, dtype)
+        for index in (slice(None), slice(3, 8), torch.tensor([36, 0, 0])):
+            assert torch.equal(made.rows(index), exact.rows(index))
+    assert torch.equal(weight.part(slice(5, 20)).rows(slice(None)), weight.rows(slice(5, 20)))
+    x_NI, bias_O = inputs(3, width), torch.arange(float(ROWS))
+    want_NO = x_NI.double() @ torch.from_numpy(unrounded(value)).T + bias_O
+    assert relative_error(multiply_few(x_NI, weight, bias_O), want_NO) < FIXED_POINT
+    part_NO = multiply_few(x_NI, weight.part(slice(5, 20)), bias_O[5:20])
+    assert torch.equal(part_NO, multiply_few(x_NI, weight, bias_O)[:, 5:20])
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(DType.BF16, 2.0**-8), (DType.F16, 2.0**-11)])
+def test_mlx_s_products_are_within_a_rounding_of_its_decoded_numbers(dtype: DType, rounding: float) -> None:
+    value = with_mins(GroupMin(4, 64, dtype), ROWS, 1024)
+    x_NI = inputs(2, 1024)
+    want_NO = x_NI.double() @ place_rows(value, CPU, torch.float32).rows(slice(None)).double().T
+    assert relative_error(multiply_few(x_NI, packed(value)), want_NO) < rounding
+
+
+def test_mlx_s_own_products_agree() -> None:
+    mx = pytest.importorskip("mlx.core")
+    rng = np.random.default_rng(0)
+    w_OI, x_NI = (
+        rng.standard_normal((64, 512)).astype(np.float32),
+        rng.standard_normal((1, 512)).astype(np.float32),
+    )
+    words, scales, biases = mx.quantize(mx.array(w_OI), group_size=64, bits=4)
+    theirs = mx.quantized_matmul(mx.array(x_NI), words, scales, biases, group_size=64, bits=4)
+    codes = (np.array(words)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).reshape(64, 512)
+    form = GroupMin(4, 64, DType.F32)
+    value = MinAffine(codes.astype(np.uint8), np.array(scales), np.array(biases), form)
+    ours = multiply_few(torch.from_numpy(x_NI), packed(value))
+    assert relative_error(ours, torch.from_numpy(np.array(theirs))) < FIXED_POINT
+
+
+@pytest.mark.parametrize("name", list(GGUF_BITS))
+def test_memory_is_near_what_is_stored(name: str) -> None:
+    value = blocks(name, 64, 1024)
+    weight = place_weight(value, CPU, torch.float32, Layout.AUTO)
+    assert weight.nbytes * 8 / (64 * 1024) == GGUF_BITS[name]
+    kind = GGMLType[name]
+    if kind.bits_per_weight >= 4 and not name.startswith(("Q5", "Q6")):
+        assert weight.nbytes <= 1.12 * value.bytes_RB.nbytes
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        coded(CODEBOOKS[0], 8, 1024),
+        coded(CODEBOOKS[4], 8, 1024),
+        coded(CODEBOOKS[6], 8, 1024),
+        with_mins(GroupMin(4, 64, DType.BF16), 8, 1024),
+    ],
+    ids=label,
+)
+def test_memory_of_tables_and_mins(value: Value) -> None:
+    """Codes and scales as stored, but for the scales of NVFP4, which take two bytes for one."""
+    bits = value.form.bits  # type: ignore[union-attr]
+    stored = value.arrays[0].size * bits / 8 + sum(array.nbytes for array in value.arrays[1:])
+    wider = value.arrays[1].nbytes if label(value).startswith("e2m1") else 0
+    assert packed(value).nbytes == stored + wider
+
+
+def test_packing_holds_a_bounded_part_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qconvert.decoder.cpu import weights
+
+    value, seen = blocks("Q4_K", 64, 1024), []
+    whole = packed(value)
+    monkeypatch.setattr(weights, "_PACKED_CODES", 5 * 1024)
+    nibbles = weights._nibbles
+    monkeypatch.setattr(weights, "_nibbles", lambda codes: seen.append(len(codes)) or nibbles(codes))  # type: ignore[func-returns-value]
+    in_parts = packed(value)
+    assert max(seen) == 5 and sum(seen) == 64
+    assert torch.equal(in_parts.codes_OB, whole.codes_OB)
+    assert torch.equal(in_parts.rows(slice(None)), whole.rows(slice(None)))
+
+
+def test_no_two_kernels_share_a_name_by_which_stored_code_is_linked() -> None:
+    names = [getattr(dots, name).__qualname__ for name in KERNELS]
+    assert len(set(names)) == len(KERNELS) == 9
+
+
+def test_what_is_no_grid_or_does_not_fit_stays_as_it_was_read() -> None:
+    nan = coded(CODEBOOKS[6], 8, 128)
+    nan.codes_RI[3, 5] = 0x7F
+    far = with_mins(GroupMin(8, 64, DType.F16), 8, 128)
+    far.scales_RG[2, 1] = 1000
+    lattice = BlockRows(np.zeros((8, 66), np.uint8), GGMLType.IQ2_XXS.form)  # type: ignore[arg-type]
+    plain = random_value(GroupInt(4, 32, False, DType.F32), 8, 128)
+    form = GroupInt(4, 32, False, DType.F32, act_order=True)
+    ordered = IntAffine(
+        plain.codes_RI, plain.scales_RG, plain.zeros_RG, form, np.arange(128, dtype=np.int32) // 32
+    )
+    odd = coded(Codebook("int8", None, DType.F32, DType.F16), 8, 40)
+    for value in (nan, far, lattice, ordered, odd):
+        assert pack_grid(value, torch.float32) is None
+        assert place_weight(value, CPU, torch.float32, Layout.AUTO).kind == "encoded"
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("form", CODEBOOKS, ids=lambda form: form.label)
+def test_linears_take_any_number_of_rows(form: Codebook, rows: int) -> None:
+    value = coded(form, 70, 256)
+    x_NI, bias_O = inputs(rows, 256), torch.arange(70.0)
+    want = x_NI.double() @ torch.from_numpy(unrounded(value)).T + bias_O.double()
+    linear = Linear(place_weight(value, CPU, torch.float32, Layout.AUTO), bias_O)
+    assert relative_error(linear(x_NI), want) < FIXED_POINT
+    assert (
+        linear.backend("cpu", 1000) is not linear.backend("cpu", 1) and linear.backend("cpu", 1) in BACKENDS
+    )
