@@ -69,7 +69,7 @@ def load_text(source: str | Path, wikitext: str = "hf-join") -> Text:
         data = path.read_bytes()
     except OSError as error:
         raise QConvertError(
-            f"{path}: {error.strerror or error}", f"give a text file, or {WIKITEXT}"
+            f"{path}: {error.strerror or error}", f"give a text file, {WIKITEXT} or stdlib"
         ) from error
     try:
         return _text(path.name, data.decode("utf-8-sig"))

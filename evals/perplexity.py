@@ -15,7 +15,7 @@ import numpy as np
 
 from qconvert.decoder.conditions import arithmetic, device_name, versions
 from qconvert.errors import BadRecipe
-from qconvert.evals.corpora import WIKITEXT, Tokens, check_tokenizer, load_text, tokenize
+from qconvert.evals.corpora import WIKITEXT, Text, Tokens, check_tokenizer, load_text, tokenize
 from qconvert.evals.lockstep import EvalModel, Progress, Track, run_lockstep
 from qconvert.evals.protocols import LEAST_CONTEXT, Protocol, Window, protocol_named
 from qconvert.evals.results import Comparison, ModelResult, PerplexityReport
@@ -28,7 +28,7 @@ def run(
     *,
     reference: EvalModel | None,
     tokenizer: Path,
-    text: str | Path = WIKITEXT,
+    text: Text | str | Path = WIKITEXT,
     protocol: str = "gptq2048",
     context: int | None = None,
     max_chunks: int | None = None,
@@ -39,12 +39,12 @@ def run(
 ) -> PerplexityReport:
     """Evaluate by names, as a command line gives them.
 
-    `tokenizer` is a folder with a tokenizer.json; `text` a UTF-8 file or `wikitext2`; `context`
-    replaces the protocol's own window. The rest is as in `evaluate`. Raises BadRecipe for a model
-    whose own tokenizer cuts the text into other tokens.
+    `tokenizer` is a folder with a tokenizer.json; `text` a UTF-8 file, `wikitext2`, or what was loaded
+    of them; `context` replaces the protocol's own window. The rest is as in `evaluate`. Raises BadRecipe
+    for a model whose own tokenizer cuts the text into other tokens.
     """
     rules = protocol_named(protocol, context)
-    tokens = tokenize(load_text(text, rules.wikitext), tokenizer)
+    tokens = tokenize(text if isinstance(text, Text) else load_text(text, rules.wikitext), tokenizer)
     for model in [*([reference] if reference else []), *models]:
         if model.path is not None:
             check_tokenizer(tokens, model.label, model.path)

@@ -96,6 +96,9 @@ def cli() -> None:
 
     MODEL is a local folder, a Hugging Face Hub id (org/name[@revision]), or `embedded` for the small
     model that comes with qconvert. Nothing from a checkpoint is ever executed.
+
+    Data goes to stdout, talk to stderr; -q leaves out the talk. Exit codes: 0 done, 1 failed, 2 usage,
+    3 a check failed, 130 interrupted.
     """
 
 

@@ -15,7 +15,7 @@ import click
 from qconvert.cli.boundary import INTERRUPTED, typed
 from qconvert.cli.options import device_option, examples, json_option, quiet_option, revision_option
 from qconvert.errors import BadRecipe, CheckFailed, QConvertError
-from qconvert.evals.protocols import LEAST_CONTEXT, PROTOCOLS
+from qconvert.evals.protocols import LEAST_CONTEXT, PROTOCOLS, protocol_named
 
 if TYPE_CHECKING:
     from qconvert.evals.lockstep import EvalModel, Progress
@@ -35,6 +35,7 @@ def command() -> None:
 
 @command.command(
     "perplexity",
+    short_help="Perplexity and distance, with error bars.",
     epilog=examples("qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model"),
 )
 @click.argument("models", metavar="MODEL...", nargs=-1, required=True)
@@ -120,7 +121,11 @@ def _check_options(options: dict[str, Any]) -> None:
             raise BadRecipe("--resume: there is no STEM to go on with", "repeat the command with its -o STEM")
 
 
-@command.command("weights", epilog=examples("qconvert eval weights ./model ./model-int4-g128"))
+@command.command(
+    "weights",
+    short_help="Errors of the weights, by role and layer.",
+    epilog=examples("qconvert eval weights ./model ./model-int4-g128"),
+)
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @click.option(
@@ -178,17 +183,21 @@ def _measure(
     quiet: bool,
     revision: str | None,
 ) -> PerplexityReport:
-    from qconvert.evals.perplexity import run
+    from qconvert.evals.corpora import load_text
 
     scores = None if out is None else _scores(out, resume=resume, quiet=quiet)
+    with stdlib_text(text) as source:  # before any model, so that what is wrong with it shows at once
+        words = load_text(source, protocol_named(protocol, context).wikitext)
+    from qconvert.evals.perplexity import run
+
     loaded = [_load(name, revision, device, dtype) for name in names]
     base = _load(reference, revision, device, dtype) if reference else None
-    with stdlib_text(text) as source, _bar(quiet) as progress:
+    with _bar(quiet) as progress:
         return run(
             [model for model, _ in loaded],
             reference=base[0] if base else None,
             tokenizer=(base or loaded[0])[1],
-            text=source,
+            text=words,
             protocol=protocol,
             context=context,
             max_chunks=chunks,
