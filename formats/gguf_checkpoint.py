@@ -22,7 +22,7 @@ from qconvert.architecture.gguf.reading import Reading, read_model
 from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.files import open_regular, read_exactly
 from qconvert.formats.gguf_io import GGUFFile, check_vocabulary
-from qconvert.formats.gguf_tokenizer import tokenizer_files
+from qconvert.formats.gguf_tokenizer import lost_tokenizer, tokenizer_files
 from qconvert.formats.gguf_vocab import GGUFTokenizer
 from qconvert.formats.layouts.gguf import GGUFLayout, Home, Stretch, form_of, llama3_scaling
 from qconvert.gguf_types import KV
@@ -89,8 +89,9 @@ class GGUFModel:
 
     @cached_property
     def sidecars(self) -> Sidecars:
-        """The tokenizer's files, made from the metadata."""
-        return Sidecars((), (), tokenizer_files(self.file.kv))
+        """The tokenizer's files, made from the metadata; none where they cannot be (see `warnings`)."""
+        lost = lost_tokenizer(self.file.kv) is not None
+        return Sidecars((), (), {} if lost else tokenizer_files(self.file.kv))
 
     def source_offset(self, name: str) -> tuple[int, int]:
         """Where an array's bytes begin: number of the file in `files`, and offset in it."""
@@ -131,7 +132,9 @@ def open_gguf(path: Path) -> tuple[GGUFModel, GGUFLayout, dict[str, Logical]]:
     config = {**reading.config, "torch_dtype": _torch_dtype(file)}
     places = reading.facts.architecture.stored
     tensors = {name: Logical(name, places[name].shape, form_of(home)) for name, home in homes.items()}
-    return GGUFModel(path, config, file, reading.warnings), GGUFLayout(homes), tensors
+    lost = lost_tokenizer(file.kv)
+    told = () if lost is None else (f"{file.name}: {lost}: take the model's own tokenizer files",)
+    return GGUFModel(path, config, file, (*reading.warnings, *told)), GGUFLayout(homes), tensors
 
 
 def _metadata(file: GGUFFile) -> Metadata:

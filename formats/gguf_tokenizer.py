@@ -1,15 +1,17 @@
 """A tokenizer.json from the tokenizer keys of a GGUF file: the inverse of `gguf_vocab`.
 
-Two kinds are rebuilt, those of the models that are read: byte-level BPE ("gpt2" in GGUF) and
-SentencePiece BPE ("llama"). A GGUF names its splitting rules instead of holding them; they come from the
-table that recognises them.
+All kinds are rebuilt that are written: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama"), unigram
+("t5") and WordPiece ("bert"). A GGUF names its splitting rules instead of holding them; they come from the
+table that recognises them. What it never holds is as the kind's own class has it: the normaliser of
+byte-level BPE, BERT's cleaning of its text, and whether an added token takes the spaces beside it.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,12 @@ _PREFIX = "tokenizer.ggml."
 _PADDING = re.compile(r"\[PAD\d+\]")
 # Names llama.cpp has for rule sets of the table.
 _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "megrez": "qwen2"}
-_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_SPECIAL = {
+    "bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "cls": "cls",
+    "mask": "mask",
+}  # fmt: skip
+_TAKE_OWN = "take the model's own tokenizer files"
+_ADDS = ("add_bos_token", "add_eos_token")
 _ADDED = (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
 
 
@@ -38,18 +45,31 @@ def tokenizer_files(kv: Mapping[str, KV]) -> dict[str, str]:
     """
     if f"{_PREFIX}model" not in kv:
         return {}
+    why_not = lost_tokenizer(kv)
+    if why_not is not None:
+        raise UnsupportedModel(why_not, _TAKE_OWN)
     keys = _Keys(kv)
-    kind = keys.text("model")
-    if kind not in ("gpt2", "llama"):
-        raise UnsupportedModel(
-            f"{_PREFIX}model: {shown(kind)} tokenizers are not rebuilt",
-            "take the model's own tokenizer files",
-        )
-    tokenizer = _byte_level(keys) if kind == "gpt2" else _sentencepiece(keys)
+    tokenizer = _KINDS[keys.text("model")](keys)
     return {
         TOKENIZER: json.dumps(tokenizer, ensure_ascii=False) + "\n",
         "tokenizer_config.json": json.dumps(_settings(keys), ensure_ascii=False, indent=2) + "\n",
     }
+
+
+def lost_tokenizer(kv: Mapping[str, KV]) -> str | None:
+    """Why no tokenizer.json can be made of a file's keys; None if it can, as far as two of them tell."""
+    kind, pre = (
+        kv[f"{_PREFIX}{name}"].value if f"{_PREFIX}{name}" in kv else None for name in ("model", "pre")
+    )
+    if isinstance(kind, str) and kind not in _KINDS:
+        return f"{_PREFIX}model: {shown(kind)} tokenizers are not rebuilt"
+    if kind == "gpt2" and isinstance(pre, str) and _rule(pre) is None:
+        return f"{_PREFIX}pre: splitting rules of {shown(pre)} are not known here"
+    return None
+
+
+def _rule(name: str) -> Rule | None:
+    return next((rule for rule in RULES if rule.name == _ALIASES.get(name, name)), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +114,13 @@ class _Keys:
         return value if isinstance(value, bool) else default
 
     def special(self, name: str) -> _Token | None:
-        """The token of this name (bos, eos, unk, pad), None where the file names none."""
+        """The token of this name (bos, eos, unk, pad and so on), None where the file names none."""
         row = self.value(f"{_SPECIAL[name]}_token_id")
         return next((t for t in self.tokens if t.id == row), None) if isinstance(row, int) else None
+
+    def called(self, text: str) -> _Token | None:
+        """The token of this text, None where there is none."""
+        return next((token for token in self.tokens if token.text == text), None)
 
 
 def _is_padding(text: str, kind: int) -> bool:
@@ -105,12 +129,8 @@ def _is_padding(text: str, kind: int) -> bool:
 
 def _byte_level(keys: _Keys) -> Json:
     name = keys.text("pre")
-    rule = next((r for r in RULES if r.name == _ALIASES.get(name, name)), None)
-    if rule is None:
-        raise UnsupportedModel(
-            f"{_PREFIX}pre: splitting rules of {shown(name)} are not known here",
-            "take the model's own tokenizer files",
-        )
+    rule = _rule(name)
+    assert rule is not None, name
     added = [t for t in keys.tokens if t.type in _ADDED]
     trained = len(keys.tokens) - len(added)
     tail = all(token.id >= trained for token in added)  # else they stand among the trained ones
@@ -122,7 +142,7 @@ def _byte_level(keys: _Keys) -> Json:
         "added_tokens": [_added(token) for token in added],
         "normalizer": {"type": "NFC"} if rule.normaliser == "NFC" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_pre_tokenizers(rule))},
-        "post_processor": _frame(keys, default=name in ADDS_BOS) or _BYTE_LEVEL,
+        "post_processor": _frame(keys, bos=name in ADDS_BOS) or _BYTE_LEVEL,
         "decoder": _BYTE_LEVEL,
         "model": {
             "type": "BPE",
@@ -153,13 +173,14 @@ def _pre_tokenizers(rule: Rule) -> Iterator[Json]:
         if step.startswith("punctuation, "):
             yield {"type": "Punctuation", "behavior": step.removeprefix("punctuation, ")}
         elif step == "bytes":
-            yield _BYTE_LEVEL
-        elif step == GPT2[0] and rule.splits[-1:] != GPT2:
+            continue  # by the byte-level step before it, which has its own expression
+        elif step == GPT2[0] and "bytes" in rule.splits:
             yield {**_BYTE_LEVEL, "use_regex": True}
         else:
             pattern = step.replace(r"\r", "\r").replace(r"\n", "\n")
             yield {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    yield _BYTE_LEVEL
+    if "bytes" not in rule.splits:
+        yield _BYTE_LEVEL
 
 
 def _sentencepiece(keys: _Keys) -> Json:
@@ -181,7 +202,7 @@ def _sentencepiece(keys: _Keys) -> Json:
         "added_tokens": [_added(token) for token in keys.tokens if token.type in _ADDED],
         "normalizer": {"type": "Sequence", "normalizers": [*prepend, replace]},
         "pre_tokenizer": None,
-        "post_processor": _frame(keys, default=True),
+        "post_processor": _frame(keys, bos=True),
         "decoder": {
             "type": "Sequence",
             "decoders": [restore, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
@@ -216,16 +237,118 @@ def _merges(tokens: Sequence[_Token], scores: Sequence[float], vocab: Mapping[st
     return [pair for *_, pair in sorted(found)]
 
 
+def _unigram(keys: _Keys) -> Json:
+    """SentencePiece's unigram model: the pieces, their log probabilities, and its normaliser."""
+    scores = keys.list("scores", float)
+    last = max((token.id for token in keys.tokens), default=-1)
+    if len(scores) <= last:
+        raise CorruptCheckpoint(f"{_PREFIX}scores: {len(scores)} entries for {last + 1} tokens")
+    by_id = {token.id: token for token in keys.tokens}
+    texts = [by_id[row].text if row in by_id else f"[PAD{row}]" for row in range(last + 1)]
+    unknown = next((token.id for token in keys.tokens if token.type == PieceType.UNKNOWN), None)
+    spelled = {
+        "type": "Metaspace",
+        "replacement": SPACE,
+        "prepend_scheme": "always" if keys.flag("add_space_prefix", default=True) else "never",
+        "split": False,
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(token) for token in keys.tokens if token.type in _ADDED],
+        "normalizer": {"type": "Sequence", "normalizers": list(_unigram_normalisers(keys))},
+        "pre_tokenizer": spelled,
+        "post_processor": _frame(keys, eos=True),
+        "decoder": spelled,
+        "model": {
+            "type": "Unigram",
+            "unk_id": unknown,
+            "vocab": [[text, score] for text, score in zip(texts, scores, strict=False)],
+            "byte_fallback": False,
+        },
+    }
+
+
+def _unigram_normalisers(keys: _Keys) -> Iterator[Json]:
+    charsmap = keys.list("precompiled_charsmap", int)
+    if charsmap:
+        text = base64.b64encode(bytes(byte & 255 for byte in charsmap)).decode()
+        yield {"type": "Precompiled", "precompiled_charsmap": text}
+    if keys.flag("remove_extra_whitespaces", default=False):
+        yield {"type": "Strip", "strip_left": True, "strip_right": True}
+        yield {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+
+
+def _wordpiece(keys: _Keys) -> Json:
+    """BERT's WordPiece, which marks what continues a word where llama.cpp marks what begins one."""
+    texts = {token.id: _wordpiece_text(token) for token in keys.tokens}
+    unknown = keys.special("unk")
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(token) for token in keys.tokens if token.type in _ADDED],
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": keys.value("normalizer.strip_accents"),
+            "lowercase": keys.flag("normalizer.lowercase", default=True),
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "post_processor": _pair_frame(keys),
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": unknown.text if unknown else "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {text: row for row, text in texts.items()},
+        },
+    }
+
+
+def _wordpiece_text(token: _Token) -> str:
+    text = token.text
+    if token.type in _ADDED or (text.startswith("[") and text.endswith("]")):
+        return text
+    return text[1:] if text.startswith(SPACE) else f"##{text}"
+
+
+def _pair_frame(keys: _Keys) -> Json | None:
+    """BERT's template: the classification token, and a separator behind each of two texts."""
+    first = keys.special("cls") or keys.special("bos") or keys.called("[CLS]")
+    last = keys.special("sep") or keys.special("eos") or keys.called("[SEP]")
+    if not keys.flag("add_bos_token", default=True) or first is None or last is None:
+        return None
+
+    def special(token: _Token, type_id: int) -> Json:
+        return {"SpecialToken": {"id": token.text, "type_id": type_id}}
+
+    single = [special(first, 0), {"Sequence": {"id": "A", "type_id": 0}}, special(last, 0)]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}, special(last, 1)],
+        "special_tokens": _named(first, last),
+    }
+
+
+def _named(*tokens: _Token | None) -> Json:
+    return {t.text: {"id": t.text, "ids": [t.id], "tokens": [t.text]} for t in tokens if t}
+
+
 def _added(token: _Token) -> Json:
     special = token.type != PieceType.USER_DEFINED
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return {"id": token.id, "content": token.text, **flags, "special": special}
 
 
-def _frame(keys: _Keys, *, default: bool) -> Json | None:
-    """The template that puts BOS before a text and EOS behind it, where the file says so."""
-    first = keys.special("bos") if keys.flag("add_bos_token", default=default) else None
-    last = keys.special("eos") if keys.flag("add_eos_token", default=False) else None
+def _frame(keys: _Keys, *, bos: bool = False, eos: bool = False) -> Json | None:
+    """The template that puts BOS before a text and EOS behind it, where the file says so, or the default."""
+    first = keys.special("bos") if keys.flag("add_bos_token", default=bos) else None
+    last = keys.special("eos") if keys.flag("add_eos_token", default=eos) else None
     if first is None and last is None:
         return None
 
@@ -239,9 +362,7 @@ def _frame(keys: _Keys, *, default: bool) -> Json | None:
         "type": "TemplateProcessing",
         "single": pieces("A", 0),
         "pair": [*pieces("A", 0), *pieces("B", 1)],
-        "special_tokens": {
-            t.text: {"id": t.text, "ids": [t.id], "tokens": [t.text]} for t in (first, last) if t
-        },
+        "special_tokens": _named(first, last),
     }
 
 
@@ -252,7 +373,14 @@ def _settings(keys: _Keys) -> Json:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **named,
-        "add_bos_token": keys.flag("add_bos_token", default=False),
-        "add_eos_token": keys.flag("add_eos_token", default=False),
+        **{flag: value for flag in _ADDS if isinstance(value := keys.value(flag), bool)},
         **({"chat_template": template.value} if template and isinstance(template.value, str) else {}),
     }
+
+
+_KINDS: Mapping[str, Callable[[_Keys], Json]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+    "t5": _unigram,
+    "bert": _wordpiece,
+}

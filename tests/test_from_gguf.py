@@ -190,7 +190,10 @@ def test_real_tokenizers_come_back(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tokenizer.ggml.model": KV.text("tokenizer.ggml.model", "t5")}, "t5 tokenizers are not rebuilt"),
+        (
+            {"tokenizer.ggml.model": KV.text("tokenizer.ggml.model", "rwkv")},
+            "rwkv tokenizers are not rebuilt",
+        ),
         ({"tokenizer.ggml.pre": KV.text("tokenizer.ggml.pre", "bert-bge")}, "splitting rules of bert-bge"),
         ({"tokenizer.ggml.tokens": KV.u32("tokenizer.ggml.tokens", 1)}, "tokens: not a list"),
         ({"tokenizer.ggml.token_type": KV.i32s("tokenizer.ggml.token_type", [1])}, "1 entries for 2"),

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from qconvert.formats.gguf_io import GGUFFile
 from tests.commands import qconvert
-from tests.gguf_families import random_model
+from tests.gguf_families import add_tokenizer, random_model, scatter
 from tests.gguf_models import SIZES, save_transformers_model, transformers_logits
 from tests.models import stored
 from tests.test_from_gguf import run
+from tests.test_gguf_encoders import T5, bert
 from tests.test_gguf_families import CONFIGS, IDS
-from tests.test_gguf_mixtures import CASES
+from tests.test_gguf_mixtures import CASES, LATENT, OSS
+from tests.test_gguf_relatives import byte_tokenizer
 
 # Norms of Gemma's are one more in a file, and float32 has no room for all bits of that sum.
 IN_BF16 = (*CASES, "gemma", "gemma2", "gemma3")
@@ -45,3 +51,165 @@ def test_there_and_back_gives_the_same_bytes(tmp_path: Path, name: str) -> None:
     if name != "qwen3.5-moe":  # which is published with stacks, and saved without them
         assert ours == theirs
     assert np.array_equal(transformers_logits(back, IDS), transformers_logits(source, IDS))
+
+
+def assert_same_model(one: Path, other: Path) -> None:
+    """Two GGUF files must hold the same tensors, bit for bit, and say the same of their architecture."""
+    with GGUFFile(one) as a, GGUFFile(other) as b:
+        assert a.tensors == b.tensors
+        arch = f"{a.kv['general.architecture'].value}."
+        keys = [{k: e.value for k, e in f.kv.items() if k.startswith(arch)} for f in (a, b)]
+        assert keys[0] == keys[1] and len(keys[0]) > 4
+        for name, spec in a.specs.items():
+            assert np.array_equal(a.read(name, 0, spec.rows), b.read(name, 0, spec.rows)), name
+
+
+def written_again(source: Path, folder: Path) -> Path:
+    """The folder that a model's GGUF is read back to, which must give the same GGUF again."""
+    gguf = run("to-gguf", source, "--type", "f32", "-o", folder / "m.gguf")
+    back = run("from-gguf", gguf, "-o", folder / "back", "--dtype", "f32")
+    assert_same_model(gguf, run("to-gguf", back, "--type", "f32", "-o", folder / "again.gguf"))
+    return back
+
+
+ZOO = [
+    "baichuan", "chatglm2", "deepseek-v1-moe", "deepseek-v2", "falcon-7b-style", "falcon-new-decoder",
+    "grok-1", "grok-1-jax-names", "internlm2", "llama3", "mixtral", "openelm", "skywork", "t5", "yi",
+]  # fmt: skip
+# Named as in the port to Hugging Face; and a head that config.json ties but is another: it is one then.
+ANOTHER_SPELLING = ("grok-1-jax-names", "t5")
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_recorded_checkpoints_come_back(assets: Path, tmp_path: Path, name: str) -> None:
+    """Families with no class in transformers, too: the file that is written of what was read is the same."""
+    source, folder = assets / "fixtures" / "zoo" / name, tmp_path / "model"
+    shutil.copytree(source, folder, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    config = json.loads((folder / "config.json").read_text())
+    rows = config.get("padded_vocab_size") or config["vocab_size"]
+    byte_tokenizer(rows).save(str(folder / "tokenizer.json"))
+    back = written_again(folder, tmp_path)
+    if name not in ANOTHER_SPELLING:
+        assert qconvert("diff", back, folder, "--exit-code").code == 0
+
+
+SIZES_T5 = {
+    "vocab_size": 320, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2,
+    "num_heads": 4, "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", T5)
+def test_t5_comes_back(tmp_path: Path, version: str) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(**SIZES_T5, **T5[version])
+    source = tmp_path / "t5"
+    scatter(transformers.T5ForConditionalGeneration(config), 0.1).save_pretrained(source)
+    add_tokenizer(source)
+    back = written_again(source, tmp_path)
+    ours, theirs = stored(back), stored(source)
+    odd = [name for name in theirs if ours.pop(name) != theirs[name]]
+    # The class saves the second as a tied model that scales no outputs; a file cannot tell it from one that
+    # does, and is read as the usual one, with weights that make up for it.
+    assert odd == ([] if version == "1.0" else ["decoder.final_layer_norm.weight"]) and not ours
+    found = []
+    for folder in (back, source):
+        model = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            inputs = {"input_ids": torch.tensor([IDS]), "decoder_input_ids": torch.tensor([[0, *IDS[:7]]])}
+            found.append(model(**inputs).logits.numpy())
+    assert np.array_equal(*found)
+
+
+def test_bert_comes_back_without_what_a_gguf_leaves_out(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    source = tmp_path / "bert"
+    model = bert(source, "BertModel")
+    back = written_again(source, tmp_path)
+    assert not any("pooler" in name for name in stored(back))
+    found = transformers.AutoModel.from_pretrained(back, dtype=torch.float32)
+    with torch.no_grad():
+        ours, theirs = (each(torch.tensor([IDS])).last_hidden_state for each in (found, model))
+    assert torch.equal(ours, theirs)
+    text = "w3 w77 unknown W3"
+    ids = [transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids for folder in (back, source)]
+    assert ids[0] == ids[1] and len(ids[0]) == 6
+
+
+# Blocks: what was quantized comes back as the numbers that gguf's own decoder gives
+
+
+def turned(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of interleaved heads, neighbours apart: the first of each pair, then the second."""
+    heads = [rows[i : i + head_dim] for i in range(0, len(rows), head_dim)]
+    return np.concatenate([half for head in heads for half in (head[0::2], head[1::2])])
+
+
+def latent(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """`kv_b` of the halves [heads, rank, rows] and [heads, rows, rank]."""
+    return np.concatenate([part for k, v in zip(keys, values, strict=True) for part in (k.T, v)])
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+BLOCKS: dict[str, tuple[str, dict[str, Any], dict[str, tuple[tuple[str, ...], Any]]]] = {
+    "olmo": (
+        "Olmo",
+        {},
+        {
+            "model.layers.1.self_attn.q_proj.weight": (("attn_q",), lambda q: turned(q, 64)),
+            "model.layers.1.mlp.up_proj.weight": (("ffn_up",), lambda up: up),
+        },
+    ),
+    "phi3": (
+        "Phi3",
+        {"pad_token_id": 0},
+        {"model.layers.0.mlp.gate_up_proj.weight": (("ffn_up",), lambda whole: whole)},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        LATENT | {"qk_nope_head_dim": 256, "kv_lora_rank": 256, "moe_intermediate_size": 256},
+        {
+            "model.layers.1.self_attn.kv_b_proj.weight": (("attn_k_b", "attn_v_b"), latent),
+            "model.layers.1.mlp.experts.3.down_proj.weight": (("ffn_down_exps",), lambda stack: stack[3]),
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        OSS | {"intermediate_size": 256},
+        {
+            "model.layers.0.mlp.experts.gate_up_proj": (
+                ("ffn_gate_exps", "ffn_up_exps"),
+                lambda gate, up: np.stack([gate, up], axis=2).reshape(4, 512, 256).swapaxes(1, 2),
+            )
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("file_type", ["q8_0", "q4_k_m"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_come_back_as_their_numbers(tmp_path: Path, name: str, file_type: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("transformers")
+    family, changes, expected = BLOCKS[name]
+    source = random_model(tmp_path / "model", family, **{**WIDE, **changes})
+    file = run("to-gguf", source, "--type", file_type, "-o", tmp_path / "m.gguf")
+    back = stored(run("from-gguf", file, "-o", tmp_path / "back", "--dtype", "f32"))
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(str(file)).tensors}
+
+    def numbers(name: str) -> np.ndarray:
+        found: np.ndarray = gguf.dequantize(tensors[name].data, tensors[name].tensor_type)
+        return found
+
+    quantized = 0
+    for ours, (parts, whole) in expected.items():
+        layer = ours.split("layers.")[1][0]
+        names = [f"blk.{layer}.{part}.weight" for part in parts]
+        quantized += sum(tensors[each].tensor_type.name not in ("F32", "F16") for each in names)
+        want = whole(*map(numbers, names))
+        assert back[ours][1] == want.shape
+        assert np.array_equal(np.frombuffer(back[ours][2], np.float32).reshape(want.shape), want), ours
+    assert quantized >= len(expected)

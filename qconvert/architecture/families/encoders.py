@@ -5,7 +5,7 @@ Sources: transformers' `modeling_bert` and `modeling_t5`.
 
 from __future__ import annotations
 
-from qconvert.architecture.config import positive_int
+from qconvert.architecture.config import flag, positive_int
 from qconvert.architecture.slots import Dimensions, Family, Slot
 from qconvert.tensors import Json
 
@@ -14,7 +14,10 @@ EMBEDDINGS = "bert.embeddings."
 
 
 def bert_dimensions(config: Json, layer: int) -> Dimensions:
-    """BERT's widths, and which of the two heads the class in `architectures` has."""
+    """BERT's widths, and which of the two heads the class in `architectures` has.
+
+    `add_pooling_layer`, an argument of that class, tells of a model without the layer that pools.
+    """
     classes = config.get("architectures") or ["BertModel"]
     masked = any(name in ("BertForMaskedLM", "BertForPreTraining") for name in classes)
     return {
@@ -25,7 +28,7 @@ def bert_dimensions(config: Json, layer: int) -> Dimensions:
         "types": positive_int(config, "type_vocab_size"),
         "two": 2,
         "masked_head": masked,
-        "pooler": classes != ["BertForMaskedLM"],
+        "pooler": classes != ["BertForMaskedLM"] and flag(config, "add_pooling_layer", default=True),
         "pair_head": "BertForPreTraining" in classes,
     }
 
