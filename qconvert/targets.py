@@ -227,8 +227,9 @@ def _usual(layout: str, tensor: Logical, form: Quantized | Blocks) -> Scheme:
     if layout == "int-quantized":
         return Scheme(bits, None)
     if isinstance(form, GroupInt) and (layout != "mlx" or form.group_size in _MLX_GROUPS):
-        return Scheme(bits, form.group_size, form.symmetric)
-    return Scheme(bits, next((size for size in _MLX_GROUPS if tensor.width % size == 0), None))
+        return Scheme(bits, form.group_size, form.symmetric and layout != "awq")  # whose weights are alike
+    size = next((size for size in _MLX_GROUPS if tensor.width % size == 0), None)
+    return Scheme(bits, None if size == tensor.width and layout != "mlx" else size)
 
 
 _HELD_BITS: Mapping[str, tuple[int, ...]] = {

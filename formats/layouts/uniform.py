@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from qconvert.errors import BadRecipe
-from qconvert.tensors import Quantized
+from qconvert.tensors import Codebook, DType, Quantized
 
 
 def only_form(quantized: Mapping[str, Quantized], layout: str) -> Quantized:
-    """The one form of all quantized modules; BadRecipe names two modules that differ."""
+    """The one form of all quantized modules; BadRecipe names two modules that differ.
+
+    The type that loaders compute a weight in is no such setting: the weight says it of itself.
+    """
     first, form = next(iter(quantized.items()))
     for module, other in quantized.items():
-        if other != form:
+        if _setting(other) != _setting(form):
             raise BadRecipe(
                 f"{module}: {other.label}, but {first} is {form.label}; {layout} has one setting for all",
                 "write compressed-tensors, whose groups may differ",
             )
     return form
+
+
+def _setting(form: Quantized) -> Quantized:
+    return replace(form, decoded=DType.BF16) if isinstance(form, Codebook) else form

@@ -63,7 +63,8 @@ def command(
 
     Codes are carried over wherever the two grids map. The certificate, on screen and in the manifest,
     says of every tensor whether it is exact, by how many quantization steps it has moved at most, or
-    that it was quantized again.
+    that it was quantized again. New codes are those that the layout's own tool would choose, so one
+    scheme can give other codes in another layout (mxfp4 of MLX and of compressed-tensors).
 
     \b
     LAYOUT              SCHEME for what is plain, or has to be quantized again
