@@ -210,7 +210,10 @@ def _parse_tokenizer(path: Path, data: bytes) -> Tokenizer:
     try:
         return Tokenizer.from_str(data.decode())
     except Exception as error:  # the library raises nothing more specific
-        raise QConvertError(f"{path}: {error}", "the file is damaged, or of a newer tokenizers") from error
+        raise QConvertError(
+            f"{path}: {error}",
+            "fetch the file again, or update tokenizers: it is damaged, or newer than that",
+        ) from error
 
 
 def _bos(tokenizer: Tokenizer) -> int | None:

@@ -155,7 +155,7 @@ def _score_batch(tracks: Sequence[Track], tokens_BT: Tensor, scored: int, compar
         if not loss < _HOPELESS_NATS:
             raise CheckFailed(
                 f"{track.model.label}: a loss of {loss} nats per token within {track.tokens} tokens",
-                "the weights are damaged, or overflow in this dtype; try float32",
+                "try --dtype f32; if that ends so too, the weights are damaged",
             )
         track.nll.append(each.nll_N.cpu().numpy())
         track.top.append(each.top_N.cpu().numpy())

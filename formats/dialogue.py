@@ -85,7 +85,10 @@ def open_dialogue(path: Path, config: Json) -> Dialogue:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more specific
-        raise QConvertError(f"{file}: {error}", "the file is damaged, or of a newer tokenizers") from error
+        raise QConvertError(
+            f"{file}: {error}",
+            "fetch the file again, or update tokenizers: it is damaged, or newer than that",
+        ) from error
     return Dialogue(tokenizer, _stops(path, config, tokenizer, folder.settings), folder)
 
 

@@ -153,5 +153,5 @@ def check_vocabulary(kv: Mapping[str, KV], tensors: Mapping[str, GGUFTensor], na
         raise CorruptCheckpoint(
             f"{name}: tokenizer.ggml.tokens has {len(tokens.value):,} tokens, "
             f"token_embd.weight {embedding.stored.rows:,} rows",
-            "the tokenizer and the weights are of different models",
+            "take the tokenizer and the weights of one model",
         )

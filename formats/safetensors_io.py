@@ -145,7 +145,7 @@ def _header_of(fd: int, path: Path) -> SafetensorsHeader:
     if length > MAX_HEADER_BYTES:
         raise CorruptCheckpoint(
             f"{name}: claims a header of {length:,} bytes, the format allows {MAX_HEADER_BYTES:,}",
-            "it is not a safetensors file, or it is damaged",
+            "fetch the file again: it is damaged, or no safetensors file",
         )
     if length > size - 8:
         raise CorruptCheckpoint(

@@ -106,7 +106,7 @@ def grown(architecture: Architecture, found: Iterable[Growth]) -> Architecture:
         if sizes != {growth.after}:
             raise BadRecipe(
                 f"config.json: {growth.key} = {growth.after} gives an inner size of {sorted(sizes)}",
-                "this family cannot be padded",
+                "leave out --pad-to-tp: this family cannot be padded",
             )
     return made
 

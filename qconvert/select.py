@@ -76,7 +76,7 @@ def matcher(select: str, architecture: Architecture, *, tied: bool) -> Callable[
     if last >= architecture.layers:
         raise BadRecipe(
             f"selector {select!r}: no such layers",
-            f"this model has layers 0-{architecture.layers - 1}",
+            f"take some of layers 0-{architecture.layers - 1}, which this model has",
         )
     return lambda place: (
         (place.role in related or place.group in related)

@@ -339,6 +339,18 @@ def test_a_bug_is_called_a_bug_in_one_line(models: Path, here: Path, monkeypatch
         qconvert("untie", models / "plain", "-q")
 
 
+def test_what_the_system_refuses_is_no_bug(models: Path, here: Path) -> None:
+    (here / "file").write_text("")
+    ran = qconvert("eval", "weights", models / "plain", models / "quantized", "-o", "file/report")
+    assert (ran.code, ran.out) == (1, "") and "file" in ran.err and "bug" not in ran.err
+    assert ran.err.splitlines()[-1].startswith("Hint: ")
+    ran = qconvert("untie", models / "plain", "-o", "file/out")
+    assert ran.err.endswith(
+        "out.partial: cannot be created: Not a directory\n"
+        "Hint: check the path: a part of it is a file, not a folder\n"
+    )
+
+
 def test_a_gguf_is_known_by_its_first_bytes(models: Path, here: Path) -> None:
     made("to-gguf", models / "plain", "--type", "q8_0", "-o", "m.gguf")
     blob = (here / "m.gguf").rename(here / "sha256-0123")

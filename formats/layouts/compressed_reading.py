@@ -95,7 +95,7 @@ def _check_format(quantization: Mapping[str, object]) -> None:
         if value:
             raise UnsupportedModel(
                 f"config.json: quantization_config has {key}, which qconvert would lose",
-                "checkpoints without, or with dynamic input_activations, are read",
+                "save it again without, or with dynamic, input_activations",
             )
 
 

@@ -153,7 +153,7 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Logic
         raise UnsupportedModel(
             f"{weight.name}: mode {shown(mode)} with bits {shown(bits)} and group_size {shown(size)} is not "
             "read here",
-            "affine of 2, 3, 4, 5, 6, 8 bits, mxfp4 and nvfp4 are",
+            "save it again as affine of 2, 3, 4, 5, 6 or 8 bits, mxfp4 or nvfp4, which are read",
         )
     if mode == "nvfp4" and f"{base}.global_scale" in source.specs:
         raise UnsupportedModel(

@@ -18,6 +18,7 @@ from qconvert.tensors import Json
 MAX_LAYERS = 4096
 """More layers than any model has: a larger number is a broken file, refused before it costs memory."""
 
+_ELSEWHERE = "llama.cpp may run it (`qconvert to-gguf`)"
 _QKV = frozenset({"attn.q", "attn.k", "attn.v", "attn.qkv"})
 _QKVO = _QKV | {"attn.o"}
 _MLP = frozenset({"mlp.gate", "mlp.up", "mlp.gate_up", "mlp.down"})
@@ -120,12 +121,12 @@ class DecoderConfig:
         if heads % kv_heads or head_dim % 2:
             raise CorruptCheckpoint(
                 f"config.json: {heads} heads over {kv_heads} key-value heads of {head_dim} dimensions",
-                "num_attention_heads must be a multiple of num_key_value_heads, and head_dim even",
+                "correct it: heads must be a multiple of num_key_value_heads, and head_dim even",
             )
         if config.get("hidden_act", "silu") not in ("silu", "swish"):
             raise UnsupportedModel(
                 f"config.json: hidden_act is {config['hidden_act']!r}",
-                "only silu is computed here; llama.cpp may run it (`qconvert to-gguf`)",
+                f"{_ELSEWHERE}; here only silu is computed",
             )
         return DecoderConfig(
             model_type=config["model_type"],
@@ -210,7 +211,8 @@ def _family(config: Json) -> _Family:
     family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
         raise UnsupportedModel(
-            f"config.json: model_type {model_type!r} has no decoder here", f"it runs {', '.join(_FAMILIES)}"
+            f"config.json: model_type {model_type!r} has no decoder here",
+            f"{_ELSEWHERE}; here {', '.join(_FAMILIES)} run",
         )
     return family
 
@@ -219,7 +221,9 @@ def _count(config: Json, key: str, default: int | None = None) -> int:
     """A positive integer; the default stands in for an absent or null one."""
     value = default if config.get(key) is None else config[key]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-        raise CorruptCheckpoint(f"config.json: {key} is {value!r}", f"{key} must be a positive integer")
+        raise CorruptCheckpoint(
+            f"config.json: {key} is {value!r}", f"correct it: {key} must be a positive integer"
+        )
     return value
 
 
@@ -227,7 +231,9 @@ def _positive(config: Json, key: str, default: float | None = None) -> float:
     """A positive finite number; the default stands in for an absent or null one."""
     value = default if config.get(key) is None else config[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CorruptCheckpoint(f"config.json: {key} is {value!r}", f"{key} must be a positive number")
+        raise CorruptCheckpoint(
+            f"config.json: {key} is {value!r}", f"correct it: {key} must be a positive number"
+        )
     return float(value)
 
 
@@ -235,7 +241,7 @@ def _layers(config: Json) -> int:
     layers = _count(config, "num_hidden_layers")
     if layers > MAX_LAYERS:
         raise CorruptCheckpoint(
-            f"config.json: num_hidden_layers is {layers}", f"no model has more than {MAX_LAYERS}"
+            f"config.json: num_hidden_layers is {layers}", f"correct it: no model has more than {MAX_LAYERS}"
         )
     return layers
 
@@ -254,7 +260,8 @@ def _windows(config: Json, family: _Family) -> tuple[int | None, ...]:
     known = {"sliding_attention": window, "full_attention": None}
     if not isinstance(kinds, list) or len(kinds) != layers or any(str(kind) not in known for kind in kinds):
         raise UnsupportedModel(
-            f"config.json: layer_types is not a list of {layers} kinds", f"known kinds: {', '.join(known)}"
+            f"config.json: layer_types is not a list of {layers} kinds",
+            f"{_ELSEWHERE}; known kinds: {', '.join(known)}",
         )
     return tuple(known[kind] for kind in kinds)
 
@@ -268,7 +275,7 @@ def _experts(config: Json, family: _Family) -> Experts:
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list):
         raise CorruptCheckpoint(
-            f"config.json: mlp_only_layers is {dense!r}", "it must be a list of layer numbers"
+            f"config.json: mlp_only_layers is {dense!r}", "correct it: it must be a list of layer numbers"
         )
     return Experts(
         count=count,
@@ -289,11 +296,13 @@ def _rope(config: Json) -> Rope:
     if kind not in _SCALINGS or fields.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise UnsupportedModel(
             f"config.json: rope_type {kind!r} with {fields}",
-            f"the decoder knows full rotation of the types {', '.join(_SCALINGS)}",
+            f"{_ELSEWHERE}; here whole heads rotate, by {', '.join(_SCALINGS)}",
         )
     theta = _positive(fields, "rope_theta", 10_000.0)
     if theta <= 1:
-        raise CorruptCheckpoint(f"config.json: rope_theta is {theta}", "rope_theta must be above 1")
+        raise CorruptCheckpoint(
+            f"config.json: rope_theta is {theta}", "correct it: rope_theta must be above 1"
+        )
     return Rope(theta, _SCALINGS[kind](fields))
 
 
@@ -307,9 +316,7 @@ def _rope_fields(config: Json) -> Json:
     if nested and all(isinstance(fields, dict) for fields in nested):
         block = nested[0] if all(fields == nested[0] for fields in nested) else None
     if not isinstance(block, dict):
-        raise UnsupportedModel(
-            "config.json: rope_parameters differ by layer", "the decoder rotates all layers alike"
-        )
+        raise UnsupportedModel("config.json: rope_parameters differ by layer", _ELSEWHERE)
     length = config.get("original_max_position_embeddings") or block.get("original_max_position_embeddings")
     outside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
     context = config.get("max_position_embeddings")

@@ -195,5 +195,5 @@ def _check_shape(role: str, layer: int | None, found: tuple[int, ...], wanted: t
     if found != wanted:
         raise CorruptCheckpoint(
             f"{_place(role, layer)}: shape {list(found)}, but config.json implies {list(wanted)}",
-            "the weights and config.json are of two different models",
+            "take the weights and the config.json of one model",
         )

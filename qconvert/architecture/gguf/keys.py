@@ -330,7 +330,7 @@ def _read_freqs(file: Metadata) -> Json:
     if found is None:
         raise UnsupportedModel(
             f"{file.file}: {ROPE_FREQS} scales frequencies as config.json has no words for",
-            "only Llama 3's scaling is read",
+            "keep this model as GGUF: of these, only Llama 3's scaling is read",
         )
     return {"rope_scaling": found}
 
