@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import click
 
-from qconvert.evals.speed_convert import convert
+from qconvert.evals.speed_convert import convert, repack
 from qconvert.evals.speed_decoder import decode, prefill
 from qconvert.evals.speed_gguf import gguf
 from qconvert.evals.speed_gpu import gpu
-from qconvert.evals.speed_repack import repack
 
 
 @click.group()

@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from qconvert import __version__
-from qconvert.evals.speed_convert import Run, copied, timed
+from qconvert.evals.processes import Run, copied, record, timed
 from qconvert.evals.synthetic import SHAPES, make_checkpoint
 from qconvert.formats.gguf_splits import QWEN2
 from qconvert.gguf_mix import find_file_type
@@ -67,10 +64,7 @@ def gguf(
     rows = {name: [one[name] for one in found] for name in found[0]}
     _print(rows, types, f"{shape}, {os.cpu_count()} cores, --max-memory {max_memory}, {rounds} rounds")
     if out is not None:
-        runs = {name: [asdict(run) for run in done] for name, done in rows.items()}
-        machine = {"machine": platform.machine(), "cores": os.cpu_count(), "qconvert": __version__}
-        record = {"shape": shape, "max_memory": max_memory, **machine, "runs": runs}
-        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        record(out, {"shape": shape, "max_memory": max_memory}, rows)
 
 
 def _round(work: Path, source: Path, command: list[str], types: tuple[str, ...]) -> dict[str, Run]:

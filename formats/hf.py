@@ -68,22 +68,14 @@ class HFCheckpoint:
         home = self.homes[name]
         return home, self.shards[home].header.offsets[name]
 
-    def read(
-        self,
-        name: str,
-        start: int,
-        stop: int,
-        out: np.ndarray | None = None,
-        *,
-        columns: tuple[int, int] | None = None,
-    ) -> np.ndarray:
+    def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
         """Rows [start, stop) of a tensor (see `SafetensorsFile.read`); any thread may call it."""
         if not self.shards:
             raise NotDownloaded(
                 f"{name}: its bytes are not here, only its header",
                 "download the weights, with `hf download` or by converting the model",
             )
-        return self.shards[self.homes[name]].read(name, start, stop, out, columns=columns)
+        return self.shards[self.homes[name]].read(name, start, stop, columns=columns)
 
     def close(self) -> None:
         for shard in self.shards:

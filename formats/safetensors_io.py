@@ -77,29 +77,17 @@ class SafetensorsFile:
         self.close = weakref.finalize(self, os.close, self._fd)
         self.header = _header_of(self._fd, path)
 
-    def read(
-        self,
-        name: str,
-        start: int,
-        stop: int,
-        out: np.ndarray | None = None,
-        *,
-        columns: tuple[int, int] | None = None,
-    ) -> np.ndarray:
-        """Rows [start, stop) of a tensor, `[rows, width]` in the carrier type of its dtype.
-
-        They are read into `out`, which must have just that shape and type and be contiguous, or
-        into a new array; `columns` [first, last) of them always into a new one. CorruptCheckpoint
-        if the file has become shorter since it was opened.
+    def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
+        """Rows [start, stop) of a tensor, or `columns` [first, last) of them: a new array
+        `[rows, columns]` in the carrier type of its dtype. CorruptCheckpoint if the file has become
+        shorter since it was opened.
         """
         spec = self.header.specs[name]
         if not 0 <= start <= stop <= spec.rows:
             raise ValueError(f"{name}: rows [{start}, {stop}) of {spec.rows}")
         if columns is not None and columns != (0, spec.width):
             return self._read_columns(spec, start, stop, *columns)
-        rows = np.empty((stop - start, spec.width), spec.dtype.carrier) if out is None else out
-        if rows.shape != (stop - start, spec.width) or rows.dtype != spec.dtype.carrier:
-            raise ValueError(f"{name}: rows of {spec} do not fit {rows.dtype} {rows.shape}")
+        rows = np.empty((stop - start, spec.width), spec.dtype.carrier)
         offset = self.header.offsets[name] + start * spec.width * spec.dtype.nbytes
         read_exactly(self._fd, octets(rows), offset, shown(self.header.path.name))
         return rows

@@ -22,17 +22,11 @@ from qconvert.ops import (
     EncodeBlocks,
     InterleaveHalves,
     Op,
-    PadColumns,
-    PermuteColumns,
-    PermuteRows,
     Quantize,
     ResolveScales,
 )
 from qconvert.schemes import Scheme
 from qconvert.tensors import Codebook, DType, Form, Logical, Plain
-
-# Operations that change no number.
-_EXACT = CheckFinite | ResolveScales | PadColumns | InterleaveHalves | PermuteRows | PermuteColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +81,6 @@ class Unit:
         form = op.infer(self.output.form)
         return replace(self, ops=(*self.ops, op), output=replace(self.output, form=form))
 
-    @property
-    def is_copy(self) -> bool:
-        """Whether the output's numbers are exactly those of the inputs."""
-        return all(isinstance(op, _EXACT) for op in self.ops)
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -103,22 +92,6 @@ class Plan:
     @property
     def outputs(self) -> dict[str, Logical]:
         return {unit.output.name: unit.output for unit in self.units}
-
-    def explain(self, name: str) -> str:
-        """One line that says how the output tensor of this name comes about."""
-        unit = next(u for u in self.units if u.output.name == name)
-        sources = " + ".join(_spelled(piece) for piece in unit.inputs)
-        steps = "".join(f" -> {op}" for op in unit.ops)
-        return f"{sources}{steps} -> {name} {list(unit.output.shape)} {unit.output.form.label}"
-
-
-def _spelled(piece: RowSlice) -> str:
-    if piece.zeros_like is not None:
-        return f"{piece.rows} rows of zeros"
-    if piece.rows == piece.tensor.rows:
-        return piece.tensor.name
-    step = f":{piece.step}" if piece.step > 1 else ""
-    return f"{piece.tensor.name}[{piece.start}:{piece.stop}{step}]"
 
 
 Pass = Callable[[Plan], Plan]
@@ -354,14 +327,6 @@ def rename(names: Mapping[str, str]) -> Pass:
         return replace(unit, output=replace(unit.output, name=names[unit.output.name]))
 
     return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
-
-
-def apply_to(names: Iterable[str], op: Op) -> Pass:
-    """Apply one more operation to the outputs of these names."""
-    chosen = frozenset(names)
-    return lambda plan: replace(
-        plan, units=tuple(u.then(op) if u.output.name in chosen else u for u in plan.units)
-    )
 
 
 def check_finite(plan: Plan) -> Plan:

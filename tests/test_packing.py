@@ -62,12 +62,6 @@ def test_bytes_of_compressed_tensors(bits: int, shape: tuple[int, int]) -> None:
     assert torch.equal(unpacked, signed)
 
 
-def test_rows_are_taken_from_the_middle_of_a_stream() -> None:
-    codes_RG = np.random.default_rng(0).integers(0, 8, (70, 3)).astype(np.uint8)
-    words_WG = pack_rows(codes_RG, 3)
-    np.testing.assert_array_equal(unpack_rows(words_WG, 3, 20, first_row=37), codes_RG[37:57])
-
-
 def test_cut_columns_and_no_rows() -> None:
     codes_RI = np.random.default_rng(0).integers(0, 16, (6, 96)).astype(np.uint8)
     np.testing.assert_array_equal(pack_stream(codes_RI[::2, 32:64], 4), pack_stream(codes_RI, 4)[::2, 4:8])

@@ -230,19 +230,13 @@ def test_bounds_are_checked_before_anything_is_allocated(tmp_path: Path) -> None
             read_header(path)
 
 
-def test_rows_are_read_into_a_given_buffer(tmp_path: Path) -> None:
-    spec = TensorSpec("w", DType.F32, (6, 3))
-    write_ours(tmp_path, [spec])
-    with SafetensorsFile(tmp_path / "model.safetensors") as file:
-        whole = file.read("w", 0, 6)
-        buffer = np.zeros((2, 3), "<f4")
-        assert file.read("w", 3, 5, out=buffer) is buffer
-        np.testing.assert_array_equal(buffer, whole[3:5])
-        for wrong in (np.zeros((2, 3), "<f8"), np.zeros((3, 2), "<f4"), np.zeros((2, 6), "<f4")[:, ::2]):
-            with pytest.raises(ValueError, match=r"w: rows|one piece"):
-                file.read("w", 3, 5, out=wrong)
-        with pytest.raises(ValueError, match=r"rows \[5, 7\) of 6"):
-            file.read("w", 5, 7)
+def test_rows_beyond_the_end_are_not_read(tmp_path: Path) -> None:
+    write_ours(tmp_path, [TensorSpec("w", DType.F32, (6, 3))])
+    with (
+        SafetensorsFile(tmp_path / "model.safetensors") as file,
+        pytest.raises(ValueError, match=r"rows \[5, 7\) of 6"),
+    ):
+        file.read("w", 5, 7)
 
 
 def test_a_file_cut_short_after_opening_is_an_error(tmp_path: Path) -> None:

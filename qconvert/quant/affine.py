@@ -14,7 +14,7 @@ from math import isfinite
 import numpy as np
 
 from qconvert.quant.affine_kernels import decode_rows, decode_rows_to_bfloat16, quantize_rows
-from qconvert.quant.casts import cast, compare, first_nonfinite
+from qconvert.quant.casts import as_kernels_read, cast, compare, first_nonfinite
 from qconvert.quant.lanes import LANES
 from qconvert.quant.scales import grid_of
 from qconvert.tensors import Dense, DType, GroupInt, IntAffine
@@ -67,7 +67,7 @@ def quantize(
     rows, width = block.rows_RI.shape
     shape = rows, form.groups(width), form.group_size or width
     assert shape[1] * shape[2] == width and not form.act_order, (form, width)
-    words_RI, beyond = _words(block)
+    words_RI, beyond = as_kernels_read(block)
     codes_RI = np.empty((rows, width), np.uint8)
     scales_RG, zeros_RG = np.empty(shape[:2], np.float32), np.empty(shape[:2], np.uint8)
     tally_4, too_large, not_finite = quantize_rows(
@@ -103,15 +103,6 @@ def dequantize(value: IntAffine, dtype: DType) -> Dense:
     numbers_RGS = np.empty(codes_RGS.shape, np.float32)
     decode_rows(codes_RGS, scales.rows_RI, zeros_RG, numbers_RGS)
     return cast(Dense(numbers_RGS.reshape(rows, width), DType.F32), dtype)[0]
-
-
-def _words(block: Dense) -> tuple[np.ndarray, int]:
-    """The block as `lanes.load` reads floats, and how many numbers (of float64) are beyond float32."""
-    if block.dtype is DType.F64:
-        block, beyond = cast(block, DType.F32)
-        return block.rows_RI, beyond
-    rows_RI = np.ascontiguousarray(block.rows_RI)
-    return rows_RI.view(np.int16) if block.dtype is DType.F16 else rows_RI, 0
 
 
 def _importance(weights_I: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:

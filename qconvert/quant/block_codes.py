@@ -10,6 +10,7 @@ import numpy as np
 
 from qconvert.quant.codebook import wide
 from qconvert.quant.grids import zeros_of
+from qconvert.quant.steps import most_steps
 from qconvert.tensors import Coded, IntAffine, MinAffine
 
 BLOCK = 32
@@ -30,7 +31,7 @@ def block_codes(value: IntAffine | MinAffine, type_name: str) -> tuple[np.ndarra
     half_RG, overflow = _half(scales_RG)
     signed_RI = value.codes_RI.astype(np.int16) - np.repeat(zeros_of(value).astype(np.int16), group, axis=1)
     reach_RG = np.abs(signed_RI).reshape(*scales_RG.shape, -1).max(axis=2)
-    steps = _steps((half_RG - scales_RG) * reach_RG, scales_RG)
+    steps = most_steps((half_RG - scales_RG) * reach_RG, scales_RG)
     if type_name == "Q8_0":
         codes_RI = signed_RI.astype(np.int8).view(np.uint8)
     else:
@@ -61,7 +62,7 @@ def _with_mins(value: IntAffine | MinAffine) -> tuple[np.ndarray, float, int]:
     largest_RG = value.codes_RI.reshape(*scales_RG.shape, -1).max(axis=2)
     moved_RG = np.abs(half_RG - scales_RG) * largest_RG + np.abs(min_RG - mins_RG)
     blocks = _blocks([half_RG, min_RG], _nibbles(value.codes_RI), group)
-    return blocks, _steps(moved_RG, scales_RG), overflow + overflow_of_mins
+    return blocks, most_steps(moved_RG, scales_RG), overflow + overflow_of_mins
 
 
 def _half(numbers: np.ndarray) -> tuple[np.ndarray, int]:
@@ -83,11 +84,3 @@ def _blocks(fields_RG: list[np.ndarray], codes: np.ndarray, group: int) -> np.nd
     count, times = groups * group // BLOCK, group // BLOCK
     heads = [np.repeat(f, times, axis=1).reshape(rows, count, 1).view(np.uint8) for f in fields_RG]
     return np.concatenate([*heads, codes.reshape(rows, count, -1)], axis=2).reshape(rows, -1)
-
-
-def _steps(moved_RG: np.ndarray, scales_RG: np.ndarray) -> float:
-    """The largest |moved| / |scale|; infinite where something moves over a scale of 0."""
-    moved, scales = np.abs(moved_RG.astype(np.float64)), np.abs(scales_RG.astype(np.float64))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.where(moved > 0, moved / scales, 0.0)
-    return float(ratios.max(initial=0.0))

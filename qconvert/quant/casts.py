@@ -60,6 +60,17 @@ def cast(block: Dense, dtype: DType) -> tuple[Dense, int]:
     return Dense(rows_RI, dtype), overflow
 
 
+def as_kernels_read(block: Dense) -> tuple[np.ndarray, int]:
+    """The rows, contiguous and in a dtype that `lanes.load` widens to float32 (of float16 the bits, as
+    int16), and how many numbers of a float64 block are beyond float32.
+    """
+    beyond = 0
+    if block.dtype is DType.F64:
+        block, beyond = cast(block, DType.F32)
+    rows_RI = np.ascontiguousarray(block.rows_RI)
+    return rows_RI.view(np.int16) if block.dtype is DType.F16 else rows_RI, beyond
+
+
 def first_nonfinite(block: Dense) -> int:
     """The flat index of the block's first NaN or Inf, -1 when every number is finite."""
     start = 0

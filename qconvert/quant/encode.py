@@ -19,7 +19,7 @@ import numpy as np
 
 from qconvert.quant import table_kernels
 from qconvert.quant.affine import QuantError
-from qconvert.quant.casts import cast, first_nonfinite
+from qconvert.quant.casts import as_kernels_read, cast, first_nonfinite
 from qconvert.quant.codebook import TABLES, wide
 from qconvert.quant.grids import INT8_STEP
 from qconvert.quant.table_kernels import FLOAT8, INT8, MAGNITUDES, MIDDLES, Table
@@ -68,7 +68,7 @@ def encode(
     number that serves all of it (`needs_whole`).
     """
     habits = HABITS.get(habit, _PLAIN)
-    words_RI = _as_kernels_read(block)
+    words_RI, _ = as_kernels_read(block)
     width = words_RI.shape[1]
     if form.group_rows is None:
         assert whole is not None
@@ -100,20 +100,12 @@ def peaks(block: Dense, form: Codebook) -> np.ndarray:
     """The largest magnitude of every block of `form.group_rows` rows (None: all) and `form.group_size`
     columns, float32 [blocks of rows, groups]; not of numbers that are none.
     """
-    words_RI = _as_kernels_read(block)
+    words_RI, _ = as_kernels_read(block)
     rows, width = words_RI.shape
     per = form.group_rows or max(1, rows)
     peaks_BG = np.zeros((-(-rows // per), form.groups(width)), np.float32)
     table_kernels.find_peaks(words_RI, per, form.group_size or width, peaks_BG)
     return peaks_BG
-
-
-def _as_kernels_read(block: Dense) -> np.ndarray:
-    """The rows in a dtype that `qconvert.quant.lanes.load` widens."""
-    if block.dtype is DType.F64:
-        block, _ = cast(block, DType.F32)
-    rows_RI = np.ascontiguousarray(block.rows_RI)
-    return rows_RI.view(np.int16) if block.dtype is DType.F16 else rows_RI
 
 
 def _scales(

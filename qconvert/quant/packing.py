@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from qconvert.quant.lanes import kernel, routine
+from qconvert.quant.transpose import transposed
 
 _WORD = 32
 
@@ -53,13 +54,12 @@ def unpack_stream(words_RW: np.ndarray, bits: int, width: int) -> np.ndarray:
 
 def pack_rows(codes_RG: np.ndarray, bits: int) -> np.ndarray:
     """Pack every column: uint8 [R, G] below `2**bits` to int32 [ceil(R * bits / 32), G]."""
-    return np.ascontiguousarray(pack_stream(codes_RG.T, bits).T)
+    return transposed(pack_stream(codes_RG.T, bits))
 
 
-def unpack_rows(words_WG: np.ndarray, bits: int, rows: int, first_row: int = 0) -> np.ndarray:
-    """Codes [first_row, first_row + rows) of every column's stream, uint8 [rows, G]."""
-    codes_GR = unpack_stream(words_WG.T, bits, first_row + rows)
-    return np.ascontiguousarray(codes_GR[:, first_row:].T)
+def unpack_rows(words_WG: np.ndarray, bits: int, rows: int) -> np.ndarray:
+    """The first `rows` codes of every column's stream, uint8 [rows, G]. Undoes `pack_rows`."""
+    return transposed(unpack_stream(words_WG.T, bits, rows))
 
 
 def _words(count: int, bits: int) -> int:

@@ -12,6 +12,7 @@ import numpy as np
 from qconvert.quant.casts import cast
 from qconvert.quant.codebook import TABLES, wide
 from qconvert.quant.grids import INT8_STEP, zeros_of
+from qconvert.quant.steps import most_steps
 from qconvert.tensors import Codebook, Coded, Dense, DType, GroupInt, GroupMin, IntAffine, MinAffine
 
 
@@ -23,7 +24,7 @@ def to_mins(value: IntAffine) -> tuple[MinAffine, float]:
     scales_RG = wide(value.scales_RG, form.scale_dtype)
     exact_RG = -zeros_of(value).astype(np.float32) * scales_RG
     mins = cast(Dense(exact_RG, DType.F32), form.scale_dtype)[0]
-    steps = _steps(wide(mins.rows_RI, form.scale_dtype) - exact_RG, scales_RG)
+    steps = most_steps(wide(mins.rows_RI, form.scale_dtype) - exact_RG, scales_RG)
     made = GroupMin(form.bits, group, form.scale_dtype)
     return MinAffine(value.codes_RX, value.scales_RG, mins.rows_RI, made), steps
 
@@ -35,7 +36,7 @@ def to_zeros(value: MinAffine) -> tuple[IntAffine, float]:
     mins_RG = wide(value.mins_RG, form.scale_dtype)
     places_RG = np.divide(-mins_RG, scales_RG, out=np.zeros_like(mins_RG), where=scales_RG != 0)
     zeros_RG = np.clip(np.rint(places_RG), 0, (1 << form.bits) - 1)
-    steps = _steps(mins_RG + zeros_RG * scales_RG, scales_RG)
+    steps = most_steps(mins_RG + zeros_RG * scales_RG, scales_RG)
     size = None if form.group_size == value.width else form.group_size
     made = GroupInt(form.bits, size, symmetric=False, scale_dtype=form.scale_dtype)
     return IntAffine(value.codes_RX, value.scales_RG, zeros_RG.astype(np.uint8), made), steps
@@ -52,7 +53,7 @@ def cast_scales(value: IntAffine, dtype: DType) -> tuple[IntAffine, float, int]:
     before_RG, after_RG = wide(value.scales_RG, value.form.scale_dtype), wide(scales.rows_RI, dtype)
     steps = 0.0
     if not overflow and not np.array_equal(before_RG, after_RG):
-        steps = _steps((after_RG - before_RG) * _reach(value), after_RG)
+        steps = most_steps((after_RG - before_RG) * _reach(value), after_RG)
     return replace(value, scales_RG=scales.rows_RI, form=form), steps, overflow
 
 
@@ -70,7 +71,7 @@ def from_int8_rows(value: Coded) -> tuple[IntAffine, float]:
     scales_R1 = value.scales_RG * INT8_STEP
     exact_R1 = value.scales_RG.astype(np.float64) * np.float64(INT8_STEP)
     form = GroupInt(8, None, symmetric=True, scale_dtype=DType.F32)
-    steps = _steps((scales_R1 - exact_R1) * 128, exact_R1)
+    steps = most_steps((scales_R1 - exact_R1) * 128, exact_R1)
     return IntAffine(value.codes_RI ^ np.uint8(0x80), scales_R1, None, form), steps
 
 
@@ -79,7 +80,7 @@ def to_int8_rows(value: IntAffine, decoded: DType) -> tuple[Coded, float]:
     scales_R1 = wide(value.scales_RG, value.form.scale_dtype)
     absmax_R1 = (scales_R1.astype(np.float64) / np.float64(INT8_STEP)).astype(np.float32)
     form = Codebook("int8", None, DType.F32, decoded)
-    steps = _steps((absmax_R1 * np.float64(INT8_STEP) - scales_R1) * 128, scales_R1)
+    steps = most_steps((absmax_R1 * np.float64(INT8_STEP) - scales_R1) * 128, scales_R1)
     return Coded(value.codes_RI ^ np.uint8(0x80), absmax_R1, form), steps
 
 
@@ -111,10 +112,3 @@ def _reach(value: IntAffine) -> np.ndarray:
     codes_RGg = value.codes_RI.reshape(rows, groups, -1)
     reach_RG: np.ndarray = np.maximum(codes_RGg.max(axis=2) - zeros_RG, zeros_RG - codes_RGg.min(axis=2))
     return reach_RG
-
-
-def _steps(moved: np.ndarray, scales: np.ndarray) -> float:
-    """The largest |moved| / |scale|; infinite where something moves over a scale of 0."""
-    moved, scales = np.abs(moved.astype(np.float64)), np.abs(scales.astype(np.float64))
-    ratios = np.divide(moved, scales, out=np.where(moved > 0, np.inf, 0.0), where=scales > 0)
-    return float(ratios.max(initial=0.0))

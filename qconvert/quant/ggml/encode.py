@@ -14,9 +14,9 @@ from functools import partial
 import numpy as np
 
 from qconvert.gguf_types import GGMLType
-from qconvert.quant.casts import cast
+from qconvert.quant.casts import as_kernels_read
 from qconvert.quant.ggml import float4, iq4, kquants_affine, kquants_symmetric, legacy, ternary
-from qconvert.tensors import Dense, DType
+from qconvert.tensors import Dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def encode_rows(block: Dense, type_name: str, *, importance_I: np.ndarray | None
     if width % kind.block:
         raise ValueError(f"rows of {width} elements are no whole blocks of {kind.block}")
     bytes_RB = np.empty((rows, width // kind.block * kind.block_bytes), np.uint8)
-    flat, out = _as_kernels_read(block), bytes_RB.reshape(-1)
+    flat, out = as_kernels_read(block)[0].reshape(-1), bytes_RB.reshape(-1)
     if importance_I is None or encoder.weighted is None:
         encoder.plain(flat, out)
     elif importance_I.shape != (width,):
@@ -82,11 +82,3 @@ def encode_rows(block: Dense, type_name: str, *, importance_I: np.ndarray | None
     else:
         encoder.weighted(flat, np.ascontiguousarray(importance_I, np.float32), out)
     return bytes_RB
-
-
-def _as_kernels_read(block: Dense) -> np.ndarray:
-    """The flat array of a block's numbers in a dtype that `qconvert.quant.lanes.load` widens."""
-    if block.dtype is DType.F64:
-        block, _ = cast(block, DType.F32)
-    flat = np.ascontiguousarray(block.rows_RI).reshape(-1)
-    return flat.view(np.int16) if block.dtype is DType.F16 else flat

@@ -1,0 +1,91 @@
+"""Whole commands timed as a user meets them: each run a fresh process, beside copying the bytes it reads.
+
+Ratios are taken within one round, and the median over rounds is printed, because machines drift. Peak
+memory is the process's own high-water mark.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import click
+
+from qconvert import __version__
+from qconvert.tables import size, table
+from qconvert.tensors import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One finished process: wall seconds and peak resident bytes."""
+
+    seconds: float
+    peak_bytes: int
+
+
+Runs = dict[str, list[Run]]
+
+
+def timed(command: list[str]) -> Run:
+    """Run a command in a process of its own; ClickException when it fails."""
+    started = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - started
+    if os.waitstatus_to_exitcode(status) != 0:
+        raise click.ClickException(f"{' '.join(command)}: exit code {os.waitstatus_to_exitcode(status)}")
+    return Run(seconds, usage.ru_maxrss * 1024)
+
+
+def copied(shards: Sequence[Path], target: Path) -> Run:
+    """`cat` of all shards into a new file, plus sync."""
+    target.unlink(missing_ok=True)
+    script = 'target=$1; shift; cat -- "$@" > "$target" && sync "$target"'
+    run = timed(["sh", "-c", script, "sh", str(target), *map(str, shards)])
+    target.unlink()
+    return run
+
+
+def beside_copying(
+    shards: Sequence[Path], command: list[str], variants: Mapping[str, list[str]], work: Path, rounds: int
+) -> Runs:
+    """Rounds of copying the shards and of each variant of a command that writes the folder `work/out`."""
+    out = work / "out"
+    command = [*command, "-o", str(out)]
+    timed([*command, *next(iter(variants.values()))])  # compiles the kernels and warms the page cache
+    rows: Runs = {"copy": [], **{name: [] for name in variants}}
+    for _ in range(rounds):
+        rows["copy"].append(copied(shards, work / "copy"))
+        for name, flags in variants.items():
+            shutil.rmtree(out, ignore_errors=True)
+            rows[name].append(timed([*command, *flags]))
+    return rows
+
+
+def record(out: Path, asked: Json, rows: Runs) -> None:
+    """Write what was asked, the machine, and every run as JSON."""
+    runs = {name: [asdict(run) for run in done] for name, done in rows.items()}
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "qconvert": __version__}
+    out.write_text(json.dumps({**asked, **machine, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+
+
+def print_ratios(title: str, rows: Runs) -> None:
+    """Print medians of all rows: seconds, the ratio to the copy of the same round, peak memory."""
+    cells = []
+    for name, runs in rows.items():
+        ratio = statistics.median(
+            run.seconds / copy.seconds for run, copy in zip(runs, rows["copy"], strict=True)
+        )
+        seconds = statistics.median(run.seconds for run in runs)
+        cells.append([name, f"{seconds:.2f}", f"{ratio:.2f}", size(max(run.peak_bytes for run in runs))])
+    click.echo(f"{title}, {os.cpu_count()} cores, {len(rows['copy'])} rounds")
+    click.echo("\n".join(table(["what", "seconds", "times copy", "peak memory"], cells)))
