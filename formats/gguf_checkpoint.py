@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from qconvert.architecture import FusedPlace
-from qconvert.architecture.gguf.metadata import FindScaling, Metadata, shortest
+from qconvert.architecture.gguf.metadata import FindScaling, Metadata
 from qconvert.architecture.gguf.names import ROPE_FREQS
 from qconvert.architecture.gguf.reading import Reading, read_model
 from qconvert.errors import CorruptCheckpoint
@@ -27,6 +27,7 @@ from qconvert.formats.gguf_vocab import GGUFTokenizer
 from qconvert.formats.layouts.gguf import GGUFLayout, Home, Stretch, form_of, llama3_scaling
 from qconvert.gguf_types import KV
 from qconvert.interfaces import Sidecars
+from qconvert.numbers import shortest
 from qconvert.tensors import DType, Json, Logical, TensorSpec
 
 _OF_THE_FILE = frozenset(

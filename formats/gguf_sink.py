@@ -140,7 +140,7 @@ def pack_kv(entry: KV) -> bytes:
     """One metadata entry as a GGUF file holds it. Raises BadRecipe when the value does not fit."""
     try:
         return _pack_text(entry.key) + _pack_value(entry)
-    except struct.error as error:
+    except (struct.error, OverflowError) as error:
         raise BadRecipe(
             f"{entry.key}: {shown(entry.value)} does not fit its type ({error})", "correct it in config.json"
         ) from error

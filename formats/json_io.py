@@ -1,8 +1,8 @@
 """JSON objects from files nobody vouches for: config.json, shard indexes, safetensors headers.
 
 The invariant: what is returned is what any strict reader of RFC 8259 returns. Python's parser lets
-through NaN, infinities, repeated keys and half surrogates; here each is an error that names the key,
-because two tools that read them differently convert two different models.
+through NaN, infinities, endless integers, repeated keys and half surrogates; here each is an error that
+names the key, because two tools that read them differently convert two different models.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,8 @@ from qconvert.tensors import Json
 MAX_CONFIG_BYTES = 16 << 20
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _INFINITIES = (math.inf, -math.inf)
+# Parsers in other languages make a float64 of an integer of many digits; 10**400 ends theirs.
+_LARGEST = int(sys.float_info.max)
 _QUOTE_OR_BRACKET = re.compile(r'["\[\]{}]')
 
 
@@ -107,6 +110,8 @@ def _flaw(value: object) -> str | None:
     """Why no strict parser accepts this value; objects inside it have been checked before it."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"is {value}, not a finite number"
+    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        return f"is a number of {value.bit_length():,} bits, beyond any float64"
     if isinstance(value, str) and not value.isascii():
         try:
             value.encode()

@@ -21,7 +21,7 @@ FOLDERS = {"qconvert": "qconvert", "formats": "qconvert.formats", "evals": "qcon
 
 # Every module has a room; the longest prefix decides. (Names without the leading "qconvert.")
 ROOMS = {
-    "vocabulary": "__init__ errors codes tensors interfaces schemes sizes gguf_types",
+    "vocabulary": "__init__ errors codes tensors interfaces numbers schemes sizes gguf_types",
     "names": "architecture",
     "decisions": "recipe select plan draft relayout targets census loaders "
     "lint lint_shapes lint_subject actorder padding parallel "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from qconvert.errors import CorruptCheckpoint
+from qconvert.numbers import positive_number
 from qconvert.tensors import Json
 
 MAX_DIMENSION = 1 << 32
@@ -79,7 +80,7 @@ def whole_numbers(config: Json, key: str) -> tuple[int, ...]:
 def per_layer(config: Json, key: str, layer: int) -> float:
     """The number for one layer in the list under `key`; a single number counts for every layer."""
     value = config.get(key)
-    number = value[layer] if isinstance(value, list) and layer < len(value) else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= MAX_DIMENSION:
+    number = positive_number(value[layer] if isinstance(value, list) and layer < len(value) else value)
+    if number is None or number > MAX_DIMENSION:
         raise CorruptCheckpoint(f"config.json: {key} has no positive number for layer {layer}")
     return number

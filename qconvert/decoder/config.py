@@ -12,7 +12,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.numbers import positive_number
 from qconvert.tensors import Json
 
 MAX_LAYERS = 4096
@@ -222,19 +223,20 @@ def _count(config: Json, key: str, default: int | None = None) -> int:
     value = default if config.get(key) is None else config[key]
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
         raise CorruptCheckpoint(
-            f"config.json: {key} is {value!r}", f"correct it: {key} must be a positive integer"
+            f"config.json: {key} is {shown(repr(value))}", f"correct it: {key} must be a positive integer"
         )
     return value
 
 
 def _positive(config: Json, key: str, default: float | None = None) -> float:
-    """A positive finite number; the default stands in for an absent or null one."""
+    """A positive number that float32 holds; the default stands in for an absent or null one."""
     value = default if config.get(key) is None else config[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    number = positive_number(value)
+    if number is None:
         raise CorruptCheckpoint(
-            f"config.json: {key} is {value!r}", f"correct it: {key} must be a positive number"
+            f"config.json: {key} is {shown(repr(value))}", f"correct it: {key} must be a positive number"
         )
-    return float(value)
+    return number
 
 
 def _layers(config: Json) -> int:

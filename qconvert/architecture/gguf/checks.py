@@ -70,7 +70,7 @@ def every_nth_layer_is_full(step: int) -> Check:
     def pattern(layers: int) -> list[str]:
         return ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(layers)]
 
-    @implying(lambda file: {"layer_types": pattern(file.size("block_count"))})
+    @implying(lambda file: {"layer_types": pattern(file.layers)})
     def check(facts: Facts) -> str | None:
         types = facts.settings.get("layer_types")
         if types is None or types == pattern(facts.layers):

@@ -97,7 +97,7 @@ def together(*parts: Keys, read: Read | None = None) -> Keys:
     return Keys(write, read or read_all)
 
 
-@read_by(lambda file: {"num_hidden_layers": file.size("block_count")})
+@read_by(lambda file: {"num_hidden_layers": file.layers})
 def block_count(facts: Facts) -> Iterator[KV]:
     """The number of layers."""
     yield facts.u32("block_count", facts.layers)

@@ -6,13 +6,13 @@ names it.
 
 from __future__ import annotations
 
-import math
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from qconvert.architecture.config import MAX_LAYERS
 from qconvert.errors import CorruptCheckpoint
 from qconvert.gguf_types import KV, GGUFTensor
+from qconvert.numbers import positive_number, shortest
 from qconvert.tensors import Json
 
 MAX_COUNT = 1 << 31
@@ -40,6 +40,14 @@ class Metadata:
     numbers: Callable[[str], tuple[float, ...]] = no_numbers
     scaling: FindScaling | None = None
 
+    @property
+    def layers(self) -> int:
+        """The number of layers, which must be there; no model has more than `MAX_LAYERS`."""
+        found = self.size("block_count")
+        if found > MAX_LAYERS:
+            raise self.wrong("block_count", f"{found:,}; no model has more than {MAX_LAYERS:,} layers")
+        return found
+
     def size(self, name: str) -> int:
         """A whole number from 1 on, which must be there."""
         found = self.optional(name)
@@ -60,9 +68,9 @@ class Metadata:
             raise self.wrong(name, f"{_shown(value)}, not a count")
         return value
 
-    def counts(self, name: str, layers: int) -> tuple[int, ...]:
+    def counts(self, name: str) -> tuple[int, ...]:
         """A whole number for each layer; a single one counts for every layer."""
-        value = self._value(name)
+        value, layers = self._value(name), self.layers
         if not isinstance(value, tuple):
             return (self.size(name),) * layers
         whole = [n for n in value if isinstance(n, int) and not isinstance(n, bool) and 0 < n < MAX_COUNT]
@@ -80,10 +88,10 @@ class Metadata:
     def number(self, name: str, default: float | None = None) -> float:
         """A positive float32, as the shortest decimal that stands for it."""
         found = self._value(name)
-        value = default if found is None else found
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise self.wrong(name, "missing" if value is None else f"{_shown(value)}, not a positive number")
-        return shortest(value)
+        number = positive_number(default if found is None else found)
+        if number is None:
+            raise self.wrong(name, "missing" if found is None else f"{_shown(found)}, not a positive number")
+        return shortest(number)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
         """True or false."""
@@ -123,13 +131,6 @@ class Metadata:
     def _value(self, name: str) -> object:
         entry = self.kv.get(f"{self.arch}.{name}")
         return None if entry is None else entry.value
-
-
-def shortest(value: float) -> float:
-    """The shortest decimal number that a float32 stands for: 1e-06, not 9.999999974752427e-07."""
-    packed = struct.pack("<f", value)
-    candidates = (float(f"{value:.{digits}g}") for digits in range(1, 9))
-    return next((c for c in candidates if struct.pack("<f", c) == packed), float(value))
 
 
 def _shown(value: object) -> str:

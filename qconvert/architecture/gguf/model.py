@@ -6,7 +6,6 @@ for what happens to a tensor's rows, which `gguf_units` turns into an operation 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,8 +15,9 @@ from qconvert.architecture.config import count, flag, optional_int, positive_int
 from qconvert.architecture.gguf.metadata import Metadata
 from qconvert.architecture.model import Architecture
 from qconvert.architecture.slots import Dimensions
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.gguf_types import KV
+from qconvert.numbers import positive_number
 from qconvert.tensors import Json
 
 # What happens to the rows of a tensor on the way (the operations of these names in `ops`).
@@ -95,11 +95,12 @@ class Facts:
 
 
 def positive(settings: Json, key: str) -> float:
-    """The positive finite number under a key, which must be there."""
+    """The positive number that float32 holds under a key, which must be there."""
     value = settings.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise CorruptCheckpoint(f"config.json: {key} is {value!r}, not a positive number")
-    return float(value)
+    number = positive_number(value)
+    if number is None:
+        raise CorruptCheckpoint(f"config.json: {key} is {shown(repr(value))}, not a positive number")
+    return number
 
 
 Write = Callable[[Facts], Iterator[KV]]

@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from qconvert.architecture.gguf import checks as c
 from qconvert.architecture.gguf import keys as k
-from qconvert.architecture.gguf.metadata import Metadata, shortest
+from qconvert.architecture.gguf.metadata import Metadata
 from qconvert.architecture.gguf.model import Facts, GGUFModel, Keys, Written, implying, positive, read_by
 from qconvert.architecture.gguf.models.fused import GLM_SPECIAL
 from qconvert.architecture.gguf.models.llama import ROTATED, SILU
 from qconvert.gguf_types import KV
+from qconvert.numbers import shortest
 from qconvert.tensors import Json
 
 GATING = {"softmax": 1, "sigmoid": 2}  # llama_expert_gating_func_type in llama-hparams.h
@@ -305,7 +306,7 @@ def _alternating(layers: int) -> list[str]:
     return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
 
 
-@implying(lambda file: {"layer_types": _alternating(file.size("block_count"))})
+@implying(lambda file: {"layer_types": _alternating(file.layers)})
 def alternating_windows(facts: Facts) -> str | None:
     """The graph has a window in every even layer."""
     types = facts.settings.get("layer_types")

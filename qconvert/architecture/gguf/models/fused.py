@@ -221,7 +221,7 @@ FALCON = GGUFModel(
 
 
 def _by_layer(name: str, dimension: str, key: str) -> Keys:
-    @read_by(lambda file: {key: list(file.counts(name, file.size("block_count")))})
+    @read_by(lambda file: {key: list(file.counts(name))})
     def keys(facts: Facts) -> Iterator[KV]:
         per_head = facts.size("head_dim") if dimension.endswith("_rows") else 1
         yield facts.by_layer(name, (dims[dimension] // per_head for dims in facts.dimensions))
@@ -231,7 +231,7 @@ def _by_layer(name: str, dimension: str, key: str) -> Keys:
 
 def _multipliers(file: Metadata) -> Json:
     """Inner widths as shares of the hidden one, which are rounded to no more than a whole number."""
-    widths = file.counts("feed_forward_length", file.size("block_count"))
+    widths = file.counts("feed_forward_length")
     hidden = file.size("embedding_length")
     return {"ffn_multipliers": [width / hidden for width in widths], "ffn_dim_divisor": 1}
 

@@ -32,9 +32,8 @@ def _queries_scaled(largest: int) -> Check:
         return hidden // heads if layers == largest else head
 
     def implied(file: Metadata) -> Json:
-        sizes = (file.size(name) for name in ("block_count", "embedding_length", "attention.head_count"))
-        layers, hidden, heads = sizes
-        return {"query_pre_attn_scalar": scale(layers, file.head_size, hidden, heads)}
+        hidden, heads = file.size("embedding_length"), file.size("attention.head_count")
+        return {"query_pre_attn_scalar": scale(file.layers, file.head_size, hidden, heads)}
 
     @implying(implied)
     def check(facts: Facts) -> str | None:

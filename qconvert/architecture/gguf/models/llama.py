@@ -93,7 +93,7 @@ _BAICHUAN_LAYERS = (32, 40)
 
 
 def _context(file: Metadata) -> Json:
-    rotary = file.size("block_count") == _BAICHUAN_LAYERS[0]
+    rotary = file.layers == _BAICHUAN_LAYERS[0]
     return {"max_position_embeddings" if rotary else "model_max_length": file.size("context_length")}
 
 

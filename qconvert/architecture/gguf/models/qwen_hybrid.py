@@ -62,7 +62,7 @@ def conv_shape(facts: Facts) -> tuple[int, ...]:
 
 def _read_state_space(file: Metadata) -> Json:
     heads_of_values, step = file.size("ssm.time_step_rank"), file.size("full_attention_interval")
-    layers = range(1, file.size("block_count") + 1)
+    layers = range(1, file.layers + 1)
     return {
         "linear_conv_kernel_dim": file.size("ssm.conv_kernel"),
         "linear_key_head_dim": file.size("ssm.state_size"),

@@ -1,0 +1,174 @@
+"""Files made to break a reader: each costs an error that names the place, and little time.
+
+What no command may ever say is "unexpected ...": that is what it calls a bug of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from qconvert.architecture.gguf.model import GGUFModel
+from qconvert.architecture.gguf.models import MODELS
+from qconvert.formats.gguf_io import GGUFFile
+from qconvert.gguf_types import KV, GGUFTensor, KVType
+from tests.commands import qconvert
+from tests.gguf_models import write_gguf
+from tests.models import tiny
+
+Words = Sequence[object]
+Make = Callable[[Path], Words]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to make in an empty folder, the words of the command then run, and a part of its error."""
+
+    make: Make
+    says: str
+    seconds: float = 15
+    code: int = 1
+
+
+def config(*words: object, **changes: Any) -> Make:
+    """A sound model but for these keys of config.json, and the command's words; `MODEL` is its folder."""
+
+    def make(folder: Path) -> Words:
+        model = tiny(folder / "m", **changes)
+        return [model if word is MODEL else word for word in words]
+
+    return make
+
+
+def beside(name: str, content: str | bytes, *words: object) -> Make:
+    """A sound model but for one file of its folder."""
+
+    def make(folder: Path) -> Words:
+        model = tiny(folder / "m")
+        (model / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return [model if word is MODEL else word for word in words]
+
+    return make
+
+
+def gguf(
+    *words: object, kv: Mapping[str, KV | None] | None = None, tensors: Sequence[GGUFTensor] = ()
+) -> Make:
+    """A sound GGUF but for these keys (None leaves one out) and more tensors of zeros."""
+
+    def make(folder: Path) -> Words:
+        keys, known = sound_gguf()
+        entries = {**{entry.key: entry for entry in keys}, **(kv or {})}
+        path = folder / "m.gguf"
+        write_gguf(path, [entry for entry in entries.values() if entry is not None], [*known, *tensors])
+        return [path if word is MODEL else word for word in words]
+
+    return make
+
+
+@cache
+def sound_gguf() -> tuple[tuple[KV, ...], tuple[GGUFTensor, ...]]:
+    """The keys and tensors of a small qwen3 model."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        ran = qconvert("to-gguf", tiny(folder / "m"), "--type", "q8_0", "-o", folder / "m.gguf", "-q")
+        assert ran.code == 0, ran.err
+        with GGUFFile(folder / "m.gguf") as file:
+            return tuple(file.kv.values()), tuple(file.tensors.values())
+
+
+def of_arch(arch: str, **changes: KV) -> dict[str, KV | None]:
+    """The keys of the sound GGUF as those of another architecture, with changes by the name's last part."""
+    renamed: dict[str, KV | None] = {"general.architecture": KV.text("general.architecture", arch)}
+    for entry in sound_gguf()[0]:
+        if entry.key.startswith("qwen3."):
+            key = entry.key.replace("qwen3", arch)
+            renamed |= {entry.key: None, key: KV(key, entry.type, entry.value)}
+    return renamed | {f"{arch}.{name}": KV(f"{arch}.{name}", e.type, e.value) for name, e in changes.items()}
+
+
+MODEL = object()
+HUGE = 10**400
+TO_GGUF = ("to-gguf", MODEL, "--type", "q8_0", "--dry-run")
+GENERATE = ("generate", MODEL, "-p", "a", "-n", 2)
+
+
+def many_layers(arch: str) -> Make:
+    def make(folder: Path) -> Words:
+        return gguf("inspect", MODEL, kv=of_arch(arch, block_count=KV.u32("", 2**31 - 1)))(folder)
+
+    return make
+
+
+def f64(key: str, value: float) -> dict[str, KV | None]:
+    return {key: KV(key, KVType.F64, value)}
+
+
+CASES = {
+    "rope_theta of 400 digits, to-gguf": Case(config(*TO_GGUF, rope_theta=HUGE), "config.json: rope_theta"),
+    "rope_theta of 400 digits, generate": Case(config(*GENERATE, rope_theta=HUGE), "config.json: rope_theta"),
+    "rms_norm_eps of 400 digits, generate": Case(
+        config(*GENERATE, rms_norm_eps=HUGE), "config.json: rms_norm_eps"
+    ),
+    "rms_norm_eps beyond float32, to-gguf": Case(
+        config(*TO_GGUF, rms_norm_eps=1e300), "config.json: rms_norm_eps is 1e+300, not a positive number"
+    ),
+    "rms_norm_eps beyond float32, generate": Case(
+        config(*GENERATE, rms_norm_eps=1e300), "config.json: rms_norm_eps is 1e+300"
+    ),
+    "temperature of 400 digits": Case(
+        beside("generation_config.json", json.dumps({"temperature": HUGE}), *TO_GGUF),
+        "generation_config.json: temperature",
+    ),
+    "temperature beyond float32": Case(
+        beside("generation_config.json", '{"temperature": 1e300}', *TO_GGUF), "general.sampling.temp"
+    ),
+    "GGUF base of frequencies beyond float32": Case(
+        gguf("inspect", MODEL, kv=f64("qwen3.rope.freq_base", 1e300)), "qwen3.rope.freq_base is 1e+300"
+    ),
+    "GGUF epsilon beyond float32": Case(
+        gguf("inspect", MODEL, kv=f64("qwen3.attention.layer_norm_rms_epsilon", 1e308)),
+        "qwen3.attention.layer_norm_rms_epsilon is 1e+308",
+    ),
+    **{
+        f"GGUF of 2^31 layers: {arch}": Case(many_layers(arch), f"m.gguf: {arch}.")
+        for arch in sorted({model.arch for model in MODELS.values() if isinstance(model, GGUFModel)})
+    },
+}
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Stop what runs longer, with an error that no command words as its own."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"still running after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_command_says_unexpected(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    words = case.make(tmp_path)
+    with limited(case.seconds):
+        ran = qconvert(*words)
+    assert (ran.code, ran.out) == (case.code, ""), ran
+    assert ran.err.startswith("Error: ") and "unexpected" not in ran.err, ran.err
+    assert case.says in ran.err, ran.err
