@@ -12,7 +12,7 @@ import numpy as np
 from qconvert.architecture.gguf.identity import Identity, ParameterCounts, identify
 from qconvert.architecture.gguf.keys import file_keys
 from qconvert.convert import Limits, Listener, collect, position
-from qconvert.errors import REPORT, BadRecipe, CheckFailed
+from qconvert.errors import REPORT, BadRecipe, CheckFailed, UnsupportedModel, shown
 from qconvert.formats.checkpoint import Checkpoint
 from qconvert.formats.files import octets
 from qconvert.formats.filesink import FilePlan
@@ -98,6 +98,28 @@ def check_encoders(draft: GGUFDraft) -> None:
                 f"{name}: {choice.type.label} ({choice.reason}) is read here, but not written",
                 "`qconvert to-gguf --type list` shows what is",
             )
+
+
+# llama.cpp tells Phi-3 by its name, and looks these tokens up without asking whether they are there
+# (llama_vocab::impl::load in src/llama-vocab.cpp).
+_PHI3_NAMES = ("phi-3", "phi3")
+_PHI3_TOKENS = ("</s>", "<unk>", "<s>", "<|endoftext|>")
+
+
+def check_name(job: GGUFJob) -> None:
+    """Raise UnsupportedModel for a name that llama.cpp expects tokens of which the vocabulary lacks."""
+    name = job.identity.name
+    if not any(each in name.lower() for each in _PHI3_NAMES):
+        return
+    lists = (e.value for e in job.tokenizer.kv if e.key == "tokenizer.ggml.tokens")
+    known = next((set(tokens) for tokens in lists if isinstance(tokens, tuple)), set(_PHI3_TOKENS))
+    lacking = [token for token in _PHI3_TOKENS if token not in known]
+    if lacking:
+        raise UnsupportedModel(
+            f"general.name {shown(name)}: llama.cpp takes the model for Phi-3 and does not load it without "
+            f"{', '.join(lacking)}, which this tokenizer lacks",
+            "give the folder another name, or its card another model_name; or add the tokenizer of Phi-3",
+        )
 
 
 @dataclass(frozen=True, slots=True)

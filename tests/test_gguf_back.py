@@ -16,7 +16,7 @@ from tests.gguf_families import add_tokenizer, random_model, scatter
 from tests.gguf_models import SIZES, save_transformers_model, transformers_logits
 from tests.models import stored
 from tests.test_from_gguf import run
-from tests.test_gguf_encoders import T5, bert
+from tests.test_gguf_encoders import SIZES_T5, T5, bert
 from tests.test_gguf_families import CONFIGS, IDS
 from tests.test_gguf_mixtures import CASES, LATENT, OSS
 from tests.test_gguf_relatives import byte_tokenizer
@@ -92,12 +92,6 @@ def test_recorded_checkpoints_come_back(assets: Path, tmp_path: Path, name: str)
     back = written_again(folder, tmp_path)
     if name not in ANOTHER_SPELLING:
         assert qconvert("diff", back, folder, "--exit-code").code == 0
-
-
-SIZES_T5 = {
-    "vocab_size": 320, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2,
-    "num_heads": 4, "decoder_start_token_id": 0,
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("version", T5)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from qconvert.architecture.gguf.model import GGUFModel
+from qconvert.architecture.gguf.models import MODELS
 from qconvert.formats.gguf_io import GGUFFile
 from tests.commands import qconvert
 from tests.gguf_families import CLOSE, IDS, add_tokenizer, scatter, written
@@ -40,10 +43,38 @@ def batch_of(ids: Sequence[int]) -> Any:
     return batch
 
 
+SIZES_T5 = {
+    "vocab_size": 320, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2,
+    "num_heads": 4, "decoder_start_token_id": 0,
+}  # fmt: skip
 T5: dict[str, dict[str, Any]] = {
     "1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "1.0": {"feed_forward_proj": "relu"},  # its class scales the decoder's output, llama.cpp does not
 }
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(2, 3), (3, 2)])
+def test_t5_that_is_deeper_in_the_decoder_is_refused(tmp_path: Path, encoder: int, decoder: int) -> None:
+    """llama.cpp loads the other one, and refuses this one."""
+    llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
+    transformers = pytest.importorskip("transformers")
+    depth = {"num_layers": encoder, "num_decoder_layers": decoder}
+    config = transformers.T5Config(**{**SIZES_T5, **depth}, **T5["1.0"])
+    scatter(transformers.T5ForConditionalGeneration(config), 0.1).save_pretrained(tmp_path)
+    add_tokenizer(tmp_path)
+    out = tmp_path / "m.gguf"
+    ran = qconvert("to-gguf", tmp_path, "--type", "f32", "-o", out, "-q")
+    if encoder > decoder:
+        assert ran.code == 0 and context_of(out, 320) is not None
+        return
+    assert ran.code == 1 and "num_decoder_layers is 3, num_layers 2" in ran.err and not out.exists()
+    with pytest.MonkeyPatch.context() as patch:  # what it says of llama.cpp is so
+        declared = MODELS["t5"]
+        assert isinstance(declared, GGUFModel)
+        patch.setitem(MODELS, "t5", replace(declared, checks=()))  # type: ignore[arg-type]
+        assert qconvert("to-gguf", tmp_path, "--type", "f32", "-o", out, "-q").code == 0
+    with pytest.raises(ValueError, match="could not load"):
+        llama_cpp.LlamaModel(str(out), llama_cpp.LlamaModelParams(), verbose=False)
 
 
 @pytest.mark.parametrize("version", T5)
@@ -51,13 +82,8 @@ def test_t5_decodes_as_transformers_does(tmp_path: Path, version: str) -> None:
     pytest.importorskip("cyllama.llama.llama_cpp")
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    sizes = {
-        "vocab_size": 320, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2,
-        "num_heads": 4, "decoder_start_token_id": 0,
-    }  # fmt: skip
-    model = scatter(
-        transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **T5[version])), 0.1
-    )
+    config = transformers.T5Config(**SIZES_T5, **T5[version])
+    model = scatter(transformers.T5ForConditionalGeneration(config), 0.1)
     folder = tmp_path / "t5"
     model.to(torch.bfloat16).save_pretrained(folder)
     model = transformers.T5ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)

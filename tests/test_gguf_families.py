@@ -220,6 +220,17 @@ def test_llama_cpp_cuts_texts_as_the_familys_tokenizer_does(
     del model
 
 
+def test_a_name_that_llama_cpp_expects_tokens_of(tmp_path: Path) -> None:
+    """A model is Phi-3 to llama.cpp by its name; without that name, the same tokenizer loads."""
+    pytest.importorskip("cyllama.llama.llama_cpp")
+    folder = made(tmp_path, "phi3").rename(tmp_path / "my-phi3")
+    ran = qconvert("to-gguf", folder, "--type", "f32", "-o", tmp_path / "m.gguf")
+    assert ran.code == 1 and "takes the model for Phi-3" in ran.err and "</s>, <unk>, <s>, which" in ran.err
+    assert not list(tmp_path.glob("*.gguf*"))
+    folder = folder.rename(tmp_path / "my-model")
+    assert difference(folder, as_gguf(folder)) < 0.01
+
+
 # Mixtures: names and fusions that Qwen and Llama do not have
 
 

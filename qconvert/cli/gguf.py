@@ -197,7 +197,7 @@ def prepare(model: str, wish: GGUFWish, flags: Flags) -> GGUFJob:
     from qconvert.convert import Limits
     from qconvert.formats.checkpoint import open_checkpoint
     from qconvert.formats.imatrix import read_imatrix
-    from qconvert.gguf_convert import GGUFJob, check_encoders
+    from qconvert.gguf_convert import GGUFJob, check_encoders, check_name
     from qconvert.gguf_draft import draft_gguf
     from qconvert.hub import resolve
 
@@ -220,7 +220,9 @@ def prepare(model: str, wish: GGUFWish, flags: Flags) -> GGUFJob:
         verify=flags.verify,
         overwrite=flags.overwrite,
     )
-    return GGUFJob(checkpoint, draft, tokenizer, resolved.name, limits, imatrix)
+    job = GGUFJob(checkpoint, draft, tokenizer, resolved.name, limits, imatrix)
+    check_name(job)
+    return job
 
 
 def _tokenizer(checkpoint: Checkpoint, flags: Flags) -> GGUFTokenizer:

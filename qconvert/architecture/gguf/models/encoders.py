@@ -103,6 +103,17 @@ def t5_keys(facts: Facts) -> Iterator[KV]:
     yield facts.u32("decoder_start_token_id", facts.count("decoder_start_token_id"))
 
 
+def no_deeper_decoder(facts: Facts) -> str | None:
+    """The loader makes room for as many layers of the decoder as the encoder has (as of build b9190)."""
+    encoder, decoder = facts.architecture.stacks
+    if decoder <= encoder:
+        return None
+    return (
+        f"num_decoder_layers is {decoder}, num_layers {encoder}; llama.cpp does not load a t5 that is deeper "
+        "in the decoder than in the encoder"
+    )
+
+
 T5 = GGUFModel(
     "t5",
     keys=(t5_keys,),
@@ -120,6 +131,7 @@ T5 = GGUFModel(
     checks=(
         c.computes("feed_forward_proj", "relu", "gated-gelu"),
         c.computes("relative_attention_max_distance", 128),
+        no_deeper_decoder,
     ),
 )
 
