@@ -165,6 +165,8 @@ def _find_scaling(file: GGUFFile) -> FindScaling | None:
     if ROPE_FREQS not in file.specs:
         return None
     factors_F = _floats(file, ROPE_FREQS)
+    if not (np.isfinite(factors_F) & (factors_F > 0)).all():
+        raise CorruptCheckpoint(f"{file.name}: {ROPE_FREQS} holds a factor that is not a positive number")
     factor = shortest(float(factors_F.max()))
 
     def find(theta: float) -> Json | None:

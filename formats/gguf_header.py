@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ MAX_NAME_BYTES = 63  # GGML_MAX_NAME is 64 and counts the final NUL
 MAX_DIMS = 4  # GGML_MAX_DIMS
 # The largest vocabularies in use need a header of 16 MB with 1 million array items.
 MAX_HEADER_BYTES = 256 << 20
-MAX_ARRAY_ITEMS = 8 << 20
+MAX_ARRAY_ITEMS = 4 << 20
+MAX_RECORDS = 1 << 16  # of tensors and of keys; 235B parameters are 1,131 tensors, with 40 keys
 _SWAP = "`gguf-convert-endian FILE little`, of the gguf package, turns it round"
 _NEWER = "convert the model again with a current llama.cpp, or update qconvert"
 
@@ -95,6 +96,10 @@ def read_gguf(path: Path) -> GGUFHeader:
         os.close(fd)
 
 
+_NUMBERS = {kind: struct.Struct(f"<{kind}") for kind in "bBhHiIqQfd?"}
+_AFTER_DIMS = [struct.Struct(f"<{n_dims}qIQ") for n_dims in range(MAX_DIMS + 1)]
+
+
 class _Cursor:
     """A position in a file's first bytes that cannot pass its end; every read says what it is for."""
 
@@ -116,6 +121,15 @@ class _Cursor:
 
     def take(self, count: int, what: str) -> bytes:
         """The next `count` bytes."""
+        start = self.position - self._window_start
+        stop = start + count
+        if stop > len(self._window):
+            self._refill(count, what)
+            start, stop = 0, count
+        self.position += count
+        return self._window[start:stop]
+
+    def _refill(self, count: int, what: str) -> None:
         if count > self.left:
             raise self.fail(
                 f"{what} needs {count:,} bytes, but {self.left:,} are left of {self.size:,}",
@@ -123,24 +137,34 @@ class _Cursor:
             )
         if self.position + count > MAX_HEADER_BYTES:
             raise self.fail(f"{what} ends past the first {amount(MAX_HEADER_BYTES)}, too far for a header")
-        start = self.position - self._window_start
-        if start + count > len(self._window):
-            self._refill(count)
-            start = 0
-        self.position += count
-        return self._window[start : start + count]
-
-    def _refill(self, count: int) -> None:
-        buffer = bytearray(min(max(count, 1 << 20), self.left))
+        room = min(self.left, MAX_HEADER_BYTES - self.position)
+        buffer = bytearray(min(max(count, 1 << 20), room))
         read_exactly(self.fd, memoryview(buffer), self.position, self.name)
         self._window, self._window_start = bytes(buffer), self.position
 
     def unpack(self, format_: str, what: str) -> Any:
         """The next value of a struct format character."""
-        return struct.unpack(f"<{format_}", self.take(struct.calcsize(f"<{format_}"), what))[0]
+        number = _NUMBERS[format_]
+        return number.unpack(self.take(number.size, what))[0]
 
     def raw_text(self, what: str) -> bytes:
         return self.take(self.unpack("Q", what), what)
+
+    def texts(self, count: int, what: str) -> Iterator[str]:
+        """The next `count` texts; a vocabulary has a million of them, so those of a window in one go."""
+        left, length_at = count, _NUMBERS["Q"].unpack_from
+        while left:
+            window, at = self._window, self.position - self._window_start
+            while left and at + 8 <= len(window):
+                stop = at + 8 + length_at(window, at)[0]
+                if stop > len(window):
+                    break
+                yield window[at + 8 : stop].decode("utf-8", "surrogateescape")
+                left, at = left - 1, stop
+            self.position = self._window_start + at
+            if left:
+                yield self.raw_text(what).decode("utf-8", "surrogateescape")
+                left -= 1
 
     def name_text(self, what: str) -> str:
         """A key or tensor name: it must be UTF-8, because other readers compare it as text."""
@@ -200,6 +224,8 @@ def _count(cursor: _Cursor, what: str, smallest: int) -> int:
     count: int = cursor.unpack("Q", what)
     if count * smallest > cursor.left:
         raise cursor.fail(f"{what} is {count:,}, more than {cursor.left:,} bytes can hold")
+    if count > MAX_RECORDS:
+        raise cursor.fail(f"{what} is {count:,} (limit {MAX_RECORDS:,})")
     return count
 
 
@@ -239,7 +265,7 @@ def _read_array(cursor: _Cursor, what: str, item: KVType) -> tuple[Scalar, ...]:
     if cursor.items > MAX_ARRAY_ITEMS:
         raise cursor.fail(f"{what} brings the metadata to {cursor.items:,} items (limit {MAX_ARRAY_ITEMS:,})")
     if item is KVType.TEXT:
-        return tuple(_read_scalar(cursor, what, item) for _ in range(length))
+        return tuple(cursor.texts(length, what))
     return struct.unpack(f"<{length}{item.format}", cursor.take(length * width, what))
 
 
@@ -261,19 +287,19 @@ def _read_tensor(cursor: _Cursor, where: str) -> tuple[GGUFTensor, int]:
     n_dims: int = cursor.unpack("I", what)
     if n_dims > MAX_DIMS:
         raise cursor.fail(f"{what} has {n_dims} dimensions, over {MAX_DIMS}")
-    dims = tuple(cursor.unpack("q", what) for _ in range(n_dims))
-    if any(dim <= 0 for dim in dims):
-        raise cursor.fail(f"{what} has dimensions {list(dims)}; each must be at least 1")
-    number: int = cursor.unpack("I", what)
+    rest = _AFTER_DIMS[n_dims]
+    *dims, number, offset = rest.unpack(cursor.take(rest.size, what))
+    if dims and min(dims) <= 0:
+        raise cursor.fail(f"{what} has dimensions {dims}; each must be at least 1")
     kind = TYPE_BY_NUMBER.get(number)
     if kind is None:
         raise cursor.fail(f"{what} has tensor type {number}, which does not exist")
-    tensor = GGUFTensor(name, kind, dims[::-1])
+    tensor = GGUFTensor(name, kind, tuple(dims[::-1]))
     if tensor.width % kind.block:
         raise cursor.fail(
             f"{what} has rows of {tensor.width} elements, not a multiple of {kind.name}'s {kind.block}"
         )
-    return tensor, cursor.unpack("Q", what)
+    return tensor, offset
 
 
 def _check_bounds(cursor: _Cursor, tensor: GGUFTensor, offset: int, alignment: int, data_start: int) -> None:

@@ -20,7 +20,7 @@ from qconvert.gguf_types import KV, GGUFTensor
 from qconvert.tensors import TensorSpec
 
 SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
-_SPLIT_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-\d{5}\.gguf", re.DOTALL)
+_SPLIT_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
 class GGUFFile:
@@ -123,6 +123,12 @@ def part_paths(path: Path, count: int) -> tuple[Path, ...]:
     Raises CorruptCheckpoint when its name is not that of a part, or naming a part that is missing.
     """
     match = _SPLIT_NAME.fullmatch(path.name)
+    if match is not None and int(match["count"]) != count:
+        raise CorruptCheckpoint(
+            f"{shown(path.name)}: {SPLIT_COUNT} is {count:,}, but its name is that of one of "
+            f"{int(match['count']):,} parts",
+            "give it the name that it was written under",
+        )
     if match is None:
         raise CorruptCheckpoint(
             f"{shown(path.name)}: {SPLIT_COUNT} is {count}, but the name is not that of a part",

@@ -19,6 +19,7 @@ from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.gguf_pretokenizer import ADDS_BOS, RULES, Rule
 from qconvert.formats.gguf_splits import GPT2
 from qconvert.formats.gguf_tokens import SPACE
+from qconvert.formats.merging import check_lengths
 from qconvert.formats.sentencepiece_model import PieceType
 from qconvert.gguf_types import KV
 from qconvert.tensors import Json
@@ -99,7 +100,7 @@ class _Keys:
         value = self.value(name)
         if not isinstance(value, str):
             raise CorruptCheckpoint(f"{_PREFIX}{name}: {'missing' if value is None else 'not text'}")
-        return value
+        return utf8(value, _PREFIX + name)
 
     def list(self, name: str, kind: type) -> Sequence[Any]:
         value = self.value(name)
@@ -107,6 +108,9 @@ class _Keys:
             return ()
         if not isinstance(value, tuple) or not all(isinstance(item, kind) for item in value):
             raise CorruptCheckpoint(f"{_PREFIX}{name}: {'missing' if value is None else 'not a list'}")
+        if kind is str:
+            for row, text in enumerate(value):
+                utf8(text, f"{_PREFIX}{name}: entry {row}")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -121,6 +125,15 @@ class _Keys:
     def called(self, text: str) -> _Token | None:
         """The token of this text, None where there is none."""
         return next((token for token in self.tokens if token.text == text), None)
+
+
+def utf8(text: str, what: str) -> str:
+    """A text of a GGUF file, which may hold any bytes, where it goes into a file of UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise CorruptCheckpoint(f"{what} is not UTF-8: {shown(text)}") from None
+    return text
 
 
 def _is_padding(text: str, kind: int) -> bool:
@@ -227,6 +240,7 @@ def _merges(tokens: Sequence[_Token], scores: Sequence[float], vocab: Mapping[st
     Of the ways to one piece, those of shorter first parts come first (the order of transformers'
     `generate_merges`).
     """
+    check_lengths(f"{_PREFIX}tokens", (len(t.text) for t in tokens if t.type == PieceType.NORMAL))
     found = [
         (-scores[token.id], token.id, vocab[token.text[:cut]], [token.text[:cut], token.text[cut:]])
         for token in tokens
@@ -369,12 +383,13 @@ def _frame(keys: _Keys, *, bos: bool = False, eos: bool = False) -> Json | None:
 def _settings(keys: _Keys) -> Json:
     named = {f"{name}_token": token.text for name in _SPECIAL if (token := keys.special(name))}
     template = keys.kv.get("tokenizer.chat_template")
+    text = template.value if template else None
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **named,
         **{flag: value for flag in _ADDS if isinstance(value := keys.value(flag), bool)},
-        **({"chat_template": template.value} if template and isinstance(template.value, str) else {}),
+        **({"chat_template": utf8(text, "tokenizer.chat_template")} if isinstance(text, str) else {}),
     }
 
 

@@ -19,11 +19,10 @@ from typing import Any
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.gguf_splits import LLAMA3, QWEN2, Splits
 from qconvert.formats.json_io import read_bounded
+from qconvert.formats.merging import check_lengths
 from qconvert.tensors import Json
 
 MAX_FILE_BYTES = 32 << 20  # the largest in use, with 200,000 tokens, has 4 MB
-MAX_TOKEN_BYTES = 512  # the longest in use has 128
-MAX_WORK = 1 << 28  # squared lengths of all tokens together; those in use have 2^24
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +99,20 @@ def read_ranks(path: Path) -> Mapping[bytes, int]:
     """Every token of a tiktoken file and its rank, both distinct."""
     name = shown(path.name)
     ranks: dict[bytes, int] = {}
-    work = 0
     for number, line in enumerate(read_bounded(path, MAX_FILE_BYTES).splitlines(), 1):
         if not line:
             continue
         try:
             text, rank = line.split()
             token = base64.b64decode(text, validate=True)
+            if not token:
+                raise ValueError("an empty token")
             ranks[token] = int(rank)
         except (binascii.Error, ValueError) as error:
             raise CorruptCheckpoint(f"{name}: line {number} is not a token in base64 and its rank") from error
-        work += len(token) ** 2
-        if not 0 < len(token) <= MAX_TOKEN_BYTES or work > MAX_WORK:
-            raise CorruptCheckpoint(
-                f"{name}: the token in line {number} has {len(token)} bytes, outside 1..{MAX_TOKEN_BYTES}"
-                if work <= MAX_WORK
-                else f"{name}: its tokens are longer than those of any tokenizer"
-            )
     if not ranks or len(set(ranks.values())) < len(ranks):
         raise CorruptCheckpoint(f"{name}: {len(ranks)} tokens have {len(set(ranks.values()))} ranks")
+    check_lengths(name, map(len, ranks))
     return ranks
 
 

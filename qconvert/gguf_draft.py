@@ -8,7 +8,7 @@ stored head with the embedding.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,7 +49,7 @@ class GGUFWish:
     output_tensor_type: GGMLType | None = None
     pure: bool = False
     fallback: bool = True
-    importance: Mapping[str, tuple[float, ...]] | None = None
+    importance: Mapping[str, Sequence[float]] | None = None
     allow_requantize: bool = False
     allow_nonfinite: bool = False
     undo_act_order: bool = False
@@ -201,7 +201,7 @@ def _kept(plan: Plan, facts: Facts, wish: GGUFWish) -> tuple[GGUFWish, dict[str,
     return replace(wish, file_type=file_type), choices
 
 
-def _importance(plan: Plan, wish: GGUFWish) -> dict[str, tuple[float, ...]]:
+def _importance(plan: Plan, wish: GGUFWish) -> dict[str, Sequence[float]]:
     """The importance of every output's columns, where there is one, held against their number."""
     found = {}
     for name, tensor in plan.outputs.items():

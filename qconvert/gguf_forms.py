@@ -7,7 +7,7 @@ request. Where its grid is one of GGUF's own, its codes go over as they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from qconvert.errors import BadRecipe
@@ -22,7 +22,7 @@ _BLOCK = 32
 
 def give_types(
     types: Mapping[str, GGMLType],
-    importance: Mapping[str, tuple[float, ...]],
+    importance: Mapping[str, Sequence[float]],
     *,
     allow_requantize: bool,
 ) -> Pass:
@@ -52,7 +52,7 @@ def give_types(
     return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
 
 
-def _encode(tensor: Logical, want: Blocks, importance: Mapping[str, tuple[float, ...]]) -> Op:
+def _encode(tensor: Logical, want: Blocks, importance: Mapping[str, Sequence[float]]) -> Op:
     rows_each = tensor.shape[-2] if len(tensor.shape) > 2 else None
     return EncodeBlocks(want, importance.get(tensor.name), rows_each)
 

@@ -190,7 +190,7 @@ class EncodeBlocks(_RowWise):
     """
 
     form: Blocks
-    importance: tuple[float, ...] | None = None
+    importance: Sequence[float] | None = None
     rows_each: int | None = None
     first: int = 0
 
@@ -221,10 +221,10 @@ class EncodeBlocks(_RowWise):
         import numpy as np
 
         if self.importance is None or self.rows_each is None:
-            yield value, None if self.importance is None else np.array(self.importance, np.float32)
+            yield value, None if self.importance is None else np.asarray(self.importance, np.float32)
             return
         width = value.rows_RI.shape[1]
-        importance_EI = np.array(self.importance, np.float32).reshape(-1, width)
+        importance_EI = np.asarray(self.importance, np.float32).reshape(-1, width)
         stop = self.first + value.rows
         for expert in range(self.first // self.rows_each, -(-stop // self.rows_each)):
             begin = max(expert * self.rows_each, self.first) - self.first

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ import pytest
 from qconvert.architecture.gguf.model import GGUFModel
 from qconvert.architecture.gguf.models import MODELS
 from qconvert.formats.gguf_io import GGUFFile
-from qconvert.gguf_types import KV, GGUFTensor, KVType
+from qconvert.gguf_types import KV, GGMLType, GGUFTensor, KVType
 from tests.commands import qconvert
 from tests.gguf_models import write_gguf
 from tests.models import tiny
@@ -97,7 +98,8 @@ def of_arch(arch: str, **changes: KV) -> dict[str, KV | None]:
     return renamed | {f"{arch}.{name}": KV(f"{arch}.{name}", e.type, e.value) for name, e in changes.items()}
 
 
-MODEL = object()
+MODEL, OUT = object(), object()
+TEMPLATE = "tokenizer.chat_template"
 HUGE = 10**400
 TO_GGUF = ("to-gguf", MODEL, "--type", "q8_0", "--dry-run")
 GENERATE = ("generate", MODEL, "-p", "a", "-n", 2)
@@ -114,7 +116,77 @@ def f64(key: str, value: float) -> dict[str, KV | None]:
     return {key: KV(key, KVType.F64, value)}
 
 
+def split_of_many(folder: Path) -> Words:
+    raw = b"split.count"
+    head = struct.pack("<IQQQ", 3, 0, 1, len(raw)) + raw + struct.pack("<IQ", 10, 1 << 40)
+    path = folder / "m-00001-of-00002.gguf"
+    path.write_bytes(b"GGUF" + head)
+    return ["inspect", path]
+
+
+def counted(tensors: int, keys: int) -> Make:
+    """A header that claims so many records, and has room for them."""
+
+    def make(folder: Path) -> Words:
+        path = folder / "m.gguf"
+        path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + bytes(24 * max(tensors, keys)))
+        return ["inspect", path]
+
+    return make
+
+
+def tokens(*words: object, last: str, model: str | None = None) -> Make:
+    """A sound GGUF but for its last token, in the tokenizer of another kind."""
+
+    def make(folder: Path) -> Words:
+        kv = {entry.key: entry for entry in sound_gguf()[0]}
+        texts = [*kv["tokenizer.ggml.tokens"].value[:-1], last]  # type: ignore[index]
+        changed = {"tokenizer.ggml.tokens": KV.texts("tokenizer.ggml.tokens", texts)}
+        types = "tokenizer.ggml.token_type"
+        changed[types] = KV.i32s(types, [1] * len(texts))
+        if model is not None:
+            changed["tokenizer.ggml.model"] = KV.text("tokenizer.ggml.model", model)
+            changed["tokenizer.ggml.scores"] = KV.f32s("tokenizer.ggml.scores", [0.0] * len(texts))
+        return gguf(*[folder / "out" if word is OUT else word for word in words], kv=changed)(folder)
+
+    return make
+
+
+def imatrix_of(sums: int, counts: int) -> Make:
+    def make(folder: Path) -> Words:
+        name = "blk.0.attn_q.weight"
+        tensors = [GGUFTensor(f"{name}.in_sum2", GGMLType.F32, (1, sums))]
+        tensors += [GGUFTensor(f"{name}.counts", GGMLType.F32, (counts, 1))]
+        path = write_gguf(folder / "i.gguf", [KV.text("general.type", "imatrix")], tensors)
+        return [*TO_GGUF[:1], tiny(folder / "m"), *TO_GGUF[2:], "--imatrix", path]
+
+    return make
+
+
 CASES = {
+    "GGUF of 2^40 parts": Case(split_of_many, "split.count is 1,099,511,627,776", seconds=2),
+    "GGUF of 300,000 tensors": Case(counted(300_000, 0), "the tensor count is 300,000", seconds=2),
+    "GGUF of 300,000 keys": Case(counted(0, 300_000), "the metadata count is 300,000", seconds=2),
+    "GGUF token of 400 kB": Case(
+        tokens("from-gguf", MODEL, "-o", OUT, last="a" * 400_000, model="llama"),
+        "tokenizer.ggml.tokens: token 319 has a length of 400,000",
+    ),
+    "GGUF token that is not UTF-8, from-gguf": Case(
+        tokens("from-gguf", MODEL, "-o", OUT, last="ab\udcff"),
+        "tokenizer.ggml.tokens: entry 319 is not UTF-8",
+    ),
+    "GGUF token that is not UTF-8, generate": Case(
+        tokens("generate", MODEL, "-p", "a", last="ab\udcff"), "tokenizer.ggml.tokens: entry 319 is not UTF-8"
+    ),
+    "GGUF chat template that is not UTF-8": Case(
+        gguf("generate", MODEL, "-p", "a", kv={TEMPLATE: KV.text(TEMPLATE, "\udcff")}),
+        "tokenizer.chat_template is not UTF-8",
+    ),
+    "factors of frequencies that are zero": Case(
+        gguf("inspect", MODEL, tensors=[GGUFTensor("rope_freqs.weight", GGMLType.F32, (32,))]),
+        "rope_freqs.weight holds a factor that is not a positive number",
+    ),
+    "imatrix of 3 counts and 256 sums": Case(imatrix_of(256, 3), "counts has 3 entries for 256 sums"),
     "rope_theta of 400 digits, to-gguf": Case(config(*TO_GGUF, rope_theta=HUGE), "config.json: rope_theta"),
     "rope_theta of 400 digits, generate": Case(config(*GENERATE, rope_theta=HUGE), "config.json: rope_theta"),
     "rms_norm_eps of 400 digits, generate": Case(

@@ -35,7 +35,10 @@ def test_the_older_binary(tmp_path: Path, end: bytes, dataset: str | None, chunk
     path = tmp_path / "i.dat"
     path.write_bytes(dat({"blk.0.ffn_up.weight": (4, [2, 8]), "unseen": (0, [0, 0])}, end))
     found = read_imatrix(path)
-    assert found.means == {"blk.0.ffn_up.weight": (0.5, 2.0), "unseen": (1.0, 1.0)}
+    assert {n: list(m) for n, m in found.means.items()} == {
+        "blk.0.ffn_up.weight": [0.5, 2.0],
+        "unseen": [1.0, 1.0],
+    }
     assert (found.dataset, found.chunks) == (dataset, chunks)
 
 
@@ -45,7 +48,8 @@ def test_the_older_binary(tmp_path: Path, end: bytes, dataset: str | None, chunk
         (b"", "not an importance matrix"),
         (struct.pack("<i", 1 << 30), "1073741824 entries in 4 bytes"),
         (dat({"a": (1, [1.0])})[:-1], "runs past the end"),
-        (dat({"a": (1, [1.0])}, b"\1\0\0\0\xff\0\0\0ab"), "its end is not a name"),
+        (dat({"a": (1, [1.0])}, b"\1\0\0\0\xff\0\0\0ab"), "its end runs past the end"),
+        (dat({"a": (1, [1.0])}, b"\1\0\0\0\1\0\0\0ab"), "its end is not a name"),
         (dat({"a": (1, [-1.0])}), "a holds a negative or infinite mean"),
         (dat({"a": (1, [float("nan")])}), "a holds a negative or infinite mean"),
     ],
