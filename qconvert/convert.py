@@ -26,7 +26,7 @@ from qconvert.hub import ResolvedModel
 from qconvert.interfaces import Layout
 from qconvert.manifest import FILE_NAME, Results, SourceRecord, manifest
 from qconvert.plan import Unit
-from qconvert.run import MOST_STEPS, BlockDone, Outcome, run
+from qconvert.run import MOST_STEPS, BlockDone, Outcome, Terms, run
 from qconvert.tensors import Json
 
 # Files beside config.json in which the tools of a quantization method look for its settings.
@@ -43,6 +43,11 @@ class Limits:
     verify: bool = True
     overwrite: bool = False
     hash_sources: bool = False
+
+    def terms(self, *, allow_nonfinite: bool, allow_requantize: bool) -> Terms:
+        """How the plan of a wish is run within these limits."""
+        most_steps = inf if allow_requantize else MOST_STEPS
+        return Terms(self.jobs, self.max_memory, self.verify, allow_nonfinite, most_steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +120,10 @@ def _write(job: Job, files: Sequence[FilePlan], folder: Path, listen: Listener) 
             job.checkpoint.reader,
             job.layout,
             sink,
-            jobs=job.limits.jobs,
-            max_memory=job.limits.max_memory,
-            allow_nonfinite=job.wish.allow_nonfinite,
-            checksums=job.limits.verify,
-            most_steps=inf if job.wish.target and job.wish.target.allow_requantize else MOST_STEPS,
+            job.limits.terms(
+                allow_nonfinite=job.wish.allow_nonfinite,
+                allow_requantize=job.wish.target is not None and job.wish.target.allow_requantize,
+            ),
             order=lambda unit: position(job.checkpoint, unit),
         )
         outcome = collect(events, Outcome(), listen)

@@ -26,7 +26,7 @@ from qconvert.formats.json_io import read_json_object
 from qconvert.formats.layouts.gguf import GGUFLayout, stored
 from qconvert.formats.pooling import read_pooling
 from qconvert.formats.verify import Hashes, verify_files
-from qconvert.gguf_draft import GGUFDraft
+from qconvert.gguf_draft import GGUFDraft, GGUFWish
 from qconvert.gguf_types import KV, GGUFTensor
 from qconvert.grid_ops import IntoBlocks
 from qconvert.run import Outcome, WrittenPart, run
@@ -38,9 +38,10 @@ REORDERED = "qconvert.reordered"
 
 @dataclass(frozen=True)
 class GGUFJob:
-    """Everything that decides a GGUF file: source, draft, vocabulary and name."""
+    """Everything that decides a GGUF file: source, what was asked, draft, vocabulary and name."""
 
     checkpoint: Checkpoint
+    wish: GGUFWish
     draft: GGUFDraft
     tokenizer: GGUFTokenizer
     model_name: str
@@ -165,8 +166,9 @@ def _write(job: GGUFJob, sink: GGUFSink, listen: Listener) -> Outcome:
         job.checkpoint.reader,
         GGUFLayout(),
         sink,
-        jobs=job.limits.jobs,
-        max_memory=job.limits.max_memory,
+        job.limits.terms(
+            allow_nonfinite=job.wish.allow_nonfinite, allow_requantize=job.wish.allow_requantize
+        ),
         order=lambda unit: position(job.checkpoint, unit),
     )
     return collect(events, outcome, listen)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 from typing import TYPE_CHECKING
 
 from qconvert import __version__
@@ -93,13 +93,14 @@ def manifest(
 
 def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
     output = unit.output
-    certificate = certificate_of(unit, results.steps.get(output.name, 0.0))
+    steps = results.steps.get(output.name, 0.0)
+    certificate = certificate_of(unit, steps)
     parts = {spec.name: results.tensor_sha256.get(spec.name) for spec in layout.parts(output)}
     entry: Json = {
         "form": output.form.label,
         "shape": list(output.shape),
         "exact": certificate == "exact",
-        "certificate": {"kind": certificate, "max_steps": results.steps.get(output.name, 0.0)},
+        "certificate": {"kind": certificate, "max_steps": finite(steps)},
         "parts": parts,
     }
     rows, columns = zeros_added(unit)
@@ -140,7 +141,8 @@ def certificates(manifest: Json) -> Json:
     """How many tensors of an output have each certificate, and the largest measured distance in steps."""
     found = [entry["certificate"] for entry in manifest["tensors"].values()]
     counts = Counter(entry["kind"] for entry in found)
-    return {"counts": dict(counts), "max_steps": max((entry["max_steps"] for entry in found), default=0.0)}
+    steps = (inf if entry["max_steps"] is None else entry["max_steps"] for entry in found)
+    return {"counts": dict(counts), "max_steps": max(steps, default=0.0)}
 
 
 def relative_error(errors: Iterable[QuantError]) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from qconvert.tensors import (
@@ -47,6 +48,8 @@ class Finding:
 
 
 CLEAN = Finding()
+# Below the largest number of every type that numbers are computed in (all but float16).
+_HELD_BY_ALL = 3e38
 
 
 @runtime_checkable
@@ -158,13 +161,14 @@ class Dequantize(_RowWise):
 
     def apply(self, value: Value) -> tuple[Value, Finding]:
         from qconvert.quant.casts import cast, first_nonfinite
-        from qconvert.quant.grids import numbers
+        from qconvert.quant.grids import numbers, reach
 
         # Of the dtypes that numbers are written in, only float16 is too narrow for other dtypes' scales.
         dense = numbers(value, DType.F32 if self.dtype is DType.F16 else self.dtype)
         rounded, overflow = cast(dense, self.dtype)
-        blocks = isinstance(value, BlockRows)  # whose scales nobody has looked at before
-        return rounded, Finding(first_nonfinite(rounded) if blocks else -1, overflow=overflow)
+        # Finite scales may have infinite products. Where none is near, it is not looked for.
+        flaw = -1 if reach(value) < _HELD_BY_ALL else first_nonfinite(dense)
+        return rounded, Finding(flaw, overflow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +209,8 @@ class EncodeBlocks(_RowWise):
     def apply(self, value: Value) -> tuple[Value, Finding]:
         import numpy as np
 
-        from qconvert.quant.casts import first_nonfinite
-        from qconvert.quant.ggml import encode_rows
+        from qconvert.quant.casts import flaw_and_peak
+        from qconvert.quant.ggml import encode_rows, overflowed
 
         assert isinstance(value, Dense)
         pieces = [
@@ -214,7 +218,10 @@ class EncodeBlocks(_RowWise):
             for rows, importance_I in self._by_expert(value)
         ]
         bytes_RB = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return BlockRows(bytes_RB, self.form), Finding(first_nonfinite(value))
+        flaw, peak = flaw_and_peak(value)
+        peak = peak if flaw < 0 else inf  # of which numbers after the flaw may be the largest
+        overflow = overflowed(value, bytes_RB, self.form.type, peak)
+        return BlockRows(bytes_RB, self.form), Finding(flaw, overflow)
 
     def _by_expert(self, value: Dense) -> Iterator[tuple[Dense, np.ndarray | None]]:
         """The rows of each expert with the importance of its columns."""

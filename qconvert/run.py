@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from qconvert.errors import BadRecipe, CorruptCheckpoint
+from qconvert.errors import BadRecipe
 from qconvert.formats.files import octets
 from qconvert.interfaces import Layout, Reader, Sink
-from qconvert.ops import EncodeBlocks, Finding, Surveyed, zero_rows
+from qconvert.ops import EncodeBlocks, Surveyed, zero_rows
 from qconvert.plan import Plan, RowSlice, Unit
+from qconvert.refusals import refuse_nonfinite, refuse_overflow, refuse_steps
 from qconvert.tensors import (
-    Blocks,
     Codebook,
     Coded,
     Dense,
@@ -48,6 +48,22 @@ TRANSPOSED_BLOCK_BYTES = 128 << 20
 MOST_STEPS = 0.1
 # float32 or code scratch and packed output, per weight, beside the input itself.
 SCRATCH_PER_WEIGHT = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a run may take, and what it lets pass. Nothing has a default: whoever runs a plan says it all.
+
+    `max_memory` bounds the blocks in flight, in bytes (one block is always admitted); `checksums` are
+    needed to verify what was written; `most_steps` is how far codes that are kept on another grid may
+    move a weight.
+    """
+
+    jobs: int
+    max_memory: int
+    checksums: bool
+    allow_nonfinite: bool
+    most_steps: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +130,16 @@ def run(
     reader: Reader,
     layout: Layout,
     sink: Sink,
-    *,
-    jobs: int,
-    max_memory: int,
-    allow_nonfinite: bool = False,
-    checksums: bool = True,
-    most_steps: float = MOST_STEPS,
+    terms: Terms,
     order: Callable[[Unit], object] | None = None,
 ) -> Generator[BlockDone, None, None]:
     """Make every tensor of the plan and write it to the sink; yields an event per block.
 
-    `max_memory` bounds the blocks in flight, in bytes (one block is always admitted); `order` sorts
-    the units, for sources that are faster in sequence; `checksums` are needed to verify what was written;
-    `most_steps` is how far codes that are kept on another grid may move a weight (BadRecipe beyond it).
-    Raises CorruptCheckpoint naming the tensor that holds NaN or Inf, BadRecipe when a value does not fit
-    the target dtype. The caller commits or aborts the sink, and closes the generator first: no thread
-    outlives it.
+    `order` sorts the units, for sources that are faster in sequence. Raises CorruptCheckpoint naming the
+    tensor that holds NaN or Inf, BadRecipe when a value does not fit the target dtype or codes would move
+    too far. The caller commits or aborts the sink, and closes the generator first: no thread outlives it.
     """
+    jobs, max_memory = terms.jobs, terms.max_memory
     units = sorted(plan.units, key=order) if order else list(plan.units)  # type: ignore[arg-type]
     transposed = reader.layout.transposed or layout.transposed
     block_bytes = TRANSPOSED_BLOCK_BYTES if transposed else BLOCK_BYTES
@@ -142,9 +151,7 @@ def run(
         left[block.unit.output.name] += 1
 
     def make(block: Block) -> BlockDone:
-        made = _make(block, reader, layout, sink, allow_nonfinite=allow_nonfinite, checksums=checksums)
-        _refuse_steps(made, most_steps)
-        return made
+        return _make(block, reader, layout, sink, terms)
 
     for done in _bounded(blocks, make, jobs, max_memory):
         left[done.unit.output.name] -= 1
@@ -240,9 +247,7 @@ def _admits(running: dict[Future[T], int], cost: int, jobs: int, max_memory: int
     return not running or (len(running) < 2 * jobs and sum(running.values()) + cost <= max_memory)
 
 
-def _make(
-    block: Block, reader: Reader, layout: Layout, sink: Sink, *, allow_nonfinite: bool, checksums: bool
-) -> BlockDone:
+def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, terms: Terms) -> BlockDone:
     import numpy as np
 
     unit = block.unit
@@ -257,15 +262,17 @@ def _make(
         value, finding = placed.apply(value)
         error = finding.error or error
         steps += finding.steps
-        if not allow_nonfinite:
-            _refuse_nonfinite(unit, first, finding, reader.layout, max(1, width))
+        if not terms.allow_nonfinite:
+            refuse_nonfinite(unit, first, finding, reader.layout, max(1, width))
         if finding.overflow:
-            _refuse_overflow(unit, value, finding.overflow)
+            refuse_overflow(unit, value, finding.overflow)
+    if steps > terms.most_steps:
+        refuse_steps(unit, steps)
     parts = []
     for part in layout.encode(unit.output, block.start, value):
         rows = np.ascontiguousarray(part.rows)
         sink.write(part.name, part.start, rows, part.column)
-        crc32 = zlib.crc32(octets(rows)) if checksums else None
+        crc32 = zlib.crc32(octets(rows)) if terms.checksums else None
         parts.append(WrittenPart(part.name, part.start, len(rows), rows.shape[1], crc32, part.column))
     return BlockDone(unit, nbytes, tuple(parts), error, last=False, steps=steps)
 
@@ -354,53 +361,3 @@ def _require_same_constants(name_a: str, a: Value, name_b: str, b: Value) -> Non
                     f"{one:.6g}; one tensor has one",
                     "leave them apart, or dequantize first",
                 )
-
-
-def _refuse_steps(done: BlockDone, most: float) -> None:
-    if done.steps > most:
-        raise BadRecipe(
-            f"{done.unit.inputs[0].tensor.name}: its codes on the grid of {done.unit.output.form.label} move "
-            f"a weight by {done.steps:.3g} steps",
-            "--allow-requantize accepts that",
-        )
-
-
-def _refuse_nonfinite(unit: Unit, start: int, finding: Finding, layout: Layout, width: int) -> None:
-    """Raise for what an operation found in rows of `width` columns, the first of them row `start`."""
-    if finding.bad_row >= 0:
-        tensor, row = _input_row(unit, start + finding.bad_row)
-        raise CorruptCheckpoint(
-            f"{layout.parts(tensor)[:2][-1].name}: NaN or Inf in the scales of row {row}",
-            "the checkpoint is damaged; --allow-nonfinite converts it all the same",
-        )
-    if finding.nonfinite >= 0:
-        tensor, row = _input_row(unit, start + finding.nonfinite // width)
-        column = finding.nonfinite % width
-        single = isinstance(tensor.form, Plain | Blocks)
-        name = layout.parts(tensor)[0].name if single else tensor.name
-        raise CorruptCheckpoint(
-            f"{name}: NaN or Inf at row {row}, column {column} (flat index {row * width + column})",
-            "the checkpoint is damaged; --allow-nonfinite converts it all the same",
-        )
-
-
-def _refuse_overflow(unit: Unit, value: Value, count: int) -> None:
-    names = ", ".join(dict.fromkeys(piece.tensor.name for piece in unit.inputs))
-    what, held = "scales", unit.output.form.label
-    if isinstance(value, Dense):
-        what, held = "numbers", value.dtype.label
-    elif isinstance(value, IntAffine):
-        held = value.form.scale_dtype.label
-    raise BadRecipe(
-        f"{names}: {count} {what} do not fit {held}, whose largest number they exceed",
-        "use a wider type, for example --dtype bf16",
-    )
-
-
-def _input_row(unit: Unit, row: int) -> tuple[Logical, int]:
-    """The source tensor that holds a row of the unit, and the row's number there."""
-    for piece in unit.inputs:
-        if row < piece.rows:
-            return piece.tensor, piece.start + row * piece.step
-        row -= piece.rows
-    raise AssertionError("a row outside the unit")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qconvert.quant.casts import Difference, cast, compare, first_nonfinite
+from qconvert.quant.casts import Difference, cast, compare, first_nonfinite, flaw_and_peak
 from qconvert.tensors import Dense, DType
 
 FLOATS = (DType.F64, DType.F32, DType.F16, DType.BF16)
@@ -101,6 +101,17 @@ def test_the_first_nonfinite_number_is_found(dtype: DType, index: int, bad: floa
     assert first_nonfinite(clean) == -1
     numbers[0, [index, -1]] = bad
     assert first_nonfinite(cast(Dense(numbers, DType.F32), dtype)[0]) == index
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("index", [0, 5, BIG - 1])
+def test_the_largest_magnitude_before_a_flaw_is_found(dtype: DType, index: int) -> None:
+    numbers = np.random.default_rng(0).standard_normal((1, BIG)).clip(-2, 2).astype(np.float32)
+    numbers[0, index] = -1024
+    assert flaw_and_peak(cast(Dense(numbers, DType.F32), dtype)[0]) == (-1, 1024)
+    numbers[0, 5] = np.nan
+    flaw, peak = flaw_and_peak(cast(Dense(numbers, DType.F32), dtype)[0])
+    assert flaw == 5 and (peak == 1024 if index == 0 else peak <= 2)
 
 
 def test_nothing_is_wrong_with_an_empty_block() -> None:

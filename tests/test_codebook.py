@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from qconvert.quant.codebook import TABLES, wide
 from qconvert.quant.encode import encode
-from qconvert.quant.grids import numbers
+from qconvert.quant.grids import numbers, reach
 from qconvert.quant.nibbles import pack_nibbles, unpack_nibbles
-from qconvert.tensors import Codebook, Coded, Dense, DType
+from qconvert.tensors import Codebook, Coded, Dense, DType, GroupInt, GroupMin, IntAffine, MinAffine, Value
 
 ALL = np.arange(256, dtype=np.uint8)
 
@@ -66,3 +66,36 @@ def test_every_table_entry_is_its_own_nearest(table: str) -> None:
     made, error = encode(Dense(entries.copy(), DType.F32), form)
     assert isinstance(made, Coded) and error.sum_sq_error == 0
     np.testing.assert_array_equal(numbers(made, DType.F32).rows_RI, entries)
+
+
+def values() -> list[Value]:
+    """Two rows of 32 on every kind of grid, with the farthest codes and scales of both signs."""
+    scales_RG, mins_RG = np.array([[3.5], [-7.25]], np.float32), np.array([[-300.0], [2]], np.float32)
+    codes_RI = np.random.default_rng(0).integers(0, 16, (2, 32), np.uint8)
+    codes_RI[:, :2] = 0, 15
+    zeros_RG = np.array([[0], [15]], np.uint8)
+    made: list[Value] = [
+        IntAffine(codes_RI, scales_RG, None, GroupInt(4, 32, True, DType.F32)),
+        IntAffine(codes_RI, scales_RG, zeros_RG, GroupInt(4, 32, False, DType.F32)),
+        MinAffine(codes_RI, scales_RG, mins_RG, GroupMin(4, 32, DType.F32)),
+        Coded(codes_RI, scales_RG, Codebook("e2m1", 32, DType.F32, DType.F32, second="divided"), 0.125),
+    ]
+    for name, table in TABLES.items():
+        finite = np.flatnonzero(np.isfinite(table)).astype(np.uint8)
+        farthest = finite[np.argsort(-np.abs(table[finite]))][:32]
+        coded_RI = np.resize(farthest, (2, 32))
+        made.append(Coded(coded_RI, scales_RG, Codebook(name, 32, DType.F32, DType.F32)))
+    return made
+
+
+@pytest.mark.parametrize("value", values(), ids=lambda value: value.form.label)
+def test_no_number_is_beyond_the_bound(value: Value) -> None:
+    largest = float(np.abs(numbers(value, DType.F32).rows_RI).max())
+    assert largest <= reach(value) < 300 * largest
+
+
+def test_there_is_no_bound_where_a_scale_is_none() -> None:
+    value = values()[0]
+    assert isinstance(value, IntAffine)
+    value.scales_RG[1] = np.nan
+    assert not reach(value) < np.inf

@@ -16,7 +16,15 @@ import pytest
 from numba import njit
 
 from qconvert.gguf_types import WRITTEN, GGMLType
-from qconvert.quant.ggml import ENCODED, encode_rows, iq4, kquants_affine, kquants_symmetric
+from qconvert.quant.ggml import (
+    ENCODED,
+    decode_rows,
+    encode_rows,
+    iq4,
+    kquants_affine,
+    kquants_symmetric,
+    overflowed,
+)
 from qconvert.tensors import Dense, DType
 from tests.ggml_blocks import WIDTH, bf16, f32, importances, kinds
 
@@ -212,3 +220,28 @@ def test_nothing_is_fused(kernel: Any) -> None:
     (assembly,) = fresh.inspect_asm().values()
     assert "mulps" in assembly or "fmul" in assembly
     assert not re.search(r"\bv?fn?m(add|sub|la|ls)", assembly)
+
+
+@pytest.mark.parametrize("name", sorted(ENCODED))
+@pytest.mark.parametrize("weighted", [False, True])
+def test_scales_beyond_half_precision_are_counted(name: str, weighted: bool) -> None:
+    """Every block whose decoded numbers are not finite is found, and no block of a smaller one."""
+    block = GGMLType[name].block
+    rows = np.random.default_rng(0).standard_normal((40, WIDTH), np.float32)
+    rows *= np.exp2(np.arange(40, dtype=np.float32) - 4)[:, None]  # the largest number goes up to 1e11
+    for row_I in rows[:, None]:
+        peak = float(np.abs(row_I).max())
+        bytes_RB = encode_rows(f32(row_I), name, importance_I=importances() if weighted else None)
+        with np.errstate(invalid="ignore"):
+            numbers = decode_rows(bytes_RB, name, WIDTH).reshape(-1, block)
+        broken = np.count_nonzero(~np.isfinite(numbers).all(axis=1))
+        found = overflowed(f32(row_I), bytes_RB, name, peak)
+        assert broken <= found <= 2 * broken
+        assert found == overflowed(f32(row_I), bytes_RB, name, np.inf)
+    assert bool(found) == (name != "MXFP4")
+
+
+def test_blocks_of_weights_that_are_not_finite_overflow_nothing() -> None:
+    rows = np.full((1, 96), 1e7, np.float32)
+    rows[0, 0], rows[0, 64:] = np.nan, 1
+    assert overflowed(f32(rows), encode_rows(f32(rows), "Q8_0"), "Q8_0", np.inf) == 1

@@ -30,7 +30,7 @@ ROOMS = {
     "numbers": "quant decoder",
     "bytes": "formats hub",
     "layouts": "formats.layouts formats.checkpoint formats.weights",
-    "runner": "run",
+    "runner": "run refusals",
     "words": "card manifest tables report report_html svg audit compare convert gguf_convert warm demo",
     "evals": "evals",
     "cli": "cli __main__",

@@ -24,7 +24,7 @@ from qconvert.formats.layouts.compressed_tensors import CompressedTensors
 from qconvert.interfaces import Part, Reader
 from qconvert.ops import Cast, CheckFinite, Quantize, TransposeBlocks
 from qconvert.plan import Plan, RowSlice, Unit, check_finite, whole
-from qconvert.run import BlockDone, cut, run
+from qconvert.run import BlockDone, Terms, cut, run
 from qconvert.tensors import DType, GroupInt, Logical, Plain, TensorSpec, Value
 from tests.commands import files_of, made, qconvert
 from tests.models import EMBED, HEAD, stored, tiny
@@ -302,9 +302,12 @@ def logical(name: str, shape: tuple[int, ...]) -> Logical:
     return Logical(name, shape, Plain(DType.F32))
 
 
+TERMS = Terms(jobs=2, max_memory=1 << 30, checksums=True, allow_nonfinite=False, most_steps=0.1)
+
+
 def carried_out(plan: Plan, source: Arrays, **how: Any) -> Arrays:
     sink, layout = Arrays(), CompressedTensors()
-    for _ in run(plan, Reader(source, layout), layout, sink, **({"jobs": 2, "max_memory": 1 << 30} | how)):
+    for _ in run(plan, Reader(source, layout), layout, sink, replace(TERMS, **how)):
         pass
     return sink
 
@@ -387,7 +390,8 @@ def test_no_more_rows_are_in_flight_than_the_budget_holds(jobs: int, max_memory:
     source = Arrays({"w": np.ones((70, 64), "f4"), "v": np.ones((70, 64), "f4")})
     units = tuple(Unit((whole(t),), (), t) for t in (logical(n, s.shape) for n, s in source.specs.items()))
     watched = Watched()
-    for _ in run(Plan(units), Reader(source, watched), watched, Arrays(), jobs=jobs, max_memory=max_memory):
+    terms = replace(TERMS, jobs=jobs, max_memory=max_memory)
+    for _ in run(Plan(units), Reader(source, watched), watched, Arrays(), terms):
         pass
     row = 64 * 4  # a row's bytes are the least that it can cost
     assert watched.rows == 0 and 1 <= watched.most <= max(1, max_memory // row)
@@ -397,7 +401,8 @@ def test_events_add_up_and_the_last_of_each_unit_is_marked() -> None:
     source = Arrays({"a": np.ones((100, 8), "f4"), "b": np.ones((3, 8), "f4")})
     units = tuple(Unit((whole(t),), (), t) for t in (logical(n, s.shape) for n, s in source.specs.items()))
     layout = CompressedTensors()
-    events = list(run(Plan(units), Reader(source, layout), layout, Arrays(), jobs=4, max_memory=2000))
+    terms = replace(TERMS, jobs=4, max_memory=2000)
+    events = list(run(Plan(units), Reader(source, layout), layout, Arrays(), terms))
     assert len(events) > 5 and sum(event.bytes_read for event in events) == 103 * 8 * 4
     ends = [event.unit.output.name for event in events if event.last]
     assert sorted(ends) == ["a", "b"]
@@ -427,6 +432,26 @@ def test_what_a_narrower_type_cannot_hold_is_refused() -> None:
     with pytest.raises(BadRecipe, match=r"^w: 128 numbers do not fit f16") as caught:
         carried_out(Plan((unit,)), source)
     assert "--dtype bf16" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("scheme", ["int8-g32", "int4-asym-g64", "int3-channel"])
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_numbers_beyond_the_largest_are_refused_though_their_scales_are_finite(
+    tmp_path: Path, scheme: str, dtype: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = made(
+        "quantize", tiny(tmp_path / "m", num_hidden_layers=1), "--scheme", scheme, "-o", tmp_path / "q"
+    )
+    arrays = load_file(model / "model.safetensors")
+    arrays["model.layers.0.self_attn.q_proj.weight_scale"][3] = 3e38
+    save_file(arrays, model / "model.safetensors", {"format": "pt"})
+    ran = qconvert("dequantize", model, "--dtype", dtype, "-q", "-o", tmp_path / "out")
+    assert ran.code == 1 and "self_attn.q_proj.weight: NaN or Inf at row 3, column " in ran.err
+    assert not (tmp_path / "out").exists()
+    if dtype != "f16":  # which does not hold the finite ones among them either
+        made("dequantize", model, "--dtype", dtype, "-o", tmp_path / "out", "--allow-nonfinite")
 
 
 @pytest.mark.parametrize(("value", "command"), [(1e6, "dequantize"), (3e38, "dequantize"), (1e6, "fuse")])

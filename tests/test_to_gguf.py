@@ -260,6 +260,23 @@ def test_nan_is_refused_by_name_unless_allowed(tmp_path: Path) -> None:
     assert qconvert("to-gguf", folder, "--type", "f16", "-o", out, "--allow-nonfinite", "-q").code == 0
 
 
+@pytest.mark.parametrize(
+    ("file_type", "what"), [("q8_0", "scales"), ("q4_k_m", "scales"), ("f16", "numbers")]
+)
+def test_what_half_precision_cannot_hold_is_refused(tmp_path: Path, file_type: str, what: str) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weights = np.ones((256, 256), np.float32)
+    weights[2, 7] = 1e9
+    folder = tiny(tmp_path / "m", num_hidden_layers=1, changes={name: weights})
+    out = tmp_path / "m.gguf"
+    ran = qconvert("to-gguf", folder, "--type", file_type, "--pre-tokenizer", "qwen2", "-o", out)
+    what = "numbers" if file_type == "f16" else "scales"
+    assert ran.code == 1 and f"Error: {name}: 1 {what} do not fit" in ran.err and "--type bf16" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    bf16 = qconvert("to-gguf", folder, "--type", "bf16", "--pre-tokenizer", "qwen2", "-o", out, "-q")
+    assert bf16.code == 0, bf16.err
+
+
 def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt

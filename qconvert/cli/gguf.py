@@ -205,9 +205,10 @@ def prepare(model: str, wish: GGUFWish, flags: Flags) -> GGUFJob:
     checkpoint = open_checkpoint(resolved.path)
     binding = checkpoint.bind()
     imatrix = read_imatrix(flags.imatrix) if flags.imatrix else None
+    wish = replace(wish, importance=imatrix.means) if imatrix else wish
     draft = draft_gguf(
         binding,
-        replace(wish, importance=imatrix.means) if imatrix else wish,
+        wish,
         compare=lambda a, b: difference(checkpoint.reader, a, checkpoint.reader, b),
         groups_of=checkpoint.groups_of_columns,
     )
@@ -220,7 +221,7 @@ def prepare(model: str, wish: GGUFWish, flags: Flags) -> GGUFJob:
         verify=flags.verify,
         overwrite=flags.overwrite,
     )
-    job = GGUFJob(checkpoint, draft, tokenizer, resolved.name, limits, imatrix)
+    job = GGUFJob(checkpoint, wish, draft, tokenizer, resolved.name, limits, imatrix)
     check_name(job)
     return job
 
@@ -334,12 +335,15 @@ def _described(job: GGUFJob, out: Path) -> Json:
 
 
 def _report(job: GGUFJob, out: Path, flags: Flags, made: GGUFMade | None, seconds: float) -> None:
+    from qconvert.manifest import finite
     from qconvert.tables import size, table
 
     found = _described(job, out)
     if flags.as_json:
         result = {"schema": 1, "dry_run": flags.dry_run, **found, "seconds": round(seconds, 3)}
-        kept = {name: steps or "exact" for name, steps in made.kept.items()} if made else {}
+        kept = (
+            {name: finite(steps) if steps else "exact" for name, steps in made.kept.items()} if made else {}
+        )
         certificates = _certificates(job, made) if made else {}
         hashes = dict(made.hashes.files) if made else {}
         click.echo(json.dumps({**result, "kept": kept, "certificates": certificates, "sha256": hashes}))

@@ -73,13 +73,23 @@ def as_kernels_read(block: Dense) -> tuple[np.ndarray, int]:
 
 def first_nonfinite(block: Dense) -> int:
     """The flat index of the block's first NaN or Inf, -1 when every number is finite."""
-    start = 0
+    return flaw_and_peak(block)[0]
+
+
+def flaw_and_peak(block: Dense) -> tuple[int, float]:
+    """The flat index of the block's first NaN or Inf, -1 when every number is finite; and the largest
+    magnitude of all numbers before it, 0 when there are none.
+    """
+    start = peak = 0
     for stored in _pieces(block.rows_RI):
-        nonfinite = _nonfinite(stored, block.dtype)
-        if nonfinite.any():
-            return start + int(nonfinite.argmax())
+        magnitudes = _magnitudes(stored, block.dtype)
+        largest = int(magnitudes.max())
+        if largest >= _INF_BITS[block.dtype]:
+            at = int((magnitudes >= _INF_BITS[block.dtype]).argmax())
+            return start + at, _number(max(peak, int(magnitudes[:at].max(initial=0))), block.dtype)
+        peak = max(peak, largest)
         start += stored.size
-    return -1
+    return -1, _number(peak, block.dtype)
 
 
 def compare(a: Dense, b: Dense) -> Difference:
@@ -116,11 +126,23 @@ def _pieces(rows_RI: np.ndarray) -> Iterator[np.ndarray]:
 
 def _nonfinite(stored: np.ndarray, dtype: DType) -> np.ndarray:
     """Where a piece is not finite; a single False when it is everywhere finite."""
-    bits = stored.view(f"<u{dtype.nbytes}")
-    magnitudes = bits & bits.dtype.type((1 << (dtype.bits - 1)) - 1)
+    magnitudes = _magnitudes(stored, dtype)
     if magnitudes.max() < _INF_BITS[dtype]:
         return np.zeros(1, np.bool_)
     return np.asarray(magnitudes >= _INF_BITS[dtype])
+
+
+def _magnitudes(stored: np.ndarray, dtype: DType) -> np.ndarray:
+    """The bits of a piece without its signs, which are ordered as the numbers are."""
+    bits = stored.view(f"<u{dtype.nbytes}")
+    without: np.ndarray = bits & bits.dtype.type((1 << (dtype.bits - 1)) - 1)
+    return without
+
+
+def _number(bits: int, dtype: DType) -> float:
+    """The number of these bits."""
+    stored = np.array([bits], f"<u{dtype.nbytes}").view(dtype.carrier)
+    return float(_numbers(stored, dtype)[0])
 
 
 def _numbers(stored: np.ndarray, dtype: DType) -> np.ndarray:

@@ -6,6 +6,8 @@ the grid belongs to, to the bit (each rule is pinned by that tool's own output).
 
 from __future__ import annotations
 
+from math import inf
+
 import numpy as np
 
 from qconvert.quant.casts import cast, first_nonfinite
@@ -99,6 +101,28 @@ def column_scales(value: IntAffine | MinAffine | Coded) -> np.ndarray:
 def _per_column(scales_RG: np.ndarray, group_size: int | None, width: int) -> np.ndarray:
     """Scales repeated over the columns they serve; one scale per row broadcasts as it is."""
     return scales_RG if group_size is None else np.repeat(scales_RG, group_size, axis=1)[:, :width]
+
+
+def reach(value: Value) -> float:
+    """A bound that no number of finite codes exceeds in magnitude; infinite or NaN where none is at hand."""
+    match value:
+        case IntAffine():
+            return 2.0**value.form.bits * _peak(value.scales_RG, value.form.scale_dtype)
+        case MinAffine():
+            dtype = value.form.scale_dtype
+            return 2.0**value.form.bits * _peak(value.scales_RG, dtype) + _peak(value.mins_RG, dtype)
+        case Coded():
+            table = TABLES[value.form.table]
+            largest = float(np.abs(table[np.isfinite(table)]).max())
+            divisor = 1.0 if value.divisor is None else abs(value.divisor)
+            return largest * _peak(value.scales_RG, value.form.scale_dtype) / divisor if divisor else inf
+        case _:
+            return inf
+
+
+def _peak(array_RG: np.ndarray, dtype: DType) -> float:
+    """The largest magnitude in an array of any float type, NaN where one is in it."""
+    return float(np.abs(wide(array_RG, dtype)).max(initial=0.0))
 
 
 def first_bad_row(value: IntAffine | MinAffine | Coded) -> int:

@@ -14,15 +14,24 @@ from functools import partial
 import numpy as np
 
 from qconvert.gguf_types import GGMLType
-from qconvert.quant.casts import as_kernels_read
+from qconvert.quant.casts import as_kernels_read, cast
 from qconvert.quant.ggml import float4, iq4, kquants_affine, kquants_symmetric, legacy, ternary
-from qconvert.tensors import Dense
+from qconvert.tensors import Dense, DType
+
+# No scale or minimum that an encoder stores is further from 0 than the block's weights by this factor. A
+# fitted slope is a mean of differences of two weights over the differences of their codes, which are 1 or
+# more, so at most 2 of the largest magnitudes; its minimum at most 31 codes' worth of slopes and a weight.
+_FARTHEST = 64
+_LARGEST_HALF = 65504
 
 
 @dataclass(frozen=True, slots=True)
 class _Encoder:
+    """The kernels of a type, and where in a block its scales and minimums of half precision are."""
+
     plain: Callable[[np.ndarray, np.ndarray], None]
     weighted: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None = None
+    halves: tuple[int, ...] = (0,)
 
 
 def _legacy_symmetric(five: bool) -> _Encoder:
@@ -30,12 +39,16 @@ def _legacy_symmetric(five: bool) -> _Encoder:
 
 
 def _legacy_affine(five: bool) -> _Encoder:
-    return _Encoder(partial(legacy.encode_affine, five), partial(legacy.encode_affine_weighted, five))
-
-
-def _affine_k(bits: int) -> _Encoder:
     return _Encoder(
-        partial(kquants_affine.encode_affine, bits), partial(kquants_affine.encode_affine_weighted, bits)
+        partial(legacy.encode_affine, five), partial(legacy.encode_affine_weighted, five), halves=(0, 2)
+    )
+
+
+def _affine_k(bits: int, first: int) -> _Encoder:
+    return _Encoder(
+        partial(kquants_affine.encode_affine, bits),
+        partial(kquants_affine.encode_affine_weighted, bits),
+        halves=(first, first + 2),
     )
 
 
@@ -45,16 +58,16 @@ _ENCODERS: Mapping[str, _Encoder] = {
     "Q5_0": _legacy_symmetric(five=True),
     "Q5_1": _legacy_affine(five=True),
     "Q8_0": _Encoder(legacy.encode_q8_0),
-    "Q2_K": _affine_k(2),
-    "Q3_K": _Encoder(kquants_symmetric.encode_q3_k, kquants_symmetric.encode_q3_k_weighted),
-    "Q4_K": _affine_k(4),
-    "Q5_K": _affine_k(5),
-    "Q6_K": _Encoder(kquants_symmetric.encode_q6_k, kquants_symmetric.encode_q6_k_weighted),
+    "Q2_K": _affine_k(2, 80),
+    "Q3_K": _Encoder(kquants_symmetric.encode_q3_k, kquants_symmetric.encode_q3_k_weighted, (108,)),
+    "Q4_K": _affine_k(4, 0),
+    "Q5_K": _affine_k(5, 0),
+    "Q6_K": _Encoder(kquants_symmetric.encode_q6_k, kquants_symmetric.encode_q6_k_weighted, (208,)),
     "IQ4_NL": _Encoder(iq4.encode_iq4_nl, iq4.encode_iq4_nl_weighted),
     "IQ4_XS": _Encoder(iq4.encode_iq4_xs, iq4.encode_iq4_xs_weighted),
-    "MXFP4": _Encoder(float4.encode_mxfp4),
-    "TQ1_0": _Encoder(ternary.encode_tq1_0),
-    "TQ2_0": _Encoder(ternary.encode_tq2_0),
+    "MXFP4": _Encoder(float4.encode_mxfp4, halves=()),
+    "TQ1_0": _Encoder(ternary.encode_tq1_0, halves=(52,)),
+    "TQ2_0": _Encoder(ternary.encode_tq2_0, halves=(64,)),
 }
 
 ENCODED = frozenset(_ENCODERS)
@@ -67,7 +80,8 @@ def encode_rows(block: Dense, type_name: str, *, importance_I: np.ndarray | None
     `block` holds [R, I] finite numbers, I a multiple of the type's block; `type_name` is a GGMLType name
     out of `ENCODED`; `importance_I` the mean squared activation of every column (an imatrix entry over
     its count), at least 0. Returns uint8 [R, bytes per row]. A scale that half precision cannot hold
-    becomes infinite, as in the reference. Safe to call from several threads; holds no lock.
+    becomes infinite, as in the reference (see `overflowed`). Safe to call from several
+    threads; holds no lock.
     """
     kind, encoder = GGMLType[type_name], _ENCODERS[type_name]
     rows, width = block.rows_RI.shape
@@ -82,3 +96,19 @@ def encode_rows(block: Dense, type_name: str, *, importance_I: np.ndarray | None
     else:
         encoder.weighted(flat, np.ascontiguousarray(importance_I, np.float32), out)
     return bytes_RB
+
+
+def overflowed(block: Dense, bytes_RB: np.ndarray, type_name: str, peak: float) -> int:
+    """How many scales and minimums of finite weights became infinite in the blocks made of these rows.
+
+    `peak` is the largest magnitude of all finite numbers of `block`, or of more; for a small one nothing
+    has to be looked at.
+    """
+    if peak * _FARTHEST < _LARGEST_HALF:
+        return 0
+    kind = GGMLType[type_name]
+    blocks_NB = bytes_RB.reshape(-1, kind.block_bytes)
+    wide = block if block.dtype is DType.F64 else cast(block, DType.F32)[0]
+    finite_N = np.isfinite(wide.rows_RI).reshape(-1, kind.block).all(axis=1)
+    halves = (blocks_NB[finite_N, at : at + 2].view("<f2") for at in _ENCODERS[type_name].halves)
+    return sum(int(np.count_nonzero(~np.isfinite(half_N1))) for half_N1 in halves)
