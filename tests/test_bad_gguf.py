@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from qconvert.errors import QConvertError
+from qconvert.formats.checkpoint import open_checkpoint
+from qconvert.formats.gguf_io import GGUFFile
+from qconvert.gguf_types import KV
 from tests.commands import qconvert
+from tests.gguf_models import write_gguf
+from tests.test_gguf_back import source_of
+from tests.test_gguf_relatives import byte_tokenizer
 
 # Both ends are fine for these; we refuse them.
 REFUSED = {"gguf-nested-array-2.gguf", "gguf-key-not-utf8.gguf"}
@@ -60,3 +69,40 @@ def test_from_gguf_writes_no_nan_unless_asked(bad: dict[str, Any], tmp_path: Pat
         assert not list(tmp_path.iterdir())
     ran = qconvert("from-gguf", bad["gguf-nan.gguf"]["path"], "-o", tmp_path / "out", "--allow-nonfinite")
     assert ran.code == 0, ran.err
+
+
+# One declaration of each kind: fused, latent, hybrid, with constants, by layer, with two stacks.
+FAMILIES = [
+    "phi3-long", "gemma3", "falcon-40b", "gpt2", "glm", "olmo", "command-r", "deepseek-v3", "gpt-oss",
+    "qwen3.5-moe", "t5", "openelm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_senseless_keys_of_every_kind(assets: Path, tmp_path: Path, name: str) -> None:
+    """Each key of an architecture left out, out of bounds or of another type: refused by name, or read."""
+    pytest.importorskip("transformers")
+    source = assets / "fixtures" / "zoo" / name
+    if not source.is_dir():
+        source = source_of(tmp_path, name)
+    folder = tmp_path / "copy"
+    shutil.copytree(source, folder, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    if not (folder / "tokenizer.json").exists():
+        byte_tokenizer(256).save(str(folder / "tokenizer.json"))
+    assert qconvert("to-gguf", folder, "--type", "f32", "-o", tmp_path / "m.gguf", "-q").code == 0
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        kv, tensors = dict(file.kv), list(file.tensors.values())
+    arch = f"{kv['general.architecture'].value}."
+    refused = 0
+    for key in [key for key in kv if key.startswith(arch)]:
+        for entry in (None, KV.u32(key, 0), KV.u32(key, 2**31 - 1), KV.text(key, "x"), KV.f32(key, math.nan)):
+            changed = [old for old in kv.values() if old.key != key] + ([entry] if entry else [])
+            started = time.monotonic()
+            try:
+                open_checkpoint(write_gguf(tmp_path / "bad.gguf", changed, tensors)).bind()
+            except QConvertError as error:
+                assert error.hint, error
+                refused += 1
+            assert time.monotonic() - started < 2, (key, entry)
+    assert refused > 20

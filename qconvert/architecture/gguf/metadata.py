@@ -9,13 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from qconvert.architecture.config import MAX_LAYERS
+from qconvert.architecture.config import MAX_EXPERTS, MAX_LAYERS
 from qconvert.errors import CorruptCheckpoint
 from qconvert.gguf_types import KV, GGUFTensor
 from qconvert.numbers import positive_number, shortest
 from qconvert.tensors import Json
 
 MAX_COUNT = 1 << 31
+# Whatever is counted out, layer by layer or head by head, has a bound before that is done.
+_MOST = {
+    "block_count": MAX_LAYERS,
+    "decoder_block_count": MAX_LAYERS,
+    "attention.head_count": 1 << 16,
+    "attention.head_count_kv": 1 << 16,
+    "ssm.group_count": 1 << 16,
+    "ssm.time_step_rank": 1 << 16,
+    "expert_count": MAX_EXPERTS,
+}
 # What finds the parameters of Llama 3's scaling for a base of the rotary embedding, None if there are none.
 FindScaling = Callable[[float], Json | None]
 
@@ -66,6 +76,8 @@ class Metadata:
             return 0
         if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_COUNT:
             raise self.wrong(name, f"{_shown(value)}, not a count")
+        if value > _MOST.get(name, value):
+            raise self.wrong(name, f"{value}, more than {_MOST[name]}")
         return value
 
     def counts(self, name: str) -> tuple[int, ...]:
