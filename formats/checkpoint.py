@@ -29,6 +29,7 @@ from qconvert.formats.layouts import (
 from qconvert.formats.layouts.claims import settings_of
 from qconvert.formats.layouts.compressed_reading import open_compressed_tensors
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors, EightBits
+from qconvert.formats.layouts.gguf import GGUFLayout
 from qconvert.formats.layouts.input_major import InputMajor, turned
 from qconvert.interfaces import Layout, Reader
 from qconvert.tensors import Coded, IntAffine, Json, Logical, Plain, TensorSpec
@@ -77,6 +78,13 @@ class Checkpoint:
             if not self.tensors:
                 raise
             return Architecture(guessed_family(self.config, self.tensors), self.config)
+
+    @cached_property
+    def computed(self) -> Mapping[str, str]:
+        """The tensors whose plain numbers are not stored as such: what they are computed from, if it is
+        codes, or "".
+        """
+        return self.layout.computed if isinstance(self.layout, GGUFLayout) else {}
 
     def spelled_by(self, layout: Layout) -> Layout:
         """That layout, with this model's input-major linears as its class stores them."""

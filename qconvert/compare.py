@@ -78,7 +78,9 @@ def compare_checkpoints(
                 name, role, "shape", note=f"{list(tensor.shape)} and {[list(o.shape) for o in others]}"
             )
         else:
-            yield _compare_pairs(reader_a, tensor, b.reader, pairs, role)
+            found = _compare_pairs(reader_a, tensor, b.reader, pairs, role)
+            names = (piece.tensor.name for pair in pairs for piece in pair.b)
+            yield _computed(found, [b.computed[n] for n in names if n in b.computed])
     for name, tensor in b.tensors.items():
         if name in used or name in b.ignored:
             continue
@@ -203,6 +205,18 @@ def _compare_pairs(
     quantized = any(not isinstance(form, Plain) for form in forms)
     label, note = forms[0].label, _growth(pairs)
     return TensorDifference(tensor.name, role, status, total, steps, note, quantized, label, rounded)
+
+
+# What adding one, or a logarithm, loses of float32's numbers.
+_ROUNDING = 1e-5
+
+
+def _computed(found: TensorDifference, sources: list[str]) -> TensorDifference:
+    """The difference of a tensor whose numbers in B were computed from these forms on reading."""
+    codes = [form for form in sources if form]
+    if codes:
+        return replace(found, quantized=True, form=codes[0])
+    return replace(found, rounded=found.rounded or (bool(sources) and found.relative_rms < _ROUNDING))
 
 
 def _is_rounded(block_a: Value, a: Dense, block_b: Value, b: Dense) -> bool:

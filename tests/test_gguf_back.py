@@ -151,6 +151,8 @@ def test_bert_comes_back_without_what_a_gguf_leaves_out(tmp_path: Path) -> None:
     model = bert(source, "BertModel")
     back = written_again(source, tmp_path)
     assert not any("pooler" in name for name in stored(back))
+    ran = qconvert("from-gguf", tmp_path / "m.gguf", "-o", tmp_path / "told")
+    assert "no GGUF file holds these parts of a bert: pooler, head.bias" in ran.err
     found = transformers.AutoModel.from_pretrained(back, dtype=torch.float32)
     with torch.no_grad():
         ours, theirs = (each(torch.tensor([IDS])).last_hidden_state for each in (found, model))
@@ -172,6 +174,22 @@ def turned(rows: np.ndarray, head_dim: int) -> np.ndarray:
 def latent(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
     """`kv_b` of the halves [heads, rank, rows] and [heads, rows, rank]."""
     return np.concatenate([part for k, v in zip(keys, values, strict=True) for part in (k.T, v)])
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5", "gemma2", "gpt-oss"])
+def test_verify_against_the_source(tmp_path: Path, name: str) -> None:
+    """Numbers that are computed on reading may differ as their blocks do, and those of formulas hardly."""
+    source = source_of(tmp_path, name)
+    gguf = run("to-gguf", source, "--type", "q8_0", "-o", tmp_path / "m.gguf")
+    assert qconvert("verify", gguf, "--against", source).code == 0
+    with GGUFFile(gguf) as file:
+        norm, start = "output_norm.weight", file.headers[0].offsets["output_norm.weight"]
+        rows = file.read(norm, 0, file.specs[norm].rows)
+    with gguf.open("r+b") as opened:
+        opened.seek(start)
+        opened.write((rows * np.float32(1.001)).tobytes())
+    ran = qconvert("verify", gguf, "--against", source)
+    assert ran.code == 3 and "model.norm.weight: differs from the source" in ran.err
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}

@@ -72,6 +72,20 @@ class GGUFLayout:
     name: str = NAME
     transposed: bool = False
 
+    @property
+    def computed(self) -> dict[str, str]:
+        """The tensors whose plain numbers are computed as they are read, and from what.
+
+        The labels of their blocks; "" for numbers that the file has in another place of a formula.
+        """
+        found = {}
+        for name, home in self.homes.items():
+            if isinstance(form_of(home), Plain):
+                blocks = {s.form.label for s in home if not isinstance(s.form, Plain)}
+                if blocks or any(s.step is not None and s.step.change not in _MOVES_NUMBERS for s in home):
+                    found[name] = ", ".join(sorted(blocks))
+        return found
+
     def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
         """The arrays that hold a tensor, possibly among others."""
         home = self.homes.get(tensor.name)

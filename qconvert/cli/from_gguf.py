@@ -26,7 +26,8 @@ def command(file: str, **values: Any) -> None:
 
     Numbers are those that the file's blocks stand for, rounded once to --dtype: by default the 16-bit
     type of the file, bf16 where all of it is quantized, f32 where nothing is. Any part of a split file
-    stands for all of them.
+    stands for all of them. Families that share a graph of llama.cpp come back as the first of it: Mistral
+    as Llama, mT5 as T5.
     """
     from qconvert.formats.checkpoint import open_checkpoint
     from qconvert.hub import resolve

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from qconvert.architecture.gguf.config import candidates, check_keys, config_of
 from qconvert.architecture.gguf.metadata import Metadata
-from qconvert.architecture.gguf.model import LOST, Facts
+from qconvert.architecture.gguf.model import LOST, NOT_WRITTEN, Facts
 from qconvert.architecture.gguf.models import gguf_model
 from qconvert.architecture.gguf.tensors import Record, records
 from qconvert.architecture.model import Architecture
@@ -111,6 +111,10 @@ def _warnings(reading: Reading, file: Metadata) -> Iterator[str]:
     unread = check_keys(reading.facts, file)
     if unread:
         yield f"{file.file}: keys that config.json has no words for are left out: {', '.join(unread)}"
+    left_out = [role for role, written in reading.facts.model.roles.items() if written == NOT_WRITTEN]
+    if left_out:
+        what = f"no GGUF file holds these parts of a {reading.facts.model.arch}"
+        yield f"{file.file}: {what}: {', '.join(left_out)}"
     for record in reading.records:
         if record.step is not None and record.step.change in LOST:
             yield f"{file.file}: {record.name}: {LOST[record.step.change]}"
