@@ -17,7 +17,7 @@ import numpy as np
 
 from qconvert.architecture import FusedPlace
 from qconvert.architecture.gguf.metadata import FindScaling, Metadata
-from qconvert.architecture.gguf.names import ROPE_FREQS
+from qconvert.architecture.gguf.names import FACTOR, ROPE_FREQS
 from qconvert.architecture.gguf.reading import Reading, read_model
 from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.files import open_regular, read_exactly
@@ -25,7 +25,7 @@ from qconvert.formats.gguf_io import GGUFFile, check_vocabulary
 from qconvert.formats.gguf_tokenizer import lost_tokenizer, tokenizer_files
 from qconvert.formats.gguf_vocab import GGUFTokenizer
 from qconvert.formats.layouts.gguf import GGUFLayout, Home, Stretch, form_of, llama3_scaling
-from qconvert.gguf_types import KV
+from qconvert.gguf_types import KV, GGMLType
 from qconvert.interfaces import Sidecars
 from qconvert.numbers import shortest
 from qconvert.tensors import DType, Json, Logical, TensorSpec
@@ -145,7 +145,36 @@ def _metadata(file: GGUFFile) -> Metadata:
         is_ = "missing" if entry is None else f"{entry.value!r}, not text"
         raise CorruptCheckpoint(f"{file.name}: general.architecture is {is_}")
     scaling = _find_scaling(file)
-    return Metadata(file.name, entry.value, file.kv, file.tensors, lambda name: _vector(file, name), scaling)
+    beside = {name for pair in _factors(file).values() for name in pair}
+    tensors = {name: tensor for name, tensor in file.tensors.items() if name not in beside}
+    return Metadata(file.name, entry.value, file.kv, tensors, lambda name: _vector(file, name), scaling)
+
+
+def _factors(file: GGUFFile) -> dict[str, list[str]]:
+    """What stands beside every NVFP4 weight: the factors of its numbers, and those of its inputs.
+
+    Only GPUs that multiply 4-bit activations look at the second (llama.cpp's `input_scale`).
+    """
+    found: dict[str, list[str]] = {}
+    for name, tensor in file.tensors.items():
+        base = name.removesuffix(".weight")
+        if tensor.type is GGMLType.NVFP4:
+            names = (f"{base}.{ending}" for ending in (FACTOR, "input_scale"))
+            found[name] = [beside for beside in names if beside in file.tensors]
+    return found
+
+
+def _factors_of(file: GGUFFile, name: str, pieces: int) -> list[float]:
+    """The factor of each piece of a tensor: 1 where there is none, one for all, or one for each expert."""
+    beside = f"{name.removesuffix('.weight')}.{FACTOR}"
+    if beside not in file.tensors or file.tensors[name].type is not GGMLType.NVFP4:
+        return [1.0] * pieces
+    stored = _floats(file, beside)
+    if len(stored) not in (1, pieces) or not np.isfinite(stored).all() or not stored.all():
+        raise CorruptCheckpoint(
+            f"{file.name}: {beside}: {len(stored)} factors for {pieces} matrices of {name}"
+        )
+    return [float(factor) for factor in np.broadcast_to(stored, pieces)]
 
 
 def _vector(file: GGUFFile, name: str) -> tuple[float, ...]:
@@ -188,8 +217,10 @@ def _homes(file: GGUFFile, reading: Reading) -> dict[str, Home]:
     for record in reading.records:
         tensor = file.tensors[record.name]
         start = 0
-        for piece in record.pieces:
-            stretch = Stretch(piece.rows, tensor.stored, tensor.type.form, start, record.width, record.step)
+        factors = _factors_of(file, record.name, len(record.pieces))
+        for piece, factor in zip(record.pieces, factors, strict=True):
+            form = tensor.type.form
+            stretch = Stretch(piece.rows, tensor.stored, form, start, record.width, record.step, factor)
             parts.setdefault(piece.name, []).append(stretch)
             start += len(piece.rows)
     homes = {name: tuple(home) for name, home in parts.items()}

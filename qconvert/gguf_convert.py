@@ -26,7 +26,7 @@ from qconvert.formats.json_io import read_json_object
 from qconvert.formats.layouts.gguf import GGUFLayout, stored
 from qconvert.formats.pooling import read_pooling
 from qconvert.formats.verify import Hashes, verify_files
-from qconvert.gguf_draft import GGUFDraft, GGUFWish
+from qconvert.gguf_draft import KEPT, GGUFDraft, GGUFWish
 from qconvert.gguf_types import KV, GGUFTensor
 from qconvert.grid_ops import IntoBlocks
 from qconvert.run import Outcome, WrittenPart, run
@@ -94,7 +94,7 @@ def check_encoders(draft: GGUFDraft) -> None:
     from qconvert.quant.ggml import ENCODED
 
     for name, choice in draft.choices.items():
-        if choice.type.is_quantized and choice.type.name not in ENCODED:
+        if choice.type.is_quantized and choice.type.name not in ENCODED and choice.reason != KEPT:
             raise BadRecipe(
                 f"{name}: {choice.type.label} ({choice.reason}) is read here, but not written",
                 "`qconvert to-gguf --type list` shows what is",

@@ -20,17 +20,21 @@ from qconvert.architecture import Architecture, Binding
 from qconvert.architecture.gguf.keys import model_keys
 from qconvert.architecture.gguf.model import Facts, Head
 from qconvert.architecture.gguf.models import facts_of, remarks_on
+from qconvert.architecture.gguf.names import FACTOR
 from qconvert.draft import Compare, check_plain_weights
 from qconvert.errors import BadRecipe, UnsupportedModel
 from qconvert.gguf_forms import give_types, is_mxfp4, own_types
 from qconvert.gguf_mix import Choice, FileType, MixFacts, choose_types, find_file_type, visit_order
 from qconvert.gguf_types import GGMLType
 from qconvert.gguf_units import constants_of, write_roles
-from qconvert.plan import Plan
-from qconvert.tensors import DType, Logical, Plain
+from qconvert.grid_ops import TakeFactor
+from qconvert.plan import Plan, Unit
+from qconvert.tensors import Blocks, Codebook, DType, Logical, Plain
 
-# The wish that every tensor keeps its codes, or its numbers.
-KEEP = "keep"
+# The wish that every tensor keeps its codes, or its numbers, and the reason for the type it then has.
+KEEP, KEPT = "keep", "kept"
+# Architectures whose graphs multiply by the factors of weights, by llama.cpp's logits; qwen2's are NaN.
+_WITH_FACTORS = frozenset({"llama", "qwen3"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,7 @@ def draft_gguf(
     importance = _importance(plan, wish)
     plan = _as_stored(plan, binding)
     plan = give_types(types, importance, allow_requantize=wish.allow_requantize)(plan)
+    plan = _with_factors(plan, facts)
     if not wish.allow_nonfinite:
         plan = passes.check_finite(plan)
     file_type = find_file_type(wish.file_type)
@@ -197,8 +202,29 @@ def _kept(plan: Plan, facts: Facts, wish: GGUFWish) -> tuple[GGUFWish, dict[str,
     f32 = GGMLType.F32
     always = {n: f32 for n, c in plain.items() if c.type is f32 and c.reason != "base type"}
     file_type, types = own_types(plan, always, allow_requantize=wish.allow_requantize)
-    choices = {name: Choice(types[name], plain[name].reason if name in always else "kept") for name in plain}
+    choices = {name: Choice(types[name], plain[name].reason if name in always else KEPT) for name in plain}
     return replace(wish, file_type=file_type), choices
+
+
+def _with_factors(plan: Plan, facts: Facts) -> Plan:
+    """The plan with a tensor more for every NVFP4 weight whose scales have one divisor: its inverse."""
+    units: list[Unit] = []
+    for unit in plan.units:
+        units.append(unit)
+        source = unit.inputs[0].tensor.form
+        carried = isinstance(unit.output.form, Blocks) and unit.output.form.type == "NVFP4"
+        if not (carried and isinstance(source, Codebook) and source.second == "divided"):
+            continue
+        if facts.model.arch not in _WITH_FACTORS:
+            raise BadRecipe(
+                f"{unit.inputs[0].tensor.name}: {source.label}, and llama.cpp's {facts.model.arch} is not "
+                "known to multiply by the number that its scales are divided by",
+                "--scheme TYPE --allow-requantize computes the numbers and quantizes them again",
+            )
+        name = f"{unit.output.name.rsplit('.', 1)[0]}.{FACTOR}"
+        first = (unit.inputs[0].within(0, 1),)
+        units.append(Unit(first, (TakeFactor(),), Logical(name, (1,), Plain(DType.F32))))
+    return replace(plan, units=tuple(units))
 
 
 def _importance(plan: Plan, wish: GGUFWish) -> dict[str, Sequence[float]]:

@@ -60,10 +60,9 @@ def _encode(tensor: Logical, want: Blocks, importance: Mapping[str, Sequence[flo
 def keeping(tensor: Logical) -> tuple[str, ...]:
     """The names of the types whose blocks hold the codes of a tensor as they are."""
     form = tensor.form
-    if is_mxfp4(form):
-        return ("MXFP4",) if tensor.width % _BLOCK == 0 else ()
     if isinstance(form, Codebook):
-        return ("Q8_0",) if form.table == "int8" and tensor.width % _BLOCK == 0 else ()
+        kind = _codebook_type(form)
+        return (kind.name,) if kind and tensor.width % kind.block == 0 else ()
     if not isinstance(form, GroupInt | GroupMin) or (form.group_size or tensor.width) % _BLOCK:
         return ()
     if isinstance(form, GroupMin):
@@ -76,6 +75,14 @@ def keeping(tensor: Logical) -> tuple[str, ...]:
         *(["Q4_1"] if form.bits <= 4 else []),
         *(["Q8_0"] if signed else []),
     )
+
+
+def _codebook_type(form: Codebook) -> GGMLType | None:
+    if form.is_mxfp4:
+        return GGMLType.MXFP4
+    if form.is_nvfp4:
+        return GGMLType.NVFP4
+    return GGMLType.Q8_0 if form.table == "int8" else None
 
 
 def is_mxfp4(form: Form) -> bool:

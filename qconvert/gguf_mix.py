@@ -66,6 +66,7 @@ FILE_TYPES: Mapping[str, FileType] = {
         ("TQ1_0", 36, T.TQ1_0),
         ("TQ2_0", 37, T.TQ2_0),
         ("MXFP4_MOE", 38, T.MXFP4),
+        ("NVFP4", 39, T.NVFP4),
         ("Q1_0", 40, T.Q1_0),
         ("Q2_0", 41, T.Q2_0),
     )

@@ -120,6 +120,7 @@ GRIDS: Mapping[str, Quantized] = {
     "Q4_K": GroupMin(4, 32, DType.F32),
     "Q5_K": GroupMin(5, 32, DType.F32),
     "MXFP4": Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16),
+    "NVFP4": Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16),
 }
 
 

@@ -260,6 +260,23 @@ class DivideByOne(_Regrid):
 
 
 @dataclass(frozen=True, slots=True)
+class RoundDivisor(_Regrid):
+    """What divides all scales of an NVFP4 weight, as float32: of a factor elsewhere it is the inverse."""
+
+    def infer(self, form: Form) -> Form:
+        return form
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.block_codes import moved_by
+        from qconvert.quant.regrid import round_divisor
+
+        assert isinstance(value, Coded) and value.divisor
+        made = round_divisor(value)
+        assert made.divisor
+        return made, Finding(steps=moved_by(value.divisor / made.divisor))
+
+
+@dataclass(frozen=True, slots=True)
 class FoldDivisor(_Regrid):
     """NVFP4 scales divided by the one number of their tensor, where the quotients are such scales too."""
 
@@ -278,7 +295,7 @@ class FoldDivisor(_Regrid):
 
 @dataclass(frozen=True, slots=True)
 class IntoBlocks(_Regrid):
-    """The codes of an integer grid, or of MXFP4, as GGML blocks."""
+    """The codes of an integer grid, of MXFP4 or of NVFP4, as GGML blocks."""
 
     form: Blocks
 
@@ -286,13 +303,30 @@ class IntoBlocks(_Regrid):
         return self.form
 
     def apply(self, value: Value) -> tuple[Value, Finding]:
-        from qconvert.quant.block_codes import block_codes, mxfp4_blocks
+        from qconvert.quant.block_codes import block_codes, mxfp4_blocks, nvfp4_blocks
 
+        if isinstance(value, Coded) and value.form.is_nvfp4:
+            bytes_RB, steps = nvfp4_blocks(value)
+            return BlockRows(bytes_RB, self.form), Finding(steps=steps)
         if isinstance(value, Coded):
             return BlockRows(mxfp4_blocks(value), self.form), Finding()
         assert isinstance(value, IntAffine | MinAffine)
         bytes_RB, steps, overflow = block_codes(value, self.form.type)
         return BlockRows(bytes_RB, self.form), Finding(steps=steps, overflow=overflow)
+
+
+@dataclass(frozen=True, slots=True)
+class TakeFactor(_Regrid):
+    """Of an NVFP4 weight, the one factor of all its scales, as a vector of one number."""
+
+    def infer(self, form: Form) -> Form:
+        return Plain(DType.F32)
+
+    def apply(self, value: Value) -> tuple[Value, Finding]:
+        from qconvert.quant.block_codes import factors_of
+
+        assert isinstance(value, Coded)
+        return Dense(factors_of(value), DType.F32), Finding()
 
 
 @dataclass(frozen=True, slots=True)

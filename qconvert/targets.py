@@ -18,6 +18,7 @@ from qconvert.grid_ops import (
     FromBlocks,
     FromInt8Rows,
     NestScales,
+    RoundDivisor,
     SplitGroups,
     SpreadScale,
     ToInt8Rows,
@@ -304,8 +305,8 @@ def _integers(tensor: Logical, form: Quantized) -> tuple[tuple[Op, ...], GroupIn
 
 
 def _compressed_tensors(tensor: Logical, form: Quantized) -> tuple[Op, ...]:
-    if isinstance(form, Codebook) and form.is_nvfp4 and form.second is None:
-        return (DivideByOne(),)
+    if isinstance(form, Codebook) and form.is_nvfp4:
+        return (RoundDivisor() if form.second else DivideByOne(),)
     if isinstance(form, Codebook) and form.table in ("e4m3", "e2m1"):
         if form.bits == 8 or (form.group_rows == 1 and form.group_size in (16, 32)):
             return ()

@@ -172,6 +172,11 @@ def _torchao(folder: Path) -> Path:
     return out
 
 
+def _nvfp4_gguf(folder: Path) -> Path:
+    codes = _converted("compressed-tensors", "nvfp4")(folder)
+    return made("convert", codes, "--to", "gguf", "-o", folder / "model.gguf")
+
+
 def _oss(layout: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         first = made("convert", gpt_oss(folder / "m"), "--to", "mxfp4", "-o", folder / "own")
@@ -203,6 +208,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "gguf q4_0": _gguf("q4_0"),
     "gguf q4_1": _gguf("q4_1"),
     "gguf q4_k": _gguf("q4_k"),
+    "gguf nvfp4": _nvfp4_gguf,
     "gpt-oss mxfp4": _oss("mxfp4"),
     "compressed-tensors mxfp4": _oss("compressed-tensors"),
     "mlx mxfp4": _oss("mlx"),

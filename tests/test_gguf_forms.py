@@ -187,7 +187,7 @@ def test_what_gguf_has_no_blocks_for_is_refused(tmp_path: Path) -> None:
     ran = qconvert(*asked, "--allow-requantize")
     assert ran.code == 0 and "7 exact + 14 requantized" in ran.err, ran.err
     ran = qconvert(*asked, "--dtype", "f16", "--overwrite")
-    assert ran.code == 1 and "--dtype: is not for --to gguf" in ran.err
+    assert ran.code == 2 and "--dtype: is not for --to gguf" in ran.err
 
 
 def test_a_type_of_to_gguf_is_a_scheme(int4: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from qconvert.architecture.gguf.tensors import Step
@@ -12,6 +12,8 @@ from qconvert.interfaces import Part, Source
 from qconvert.tensors import (
     BlockRows,
     Blocks,
+    Codebook,
+    Coded,
     Dense,
     DType,
     Form,
@@ -37,7 +39,8 @@ class Stretch:
     """Rows of a tensor of the model that lie in one array of the file.
 
     `rows` are their numbers in the tensor. Before its `step` the array had rows of `width` numbers, of
-    which the one at `start` is the first of these. `form` is what the array holds.
+    which the one at `start` is the first of these. `form` is what the array holds, of which every
+    number is to be multiplied by `factor`.
     """
 
     rows: range
@@ -46,22 +49,27 @@ class Stretch:
     start: int
     width: int
     step: Step | None = None
+    factor: float = 1.0
 
     @property
     def form_back(self) -> Form:
         """The form of the rows when the step is undone."""
         plain = isinstance(self.form, Plain)
         keeps = _MOVES_NUMBERS if plain else _MOVES_ROWS
-        return self.form if self.step is None or self.step.change in keeps else Plain(DType.F32)
+        if self.step is not None and self.step.change not in keeps:
+            return Plain(DType.F32)
+        return self.form if self.factor == 1 or plain else _DIVIDED
 
 
 Home = tuple[Stretch, ...]
+# NVFP4 with a factor for the whole tensor beside it, which other formats have as a divisor.
+_DIVIDED = Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16, second="divided")
 
 
 def form_of(home: Home) -> Form:
     """The form of a tensor with this home: that of all its rows, or float32 where they differ."""
-    forms = {stretch.form_back for stretch in home}
-    return forms.pop() if len(forms) == 1 else Plain(DType.F32)
+    forms = {(stretch.form_back, stretch.factor) for stretch in home}
+    return forms.pop()[0] if len(forms) == 1 else Plain(DType.F32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +121,24 @@ class GGUFLayout:
             if first < last or (start == stop and not found):
                 rows = _read(stretch, tensor.form, source, first, last)
                 found.append((stretch.rows[first:last], rows))
-        return _value(_in_order(found, start, stop), tensor.form)
+        return _value(_in_order(found, start, stop), tensor.form, home[0].factor)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """Nothing: a GGUF file has its own metadata, and no config.json beside it."""
         return {}
 
 
-def _value(rows: np.ndarray, form: Form) -> Value:
+def _value(rows: np.ndarray, form: Form, factor: float = 1.0) -> Value:
     if isinstance(form, Plain):
         return Dense(rows, form.dtype)
+    if isinstance(form, Codebook):
+        from qconvert.quant.ggml.grids import grid_of_blocks
+
+        blocks = GGMLType.NVFP4.form
+        assert isinstance(blocks, Blocks)
+        grid = grid_of_blocks(BlockRows(rows, blocks))
+        assert isinstance(grid, Coded)
+        return replace(grid, form=form, divisor=1 / factor)
     assert isinstance(form, Blocks), form
     return BlockRows(rows, form)
 
@@ -154,7 +170,7 @@ def _read(stretch: Stretch, want: Form, source: Source, first: int, last: int) -
     turned = step is not None and step.change == "transpose"
     each, width = (stretch.width, per) if turned else (per, stretch.width)
     value = _value(_rows(stretch, source, begin * each, end * each, width), stretch.form)
-    rows = _undone(value, step, want, stretch.width)
+    rows = _undone(value, stretch, want)
     return rows[stretch.start + first - begin * per : stretch.start + last - begin * per]
 
 
@@ -165,17 +181,20 @@ def _rows(stretch: Stretch, source: Source, start: int, stop: int, width: int) -
     return source.read(spec.name, start, stop)
 
 
-def _undone(value: Value, step: Step | None, want: Form, width: int) -> np.ndarray:
+def _undone(value: Value, stretch: Stretch, want: Form) -> np.ndarray:
     """The rows in the model's order and as its numbers, in the form that is wanted."""
     from qconvert.quant.casts import cast
     from qconvert.quant.grids import numbers
     from qconvert.quant.heads import part_halves
 
+    step = stretch.step
     if not isinstance(want, Plain):
         (rows,) = value.arrays
         return part_halves(rows, step.rows) if step else rows
     dense = value if isinstance(value, Dense) else numbers(value, DType.F32)
-    return cast(_restored(dense, step, width) if step else dense, want.dtype)[0].rows_RI
+    if stretch.factor != 1:
+        dense = Dense(dense.rows_RI * dense.rows_RI.dtype.type(stretch.factor), dense.dtype)
+    return cast(_restored(dense, step, stretch.width) if step else dense, want.dtype)[0].rows_RI
 
 
 def _restored(dense: Dense, step: Step, width: int) -> Dense:

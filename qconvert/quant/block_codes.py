@@ -1,4 +1,4 @@
-"""Codes as GGML blocks without being chosen anew: integers as Q4_0, Q4_1 and Q8_0, and MXFP4.
+"""Codes as GGML blocks without being chosen anew: integers as Q4_0, Q4_1 and Q8_0, MXFP4, NVFP4.
 
 Groups are whole numbers of blocks, each block repeating its group's scale. What changes is the type of
 scales and mins, half precision here; how far that moves a weight is measured in steps of the scale.
@@ -48,6 +48,36 @@ def mxfp4_blocks(value: Coded) -> np.ndarray:
     exponents = np.ascontiguousarray(value.scales_RG).view(np.uint8).reshape(rows, groups, 1)
     packed = _nibbles(value.codes_RI)
     return np.concatenate([exponents, packed], axis=2).reshape(rows, -1)
+
+
+def nvfp4_blocks(value: Coded) -> tuple[np.ndarray, float]:
+    """Codes of E2M1 with a number of E4M3 for each 16 columns as NVFP4 blocks, uint8 [rows, bytes per row].
+
+    Codes and scales are GGML's own; what divides all scales of a tensor becomes the factor of another
+    tensor (`factor_of`), and by how many steps that moves a weight is told.
+    """
+    rows, groups = value.scales_RG.shape
+    scales = value.scales_RG.reshape(rows, groups // 4, 4)
+    halves = value.codes_RI.reshape(rows, groups, 2, 8)
+    packed = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, groups // 4, 32)
+    blocks = np.concatenate([scales, packed], axis=2).reshape(rows, -1)
+    return blocks, 0.0 if value.divisor is None else moved_by(factor_of(value) * value.divisor)
+
+
+def factor_of(value: Coded) -> float:
+    """What the numbers of an NVFP4 tensor are multiplied by, as llama.cpp has it: one over the divisor."""
+    return float(np.float32(1 / (value.divisor or 1)))
+
+
+def moved_by(times: float) -> float:
+    """By how many steps an NVFP4 weight moves when its scales become so many times as large."""
+    moved = abs(times - 1)
+    return 6 * moved if moved > 1e-12 else 0.0  # 6 is the largest number of E2M1; float64 rounds, too
+
+
+def factors_of(value: Coded) -> np.ndarray:
+    """The same for every row, float32 [rows, 1]."""
+    return np.full((value.rows, 1), factor_of(value), "<f4")
 
 
 def _with_mins(value: IntAffine | MinAffine) -> tuple[np.ndarray, float, int]:

@@ -103,6 +103,11 @@ def fold_divisor(value: Coded) -> Coded | None:
     return Coded(value.codes_RI, scales_RG, replace(value.form, second=None))
 
 
+def round_divisor(value: Coded) -> Coded:
+    """The same with a divisor that float32 holds."""
+    return replace(value, divisor=float(np.float32(value.divisor or 1)))
+
+
 def _reach(value: IntAffine) -> np.ndarray:
     """The largest |code - zero| of every group, [rows, groups]."""
     zeros_RG = zeros_of(value).astype(np.int16)

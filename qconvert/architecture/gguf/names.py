@@ -47,6 +47,8 @@ PER_LAYER = {
     "mlp.shared_gate": "ffn_gate_inp_shexp",
 }
 ROPE_FREQS = "rope_freqs.weight"
+# What follows a module in the name of the factor of its NVFP4 weight (`conversion/base.py`: _repack_nvfp4).
+FACTOR = "scale"
 
 
 def gguf_name(role: str, layer: int | None, part: str = "weight", written: Written | None = None) -> str:

@@ -22,8 +22,10 @@ def grid_of_blocks(value: BlockRows) -> IntAffine | MinAffine | Coded:
     form = GRIDS[name]
     blocks = np.ascontiguousarray(value.bytes_RB).reshape(-1, GGMLType[name].block_bytes)
     if isinstance(form, Codebook):
-        codes_RI = fields(blocks[:, 1:], 4, 16).reshape(rows, -1)
-        return Coded(codes_RI, np.ascontiguousarray(blocks[:, :1]).reshape(rows, -1), form)
+        assert form.group_size is not None
+        scales = GGMLType[name].block // form.group_size
+        codes_RI = fields(blocks[:, scales:], 4, form.group_size // 2).reshape(rows, -1)
+        return Coded(codes_RI, np.ascontiguousarray(blocks[:, :scales]).reshape(rows, -1), form)
     parts = PARTS[name](blocks)
     codes_RI = np.ascontiguousarray(parts.codes_NI).reshape(rows, -1)
     numbers = [n.values_NG for n in (parts.scales, parts.mins) if n is not None]
