@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from qconvert.cli.convert_command import PLAIN
 from qconvert.formats.checkpoint import WRITERS, open_checkpoint
@@ -383,3 +384,15 @@ def test_what_becomes_of_activations_is_told(
     assert ran.code == 0 and (said in ran.err if said else "activations" not in ran.err), ran.err
     warnings = json.loads((tmp_path / "out" / "qconvert.json").read_text())["warnings"]
     assert any("activations" in warning for warning in warnings) is bool(said)
+
+
+def test_torchao_is_read_and_not_written(model: Path, assets: Path, tmp_path: Path) -> None:
+    ran = qconvert("convert", model, "--to", "torchao", "-o", tmp_path / "out")
+    assert ran.code == 2 and "torchao's layout is read here, and not written" in ran.err
+    folder = tmp_path / "int4"
+    shutil.copytree(assets / "fixtures" / "quantized" / "cut-torchao-int8", folder)
+    arrays = load_file(folder / "model.safetensors")
+    half = {n: a[:, ::2].view(torch.uint8).contiguous() for n, a in arrays.items() if n.endswith("_qdata")}
+    save_file(arrays | half, folder / "model.safetensors", {"format": "pt"})
+    ran = qconvert("convert", folder, "--to", "int-quantized", "-o", tmp_path / "out")
+    assert ran.code == 1 and "_weight_qdata: u8" in ran.err and "int8 ones are" in ran.err

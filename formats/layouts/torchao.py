@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
+from qconvert.errors import BadRecipe, UnsupportedModel
 from qconvert.formats.layouts.claims import check_claimed, check_parts, plain_rest, require
 from qconvert.interfaces import Part, Source
 from qconvert.tensors import (
@@ -94,9 +94,10 @@ def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, Logic
         scales = require(source, f"{base}._weight_scale", f"{array} is there")
         groups = scales.shape[-1] if len(scales.shape) == 2 else 0
         if len(spec.shape) != 2 or spec.dtype is not DType.I8 or not groups or spec.shape[1] % groups:
-            raise CorruptCheckpoint(
-                f"{array}: {spec.dtype.label} {list(spec.shape)} is not read here",
-                "save it with torchao as int8 in groups of columns",
+            raise UnsupportedModel(
+                f"{array}: {spec.dtype.label} {list(spec.shape)} is not read here; of torchao's, int8 "
+                "ones are, with a scale for each row or group of columns",
+                "start from the 16-bit model, or let torchao dequantize this one and save that",
             )
         form = GroupInt(8, None if groups == 1 else spec.shape[1] // groups, True, scales.dtype)
         tensor = Logical(f"{base}.weight", spec.shape, form)

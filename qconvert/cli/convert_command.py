@@ -17,6 +17,7 @@ from qconvert.schemes import Scheme, parse_scheme
 # Spelled out, so that help needs no layout to be imported; a test holds them against the tables.
 PLAIN = ("bf16", "f16", "f32")
 GGUF = "gguf"
+_READ_ONLY = ("torchao",)
 
 
 @click.command(
@@ -35,7 +36,7 @@ GGUF = "gguf"
     "--to",
     "layout",
     metavar="LAYOUT",
-    type=click.Choice((*LAYOUTS, GGUF, *PLAIN)),
+    type=click.Choice((*LAYOUTS, GGUF, *PLAIN, *_READ_ONLY)),
     required=True,
     help="Layout of the output.",
 )
@@ -82,6 +83,12 @@ def command(
     """
     flags = Flags(**values)
     own = {"--scheme": scheme, "--allow-requantize": allow_requantize, "--undo-act-order": undo_act_order}
+    if layout in _READ_ONLY:
+        with typed():
+            raise BadRecipe(
+                f"--to {layout}: {layout}'s layout is read here, and not written",
+                "--to int-quantized holds the same integers; torchao.quantize_ makes its own from --to bf16",
+            )
     if layout in PLAIN:
         with typed():
             _refuse(layout, {**own, "--dtype": flags.dtype})
