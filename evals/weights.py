@@ -6,12 +6,11 @@ The relative RMS error of a weight, `|b - a| / |a|`, is 0.1 for a plain 4-bit gr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from qconvert.compare import compare_checkpoints
+from qconvert import compare
 from qconvert.evals.figures import weight_figures
 from qconvert.report import Grid, Page
 from qconvert.report_html import Figure
@@ -80,7 +79,7 @@ def compare_weights(a: Checkpoint, b: Checkpoint, labels: tuple[str, str]) -> We
     """Every weight of A against its counterpart in B, in bounded blocks of rows."""
     errors, equal, notes = [], 0, []
     order = {name: i for i, name in enumerate(a.architecture.places)}
-    for found in compare_checkpoints(a, b):
+    for found in compare.compare_checkpoints(a, b):
         difference = found.difference
         if found.status == "equal":
             equal += 1
@@ -98,8 +97,7 @@ def compare_weights(a: Checkpoint, b: Checkpoint, labels: tuple[str, str]) -> We
 def relative_rms(errors: Iterable[WeightError]) -> float:
     """The relative RMS error of several weights taken as one."""
     errors = list(errors)
-    energy = sum(error.sum_sq for error in errors)
-    return math.sqrt(sum(error.sum_sq_diff for error in errors) / energy) if energy else 0.0
+    return compare.relative_rms(sum(e.sum_sq_diff for e in errors), sum(e.sum_sq for e in errors))
 
 
 def _row(role: str, errors: Iterable[WeightError]) -> tuple[str, ...]:

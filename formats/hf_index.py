@@ -16,7 +16,7 @@ from qconvert.errors import CorruptCheckpoint, shown
 from qconvert.formats.json_io import parse_json_object, read_bounded
 from qconvert.formats.safetensors_io import INDEX_FILE, MAX_HEADER_BYTES, SafetensorsHeader
 
-_PLAIN_NAME = re.compile(r"[^/\\:\0]+\.safetensors")
+_PLAIN_NAME = re.compile(r"[^/\\:\0]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,11 @@ class ShardIndex:
     sha256: str
 
 
+def stays_inside(name: object) -> bool:
+    """Whether something from a file is the plain name of an entry of the folder that the file is in."""
+    return isinstance(name, str) and bool(_PLAIN_NAME.fullmatch(name)) and name not in (".", "..")
+
+
 def read_index(path: Path) -> ShardIndex:
     """Read a shard index; CorruptCheckpoint unless every tensor maps to a plain file name."""
     raw = read_bounded(path, MAX_HEADER_BYTES)
@@ -37,7 +42,7 @@ def read_index(path: Path) -> ShardIndex:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptCheckpoint(f"{path.name}: weight_map is missing or empty")
     for tensor, file in weight_map.items():
-        if not (isinstance(file, str) and _PLAIN_NAME.fullmatch(file)):
+        if not (stays_inside(file) and file.endswith(".safetensors")):
             raise CorruptCheckpoint(
                 f"{path.name}: {shown(tensor)} maps to {shown(file)}, not to a .safetensors file beside it",
                 "an index that points elsewhere is not followed; get the checkpoint from its source again",

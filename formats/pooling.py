@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qconvert.errors import UnsupportedModel, shown
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.hf_index import stays_inside
 from qconvert.formats.json_io import parse_json_object, read_bounded, read_json_object
 
 MAX_BYTES = 1 << 20
@@ -26,9 +27,16 @@ def read_pooling(folder: Path) -> int | None:
     listed = parse_json_object(b'{"modules":' + read_bounded(path, MAX_BYTES) + b"}", path.name)
     modules = listed["modules"] if isinstance(listed["modules"], list) else []
     kinds = [m for m in modules if isinstance(m, dict) and str(m.get("type")).endswith(".Pooling")]
-    name = str(kinds[0].get("path")) if kinds else ""
+    name = kinds[0].get("path", "") if kinds else None
+    if name is None:
+        return None
+    if name and not stays_inside(name):
+        raise CorruptCheckpoint(
+            f"modules.json: its pooling is in {shown(name)}, not in a folder beside it",
+            "a path that points elsewhere is not followed; get the checkpoint from its source again",
+        )
     config = folder / name / "config.json"
-    if not kinds or Path(name).name != name or not config.is_file():
+    if not config.is_file():
         return None
     modes = [mode for mode, chosen in read_json_object(config, MAX_BYTES).items() if chosen is True]
     for mode in modes:

@@ -22,10 +22,11 @@ from qconvert.tensors import Blocks, Dense, DType, Json, Logical, TensorSpec
 _WINDOW_BYTES = 4 << 20
 
 
-def audit(checkpoint: Checkpoint) -> tuple[Json, list[str]]:
+def audit(checkpoint: Checkpoint, *, compared: bool = False) -> tuple[Json, list[str]]:
     """Findings to show, and problems: sentences that each name a file or a tensor.
 
-    Without a manifest the structure is still checked, and NaN and Inf are looked for.
+    Without a manifest the structure is still checked, and NaN and Inf are looked for. A manifest without a
+    single hash is a problem, unless the numbers are `compared` with those of the source.
     """
     path = checkpoint.path / FILE_NAME
     findings: Json = {"tensors": len(checkpoint.tensors)}
@@ -35,10 +36,14 @@ def audit(checkpoint: Checkpoint) -> tuple[Json, list[str]]:
     files, tensors = _recorded(path)
     problems += _file_problems(checkpoint, files)
     problems += _tensor_problems(checkpoint, tensors)
-    arrays = sum(len(entry["parts"]) for entry in tensors.values())
-    # Written with --no-verify, nothing was read back that could have been hashed.
-    unhashed = "" if all(entry["sha256"] for entry in files) else ", without hashes (--no-verify)"
-    found = f"{count(len(files), 'file')} and {count(arrays, 'array')}{unhashed}"
+    arrays = [digest for entry in tensors.values() for digest in entry["parts"].values()]
+    hashed, hashed_arrays = sum(bool(entry["sha256"]) for entry in files), sum(map(bool, arrays))
+    found = f"{count(hashed, 'file')} and {count(hashed_arrays, 'array')}"
+    if (hashed, hashed_arrays) != (len(files), len(arrays)):
+        found += f" with hashes, of {count(len(files), 'file')} and {count(len(arrays), 'array')}"
+    if not hashed and not hashed_arrays and not compared:
+        # Written with --no-verify, nothing was read back that could have been hashed.
+        problems.append(f"{FILE_NAME}: no hashes recorded (--no-verify), so no byte could be checked")
     return {**findings, "manifest": found}, problems
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import sqrt
+from math import inf, sqrt
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,9 +50,18 @@ class TensorDifference:
 
     @property
     def relative_rms(self) -> float:
-        """Root of summed squared difference over summed squares of A."""
+        """Root of summed squared difference over summed squares of A (see `relative_rms`)."""
         d = self.difference
-        return sqrt(d.sum_sq_diff / d.sum_sq_a) if d is not None and d.sum_sq_a else 0.0
+        return 0.0 if d is None else relative_rms(d.sum_sq_diff, d.sum_sq_a)
+
+
+def relative_rms(sum_sq_diff: float, sum_sq_a: float) -> float:
+    """The root of one sum over the other: 0 where nothing differs, infinite where something differs from
+    numbers that are all 0.
+    """
+    if not sum_sq_diff:
+        return 0.0
+    return sqrt(sum_sq_diff / sum_sq_a) if sum_sq_a else inf
 
 
 def compare_checkpoints(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors import safe_open
 
 from qconvert.quant.affine import QuantError, dequantize, quantize
@@ -391,3 +392,14 @@ def test_no_rows() -> None:
     assert (value.codes_RI.shape, value.scales_RG.shape) == ((0, 64), (0, 2))
     assert error == QuantError(0.0, 0.0, 0.0, 0.0, 0)
     assert dequantize(value, DType.BF16).rows_RI.shape == (0, 64)
+
+
+@pytest.mark.parametrize("scale", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F800000, 0xFF800000])
+def test_scales_that_are_none_decode_to_bfloat16_as_to_float32(scale: int) -> None:
+    form = GroupInt(4, 32, symmetric=True, scale_dtype=DType.F32)
+    scales_RG = np.array([[scale, 0x3F800001]], np.uint32).view(np.float32)
+    value = IntAffine(np.tile(np.arange(16, dtype=np.uint8), (1, 4)), scales_RG, None, form)
+    expected = torch.from_numpy(dequantize(value, DType.F32).rows_RI).bfloat16()
+    found = torch.from_numpy(dequantize(value, DType.BF16).rows_RI.view(np.int16)).view(torch.bfloat16)
+    assert torch.equal(found.isnan(), expected.isnan()) and found.isnan().any()
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())

@@ -154,7 +154,10 @@ def test_without_verifying_it_says_so(models: Path, here: Path) -> None:
     manifest = json.loads((here / "out" / "qconvert.json").read_text())
     assert manifest["verified"] is False and {digest for _, digest in manifest_hashes(manifest)} == {None}
     ran = qconvert("verify", "out")
-    assert ran.code == 0 and "without hashes (--no-verify)" in ran.out
+    assert ran.code == 3 and "manifest: 0 files and 0 arrays with hashes, of 1 file and 14 arrays" in ran.out
+    assert ran.err.startswith("Error: qconvert.json: no hashes recorded (--no-verify), so no byte could be")
+    assert "or compare the two with --against SOURCE" in ran.err and "verified\n" not in ran.out
+    assert qconvert("verify", "out", "--against", models / "plain").code == 0
 
 
 @pytest.mark.parametrize("command", ["fuse embedded", "to-gguf embedded --type f16"])

@@ -45,6 +45,17 @@ def test_verify_against_the_source_sees_what_hashes_cannot(models: Path, here: P
     assert qconvert("verify", models / "fused", "--against", other).code == 3
 
 
+def test_nothing_stands_for_weights_that_are_all_zero_but_zeros(models: Path, here: Path) -> None:
+    zeros = np.zeros((256, 128), "f4")
+    source = tiny(here / "zeros", hidden_size=128, num_hidden_layers=1, changes={Q: zeros})
+    ran = qconvert("verify", models / "quantized", "--against", source)
+    assert ran.code == 3 and f"Error: {Q}: differs from the source (relative RMS inf)" in ran.err
+    report = qconvert("eval", "weights", source, models / "quantized")
+    assert report.code == 0 and "inf" in next(line for line in report.out.splitlines() if "attn.q " in line)
+    right = made("quantize", source, "--bits", 8, "-o", "right")
+    assert qconvert("verify", right, "--against", source).code == 0
+
+
 @pytest.mark.parametrize(
     "manifest", ["{", "[]", "{}", '{"files": 3, "tensors": {}}', '{"files": [{}], "tensors": {}}']
 )

@@ -246,6 +246,14 @@ def test_arrays_that_do_not_belong_together_are_named(headers: Headers, fact: st
     assert caught.value.fact.startswith(fact)
 
 
+@pytest.mark.parametrize("dtype", ["I64", "I8", "U8", "F8_E4M3"])
+def test_scales_of_float8_weights_are_floats(dtype: str) -> None:
+    headers = Headers(packed=("I32", None), shape=("I64", None), scale=(dtype, (16, 1)))
+    headers.specs["a.weight"] = TensorSpec("a.weight", DType.F8_E4M3, (16, 64))
+    with pytest.raises(CorruptCheckpoint, match=rf"a\.weight_scale: .*, not {dtype.lower()}"):
+        bind(headers, config_of())
+
+
 def test_a_weight_stored_twice_is_refused() -> None:
     headers = Headers()
     headers.specs["a.weight"] = TensorSpec("a.weight", DType.BF16, (16, 64))

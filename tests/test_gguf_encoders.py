@@ -13,7 +13,9 @@ import pytest
 
 from qconvert.architecture.gguf.model import GGUFModel
 from qconvert.architecture.gguf.models import MODELS
+from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.gguf_io import GGUFFile
+from qconvert.formats.pooling import read_pooling
 from tests.commands import qconvert
 from tests.gguf_families import CLOSE, IDS, add_tokenizer, scatter, written
 from tests.gguf_models import log_probabilities
@@ -159,6 +161,16 @@ def test_pooling_of_sentence_transformers(tmp_path: Path, mode: str | None, numb
         assert "bert.pooling_type" in file.kv if mode else "bert.pooling_type" not in file.kv
         assert mode is None or file.kv["bert.pooling_type"].value == number
         assert file.kv["bert.attention.causal"].value is False
+
+
+@pytest.mark.parametrize("path", ["..", "../1_Pooling", "/etc", ".", 7])
+def test_a_pooling_outside_the_folder_is_not_read(tmp_path: Path, path: object) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    (folder / "modules.json").write_text(json.dumps([{"type": "x.Pooling", "path": path}]))
+    with pytest.raises(CorruptCheckpoint, match=r"modules\.json: its pooling is in .*, not in a folder"):
+        read_pooling(folder)
 
 
 def test_a_pooling_that_llama_cpp_lacks_is_refused(tmp_path: Path) -> None:

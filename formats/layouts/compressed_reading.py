@@ -129,6 +129,10 @@ def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> 
         symmetric = f"{base}_zero_point" not in source.specs
         form = _form(8, weight.shape, scale, symmetric=symmetric)
         return check_parts(CompressedTensors(frozenset({form})), Logical(base, weight.shape, form), source)
+    if not scale.dtype.is_float:
+        raise CorruptCheckpoint(
+            f"{scale.name}: scales of {weight.dtype.label} weights are floats, not {scale.dtype.label}", APART
+        )
     if scale.count == 1 and weight.shape[0] > 1:
         form = Codebook("e4m3", None, scale.dtype, DType.BF16, group_rows=None)
     elif scale.shape == (*weight.shape[:-1], 1):

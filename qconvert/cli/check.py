@@ -41,7 +41,7 @@ def verify(model: str, against: str | None, as_json: bool, quiet: bool, revision
 
     checkpoint = _open(model, revision)
     checkpoint.bind(allow_unknown=True)
-    findings, problems = audit(checkpoint)
+    findings, problems = audit(checkpoint, compared=against is not None)
     if against is not None:
         source = _open(against, revision)
         differences = list(compare_checkpoints(source, checkpoint, reordered_in(checkpoint)))
@@ -58,9 +58,17 @@ def verify(model: str, against: str | None, as_json: bool, quiet: bool, revision
             click.echo(f"{key}: {_phrase(value)}")
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise CheckFailed(problems[0] + more, "write the output again from its source")
+        raise CheckFailed(
+            problems[0] + more, "write the output again from its source" + _or_compare(problems)
+        )
     if not quiet:
         click.echo("verified")
+
+
+def _or_compare(problems: list[str]) -> str:
+    """The other remedy where missing hashes are all that is wrong."""
+    alone = len(problems) == 1 and "no hashes recorded" in problems[0]
+    return ", or compare the two with --against SOURCE" if alone else ""
 
 
 def _end_with_json(found: Json, *, failed: bool) -> NoReturn:

@@ -175,6 +175,12 @@ def decode_rows_to_bfloat16(codes_RGS: Any, scales_RG: Any, zeros_RG: Any, halve
             scale, zero = scales_RG[row, group], np.float32(zeros_RG[row, group])
             for i in range(size):
                 number_S[i] = (np.float32(codes_RGS[row, group, i]) - zero) * scale
+            if scale - scale != _ZERO:  # rounding a NaN's bits could carry them into its sign
+                for i in range(size):
+                    upper = np.uint32(bits_S[i] >> np.uint32(16))
+                    quiet = np.uint32(0x40 if np.isnan(number_S[i]) else 0)
+                    halves_RGS[row, group, i] = upper | quiet
+                continue
             for i in range(size):
                 odd = np.uint32(np.uint32(bits_S[i] >> np.uint32(16)) & np.uint32(1))
                 halves_RGS[row, group, i] = np.uint32(bits_S[i] + odd + np.uint32(0x7FFF)) >> np.uint32(16)
