@@ -11,8 +11,8 @@ from pathlib import Path
 from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.tensors import Dense, DType
 
-Q4_0 = 2
-"""LLAMA_FTYPE_MOSTLY_Q4_0 of llama.h."""
+FILE_TYPES = {"Q4_0": 2, "Q4_K_M": 15}
+"""LLAMA_FTYPE_MOSTLY_... of llama.h."""
 
 _ROLES = {
     "embed": "token_embd",
@@ -23,6 +23,8 @@ _ROLES = {
     "attn.k": "attn_k",
     "attn.v": "attn_v",
     "attn.o": "attn_output",
+    "attn.q_norm": "attn_q_norm",
+    "attn.k_norm": "attn_k_norm",
     "mlp.norm": "ffn_norm",
     "mlp.gate": "ffn_gate",
     "mlp.up": "ffn_up",
@@ -31,19 +33,22 @@ _ROLES = {
 
 
 def write_bf16(folder: Path, out: Path) -> Path:
-    """A dense Qwen2 checkpoint in bfloat16 as GGUF; vectors in float32, as llama.cpp wants them."""
+    """A dense Qwen2 or Qwen3 checkpoint in bfloat16 as GGUF; vectors in float32, as llama.cpp wants them."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
 
     checkpoint = open_checkpoint(folder)
     config, binding = checkpoint.config, checkpoint.bind()
-    writer = GGUFWriter(out, "qwen2")
+    writer = GGUFWriter(out, config["model_type"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
+    if "head_dim" in config:
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
@@ -66,13 +71,13 @@ def write_bf16(folder: Path, out: Path) -> Path:
     return out
 
 
-def quantize_q4_0(source: Path, out: Path) -> Path:
-    """The file as llama-quantize makes Q4_0 of it."""
+def quantize(source: Path, out: Path, name: str) -> Path:
+    """The file as llama-quantize makes a type of `FILE_TYPES` of it."""
     from cyllama.llama import llama_cpp as api  # type: ignore[import-untyped]
 
     api.disable_logging()
     params = api.LlamaModelQuantizeParams()
-    params.ftype = Q4_0
+    params.ftype = FILE_TYPES[name]
     params.nthread = 2
     api.model_quantize(str(source), str(out), params)
     return out

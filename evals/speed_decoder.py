@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 BASE = "transformers bf16"
 LLAMA = "llama.cpp Q4_0"
+LLAMA_K = "llama.cpp Q4_K_M"
+INT4 = "int4, int8 head"
 PROMPT = 16
 _COPY_BYTES = 256 << 20
 
@@ -64,9 +66,16 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command("decode")
 @click.option("--tokens", type=click.IntRange(2), default=32, show_default=True, help="Per round.")
+@click.option(
+    "--layouts",
+    is_flag=True,
+    help="Weights of other layouts beside int4's, GGUF's beside llama.cpp on the same files. "
+    "K-quants want widths of whole 256 (qwen3-0.6b).",
+)
 @_options
-def decode(tokens: int, **options: Any) -> None:
+def decode(tokens: int, layouts: bool, **options: Any) -> None:
     """Tokens per second at batch 1, a few tokens into a text."""
+    from qconvert.evals.speed_layouts import layout_runners
 
     def one_round(runner: Runner) -> Pace:
         runner.start(range(100, 100 + PROMPT))
@@ -75,7 +84,9 @@ def decode(tokens: int, **options: Any) -> None:
         wall, processor = (statistics.median(times) for times in zip(*steps, strict=True))
         return Pace(1 / wall, processor)
 
-    _measure("decode", one_round, room=PROMPT + tokens + 1, tokens=tokens, **options)
+    make, peers = (layout_runners, (INT4, LLAMA, LLAMA_K)) if layouts else (_runners, (BASE, LLAMA))
+    room = PROMPT + tokens + 1
+    _measure("decode", one_round, make, peers, room=room, tokens=tokens, **options)
 
 
 @click.command("prefill")
@@ -92,12 +103,14 @@ def prefill(tokens: int, **options: Any) -> None:
         wall, processor = _timed(lambda: runner.read([i % 1000 for i in range(tokens)]))
         return Pace(tokens / wall, processor / tokens)
 
-    _measure("prefill", one_round, room=tokens, tokens=tokens, **options)
+    _measure("prefill", one_round, _runners, (BASE, LLAMA), room=tokens, tokens=tokens, **options)
 
 
 def _measure(
     what: str,
     one_round: Callable[[Runner], Pace],
+    make: Callable[[Path, str, int, int], list[Runner]],
+    peers: tuple[str, ...],
     *,
     room: int,
     tokens: int,
@@ -111,7 +124,7 @@ def _measure(
 
     torch.set_num_threads(threads)
     with _workplace(folder) as work:
-        runners = _runners(work, shape, room, threads)
+        runners = make(work, shape, room, threads)
         rates: Rates = {runner.name: [] for runner in runners}
         processor: dict[str, list[float]] = {runner.name: [] for runner in runners}
         copies = []
@@ -138,7 +151,7 @@ def _measure(
         "processor_seconds_per_token": processor,
         "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
-    _print(record)
+    _print(record, peers)
     if out is not None:
         out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
@@ -158,23 +171,10 @@ def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
     from qconvert.evals.runners import llama_cpp, ours, transformers_bf16
 
     source = make_checkpoint(work / f"{shape}-x1", shape)
-    int4 = work / f"{shape}-int4"
-    if not int4.is_dir():
-        command = [
-            sys.executable,
-            "-m",
-            "qconvert",
-            "quantize",
-            str(source),
-            "--bits",
-            "4",
-            "--min-max",
-            "-q",
-        ]
-        subprocess.run([*command, "--no-verify", "-o", str(int4)], check=True, stdout=subprocess.DEVNULL)
+    int4 = made(source, work / f"{shape}-int4", "quantize", "--bits", "4", "--min-max")
     runners = [
         ours("int4, int4 head", int4, room, head_bits=4),
-        ours("int4, int8 head", int4, room, head_bits=8),
+        ours(INT4, int4, room, head_bits=8),
         ours("int4, bf16 head", int4, room),
         ours("bf16", source, room),
     ]
@@ -187,12 +187,20 @@ def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
     return runners
 
 
+def made(source: Path, out: Path, command: str, *options: str) -> Path:
+    """What a command of qconvert makes of a checkpoint, unless it is there."""
+    if not out.exists():
+        words = [sys.executable, "-m", "qconvert", command, str(source), *options, "-q", "--no-verify"]
+        subprocess.run([*words, "-o", str(out)], check=True, stdout=subprocess.DEVNULL)
+    return out
+
+
 def _ggufs(work: Path, shape: str, source: Path) -> Mapping[str, Path]:
-    from qconvert.evals.peer_gguf import quantize_q4_0, write_bf16
+    from qconvert.evals.peer_gguf import quantize, write_bf16
 
     bf16, q4_0 = (work / f"{shape}-{kind}.gguf" for kind in ("bf16", "q4_0"))
     if not q4_0.is_file():
-        quantize_q4_0(write_bf16(source, bf16), q4_0)
+        quantize(write_bf16(source, bf16), q4_0, "Q4_0")
     return {LLAMA: q4_0, "llama.cpp bf16": bf16}
 
 
@@ -234,17 +242,17 @@ def _versions() -> dict[str, str]:
     return {"qconvert": __version__, **{name: version(name) for name in peers}}
 
 
-def _print(record: Json) -> None:
+def _print(record: Json, peers: tuple[str, ...]) -> None:
     rates: Rates = record["tokens_per_second"]
     bandwidth = statistics.median(record["copy_bytes_per_second"])
     head, decoding = ["what", "tokens/s"], record["measurement"] == "decode"
-    head += [f"times {peer.split()[0]}" for peer in (BASE, LLAMA) if peer in rates]
+    head += [f"times {peer if peers[0] == INT4 else peer.split()[0]}" for peer in peers if peer in rates]
     head += ["CPU ms/token"]
     head += ["bytes/token", "floor tokens/s", "fraction"] if decoding else []
     cells = []
     for name, values in rates.items():
         row = [name, f"{statistics.median(values):.1f}"]
-        row += [f"{_ratio(values, rates[peer]):.2f}" for peer in (BASE, LLAMA) if peer in rates]
+        row += [f"{_ratio(values, rates[peer]):.2f}" for peer in peers if peer in rates]
         row += [f"{1e3 * statistics.median(record['processor_seconds_per_token'][name]):.2f}"]
         if decoding:
             floor = bandwidth / record["token_bytes"][name]
@@ -261,7 +269,7 @@ def _print(record: Json) -> None:
     click.echo(f"{conditions.format(**record)}; copy {bandwidth / 1e9:.1f} GB/s")
     click.echo("\n".join(table(head, cells)))
     for peer, package in ((BASE, "transformers"), (LLAMA, "cyllama and gguf")):
-        if peer not in rates:
+        if peer in peers and peer not in rates:
             click.echo(f"{peer} left out: install {package}", err=True)
 
 

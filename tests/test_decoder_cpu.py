@@ -45,6 +45,7 @@ FORMS = [
     GroupInt(5, 64, False, DType.F32),
     GroupInt(4, 16, False, DType.F16),
     GroupInt(8, 48, False, DType.F32),
+    GroupInt(6, 128, True, DType.BF16),
 ]
 
 
@@ -167,7 +168,7 @@ def test_what_the_kernels_cannot_hold_stays_in_the_reference_layout() -> None:
 
 
 def test_few_rows_are_multiplied_packed_and_many_decoded() -> None:
-    for kind in ("int4-cpu", "int8-cpu", "table4-cpu", "e4m3-cpu", "e5m2-cpu", "narrow"):
+    for kind in ("int4-cpu", "int6-cpu", "int8-cpu", "table4-cpu", "e4m3-cpu", "e5m2-cpu", "narrow"):
         chosen = [next(b for b in BACKENDS if b.runs("cpu", kind, rows)).name for rows in (1, 1000)]
         assert chosen[0].endswith("rows") and chosen[1] == "decoded"
 

@@ -8,18 +8,23 @@ import numpy as np
 import pytest
 import torch
 
+from qconvert.decoder.config import DecoderConfig
 from qconvert.decoder.cpu import dots
 from qconvert.decoder.cpu.decode import multiply_few
 from qconvert.decoder.cpu.kernels import KERNELS
 from qconvert.decoder.cpu.weights import PackedGrid, pack_grid
+from qconvert.decoder.generate import decodes_weights
 from qconvert.decoder.linear import BACKENDS, Linear
+from qconvert.decoder.load import load_decoder
 from qconvert.decoder.place import Layout, place_rows, place_weight
 from qconvert.gguf_types import GGMLType
 from qconvert.quant.codebook import wide
+from qconvert.quant.ggml import encode_rows
 from qconvert.tensors import (
     BlockRows,
     Codebook,
     Coded,
+    Dense,
     DType,
     GroupInt,
     GroupMin,
@@ -27,6 +32,7 @@ from qconvert.tensors import (
     MinAffine,
     Value,
 )
+from tests.decoder_models import StateDict, tiny
 from tests.test_decoder_cpu import BF16, FIXED_POINT, inputs, relative_error
 from tests.test_decoder_linear import CPU, random_value
 
@@ -37,10 +43,10 @@ HALVES = {
     "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0],
     "TQ1_0": [52], "TQ2_0": [64], "Q1_0": [0], "Q2_0": [0], "MXFP4": [], "NVFP4": [],
 }  # fmt: skip
-# Bits per weight in memory: codes of 5 and 6 bits take 8 there, those of fewer than 4 bits take 4.
+# Bits per weight in memory: codes of 5 bits take 6 there, those of fewer than 4 bits take 4.
 GGUF_BITS = {
-    "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 8.5, "Q5_1": 9, "Q8_0": 8.5, "Q2_K": 5.25, "Q3_K": 4.625,
-    "Q4_K": 4.75, "Q5_K": 8.75, "Q6_K": 8.625, "IQ4_NL": 4.5, "IQ4_XS": 4.375, "TQ1_0": 4.0625,
+    "Q4_0": 4.5, "Q4_1": 5, "Q5_0": 6.5, "Q5_1": 7, "Q8_0": 8.5, "Q2_K": 5.25, "Q3_K": 4.625,
+    "Q4_K": 4.75, "Q5_K": 6.75, "Q6_K": 6.625, "IQ4_NL": 4.5, "IQ4_XS": 4.375, "TQ1_0": 4.0625,
     "TQ2_0": 4.0625, "Q1_0": 4.125, "Q2_0": 4.25, "MXFP4": 4.5, "NVFP4": 5,
 }  # fmt: skip
 CODEBOOKS = [
@@ -191,7 +197,7 @@ def test_memory_is_near_what_is_stored(name: str) -> None:
     weight = place_weight(value, CPU, torch.float32, Layout.AUTO)
     assert weight.nbytes * 8 / (64 * 1024) == GGUF_BITS[name]
     kind = GGMLType[name]
-    if kind.bits_per_weight >= 4 and not name.startswith(("Q5", "Q6")):
+    if kind.bits_per_weight >= 4 and not name.startswith("Q5"):
         assert weight.nbytes <= 1.12 * value.bytes_RB.nbytes
 
 
@@ -229,7 +235,7 @@ def test_packing_holds_a_bounded_part_unpacked(monkeypatch: pytest.MonkeyPatch) 
 
 def test_no_two_kernels_share_a_name_by_which_stored_code_is_linked() -> None:
     names = [getattr(dots, name).__qualname__ for name in KERNELS]
-    assert len(set(names)) == len(KERNELS) == 9
+    assert len(set(names)) == len(KERNELS) == 11
 
 
 def test_what_is_no_grid_or_does_not_fit_stays_as_it_was_read() -> None:
@@ -247,6 +253,38 @@ def test_what_is_no_grid_or_does_not_fit_stays_as_it_was_read() -> None:
     for value in (nan, far, lattice, ordered, odd):
         assert pack_grid(value, torch.float32) is None
         assert place_weight(value, CPU, torch.float32, Layout.AUTO).kind == "encoded"
+
+
+class Mixed(StateDict):
+    """Q4_K weights, but Q6_K for values and what is projected down, as llama.cpp's mixtures have them."""
+
+    def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:
+        value = super().get(role, layer, kind)
+        if not isinstance(value, Dense) or value.rows_RI.shape[1] == 1:
+            return value
+        name = "Q6_K" if role in ("attn.v", "mlp.down", "lm_head") else "Q4_K"
+        return BlockRows(encode_rows(value, name), GGMLType[name].form)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_step_reads_projections_of_different_forms(threads: int) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}
+    model, before = tiny("qwen3", **sizes), torch.get_num_threads()
+    config, weights = DecoderConfig.from_hf(model.config.to_dict()), Mixed(model.state_dict())
+    fast = load_decoder(config, weights, layout=Layout.AUTO)
+    plain = load_decoder(config, weights, layout=Layout.REFERENCE)
+    assert fast.step is not None and plain.step is None
+    assert [len(fast.layers[0].attention.qkv), len(fast.layers[0].mlp.gate_up)] == [3, 2]  # type: ignore[union-attr]
+    assert not decodes_weights(fast) and decodes_weights(plain)
+    caches = fast.cache(1, 12), plain.cache(1, 12)
+    torch.set_num_threads(threads)
+    try:
+        for token in range(12):
+            ids = torch.tensor([7 * token])
+            got, want = fast.decode(ids, caches[0]), plain.decode(ids, caches[1])
+            assert relative_error(got, want) < 3 * FIXED_POINT
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("rows", [1, 40])

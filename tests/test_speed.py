@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,22 @@ def test_measures_every_runner_in_every_round(
     assert record["token_bytes"]["bf16"] == 2 * weights
     assert record["token_bytes"]["int4, bf16 head"] < record["token_bytes"]["bf16"]
     assert f"{command}: qwen2.5-0.5b, 8 tokens" in ran.output
+
+
+def test_other_layouts_beside_int4(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(synthetic.SHAPES, "qwen3-0.6b", synthetic.SHAPES["qwen3-0.6b"] | TINY)
+    monkeypatch.setattr(speed_decoder, "_COPY_BYTES", 1 << 16)
+    out = tmp_path / "record.json"
+    options = ["--layouts", "--shape", "qwen3-0.6b", "--rounds", 1, "--tokens", 2, "--threads", 1]
+    ran = CliRunner().invoke(
+        main, ["decode", *map(str, options), "--dir", str(models), "-o", str(out)], catch_exceptions=False
+    )
+    assert ran.exit_code == 0, ran.output
+    rates = json.loads(out.read_text())["tokens_per_second"]
+    assert {"int4, int8 head", "MLX 4-bit g64, int8 head", "NF4, int8 head"} <= set(rates)
+    assert "times int4, int8 head" in ran.output
+    if find_spec("cyllama"):
+        assert {"GGUF Q4_0", "llama.cpp Q4_0", "GGUF Q4_K_M", "llama.cpp Q4_K_M"} <= set(rates)
 
 
 def test_one_step_beside_llama_cpps_two(

@@ -8,6 +8,8 @@ A block of 128 columns has four parts of 32. Codes of 8 bits lie in the order of
 
 so that one mask takes a part out of its run, and interleaving bytes with the upper halves of what they
 stand for, which AVX2 does within each half of a register, gives 16-bit numbers in the order of columns.
+Codes of 5 and 6 bits have their lower four like that, and behind the two runs 32 bytes of upper pairs: a
+byte's pairs, the lowest first, are those of the parts, in the same order of columns.
 """
 
 from __future__ import annotations
@@ -82,10 +84,23 @@ def _part(builder: Any, codes: Any, part: Any) -> Any:
     halves = ir.VectorType(I16, PART // 2)
     stored = read(builder, builder.add(codes, run), halves)
     shift = builder.trunc(builder.shl(builder.and_(part, one), ir.Constant(I64, 2)), I16)
-    spread = builder.insert_element(ir.Constant(halves, ir.Undefined), shift, ir.Constant(I32, 0))
-    spread = builder.shuffle_vector(spread, spread, constant(0, ir.VectorType(I32, PART // 2)))
-    nibbles = builder.and_(builder.lshr(stored, spread), constant(0x0F0F, halves))
+    nibbles = builder.and_(builder.lshr(stored, _spread(builder, shift, halves)), constant(0x0F0F, halves))
     return builder.bitcast(nibbles, BYTES)
+
+
+def _with_pairs(builder: Any, codes: Any, part: Any) -> Any:
+    """The 32 codes of 6 bits of a part as bytes; `codes` is the address of its block."""
+    halves = ir.VectorType(I16, PART // 2)
+    stored = read(builder, builder.add(codes, ir.Constant(I64, 2 * PART)), halves)
+    shift = builder.trunc(builder.shl(part, ir.Constant(I64, 1)), I16)
+    pairs = builder.and_(builder.lshr(stored, _spread(builder, shift, halves)), constant(0x0303, halves))
+    upper = builder.bitcast(builder.shl(pairs, constant(4, halves)), BYTES)
+    return builder.or_(_part(builder, codes, part), upper)
+
+
+def _spread(builder: Any, number: Any, vector: Any) -> Any:
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, first, constant(0, ir.VectorType(I32, vector.count)))
 
 
 def _woven(builder: Any, low: Any, high: Any) -> Any:
@@ -132,6 +147,18 @@ def dot_nibbles(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
 
 
 @primitive
+def dot_sixes(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
+    """The same with codes of 6 bits."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        codes, part, _, x = args
+        wide = _woven(builder, _with_pairs(builder, codes, part), constant(0, BYTES))
+        return _pairs(context, builder, wide, read(builder, x, SHORTS))
+
+    return words_type(types.intp, types.intp, types.intp, types.intp), emit
+
+
+@primitive
 def dot_looked_up(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """The same with what a table has for the nibbles."""
 
@@ -157,18 +184,31 @@ def dot_bytes(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     return words_type(types.intp, types.intp, types.intp, types.intp), emit
 
 
+def _half_as_floats(builder: Any, codes: Any, high: Any) -> Any:
+    """The bytes of the first 16 columns of a part, or of the others, as float32."""
+    low_half, high_half = (picked(builder, codes, _BYTE_OF[first : first + LANES]) for first in (0, LANES))
+    second = builder.icmp_unsigned("!=", high, ir.Constant(high.type, 0))
+    return builder.uitofp(builder.select(second, high_half, low_half), FLOATS)
+
+
 @primitive
 def nibble_floats(typing: Any, codes: Any, part: Any, high: Any) -> Any:
     """The first 16 nibbles of a part, or if `high` the others, as float32."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         codes, part, high = args
-        nibbles = _part(builder, codes, part)
-        low_half, high_half = (
-            picked(builder, nibbles, _BYTE_OF[first : first + LANES]) for first in (0, LANES)
-        )
-        second = builder.icmp_unsigned("!=", high, ir.Constant(high.type, 0))
-        return builder.uitofp(builder.select(second, high_half, low_half), FLOATS)
+        return _half_as_floats(builder, _part(builder, codes, part), high)
+
+    return lanes_type(types.intp, types.intp, types.intp), emit
+
+
+@primitive
+def six_floats(typing: Any, codes: Any, part: Any, high: Any) -> Any:
+    """The same of codes of 6 bits."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        codes, part, high = args
+        return _half_as_floats(builder, _with_pairs(builder, codes, part), high)
 
     return lanes_type(types.intp, types.intp, types.intp), emit
 

@@ -16,6 +16,7 @@ from qconvert.decoder.cpu.codes import (
     named_floats,
     nibble_floats,
     rounded_to,
+    six_floats,
 )
 from qconvert.decoder.cpu.scales import mins_at, scales_at, zeros_at
 from qconvert.decoder.cpu.step import multiply
@@ -24,8 +25,8 @@ from qconvert.decoder.cpu.weights import Multipliable, PackedGrid, describe
 from qconvert.decoder.cpu.words import BLOCK, PART, put_brains, put_floats, routine
 from qconvert.quant.lanes import LANES, kernel, splat
 
-_INT4, _TABLE4, _INT8, _E4M3, _E5M2 = range(5)
-_KINDS = ("int4", "table4", "int8", "e4m3", "e5m2")
+_INT4, _TABLE4, _INT6, _INT8, _E4M3, _E5M2 = range(6)
+_KINDS = ("int4", "table4", "int6", "int8", "e4m3", "e5m2")
 
 
 def multiply_few(x_NI: Tensor, weight: Multipliable, bias_O: Tensor | None = None) -> Tensor:
@@ -93,6 +94,9 @@ def _codes(linear, kind, at):  # type: ignore[no-untyped-def]
         block, part = at // BLOCK * (BLOCK // 2), at % BLOCK // PART
         nibbles = nibble_floats(linear.codes + block, part, at % PART)
         return named_floats(linear.table, nibbles) if kind == _TABLE4 else nibbles
+    if kind == _INT6:
+        block, part = at // BLOCK * (BLOCK * 3 // 4), at % BLOCK // PART
+        return six_floats(linear.codes + block, part, at % PART)
     if kind == _INT8:
         return byte_floats(linear.codes + at)
     if kind == _E4M3:

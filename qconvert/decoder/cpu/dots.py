@@ -17,7 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.decoder.cpu.codes import dot_bytes, dot_looked_up, dot_nibbles, e4m3_floats, e5m2_floats
+from qconvert.decoder.cpu.codes import (
+    dot_bytes,
+    dot_looked_up,
+    dot_nibbles,
+    dot_sixes,
+    e4m3_floats,
+    e5m2_floats,
+)
 from qconvert.decoder.cpu.scales import spread
 from qconvert.decoder.cpu.words import (
     BLOCK,
@@ -201,6 +208,8 @@ def _dense(name: str, number: Any, size: int) -> Any:
 
 nibbles_by_blocks = _by_blocks("nibbles_by_blocks", dot_nibbles, BLOCK // 2)
 nibbles_by_halves = _by_halves("nibbles_by_halves", dot_nibbles, BLOCK // 2)
+sixes_by_blocks = _by_blocks("sixes_by_blocks", dot_sixes, BLOCK * 3 // 4)
+sixes_by_halves = _by_halves("sixes_by_halves", dot_sixes, BLOCK * 3 // 4)
 looked_up_by_halves = _by_halves("looked_up_by_halves", dot_looked_up, BLOCK // 2)
 bytes_by_blocks = _by_blocks("bytes_by_blocks", dot_bytes, BLOCK)
 bytes_by_halves = _by_halves("bytes_by_halves", dot_bytes, BLOCK)

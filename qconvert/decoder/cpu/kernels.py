@@ -80,6 +80,14 @@ def _nibbles_by_halves(record, x, y, start, stop):  # type: ignore[no-untyped-de
     dots.nibbles_by_halves(_linear_at(record), x, y, start, stop)
 
 
+def _sixes_by_blocks(record, x, y, start, stop):  # type: ignore[no-untyped-def]
+    dots.sixes_by_blocks(_linear_at(record), x, y, start, stop)
+
+
+def _sixes_by_halves(record, x, y, start, stop):  # type: ignore[no-untyped-def]
+    dots.sixes_by_halves(_linear_at(record), x, y, start, stop)
+
+
 def _looked_up_by_halves(record, x, y, start, stop):  # type: ignore[no-untyped-def]
     dots.looked_up_by_halves(_linear_at(record), x, y, start, stop)
 
@@ -107,6 +115,8 @@ KERNELS: dict[str, Callable[..., None]] = {
         _bfloat16,
         _nibbles_by_blocks,
         _nibbles_by_halves,
+        _sixes_by_blocks,
+        _sixes_by_halves,
         _looked_up_by_halves,
         _bytes_by_blocks,
         _bytes_by_halves,

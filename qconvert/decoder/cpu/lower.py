@@ -20,7 +20,7 @@ from qconvert.quant.grids import INT8_STEP
 from qconvert.tensors import BlockRows, Coded, DType, IntAffine, MinAffine, Value
 
 _BYTE_ZERO = 128
-"""Codes of more than 4 bits become signed bytes by taking this away, and their zero moves with them."""
+"""Codes of more than 6 bits become signed bytes by taking this away, and their zero moves with them."""
 _HALF_MOST = 65504
 
 
@@ -49,7 +49,7 @@ class Lowered:
 class Recipe:
     """What holds for all rows: see `PackedGrid`, whose fields these become. `take` lowers some rows.
 
-    `kind` is that of the codes: `int4`, `table4`, `int8`, `e4m3` or `e5m2`.
+    `kind` is that of the codes: `int4`, `table4`, `int6`, `int8`, `e4m3` or `e5m2`.
     """
 
     kind: str
@@ -78,8 +78,8 @@ def recipe_for(value: Value) -> Recipe | None:
 
 def _of_integers(value: IntAffine) -> Recipe:
     form, middle = value.form, 1 << (value.form.bits - 1)
-    symmetric, packs = value.zeros_RG is None, form.bits <= 4
-    shift = 0 if packs else middle if symmetric else _BYTE_ZERO
+    symmetric, kind = value.zeros_RG is None, _kind(form.bits)
+    shift = 0 if kind != "int8" else middle if symmetric else _BYTE_ZERO
 
     def take(rows: Value) -> Lowered:
         assert isinstance(rows, IntAffine)
@@ -88,13 +88,17 @@ def _of_integers(value: IntAffine) -> Recipe:
         return Lowered(codes_RI, Levels(rows.scales_RG, form.scale_dtype), None, zeros_RG)
 
     group = form.group_size or value.codes_RI.shape[1]
-    return Recipe("int4" if packs else "int8", group, take, middle - shift if symmetric else 0)
+    return Recipe(kind, group, take, middle - shift if symmetric else 0)
+
+
+def _kind(bits: int) -> str:
+    """The smallest kind of whole codes that holds so many bits."""
+    return "int4" if bits <= 4 else "int6" if bits <= 6 else "int8"
 
 
 def _of_mins(value: MinAffine) -> Recipe | None:
-    form = value.form
-    packs = form.bits <= 4
-    shift = 0 if packs else _BYTE_ZERO
+    form, kind = value.form, _kind(value.form.bits)
+    shift = _BYTE_ZERO if kind == "int8" else 0
     if form.scale_dtype is DType.F16 and _beyond_halves(value):
         return None
 
@@ -103,7 +107,7 @@ def _of_mins(value: MinAffine) -> Recipe | None:
         scales, mins = (Levels(array, form.scale_dtype) for array in (rows.scales_RG, rows.mins_RG))
         return Lowered(rows.codes_RI - np.uint8(shift) if shift else rows.codes_RI, scales, mins)
 
-    return Recipe("int4" if packs else "int8", form.group_size, take, -shift, rounding=form.scale_dtype)
+    return Recipe(kind, form.group_size, take, -shift, rounding=form.scale_dtype)
 
 
 def _beyond_halves(value: MinAffine) -> bool:
@@ -151,9 +155,8 @@ def _of_blocks(value: BlockRows) -> Recipe | None:
         return None
     probe = PARTS[kind.name](np.zeros((1, kind.block_bytes), np.uint8))
     table = IQ4_VALUES if kind in (GGMLType.IQ4_NL, GGMLType.IQ4_XS) else None
-    wide_codes = kind.name in ("Q5_0", "Q5_1", "Q8_0", "Q5_K", "Q6_K")
     zero = ZEROS.get(kind.name, 0)
-    shift = zero if wide_codes else 0  # codes of 5 bits with mins are as good as signed
+    shift = _BYTE_ZERO if kind is GGMLType.Q8_0 else 0
 
     def take(rows: Value) -> Lowered:
         assert isinstance(rows, BlockRows)
@@ -165,8 +168,8 @@ def _of_blocks(value: BlockRows) -> Recipe | None:
         )
 
     group = kind.block // probe.scales.stored_NG.shape[1]
-    name = "int8" if wide_codes else "int4" if table is None else "table4"
-    return Recipe(name, group, take, zero - shift, table)
+    bits = {"Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}.get(kind.name, 4)
+    return Recipe(_kind(bits) if table is None else "table4", group, take, zero - shift, table)
 
 
 def _by_rows(numbers: Numbers, rows: int) -> Levels:

@@ -6,7 +6,7 @@ asked for. Rows are padded to whole blocks of 128 columns; `codes.py` says how a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,15 +15,16 @@ from torch import Tensor
 
 from qconvert.decoder.cpu.codes import TABLE_NUMBERS
 from qconvert.decoder.cpu.kernels import kernel_address
-from qconvert.decoder.cpu.lower import Levels, Lowered, Recipe, recipe_for
+from qconvert.decoder.cpu.lower import Levels, Recipe, recipe_for
 from qconvert.decoder.cpu.records import BRAINS, FLOATS, HALVES, LINEAR, SMALL
 from qconvert.decoder.cpu.words import BLOCK, PART
 from qconvert.decoder.storage import DenseWeight, NarrowWeight, as_tensor
 from qconvert.quant.lanes import LANES
 from qconvert.tensors import DType, Value
 
-_PACKED_CODES = 4 << 20
-"""Codes that are unpacked at a time, a byte each, while a weight is packed."""
+_PACKED_CODES = 1 << 20
+"""Codes that a thread unpacks at a time, a byte each, while a weight is packed."""
+_BITS = {"int4": 4, "table4": 4, "int6": 6}
 _MOST = 32767
 _DENOMINATORS = (1, 2, 192)
 """Of E2M1 and the whole numbers of IQ4, and of bitsandbytes' FP4: what makes all numbers whole."""
@@ -55,7 +56,8 @@ class PackedGrid:
     """Codes worth `(code - zero) * scale / divisor * factor + min`, computed with as `dtype`.
 
     `codes_OB` uint8 [O, bytes]: nibbles of kind `int4-cpu`, or `table4-cpu` where a number of a table
-    stands for `code - zero`; else bytes, signed ones (`int8-cpu`) or floats (`e4m3-cpu`, `e5m2-cpu`).
+    stands for `code - zero`; nibbles and pairs of bits (`int6-cpu`); else bytes, signed ones (`int8-cpu`)
+    or floats (`e4m3-cpu`, `e5m2-cpu`).
     `table` is that of the kernels, uint8. `zeros_OG` int8, or None where `zero` is that of all groups.
     Decoding rounds product and sum to `rounding`, the type that the layout's own tools compute in.
     """
@@ -126,33 +128,35 @@ def pack_grid(value: Value, dtype: torch.dtype) -> PackedGrid | None:
     whole = width % recipe.group == 0 or recipe.group % BLOCK == 0
     if width % PART or recipe.group % LANES or not whole:
         return None
-    nibbles = recipe.kind in ("int4", "table4")
+    order = {"int4": _nibbles, "table4": _nibbles, "int6": _sixes}.get(recipe.kind, np.asarray)
     padded = (width + BLOCK - 1) // BLOCK * BLOCK
-    codes_OB = torch.empty(rows, padded // (2 if nibbles else 1), dtype=torch.uint8)
+    codes_OB = torch.empty(rows, padded * _BITS.get(recipe.kind, 8) // 8, dtype=torch.uint8)
     scales, mins = _room(first.scales, rows), None if first.mins is None else _room(first.mins, rows)
     zeros_OG = None
     if first.zeros_RG is not None:
         zeros_OG = _slack(rows, first.zeros_RG.shape[1], torch.int8)
-    for block, some in _lowered(value, recipe, width):
-        codes_RI = np.zeros((len(some.codes_RI), padded), np.uint8)
-        codes_RI[:, :width] = some.codes_RI
-        codes_OB[block] = torch.from_numpy(_nibbles(codes_RI) if nibbles else codes_RI)
+
+    def pack(start: int) -> None:
+        block = slice(start, start + step)
+        some = recipe.take(value.with_arrays(tuple(array[block] for array in value.arrays)))
+        codes_RI = some.codes_RI
+        if padded > width:
+            codes_RI = np.pad(codes_RI, ((0, 0), (0, padded - width)))
+        codes_OB[block] = torch.from_numpy(order(codes_RI))
         _fill(scales, block, some.scales)
         if mins is not None and some.mins is not None:
             _fill(mins, block, some.mins)
         if zeros_OG is not None:
             zeros_OG[block] = torch.from_numpy(some.zeros_RG)
+
+    step = max(1, _PACKED_CODES // width)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(pack, range(0, rows, step)):
+            pass
     table, unit = (None, 1.0) if recipe.table is None else _table(recipe.table)
     if recipe.kind == "e4m3":
         unit = 256.0
     return PackedGrid(codes_OB, scales, mins, zeros_OG, recipe, table, unit, width, dtype)
-
-
-def _lowered(value: Value, recipe: Recipe, width: int) -> Iterator[tuple[slice, Lowered]]:
-    step = max(1, _PACKED_CODES // width)
-    for start in range(0, value.rows, step):
-        block = slice(start, start + step)
-        yield block, recipe.take(value.with_arrays(tuple(array[block] for array in value.arrays)))
 
 
 def _slack(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
@@ -180,9 +184,24 @@ def _fill(numbers: GroupNumbers, block: slice, levels: Levels) -> None:
 def _nibbles(codes_RI: np.ndarray) -> np.ndarray:
     """Codes of 4 bits in the order of `codes.py`: [rows, padded width / 2]."""
     rows, width = codes_RI.shape
-    runs = codes_RI.reshape(rows, width // (2 * PART), 2, 2, 2, 8).swapaxes(3, 4)  # run, half of bytes
-    packed: np.ndarray = runs[:, :, 0] | runs[:, :, 1] << 4
+    parts = _as_bytes_lie(codes_RI).reshape(rows, width // (2 * PART), 2, PART)
+    packed: np.ndarray = parts[:, :, 0] | parts[:, :, 1] << 4
     return packed.reshape(rows, width // 2)
+
+
+def _sixes(codes_RI: np.ndarray) -> np.ndarray:
+    """Codes of 6 bits likewise: [rows, padded width * 3 / 4]."""
+    rows, width = codes_RI.shape
+    parts = _as_bytes_lie(codes_RI >> 4).reshape(rows, width // BLOCK, 4, PART)
+    pairs = parts[:, :, 0] | parts[:, :, 1] << 2 | parts[:, :, 2] << 4 | parts[:, :, 3] << 6
+    nibbles = _nibbles(codes_RI & 15).reshape(rows, width // BLOCK, 2 * PART)
+    return np.concatenate([nibbles, pairs], axis=2).reshape(rows, -1)
+
+
+def _as_bytes_lie(codes_RI: np.ndarray) -> np.ndarray:
+    """Columns of every part in the order of its bytes."""
+    turned: np.ndarray = codes_RI.reshape(len(codes_RI), -1, 2, 2, 8).swapaxes(2, 3)
+    return turned
 
 
 def _table(numbers: np.ndarray) -> tuple[Tensor, float]:
@@ -239,7 +258,7 @@ def describe(weight: Multipliable, bias_O: Tensor | None = None) -> np.ndarray:
 
 
 def _kernel_of(recipe: Recipe) -> str:
-    names = {"int4": "nibbles", "int8": "bytes"}
+    names = {"int4": "nibbles", "int6": "sixes", "int8": "bytes"}
     if recipe.kind == "table4":
         return "looked_up_by_halves"
     if recipe.kind not in names:
