@@ -8,6 +8,7 @@ share a descriptor; nothing is memory-mapped, because a file cut short under a m
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import stat
@@ -84,13 +85,54 @@ def write_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
             raise QConvertError(f"{where}: {error.strerror}", remedy(error)) from error
 
 
-def create(path: Path, size: int) -> int:
-    """A descriptor for writing a new file of `size` bytes, their disk space taken at once.
+def claim(path: Path) -> int:
+    """A descriptor of an empty file under this name that holds the lock on it: no other run writes it.
 
-    Raises QConvertError when the disk cannot hold it or the folder cannot be written.
+    What a dead run left there is emptied. Raises QConvertError while another run is alive, and where no
+    file can be written.
     """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        raise QConvertError(
+            f"{shown(path.name)}: cannot be created: {error.strerror}", remedy(error)
+        ) from error
+    try:
+        lock_or_refuse(fd, path)
+        os.ftruncate(fd, 0)
+    except OSError as error:
+        os.close(fd)
+        raise QConvertError(
+            f"{shown(path.name)}: cannot be emptied: {error.strerror}", remedy(error)
+        ) from error
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def lock_or_refuse(fd: int, path: Path) -> None:
+    """Lock what is under this name, open as `fd`, until it is closed; QConvertError if another run has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise QConvertError(
+            f"{path}: another run is writing it", "wait until it is done, or choose another output"
+        ) from None
+    except OSError:
+        return  # a file system without locks: go on as a single run would
+    if not path.exists() or not os.path.samestat(os.fstat(fd), path.stat()):  # renamed before it was locked
+        raise QConvertError(f"{path}: another run has just finished it", "choose another output")
+
+
+def create(path: Path, size: int, *, claimed: bool = False) -> int:
+    """A descriptor for writing a new file of `size` bytes, their disk space taken at once.
+
+    A `claimed` one is there already, empty (see `claim`). Raises QConvertError when the disk cannot hold
+    it or the folder cannot be written.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | (os.O_NOFOLLOW if claimed else os.O_CREAT | os.O_EXCL), 0o666)
     except OSError as error:
         raise QConvertError(
             f"{shown(path.name)}: cannot be created: {error.strerror}", remedy(error)

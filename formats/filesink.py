@@ -84,8 +84,11 @@ class FileSink:
     is done. Call `commit` or `abort` only when no other thread is writing.
     """
 
-    def __init__(self, folder: Path, files: Sequence[FilePlan]) -> None:
-        """Lay out the files in `folder`; QConvertError if they do not fit on its disk."""
+    def __init__(self, folder: Path, files: Sequence[FilePlan], *, claimed: bool = False) -> None:
+        """Lay out the files in `folder`; QConvertError if they do not fit on its disk.
+
+        The caller may have `claimed` them (see `files.claim`); otherwise none may be there.
+        """
         require_free_disk(folder, sum(file.size for file in files))
         self._paths: list[Path] = []
         self._fds: list[int] = []
@@ -95,13 +98,13 @@ class FileSink:
         self._flusher = _Flusher()
         try:
             for file in files:
-                self._lay_out(folder / file.name, file)
+                self._lay_out(folder / file.name, file, claimed)
         except BaseException:
             self.abort()
             raise
 
-    def _lay_out(self, path: Path, file: FilePlan) -> None:
-        fd = create(path, file.size)
+    def _lay_out(self, path: Path, file: FilePlan, claimed: bool) -> None:
+        fd = create(path, file.size, claimed=claimed)
         self._paths.append(path)
         self._fds.append(fd)
         write_exactly(fd, memoryview(file.head), 0, file.name)

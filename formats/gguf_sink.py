@@ -7,6 +7,7 @@ that gguf.GGUFWriter writes for the same content.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from qconvert.errors import BadRecipe, OutputExists, shown
-from qconvert.formats.files import amount, sync
+from qconvert.formats.files import amount, claim, sync
 from qconvert.formats.filesink import FilePlan, FileSink
 from qconvert.formats.gguf_header import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME_BYTES
 from qconvert.formats.gguf_io import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, split_name
@@ -185,21 +186,73 @@ class GGUFSink(FileSink):
 
     Files carry the suffix `.partial` until `publish` renames them, the first part last, so that a
     checkpoint under its final name is whole; between `commit` and `publish` they can be verified.
-    Raises OutputExists when a final name is taken, unless `overwrite`.
+    Two runs with the same output do not meet: the second raises QConvertError while the first is alive.
+    Raises OutputExists when a final name is taken, unless `overwrite`; parts of another number of parts
+    have other names, and stay.
     """
 
     def __init__(self, folder: Path, files: Sequence[FilePlan], *, overwrite: bool = False) -> None:
+        self._overwrite = overwrite
         self.final = tuple(folder / file.name for file in files)
         self.partial = tuple(path.with_name(f"{path.name}.partial") for path in self.final)
         for path in self.final:
             check_target(path, overwrite=overwrite)
         folder.mkdir(parents=True, exist_ok=True)
-        for path in self.partial:
-            path.unlink(missing_ok=True)
-        super().__init__(folder, [replace(file, name=f"{file.name}.partial") for file in files])
+        self._locks: dict[Path, int] = {}
+        try:
+            for path in self.partial:
+                self._locks[path] = claim(path)
+            partial = [replace(file, name=path.name) for file, path in zip(files, self.partial, strict=True)]
+            super().__init__(folder, partial, claimed=True)
+        except BaseException:
+            self._release()
+            raise
 
     def publish(self) -> None:
-        """Give the committed files their final names."""
-        for partial, final in reversed(tuple(zip(self.partial, self.final, strict=True))):
-            partial.replace(final)
+        """Give the committed files their final names.
+
+        OutputExists if one was taken meanwhile by somebody else, unless `overwrite`. Of several parts the
+        old first one goes before any is replaced: a kill in between leaves no model of two halves.
+        """
+        if self._overwrite and len(self.final) > 1 and self.final[0].exists():
+            self.final[0].unlink()
+            sync(self.final[0].parent)
+        named: list[Path] = []
+        try:
+            for partial, final in reversed(tuple(zip(self.partial, self.final, strict=True))):
+                partial.replace(final) if self._overwrite else _rename_to_new(partial, final)
+                named.append(final)
+        except FileExistsError:
+            for final in named:
+                final.unlink()
+            check_target(self.final[-1 - len(named)])
+            raise
         sync(self.final[0].parent)
+        self._release()
+
+    def abort(self) -> None:
+        """Remove what has no final name yet; nothing happens when that is gone already."""
+        super().abort()
+        self._release()
+
+    def _release(self) -> None:
+        """Let other runs have the names; what is still under them was ours."""
+        for path, lock in self._locks.items():
+            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+                path.unlink()
+            os.close(lock)
+        self._locks.clear()
+
+
+def _rename_to_new(partial: Path, final: Path) -> None:
+    """Rename to a name that nothing has; FileExistsError if something has it."""
+    try:
+        os.link(partial, final)  # which, unlike a rename, replaces nothing
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if final.exists():
+            raise FileExistsError(final) from None
+        partial.rename(final)
+    else:
+        partial.unlink()

@@ -7,7 +7,6 @@ nothing new is under the final name, and the next run clears what the dead one l
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from qconvert.errors import BadRecipe, OutputExists, QConvertError, remedy
-from qconvert.formats.files import sync
+from qconvert.formats.files import lock_or_refuse, sync
 
 MANIFEST_FILE = "qconvert.json"
 _MARKER = ".qconvert-partial"  # says that a .partial folder is ours to clear
@@ -108,7 +107,7 @@ def _claim(partial: Path) -> int:
     partial.mkdir(parents=True, exist_ok=True)
     lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        _lock_or_refuse(lock, partial)
+        lock_or_refuse(lock, partial)
         entries = list(partial.iterdir())
         if entries and not {partial / _MARKER, partial / MANIFEST_FILE} & set(entries):
             raise OutputExists(
@@ -121,19 +120,6 @@ def _claim(partial: Path) -> int:
         os.close(lock)
         raise
     return lock
-
-
-def _lock_or_refuse(lock: int, partial: Path) -> None:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise QConvertError(
-            f"{partial}: another run is writing it", "wait until it is done, or choose another output"
-        ) from None
-    except OSError:
-        return  # a file system without locks: go on as a single run would
-    if not os.path.samestat(os.fstat(lock), partial.stat()):  # renamed between opening and locking
-        raise QConvertError(f"{partial}: another run has just finished it", "choose another output")
 
 
 def _replace(old: Path, new: Path) -> None:

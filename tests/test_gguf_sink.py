@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from qconvert.errors import BadRecipe, OutputExists
+from qconvert.errors import BadRecipe, OutputExists, QConvertError
 from qconvert.formats.gguf_io import GGUFFile
 from qconvert.formats.gguf_sink import GGUFSink, pack_kv, plan_files
 from qconvert.gguf_types import KV, ArrayOf, GGMLType, GGUFTensor, KVType
@@ -165,6 +168,98 @@ def test_an_existing_file_is_kept(tmp_path: Path) -> None:
         GGUFSink(tmp_path, plans)
     GGUFSink(tmp_path, plans, overwrite=True).abort()
     assert files_in(tmp_path) == {"m.gguf": b"precious"}
+
+
+def test_two_runs_do_not_meet(tmp_path: Path, data: dict[str, np.ndarray]) -> None:
+    plans = plan_files("m.gguf", KVS, TENSORS, max_part_bytes=2000)
+    first = GGUFSink(tmp_path, plans)
+    for overwrite in (False, True):
+        with pytest.raises(QConvertError, match="another run is writing it"):
+            GGUFSink(tmp_path, plans, overwrite=overwrite)
+    for name, rows in data.items():
+        first.write(name, 0, rows)
+    first.commit()  # verification reads the files between this and their names
+    with pytest.raises(QConvertError, match="another run is writing it"):
+        GGUFSink(tmp_path, plans)
+    first.publish()
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    write_theirs(theirs, data, 2000)
+    found = files_in(theirs)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("m-*")} == found
+    GGUFSink(tmp_path, plans, overwrite=True).abort()
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from qconvert.formats.gguf_sink import GGUFSink, plan_files
+from qconvert.gguf_types import GGMLType, GGUFTensor
+GGUFSink(Path(sys.argv[1]), plan_files("m.gguf", [], [GGUFTensor("a", GGMLType.F32, (9, 9))]))
+print("half", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_a_killed_run_left_is_taken_over(tmp_path: Path) -> None:
+    plans = plan_files("m.gguf", [], [GGUFTensor("a", GGMLType.F32, (9, 9))])
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None and run.stdout.readline() == b"half\n"
+        with pytest.raises(QConvertError, match=r"m\.gguf\.partial: another run is writing it"):
+            GGUFSink(tmp_path, plans)
+        run.kill()
+    assert list(files_in(tmp_path)) == ["m.gguf.partial"]
+    sink = GGUFSink(tmp_path, plans)
+    sink.write("a", 0, np.ones((9, 9), "<f4"))
+    sink.commit()
+    sink.publish()
+    assert list(files_in(tmp_path)) == ["m.gguf"] and (tmp_path / "m.gguf").stat().st_size == plans[0].size
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_name_taken_meanwhile_is_not_overwritten(
+    tmp_path: Path, data: dict[str, np.ndarray], links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuses)
+    sink = GGUFSink(tmp_path, plan_files("m.gguf", KVS, TENSORS, max_part_bytes=2000))
+    for name, rows in data.items():
+        sink.write(name, 0, rows)
+    sink.commit()
+    sink.final[0].write_bytes(b"precious")
+    with pytest.raises(OutputExists, match=r"m-00001-of-00002\.gguf: is there already \(8 bytes\)"):
+        sink.publish()
+    sink.abort()
+    assert files_in(tmp_path) == {"m-00001-of-00002.gguf": b"precious"}
+
+
+def test_a_kill_while_parts_are_replaced_leaves_no_mixture(
+    tmp_path: Path, data: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = plan_files("m.gguf", KVS, TENSORS, max_part_bytes=2000)
+    write_ours(tmp_path, data, 1, 2000)
+    old = files_in(tmp_path)
+    sink = GGUFSink(tmp_path, plans, overwrite=True)
+    for tensor in TENSORS:
+        sink.write(tensor.name, 0, contents(tensor, np.random.default_rng(1)))
+    sink.commit()
+    seen: list[set[str]] = []
+    replace = Path.replace
+
+    def watched(self: Path, target: Path) -> Path:
+        seen.append({name for name, raw in files_in(tmp_path).items() if old.get(name) == raw})
+        made = replace(self, target)
+        seen.append({name for name, raw in files_in(tmp_path).items() if old.get(name) == raw})
+        return made
+
+    monkeypatch.setattr(Path, "replace", watched)
+    sink.publish()
+    assert seen == [{"m-00002-of-00002.gguf"}, set(), set(), set()]
+    assert set(files_in(tmp_path)) == set(old)
 
 
 @pytest.mark.parametrize(
