@@ -198,7 +198,7 @@ def test_a_tiktoken_file_of_an_unknown_class_is_refused(tmp_path: Path) -> None:
         ("YQ== x", "line 257 is not a token"),
         ("Y 9999", "line 257 is not a token"),
         ("YWI= 5", "257 tokens have 256 ranks"),
-        (f"{base64.b64encode(b'a' * 600).decode()} 999", "has 600 bytes"),
+        (f"{base64.b64encode(b'a' * 600).decode()} 999", "token 256 has a length of 600"),
     ],
 )
 def test_a_damaged_tiktoken_file_is_refused(tmp_path: Path, line: str, told: str) -> None:
