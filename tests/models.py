@@ -156,7 +156,10 @@ def write_file(path: Path, arrays: Arrays, dtype: str = "bf16") -> None:
     from safetensors.torch import save_file
 
     kind = getattr(torch, _LIBRARY_DTYPES[dtype])
-    tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+    tensors = {
+        name: torch.from_numpy(np.ascontiguousarray(array)).reshape(array.shape)
+        for name, array in arrays.items()
+    }
     rounded = {n: t.to(kind) if t.dtype is torch.float32 else t for n, t in tensors.items()}
     save_file(rounded, path, {"format": "pt"})
 

@@ -217,7 +217,7 @@ def test_the_config_decides_between_bits_that_fill_the_same_words() -> None:
         (Headers(scale=("BF16", None)), "a.weight_scale: missing"),
         (Headers(packed=("I32", None)), "a.weight_packed: missing"),
         (Headers(shape=("I64", None)), "a.weight_shape: missing"),
-        (Headers(shape=("I32", (2,))), "a.weight_shape: not two int64"),
+        (Headers(shape=("I32", (2,))), "a.weight_shape: i32 [2], but a.weight_packed is there"),
         (Headers(shape=("I64", (3,))), "a.weight_shape: i64 [3], but int4-g32 of shape [16, 64]"),
         (Headers(shape=("I64", (4,))), "a.weight_shape: not two int64"),
         (Headers((16, 63)), "a.weight_scale: bf16 [16, 2]"),

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from qconvert.architecture.gguf.model import GGUFModel
@@ -29,6 +30,7 @@ from tests.models import tiny
 
 Words = Sequence[object]
 Make = Callable[[Path], Words]
+Array = tuple[str, tuple[int, ...]] | tuple[str, tuple[int, ...], bytes]
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,76 @@ def imatrix_of(sums: int, counts: int) -> Make:
     return make
 
 
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def quantized(method: str, arrays: Mapping[str, Array], **settings: object) -> Make:
+    """A model whose first query projection is these arrays, under quantization_config's words for it.
+
+    mlx has them under `quantization`, without a method.
+    """
+
+    def make(folder: Path) -> Words:
+        under = {"quantization_config": {"quant_method": method, **settings}}
+        said: dict[str, Any] = {"quantization": settings} if method == "mlx" else under
+        dropped: dict[str, Any] = {f"{Q}.weight": None}
+        changes = {Q + name: _filled(*array) for name, array in arrays.items()}
+        return ["inspect", tiny(folder / "m", dtype="f32", changes=dropped | changes, **said)]
+
+    return make
+
+
+def _filled(dtype: str, shape: tuple[int, ...], content: bytes = b"") -> np.ndarray:
+    """An array of this content, or of zeros."""
+    return np.frombuffer(content, dtype).reshape(shape) if content else np.zeros(shape, dtype)
+
+
+_STATE = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [256, 256]}).encode()
+_AWQ: dict[str, Array] = {".scales": ("f2", (2, 256)), ".qzeros": ("i4", (2, 32))}
+_GPTQ: dict[str, Array] = {".qweight": ("i4", (32, 256)), **_AWQ}
+_CT: dict[str, Array] = {".weight_packed": ("i4", (256, 32)), ".weight_scale": ("f2", (256, 2))}
+_SHAPE = np.array([256, 256]).tobytes()
+_MLX: dict[str, Array] = {
+    ".weight": ("u4", (256, 32)),
+    ".scales": ("f4", (256, 4)),
+    ".biases": ("f4", (256, 4)),
+}
+_BNB: dict[str, Array] = {
+    ".weight": ("u1", (256 * 128, 1)),
+    ".weight.absmax": ("f4", (1024,)),
+    ".weight.quant_map": ("f4", (16,)),
+    ".weight.quant_state.bitsandbytes__nf4": ("u1", (len(_STATE),), _STATE),
+}
+_INT8: dict[str, Array] = {".weight": ("i1", ()), ".SCB": ("f4", ()), ".weight_format": ("u1", ())}
+_TORCHAO: dict[str, Array] = {
+    "._weight_qdata": ("i1", (256, 0)),
+    "._weight_scale": ("f4", (256, 2)),
+    "._weight_zero_point": ("i1", (256, 2)),
+}
+# Layout, what is wrong with a sound weight's arrays or settings, and what is said of it.
+LAYOUTS: tuple[tuple[str, Mapping[str, Array], Mapping[str, object], str], ...] = (
+    ("awq", {**_AWQ, ".qweight": ("i4", ())}, {}, ".qweight: i32 [], but it holds codes of AWQ"),
+    ("awq", {**_AWQ, ".qweight": ("i4", (0, 32))}, {}, ".qweight: i32 [0, 32], but"),
+    ("gptq", {**_GPTQ, ".g_idx": ("i4", (2, 128))}, {"bits": 4}, ".g_idx: i32 [2, 128], but"),
+    ("gptq", {**_GPTQ, ".g_idx": ("f2", (256,))}, {"bits": 4}, ".g_idx: f16 [256], but"),
+    ("gptq", {**_GPTQ, ".qweight": ("i4", (0, 256))}, {"bits": 4}, ".qweight: i32 [0, 256], but"),
+    ("bitsandbytes", {**_BNB, ".weight.quant_map": ("f4", (4, 4))}, {}, ".weight.quant_map: f32 [4, 4]"),
+    ("bitsandbytes", {**_BNB, ".weight": ("u1", (1, 32768))}, {}, ".weight: u8 [1, 32768], but"),
+    ("bitsandbytes", _INT8, {}, ".weight: i8 [], but its SCB is there"),
+    ("compressed-tensors", {**_CT, ".weight_shape": ("i8", (1, 2), _SHAPE)}, {}, ".weight_shape: i64 [1, 2]"),
+    (
+        "compressed-tensors",
+        {**_CT, ".weight_shape": ("i8", (2,), _SHAPE)},
+        {"config_groups": {"group_0": {"weights": {"num_bits": 0}}}},
+        "num_bits is 0, outside 1..16",
+    ),
+    ("torchao", _TORCHAO, {}, "._weight_qdata: i8 [256, 0] is not read here"),
+    ("mlx", _MLX, {"bits": 4.0, "group_size": 64}, ".weight: mode affine with bits 4.0"),
+    ("mlx", _MLX, {"bits": 4, "group_size": 64, "mode": ["affine"]}, ".weight: mode ['affine']"),
+)
+
 CASES = {
+    **{f"{name}: {says}": Case(quantized(name, a, **said), says) for name, a, said, says in LAYOUTS},
     "GGUF of 2^40 parts": Case(split_of_many, "split.count is 1,099,511,627,776", seconds=2),
     "GGUF of 300,000 tensors": Case(counted(300_000, 0), "the tensor count is 300,000", seconds=2),
     "GGUF of 300,000 keys": Case(counted(0, 300_000), "the metadata count is 300,000", seconds=2),

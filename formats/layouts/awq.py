@@ -21,8 +21,8 @@ from qconvert.formats.layouts.claims import (
     claim,
     contradiction,
     matrix_shape,
+    part,
     plain_rest,
-    require,
     settings_of,
 )
 from qconvert.formats.layouts.uniform import only_form
@@ -167,17 +167,17 @@ def open_awq(source: Source, config: Json) -> tuple[AWQ, dict[str, Logical]]:
         )
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
     found = {f"{base}.weight": _logical(base, source, settings) for base in bases}
-    used = {f"{base}.{part}" for base in bases for part in ("qweight", "qzeros", "scales")}
+    used = {f"{base}.{end}" for base in bases for end in ("qweight", "qzeros", "scales")}
     found = plain_rest(source, used, found)
     check_claimed(found, NAME, "qweight")
     return AWQ(), found
 
 
 def _logical(base: str, source: Source, settings: Json) -> Logical:
-    qweight = source.specs[f"{base}.qweight"]
-    scales = require(source, f"{base}.scales", f"{base}.qweight is there")
-    width, groups = qweight.shape[0], scales.shape[0] if scales.shape else 0
-    if not groups or width % groups or not scales.dtype.is_float:
+    qweight = part(source, f"{base}.qweight", "it holds codes of AWQ", dims=(2,), dtypes=(DType.I32,))
+    scales = part(source, f"{base}.scales", f"{base}.qweight is there", dims=(2,))
+    width, groups = qweight.shape[0], scales.shape[0]
+    if width % groups:
         raise CorruptCheckpoint(
             f"{scales.name}: {scales.dtype.label} {list(scales.shape)} fits no {width} input columns",
             APART,

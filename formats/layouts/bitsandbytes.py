@@ -23,6 +23,7 @@ from qconvert.formats.layouts.claims import (
     check_claimed,
     dtype_of,
     matrix_shape,
+    part,
     plain_rest,
     require,
 )
@@ -243,7 +244,7 @@ def _four_bits(name: str, table: str, source: Source) -> Logical:
     tensor = Logical(name, (shape[0], shape[1]), form)
     for spec in BitsAndBytes().parts(tensor):
         stored = require(source, spec.name, f"{form.label} of shape {shape} needs it")
-        if "quant_state" not in spec.name and (stored.dtype, stored.count) != (spec.dtype, spec.count):
+        if "quant_state" not in spec.name and _of(stored) != _of(spec):
             raise CorruptCheckpoint(
                 f"{spec.name}: {stored.dtype.label} {list(stored.shape)}, but {form.label} of shape {shape} "
                 f"needs {spec.dtype.label} {list(spec.shape)}",
@@ -257,12 +258,17 @@ def _four_bits(name: str, table: str, source: Source) -> Logical:
     return tensor
 
 
+def _of(spec: TensorSpec) -> tuple[DType, int, int]:
+    """What of an array decides how it is read: [n] and [n, 1] are alike, [1, n] is not."""
+    return spec.dtype, spec.rows, spec.width
+
+
 def _int8(name: str, source: Source, config: Json) -> Logical:
-    weight = require(source, name, "its SCB is there")
+    weight = part(source, name, "its SCB is there", dims=(2,), dtypes=(DType.I8,))
     tensor = Logical(name, weight.shape, Codebook("int8", None, DType.F32, dtype_of(config)))
     for spec in BitsAndBytes().parts(tensor):
         stored = require(source, spec.name, f"{name} is int8")
-        if (stored.dtype, stored.count) != (spec.dtype, spec.count):
+        if _of(stored) != _of(spec):
             raise CorruptCheckpoint(
                 f"{spec.name}: {stored.dtype.label} {list(stored.shape)} beside int8 {list(weight.shape)}",
                 APART,

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 from qconvert.errors import BadRecipe, CorruptCheckpoint, shown
 from qconvert.interfaces import Layout, Source
-from qconvert.tensors import DType, Json, Logical, Plain, TensorSpec
+from qconvert.tensors import FLOAT_DTYPES, DType, Json, Logical, Plain, TensorSpec
 
 APART = "fetch all arrays of this weight again, from one source: these do not belong together"
 
@@ -41,6 +41,26 @@ def require(source: Source, name: str, why: str) -> TensorSpec:
     spec = source.specs.get(name)
     if spec is None:
         raise CorruptCheckpoint(f"{name}: missing, but {why}")
+    return spec
+
+
+def part(
+    source: Source, name: str, why: str, *, dims: tuple[int, ...], dtypes: Collection[DType] = FLOAT_DTYPES
+) -> TensorSpec:
+    """The spec of an array that a quantized weight is told from.
+
+    It must be there, of one of these types, with one of these numbers of dimensions and none of them 0.
+    `why` says in errors what it belongs to.
+    """
+    spec = require(source, name, why)
+    if spec.dtype not in dtypes or len(spec.shape) not in dims or 0 in spec.shape:
+        kinds = " or ".join(sorted(dtype.label for dtype in dtypes))
+        numbers = " or ".join(map(str, dims))
+        raise CorruptCheckpoint(
+            f"{name}: {spec.dtype.label} {list(spec.shape)}, but {why}: it must be {kinds}, of "
+            f"{numbers} dimension{'' if dims == (1,) else 's'}, none of them 0",
+            APART,
+        )
     return spec
 
 

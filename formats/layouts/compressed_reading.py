@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qconvert.errors import CorruptCheckpoint, NotDownloaded, UnsupportedModel, shown
-from qconvert.formats.layouts.claims import APART, check_parts, require
+from qconvert.formats.layouts.claims import APART, check_parts, part, require
 from qconvert.formats.layouts.compressed_config import FORMATS, NAME
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors, words
 from qconvert.interfaces import Source
 from qconvert.tensors import Codebook, DType, GroupInt, Json, Logical, Plain, TensorSpec
 
 _SUFFIXES = ("_packed", "_global_scale", "_scale", "_zero_point", "_shape")
+_MOST_BITS = 16
 _AGAIN = "save it again with compressed-tensors, all weights packed and in their own order"
 
 
@@ -106,7 +107,14 @@ def _groups(quantization: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 def _declared_bits(quantization: Mapping[str, object]) -> set[int]:
     weights = [group.get("weights") for group in _groups(quantization)]
-    return {w["num_bits"] for w in weights if isinstance(w, dict) and isinstance(w.get("num_bits"), int)}
+    found = {w["num_bits"] for w in weights if isinstance(w, dict) and type(w.get("num_bits")) is int}
+    for bits in found:
+        if not 1 <= bits <= _MOST_BITS:
+            raise CorruptCheckpoint(
+                f"config.json: quantization_config: num_bits is {shown(bits)}, outside 1..{_MOST_BITS}",
+                "correct quantization_config",
+            )
+    return found
 
 
 def _blocks(quantization: Mapping[str, object]) -> list[list[int]]:
@@ -182,9 +190,12 @@ def _logical(base: str, source: Source, declared: set[int]) -> Logical:
         raise UnsupportedModel(f"{base}_g_idx: columns in activation order are not read here", _AGAIN)
     if base in specs:
         raise CorruptCheckpoint(f"{base}: stored both plain and as {base}_packed", "remove one of the two")
-    packed, scale = specs[base + "_packed"], specs[base + "_scale"]
+    why = f"{base}_shape is there"
+    packed = part(source, f"{base}_packed", why, dims=(2, 3), dtypes=(DType.I32,))
+    scale = part(source, f"{base}_scale", why, dims=(2, 3))
     zeros = specs.get(base + "_zero_point")
-    if specs[base + "_shape"].count not in (2, 3) or specs[base + "_shape"].dtype is not DType.I64:
+    stored = part(source, f"{base}_shape", f"{packed.name} is there", dims=(1,), dtypes=(DType.I64,))
+    if stored.count not in (2, 3):
         raise CorruptCheckpoint(
             f"{base}_shape: not two int64 numbers, nor three of a stack of experts",
             APART,

@@ -23,8 +23,8 @@ from qconvert.formats.layouts.claims import (
     claim,
     contradiction,
     matrix_shape,
+    part,
     plain_rest,
-    require,
     settings_of,
 )
 from qconvert.formats.layouts.gptq_dynamic import claimed, settings_of_forms, symmetric
@@ -203,10 +203,13 @@ def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, Logical]]:
 
 def _logical(base: str, source: Source, settings: Json, layout: GPTQ) -> Logical:
     why = f"{base}.qweight is there"
-    qweight, scales = source.specs[f"{base}.qweight"], require(source, f"{base}.scales", why)
+    qweight = part(source, f"{base}.qweight", "it holds codes of GPTQ", dims=(2,), dtypes=(DType.I32,))
+    scales = part(source, f"{base}.scales", why, dims=(2,))
+    if f"{base}.g_idx" in source.specs:
+        part(source, f"{base}.g_idx", why, dims=(1,), dtypes=(DType.I32,))
     bits, width = _bits(base, qweight, source, settings)
-    groups = scales.shape[0] if len(scales.shape) == 2 else 0
-    if not groups or width % groups or not scales.dtype.is_float:
+    groups = scales.shape[0]
+    if width % groups:
         raise CorruptCheckpoint(
             f"{scales.name}: {scales.dtype.label} {list(scales.shape)} fits no {width} input columns",
             APART,
@@ -228,9 +231,9 @@ def _bits(base: str, qweight: TensorSpec, source: Source, settings: Json) -> tup
     """Bits per code and input columns, which g_idx tells; without one the config's bits are taken."""
     said = claimed(settings, "bits", int)
     g_idx = source.specs.get(f"{base}.g_idx")
-    if len(qweight.shape) != 2 or not set(said) <= set(BITS):
+    if not set(said) <= set(BITS):
         raise UnsupportedModel(
-            f"{qweight.name}: {list(qweight.shape)} with bits {shown(_listed(said))} is not read here",
+            f"{qweight.name}: bits {shown(_listed(said))} is not read here",
             "save it again with 2, 3, 4 or 8 bits, which are read",
         )
     width = g_idx.count if g_idx is not None else qweight.shape[0] * _WORD // int(str(said[0]))

@@ -13,18 +13,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from qconvert.codes import from_words
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.errors import UnsupportedModel, shown
 from qconvert.formats.layouts.claims import (
     check_claimed,
     check_parts,
     contradiction,
     dtype_of,
+    part,
     plain_rest,
     settings_of,
 )
 from qconvert.formats.layouts.coded import CodedArrays
 from qconvert.interfaces import Part, Source
 from qconvert.tensors import (
+    FLOAT_DTYPES,
     Codebook,
     Coded,
     Dense,
@@ -45,6 +47,7 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 # Modes of 4-bit floats: columns per scale, and the type of the scales, stored as bytes.
 _MODES = {"mxfp4": (32, DType.F8_E8M0), "nvfp4": (16, DType.F8_E4M3)}
+_SCALES = FLOAT_DTYPES | {DType.U8}
 _CODED = CodedArrays("weight", "scales", DType.U32, bare_scales=True)
 
 
@@ -148,8 +151,9 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Logic
     said = {**settings, **own} if isinstance(own, dict) else settings
     mode, bits, size = said.get("mode", "affine"), said.get("bits"), said.get("group_size")
     weight, scales = source.specs[f"{base}.weight"], source.specs[f"{base}.scales"]
-    known = mode == "affine" or (mode in _MODES and (bits, size) == (4, _MODES[mode][0]))
-    if not known or bits not in BITS or type(size) is not int or size < 1:
+    modes = {"affine": None, **{name: (4, group) for name, (group, _) in _MODES.items()}}
+    known = isinstance(mode, str) and mode in modes and modes[mode] in (None, (bits, size))
+    if not known or type(bits) is not int or bits not in BITS or type(size) is not int or size < 1:
         raise UnsupportedModel(
             f"{weight.name}: mode {shown(mode)} with bits {shown(bits)} and group_size {shown(size)} is not "
             "read here",
@@ -160,8 +164,8 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Logic
             f"{base}.global_scale: one scale for a whole tensor is not read here",
             "mlx-lm quantizes without one unless asked for it",
         )
-    if len(weight.shape) not in (2, 3) or len(scales.shape) != len(weight.shape) or not scales.shape[-1]:
-        raise CorruptCheckpoint(f"{weight.name}: {list(weight.shape)} with scales {list(scales.shape)}")
+    part(source, weight.name, "its scales are there", dims=(2, 3), dtypes=(DType.U32,))
+    part(source, scales.name, f"{weight.name} is there", dims=(len(weight.shape),), dtypes=_SCALES)
     width = weight.shape[-1] * 32 // bits
     if scales.shape[-1] * size != width:
         raise contradiction(

@@ -93,7 +93,8 @@ def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, Logic
         base = array.removesuffix(_QDATA)
         scales = require(source, f"{base}._weight_scale", f"{array} is there")
         groups = scales.shape[-1] if len(scales.shape) == 2 else 0
-        if len(spec.shape) != 2 or spec.dtype is not DType.I8 or not groups or spec.shape[1] % groups:
+        whole = len(spec.shape) == 2 and 0 not in spec.shape and groups and spec.shape[1] % groups == 0
+        if spec.dtype is not DType.I8 or not whole:
             raise UnsupportedModel(
                 f"{array}: {spec.dtype.label} {list(spec.shape)} is not read here; of torchao's, int8 "
                 "ones are, with a scale for each row or group of columns",
@@ -102,7 +103,7 @@ def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, Logic
         form = GroupInt(8, None if groups == 1 else spec.shape[1] // groups, True, scales.dtype)
         tensor = Logical(f"{base}.weight", spec.shape, form)
         found[tensor.name] = check_parts(TorchAO(), tensor, source)
-        used |= {part.name for part in TorchAO().parts(tensor)}
+        used |= {each.name for each in TorchAO().parts(tensor)}
     found = plain_rest(source, used, found)
     check_claimed(found, NAME, "_weight_qdata")
     return TorchAO(), found
