@@ -287,6 +287,8 @@ class Architecture:
         self, fusion: Fusion, layer: int, part: str, by_key: Mapping[tuple[str, int | None, str], Place]
     ) -> FusedPlace | None:
         dims = self.dimensions[layer]
+        if (fusion.parts[0].format(expert=0), layer, part) not in by_key:
+            return None
         experts = dims["experts"] if fusion.per_expert else 1
         keys = [(role.format(expert=e), layer, part) for e in range(experts) for role in fusion.parts]
         parts = tuple(by_key[key] for key in keys if key in by_key)
