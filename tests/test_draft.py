@@ -11,6 +11,7 @@ from qconvert.architecture import Architecture, bind
 from qconvert.draft import Draft, Wish, draft
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
 from qconvert.loaders import ASYMMETRIC, FUSED, QUANTIZED_EMBEDDING
+from qconvert.ops import CheckFinite
 from qconvert.quant.casts import Difference
 from qconvert.recipe import Recipe, Rule
 from qconvert.schemes import Scheme
@@ -48,7 +49,12 @@ def drafted(
                 del shapes[part.name]
     tensors = {n: Logical(n, s, form if "_proj.weight" in n else BF16) for n, s in shapes.items()}
     binding = bind(architecture, tensors | dict(extra or {}), allow_unknown=True)
-    return draft(binding, Wish("x", recipe, **(wish or {})), lambda a, b: difference, write_config)
+    return draft(
+        binding,
+        Wish(**{"command": "x", "recipe": recipe, **(wish or {})}),
+        lambda a, b: difference,
+        write_config,
+    )
 
 
 def write_config(forms: Mapping[str, GroupInt], kept: list[str]) -> Json:
@@ -65,7 +71,7 @@ def refusal(*args: Any, **kwargs: Any) -> QConvertError:
 def test_a_wish_for_nothing_copies_and_checks() -> None:
     made = drafted()
     assert made.config == tiny_config() and not made.warnings and not made.notices
-    assert all(len(unit.ops) == 1 and unit.is_copy for unit in made.plan.units)
+    assert all(unit.ops == (CheckFinite(),) for unit in made.plan.units)
     unchecked = drafted(wish={"allow_nonfinite": True})
     assert not any(unit.ops for unit in unchecked.plan.units)
 
@@ -108,7 +114,7 @@ def test_tying_drops_an_equal_head() -> None:
         (Recipe(tie=False), {"tied": False}, "config.json: the head is already a table of its own"),
         (Recipe(fuse=("qkv",)), {"fused": True}, "nothing left to fuse (qkv)"),
         (Recipe(), {"wish": {"unfuse": True}}, "no fused linears"),
-        (Recipe(), {"wish": {"dequantize": True}}, "no quantized tensors"),
+        (Recipe(), {"wish": {"dequantize": True, "command": "dequantize"}}, "no quantized tensors"),
         (INT4_RECIPE, {"form": INT4}, "model.layers.0.self_attn.q_proj.weight: already quantized (int4-g32)"),
         (
             INT4_RECIPE.with_(fuse=("qkv",)),
