@@ -7,6 +7,7 @@ a fingerprint. Plain numpy arrays, read without unpickling.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import zipfile
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qconvert.errors import BadRecipe
+from qconvert.formats.files import write_whole
+from qconvert.formats.outdir import MANIFEST_FILE
 
 if TYPE_CHECKING:
     from qconvert.evals.lockstep import Track
@@ -24,24 +27,40 @@ _KINDS = ("nll", "top", "kl")
 
 
 def fingerprint(tracks: Sequence[Track], *conditions: str) -> str:
-    """What an evaluation is an evaluation of, as a hash."""
+    """What an evaluation is an evaluation of, as a hash.
+
+    Files of weights are told apart by size and time, to the nanosecond: two quantizations of one model are
+    equal in everything that a header holds.
+    """
     models = [
-        [track.model.label, track.model.size_bytes, str(track.model.decoder.dtype), track.echo]
+        [
+            *(track.model.label, track.model.size_bytes, str(track.model.decoder.dtype), track.echo),
+            _files(track.model.path),
+        ]
         for track in tracks
     ]
     return hashlib.sha256(json.dumps([models, conditions]).encode()).hexdigest()
 
 
+def _files(path: Path | None) -> list[tuple[str, int, int]]:
+    """The name, size and time of last change of the weights of a model, and of its manifest."""
+    if path is None:
+        return []
+    names = (path,) if path.is_file() else path.iterdir()
+    held = sorted(p for p in names if p.suffix in (".safetensors", ".gguf") or p.name == MANIFEST_FILE)
+    return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in held]
+
+
 def save_scores(path: Path, tracks: Sequence[Track], done: int, mark: str) -> None:
-    """Write the scores of the first `done` windows."""
+    """Write the scores of the first `done` windows, all of them or none."""
     arrays: dict[str, np.ndarray] = {"done": np.array(done), "mark": np.array(mark)}
     for i, track in enumerate(tracks):
         arrays[f"{i}.clock"] = np.array([track.seconds, track.tokens])
         for kind in _KINDS:
             arrays[f"{i}.{kind}"] = np.concatenate([np.empty(0), *getattr(track, kind)])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        np.savez(file, **arrays)  # type: ignore[arg-type]
+    packed = io.BytesIO()
+    np.savez(packed, **arrays)  # type: ignore[arg-type]
+    write_whole(path, packed.getvalue())
 
 
 def load_scores(path: Path, tracks: Sequence[Track], mark: str) -> int:

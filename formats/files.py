@@ -8,6 +8,7 @@ share a descriptor; nothing is memory-mapped, because a file cut short under a m
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -151,6 +152,58 @@ def create(path: Path, size: int, *, claimed: bool = False) -> int:
             "free some space, or write to another disk",
         ) from error
     return fd
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a small file that appears whole, in place of an earlier one, or not at all.
+
+    Raises QConvertError naming it when the disk is full or the folder cannot be written.
+    """
+    beside, fd = _create_beside(path)
+    try:
+        try:
+            write_exactly(fd, memoryview(data), 0, str(path))
+            flush(fd, str(path))
+        finally:
+            os.close(fd)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise QConvertError(f"{path}: cannot be written: {error.strerror}", remedy(error)) from error
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def require_writable(path: Path) -> None:
+    """Raise QConvertError unless a file may be written under this name; its folder is made."""
+    beside, fd = _create_beside(path)
+    os.close(fd)
+    beside.unlink()
+
+
+def _create_beside(path: Path) -> tuple[Path, int]:
+    """A new file in the folder in which `path` is to be, and its descriptor."""
+    beside = path.with_name(f".{path.name[:200]}.{os.getpid()}")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if path.parent.exists() and not path.parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return beside, os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    except OSError as error:
+        raise QConvertError(f"{path}: cannot be created: {error.strerror}", remedy(error)) from error
+
+
+def copy_whole(source: Path, target: Path) -> None:
+    """Copy a small file; QConvertError naming the target when it cannot be written."""
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise QConvertError(f"{target}: cannot be written: {error.strerror}", remedy(error)) from error
 
 
 def require_free_disk(path: Path, nbytes: int) -> None:

@@ -7,6 +7,7 @@ nothing new is under the final name, and the next run clears what the dead one l
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Iterable
@@ -123,8 +124,12 @@ def _claim(partial: Path) -> int:
 
 
 def _replace(old: Path, new: Path) -> None:
-    """Put `new` in the place of `old`; if that fails, `old` is back under its name."""
+    """Put `new` in the place of `old`, at once where the system can; if it fails, `old` keeps its name."""
     aside = old.parent / f"{old.name}.replaced-{os.getpid()}"
+    if _exchange(old, new):
+        new.rename(aside)  # which is the old one now
+        shutil.rmtree(aside, ignore_errors=True)
+        return
     old.rename(aside)
     try:
         new.rename(old)
@@ -132,3 +137,13 @@ def _replace(old: Path, new: Path) -> None:
         aside.rename(old)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Let two names change places in one step; False where the system or the disk cannot.
+
+    renameat2(2) with RENAME_EXCHANGE, which Linux has and Python has no call for.
+    """
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2 is not None and renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0

@@ -7,7 +7,6 @@ fails on the way leaves nothing under the final name.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from qconvert.card import model_card
 from qconvert.census import census_of_outputs
 from qconvert.draft import Draft, Wish
 from qconvert.formats.checkpoint import Checkpoint
+from qconvert.formats.files import copy_whole
 from qconvert.formats.filesink import FilePlan, FileSink
 from qconvert.formats.outdir import OutputDir
 from qconvert.formats.safetensors_io import plan_files
@@ -60,6 +60,13 @@ class Job:
     draft: Draft
     limits: Limits
     layout: Layout
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes of the weight files and of the files copied beside them; the rest is a few pages of text."""
+        beside = self.checkpoint.files.sidecars
+        copied = sum(path.stat().st_size for path in beside.copied)
+        return sum(file.size for file in self.files) + copied + sum(map(len, beside.made.values()))
 
     @property
     def files(self) -> tuple[FilePlan, ...]:
@@ -151,7 +158,7 @@ def position(checkpoint: Checkpoint, unit: Unit) -> tuple[int, int]:
 
 def _copy_sidecars(checkpoint: Checkpoint, draft: Draft, folder: Path) -> None:
     for path in checkpoint.files.sidecars.copied:
-        shutil.copyfile(path, folder / path.name)
+        copy_whole(path, folder / path.name)
     for name, made in checkpoint.files.sidecars.made.items():
         (folder / name).write_text(made, encoding="utf-8")
     text = json.dumps(draft.config, indent=2, ensure_ascii=False) + "\n"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from qconvert.errors import CorruptCheckpoint, QConvertError, shown
+from qconvert.formats import files
 from qconvert.formats.files import (
     amount,
     create,
@@ -19,6 +21,34 @@ from qconvert.formats.files import (
     require_free_disk,
     write_exactly,
 )
+
+
+def test_a_small_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "report.json"
+    files.require_writable(path)
+    files.write_whole(path, b"first")
+    files.write_whole(path, b"second")
+    assert path.read_bytes() == b"second" and list(path.parent.iterdir()) == [path]
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(QConvertError, match=r"report\.json: cannot be written at byte 0: No space left"):
+        files.write_whole(path, b"third")
+    assert path.read_bytes() == b"second" and list(path.parent.iterdir()) == [path]
+    for impossible in (path / "below.json", path.parent):
+        with pytest.raises(QConvertError, match=r"cannot be created: (Not|Is) a directory"):
+            files.require_writable(impossible)
+
+
+def test_a_full_disk_is_not_blamed_on_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(source))
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(QConvertError, match=r"^\S+/target: cannot be written: No space left on device"):
+        files.copy_whole(tmp_path / "source", tmp_path / "target")
 
 
 def test_text_from_files_is_shown_on_one_printable_line() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from qconvert.errors import BadRecipe, OutputExists, QConvertError
+from qconvert.formats import outdir
 from qconvert.formats.outdir import OutputDir, check_target
 
 
@@ -74,7 +75,27 @@ def test_overwriting_replaces_the_whole_folder(tmp_path: Path) -> None:
     assert (out / "sub" / "weights").read_text() == "new"
 
 
+def test_a_replaced_folder_is_there_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    make(out, "old")
+    probe = tmp_path / "probe"
+    probe.touch()
+    if not outdir._exchange(probe, out):
+        pytest.skip("this system or disk exchanges no two names")
+    assert outdir._exchange(probe, out)
+    rename, seen = Path.rename, []
+
+    def watched(self: Path, target: Path) -> Path:
+        seen.append((out / "sub" / "weights").read_text())
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    make(out, "new", overwrite=True)
+    assert seen == ["new"] and names(tmp_path) == ["out", "probe"]
+
+
 def test_a_failed_rename_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outdir, "_exchange", lambda a, b: False)
     out = tmp_path / "out"
     make(out, "old")
     rename = Path.rename

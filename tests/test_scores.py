@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -140,6 +141,18 @@ def test_models_whose_tokenizers_cut_the_text_differently_are_not_compared(tmp_p
     assert ran.code == 1 and "token 0 of text.txt is 1 by the first model's tokenizer, 2 ('a')" in ran.err
 
 
+@pytest.mark.parametrize("kind", ["perplexity", "weights"])
+def test_a_report_that_could_not_be_written_is_not_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(cli, "_measure", None)
+    monkeypatch.setattr(cli, "_compare", None)
+    (tmp_path / "file").touch()
+    models = ("a", "b") if kind == "weights" else ("a",)
+    ran = qconvert("eval", kind, *models, "-o", tmp_path / "file" / "report")
+    assert ran.code == 1 and "file/report.json: cannot be created: Not a directory" in ran.err
+
+
 def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = written(tmp_path)
     text = ("--text", folder / "text.txt", "--context", 512)
@@ -155,6 +168,12 @@ def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest
         ran = qconvert(*options)
     assert ran.code == 130 and "--resume goes on" in ran.err
     assert json.loads((tmp_path / "r.json").read_text())["partial"] is True
+    weights = folder / "model.safetensors"
+    time = weights.stat().st_mtime_ns
+    os.utime(weights, ns=(time, time + 1))  # another quantization, of as many bytes
+    ran = qconvert(*options, "--resume")
+    assert ran.code == 1 and "scores of other models" in ran.err
+    os.utime(weights, ns=(time, time))
     ran = qconvert(*options, "--resume")
     assert ran.code == 0 and json.loads((tmp_path / "r.json").read_text())["partial"] is False
     assert not (tmp_path / "r.partial.npz").exists()

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from qconvert.evals.weights import WeightReport
 
 
+REPORT_SUFFIXES = (".json", ".md", ".html")
+
+
 @click.group(
     "eval",
     epilog=examples(
@@ -93,6 +96,7 @@ def perplexity(models: tuple[str, ...], **options: Any) -> None:
     comparable only under the same protocol, text and tokenizer, which the report states.
     """
     _check_options(options)
+    _check_target(options["out"])
     report = _measure(models, **{k: v for k, v in options.items() if k not in ("fail_above", "as_json")})
     if options["out"] is not None:
         if options["reference"] is not None and not report.partial:
@@ -139,6 +143,7 @@ def weights(a: str, b: str, out: Path | None, as_json: bool, quiet: bool, revisi
 
     Needs no text and no decoder.
     """
+    _check_target(out)
     report = _compare(a, b, revision)
     if not report.errors and not report.equal:
         raise BadRecipe(f"{a} and {b}: no weight of one is in the other", "compare two forms of one model")
@@ -284,21 +289,29 @@ def show_report(
 
 def write_report(report: PerplexityReport | WeightReport, stem: Path) -> list[Path]:
     """Write the record and its Markdown and HTML views beside each other; returns their paths."""
+    from qconvert.formats.files import write_whole
     from qconvert.report import to_markdown
     from qconvert.report_html import to_html
 
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    texts = {
-        ".json": json.dumps(report.to_json(), indent=1) + "\n",
-        ".md": to_markdown(report.page()),
-        ".html": to_html(report.page(), report.figures()),
-    }
-    paths = []
+    record = json.dumps(report.to_json(), indent=1) + "\n"
+    made = (record, to_markdown(report.page()), to_html(report.page(), report.figures()))
+    texts = dict(zip(REPORT_SUFFIXES, made, strict=True))
     for suffix, text in texts.items():
-        path = stem.with_name(stem.name + suffix)
-        path.write_text(text, encoding="utf-8")
-        paths.append(path)
-    return paths
+        write_whole(_beside(stem, suffix), text.encode())
+    return [_beside(stem, suffix) for suffix in texts]
+
+
+def _beside(stem: Path, suffix: str) -> Path:
+    return stem.with_name(stem.name + suffix)
+
+
+def _check_target(stem: Path | None) -> None:
+    """Raise unless the report can be written, before anything is measured for it."""
+    from qconvert.formats.files import require_writable
+
+    if stem is not None:
+        for suffix in REPORT_SUFFIXES:
+            require_writable(_beside(stem, suffix))
 
 
 def _worse(report: PerplexityReport, limit: float) -> CheckFailed | None:

@@ -111,7 +111,7 @@ def write(model: str, wish: Wish, suffix: str, flags: Flags) -> None:
     if flags.dry_run:
         _print_plan(job, out, flags)
         return
-    require_free_disk(out, sum(file.size for file in job.files))
+    require_free_disk(out, job.bytes_needed)
     talks = not (flags.quiet or flags.as_json)
     compile_kernels(job.draft.plan, talks=talks)
     started = time.perf_counter()
