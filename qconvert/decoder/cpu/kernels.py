@@ -76,6 +76,10 @@ def _nibbles_by_blocks(record, x, y, start, stop):  # type: ignore[no-untyped-de
     dots.nibbles_by_blocks(_linear_at(record), x, y, start, stop)
 
 
+def _nibbles_by_parts(record, x, y, start, stop):  # type: ignore[no-untyped-def]
+    dots.nibbles_by_parts(_linear_at(record), x, y, start, stop)
+
+
 def _nibbles_by_halves(record, x, y, start, stop):  # type: ignore[no-untyped-def]
     dots.nibbles_by_halves(_linear_at(record), x, y, start, stop)
 
@@ -84,8 +88,16 @@ def _sixes_by_blocks(record, x, y, start, stop):  # type: ignore[no-untyped-def]
     dots.sixes_by_blocks(_linear_at(record), x, y, start, stop)
 
 
+def _sixes_by_parts(record, x, y, start, stop):  # type: ignore[no-untyped-def]
+    dots.sixes_by_parts(_linear_at(record), x, y, start, stop)
+
+
 def _sixes_by_halves(record, x, y, start, stop):  # type: ignore[no-untyped-def]
     dots.sixes_by_halves(_linear_at(record), x, y, start, stop)
+
+
+def _looked_up_by_parts(record, x, y, start, stop):  # type: ignore[no-untyped-def]
+    dots.looked_up_by_parts(_linear_at(record), x, y, start, stop)
 
 
 def _looked_up_by_halves(record, x, y, start, stop):  # type: ignore[no-untyped-def]
@@ -94,6 +106,10 @@ def _looked_up_by_halves(record, x, y, start, stop):  # type: ignore[no-untyped-
 
 def _bytes_by_blocks(record, x, y, start, stop):  # type: ignore[no-untyped-def]
     dots.bytes_by_blocks(_linear_at(record), x, y, start, stop)
+
+
+def _bytes_by_parts(record, x, y, start, stop):  # type: ignore[no-untyped-def]
+    dots.bytes_by_parts(_linear_at(record), x, y, start, stop)
 
 
 def _bytes_by_halves(record, x, y, start, stop):  # type: ignore[no-untyped-def]
@@ -114,11 +130,15 @@ KERNELS: dict[str, Callable[..., None]] = {
         _float32,
         _bfloat16,
         _nibbles_by_blocks,
+        _nibbles_by_parts,
         _nibbles_by_halves,
         _sixes_by_blocks,
+        _sixes_by_parts,
         _sixes_by_halves,
+        _looked_up_by_parts,
         _looked_up_by_halves,
         _bytes_by_blocks,
+        _bytes_by_parts,
         _bytes_by_halves,
         _e4m3,
         _e5m2,

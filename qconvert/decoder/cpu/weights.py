@@ -25,7 +25,8 @@ from qconvert.tensors import DType, Value
 _PACKED_CODES = 1 << 20
 """Codes that a thread unpacks at a time, a byte each, while a weight is packed."""
 _BITS = {"int4": 4, "table4": 4, "int6": 6}
-_MOST = 32767
+_MOST = 16383
+"""The largest whole number of a table: sums of four products with inputs of 16 bits fit 32."""
 _DENOMINATORS = (1, 2, 192)
 """Of E2M1 and the whole numbers of IQ4, and of bitsandbytes' FP4: what makes all numbers whole."""
 _ROUNDING = {DType.F32: (0, 0.0), DType.BF16: (7, 2.0**-126), DType.F16: (10, 2.0**-14)}
@@ -258,12 +259,17 @@ def describe(weight: Multipliable, bias_O: Tensor | None = None) -> np.ndarray:
 
 
 def _kernel_of(recipe: Recipe) -> str:
-    names = {"int4": "nibbles", "int6": "sixes", "int8": "bytes"}
-    if recipe.kind == "table4":
-        return "looked_up_by_halves"
+    names = {"int4": "nibbles", "int6": "sixes", "int8": "bytes", "table4": "looked_up"}
     if recipe.kind not in names:
         return recipe.kind
-    return f"{names[recipe.kind]}_by_{'halves' if recipe.group % BLOCK else 'blocks'}"
+    by = (
+        "halves"
+        if recipe.group % PART
+        else "parts"
+        if recipe.group % BLOCK or recipe.table is not None
+        else "blocks"
+    )
+    return f"{names[recipe.kind]}_by_{by}"
 
 
 def _address(array: Tensor | None) -> int:

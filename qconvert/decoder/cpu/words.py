@@ -177,6 +177,22 @@ def added(typing: Any, a: Any, b: Any) -> Any:
 
 
 @primitive
+def folded(typing: Any, a: Any, b: Any) -> Any:
+    """Eight sums of lanes l and l + 8 of one, then of another."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        low, high = (
+            builder.shuffle_vector(
+                *args, ir.Constant(INTS, [first + i + LANES * half for half in (0, 1) for i in range(8)])
+            )
+            for first in (0, LANES // 2)
+        )
+        return builder.add(low, high)
+
+    return words_type(words_type, words_type), emit
+
+
+@primitive
 def as_floats(typing: Any, value: Any) -> Any:
     """Words as float32."""
 
