@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 from qconvert.formats.gguf_io import GGUFFile
+from qconvert.gguf_types import KV, GGMLType, GGUFTensor
 from tests.commands import qconvert
 from tests.gguf_families import add_tokenizer, random_model, scatter
-from tests.gguf_models import SIZES, save_transformers_model, transformers_logits
+from tests.gguf_models import SIZES, save_transformers_model, transformers_logits, write_gguf
 from tests.models import stored
 from tests.test_from_gguf import run
 from tests.test_gguf_encoders import SIZES_T5, T5, bert
@@ -160,6 +162,43 @@ def test_bert_comes_back_without_what_a_gguf_leaves_out(tmp_path: Path) -> None:
     text = "w3 w77 unknown W3"
     ids = [transformers.AutoTokenizer.from_pretrained(folder)(text).input_ids for folder in (back, source)]
     assert ids[0] == ids[1] and len(ids[0]) == 6
+
+
+def test_layers_of_next_token_prediction_stay_behind(tmp_path: Path) -> None:
+    """GLM-4.5 as llama.cpp's converter writes it: one more layer, which no other writes or reads here."""
+    gguf = run("to-gguf", source_of(tmp_path, "glm4-moe"), "--type", "f32", "-o", tmp_path / "m.gguf")
+    with GGUFFile(gguf) as file:
+        kv = {**file.kv, "glm4moe.block_count": KV.u32("glm4moe.block_count", 3)}
+        more = [
+            replace(t, name=t.name.replace("blk.1.", "blk.2.")) for n, t in file.tensors.items() if ".1." in n
+        ]
+        tensors = [
+            *file.tensors.values(),
+            *more,
+            GGUFTensor("blk.2.nextn.eh_proj.weight", GGMLType.F32, (64, 128)),
+        ]
+    whole = write_gguf(
+        tmp_path / "whole.gguf",
+        [*kv.values(), KV.u32("glm4moe.nextn_predict_layers", 1)],
+        tensors,
+    )
+    ran = qconvert("from-gguf", whole, "-o", tmp_path / "back")
+    assert ran.code == 0 and f"next-token prediction: {len(more) + 1} tensors are left out" in ran.err
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_hidden_layers"] == 2
+    ran = qconvert("from-gguf", write_gguf(tmp_path / "odd.gguf", list(kv.values()), tensors))
+    assert ran.code == 1 and "blk.2.nextn.eh_proj.weight: not a tensor of GLM-4.5" in ran.err
+
+
+@pytest.mark.parametrize("kind", ["default", "yarn"])
+def test_gpt_oss_with_and_without_yarn(tmp_path: Path, kind: str) -> None:
+    """The class has YaRN where config.json says nothing, and does not round where it begins."""
+    yarn = {"factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    rope = {"rope_type": kind, "rope_theta": 15000.0, **(yarn if kind == "yarn" else {})}
+    if kind == "yarn":
+        rope["original_max_position_embeddings"] = 16
+    source = random_model(tmp_path / "model", "GptOss", **{**OSS, "rope_parameters": rope})
+    back = written_again(source, tmp_path)
+    assert np.array_equal(transformers_logits(back, IDS), transformers_logits(source, IDS))
 
 
 # Blocks: what was quantized comes back as the numbers that gguf's own decoder gives

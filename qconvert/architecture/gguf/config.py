@@ -78,6 +78,10 @@ def check_keys(facts: Facts, file: Metadata) -> tuple[str, ...]:
     """
     late = (entry for keys in facts.model.late for entry in keys(facts))
     known = {entry.key: entry for entry in (*model_keys(facts), *late)}
+    beyond = file.count("nextn_predict_layers")
+    if beyond:
+        whole = facts.u32("block_count", facts.layers + beyond)
+        known[whole.key] = whole
     for key, entry in known.items():
         stated = file.kv.get(key)
         if stated is not None and not _same(stated, entry):

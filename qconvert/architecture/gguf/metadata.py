@@ -18,7 +18,6 @@ from qconvert.tensors import Json
 MAX_COUNT = 1 << 31
 # Whatever is counted out, layer by layer or head by head, has a bound before that is done.
 _MOST = {
-    "block_count": MAX_LAYERS,
     "decoder_block_count": MAX_LAYERS,
     "attention.head_count": 1 << 16,
     "attention.head_count_kv": 1 << 16,
@@ -52,11 +51,17 @@ class Metadata:
 
     @property
     def layers(self) -> int:
-        """The number of layers, which must be there; no model has more than `MAX_LAYERS`."""
+        """The number of layers, which must be there; no model has more than `MAX_LAYERS`.
+
+        Those that predict more tokens at once are not counted; they stand behind the others.
+        """
         found = self.size("block_count")
         if found > MAX_LAYERS:
             raise self.wrong("block_count", f"{found:,}; no model has more than {MAX_LAYERS:,} layers")
-        return found
+        beyond = self.count("nextn_predict_layers")
+        if beyond >= found:
+            raise self.wrong("nextn_predict_layers", f"{beyond}, of {found} layers")
+        return found - beyond
 
     def size(self, name: str) -> int:
         """A whole number from 1 on, which must be there."""

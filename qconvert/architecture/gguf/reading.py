@@ -5,6 +5,7 @@ Pure. Several model types share a graph of llama.cpp; the first whose tensors ar
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,7 @@ from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel, 
 from qconvert.tensors import Json
 
 _QKV = "attn.qkv"
+_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ def _compared(facts: Facts, file: Metadata) -> Reading | _Misfit:
     declared = facts.model.constants
     constants = {constant.name for constant in (declared(facts) if declared else ())}
     missing = [name for name in expected if name not in file.tensors]
-    strange = [name for name in file.tensors if name not in expected and name not in constants]
+    others = (name for name in file.tensors if name not in expected and name not in constants)
+    strange = [name for name in others if not _is_beyond(name, file)]
     family = facts.architecture.family.name
     if strange:
         what = f"{file.file}: {shown(strange[0])}: not a tensor of {family}"
@@ -89,6 +92,12 @@ def _compared(facts: Facts, file: Metadata) -> Reading | _Misfit:
         return _Misfit(_interleaved(file), 0)
     _check_shapes(expected, file)
     return Reading(facts.architecture.config, facts, tuple(expected.values()))
+
+
+def _is_beyond(name: str, file: Metadata) -> bool:
+    """Whether a tensor is of the layers that predict more tokens, which come last and stay behind."""
+    match = _LAYER.match(name) if file.count("nextn_predict_layers") else None
+    return match is not None and int(match[1]) >= file.layers
 
 
 def _interleaved(file: Metadata) -> QConvertError:
@@ -111,6 +120,9 @@ def _warnings(reading: Reading, file: Metadata) -> Iterator[str]:
     unread = check_keys(reading.facts, file)
     if unread:
         yield f"{file.file}: keys that config.json has no words for are left out: {', '.join(unread)}"
+    beyond = sum(_is_beyond(name, file) for name in file.tensors)
+    if beyond:
+        yield f"{file.file}: next-token prediction: {beyond} tensors are left out"
     left_out = [role for role, written in reading.facts.model.roles.items() if written == NOT_WRITTEN]
     if left_out:
         what = f"no GGUF file holds these parts of a {reading.facts.model.arch}"

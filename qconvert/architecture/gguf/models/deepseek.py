@@ -326,8 +326,12 @@ def whole_dimensions(facts: Facts) -> str | None:
 
 
 def _read_rope(file: Metadata) -> Json:
-    """Also that there is no scaling: the class would take YaRN for granted."""
-    return {"rope_scaling": {"rope_type": "default"}, **k.read_rope(file)}
+    """Also that there is no scaling, as the class would take YaRN for granted; and of YaRN what no key says,
+    as every gpt-oss has it (see `whole_dimensions`).
+    """
+    rope = {"rope_scaling": {"rope_type": "default"}, **k.read_rope(file)}
+    yarn = {"truncate": False} if rope["rope_scaling"]["rope_type"] == "yarn" else {}
+    return {**rope, "rope_scaling": {**rope["rope_scaling"], **yarn}}
 
 
 GPT_OSS = GGUFModel(
