@@ -123,6 +123,21 @@ def test_recorded_checkpoints_come_back(assets: Path, tmp_path: Path, name: str)
         assert qconvert("diff", back, folder, "--exit-code").code == 0
 
 
+def test_the_head_of_baichuan_2_comes_back_with_rows_of_length_1(assets: Path, tmp_path: Path) -> None:
+    """Its class divides by their lengths, which a file does not hold; as a Llama, it computes the same."""
+    folder = tmp_path / "model"
+    shutil.copytree(assets / "fixtures" / "zoo" / "baichuan", folder, copy_function=shutil.copyfile)
+    folder.chmod(0o755)
+    config = json.loads((folder / "config.json").read_text()) | {"z_loss_weight": 0, "num_hidden_layers": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    byte_tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    gguf = run("to-gguf", folder, "--type", "f32", "-o", tmp_path / "m.gguf")
+    back = run("from-gguf", gguf, "-o", tmp_path / "back", "--dtype", "f32")
+    head = np.frombuffer(stored(back)["lm_head.weight"][2], np.float32)
+    rows = head.reshape(config["vocab_size"], -1)
+    assert np.abs(np.linalg.norm(rows, axis=1) - 1).max() < 1e-6
+
+
 @pytest.mark.parametrize("version", T5)
 def test_t5_comes_back(tmp_path: Path, version: str) -> None:
     torch = pytest.importorskip("torch")

@@ -12,8 +12,14 @@ To add a family that llama.cpp runs, write a `GGUFModel` in a module here and pu
 - `head`, `constants`, `special` and `checks`: the head of a tied model, tensors that come from
   config.json, special tokens, and what of the config llama.cpp's graph does not compute.
 
-A new word for what happens to rows is a `Change`, an operation in `ops`, and a line in `gguf_units`. A
-type without a graph in llama.cpp is a `NoGraph` with the sentence that says so.
+A declaration is read backwards, too (`architecture.gguf.reading`): every `Keys` says with `read_by` what
+config.json has of it (`derived` where nothing), a check with `implying` what the graph computes, and rows go
+back by the same records (`architecture.gguf.tensors`). Of types with one graph, the first whose tensors are
+those of a file is the one it is read as.
+
+A new word for what happens to rows is a `Change`, an operation in `ops`, a line in `gguf_units`, and its way
+back in `formats.layouts.gguf`; what cannot go back has its reason in `LOST`. A type without a graph in
+llama.cpp is a `NoGraph` with the sentence that says so.
 
 Sources of all declarations: the classes of llama.cpp's converter (conversion/*.py) and the loaders and
 graphs in src/models/*.cpp at commit 0c1e57098; where the two disagree with the family's own class,
