@@ -15,7 +15,7 @@ from math import lcm
 
 from qconvert.architecture import Architecture, Place
 from qconvert.errors import BadRecipe
-from qconvert.ops import PadColumns
+from qconvert.ops import PadColumns, PermuteRows
 from qconvert.parallel import INPUT_SPLIT, whole_unit
 from qconvert.plan import Pass, Plan, RowSlice, Unit, cut_where, run_passes, stack_all
 from qconvert.tensors import Blocks, Form, Logical
@@ -144,10 +144,16 @@ def _padded(unit: Unit, shape: tuple[int, ...]) -> Unit:
     wanted = replace(output, shape=shape)
     if wanted.rows > output.rows:
         zeros = RowSlice(last.tensor, 0, wanted.rows - output.rows, zeros_like=last.last)
-        unit = replace(unit, inputs=(*unit.inputs, zeros))
+        # Rows in another order stay so; those of zeros come after them.
+        ops = tuple(_going_on(op, wanted.rows) if isinstance(op, PermuteRows) else op for op in unit.ops)
+        unit = replace(unit, inputs=(*unit.inputs, zeros), ops=ops)
     if wanted.width > output.width:
         unit = unit.then(PadColumns(wanted.width))
     return replace(unit, output=replace(unit.output, shape=shape))
+
+
+def _going_on(op: PermuteRows, rows: int) -> PermuteRows:
+    return PermuteRows((*op.order, *range(len(op.order), rows)))
 
 
 def zeros_added(unit: Unit) -> tuple[int, int]:

@@ -25,7 +25,7 @@ from qconvert.ops import (
     Quantize,
     ResolveScales,
 )
-from qconvert.schemes import Scheme
+from qconvert.schemes import Scheme, fitting
 from qconvert.tensors import Codebook, DType, Form, Logical, Plain
 
 
@@ -282,7 +282,7 @@ def quantize(schemes: Mapping[str, Scheme], *, search: bool, scale_dtype: DType 
         assert isinstance(form, Plain), f"{unit.output.name} is already {form.label}"
         if form.dtype is DType.F64:  # the quantizer's own arithmetic is float32
             unit, form = unit.then(Cast(DType.F32)), Plain(DType.F32)
-        return unit.then(Quantize(scheme.form(scale_dtype or form.dtype), search))
+        return unit.then(Quantize(fitting(scheme, unit.output, scale_dtype or form.dtype), search))
 
     return apply
 

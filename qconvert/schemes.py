@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 
 from qconvert.errors import BadRecipe
-from qconvert.tensors import DType, GroupInt
+from qconvert.tensors import DType, GroupInt, Logical
 
 DEFAULT_GROUP_SIZE = 128
 SMALLER_GROUP_SIZES = (128, 64, 32)
@@ -33,6 +33,18 @@ class Scheme:
     def label(self) -> str:
         """The canonical spelling, which `parse_scheme` reads back."""
         return self.form(DType.BF16).label
+
+
+def fitting(scheme: Scheme, tensor: Logical, scale_dtype: DType) -> GroupInt:
+    """The form of this weight quantized by the scheme. Raises BadRecipe unless every group is whole."""
+    size, width = scheme.group_size, tensor.width
+    if size is not None and width % size:
+        fits = [str(smaller) for smaller in SMALLER_GROUP_SIZES if width % smaller == 0]
+        raise BadRecipe(
+            f"{tensor.name}: its rows of {width} columns are not divisible by group size {size}",
+            f"choose a scheme of another group size (sizes that divide: {', '.join([*fits, 'channel'])})",
+        )
+    return scheme.form(scale_dtype)
 
 
 KEEP = "keep"

@@ -27,7 +27,7 @@ from qconvert.grid_ops import (
 )
 from qconvert.ops import Cast, Dequantize, Op, Quantize
 from qconvert.plan import Pass, Unit
-from qconvert.schemes import Scheme
+from qconvert.schemes import Scheme, fitting
 from qconvert.tensors import Blocks, Codebook, DType, Form, GroupInt, GroupMin, Logical, Plain, Quantized
 
 _MLX_GROUPS = (128, 64, 32)
@@ -194,7 +194,8 @@ def _from_blocks(target: Target, unit: Unit, form: Blocks, plain: frozenset[str]
         for op in _encoding(target, tensor, DType.F32):
             unit = unit.then(op)
         return unit
-    new = (target.scheme or _usual(target.layout, tensor, form)).form(target.scale_dtype or DType.F32)
+    scheme = target.scheme or _usual(target.layout, tensor, form)
+    new = fitting(scheme, tensor, target.scale_dtype or DType.F32)
     return unit.then(Quantize(new, target.search))
 
 
@@ -212,7 +213,7 @@ def steps(target: Target, tensor: Logical) -> tuple[Op, ...]:
     if target.new_table:
         return Dequantize(form.decoded), *_encoding(target, tensor, form.decoded)
     scheme = target.scheme or _usual(target.layout, tensor, form)
-    requantized = scheme.form(target.scale_dtype or form.decoded)
+    requantized = fitting(scheme, tensor, target.scale_dtype or form.decoded)
     again = Quantize(requantized, target.search)
     return (
         Dequantize(form.decoded),

@@ -70,6 +70,16 @@ def test_the_inner_features_of_an_mlp_take_the_order_over(layout: str, tmp_path:
     assert moved[f"model.layers.0.{DOWN}.weight"]["reordered"] == "columns"
 
 
+def test_padding_comes_after_the_order(tmp_path: Path) -> None:
+    """The features that a rank is filled up with are zeros behind those in their new order."""
+    source = act_ordered(tmp_path, {DOWN: shuffled(384)}, biases=True)
+    wish = ("convert", source, "--to", "compressed-tensors", "--undo-act-order")
+    out = made(*wish, "--pad-to-tp", 5, "-o", tmp_path / "out")
+    assert json.loads((out / "config.json").read_text())["intermediate_size"] == 480
+    assert (logits(out) - logits(made(*wish, "-o", tmp_path / "unpadded"))).abs().max() < 1e-5
+    assert qconvert("verify", out, "--against", source).code == 0
+
+
 def test_transformers_computes_the_same(tmp_path: Path) -> None:
     import transformers
 

@@ -111,6 +111,30 @@ def dequantized(folder: Path, tmp_path: Path, module: str) -> np.ndarray:
     return arrays_of(out, module)["weight"]
 
 
+@pytest.mark.parametrize(
+    ("stored_as", "layout"),
+    [
+        *(("int5-g128", "gptq"), ("int5-g128", "awq"), ("gguf", "gptq")),
+        *(("nf4", "compressed-tensors"), ("nf4", "mlx")),
+    ],
+)
+def test_groups_that_do_not_divide_a_row_are_refused(
+    model: Path, tmp_path: Path, stored_as: str, layout: str
+) -> None:
+    if stored_as == "gguf":
+        flags = ("--pre-tokenizer", "qwen2", "-o", tmp_path / "m.gguf", "-q")
+        assert qconvert("to-gguf", model, "--type", "q4_k_m", *flags).code == 0
+        source = tmp_path / "m.gguf"
+    else:
+        to = "bitsandbytes" if stored_as == "nf4" else "compressed-tensors"
+        source = quantized(model, tmp_path, to, stored_as)
+    wish = ("--scheme", "int4-g96", "--allow-requantize", "-o", tmp_path / "out")
+    ran = qconvert("convert", source, "--to", layout, *wish)
+    assert ran.code == 1 and not (tmp_path / "out").exists()
+    assert "rows of 256 columns are not divisible by group size 96" in ran.err
+    assert "sizes that divide: 128, 64, 32, channel" in ran.err
+
+
 def test_the_names_in_the_help_are_those_of_the_tables() -> None:
     assert set(LAYOUTS) == set(WRITERS) == set(RULES)
     assert set(PLAIN) == set(PLAIN_TARGETS)
