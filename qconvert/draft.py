@@ -249,7 +249,7 @@ def _growths(binding: Binding, wish: Wish, plan: Plan, *, tied: bool) -> tuple[p
 def _dequantized(plan: Plan, wish: Wish) -> Plan:
     """The plan in plain numbers, which `dequantize` finds some of that are not."""
     plain = all(isinstance(t.form, Plain) for t in plan.outputs.values())
-    if plain and wish.command == "dequantize":
+    if plain and wish.command != "convert":
         raise BadRecipe("no quantized tensors in this checkpoint", "`qconvert inspect` shows what it holds")
     return passes.dequantize(wish.dtype)(plan)
 

@@ -26,7 +26,7 @@ from qconvert.grid_ops import (
     ToZeros,
 )
 from qconvert.ops import Cast, Dequantize, Op, Quantize
-from qconvert.plan import Pass, Unit
+from qconvert.plan import Pass, Plan, Unit
 from qconvert.schemes import Scheme, fitting
 from qconvert.tensors import Blocks, Codebook, DType, Form, GroupInt, GroupMin, Logical, Plain, Quantized
 
@@ -53,6 +53,7 @@ class Target:
     """A layout to convert to. `scheme` or `table` (see `TABLES`) is what weights get that cannot keep
     their codes, or have none; only with `allow_requantize` is a weight quantized that already was.
     `undo_act_order` folds columns in activation order into the weights before them (see `actorder`).
+    `asymmetric` says that what is quantized again gets zeros, as weights beside it have them.
     """
 
     layout: str
@@ -61,6 +62,7 @@ class Target:
     allow_requantize: bool = False
     search: bool = True
     undo_act_order: bool = False
+    asymmetric: bool = False
 
     @property
     def new_table(self) -> str:
@@ -159,7 +161,7 @@ def regrid(target: Target, plain: frozenset[str]) -> Pass:
     reason where codes cannot be kept.
     """
 
-    def one(unit: Unit) -> Unit:
+    def one(unit: Unit, target: Target) -> Unit:
         form = unit.output.form
         if isinstance(form, Blocks):
             unit = _from_blocks(target, unit, form, plain)
@@ -177,7 +179,18 @@ def regrid(target: Target, plain: frozenset[str]) -> Pass:
             unit = unit.then(op)
         return unit
 
-    return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
+    def apply(plan: Plan) -> Plan:
+        own = replace(target, asymmetric=target.layout == "awq" and _with_zeros(plan, plain))
+        return replace(plan, units=tuple(one(unit, own) for unit in plan.units))
+
+    return apply
+
+
+def _with_zeros(plan: Plan, plain: frozenset[str]) -> bool:
+    """Whether any weight that may keep its codes has zeros or mins: AWQ has one setting for all."""
+    forms = [tensor.form for name, tensor in plan.outputs.items() if name not in plain]
+    grids = [GRIDS.get(form.type) if isinstance(form, Blocks) else form for form in forms]
+    return any(isinstance(g, GroupMin) or (isinstance(g, GroupInt) and not g.symmetric) for g in grids)
 
 
 def _from_blocks(target: Target, unit: Unit, form: Blocks, plain: frozenset[str]) -> Unit:
@@ -194,7 +207,7 @@ def _from_blocks(target: Target, unit: Unit, form: Blocks, plain: frozenset[str]
         for op in _encoding(target, tensor, DType.F32):
             unit = unit.then(op)
         return unit
-    scheme = target.scheme or _usual(target.layout, tensor, form)
+    scheme = target.scheme or _usual(target, tensor, form)
     new = fitting(scheme, tensor, target.scale_dtype or DType.F32)
     return unit.then(Quantize(new, target.search))
 
@@ -212,7 +225,7 @@ def steps(target: Target, tensor: Logical) -> tuple[Op, ...]:
         target = replace(target, table=target.table or "nvfp4")
     if target.new_table:
         return Dequantize(form.decoded), *_encoding(target, tensor, form.decoded)
-    scheme = target.scheme or _usual(target.layout, tensor, form)
+    scheme = target.scheme or _usual(target, tensor, form)
     requantized = fitting(scheme, tensor, target.scale_dtype or form.decoded)
     again = Quantize(requantized, target.search)
     return (
@@ -222,16 +235,17 @@ def steps(target: Target, tensor: Logical) -> tuple[Op, ...]:
     )
 
 
-def _usual(layout: str, tensor: Logical, form: Quantized | Blocks) -> Scheme:
+def _usual(target: Target, tensor: Logical, form: Quantized | Blocks) -> Scheme:
     """The integers that come nearest to what a weight was, among those that a layout holds."""
+    layout = target.layout
     held = _HELD_BITS.get(layout, range(2, 9))
     bits = next((bits for bits in held if bits >= form.bits), held[-1])
     if layout == "int-quantized":
         return Scheme(bits, None)
     if isinstance(form, GroupInt) and (layout != "mlx" or form.group_size in _MLX_GROUPS):
-        return Scheme(bits, form.group_size, form.symmetric and layout != "awq")  # whose weights are alike
+        return Scheme(bits, form.group_size, form.symmetric and not target.asymmetric)
     size = next((size for size in _MLX_GROUPS if tensor.width % size == 0), None)
-    return Scheme(bits, None if size == tensor.width and layout != "mlx" else size)
+    return Scheme(bits, None if size == tensor.width and layout != "mlx" else size, not target.asymmetric)
 
 
 _HELD_BITS: Mapping[str, tuple[int, ...]] = {
