@@ -21,6 +21,7 @@ from qconvert.evals.protocols import LEAST_CONTEXT, Protocol, Window, protocol_n
 from qconvert.evals.results import Comparison, ModelResult, PerplexityReport
 from qconvert.evals.scores import fingerprint, load_scores, save_scores
 from qconvert.evals.statistics_paired import divergence, exp_mean, mean, root_mean_square
+from qconvert.formats.dialogue import check_ids
 
 
 def run(
@@ -121,11 +122,7 @@ def _check_vocabulary(models: Sequence[EvalModel], tokens: Tokens) -> None:
         listed = ", ".join(f"{label} has {vocab}" for label, vocab in sizes.items())
         raise BadRecipe(f"vocabularies differ: {listed}", "compare models that share one tokenizer")
     largest, rows = max(int(tokens.ids_N.max(initial=0)), tokens.bos or 0), min(sizes.values())
-    if largest >= rows:
-        raise BadRecipe(
-            f"tokenizer: token {largest} is beyond the model's {rows} rows",
-            "take the tokenizer.json of the same checkpoint",
-        )
+    check_ids(largest, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,24 @@
 """A checkpoint's tokenizer at work: prompts to ids, ids to text as it comes, chats to prompts.
 
-A chat template is a program that came with the checkpoint. It runs only when a chat is asked for,
-in jinja's sandbox, which gives it no access to Python.
+A chat template is a program that came with the checkpoint. It runs only when a chat is asked for, in
+jinja's sandbox, which gives it no access to Python, and in a process of its own with little memory and time.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from qconvert.errors import QConvertError, UnsupportedModel
-from qconvert.formats.json_io import read_json_object
+from qconvert.errors import BadRecipe, QConvertError, UnsupportedModel
+from qconvert.formats import chat_template
+from qconvert.formats.json_io import parse_json_object, read_json_object
 from qconvert.formats.tokenizer_folder import SPECIAL_KINDS, TokenizerFolder, read_folder, token_text
 from qconvert.tensors import Json
 
@@ -23,20 +28,32 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 8
 """Tokens after which an unfinished character is given up: UTF-8 needs at most four bytes."""
+_PATIENCE = 3 * chat_template.MAX_SECONDS
+"""Seconds to wait for a template: a machine may be busy."""
 Messages = list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A tokenizer, the ids that end a text, and how to write a chat."""
+    """A tokenizer, the ids that end a text, and how to write a chat.
+
+    `rows` is the number of tokens that the model knows, where its config says so.
+    """
 
     tokenizer: Tokenizer
     stops: frozenset[int]
     folder: TokenizerFolder
+    rows: int | None = None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text; `special` adds what the tokenizer puts around one."""
-        return list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        """Token ids of a text; `special` adds what the tokenizer puts around one.
+
+        Raises BadRecipe for an id that the model has no row for.
+        """
+        ids = list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        if self.rows is not None:
+            check_ids(max(ids, default=0), self.rows)
+        return ids
 
     def encode_chat(self, messages: Messages) -> list[int]:
         """Token ids of a chat by the model's own template, up to where the assistant begins."""
@@ -44,32 +61,35 @@ class Dialogue:
 
     def render(self, messages: Messages) -> str:
         """The chat as text. Raises UnsupportedModel without a template, or one that does not run."""
-        template = _template(self.folder)
-        try:
-            from jinja2 import TemplateError
-            from jinja2.sandbox import ImmutableSandboxedEnvironment
-        except ImportError as error:
-            raise QConvertError("chat: jinja2 is not installed", "pip install jinja2") from error
-
-        def refuse(message: str) -> None:
-            raise TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.globals["raise_exception"] = refuse
         special = {
             f"{kind}_token": token_text(self.folder.settings.get(f"{kind}_token")) for kind in SPECIAL_KINDS
         }
         known = {name: text for name, text in special.items() if text is not None}
-        try:
-            return environment.from_string(template).render(
-                messages=messages, add_generation_prompt=True, **known
-            )
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
+        variables = {"messages": messages, "add_generation_prompt": True, **known}
+        answer = _rendered(_template(self.folder), variables)
+        if "text" not in answer:
             raise UnsupportedModel(
-                f"{self.folder.path}: the chat template does not run: {error}", "leave out --chat"
-            ) from error
+                f"{self.folder.path}: the chat template does not run: {answer['error']}", "leave out --chat"
+            )
+        return str(answer["text"])
+
+
+def _rendered(template: str, variables: Json) -> Json:
+    """What `chat_template`, run as a script of its own, answers."""
+    if find_spec("jinja2") is None:
+        raise QConvertError("chat: jinja2 is not installed", "pip install jinja2")
+    # By its path, not by -m: that would take modules of the current folder for those of Python.
+    command = [sys.executable, chat_template.__file__]
+    request = json.dumps({"template": template, "variables": variables})
+    try:
+        done = subprocess.run(
+            command, input=request, capture_output=True, text=True, timeout=_PATIENCE, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"it takes more than {_PATIENCE} s"}
+    if done.returncode:  # killed by the limit of processor time
+        return {"error": f"it takes more than {chat_template.MAX_SECONDS} s of processor time"}
+    return parse_json_object(done.stdout.encode(), "chat template")
 
 
 def open_dialogue(path: Path, config: Json) -> Dialogue:
@@ -89,7 +109,18 @@ def open_dialogue(path: Path, config: Json) -> Dialogue:
             f"{file}: {error}",
             "fetch the file again, or update tokenizers: it is damaged, or newer than that",
         ) from error
-    return Dialogue(tokenizer, _stops(path, config, tokenizer, folder.settings), folder)
+    rows = config.get("vocab_size")
+    stops = _stops(path, config, tokenizer, folder.settings)
+    return Dialogue(tokenizer, stops, folder, rows if isinstance(rows, int) else None)
+
+
+def check_ids(largest: int, rows: int) -> None:
+    """Raise BadRecipe for a token beyond the rows of a model's embedding."""
+    if largest >= rows:
+        raise BadRecipe(
+            f"tokenizer: token {largest} is beyond the model's {rows} rows",
+            "take the tokenizer.json of the same checkpoint",
+        )
 
 
 def open_made_dialogue(files: Mapping[str, str], config: Json) -> Dialogue:

@@ -12,6 +12,9 @@ from qconvert.formats.json_io import read_bounded
 from qconvert.tensors import Json
 
 MAX_CARD_BYTES = 4 << 20
+MAX_BLOCK_BYTES = 256 << 10  # cards that list the results of every benchmark have some 100 kB
+# The parser goes through all open brackets for every token; cards have one for a list of tags or languages.
+MAX_BRACKETS = 1000
 
 
 def read_front_matter(folder: Path) -> Json:
@@ -29,15 +32,23 @@ def read_front_matter(folder: Path) -> Json:
         if not lines or lines[0] != "---" or "---" not in lines[1:]:
             return {}
         block = "\n".join(lines[1 : lines.index("---", 1)]).replace("\t", "  ")
-        data = yaml.load(block, yaml.BaseLoader)  # makes only texts, lists and mappings
+        if len(block) > MAX_BLOCK_BYTES or block.count("[") + block.count("{") > MAX_BRACKETS:
+            return {}
+        # Makes only texts, lists and mappings. (The faster CBaseLoader crashes on 100,000 open brackets.)
+        data = yaml.load(block, yaml.BaseLoader)
     except (CorruptCheckpoint, ValueError, yaml.YAMLError, RecursionError):
         return {}
-    found = {key: _texts(value) for key, value in data.items()} if isinstance(data, dict) else {}
-    return {key: value for key, value in found.items() if isinstance(key, str) and value}
+    if not isinstance(data, dict):
+        return {}
+    # Aliases make one list the value of many keys: it is gone through once.
+    lists = {id(value): value for value in data.values() if isinstance(value, list)}
+    texts = {number: [entry for entry in value if _is_text(entry)] for number, value in lists.items()}
+    found = {key: texts.get(id(value), value) for key, value in data.items() if isinstance(key, str)}
+    return {
+        key: value for key, value in found.items() if _is_text(value) or (isinstance(value, list) and value)
+    }
 
 
-def _texts(value: object) -> str | list[str] | None:
-    """A text, or the texts of a list; None for anything else, and for what YAML calls null."""
-    if isinstance(value, list):
-        return [text for entry in value if isinstance(text := _texts(entry), str)]
-    return value if isinstance(value, str) and value not in ("", "~", "null") else None
+def _is_text(value: object) -> bool:
+    """Whether a value is a text, and none that YAML calls null."""
+    return isinstance(value, str) and value not in ("", "~", "null")

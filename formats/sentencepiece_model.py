@@ -18,6 +18,8 @@ from qconvert.formats.json_io import read_bounded
 
 MAX_MODEL_BYTES = 64 << 20  # gemma's, the largest in use, has 4 MB
 
+MAX_PIECES = 1 << 19  # gemma 3, the most in use, has 262,144
+
 
 class PieceType(IntEnum):
     """ModelProto.SentencePiece.Type; GGUF numbers its token types alike."""
@@ -75,7 +77,7 @@ def _model(raw: bytes) -> SentencePieceModel:
     algorithm, charsmap, prefix, squeeze = 1, b"", 1, 1  # the .proto's defaults
     for field, value in _fields(raw):
         if field == 1:
-            pieces.append(_piece(_bytes(value)))
+            pieces.append(_piece(_bytes(value), len(pieces)))
         elif field == 2:
             algorithm = _number(dict(_fields(_bytes(value))).get(3, algorithm))
         elif field == 3:
@@ -87,10 +89,14 @@ def _model(raw: bytes) -> SentencePieceModel:
     return SentencePieceModel(tuple(pieces), algorithm == 1, charsmap, bool(prefix), bool(squeeze))
 
 
-def _piece(raw: bytes) -> Piece:
+def _piece(raw: bytes, row: int) -> Piece:
+    if row >= MAX_PIECES:
+        raise ValueError(f"more than {MAX_PIECES:,} pieces")
     fields = dict(_fields(raw))
     score = fields.get(2, b"\0\0\0\0")
     text = _bytes(fields.get(1, b"")).decode("utf-8")
+    if not text:
+        raise ValueError(f"piece {row} is empty")  # which the library refuses, too (InitializePieces)
     return Piece(text, struct.unpack("<f", _bytes(score))[0], PieceType(_number(fields.get(3, 1))))
 
 

@@ -6,6 +6,7 @@ tokenizer.json that their class stands for, so that nobody further on needs to k
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from qconvert.tensors import Json
 
 MAX_TOKENIZER_BYTES = 128 << 20  # gemma's, the largest in use, has 34 MB
 MAX_TEXT_BYTES = 16 << 20
+_ROW = re.compile(r"[0-9]{1,9}")
 SPECIAL_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -116,7 +118,7 @@ def _side_tokens(path: Path, settings: Json, named: frozenset[str]) -> Iterator[
         yield _id(token, text), AddedToken(text, text in named)
     for number, entry in expect_object(settings.get("added_tokens_decoder"), "added_tokens_decoder").items():
         text = _text(entry, "added_tokens_decoder")
-        token = int(number) if str(number).isdecimal() else None
+        token = int(number) if _ROW.fullmatch(number) else None
         yield _id(token, text), AddedToken(text, bool(entry.get("special")) or text in named)
 
 

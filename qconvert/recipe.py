@@ -35,7 +35,7 @@ LAYOUTS = (
 )
 MOST_RANKS = 1024
 # The selectors that are not just a role.
-LAYERS = re.compile(r"layers\.(?P<first>\d+)(?:-(?P<last>\d+))?\.(?P<role>.+)")
+LAYERS = re.compile(r"layers\.(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?\.(?P<role>.+)")
 PATTERN = "re:"
 # A file's values as they may stand in a message: YAML aliases can spell 9**20 items in a few lines.
 _BRIEF = Repr()

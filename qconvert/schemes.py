@@ -14,7 +14,9 @@ from qconvert.tensors import DType, GroupInt, Logical
 
 DEFAULT_GROUP_SIZE = 128
 SMALLER_GROUP_SIZES = (128, 64, 32)
-_SCHEME = re.compile(r"int(?P<bits>[2-8])(?P<asym>-asym)?(?:-(?:g(?P<group>[1-9]\d*)|(?P<channel>channel)))?")
+_SCHEME = re.compile(
+    r"int(?P<bits>[2-8])(?P<asym>-asym)?(?:-(?:g(?P<group>[1-9]\d{0,8})|(?P<channel>channel)))?"
+)
 
 
 @dataclass(frozen=True, slots=True)

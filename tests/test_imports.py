@@ -60,7 +60,7 @@ LIBRARIES = {
     "cyllama": "evals",
     "gguf": "architecture.gguf.identity quant.ggml evals",
     "huggingface_hub": "hub evals",
-    "jinja2": "formats.dialogue",
+    "jinja2": "formats.chat_template",
     "llvmlite": "quant decoder.cpu",
     "numba": "quant decoder.cpu",
     "numpy": "quant ops decoder formats run compare warm evals demo gguf_convert gguf_draft",

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qconvert.errors import CorruptCheckpoint
+from qconvert.formats import sentencepiece_model
 from qconvert.formats.sentencepiece_model import Piece, PieceType, is_sentencepiece, read_sentencepiece
 
 
@@ -63,6 +64,19 @@ def test_defaults_are_those_of_the_proto(tmp_path: Path) -> None:
     model = read_sentencepiece(path)
     assert (model.is_unigram, model.charsmap) == (True, b"")
     assert (model.add_dummy_prefix, model.remove_extra_whitespaces) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "says"), [((*PIECES, b""), "piece 3 is empty"), (PIECES * 2, "more than 5 pieces")]
+)
+def test_pieces_without_text_and_without_end_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...], says: str
+) -> None:
+    monkeypatch.setattr(sentencepiece_model, "MAX_PIECES", 5)
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(message(*((1, piece) for piece in pieces)))
+    with pytest.raises(CorruptCheckpoint, match=says):
+        read_sentencepiece(path)
 
 
 def test_a_tiktoken_file_of_the_same_name_is_told_apart(tmp_path: Path) -> None:

@@ -72,7 +72,12 @@ _SLOW = (
     help="Sample among the likeliest tokens that together reach this probability.",
 )
 @click.option(
-    "--seed", type=int, metavar="N", default=0, show_default=True, help="Start of the random numbers."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Start of the random numbers.",
 )
 @device_option
 @click.option(

@@ -9,6 +9,7 @@ N = B T rows, S experts per token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -224,10 +225,20 @@ class Decoder:
         return multiply_float32(h_XD.flatten(0, -2), self.head, start, stop).view(*h_XD.shape[:-1], -1)
 
     def cache(self, batch: int, room: int) -> Cache:
-        """An empty cache for `batch` sequences of up to `room` tokens."""
+        """An empty cache for `batch` sequences of up to `room` tokens.
+
+        Raises QConvertError saying its size where the device has not that much memory.
+        """
         config = self.config
         shape = (config.layers, 2, batch, config.kv_heads, room, config.head_dim)
-        return Cache(torch.zeros(shape, dtype=self.dtype, device=self.device))
+        try:
+            return Cache(torch.zeros(shape, dtype=self.dtype, device=self.device))
+        except RuntimeError as error:  # also torch.OutOfMemoryError
+            gigabytes = math.prod(shape) * self.dtype.itemsize / 1e9
+            raise QConvertError(
+                f"{room:,} tokens: their keys and values need {gigabytes:,.2f} GB, which are not free",
+                "ask for fewer tokens, or give a shorter prompt",
+            ) from error
 
     def _check_room(self, cache: Cache, new: int) -> None:
         room = cache.kv.shape[-2]

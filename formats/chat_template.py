@@ -1,0 +1,61 @@
+"""A chat template at work, in a process of its own.
+
+A template is a program that came with a checkpoint. jinja's sandbox gives it no access to Python, but one
+line of it (`'a' * 10**11`) takes all the memory of whoever runs it. So this file is run as a script, which
+imports nothing of the package: stdin holds {"template", "variables"}, stdout one of {"text"} and {"error"}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+MAX_BYTES = 512 << 20
+MAX_SECONDS = 5
+MAX_CHARACTERS = 16 << 20
+
+
+def render(template: str, variables: dict[str, object]) -> str:
+    """The text that a template makes of its variables; whatever it raises is raised."""
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(template).render(**variables)
+
+
+def limit() -> None:
+    """Bound this process's memory and time, where the system can (Windows cannot: its caller waits)."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
+        resource.setrlimit(resource.RLIMIT_CPU, (MAX_SECONDS, MAX_SECONDS))
+    except (ImportError, ValueError, OSError):
+        return
+
+
+def main() -> None:
+    """Answer the one request on stdin."""
+    request = json.load(sys.stdin)
+    limit()
+    try:
+        text = render(request["template"], request["variables"])
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"it makes {len(text):,} characters, over {MAX_CHARACTERS:,}")
+        answer = {"text": text}
+    except MemoryError:
+        answer = {"error": f"it takes more than {MAX_BYTES >> 20} MiB of memory"}
+    except Exception as error:  # all that a program does wrong is said in its error
+        answer = {"error": str(error)[:500] or type(error).__name__}
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
