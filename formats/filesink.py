@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,6 +49,30 @@ class _Place:
     offset: int
     spec: TensorSpec
     file: str
+
+
+class _Run(NamedTuple):
+    """One write: `rows` rows from `start` on, of the columns [column, column + width). In order of bands."""
+
+    column: int
+    width: int
+    start: int
+    rows: int
+
+
+def _require_each_once(name: str, runs: Iterable[_Run]) -> None:
+    """Raise ValueError unless runs that hold as many bytes as a tensor are all of it, each row once.
+
+    They are whole rows, or bands of columns side by side, each of whole rows of its own.
+    """
+    column = 0
+    for (first, width), band in groupby(sorted(runs), key=lambda run: run[:2]):
+        row = 0
+        for run in band:
+            if (first, run.start) != (column, row):
+                raise ValueError(f"{name}: row {run.start}, column {first} where {row}, {column} was missing")
+            row += run.rows
+        column += width
 
 
 class _Flusher:
@@ -94,6 +120,7 @@ class FileSink:
         self._fds: list[int] = []
         self._places: dict[str, _Place] = {}
         self._missing: dict[str, int] = {}
+        self._written: dict[str, list[_Run]] = defaultdict(list)
         self._lock = threading.Lock()
         self._flusher = _Flusher()
         try:
@@ -134,6 +161,8 @@ class FileSink:
             write_exactly(place.fd, octets(np.ascontiguousarray(run)), offset + i * stride, place.file)
         with self._lock:
             self._missing[name] -= rows.nbytes
+            if rows.size:
+                self._written[name].append(_Run(column, rows.shape[1], start, len(rows)))
             self._flusher.wrote(place.fd, rows.nbytes, place.file)
 
     def commit(self) -> None:
@@ -141,6 +170,7 @@ class FileSink:
         for name, nbytes in self._missing.items():
             if nbytes:
                 raise ValueError(f"{name}: {nbytes} of {self._places[name].spec.nbytes} bytes are missing")
+            _require_each_once(name, self._written[name])
         self._flusher.finish()
         for path in self._paths:
             sync(path)

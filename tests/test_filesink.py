@@ -61,6 +61,28 @@ def test_commit_asks_for_every_row_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "runs",
+    [
+        [(0, 2, 0, 6), (0, 2, 0, 6)],  # row, rows, column, columns
+        [(0, 3, 0, 6), (2, 1, 0, 6)],
+        [(1, 3, 0, 6), (3, 1, 0, 6)],
+        [(0, 4, 0, 2), (0, 4, 0, 4)],
+        [(0, 4, 0, 4), (0, 4, 3, 2)],
+        [(0, 2, 0, 3), (0, 2, 0, 3), (0, 4, 3, 3)],
+    ],
+)
+def test_rows_written_twice_do_not_stand_for_others(
+    tmp_path: Path, runs: list[tuple[int, int, int, int]]
+) -> None:
+    sink = FileSink(tmp_path, plan_files([TensorSpec("w", DType.F32, (4, 6))]))
+    for row, rows, column, columns in runs:
+        sink.write("w", row, np.ones((rows, columns), "<f4"), column)
+    with pytest.raises(ValueError, match=r"w: row \d, column \d where \d, \d was missing"):
+        sink.commit()
+    sink.abort()
+
+
+@pytest.mark.parametrize(
     ("name", "start", "rows"),
     [
         ("a", 49, np.zeros((2, 7), "<f4")),
