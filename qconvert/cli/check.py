@@ -33,7 +33,8 @@ def verify(model: str, against: str | None, as_json: bool, quiet: bool, revision
     qconvert.json; with --against, every decoded number against the source: kept tensors must be
     equal or rounded to their new type, quantized ones within half a quantization step inside the
     grid's range.
-    Leaves with 3 when something does not hold.
+    Leaves with 3 when something does not hold, or when the manifest records no hash (--no-verify) and
+    there is no --against.
     """
     from qconvert.audit import audit, reordered_in
     from qconvert.compare import compare_checkpoints
