@@ -48,7 +48,10 @@ def test_measures_every_runner_in_every_round(
     # The head, and per layer q, o, k, v and the three matrices of the MLP.
     weights = 1200 * 128 + 2 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)
     assert record["token_bytes"]["bf16"] == 2 * weights
-    assert record["token_bytes"]["int4, bf16 head"] < record["token_bytes"]["bf16"]
+    head = 1200 * 128
+    # Half a byte a weight, and a scale of two bytes for each 128 of them.
+    packed = (weights - head) // 2 + 2 * (weights - head) // 128
+    assert record["token_bytes"]["int4, bf16 head"] == packed + 2 * head, record["token_bytes"]
     assert f"{command}: qwen2.5-0.5b, 8 tokens" in ran.output
 
 
@@ -80,7 +83,7 @@ def test_one_step_beside_llama_cpps_two(
     runs = json.loads(out.read_text())["runs"]
     assert list(runs) == ["copy", "bf16", "q8_0", "q8_0, verified", "q8_0, llama.cpp"]
     assert all(run["seconds"] > 0 and run["peak_bytes"] > 0 for done in runs.values() for run in done)
-    assert "times two steps" in ran.output
+    assert "times two steps" in ran.output and all(f"\n{name}  " in ran.output for name in runs), ran.output
 
 
 def test_repacking_beside_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,3 +98,4 @@ def test_repacking_beside_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     record = json.loads(out.read_text())
     assert set(record["runs"]) == {"copy", "repacked", "repacked, verified"}
     assert all(runs[0]["seconds"] > 0 for runs in record["runs"].values())
+    assert all(f"\n{name}  " in ran.output for name in record["runs"]), ran.output
