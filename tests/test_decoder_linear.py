@@ -53,7 +53,7 @@ def worth(value: IntAffine) -> np.ndarray:
     if value.form.scale_dtype is DType.BF16:
         scales = (scales.astype(np.uint32) << 16).view(np.float32)
     zeros = 2 ** (value.form.bits - 1) if value.zeros_RG is None else value.zeros_RG.astype(np.float32)
-    size = value.codes_RI.shape[1] // scales.shape[1]
+    size = value.width // scales.shape[1]
     spread = [
         np.repeat(part, size, axis=1) for part in (scales.astype(np.float32), zeros * np.ones_like(scales))
     ]

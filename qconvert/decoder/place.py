@@ -167,7 +167,7 @@ def _place_codes(value: IntAffine, device: torch.device, dtype: torch.dtype) -> 
         codes_OB=torch.from_numpy(_pack(value.codes_RI) if packs else value.codes_RI).to(device),
         scales_OG=as_tensor(value.scales_RG, value.form.scale_dtype).to(device),
         zeros_OG=zeros,
-        width=value.codes_RI.shape[1],
+        width=value.width,
         dtype=dtype,
         kind="int4" if packs else "int8",
     )

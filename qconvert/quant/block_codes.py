@@ -26,7 +26,7 @@ def block_codes(value: IntAffine | MinAffine, type_name: str) -> tuple[np.ndarra
     if type_name == "Q4_1":
         return _with_mins(value)
     assert isinstance(value, IntAffine) and value.groups_I is None
-    group = value.form.group_size or value.codes_RI.shape[1]
+    group = value.form.group_size or value.width
     scales_RG = wide(value.scales_RG, value.form.scale_dtype)
     half_RG, overflow = _half(scales_RG)
     signed_RI = value.codes_RI.astype(np.int16) - np.repeat(zeros_of(value).astype(np.int16), group, axis=1)
@@ -81,7 +81,7 @@ def factors_of(value: Coded) -> np.ndarray:
 
 
 def _with_mins(value: IntAffine | MinAffine) -> tuple[np.ndarray, float, int]:
-    group = value.form.group_size or value.codes_RI.shape[1]
+    group = value.form.group_size or value.width
     scales_RG = wide(value.scales_RG, value.form.scale_dtype).astype(np.float64)
     if isinstance(value, MinAffine):
         mins_RG = wide(value.mins_RG, value.form.scale_dtype).astype(np.float64)

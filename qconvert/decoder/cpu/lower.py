@@ -87,7 +87,7 @@ def _of_integers(value: IntAffine) -> Recipe:
         codes_RI = rows.codes_RI - np.uint8(shift) if shift else rows.codes_RI
         return Lowered(codes_RI, Levels(rows.scales_RG, form.scale_dtype), None, zeros_RG)
 
-    group = form.group_size or value.codes_RI.shape[1]
+    group = form.group_size or value.width
     return Recipe(kind, group, take, middle - shift if symmetric else 0)
 
 
@@ -118,7 +118,7 @@ def _beyond_halves(value: MinAffine) -> bool:
 
 
 def _of_table(value: Coded) -> Recipe | None:
-    form, width = value.form, value.codes_RI.shape[1]
+    form, width = value.form, value.width
     if form.table == "e4m3" and bool((value.codes_RI & 0x7F == 0x7F).any()):
         return None  # NaN
     kept = DType.BF16 if form.scale_dtype in (DType.F8_E8M0, DType.F8_E4M3) else form.scale_dtype
