@@ -11,8 +11,8 @@ from qconvert.report_html import Figure
 from qconvert.svg import Axis, Curve, Mark, curves, heatmap, linear_axis, log_axis, scatter
 
 if TYPE_CHECKING:
-    from qconvert.evals.results import Comparison, PerplexityReport
-    from qconvert.evals.weights import WeightReport
+    from qconvert.evals.perplexity_report import Comparison, PerplexityReport
+    from qconvert.evals.weights_report import WeightReport
 
 _LEAST_KL = 1e-6
 """Below this, a divergence is the rounding of its own computation."""

@@ -17,8 +17,8 @@ from qconvert.decoder.conditions import arithmetic, device_name, versions
 from qconvert.errors import BadRecipe
 from qconvert.evals.corpora import WIKITEXT, Text, Tokens, check_tokenizer, load_text, tokenize
 from qconvert.evals.lockstep import EvalModel, Progress, Track, run_lockstep
+from qconvert.evals.perplexity_report import Comparison, ModelResult, PerplexityReport
 from qconvert.evals.protocols import LEAST_CONTEXT, Protocol, Window, protocol_named
-from qconvert.evals.results import Comparison, ModelResult, PerplexityReport
 from qconvert.evals.scores import fingerprint, load_scores, save_scores
 from qconvert.evals.statistics_paired import divergence, exp_mean, mean, root_mean_square
 from qconvert.formats.dialogue import check_ids

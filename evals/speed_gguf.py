@@ -20,7 +20,7 @@ import click
 from qconvert.evals.processes import Run, copied, record, timed
 from qconvert.evals.synthetic import SHAPES, make_checkpoint
 from qconvert.formats.gguf_splits import QWEN2
-from qconvert.gguf_mix import find_file_type
+from qconvert.gguf.mix import find_file_type
 from qconvert.tables import size, table
 from qconvert.tensors import Json
 

@@ -25,7 +25,7 @@ from qconvert.formats.gguf_io import GGUFFile, check_vocabulary
 from qconvert.formats.gguf_tokenizer import lost_tokenizer, tokenizer_files
 from qconvert.formats.gguf_vocab import GGUFTokenizer
 from qconvert.formats.layouts.gguf import GGUFLayout, Home, Stretch, form_of, llama3_scaling
-from qconvert.gguf_types import KV, GGMLType
+from qconvert.gguf.types import KV, GGMLType
 from qconvert.interfaces import Sidecars
 from qconvert.numbers import shortest
 from qconvert.tensors import DType, Json, Logical, TensorSpec

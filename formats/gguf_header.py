@@ -16,7 +16,7 @@ from typing import Any
 
 from qconvert.errors import FETCH, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.files import amount, open_regular, read_exactly
-from qconvert.gguf_types import (
+from qconvert.gguf.types import (
     ARRAY_NUMBER,
     KV,
     KV_TYPE_BY_NUMBER,

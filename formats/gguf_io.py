@@ -16,7 +16,7 @@ import numpy as np
 from qconvert.errors import CorruptCheckpoint, shown
 from qconvert.formats.files import octets, open_regular, read_exactly
 from qconvert.formats.gguf_header import GGUFHeader, parse_header
-from qconvert.gguf_types import KV, GGUFTensor
+from qconvert.gguf.types import KV, GGUFTensor
 from qconvert.tensors import TensorSpec
 
 SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"

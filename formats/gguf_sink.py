@@ -19,7 +19,7 @@ from qconvert.formats.files import amount, claim, sync
 from qconvert.formats.filesink import FilePlan, FileSink
 from qconvert.formats.gguf_header import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME_BYTES
 from qconvert.formats.gguf_io import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, split_name
-from qconvert.gguf_types import ARRAY_NUMBER, KV, ArrayOf, GGUFTensor, KVType, Scalar
+from qconvert.gguf.types import ARRAY_NUMBER, KV, ArrayOf, GGUFTensor, KVType, Scalar
 
 VERSION = 3
 ALIGNMENT = DEFAULT_ALIGNMENT

@@ -18,7 +18,7 @@ from qconvert.formats.tokenizer_folder import (
     expect_object,
     token_text,
 )
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from qconvert.tensors import Json
 
 # GGUF has no key for a classification token; "seperator" is its spelling.

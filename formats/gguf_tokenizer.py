@@ -21,7 +21,7 @@ from qconvert.formats.gguf_splits import GPT2
 from qconvert.formats.gguf_tokens import SPACE
 from qconvert.formats.merging import check_lengths
 from qconvert.formats.sentencepiece_model import PieceType
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from qconvert.tensors import Json
 
 TOKENIZER = "tokenizer.json"

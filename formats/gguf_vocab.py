@@ -36,7 +36,7 @@ from qconvert.formats.gguf_tokens import (
 )
 from qconvert.formats.sentencepiece_model import PieceType
 from qconvert.formats.tokenizer_folder import TokenizerFolder, expect_list, expect_object, read_folder
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from qconvert.tensors import Json
 
 _UNNORMALISED = (

@@ -20,7 +20,7 @@ from qconvert.errors import CorruptCheckpoint, shown
 from qconvert.formats.files import amount, octets, open_regular, read_exactly
 from qconvert.formats.gguf_header import MAX_RECORDS
 from qconvert.formats.gguf_io import GGUFFile
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 MAX_BYTES = 2 << 30  # of float32 sums; a model of 10^12 parameters in experts has 1.5 GB

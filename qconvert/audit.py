@@ -12,7 +12,7 @@ from qconvert.formats.files import octets
 from qconvert.formats.gguf_checkpoint import GGUFModel
 from qconvert.formats.json_io import read_json_object
 from qconvert.formats.verify import file_sha256
-from qconvert.gguf_convert import REORDERED
+from qconvert.gguf.convert import REORDERED
 from qconvert.manifest import FILE_NAME
 from qconvert.quant.casts import first_nonfinite
 from qconvert.quant.grids import numbers

@@ -16,8 +16,8 @@ from math import lcm
 from qconvert.architecture import Architecture, Place
 from qconvert.errors import BadRecipe
 from qconvert.ops import PadColumns, PermuteRows
-from qconvert.parallel import INPUT_SPLIT, whole_unit
 from qconvert.plan import Pass, Plan, RowSlice, Unit, cut_where, run_passes, stack_all
+from qconvert.tensor_parallel import INPUT_SPLIT, whole_unit
 from qconvert.tensors import Blocks, Form, Logical
 
 # Dimensions of features that only an MLP's own linears know.

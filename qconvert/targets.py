@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from qconvert.errors import BadRecipe
-from qconvert.gguf_types import GRIDS
+from qconvert.gguf.types import GRIDS
 from qconvert.grid_ops import (
     CastScales,
     DivideByOne,

@@ -12,7 +12,7 @@ import numpy as np
 
 from qconvert.formats.gguf_sink import plan_files
 from qconvert.formats.gguf_splits import QWEN2
-from qconvert.gguf_types import KV, GGMLType, GGUFTensor
+from qconvert.gguf.types import KV, GGMLType, GGUFTensor
 
 WIDTH = 32
 

@@ -14,7 +14,7 @@ import pytest
 from qconvert.errors import QConvertError
 from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.formats.gguf_io import GGUFFile
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from tests.commands import qconvert
 from tests.gguf_models import write_gguf
 from tests.test_gguf_back import source_of

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from qconvert.cli.convert_command import PLAIN
+from qconvert.cli.convert import PLAIN
 from qconvert.formats.checkpoint import WRITERS, open_checkpoint
 from qconvert.recipe import LAYOUTS
 from qconvert.targets import PLAIN as PLAIN_TARGETS

@@ -17,7 +17,7 @@ from qconvert.decoder.generate import decodes_weights
 from qconvert.decoder.linear import BACKENDS, Linear
 from qconvert.decoder.load import load_decoder
 from qconvert.decoder.place import Layout, place_rows, place_weight
-from qconvert.gguf_types import GGMLType
+from qconvert.gguf.types import GGMLType
 from qconvert.quant.codebook import wide
 from qconvert.quant.ggml import encode_rows
 from qconvert.tensors import (

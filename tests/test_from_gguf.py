@@ -14,7 +14,7 @@ from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.formats.files import octets
 from qconvert.formats.gguf_tokenizer import tokenizer_files
 from qconvert.formats.gguf_vocab import read_tokenizer
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from qconvert.numbers import shortest
 from qconvert.quant.grids import numbers
 from qconvert.tensors import DType

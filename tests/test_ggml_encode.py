@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from qconvert.gguf_types import WRITTEN, GGMLType
+from qconvert.gguf.types import WRITTEN, GGMLType
 from qconvert.quant.ggml import (
     ENCODED,
     decode_rows,

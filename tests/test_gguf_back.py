@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from qconvert.formats.gguf_io import GGUFFile
-from qconvert.gguf_types import KV, GGMLType, GGUFTensor
+from qconvert.gguf.types import KV, GGMLType, GGUFTensor
 from tests.commands import qconvert
 from tests.gguf_families import add_tokenizer, random_model, scatter
 from tests.gguf_models import SIZES, save_transformers_model, transformers_logits, write_gguf

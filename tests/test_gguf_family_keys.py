@@ -10,7 +10,7 @@ import pytest
 from qconvert.architecture import Architecture
 from qconvert.architecture.gguf.keys import file_keys
 from qconvert.architecture.gguf.models import facts_of
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from qconvert.numbers import shortest
 from tests.gguf_models import SIZES
 from tests.test_gguf_families import CONFIGS

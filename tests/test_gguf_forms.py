@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.formats.gguf_io import GGUFFile
-from qconvert.gguf_forms import keeping
+from qconvert.gguf.forms import keeping
 from qconvert.quant.block_codes import block_codes
 from qconvert.quant.grids import numbers
 from qconvert.tensors import DType, GroupInt, GroupMin, IntAffine, Logical, MinAffine

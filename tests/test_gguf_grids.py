@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.gguf_types import GRIDS, GGMLType
+from qconvert.gguf.types import GRIDS, GGMLType
 from qconvert.quant.ggml.encode import ENCODED, encode_rows
 from qconvert.quant.ggml.grids import grid_of_blocks
 from qconvert.quant.grids import numbers

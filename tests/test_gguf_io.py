@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
 from qconvert.formats.gguf_io import GGUFFile, check_vocabulary
 from qconvert.formats.gguf_sink import plan_files
-from qconvert.gguf_types import KV, TYPE_BY_NUMBER, ArrayOf, GGMLType, GGUFTensor, KVType, parse_ggml_type
+from qconvert.gguf.types import KV, TYPE_BY_NUMBER, ArrayOf, GGMLType, GGUFTensor, KVType, parse_ggml_type
 
 gguf = pytest.importorskip("gguf")
 

@@ -19,8 +19,8 @@ from qconvert.architecture.gguf.names import gguf_name
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
 from qconvert.formats.gguf_sink import plan_files
 from qconvert.formats.gguf_vocab import read_tokenizer
-from qconvert.gguf_mix import MixFacts, choose_types, find_file_type
-from qconvert.gguf_types import KV, GGMLType, GGUFTensor
+from qconvert.gguf.mix import MixFacts, choose_types, find_file_type
+from qconvert.gguf.types import KV, GGMLType, GGUFTensor
 from qconvert.quant.rope import llama3_factors
 from tests.gguf_models import write_gguf
 

@@ -9,9 +9,9 @@ import pytest
 
 from qconvert.errors import BadRecipe
 from qconvert.formats.gguf_io import GGUFFile
-from qconvert.gguf_mix import FILE_TYPES, Choice, MixFacts, choose_types, find_file_type, visit_order
-from qconvert.gguf_rules import LOWEST
-from qconvert.gguf_types import KV, GGMLType, GGUFTensor
+from qconvert.gguf.mix import FILE_TYPES, Choice, MixFacts, choose_types, find_file_type, visit_order
+from qconvert.gguf.rules import LOWEST
+from qconvert.gguf.types import KV, GGMLType, GGUFTensor
 from tests.gguf_models import write_gguf
 
 Shapes = list[tuple[str, tuple[int, ...]]]

@@ -15,7 +15,7 @@ import pytest
 from qconvert.errors import BadRecipe, OutputExists, QConvertError
 from qconvert.formats.gguf_io import GGUFFile
 from qconvert.formats.gguf_sink import GGUFSink, pack_kv, plan_files
-from qconvert.gguf_types import KV, ArrayOf, GGMLType, GGUFTensor, KVType
+from qconvert.gguf.types import KV, ArrayOf, GGMLType, GGUFTensor, KVType
 
 gguf = pytest.importorskip("gguf")
 
@@ -194,7 +194,7 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from qconvert.formats.gguf_sink import GGUFSink, plan_files
-from qconvert.gguf_types import GGMLType, GGUFTensor
+from qconvert.gguf.types import GGMLType, GGUFTensor
 GGUFSink(Path(sys.argv[1]), plan_files("m.gguf", [], [GGUFTensor("a", GGMLType.F32, (9, 9))]))
 print("half", flush=True)
 time.sleep(60)

@@ -11,7 +11,7 @@ import pytest
 from qconvert.formats.gguf_io import GGUFFile
 from qconvert.formats.gguf_tokenizer import lost_tokenizer, tokenizer_files
 from qconvert.formats.gguf_vocab import read_tokenizer
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from tests.commands import qconvert
 from tests.gguf_models import one_layer_llama
 from tests.gguf_models import test_strings as strings_for

@@ -18,7 +18,7 @@ from qconvert.errors import BadRecipe, CorruptCheckpoint, QConvertError, Unsuppo
 from qconvert.formats.gguf_io import GGUFFile
 from qconvert.formats.gguf_splits import QWEN2
 from qconvert.formats.gguf_vocab import GGUFTokenizer, read_tokenizer
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from tests.gguf_models import llama_cpp_vocab, one_layer_llama
 from tests.gguf_models import test_strings as strings_for
 

@@ -23,7 +23,7 @@ import pytest
 from qconvert.architecture.gguf.model import GGUFModel
 from qconvert.architecture.gguf.models import MODELS
 from qconvert.formats.gguf_io import GGUFFile
-from qconvert.gguf_types import KV, GGMLType, GGUFTensor, KVType
+from qconvert.gguf.types import KV, GGMLType, GGUFTensor, KVType
 from tests.commands import qconvert
 from tests.gguf_models import write_gguf
 from tests.models import tiny

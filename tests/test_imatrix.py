@@ -11,7 +11,7 @@ import pytest
 from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.gguf_io import GGUFFile
 from qconvert.formats.imatrix import read_imatrix
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from tests.gguf_models import imatrix_dat as dat
 
 

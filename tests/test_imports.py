@@ -21,17 +21,16 @@ FOLDERS = {"qconvert": "qconvert", "formats": "qconvert.formats", "evals": "qcon
 
 # Every module has a room; the longest prefix decides. (Names without the leading "qconvert.")
 ROOMS = {
-    "vocabulary": "__init__ errors codes tensors interfaces numbers schemes sizes gguf_types",
+    "vocabulary": "__init__ errors codes tensors interfaces numbers schemes sizes gguf gguf.types",
     "names": "architecture",
     "decisions": "recipe select plan draft relayout targets census loaders "
-    "lint lint_shapes lint_subject actorder padding parallel "
-    "gguf_draft gguf_units gguf_forms gguf_rules gguf_mix",
+    "lint actorder padding tensor_parallel gguf.draft gguf.units gguf.forms gguf.rules gguf.mix",
     "operations": "ops grid_ops",
     "numbers": "quant decoder",
     "bytes": "formats hub",
     "layouts": "formats.layouts formats.checkpoint formats.weights",
     "runner": "run refusals",
-    "words": "card manifest tables report report_html svg audit compare convert gguf_convert warm demo",
+    "words": "card manifest tables report report_html svg audit compare convert gguf.convert warm demo",
     "evals": "evals",
     "cli": "cli __main__",
 }
@@ -63,7 +62,7 @@ LIBRARIES = {
     "jinja2": "formats.chat_template",
     "llvmlite": "quant decoder.cpu",
     "numba": "quant decoder.cpu",
-    "numpy": "quant ops decoder formats run compare warm evals demo gguf_convert gguf_draft",
+    "numpy": "quant ops decoder formats run compare warm evals demo gguf.convert gguf.draft",
     "safetensors": "formats.verify evals demo.train",
     "tokenizers": "evals demo formats cli.generate",
     "torch": "decoder evals demo.train cli.env cli.evaluate cli.generate",

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from qconvert.architecture import Architecture
-from qconvert.cli.lint_command import LOADERS as SPELLED
-from qconvert.lint import lint
-from qconvert.lint_subject import ERROR, LOADERS, NOTE, WARNING, Problem, Subject
+from qconvert.cli.check import LOADERS as SPELLED
+from qconvert.lint.rules import lint
+from qconvert.lint.subject import ERROR, LOADERS, NOTE, WARNING, Problem, Subject
 from qconvert.tensors import Codebook, DType, Form, GroupInt, Logical, Plain
 from tests.commands import made, qconvert
 from tests.family_models import ROWS

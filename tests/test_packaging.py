@@ -98,7 +98,7 @@ def test_the_sdist_holds_each_file_once(dist: Path) -> None:
 def test_it_runs_where_it_is_installed(site: Path) -> None:
     ran = run_outside(site, "-m", "qconvert", "--help")
     assert ran.returncode == 0 and "quantize" in ran.stdout, ran.stderr
-    for name in ("formats.hf", "evals.results"):
+    for name in ("formats.hf", "evals.perplexity_report"):
         ran = run_outside(site, "-c", f"import qconvert.{name} as module; print(module.__file__)")
         assert Path(ran.stdout.strip()).is_relative_to(site), ran.stderr
     for name in ("formats", "evals"):

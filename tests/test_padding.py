@@ -18,10 +18,10 @@ from qconvert.errors import BadRecipe
 from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.formats.weights import CheckpointWeights
 from qconvert.padding import growths
-from qconvert.parallel import whole_unit
 from qconvert.quant.codebook import TABLES
 from qconvert.quant.grids import numbers
 from qconvert.quant.padding import pad_columns, zero_rows
+from qconvert.tensor_parallel import whole_unit
 from qconvert.tensors import (
     Codebook,
     Coded,

@@ -19,8 +19,8 @@ from qconvert.errors import BadRecipe, CheckFailed
 from qconvert.evals.corpora import Text, Tokens
 from qconvert.evals.lockstep import EvalModel
 from qconvert.evals.perplexity import evaluate, run
+from qconvert.evals.perplexity_report import PerplexityReport
 from qconvert.evals.protocols import protocol_named
-from qconvert.evals.results import PerplexityReport
 from qconvert.report import to_markdown, to_terminal
 from tests.decoder_models import StateDict, decoder_of, tiny, tokens
 from tests.test_corpora import write_tokenizer

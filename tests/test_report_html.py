@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from qconvert.evals.perplexity import evaluate
+from qconvert.evals.perplexity_report import PerplexityReport
 from qconvert.evals.protocols import protocol_named
-from qconvert.evals.results import PerplexityReport
-from qconvert.evals.weights import WeightError, WeightReport
+from qconvert.evals.weights_report import WeightError, WeightReport
 from qconvert.report_html import to_html
 from tests.test_perplexity import IDS, as_tokens, eval_model
 

@@ -17,8 +17,8 @@ from qconvert.cli import evaluate as cli
 from qconvert.errors import BadRecipe
 from qconvert.evals.lockstep import Progress
 from qconvert.evals.perplexity import evaluate
+from qconvert.evals.perplexity_report import PerplexityReport
 from qconvert.evals.protocols import protocol_named
-from qconvert.evals.results import PerplexityReport
 from tests.commands import qconvert
 from tests.decoder_models import tiny
 from tests.test_corpora import write_tokenizer

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from qconvert.evals.weights import WeightReport, compare_weights
+from qconvert.evals.weights_report import WeightReport, compare_weights
 from qconvert.formats.checkpoint import open_checkpoint
 from tests.commands import qconvert
 from tests.decoder_models import tiny

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from qconvert.architecture.gguf.tensors import Step
-from qconvert.gguf_types import GGMLType, GGUFTensor
+from qconvert.gguf.types import GGMLType, GGUFTensor
 from qconvert.interfaces import Part, Source
 from qconvert.tensors import (
     BlockRows,

@@ -19,7 +19,7 @@ from qconvert.recipe import SAME_INPUT, Recipe
 from qconvert.schemes import Scheme
 
 if TYPE_CHECKING:
-    from qconvert.evals.results import PerplexityReport
+    from qconvert.evals.perplexity_report import PerplexityReport
 
 OUTPUTS = {
     "int8-g128": Recipe(scheme=Scheme(8)),

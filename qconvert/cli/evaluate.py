@@ -19,8 +19,8 @@ from qconvert.evals.protocols import LEAST_CONTEXT, PROTOCOLS, protocol_named
 
 if TYPE_CHECKING:
     from qconvert.evals.lockstep import EvalModel, Progress
-    from qconvert.evals.results import PerplexityReport
-    from qconvert.evals.weights import WeightReport
+    from qconvert.evals.perplexity_report import PerplexityReport
+    from qconvert.evals.weights_report import WeightReport
 
 
 REPORT_SUFFIXES = (".json", ".md", ".html")
@@ -153,7 +153,7 @@ def weights(a: str, b: str, out: Path | None, as_json: bool, quiet: bool, revisi
 
 
 def _compare(a: str, b: str, revision: str | None) -> WeightReport:
-    from qconvert.evals.weights import compare_weights
+    from qconvert.evals.weights_report import compare_weights
     from qconvert.formats.checkpoint import open_checkpoint
     from qconvert.hub import resolve
 

@@ -19,7 +19,7 @@ from qconvert.architecture.gguf.models import MODELS
 from qconvert.architecture.gguf.names import gguf_name
 from qconvert.architecture.slots import Family, Slot
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from qconvert.tensors import Json
 
 _EMBEDDING = "token_embd.weight"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.errors import CorruptCheckpoint
-from qconvert.gguf_types import KV, ArrayOf, KVType
+from qconvert.gguf.types import KV, ArrayOf, KVType
 from qconvert.tensors import Json
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from qconvert.architecture.gguf.model import (
 )
 from qconvert.architecture.gguf.names import ROPE_FREQS
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from qconvert.tensors import Json
 
 QUANTIZATION_VERSION = KV.u32("general.quantization_version", 2)  # GGML_QNT_VERSION

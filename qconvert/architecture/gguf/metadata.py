@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from qconvert.architecture.config import MAX_EXPERTS, MAX_LAYERS
 from qconvert.errors import CorruptCheckpoint
-from qconvert.gguf_types import KV, GGUFTensor
+from qconvert.gguf.types import KV, GGUFTensor
 from qconvert.numbers import positive_number, shortest
 from qconvert.tensors import Json
 

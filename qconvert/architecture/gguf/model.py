@@ -1,7 +1,7 @@
 """What the declaration of a GGUF model can say, and the facts about a model that it may ask for.
 
 A declaration is data and small pure functions. It never computes with weights: a `Change` is a word
-for what happens to a tensor's rows, which `gguf_units` turns into an operation of a plan.
+for what happens to a tensor's rows, which `gguf.units` turns into an operation of a plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qconvert.architecture.gguf.metadata import Metadata
 from qconvert.architecture.model import Architecture
 from qconvert.architecture.slots import Dimensions
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from qconvert.numbers import positive_number
 from qconvert.tensors import Json
 

@@ -1,6 +1,6 @@
 """The tensors of a GGUF file, and where in the model every row of them comes from.
 
-One description for both directions: `gguf_units` makes a plan of it, `formats.gguf_checkpoint` reads the
+One description for both directions: `gguf.units` makes a plan of it, `formats.gguf_checkpoint` reads the
 model's tensors out of the file by it. Pure: names, rows and shapes.
 """
 

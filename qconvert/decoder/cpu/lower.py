@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qconvert.gguf_types import GGMLType
+from qconvert.gguf.types import GGMLType
 from qconvert.quant.codebook import TABLES, wide
 from qconvert.quant.ggml.decode import E2M1_DOUBLED, IQ4_VALUES, fields, mxfp4_scales, nvfp4_scales
 from qconvert.quant.ggml.parts import PARTS, ZEROS, Numbers

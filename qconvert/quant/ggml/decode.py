@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.gguf_types import GGMLType
+from qconvert.gguf.types import GGMLType
 
 _PIECE = 1 << 16  # elements decoded at a time, so that temporaries stay in the cache
 # The doubled values of E2M1 by code: kvalues_mxfp4 in ggml-common.h.

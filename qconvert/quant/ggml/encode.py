@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from qconvert.gguf_types import GGMLType
+from qconvert.gguf.types import GGMLType
 from qconvert.quant.casts import as_kernels_read, cast
 from qconvert.quant.ggml import float4, iq4, kquants_affine, kquants_symmetric, legacy, ternary
 from qconvert.tensors import Dense, DType

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from qconvert.gguf_types import GRIDS, GGMLType
+from qconvert.gguf.types import GRIDS, GGMLType
 from qconvert.quant.ggml.decode import fields
 from qconvert.quant.ggml.parts import PARTS
 from qconvert.tensors import BlockRows, Codebook, Coded, GroupMin, IntAffine, MinAffine

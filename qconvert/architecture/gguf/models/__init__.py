@@ -17,7 +17,7 @@ config.json has of it (`derived` where nothing), a check with `implying` what th
 back by the same records (`architecture.gguf.tensors`). Of types with one graph, the first whose tensors are
 those of a file is the one it is read as.
 
-A new word for what happens to rows is a `Change`, an operation in `ops`, a line in `gguf_units`, and its way
+A new word for what happens to rows is a `Change`, an operation in `ops`, a line in `gguf.units`, and its way
 back in `formats.layouts.gguf`; what cannot go back has its reason in `LOST`. A type without a graph in
 llama.cpp is a `NoGraph` with the sentence that says so.
 

@@ -16,7 +16,7 @@ from qconvert.architecture.gguf.metadata import Metadata
 from qconvert.architecture.gguf.model import Facts, GGUFModel, Keys, Written, implying, positive, read_by
 from qconvert.architecture.gguf.models.fused import GLM_SPECIAL
 from qconvert.architecture.gguf.models.llama import ROTATED, SILU
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from qconvert.numbers import shortest
 from qconvert.tensors import Json
 

@@ -23,7 +23,7 @@ from qconvert.architecture.gguf.model import (
 )
 from qconvert.architecture.gguf.models.llama import SILU
 from qconvert.errors import CorruptCheckpoint
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from qconvert.tensors import Json
 
 QKV, GATE_UP = "attn.qkv", "mlp.gate_up"

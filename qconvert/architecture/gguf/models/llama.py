@@ -12,7 +12,7 @@ from qconvert.architecture.gguf import checks as c
 from qconvert.architecture.gguf import keys as k
 from qconvert.architecture.gguf.metadata import Metadata
 from qconvert.architecture.gguf.model import Facts, GGUFModel, Keys, Written, derived, read_by
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from qconvert.tensors import Json
 
 

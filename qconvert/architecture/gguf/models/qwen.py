@@ -10,7 +10,7 @@ from qconvert.architecture.gguf import keys as k
 from qconvert.architecture.gguf.metadata import Metadata
 from qconvert.architecture.gguf.model import Facts, GGUFModel, read_by
 from qconvert.architecture.gguf.models.llama import SILU
-from qconvert.gguf_types import KV
+from qconvert.gguf.types import KV
 from qconvert.tensors import Json
 
 _DEFAULTS = {

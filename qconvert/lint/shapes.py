@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qconvert.architecture import Place
-from qconvert.lint_subject import ERROR, FUSING, WARNING, Problem, Subject
-from qconvert.parallel import INPUT_SPLIT, whole_unit
+from qconvert.lint.subject import ERROR, FUSING, WARNING, Problem, Subject
+from qconvert.tensor_parallel import INPUT_SPLIT, whole_unit
 from qconvert.tensors import Codebook, GroupInt, Logical
 
 _MARLIN_COLUMNS, _MARLIN_ROWS, _MARLIN_GROUPS = 128, 64, (None, 32, 64, 128)

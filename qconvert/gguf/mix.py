@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 
-from qconvert import gguf_rules as rules
 from qconvert.errors import BadRecipe
-from qconvert.gguf_types import KV, GGMLType
+from qconvert.gguf import rules
+from qconvert.gguf.types import KV, GGMLType
 
 T = GGMLType
 

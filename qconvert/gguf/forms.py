@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from qconvert.errors import BadRecipe
-from qconvert.gguf_types import GGMLType
+from qconvert.gguf.types import GGMLType
 from qconvert.grid_ops import FromInt8Rows, IntoBlocks
 from qconvert.ops import Cast, Dequantize, EncodeBlocks, Op
 from qconvert.plan import Pass, Plan, Unit

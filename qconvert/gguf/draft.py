@@ -1,7 +1,7 @@
 """From a checkpoint and a file type to the plan of a GGUF file: names, row order, types.
 
 Data flow: copy every tensor; drop a head equal to its embedding; write every role as its model's
-declaration says (`gguf_units`); choose a type for every tensor; encode. Pure, except for comparing a
+declaration says (`gguf.units`); choose a type for every tensor; encode. Pure, except for comparing a
 stored head with the embedding.
 """
 
@@ -23,10 +23,10 @@ from qconvert.architecture.gguf.models import facts_of, remarks_on
 from qconvert.architecture.gguf.names import FACTOR
 from qconvert.draft import Compare, check_plain_weights
 from qconvert.errors import BadRecipe, UnsupportedModel
-from qconvert.gguf_forms import give_types, is_mxfp4, own_types
-from qconvert.gguf_mix import Choice, FileType, MixFacts, choose_types, find_file_type, visit_order
-from qconvert.gguf_types import GGMLType
-from qconvert.gguf_units import constants_of, write_roles
+from qconvert.gguf.forms import give_types, is_mxfp4, own_types
+from qconvert.gguf.mix import Choice, FileType, MixFacts, choose_types, find_file_type, visit_order
+from qconvert.gguf.types import GGMLType
+from qconvert.gguf.units import constants_of, write_roles
 from qconvert.grid_ops import TakeFactor
 from qconvert.plan import Plan, Unit
 from qconvert.tensors import Blocks, Codebook, DType, Logical, Plain

@@ -1,7 +1,7 @@
 """The exceptions of every GGUF mixture, one line for each file type and kind of tensor.
 
 A rule looks at one tensor (`Look`) and names a type, or None for the mixture's base type. Source:
-llama_tensor_get_type_impl in llama.cpp's src/llama-quant.cpp (commit 0c1e57098); `gguf_mix` applies them.
+llama_tensor_get_type_impl in llama.cpp's src/llama-quant.cpp (commit 0c1e57098); `gguf.mix` applies them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from qconvert.gguf_types import GGMLType as T
+from qconvert.gguf.types import GGMLType as T
 
 
 @dataclass(frozen=True, slots=True)

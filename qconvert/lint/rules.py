@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from qconvert.census import form_bytes
-from qconvert.lint_shapes import SHAPE_RULES
-from qconvert.lint_subject import ERROR, FUSING, NOTE, WARNING, Problem, Subject
+from qconvert.lint.shapes import SHAPE_RULES
+from qconvert.lint.subject import ERROR, FUSING, NOTE, WARNING, Problem, Subject
 from qconvert.tensors import Codebook, DType, GroupInt, Plain, Quantized
 
 _READS = {

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from qconvert.cli import writing
     from qconvert.formats.checkpoint import Checkpoint
     from qconvert.formats.gguf_vocab import GGUFTokenizer
-    from qconvert.gguf_convert import GGUFJob, GGUFMade
-    from qconvert.gguf_draft import GGUFWish
-    from qconvert.gguf_types import GGMLType
+    from qconvert.gguf.convert import GGUFJob, GGUFMade
+    from qconvert.gguf.draft import GGUFWish
+    from qconvert.gguf.types import GGMLType
     from qconvert.tensors import Json
 
 
@@ -180,7 +180,7 @@ def write_gguf(model: str, flags: Flags) -> None:
 
 def _carry_out(job: GGUFJob, out: Path, files: Any, flags: Flags) -> None:
     from qconvert.cli.progress import compile_kernels, progress
-    from qconvert.gguf_convert import convert_gguf
+    from qconvert.gguf.convert import convert_gguf
 
     talks = not (flags.quiet or flags.as_json)
     compile_kernels(job.draft.plan, talks=talks)
@@ -197,8 +197,8 @@ def prepare(model: str, wish: GGUFWish, flags: Flags) -> GGUFJob:
     from qconvert.convert import Limits
     from qconvert.formats.checkpoint import open_checkpoint
     from qconvert.formats.imatrix import read_imatrix
-    from qconvert.gguf_convert import GGUFJob, check_encoders, check_name
-    from qconvert.gguf_draft import draft_gguf
+    from qconvert.gguf.convert import GGUFJob, check_encoders, check_name
+    from qconvert.gguf.draft import draft_gguf
     from qconvert.hub import resolve
 
     resolved = resolve(model, revision=flags.revision)
@@ -243,8 +243,8 @@ def _tokenizer(checkpoint: Checkpoint, flags: Flags) -> GGUFTokenizer:
 def _wish(flags: Flags) -> GGUFWish:
     """What the options ask for, but for the importance matrix. Raises BadRecipe for what cannot be."""
     from qconvert.formats.gguf_pretokenizer import known_pre_tokenizer
-    from qconvert.gguf_draft import KEEP, GGUFWish
-    from qconvert.gguf_mix import find_file_type
+    from qconvert.gguf.draft import KEEP, GGUFWish
+    from qconvert.gguf.mix import find_file_type
 
     if flags.out and flags.out.suffix != ".gguf":
         raise BadRecipe(f"{flags.out}: does not end in .gguf", f"write -o {flags.out}.gguf")
@@ -268,7 +268,7 @@ def _wish(flags: Flags) -> GGUFWish:
 
 def _override(text: str) -> tuple[str, GGMLType]:
     """Read `PATTERN=TYPE` as given to --tensor-type."""
-    from qconvert.gguf_mix import pattern_of
+    from qconvert.gguf.mix import pattern_of
 
     pattern, equals, type_ = text.rpartition("=")
     if not equals or not pattern:
@@ -278,7 +278,7 @@ def _override(text: str) -> tuple[str, GGMLType]:
 
 
 def _written(text: str) -> GGMLType:
-    from qconvert.gguf_types import parse_ggml_type
+    from qconvert.gguf.types import parse_ggml_type
 
     kind = parse_ggml_type(text)
     _require_written(kind)
@@ -286,7 +286,7 @@ def _written(text: str) -> GGMLType:
 
 
 def _require_written(kind: GGMLType) -> None:
-    from qconvert.gguf_types import WRITTEN
+    from qconvert.gguf.types import WRITTEN
 
     if kind.is_quantized and kind.name not in WRITTEN:
         known = ", ".join(name.lower() for name in sorted(WRITTEN))
@@ -294,8 +294,8 @@ def _require_written(kind: GGMLType) -> None:
 
 
 def _print_types() -> None:
-    from qconvert.gguf_mix import FILE_TYPES
-    from qconvert.gguf_types import WRITTEN
+    from qconvert.gguf.mix import FILE_TYPES
+    from qconvert.gguf.types import WRITTEN
     from qconvert.tables import table
 
     written = [t for t in FILE_TYPES.values() if not t.base.is_quantized or t.base.name in WRITTEN]

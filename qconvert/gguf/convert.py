@@ -26,8 +26,8 @@ from qconvert.formats.json_io import read_json_object
 from qconvert.formats.layouts.gguf import GGUFLayout, stored
 from qconvert.formats.pooling import read_pooling
 from qconvert.formats.verify import Hashes, verify_files
-from qconvert.gguf_draft import KEPT, GGUFDraft, GGUFWish
-from qconvert.gguf_types import KV, GGUFTensor
+from qconvert.gguf.draft import KEPT, GGUFDraft, GGUFWish
+from qconvert.gguf.types import KV, GGUFTensor
 from qconvert.grid_ops import IntoBlocks
 from qconvert.run import Outcome, WrittenPart, run
 from qconvert.tensors import TensorSpec

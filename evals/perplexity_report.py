@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from qconvert.evals.figures import perplexity_figures
 from qconvert.evals.statistics_paired import Divergence, Estimate
-from qconvert.evals.weights import WeightReport
+from qconvert.evals.weights_report import WeightReport
 from qconvert.report import Grid, Page, number
 from qconvert.report_html import Figure
 from qconvert.tables import count, size

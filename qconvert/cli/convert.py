@@ -148,9 +148,9 @@ def _to_gguf(
     model: str, scheme: str | None, flags: Flags, *, allow_requantize: bool, undo_act_order: bool
 ) -> None:
     """Write a GGUF file as `to-gguf` does: of a type, or with everything kept as it is."""
-    from qconvert.cli import gguf
-    from qconvert.gguf_draft import KEEP
+    from qconvert.cli import to_gguf
+    from qconvert.gguf.draft import KEEP
 
-    wanted = gguf.Flags.of_type(scheme or KEEP, flags)
+    wanted = to_gguf.Flags.of_type(scheme or KEEP, flags)
     wanted = replace(wanted, allow_requantize=allow_requantize, undo_act_order=undo_act_order)
-    gguf.write_gguf(model, wanted)
+    to_gguf.write_gguf(model, wanted)

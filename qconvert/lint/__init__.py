@@ -1,0 +1,1 @@
+"""What will a loader make of a folder: rules over names, sizes and schemes."""
