@@ -48,16 +48,19 @@ def model_card(
         yaml.safe_dump(_recipe(manifest), sort_keys=False).rstrip(),
         "```",
         "",
-        "`qconvert.json` beside this file holds the hashes of the source and of every tensor, and the error "
-        "of each quantized one.",
+        "`qconvert.json` beside this file holds the hashes of the source's headers and of every tensor, and "
+        "the error of each quantized one.",
         "",
     ]
     return "\n".join(lines)
 
 
 def _recipe(manifest: Json) -> dict[str, Any]:
-    """The recipe without the fields that say nothing."""
-    return {key: value for key, value in manifest["recipe"].items() if value not in (None, [], False)}
+    """The recipe, and what a conversion was asked for, without the fields that say nothing."""
+    said = manifest["recipe"] | {
+        f"convert_{key}": value for key, value in manifest.get("conversion", {}).items()
+    }
+    return {key: value for key, value in said.items() if value not in (None, [], False)}
 
 
 def _metadata(upstream: Path | None, repo_id: str | None, manifest: Json) -> dict[str, Any]:
@@ -76,7 +79,11 @@ def _metadata(upstream: Path | None, repo_id: str | None, manifest: Json) -> dic
 def _loss(manifest: Json) -> list[str]:
     error = manifest["totals"]["relative_rms_error"]
     if error is None:
-        return ["", "All numbers are those of the source."] if _all_exact(manifest) else []
+        return (
+            ["", "All numbers, or their codes and scales, are those of the source."]
+            if _all_exact(manifest)
+            else []
+        )
     bits = manifest["totals"]["linear_bits_per_weight"]
     return [
         "",

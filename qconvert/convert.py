@@ -97,9 +97,8 @@ def convert(job: Job, out: Path, listen: Listener = lambda done: None) -> Made:
             verify_files(folder, files, outcome.written, limits.jobs) if limits.verify else Hashes({}, {})
         )
         record = manifest(
-            job.wish.command,
             source_record(job.model, checkpoint, hash_sources=limits.hash_sources),
-            job.wish.recipe,
+            job.wish,
             draft=job.draft,
             layout=job.layout,
             results=Results(

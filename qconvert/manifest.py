@@ -20,11 +20,11 @@ from qconvert.padding import zeros_added
 from qconvert.tensors import DType, Form, Json, Plain
 
 if TYPE_CHECKING:
-    from qconvert.draft import Draft
+    from qconvert.draft import Draft, Wish
     from qconvert.interfaces import Layout
     from qconvert.plan import Unit
     from qconvert.quant.affine import QuantError
-    from qconvert.recipe import Recipe
+    from qconvert.targets import Target
 
 FILE_NAME = "qconvert.json"
 SCHEMA_VERSION = 1
@@ -55,16 +55,14 @@ class Results:
     verified: bool = False
 
 
-def manifest(
-    command: str, source: SourceRecord, recipe: Recipe, *, draft: Draft, layout: Layout, results: Results
-) -> Json:
+def manifest(source: SourceRecord, wish: Wish, *, draft: Draft, layout: Layout, results: Results) -> Json:
     """The manifest of an output as plain data."""
     outputs = draft.plan.outputs
     census = census_of_outputs(outputs, draft.architecture, layout.name)
     return {
         "schema": SCHEMA_VERSION,
         "tool": {"name": "qconvert", "version": __version__},
-        "command": command,
+        "command": wish.command,
         "source": {
             "name": source.name,
             "repo_id": source.repo_id,
@@ -72,7 +70,8 @@ def manifest(
             "index_sha256": source.index_sha256,
             "files": list(source.files),
         },
-        "recipe": recipe.to_json(),
+        "recipe": wish.recipe.to_json(),
+        **({"conversion": _conversion(wish.target)} if wish.target else {}),
         "totals": {
             "tensors": census.tensors,
             "parameters": census.parameters,
@@ -91,6 +90,15 @@ def manifest(
     }
 
 
+def _conversion(target: Target) -> Json:
+    """What `convert` was asked for besides a layout."""
+    return {
+        "scheme": target.table or (target.scheme.label if target.scheme else None),
+        "allow_requantize": target.allow_requantize,
+        "undo_act_order": target.undo_act_order,
+    }
+
+
 def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
     output = unit.output
     steps = results.steps.get(output.name, 0.0)
@@ -100,7 +108,10 @@ def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
         "form": output.form.label,
         "shape": list(output.shape),
         "exact": certificate == "exact",
-        "certificate": {"kind": certificate, "max_steps": finite(steps)},
+        "certificate": {
+            "kind": certificate,
+            **({"max_steps": finite(steps)} if certificate in _KEPT else {}),
+        },
         "parts": parts,
     }
     rows, columns = zeros_added(unit)
@@ -116,6 +127,10 @@ def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
             "max_steps": error.max_steps,
         }
     return entry
+
+
+# What keeps codes, whose moves are measured.
+_KEPT = ("exact", "measured")
 
 
 def certificate_of(unit: Unit, steps: float) -> str:
@@ -141,7 +156,8 @@ def certificates(manifest: Json) -> Json:
     """How many tensors of an output have each certificate, and the largest measured distance in steps."""
     found = [entry["certificate"] for entry in manifest["tensors"].values()]
     counts = Counter(entry["kind"] for entry in found)
-    steps = (inf if entry["max_steps"] is None else entry["max_steps"] for entry in found)
+    measured = (entry.get("max_steps", 0.0) for entry in found)
+    steps = (inf if most is None else most for most in measured)
     return {"counts": dict(counts), "max_steps": max(steps, default=0.0)}
 
 

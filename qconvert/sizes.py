@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_SIZE = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,15})?)\s*(?P<unit>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
+_SIZE = re.compile(r"(?P<number>\d{1,16}(?:\.\d{1,15})?)\s*(?P<unit>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:

@@ -200,7 +200,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "gptq_v2 asym": _converted("gptq_v2", "int4-asym-g128"),
     "gptq, activation order": _act_order,
     "awq": _converted("awq", "int4-asym-g128"),
-    "mlx affine": _mlx_own,
+    "mlx affine int4": _mlx_own,
     "mlx nvfp4": _converted("mlx", "nvfp4"),
     "bitsandbytes nf4, nested": _converted("bitsandbytes", "nf4-nested"),
     "bitsandbytes int8": _converted("bitsandbytes", "int8"),
@@ -265,7 +265,7 @@ def _certificates(out: Path, report: Any) -> tuple[set[str], float]:
         return set(report["certificates"]), max(moved, default=0.0)
     entries = json.loads((out / "qconvert.json").read_text())["tensors"].values()
     found = [entry["certificate"] for entry in entries]
-    return {entry["kind"] for entry in found}, max(float(entry["max_steps"]) for entry in found)
+    return {entry["kind"] for entry in found}, max(float(entry.get("max_steps", 0)) for entry in found)
 
 
 def distance(before: Weight, after: Weight) -> float:

@@ -211,7 +211,7 @@ def test_scales_are_nested_on_request_and_the_distance_is_told(model: Path, tmp_
     out = encoded(plain, "bitsandbytes", "nf4-nested", tmp_path / "nested", "--max-memory", "1MB")
     manifest = json.loads((out / "qconvert.json").read_text())
     certificates = [entry["certificate"] for entry in manifest["tensors"].values()]
-    steps = max(entry["max_steps"] for entry in certificates)
+    steps = max(entry.get("max_steps", 0) for entry in certificates)
     assert {entry["kind"] for entry in certificates} == {"exact", "measured"} and 0 < steps < 0.1
     before, after = decoded(plain, DOWN, DType.F32), decoded(out, DOWN, DType.F32)
     scales = open_checkpoint(plain).reader.read(open_checkpoint(plain).tensors[DOWN], 0, 256).arrays[1]

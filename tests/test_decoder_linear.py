@@ -81,6 +81,16 @@ def test_up_to_four_bits_take_half_a_byte() -> None:
     assert sizes == {2: 128, 4: 128, 5: 256, 8: 256}
 
 
+@pytest.mark.parametrize("width", [172, 176, 8])
+def test_bfloat16_rows_of_any_width_are_multiplied_whole(width: int) -> None:
+    """Kernels read sixteen columns at once: a width that is no multiple would run into the next row."""
+    w_OI = torch.randn(24, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+    value = Dense(w_OI.view(torch.uint16).numpy(), DType.BF16)
+    weight = place_weight(value, CPU, torch.float32, Layout.AUTO)
+    x_1I = torch.linspace(-1, 1, width).reshape(1, -1)
+    torch.testing.assert_close(Linear(weight)(x_1I), x_1I @ w_OI.float().T, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_of_rows_make_the_whole_product(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     value = random_value(GroupInt(bits, 32, False, DType.F32), 37, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from dataclasses import asdict
@@ -36,6 +37,13 @@ _SLOW = (
 )
 
 
+def _a_number(ctx: click.Context, parameter: click.Parameter, value: float) -> float:
+    """The value; `nan` passes every range."""
+    if math.isnan(value):
+        raise click.BadParameter("nan is not a number", ctx, parameter)
+    return value
+
+
 @click.command(
     "generate",
     epilog=examples('qconvert generate ./Qwen2.5-0.5B-Instruct-int4-g128 --chat -p "Name three rivers."'),
@@ -58,6 +66,7 @@ _SLOW = (
 @click.option(
     "--temperature",
     type=click.FloatRange(0),
+    callback=_a_number,
     metavar="X",
     default=0.0,
     show_default=True,
@@ -66,6 +75,7 @@ _SLOW = (
 @click.option(
     "--top-p",
     type=click.FloatRange(0, 1, min_open=True),
+    callback=_a_number,
     metavar="X",
     default=1.0,
     show_default=True,

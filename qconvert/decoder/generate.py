@@ -41,7 +41,8 @@ class Sampler:
         if self.temperature == 0:
             # On a CPU not by torch: its threads would spin for a while beside those of the next step.
             return int(logits_V.numpy().argmax() if logits_V.device.type == "cpu" else logits_V.argmax())
-        p_V, order_V = (logits_V.double().cpu() / self.temperature).softmax(-1).sort(descending=True)
+        below_V = logits_V.double().cpu() - logits_V.max()  # no temperature, however low, makes infinity of 0
+        p_V, order_V = (below_V / self.temperature).softmax(-1).sort(descending=True)
         before_V = p_V.cumsum(-1) - p_V
         kept_V = p_V.where(before_V < self.top_p, 0.0)
         return int(order_V[torch.multinomial(kept_V, 1, generator=self._generator)])

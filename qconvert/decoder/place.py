@@ -28,6 +28,7 @@ from qconvert.decoder.storage import (
     as_tensor,
 )
 from qconvert.errors import BadRecipe
+from qconvert.quant.lanes import LANES
 from qconvert.tensors import Dense, DType, Form, IntAffine, Value
 
 
@@ -119,7 +120,8 @@ def place_table(value: Value, device: torch.device, dtype: torch.dtype, layout: 
         return decoded(place_rows(value, device, dtype))
     if layout is Layout.REFERENCE or device.type != "cpu" or available(device):
         return place_rows(value, device, dtype)
-    if isinstance(value, Dense) and value.dtype is DType.BF16 and dtype == torch.float32:
+    fills_lanes = value.width % LANES == 0  # which the kernel reads whole
+    if isinstance(value, Dense) and value.dtype is DType.BF16 and dtype == torch.float32 and fills_lanes:
         return NarrowWeight(as_tensor(value.rows_RI, DType.BF16))
     return pack_grid(value, dtype) or place_rows(value, device, dtype)
 
