@@ -82,8 +82,6 @@ class GPTQ:
 
     def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
         """Spell rows [start, start + value.rows); `start` is a multiple of the row alignment."""
-        from qconvert.quant.grids import zeros_of
-        from qconvert.quant.packing import pack_stream
         from qconvert.quant.transpose import transposed
 
         if isinstance(value, Dense):
@@ -96,10 +94,9 @@ class GPTQ:
                 f"{tensor.name}: has zeros of 0, which gptq (v1) stores as -1; not every loader undoes that",
                 "convert --to gptq_v2",
             )
-        zeros_GR = transposed(self._shifted(zeros_of(value), bits, -1))
         yield Part(f"{base}.qweight", 0, transposed(value.words_RW), column=start)
         yield Part(f"{base}.scales", 0, transposed(value.scales_RG), column=start)
-        yield Part(f"{base}.qzeros", 0, pack_stream(zeros_GR, bits), column=start * bits // _WORD)
+        yield Part(f"{base}.qzeros", 0, self._zero_words(value), column=start * bits // _WORD)
         if start == 0 and not self.groupless:
             order_I = _in_sequence(value.width, value.form) if value.groups_I is None else value.groups_I
             yield Part(f"{base}.g_idx", 0, order_I.reshape(-1, 1))
@@ -138,6 +135,17 @@ class GPTQ:
             return zeros_RG
         _check_symmetric(f"{_base(tensor)}.qzeros", zeros_RG, form, self.version)
         return None
+
+    def _zero_words(self, value: IntAffine) -> np.ndarray:
+        """The zeros of all groups as they are stored, int32 [groups, rows * bits / 32]."""
+        from qconvert.quant.transpose import transposed
+
+        bits, (rows, groups) = value.form.bits, value.scales_RG.shape
+        if value.zeros_RG is None:
+            return np.tile(self._middle_words(bits, rows * bits // _WORD), (groups, 1))
+        from qconvert.quant.packing import pack_stream  # which loads numba
+
+        return pack_stream(transposed(self._shifted(value.zeros_RG, bits, -1)), bits)
 
     def _middle_words(self, bits: int, count: int) -> np.ndarray:
         """The first words of a stream of middle codes, as a symmetric grid stores them: int32 [count]."""
