@@ -119,7 +119,6 @@ class FileSink:
         self._paths: list[Path] = []
         self._fds: list[int] = []
         self._places: dict[str, _Place] = {}
-        self._missing: dict[str, int] = {}
         self._written: dict[str, list[_Run]] = defaultdict(list)
         self._lock = threading.Lock()
         self._flusher = _Flusher()
@@ -137,7 +136,6 @@ class FileSink:
         write_exactly(fd, memoryview(file.head), 0, file.name)
         for name, spec in file.specs.items():
             self._places[name] = _Place(fd, file.offsets[name], spec, file.name)
-            self._missing[name] = spec.nbytes
 
     def write(self, name: str, start: int, rows: np.ndarray, column: int = 0) -> None:
         """Write rows [start, start + len(rows)) of a tensor: `[rows, width]` in its carrier type.
@@ -160,17 +158,18 @@ class FileSink:
         for i, run in enumerate([rows] if whole else rows):
             write_exactly(place.fd, octets(np.ascontiguousarray(run)), offset + i * stride, place.file)
         with self._lock:
-            self._missing[name] -= rows.nbytes
             if rows.size:
                 self._written[name].append(_Run(column, rows.shape[1], start, len(rows)))
             self._flusher.wrote(place.fd, rows.nbytes, place.file)
 
     def commit(self) -> None:
         """Return when every byte is on the disk; ValueError if not every row was written once."""
-        for name, nbytes in self._missing.items():
-            if nbytes:
-                raise ValueError(f"{name}: {nbytes} of {self._places[name].spec.nbytes} bytes are missing")
-            _require_each_once(name, self._written[name])
+        for name, place in self._places.items():
+            runs, spec = self._written[name], place.spec
+            missing = spec.nbytes - sum(run.width * run.rows for run in runs) * spec.dtype.nbytes
+            if missing:
+                raise ValueError(f"{name}: {missing} of {spec.nbytes} bytes are missing")
+            _require_each_once(name, runs)
         self._flusher.finish()
         for path in self._paths:
             sync(path)

@@ -27,6 +27,7 @@ from qconvert.formats.layouts.claims import (
 )
 from qconvert.formats.layouts.uniform import only_form
 from qconvert.interfaces import Part, Source
+from qconvert.quant.transpose import transposed
 from qconvert.tensors import (
     Dense,
     DType,
@@ -79,7 +80,6 @@ class AWQ:
     def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
         """Spell rows [start, start + value.rows), both multiples of eight."""
         from qconvert.quant.grids import zeros_of
-        from qconvert.quant.transpose import transposed
 
         if isinstance(value, Dense):
             yield Part(tensor.name, start, value.rows_RI)
@@ -92,8 +92,6 @@ class AWQ:
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back; CorruptCheckpoint for zeros that a symmetric grid cannot have."""
-        from qconvert.quant.transpose import transposed
-
         form = tensor.form
         if isinstance(form, Plain):
             return Dense(source.read(tensor.name, start, stop), form.dtype)
@@ -138,7 +136,6 @@ def _base(tensor: Logical) -> str:
 def _pack(codes_RI: np.ndarray) -> np.ndarray:
     """Codes [rows, columns], rows a multiple of eight, as words int32 [columns, rows / 8]."""
     from qconvert.quant.nibbles import pack_nibbles
-    from qconvert.quant.transpose import transposed
 
     codes_IRp = transposed(codes_RI).reshape(codes_RI.shape[1], -1, _PER_WORD)
     return pack_nibbles(codes_IRp[..., _STORED].reshape(len(codes_IRp), -1)).view("<i4")
@@ -147,7 +144,6 @@ def _pack(codes_RI: np.ndarray) -> np.ndarray:
 def _unpack(words_IW: np.ndarray) -> np.ndarray:
     """The codes [rows, columns] of words [columns, rows / 8]."""
     from qconvert.quant.nibbles import unpack_nibbles
-    from qconvert.quant.transpose import transposed
 
     codes_IWp = unpack_nibbles(words_IW.view(np.uint8)).reshape(*words_IW.shape, _PER_WORD)
     return transposed(codes_IWp[..., _PLACE].reshape(len(words_IW), -1))

@@ -29,6 +29,7 @@ from qconvert.formats.layouts.claims import (
 )
 from qconvert.formats.layouts.gptq_dynamic import claimed, settings_of_forms, symmetric
 from qconvert.interfaces import Part, Source
+from qconvert.quant.transpose import transposed
 from qconvert.tensors import (
     Dense,
     DType,
@@ -82,8 +83,6 @@ class GPTQ:
 
     def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
         """Spell rows [start, start + value.rows); `start` is a multiple of the row alignment."""
-        from qconvert.quant.transpose import transposed
-
         if isinstance(value, Dense):
             yield Part(tensor.name, start, value.rows_RI)
             return
@@ -103,8 +102,6 @@ class GPTQ:
 
     def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back; CorruptCheckpoint for zeros that a symmetric grid cannot have."""
-        from qconvert.quant.transpose import transposed
-
         form = tensor.form
         if isinstance(form, Plain):
             return Dense(source.read(tensor.name, start, stop), form.dtype)
@@ -130,7 +127,7 @@ class GPTQ:
         from qconvert.quant.packing import unpack_stream  # which loads numba
 
         stored_GR = unpack_stream(words_GW, form.bits, stop - aligned)[:, start - aligned :]
-        zeros_RG = np.ascontiguousarray(self._shifted(stored_GR, form.bits, 1).T)
+        zeros_RG = transposed(self._shifted(stored_GR, form.bits, 1))
         if not form.symmetric:
             return zeros_RG
         _check_symmetric(f"{_base(tensor)}.qzeros", zeros_RG, form, self.version)
@@ -138,8 +135,6 @@ class GPTQ:
 
     def _zero_words(self, value: IntAffine) -> np.ndarray:
         """The zeros of all groups as they are stored, int32 [groups, rows * bits / 32]."""
-        from qconvert.quant.transpose import transposed
-
         bits, (rows, groups) = value.form.bits, value.scales_RG.shape
         if value.zeros_RG is None:
             return np.tile(self._middle_words(bits, rows * bits // _WORD), (groups, 1))

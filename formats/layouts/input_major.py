@@ -16,6 +16,7 @@ import numpy as np
 
 from qconvert.architecture import Architecture
 from qconvert.interfaces import Layout, Part, Source
+from qconvert.quant.transpose import transposed
 from qconvert.tensors import Dense, Json, Logical, Plain, Quantized, TensorSpec, Value
 
 
@@ -54,8 +55,6 @@ class InputMajor:
         return self._encode(tensor, start, value.rows_RI)
 
     def _encode(self, tensor: Logical, start: int, rows_RI: np.ndarray) -> Iterator[Part]:
-        from qconvert.quant.transpose import transposed
-
         for which, first, stop in self._runs(tensor, start, start + len(rows_RI)):
             run_RI = rows_RI[: stop - first]
             rows_RI = rows_RI[stop - first :]

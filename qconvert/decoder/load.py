@@ -20,7 +20,6 @@ from qconvert.decoder.place import (
     place_vector,
     place_weight,
     preferred_dtype,
-    shape_of,
     stack,
 )
 from qconvert.decoder.rope import frequencies
@@ -160,7 +159,7 @@ class _Loader:
     def find(self, role: str, i: int | None, out: int, width: int) -> Value | None:
         value = self.weights.get(role, i)
         if value is not None:
-            _check_shape(role, i, shape_of(value), (out, width))
+            _check_shape(role, i, (value.rows, value.width), (out, width))
         return value
 
     def bias(self, role: str, i: int, out: int) -> Tensor | None:

@@ -99,7 +99,7 @@ def place_rows(value: Value, device: torch.device, dtype: torch.dtype) -> Readab
         return DenseWeight(as_tensor(value.rows_RI, value.dtype).to(device, dtype))
     if _is_grid(value):
         return _place_codes(value, device, dtype)
-    return EncodedWeight(value, shape_of(value)[1], device, dtype)
+    return EncodedWeight(value, value.width, device, dtype)
 
 
 def place_weight(value: Value, device: torch.device, dtype: torch.dtype, layout: Layout) -> Weight:
@@ -133,11 +133,6 @@ def decoded(weight: Readable) -> DenseWeight:
     out, width = weight.shape
     rows = max(1, SCRATCH_BYTES // (4 * width))
     return DenseWeight(torch.cat([weight.rows(slice(i, i + rows)) for i in range(0, out, rows)]))
-
-
-def shape_of(value: Value) -> tuple[int, int]:
-    """Rows and columns of the weight that a value holds whole."""
-    return value.rows, value.width
 
 
 def stack(values: Sequence[Value]) -> Value | None:
