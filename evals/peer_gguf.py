@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.tensors import Dense, DType
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import DType
+from qconvert.core.values import DenseRows
 
 FILE_TYPES = {"Q4_0": 2, "Q4_K_M": 15}
 """LLAMA_FTYPE_MOSTLY_... of llama.h."""
@@ -53,12 +54,12 @@ def write_bf16(folder: Path, out: Path) -> Path:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    for name, place in binding.places.items():
+    for name, place in binding.parameters.items():
         tensor = checkpoint.tensors[name]
         value = checkpoint.reader.read(tensor, 0, tensor.rows)
-        assert isinstance(value, Dense) and value.dtype is DType.BF16
+        assert isinstance(value, DenseRows) and value.dtype is DType.BF16
         layer = "" if place.layer is None else f"blk.{place.layer}."
-        spelled = f"{layer}{_ROLES[place.role]}.{place.part}"
+        spelled = f"{layer}{_ROLES[place.role]}.{place.param}"
         if len(tensor.shape) == 1:
             writer.add_tensor(spelled, (value.rows_RI.ravel().astype(np.uint32) << 16).view(np.float32))
         else:

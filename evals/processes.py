@@ -20,8 +20,8 @@ from pathlib import Path
 import click
 
 from qconvert import __version__
-from qconvert.tables import size, table
-from qconvert.tensors import Json
+from qconvert.core.dtypes import Json
+from qconvert.report.tables import size, table
 
 
 @dataclass(frozen=True, slots=True)

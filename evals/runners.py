@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.load import load_decoder
-from qconvert.decoder.model import Decoder, Layer
-from qconvert.decoder.place import Layout
-from qconvert.decoder.scoring import score_hidden
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.formats.weights import CheckpointWeights
+from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.device_layout import Layout
+from qconvert.runtime.load import load_decoder
+from qconvert.runtime.model import Decoder, Layer
+from qconvert.runtime.scoring import score_hidden
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import click
 
-from qconvert.evals.speed_convert import convert, repack
-from qconvert.evals.speed_decoder import decode, prefill
-from qconvert.evals.speed_gguf import gguf
-from qconvert.evals.speed_gpu import gpu
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `evals` is a folder of scripts, not installed
+
+from evals.speed_convert import convert, repack
+from evals.speed_decoder import decode, prefill
+from evals.speed_gguf import gguf
+from evals.speed_gpu import gpu
 
 
 @click.group()

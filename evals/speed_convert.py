@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from qconvert.evals.processes import Runs, beside_copying, print_ratios, record, timed
-from qconvert.evals.synthetic import SHAPES, make_checkpoint
-from qconvert.tables import size
+from evals.processes import Runs, beside_copying, print_ratios, record, timed
+from evals.synthetic import SHAPES, make_checkpoint
+from qconvert.report.tables import size
 
 QUANTIZED = {
     "min-max": ["--min-max", "--no-verify"],
@@ -80,7 +80,7 @@ def repack(
     folder: Path | None,
     out: Path | None,
 ) -> None:
-    """Time `convert` of a GPTQ checkpoint of a real model's shapes against copying its files.
+    """Time `convert.execute` of a GPTQ checkpoint of a real model's shapes against copying its files.
 
     To compressed-tensors it turns every matrix of words, so it is the dearest exact conversion.
     """

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from evals.synthetic import SHAPES, make_checkpoint
 from qconvert import __version__
-from qconvert.evals.synthetic import SHAPES, make_checkpoint
-from qconvert.tables import size, table
-from qconvert.tensors import Json
+from qconvert.core.dtypes import Json
+from qconvert.report.tables import size, table
 
 if TYPE_CHECKING:
-    from qconvert.evals.runners import Runner
+    from evals.runners import Runner
 
 BASE = "transformers bf16"
 LLAMA = "llama.cpp Q4_0"
@@ -75,7 +75,7 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @_options
 def decode(tokens: int, layouts: bool, **options: Any) -> None:
     """Tokens per second at batch 1, a few tokens into a text."""
-    from qconvert.evals.speed_layouts import layout_runners
+    from evals.speed_layouts import layout_runners
 
     def one_round(runner: Runner) -> Pace:
         runner.start(range(100, 100 + PROMPT))
@@ -168,7 +168,7 @@ def _workplace(folder: Path | None) -> Iterator[Path]:
 
 def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
     """Every way to run the shape that is installed here."""
-    from qconvert.evals.runners import llama_cpp, ours, transformers_bf16
+    from evals.runners import llama_cpp, ours, transformers_bf16
 
     source = make_checkpoint(work / f"{shape}-x1", shape)
     int4 = made(source, work / f"{shape}-int4", "quantize", "--bits", "4", "--min-max")
@@ -196,7 +196,7 @@ def made(source: Path, out: Path, command: str, *options: str) -> Path:
 
 
 def _ggufs(work: Path, shape: str, source: Path) -> Mapping[str, Path]:
-    from qconvert.evals.peer_gguf import quantize, write_bf16
+    from evals.peer_gguf import quantize, write_bf16
 
     bf16, q4_0 = (work / f"{shape}-{kind}.gguf" for kind in ("bf16", "q4_0"))
     if not q4_0.is_file():

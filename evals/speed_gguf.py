@@ -17,12 +17,12 @@ from pathlib import Path
 
 import click
 
-from qconvert.evals.processes import Run, copied, record, timed
-from qconvert.evals.synthetic import SHAPES, make_checkpoint
-from qconvert.formats.gguf_splits import QWEN2
-from qconvert.gguf.mix import find_file_type
-from qconvert.tables import size, table
-from qconvert.tensors import Json
+from evals.processes import Run, copied, record, timed
+from evals.synthetic import SHAPES, make_checkpoint
+from qconvert.core.dtypes import Json
+from qconvert.formats.tokenizers.pretokenizer_patterns import QWEN2
+from qconvert.plan.gguf.mixture import find_file_type
+from qconvert.report.tables import size, table
 
 _QUANTIZE = """
 import sys

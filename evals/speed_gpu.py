@@ -16,10 +16,10 @@ from pathlib import Path
 
 import click
 
-from qconvert.evals.gpu.rows import Fact, Row, load, of_kind, to_json
-from qconvert.evals.gpu.schedule import Outcome, run_sections
-from qconvert.evals.gpu.sections import SECTIONS, Section
-from qconvert.tensors import Json
+from evals.gpu.rows import Fact, Row, load, of_kind, to_json
+from evals.gpu.schedule import Outcome, run_sections
+from evals.gpu.sections import SECTIONS, Section
+from qconvert.core.dtypes import Json
 
 ROWS, LOG = "gpu-rows.jsonl", "gpu-log.txt"
 BASIS = ("ceilings", "checks")
@@ -48,7 +48,7 @@ def gpu(minutes: float, chosen: tuple[str, ...], dry: bool, out: Path) -> None:
     outcomes: list[Outcome] = []
 
     def command_of(section: Section, seconds: float) -> list[str]:
-        command = [sys.executable, "-m", "qconvert.evals.gpu.sections", section.name, str(rows)]
+        command = [sys.executable, "-m", "evals.gpu.sections", section.name, str(rows)]
         return [*command, f"{seconds:.1f}", *(["--dry-run"] if dry else [])]
 
     def finished(outcome: Outcome) -> None:
@@ -75,7 +75,7 @@ def _need_device() -> None:
 
 def write(out: Path, found: Sequence[tuple[str, Row]], outcomes: Sequence[Outcome], *, dry: bool) -> None:
     """The record and the page, under the name of the device; a record before this one is replaced."""
-    from qconvert.evals.gpu.report import markdown
+    from evals.gpu.report import markdown
 
     rows = [row for _, row in found]
     stem = out / name_of(rows, dry)
@@ -98,7 +98,7 @@ def record(found: Sequence[tuple[str, Row]], outcomes: Sequence[Outcome]) -> str
 
 def _conclude(out: Path, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
     """Print the page; rows and log stay only where a section did not come to its end."""
-    from qconvert.evals.gpu import report
+    from evals.gpu import report
 
     click.echo("\n" + report.markdown(rows, outcomes))
     if all(outcome.status == "done" for outcome in outcomes):

@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qconvert.evals.synthetic import make_checkpoint
+from evals.synthetic import make_checkpoint
 
 if TYPE_CHECKING:
-    from qconvert.evals.runners import Runner
+    from evals.runners import Runner
 
 _CONVERTED = {
     "MLX 4-bit g64, int8 head": ("mlx", "int4-asym-g64"),
@@ -25,8 +25,8 @@ _CONVERTED = {
 
 def layout_runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
     """A decoder for every layout, int4 g128 first; llama.cpp for the GGUF files where it is installed."""
-    from qconvert.evals.runners import llama_cpp, ours
-    from qconvert.evals.speed_decoder import INT4, made
+    from evals.runners import llama_cpp, ours
+    from evals.speed_decoder import INT4, made
 
     source = make_checkpoint(work / f"{shape}-x1", shape)
     int4 = made(source, work / f"{shape}-int4", "quantize", "--bits", "4", "--min-max")
@@ -42,7 +42,7 @@ def layout_runners(work: Path, shape: str, room: int, threads: int) -> list[Runn
 
 
 def _ggufs(work: Path, shape: str, source: Path) -> dict[str, Path]:
-    from qconvert.evals.peer_gguf import FILE_TYPES, quantize, write_bf16
+    from evals.peer_gguf import FILE_TYPES, quantize, write_bf16
 
     files = {name: work / f"{shape}-{name.lower()}.gguf" for name in FILE_TYPES}
     bf16 = work / f"{shape}-bf16.gguf"

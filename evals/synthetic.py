@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from qconvert.architecture import Architecture
-from qconvert.formats.filesink import FileSink
-from qconvert.formats.safetensors_io import plan_files
-from qconvert.tensors import DType, Json, TensorSpec
+from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.formats.io.planned_files import FileSink
+from qconvert.models import Architecture
 
 _QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "torch_dtype": "bfloat16",
          "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 1e6,
@@ -56,7 +56,7 @@ def make_checkpoint(folder: Path, shape: str, *, layer_factor: int = 1, seed: in
     folder.mkdir(parents=True, exist_ok=True)
     architecture = Architecture.of(config)
     tied = architecture.tied
-    places = [p for p in architecture.places.values() if not (tied and p.role == "lm_head")]
+    places = [p for p in architecture.parameters.values() if not (tied and p.role == "lm_head")]
     specs = [TensorSpec(p.name, DType.BF16, p.shape) for p in places]
     sink = FileSink(folder, plan_files(specs, SHARD_BYTES, {"format": "pt"}))
     rng = np.random.default_rng(seed)

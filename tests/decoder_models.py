@@ -8,10 +8,11 @@ import numpy as np
 import torch
 import transformers
 
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.load import load_decoder
-from qconvert.decoder.model import Decoder
-from qconvert.tensors import Dense, DType, Value
+from qconvert.core.dtypes import DType
+from qconvert.core.values import DenseRows, Value
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.load import load_decoder
+from qconvert.runtime.model import Decoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 160,
@@ -82,7 +83,7 @@ class StateDict:
 
     def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:
         array = self.array(role, layer, kind)
-        return None if array is None else Dense(array.reshape(len(array), -1), DType.F32)
+        return None if array is None else DenseRows(array.reshape(len(array), -1), DType.F32)
 
 
 def tiny(model_type: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:

@@ -6,7 +6,8 @@ import hashlib
 
 import numpy as np
 
-from qconvert.tensors import Dense, DType
+from qconvert.core.dtypes import DType
+from qconvert.core.values import DenseRows
 
 WIDTH = 512
 
@@ -50,10 +51,10 @@ def importances() -> np.ndarray:
     return squares
 
 
-def bf16(x: np.ndarray) -> Dense:
+def bf16(x: np.ndarray) -> DenseRows:
     """Numbers cut to bfloat16."""
-    return Dense((np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16), DType.BF16)
+    return DenseRows((np.ascontiguousarray(x).view(np.uint32) >> 16).astype(np.uint16), DType.BF16)
 
 
-def f32(x: np.ndarray) -> Dense:
-    return Dense(x, DType.F32)
+def f32(x: np.ndarray) -> DenseRows:
+    return DenseRows(x, DType.F32)

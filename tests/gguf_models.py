@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.formats.gguf_sink import plan_files
-from qconvert.formats.gguf_splits import QWEN2
-from qconvert.gguf.types import KV, GGMLType, GGUFTensor
+from qconvert.core.ggml_types import KV, GGMLType, GGUFTensor
+from qconvert.formats.gguf.writer import plan_files
+from qconvert.formats.tokenizers.pretokenizer_patterns import QWEN2
 
 WIDTH = 32
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qconvert.decoder.cuda import reference
-from qconvert.decoder.cuda.dequantize import dequantize
-from qconvert.decoder.cuda.language import INTERPRET
-from qconvert.decoder.cuda.matmul import most_rows, multiply_partials
-from qconvert.decoder.cuda.packing import mma_weight
-from qconvert.decoder.cuda.reference import FewRowWeight, sums_for
-from qconvert.decoder.linear import BACKENDS, Linear
-from qconvert.decoder.place import Layout, place_weight
-from qconvert.decoder.storage import DenseWeight
-from qconvert.tensors import DType, GroupInt
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt
+from qconvert.quant.packed_codes import codes_of
+from qconvert.runtime.cuda import reference
+from qconvert.runtime.cuda.dequantize import dequantize
+from qconvert.runtime.cuda.matmul import most_rows, multiply_partials
+from qconvert.runtime.cuda.packing import mma_weight
+from qconvert.runtime.cuda.reference import FewRowWeight, sums_for
+from qconvert.runtime.cuda.triton_language import INTERPRET
+from qconvert.runtime.device_layout import Layout, place_weight
+from qconvert.runtime.linear import BACKENDS, Linear
+from qconvert.runtime.storage import DenseWeight
 from tests.test_decoder_linear import random_value, worth
 
 CPU = torch.device("cpu")
@@ -50,11 +52,11 @@ def check(weight: FewRowWeight, w_NK: torch.Tensor, rows: int, splits: int, most
     assert (parts - parts_wanted).norm() <= 2 * most * want.norm()
 
 
-def check_grid(form: GroupInt, shape: tuple[int, int], rows: int, splits: int) -> None:
-    value = random_value(form, *shape)
+def check_grid(encoding: AffineInt, shape: tuple[int, int], rows: int, splits: int) -> None:
+    value = random_value(encoding, *shape)
     weight = mma_weight(value, CPU)
     assert weight is not None
-    check(weight, torch.from_numpy(worth(value)), rows, splits, rounding(form.bits))
+    check(weight, torch.from_numpy(worth(value)), rows, splits, rounding(encoding.bits))
 
 
 @pytest.mark.parametrize(("rows", "splits"), [(1, 1), (5, 2)])
@@ -62,31 +64,31 @@ def check_grid(form: GroupInt, shape: tuple[int, int], rows: int, splits: int) -
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_grids(bits: int, symmetric: bool, group: int | None, rows: int, splits: int) -> None:
-    check_grid(GroupInt(bits, group, symmetric, DType.BF16), (128, 256), rows, splits)
+    check_grid(AffineInt(bits, group, symmetric, DType.BF16), (128, 256), rows, splits)
 
 
 @pytest.mark.parametrize(
-    ("form", "shape", "rows", "splits"),
+    ("encoding", "shape", "rows", "splits"),
     [
         # as many rows as there may be, in one or several instructions' widths
-        (GroupInt(4, 128, True, DType.BF16), (128, 128), 64, 1),
-        (GroupInt(4, 128, False, DType.BF16), (128, 128), 17, 1),
-        (GroupInt(4, 32, False, DType.BF16), (128, 128), 16, 1),
-        (GroupInt(8, 64, True, DType.BF16), (128, 128), 16, 1),
-        (GroupInt(8, 64, False, DType.BF16), (128, 128), 32, 1),
-        (GroupInt(8, None, True, DType.BF16), (128, 128), 64, 1),
+        (AffineInt(4, 128, True, DType.BF16), (128, 128), 64, 1),
+        (AffineInt(4, 128, False, DType.BF16), (128, 128), 17, 1),
+        (AffineInt(4, 32, False, DType.BF16), (128, 128), 16, 1),
+        (AffineInt(8, 64, True, DType.BF16), (128, 128), 16, 1),
+        (AffineInt(8, 64, False, DType.BF16), (128, 128), 32, 1),
+        (AffineInt(8, None, True, DType.BF16), (128, 128), 64, 1),
         # sides that are no whole tiles, fewer bits, other scales, more splits than tiles
-        (GroupInt(3, 32, False, DType.F16), (130, 160), 5, 2),
-        (GroupInt(2, 64, True, DType.F32), (70, 320), 2, 1),
-        (GroupInt(5, 64, False, DType.F32), (130, 192), 3, 1),
-        (GroupInt(6, None, False, DType.F16), (70, 100), 3, 8),
-        (GroupInt(4, 256, True, DType.BF16), (64, 1024), 1, 8),
-        (GroupInt(4, 128, False, DType.BF16), (128, 896), 16, 4),
+        (AffineInt(3, 32, False, DType.F16), (130, 160), 5, 2),
+        (AffineInt(2, 64, True, DType.F32), (70, 320), 2, 1),
+        (AffineInt(5, 64, False, DType.F32), (130, 192), 3, 1),
+        (AffineInt(6, None, False, DType.F16), (70, 100), 3, 8),
+        (AffineInt(4, 256, True, DType.BF16), (64, 1024), 1, 8),
+        (AffineInt(4, 128, False, DType.BF16), (128, 896), 16, 4),
     ],
     ids=str,
 )
-def test_edges(form: GroupInt, shape: tuple[int, int], rows: int, splits: int) -> None:
-    check_grid(form, shape, rows, splits)
+def test_edges(encoding: AffineInt, shape: tuple[int, int], rows: int, splits: int) -> None:
+    check_grid(encoding, shape, rows, splits)
 
 
 @pytest.mark.parametrize(
@@ -100,10 +102,10 @@ def test_dense(shape: tuple[int, int], rows: int, splits: int) -> None:
 def test_codes_at_both_ends_of_a_byte_and_a_nibble() -> None:
     """Every code beside every zero, alone in its row: one code times one number is exact."""
     for bits in (4, 8):
-        value = random_value(GroupInt(bits, 128, False, DType.F32), 1 << bits, 128)
-        value.codes_RI[:] = torch.arange(1 << bits, dtype=torch.uint8)[:, None].numpy()
+        value = random_value(AffineInt(bits, 128, False, DType.F32), 1 << bits, 128)
+        codes_of(value)[:] = torch.arange(1 << bits, dtype=torch.uint8)[:, None].numpy()
         value.scales_RG[:] = 1
-        value.zeros_RG[:, 0] = value.codes_RI[::-1, 0]
+        value.zeros_RG[:, 0] = codes_of(value)[::-1, 0]
         weight = mma_weight(value, CPU)
         assert weight is not None
         x_MK = torch.zeros(1, 128, dtype=BF16)
@@ -113,7 +115,7 @@ def test_codes_at_both_ends_of_a_byte_and_a_nibble() -> None:
 
 
 def test_the_result_goes_where_it_is_asked_to_and_only_there() -> None:
-    value = random_value(GroupInt(4, 64, True, DType.BF16), 130, 256)
+    value = random_value(AffineInt(4, 64, True, DType.BF16), 130, 256)
     weight = mma_weight(value, CPU)
     assert weight is not None and most_rows(weight) == 32
     x_MK = random_rows(3, 512)[:, 128:384]  # rows that lie apart
@@ -128,20 +130,20 @@ def test_the_result_goes_where_it_is_asked_to_and_only_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "shape"),
+    ("encoding", "shape"),
     [
-        (GroupInt(4, 128, True, DType.BF16), (256, 256)),
-        (GroupInt(4, 32, False, DType.F16), (130, 160)),
-        (GroupInt(4, None, True, DType.F32), (128, 128)),
-        (GroupInt(8, 128, True, DType.BF16), (128, 256)),
-        (GroupInt(8, 64, False, DType.F32), (70, 192)),
-        (GroupInt(8, None, False, DType.BF16), (128, 100)),
+        (AffineInt(4, 128, True, DType.BF16), (256, 256)),
+        (AffineInt(4, 32, False, DType.F16), (130, 160)),
+        (AffineInt(4, None, True, DType.F32), (128, 128)),
+        (AffineInt(8, 128, True, DType.BF16), (128, 256)),
+        (AffineInt(8, 64, False, DType.F32), (70, 192)),
+        (AffineInt(8, None, False, DType.BF16), (128, 100)),
     ],
     ids=str,
 )
-def test_dequantized_rows_are_exact(form: GroupInt, shape: tuple[int, int]) -> None:
+def test_dequantized_rows_are_exact(encoding: AffineInt, shape: tuple[int, int]) -> None:
     """In float32, because the interpreter truncates where a GPU rounds to bfloat16."""
-    value = random_value(form, *shape)
+    value = random_value(encoding, *shape)
     weight = mma_weight(value, CPU)
     assert weight is not None
     want = torch.from_numpy(worth(value))
@@ -154,13 +156,15 @@ def test_dequantized_rows_are_exact(form: GroupInt, shape: tuple[int, int]) -> N
 
 
 @pytest.mark.parametrize("rows", [1, 50, 65])
-@pytest.mark.parametrize("form", [GroupInt(4, 64, True, DType.BF16), GroupInt(8, 64, False, DType.BF16)])
+@pytest.mark.parametrize(
+    "encoding", [AffineInt(4, 64, True, DType.BF16), AffineInt(8, 64, False, DType.BF16)]
+)
 def test_a_linear_layer_of_any_number_of_rows(
-    form: GroupInt, rows: int, monkeypatch: pytest.MonkeyPatch
+    encoding: AffineInt, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the table of backends, with a bias; many rows by blocks of the weight."""
-    monkeypatch.setattr("qconvert.decoder.cuda.dequantize.SCRATCH_BYTES", 1)
-    value = random_value(form, 192, 128)
+    monkeypatch.setattr("qconvert.runtime.cuda.dequantize.SCRATCH_BYTES", 1)
+    value = random_value(encoding, 192, 128)
     bias_O = random_rows(1, 192)[0]
     linear = Linear(place_weight(value, CPU, BF16, Layout.AUTO), bias_O)
     chosen = next(b for b in BACKENDS if b.runs("cpu", linear.weight.kind, rows))

@@ -13,9 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.cuda.activation import Parts, Rows, empty_rows, fill_rows
-from qconvert.decoder.cuda.attention import (
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt
+from qconvert.core.values import Value
+from qconvert.errors import QConvertError
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.cuda.activation import Parts, Rows, empty_rows, fill_rows
+from qconvert.runtime.cuda.attention import (
     HeadNorms,
     HeadShape,
     Place,
@@ -26,18 +30,16 @@ from qconvert.decoder.cuda.attention import (
     combine_reference,
     empty_softmaxes,
 )
-from qconvert.decoder.cuda.head import Spoken, score_reference, score_spoken
-from qconvert.decoder.cuda.language import INTERPRET
-from qconvert.decoder.cuda.norm import add_norm, add_norm_reference
-from qconvert.decoder.cuda.packing import MmaInt4, MmaInt8
-from qconvert.decoder.cuda.step import CudaStep, obstacle, open_step, read, read_greedily
-from qconvert.decoder.cuda.swiglu import swiglu, swiglu_reference
-from qconvert.decoder.load import load_decoder
-from qconvert.decoder.place import Layout
-from qconvert.decoder.rope import rotate
-from qconvert.decoder.storage import IntWeight
-from qconvert.errors import QConvertError
-from qconvert.tensors import DType, GroupInt, Value
+from qconvert.runtime.cuda.decode_step import CudaStep, obstacle, open_step, read, read_greedily
+from qconvert.runtime.cuda.head import Spoken, score_reference, score_spoken
+from qconvert.runtime.cuda.norm import add_norm, add_norm_reference
+from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8
+from qconvert.runtime.cuda.swiglu import swiglu, swiglu_reference
+from qconvert.runtime.cuda.triton_language import INTERPRET
+from qconvert.runtime.device_layout import Layout
+from qconvert.runtime.load import load_decoder
+from qconvert.runtime.rope import rotate
+from qconvert.runtime.storage import IntWeight
 from tests.decoder_models import StateDict, decoder_of, tiny, tokens
 from tests.test_decoder_linear import random_value
 
@@ -244,9 +246,9 @@ def test_scores(tokens: int, vocab: int, widths: tuple[int, int]) -> None:
 class Grids:
     """A model's weights, its matrices replaced by random grids of 4 or 8 bits; q and k apart from v."""
 
-    def __init__(self, model: Any, form: GroupInt, head: bool) -> None:
+    def __init__(self, model: Any, encoding: AffineInt, head: bool) -> None:
         exact = {name: weight.bfloat16().float() for name, weight in model.state_dict().items()}
-        self.plain, self.form, self.head = StateDict(exact, fused=False), form, head
+        self.plain, self.encoding, self.head = StateDict(exact, fused=False), encoding, head
 
     def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:
         if self.head and role == "lm_head":
@@ -255,26 +257,26 @@ class Grids:
         inside = role.startswith(("attn.", "mlp.")) and "norm" not in role
         if value is None or kind != "weight" or not (inside or (self.head and role == "embed")):
             return value
-        return random_value(self.form, value.rows, value.width)
+        return random_value(self.encoding, value.rows, value.width)
 
 
 @pytest.mark.parametrize(
-    ("form", "tied", "head_bits"),
+    ("encoding", "tied", "head_bits"),
     [
-        (GroupInt(4, 32, False, DType.BF16), True, None),
-        (GroupInt(8, None, True, DType.F32), False, 8),
-        (GroupInt(4, 64, True, DType.F16), False, 4),
+        (AffineInt(4, 32, False, DType.BF16), True, None),
+        (AffineInt(8, None, True, DType.F32), False, 8),
+        (AffineInt(4, 64, True, DType.F16), False, 4),
     ],
 )
-def test_a_step_with_quantized_weights(form: GroupInt, tied: bool, head_bits: int | None) -> None:
+def test_a_step_with_quantized_weights(encoding: AffineInt, tied: bool, head_bits: int | None) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
     model = tiny("qwen2", tie_word_embeddings=tied, **sizes)
     config = DecoderConfig.from_hf(model.config.to_dict())
     wide, decoder = (
-        load_decoder(config, Grids(model, form, tied), dtype=dtype, layout=layout, head_bits=head_bits)
+        load_decoder(config, Grids(model, encoding, tied), dtype=dtype, layout=layout, head_bits=head_bits)
         for dtype, layout in ((torch.float32, Layout.REFERENCE), (torch.bfloat16, Layout.AUTO))
     )
-    kind = {4: MmaInt4, 8: MmaInt8}[form.bits]
+    kind = {4: MmaInt4, 8: MmaInt8}[encoding.bits]
     assert all(isinstance(linear.weight, kind) for linear in decoder.layers[0].attention.qkv)
     assert isinstance(decoder.head, IntWeight)
     caches = [wide.cache(2, 4), decoder.cache(2, 4)]

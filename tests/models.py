@@ -1,6 +1,6 @@
 """Tiny seeded checkpoints in Hugging Face layout, written without qconvert and without transformers.
 
-Names and shapes are spelled out here a second time on purpose: they are what `qconvert.architecture`
+Names and shapes are spelled out here a second time on purpose: they are what `qconvert.models`
 is held against.
 """
 
@@ -43,7 +43,7 @@ def tiny(
 ) -> Path:
     """Write a random model into `folder` and return it.
 
-    `biases` sets attention_bias (and mlp_bias for Llama); `sizes` are config.json keys; `changes`
+    `biases` sets attention_bias (and mlp_bias for Llama); `core.sizes` are config.json keys; `changes`
     adds or replaces tensors by name (float32 ones are rounded to `dtype`), and None leaves one out.
     """
     config = tiny_config(family, tied=tied, biases=biases, dtype=dtype, **sizes)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.load import load_decoder
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.formats.weights import CheckpointWeights
+from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.load import load_decoder
 from tests.commands import made, qconvert
 from tests.models import tiny
 
@@ -62,7 +62,7 @@ def test_the_inner_features_of_an_mlp_take_the_order_over(layout: str, tmp_path:
     assert qconvert("convert", source, "--to", "awq", "-o", tmp_path / "o").code == 1
     out = made("convert", source, "--to", layout, "--undo-act-order", "-o", tmp_path / "out")
     assert set(kinds(out).values()) == {"exact"}
-    assert not any(getattr(t.form, "act_order", False) for t in open_checkpoint(out).tensors.values())
+    assert not any(getattr(t.encoding, "act_order", False) for t in open_checkpoint(out).tensors.values())
     assert (logits(out) - logits(source)).abs().max() < 1e-5
     assert qconvert("verify", out, "--against", source).code == 0
     moved = json.loads((out / "qconvert.json").read_text())["tensors"]
@@ -174,7 +174,9 @@ def test_gptq_keeps_what_cannot_be_folded_and_says_so(layout: str, tmp_path: Pat
     assert ran.code == 0 and "2 of 4 weights keep their g_idx" in ran.err
     assert f"model.layers.{{0-1}}.{Q}.weight" in ran.err
     assert set(kinds(tmp_path / "out").values()) == {"exact"}
-    labels = {name: tensor.form.label for name, tensor in open_checkpoint(tmp_path / "out").tensors.items()}
+    labels = {
+        name: tensor.encoding.label for name, tensor in open_checkpoint(tmp_path / "out").tensors.items()
+    }
     assert labels[f"model.layers.0.{DOWN}.weight"] == "int4-g32"
     assert labels[f"model.layers.0.{Q}.weight"] == "int4-g32-actorder"
     assert (logits(tmp_path / "out") - logits(source)).abs().max() < 1e-5

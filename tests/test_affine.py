@@ -14,33 +14,36 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt
+from qconvert.core.values import AffineIntRows, DenseRows
 from qconvert.quant.affine import QuantError, dequantize, quantize
 from qconvert.quant.casts import cast
-from qconvert.quant.packing import unpack_rows, unpack_stream
-from qconvert.tensors import Dense, DType, GroupInt, IntAffine
+from qconvert.quant.packed_codes import codes_of
+from qconvert.quant.simd.packing import unpack_rows, unpack_stream
 
 BITS = range(2, 9)
 BOTH = (True, False)
 
 
-def form(
+def encoding(
     bits: int = 4, group_size: int | None = 128, symmetric: bool = True, scale_dtype: DType = DType.BF16
-) -> GroupInt:
-    return GroupInt(bits, group_size, symmetric, scale_dtype)
+) -> AffineInt:
+    return AffineInt(bits, group_size, symmetric, scale_dtype)
 
 
-def block(numbers_RI: np.ndarray, dtype: DType = DType.BF16) -> Dense:
-    return cast(Dense(np.asarray(numbers_RI, np.float64), DType.F64), dtype)[0]
+def block(numbers_RI: np.ndarray, dtype: DType = DType.BF16) -> DenseRows:
+    return cast(DenseRows(np.asarray(numbers_RI, np.float64), DType.F64), dtype)[0]
 
 
-def wide(dense: Dense) -> np.ndarray:
+def wide(dense: DenseRows) -> np.ndarray:
     return cast(dense, DType.F32)[0].rows_RI
 
 
-def grid_RG(value: IntAffine) -> tuple[np.ndarray, np.ndarray]:
+def grid_RG(value: AffineIntRows) -> tuple[np.ndarray, np.ndarray]:
     """Scales and zeros of a value as float32."""
-    scales_RG = wide(Dense(value.scales_RG, value.form.scale_dtype))
-    middle = np.full(scales_RG.shape, 2 ** (value.form.bits - 1))
+    scales_RG = wide(DenseRows(value.scales_RG, value.encoding.scale_dtype))
+    middle = np.full(scales_RG.shape, 2 ** (value.encoding.bits - 1))
     return scales_RG, (middle if value.zeros_RG is None else value.zeros_RG).astype(np.float32)
 
 
@@ -52,21 +55,21 @@ def heavy_tailed(rows: int = 16, width: int = 256, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_t(3, (rows, width)) * 0.02
 
 
-def same(a: IntAffine, b: IntAffine) -> bool:
+def same(a: AffineIntRows, b: AffineIntRows) -> bool:
     pairs = zip(a.arrays, b.arrays, strict=True)
-    return a.form == b.form and all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in pairs)
+    return a.encoding == b.encoding and all(np.array_equal(x, y) and x.dtype == y.dtype for x, y in pairs)
 
 
 @pytest.mark.parametrize(("bits", "symmetric"), list(product(BITS, BOTH)))
 @pytest.mark.parametrize("search", BOTH)
 def test_codes_are_the_nearest_on_the_stored_grid(bits: int, symmetric: bool, search: bool) -> None:
     weights = block(heavy_tailed())
-    value, error = quantize(weights, form(bits, 64, symmetric), search=search)
+    value, error = quantize(weights, encoding(bits, 64, symmetric), search=search)
     scales_RG, zeros_RG = grid_RG(value)
     w_RGS = wide(weights).reshape(16, 4, 64)
     scales_RG1, zeros_RG1 = scales_RG[..., None], zeros_RG[..., None]
     steps_RGS = w_RGS / scales_RG1 + zeros_RG1
-    codes_RGS = value.codes_RI.reshape(w_RGS.shape)
+    codes_RGS = codes_of(value).reshape(w_RGS.shape)
     np.testing.assert_array_equal(codes_RGS, np.clip(np.rint(w_RGS / scales_RG1) + zeros_RG1, 0, 2**bits - 1))
     # Inside the clip range no weight moves by more than half a step.
     loss_RGS = np.abs(w_RGS - wide(dequantize(value, DType.F32)).reshape(w_RGS.shape))
@@ -81,7 +84,7 @@ def test_plain_quantization_hardly_clips(bits: int, symmetric: bool) -> None:
     """Half a step, and what rounding the scale to eight bits moves the outermost code."""
     for scale_dtype, slack in ((DType.F32, 2**bits / 2**22), (DType.BF16, 2**bits / 256)):
         _, error = quantize(
-            block(heavy_tailed(), DType.F32), form(bits, 32, symmetric, scale_dtype), search=False
+            block(heavy_tailed(), DType.F32), encoding(bits, 32, symmetric, scale_dtype), search=False
         )
         assert error.max_steps <= 0.5 + slack
 
@@ -89,7 +92,7 @@ def test_plain_quantization_hardly_clips(bits: int, symmetric: bool) -> None:
 @pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.F32, DType.F64])
 def test_errors_are_those_of_the_decoded_numbers(dtype: DType) -> None:
     weights = block(gaussian(), dtype)
-    value, error = quantize(weights, form(4, 32), search=True)
+    value, error = quantize(weights, encoding(4, 32), search=True)
     w_RI = cast(weights, DType.F64)[0].rows_RI
     loss_RI = w_RI - dequantize(value, DType.F64).rows_RI
     assert error.sum_sq_error == pytest.approx((loss_RI**2).sum(), rel=1e-5)
@@ -101,17 +104,17 @@ def test_errors_are_those_of_the_decoded_numbers(dtype: DType) -> None:
 @pytest.mark.parametrize("dtype", [DType.F16, DType.F32])
 def test_the_input_dtype_does_not_matter_where_it_holds_the_numbers(dtype: DType) -> None:
     weights = block(gaussian())
-    value, _ = quantize(weights, form(), search=True)
-    assert same(value, quantize(cast(weights, dtype)[0], form(), search=True)[0])
+    value, _ = quantize(weights, encoding(), search=True)
+    assert same(value, quantize(cast(weights, dtype)[0], encoding(), search=True)[0])
 
 
 @pytest.mark.parametrize("group_size", [32, 24, None])
 def test_blocks_and_threads_do_not_matter(group_size: int | None) -> None:
     weights = block(heavy_tailed(37, 216 if group_size == 24 else 192))
-    scheme = form(3, group_size, symmetric=False)
+    scheme = encoding(3, group_size, symmetric=False)
     whole, total = quantize(weights, scheme, search=True)
     cuts = [0, 1, 8, 9, 20, 37]
-    parts = [Dense(weights.rows_RI[a:b], weights.dtype) for a, b in pairwise(cuts)]
+    parts = [DenseRows(weights.rows_RI[a:b], weights.dtype) for a, b in pairwise(cuts)]
     with ThreadPoolExecutor(4) as pool:
         done = list(pool.map(lambda part: quantize(part, scheme, search=True), parts))
     arrays = zip(*(value.arrays for value, _ in done), strict=True)
@@ -135,7 +138,7 @@ def test_plain_scales_and_zeros_are_those_of_compressed_tensors(bits: int, symme
         num_bits=bits, type="int", symmetric=symmetric, strategy="group", group_size=32
     )
     weights = block(heavy_tailed(), DType.F32)
-    value, _ = quantize(weights, form(bits, 32, symmetric, DType.F32), search=False)
+    value, _ = quantize(weights, encoding(bits, 32, symmetric, DType.F32), search=False)
     w_RGS = torch.from_numpy(weights.rows_RI).reshape(16, 8, 32)
     scales, zeros = helpers.calculate_qparams(w_RGS.amin(2), w_RGS.amax(2), args)
     np.testing.assert_allclose(value.scales_RG, scales.numpy(), rtol=2**-23)
@@ -155,7 +158,7 @@ def test_decodes_what_the_field_wrote_bit_for_bit(folder: str, assets: Path) -> 
         assert hashlib.sha256(numbers.rows_RI.tobytes()).hexdigest() == golden[name]["sha256"], name
 
 
-def _decoded(path: Path) -> Iterator[tuple[str, Dense]]:
+def _decoded(path: Path) -> Iterator[tuple[str, DenseRows]]:
     torch = pytest.importorskip("torch")
     with safe_open(path, "pt") as file:
         for key in file.keys():  # noqa: SIM118
@@ -168,25 +171,25 @@ def _decoded(path: Path) -> Iterator[tuple[str, Dense]]:
                 zeros = None
                 if f"{name}_zero_point" in file.keys():  # noqa: SIM118
                     zeros = unpack_rows(file.get_tensor(f"{name}_zero_point").numpy(), bits, rows)
-                scheme = form(bits, width // scales.shape[1], zeros is None)
+                scheme = encoding(bits, width // scales.shape[1], zeros is None)
                 scales_RG = scales.view(torch.int16).numpy().view(np.uint16)
                 codes_RI = unpack_stream(packed, bits, width)
-                yield name, dequantize(IntAffine(codes_RI, scales_RG, zeros, scheme), DType.BF16)
+                yield name, dequantize(AffineIntRows(codes_RI, scales_RG, zeros, scheme), DType.BF16)
 
 
 @pytest.mark.parametrize(
     ("scale_dtype", "target"), list(product((DType.BF16, DType.F16, DType.F32), repeat=2))
 )
 def test_decoding_rounds_the_float32_product_once(scale_dtype: DType, target: DType) -> None:
-    value, _ = quantize(block(heavy_tailed()), form(8, 32, False, scale_dtype), search=False)
+    value, _ = quantize(block(heavy_tailed()), encoding(8, 32, False, scale_dtype), search=False)
     scales_RG, zeros_RG = grid_RG(value)
-    codes_RGS = value.codes_RI.reshape(16, 8, 32).astype(np.float32)
+    codes_RGS = codes_of(value).reshape(16, 8, 32).astype(np.float32)
     numbers_RI = ((codes_RGS - zeros_RG[..., None]) * scales_RG[..., None]).reshape(16, 256)
-    expected, _ = cast(Dense(numbers_RI, DType.F32), target)
+    expected, _ = cast(DenseRows(numbers_RI, DType.F32), target)
     np.testing.assert_array_equal(dequantize(value, target).rows_RI, expected.rows_RI)
 
 
-def grid_search_error(weights: Dense, scheme: GroupInt, importance_I: np.ndarray | float = 1.0) -> float:
+def grid_search_error(weights: DenseRows, scheme: AffineInt, importance_I: np.ndarray | float = 1.0) -> float:
     """The squared error of the best of 80 scales per group: 1 to 0.21 times the largest one.
 
     That is `max|w| / (2**(bits-1) - 1)`, or `(max - min) / (2**bits - 1)` with the zero of min-max.
@@ -222,7 +225,7 @@ SHAPES: dict[str, Callable[[], np.ndarray]] = {
 def test_the_search_is_as_good_as_eighty_scales(shape: str, symmetric: bool) -> None:
     weights = block(SHAPES[shape]())
     for bits, group_size in ((2, 128), (3, 64), (4, 32), (4, 128), (5, None), (6, 64), (8, 128)):
-        scheme = form(bits, group_size, symmetric)
+        scheme = encoding(bits, group_size, symmetric)
         _, searched = quantize(weights, scheme, search=True)
         _, plain = quantize(weights, scheme, search=False)
         assert searched.sum_sq_error <= 1.01 * grid_search_error(weights, scheme), scheme.label
@@ -235,9 +238,9 @@ def test_importance_is_what_the_search_weighs_errors_by(scale_dtype: DType) -> N
     importance_I = np.random.default_rng(1).lognormal(0, 1.5, 512)
     importance_I[:3] = 0, 0, 1e6
     for bits, symmetric in ((3, True), (4, True), (4, False)):
-        scheme = form(bits, 128, symmetric, scale_dtype)
+        scheme = encoding(bits, 128, symmetric, scale_dtype)
 
-        def weighted(value: IntAffine) -> float:
+        def weighted(value: AffineIntRows) -> float:
             loss_RI = wide(weights).astype(np.float64) - dequantize(value, DType.F64).rows_RI
             return float((importance_I * loss_RI**2).sum())
 
@@ -249,12 +252,12 @@ def test_importance_is_what_the_search_weighs_errors_by(scale_dtype: DType) -> N
 def test_only_the_ratio_of_importances_matters() -> None:
     weights = block(heavy_tailed())
     importance_I = np.random.default_rng(1).lognormal(0, 1.5, 256)
-    value, _ = quantize(weights, form(), search=True, weights_I=importance_I)
-    assert same(value, quantize(weights, form(), search=True, weights_I=importance_I * 2.0**100)[0])
-    even, _ = quantize(weights, form(), search=True)
+    value, _ = quantize(weights, encoding(), search=True, weights_I=importance_I)
+    assert same(value, quantize(weights, encoding(), search=True, weights_I=importance_I * 2.0**100)[0])
+    even, _ = quantize(weights, encoding(), search=True)
     for constant in (0.0, 3.0):
         given = np.full(256, constant)
-        assert same(even, quantize(weights, form(), search=True, weights_I=given)[0])
+        assert same(even, quantize(weights, encoding(), search=True, weights_I=given)[0])
 
 
 @pytest.mark.parametrize(
@@ -265,17 +268,17 @@ def test_the_search_is_as_good_as_eighty_scales_on_trained_weights(
 ) -> None:
     weights = _rows(assets / "models" / model / "model.safetensors", width)
     for bits, group_size, symmetric in product((2, 3, 4, 8), (32, None), BOTH):
-        scheme = form(bits, group_size, symmetric)
+        scheme = encoding(bits, group_size, symmetric)
         _, error = quantize(weights, scheme, search=True)
         assert error.sum_sq_error <= 1.01 * grid_search_error(weights, scheme), scheme.label
 
 
-def _rows(path: Path, width: int) -> Dense:
+def _rows(path: Path, width: int) -> DenseRows:
     """Some rows of every matrix of this width."""
     with safe_open(path, "pt") as file:
         tensors = [file.get_tensor(key).float().numpy() for key in file.keys()]  # noqa: SIM118
     rows_RI = np.concatenate([t[:: max(1, len(t) // 16)] for t in tensors if t.shape[1:] == (width,)])
-    return Dense(rows_RI, DType.F32)
+    return DenseRows(rows_RI, DType.F32)
 
 
 @pytest.mark.parametrize(("symmetric", "search"), list(product(BOTH, BOTH)))
@@ -283,7 +286,7 @@ def _rows(path: Path, width: int) -> Dense:
 def test_nothing_becomes_exactly_nothing(symmetric: bool, search: bool, scale_dtype: DType) -> None:
     numbers_RI = gaussian(4, 128)
     numbers_RI[0], numbers_RI[1], numbers_RI[2, :32] = 0.0, -0.0, 0.0
-    value, _ = quantize(block(numbers_RI), form(4, 32, symmetric, scale_dtype), search=search)
+    value, _ = quantize(block(numbers_RI), encoding(4, 32, symmetric, scale_dtype), search=search)
     decoded_RI = wide(dequantize(value, DType.BF16))
     assert not decoded_RI[:2].any()
     assert not decoded_RI[2, :32].any()
@@ -295,7 +298,7 @@ def test_nothing_becomes_exactly_nothing(symmetric: bool, search: bool, scale_dt
 @pytest.mark.parametrize("search", BOTH)
 def test_constant_rows_keep_their_number(bits: int, symmetric: bool, search: bool) -> None:
     numbers_RI = np.repeat([[1.0], [-1.0], [3e-3], [-77.0]], 64, axis=1)
-    value, error = quantize(block(numbers_RI), form(bits, 32, symmetric), search=search)
+    value, error = quantize(block(numbers_RI), encoding(bits, 32, symmetric), search=search)
     scales_RG, _ = grid_RG(value)
     assert (scales_RG > 0).all()
     # A plain symmetric grid has half a step of room above its highest code.
@@ -310,7 +313,7 @@ def test_a_scale_below_float16_loses_its_group_and_no_more(symmetric: bool, sear
     numbers_RI = gaussian(2, 64)
     numbers_RI[0, :32] = np.linspace(-1e-9, 1e-9, 32)
     numbers_RI[0, 32:] = np.linspace(-1e-6, 1e-6, 32)  # steps of float16's smallest number
-    value, error = quantize(block(numbers_RI), form(4, 32, symmetric, DType.F16), search=search)
+    value, error = quantize(block(numbers_RI), encoding(4, 32, symmetric, DType.F16), search=search)
     decoded_RI = wide(dequantize(value, DType.F32))
     assert not decoded_RI[0, :32].any()
     assert np.abs(decoded_RI[0, 32:] - numbers_RI[0, 32:]).max() < 2e-7
@@ -319,8 +322,8 @@ def test_a_scale_below_float16_loses_its_group_and_no_more(symmetric: bool, sear
 
 @pytest.mark.parametrize(("symmetric", "search"), list(product(BOTH, BOTH)))
 def test_denormals_are_zeros(symmetric: bool, search: bool) -> None:
-    denormals = Dense(np.ones((2, 64), np.uint16), DType.BF16)
-    value, error = quantize(denormals, form(4, 32, symmetric), search=search)
+    denormals = DenseRows(np.ones((2, 64), np.uint16), DType.BF16)
+    value, error = quantize(denormals, encoding(4, 32, symmetric), search=search)
     assert not wide(dequantize(value, DType.F32)).any()
     assert error.max_abs == wide(denormals).max()
 
@@ -329,7 +332,7 @@ def test_denormals_are_zeros(symmetric: bool, search: bool) -> None:
 def test_the_largest_numbers_stay_finite(symmetric: bool, search: bool) -> None:
     numbers_RI = gaussian(2, 64)
     numbers_RI[0, [3, 5]] = 3.38e38, -3.38e38
-    value, error = quantize(block(numbers_RI), form(4, 32, symmetric), search=search)
+    value, error = quantize(block(numbers_RI), encoding(4, 32, symmetric), search=search)
     scales_RG, _ = grid_RG(value)
     decoded_RI = wide(dequantize(value, DType.F32))
     assert np.isfinite(decoded_RI).all()
@@ -343,7 +346,7 @@ def test_the_largest_numbers_stay_finite(symmetric: bool, search: bool) -> None:
 def test_scales_too_large_for_their_type_are_counted(symmetric: bool, search: bool) -> None:
     numbers_RI = gaussian(2, 96)
     numbers_RI[0, 3], numbers_RI[1, 70] = 3e38, -2e6
-    value, error = quantize(block(numbers_RI), form(4, 32, symmetric, DType.F16), search=search)
+    value, error = quantize(block(numbers_RI), encoding(4, 32, symmetric, DType.F16), search=search)
     assert error.overflow == 2
     assert np.isfinite(value.scales_RG).all()
     assert np.isfinite(error.sum_sq_error)
@@ -353,52 +356,52 @@ def test_scales_too_large_for_their_type_are_counted(symmetric: bool, search: bo
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_the_first_nonfinite_number_is_named(bad: float, search: bool) -> None:
     numbers_RI = gaussian(3, 64)
-    clean, _ = quantize(block(numbers_RI), form(4, 32), search=search)
+    clean, _ = quantize(block(numbers_RI), encoding(4, 32), search=search)
     numbers_RI[1, 40], numbers_RI[2, 1] = bad, np.nan
-    value, error = quantize(block(numbers_RI), form(4, 32), search=search)
+    value, error = quantize(block(numbers_RI), encoding(4, 32), search=search)
     assert error.nonfinite == 64 + 40
-    np.testing.assert_array_equal(value.codes_RI[0], clean.codes_RI[0])
+    np.testing.assert_array_equal(codes_of(value)[0], codes_of(clean)[0])
     assert np.isfinite(wide(dequantize(value, DType.F32))).all()
 
 
 def test_numbers_beyond_float32_are_counted() -> None:
     numbers_RI = gaussian(2, 64)
     numbers_RI[0, 0] = 1e300
-    _, error = quantize(Dense(numbers_RI, DType.F64), form(4, 32), search=True)
+    _, error = quantize(DenseRows(numbers_RI, DType.F64), encoding(4, 32), search=True)
     assert (error.overflow, error.nonfinite) == (1, -1)
 
 
 def test_an_outlier_costs_its_own_group_only() -> None:
     numbers_RI = gaussian(1, 128)
-    clean, _ = quantize(block(numbers_RI), form(4, 32), search=True)
+    clean, _ = quantize(block(numbers_RI), encoding(4, 32), search=True)
     numbers_RI[0, 5] = 32768
-    value, _ = quantize(block(numbers_RI), form(4, 32), search=True)
+    value, _ = quantize(block(numbers_RI), encoding(4, 32), search=True)
     assert wide(dequantize(value, DType.F32))[0, 5] == pytest.approx(32768, rel=2.0**-8)
-    np.testing.assert_array_equal(value.codes_RI[0, 32:], clean.codes_RI[0, 32:])
+    np.testing.assert_array_equal(codes_of(value)[0, 32:], codes_of(clean)[0, 32:])
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 172])
 def test_any_width_is_a_channel(width: int) -> None:
     weights = block(heavy_tailed(5, width))
-    value, error = quantize(weights, form(4, None, symmetric=False), search=True)
-    assert value.codes_RI.shape == (5, width)
+    value, error = quantize(weights, encoding(4, None, symmetric=False), search=True)
+    assert codes_of(value).shape == (5, width)
     assert value.scales_RG.shape == (5, 1)
     assert error.sum_sq_error <= 0.05 * error.sum_sq
     assert dequantize(value, DType.BF16).rows_RI.shape == (5, width)
 
 
 def test_no_rows() -> None:
-    value, error = quantize(Dense(np.zeros((0, 64), np.uint16), DType.BF16), form(4, 32), search=True)
-    assert (value.codes_RI.shape, value.scales_RG.shape) == ((0, 64), (0, 2))
+    value, error = quantize(DenseRows(np.zeros((0, 64), np.uint16), DType.BF16), encoding(4, 32), search=True)
+    assert (codes_of(value).shape, value.scales_RG.shape) == ((0, 64), (0, 2))
     assert error == QuantError(0.0, 0.0, 0.0, 0.0, 0)
     assert dequantize(value, DType.BF16).rows_RI.shape == (0, 64)
 
 
 @pytest.mark.parametrize("scale", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7F800000, 0xFF800000])
 def test_scales_that_are_none_decode_to_bfloat16_as_to_float32(scale: int) -> None:
-    form = GroupInt(4, 32, symmetric=True, scale_dtype=DType.F32)
+    encoding = AffineInt(4, 32, symmetric=True, scale_dtype=DType.F32)
     scales_RG = np.array([[scale, 0x3F800001]], np.uint32).view(np.float32)
-    value = IntAffine(np.tile(np.arange(16, dtype=np.uint8), (1, 4)), scales_RG, None, form)
+    value = AffineIntRows(np.tile(np.arange(16, dtype=np.uint8), (1, 4)), scales_RG, None, encoding)
     expected = torch.from_numpy(dequantize(value, DType.F32).rows_RI).bfloat16()
     found = torch.from_numpy(dequantize(value, DType.BF16).rows_RI.view(np.int16)).view(torch.bfloat16)
     assert torch.equal(found.isnan(), expected.isnan()) and found.isnan().any()

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 
-from qconvert.architecture import FAMILIES, Architecture, Binding, bind
-from qconvert.architecture.gguf.models import MODELS
-from qconvert.census import census_of_config
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.tensors import DType, Logical, Plain
+from qconvert.models import FAMILIES, Architecture, Binding, bind
+from qconvert.models.gguf.families import MODELS
+from qconvert.models.parameter_table import census_of_config
 from tests.models import EMBED, HEAD, tiny_config, tiny_shapes
 
-BF16 = Plain(DType.BF16)
+BF16 = Unquantized(DType.BF16)
 QWEN25_3B = {
     "model_type": "qwen2",
     "architectures": ["Qwen2ForCausalLM"],
@@ -82,7 +83,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def bound(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], **how: bool) -> Binding:
-    tensors = {name: Logical(name, shape, BF16) for name, shape in shapes.items()}
+    tensors = {name: ModelTensor(name, shape, BF16) for name, shape in shapes.items()}
     return bind(Architecture.of(config), tensors, **how)
 
 
@@ -113,7 +114,7 @@ def test_every_name_and_shape_of_large_models(assets: Path, file: str) -> None:
     shapes = json.loads((assets / "metadata" / "index-computed" / f"{file}.shapes.json").read_text())
     stem = {"Qwen3-8B": "Qwen--Qwen3-8B", "Qwen3-32B": "Qwen--Qwen3-32B"}.get(file, f"{file}-Instruct")
     config = json.loads((assets / "metadata" / "configs" / f"{stem}_config.json").read_text())
-    assert {name: list(p.shape) for name, p in Architecture.of(config).places.items()} == shapes
+    assert {name: list(p.shape) for name, p in Architecture.of(config).parameters.items()} == shapes
 
 
 def test_a_model_type_and_a_class_belong_to_one_family() -> None:
@@ -144,7 +145,7 @@ def test_names_and_shapes_are_those_of_the_class_in_transformers(name: str) -> N
         model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
     state = {n: tuple(t.shape) for n, t in model.state_dict().items()}
     architecture = Architecture.of(config)
-    assert {n: p.shape for n, p in architecture.places.items()} == state
+    assert {n: p.shape for n, p in architecture.parameters.items()} == state
     assert census_of_config(architecture).parameters == sum(p.numel() for p in model.parameters())
 
 
@@ -152,18 +153,22 @@ def test_names_and_shapes_are_those_of_the_class_in_transformers(name: str) -> N
 def test_a_whole_checkpoint_binds_with_nothing_left_over(name: str) -> None:
     config = tiny_config(**VARIANTS[name])
     binding = bound(tiny_shapes(config), config)
-    assert set(binding.places) == set(tiny_shapes(config))
+    assert set(binding.parameters) == set(tiny_shapes(config))
     assert (binding.unknown, binding.dropped, binding.stored_tied_head) == ((), (), None)
 
 
 def test_roles_and_layers_of_places() -> None:
-    places = Architecture.of(tiny_config("qwen2")).places
-    bias = places["model.layers.1.self_attn.k_proj.bias"]
-    assert (bias.role, bias.layer, bias.part, bias.kind) == ("attn.k", 1, "bias", "bias")
-    assert (places[EMBED].role, places[EMBED].layer, places[EMBED].kind) == ("embed", None, "embedding")
-    assert places["model.layers.0.mlp.down_proj.weight"].module == "model.layers.0.mlp.down_proj"
-    assert places["model.layers.0.input_layernorm.weight"].kind == "norm"
-    assert places[HEAD].role == "lm_head"
+    parameters = Architecture.of(tiny_config("qwen2")).parameters
+    bias = parameters["model.layers.1.self_attn.k_proj.bias"]
+    assert (bias.role, bias.layer, bias.param, bias.kind) == ("attn.k", 1, "bias", "bias")
+    assert (parameters[EMBED].role, parameters[EMBED].layer, parameters[EMBED].kind) == (
+        "embed",
+        None,
+        "embedding",
+    )
+    assert parameters["model.layers.0.mlp.down_proj.weight"].module == "model.layers.0.mlp.down_proj"
+    assert parameters["model.layers.0.input_layernorm.weight"].kind == "norm"
+    assert parameters[HEAD].role == "lm_head"
 
 
 def test_fused_places_stack_their_parts_in_order() -> None:
@@ -176,7 +181,7 @@ def test_fused_places_stack_their_parts_in_order() -> None:
     }
     qkv = architecture.fused[f"{prefix}self_attn.qkv_proj.weight"]
     assert qkv.whole.shape == (256 + 128 + 128, 256)
-    assert [part.name for part in qkv.parts] == [f"{prefix}self_attn.{x}_proj.weight" for x in "qkv"]
+    assert [part.name for part in qkv.members] == [f"{prefix}self_attn.{x}_proj.weight" for x in "qkv"]
     assert architecture.fused[f"{prefix}self_attn.qkv_proj.bias"].whole.shape == (512,)
     assert architecture.fused[f"{prefix}mlp.gate_up_proj.weight"].whole.shape == (768, 256)
     assert qkv.whole.role == "attn.qkv" and {"attn.qkv", "mlp.gate_up"} <= set(architecture.roles)
@@ -186,7 +191,7 @@ def test_fused_weights_stand_for_their_parts() -> None:
     config = tiny_config("qwen2", num_hidden_layers=1)
     architecture, shapes = Architecture.of(config), tiny_shapes(config)
     for entry in architecture.fused.values():
-        for part in entry.parts:
+        for part in entry.members:
             del shapes[part.name]
         shapes[entry.whole.name] = entry.whole.shape
     binding = bound(shapes, config)
@@ -326,7 +331,7 @@ def test_a_misspelt_config_key_is_guessed() -> None:
     config = tiny_config()
     config["hidden_sizes"] = config.pop("hidden_size")
     with pytest.raises(CorruptCheckpoint, match="hidden_size is missing") as caught:
-        _ = Architecture.of(config).places
+        _ = Architecture.of(config).parameters
     assert "'hidden_sizes'" in str(caught.value.hint)
 
 

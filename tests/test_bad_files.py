@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from qconvert.errors import QConvertError
-from qconvert.formats.hf import open_hf_folder
+from qconvert.formats.huggingface.folder import open_hf_folder
 
 LAYER = {
     "cfg-missing", "cfg-empty", "cfg-invalid-json", "cfg-list", "cfg-nan", "cfg-infinity", "cfg-utf16",

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.ggml_types import KV
 from qconvert.errors import QConvertError
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.formats.gguf_io import GGUFFile
-from qconvert.gguf.types import KV
+from qconvert.formats.gguf.reader import GGUFFile
 from tests.commands import qconvert
 from tests.gguf_models import write_gguf
 from tests.test_gguf_back import source_of

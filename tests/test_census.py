@@ -7,34 +7,35 @@ from typing import Any
 
 import pytest
 
-from qconvert.architecture import Architecture, bind
-from qconvert.census import (
-    Census,
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt, Encoding, ModelTensor, Unquantized
+from qconvert.formats.layouts.compressed_tensors import CompressedTensors
+from qconvert.models import Architecture, bind
+from qconvert.models.parameter_table import (
+    ParameterTable,
     census_of_config,
-    census_of_outputs,
-    census_of_tensors,
     form_bytes,
     linear_bits,
+    table_of_outputs,
+    table_of_tensors,
 )
-from qconvert.formats.layouts.compressed_tensors import CompressedTensors
-from qconvert.tables import census_lines, size
-from qconvert.tensors import DType, Form, GroupInt, Logical, Plain
+from qconvert.report.tables import parameter_table_lines, size
 from tests.models import HEAD, tiny_config, tiny_shapes
 
-BF16 = Plain(DType.BF16)
-INT4 = GroupInt(4, 64, symmetric=True, scale_dtype=DType.BF16)
+BF16 = Unquantized(DType.BF16)
+INT4 = AffineInt(4, 64, symmetric=True, scale_dtype=DType.BF16)
 
 
-def tensors_of(form: Form = BF16, *, head: bool = False, **config: Any) -> dict[str, Logical]:
+def tensors_of(encoding: Encoding = BF16, *, head: bool = False, **config: Any) -> dict[str, ModelTensor]:
     shapes = tiny_shapes(tiny_config(**config))
     if head:
         shapes[HEAD] = (320, 256)
-    return {n: Logical(n, s, form if "_proj.weight" in n else BF16) for n, s in shapes.items()}
+    return {n: ModelTensor(n, s, encoding if "_proj.weight" in n else BF16) for n, s in shapes.items()}
 
 
-def census_of(form: Form = BF16, *, head: bool = False, **config: Any) -> Census:
-    tensors = tensors_of(form, head=head, **config)
-    return census_of_tensors(tensors, bind(Architecture.of(tiny_config(**config)), tensors))
+def census_of(encoding: Encoding = BF16, *, head: bool = False, **config: Any) -> ParameterTable:
+    tensors = tensors_of(encoding, head=head, **config)
+    return table_of_tensors(tensors, bind(Architecture.of(tiny_config(**config)), tensors))
 
 
 def test_counts_agree_however_the_model_is_known() -> None:
@@ -42,7 +43,7 @@ def test_counts_agree_however_the_model_is_known() -> None:
     architecture = Architecture.of(config)
     total = sum(prod(shape) for shape in tiny_shapes(config).values())
     by_headers = census_of(family="qwen2", tied=False)
-    assert by_headers == census_of_outputs(tensors_of(family="qwen2", tied=False), architecture)
+    assert by_headers == table_of_outputs(tensors_of(family="qwen2", tied=False), architecture)
     by_config = census_of_config(architecture)
     assert by_config.parameters == by_headers.parameters == total
     assert by_config.tensors == by_headers.tensors == len(tiny_shapes(config))
@@ -58,7 +59,7 @@ def test_rows_follow_the_printed_structure_and_gather_small_tensors_at_the_end()
 
 def test_one_row_in_numbers() -> None:
     row = next(row for row in census_of(INT4).rows if row.role == "mlp.down")
-    assert (row.tensors, row.parameters, row.shapes, row.forms) == (
+    assert (row.tensors, row.parameters, row.shapes, row.encodings) == (
         2,
         2 * 256 * 384,
         ((256, 384),),
@@ -75,9 +76,9 @@ def test_a_stored_head_of_a_tied_model_counts_once_but_takes_its_bytes() -> None
 
 
 def test_unknown_tensors_have_a_row() -> None:
-    tensors = tensors_of() | {"x": Logical("x", (), BF16), "y": Logical("y", (0, 4), BF16)}
+    tensors = tensors_of() | {"x": ModelTensor("x", (), BF16), "y": ModelTensor("y", (0, 4), BF16)}
     binding = bind(Architecture.of(tiny_config()), tensors, allow_unknown=True)
-    row = census_of_tensors(tensors, binding).rows[-1]
+    row = table_of_tensors(tensors, binding).rows[-1]
     assert (row.role, row.tensors, row.parameters) == ("unknown", 2, 1)
 
 
@@ -88,9 +89,9 @@ def test_unknown_tensors_have_a_row() -> None:
 def test_bytes_are_those_of_the_layout_but_for_the_stored_shape(
     bits: int, symmetric: bool, group_size: int | None, rows: int
 ) -> None:
-    form = GroupInt(bits, group_size, symmetric, DType.F16)
-    specs = CompressedTensors().parts(Logical("w.weight", (rows, 96), form))
-    assert form_bytes(form, (rows, 96)) == sum(s.nbytes for s in specs if not s.name.endswith("_shape"))
+    encoding = AffineInt(bits, group_size, symmetric, DType.F16)
+    specs = CompressedTensors().stored_arrays(ModelTensor("w.weight", (rows, 96), encoding))
+    assert form_bytes(encoding, (rows, 96)) == sum(s.nbytes for s in specs if not s.name.endswith("_shape"))
 
 
 def test_bits_of_the_linears_leave_head_embedding_and_norms_out() -> None:
@@ -116,9 +117,9 @@ def test_sizes_have_three_digits(nbytes: float, text: str) -> None:
 
 
 def test_the_printed_table_aligns_and_ends_with_totals() -> None:
-    lines = census_lines(census_of(INT4))
+    lines = parameter_table_lines(census_of(INT4))
     assert lines[0].split() == ["role", "shape", "tensors", "parameters", "form", "bytes", "bpw"]
     assert lines[-1].split()[:3] == ["total", "24", f"{census_of().parameters:,}"]
     ends = {len(line) for line in lines}
     assert len(ends) == 1
-    assert "bytes" not in census_lines(census_of_config(Architecture.of(tiny_config())))[0]
+    assert "bytes" not in parameter_table_lines(census_of_config(Architecture.of(tiny_config())))[0]

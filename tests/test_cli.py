@@ -20,16 +20,17 @@ import pytest
 
 from qconvert import __version__
 from qconvert.cli import COMMANDS, cli
-from qconvert.tensors import Codebook, DType, GroupInt, GroupMin
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt, AffineMin, Codebook
 from tests.commands import failed, made, qconvert, strict_json
 from tests.models import EMBED, HEAD, tiny
 
 # Words of the labels of forms: one of each kind.
 FORMS = (
-    GroupInt(4, 128, False, DType.BF16).label,
-    GroupInt(8, None, True, DType.BF16).label.replace("int8", "int4"),
-    replace(GroupInt(4, 128, True, DType.BF16), act_order=True).label,
-    GroupMin(4, 64, DType.BF16).label,
+    AffineInt(4, 128, False, DType.BF16).label,
+    AffineInt(8, None, True, DType.BF16).label.replace("int8", "int4"),
+    replace(AffineInt(4, 128, True, DType.BF16), act_order=True).label,
+    AffineMin(4, 64, DType.BF16).label,
     Codebook("nf4", 64, DType.F32, DType.BF16, second="nested").label,
     Codebook("fp4", 64, DType.F32, DType.BF16).label,
     Codebook("e4m3", 128, DType.F32, DType.BF16, group_rows=128).label,
@@ -116,7 +117,7 @@ def test_examples_can_be_typed() -> None:
 
 def test_help_waits_for_no_library() -> None:
     """The first page imports no command, and those of commands nothing that computes."""
-    for words, never in ((["--help"], "qconvert.recipe"), (["quantize", "--help"], "qconvert.architecture")):
+    for words, never in ((["--help"], "qconvert.plan.recipe"), (["quantize", "--help"], "qconvert.models")):
         heavy = {"numpy", "torch", "numba", "yaml", never}
         program = f"import sys; from qconvert.cli import main\ntry: main({words})\nexcept SystemExit: pass\n"
         program += f"assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)"
@@ -124,9 +125,9 @@ def test_help_waits_for_no_library() -> None:
         assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("form", [form for forms in FORMS for form in forms.split("-")])
-def test_inspect_explains_every_form_that_it_shows(form: str) -> None:
-    assert form in qconvert("inspect", "--help").out
+@pytest.mark.parametrize("encoding", [encoding for encodings in FORMS for encoding in encodings.split("-")])
+def test_inspect_explains_every_form_that_it_shows(encoding: str) -> None:
+    assert encoding in qconvert("inspect", "--help").out
 
 
 def test_the_version() -> None:
@@ -328,7 +329,7 @@ def test_a_bug_is_called_a_bug_in_one_line(models: Path, here: Path, monkeypatch
     def broken(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("qconvert.convert.convert", broken)
+    monkeypatch.setattr("qconvert.convert.execute.convert", broken)
     failed(
         qconvert("untie", models / "plain", "-q"),
         "unexpected ZeroDivisionError: division by zero",

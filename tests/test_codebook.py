@@ -8,11 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt, AffineMin, Codebook
+from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, Value
 from qconvert.quant.codebook import TABLES, wide
-from qconvert.quant.encode import encode
-from qconvert.quant.grids import numbers, reach
+from qconvert.quant.codebook_encode import encode
+from qconvert.quant.dequantize import numbers, reach
 from qconvert.quant.nibbles import pack_nibbles, unpack_nibbles
-from qconvert.tensors import Codebook, Coded, Dense, DType, GroupInt, GroupMin, IntAffine, MinAffine, Value
+from qconvert.quant.packed_codes import codes_of
 
 ALL = np.arange(256, dtype=np.uint8)
 
@@ -52,19 +55,19 @@ def test_float8_codes_are_rounded_as_torch_rounds() -> None:
     random = np.random.default_rng(0).standard_normal(4096).astype(np.float32) * 100
     values = np.concatenate([TABLES["e4m3"][:0x7F], middles, -middles, random])
     values[-1] = 448  # the largest number makes the scale 1
-    form = Codebook("e4m3", None, DType.F32, DType.BF16)
-    made, error = encode(Dense(values.clip(-448, 448).reshape(1, -1), DType.F32), form)
+    encoding = Codebook("e4m3", None, DType.F32, DType.BF16)
+    made, error = encode(DenseRows(values.clip(-448, 448).reshape(1, -1), DType.F32), encoding)
     expected = torch.from_numpy(values.clip(-448, 448)).to(torch.float8_e4m3fn).view(torch.uint8)
-    np.testing.assert_array_equal(made.codes_RI[0], expected.numpy())
+    np.testing.assert_array_equal(codes_of(made)[0], expected.numpy())
     assert made.scales_RG.tolist() == [[1.0]] and error.count == values.size
 
 
 @pytest.mark.parametrize("table", ["nf4", "fp4", "e4m3"])
 def test_every_table_entry_is_its_own_nearest(table: str) -> None:
     entries = TABLES[table][np.isfinite(TABLES[table])].reshape(1, -1)
-    form = Codebook(table, None, DType.F32, DType.F32)
-    made, error = encode(Dense(entries.copy(), DType.F32), form)
-    assert isinstance(made, Coded) and error.sum_sq_error == 0
+    encoding = Codebook(table, None, DType.F32, DType.F32)
+    made, error = encode(DenseRows(entries.copy(), DType.F32), encoding)
+    assert isinstance(made, CodebookRows) and error.sum_sq_error == 0
     np.testing.assert_array_equal(numbers(made, DType.F32).rows_RI, entries)
 
 
@@ -75,20 +78,22 @@ def values() -> list[Value]:
     codes_RI[:, :2] = 0, 15
     zeros_RG = np.array([[0], [15]], np.uint8)
     made: list[Value] = [
-        IntAffine(codes_RI, scales_RG, None, GroupInt(4, 32, True, DType.F32)),
-        IntAffine(codes_RI, scales_RG, zeros_RG, GroupInt(4, 32, False, DType.F32)),
-        MinAffine(codes_RI, scales_RG, mins_RG, GroupMin(4, 32, DType.F32)),
-        Coded(codes_RI, scales_RG, Codebook("e2m1", 32, DType.F32, DType.F32, second="divided"), 0.125),
+        AffineIntRows(codes_RI, scales_RG, None, AffineInt(4, 32, True, DType.F32)),
+        AffineIntRows(codes_RI, scales_RG, zeros_RG, AffineInt(4, 32, False, DType.F32)),
+        AffineMinRows(codes_RI, scales_RG, mins_RG, AffineMin(4, 32, DType.F32)),
+        CodebookRows(
+            codes_RI, scales_RG, Codebook("e2m1", 32, DType.F32, DType.F32, second="divided"), 0.125
+        ),
     ]
     for name, table in TABLES.items():
         finite = np.flatnonzero(np.isfinite(table)).astype(np.uint8)
         farthest = finite[np.argsort(-np.abs(table[finite]))][:32]
         coded_RI = np.resize(farthest, (2, 32))
-        made.append(Coded(coded_RI, scales_RG, Codebook(name, 32, DType.F32, DType.F32)))
+        made.append(CodebookRows(coded_RI, scales_RG, Codebook(name, 32, DType.F32, DType.F32)))
     return made
 
 
-@pytest.mark.parametrize("value", values(), ids=lambda value: value.form.label)
+@pytest.mark.parametrize("value", values(), ids=lambda value: value.encoding.label)
 def test_no_number_is_beyond_the_bound(value: Value) -> None:
     largest = float(np.abs(numbers(value, DType.F32).rows_RI).max())
     assert largest <= reach(value) < 300 * largest
@@ -96,6 +101,6 @@ def test_no_number_is_beyond_the_bound(value: Value) -> None:
 
 def test_there_is_no_bound_where_a_scale_is_none() -> None:
     value = values()[0]
-    assert isinstance(value, IntAffine)
+    assert isinstance(value, AffineIntRows)
     value.scales_RG[1] = np.nan
     assert not reach(value) < np.inf

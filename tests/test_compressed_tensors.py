@@ -1,6 +1,7 @@
 """pack-quantized held against the tools that define it: llm-compressor's files, transformers' loading.
 
-Where transformers does not load a kind of output, that is stated here too: `qconvert.loaders` tells
+Where transformers does not load a kind of output, that is stated here too: `qconvert.plan.loader_notices`
+tells
 the user what these tests have seen.
 """
 
@@ -19,15 +20,17 @@ import torch
 import transformers
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.load import load_decoder
+from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import DType, TensorSpec
+from qconvert.core.encodings import AffineInt, ModelTensor
+from qconvert.core.values import AffineIntRows
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.formats.checkpoint import open_checkpoint
 from qconvert.formats.layouts.compressed_config import patterns, quantization_config
 from qconvert.formats.layouts.compressed_reading import open_compressed_tensors
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors
-from qconvert.formats.weights import CheckpointWeights
-from qconvert.tensors import DType, GroupInt, IntAffine, Logical, TensorSpec
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.load import load_decoder
 from tests.commands import made
 from tests.models import stored, tiny
 
@@ -45,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     transformers.utils.logging.set_verbosity_warning()
 
 
-def bind(source: Any, config: dict[str, Any]) -> dict[str, Logical]:
+def bind(source: Any, config: dict[str, Any]) -> dict[str, ModelTensor]:
     return open_compressed_tensors(source, config)[1]
 
 
@@ -152,10 +155,11 @@ def test_packing_is_the_librarys(bits: int, rows: int) -> None:
     random = np.random.default_rng(bits)
     codes = random.integers(0, 1 << bits, (rows, 96), dtype=np.uint8)
     zeros = random.integers(0, 1 << bits, (rows, 3), dtype=np.uint8)
-    form = GroupInt(bits, 32, symmetric=False, scale_dtype=DType.F32)
-    value = IntAffine(codes, np.ones((rows, 3), "f4"), zeros, form)
+    encoding = AffineInt(bits, 32, symmetric=False, scale_dtype=DType.F32)
+    value = AffineIntRows(codes, np.ones((rows, 3), "f4"), zeros, encoding)
     parts = {
-        p.name: p.rows for p in CompressedTensors().encode(Logical("w.weight", (rows, 96), form), 0, value)
+        p.name: p.rows
+        for p in CompressedTensors().encode(ModelTensor("w.weight", (rows, 96), encoding), 0, value)
     }
 
     def theirs(unsigned: np.ndarray, dim: int) -> np.ndarray:
@@ -196,17 +200,17 @@ def config_of(bits: object = 4, **more: object) -> dict[str, Any]:
 
 
 def test_forms_are_read_from_shapes() -> None:
-    assert bind(Headers(), {})["a.weight"].form == GroupInt(4, 32, True, DType.BF16)
+    assert bind(Headers(), {})["a.weight"].encoding == AffineInt(4, 32, True, DType.BF16)
     asym = Headers(zero_point=("I32", (2, 2)))
-    assert bind(asym, config_of())["a.weight"].form == GroupInt(4, 32, False, DType.BF16)
+    assert bind(asym, config_of())["a.weight"].encoding == AffineInt(4, 32, False, DType.BF16)
     channel = Headers(scale=("F16", (16, 1)))
-    assert bind(channel, config_of())["a.weight"].form == GroupInt(4, None, True, DType.F16)
+    assert bind(channel, config_of())["a.weight"].encoding == AffineInt(4, None, True, DType.F16)
 
 
 def test_the_config_decides_between_bits_that_fill_the_same_words() -> None:
     narrow = Headers((16, 18), packed=("I32", (16, 4)), scale=("F32", (16, 1)))
     for bits in (6, 7):
-        assert bind(narrow, config_of(bits))["a.weight"].form == GroupInt(bits, None, True, DType.F32)
+        assert bind(narrow, config_of(bits))["a.weight"].encoding == AffineInt(bits, None, True, DType.F32)
     with pytest.raises(CorruptCheckpoint, match=r"a\.weight_packed: \[16, 4\] holds 6 or 7 bits"):
         bind(narrow, {})
 
@@ -281,7 +285,7 @@ def test_what_would_be_lost_by_rewriting_is_not_read(quantization: dict[str, Any
 )
 def test_a_config_that_says_nothing_about_bits_leaves_it_to_the_shapes(groups: object) -> None:
     assert (
-        bind(Headers(), {"quantization_config": {"config_groups": groups}})["a.weight"].form.label
+        bind(Headers(), {"quantization_config": {"config_groups": groups}})["a.weight"].encoding.label
         == "int4-g32"
     )
 
@@ -295,8 +299,8 @@ def test_a_config_without_any_quantized_weight_is_refused() -> None:
 
 # What is written into config.json.
 
-INT4 = GroupInt(4, 128, symmetric=True, scale_dtype=DType.BF16)
-INT8 = GroupInt(8, None, symmetric=False, scale_dtype=DType.BF16)
+INT4 = AffineInt(4, 128, symmetric=True, scale_dtype=DType.BF16)
+INT8 = AffineInt(8, None, symmetric=False, scale_dtype=DType.BF16)
 
 
 def test_one_form_for_all_linears_is_one_group_of_a_class() -> None:
@@ -309,19 +313,19 @@ def test_one_form_for_all_linears_is_one_group_of_a_class() -> None:
 
 
 def test_several_forms_are_groups_that_match_exactly_their_modules() -> None:
-    forms = {
+    encodings = {
         f"model.layers.{i}.mlp.{m}": INT8 if (i + len(m)) % 2 else INT4
         for i in range(12)
         for m in ("up", "down")
     }
-    config = quantization_config(forms, [])
-    matched: dict[str, list[str]] = {name: [] for name in forms}
+    config = quantization_config(encodings, [])
+    matched: dict[str, list[str]] = {name: [] for name in encodings}
     for group in config["config_groups"].values():
         for target in group["targets"]:
-            for name in forms:
+            for name in encodings:
                 if re.match(target.removeprefix("re:"), name):
                     matched[name].append(f"int{group['weights']['num_bits']}")
-    assert matched == {name: [f"int{form.bits}"] for name, form in forms.items()}
+    assert matched == {name: [f"int{encoding.bits}"] for name, encoding in encodings.items()}
 
 
 def test_patterns_escape_dots_and_match_nothing_longer() -> None:

@@ -18,12 +18,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from qconvert.checkpoint.open import WRITERS, open_checkpoint
 from qconvert.cli.convert import PLAIN
-from qconvert.formats.checkpoint import WRITERS, open_checkpoint
-from qconvert.recipe import LAYOUTS
-from qconvert.targets import PLAIN as PLAIN_TARGETS
-from qconvert.targets import RULES
-from qconvert.tensors import Dense
+from qconvert.core.values import DenseRows
+from qconvert.plan.passes.layout_rules import PLAIN as PLAIN_TARGETS
+from qconvert.plan.passes.layout_rules import RULES
+from qconvert.plan.recipe import LAYOUTS
+from qconvert.quant.packed_codes import codes_of as unpacked_codes
 from tests.commands import made, qconvert
 from tests.models import stored, tiny
 
@@ -46,9 +47,9 @@ def codes_of(folder: Path) -> str:
     checkpoint, digest = open_checkpoint(folder), hashlib.sha256()
     for name, tensor in sorted(checkpoint.tensors.items()):
         value = checkpoint.reader.read(tensor, 0, tensor.rows)
-        if not isinstance(value, Dense):
-            signed = getattr(tensor.form, "table", None) == "int8"
-            codes_RI = value.codes_RI ^ np.uint8(0x80 if signed else 0)
+        if not isinstance(value, DenseRows):
+            signed = getattr(tensor.encoding, "table", None) == "int8"
+            codes_RI = unpacked_codes(value) ^ np.uint8(0x80 if signed else 0)
             digest.update(name.encode() + codes_RI.tobytes())
     return digest.hexdigest()
 
@@ -87,7 +88,7 @@ def gptq_weight(folder: Path, module: str) -> np.ndarray:
 def awq_weight(folder: Path, module: str) -> np.ndarray:
     """An AWQ module's weight [out, in], nibble by nibble."""
     arrays = arrays_of(folder, module)
-    where = {row: place for place, row in enumerate([0, 2, 4, 6, 1, 3, 5, 7])}
+    where = {row: parameter for parameter, row in enumerate([0, 2, 4, 6, 1, 3, 5, 7])}
 
     def nibble(words: np.ndarray, row: int, out: int) -> int:
         return (int(words[row, out // 8]) >> (4 * where[out % 8])) & 15
@@ -169,8 +170,8 @@ def test_gptq_says_which_modules_differ_from_the_rest(model: Path, tmp_path: Pat
     for module in (Q, DOWN, "model.layers.1.self_attn.o_proj"):
         plain = dequantized(folder, tmp_path / module, module)
         np.testing.assert_array_equal(gptq_weight(folder, module), plain)
-    forms = {tensor.form.label for tensor in open_checkpoint(folder).tensors.values()}
-    assert forms == {"f16", "int4-g64", "int8-channel", "int4-asym-g32"}
+    encodings = {tensor.encoding.label for tensor in open_checkpoint(folder).tensors.values()}
+    assert encodings == {"f16", "int4-g64", "int8-channel", "int4-asym-g32"}
     out = made("convert", folder, "--to", "compressed-tensors", "-o", tmp_path / "ct")
     assert codes_of(out) == codes_of(folder) and kinds_of(out) == {"exact"}
 
@@ -203,7 +204,7 @@ def test_expressions_from_a_file_are_not_run(model: Path, tmp_path: Path) -> Non
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["dynamic"] = {"+:(a+)+$": {"sym": False}}
     (folder / "config.json").write_text(json.dumps(config))
-    assert open_checkpoint(folder).tensors[f"{Q}.weight"].form.label == "int4-asym-g64"
+    assert open_checkpoint(folder).tensors[f"{Q}.weight"].encoding.label == "int4-asym-g64"
     np.testing.assert_array_equal(dequantized(folder, tmp_path / "after", Q), before)
 
 

@@ -13,12 +13,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.quant import nested
-from qconvert.quant.encode import encode
-from qconvert.quant.grids import numbers
-from qconvert.targets import TABLES
-from qconvert.tensors import Codebook, Coded, Dense, DType
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import Codebook
+from qconvert.core.values import CodebookRows, DenseRows
+from qconvert.plan.passes.layout_rules import TABLES
+from qconvert.quant import nested_scales
+from qconvert.quant.codebook_encode import encode
+from qconvert.quant.dequantize import numbers
 from tests.commands import made, qconvert
 from tests.models import stored, tiny
 from tests.test_loads_elsewhere import IDS, WHOLE, decoded, loaded, logits, widened
@@ -180,8 +182,8 @@ def test_blocks_of_gpt_oss_reach_the_largest_number_and_round_halves_up() -> Non
     rows = np.zeros((2, 32), np.float32)
     rows[0, :8] = [6, 0.25, 0.75, 2.5, 5, -0.25, -0.1, 3.4]
     rows[1, 0] = 6.01
-    form = Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
-    made_, _ = encode(Dense(rows, DType.F32), form, habit="mxfp4")
+    encoding = Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
+    made_, _ = encode(DenseRows(rows, DType.F32), encoding, habit="mxfp4")
     assert made_.scales_RG.tolist() == [[127], [128]]
     assert numbers(made_, DType.F32).rows_RI[0, :8].tolist() == [6, 0.5, 1, 3, 6, -0.5, 0, 3]
 
@@ -222,12 +224,12 @@ def test_scales_are_nested_on_request_and_the_distance_is_told(model: Path, tmp_
 
 def test_nested_codes_are_bitsandbytes_s() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
-    np.testing.assert_array_equal(nested.TABLE, functional.create_dynamic_map().numpy())
+    np.testing.assert_array_equal(nested_scales.TABLE, functional.create_dynamic_map().numpy())
     scales = np.abs(np.random.default_rng(0).standard_normal((64, 64), np.float32))
-    offset = nested.offset_of(nested.sums(scales))
+    offset = nested_scales.offset_of(nested_scales.sums(scales))
     assert offset == pytest.approx(scales.mean(), rel=1e-6)
-    form = Codebook("nf4", 64, DType.F32, DType.BF16)
-    value, _ = nested.nest(Coded(np.zeros((64, 4096), np.uint8), scales, form), offset)
+    encoding = Codebook("nf4", 64, DType.F32, DType.BF16)
+    value, _ = nested_scales.nest(CodebookRows(np.zeros((64, 4096), np.uint8), scales, encoding), offset)
     codes, state = functional.quantize_blockwise(torch.from_numpy(scales - np.float32(offset)), blocksize=256)
     assert value.nested is not None
     np.testing.assert_array_equal(value.nested.upper_B, state.absmax.numpy())

@@ -14,9 +14,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from qconvert.errors import BadRecipe, QConvertError
-from qconvert.evals import corpora
-from qconvert.evals.corpora import check_tokenizer, hf_join, load_text, tokenize
-from qconvert.evals.protocols import protocol_named
+from qconvert.evaluate import corpora
+from qconvert.evaluate.corpora import check_tokenizer, hf_join, load_text, tokenize
+from qconvert.evaluate.protocols import protocol_named
 
 
 def write_tokenizer(folder: Path, *, bos: bool) -> Path:
@@ -78,7 +78,7 @@ def hub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, data: b
 
 @pytest.mark.parametrize(("offline", "says"), [("0", "not to be had from"), ("1", "HF_HUB_OFFLINE is set")])
 def test_without_a_network_it_says_so_once_and_soon(tmp_path: Path, offline: str, says: str) -> None:
-    program = "from qconvert.evals.corpora import load_text; load_text('wikitext2')"
+    program = "from qconvert.evaluate.corpora import load_text; load_text('wikitext2')"
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
     started = time.monotonic()
     done = subprocess.run(

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from qconvert.decoder.cuda import dequantize, matmul, tuning
-from qconvert.decoder.cuda.packing import mma_weight
-from qconvert.decoder.cuda.reference import FewRowWeight, sums_for
-from qconvert.decoder.storage import DenseWeight
-from qconvert.tensors import DType, GroupInt
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt
+from qconvert.runtime.cuda import dequantize, matmul, tuning
+from qconvert.runtime.cuda.packing import mma_weight
+from qconvert.runtime.cuda.reference import FewRowWeight, sums_for
+from qconvert.runtime.storage import DenseWeight
 from tests.commands import run_interpreted
 from tests.machine_code import Launches, MachineCode
 from tests.test_decoder_linear import random_value
@@ -50,21 +51,21 @@ def code_of(
 
 
 FEW = [
-    (GroupInt(4, 128, True, DType.BF16), 1, 3.0),
-    (GroupInt(4, 128, True, DType.F16), 5, 3.0),
-    (GroupInt(4, 64, False, DType.BF16), 1, 3.0),
-    (GroupInt(4, 32, False, DType.F32), 4, 3.0),
-    (GroupInt(4, None, True, DType.BF16), 1, 3.0),
-    (GroupInt(8, 128, True, DType.BF16), 1, 6.0),
-    (GroupInt(8, 32, False, DType.BF16), 4, 6.0),
+    (AffineInt(4, 128, True, DType.BF16), 1, 3.0),
+    (AffineInt(4, 128, True, DType.F16), 5, 3.0),
+    (AffineInt(4, 64, False, DType.BF16), 1, 3.0),
+    (AffineInt(4, 32, False, DType.F32), 4, 3.0),
+    (AffineInt(4, None, True, DType.BF16), 1, 3.0),
+    (AffineInt(8, 128, True, DType.BF16), 1, 6.0),
+    (AffineInt(8, 32, False, DType.BF16), 4, 6.0),
 ]
 
 
-@pytest.mark.parametrize(("form", "rows", "most"), FEW, ids=str)
+@pytest.mark.parametrize(("encoding", "rows", "most"), FEW, ids=str)
 def test_few_instructions_go_to_a_weight(
-    form: GroupInt, rows: int, most: float, monkeypatch: pytest.MonkeyPatch
+    encoding: AffineInt, rows: int, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weight = mma_weight(random_value(form, 256, 512), CPU)
+    weight = mma_weight(random_value(encoding, 256, 512), CPU)
     assert weight is not None
     code, per_weight = code_of(weight, rows, monkeypatch, 512)
     assert per_weight <= most, code.loop
@@ -75,7 +76,7 @@ def test_few_instructions_go_to_a_weight(
     assert code.in_loop(r"LDGSTS.*\.128") >= 6 and not code.in_loop(r"\bLDG\b")
     assert not code.in_loop(r"\bST[SL]\b|\bLDL\b")
     # The interpreter does not see the assembly: (a & b) | c is table 0xea of three inputs.
-    masks = ("0xf000f",) if form.bits == 4 else ("0x7f007f", "0x800080")
+    masks = ("0xf000f",) if encoding.bits == 4 else ("0x7f007f", "0x800080")
     assert sum(code.in_loop(rf"LOP3\.LUT .*{mask}, R\w+(\.reuse)?, 0xea") for mask in masks) == 64
 
 
@@ -95,7 +96,7 @@ def test_measured_splits_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_many_columns_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     for bits, rows, most in ((4, 32, 3.0), (4, 64, 4.0), (8, 32, 6.0), (8, 64, 6.0)):
-        weight = mma_weight(random_value(GroupInt(bits, 128, True, DType.BF16), 256, 512), CPU)
+        weight = mma_weight(random_value(AffineInt(bits, 128, True, DType.BF16), 256, 512), CPU)
         assert weight is not None
         with monkeypatch.context() as patch:
             code, per_weight = code_of(weight, rows, patch, 512)
@@ -110,10 +111,12 @@ def test_a_dense_weight_goes_from_shared_memory_to_the_tensor_cores(monkeypatch:
     assert not code.in_loop(r"^(?!@!PT).*\b(LD[GSL]|LDSM|ST[SL])\b")
 
 
-@pytest.mark.parametrize("form", [GroupInt(4, 128, True, DType.BF16), GroupInt(8, 32, False, DType.BF16)])
-def test_dequantizing_moves_16_bytes_at_a_time(form: GroupInt, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "encoding", [AffineInt(4, 128, True, DType.BF16), AffineInt(8, 32, False, DType.BF16)]
+)
+def test_dequantizing_moves_16_bytes_at_a_time(encoding: AffineInt, monkeypatch: pytest.MonkeyPatch) -> None:
     """2.5 or 3 bytes a weight leave 17 instructions for it; these are of the whole kernel."""
-    weight = mma_weight(random_value(form, 256, 512), CPU)
+    weight = mma_weight(random_value(encoding, 256, 512), CPU)
     assert weight is not None
     launches = Launches(dequantize.dequantize_tile)
     monkeypatch.setattr(dequantize, "dequantize_tile", launches)
@@ -122,4 +125,4 @@ def test_dequantizing_moves_16_bytes_at_a_time(form: GroupInt, monkeypatch: pyte
     texts = [text for _, text in code.listing]
     assert len(texts) * 256 / 128**2 <= 12 and code.local == 0, code
     assert sum("STG" in text for text in texts) == sum("STG.E.128" in text for text in texts) == 8
-    assert sum(text.startswith("LDG.E.128") for text in texts) == form.bits // 2
+    assert sum(text.startswith("LDG.E.128") for text in texts) == encoding.bits // 2

@@ -10,7 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qconvert.decoder.cuda.packing import (
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt
+from qconvert.core.values import AffineIntRows
+from qconvert.quant.packed_codes import codes_of
+from qconvert.runtime.cuda.packing import (
     MmaInt4,
     MmaInt8,
     mma_weight,
@@ -23,26 +27,25 @@ from qconvert.decoder.cuda.packing import (
     unpack_scales,
     unpack_zeros,
 )
-from qconvert.decoder.cuda.reference import group_sums, multiply_partials, split_columns, sums_for
-from qconvert.decoder.place import place_rows
-from qconvert.decoder.storage import DenseWeight
-from qconvert.tensors import DType, GroupInt, IntAffine
+from qconvert.runtime.cuda.reference import group_sums, multiply_partials, split_columns, sums_for
+from qconvert.runtime.device_layout import place_rows
+from qconvert.runtime.storage import DenseWeight
 from tests.test_decoder_linear import random_value, worth
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 LAYOUTS = {4: (pack_int4, unpack_int4), 8: (pack_int8, unpack_int8)}
 FORMS = [
-    (GroupInt(4, 128, True, DType.BF16), (256, 256)),
-    (GroupInt(4, 32, False, DType.F16), (130, 160)),
-    (GroupInt(2, 64, True, DType.F32), (128, 192)),
-    (GroupInt(3, 256, False, DType.BF16), (64, 256)),
-    (GroupInt(4, None, True, DType.BF16), (200, 100)),
-    (GroupInt(8, 128, True, DType.BF16), (128, 384)),
-    (GroupInt(8, 32, False, DType.F16), (70, 96)),
-    (GroupInt(5, 64, False, DType.F32), (130, 128)),
-    (GroupInt(6, None, True, DType.BF16), (128, 129)),
-    (GroupInt(8, None, False, DType.F32), (3, 40)),
+    (AffineInt(4, 128, True, DType.BF16), (256, 256)),
+    (AffineInt(4, 32, False, DType.F16), (130, 160)),
+    (AffineInt(2, 64, True, DType.F32), (128, 192)),
+    (AffineInt(3, 256, False, DType.BF16), (64, 256)),
+    (AffineInt(4, None, True, DType.BF16), (200, 100)),
+    (AffineInt(8, 128, True, DType.BF16), (128, 384)),
+    (AffineInt(8, 32, False, DType.F16), (70, 96)),
+    (AffineInt(5, 64, False, DType.F32), (130, 128)),
+    (AffineInt(6, None, True, DType.BF16), (128, 129)),
+    (AffineInt(8, None, False, DType.F32), (3, 40)),
 ]
 
 
@@ -93,42 +96,46 @@ def test_scales_and_zeros_lie_by_the_rows_of_a_thread(groups: int) -> None:
     assert torch.equal(zeros[2, 1, 8 * 3 + 5], torch.stack(rows, dim=-1))
 
 
-@pytest.mark.parametrize(("form", "shape"), FORMS, ids=str)
-def test_rows_are_those_of_the_reference_layout(form: GroupInt, shape: tuple[int, int]) -> None:
-    value = random_value(form, *shape)
+@pytest.mark.parametrize(("encoding", "shape"), FORMS, ids=str)
+def test_rows_are_those_of_the_reference_layout(encoding: AffineInt, shape: tuple[int, int]) -> None:
+    value = random_value(encoding, *shape)
     weight = mma_weight(value, CPU)
-    assert isinstance(weight, MmaInt4 if form.bits <= 4 else MmaInt8) and weight.shape == shape
+    assert isinstance(weight, MmaInt4 if encoding.bits <= 4 else MmaInt8) and weight.shape == shape
     want = place_rows(value, CPU, BF16).rows(slice(None))
     assert torch.equal(weight.rows(slice(None)), want)
     assert torch.equal(weight.rows(slice(2, shape[0] - 1)), want[2:-1])
 
 
 def test_memory_is_codes_scales_and_zeros() -> None:
-    weight = mma_weight(random_value(GroupInt(4, 128, True, DType.BF16), 256, 512), CPU)
+    weight = mma_weight(random_value(AffineInt(4, 128, True, DType.BF16), 256, 512), CPU)
     assert weight is not None and weight.nbytes == 256 * 512 // 2 + 256 * 4 * 2
-    weight = mma_weight(random_value(GroupInt(8, 64, False, DType.F32), 256, 512), CPU)
+    weight = mma_weight(random_value(AffineInt(8, 64, False, DType.F32), 256, 512), CPU)
     assert weight is not None and weight.nbytes == 256 * 512 + 256 * 8 * 5
 
 
 def test_blocks_of_rows_pack_as_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    value = random_value(GroupInt(4, 32, True, DType.BF16), 400, 256)
+    value = random_value(AffineInt(4, 32, True, DType.BF16), 400, 256)
     whole = mma_weight(value, CPU)
-    monkeypatch.setattr("qconvert.decoder.cuda.packing._PACK_BYTES", 1)
+    monkeypatch.setattr("qconvert.runtime.cuda.packing._PACK_BYTES", 1)
     parts = mma_weight(value, CPU)
     assert whole is not None and parts is not None and torch.equal(whole.words, parts.words)
 
 
 def test_what_the_kernels_cannot_hold_is_not_packed() -> None:
-    assert mma_weight(random_value(GroupInt(4, 16, True, DType.BF16), 128, 128), CPU) is None
-    plain = random_value(GroupInt(4, 64, True, DType.BF16), 128, 128)
-    order = IntAffine(plain.codes_RI, plain.scales_RG, None, plain.form, np.arange(128, dtype=np.int32) % 2)
+    assert mma_weight(random_value(AffineInt(4, 16, True, DType.BF16), 128, 128), CPU) is None
+    plain = random_value(AffineInt(4, 64, True, DType.BF16), 128, 128)
+    order = AffineIntRows(
+        codes_of(plain), plain.scales_RG, None, plain.encoding, np.arange(128, dtype=np.int32) % 2
+    )
     assert mma_weight(order, CPU) is None
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize(("form", "shape"), FORMS, ids=str)
-def test_the_partial_products_sum_to_the_product(form: GroupInt, shape: tuple[int, int], splits: int) -> None:
-    value = random_value(form, *shape)
+@pytest.mark.parametrize(("encoding", "shape"), FORMS, ids=str)
+def test_the_partial_products_sum_to_the_product(
+    encoding: AffineInt, shape: tuple[int, int], splits: int
+) -> None:
+    value = random_value(encoding, *shape)
     weight = mma_weight(value, CPU)
     assert weight is not None
     x = torch.randn(5, shape[1], generator=torch.Generator().manual_seed(1)).to(BF16)

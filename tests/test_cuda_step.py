@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from qconvert.decoder.cuda import attention, head, norm, swiglu
-from qconvert.decoder.cuda.activation import Parts, empty_rows
-from qconvert.decoder.cuda.attention import HeadNorms, HeadShape, Place, empty_softmaxes, stretches_for
-from qconvert.decoder.cuda.head import Spoken, score_spoken
+from qconvert.runtime.cuda import attention, head, norm, swiglu
+from qconvert.runtime.cuda.activation import Parts, empty_rows
+from qconvert.runtime.cuda.attention import HeadNorms, HeadShape, Place, empty_softmaxes, stretches_for
+from qconvert.runtime.cuda.head import Spoken, score_spoken
 from tests.commands import run_interpreted
 from tests.machine_code import Launches, MachineCode
 

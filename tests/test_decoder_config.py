@@ -8,14 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from qconvert.decoder.config import (
-    DecoderConfig,
-    LinearScaling,
-    Llama3Scaling,
-    YarnScaling,
-)
+from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.tensors import Json
+from qconvert.runtime.config import DecoderConfig, LinearScaling, Llama3Scaling, YarnScaling
 
 QWEN2: Json = {
     "model_type": "qwen2",

@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from qconvert.decoder.cpu.decode import multiply_few
-from qconvert.decoder.cpu.team import Team
-from qconvert.decoder.cpu.weights import PackedGrid, pack_grid
-from qconvert.decoder.linear import BACKENDS, Linear
-from qconvert.decoder.place import Layout, place_rows, place_weight
-from qconvert.decoder.storage import DenseWeight, NarrowWeight
-from qconvert.quant.lanes import LANES
-from qconvert.tensors import Dense, DType, GroupInt, IntAffine
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt
+from qconvert.core.values import AffineIntRows, DenseRows
+from qconvert.quant.simd.lanes import LANES
+from qconvert.runtime.cpu.packed_weights import PackedGrid, pack_grid
+from qconvert.runtime.cpu.products import multiply_few
+from qconvert.runtime.cpu.thread_barrier import Team
+from qconvert.runtime.device_layout import Layout, place_rows, place_weight
+from qconvert.runtime.linear import BACKENDS, Linear
+from qconvert.runtime.storage import DenseWeight, NarrowWeight
 from tests.test_decoder_linear import CPU, random_value, worth
 
 BF16 = torch.bfloat16
@@ -35,21 +37,21 @@ SHAPES = {
 }
 LAYERS = [(model, shape) for model, shapes in SHAPES.items() for shape in shapes]
 FORMS = [
-    GroupInt(4, 128, True, DType.BF16),
-    GroupInt(4, 32, False, DType.BF16),
-    GroupInt(4, None, True, DType.F16),
-    GroupInt(3, 64, True, DType.F32),
-    GroupInt(8, 128, True, DType.BF16),
-    GroupInt(8, 32, False, DType.F16),
-    GroupInt(8, None, False, DType.BF16),
-    GroupInt(5, 64, False, DType.F32),
-    GroupInt(4, 16, False, DType.F16),
-    GroupInt(8, 48, False, DType.F32),
-    GroupInt(6, 128, True, DType.BF16),
+    AffineInt(4, 128, True, DType.BF16),
+    AffineInt(4, 32, False, DType.BF16),
+    AffineInt(4, None, True, DType.F16),
+    AffineInt(3, 64, True, DType.F32),
+    AffineInt(8, 128, True, DType.BF16),
+    AffineInt(8, 32, False, DType.F16),
+    AffineInt(8, None, False, DType.BF16),
+    AffineInt(5, 64, False, DType.F32),
+    AffineInt(4, 16, False, DType.F16),
+    AffineInt(8, 48, False, DType.F32),
+    AffineInt(6, 128, True, DType.BF16),
 ]
 
 
-def packed(value: IntAffine, dtype: torch.dtype = torch.float32) -> PackedGrid:
+def packed(value: AffineIntRows, dtype: torch.dtype = torch.float32) -> PackedGrid:
     weight = pack_grid(value, dtype)
     assert weight is not None
     return weight
@@ -64,10 +66,10 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("model", "shape"), LAYERS, ids=str)
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[6]], ids=lambda form: form.label)
-def test_products_on_every_layer_shape(form: GroupInt, model: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("encoding", [FORMS[0], FORMS[6]], ids=lambda encoding: encoding.label)
+def test_products_on_every_layer_shape(encoding: AffineInt, model: str, shape: tuple[int, int]) -> None:
     """Packed whole, multiplied whole; float32 outputs to FIXED_POINT, bfloat16 ones to their rounding."""
-    value = random_value(form, *shape)
+    value = random_value(encoding, *shape)
     weight, x_NI = packed(value), inputs(2, shape[1])
     blocks = [slice(at, at + 4096) for at in range(0, shape[0], 4096)]
     exact = place_rows(value, CPU, torch.float32)
@@ -81,11 +83,11 @@ def test_products_on_every_layer_shape(form: GroupInt, model: str, shape: tuple[
 
 
 @pytest.mark.parametrize("width", [32, 96, 128, 160, 384, 896])
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.label)
-def test_every_form_at_widths_that_fill_blocks_or_do_not(form: GroupInt, width: int) -> None:
-    if width % (form.group_size or width):
+@pytest.mark.parametrize("encoding", FORMS, ids=lambda encoding: encoding.label)
+def test_every_form_at_widths_that_fill_blocks_or_do_not(encoding: AffineInt, width: int) -> None:
+    if width % (encoding.group_size or width):
         pytest.skip("no whole groups")
-    value = random_value(form, 37, width)
+    value = random_value(encoding, 37, width)
     x_NI, bias_O = inputs(3, width), torch.arange(37.0)
     want_NO = x_NI.double() @ torch.from_numpy(worth(value)).double().T + bias_O
     assert relative_error(multiply_few(x_NI, packed(value), bias_O), want_NO) < FIXED_POINT
@@ -96,9 +98,9 @@ def test_every_form_at_widths_that_fill_blocks_or_do_not(form: GroupInt, width: 
     assert torch.equal(packed(value).part(slice(5, 20)).rows(slice(None)), packed(value).rows(slice(5, 20)))
 
 
-@pytest.mark.parametrize("form", [FORMS[0], FORMS[1], FORMS[6]], ids=lambda form: form.label)
-def test_errors_stay_below_half_a_step_of_the_input_even_beside_outliers(form: GroupInt) -> None:
-    value = random_value(form, 50, 256)
+@pytest.mark.parametrize("encoding", [FORMS[0], FORMS[1], FORMS[6]], ids=lambda encoding: encoding.label)
+def test_errors_stay_below_half_a_step_of_the_input_even_beside_outliers(encoding: AffineInt) -> None:
+    value = random_value(encoding, 50, 256)
     x_NI = inputs(1, 256)
     x_NI[0, [3, 200]] = torch.tensor([1000.0, -1e4])
     step_I = x_NI[0].view(2, 128).abs().amax(1).div(32767).repeat_interleave(128)
@@ -138,7 +140,7 @@ def test_linears_take_any_number_of_rows(dtype: torch.dtype, rows: int) -> None:
 
 def test_bfloat16_weights_stay_narrow_where_they_are_computed_with_in_float32() -> None:
     carried = (inputs(50, 64).to(BF16).view(torch.int16).numpy()).view(np.uint16)
-    weight = place_weight(Dense(carried, DType.BF16), CPU, torch.float32, Layout.AUTO)
+    weight = place_weight(DenseRows(carried, DType.BF16), CPU, torch.float32, Layout.AUTO)
     assert isinstance(weight, NarrowWeight) and weight.nbytes == 50 * 64 * 2
     want_OI = torch.from_numpy(carried.view(np.int16)).view(BF16).float()
     for rows in (1, 30):
@@ -147,20 +149,20 @@ def test_bfloat16_weights_stay_narrow_where_they_are_computed_with_in_float32() 
 
 
 def test_memory_is_the_codes_and_their_scales() -> None:
-    for form, want in (
+    for encoding, want in (
         (FORMS[0], 256 * 512 // 2 + 256 * 4 * 2),
-        (GroupInt(4, 128, False, DType.BF16), 256 * 512 // 2 + 256 * 4 * 3),
+        (AffineInt(4, 128, False, DType.BF16), 256 * 512 // 2 + 256 * 4 * 3),
         (FORMS[4], 256 * 512 + 256 * 4 * 2),
-        (GroupInt(4, 32, True, DType.F16), 256 * 512 // 2 + 256 * 16 * 2),
+        (AffineInt(4, 32, True, DType.F16), 256 * 512 // 2 + 256 * 16 * 2),
     ):
-        weight = place_weight(random_value(form, 256, 512), CPU, BF16, Layout.AUTO)
+        weight = place_weight(random_value(encoding, 256, 512), CPU, BF16, Layout.AUTO)
         held = [weight.codes_OB, weight.scales.stored_OG, weight.zeros_OG]  # type: ignore[union-attr]
         stored = sum(t.untyped_storage().nbytes() for t in held if t is not None)
         assert weight.nbytes == want and want <= stored <= want + 2 * LANES * 4
 
 
 def test_what_the_kernels_cannot_hold_stays_in_the_reference_layout() -> None:
-    value = random_value(GroupInt(4, 8, True, DType.BF16), 64, 64)
+    value = random_value(AffineInt(4, 8, True, DType.BF16), 64, 64)
     assert place_weight(value, CPU, BF16, Layout.AUTO).kind == "int4"
     value = random_value(FORMS[1], 64, 64)
     assert place_weight(value, CPU, BF16, Layout.REFERENCE).kind == "int4"

@@ -8,30 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.cpu import dots
-from qconvert.decoder.cpu.decode import multiply_few
-from qconvert.decoder.cpu.kernels import KERNELS
-from qconvert.decoder.cpu.weights import PackedGrid, pack_grid
-from qconvert.decoder.generate import decodes_weights
-from qconvert.decoder.linear import BACKENDS, Linear
-from qconvert.decoder.load import load_decoder
-from qconvert.decoder.place import Layout, place_rows, place_weight
-from qconvert.gguf.types import GGMLType
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt, AffineMin, Codebook
+from qconvert.core.ggml_types import GGMLType
+from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, GgmlRows, Value
 from qconvert.quant.codebook import wide
 from qconvert.quant.ggml import encode_rows
-from qconvert.tensors import (
-    BlockRows,
-    Codebook,
-    Coded,
-    Dense,
-    DType,
-    GroupInt,
-    GroupMin,
-    IntAffine,
-    MinAffine,
-    Value,
-)
+from qconvert.quant.packed_codes import codes_of
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.cpu import dots
+from qconvert.runtime.cpu.kernels import KERNELS
+from qconvert.runtime.cpu.packed_weights import PackedGrid, pack_grid
+from qconvert.runtime.cpu.products import multiply_few
+from qconvert.runtime.device_layout import Layout, place_rows, place_weight
+from qconvert.runtime.generate import decodes_weights
+from qconvert.runtime.linear import BACKENDS, Linear
+from qconvert.runtime.load import load_decoder
 from tests.decoder_models import StateDict, tiny
 from tests.test_decoder_cpu import BF16, FIXED_POINT, inputs, relative_error
 from tests.test_decoder_linear import CPU, random_value
@@ -63,7 +55,7 @@ CODEBOOKS = [
     Codebook("e5m2", None, DType.F32, DType.BF16),
 ]
 MINS = [
-    GroupMin(bits, group, dtype)
+    AffineMin(bits, group, dtype)
     for bits, group in ((2, 32), (3, 64), (4, 64), (5, 32), (6, 128), (8, 64))
     for dtype in (DType.F32, DType.F16, DType.BF16)
 ]
@@ -75,7 +67,7 @@ def carried(numbers: np.ndarray, dtype: DType) -> np.ndarray:
     return numbers.astype(dtype.carrier)
 
 
-def blocks(name: str, rows: int, width: int) -> BlockRows:
+def blocks(name: str, rows: int, width: int) -> GgmlRows:
     """Random blocks with half-precision numbers of weights."""
     kind, rng = GGMLType[name], np.random.default_rng(7)
     count = rows * width // kind.block
@@ -87,30 +79,32 @@ def blocks(name: str, rows: int, width: int) -> BlockRows:
     if name == "NVFP4":
         made[:, :4] = rng.integers(0, 0x60, (count, 4))
         made[0, :2] = 0x7F, 0xFF
-    return BlockRows(made.reshape(rows, -1), kind.form)  # type: ignore[arg-type]
+    return GgmlRows(made.reshape(rows, -1), kind.encoding)  # type: ignore[arg-type]
 
 
-def coded(form: Codebook, rows: int, width: int) -> Coded:
+def coded(encoding: Codebook, rows: int, width: int) -> CodebookRows:
     rng = np.random.default_rng(3)
-    codes = rng.integers(0, 1 << form.bits, (rows, width), dtype=np.uint8)
-    if form.table in ("e4m3", "e5m2"):
+    codes = rng.integers(0, 1 << encoding.bits, (rows, width), dtype=np.uint8)
+    if encoding.table in ("e4m3", "e5m2"):
         codes[(codes & 0x7F) > 0x77] = 0x11  # neither NaN nor infinity
-    shape = (rows, form.groups(width))
-    if form.scale_dtype is DType.F8_E8M0:
+    shape = (rows, encoding.groups(width))
+    if encoding.scale_dtype is DType.F8_E8M0:
         scales = rng.integers(110, 126, shape, dtype=np.uint8)
-    elif form.scale_dtype is DType.F8_E4M3:
+    elif encoding.scale_dtype is DType.F8_E4M3:
         scales = rng.integers(1, 0x7E, shape, dtype=np.uint8)
     else:
-        scales = carried(rng.uniform(0.01, 0.1, shape), form.scale_dtype)
-    return Coded(codes, scales, form, 1234.5 if form.second == "divided" else None)
+        scales = carried(rng.uniform(0.01, 0.1, shape), encoding.scale_dtype)
+    return CodebookRows(codes, scales, encoding, 1234.5 if encoding.second == "divided" else None)
 
 
-def with_mins(form: GroupMin, rows: int, width: int) -> MinAffine:
-    rng, shape = np.random.default_rng(form.bits), (rows, form.groups(width))
-    codes = rng.integers(0, 1 << form.bits, (rows, width), dtype=np.uint8)
+def with_mins(encoding: AffineMin, rows: int, width: int) -> AffineMinRows:
+    rng, shape = np.random.default_rng(encoding.bits), (rows, encoding.groups(width))
+    codes = rng.integers(0, 1 << encoding.bits, (rows, width), dtype=np.uint8)
     scales = rng.uniform(0.01, 0.1, shape)
-    mins = -scales * rng.uniform(0, 1 << form.bits, shape)
-    return MinAffine(codes, carried(scales, form.scale_dtype), carried(mins, form.scale_dtype), form)
+    mins = -scales * rng.uniform(0, 1 << encoding.bits, shape)
+    return AffineMinRows(
+        codes, carried(scales, encoding.scale_dtype), carried(mins, encoding.scale_dtype), encoding
+    )
 
 
 def packed(value: Value, dtype: torch.dtype = torch.float32) -> PackedGrid:
@@ -121,8 +115,14 @@ def packed(value: Value, dtype: torch.dtype = torch.float32) -> PackedGrid:
 
 CASES = [
     *((name, partial(blocks, name), kind.block) for name in HALVES for kind in (GGMLType[name],)),
-    *((form.label, partial(coded, form), 128 if form.group_size else 32) for form in CODEBOOKS),
-    *((f"{form.label}-{form.scale_dtype.label}", partial(with_mins, form), form.group_size) for form in MINS),
+    *(
+        (encoding.label, partial(coded, encoding), 128 if encoding.group_size else 32)
+        for encoding in CODEBOOKS
+    ),
+    *(
+        (f"{encoding.label}-{encoding.scale_dtype.label}", partial(with_mins, encoding), encoding.group_size)
+        for encoding in MINS
+    ),
 ]
 
 
@@ -139,17 +139,17 @@ def unrounded(value: Value) -> np.ndarray:
     """What a value stands for, float64, but `code * scale + min` without MLX's roundings of weights: its
     products (`qdot` in mlx/backend/metal/kernels/quantized.h) are `scale * sum of code * x + min * sum of x`.
     """
-    if not isinstance(value, MinAffine):
+    if not isinstance(value, AffineMinRows):
         return place_rows(value, CPU, torch.float32).rows(slice(None)).double().numpy()
     scales, mins = (
-        wide(a, value.form.scale_dtype).astype(np.float64) for a in (value.scales_RG, value.mins_RG)
+        wide(a, value.encoding.scale_dtype).astype(np.float64) for a in (value.scales_RG, value.mins_RG)
     )
-    size = value.form.group_size
-    return value.codes_RI * np.repeat(scales, size, axis=1) + np.repeat(mins, size, axis=1)
+    size = value.encoding.group_size
+    return codes_of(value) * np.repeat(scales, size, axis=1) + np.repeat(mins, size, axis=1)
 
 
 def label(value: Value) -> str:
-    return f"{value.form.label}-{value.form.decoded.label}-{value.arrays[0].shape[1]}"  # type: ignore[union-attr]
+    return f"{value.encoding.label}-{value.encoding.decoded.label}-{value.arrays[0].shape[1]}"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("value", values(), ids=label)
@@ -169,7 +169,7 @@ def test_rows_are_the_reference_s_and_products_theirs(value: Value) -> None:
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(DType.BF16, 2.0**-8), (DType.F16, 2.0**-11)])
 def test_mlx_s_products_are_within_a_rounding_of_its_decoded_numbers(dtype: DType, rounding: float) -> None:
-    value = with_mins(GroupMin(4, 64, dtype), ROWS, 1024)
+    value = with_mins(AffineMin(4, 64, dtype), ROWS, 1024)
     x_NI = inputs(2, 1024)
     want_NO = x_NI.double() @ place_rows(value, CPU, torch.float32).rows(slice(None)).double().T
     assert relative_error(multiply_few(x_NI, packed(value)), want_NO) < rounding
@@ -185,8 +185,8 @@ def test_mlx_s_own_products_agree() -> None:
     words, scales, biases = mx.quantize(mx.array(w_OI), group_size=64, bits=4)
     theirs = mx.quantized_matmul(mx.array(x_NI), words, scales, biases, group_size=64, bits=4)
     codes = (np.array(words)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15).reshape(64, 512)
-    form = GroupMin(4, 64, DType.F32)
-    value = MinAffine(codes.astype(np.uint8), np.array(scales), np.array(biases), form)
+    encoding = AffineMin(4, 64, DType.F32)
+    value = AffineMinRows(codes.astype(np.uint8), np.array(scales), np.array(biases), encoding)
     ours = multiply_few(torch.from_numpy(x_NI), packed(value))
     assert relative_error(ours, torch.from_numpy(np.array(theirs))) < FIXED_POINT
 
@@ -207,26 +207,26 @@ def test_memory_is_near_what_is_stored(name: str) -> None:
         coded(CODEBOOKS[0], 8, 1024),
         coded(CODEBOOKS[4], 8, 1024),
         coded(CODEBOOKS[6], 8, 1024),
-        with_mins(GroupMin(4, 64, DType.BF16), 8, 1024),
+        with_mins(AffineMin(4, 64, DType.BF16), 8, 1024),
     ],
     ids=label,
 )
 def test_memory_of_tables_and_mins(value: Value) -> None:
     """Codes and scales as stored, but for the scales of NVFP4, which take two bytes for one."""
-    bits = value.form.bits  # type: ignore[union-attr]
+    bits = value.encoding.bits  # type: ignore[union-attr]
     stored = value.arrays[0].size * bits / 8 + sum(array.nbytes for array in value.arrays[1:])
     wider = value.arrays[1].nbytes if label(value).startswith("e2m1") else 0
     assert packed(value).nbytes == stored + wider
 
 
 def test_packing_holds_a_bounded_part_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qconvert.decoder.cpu import weights
+    from qconvert.runtime.cpu import packed_weights
 
     value, seen = blocks("Q4_K", 64, 1024), []
     whole = packed(value)
-    monkeypatch.setattr(weights, "_PACKED_CODES", 5 * 1024)
-    nibbles = weights._nibbles
-    monkeypatch.setattr(weights, "_nibbles", lambda codes: seen.append(len(codes)) or nibbles(codes))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(packed_weights, "_PACKED_CODES", 5 * 1024)
+    nibbles = packed_weights._nibbles
+    monkeypatch.setattr(packed_weights, "_nibbles", lambda codes: seen.append(len(codes)) or nibbles(codes))  # type: ignore[func-returns-value]
     in_parts = packed(value)
     assert max(seen) == 5 and sum(seen) == 64
     assert torch.equal(in_parts.codes_OB, whole.codes_OB)
@@ -240,14 +240,14 @@ def test_no_two_kernels_share_a_name_by_which_stored_code_is_linked() -> None:
 
 def test_what_is_no_grid_or_does_not_fit_stays_as_it_was_read() -> None:
     nan = coded(CODEBOOKS[6], 8, 128)
-    nan.codes_RI[3, 5] = 0x7F
-    far = with_mins(GroupMin(8, 64, DType.F16), 8, 128)
+    codes_of(nan)[3, 5] = 0x7F
+    far = with_mins(AffineMin(8, 64, DType.F16), 8, 128)
     far.scales_RG[2, 1] = 1000
-    lattice = BlockRows(np.zeros((8, 66), np.uint8), GGMLType.IQ2_XXS.form)  # type: ignore[arg-type]
-    plain = random_value(GroupInt(4, 32, False, DType.F32), 8, 128)
-    form = GroupInt(4, 32, False, DType.F32, act_order=True)
-    ordered = IntAffine(
-        plain.codes_RI, plain.scales_RG, plain.zeros_RG, form, np.arange(128, dtype=np.int32) // 32
+    lattice = GgmlRows(np.zeros((8, 66), np.uint8), GGMLType.IQ2_XXS.encoding)  # type: ignore[arg-type]
+    plain = random_value(AffineInt(4, 32, False, DType.F32), 8, 128)
+    encoding = AffineInt(4, 32, False, DType.F32, act_order=True)
+    ordered = AffineIntRows(
+        codes_of(plain), plain.scales_RG, plain.zeros_RG, encoding, np.arange(128, dtype=np.int32) // 32
     )
     odd = coded(Codebook("int8", None, DType.F32, DType.F16), 8, 40)
     for value in (nan, far, lattice, ordered, odd):
@@ -260,10 +260,10 @@ class Mixed(StateDict):
 
     def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:
         value = super().get(role, layer, kind)
-        if not isinstance(value, Dense) or value.rows_RI.shape[1] == 1:
+        if not isinstance(value, DenseRows) or value.rows_RI.shape[1] == 1:
             return value
         name = "Q6_K" if role in ("attn.v", "mlp.down", "lm_head") else "Q4_K"
-        return BlockRows(encode_rows(value, name), GGMLType[name].form)  # type: ignore[arg-type]
+        return GgmlRows(encode_rows(value, name), GGMLType[name].encoding)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -288,9 +288,9 @@ def test_a_step_reads_projections_of_different_forms(threads: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("form", CODEBOOKS, ids=lambda form: form.label)
-def test_linears_take_any_number_of_rows(form: Codebook, rows: int) -> None:
-    value = coded(form, 70, 256)
+@pytest.mark.parametrize("encoding", CODEBOOKS, ids=lambda encoding: encoding.label)
+def test_linears_take_any_number_of_rows(encoding: Codebook, rows: int) -> None:
+    value = coded(encoding, 70, 256)
     x_NI, bias_O = inputs(rows, 256), torch.arange(70.0)
     want = x_NI.double() @ torch.from_numpy(unrounded(value)).T + bias_O.double()
     linear = Linear(place_weight(value, CPU, torch.float32, Layout.AUTO), bias_O)

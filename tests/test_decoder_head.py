@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qconvert.decoder.head import multiply_float32, rounded_head
-from qconvert.decoder.linear import Table
-from qconvert.decoder.place import Layout, place_table
-from qconvert.decoder.storage import DenseWeight
 from qconvert.errors import BadRecipe
+from qconvert.quant.packed_codes import codes_of
+from qconvert.runtime.device_layout import Layout, place_table
+from qconvert.runtime.head import multiply_float32, rounded_head
+from qconvert.runtime.linear import Table
+from qconvert.runtime.storage import DenseWeight
 
 GENERATOR = torch.Generator().manual_seed(0)
 W = torch.randn(2100, 96, generator=GENERATOR).bfloat16()
@@ -34,7 +35,7 @@ def test_a_rounded_head_is_within_half_a_step(bits: int) -> None:
     top = 2 ** (bits - 1) - 1
     w_VGS = W.float().view(2100, 1 if bits == 8 else 3, -1)
     steps = w_VGS.abs().amax(2, keepdim=True) / top
-    assert (value.codes_RI.min(), value.codes_RI.max()) == (1, 2 * top + 1)
+    assert (codes_of(value).min(), codes_of(value).max()) == (1, 2 * top + 1)
     got = head_of(W, bits).rows(slice(None)).view_as(w_VGS)
     assert bool(((got - w_VGS).abs() <= steps * 0.5001).all())
 

@@ -6,9 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from qconvert.decoder import linear, place
-from qconvert.decoder.linear import BACKENDS, Linear
-from qconvert.decoder.place import (
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt, AffineMin, GgmlBlocks
+from qconvert.core.values import AffineIntRows, AffineMinRows, DenseRows, GgmlRows
+from qconvert.errors import BadRecipe
+from qconvert.quant.packed_codes import codes_of
+from qconvert.runtime import device_layout, linear
+from qconvert.runtime.device_layout import (
     Layout,
     evaluation_layout,
     find_device,
@@ -17,53 +21,52 @@ from qconvert.decoder.place import (
     place_weight,
     stack,
 )
-from qconvert.decoder.storage import DenseWeight, IntWeight
-from qconvert.errors import BadRecipe
-from qconvert.tensors import BlockRows, Blocks, Dense, DType, GroupInt, GroupMin, IntAffine, MinAffine
+from qconvert.runtime.linear import BACKENDS, Linear
+from qconvert.runtime.storage import DenseWeight, IntWeight
 
 CPU = torch.device("cpu")
 FORMS = [
-    (GroupInt(2, 8, False, DType.F32), 24),
-    (GroupInt(3, None, True, DType.F16), 7),
-    (GroupInt(4, 32, True, DType.BF16), 64),
-    (GroupInt(4, None, False, DType.BF16), 33),
-    (GroupInt(5, 16, False, DType.F16), 48),
-    (GroupInt(8, 32, True, DType.BF16), 64),
-    (GroupInt(8, None, False, DType.F32), 5),
+    (AffineInt(2, 8, False, DType.F32), 24),
+    (AffineInt(3, None, True, DType.F16), 7),
+    (AffineInt(4, 32, True, DType.BF16), 64),
+    (AffineInt(4, None, False, DType.BF16), 33),
+    (AffineInt(5, 16, False, DType.F16), 48),
+    (AffineInt(8, 32, True, DType.BF16), 64),
+    (AffineInt(8, None, False, DType.F32), 5),
 ]
 
 
-def random_value(form: GroupInt, rows: int, width: int) -> IntAffine:
-    rng = np.random.default_rng(form.bits)
-    shape = (rows, form.groups(width))
+def random_value(encoding: AffineInt, rows: int, width: int) -> AffineIntRows:
+    rng = np.random.default_rng(encoding.bits)
+    shape = (rows, encoding.groups(width))
     scales = rng.uniform(0.01, 0.1, shape).astype(np.float32)
     carried = {
         DType.F32: scales,
         DType.F16: scales.astype(np.float16),
         DType.BF16: (scales.view(np.uint32) >> 16).astype(np.uint16),
     }
-    zeros = None if form.symmetric else rng.integers(0, 2**form.bits, shape, dtype=np.uint8)
-    codes = rng.integers(0, 2**form.bits, (rows, width), dtype=np.uint8)
-    return IntAffine(codes, carried[form.scale_dtype], zeros, form)
+    zeros = None if encoding.symmetric else rng.integers(0, 2**encoding.bits, shape, dtype=np.uint8)
+    codes = rng.integers(0, 2**encoding.bits, (rows, width), dtype=np.uint8)
+    return AffineIntRows(codes, carried[encoding.scale_dtype], zeros, encoding)
 
 
-def worth(value: IntAffine) -> np.ndarray:
+def worth(value: AffineIntRows) -> np.ndarray:
     """The definition, in numpy float32."""
     scales = value.scales_RG
-    if value.form.scale_dtype is DType.BF16:
+    if value.encoding.scale_dtype is DType.BF16:
         scales = (scales.astype(np.uint32) << 16).view(np.float32)
-    zeros = 2 ** (value.form.bits - 1) if value.zeros_RG is None else value.zeros_RG.astype(np.float32)
+    zeros = 2 ** (value.encoding.bits - 1) if value.zeros_RG is None else value.zeros_RG.astype(np.float32)
     size = value.width // scales.shape[1]
     spread = [
         np.repeat(part, size, axis=1) for part in (scales.astype(np.float32), zeros * np.ones_like(scales))
     ]
-    return (value.codes_RI.astype(np.float32) - spread[1].astype(np.float32)) * spread[0]
+    return (codes_of(value).astype(np.float32) - spread[1].astype(np.float32)) * spread[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("form", "width"), FORMS, ids=lambda case: getattr(case, "label", case))
-def test_rows_are_exact(form: GroupInt, width: int, dtype: torch.dtype) -> None:
-    value = random_value(form, 11, width)
+@pytest.mark.parametrize(("encoding", "width"), FORMS, ids=lambda case: getattr(case, "label", case))
+def test_rows_are_exact(encoding: AffineInt, width: int, dtype: torch.dtype) -> None:
+    value = random_value(encoding, 11, width)
     weight = place_rows(value, CPU, dtype)
     want = torch.from_numpy(worth(value)).to(dtype)
     assert weight.shape == (11, width)
@@ -75,7 +78,7 @@ def test_rows_are_exact(form: GroupInt, width: int, dtype: torch.dtype) -> None:
 def test_up_to_four_bits_take_half_a_byte() -> None:
     sizes = {}
     for bits in (2, 4, 5, 8):
-        weight = place_rows(random_value(GroupInt(bits, 32, True, DType.F16), 4, 64), CPU, torch.float32)
+        weight = place_rows(random_value(AffineInt(bits, 32, True, DType.F16), 4, 64), CPU, torch.float32)
         assert isinstance(weight, IntWeight)
         sizes[bits] = weight.codes_OB.numel()
     assert sizes == {2: 128, 4: 128, 5: 256, 8: 256}
@@ -85,7 +88,7 @@ def test_up_to_four_bits_take_half_a_byte() -> None:
 def test_bfloat16_rows_of_any_width_are_multiplied_whole(width: int) -> None:
     """Kernels read sixteen columns at once: a width that is no multiple would run into the next row."""
     w_OI = torch.randn(24, width, generator=torch.Generator().manual_seed(1)).bfloat16()
-    value = Dense(w_OI.view(torch.uint16).numpy(), DType.BF16)
+    value = DenseRows(w_OI.view(torch.uint16).numpy(), DType.BF16)
     weight = place_weight(value, CPU, torch.float32, Layout.AUTO)
     x_1I = torch.linspace(-1, 1, width).reshape(1, -1)
     torch.testing.assert_close(Linear(weight)(x_1I), x_1I @ w_OI.float().T, atol=1e-4, rtol=1e-4)
@@ -93,7 +96,7 @@ def test_bfloat16_rows_of_any_width_are_multiplied_whole(width: int) -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_of_rows_make_the_whole_product(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    value = random_value(GroupInt(bits, 32, False, DType.F32), 37, 64)
+    value = random_value(AffineInt(bits, 32, False, DType.F32), 37, 64)
     monkeypatch.setattr(linear, "SCRATCH_BYTES", 5 * 64 * 4)
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
     bias = torch.arange(37, dtype=torch.float32)
@@ -112,7 +115,7 @@ def test_stored_floats_are_read_as_numbers(carrier: DType) -> None:
         DType.F16: numbers.astype(np.float16),
         DType.BF16: (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16),
     }
-    vector = place_vector(Dense(stored[carrier], carrier), CPU, torch.float32)
+    vector = place_vector(DenseRows(stored[carrier], carrier), CPU, torch.float32)
     assert vector.tolist() == [1.5, -0.25, 3.0]
 
 
@@ -122,7 +125,7 @@ def test_ggml_blocks_are_decoded_as_gguf_py_decodes_them() -> None:
 
     w_OI = np.random.default_rng(0).standard_normal((70, 64)).astype(np.float32)
     bytes_OB = quants.quantize(w_OI, GGMLQuantizationType.Q4_0)
-    weight = place_rows(BlockRows(bytes_OB, Blocks("Q4_0", 32, 18)), CPU, torch.float32)
+    weight = place_rows(GgmlRows(bytes_OB, GgmlBlocks("Q4_0", 32, 18)), CPU, torch.float32)
     want = torch.from_numpy(quants.dequantize(bytes_OB, GGMLQuantizationType.Q4_0))
     assert weight.shape == (70, 64) and weight.nbytes == 70 * 36
     assert torch.equal(weight.rows(slice(5, 9)), want[5:9])
@@ -134,14 +137,14 @@ def test_ggml_blocks_are_decoded_as_gguf_py_decodes_them() -> None:
 def test_other_forms_are_decoded_row_by_row() -> None:
     """A grid in activation order and one with mins, neither of which the packed forms hold."""
     rng = np.random.default_rng(0)
-    form = GroupInt(4, 16, False, DType.F32, act_order=True)
-    plain = random_value(GroupInt(4, 16, False, DType.F32), 70, 64)
+    encoding = AffineInt(4, 16, False, DType.F32, act_order=True)
+    plain = random_value(AffineInt(4, 16, False, DType.F32), 70, 64)
     order = rng.permutation(64)
     groups = (order // 16).astype(np.int32)
-    ordered = IntAffine(plain.codes_RI[:, order], plain.scales_RG, plain.zeros_RG, form, groups)
-    mins = MinAffine(plain.codes_RI, plain.scales_RG, -plain.scales_RG, GroupMin(4, 16, DType.F32))
+    ordered = AffineIntRows(codes_of(plain)[:, order], plain.scales_RG, plain.zeros_RG, encoding, groups)
+    mins = AffineMinRows(codes_of(plain), plain.scales_RG, -plain.scales_RG, AffineMin(4, 16, DType.F32))
     spread = np.repeat(plain.scales_RG, 16, axis=1)
-    for value, want in ((ordered, worth(plain)[:, order]), (mins, plain.codes_RI * spread - spread)):
+    for value, want in ((ordered, worth(plain)[:, order]), (mins, codes_of(plain) * spread - spread)):
         weight, w = place_rows(value, CPU, torch.float32), torch.from_numpy(want)
         assert weight.shape == (70, 64) and weight.kind == "encoded"
         assert torch.equal(weight.rows(slice(5, 9)), w[5:9])
@@ -151,22 +154,22 @@ def test_other_forms_are_decoded_row_by_row() -> None:
 
 
 def test_like_forms_stack_and_others_do_not() -> None:
-    form = GroupInt(4, 32, False, DType.BF16)
-    a, b = random_value(form, 3, 64), random_value(form, 5, 64)
+    encoding = AffineInt(4, 32, False, DType.BF16)
+    a, b = random_value(encoding, 3, 64), random_value(encoding, 5, 64)
     whole = stack([a, b])
-    assert isinstance(whole, IntAffine)
+    assert isinstance(whole, AffineIntRows)
     assert np.array_equal(worth(whole), np.concatenate((worth(a), worth(b))))
-    assert stack([a, random_value(GroupInt(4, 64, False, DType.BF16), 3, 64)]) is None
-    assert stack([a, Dense(np.zeros((3, 64), np.float32), DType.F32)]) is None
-    floats = [Dense(np.full((rows, 2), rows, np.float32), DType.F32) for rows in (1, 2)]
+    assert stack([a, random_value(AffineInt(4, 64, False, DType.BF16), 3, 64)]) is None
+    assert stack([a, DenseRows(np.zeros((3, 64), np.float32), DType.F32)]) is None
+    floats = [DenseRows(np.full((rows, 2), rows, np.float32), DType.F32) for rows in (1, 2)]
     joined = stack(floats)
-    assert isinstance(joined, Dense) and joined.rows_RI.tolist() == [[1, 1], [2, 2], [2, 2]]
+    assert isinstance(joined, DenseRows) and joined.rows_RI.tolist() == [[1, 1], [2, 2], [2, 2]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_dense_copy_is_what_the_rows_are_worth(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "SCRATCH_BYTES", 5 * 64 * 4)
-    value = random_value(GroupInt(4, 32, False, DType.F16), 37, 64)
+    monkeypatch.setattr(device_layout, "SCRATCH_BYTES", 5 * 64 * 4)
+    value = random_value(AffineInt(4, 32, False, DType.F16), 37, 64)
     weight = place_weight(value, CPU, dtype, Layout.DENSE)
     assert isinstance(weight, DenseWeight) and weight.nbytes == 37 * 64 * dtype.itemsize
     assert torch.equal(weight.w_OI, place_rows(value, CPU, dtype).rows(slice(None)))

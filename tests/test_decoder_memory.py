@@ -12,11 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qconvert.decoder import linear
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.load import load_decoder
-from qconvert.decoder.model import Decoder
-from qconvert.decoder.place import Layout
+from qconvert.runtime import linear
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.device_layout import Layout
+from qconvert.runtime.load import load_decoder
+from qconvert.runtime.model import Decoder
 from tests.decoder_models import StateDict, tiny, tokens
 from tests.test_decoder_model import Quantized
 

@@ -12,15 +12,17 @@ import safetensors.torch
 import torch
 import transformers
 
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.load import load_decoder
-from qconvert.decoder.model import Decoder
-from qconvert.decoder.place import Layout, place_rows
-from qconvert.decoder.weights import Weights
+from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt
+from qconvert.core.values import AffineIntRows, DenseRows, Value
 from qconvert.errors import CorruptCheckpoint, QConvertError
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.formats.weights import CheckpointWeights
-from qconvert.tensors import Dense, DType, GroupInt, IntAffine, Value
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.device_layout import Layout, place_rows
+from qconvert.runtime.load import load_decoder
+from qconvert.runtime.model import Decoder
+from qconvert.runtime.weight_source import Weights
 from tests.decoder_models import StateDict, decoder_of, tiny, tokens
 
 TOLERANCE = 1e-4
@@ -184,14 +186,14 @@ class Quantized(StateDict):
 
     def __init__(self, state: dict[str, torch.Tensor], group: int = 8) -> None:
         super().__init__(state)
-        self.form = GroupInt(4, group, True, DType.F32)
+        self.encoding = AffineInt(4, group, True, DType.F32)
 
     def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:
         value = super().get(role, layer, kind)
-        if not isinstance(value, Dense) or value.rows_RI.shape[1] == 1:
+        if not isinstance(value, DenseRows) or value.rows_RI.shape[1] == 1:
             return value
         scales, codes = self.round(value.rows_RI)
-        return IntAffine(codes.reshape(value.rows_RI.shape), scales[..., 0], None, self.form)
+        return AffineIntRows(codes.reshape(value.rows_RI.shape), scales[..., 0], None, self.encoding)
 
     def worth(self) -> dict[str, torch.Tensor]:
         def dequantized(w: torch.Tensor) -> torch.Tensor:
@@ -201,7 +203,7 @@ class Quantized(StateDict):
         return {name: dequantized(w) if w.ndim == 2 else w for name, w in self.state.items()}
 
     def round(self, w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        w_OGS = w_OI.reshape(len(w_OI), -1, self.form.group_size or 1)
+        w_OGS = w_OI.reshape(len(w_OI), -1, self.encoding.group_size or 1)
         scales = (np.abs(w_OGS).max(-1, keepdims=True) / 7).astype(np.float32)
         return scales, (np.clip(np.rint(w_OGS / scales), -8, 7) + 8).astype(np.uint8)
 
@@ -331,10 +333,10 @@ class RoundedToBfloat16:
 
     def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:
         value = self.weights.get(role, layer, kind)
-        if not isinstance(value, IntAffine):
+        if not isinstance(value, AffineIntRows):
             return value
         rows = place_rows(value, torch.device("cpu"), torch.bfloat16).rows(slice(None))
-        return Dense(rows.float().numpy(), DType.F32)
+        return DenseRows(rows.float().numpy(), DType.F32)
 
 
 @pytest.mark.parametrize("name", ["ct-w4a16-sym-g128", "cut-ct-w4a16-asym-g128", "cut-ct-mixed-w4g128-w8ch"])

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from qconvert.demo import train  # noqa: E402
+from evals.embedded_model import train  # noqa: E402
 
 
 def test_every_step_reads_its_own_windows_and_a_pass_covers_the_text() -> None:

@@ -7,19 +7,20 @@ from typing import Any
 
 import pytest
 
-from qconvert.architecture import Architecture, bind
-from qconvert.draft import Draft, Wish, draft
+from qconvert.core.dtypes import DType, Json
+from qconvert.core.encodings import AffineInt, Encoding, ModelTensor, Unquantized
+from qconvert.core.schemes import Scheme
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.loaders import ASYMMETRIC, FUSED, QUANTIZED_EMBEDDING
-from qconvert.ops import CheckFinite
+from qconvert.models import Architecture, bind
+from qconvert.ops.rows import CheckFinite
+from qconvert.plan.compile import Draft, Wish, draft
+from qconvert.plan.loader_notices import ASYMMETRIC, FUSED, QUANTIZED_EMBEDDING
+from qconvert.plan.recipe import Recipe, Rule
 from qconvert.quant.casts import Difference
-from qconvert.recipe import Recipe, Rule
-from qconvert.schemes import Scheme
-from qconvert.tensors import DType, Form, GroupInt, Json, Logical, Plain
 from tests.models import EMBED, HEAD, tiny_config, tiny_shapes
 
-BF16 = Plain(DType.BF16)
-INT4 = GroupInt(4, 32, symmetric=True, scale_dtype=DType.BF16)
+BF16 = Unquantized(DType.BF16)
+INT4 = AffineInt(4, 32, symmetric=True, scale_dtype=DType.BF16)
 EQUAL = Difference(0.0, 0.0, 1.0, 100, 100)
 UNEQUAL = Difference(0.25, 1.0, 1.0, 97, 100)
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -29,15 +30,15 @@ INT4_RECIPE = Recipe(scheme=Scheme(4, 32))
 def drafted(
     recipe: Recipe = Recipe(),  # noqa: B008 (frozen)
     *,
-    form: Form = BF16,
+    encoding: Encoding = BF16,
     head: bool = False,
     fused: bool = False,
     difference: Difference = EQUAL,
     wish: Mapping[str, Any] | None = None,
-    extra: Mapping[str, Logical] | None = None,
+    extra: Mapping[str, ModelTensor] | None = None,
     **config: Any,
 ) -> Draft:
-    """A draft for the tiny model: linears in `form`, `head` stores a tied head, `fused` stacks."""
+    """A draft for the tiny model: linears in `encoding`, `head` stores a tied head, `fused` stacks."""
     made = tiny_config(**config)
     architecture, shapes = Architecture.of(made), tiny_shapes(made)
     if head:
@@ -45,9 +46,9 @@ def drafted(
     if fused:
         for entry in architecture.fused.values():
             shapes[entry.whole.name] = entry.whole.shape
-            for part in entry.parts:
+            for part in entry.members:
                 del shapes[part.name]
-    tensors = {n: Logical(n, s, form if "_proj.weight" in n else BF16) for n, s in shapes.items()}
+    tensors = {n: ModelTensor(n, s, encoding if "_proj.weight" in n else BF16) for n, s in shapes.items()}
     binding = bind(architecture, tensors | dict(extra or {}), allow_unknown=True)
     return draft(
         binding,
@@ -57,8 +58,8 @@ def drafted(
     )
 
 
-def write_config(forms: Mapping[str, GroupInt], kept: list[str]) -> Json:
-    settings = {"forms": {name: form.label for name, form in forms.items()}, "kept": sorted(kept)}
+def write_config(encodings: Mapping[str, AffineInt], kept: list[str]) -> Json:
+    settings = {"forms": {name: encoding.label for name, encoding in encodings.items()}, "kept": sorted(kept)}
     return {"quantization_config": settings}
 
 
@@ -115,10 +116,14 @@ def test_tying_drops_an_equal_head() -> None:
         (Recipe(fuse=("qkv",)), {"fused": True}, "nothing left to fuse (qkv)"),
         (Recipe(), {"wish": {"unfuse": True}}, "no fused linears"),
         (Recipe(), {"wish": {"dequantize": True, "command": "dequantize"}}, "no quantized tensors"),
-        (INT4_RECIPE, {"form": INT4}, "model.layers.0.self_attn.q_proj.weight: already quantized (int4-g32)"),
+        (
+            INT4_RECIPE,
+            {"encoding": INT4},
+            "model.layers.0.self_attn.q_proj.weight: already quantized (int4-g32)",
+        ),
         (
             INT4_RECIPE.with_(fuse=("qkv",)),
-            {"form": INT4},
+            {"encoding": INT4},
             "model.layers.0.self_attn.qkv_proj.weight: already",
         ),
     ],
@@ -131,7 +136,7 @@ def test_what_would_change_nothing_or_lose_twice_is_refused(
 
 @pytest.mark.parametrize("dtype", [DType.I8, DType.F8_E4M3])
 def test_integers_without_scales_are_no_weights(dtype: DType) -> None:
-    error = refusal(form=Plain(dtype))
+    error = refusal(encoding=Unquantized(dtype))
     assert isinstance(error, UnsupportedModel) and error.fact.startswith(Q)
 
 
@@ -146,7 +151,7 @@ def test_quantizing_lists_what_was_kept_for_loaders() -> None:
 
 
 def test_unknown_linears_are_listed_as_kept() -> None:
-    extra = {"model.mtp.proj.weight": Logical("model.mtp.proj.weight", (8, 8), BF16)}
+    extra = {"model.mtp.proj.weight": ModelTensor("model.mtp.proj.weight", (8, 8), BF16)}
     made = drafted(INT4_RECIPE, extra=extra, tied=False)
     assert made.config["quantization_config"]["kept"] == ["lm_head", "model.mtp.proj"]
 
@@ -154,28 +159,28 @@ def test_unknown_linears_are_listed_as_kept() -> None:
 def test_untying_and_quantizing_the_head_alone() -> None:
     recipe = INT4_RECIPE.with_(tie=False, rules=(Rule("lm_head", Scheme(8, 64)),))
     outputs = drafted(recipe).plan.outputs
-    assert outputs[HEAD].form.label == "int8-g64" and outputs[EMBED].form == BF16
+    assert outputs[HEAD].encoding.label == "int8-g64" and outputs[EMBED].encoding == BF16
 
 
 def test_a_copy_of_a_quantized_checkpoint_keeps_its_quantization_config() -> None:
-    made = drafted(Recipe(fuse=("qkv",)), form=INT4)
-    forms = made.config["quantization_config"]["forms"]
-    assert forms["model.layers.0.self_attn.qkv_proj"] == "int4-g32"
-    assert "quantization_config" not in drafted(form=INT4, wish={"dequantize": True}).config
+    made = drafted(Recipe(fuse=("qkv",)), encoding=INT4)
+    encodings = made.config["quantization_config"]["forms"]
+    assert encodings["model.layers.0.self_attn.qkv_proj"] == "int4-g32"
+    assert "quantization_config" not in drafted(encoding=INT4, wish={"dequantize": True}).config
 
 
 def test_dequantizing_takes_the_scales_dtype_or_the_one_asked_for() -> None:
-    plain = drafted(form=INT4, wish={"dequantize": True})
-    assert {t.form for t in plain.plan.outputs.values()} == {BF16}
-    wide = drafted(form=INT4, wish={"dequantize": True, "dtype": DType.F32})
-    assert {t.form for t in wide.plan.outputs.values()} == {Plain(DType.F32)}
+    plain = drafted(encoding=INT4, wish={"dequantize": True})
+    assert {t.encoding for t in plain.plan.outputs.values()} == {BF16}
+    wide = drafted(encoding=INT4, wish={"dequantize": True, "dtype": DType.F32})
+    assert {t.encoding for t in wide.plan.outputs.values()} == {Unquantized(DType.F32)}
     assert wide.config["torch_dtype"] == "float32"
 
 
 def test_a_dtype_is_for_plain_tensors_and_new_scales() -> None:
     made = drafted(INT4_RECIPE, wish={"dtype": DType.F16})
-    assert made.plan.outputs[EMBED].form == Plain(DType.F16)
-    assert made.plan.outputs[Q].form == GroupInt(4, 32, symmetric=True, scale_dtype=DType.F16)
+    assert made.plan.outputs[EMBED].encoding == Unquantized(DType.F16)
+    assert made.plan.outputs[Q].encoding == AffineInt(4, 32, symmetric=True, scale_dtype=DType.F16)
     assert made.config["torch_dtype"] == "float16" and "dtype" not in made.config
 
 
@@ -191,7 +196,7 @@ def test_the_config_keeps_every_key_it_does_not_know() -> None:
 def test_the_newer_spelling_of_the_dtype_key_is_followed() -> None:
     config = tiny_config(dtype="bf16")
     architecture = Architecture.of({**config, "torch_dtype": None, "dtype": "bfloat16"})
-    tensors = {n: Logical(n, s, BF16) for n, s in tiny_shapes(config).items()}
+    tensors = {n: ModelTensor(n, s, BF16) for n, s in tiny_shapes(config).items()}
     wish = Wish("x", Recipe(), dtype=DType.F16)
     made = draft(bind(architecture, tensors), wish, lambda a, b: EQUAL, write_config)
     assert made.config["dtype"] == "float16"

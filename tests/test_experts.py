@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.formats.weights import CheckpointWeights
-from qconvert.quant.grids import numbers
-from qconvert.tensors import DType
+from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import DType
+from qconvert.quant.dequantize import numbers
 from tests.commands import made, qconvert
 from tests.family_models import ROWS
 from tests.models import stored
@@ -139,7 +139,7 @@ def test_gpt_oss_experts_come_apart_as_the_class_computes_with_them(gpt_oss: Pat
 def test_gpt_oss_is_quantized_expert_by_expert(gpt_oss: Path, tmp_path: Path) -> None:
     quantized = made("quantize", gpt_oss, "--scheme", "int8-channel", "--min-max", "-o", tmp_path / "q")
     checkpoint = open_checkpoint(quantized)
-    assert checkpoint.tensors[f"{LAYER}3.gate_proj.weight"].form.label == "int8-channel"
+    assert checkpoint.tensors[f"{LAYER}3.gate_proj.weight"].encoding.label == "int8-channel"
     assert qconvert("verify", quantized, "--against", gpt_oss).code == 0
     back = made("fuse", quantized, "--only", "experts", "-o", tmp_path / "s")
     whole = load_file(made("dequantize", back, "-o", tmp_path / "d") / "model.safetensors")
@@ -173,7 +173,7 @@ def test_mxfp4_experts_become_linears_with_the_same_codes(assets: Path, tmp_path
     whole = numbers(a.reader.read(stack, 0, stack.rows), DType.F32).rows_RI.reshape(stack.shape)
     for expert in (0, stack.shape[0] - 1):
         up = b.tensors[f"model.layers.0.mlp.experts.{expert}.up_proj.weight"]
-        assert up.form.label == "e2m1-g32"
+        assert up.encoding.label == "e2m1-g32"
         found = numbers(b.reader.read(up, 0, up.rows), DType.F32).rows_RI
         np.testing.assert_array_equal(found, whole[expert, 1::2])
 

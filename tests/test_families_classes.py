@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from qconvert.architecture import Architecture, Binding, bind
-from qconvert.census import census_of_config, census_of_tensors
+from qconvert.checkpoint.stored_shapes import output_major
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.errors import CorruptCheckpoint
-from qconvert.formats.layouts.input_major import turned
-from qconvert.tensors import DType, Logical, Plain
+from qconvert.models import Architecture, Binding, bind
+from qconvert.models.parameter_table import census_of_config, table_of_tensors
 from tests.family_models import ALONE, RELATIVES, ROWS
 
-BF16 = Plain(DType.BF16)
+BF16 = Unquantized(DType.BF16)
 
 
 @cache
@@ -31,9 +32,9 @@ def class_of(row: str) -> Any:
 
 
 def bound(row: str) -> Binding:
-    tensors = {n: Logical(n, tuple(t.shape), BF16) for n, t in class_of(row).state_dict().items()}
+    tensors = {n: ModelTensor(n, tuple(t.shape), BF16) for n, t in class_of(row).state_dict().items()}
     architecture = Architecture.of(ROWS[row].config)
-    return bind(architecture, turned(tensors, architecture))
+    return bind(architecture, output_major(tensors, architecture))
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -52,7 +53,7 @@ def test_counts_are_those_of_the_class_from_config_and_from_names(row: str) -> N
     count = sum(p.numel() for p in model.parameters()) + buffers
     binding = bound(row)
     assert census_of_config(Architecture.of(ROWS[row].config)).parameters == count
-    assert census_of_tensors(binding.tensors, binding).parameters == count
+    assert table_of_tensors(binding.tensors, binding).parameters == count
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -67,9 +68,9 @@ def test_linears_are_those_of_the_class(row: str) -> None:
     modules |= {n for n, p in model.named_parameters() if p.dim() == 3 and "experts" in n}
     gates = [re.compile(rf"(.*\.)?{gate}\.weight") for gate in ROWS[row].gates]
     binding = bound(row)
-    heads = {n for n, p in binding.places.items() if p.role == "lm_head"}
+    heads = {n for n, p in binding.parameters.items() if p.role == "lm_head"}
     expected = {n for n in modules - heads if not any(gate.fullmatch(n) for gate in gates)}
-    found = {n for n, p in binding.places.items() if p.kind == "linear" and p.part == "weight"}
+    found = {n for n, p in binding.parameters.items() if p.kind == "linear" and p.param == "weight"}
     assert found - heads == expected
 
 
@@ -102,9 +103,9 @@ def test_a_family_without_a_relative_has_its_count_and_its_linears(name: str) ->
     config, count, linears = ALONE[name]
     architecture = Architecture.of(config)
     found = {
-        place.module.rsplit(".", 1)[1]
-        for place in architecture.stored.values()
-        if place.kind == "linear" and place.part == "weight" and place.layer is not None
+        parameter.module.rsplit(".", 1)[1]
+        for parameter in architecture.stored.values()
+        if parameter.kind == "linear" and parameter.param == "weight" and parameter.layer is not None
     }
     assert census_of_config(architecture).parameters == count
     assert found == set(linears.split())

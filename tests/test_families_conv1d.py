@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from qconvert.formats.checkpoint import open_checkpoint
+from qconvert.checkpoint.open import open_checkpoint
 from tests.commands import made, qconvert
 from tests.family_models import ROWS
 

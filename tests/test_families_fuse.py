@@ -11,23 +11,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert import plan as passes
-from qconvert.architecture import Architecture, bind
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.convert.runner import gather
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.core.schemes import Scheme
+from qconvert.core.values import DenseRows
 from qconvert.errors import BadRecipe
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.plan import Plan, copy_of
-from qconvert.recipe import Recipe, Rule
-from qconvert.run import gather
-from qconvert.schemes import Scheme
-from qconvert.select import decide
-from qconvert.tensors import Dense, DType, Logical, Plain
+from qconvert.models import Architecture, bind
+from qconvert.plan import plan as passes
+from qconvert.plan.plan import Plan, copy_of
+from qconvert.plan.recipe import Recipe, Rule
+from qconvert.plan.selectors import decide
 from tests.commands import made as made_folder
 from tests.commands import qconvert
 from tests.family_models import ALONE, RELATIVES, ROWS, small
 from tests.models import write_file
 
 STACKS = ["mlp.experts.gate_up", "mlp.experts.down"]
-F32 = Plain(DType.F32)
+F32 = Unquantized(DType.F32)
 
 
 class Arrays:
@@ -36,9 +38,9 @@ class Arrays:
     def __init__(self, arrays: dict[str, np.ndarray]) -> None:
         self.arrays = arrays
 
-    def read(self, tensor: Logical, start: int, stop: int) -> Dense:
+    def read(self, tensor: ModelTensor, start: int, stop: int) -> DenseRows:
         rows = self.arrays[tensor.name].reshape(tensor.rows, tensor.width)
-        return Dense(rows[start:stop], DType.F32)
+        return DenseRows(rows[start:stop], DType.F32)
 
 
 def made(plan: Plan, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -47,13 +49,13 @@ def made(plan: Plan, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     found = {}
     for unit in plan.units:
         value, _ = gather(unit.inputs, reader, 0, unit.output.rows)
-        assert isinstance(value, Dense)
+        assert isinstance(value, DenseRows)
         found[unit.output.name] = value.rows_RI.reshape(unit.output.shape)
     return found
 
 
 def planned(config: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[Architecture, Plan]:
-    tensors = {name: Logical(name, array.shape, F32) for name, array in arrays.items()}
+    tensors = {name: ModelTensor(name, array.shape, F32) for name, array in arrays.items()}
     binding = bind(Architecture.of(config), tensors)
     return binding.architecture, copy_of(binding)
 
@@ -61,9 +63,9 @@ def planned(config: dict[str, Any], arrays: dict[str, np.ndarray]) -> tuple[Arch
 def numbered(config: dict[str, Any]) -> dict[str, np.ndarray]:
     """What the class stores, every element with a number of its own."""
     arrays, first = {}, 0
-    for name, place in Architecture.of(config).stored.items():
-        size = int(np.prod(place.shape))
-        arrays[name] = np.arange(first, first + size, dtype=np.float32).reshape(place.shape)
+    for name, parameter in Architecture.of(config).stored.items():
+        size = int(np.prod(parameter.shape))
+        arrays[name] = np.arange(first, first + size, dtype=np.float32).reshape(parameter.shape)
         first += size
     return arrays
 
@@ -154,7 +156,7 @@ def test_unfused_native_tensors_fuse_back_to_the_same_bytes(name: str) -> None:
     cut = passes.unfuse(architecture)(plan)
     assert architecture.family.native_fused
     assert not set(cut.outputs) & set(architecture.fused)
-    assert set(cut.outputs) <= set(architecture.places)
+    assert set(cut.outputs) <= set(architecture.parameters)
     whole = made(passes.fuse(architecture, native)(cut), arrays)
     assert {n: a.tobytes() for n, a in whole.items()} == {n: a.tobytes() for n, a in arrays.items()}
 
@@ -166,14 +168,16 @@ def test_unfused_native_tensors_fuse_back_to_the_same_bytes(name: str) -> None:
 def test_rules_reach_all_experts_of_a_layer(select: str, weights: int) -> None:
     architecture = Architecture.of(ROWS["qwen2-moe"].config)
     recipe = Recipe(rules=(Rule(select, Scheme(8, None)),))
-    assert len(decide(recipe, architecture, architecture.places, tied=False)) == weights
+    assert len(decide(recipe, architecture, architecture.parameters, tied=False)) == weights
 
 
 @pytest.mark.parametrize("select", ["mlp.experts.gate", "mlp.experts.3.up"])
 def test_what_loaders_stack_shares_a_scheme(select: str) -> None:
     architecture = Architecture.of(ROWS["qwen2-moe"].config)
     with pytest.raises(BadRecipe, match="loaders fuse its parts") as caught:
-        decide(Recipe(rules=(Rule(select, Scheme(8, None)),)), architecture, architecture.places, tied=False)
+        decide(
+            Recipe(rules=(Rule(select, Scheme(8, None)),)), architecture, architecture.parameters, tied=False
+        )
     assert "mlp.experts.gate, mlp.experts.up" in str(caught.value.hint)
 
 
@@ -181,7 +185,7 @@ def test_a_router_is_never_quantized() -> None:
     architecture = Architecture.of(ROWS["qwen2-moe"].config)
     for role in ("mlp.router", "mlp.shared_gate"):
         with pytest.raises(BadRecipe, match="a router tensor is never quantized"):
-            decide(Recipe(rules=(Rule(role, Scheme(8)),)), architecture, architecture.places, tied=False)
+            decide(Recipe(rules=(Rule(role, Scheme(8)),)), architecture, architecture.parameters, tied=False)
 
 
 def test_quantizing_takes_stacks_of_experts_apart(tmp_path: Path) -> None:
@@ -228,5 +232,5 @@ def test_experts_stack_as_transformers_holds_them(row: str, tmp_path: Path) -> N
     units = {unit.output.name.replace("block_sparse_moe", "mlp"): unit for unit in stacked.units}
     for name, expected in state.items():
         value, _ = gather(units[name].inputs, checkpoint.reader, 0, units[name].output.rows)
-        assert isinstance(value, Dense)
+        assert isinstance(value, DenseRows)
         np.testing.assert_array_equal(value.rows_RI.reshape(expected.shape), expected.numpy())

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from qconvert.architecture import Architecture, Binding, bind
-from qconvert.census import census_of_config, census_of_tensors
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.errors import UnsupportedModel
-from qconvert.tensors import DType, Logical, Plain
+from qconvert.models import Architecture, Binding, bind
+from qconvert.models.parameter_table import census_of_config, table_of_tensors
 from tests.family_models import DELTA, small
 
-BF16 = Plain(DType.BF16)
+BF16 = Unquantized(DType.BF16)
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "num_attention_heads": 2, "depth": 1}
 NESTED: dict[str, dict[str, Any]] = {
     "qwen3.5": {
@@ -39,20 +40,20 @@ def nested(name: str) -> tuple[Any, Binding]:
     config = transformers.AutoConfig.for_model(**NESTED[name])
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(config)
-    tensors = {n: Logical(n, tuple(t.shape), BF16) for n, t in model.state_dict().items()}
+    tensors = {n: ModelTensor(n, tuple(t.shape), BF16) for n, t in model.state_dict().items()}
     return model, bind(Architecture.of(NESTED[name]), tensors)
 
 
 @pytest.mark.parametrize("name", NESTED)
 def test_the_language_model_is_bound_and_the_rest_is_carried(name: str) -> None:
     model, binding = nested(name)
-    census = census_of_tensors(binding.tensors, binding)
+    parameter_table = table_of_tensors(binding.tensors, binding)
     language = census_of_config(Architecture.of(NESTED[name])).parameters
-    vision = next(row for row in census.rows if row.role == "vision").parameters
+    vision = next(row for row in parameter_table.rows if row.role == "vision").parameters
     assert len(binding.unknown) > 5 and all(
         "vision" in n or "visual" in n or "projector" in n for n in binding.unknown
     )
-    assert language + vision == census.parameters == sum(p.numel() for p in model.parameters())
+    assert language + vision == parameter_table.parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -60,8 +61,8 @@ def test_the_language_model_is_bound_and_the_rest_is_carried(name: str) -> None:
 )
 def test_next_token_prediction_is_carried_and_nothing_else(extra: str) -> None:
     _, binding = nested("qwen3.5")
-    more = {extra: Logical(extra, (4, 4), BF16)}
+    more = {extra: ModelTensor(extra, (4, 4), BF16)}
     assert extra in bind(binding.architecture, {**binding.tensors, **more}).unknown
-    strange = {"model.strange.weight": Logical("model.strange.weight", (4, 4), BF16)}
+    strange = {"model.strange.weight": ModelTensor("model.strange.weight", (4, 4), BF16)}
     with pytest.raises(UnsupportedModel, match="strange"):
         bind(binding.architecture, {**binding.tensors, **strange})

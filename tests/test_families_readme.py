@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qconvert.architecture.catalogue import markdown
+from qconvert.models.support_table import markdown
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 START, END = "<!-- models -->\n", "\n<!-- end of models -->"

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from qconvert.architecture import Architecture, bind
-from qconvert.census import census_of_config, census_of_tensors
-from qconvert.draft import Wish, draft
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.core.schemes import Scheme
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors
-from qconvert.recipe import Recipe
-from qconvert.schemes import Scheme
-from qconvert.tensors import DType, Logical, Plain
+from qconvert.models import Architecture, bind
+from qconvert.models.parameter_table import census_of_config, table_of_tensors
+from qconvert.plan.compile import Wish, draft
+from qconvert.plan.recipe import Recipe
 
 # Totals as the models' own pages and papers give them, or half the bytes that their 16-bit index counts.
 TOTALS = {
@@ -81,23 +82,26 @@ def test_every_name_of_a_weight_map_is_known_and_every_weight_is_in_it(metadata:
     index = json.loads((metadata / "index" / f"{MAPS[name]}.index.json").read_text())
     names = set(index["weight_map"])
     architecture = Architecture.of(config_of(metadata, name)).spelled_like(names)
-    placed = {n for n in names if architecture.place(n)}
-    parts = {part.name for n in placed & set(architecture.fused) for part in architecture.fused[n].parts}
+    placed = {n for n in names if architecture.parameter(n)}
+    parts = {part.name for n in placed & set(architecture.fused) for part in architecture.fused[n].members}
     assert all(architecture.ignores(n) for n in names - placed)
     assert placed | parts >= {
-        n for n in architecture.places if n != "lm_head.weight" or not architecture.tied
+        n for n in architecture.parameters if n != "lm_head.weight" or not architecture.tied
     }
 
 
 def test_the_largest_has_the_names_and_shapes_of_its_class(metadata: Path) -> None:
     shapes = json.loads((metadata / "index-computed" / "Qwen3-235B-A22B.shapes.json").read_text())
     stored = Architecture.of(LARGEST).stored
-    assert {name: list(place.shape) for name, place in stored.items()} == shapes
+    assert {name: list(parameter.shape) for name, parameter in stored.items()} == shapes
 
 
 def test_planning_the_largest_takes_seconds_and_little_memory() -> None:
-    places = Architecture.of(LARGEST).stored
-    tensors = {name: Logical(name, place.shape, Plain(DType.BF16)) for name, place in places.items()}
+    parameters = Architecture.of(LARGEST).stored
+    tensors = {
+        name: ModelTensor(name, parameter.shape, Unquantized(DType.BF16))
+        for name, parameter in parameters.items()
+    }
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()  # other work on the machine is not the plan's
     binding = bind(Architecture.of(LARGEST), tensors)
@@ -108,9 +112,9 @@ def test_planning_the_largest_takes_seconds_and_little_memory() -> None:
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before,
     )
     assert len(made.plan.units) == 36_945
-    assert census_of_tensors(tensors, binding).parameters == 235_093_634_560
+    assert table_of_tensors(tensors, binding).parameters == 235_093_634_560
     assert seconds < 3 and grown < 500_000, (seconds, grown)
 
 
-def _never(one: Logical, other: Logical) -> Any:
+def _never(one: ModelTensor, other: ModelTensor) -> Any:
     raise AssertionError("nothing is compared in a model of its own head")

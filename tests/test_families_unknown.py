@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qconvert.architecture.guess import guessed_family
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.errors import BadRecipe
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.recipe import Recipe, parse_recipe
-from qconvert.tensors import DType, Logical, Plain
+from qconvert.models.guessed import guessed_family
+from qconvert.plan.recipe import Recipe, parse_recipe
 from tests.commands import qconvert
 from tests.models import byte_tokenizer, tiny_arrays, tiny_config, write_file
 
@@ -86,7 +87,7 @@ def test_the_guess_quantizes_the_linears_of_the_layers_alone(strange: Path, tmp_
     )
     assert result.code == 0, result.err
     assert "taken for linears" in result.err
-    packed = {n for n, t in open_checkpoint(out).tensors.items() if not isinstance(t.form, Plain)}
+    packed = {n for n, t in open_checkpoint(out).tensors.items() if not isinstance(t.encoding, Unquantized)}
     assert len(packed) == 2 * 7
     assert all(".attention." in name or ".ff." in name for name in packed)
 
@@ -96,7 +97,7 @@ def test_a_declared_model_is_quantized_like_its_relative(strange: Path, tmp_path
     recipe.write_text(RECIPE)
     result = qconvert("quantize", strange, "--recipe", recipe, "-o", out)
     assert result.code == 0, result.err
-    packed = {n for n, t in open_checkpoint(out).tensors.items() if not isinstance(t.form, Plain)}
+    packed = {n for n, t in open_checkpoint(out).tensors.items() if not isinstance(t.encoding, Unquantized)}
     assert len(packed) == 2 * 7
     assert json.loads((out / "qconvert.json").read_text())["recipe"]["architecture"]["like"] == "llama"
 
@@ -156,7 +157,9 @@ def test_what_is_taken_for_a_linear() -> None:
         "lm_head.weight": False,
         "tokens.weight": False,
     }
-    tensors = {name: Logical(f"x.{name}", (8, 8), Plain(DType.BF16)) for name in (f"x.{n}" for n in shapes)}
+    tensors = {
+        name: ModelTensor(f"x.{name}", (8, 8), Unquantized(DType.BF16)) for name in (f"x.{n}" for n in shapes)
+    }
     family = guessed_family({"model_type": "strange"}, tensors)
     linear = {slot.module.format(layer=0) for slot in family.slots if slot.kind == "linear"}
     assert linear == {f"x.{name}".removesuffix(".weight") for name, taken in shapes.items() if taken}
@@ -166,7 +169,8 @@ def test_names_that_look_like_layers_do_not_make_the_guess_slow() -> None:
     import time
 
     tensors = {
-        f"x.4000.t{i}.weight": Logical(f"x.4000.t{i}.weight", (2, 2), Plain(DType.F32)) for i in range(5000)
+        f"x.4000.t{i}.weight": ModelTensor(f"x.4000.t{i}.weight", (2, 2), Unquantized(DType.F32))
+        for i in range(5000)
     }
     started = time.perf_counter()
     assert len(guessed_family({"model_type": "strange"}, tensors).slots) == 5000

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qconvert import plan as passes
-from qconvert.architecture import Architecture, Place
-from qconvert.census import census_of_config, census_of_tensors
-from qconvert.formats.checkpoint import Checkpoint, open_checkpoint
-from qconvert.plan import Plan, copy_of
-from qconvert.run import gather
-from qconvert.tensors import Dense
+from qconvert.checkpoint.open import Checkpoint, open_checkpoint
+from qconvert.convert.runner import gather
+from qconvert.core.values import DenseRows
+from qconvert.models import Architecture, Parameter
+from qconvert.models.parameter_table import census_of_config, table_of_tensors
+from qconvert.plan import plan as passes
+from qconvert.plan.plan import Plan, copy_of
 from tests.commands import qconvert
 
 # What the golden file counts and the model does not: a rotary buffer, and a stored head that is tied.
@@ -52,7 +52,7 @@ def values(checkpoint: Checkpoint, plan: Plan) -> dict[str, np.ndarray]:
     found = {}
     for unit in plan.units:
         value, _ = gather(unit.inputs, checkpoint.reader, 0, unit.output.rows)
-        assert isinstance(value, Dense) and not unit.ops
+        assert isinstance(value, DenseRows) and not unit.ops
         found[unit.output.name] = value.rows_RI
     return found
 
@@ -61,8 +61,8 @@ def by_role(checkpoint: Checkpoint) -> dict[tuple[str, int | None, str], np.ndar
     """The unfused weights by what they are, whatever they are called."""
     architecture = checkpoint.architecture
     cut = values(checkpoint, passes.unfuse(architecture)(copy_of(checkpoint.bind())))
-    placed = {architecture.place(name): rows for name, rows in cut.items()}
-    return {(p.role, p.layer, p.part): rows for p, rows in placed.items() if isinstance(p, Place)}
+    placed = {architecture.parameter(name): rows for name, rows in cut.items()}
+    return {(p.role, p.layer, p.param): rows for p, rows in placed.items() if isinstance(p, Parameter)}
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -71,7 +71,7 @@ def test_counts_equal_the_golden_file(zoo: Path, name: str) -> None:
     golden = json.loads((zoo / name / "golden.json").read_text())
     expected = golden["parameters"] - NO_PARAMETERS.get(name, 0)
     binding = checkpoint.bind()
-    assert census_of_tensors(checkpoint.tensors, binding).parameters == expected
+    assert table_of_tensors(checkpoint.tensors, binding).parameters == expected
     assert census_of_config(Architecture.of(checkpoint.config)).parameters == expected
     assert binding.unknown == ()
 
@@ -81,8 +81,8 @@ def test_linears_are_those_of_the_modelling_file(zoo: Path, name: str) -> None:
     binding = open_checkpoint(zoo / name).bind()
     found = {
         p.module.rsplit(".", 1)[1]
-        for n, p in binding.places.items()
-        if p.kind == "linear" and p.layer is not None and p.part == "weight"
+        for n, p in binding.parameters.items()
+        if p.kind == "linear" and p.layer is not None and p.param == "weight"
     }
     assert found == set(LINEARS[name].split())
 

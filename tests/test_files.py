@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from qconvert.errors import CorruptCheckpoint, QConvertError, shown
-from qconvert.formats import files
-from qconvert.formats.files import (
+from qconvert.formats.io import local_file
+from qconvert.formats.io.local_file import (
     amount,
     create,
     octets,
@@ -25,9 +25,9 @@ from qconvert.formats.files import (
 
 def test_a_small_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new" / "report.json"
-    files.require_writable(path)
-    files.write_whole(path, b"first")
-    files.write_whole(path, b"second")
+    local_file.require_writable(path)
+    local_file.write_whole(path, b"first")
+    local_file.write_whole(path, b"second")
     assert path.read_bytes() == b"second" and list(path.parent.iterdir()) == [path]
 
     def full(*_: object) -> int:
@@ -35,11 +35,11 @@ def test_a_small_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(QConvertError, match=r"report\.json: cannot be written at byte 0: No space left"):
-        files.write_whole(path, b"third")
+        local_file.write_whole(path, b"third")
     assert path.read_bytes() == b"second" and list(path.parent.iterdir()) == [path]
     for impossible in (path / "below.json", path.parent):
         with pytest.raises(QConvertError, match=r"cannot be created: (Not|Is) a directory"):
-            files.require_writable(impossible)
+            local_file.require_writable(impossible)
 
 
 def test_a_full_disk_is_not_blamed_on_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_full_disk_is_not_blamed_on_the_source(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(QConvertError, match=r"^\S+/target: cannot be written: No space left on device"):
-        files.copy_whole(tmp_path / "source", tmp_path / "target")
+        local_file.copy_whole(tmp_path / "source", tmp_path / "target")
 
 
 def test_text_from_files_is_shown_on_one_printable_line() -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qconvert.core.dtypes import DType, TensorSpec
 from qconvert.errors import QConvertError
-from qconvert.formats import filesink
-from qconvert.formats.filesink import FilePlan, FileSink
-from qconvert.formats.safetensors_io import plan_files
-from qconvert.tensors import DType, TensorSpec
+from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.formats.io import planned_files
+from qconvert.formats.io.planned_files import FilePlan, FileSink
 
 SPECS = [
     TensorSpec("a", DType.F32, (50, 7)),
@@ -143,8 +143,8 @@ def test_columns_are_written_side_by_side(tmp_path: Path) -> None:
 
 def test_bytes_are_flushed_beside_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[str] = []
-    monkeypatch.setattr(filesink, "FLUSH_BYTES", 100)
-    monkeypatch.setattr(filesink, "flush", lambda fd, file: flushed.append(file))
+    monkeypatch.setattr(planned_files, "FLUSH_BYTES", 100)
+    monkeypatch.setattr(planned_files, "flush", lambda fd, file: flushed.append(file))
     sink = FileSink(tmp_path, plan_files(SPECS))
     fill(sink, 2)
     sink.commit()
@@ -157,8 +157,8 @@ def test_a_disk_that_fails_while_flushing_fails_the_commit(
     def broken(fd: int, file: str) -> None:
         raise QConvertError(f"{file}: cannot be written to disk: Input/output error", "check the disk")
 
-    monkeypatch.setattr(filesink, "FLUSH_BYTES", 1200)
-    monkeypatch.setattr(filesink, "flush", broken)
+    monkeypatch.setattr(planned_files, "FLUSH_BYTES", 1200)
+    monkeypatch.setattr(planned_files, "flush", broken)
     sink = FileSink(tmp_path, plan_files(SPECS))
     with pytest.raises(QConvertError, match="Input/output error"):  # by a later write, or at the end
         fill(sink, 1)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.formats.files import octets
-from qconvert.formats.gguf_tokenizer import tokenizer_files
-from qconvert.formats.gguf_vocab import read_tokenizer
-from qconvert.gguf.types import KV
-from qconvert.numbers import shortest
-from qconvert.quant.grids import numbers
-from qconvert.tensors import DType
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import DType
+from qconvert.core.ggml_types import KV
+from qconvert.core.numbers import shortest
+from qconvert.formats.io.local_file import octets
+from qconvert.formats.tokenizers.from_gguf import tokenizer_files
+from qconvert.formats.tokenizers.to_gguf import read_tokenizer
+from qconvert.quant.dequantize import numbers
 from tests.commands import qconvert
 from tests.gguf_models import TEXT, TRANSFORMERS, transformers_logits, transformers_model
 from tests.gguf_models import test_strings as strings_for
@@ -137,7 +137,7 @@ def test_numbers_of_a_file_of_llama_quantize(assets: Path, golden: Any) -> None:
     recorded = golden["files"]["Q4_K_M"]["tensors"]
     compared = 0
     for tensor in checkpoint.tensors.values():
-        name = checkpoint.layout.parts(tensor)[0].name
+        name = checkpoint.layout.stored_arrays(tensor)[0].name
         expected = recorded[name].get("dequantized_f32_sha256")
         if expected is not None:
             found = numbers(checkpoint.reader.read(tensor, 0, tensor.rows), DType.F32)

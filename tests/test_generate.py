@@ -10,10 +10,10 @@ import safetensors.torch
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from qconvert.decoder.generate import Sampler, generate
-from qconvert.decoder.place import find_device
 from qconvert.errors import BadRecipe, QConvertError, UnsupportedModel
-from qconvert.formats.dialogue import Detokenizer, open_dialogue
+from qconvert.formats.tokenizers.prompts import Detokenizer, open_dialogue
+from qconvert.runtime.device_layout import find_device
+from qconvert.runtime.generate import Sampler, generate
 from tests.commands import qconvert
 from tests.decoder_models import decoder_of, tiny
 

@@ -7,7 +7,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from qconvert.gguf.types import GGMLType
+from qconvert.core.ggml_types import GGMLType
 from qconvert.quant.ggml import ENCODED, decode_rows, encode_rows
 from tests.ggml_blocks import WIDTH, bf16, kinds, noise
 

@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 from numba import njit
 
-from qconvert.gguf.types import WRITTEN, GGMLType
+from qconvert.core.dtypes import DType
+from qconvert.core.ggml_types import WRITTEN, GGMLType
+from qconvert.core.values import DenseRows
 from qconvert.quant.ggml import (
     ENCODED,
     decode_rows,
@@ -25,7 +27,6 @@ from qconvert.quant.ggml import (
     kquants_symmetric,
     overflowed,
 )
-from qconvert.tensors import Dense, DType
 from tests.ggml_blocks import WIDTH, bf16, f32, importances, kinds
 
 # SHA-256 (first 16 digits) of what ggml-quants.c at llama.cpp commit 0c1e57098, compiled by gcc 12 with -O3
@@ -162,7 +163,7 @@ def test_a_real_model_in_every_recorded_file(assets: Path) -> None:
             importance_I = None
             if "--imatrix" in file["command"]:
                 importance_I = sums[f"{name}.in_sum2"] / sums[f"{name}.counts"]
-            block = Dense(weights[name], DType.BF16)
+            block = DenseRows(weights[name], DType.BF16)
             bytes_RB = encode_rows(block, tensor["type"], importance_I=importance_I)
             assert hashlib.sha256(bytes_RB.tobytes()).hexdigest() == tensor["sha256"], (file["command"], name)
             compared.add((tensor["type"], importance_I is not None))
@@ -181,8 +182,8 @@ def test_a_real_model_in_every_recorded_file(assets: Path) -> None:
 def test_the_carrier_makes_no_difference(name: str) -> None:
     halves = kinds()["heavy tails"].astype(np.float16)
     wide = encode_rows(f32(halves.astype(np.float32)), name)
-    np.testing.assert_array_equal(encode_rows(Dense(halves, DType.F16), name), wide)
-    np.testing.assert_array_equal(encode_rows(Dense(halves.astype(np.float64), DType.F64), name), wide)
+    np.testing.assert_array_equal(encode_rows(DenseRows(halves, DType.F16), name), wide)
+    np.testing.assert_array_equal(encode_rows(DenseRows(halves.astype(np.float64), DType.F64), name), wide)
     block = bf16(kinds()["normal"])
     numbers = (block.rows_RI.astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(encode_rows(block, name), encode_rows(f32(numbers), name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from qconvert.quant.ggml import scalars
-from qconvert.quant.lanes import kernel
+from qconvert.quant.simd.lanes import kernel
 
 
 @kernel

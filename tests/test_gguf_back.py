@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qconvert.formats.gguf_io import GGUFFile
-from qconvert.gguf.types import KV, GGMLType, GGUFTensor
+from qconvert.core.ggml_types import KV, GGMLType, GGUFTensor
+from qconvert.formats.gguf.reader import GGUFFile
 from tests.commands import qconvert
 from tests.gguf_families import add_tokenizer, random_model, scatter
 from tests.gguf_models import SIZES, save_transformers_model, transformers_logits, write_gguf

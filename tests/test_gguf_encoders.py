@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qconvert.architecture.gguf.model import GGUFModel
-from qconvert.architecture.gguf.models import MODELS
 from qconvert.errors import CorruptCheckpoint
-from qconvert.formats.gguf_io import GGUFFile
-from qconvert.formats.pooling import read_pooling
+from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.formats.huggingface.pooling import read_pooling
+from qconvert.models.gguf.declaration import GGUFModel
+from qconvert.models.gguf.families import MODELS
 from tests.commands import qconvert
 from tests.gguf_families import CLOSE, IDS, add_tokenizer, scatter, written
 from tests.gguf_models import log_probabilities

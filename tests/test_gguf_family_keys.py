@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from qconvert.architecture import Architecture
-from qconvert.architecture.gguf.keys import file_keys
-from qconvert.architecture.gguf.models import facts_of
-from qconvert.gguf.types import KV
-from qconvert.numbers import shortest
+from qconvert.core.ggml_types import KV
+from qconvert.core.numbers import shortest
+from qconvert.models import Architecture
+from qconvert.models.gguf.families import facts_of
+from qconvert.models.gguf.keys import file_keys
 from tests.gguf_models import SIZES
 from tests.test_gguf_families import CONFIGS
 

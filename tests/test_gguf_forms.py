@@ -9,12 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.formats.gguf_io import GGUFFile
-from qconvert.gguf.forms import keeping
-from qconvert.quant.block_codes import block_codes
-from qconvert.quant.grids import numbers
-from qconvert.tensors import DType, GroupInt, GroupMin, IntAffine, Logical, MinAffine
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt, AffineMin, ModelTensor
+from qconvert.core.values import AffineIntRows, AffineMinRows
+from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.plan.gguf.encodings import keeping
+from qconvert.quant.dequantize import numbers
+from qconvert.quant.ggml.from_codes import block_codes
+from qconvert.quant.packed_codes import codes_of
 from tests.commands import made, qconvert
 from tests.gguf_models import llama_cpp_logits, log_probabilities, qwen2_tokenizer, transformers_logits
 from tests.models import tiny
@@ -25,15 +28,15 @@ gguf = pytest.importorskip("gguf")
 WIDTH = 256
 
 
-def grid(bits: int, group: int | None, *, symmetric: bool, seed: int = 0) -> IntAffine:
+def grid(bits: int, group: int | None, *, symmetric: bool, seed: int = 0) -> AffineIntRows:
     """Random rows of codes over scales that half precision holds."""
     random = np.random.default_rng(seed)
-    form = GroupInt(bits, group, symmetric, DType.F32)
+    encoding = AffineInt(bits, group, symmetric, DType.F32)
     codes = random.integers(0, 1 << bits, (3, WIDTH), np.uint8)
-    shape = (3, form.groups(WIDTH))
+    shape = (3, encoding.groups(WIDTH))
     scales = random.normal(0, 0.02, shape).astype(np.float16).astype(np.float32)
     zeros = None if symmetric else random.integers(0, 1 << bits, shape, np.uint8)
-    return IntAffine(codes, scales, zeros, form)
+    return AffineIntRows(codes, scales, zeros, encoding)
 
 
 def decoded(rows: np.ndarray, type_name: str) -> np.ndarray:
@@ -49,7 +52,7 @@ def decoded(rows: np.ndarray, type_name: str) -> np.ndarray:
 )
 def test_codes_that_fit_are_exact(bits: int, group: int | None, symmetric: bool, seed: int) -> None:
     value = grid(bits, group, symmetric=symmetric, seed=seed)
-    kept = keeping(Logical("w", (3, WIDTH), value.form))
+    kept = keeping(ModelTensor("w", (3, WIDTH), value.encoding))
     assert ("Q4_0" in kept) == (symmetric and bits <= 4)
     for type_name in set(kept) - {"Q4_1"}:
         rows, steps, overflow = block_codes(value, type_name)
@@ -59,12 +62,12 @@ def test_codes_that_fit_are_exact(bits: int, group: int | None, symmetric: bool,
 
 def test_rounding_of_scales_and_mins_is_measured() -> None:
     value = grid(4, 64, symmetric=False)
-    assert keeping(Logical("w", (3, WIDTH), value.form)) == ("Q4_1", "Q8_0")
+    assert keeping(ModelTensor("w", (3, WIDTH), value.encoding)) == ("Q4_1", "Q8_0")
     rows, steps, _ = block_codes(value, "Q4_1")
     moved = np.abs(decoded(rows, "Q4_1") - numbers(value, DType.F32).rows_RI).reshape(3, 4, 64)
     largest = (moved.max(axis=2) / np.abs(value.scales_RG)).max()
     assert 0 < steps < 0.006 and abs(steps - largest) < 1e-4
-    odd = IntAffine(value.codes_RI, value.scales_RG * np.float32(1.0001), value.zeros_RG, value.form)
+    odd = AffineIntRows(codes_of(value), value.scales_RG * np.float32(1.0001), value.zeros_RG, value.encoding)
     rows, steps, _ = block_codes(odd, "Q8_0")
     moved = np.abs(decoded(rows, "Q8_0") - numbers(odd, DType.F32).rows_RI).reshape(3, 4, 64)
     assert 0 < steps < 0.01 and abs(steps - (moved.max(axis=2) / np.abs(odd.scales_RG)).max()) < 1e-4
@@ -74,8 +77,8 @@ def test_mins_of_a_finer_grid() -> None:
     random = np.random.default_rng(0)
     scales, mins = random.random((2, 3, 4), np.float32).astype(np.float16)
     codes = random.integers(0, 16, (3, WIDTH), np.uint8)
-    value = MinAffine(codes, scales, mins, GroupMin(4, 64, DType.F16))
-    assert keeping(Logical("w", (3, WIDTH), value.form)) == ("Q4_1",)
+    value = AffineMinRows(codes, scales, mins, AffineMin(4, 64, DType.F16))
+    assert keeping(ModelTensor("w", (3, WIDTH), value.encoding)) == ("Q4_1",)
     rows, steps, _ = block_codes(value, "Q4_1")
     wide = np.repeat(scales, 64, 1).astype(np.float32) * codes + np.repeat(mins, 64, 1).astype(np.float32)
     assert steps == 0 and np.allclose(decoded(rows, "Q4_1"), wide, rtol=1e-6)
@@ -88,17 +91,17 @@ def test_scales_that_half_precision_cannot_hold_are_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "width"),
+    ("encoding", "width"),
     [
-        (GroupInt(4, 16, True, DType.F16), 256),
-        (GroupInt(4, None, True, DType.F16), 80),
-        (GroupInt(4, 32, True, DType.F16, act_order=True), 256),
-        (GroupInt(8, 32, False, DType.F16), 256),
-        (GroupMin(8, 32, DType.F16), 256),
+        (AffineInt(4, 16, True, DType.F16), 256),
+        (AffineInt(4, None, True, DType.F16), 80),
+        (AffineInt(4, 32, True, DType.F16, act_order=True), 256),
+        (AffineInt(8, 32, False, DType.F16), 256),
+        (AffineMin(8, 32, DType.F16), 256),
     ],
 )
-def test_grids_without_a_counterpart(form: GroupInt | GroupMin, width: int) -> None:
-    assert keeping(Logical("w", (3, width), form)) == ()
+def test_grids_without_a_counterpart(encoding: AffineInt | AffineMin, width: int) -> None:
+    assert keeping(ModelTensor("w", (3, width), encoding)) == ()
 
 
 @pytest.fixture(scope="module")

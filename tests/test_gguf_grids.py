@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.gguf.types import GRIDS, GGMLType
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import GgmlBlocks
+from qconvert.core.ggml_types import GRIDS, GGMLType
+from qconvert.core.values import DenseRows, GgmlRows
+from qconvert.quant.dequantize import numbers
 from qconvert.quant.ggml.encode import ENCODED, encode_rows
-from qconvert.quant.ggml.grids import grid_of_blocks
-from qconvert.quant.grids import numbers
-from qconvert.tensors import BlockRows, Blocks, Dense, DType
+from qconvert.quant.ggml.to_codes import grid_of_blocks
 from tests.commands import made, qconvert
 from tests.gguf_models import qwen2_tokenizer
 from tests.models import stored, tiny
@@ -43,15 +45,15 @@ def written(model: Path, out: Path, type_: str) -> Path:
 def test_the_grid_of_blocks_stands_for_their_numbers(name: str) -> None:
     """Multiplied out in float32, whatever the type that scales are stored in here."""
     random = np.random.default_rng(0)
-    form = GGMLType[name].form
-    assert isinstance(form, Blocks)
+    encoding = GGMLType[name].encoding
+    assert isinstance(encoding, GgmlBlocks)
     if name in ENCODED:
         rows = random.standard_t(3, (5, 512)).astype(np.float32)
-        blocks = encode_rows(Dense(rows, DType.F32), name)
+        blocks = encode_rows(DenseRows(rows, DType.F32), name)
     else:  # which is NVFP4: four scales that are no NaN, then codes
-        blocks = random.integers(0, 0x7F, (5, form.row_bytes(512)), np.uint8)
-    made_ = grid_of_blocks(BlockRows(blocks, form))
-    assert made_.form == GRIDS[name]
+        blocks = random.integers(0, 0x7F, (5, encoding.row_bytes(512)), np.uint8)
+    made_ = grid_of_blocks(GgmlRows(blocks, encoding))
+    assert made_.encoding == GRIDS[name]
     theirs = quants.dequantize(blocks, getattr(gguf.GGMLQuantizationType, name))
     ours = numbers(made_, DType.F32).rows_RI
     if name in ("Q4_1", "Q5_1"):  # a grid of mins is rounded as MLX rounds it, to the type of the mins
@@ -97,8 +99,8 @@ def test_blocks_that_are_no_grid_are_requantized_only_when_asked(model: Path, tm
     ran = qconvert(*asked)
     assert ran.code == 1 and "blocks are no grid that other formats have" in ran.err
     assert qconvert(*asked, "--allow-requantize", "-q").code == 0
-    forms = {tensor.form.label for tensor in open_checkpoint(tmp_path / "out").tensors.values()}
-    assert "int4-g128" in forms
+    encodings = {tensor.encoding.label for tensor in open_checkpoint(tmp_path / "out").tensors.values()}
+    assert "int4-g128" in encodings
 
 
 def test_scales_that_are_not_finite_are_told(model: Path, tmp_path: Path) -> None:

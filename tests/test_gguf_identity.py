@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.architecture.gguf.identity import ParameterCounts, identify
-from qconvert.formats.front_matter import read_front_matter
+from qconvert.formats.huggingface.model_card_header import read_front_matter
+from qconvert.models.gguf.identity import ParameterCounts, identify
 
 gguf = pytest.importorskip("gguf")
 

@@ -13,10 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qconvert.core.ggml_types import (
+    KV,
+    TYPE_BY_NUMBER,
+    ArrayOf,
+    GGMLType,
+    GGUFTensor,
+    KVType,
+    parse_ggml_type,
+)
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.formats.gguf_io import GGUFFile, check_vocabulary
-from qconvert.formats.gguf_sink import plan_files
-from qconvert.gguf.types import KV, TYPE_BY_NUMBER, ArrayOf, GGMLType, GGUFTensor, KVType, parse_ggml_type
+from qconvert.formats.gguf.reader import GGUFFile, check_vocabulary
+from qconvert.formats.gguf.writer import plan_files
 
 gguf = pytest.importorskip("gguf")
 

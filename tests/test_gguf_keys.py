@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qconvert.architecture import Architecture
-from qconvert.architecture.gguf.identity import ParameterCounts, identify
-from qconvert.architecture.gguf.keys import file_keys, head_size, rope_freqs
-from qconvert.architecture.gguf.models import facts_of, gguf_model
-from qconvert.architecture.gguf.names import gguf_name
+from qconvert.core.ggml_types import KV, GGMLType, GGUFTensor
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.formats.gguf_sink import plan_files
-from qconvert.formats.gguf_vocab import read_tokenizer
-from qconvert.gguf.mix import MixFacts, choose_types, find_file_type
-from qconvert.gguf.types import KV, GGMLType, GGUFTensor
-from qconvert.quant.rope import llama3_factors
+from qconvert.formats.gguf.writer import plan_files
+from qconvert.formats.tokenizers.to_gguf import read_tokenizer
+from qconvert.models import Architecture
+from qconvert.models.gguf.families import facts_of, gguf_model
+from qconvert.models.gguf.identity import ParameterCounts, identify
+from qconvert.models.gguf.keys import file_keys, head_size, rope_freqs
+from qconvert.models.gguf.names import gguf_name
+from qconvert.plan.gguf.mixture import MixFacts, choose_types, find_file_type
+from qconvert.quant.llama3_rope import llama3_factors
 from tests.gguf_models import write_gguf
 
 BASE: dict[str, Any] = {
@@ -341,9 +341,13 @@ def every_tensor(config: dict[str, Any]) -> list[GGUFTensor]:
     if shared := config.get("shared_expert_intermediate_size"):
         roles |= {"mlp.shared.gate": (shared, hidden), "mlp.shared.up": (shared, hidden)}
         roles |= {"mlp.shared.down": (hidden, shared), "mlp.shared_gate": (1, hidden)}
-    places = [("embed", None, (64, hidden)), ("lm_head", None, (64, hidden)), ("final_norm", None, (hidden,))]
-    places += [(role, layer, shape) for layer in range(2) for role, shape in roles.items()]
-    tensors = [GGUFTensor(gguf_name(role, layer), GGMLType.F32, shape) for role, layer, shape in places]
+    parameters = [
+        ("embed", None, (64, hidden)),
+        ("lm_head", None, (64, hidden)),
+        ("final_norm", None, (hidden,)),
+    ]
+    parameters += [(role, layer, shape) for layer in range(2) for role, shape in roles.items()]
+    tensors = [GGUFTensor(gguf_name(role, layer), GGMLType.F32, shape) for role, layer, shape in parameters]
     if arch.startswith("qwen2"):
         rows = {"attn.q": heads * head, "attn.k": kv_heads * head, "attn.v": kv_heads * head}
         tensors += [

@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from qconvert.core.ggml_types import KV, GGMLType, GGUFTensor
 from qconvert.errors import BadRecipe
-from qconvert.formats.gguf_io import GGUFFile
-from qconvert.gguf.mix import FILE_TYPES, Choice, MixFacts, choose_types, find_file_type, visit_order
-from qconvert.gguf.rules import LOWEST
-from qconvert.gguf.types import KV, GGMLType, GGUFTensor
+from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.plan.gguf.mixture import (
+    FILE_TYPES,
+    Choice,
+    MixFacts,
+    choose_types,
+    find_file_type,
+    visit_order,
+)
+from qconvert.plan.gguf.mixture_rules import LOWEST
 from tests.gguf_models import write_gguf
 
 Shapes = list[tuple[str, tuple[int, ...]]]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qconvert.formats.gguf_io import GGUFFile
+from qconvert.formats.gguf.reader import GGUFFile
 from tests.commands import qconvert
 from tests.gguf_families import (
     CLOSE,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qconvert.architecture.gguf.names import (
-    gguf_name,
-)
 from qconvert.errors import UnsupportedModel
+from qconvert.models.gguf.names import gguf_name
 
 HUGGING_FACE = {
     "embed": "model.embed_tokens",

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
-from qconvert.formats import gguf_splits
-from qconvert.formats.gguf_io import GGUFFile
-from qconvert.formats.gguf_pretokenizer import NAMES, RULES, Rule, prefer_cleaning, recognise
+from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.formats.tokenizers import pretokenizer_patterns
+from qconvert.formats.tokenizers.pretokenizers import NAMES, RULES, Rule, prefer_cleaning, recognise
 from tests.gguf_models import test_strings as strings_for
 
 
@@ -20,7 +20,7 @@ def spelled(rule: Rule) -> dict[str, Any]:
     """A tokenizer.json of this rule, as transformers writes one."""
     steps: list[dict[str, Any]] = []
     for i, split in enumerate(rule.splits):
-        if split == gguf_splits.GPT2[0]:
+        if split == pretokenizer_patterns.GPT2[0]:
             steps.append(
                 {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
             )

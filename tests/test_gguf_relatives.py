@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qconvert.formats.gguf_io import GGUFFile
+from qconvert.formats.gguf.reader import GGUFFile
 from tests.gguf_families import save
 from tests.gguf_models import SIZES, llama_cpp_logits, log_probabilities, save_transformers_model
 from tests.models import stored

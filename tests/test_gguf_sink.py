@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qconvert.core.ggml_types import KV, ArrayOf, GGMLType, GGUFTensor, KVType
 from qconvert.errors import BadRecipe, OutputExists, QConvertError
-from qconvert.formats.gguf_io import GGUFFile
-from qconvert.formats.gguf_sink import GGUFSink, pack_kv, plan_files
-from qconvert.gguf.types import KV, ArrayOf, GGMLType, GGUFTensor, KVType
+from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.formats.gguf.writer import GGUFSink, pack_kv, plan_files
 
 gguf = pytest.importorskip("gguf")
 
@@ -193,8 +193,8 @@ def test_two_runs_do_not_meet(tmp_path: Path, data: dict[str, np.ndarray]) -> No
 WRITER = """
 import sys, time
 from pathlib import Path
-from qconvert.formats.gguf_sink import GGUFSink, plan_files
-from qconvert.gguf.types import GGMLType, GGUFTensor
+from qconvert.formats.gguf.writer import GGUFSink, plan_files
+from qconvert.core.ggml_types import GGMLType, GGUFTensor
 GGUFSink(Path(sys.argv[1]), plan_files("m.gguf", [], [GGUFTensor("a", GGMLType.F32, (9, 9))]))
 print("half", flush=True)
 time.sleep(60)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.formats.gguf_io import GGUFFile
-from qconvert.formats.gguf_pretokenizer import RULES
-from qconvert.formats.gguf_splits import LLAMA3
-from qconvert.formats.gguf_vocab import read_tokenizer
-from qconvert.formats.tiktoken_file import find_tiktoken, read_ranks, read_tiktoken
+from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.formats.tokenizers.pretokenizer_patterns import LLAMA3
+from qconvert.formats.tokenizers.pretokenizers import RULES
+from qconvert.formats.tokenizers.tiktoken import find_tiktoken, read_ranks, read_tiktoken
+from qconvert.formats.tokenizers.to_gguf import read_tokenizer
 from tests.gguf_models import TEXT, llama_cpp_vocab, one_layer_llama
 from tests.gguf_models import test_strings as strings_for
 from tests.test_gguf_pretokenizer import spelled

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from qconvert.formats.gguf_io import GGUFFile
-from qconvert.formats.gguf_tokenizer import lost_tokenizer, tokenizer_files
-from qconvert.formats.gguf_vocab import read_tokenizer
-from qconvert.gguf.types import KV
+from qconvert.core.ggml_types import KV
+from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.formats.tokenizers.from_gguf import lost_tokenizer, tokenizer_files
+from qconvert.formats.tokenizers.to_gguf import read_tokenizer
 from tests.commands import qconvert
 from tests.gguf_models import one_layer_llama
 from tests.gguf_models import test_strings as strings_for

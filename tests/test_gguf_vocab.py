@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qconvert.core.ggml_types import KV
 from qconvert.errors import BadRecipe, CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.formats.gguf_io import GGUFFile
-from qconvert.formats.gguf_splits import QWEN2
-from qconvert.formats.gguf_vocab import GGUFTokenizer, read_tokenizer
-from qconvert.gguf.types import KV
+from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.formats.tokenizers.pretokenizer_patterns import QWEN2
+from qconvert.formats.tokenizers.to_gguf import GGUFTokenizer, read_tokenizer
 from tests.gguf_models import llama_cpp_vocab, one_layer_llama
 from tests.gguf_models import test_strings as strings_for
 
@@ -353,14 +353,14 @@ def test_what_makes_no_vocabulary_is_refused(
     assert names in caught.value.fact
 
 
-def places(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def parameters(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of every value inside a JSON value."""
     children = (
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     )
     for key, child in children:
         yield (*path, key)
-        yield from places(child, (*path, key))
+        yield from parameters(child, (*path, key))
 
 
 @settings(max_examples=300)
@@ -376,7 +376,7 @@ def test_no_odd_value_crashes_the_reader(
     content |= data.draw(
         st.sampled_from([{}, {"post_processor": template("<s>", None, pair=(None, "x", None))}])
     )
-    *parents, last = data.draw(st.sampled_from(list(places(content))))
+    *parents, last = data.draw(st.sampled_from(list(parameters(content))))
     target = content
     for key in parents:
         target = target[key]

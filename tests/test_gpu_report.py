@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qconvert.decoder.config import DecoderConfig
-from qconvert.evals.gpu.models import (
+from evals.gpu.models import (
     BF16,
     GROUP,
     INT4,
@@ -30,19 +29,11 @@ from qconvert.evals.gpu.models import (
     read_flops,
     weight_bytes,
 )
-from qconvert.evals.gpu.report import ahead_until, floor_seconds, markdown
-from qconvert.evals.gpu.rows import (
-    OURS,
-    Ceiling,
-    Check,
-    Crossing,
-    Decoding,
-    Product,
-    Reading,
-    Row,
-)
-from qconvert.evals.gpu.targets import Target, targets
-from qconvert.evals.synthetic import SHAPES
+from evals.gpu.report import ahead_until, floor_seconds, markdown
+from evals.gpu.rows import OURS, Ceiling, Check, Crossing, Decoding, Product, Reading, Row
+from evals.gpu.targets import Target, targets
+from evals.synthetic import SHAPES
+from qconvert.runtime.config import DecoderConfig
 
 CPU = torch.device("cpu")
 CEILINGS = (Ceiling("copy", 4e12, "bytes/s"), Ceiling("matmul", 8e14, "FLOP/s"), Ceiling("launch", 1e-6, "s"))
@@ -101,18 +92,18 @@ def test_operations_of_reading() -> None:
     assert read_flops(c, 10, 2048) == pytest.approx(10 * read_flops(c, 1, 2048))
 
 
-@pytest.mark.parametrize("form", ["int4", "int8", "bf16"])
-def test_random_weights_are_like_a_models(form: str) -> None:
+@pytest.mark.parametrize("encoding", ["int4", "int8", "bf16"])
+def test_random_weights_are_like_a_models(encoding: str) -> None:
     out, width = 200, 384
-    first, second = Maker(CPU).weights(form, out, width, copies=2)
+    first, second = Maker(CPU).weights(encoding, out, width, copies=2)
     w = dense(first, torch.float32)
     assert w.shape == (out, width) == first.shape
     assert float(w.std()) == pytest.approx(0.02, rel=0.1) and abs(float(w.mean())) < 0.004
     assert not torch.equal(w, dense(second, torch.float32))
-    assert torch.equal(w, dense(Maker(CPU).weights(form, out, width, copies=2)[0], torch.float32))
-    padded = 256 if form != "bf16" else out  # rows are padded to whole tiles
-    codes = {"int4": 0.5, "int8": 1.0, "bf16": 2.0}[form] * padded * width
-    scales = 0 if form == "bf16" else 2 * padded * width // GROUP
+    assert torch.equal(w, dense(Maker(CPU).weights(encoding, out, width, copies=2)[0], torch.float32))
+    padded = 256 if encoding != "bf16" else out  # rows are padded to whole tiles
+    codes = {"int4": 0.5, "int8": 1.0, "bf16": 2.0}[encoding] * padded * width
+    scales = 0 if encoding == "bf16" else 2 * padded * width // GROUP
     assert first.nbytes == codes + scales
 
 
@@ -139,12 +130,12 @@ def test_random_models_compute(model: str) -> None:
     assert (decoders[BF16].layers[0].attention.q_norm is None) == (model != "qwen3-8b")
 
 
-def product(form: str, splits: int | None, seconds: float, via: str = OURS, rows: int = 1) -> Product:
-    return Product(via, form, 37888, 3584, rows, splits, seconds, 70_000_000, True)
+def product(encoding: str, splits: int | None, seconds: float, via: str = OURS, rows: int = 1) -> Product:
+    return Product(via, encoding, 37888, 3584, rows, splits, seconds, 70_000_000, True)
 
 
-def decoded(form: str, rate: float, via: str = OURS, model: str = "qwen2.5-7b") -> Decoding:
-    return Decoding(model, via, form, 0, 1 / rate, 4_000_000_000, 0, 258 if via == OURS else None)
+def decoded(encoding: str, rate: float, via: str = OURS, model: str = "qwen2.5-7b") -> Decoding:
+    return Decoding(model, via, encoding, 0, 1 / rate, 4_000_000_000, 0, 258 if via == OURS else None)
 
 
 def section(page: str, title: str) -> str:

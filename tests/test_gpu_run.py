@@ -19,11 +19,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from qconvert.evals import speed_gpu
-from qconvert.evals.gpu.clock import time_calls
-from qconvert.evals.gpu.job import Job, attempt
-from qconvert.evals.gpu.models import TINY
-from qconvert.evals.gpu.rows import (
+from evals import speed_gpu
+from evals.gpu.clock import time_calls
+from evals.gpu.job import Job, attempt
+from evals.gpu.models import TINY
+from evals.gpu.rows import (
     OURS,
     Ceiling,
     Check,
@@ -40,9 +40,9 @@ from qconvert.evals.gpu.rows import (
     of_kind,
     to_json,
 )
-from qconvert.evals.gpu.schedule import Outcome, run_sections
-from qconvert.evals.gpu.sections import CUT, SECTIONS, Section, run_section
-from qconvert.evals.speed import main
+from evals.gpu.schedule import Outcome, run_sections
+from evals.gpu.sections import CUT, SECTIONS, Section, run_section
+from evals.speed import main
 from tests.test_imports import HEAVY, ROOT, run_python
 
 CPU = torch.device("cpu")
@@ -95,13 +95,15 @@ def test_what_was_not_found_right_is_not_timed() -> None:
 
 def test_kernels_of_a_failed_check_are_left_out() -> None:
     pytest.importorskip("triton")
-    from qconvert.evals.gpu import decode, kernels
+    from evals.gpu import decode, kernels
 
-    failed = tuple(Check(f"product {form}", "", math.nan, 1e-3, True) for form in ("int4", "int8", "bf16"))
+    failed = tuple(
+        Check(f"product {encoding}", "", math.nan, 1e-3, True) for encoding in ("int4", "int8", "bf16")
+    )
     job = Job(CPU, time.monotonic() + 99, dry=True, earlier=failed)
     rows = list(kernels.products(job))
     assert [row.text for row in of_kind(rows, Note)][:3] == [
-        f"PRODUCT {form}: NOT TIMED, ITS CHECK DID NOT PASS" for form in ("INT4", "INT8", "BF16")
+        f"PRODUCT {encoding}: NOT TIMED, ITS CHECK DID NOT PASS" for encoding in ("INT4", "INT8", "BF16")
     ]
     assert not of_kind(rows, Product), "peers are not timed unchecked either"
     assert not list(kernels.crossings(job)) and not of_kind(decode.measure(job), Decoding)
@@ -201,8 +203,8 @@ SCRIPTS = {
 
 
 def test_sections_keep_their_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("qconvert.evals.gpu.schedule.KILL_SECONDS", 0.0)
-    monkeypatch.setattr("qconvert.evals.gpu.schedule.CLOSING_SECONDS", 0.0)
+    monkeypatch.setattr("evals.gpu.schedule.KILL_SECONDS", 0.0)
+    monkeypatch.setattr("evals.gpu.schedule.CLOSING_SECONDS", 0.0)
     mark, limits, told = tmp_path / "mark", dict[str, float](), list[str]()
 
     def command_of(section: Section, seconds: float) -> list[str]:
@@ -232,7 +234,7 @@ def test_nothing_starts_without_time(tmp_path: Path) -> None:
 
 
 def test_the_sections_fit_nine_minutes() -> None:
-    from qconvert.evals.gpu.schedule import CLOSING_SECONDS, KILL_SECONDS
+    from evals.gpu.schedule import CLOSING_SECONDS, KILL_SECONDS
 
     assert sum(section.seconds for section in SECTIONS) + CLOSING_SECONDS + KILL_SECONDS <= 540
     assert [section.name for section in SECTIONS][:2] == list(speed_gpu.BASIS)
@@ -247,9 +249,7 @@ def test_without_a_gpu_the_command_says_so(tmp_path: Path) -> None:
 
 def test_the_page_needs_no_kernels() -> None:
     """The process that schedules and reports is no reason to load triton, nor what a device may lack."""
-    code = (
-        f"import sys, qconvert.evals.speed_gpu\nprint('LOADED', *[n for n in {HEAVY!r} if n in sys.modules])"
-    )
+    code = f"import sys, evals.speed_gpu\nprint('LOADED', *[n for n in {HEAVY!r} if n in sys.modules])"
     assert run_python("-c", code).stdout.splitlines()[-1] == "LOADED"
 
 
@@ -264,8 +264,8 @@ def test_a_record_is_replaced_and_named_after_its_device(tmp_path: Path) -> None
 
 COUNT_LAUNCHES = """
 import torch, triton.runtime.interpreter as interpreter
-from qconvert.decoder.cuda.step import open_step, read_greedily
-from qconvert.evals.gpu.models import BF16, Maker, config_of, make_decoder
+from qconvert.runtime.cuda.decode_step import open_step, read_greedily
+from evals.gpu.models import BF16, Maker, config_of, make_decoder
 decoder = make_decoder(config_of("qwen3-8b", tiny=True), BF16, Maker(torch.device("cpu")))
 count, call = [0], interpreter.GridExecutor.__call__
 def counted(self, *args, **kwargs):
@@ -282,7 +282,7 @@ print(count[0] - before)
 def test_the_floor_counts_the_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of triton; the others are torch's: two for the embedding, the position, the likeliest."""
     pytest.importorskip("triton")
-    from qconvert.evals.gpu.decode import LAYER_LAUNCHES, OTHER_LAUNCHES
+    from evals.gpu.decode import LAYER_LAUNCHES, OTHER_LAUNCHES
 
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     launches = int(run_python("-c", COUNT_LAUNCHES).stdout)

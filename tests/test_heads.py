@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.quant.heads import interleave_halves, part_halves
+from qconvert.quant.rotary_rows import interleave_halves, part_halves
 
 
 @given(heads=st.integers(1, 9), half=st.integers(1, 17), width=st.integers(1, 3))

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from qconvert.core.dtypes import DType, TensorSpec
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.formats.hf import open_hf_folder, weight_files
-from qconvert.formats.safetensors_io import INDEX_FILE
-from qconvert.tensors import DType, TensorSpec
+from qconvert.formats.huggingface.folder import open_hf_folder, weight_files
+from qconvert.formats.huggingface.safetensors_file import INDEX_FILE
 
 ARRAYS = {name: np.full((4, 3), number, "<f4") for number, name in enumerate("abcz")}
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -290,6 +290,9 @@ def test_real_checkpoints_are_read_as_by_the_library(assets: Path) -> None:
 
 
 def test_opening_a_folder_loads_neither_torch_nor_numba() -> None:
-    code = "import sys, qconvert.formats.hf; print({'torch', 'numba', 'huggingface_hub'} & set(sys.modules))"
+    code = (
+        "import sys, qconvert.formats.huggingface.folder; "
+        "print({'torch', 'numba', 'huggingface_hub'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

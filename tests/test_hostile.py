@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qconvert.architecture.gguf.model import GGUFModel
-from qconvert.architecture.gguf.models import MODELS
-from qconvert.formats.gguf_io import GGUFFile
-from qconvert.gguf.types import KV, GGMLType, GGUFTensor, KVType
+from qconvert.core.ggml_types import KV, GGMLType, GGUFTensor, KVType
+from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.models.gguf.declaration import GGUFModel
+from qconvert.models.gguf.families import MODELS
 from tests.commands import qconvert
 from tests.gguf_models import write_gguf
 from tests.models import tiny

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qconvert import hub
+from qconvert.checkpoint import hub
+from qconvert.core.dtypes import DType, TensorSpec
 from qconvert.errors import QConvertError
-from qconvert.formats.filesink import FileSink
-from qconvert.formats.hf import open_hf_folder
-from qconvert.formats.safetensors_io import plan_files
-from qconvert.tensors import DType, TensorSpec
+from qconvert.formats.huggingface.folder import open_hf_folder
+from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.formats.io.planned_files import FileSink
 
 COMMIT = "c0ffee" * 6 + "c0ff"
 SPECS = [TensorSpec(f"layer.{i}.weight", DType.F32, (200, 300)) for i in range(3)]
@@ -123,7 +123,7 @@ def server(sharded: dict[str, bytes]) -> Iterator[Hub]:
 SCRIPT = """
 import json, sys
 from qconvert.errors import QConvertError
-from qconvert.hub import resolve
+from qconvert.checkpoint.hub import resolve
 for model, options in json.loads(sys.argv[1]):
     try:
         found = resolve(model, **options)

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qconvert.core.ggml_types import KV
 from qconvert.errors import CorruptCheckpoint
-from qconvert.formats.gguf_io import GGUFFile
-from qconvert.formats.imatrix import read_imatrix
-from qconvert.gguf.types import KV
+from qconvert.formats.gguf.imatrix import read_imatrix
+from qconvert.formats.gguf.reader import GGUFFile
 from tests.gguf_models import imatrix_dat as dat
 
 

@@ -1,7 +1,4 @@
-"""The walls between the rooms, walked over the source: who imports whom, and what loads when.
-
-A function that needs two rooms is two functions; an import that crosses a wall is how one begins.
-"""
+"""Holds that imports run one way: a folder imports only folders above it, and what loads when."""
 
 from __future__ import annotations
 
@@ -12,152 +9,118 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = {"qconvert": "qconvert", "formats": "qconvert.formats", "evals": "qconvert.evals"}
 
-# Every module has a room; the longest prefix decides. (Names without the leading "qconvert.")
-ROOMS = {
-    "vocabulary": "__init__ errors codes tensors interfaces numbers schemes sizes gguf gguf.types",
-    "names": "architecture",
-    "decisions": "recipe select plan draft relayout targets census loaders "
-    "lint actorder padding tensor_parallel gguf.draft gguf.units gguf.forms gguf.rules gguf.mix",
-    "operations": "ops grid_ops",
-    "numbers": "quant decoder",
-    "bytes": "formats hub",
-    "layouts": "formats.layouts formats.checkpoint formats.weights",
-    "runner": "run refusals",
-    "words": "card manifest tables report report_html svg audit compare convert gguf.convert warm demo",
-    "evals": "evals",
-    "cli": "cli __main__",
-}
-# Which rooms a room may import, beside itself and the vocabulary.
-DOORS = {
-    "vocabulary": "",
-    "names": "",
-    "decisions": "names operations",
-    "operations": "numbers",
-    "numbers": "",
-    "bytes": "names layouts",
-    "layouts": "names bytes numbers",
-    "runner": "decisions operations bytes",
-    "words": "names decisions operations numbers bytes layouts runner",
-    "evals": "names decisions operations numbers bytes layouts runner words",
-    "cli": "names decisions operations numbers bytes layouts runner words evals",
-}
-# Single imports that the design asks for: where the embedded model lies is a name like any other, and
-# packed codes are unpacked when somebody looks at them.
-PASSES = {("hub", "demo"), ("codes", "quant.packing")}
+# The architecture. README's picture shows the same list.
+FOLDERS = (
+    "errors",
+    "demo",
+    "core",
+    "models",
+    "quant",
+    "ops",
+    "runtime",
+    "formats",
+    "plan",
+    "checkpoint",
+    "report",
+    "convert",
+    "check",
+    "evaluate",
+    "cli",
+)
+# Flat modules of the package, beside `errors`: each may import every folder.
+ENTRIES = ("__init__", "__main__")
 
-# Which modules may import a library at all, by prefix.
+# The folders, or modules, that may import a library at all.
 LIBRARIES = {
     "bitsandbytes": "evals",
     "click": "cli evals",
     "cyllama": "evals",
-    "gguf": "architecture.gguf.identity quant.ggml evals",
-    "huggingface_hub": "hub evals",
-    "jinja2": "formats.chat_template",
-    "llvmlite": "quant decoder.cpu",
-    "numba": "quant decoder.cpu",
-    "numpy": "quant ops decoder formats run compare warm evals demo gguf.convert gguf.draft",
-    "safetensors": "formats.verify evals demo.train",
-    "tokenizers": "evals demo formats cli.generate",
-    "torch": "decoder evals demo.train cli.env cli.evaluate cli.generate",
+    "gguf": "models.gguf.identity quant.ggml evals",
+    "huggingface_hub": "checkpoint.hub evaluate evals",
+    "jinja2": "formats.tokenizers.chat_template",
+    "llvmlite": "quant runtime.cpu",
+    "numba": "quant runtime.cpu",
+    "numpy": "core quant ops runtime formats checkpoint check convert evaluate plan.gguf evals",
+    "safetensors": "formats.io.read_back evals",
+    "tokenizers": "evaluate formats.tokenizers cli.generate evals",
+    "torch": "runtime evaluate cli.env cli.eval cli.generate evals",
     "tqdm": "cli",
-    "transformers": "evals demo.train",
-    "triton": "decoder.cuda",
-    "yaml": "recipe card formats.front_matter",
+    "transformers": "evals",
+    "triton": "runtime.cuda evals",
+    "yaml": "plan.recipe convert.model_card formats.huggingface.model_card_header",
 }
 
 
-def short(name: str) -> str:
-    return name.removeprefix("qconvert").removeprefix(".") or "__init__"
-
-
 def modules() -> Iterator[tuple[str, Path]]:
-    """Every module of the package: its name without "qconvert.", and its file."""
-    for folder, package in FOLDERS.items():
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            parts = path.relative_to(ROOT / folder).with_suffix("").parts
-            if folder == "qconvert" and parts[0] in FOLDERS:
-                continue  # the links to the other two folders
-            name = ".".join([package, *parts]).removesuffix(".__init__")
-            yield short(name), path
+    """Every module of the package and of the scripts: its name without "qconvert.", and its file."""
+    for top, prefix in (("qconvert", ""), ("formats", "formats."), ("evals", "evals.")):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT / top).with_suffix("").parts
+            if not (top == "qconvert" and parts[0] == "formats"):  # the link to the other folder
+                yield (prefix + ".".join(parts)).removesuffix(".__init__"), path
 
 
 MODULES = dict(modules())
 
 
-class Imports(ast.NodeVisitor):
-    """The modules that a file imports anywhere but for the type checker."""
-
-    def __init__(self) -> None:
-        self.found: set[str] = set()
-
-    def visit_If(self, node: ast.If) -> None:
-        for child in node.orelse if ast.unparse(node.test) == "TYPE_CHECKING" else [*node.body, *node.orelse]:
-            self.visit(child)
-
-    def visit_Import(self, node: ast.Import) -> None:
-        self.found |= {alias.name for alias in node.names}
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        assert node.level == 0 and node.module, "relative imports give a module two names"
-        whole = {f"{node.module}.{alias.name}" for alias in node.names}
-        known = {name for name in whole if name.removeprefix("qconvert.") in MODULES}
-        self.found |= known or {node.module}
+@cache
+def imports_of(name: str) -> frozenset[str]:
+    """What a file imports anywhere, also inside functions and for the type checker alone."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "relative imports give a module two names"
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            known = {each for each in whole if each.removeprefix("qconvert.") in MODULES}
+            found |= known or {node.module}
+    return frozenset(found)
 
 
-def imports_of(name: str) -> set[str]:
-    visitor = Imports()
-    visitor.visit(ast.parse(MODULES[name].read_text(encoding="utf-8")))
-    return visitor.found
+def own_imports(name: str) -> set[str]:
+    """The modules of the package that a module imports, without "qconvert."."""
+    own = {each for each in imports_of(name) if each.startswith(("qconvert.", "evals."))}
+    return {each.removeprefix("qconvert.") for each in own} - {name}
 
 
-def within(name: str, prefix: str) -> bool:
-    return name == prefix or name.startswith(f"{prefix}.")
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.startswith("evals")])
+def test_a_folder_imports_only_folders_above_it(name: str) -> None:
+    folder = name.split(".", maxsplit=1)[0]
+    if folder in ENTRIES:
+        return
+    assert folder in FOLDERS, f"{name}: not in a folder of the architecture"
+    for imported in own_imports(name):
+        other = imported.split(".")[0]
+        assert other in FOLDERS, f"{name} imports {imported}"
+        assert FOLDERS.index(other) <= FOLDERS.index(folder), f"{name} imports {imported}, which is below it"
 
 
-def room_of(name: str) -> str:
-    held = [
-        (len(prefix), room)
-        for room, prefixes in ROOMS.items()
-        for prefix in prefixes.split()
-        if within(name, prefix)
-    ]
-    assert held, f"{name}: a module without a room; give it one in ROOMS"
-    return max(held)[1]
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_no_import_crosses_a_wall(name: str) -> None:
-    room = room_of(name)
-    open_to = {room, "vocabulary", *DOORS[room].split()}
-    for imported in imports_of(name):
-        if imported.split(".")[0] != "qconvert":
-            continue
-        target = short(imported)
-        if (name, target) not in PASSES:
-            assert room_of(target) in open_to, f"{name} ({room}) imports {target} ({room_of(target)})"
+def test_every_folder_of_the_list_exists() -> None:
+    assert {name.split(".")[0] for name in MODULES} - {*ENTRIES, "evals"} == set(FOLDERS)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_libraries_are_imported_where_they_belong(name: str) -> None:
     for imported in imports_of(name):
         library = imported.split(".")[0]
-        if library == "qconvert" or library in sys.stdlib_module_names:
+        if library in ("qconvert", "evals") or library in sys.stdlib_module_names:
             continue
         assert library in LIBRARIES, f"{name} imports {library}, which is not declared"
-        assert any(within(name, prefix) for prefix in LIBRARIES[library].split()), f"{name} imports {library}"
+        places = LIBRARIES[library].split()
+        assert any(f"{name}.".startswith(f"{place}.") for place in places), f"{name} imports {library}"
 
 
-def test_the_tables_name_nothing_that_is_gone() -> None:
-    listed = set(" ".join([*ROOMS.values(), *LIBRARIES.values()]).split())
-    listed |= {end for edge in PASSES for end in edge}
-    assert {prefix for prefix in listed if not any(within(name, prefix) for name in MODULES)} == set()
+def test_the_table_of_libraries_names_nothing_that_is_gone() -> None:
+    listed = set(" ".join(LIBRARIES.values()).split())
+    assert {place for place in listed if not any(f"{n}.".startswith(f"{place}.") for n in MODULES)} == set()
 
 
 def run_python(*args: str) -> subprocess.CompletedProcess[str]:
@@ -190,8 +153,9 @@ def test_help_loads_nothing_heavy(command: str) -> None:
 
 
 def test_importing_the_package_and_planning_load_nothing_heavy() -> None:
-    names = "qconvert, qconvert.cli, qconvert.architecture, qconvert.recipe, qconvert.select, qconvert.plan"
-    code = f"import sys, {names}, qconvert.census\nprint([n for n in {HEAVY!r} if n in sys.modules])"
+    names = "qconvert, qconvert.cli, qconvert.models, qconvert.plan.recipe, qconvert.plan.selectors"
+    names += ", qconvert.plan.plan, qconvert.models.parameter_table"
+    code = f"import sys, {names}\nprint([n for n in {HEAVY!r} if n in sys.modules])"
     assert run_python("-c", code).stdout == "[]\n"
 
 

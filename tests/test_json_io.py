@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qconvert.errors import CorruptCheckpoint
-from qconvert.formats.json_io import parse_json_object, read_json_object
+from qconvert.formats.io.strict_json import parse_json_object, read_json_object
 
 numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 values = st.recursive(

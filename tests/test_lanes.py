@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numba.core.errors import TypingError
 
-from qconvert.quant import lanes
-from qconvert.quant.lanes import LANES, kernel, load, store, where
+from qconvert.quant.simd import lanes
+from qconvert.quant.simd.lanes import LANES, kernel, load, store, where
 
 SPECIAL = np.array(
     [

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qconvert.census import census_of_outputs
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.load import load_decoder
+from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.checkpoint.open import Checkpoint, open_checkpoint
+from qconvert.core.dtypes import DType
 from qconvert.errors import QConvertError
-from qconvert.formats.checkpoint import Checkpoint, open_checkpoint
-from qconvert.formats.weights import CheckpointWeights
-from qconvert.quant.grids import numbers
-from qconvert.tensors import DType
+from qconvert.models.parameter_table import table_of_outputs
+from qconvert.quant.dequantize import numbers
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.load import load_decoder
 from tests.commands import made, qconvert
 from tests.models import stored
 
@@ -184,5 +184,5 @@ def test_our_decoder_computes_the_logits_of_the_field(quantized: Path, name: str
 def test_the_census_counts_the_bytes_that_are_stored(assets: Path, name: str) -> None:
     checkpoint = open_checkpoint(assets / "fixtures" / "quantized" / name)
     stored = sum(s.nbytes for s in checkpoint.files.specs.values())
-    counted = census_of_outputs(checkpoint.tensors, checkpoint.architecture, checkpoint.layout.name).nbytes
+    counted = table_of_outputs(checkpoint.tensors, checkpoint.architecture, checkpoint.layout.name).nbytes
     assert abs(counted / stored - 1) < 0.02

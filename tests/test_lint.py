@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from qconvert.architecture import Architecture
+from qconvert.check.loader_rules import lint
+from qconvert.check.subject import ERROR, LOADERS, NOTE, WARNING, Problem, Subject
 from qconvert.cli.check import LOADERS as SPELLED
-from qconvert.lint.rules import lint
-from qconvert.lint.subject import ERROR, LOADERS, NOTE, WARNING, Problem, Subject
-from qconvert.tensors import Codebook, DType, Form, GroupInt, Logical, Plain
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt, Codebook, Encoding, ModelTensor, Unquantized
+from qconvert.models import Architecture
 from tests.commands import made, qconvert
 from tests.family_models import ROWS
 from tests.models import EMBED, HEAD, tiny, tiny_config, tiny_shapes
 
-INT4 = GroupInt(4, 32, True, DType.BF16)
-ASYM = GroupInt(4, 32, False, DType.BF16)
+INT4 = AffineInt(4, 32, True, DType.BF16)
+ASYM = AffineInt(4, 32, False, DType.BF16)
 FP8 = Codebook("e4m3", 128, DType.F32, DType.BF16, group_rows=128)
 
 
@@ -31,7 +32,7 @@ SIZES = {
 
 
 def subject(
-    forms: dict[str, Form],
+    encodings: dict[str, Encoding],
     layout: str = "compressed-tensors",
     loader: str = "vllm",
     tied: bool = True,
@@ -41,8 +42,10 @@ def subject(
     config = tiny_config("qwen2", tied=tied, **{SIZES[key]: how.pop(key) for key in set(how) & set(SIZES)})
     tensors = {}
     for name, shape in tiny_shapes(config).items():
-        form = next((form for end, form in forms.items() if name.endswith(end)), Plain(DType.BF16))
-        tensors[name] = Logical(name, shape, form)
+        encoding = next(
+            (encoding for end, encoding in encodings.items() if name.endswith(end)), Unquantized(DType.BF16)
+        )
+        tensors[name] = ModelTensor(name, shape, encoding)
     return Subject(tensors, Architecture.of(config), layout, loader, dtype=DType.BF16, **how)  # type: ignore[arg-type]
 
 
@@ -58,19 +61,19 @@ def test_a_model_that_keeps_all_rules_passes_everywhere() -> None:
 
 
 def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
-    forms: dict[str, Form] = {"_proj.weight": INT4, EMBED: INT4}
+    encodings: dict[str, Encoding] = {"_proj.weight": INT4, EMBED: INT4}
     for loader in LOADERS:
-        found = [problem.fact for problem in lint(subject(forms, "gguf", loader))]
+        found = [problem.fact for problem in lint(subject(encodings, "gguf", loader))]
         assert found == ([] if loader == "llama.cpp" else [f"{loader} wants safetensors, not a GGUF file"])
 
 
 @pytest.mark.parametrize(
-    ("forms", "how", "severity", "fact"),
+    ("encodings", "how", "severity", "fact"),
     [
         ({"_proj.weight": INT4}, {"loader": "llama.cpp"}, ERROR, "loads GGUF files only"),
         ({"_proj.weight": INT4}, {"loader": "mlx", "layout": "gptq"}, ERROR, "mlx does not read gptq"),
         (
-            {"_proj.weight": GroupInt(4, 64, True, DType.BF16)},
+            {"_proj.weight": AffineInt(4, 64, True, DType.BF16)},
             {"loader": "mlx"},
             ERROR,
             "4 bits in groups of 32, and this is int4-g64",
@@ -78,7 +81,7 @@ def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
         ({"_proj.weight": INT4}, {"layout": "mlx"}, ERROR, "vllm does not read mlx"),
         ({"_proj.weight": ASYM}, {"layout": "gptq"}, ERROR, "symmetric GPTQ of 4 and 8 bits"),
         (
-            {"_proj.weight": GroupInt(4, 32, True, DType.F16, act_order=True)},
+            {"_proj.weight": AffineInt(4, 32, True, DType.F16, act_order=True)},
             {"layout": "gptq"},
             ERROR,
             "refuses desc_act",
@@ -86,17 +89,17 @@ def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
         ({"q_proj.weight": INT4}, {}, ERROR, "stacks its parts"),
         ({"_proj.weight": INT4, EMBED: INT4}, {}, ERROR, "does not load an embedding"),
         ({"_proj.weight": ASYM}, {"loader": "transformers"}, WARNING, "fails on packed zero points"),
-        ({"_proj.weight": GroupInt(4, 128, True, DType.BF16)}, {"tp": 4}, ERROR, "not a multiple of 128"),
+        ({"_proj.weight": AffineInt(4, 128, True, DType.BF16)}, {"tp": 4}, ERROR, "not a multiple of 128"),
         ({"_proj.weight": FP8}, {"layout": "fp8", "tp": 2}, ERROR, "not a multiple of 128"),
         ({"_proj.weight": INT4}, {"tp": 5}, ERROR, "do not divide among 5 ranks"),
-        ({"_proj.weight": GroupInt(4, 32, True, DType.F16)}, {}, WARNING, "rounds its f16 scales to bf16"),
-        ({"_proj.weight": GroupInt(4, 32, True, DType.F16)}, {"layout": "awq"}, WARNING, "rounds its f16"),
+        ({"_proj.weight": AffineInt(4, 32, True, DType.F16)}, {}, WARNING, "rounds its f16 scales to bf16"),
+        ({"_proj.weight": AffineInt(4, 32, True, DType.F16)}, {"layout": "awq"}, WARNING, "rounds its f16"),
         ({"_proj.weight": INT4}, {"tp": 3}, ERROR, "4 heads do not divide among 3 ranks"),
         ({"_proj.weight": INT4}, {"tp": 6, "heads": 6, "kv_heads": 4}, ERROR, "nor can be repeated on them"),
         ({"_proj.weight": INT4}, {"tp": 2}, WARNING, "192 columns on a rank: Marlin kernels want"),
-        ({"_proj.weight": GroupInt(4, 16, True, DType.BF16)}, {}, WARNING, "groups of 16 columns have no"),
+        ({"_proj.weight": AffineInt(4, 16, True, DType.BF16)}, {}, WARNING, "groups of 16 columns have no"),
         ({"_proj.weight": FP8}, {"layout": "fp8", "intermediate": 320}, ERROR, "no whole blocks of 128"),
-        ({"_proj.weight": GroupInt(3, 32, True, DType.BF16)}, {}, WARNING, "3-bit codes run over words"),
+        ({"_proj.weight": AffineInt(3, 32, True, DType.BF16)}, {}, WARNING, "3-bit codes run over words"),
         ({"_proj.weight": NF4}, {"layout": "bitsandbytes"}, WARNING, "with a plugin only"),
         ({"_proj.weight": INT4, HEAD: INT4}, {"layout": "awq", "tied": False}, ERROR, "keeps the head plain"),
         ({}, {"tokens": 321}, ERROR, "knows 321 tokens, the table has 320 rows"),
@@ -104,29 +107,38 @@ def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
     ],
 )
 def test_each_rule_finds_what_breaks_it(
-    forms: dict[str, Form], how: dict[str, object], severity: str, fact: str
+    encodings: dict[str, Encoding], how: dict[str, object], severity: str, fact: str
 ) -> None:
-    found = serious(subject(forms, **how))  # type: ignore[arg-type]
+    found = serious(subject(encodings, **how))  # type: ignore[arg-type]
     assert {problem.severity for problem in found if fact in problem.fact} == {severity}
 
 
 FUSED_QKV = "model.layers.0.self_attn.qkv_proj.weight"
 
 
-def fused_subject(form: Form, layout: str, loader: str, family: str = "qwen2", tp: int = 1) -> Subject:
+def fused_subject(
+    encoding: Encoding, layout: str, loader: str, family: str = "qwen2", tp: int = 1
+) -> Subject:
     """One fused linear of a tiny model."""
     architecture = Architecture.of(tiny_config(family))
-    tensors = {FUSED_QKV: Logical(FUSED_QKV, architecture.fused[FUSED_QKV].whole.shape, form)}
+    tensors = {FUSED_QKV: ModelTensor(FUSED_QKV, architecture.fused[FUSED_QKV].whole.shape, encoding)}
     return Subject(tensors, architecture, layout, loader, tp=tp)
 
 
 @pytest.mark.parametrize(
-    ("form", "layout", "loader", "family", "tp", "fact"),
+    ("encoding", "layout", "loader", "family", "tp", "fact"),
     [
-        (Plain(DType.BF16), "compressed-tensors", "sglang", "qwen2", 1, "knows the parts of this fused"),
-        (Plain(DType.BF16), "compressed-tensors", "sglang", "llama", 1, None),
-        (Plain(DType.BF16), "compressed-tensors", "transformers", "llama", 1, "knows the parts"),
-        (Plain(DType.BF16), "compressed-tensors", "mlx", "llama", 1, "knows the parts"),
+        (
+            Unquantized(DType.BF16),
+            "compressed-tensors",
+            "sglang",
+            "qwen2",
+            1,
+            "knows the parts of this fused",
+        ),
+        (Unquantized(DType.BF16), "compressed-tensors", "sglang", "llama", 1, None),
+        (Unquantized(DType.BF16), "compressed-tensors", "transformers", "llama", 1, "knows the parts"),
+        (Unquantized(DType.BF16), "compressed-tensors", "mlx", "llama", 1, "knows the parts"),
         (INT4, "compressed-tensors", "vllm", "qwen2", 1, None),
         (INT4, "gptq", "vllm", "qwen2", 1, "takes it for a plain one"),
         (FP8, "fp8", "vllm", "qwen2", 1, None),
@@ -134,38 +146,52 @@ def fused_subject(form: Form, layout: str, loader: str, family: str = "qwen2", t
     ],
 )
 def test_fused_linears_as_they_are_stored(
-    form: Form, layout: str, loader: str, family: str, tp: int, fact: str | None
+    encoding: Encoding, layout: str, loader: str, family: str, tp: int, fact: str | None
 ) -> None:
-    found = [p.fact for p in lint(fused_subject(form, layout, loader, family, tp)) if p.severity == ERROR]
+    found = [p.fact for p in lint(fused_subject(encoding, layout, loader, family, tp)) if p.severity == ERROR]
     assert found == [] if fact is None else any(fact in text for text in found), found
 
 
 @pytest.mark.parametrize(
-    ("row", "form", "layout", "loader", "fact"),
+    ("row", "encoding", "layout", "loader", "fact"),
     [
         ("qwen3-moe", INT4, "compressed-tensors", "vllm", "no module for a quantized stack"),
         ("qwen3-moe", INT4, "compressed-tensors", "transformers", "no module for a quantized stack"),
         ("qwen3-moe", FP8, "fp8", "transformers", None),
-        ("qwen3-moe", Plain(DType.BF16), "compressed-tensors", "transformers", None),
-        ("qwen3-moe", Plain(DType.BF16), "compressed-tensors", "vllm", "wants the linears of each expert"),
-        ("qwen3.5-moe", Plain(DType.BF16), "compressed-tensors", "vllm", None),
+        ("qwen3-moe", Unquantized(DType.BF16), "compressed-tensors", "transformers", None),
+        (
+            "qwen3-moe",
+            Unquantized(DType.BF16),
+            "compressed-tensors",
+            "vllm",
+            "wants the linears of each expert",
+        ),
+        ("qwen3.5-moe", Unquantized(DType.BF16), "compressed-tensors", "vllm", None),
         ("gpt-oss", Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16), "mxfp4", "vllm", None),
     ],
 )
-def test_experts_as_they_are_stored(row: str, form: Form, layout: str, loader: str, fact: str | None) -> None:
+def test_experts_as_they_are_stored(
+    row: str, encoding: Encoding, layout: str, loader: str, fact: str | None
+) -> None:
     architecture = Architecture.of(ROWS[row].config)
     stacks = {n: e.whole for n, e in architecture.fused.items() if e.whole.role == "mlp.experts.gate_up"}
-    tensors = {n: Logical(n, place.shape, form) for n, place in stacks.items() if place.part == "weight"}
+    tensors = {
+        n: ModelTensor(n, parameter.shape, encoding)
+        for n, parameter in stacks.items()
+        if parameter.param == "weight"
+    }
     errors = [p.fact for p in lint(Subject(tensors, architecture, layout, loader)) if p.severity == ERROR]
     assert errors == [] if fact is None else any(fact in text for text in errors), errors
     part = "model.layers.0.mlp.experts.0.gate_proj.weight"
-    apart = Subject({part: Logical(part, (24, 32), INT4)}, architecture, "compressed-tensors", "transformers")
+    apart = Subject(
+        {part: ModelTensor(part, (24, 32), INT4)}, architecture, "compressed-tensors", "transformers"
+    )
     native = architecture.fused[next(iter(stacks))].fusion.native
     assert any("holds these experts as one" in p.fact for p in lint(apart)) is native
 
 
 def test_padding_is_offered_where_it_helps() -> None:
-    found = lint(subject({"_proj.weight": GroupInt(4, 128, True, DType.BF16)}, tp=2))
+    found = lint(subject({"_proj.weight": AffineInt(4, 128, True, DType.BF16)}, tp=2))
     down = next(p for p in found if "mlp.down_proj" in p.subject and p.severity == ERROR)
     assert "`qconvert convert --pad-to-tp 2`" in down.hint
 

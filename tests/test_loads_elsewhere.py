@@ -1,4 +1,4 @@
-"""What `convert` writes, loaded by the software it is for, on a CPU."""
+"""What `convert.execute` writes, loaded by the software it is for, on a CPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.quant.grids import numbers
-from qconvert.tensors import DType
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import DType
+from qconvert.quant.dequantize import numbers
 from tests.commands import made
 from tests.models import tiny
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from qconvert.errors import BadRecipe, OutputExists, QConvertError
-from qconvert.formats import outdir
-from qconvert.formats.outdir import OutputDir, check_target
+from qconvert.formats.io import output_folder
+from qconvert.formats.io.output_folder import OutputDir, check_target
 
 
 def make(out: Path, text: str = "new", *, overwrite: bool = False) -> None:
@@ -80,9 +80,9 @@ def test_a_replaced_folder_is_there_at_every_moment(tmp_path: Path, monkeypatch:
     make(out, "old")
     probe = tmp_path / "probe"
     probe.touch()
-    if not outdir._exchange(probe, out):
+    if not output_folder._exchange(probe, out):
         pytest.skip("this system or disk exchanges no two names")
-    assert outdir._exchange(probe, out)
+    assert output_folder._exchange(probe, out)
     rename, seen = Path.rename, []
 
     def watched(self: Path, target: Path) -> Path:
@@ -95,7 +95,7 @@ def test_a_replaced_folder_is_there_at_every_moment(tmp_path: Path, monkeypatch:
 
 
 def test_a_failed_rename_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outdir, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(output_folder, "_exchange", lambda a, b: False)
     out = tmp_path / "out"
     make(out, "old")
     rename = Path.rename
@@ -162,10 +162,10 @@ def test_what_is_in_the_way_is_not_cleared(tmp_path: Path) -> None:
 WRITER = """
 import sys, time
 from pathlib import Path
-from qconvert.formats.filesink import FileSink
-from qconvert.formats.outdir import OutputDir
-from qconvert.formats.safetensors_io import plan_files
-from qconvert.tensors import DType, TensorSpec
+from qconvert.formats.io.planned_files import FileSink
+from qconvert.formats.io.output_folder import OutputDir
+from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.core.dtypes import DType, TensorSpec
 import numpy as np
 with OutputDir(Path(sys.argv[1]), overwrite=True) as folder:
     sink = FileSink(folder, plan_files([TensorSpec("w", DType.F32, (1000, 10))]))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("qconvert", "formats", "evals")
+SOURCES = ("qconvert", "formats")
 DATA = {"qconvert/py.typed", "qconvert/manifest.schema.json"}
 
 
@@ -98,7 +98,7 @@ def test_the_sdist_holds_each_file_once(dist: Path) -> None:
 def test_it_runs_where_it_is_installed(site: Path) -> None:
     ran = run_outside(site, "-m", "qconvert", "--help")
     assert ran.returncode == 0 and "quantize" in ran.stdout, ran.stderr
-    for name in ("formats.hf", "evals.perplexity_report"):
+    for name in ("formats.huggingface.folder", "evaluate.perplexity_report"):
         ran = run_outside(site, "-c", f"import qconvert.{name} as module; print(module.__file__)")
         assert Path(ran.stdout.strip()).is_relative_to(site), ran.stderr
     for name in ("formats", "evals"):
@@ -107,7 +107,7 @@ def test_it_runs_where_it_is_installed(site: Path) -> None:
 
 def test_every_module_imports_where_it_is_installed(site: Path) -> None:
     names = sorted(name.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for name in modules())
-    names = [n for n in names if not n.endswith("__main__") and n != "qconvert.demo.train"]
+    names = [name for name in names if not name.endswith("__main__")]
     ran = run_outside(site, "-c", f"import importlib\nfor n in {names!r}: importlib.import_module(n)")
     assert ran.returncode == 0, ran.stderr
 

@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from qconvert.codes import from_words, is_packed, packed, unpacked, width_of_codes
-from qconvert.quant.packing import pack_rows, pack_stream, unpack_rows, unpack_stream
-from qconvert.quant.transpose import transposed
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt
+from qconvert.core.values import AffineIntRows, is_packed, width_of_codes
+from qconvert.quant.packed_codes import codes_of, from_words, words_of
+from qconvert.quant.simd.packing import pack_rows, pack_stream, unpack_rows, unpack_stream
+from qconvert.quant.simd.transpose import transposed
 
 BITS = range(2, 9)
 
@@ -76,9 +79,11 @@ def test_packed_codes_are_the_same_codes(drawn: tuple[np.ndarray, int]) -> None:
     codes_RX = from_words(words_RW, bits, width)
     assert is_packed(codes_RX) == (width * bits % 32 == 0)
     assert width_of_codes(codes_RX, bits) == width
-    assert np.array_equal(unpacked(codes_RX, bits), codes_RI)
-    assert np.array_equal(packed(codes_RX, bits), words_RW)
-    assert np.array_equal(packed(codes_RI, bits), words_RW)
+    scales_RG = np.ones((len(codes_RI), 1), np.float32)
+    for stored in (codes_RX, codes_RI):
+        value = AffineIntRows(stored, scales_RG, None, AffineInt(bits, None, True, DType.F32))
+        assert np.array_equal(codes_of(value), codes_RI)
+        assert np.array_equal(words_of(value), words_RW)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (1, 1), (17, 3), (16, 64), (33, 130), (5, 0)])

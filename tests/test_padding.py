@@ -11,30 +11,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.architecture import Architecture
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.load import load_decoder
+from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt, AffineMin, Codebook, Encoding, Unquantized
+from qconvert.core.tensor_parallel import whole_unit
+from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, Value
 from qconvert.errors import BadRecipe
-from qconvert.formats.checkpoint import open_checkpoint
-from qconvert.formats.weights import CheckpointWeights
-from qconvert.padding import growths
+from qconvert.models import Architecture
+from qconvert.plan.passes.tensor_parallel_padding import growths
 from qconvert.quant.codebook import TABLES
-from qconvert.quant.grids import numbers
-from qconvert.quant.padding import pad_columns, zero_rows
-from qconvert.tensor_parallel import whole_unit
-from qconvert.tensors import (
-    Codebook,
-    Coded,
-    Dense,
-    DType,
-    Form,
-    GroupInt,
-    GroupMin,
-    IntAffine,
-    MinAffine,
-    Plain,
-    Value,
-)
+from qconvert.quant.dequantize import numbers
+from qconvert.quant.zero_padding import pad_columns, zero_rows
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.load import load_decoder
 from tests.commands import made, qconvert
 from tests.family_models import ALONE, ROWS
 from tests.models import tiny
@@ -68,41 +58,43 @@ def config_of(folder: Path) -> dict[str, object]:
     return found
 
 
-def value_of(form: Form, random: np.random.Generator, rows: int, width: int) -> Value:
+def value_of(encoding: Encoding, random: np.random.Generator, rows: int, width: int) -> Value:
     """Random rows of a form."""
-    if isinstance(form, Plain):
-        return Dense(random.standard_normal((rows, width), np.float32), form.dtype)
-    assert isinstance(form, GroupInt | GroupMin | Codebook)
-    groups = form.groups(width)
+    if isinstance(encoding, Unquantized):
+        return DenseRows(random.standard_normal((rows, width), np.float32), encoding.dtype)
+    assert isinstance(encoding, AffineInt | AffineMin | Codebook)
+    groups = encoding.groups(width)
     scales_RG = random.uniform(0.5, 2, (rows, groups)).astype(np.float32)
-    codes_RI = random.integers(0, 1 << min(form.bits, 6), (rows, width), np.uint8)
-    if isinstance(form, Codebook):
-        return Coded(codes_RI, scales_RG, form)
-    if isinstance(form, GroupMin):
-        return MinAffine(codes_RI, scales_RG, -3 * scales_RG, form)
-    zeros_RG = None if form.symmetric else random.integers(0, 4, scales_RG.shape, np.uint8)
-    order_I = random.permutation(np.arange(width) // (form.group_size or width)) if form.act_order else None
-    return IntAffine(codes_RI, scales_RG, zeros_RG, form, order_I)
+    codes_RI = random.integers(0, 1 << min(encoding.bits, 6), (rows, width), np.uint8)
+    if isinstance(encoding, Codebook):
+        return CodebookRows(codes_RI, scales_RG, encoding)
+    if isinstance(encoding, AffineMin):
+        return AffineMinRows(codes_RI, scales_RG, -3 * scales_RG, encoding)
+    zeros_RG = None if encoding.symmetric else random.integers(0, 4, scales_RG.shape, np.uint8)
+    order_I = (
+        random.permutation(np.arange(width) // (encoding.group_size or width)) if encoding.act_order else None
+    )
+    return AffineIntRows(codes_RI, scales_RG, zeros_RG, encoding, order_I)
 
 
-FORMS: list[Form] = [
-    Plain(DType.F32),
-    GroupInt(4, 32, True, DType.F32),
-    GroupInt(3, 32, False, DType.F32),
-    GroupInt(4, 32, False, DType.F32, act_order=True),
-    GroupInt(8, None, True, DType.F32),
-    GroupMin(4, 32, DType.F32),
+FORMS: list[Encoding] = [
+    Unquantized(DType.F32),
+    AffineInt(4, 32, True, DType.F32),
+    AffineInt(3, 32, False, DType.F32),
+    AffineInt(4, 32, False, DType.F32, act_order=True),
+    AffineInt(8, None, True, DType.F32),
+    AffineMin(4, 32, DType.F32),
     *(Codebook(table, 32, DType.F32, DType.F32) for table in TABLES),
     Codebook("e4m3", 48, DType.F32, DType.F32, group_rows=3),
 ]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.label)
+@pytest.mark.parametrize("encoding", FORMS, ids=lambda encoding: encoding.label)
 @given(seed=st.integers(0, 99), rows=st.integers(1, 5), more=st.integers(0, 3))
 def test_what_is_added_decodes_to_zeros_and_what_was_there_stays(
-    form: Form, seed: int, rows: int, more: int
+    encoding: Encoding, seed: int, rows: int, more: int
 ) -> None:
-    before = value_of(form, np.random.default_rng(seed), rows, 96)
+    before = value_of(encoding, np.random.default_rng(seed), rows, 96)
     width = 96 + 32 * more
     after = pad_columns(before, width)
     decoded = numbers(after, DType.F32).rows_RI
@@ -116,33 +108,38 @@ def test_what_is_added_decodes_to_zeros_and_what_was_there_stays(
 
 
 @pytest.mark.parametrize(
-    ("forms", "ranks", "layout", "after"),
+    ("encodings", "ranks", "layout", "after"),
     [
-        (Plain(DType.BF16), 5, "compressed-tensors", 385),
-        (GroupInt(4, 128, True, DType.F16), 2, "compressed-tensors", 512),
-        (GroupInt(4, 128, True, DType.F16), 3, "compressed-tensors", 384),
-        (GroupInt(4, 32, True, DType.F16), 8, "gptq", 512),
-        (GroupInt(4, None, True, DType.F16), 5, "awq", 400),
+        (Unquantized(DType.BF16), 5, "compressed-tensors", 385),
+        (AffineInt(4, 128, True, DType.F16), 2, "compressed-tensors", 512),
+        (AffineInt(4, 128, True, DType.F16), 3, "compressed-tensors", 384),
+        (AffineInt(4, 32, True, DType.F16), 8, "gptq", 512),
+        (AffineInt(4, None, True, DType.F16), 5, "awq", 400),
         (Codebook("e4m3", 128, DType.F32, DType.BF16, group_rows=128), 4, "fp8", 512),
     ],
 )
 def test_the_smallest_size_of_which_every_rank_holds_whole_groups(
-    forms: Form, ranks: int, layout: str, after: int
+    encodings: Encoding, ranks: int, layout: str, after: int
 ) -> None:
     from tests.models import tiny_config
 
     architecture = Architecture.of(tiny_config("qwen2"))
-    by_name = dict.fromkeys(architecture.places, forms)
+    by_name = dict.fromkeys(architecture.parameters, encodings)
     (growth,) = growths(by_name, architecture, ranks, layout)
     assert (growth.before, growth.after) == (384, after)
     for split in ("rows", "columns"):
-        assert after % (ranks * whole_unit(forms, split, layout)) == 0
+        assert after % (ranks * whole_unit(encodings, split, layout)) == 0
 
 
 def test_sizes_that_no_config_key_holds_are_refused() -> None:
     architecture = Architecture.of(ALONE["openelm"][0])
     with pytest.raises(BadRecipe, match="not one number that could grow"):
-        growths(dict.fromkeys(architecture.places, Plain(DType.BF16)), architecture, 4, "compressed-tensors")
+        growths(
+            dict.fromkeys(architecture.parameters, Unquantized(DType.BF16)),
+            architecture,
+            4,
+            "compressed-tensors",
+        )
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

@@ -12,16 +12,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.load import load_decoder
-from qconvert.decoder.storage import DenseWeight
 from qconvert.errors import BadRecipe, CheckFailed
-from qconvert.evals.corpora import Text, Tokens
-from qconvert.evals.lockstep import EvalModel
-from qconvert.evals.perplexity import evaluate, run
-from qconvert.evals.perplexity_report import PerplexityReport
-from qconvert.evals.protocols import protocol_named
-from qconvert.report import to_markdown, to_terminal
+from qconvert.evaluate.corpora import Text, Tokens
+from qconvert.evaluate.lockstep import EvalModel
+from qconvert.evaluate.perplexity import evaluate, run
+from qconvert.evaluate.perplexity_report import PerplexityReport
+from qconvert.evaluate.protocols import protocol_named
+from qconvert.report.page import to_markdown, to_terminal
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.load import load_decoder
+from qconvert.runtime.storage import DenseWeight
 from tests.decoder_models import StateDict, decoder_of, tiny, tokens
 from tests.test_corpora import write_tokenizer
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qconvert.evals.corpora import load_text, tokenize
-from qconvert.evals.models import open_model
-from qconvert.evals.perplexity import run
+from qconvert.evaluate.corpora import load_text, tokenize
+from qconvert.evaluate.models import open_model
+from qconvert.evaluate.perplexity import run
 from tests.commands import qconvert
 from tests.gguf_models import llama_cpp_logits, log_probabilities
 

@@ -9,27 +9,30 @@ from typing import Any
 
 import pytest
 
-from qconvert import plan as passes
-from qconvert.architecture import Architecture, Binding, bind
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt, Encoding, ModelTensor, Unquantized
+from qconvert.core.schemes import Scheme
 from qconvert.errors import BadRecipe
-from qconvert.ops import CheckFinite, Dequantize, Quantize
-from qconvert.plan import Pass, Plan, RowSlice, copy_of, run_passes
-from qconvert.schemes import Scheme
-from qconvert.tensors import DType, Form, GroupInt, Logical, Plain
+from qconvert.models import Architecture, Binding, bind
+from qconvert.ops.rows import CheckFinite, Dequantize, Quantize
+from qconvert.plan import plan as passes
+from qconvert.plan.plan import Pass, Plan, RowSlice, copy_of, run_passes
 from tests.models import EMBED, HEAD, tiny_config, tiny_shapes
 
-BF16 = Plain(DType.BF16)
-INT4 = GroupInt(4, 32, symmetric=False, scale_dtype=DType.BF16)
+BF16 = Unquantized(DType.BF16)
+INT4 = AffineInt(4, 32, symmetric=False, scale_dtype=DType.BF16)
 ALL_FUSIONS = ("attn.qkv", "mlp.gate_up")
 Q = "model.layers.0.self_attn.q_proj.weight"
 QKV = "model.layers.0.self_attn.qkv_proj.weight"
 
 
-def bound(form: Form = BF16, **config: Any) -> Binding:
-    """The tiny model's tensors, its linears in `form`."""
+def bound(encoding: Encoding = BF16, **config: Any) -> Binding:
+    """The tiny model's tensors, its linears in `encoding`."""
     made = tiny_config(**config)
     linear = "_proj.weight"
-    tensors = {n: Logical(n, s, form if n.endswith(linear) else BF16) for n, s in tiny_shapes(made).items()}
+    tensors = {
+        n: ModelTensor(n, s, encoding if n.endswith(linear) else BF16) for n, s in tiny_shapes(made).items()
+    }
     return bind(Architecture.of(made), tensors)
 
 
@@ -48,7 +51,7 @@ def rows_read(plan: Plan) -> Counter[tuple[str, int]]:
 
 
 ARCHITECTURE = Architecture.of(tiny_config("qwen2"))
-LINEARS = [n for n, p in ARCHITECTURE.places.items() if p.kind == "linear" and n != HEAD]
+LINEARS = [n for n, p in ARCHITECTURE.parameters.items() if p.kind == "linear" and n != HEAD]
 PASSES: dict[str, Pass] = {
     "drop": passes.drop(EMBED),
     "untie": passes.untie(EMBED, HEAD),
@@ -72,8 +75,8 @@ def test_a_pass_leaves_its_plan_alone_and_repeats_itself(name: str) -> None:
 def test_a_copy_reads_every_row_once_in_the_printed_order() -> None:
     config = tiny_config("qwen2", tied=False)
     shapes = tiny_shapes(config)
-    tensors = {n: Logical(n, s, BF16) for n, s in reversed(shapes.items())}
-    tensors["extra.b"] = tensors["extra.a"] = Logical("extra.a", (3,), BF16)
+    tensors = {n: ModelTensor(n, s, BF16) for n, s in reversed(shapes.items())}
+    tensors["extra.b"] = tensors["extra.a"] = ModelTensor("extra.a", (3,), BF16)
     plan = copy_of(bind(Architecture.of(config), tensors, allow_unknown=True))
     names = [unit.output.name for unit in plan.units]
     assert names[:2] == [EMBED, "model.layers.0.input_layernorm.weight"]
@@ -83,7 +86,7 @@ def test_a_copy_reads_every_row_once_in_the_printed_order() -> None:
 
 def test_ignored_buffers_are_dropped_by_name() -> None:
     config, buffer = tiny_config("llama"), "model.rotary_emb.inv_freq"
-    tensors = {n: Logical(n, s, BF16) for n, s in (tiny_shapes(config) | {buffer: (8,)}).items()}
+    tensors = {n: ModelTensor(n, s, BF16) for n, s in (tiny_shapes(config) | {buffer: (8,)}).items()}
     plan = copy_of(bind(Architecture.of(config), tensors))
     assert plan.dropped == (buffer,) and buffer not in plan.outputs
 
@@ -99,10 +102,10 @@ def test_fusing_stacks_rows_in_place_and_reads_all_of_them_once() -> None:
     assert len(fused.units) == len(plan.units) - 2 * (2 + 2 + 1)
 
 
-@pytest.mark.parametrize("form", [BF16, INT4])
+@pytest.mark.parametrize("encoding", [BF16, INT4])
 @pytest.mark.parametrize("fusions", [ALL_FUSIONS, ALL_FUSIONS[:1], ALL_FUSIONS[1:]])
-def test_unfusing_what_was_fused_gives_the_same_outputs(form: Form, fusions: tuple[str, ...]) -> None:
-    binding = bound(form, family="qwen2", num_key_value_heads=1, head_dim=6, intermediate_size=50)
+def test_unfusing_what_was_fused_gives_the_same_outputs(encoding: Encoding, fusions: tuple[str, ...]) -> None:
+    binding = bound(encoding, family="qwen2", num_key_value_heads=1, head_dim=6, intermediate_size=50)
     plan = copy_of(binding)
     fused = passes.fuse(binding.architecture, fusions)(plan)
     assert set(fused.outputs) != set(plan.outputs)
@@ -131,7 +134,7 @@ def test_fusing_and_unfusing_touch_nothing_else() -> None:
 
 def test_parts_of_different_forms_are_not_fused() -> None:
     binding = bound()
-    tensors = binding.tensors | {Q: replace(binding.tensors[Q], form=INT4)}
+    tensors = binding.tensors | {Q: replace(binding.tensors[Q], encoding=INT4)}
     plan = copy_of(bind(binding.architecture, tensors))
     with pytest.raises(
         BadRecipe, match=r"qkv_proj\.weight: its parts have different forms \(.*q_proj.*int4-asym-g32"
@@ -151,15 +154,15 @@ def test_quantizing_before_or_after_fusing_is_the_same_plan() -> None:
 
 
 def test_scales_take_the_weights_own_dtype_unless_one_is_given() -> None:
-    def form_of(stored: DType, **how: Any) -> Form:
-        unit = passes.Unit((), (), Logical("w", (4, 32), Plain(stored)))
+    def form_of(stored: DType, **how: Any) -> Encoding:
+        unit = passes.Unit((), (), ModelTensor("w", (4, 32), Unquantized(stored)))
         made = passes.quantize({"w": Scheme(4, 32)}, search=True, **how)(Plan((unit,)))
-        return made.outputs["w"].form
+        return made.outputs["w"].encoding
 
     for dtype in (DType.BF16, DType.F16, DType.F32):
-        assert form_of(dtype) == GroupInt(4, 32, True, dtype)
-    assert form_of(DType.F64) == GroupInt(4, 32, True, DType.F32)
-    assert form_of(DType.F32, scale_dtype=DType.F16) == GroupInt(4, 32, True, DType.F16)
+        assert form_of(dtype) == AffineInt(4, 32, True, dtype)
+    assert form_of(DType.F64) == AffineInt(4, 32, True, DType.F32)
+    assert form_of(DType.F32, scale_dtype=DType.F16) == AffineInt(4, 32, True, DType.F16)
 
 
 def test_untying_reads_the_embedding_twice_and_dropping_leaves_the_head_behind() -> None:
@@ -175,12 +178,12 @@ def test_untying_reads_the_embedding_twice_and_dropping_leaves_the_head_behind()
 def test_casting_and_dequantizing_change_only_what_they_can() -> None:
     plan = copy_of(bound(INT4))
     plain = passes.dequantize(None)(plan)
-    assert {t.form for t in plain.outputs.values()} == {BF16}
+    assert {t.encoding for t in plain.outputs.values()} == {BF16}
     assert {op for u in plain.units for op in u.ops} == {Dequantize(DType.BF16)}
     wide = passes.dequantize(DType.F32)(plan)
-    assert wide.outputs[Q].form == Plain(DType.F32) and wide.outputs[EMBED].form == BF16
+    assert wide.outputs[Q].encoding == Unquantized(DType.F32) and wide.outputs[EMBED].encoding == BF16
     cast = passes.cast(DType.F16)(plan)
-    assert cast.outputs[Q].form == INT4 and cast.outputs[EMBED].form == Plain(DType.F16)
+    assert cast.outputs[Q].encoding == INT4 and cast.outputs[EMBED].encoding == Unquantized(DType.F16)
     assert passes.cast(DType.BF16)(plan) == plan
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qconvert.errors import BadRecipe
-from qconvert.evals.protocols import PROTOCOLS, Window, protocol_named
+from qconvert.evaluate.protocols import PROTOCOLS, Window, protocol_named
 
 
 def test_gptq_windows_by_hand() -> None:

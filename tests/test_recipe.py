@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qconvert.core.schemes import Scheme
 from qconvert.errors import BadRecipe
-from qconvert.recipe import FUSIONS, Recipe, Rule, load_recipe, parse_recipe, parse_rule
-from qconvert.schemes import Scheme
+from qconvert.plan.recipe import FUSIONS, Recipe, Rule, load_recipe, parse_recipe, parse_rule
 from tests.test_schemes import SCHEMES
 
 RULES = st.builds(Rule, select=st.text(min_size=1, max_size=20), scheme=st.none() | SCHEMES)

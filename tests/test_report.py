@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qconvert.report import Grid, Page, number, to_markdown, to_terminal
+from qconvert.report.page import Grid, Page, number, to_markdown, to_terminal
 
 PAGE = Page(
     "Title",

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from qconvert.evals.perplexity import evaluate
-from qconvert.evals.perplexity_report import PerplexityReport
-from qconvert.evals.protocols import protocol_named
-from qconvert.evals.weights_report import WeightError, WeightReport
-from qconvert.report_html import to_html
+from qconvert.evaluate.perplexity import evaluate
+from qconvert.evaluate.perplexity_report import PerplexityReport
+from qconvert.evaluate.protocols import protocol_named
+from qconvert.evaluate.weights_report import WeightError, WeightReport
+from qconvert.report.html import to_html
 from tests.test_perplexity import IDS, as_tokens, eval_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -19,13 +19,15 @@ import numpy as np
 import pytest
 
 from qconvert.cli import options
+from qconvert.convert.runner import BlockDone, Terms, cut, run
+from qconvert.core.dtypes import DType, TensorSpec
+from qconvert.core.encodings import AffineInt, ModelTensor, Unquantized
+from qconvert.core.protocols import ArrayRows, Reader
+from qconvert.core.values import Value
 from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors
-from qconvert.interfaces import Part, Reader
-from qconvert.ops import Cast, CheckFinite, Quantize, TransposeBlocks
-from qconvert.plan import Plan, RowSlice, Unit, check_finite, whole
-from qconvert.run import BlockDone, Terms, cut, run
-from qconvert.tensors import DType, GroupInt, Logical, Plain, TensorSpec, Value
+from qconvert.ops.rows import Cast, CheckFinite, Quantize, TransposeBlocks
+from qconvert.plan.plan import Plan, RowSlice, Unit, check_finite, whole
 from tests.commands import files_of, made, qconvert
 from tests.models import EMBED, HEAD, stored, tiny
 
@@ -184,7 +186,7 @@ class Stop(BaseException):
 def test_an_end_at_any_block_leaves_nothing(
     models: Path, tmp_path: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qconvert import convert as module
+    from qconvert.convert import execute as module
 
     blocks = 0
 
@@ -217,10 +219,10 @@ def test_an_end_at_any_block_leaves_nothing(
 def test_no_thread_is_left_when_the_files_are_taken_away(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qconvert.cli.writing import Flags, prepare
-    from qconvert.convert import convert
-    from qconvert.formats.filesink import FileSink
-    from qconvert.recipe import Recipe
+    from qconvert.cli.run_conversion import Flags, prepare
+    from qconvert.convert.execute import convert
+    from qconvert.formats.io.planned_files import FileSink
+    from qconvert.plan.recipe import Recipe
 
     flags = Flags.defaults(tmp_path / "out")
     job = prepare(str(models / "untied"), flags.wish("fuse", Recipe(fuse=("qkv",))), flags)
@@ -244,7 +246,7 @@ def test_a_signal_leaves_nothing_and_the_next_run_succeeds(
     models: Path, tmp_path: Path, kind: signal.Signals
 ) -> None:
     script = (
-        "import qconvert.convert as c, time\n"
+        "import qconvert.convert.execute as c, time\n"
         "real = c.verify_files\n"
         "c.verify_files = lambda *a: (print('writing', flush=True), time.sleep(20))\n"
         "from qconvert.cli import main\n"
@@ -298,8 +300,8 @@ class Arrays:
     def abort(self) -> None: ...
 
 
-def logical(name: str, shape: tuple[int, ...]) -> Logical:
-    return Logical(name, shape, Plain(DType.F32))
+def logical(name: str, shape: tuple[int, ...]) -> ModelTensor:
+    return ModelTensor(name, shape, Unquantized(DType.F32))
 
 
 TERMS = Terms(jobs=2, max_memory=1 << 30, checksums=True, allow_nonfinite=False, most_steps=0.1)
@@ -351,9 +353,9 @@ def test_empty_tensors_and_scalars_pass() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 7, 8])
 def test_blocks_cover_all_rows_and_start_on_whole_words(bits: int) -> None:
-    form = GroupInt(bits, 32, symmetric=False, scale_dtype=DType.F32)
+    encoding = AffineInt(bits, 32, symmetric=False, scale_dtype=DType.F32)
     tensor = logical("w.weight", (1000, 64))
-    unit = Unit((whole(tensor),), (), tensor).then(Quantize(form, search=False))
+    unit = Unit((whole(tensor),), (), tensor).then(Quantize(encoding, search=False))
     for limit in (1, 10_000, 100_000, 1 << 24):
         blocks = cut(unit, CompressedTensors(), limit)
         assert [block.start for block in blocks] == [0, *[block.stop for block in blocks[:-1]]]
@@ -374,12 +376,12 @@ class Watched(CompressedTensors):
             self.rows += rows
             self.most = max(self.most, self.rows)
 
-    def decode(self, tensor: Logical, source: Any, start: int, stop: int) -> Value:
+    def decode(self, tensor: ModelTensor, source: Any, start: int, stop: int) -> Value:
         self._count(stop - start)
         time.sleep(0.001)
         return super().decode(tensor, source, start, stop)
 
-    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
         yield from super().encode(tensor, start, value)
         self._count(-value.rows)
 
@@ -415,8 +417,8 @@ def test_a_number_that_is_none_is_found_in_the_tensor_that_was_read(bad: float, 
     source = Arrays({"a": np.ones((40, 32), "f4"), "b": np.ones((40, 32), "f4")})
     source.arrays["b"][33, 7] = bad
     a, b = (logical(n, s.shape) for n, s in source.specs.items())
-    form = GroupInt(4, 32, symmetric=True, scale_dtype=DType.F32)
-    op = Quantize(form, search=False) if quantized else CheckFinite()
+    encoding = AffineInt(4, 32, symmetric=True, scale_dtype=DType.F32)
+    op = Quantize(encoding, search=False) if quantized else CheckFinite()
     unit = Unit((RowSlice(a, 5, 40), RowSlice(b, 10, 40)), (), logical("w.weight", (65, 32))).then(op)
     for max_memory in (1, 1 << 30):
         with pytest.raises(

@@ -14,9 +14,9 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qconvert.core.dtypes import DTYPE_BY_CODE, DType, TensorSpec
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.formats.filesink import FileSink
-from qconvert.formats.safetensors_io import (
+from qconvert.formats.huggingface.safetensors_file import (
     INDEX_FILE,
     SafetensorsFile,
     SafetensorsHeader,
@@ -24,7 +24,7 @@ from qconvert.formats.safetensors_io import (
     plan_files,
     read_header,
 )
-from qconvert.tensors import DTYPE_BY_CODE, DType, TensorSpec
+from qconvert.formats.io.planned_files import FileSink
 
 # What the library calls each dtype in its constructor.
 LIBRARY_NAMES = {

@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt
+from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
-from qconvert.schemes import Scheme, parse_scheme
-from qconvert.tensors import DType, GroupInt
 
 SCHEMES = st.builds(
     Scheme,
@@ -82,6 +83,6 @@ def test_any_text_is_a_scheme_or_a_bad_recipe(text: str) -> None:
 
 
 def test_the_form_of_a_scheme_carries_the_dtype_of_its_scales() -> None:
-    form = Scheme(4, 64, symmetric=False).form(DType.F16)
-    assert form == GroupInt(4, 64, symmetric=False, scale_dtype=DType.F16)
-    assert form.groups(256) == 4 and Scheme(4, None).form(DType.F16).groups(256) == 1
+    encoding = Scheme(4, 64, symmetric=False).encoding(DType.F16)
+    assert encoding == AffineInt(4, 64, symmetric=False, scale_dtype=DType.F16)
+    assert encoding.groups(256) == 4 and Scheme(4, None).encoding(DType.F16).groups(256) == 1

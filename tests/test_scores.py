@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import safetensors.torch
 
-from qconvert.cli import evaluate as cli
+from qconvert.cli import eval as cli
 from qconvert.errors import BadRecipe
-from qconvert.evals.lockstep import Progress
-from qconvert.evals.perplexity import evaluate
-from qconvert.evals.perplexity_report import PerplexityReport
-from qconvert.evals.protocols import protocol_named
+from qconvert.evaluate.lockstep import Progress
+from qconvert.evaluate.perplexity import evaluate
+from qconvert.evaluate.perplexity_report import PerplexityReport
+from qconvert.evaluate.protocols import protocol_named
 from tests.commands import qconvert
 from tests.decoder_models import tiny
 from tests.test_corpora import write_tokenizer
@@ -70,7 +70,7 @@ def test_it_goes_on_to_the_same_figures(tmp_path: Path) -> None:
 def test_a_batch_that_not_all_models_have_seen_is_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qconvert.evals import lockstep
+    from qconvert.evaluate import lockstep
 
     calls = []
 
@@ -164,7 +164,7 @@ def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(cli, "_bar", bar)
-        patch.setattr("qconvert.evals.lockstep.BATCH_TOKENS", {"cpu": 512})
+        patch.setattr("qconvert.evaluate.lockstep.BATCH_TOKENS", {"cpu": 512})
         ran = qconvert(*options)
     assert ran.code == 130 and "--resume goes on" in ran.err
     assert json.loads((tmp_path / "r.json").read_text())["partial"] is True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qconvert.decoder.scoring import score
+from qconvert.runtime.scoring import score
 
 GENERATOR = torch.Generator().manual_seed(3)
 TOKENS, VOCAB = 50, 101

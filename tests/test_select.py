@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from qconvert.architecture import Architecture
+from qconvert.core.schemes import Scheme
 from qconvert.errors import BadRecipe
-from qconvert.recipe import Recipe, Rule, parse_rule
-from qconvert.schemes import Scheme
-from qconvert.select import decide
+from qconvert.models import Architecture
+from qconvert.plan.recipe import Recipe, Rule, parse_rule
+from qconvert.plan.selectors import decide
 from tests.models import EMBED, HEAD, tiny_config
 
 INT4, INT8 = Scheme(4, 32), Scheme(8, 32)
@@ -22,8 +22,8 @@ def decided(*rules: str, scheme: Scheme | None = INT4, **config: Any) -> dict[st
     smaller = config.pop("allow_smaller_group", False)
     architecture = Architecture.of(tiny_config(**({"tied": False} | config)))
     recipe = Recipe(scheme, tuple(parse_rule(rule) for rule in rules), allow_smaller_group=smaller)
-    places = {n: p for n, p in architecture.places.items() if n != HEAD or not architecture.tied}
-    chosen = decide(recipe, architecture, places, tied=architecture.tied)
+    parameters = {n: p for n, p in architecture.parameters.items() if n != HEAD or not architecture.tied}
+    chosen = decide(recipe, architecture, parameters, tied=architecture.tied)
     return {name.replace("model.layers.", "").replace("_proj.weight", ""): s for name, s in chosen.items()}
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qconvert.errors import CorruptCheckpoint
-from qconvert.formats import sentencepiece_model
-from qconvert.formats.sentencepiece_model import Piece, PieceType, is_sentencepiece, read_sentencepiece
+from qconvert.formats.tokenizers import sentencepiece
+from qconvert.formats.tokenizers.sentencepiece import Piece, PieceType, is_sentencepiece, read_sentencepiece
 
 
 def varint(value: int) -> bytes:
@@ -72,7 +72,7 @@ def test_defaults_are_those_of_the_proto(tmp_path: Path) -> None:
 def test_pieces_without_text_and_without_end_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...], says: str
 ) -> None:
-    monkeypatch.setattr(sentencepiece_model, "MAX_PIECES", 5)
+    monkeypatch.setattr(sentencepiece, "MAX_PIECES", 5)
     path = tmp_path / "tokenizer.model"
     path.write_bytes(message(*((1, piece) for piece in pieces)))
     with pytest.raises(CorruptCheckpoint, match=says):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.sizes import parse_size
+from qconvert.core.sizes import parse_size
 
 SIZES = {
     "0": 0,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from qconvert.evals import speed_decoder, synthetic
-from qconvert.evals.speed import main
+from evals import speed_decoder, synthetic
+from evals.speed import main
 from tests.commands import made
 
 TINY = {

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from qconvert.evals.statistics_paired import divergence, exp_mean, mean, root_mean_square
+from qconvert.evaluate.paired_statistics import divergence, exp_mean, mean, root_mean_square
 
 RNG = np.random.default_rng(5)
 X = RNG.normal(1.0, 0.3, 60)

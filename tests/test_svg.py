@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from qconvert.svg import Axis, Curve, Mark, curves, heatmap, linear_axis, log_axis, scatter
+from qconvert.report.svg import Axis, Curve, Mark, curves, heatmap, linear_axis, log_axis, scatter
 
 UNIT = Axis("unit", 0.0, 1.0, ((0.0, "0"), (1.0, "1")))
 NASTY = '<b a="1">&\'x'

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from qconvert.cli import options
-from qconvert.formats.files import octets
-from qconvert.formats.gguf_io import GGUFFile
+from qconvert.core.dtypes import DType
+from qconvert.core.values import DenseRows
+from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.formats.io.local_file import octets
 from qconvert.quant.ggml import encode_rows
-from qconvert.tensors import Dense, DType
 from tests.commands import qconvert
 from tests.gguf_models import (
     SIZES,
@@ -158,7 +159,7 @@ def test_every_expert_has_its_own_importance(tmp_path: Path, monkeypatch: pytest
         rows_ERI = plain.read(name, 0, plain.specs[name].rows).reshape(4, -1, columns)
         found_ERB = file.read(name, 0, file.specs[name].rows).reshape(4, rows_ERI.shape[1], -1)
     for rows_RI, importance_I, found_RB in zip(rows_ERI, importance_EI, found_ERB, strict=True):
-        expected = encode_rows(Dense(rows_RI, DType.F32), "Q4_0", importance_I=importance_I)
+        expected = encode_rows(DenseRows(rows_RI, DType.F32), "Q4_0", importance_I=importance_I)
         assert np.array_equal(found_RB, expected)
     (tmp_path / "i.dat").write_bytes(imatrix_dat({name: (1, [1.0] * columns)}))
     assert f"{name}: the importance matrix has 64 columns" in refused(tmp_path, folder, *flags)
@@ -206,7 +207,7 @@ def test_an_unknown_pre_tokenizer_is_refused_before_the_work(
     text = (model / "tokenizer.json").read_text()
     (tmp_path / "odd" / "tokenizer.json").write_text(text.replace("|[^", "|[x^", 1))
     with monkeypatch.context() as patch:
-        patch.setattr("qconvert.gguf.convert.run", None)
+        patch.setattr("qconvert.convert.gguf_file.run", None)
         said = refused(tmp_path, tmp_path / "odd", "--type", "f16")
     assert "no pre-tokenizer of this structure" in said and "--pre-tokenizer" in said
     flags = ["--type", "f16", "--pre-tokenizer", "qwen2", "-o", tmp_path / "m.gguf", "-q"]
@@ -281,7 +282,7 @@ def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qconvert.gguf.convert.verify_files", interrupted)
+    monkeypatch.setattr("qconvert.convert.gguf_file.verify_files", interrupted)
     ran = qconvert("to-gguf", model, "--type", "f16", "-o", tmp_path / "m.gguf")
     assert ran.code == 130 and not list(tmp_path.iterdir())
 

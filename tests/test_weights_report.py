@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from qconvert.evals.weights_report import WeightReport, compare_weights
-from qconvert.formats.checkpoint import open_checkpoint
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.evaluate.weights_report import WeightReport, compare_weights
 from tests.commands import qconvert
 from tests.decoder_models import tiny
 

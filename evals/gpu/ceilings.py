@@ -8,10 +8,10 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from evals.gpu.clock import time_calls
+from evals.gpu.job import Job
+from evals.gpu.rows import Ceiling, Fact, Row
 from qconvert import __version__
-from qconvert.evals.gpu.clock import time_calls
-from qconvert.evals.gpu.job import Job
-from qconvert.evals.gpu.rows import Ceiling, Fact, Row
 
 PACKAGES = ("torch", "triton", "transformers", "bitsandbytes", "numpy")
 _LAUNCHES = 256

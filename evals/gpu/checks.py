@@ -13,19 +13,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qconvert.decoder.cuda.dequantize import dequantize
-from qconvert.decoder.cuda.matmul import multiply_partials
-from qconvert.decoder.cuda.packing import MmaInt4, MmaInt8
-from qconvert.decoder.cuda.reference import sums_for
-from qconvert.decoder.linear import Table
-from qconvert.decoder.scoring import score_hidden
-from qconvert.decoder.storage import DenseWeight
-from qconvert.evals.gpu.comparing import distance, repeated
-from qconvert.evals.gpu.job import Job, attempt
-from qconvert.evals.gpu.model_checks import check_model
-from qconvert.evals.gpu.models import FORMS, QUANTIZED, RECIPES, dense
-from qconvert.evals.gpu.peer_kernels import KERNEL_PEERS, Peer
-from qconvert.evals.gpu.rows import Check, Note, Row
+from evals.gpu.comparing import distance, repeated
+from evals.gpu.job import Job, attempt
+from evals.gpu.model_checks import check_model
+from evals.gpu.models import FORMS, QUANTIZED, RECIPES, dense
+from evals.gpu.peer_kernels import KERNEL_PEERS, Peer
+from evals.gpu.rows import Check, Note, Row
+from qconvert.runtime.cuda.dequantize import dequantize
+from qconvert.runtime.cuda.matmul import multiply_partials
+from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8
+from qconvert.runtime.cuda.reference import sums_for
+from qconvert.runtime.linear import Table
+from qconvert.runtime.scoring import score_hidden
+from qconvert.runtime.storage import DenseWeight
 
 FLOAT32_LIMIT = 1e-3
 """Sums in float32 of exact bfloat16 products come far under it, a wrong or missing element far above."""
@@ -42,11 +42,13 @@ ROWS_AND_SPLITS = ((1, 1), (1, 4), (3, 2), (16, 8), (33, 1), (64, 4))
 def measure(job: Job) -> Iterator[Row]:
     """Products, dequantizing, the kernels of peers, then whole models: what compiles longest comes last."""
     shapes = DRY_SHAPES if job.dry else SHAPES
-    for form in FORMS:
+    for encoding in FORMS:
         for shape in shapes:
-            yield from attempt(job, f"product {form} {shape}", partial(_products, job, form, shape))
-            if form in QUANTIZED:
-                yield from attempt(job, f"dequantize {form} {shape}", partial(_dequantized, job, form, shape))
+            yield from attempt(job, f"product {encoding} {shape}", partial(_products, job, encoding, shape))
+            if encoding in QUANTIZED:
+                yield from attempt(
+                    job, f"dequantize {encoding} {shape}", partial(_dequantized, job, encoding, shape)
+                )
     yield from attempt(job, "scores", partial(_scores, job))
     for peer in KERNEL_PEERS:
         if peer.here():
@@ -58,8 +60,8 @@ def measure(job: Job) -> Iterator[Row]:
             yield from attempt(job, f"{recipe.name} {model}", partial(check_model, job, model, recipe))
 
 
-def _products(job: Job, form: str, shape: tuple[int, int]) -> Iterator[Row]:
-    (weight,) = job.maker.weights(form, *shape, copies=1)
+def _products(job: Job, encoding: str, shape: tuple[int, int]) -> Iterator[Row]:
+    (weight,) = job.maker.weights(encoding, *shape, copies=1)
     w_NK = dense(weight, torch.float64)
     for rows, splits in ROWS_AND_SPLITS[2:3] if job.dry else ROWS_AND_SPLITS:
         x_MK = job.maker.normal(rows, shape[1])
@@ -73,11 +75,11 @@ def _products(job: Job, form: str, shape: tuple[int, int]) -> Iterator[Row]:
         parts, stable = repeated(job, run)
         error = distance(parts.double().sum(0), x_MK.double() @ w_NK.T)
         case = f"{shape[0]} x {shape[1]}, {rows} rows, {splits} splits"
-        yield Check(f"product {form}", case, error, FLOAT32_LIMIT, stable)
+        yield Check(f"product {encoding}", case, error, FLOAT32_LIMIT, stable)
 
 
-def _dequantized(job: Job, form: str, shape: tuple[int, int]) -> Iterator[Row]:
-    (weight,) = job.maker.weights(form, *shape, copies=1)
+def _dequantized(job: Job, encoding: str, shape: tuple[int, int]) -> Iterator[Row]:
+    (weight,) = job.maker.weights(encoding, *shape, copies=1)
     assert isinstance(weight, MmaInt4 | MmaInt8)
     out = torch.empty(shape, dtype=torch.bfloat16, device=job.device)
 
@@ -87,7 +89,7 @@ def _dequantized(job: Job, form: str, shape: tuple[int, int]) -> Iterator[Row]:
 
     result, stable = repeated(job, run)
     error = distance(result, dense(weight, torch.float64))
-    yield Check(f"dequantize {form}", f"{shape[0]} x {shape[1]}", error, ROUNDED_LIMIT, stable)
+    yield Check(f"dequantize {encoding}", f"{shape[0]} x {shape[1]}", error, ROUNDED_LIMIT, stable)
 
 
 def _scores(job: Job) -> Iterator[Row]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from qconvert.evals.gpu.job import Job
+from evals.gpu.job import Job
 
 RUNS = 3
 

@@ -8,10 +8,9 @@ from functools import partial
 
 import torch
 
-from qconvert.decoder.cuda.step import Step, open_step, read_greedily
-from qconvert.evals.gpu.clock import wall_seconds
-from qconvert.evals.gpu.job import Job, attempt
-from qconvert.evals.gpu.models import (
+from evals.gpu.clock import wall_seconds
+from evals.gpu.job import Job, attempt
+from evals.gpu.models import (
     BF16,
     INT4,
     INT4_HEAD8,
@@ -23,7 +22,8 @@ from qconvert.evals.gpu.models import (
     make_decoder,
     weight_bytes,
 )
-from qconvert.evals.gpu.rows import OURS, Decoding, Row
+from evals.gpu.rows import OURS, Decoding, Row
+from qconvert.runtime.cuda.decode_step import Step, open_step, read_greedily
 
 CONTEXTS = (0, 2048)
 ORDER = (

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qconvert.evals.gpu.clock import synchronize
-from qconvert.evals.gpu.models import Maker
-from qconvert.evals.gpu.rows import Check, Note, Row, of_kind
+from evals.gpu.clock import synchronize
+from evals.gpu.models import Maker
+from evals.gpu.rows import Check, Note, Row, of_kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,18 +10,18 @@ from functools import partial
 
 import torch
 
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.cuda.dequantize import multiply_many
-from qconvert.decoder.cuda.matmul import multiply, multiply_partials
-from qconvert.decoder.cuda.packing import TILE
-from qconvert.decoder.cuda.reference import FewRowWeight, sums_for
-from qconvert.decoder.linear import Linear
-from qconvert.evals.gpu.ceilings import l2_bytes
-from qconvert.evals.gpu.clock import Call, time_calls
-from qconvert.evals.gpu.job import Job, attempt
-from qconvert.evals.gpu.models import FORMS, MODELS, QUANTIZED, config_of, linear_shapes, named_shapes
-from qconvert.evals.gpu.peer_kernels import KERNEL_PEERS, Peer, PeerCall
-from qconvert.evals.gpu.rows import OURS, Crossing, Product, Row
+from evals.gpu.ceilings import l2_bytes
+from evals.gpu.clock import Call, time_calls
+from evals.gpu.job import Job, attempt
+from evals.gpu.models import FORMS, MODELS, QUANTIZED, config_of, linear_shapes, named_shapes
+from evals.gpu.peer_kernels import KERNEL_PEERS, Peer, PeerCall
+from evals.gpu.rows import OURS, Crossing, Product, Row
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.cuda.dequantize import multiply_many
+from qconvert.runtime.cuda.matmul import multiply, multiply_partials
+from qconvert.runtime.cuda.packing import TILE
+from qconvert.runtime.cuda.reference import FewRowWeight, sums_for
+from qconvert.runtime.linear import Linear
 
 SPLITS = (1, 2, 4, 8)
 ROWS = (1, 16, 64, 4)
@@ -36,17 +36,17 @@ Shape = tuple[int, int]
 
 def products(job: Job) -> Iterator[Row]:
     """One row of x first, over everything: what decoding is made of."""
-    forms = [form for form in FORMS if job.passed(f"product {form}")]
-    yield from job.unsound(f"product {form}" for form in FORMS)
+    encodings = [encoding for encoding in FORMS if job.passed(f"product {encoding}")]
+    yield from job.unsound(f"product {encoding}" for encoding in FORMS)
     shapes, loose = named_shapes(MODELS), set[str]()
     if job.dry:
         shapes = dict(list(named_shapes(MODELS, tiny=True).items())[-1:])
     for rows in ROWS[:1] if job.dry else ROWS:
         for shape, name in shapes.items():
-            for form in forms:
-                yield from attempt(job, f"{form} {name}", partial(_ours, job, form, shape, rows))
+            for encoding in encodings:
+                yield from attempt(job, f"{encoding} {name}", partial(_ours, job, encoding, shape, rows))
             for peer in KERNEL_PEERS:
-                what = f"{peer.via} {peer.form} {name}"
+                what = f"{peer.via} {peer.encoding} {name}"
                 yield from attempt(job, what, partial(_peer, job, peer, shape, rows, loose))
 
 
@@ -54,8 +54,8 @@ def _copies(job: Job, nbytes: float) -> int:
     return 1 + int(L2_MULTIPLE * l2_bytes(job.device) / nbytes)
 
 
-def _ours(job: Job, form: str, shape: Shape, rows: int) -> Iterator[Row]:
-    weights = _rotation(job, form, shape)
+def _ours(job: Job, encoding: str, shape: Shape, rows: int) -> Iterator[Row]:
+    weights = _rotation(job, encoding, shape)
     x_MK = job.maker.normal(rows, shape[1])
     sums = sums_for(x_MK, weights[0])
     for splits in SPLITS:
@@ -64,14 +64,14 @@ def _ours(job: Job, form: str, shape: Shape, rows: int) -> Iterator[Row]:
         out = torch.empty(splits, rows, shape[0], device=job.device)
         calls: list[Call] = [partial(multiply_partials, x_MK, sums, w, splits, out) for w in weights]
         timing = time_calls(calls, job.device)
-        yield Product(OURS, form, *shape, rows, splits, timing.seconds, weights[0].nbytes, timing.graphed)
+        yield Product(OURS, encoding, *shape, rows, splits, timing.seconds, weights[0].nbytes, timing.graphed)
 
 
-def _rotation(job: Job, form: str, shape: Shape) -> list[FewRowWeight]:
-    (one,) = job.maker.weights(form, *shape, copies=1)
+def _rotation(job: Job, encoding: str, shape: Shape) -> list[FewRowWeight]:
+    (one,) = job.maker.weights(encoding, *shape, copies=1)
     more = _copies(job, one.nbytes)
     del one
-    return job.maker.weights(form, *shape, copies=more)
+    return job.maker.weights(encoding, *shape, copies=more)
 
 
 def _peer(job: Job, peer: Peer, shape: Shape, rows: int, loose: set[str]) -> Iterator[Row]:
@@ -90,27 +90,31 @@ def _peer(job: Job, peer: Peer, shape: Shape, rows: int, loose: set[str]) -> Ite
             raise
         loose.add(peer.via)  # what cannot be captured is not tried again, but launched one by one
         timing = time_calls(calls, job.device, graphed=False)
-    yield Product(peer.via, peer.form, *shape, rows, None, timing.seconds, made[0].nbytes, timing.graphed)
+    yield Product(peer.via, peer.encoding, *shape, rows, None, timing.seconds, made[0].nbytes, timing.graphed)
 
 
 def crossings(job: Job) -> Iterator[Row]:
     """Both ways to multiply at every number of rows, on the shapes that take the most time."""
-    forms = [form for form in QUANTIZED if job.passed(f"product {form}") and job.passed(f"dequantize {form}")]
+    encodings = [
+        encoding
+        for encoding in QUANTIZED
+        if job.passed(f"product {encoding}") and job.passed(f"dequantize {encoding}")
+    ]
     models = MODELS[:1] if job.dry else ("qwen2.5-7b", "qwen2.5-1.5b", "qwen3-8b")
     for model in models:
         found = linear_shapes(DecoderConfig.from_hf(config_of(model, tiny=job.dry)))
         for role in ("down",) if job.dry else ("gate_up", "down", "qkv", "o"):
-            for form in forms:
-                what = f"crossing {form} {model} {role}"
-                yield from attempt(job, what, partial(_crossing, job, form, found[role]))
+            for encoding in encodings:
+                what = f"crossing {encoding} {model} {role}"
+                yield from attempt(job, what, partial(_crossing, job, encoding, found[role]))
 
 
-def _crossing(job: Job, form: str, shape: Shape) -> Iterator[Row]:
-    linears = [Linear(weight) for weight in _rotation(job, form, shape)]
+def _crossing(job: Job, encoding: str, shape: Shape) -> Iterator[Row]:
+    linears = [Linear(weight) for weight in _rotation(job, encoding, shape)]
     for rows in SWEEP[:5:4] if job.dry else SWEEP:
         x_MK = job.maker.normal(rows, shape[1])
         many: list[Call] = [partial(multiply_many, x_MK, linear) for linear in linears]
         few: list[Call] = [partial(multiply, x_MK, linear) for linear in linears]
         few_seconds = time_calls(few, job.device, rounds=5).seconds if rows <= MOST_FEW else None
         many_seconds = time_calls(many, job.device, rounds=5).seconds
-        yield Crossing(form, *shape, rows, few_seconds, many_seconds)
+        yield Crossing(encoding, *shape, rows, few_seconds, many_seconds)

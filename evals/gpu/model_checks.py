@@ -14,13 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qconvert.decoder.cuda.step import open_step, read
-from qconvert.decoder.model import Decoder
-from qconvert.evals.gpu.comparing import distance, repeated
-from qconvert.evals.gpu.job import Job, attempt
-from qconvert.evals.gpu.models import Recipe, config_of, dense_twin, make_decoder
-from qconvert.evals.gpu.reading import read_losses
-from qconvert.evals.gpu.rows import Check, Row
+from evals.gpu.comparing import distance, repeated
+from evals.gpu.job import Job, attempt
+from evals.gpu.models import Recipe, config_of, dense_twin, make_decoder
+from evals.gpu.reading import read_losses
+from evals.gpu.rows import Check, Row
+from qconvert.runtime.cuda.decode_step import open_step, read
+from qconvert.runtime.model import Decoder
 
 ROUNDING_FACTOR, DRY_FACTOR = 1.5, 3.0
 """Triton's interpreter truncates to bfloat16 where a device rounds, which is twice as far on average."""

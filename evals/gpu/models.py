@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qconvert.decoder.config import DecoderConfig
-from qconvert.decoder.cuda.packing import TILE, MmaInt4, MmaInt8, pack_int4, pack_int8, pack_scales
-from qconvert.decoder.cuda.reference import FewRowWeight
-from qconvert.decoder.linear import Linear, Table
-from qconvert.decoder.model import Attention, Decoder, Layer, Mlp, Norm
-from qconvert.decoder.place import Layout
-from qconvert.decoder.rope import frequencies
-from qconvert.decoder.storage import DenseWeight, IntWeight
-from qconvert.evals.synthetic import SHAPES
-from qconvert.tensors import Json
+from evals.synthetic import SHAPES
+from qconvert.core.dtypes import Json
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.cuda.packing import TILE, MmaInt4, MmaInt8, pack_int4, pack_int8, pack_scales
+from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.device_layout import Layout
+from qconvert.runtime.linear import Linear, Table
+from qconvert.runtime.model import Attention, Decoder, Layer, Mlp, Norm
+from qconvert.runtime.rope import frequencies
+from qconvert.runtime.storage import DenseWeight, IntWeight
 
 MODELS = ("qwen2.5-7b", "qwen2.5-1.5b", "qwen3-8b", "qwen2.5-0.5b", "qwen3-0.6b")
 """By how much hangs on them: what a budget cuts off is the end."""
@@ -41,13 +41,13 @@ TINY: Json = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers":
 class Recipe:
     """What a model's weights are held in: the form of its layers, and the bits of its head."""
 
-    form: str
+    encoding: str
     head_bits: int
 
     @property
     def name(self) -> str:
         """In words: `int4, 8-bit head`."""
-        return self.form if self.form == "bf16" else f"{self.form}, {self.head_bits}-bit head"
+        return self.encoding if self.encoding == "bf16" else f"{self.encoding}, {self.head_bits}-bit head"
 
 
 INT4, INT4_HEAD8, INT8, BF16 = Recipe("int4", 16), Recipe("int4", 8), Recipe("int8", 8), Recipe("bf16", 16)
@@ -97,15 +97,15 @@ class Maker:
         x = torch.empty(shape, dtype=torch.bfloat16, device=self.device)
         return x.normal_(centre, deviation, generator=self._generator)
 
-    def weights(self, form: str, out: int, width: int, copies: int) -> list[FewRowWeight]:
-        """Several weights of one shape, `form` of FORMS; groups of 128, symmetric, bfloat16 scales."""
-        if form == "bf16":
+    def weights(self, encoding: str, out: int, width: int, copies: int) -> list[FewRowWeight]:
+        """Several weights of one shape, `encoding` of FORMS; groups of 128, symmetric, bfloat16 scales."""
+        if encoding == "bf16":
             return [DenseWeight(w) for w in self.normal(copies, out, width, deviation=_DEVIATION)]
-        make, pack = (MmaInt4, pack_int4) if form == "int4" else (MmaInt8, pack_int8)
+        make, pack = (MmaInt4, pack_int4) if encoding == "int4" else (MmaInt8, pack_int8)
         tile = pack(torch.zeros(TILE, TILE, dtype=torch.uint8)).shape[2:]
         tiles, across = -(-out // TILE), -(-width // TILE)
         words = self._bits(copies, tiles, across, *tile)
-        scales_CNG = self._scales(form, copies, tiles * TILE, across)
+        scales_CNG = self._scales(encoding, copies, tiles * TILE, across)
         scales_CNG[:, out:] = 0
         return [
             make(each, pack_scales(scales_NG, 1), None, GROUP, (out, width))
@@ -123,10 +123,10 @@ class Maker:
         words = torch.empty(shape, dtype=torch.int32, device=self.device)
         return words.random_(-(1 << 31), 1 << 31, generator=self._generator)
 
-    def _scales(self, form: str, *shape: int) -> Tensor:
+    def _scales(self, encoding: str, *shape: int) -> Tensor:
         """Within a factor of three of each other, as in real checkpoints."""
         x = torch.empty(shape, device=self.device).uniform_(0.5, 1.5, generator=self._generator)
-        return (x * (_DEVIATION / _CODE_DEVIATION[form])).bfloat16()
+        return (x * (_DEVIATION / _CODE_DEVIATION[encoding])).bfloat16()
 
 
 def make_decoder(config: Json, recipe: Recipe, maker: Maker) -> Decoder:
@@ -135,7 +135,7 @@ def make_decoder(config: Json, recipe: Recipe, maker: Maker) -> Decoder:
     shapes = linear_shapes(c)
 
     def linear(name: str, biased: bool = False) -> Linear:
-        (weight,) = maker.weights(recipe.form, *shapes[name], copies=1)
+        (weight,) = maker.weights(recipe.encoding, *shapes[name], copies=1)
         return Linear(weight, maker.normal(shapes[name][0], deviation=_DEVIATION) if biased else None)
 
     def norm(width: int) -> Norm:

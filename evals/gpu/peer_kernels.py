@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qconvert.evals.gpu.models import GROUP, Maker
+from evals.gpu.models import GROUP, Maker
 
 _INNER_TILES = 8
 """Tiles of 16 columns that lie together in the layout of tinygemm: what allows 16-byte loads."""
@@ -34,7 +34,7 @@ class Peer:
     """Whose kernel, of which form of weight, whether it is here, and how one of its weights is made."""
 
     via: str
-    form: str
+    encoding: str
     here: Callable[[], bool]
     make: Callable[[Maker, tuple[int, int]], PeerCall]
 

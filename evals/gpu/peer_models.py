@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qconvert.decoder.config import DecoderConfig
-from qconvert.evals.gpu.clock import Call, capture, wall_seconds
-from qconvert.evals.gpu.job import Job, attempt
-from qconvert.evals.gpu.models import config_of, kv_bytes, read_flops
-from qconvert.evals.gpu.rows import Decoding, Note, Reading, Row
+from evals.gpu.clock import Call, capture, wall_seconds
+from evals.gpu.job import Job, attempt
+from evals.gpu.models import config_of, kv_bytes, read_flops
+from evals.gpu.rows import Decoding, Note, Reading, Row
+from qconvert.runtime.config import DecoderConfig
 
 NF4_FORM = "nf4, 16-bit head"
 TOKENS, ROUNDS, CONTEXTS = 32, 5, (0, 2048)
@@ -127,12 +127,12 @@ class Stepper:
             layer.values.normal_()
 
 
-def _decoding(job: Job, model: str, form: str, via: str, built: Any) -> Iterator[Row]:
+def _decoding(job: Job, model: str, encoding: str, via: str, built: Any) -> Iterator[Row]:
     """Launched from Python, and replayed as a graph; the cache no longer than what is read."""
     for context in (0, 5) if job.dry else CONTEXTS:
         stepper = Stepper(built, context + TOKENS, job.device)
         stepper.step()  # the cache takes its memory at the first call
-        timed = partial(_timed, job, model, form, stepper=stepper, context=context)
+        timed = partial(_timed, job, model, encoding, stepper=stepper, context=context)
         yield timed(f"{via} eager", step=stepper.step, tokens=EAGER_TOKENS, rounds=EAGER_ROUNDS)
         if job.device.type == "cuda":
             try:
@@ -163,7 +163,7 @@ def _compiled(job: Job, model: str) -> Iterator[Row]:
 def _timed(
     job: Job,
     model: str,
-    form: str,
+    encoding: str,
     via: str,
     *,
     stepper: Stepper,
@@ -181,7 +181,7 @@ def _timed(
     return Decoding(
         model,
         via,
-        form,
+        encoding,
         context,
         statistics.median(seconds[1:]),
         _weight_bytes(stepper.model),

@@ -7,13 +7,13 @@ from functools import partial
 
 import numpy as np
 
-from qconvert.decoder.model import Decoder
-from qconvert.evals.gpu.clock import wall_seconds
-from qconvert.evals.gpu.job import Job, attempt
-from qconvert.evals.gpu.models import BF16, INT4, INT8, Recipe, config_of, make_decoder, read_flops
-from qconvert.evals.gpu.rows import OURS, Note, Reading, Row
-from qconvert.evals.lockstep import EvalModel, Track, run_lockstep
-from qconvert.evals.protocols import protocol_named
+from evals.gpu.clock import wall_seconds
+from evals.gpu.job import Job, attempt
+from evals.gpu.models import BF16, INT4, INT8, Recipe, config_of, make_decoder, read_flops
+from evals.gpu.rows import OURS, Note, Reading, Row
+from qconvert.evaluate.lockstep import EvalModel, Track, run_lockstep
+from qconvert.evaluate.protocols import protocol_named
+from qconvert.runtime.model import Decoder
 
 WIKITEXT_TOKENS = 299_078
 """Of the test set of wikitext-2, in Qwen's tokens."""

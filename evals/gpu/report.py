@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from qconvert.evals.gpu.models import MODELS, named_shapes
-from qconvert.evals.gpu.rows import (
+from evals.gpu.models import MODELS, named_shapes
+from evals.gpu.rows import (
     OURS,
     Ceiling,
     Check,
@@ -19,9 +19,9 @@ from qconvert.evals.gpu.rows import (
     Row,
     of_kind,
 )
-from qconvert.evals.gpu.schedule import Outcome
-from qconvert.evals.gpu.targets import Target, ceiling, targets, wikitext_seconds
-from qconvert.tables import size
+from evals.gpu.schedule import Outcome
+from evals.gpu.targets import Target, ceiling, targets, wikitext_seconds
+from qconvert.report.tables import size
 
 KINDS = {"int4": "int4-mma", "int8": "int8-mma", "bf16": "dense"}
 """How the decoder's tuning calls the forms."""
@@ -95,7 +95,7 @@ def floor_seconds(row: Decoding, rows: Sequence[Row]) -> float | None:
 def _decoding_cells(row: Decoding, rows: Sequence[Row]) -> list[str]:
     floor = floor_seconds(row, rows)
     return [
-        f"{row.model}, {row.form}",
+        f"{row.model}, {row.encoding}",
         row.via,
         str(row.context),
         f"{1 / row.seconds_per_token:.1f}",
@@ -140,7 +140,7 @@ def _product_cells(row: Product, found: Sequence[Product], names: Names, copy: f
     return [
         names.get((row.out, row.width), ""),
         f"{row.out} x {row.width}",
-        row.form,
+        row.encoding,
         row.via,
         "" if row.splits is None else ", ".join(by_splits),
         "" if row.splits is None else str(row.splits),
@@ -152,7 +152,7 @@ def _product_cells(row: Product, found: Sequence[Product], names: Names, copy: f
 
 
 def _key(row: Product) -> tuple[object, ...]:
-    return row.out, row.width, row.form, row.via
+    return row.out, row.width, row.encoding, row.via
 
 
 def _best_products(found: Sequence[Product], copy: float | None) -> Iterator[Product]:
@@ -172,26 +172,26 @@ def _best_products(found: Sequence[Product], copy: float | None) -> Iterator[Pro
 
 def _literal(best: Sequence[Product], names: Names) -> str:
     lines = [
-        f'    ("{KINDS[row.form]}", {row.out}, {row.width}): {row.splits},'
+        f'    ("{KINDS[row.encoding]}", {row.out}, {row.width}): {row.splits},'
         f"  # {names.get((row.out, row.width), '')}"
         for row in best
         if row.via == OURS
     ]
     text = "\n".join(["SPLITS = {", *lines, "}"])
-    return f"For `qconvert/decoder/cuda/tuning.py`:\n\n```python\n{text}\n```"
+    return f"For `qconvert/runtime/cuda/tuning.py`:\n\n```python\n{text}\n```"
 
 
 def crossings(rows: Sequence[Row]) -> str:
     """Microseconds of both ways by rows, and the last number of rows at which the kernel is not behind."""
     found, cells, last = of_kind(rows, Crossing), [], dict[str, int]()
-    for form, out, width in dict.fromkeys((row.form, row.out, row.width) for row in found):
-        mine = [row for row in found if (row.form, row.out, row.width) == (form, out, width)]
+    for encoding, out, width in dict.fromkeys((row.encoding, row.out, row.width) for row in found):
+        mine = [row for row in found if (row.encoding, row.out, row.width) == (encoding, out, width)]
         until = ahead_until(mine)
-        last[form] = min(until, last.get(form, until))
+        last[encoding] = min(until, last.get(encoding, until))
         both = "; ".join(f"{row.rows}: {_us(row.few_seconds)} / {_us(row.many_seconds)}" for row in mine)
-        cells.append([f"{out} x {width}", form, str(until), both])
+        cells.append([f"{out} x {width}", encoding, str(until), both])
     head = ["shape", "form", "kernel ahead to", "rows: kernel / dequantize and multiply, us"]
-    literal = "\n".join(f"# {KINDS[form]}: {rows}" for form, rows in last.items())
+    literal = "\n".join(f"# {KINDS[encoding]}: {rows}" for encoding, rows in last.items())
     return (
         f"## Few rows or many\n\n{_grid(head, cells, left=4)}\n\n"
         f"Rows to which the kernel is ahead on every shape:\n\n```python\n{literal}\n```"
@@ -227,7 +227,7 @@ def reading(rows: Sequence[Row]) -> str:
 def _reading_cells(row: Reading, matmul: float | None) -> list[str]:
     rate = row.flops / row.seconds
     return [
-        f"{row.model}, {row.form}",
+        f"{row.model}, {row.encoding}",
         row.via,
         f"{row.tokens:,}",
         f"{row.tokens / row.seconds:,.0f}",

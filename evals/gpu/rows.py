@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from qconvert.tensors import Json
+from qconvert.core.dtypes import Json
 
 OURS = "qconvert"
 """How rows name what is measured, among its peers."""
@@ -72,7 +72,7 @@ class Product:
     """
 
     via: str
-    form: str
+    encoding: str
     out: int
     width: int
     rows: int
@@ -89,7 +89,7 @@ class Crossing:
     `few_seconds` is None where the kernel does not go.
     """
 
-    form: str
+    encoding: str
     out: int
     width: int
     rows: int
@@ -107,7 +107,7 @@ class Decoding:
 
     model: str
     via: str
-    form: str
+    encoding: str
     context: int
     seconds_per_token: float
     weight_bytes: int
@@ -124,7 +124,7 @@ class Reading:
 
     model: str
     via: str
-    form: str
+    encoding: str
     tokens: int
     seconds: float
     flops: float

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qconvert.evals.gpu.sections import CUT, Section
+from evals.gpu.sections import CUT, Section
 
 CLOSING_SECONDS = 5.0
 """Kept for writing the results."""

@@ -1,6 +1,6 @@
 """The sections of a run in their order, and the process that one of them is.
 
-`python -m qconvert.evals.gpu.sections NAME ROWS SECONDS [--dry-run]` measures one section and adds its
+`python -m evals.gpu.sections NAME ROWS SECONDS [--dry-run]` measures one section and adds its
 rows to the file ROWS; it is started by `evals/gpu/schedule.py`. A process of its own means that a fault
 of the device, or of a peer, costs one section.
 """
@@ -17,10 +17,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qconvert.evals.gpu.rows import Note, Row, append, load
+from evals.gpu.rows import Note, Row, append, load
 
 if TYPE_CHECKING:
-    from qconvert.evals.gpu.job import Job
+    from evals.gpu.job import Job
 
 CUT = 75
 """Exit code of a section that ran out of time between two rows."""
@@ -39,7 +39,7 @@ class Section:
 
     def measure(self, job: Job) -> Iterator[Row]:
         """Its rows, as they come."""
-        rows: Iterator[Row] = getattr(import_module(f"qconvert.evals.gpu.{self.module}"), self.function)(job)
+        rows: Iterator[Row] = getattr(import_module(f"evals.gpu.{self.module}"), self.function)(job)
         return rows
 
 
@@ -59,7 +59,7 @@ def run_section(section: Section, rows: Path, seconds: float, *, dry: bool) -> i
     """Measure a section and write its rows; the exit code of its process."""
     import torch
 
-    from qconvert.evals.gpu.job import Job
+    from evals.gpu.job import Job
 
     device = torch.device("cpu") if dry else torch.device("cuda", 0)
     earlier = tuple(row for _, row in load(rows))

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from qconvert.evals.gpu.reading import WIKITEXT_TOKENS
-from qconvert.evals.gpu.rows import OURS, Ceiling, Decoding, Product, Reading, Row, of_kind
+from evals.gpu.reading import WIKITEXT_TOKENS
+from evals.gpu.rows import OURS, Ceiling, Decoding, Product, Reading, Row, of_kind
 
 TOKENS_PER_SECOND = (
     ("qwen2.5-1.5b", "int4, 16-bit head", 1100),
@@ -60,9 +60,9 @@ def targets(rows: Sequence[Row]) -> list[Target]:
 
 def _decoding(rows: Sequence[Row]) -> Iterator[Target]:
     ours = [row for row in of_kind(rows, Decoding) if row.via == OURS and row.context == 0]
-    for model, form, asked in TOKENS_PER_SECOND:
-        found = [1 / row.seconds_per_token for row in ours if (row.model, row.form) == (model, form)]
-        yield Target(f"{model} {form}, batch 1", asked, _best(found), "tokens/s")
+    for model, encoding, asked in TOKENS_PER_SECOND:
+        found = [1 / row.seconds_per_token for row in ours if (row.model, row.encoding) == (model, encoding)]
+        yield Target(f"{model} {encoding}, batch 1", asked, _best(found), "tokens/s")
 
 
 def _product(rows: Sequence[Row]) -> Iterator[Target]:
@@ -70,7 +70,9 @@ def _product(rows: Sequence[Row]) -> Iterator[Target]:
     found = [
         row.nbytes / row.seconds / copy
         for row in of_kind(rows, Product)
-        if row.via == OURS and (row.form, row.out, row.width, row.rows) == ("int4", *GATE_UP_7B, 1) and copy
+        if row.via == OURS
+        and (row.encoding, row.out, row.width, row.rows) == ("int4", *GATE_UP_7B, 1)
+        and copy
     ]
     yield Target("int4 matmul, gate_up of qwen2.5-7b", COPY_FRACTION, _best(found), "of copy")
 
@@ -78,14 +80,14 @@ def _product(rows: Sequence[Row]) -> Iterator[Target]:
 def _reading(rows: Sequence[Row]) -> Iterator[Target]:
     matmul, ours = ceiling(rows, "matmul"), [row for row in of_kind(rows, Reading) if row.via == OURS]
     for model in READERS:
-        for form in ("int4, 16-bit head", "bf16"):
-            mine = [row for row in ours if (row.model, row.form) == (model, form)]
+        for encoding in ("int4, 16-bit head", "bf16"):
+            mine = [row for row in ours if (row.model, row.encoding) == (model, encoding)]
             found = [row.flops / row.seconds / matmul for row in mine if matmul]
-            yield Target(f"perplexity of {model} {form}", MATMUL_FRACTION, _best(found), "of matmul")
+            yield Target(f"perplexity of {model} {encoding}", MATMUL_FRACTION, _best(found), "of matmul")
             if model == WIKITEXT_MODEL:
                 # The whole text where it was read, as the sample is part of the same figure.
                 seconds = [wikitext_seconds(row) for row in sorted(mine, key=lambda row: row.whole)][-1:]
-                what = f"wikitext-2 by {model} {form}"
+                what = f"wikitext-2 by {model} {encoding}"
                 yield Target(what, WIKITEXT_SECONDS, _best(seconds), "s", most=True)
 
 
@@ -123,10 +125,10 @@ def _beside(  # type: ignore[no-untyped-def]
 ) -> Iterator[Target]:
     for key in dict.fromkeys(key_of(row) for row in rows):
         group = [row for row in rows if key_of(row) == key]
-        for via, form in dict.fromkeys((row.via, row.form) for row in group if row.via != OURS):
-            theirs = max(rate_of(row) for row in group if (row.via, row.form) == (via, form))
-            form_of_ours = RIVALS.get(form, form)
-            ours = [rate_of(row) for row in group if (row.via, row.form) == (OURS, form_of_ours)]
+        for via, encoding in dict.fromkeys((row.via, row.encoding) for row in group if row.via != OURS):
+            theirs = max(rate_of(row) for row in group if (row.via, row.encoding) == (via, encoding))
+            form_of_ours = RIVALS.get(encoding, encoding)
+            ours = [rate_of(row) for row in group if (row.via, row.encoding) == (OURS, form_of_ours)]
             yield Target(f"{name_of(key)}: {form_of_ours} ahead of {via}", theirs, _best(ours), unit)
 
 

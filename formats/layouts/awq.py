@@ -13,8 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.core.encodings import AffineInt, ModelTensor, Quantized, Unquantized
+from qconvert.core.protocols import ArrayRows, Source
+from qconvert.core.values import AffineIntRows, DenseRows, Value
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.formats.layouts.claims import (
+from qconvert.formats.layouts.config_checks import (
     APART,
     check_claimed,
     check_parts,
@@ -25,21 +29,9 @@ from qconvert.formats.layouts.claims import (
     plain_rest,
     settings_of,
 )
-from qconvert.formats.layouts.uniform import only_form
-from qconvert.interfaces import Part, Source
-from qconvert.quant.transpose import transposed
-from qconvert.tensors import (
-    Dense,
-    DType,
-    GroupInt,
-    IntAffine,
-    Json,
-    Logical,
-    Plain,
-    Quantized,
-    TensorSpec,
-    Value,
-)
+from qconvert.formats.layouts.single_setting import only_form
+from qconvert.quant.packed_codes import codes_of
+from qconvert.quant.simd.transpose import transposed
 
 NAME = "awq"
 _BITS = 4
@@ -55,48 +47,48 @@ class AWQ:
     name: str = NAME
     transposed: bool = True
 
-    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
+    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         """The arrays that spell a tensor, in the order they are written."""
-        form = tensor.form
-        if isinstance(form, Plain):
-            return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
-        assert isinstance(form, GroupInt), form
+        encoding = tensor.encoding
+        if isinstance(encoding, Unquantized):
+            return (TensorSpec(tensor.name, encoding.dtype, tensor.shape),)
+        assert isinstance(encoding, AffineInt), encoding
         rows, width = matrix_shape(tensor, NAME)
-        groups, base = form.groups(width), _base(tensor)
+        groups, base = encoding.groups(width), _base(tensor)
         if rows % _PER_WORD:
             raise BadRecipe(
                 f"{tensor.name}: {rows} rows, AWQ packs eight to a word", "keep this weight plain"
             )
         return (
             TensorSpec(f"{base}.qweight", DType.I32, (width, rows // _PER_WORD)),
-            TensorSpec(f"{base}.scales", form.scale_dtype, (groups, rows)),
+            TensorSpec(f"{base}.scales", encoding.scale_dtype, (groups, rows)),
             TensorSpec(f"{base}.qzeros", DType.I32, (groups, rows // _PER_WORD)),
         )
 
-    def row_alignment(self, tensor: Logical) -> int:
+    def row_alignment(self, tensor: ModelTensor) -> int:
         """Eight rows share a word."""
-        return 1 if isinstance(tensor.form, Plain) else _PER_WORD
+        return 1 if isinstance(tensor.encoding, Unquantized) else _PER_WORD
 
-    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
         """Spell rows [start, start + value.rows), both multiples of eight."""
-        from qconvert.quant.grids import zeros_of
+        from qconvert.quant.dequantize import zeros_of
 
-        if isinstance(value, Dense):
-            yield Part(tensor.name, start, value.rows_RI)
+        if isinstance(value, DenseRows):
+            yield ArrayRows(tensor.name, start, value.rows_RI)
             return
-        assert isinstance(value, IntAffine)
+        assert isinstance(value, AffineIntRows)
         base, column = _base(tensor), start // _PER_WORD
-        yield Part(f"{base}.qweight", 0, _pack(value.codes_RI), column)
-        yield Part(f"{base}.scales", 0, transposed(value.scales_RG), start)
-        yield Part(f"{base}.qzeros", 0, _pack(zeros_of(value)), column)
+        yield ArrayRows(f"{base}.qweight", 0, _pack(codes_of(value)), column)
+        yield ArrayRows(f"{base}.scales", 0, transposed(value.scales_RG), start)
+        yield ArrayRows(f"{base}.qzeros", 0, _pack(zeros_of(value)), column)
 
-    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
+    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back; CorruptCheckpoint for zeros that a symmetric grid cannot have."""
-        form = tensor.form
-        if isinstance(form, Plain):
-            return Dense(source.read(tensor.name, start, stop), form.dtype)
-        assert isinstance(form, GroupInt), form
-        base, groups = _base(tensor), form.groups(tensor.width)
+        encoding = tensor.encoding
+        if isinstance(encoding, Unquantized):
+            return DenseRows(source.read(tensor.name, start, stop), encoding.dtype)
+        assert isinstance(encoding, AffineInt), encoding
+        base, groups = _base(tensor), encoding.groups(tensor.width)
         aligned = start - start % _PER_WORD
         columns, skipped = (
             (aligned // _PER_WORD, -(-stop // _PER_WORD)),
@@ -105,31 +97,31 @@ class AWQ:
         codes_RI = _unpack(source.read(f"{base}.qweight", 0, tensor.width, columns=columns))[skipped]
         zeros_RG = _unpack(source.read(f"{base}.qzeros", 0, groups, columns=columns))[skipped]
         scales_GR = source.read(f"{base}.scales", 0, groups, columns=(start, stop))
-        if form.symmetric and (zeros_RG != 8).any():
+        if encoding.symmetric and (zeros_RG != 8).any():
             raise CorruptCheckpoint(
                 f"{base}.qzeros: holds a zero of {zeros_RG[zeros_RG != 8][0]}, but quantization_config says "
                 "zero_point false, where all are 8",
                 "set zero_point to true",
             )
-        zeros = None if form.symmetric else zeros_RG
-        return IntAffine(codes_RI, transposed(scales_GR), zeros, form)
+        zeros = None if encoding.symmetric else zeros_RG
+        return AffineIntRows(codes_RI, transposed(scales_GR), zeros, encoding)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """What config.json says about modules of these forms, of which all linears have one."""
-        form = only_form(quantized, NAME)
-        assert isinstance(form, GroupInt)
+        encoding = only_form(quantized, NAME)
+        assert isinstance(encoding, AffineInt)
         settings = {
             "quant_method": NAME,
-            "bits": form.bits,
-            "group_size": form.group_size or -1,
-            "zero_point": not form.symmetric,
+            "bits": encoding.bits,
+            "group_size": encoding.group_size or -1,
+            "zero_point": not encoding.symmetric,
             "version": "gemm",
             "modules_to_not_convert": sorted(kept) or None,
         }
         return {"quantization_config": settings}
 
 
-def _base(tensor: Logical) -> str:
+def _base(tensor: ModelTensor) -> str:
     return tensor.name.removesuffix(".weight")
 
 
@@ -149,7 +141,7 @@ def _unpack(words_IW: np.ndarray) -> np.ndarray:
     return transposed(codes_IWp[..., _PLACE].reshape(len(words_IW), -1))
 
 
-def open_awq(source: Source, config: Json) -> tuple[AWQ, dict[str, Logical]]:
+def open_awq(source: Source, config: Json) -> tuple[AWQ, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its logical tensors, by HF weight name.
 
     CorruptCheckpoint names array and key where shapes and quantization_config disagree.
@@ -169,7 +161,7 @@ def open_awq(source: Source, config: Json) -> tuple[AWQ, dict[str, Logical]]:
     return AWQ(), found
 
 
-def _logical(base: str, source: Source, settings: Json) -> Logical:
+def _logical(base: str, source: Source, settings: Json) -> ModelTensor:
     qweight = part(source, f"{base}.qweight", "it holds codes of AWQ", dims=(2,), dtypes=(DType.I32,))
     scales = part(source, f"{base}.scales", f"{base}.qweight is there", dims=(2,))
     width, groups = qweight.shape[0], scales.shape[0]
@@ -182,6 +174,6 @@ def _logical(base: str, source: Source, settings: Json) -> Logical:
     if size not in (claimed, width):
         raise contradiction(scales.name, f"groups of {size} columns", "group_size", claimed)
     symmetric = claim(settings, "zero_point", bool, default=True) is False
-    form = GroupInt(_BITS, None if groups == 1 else size, symmetric, scales.dtype)
-    tensor = Logical(f"{base}.weight", (qweight.shape[-1] * _PER_WORD, width), form)
+    encoding = AffineInt(_BITS, None if groups == 1 else size, symmetric, scales.dtype)
+    tensor = ModelTensor(f"{base}.weight", (qweight.shape[-1] * _PER_WORD, width), encoding)
     return check_parts(AWQ(), tensor, source)

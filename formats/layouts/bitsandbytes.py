@@ -16,9 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.core.encodings import Codebook, ModelTensor, Quantized, Unquantized
+from qconvert.core.protocols import ArrayRows, Source
+from qconvert.core.values import CodebookRows, DenseRows, Value
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.formats.json_io import parse_json_object
-from qconvert.formats.layouts.claims import (
+from qconvert.formats.io.strict_json import parse_json_object
+from qconvert.formats.layouts.config_checks import (
     APART,
     check_claimed,
     dtype_of,
@@ -27,9 +31,7 @@ from qconvert.formats.layouts.claims import (
     plain_rest,
     require,
 )
-from qconvert.formats.layouts.uniform import only_form
-from qconvert.interfaces import Part, Source
-from qconvert.tensors import Codebook, Coded, Dense, DType, Json, Logical, Plain, Quantized, TensorSpec, Value
+from qconvert.formats.layouts.single_setting import only_form
 
 NAME = "bitsandbytes"
 BLOCK = 64
@@ -48,22 +50,22 @@ class BitsAndBytes:
     name: str = NAME
     transposed: bool = False
 
-    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
+    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         """The arrays that spell a tensor, in the order they are written."""
-        form, name = tensor.form, tensor.name
-        if isinstance(form, Plain):
-            return (TensorSpec(name, form.dtype, tensor.shape),)
-        assert isinstance(form, Codebook), form
+        encoding, name = tensor.encoding, tensor.name
+        if isinstance(encoding, Unquantized):
+            return (TensorSpec(name, encoding.dtype, tensor.shape),)
+        assert isinstance(encoding, Codebook), encoding
         matrix_shape(tensor, NAME)
-        if form.table == "int8":
+        if encoding.table == "int8":
             base = name.removesuffix(".weight")
             return (
                 TensorSpec(name, DType.I8, tensor.shape),
                 TensorSpec(f"{base}.SCB", DType.F32, tensor.shape[:1]),
                 TensorSpec(f"{base}.weight_format", DType.U8, ()),
             )
-        blocks = tensor.rows * form.groups(tensor.width)
-        nested = form.second == "nested"
+        blocks = tensor.rows * encoding.groups(tensor.width)
+        nested = encoding.second == "nested"
         made = [
             TensorSpec(name, DType.U8, (tensor.count // 2, 1)),
             TensorSpec(f"{name}.absmax", DType.U8 if nested else DType.F32, (blocks,)),
@@ -72,79 +74,85 @@ class BitsAndBytes:
         if nested:
             made.append(TensorSpec(f"{name}.nested_absmax", DType.F32, (-(-blocks // _NESTED_BLOCK),)))
             made.append(TensorSpec(f"{name}.nested_quant_map", DType.F32, (256,)))
-        made.append(TensorSpec(f"{name}{_STATE}{form.table}", DType.U8, (len(_state(tensor)),)))
+        made.append(TensorSpec(f"{name}{_STATE}{encoding.table}", DType.U8, (len(_state(tensor)),)))
         return tuple(made)
 
-    def row_alignment(self, tensor: Logical) -> int:
+    def row_alignment(self, tensor: ModelTensor) -> int:
         """Blocks never span rows of the weights that are written here, but runs of nested scales do."""
-        from qconvert.quant.nested import rows_together
+        from qconvert.quant.nested_scales import rows_together
 
-        form = tensor.form
-        return rows_together(tensor.width) if isinstance(form, Codebook) and form.second == "nested" else 1
+        encoding = tensor.encoding
+        return (
+            rows_together(tensor.width)
+            if isinstance(encoding, Codebook) and encoding.second == "nested"
+            else 1
+        )
 
-    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
         """Spell rows [start, start + value.rows)."""
         from qconvert.quant.codebook import TABLES
-        from qconvert.quant.nested import TABLE as NESTED_TABLE
+        from qconvert.quant.nested_scales import TABLE as NESTED_TABLE
         from qconvert.quant.nibbles import pack_nibbles
 
-        if isinstance(value, Dense):
-            yield Part(tensor.name, start, value.rows_RI)
+        if isinstance(value, DenseRows):
+            yield ArrayRows(tensor.name, start, value.rows_RI)
             return
-        assert isinstance(value, Coded)
-        codes, scales, *others = self.parts(tensor)
-        if value.form.table == "int8":
-            yield Part(codes.name, start, value.codes_RI.view(np.int8))
-            yield Part(scales.name, start, value.scales_RG)
+        assert isinstance(value, CodebookRows)
+        codes, scales, *others = self.stored_arrays(tensor)
+        if value.encoding.table == "int8":
+            yield ArrayRows(codes.name, start, value.codes_RI.view(np.int8))
+            yield ArrayRows(scales.name, start, value.scales_RG)
             if start == 0:
-                yield Part(others[0].name, 0, np.zeros((1, 1), np.uint8))
+                yield ArrayRows(others[0].name, 0, np.zeros((1, 1), np.uint8))
             return
         table, *upper, state = others
         packed = pack_nibbles(value.codes_RI, high_first=True)
         blocks = start * value.scales_RG.shape[1]
         stored_RG = value.nested.codes_RG if value.nested else value.scales_RG
-        yield Part(codes.name, start * packed.shape[1], packed.reshape(-1, 1))
-        yield Part(scales.name, blocks, stored_RG.reshape(-1, 1))
+        yield ArrayRows(codes.name, start * packed.shape[1], packed.reshape(-1, 1))
+        yield ArrayRows(scales.name, blocks, stored_RG.reshape(-1, 1))
         if value.nested:
-            yield Part(upper[0].name, blocks // _NESTED_BLOCK, value.nested.upper_B.reshape(-1, 1))
+            yield ArrayRows(upper[0].name, blocks // _NESTED_BLOCK, value.nested.upper_B.reshape(-1, 1))
         if start == 0:
             spelled = _state(tensor, value.nested.offset if value.nested else 0.0)
-            yield Part(table.name, 0, TABLES[value.form.table].reshape(-1, 1))
-            yield Part(state.name, 0, np.frombuffer(spelled, np.uint8).reshape(-1, 1))
+            yield ArrayRows(table.name, 0, TABLES[value.encoding.table].reshape(-1, 1))
+            yield ArrayRows(state.name, 0, np.frombuffer(spelled, np.uint8).reshape(-1, 1))
             if value.nested:
-                yield Part(upper[1].name, 0, NESTED_TABLE.reshape(-1, 1))
+                yield ArrayRows(upper[1].name, 0, NESTED_TABLE.reshape(-1, 1))
 
-    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
+    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back; nested scales come resolved, as float32."""
         from qconvert.quant.nibbles import unpack_nibbles
 
-        form, name, width = tensor.form, tensor.name, tensor.width
-        if isinstance(form, Plain):
-            return Dense(source.read(name, start, stop), form.dtype)
-        assert isinstance(form, Codebook), form
-        if form.table == "int8":
+        encoding, name, width = tensor.encoding, tensor.name, tensor.width
+        if isinstance(encoding, Unquantized):
+            return DenseRows(source.read(name, start, stop), encoding.dtype)
+        assert isinstance(encoding, Codebook), encoding
+        if encoding.table == "int8":
             scales_R1 = source.read(f"{name.removesuffix('.weight')}.SCB", start, stop)
-            return Coded(source.read(name, start, stop).view(np.uint8), scales_R1, form)
+            return CodebookRows(source.read(name, start, stop).view(np.uint8), scales_R1, encoding)
         bytes_RB = source.read(name, start * width // 2, stop * width // 2).reshape(stop - start, width // 2)
-        groups = form.groups(width)
+        groups = encoding.groups(width)
         scales_B = _scales(tensor, source, start * groups, stop * groups)
-        return Coded(unpack_nibbles(bytes_RB, high_first=True), scales_B.reshape(stop - start, groups), form)
+        return CodebookRows(
+            unpack_nibbles(bytes_RB, high_first=True), scales_B.reshape(stop - start, groups), encoding
+        )
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """What config.json says about modules of these forms, of which all linears have one."""
-        form = only_form(quantized, NAME)
-        assert isinstance(form, Codebook)
-        eight = form.table == "int8"
+        encoding = only_form(quantized, NAME)
+        assert isinstance(encoding, Codebook)
+        eight = encoding.table == "int8"
         settings = {
             "quant_method": NAME,
             "_load_in_4bit": not eight,
             "_load_in_8bit": eight,
             "load_in_4bit": not eight,
             "load_in_8bit": eight,
-            "bnb_4bit_compute_dtype": "float32" if eight else _NAMES[form.decoded],
+            "bnb_4bit_compute_dtype": "float32" if eight else _NAMES[encoding.decoded],
             "bnb_4bit_quant_storage": "uint8",
-            "bnb_4bit_quant_type": "fp4" if eight else form.table,
-            "bnb_4bit_use_double_quant": form.second == "nested",
+            "bnb_4bit_quant_type": "fp4" if eight else encoding.table,
+            "bnb_4bit_use_double_quant": encoding.second == "nested",
             "llm_int8_enable_fp32_cpu_offload": False,
             "llm_int8_has_fp16_weight": False,
             "llm_int8_skip_modules": sorted(kept) or None,
@@ -153,34 +161,34 @@ class BitsAndBytes:
         return {"quantization_config": settings}
 
 
-def _state(tensor: Logical, offset: float = 0.0) -> bytes:
+def _state(tensor: ModelTensor, offset: float = 0.0) -> bytes:
     """The bytes of quant_state, spelled as bitsandbytes spells them.
 
     With an offset of nested scales, spaces fill them up: their number must not depend on the weights.
     """
-    form = tensor.form
-    assert isinstance(form, Codebook)
+    encoding = tensor.encoding
+    assert isinstance(encoding, Codebook)
     state: Json = {
-        "quant_type": form.table,
-        "blocksize": form.group_size,
-        "dtype": _NAMES[form.decoded],
+        "quant_type": encoding.table,
+        "blocksize": encoding.group_size,
+        "dtype": _NAMES[encoding.decoded],
         "shape": list(tensor.shape),
     }
-    if form.second is None:
+    if encoding.second is None:
         return json.dumps(state).encode()
     nested = {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": offset}
     room = len(json.dumps(state | nested | {"nested_offset": ""})) + _LONGEST_NUMBER
     return json.dumps(state | nested).ljust(room).encode()
 
 
-def _scales(tensor: Logical, source: Source, first: int, last: int) -> np.ndarray:
+def _scales(tensor: ModelTensor, source: Source, first: int, last: int) -> np.ndarray:
     """The absmax of blocks [first, last), float32."""
-    form, name = tensor.form, tensor.name
-    assert isinstance(form, Codebook)
+    encoding, name = tensor.encoding, tensor.name
+    assert isinstance(encoding, Codebook)
     stored = source.read(f"{name}.absmax", first, last).ravel()
-    if form.second != "nested":
+    if encoding.second != "nested":
         return stored
-    offset = np.float32(_stored_state(source, name, form.table)["nested_offset"])
+    offset = np.float32(_stored_state(source, name, encoding.table)["nested_offset"])
     table = source.read(f"{name}.nested_quant_map", 0, 256).ravel()
     per_block = source.read(
         f"{name}.nested_absmax", first // _NESTED_BLOCK, -(-last // _NESTED_BLOCK)
@@ -198,12 +206,12 @@ def _stored_state(source: Source, name: str, table: str) -> Json:
     return parse_json_object(source.read(array, 0, spec.count).tobytes(), array)
 
 
-def open_bitsandbytes(source: Source, config: Json) -> tuple[BitsAndBytes, dict[str, Logical]]:
+def open_bitsandbytes(source: Source, config: Json) -> tuple[BitsAndBytes, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its logical tensors, by HF weight name.
 
     CorruptCheckpoint names the array where shapes, quant_state and code book disagree.
     """
-    found: dict[str, Logical] = {}
+    found: dict[str, ModelTensor] = {}
     used: set[str] = set()
     for array in source.specs:
         name, state, table = array.rpartition(_STATE)
@@ -214,13 +222,13 @@ def open_bitsandbytes(source: Source, config: Json) -> tuple[BitsAndBytes, dict[
             found[name] = _int8(name, source, config)
         else:
             continue
-        used |= {array, *(spec.name for spec in BitsAndBytes().parts(found[name]))}
+        used |= {array, *(spec.name for spec in BitsAndBytes().stored_arrays(found[name]))}
     found = plain_rest(source, used, found)
     check_claimed(found, NAME, "quant_state and no SCB")
     return BitsAndBytes(), found
 
 
-def _four_bits(name: str, table: str, source: Source) -> Logical:
+def _four_bits(name: str, table: str, source: Source) -> ModelTensor:
     from qconvert.quant.codebook import TABLES
 
     state = _stored_state(source, name, table)
@@ -240,14 +248,14 @@ def _four_bits(name: str, table: str, source: Source) -> Logical:
         raise UnsupportedModel(
             f"{name}{_STATE}{table}: nested absmax {shown(state)} is not read here", _DEQUANTIZE
         )
-    form = Codebook(table, block, DType.F32, dtype, second="nested" if nested else None)
-    tensor = Logical(name, (shape[0], shape[1]), form)
-    for spec in BitsAndBytes().parts(tensor):
-        stored = require(source, spec.name, f"{form.label} of shape {shape} needs it")
+    encoding = Codebook(table, block, DType.F32, dtype, second="nested" if nested else None)
+    tensor = ModelTensor(name, (shape[0], shape[1]), encoding)
+    for spec in BitsAndBytes().stored_arrays(tensor):
+        stored = require(source, spec.name, f"{encoding.label} of shape {shape} needs it")
         if "quant_state" not in spec.name and _of(stored) != _of(spec):
             raise CorruptCheckpoint(
-                f"{spec.name}: {stored.dtype.label} {list(stored.shape)}, but {form.label} of shape {shape} "
-                f"needs {spec.dtype.label} {list(spec.shape)}",
+                f"{spec.name}: {stored.dtype.label} {list(stored.shape)}, but {encoding.label} of shape "
+                f"{shape} needs {spec.dtype.label} {list(spec.shape)}",
                 APART,
             )
     if not np.array_equal(source.read(f"{name}.quant_map", 0, 16).ravel(), TABLES[table]):
@@ -263,10 +271,10 @@ def _of(spec: TensorSpec) -> tuple[DType, int, int]:
     return spec.dtype, spec.rows, spec.width
 
 
-def _int8(name: str, source: Source, config: Json) -> Logical:
+def _int8(name: str, source: Source, config: Json) -> ModelTensor:
     weight = part(source, name, "its SCB is there", dims=(2,), dtypes=(DType.I8,))
-    tensor = Logical(name, weight.shape, Codebook("int8", None, DType.F32, dtype_of(config)))
-    for spec in BitsAndBytes().parts(tensor):
+    tensor = ModelTensor(name, weight.shape, Codebook("int8", None, DType.F32, dtype_of(config)))
+    for spec in BitsAndBytes().stored_arrays(tensor):
         stored = require(source, spec.name, f"{name} is int8")
         if _of(stored) != _of(spec):
             raise CorruptCheckpoint(

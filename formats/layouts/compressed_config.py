@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping
 
-from qconvert.tensors import Codebook, DType, GroupInt, GroupMin, Json, Quantized
+from qconvert.core.dtypes import DType, Json
+from qconvert.core.encodings import AffineInt, AffineMin, Codebook, Quantized
 
 NAME = "compressed-tensors"
 PACKED = "pack-quantized"
@@ -22,15 +23,15 @@ FORMATS = (PACKED, INT, FLOAT, MXFP4, NVFP4)
 LIBRARY_VERSION = "0.20.0"
 
 
-def format_of(form: Quantized, loose: Container[GroupInt] = ()) -> str:
+def format_of(encoding: Quantized, loose: Container[AffineInt] = ()) -> str:
     """The library's name for the way a form is stored; `loose` integers have a byte for each code."""
-    if isinstance(form, Codebook):
-        return {DType.F8_E8M0: MXFP4, DType.F8_E4M3: NVFP4}.get(form.scale_dtype, FLOAT)
-    return INT if form in loose else PACKED
+    if isinstance(encoding, Codebook):
+        return {DType.F8_E8M0: MXFP4, DType.F8_E4M3: NVFP4}.get(encoding.scale_dtype, FLOAT)
+    return INT if encoding in loose else PACKED
 
 
 def quantization_config(
-    quantized: Mapping[str, Quantized], kept_linears: Iterable[str], loose: Container[GroupInt] = ()
+    quantized: Mapping[str, Quantized], kept_linears: Iterable[str], loose: Container[AffineInt] = ()
 ) -> Json:
     """The `quantization_config` of a checkpoint whose modules `quantized` have these forms.
 
@@ -40,20 +41,20 @@ def quantization_config(
     """
     ignore = sorted(set(kept_linears))
     by_form: dict[Quantized, list[str]] = {}
-    for module, form in quantized.items():
-        by_form.setdefault(form, []).append(module)
+    for module, encoding in quantized.items():
+        by_form.setdefault(encoding, []).append(module)
     uniform = len(by_form) == 1 and not any("embed" in module for module in quantized)
     groups = {
         f"group_{i}": {
             "targets": ["Linear"] if uniform else patterns(modules),
-            "format": format_of(form, loose),
-            "input_activations": _activations(form, loose),
+            "format": format_of(encoding, loose),
+            "input_activations": _activations(encoding, loose),
             "output_activations": None,
-            "weights": _weights_args(form),
+            "weights": _weights_args(encoding),
         }
-        for i, (form, modules) in enumerate(by_form.items())
+        for i, (encoding, modules) in enumerate(by_form.items())
     }
-    formats = {format_of(form, loose) for form in by_form}
+    formats = {format_of(encoding, loose) for encoding in by_form}
     return {
         "quant_method": NAME,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
@@ -66,15 +67,15 @@ def quantization_config(
     }
 
 
-def _weights_args(form: Quantized) -> Json:
-    assert not isinstance(form, GroupMin), form
-    symmetric = isinstance(form, Codebook) or form.symmetric
+def _weights_args(encoding: Quantized) -> Json:
+    assert not isinstance(encoding, AffineMin), encoding
+    symmetric = isinstance(encoding, Codebook) or encoding.symmetric
     args: Json = {
-        "num_bits": form.bits,
-        "type": "float" if isinstance(form, Codebook) else "int",
+        "num_bits": encoding.bits,
+        "type": "float" if isinstance(encoding, Codebook) else "int",
         "symmetric": symmetric,
-        "strategy": "channel" if form.group_size is None else "group",
-        "group_size": form.group_size,
+        "strategy": "channel" if encoding.group_size is None else "group",
+        "group_size": encoding.group_size,
         "dynamic": False,
         "actorder": None,
         "observer": "minmax",
@@ -82,36 +83,36 @@ def _weights_args(form: Quantized) -> Json:
         "block_structure": None,
         **({} if symmetric else {"zp_dtype": "torch.int8"}),
     }
-    return args | (_float_args(form) if isinstance(form, Codebook) else {})
+    return args | (_float_args(encoding) if isinstance(encoding, Codebook) else {})
 
 
-def _float_args(form: Codebook) -> Json:
+def _float_args(encoding: Codebook) -> Json:
     """What float weights say about their scales."""
-    if form.group_rows is None:
+    if encoding.group_rows is None:
         return {"strategy": "tensor", "group_size": None}
-    if form.group_rows > 1:
-        blocks = [form.group_rows, form.group_size]
+    if encoding.group_rows > 1:
+        blocks = [encoding.group_rows, encoding.group_size]
         return {"strategy": "block", "group_size": None, "block_structure": blocks}
-    if form.scale_dtype is DType.F8_E8M0:
+    if encoding.scale_dtype is DType.F8_E8M0:
         return {"scale_dtype": "torch.uint8"}
-    if form.second == "divided":
+    if encoding.second == "divided":
         return {"strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"}
     return {}
 
 
-def _activations(form: Quantized, loose: Container[GroupInt]) -> Json | None:
+def _activations(encoding: Quantized, loose: Container[AffineInt]) -> Json | None:
     """8-bit activations, scaled as they come, for the formats that loaders run in 8 bits."""
-    kind = format_of(form, loose)
+    kind = format_of(encoding, loose)
     if kind not in (INT, FLOAT):
         return None
-    by_block = isinstance(form, Codebook) and form.group_rows not in (1, None)
+    by_block = isinstance(encoding, Codebook) and encoding.group_rows not in (1, None)
     return {
         "num_bits": 8,
         "type": "float" if kind == FLOAT else "int",
         "symmetric": True,
         "dynamic": True,
         "strategy": "group" if by_block else "token",
-        "group_size": form.group_size if by_block else None,
+        "group_size": encoding.group_size if by_block else None,
     }
 
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Unquantized
+from qconvert.core.protocols import Source
 from qconvert.errors import CorruptCheckpoint, NotDownloaded, UnsupportedModel, shown
-from qconvert.formats.layouts.claims import APART, check_parts, part, require
 from qconvert.formats.layouts.compressed_config import FORMATS, NAME
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors, words
-from qconvert.interfaces import Source
-from qconvert.tensors import Codebook, DType, GroupInt, Json, Logical, Plain, TensorSpec
+from qconvert.formats.layouts.config_checks import APART, check_parts, part, require
 
 _SUFFIXES = ("_packed", "_global_scale", "_scale", "_zero_point", "_shape")
 _MOST_BITS = 16
 _AGAIN = "save it again with compressed-tensors, all weights packed and in their own order"
 
 
-def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTensors, dict[str, Logical]]:
+def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTensors, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its logical tensors, by HF weight name.
 
     Forms are read from the arrays' shapes and cross-checked with `quantization_config`; a part
@@ -30,32 +31,34 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
     if quantization:
         _check_format(quantization)
     declared = _declared_bits(quantization)
-    loose: set[GroupInt] = set()
+    loose: set[AffineInt] = set()
     specs = source.specs
-    found: dict[str, Logical] = {}
+    found: dict[str, ModelTensor] = {}
     for name, spec in specs.items():
         base = _base(name, source)
         if base in found:
             continue
         if base in specs and f"{base}_packed" not in specs and _is_unpacked(base, source):
             found[base] = _unpacked(base, source, quantization)
-            form = found[base].form
-            loose |= {form} if isinstance(form, GroupInt) else set()
+            encoding = found[base].encoding
+            loose |= {encoding} if isinstance(encoding, AffineInt) else set()
         elif base == name and f"{base}_packed" not in specs:
-            found[name] = Logical(name, spec.shape, Plain(spec.dtype))
+            found[name] = ModelTensor(name, spec.shape, Unquantized(spec.dtype))
         elif f"{base}_packed" in specs and specs[f"{base}_packed"].dtype is DType.U8:
             found[base] = _four_bit_floats(base, source)
         else:
             found[base] = _logical(base, source, declared)
-    if quantization and all(isinstance(t.form, Plain) for t in found.values()):
+    if quantization and all(isinstance(t.encoding, Unquantized) for t in found.values()):
         linear = next((n for n in found if n.endswith("_proj.weight")), "every weight")
         raise CorruptCheckpoint(
             f"{linear.removesuffix('.weight')}: no weight_packed, but quantization_config says {NAME}",
             "remove quantization_config from config.json if the weights are plain",
         )
     for name, tensor in found.items():
-        if tensor.form in loose and name not in specs:
-            raise UnsupportedModel(f"{name}: packed, while another {tensor.form.label} weight is not", _AGAIN)
+        if tensor.encoding in loose and name not in specs:
+            raise UnsupportedModel(
+                f"{name}: packed, while another {tensor.encoding.label} weight is not", _AGAIN
+            )
     return CompressedTensors(frozenset(loose)), found
 
 
@@ -124,7 +127,7 @@ def _blocks(quantization: Mapping[str, object]) -> list[list[int]]:
     return [b for b in blocks if isinstance(b, list) and [type(n) for n in b] == [int, int] and min(b) > 0]
 
 
-def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> Logical:
+def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> ModelTensor:
     """A weight with a byte for each code: int8, or F8_E4M3 with one scale per tensor, row or block."""
     weight, scale = source.specs[base], source.specs[f"{base}_scale"]
     if len(weight.shape) not in (2, 3):
@@ -132,19 +135,21 @@ def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> 
             f"{base}: {weight.dtype.label} {list(weight.shape)} is not read here",
             "save it again as 2-D linears, or 3-D stacks of experts",
         )
-    form: GroupInt | Codebook
+    encoding: AffineInt | Codebook
     if weight.dtype is DType.I8:
         symmetric = f"{base}_zero_point" not in source.specs
-        form = _form(8, weight.shape, scale, symmetric=symmetric)
-        return check_parts(CompressedTensors(frozenset({form})), Logical(base, weight.shape, form), source)
+        encoding = _encoding(8, weight.shape, scale, symmetric=symmetric)
+        return check_parts(
+            CompressedTensors(frozenset({encoding})), ModelTensor(base, weight.shape, encoding), source
+        )
     if not scale.dtype.is_float:
         raise CorruptCheckpoint(
             f"{scale.name}: scales of {weight.dtype.label} weights are floats, not {scale.dtype.label}", APART
         )
     if scale.count == 1 and weight.shape[0] > 1:
-        form = Codebook("e4m3", None, scale.dtype, DType.BF16, group_rows=None)
+        encoding = Codebook("e4m3", None, scale.dtype, DType.BF16, group_rows=None)
     elif scale.shape == (*weight.shape[:-1], 1):
-        form = Codebook("e4m3", None, scale.dtype, DType.BF16)
+        encoding = Codebook("e4m3", None, scale.dtype, DType.BF16)
     else:
         fitting = [b for b in _blocks(quantization) if scale.shape == _cells(weight.shape, b)]
         if not fitting:
@@ -153,8 +158,8 @@ def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> 
                 f"{base} {list(weight.shape)} (block_structure {_blocks(quantization) or None})",
                 "correct quantization_config",
             )
-        form = Codebook("e4m3", fitting[0][1], scale.dtype, DType.BF16, group_rows=fitting[0][0])
-    return check_parts(CompressedTensors(), Logical(base, weight.shape, form), source)
+        encoding = Codebook("e4m3", fitting[0][1], scale.dtype, DType.BF16, group_rows=fitting[0][0])
+    return check_parts(CompressedTensors(), ModelTensor(base, weight.shape, encoding), source)
 
 
 def _cells(shape: tuple[int, ...], block: list[int]) -> tuple[int, ...]:
@@ -162,7 +167,7 @@ def _cells(shape: tuple[int, ...], block: list[int]) -> tuple[int, ...]:
     return (*shape[:-2], *cells)
 
 
-def _four_bit_floats(base: str, source: Source) -> Logical:
+def _four_bit_floats(base: str, source: Source) -> ModelTensor:
     """MXFP4 or NVFP4, told apart by the type of their scales."""
     packed = source.specs[f"{base}_packed"]
     scale = require(source, f"{base}_scale", f"{packed.name} is there")
@@ -174,14 +179,14 @@ def _four_bit_floats(base: str, source: Source) -> Logical:
             "save it again as 2-D linears, or 3-D stacks of experts",
         )
     if scale.dtype is DType.U8:
-        form = Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
+        encoding = Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
     else:
-        form = Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16, second="divided")
-    tensor = Logical(base, (*packed.shape[:-1], packed.shape[-1] * 2), form)
+        encoding = Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16, second="divided")
+    tensor = ModelTensor(base, (*packed.shape[:-1], packed.shape[-1] * 2), encoding)
     return check_parts(CompressedTensors(), tensor, source)
 
 
-def _logical(base: str, source: Source, declared: set[int]) -> Logical:
+def _logical(base: str, source: Source, declared: set[int]) -> ModelTensor:
     specs = source.specs
     for suffix in ("_packed", "_scale", "_shape"):
         if base + suffix not in specs:
@@ -202,8 +207,8 @@ def _logical(base: str, source: Source, declared: set[int]) -> Logical:
         )
     shape = _stored_shape(base, source, packed, declared)
     bits = _bits(packed, shape, declared)
-    form = _form(bits, shape, scale, symmetric=zeros is None)
-    tensor = Logical(base, shape, form)
+    encoding = _encoding(bits, shape, scale, symmetric=zeros is None)
+    tensor = ModelTensor(base, shape, encoding)
     return check_parts(CompressedTensors(), tensor, source)
 
 
@@ -237,7 +242,7 @@ def _bits(packed: TensorSpec, shape: tuple[int, ...], declared: set[int]) -> int
     return agreed.pop()
 
 
-def _form(bits: int, shape: tuple[int, ...], scale: TensorSpec, *, symmetric: bool) -> GroupInt:
+def _encoding(bits: int, shape: tuple[int, ...], scale: TensorSpec, *, symmetric: bool) -> AffineInt:
     width = shape[-1]
     groups = scale.shape[-1] if len(scale.shape) in (2, 3) else 0
     if min(shape) < 1 or groups < 1 or width % groups or not scale.dtype.is_float:
@@ -245,4 +250,4 @@ def _form(bits: int, shape: tuple[int, ...], scale: TensorSpec, *, symmetric: bo
             f"{scale.name}: {scale.dtype.label} {list(scale.shape)} fits no {list(shape)} weight",
             APART,
         )
-    return GroupInt(bits, None if groups == 1 else width // groups, symmetric, scale.dtype)
+    return AffineInt(bits, None if groups == 1 else width // groups, symmetric, scale.dtype)

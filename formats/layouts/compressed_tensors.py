@@ -17,25 +17,14 @@ from math import gcd
 
 import numpy as np
 
-from qconvert.codes import from_words
+from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized, Unquantized
+from qconvert.core.protocols import ArrayRows, Source
+from qconvert.core.values import AffineIntRows, CodebookRows, DenseRows, Value
 from qconvert.errors import BadRecipe
-from qconvert.formats.layouts.coded import CodedArrays
+from qconvert.formats.layouts.codebook_arrays import CodedArrays
 from qconvert.formats.layouts.compressed_config import NAME, quantization_config
-from qconvert.interfaces import Part, Source
-from qconvert.tensors import (
-    Codebook,
-    Coded,
-    Dense,
-    DType,
-    GroupInt,
-    IntAffine,
-    Json,
-    Logical,
-    Plain,
-    Quantized,
-    TensorSpec,
-    Value,
-)
+from qconvert.quant.packed_codes import codes_of, from_words, words_of
 
 _WORD = 32
 _FP8 = CodedArrays("weight", "weight_scale")
@@ -45,8 +34,8 @@ _FP4 = CodedArrays("weight_packed", "weight_scale", divisor="weight_global_scale
 class EightBits:
     """All integer forms of 8 bits, as a container."""
 
-    def __contains__(self, form: object) -> bool:
-        return isinstance(form, GroupInt) and form.bits == 8
+    def __contains__(self, encoding: object) -> bool:
+        return isinstance(encoding, AffineInt) and encoding.bits == 8
 
 
 class CompressedTensors:
@@ -58,97 +47,99 @@ class CompressedTensors:
     name = NAME
     transposed = False
 
-    def __init__(self, loose: Container[GroupInt] = frozenset()) -> None:
+    def __init__(self, loose: Container[AffineInt] = frozenset()) -> None:
         self.loose = loose
 
-    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
+    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         """The arrays that spell a tensor, in the order they are written."""
-        form = tensor.form
-        if isinstance(form, Plain):
-            return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
-        if isinstance(form, Codebook):
-            return _coded(form).parts(tensor)
-        assert isinstance(form, GroupInt), form
+        encoding = tensor.encoding
+        if isinstance(encoding, Unquantized):
+            return (TensorSpec(tensor.name, encoding.dtype, tensor.shape),)
+        if isinstance(encoding, Codebook):
+            return _coded(encoding).stored_arrays(tensor)
+        assert isinstance(encoding, AffineInt), encoding
         *stack, rows, width = tensor.shape
-        scales_shape = (*stack, rows, form.groups(width))
-        if form in self.loose:
+        scales_shape = (*stack, rows, encoding.groups(width))
+        if encoding in self.loose:
             zeros = TensorSpec(f"{tensor.name}_zero_point", DType.I8, scales_shape)
             return (
                 TensorSpec(tensor.name, DType.I8, tensor.shape),
-                TensorSpec(f"{tensor.name}_scale", form.scale_dtype, scales_shape),
-            ) + (() if form.symmetric else (zeros,))
-        packed = TensorSpec(f"{tensor.name}_packed", DType.I32, (*stack, rows, words(width, form.bits)))
-        scale = TensorSpec(f"{tensor.name}_scale", form.scale_dtype, scales_shape)
+                TensorSpec(f"{tensor.name}_scale", encoding.scale_dtype, scales_shape),
+            ) + (() if encoding.symmetric else (zeros,))
+        packed = TensorSpec(f"{tensor.name}_packed", DType.I32, (*stack, rows, words(width, encoding.bits)))
+        scale = TensorSpec(f"{tensor.name}_scale", encoding.scale_dtype, scales_shape)
         shape = TensorSpec(f"{tensor.name}_shape", DType.I64, (len(tensor.shape),))
-        if form.symmetric:
+        if encoding.symmetric:
             return packed, scale, shape
-        if stack and rows * form.bits % _WORD:
+        if stack and rows * encoding.bits % _WORD:
             raise BadRecipe(
                 f"{tensor.name}: the zero points of {rows} rows fill no whole words of {_WORD} bits, so "
                 "those of stacked experts would share words",
                 "leave the experts apart",
             )
-        zeros_shape = (*stack, words(rows, form.bits), form.groups(width))
+        zeros_shape = (*stack, words(rows, encoding.bits), encoding.groups(width))
         zeros = TensorSpec(f"{tensor.name}_zero_point", DType.I32, zeros_shape)
         return packed, scale, zeros, shape
 
-    def row_alignment(self, tensor: Logical) -> int:
+    def row_alignment(self, tensor: ModelTensor) -> int:
         """Zero points of several rows share a word; everything else is spelled row by row."""
-        form = tensor.form
-        if isinstance(form, Codebook):
-            return _coded(form).row_alignment(tensor)
-        if not isinstance(form, GroupInt) or form.symmetric or form in self.loose:
+        encoding = tensor.encoding
+        if isinstance(encoding, Codebook):
+            return _coded(encoding).row_alignment(tensor)
+        if not isinstance(encoding, AffineInt) or encoding.symmetric or encoding in self.loose:
             return 1
-        return _WORD // gcd(form.bits, _WORD)
+        return _WORD // gcd(encoding.bits, _WORD)
 
-    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
         """Spell rows [start, start + value.rows); `start` is a multiple of the row alignment."""
         name = tensor.name
-        if isinstance(value, Dense):
-            yield Part(name, start, value.rows_RI)
+        if isinstance(value, DenseRows):
+            yield ArrayRows(name, start, value.rows_RI)
             return
-        if isinstance(value, Coded):
-            yield from _coded(value.form).encode(tensor, start, value)
+        if isinstance(value, CodebookRows):
+            yield from _coded(value.encoding).encode(tensor, start, value)
             return
-        assert isinstance(value, IntAffine)
-        bits = value.form.bits
-        if value.form in self.loose:
-            yield Part(name, start, _signed(value.codes_RI, bits))
-            yield Part(f"{name}_scale", start, value.scales_RG)
+        assert isinstance(value, AffineIntRows)
+        bits = value.encoding.bits
+        if value.encoding in self.loose:
+            yield ArrayRows(name, start, _signed(codes_of(value), bits))
+            yield ArrayRows(f"{name}_scale", start, value.scales_RG)
             if value.zeros_RG is not None:
-                yield Part(f"{name}_zero_point", start, _signed(value.zeros_RG, bits))
+                yield ArrayRows(f"{name}_zero_point", start, _signed(value.zeros_RG, bits))
             return
-        yield Part(f"{name}_packed", start, value.words_RW)
-        yield Part(f"{name}_scale", start, value.scales_RG)
+        yield ArrayRows(f"{name}_packed", start, words_of(value))
+        yield ArrayRows(f"{name}_scale", start, value.scales_RG)
         if value.zeros_RG is not None:
-            from qconvert.quant.packing import pack_rows  # which loads numba
+            from qconvert.quant.simd.packing import pack_rows
 
-            yield Part(f"{name}_zero_point", start * bits // _WORD, pack_rows(value.zeros_RG, bits))
+            yield ArrayRows(f"{name}_zero_point", start * bits // _WORD, pack_rows(value.zeros_RG, bits))
         if start == 0:
-            yield Part(f"{name}_shape", 0, np.array(tensor.shape, "<i8").reshape(-1, 1))
+            yield ArrayRows(f"{name}_shape", 0, np.array(tensor.shape, "<i8").reshape(-1, 1))
 
-    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
+    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back as the value they spell."""
-        name, form = tensor.name, tensor.form
-        if isinstance(form, Plain):
-            return Dense(source.read(name, start, stop), form.dtype)
-        if isinstance(form, Codebook):
-            return _coded(form).decode(tensor, source, start, stop)
-        assert isinstance(form, GroupInt), form
-        if form in self.loose:
-            codes, scales, *signed = (source.read(spec.name, start, stop) for spec in self.parts(tensor))
-            unsigned = _unsigned(signed[0], form.bits) if signed else None
-            return IntAffine(_unsigned(codes, form.bits), scales, unsigned, form)
-        codes = from_words(source.read(f"{name}_packed", start, stop), form.bits, tensor.width)
+        name, encoding = tensor.name, tensor.encoding
+        if isinstance(encoding, Unquantized):
+            return DenseRows(source.read(name, start, stop), encoding.dtype)
+        if isinstance(encoding, Codebook):
+            return _coded(encoding).decode(tensor, source, start, stop)
+        assert isinstance(encoding, AffineInt), encoding
+        if encoding in self.loose:
+            codes, scales, *signed = (
+                source.read(spec.name, start, stop) for spec in self.stored_arrays(tensor)
+            )
+            unsigned = _unsigned(signed[0], encoding.bits) if signed else None
+            return AffineIntRows(_unsigned(codes, encoding.bits), scales, unsigned, encoding)
+        codes = from_words(source.read(f"{name}_packed", start, stop), encoding.bits, tensor.width)
         scales = source.read(f"{name}_scale", start, stop)
-        zeros = None if form.symmetric else self._zeros(tensor, source, start, stop)
-        return IntAffine(codes, scales, zeros, form)
+        zeros = None if encoding.symmetric else self._zeros(tensor, source, start, stop)
+        return AffineIntRows(codes, scales, zeros, encoding)
 
-    def _zeros(self, tensor: Logical, source: Source, start: int, stop: int) -> np.ndarray:
-        from qconvert.quant.packing import unpack_rows
+    def _zeros(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> np.ndarray:
+        from qconvert.quant.simd.packing import unpack_rows
 
-        assert isinstance(tensor.form, GroupInt)
-        bits, aligned = tensor.form.bits, start - start % self.row_alignment(tensor)
+        assert isinstance(tensor.encoding, AffineInt)
+        bits, aligned = tensor.encoding.bits, start - start % self.row_alignment(tensor)
         packed = source.read(f"{tensor.name}_zero_point", aligned * bits // _WORD, words(stop, bits))
         return unpack_rows(packed, bits, stop - aligned)[start - aligned :]
 
@@ -157,8 +148,8 @@ class CompressedTensors:
         return {"quantization_config": quantization_config(quantized, kept, self.loose)}
 
 
-def _coded(form: Codebook) -> CodedArrays:
-    return _FP8 if form.bits == 8 else _FP4
+def _coded(encoding: Codebook) -> CodedArrays:
+    return _FP8 if encoding.bits == 8 else _FP4
 
 
 def _signed(codes: np.ndarray, bits: int) -> np.ndarray:

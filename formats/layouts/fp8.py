@@ -11,8 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.core.encodings import Codebook, ModelTensor, Quantized, Unquantized
+from qconvert.core.protocols import ArrayRows, Source
+from qconvert.core.values import CodebookRows, DenseRows, Value
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.formats.layouts.claims import (
+from qconvert.formats.layouts.codebook_arrays import CodedArrays
+from qconvert.formats.layouts.config_checks import (
     check_claimed,
     check_parts,
     dtype_of,
@@ -20,10 +25,7 @@ from qconvert.formats.layouts.claims import (
     require,
     settings_of,
 )
-from qconvert.formats.layouts.coded import CodedArrays
-from qconvert.formats.layouts.uniform import only_form
-from qconvert.interfaces import Part, Source
-from qconvert.tensors import Codebook, Coded, Dense, DType, Json, Logical, Plain, Quantized, TensorSpec, Value
+from qconvert.formats.layouts.single_setting import only_form
 
 NAME = "fp8"
 BLOCK = 128
@@ -37,45 +39,45 @@ class FP8:
     name: str = NAME
     transposed: bool = False
 
-    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
+    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         """The arrays that spell a tensor, in the order they are written."""
-        form = tensor.form
-        if isinstance(form, Plain):
-            return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
-        return _CODED.parts(tensor)
+        encoding = tensor.encoding
+        if isinstance(encoding, Unquantized):
+            return (TensorSpec(tensor.name, encoding.dtype, tensor.shape),)
+        return _CODED.stored_arrays(tensor)
 
-    def row_alignment(self, tensor: Logical) -> int:
+    def row_alignment(self, tensor: ModelTensor) -> int:
         """The rows of a block share its scales."""
-        return 1 if isinstance(tensor.form, Plain) else _CODED.row_alignment(tensor)
+        return 1 if isinstance(tensor.encoding, Unquantized) else _CODED.row_alignment(tensor)
 
-    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
         """Spell rows [start, start + value.rows); `start` is a multiple of the row alignment."""
-        if isinstance(value, Dense):
-            yield Part(tensor.name, start, value.rows_RI)
+        if isinstance(value, DenseRows):
+            yield ArrayRows(tensor.name, start, value.rows_RI)
         else:
-            assert isinstance(value, Coded)
+            assert isinstance(value, CodebookRows)
             yield from _CODED.encode(tensor, start, value)
 
-    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
+    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back."""
-        if isinstance(tensor.form, Plain):
-            return Dense(source.read(tensor.name, start, stop), tensor.form.dtype)
+        if isinstance(tensor.encoding, Unquantized):
+            return DenseRows(source.read(tensor.name, start, stop), tensor.encoding.dtype)
         return _CODED.decode(tensor, source, start, stop)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """What config.json says about modules of these forms, of which all linears have one."""
-        form = only_form(quantized, NAME)
+        encoding = only_form(quantized, NAME)
         settings = {
             "quant_method": NAME,
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, form.group_size],
+            "weight_block_size": [BLOCK, encoding.group_size],
             "modules_to_not_convert": sorted(kept) or None,
         }
         return {"quantization_config": settings}
 
 
-def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, Logical]]:
+def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its logical tensors, by HF weight name."""
     settings = settings_of(config)
     block = settings.get("weight_block_size")
@@ -88,7 +90,7 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, Logical]]:
         )
     assert isinstance(block, list)
     decoded = dtype_of(config)
-    found: dict[str, Logical] = {}
+    found: dict[str, ModelTensor] = {}
     used: set[str] = set()
     for name, spec in source.specs.items():
         if spec.dtype is not DType.F8_E4M3:
@@ -98,8 +100,8 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, Logical]]:
             raise CorruptCheckpoint(
                 f"{scales.name}: {scales.dtype.label} scales of {list(spec.shape)} weights"
             )
-        form = Codebook("e4m3", block[1], scales.dtype, decoded, group_rows=block[0])
-        found[name] = check_parts(FP8(), Logical(name, spec.shape, form), source)
+        encoding = Codebook("e4m3", block[1], scales.dtype, decoded, group_rows=block[0])
+        found[name] = check_parts(FP8(), ModelTensor(name, spec.shape, encoding), source)
         used |= {name, scales.name}
     found = plain_rest(source, used, found)
     check_claimed(found, NAME, "weight_scale_inv")

@@ -15,8 +15,12 @@ from math import gcd
 
 import numpy as np
 
+from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.core.encodings import AffineInt, ModelTensor, Quantized, Unquantized
+from qconvert.core.protocols import ArrayRows, Source
+from qconvert.core.values import AffineIntRows, DenseRows, Value
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.formats.layouts.claims import (
+from qconvert.formats.layouts.config_checks import (
     APART,
     check_claimed,
     check_parts,
@@ -28,20 +32,8 @@ from qconvert.formats.layouts.claims import (
     settings_of,
 )
 from qconvert.formats.layouts.gptq_dynamic import claimed, settings_of_forms, symmetric
-from qconvert.interfaces import Part, Source
-from qconvert.quant.transpose import transposed
-from qconvert.tensors import (
-    Dense,
-    DType,
-    GroupInt,
-    IntAffine,
-    Json,
-    Logical,
-    Plain,
-    Quantized,
-    TensorSpec,
-    Value,
-)
+from qconvert.quant.packed_codes import words_of
+from qconvert.quant.simd.transpose import transposed
 
 NAME = "gptq"
 BITS = (2, 3, 4, 8)
@@ -61,84 +53,84 @@ class GPTQ:
     def name(self) -> str:
         return NAME if self.version == 1 else f"{NAME}_v2"
 
-    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
+    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         """The arrays that spell a tensor, in the order they are written."""
-        form = tensor.form
-        if isinstance(form, Plain):
-            return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
-        assert isinstance(form, GroupInt), form
+        encoding = tensor.encoding
+        if isinstance(encoding, Unquantized):
+            return (TensorSpec(tensor.name, encoding.dtype, tensor.shape),)
+        assert isinstance(encoding, AffineInt), encoding
         rows, width = matrix_shape(tensor, self.name)
-        groups, base = form.groups(width), _base(tensor)
+        groups, base = encoding.groups(width), _base(tensor)
         made = (
-            TensorSpec(f"{base}.qweight", DType.I32, (width * form.bits // _WORD, rows)),
-            TensorSpec(f"{base}.scales", form.scale_dtype, (groups, rows)),
-            TensorSpec(f"{base}.qzeros", DType.I32, (groups, rows * form.bits // _WORD)),
+            TensorSpec(f"{base}.qweight", DType.I32, (width * encoding.bits // _WORD, rows)),
+            TensorSpec(f"{base}.scales", encoding.scale_dtype, (groups, rows)),
+            TensorSpec(f"{base}.qzeros", DType.I32, (groups, rows * encoding.bits // _WORD)),
         )
         return made if self.groupless else (*made, TensorSpec(f"{base}.g_idx", DType.I32, (width,)))
 
-    def row_alignment(self, tensor: Logical) -> int:
+    def row_alignment(self, tensor: ModelTensor) -> int:
         """Zeros of several rows share a word."""
-        form = tensor.form
-        return _WORD // gcd(form.bits, _WORD) if isinstance(form, GroupInt) else 1
+        encoding = tensor.encoding
+        return _WORD // gcd(encoding.bits, _WORD) if isinstance(encoding, AffineInt) else 1
 
-    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
         """Spell rows [start, start + value.rows); `start` is a multiple of the row alignment."""
-        if isinstance(value, Dense):
-            yield Part(tensor.name, start, value.rows_RI)
+        if isinstance(value, DenseRows):
+            yield ArrayRows(tensor.name, start, value.rows_RI)
             return
-        assert isinstance(value, IntAffine)
-        bits, base = value.form.bits, _base(tensor)
+        assert isinstance(value, AffineIntRows)
+        bits, base = value.encoding.bits, _base(tensor)
         if self.version == 1 and value.zeros_RG is not None and (value.zeros_RG == 0).any():
             raise BadRecipe(
                 f"{tensor.name}: has zeros of 0, which gptq (v1) stores as -1; not every loader undoes that",
                 "convert --to gptq_v2",
             )
-        yield Part(f"{base}.qweight", 0, transposed(value.words_RW), column=start)
-        yield Part(f"{base}.scales", 0, transposed(value.scales_RG), column=start)
-        yield Part(f"{base}.qzeros", 0, self._zero_words(value), column=start * bits // _WORD)
+        yield ArrayRows(f"{base}.qweight", 0, transposed(words_of(value)), column=start)
+        yield ArrayRows(f"{base}.scales", 0, transposed(value.scales_RG), column=start)
+        yield ArrayRows(f"{base}.qzeros", 0, self._zero_words(value), column=start * bits // _WORD)
         if start == 0 and not self.groupless:
-            order_I = _in_sequence(value.width, value.form) if value.groups_I is None else value.groups_I
-            yield Part(f"{base}.g_idx", 0, order_I.reshape(-1, 1))
+            order_I = _in_sequence(value.width, value.encoding) if value.groups_I is None else value.groups_I
+            yield ArrayRows(f"{base}.g_idx", 0, order_I.reshape(-1, 1))
 
-    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
+    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back; CorruptCheckpoint for zeros that a symmetric grid cannot have."""
-        form = tensor.form
-        if isinstance(form, Plain):
-            return Dense(source.read(tensor.name, start, stop), form.dtype)
-        assert isinstance(form, GroupInt), form
+        encoding = tensor.encoding
+        if isinstance(encoding, Unquantized):
+            return DenseRows(source.read(tensor.name, start, stop), encoding.dtype)
+        assert isinstance(encoding, AffineInt), encoding
         base, width = _base(tensor), tensor.width
-        groups = form.groups(width)
+        groups = encoding.groups(width)
         columns = (start, stop)
-        words_WR = source.read(f"{base}.qweight", 0, width * form.bits // _WORD, columns=columns)
+        words_WR = source.read(f"{base}.qweight", 0, width * encoding.bits // _WORD, columns=columns)
         scales_GR = source.read(f"{base}.scales", 0, groups, columns=columns)
         zeros_RG = self._zeros(tensor, source, start, stop)
-        order_I = source.read(f"{base}.g_idx", 0, width).ravel() if form.act_order else None
-        return IntAffine(transposed(words_WR), transposed(scales_GR), zeros_RG, form, order_I)
+        order_I = source.read(f"{base}.g_idx", 0, width).ravel() if encoding.act_order else None
+        return AffineIntRows(transposed(words_WR), transposed(scales_GR), zeros_RG, encoding, order_I)
 
-    def _zeros(self, tensor: Logical, source: Source, start: int, stop: int) -> np.ndarray | None:
+    def _zeros(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> np.ndarray | None:
         """The true zeros of rows [start, stop), uint8 [rows, groups]; None for a symmetric grid."""
-        form = tensor.form
-        assert isinstance(form, GroupInt)
+        encoding = tensor.encoding
+        assert isinstance(encoding, AffineInt)
         aligned = start - start % self.row_alignment(tensor)
-        columns = (aligned * form.bits // _WORD, -(-stop * form.bits // _WORD))
-        words_GW = source.read(f"{_base(tensor)}.qzeros", 0, form.groups(tensor.width), columns=columns)
-        if form.symmetric and (words_GW == self._middle_words(form.bits, words_GW.shape[1])).all():
+        columns = (aligned * encoding.bits // _WORD, -(-stop * encoding.bits // _WORD))
+        words_GW = source.read(f"{_base(tensor)}.qzeros", 0, encoding.groups(tensor.width), columns=columns)
+        if encoding.symmetric and (words_GW == self._middle_words(encoding.bits, words_GW.shape[1])).all():
             return None
-        from qconvert.quant.packing import unpack_stream  # which loads numba
+        from qconvert.quant.simd.packing import unpack_stream
 
-        stored_GR = unpack_stream(words_GW, form.bits, stop - aligned)[:, start - aligned :]
-        zeros_RG = transposed(self._shifted(stored_GR, form.bits, 1))
-        if not form.symmetric:
+        stored_GR = unpack_stream(words_GW, encoding.bits, stop - aligned)[:, start - aligned :]
+        zeros_RG = transposed(self._shifted(stored_GR, encoding.bits, 1))
+        if not encoding.symmetric:
             return zeros_RG
-        _check_symmetric(f"{_base(tensor)}.qzeros", zeros_RG, form, self.version)
+        _check_symmetric(f"{_base(tensor)}.qzeros", zeros_RG, encoding, self.version)
         return None
 
-    def _zero_words(self, value: IntAffine) -> np.ndarray:
+    def _zero_words(self, value: AffineIntRows) -> np.ndarray:
         """The zeros of all groups as they are stored, int32 [groups, rows * bits / 32]."""
-        bits, (rows, groups) = value.form.bits, value.scales_RG.shape
+        bits, (rows, groups) = value.encoding.bits, value.scales_RG.shape
         if value.zeros_RG is None:
             return np.tile(self._middle_words(bits, rows * bits // _WORD), (groups, 1))
-        from qconvert.quant.packing import pack_stream  # which loads numba
+        from qconvert.quant.simd.packing import pack_stream
 
         return pack_stream(transposed(self._shifted(value.zeros_RG, bits, -1)), bits)
 
@@ -164,16 +156,16 @@ class GPTQ:
         return {"quantization_config": settings}
 
 
-def _base(tensor: Logical) -> str:
+def _base(tensor: ModelTensor) -> str:
     return tensor.name.removesuffix(".weight")
 
 
-def _in_sequence(width: int, form: GroupInt) -> np.ndarray:
-    return (np.arange(width) // (form.group_size or width)).astype(np.int32)
+def _in_sequence(width: int, encoding: AffineInt) -> np.ndarray:
+    return (np.arange(width) // (encoding.group_size or width)).astype(np.int32)
 
 
-def _check_symmetric(name: str, zeros_RG: np.ndarray, form: GroupInt, version: int) -> None:
-    middle = 1 << (form.bits - 1)
+def _check_symmetric(name: str, zeros_RG: np.ndarray, encoding: AffineInt, version: int) -> None:
+    middle = 1 << (encoding.bits - 1)
     if (zeros_RG != middle).any():
         other = int(zeros_RG[zeros_RG != middle][0])
         raise CorruptCheckpoint(
@@ -182,7 +174,7 @@ def _check_symmetric(name: str, zeros_RG: np.ndarray, form: GroupInt, version: i
         )
 
 
-def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, Logical]]:
+def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its logical tensors, by HF weight name.
 
     CorruptCheckpoint names array and key where shapes, g_idx and quantization_config disagree.
@@ -204,7 +196,7 @@ def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, Logical]]:
     return layout, found
 
 
-def _logical(base: str, source: Source, settings: Json, layout: GPTQ) -> Logical:
+def _logical(base: str, source: Source, settings: Json, layout: GPTQ) -> ModelTensor:
     why = f"{base}.qweight is there"
     qweight = part(source, f"{base}.qweight", "it holds codes of GPTQ", dims=(2,), dtypes=(DType.I32,))
     scales = part(source, f"{base}.scales", why, dims=(2,))
@@ -223,10 +215,10 @@ def _logical(base: str, source: Source, settings: Json, layout: GPTQ) -> Logical
         raise contradiction(scales.name, f"groups of {size} columns", "group_size", _listed(said))
     act_order = _act_order(f"{base}.g_idx", source, width, groups, settings)
     # A layer's output adds products up, and a sum that begins with +0 never becomes -0.
-    form = GroupInt(
+    encoding = AffineInt(
         bits, None if groups == 1 else size, symmetric(settings, base), scales.dtype, act_order, True
     )
-    tensor = Logical(f"{base}.weight", (qweight.shape[-1], width), form)
+    tensor = ModelTensor(f"{base}.weight", (qweight.shape[-1], width), encoding)
     return check_parts(layout, tensor, source)
 
 

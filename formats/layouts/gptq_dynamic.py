@@ -13,9 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from qconvert.core.dtypes import Json
+from qconvert.core.encodings import AffineInt, Quantized
 from qconvert.errors import CorruptCheckpoint, shown
-from qconvert.formats.layouts.claims import claim
-from qconvert.tensors import GroupInt, Json, Quantized
+from qconvert.formats.layouts.config_checks import claim
 
 # A name with its dots escaped or not, from beginning to end.
 _LITERAL = re.compile(r"\^?((?:[\w-]|\\?\.)+)\$?")
@@ -57,7 +58,7 @@ def _overrides(settings: Mapping[str, object]) -> Iterator[tuple[str, Json]]:
 
 def settings_of_forms(quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
     """The settings of most modules, and `dynamic` for the others and for those left plain."""
-    settings = {module: _setting(form) for module, form in quantized.items()}
+    settings = {module: _setting(encoding) for module, encoding in quantized.items()}
     found = list(settings.values())
     usual = max(found, key=found.count)
     dynamic: Json = {
@@ -69,13 +70,13 @@ def settings_of_forms(quantized: Mapping[str, Quantized], kept: list[str]) -> Js
     return {**usual, "dynamic": dynamic}
 
 
-def _setting(form: Quantized) -> Json:
-    assert isinstance(form, GroupInt)
+def _setting(encoding: Quantized) -> Json:
+    assert isinstance(encoding, AffineInt)
     return {
-        "bits": form.bits,
-        "group_size": form.group_size or -1,
-        "desc_act": form.act_order,
-        "sym": form.symmetric,
+        "bits": encoding.bits,
+        "group_size": encoding.group_size or -1,
+        "desc_act": encoding.act_order,
+        "sym": encoding.symmetric,
     }
 
 

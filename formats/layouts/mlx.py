@@ -12,9 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from qconvert.codes import from_words
+from qconvert.core.dtypes import FLOAT_DTYPES, DType, Json, TensorSpec
+from qconvert.core.encodings import AffineMin, Codebook, ModelTensor, Quantized, Unquantized
+from qconvert.core.protocols import ArrayRows, Source
+from qconvert.core.values import AffineMinRows, CodebookRows, DenseRows, Value
 from qconvert.errors import UnsupportedModel, shown
-from qconvert.formats.layouts.claims import (
+from qconvert.formats.layouts.codebook_arrays import CodedArrays
+from qconvert.formats.layouts.config_checks import (
     check_claimed,
     check_parts,
     contradiction,
@@ -23,23 +27,7 @@ from qconvert.formats.layouts.claims import (
     plain_rest,
     settings_of,
 )
-from qconvert.formats.layouts.coded import CodedArrays
-from qconvert.interfaces import Part, Source
-from qconvert.tensors import (
-    FLOAT_DTYPES,
-    Codebook,
-    Coded,
-    Dense,
-    DType,
-    GroupMin,
-    Json,
-    Logical,
-    MinAffine,
-    Plain,
-    Quantized,
-    TensorSpec,
-    Value,
-)
+from qconvert.quant.packed_codes import from_words, words_of
 
 NAME = "mlx"
 KEY = "quantization"
@@ -58,61 +46,63 @@ class MLX:
     name: str = NAME
     transposed: bool = False
 
-    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
+    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         """The arrays that spell a tensor, in the order they are written."""
-        form = tensor.form
-        if isinstance(form, Plain):
-            return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
-        if isinstance(form, Codebook):
-            return _CODED.parts(tensor)
-        assert isinstance(form, GroupMin), form
+        encoding = tensor.encoding
+        if isinstance(encoding, Unquantized):
+            return (TensorSpec(tensor.name, encoding.dtype, tensor.shape),)
+        if isinstance(encoding, Codebook):
+            return _CODED.stored_arrays(tensor)
+        assert isinstance(encoding, AffineMin), encoding
         *rows, width = tensor.shape
-        base, shape = _base(tensor.name), (*rows, form.groups(width))
+        base, shape = _base(tensor.name), (*rows, encoding.groups(width))
         return (
-            TensorSpec(tensor.name, DType.U32, (*rows, width * form.bits // 32)),
-            TensorSpec(f"{base}.scales", form.scale_dtype, shape),
-            TensorSpec(f"{base}.biases", form.scale_dtype, shape),
+            TensorSpec(tensor.name, DType.U32, (*rows, width * encoding.bits // 32)),
+            TensorSpec(f"{base}.scales", encoding.scale_dtype, shape),
+            TensorSpec(f"{base}.biases", encoding.scale_dtype, shape),
         )
 
-    def row_alignment(self, tensor: Logical) -> int:
+    def row_alignment(self, tensor: ModelTensor) -> int:
         """Rows are spelled one by one."""
         return 1
 
-    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
         """Spell rows [start, start + value.rows)."""
-        if isinstance(value, Dense):
-            yield Part(tensor.name, start, value.rows_RI)
-        elif isinstance(value, Coded):
+        if isinstance(value, DenseRows):
+            yield ArrayRows(tensor.name, start, value.rows_RI)
+        elif isinstance(value, CodebookRows):
             yield from _CODED.encode(tensor, start, value)
         else:
-            assert isinstance(value, MinAffine)
+            assert isinstance(value, AffineMinRows)
             base = _base(tensor.name)
-            yield Part(tensor.name, start, value.words_RW.view("<u4"))
-            yield Part(f"{base}.scales", start, value.scales_RG)
-            yield Part(f"{base}.biases", start, value.mins_RG)
+            yield ArrayRows(tensor.name, start, words_of(value).view("<u4"))
+            yield ArrayRows(f"{base}.scales", start, value.scales_RG)
+            yield ArrayRows(f"{base}.biases", start, value.mins_RG)
 
-    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
+    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back."""
-        form = tensor.form
-        if isinstance(form, Plain):
-            return Dense(source.read(tensor.name, start, stop), form.dtype)
-        if isinstance(form, Codebook):
+        encoding = tensor.encoding
+        if isinstance(encoding, Unquantized):
+            return DenseRows(source.read(tensor.name, start, stop), encoding.dtype)
+        if isinstance(encoding, Codebook):
             return _CODED.decode(tensor, source, start, stop)
-        assert isinstance(form, GroupMin), form
+        assert isinstance(encoding, AffineMin), encoding
         base, words = _base(tensor.name), source.read(tensor.name, start, stop)
-        return MinAffine(
-            from_words(words.view("<i4"), form.bits, tensor.width),
+        return AffineMinRows(
+            from_words(words.view("<i4"), encoding.bits, tensor.width),
             source.read(f"{base}.scales", start, stop),
             source.read(f"{base}.biases", start, stop),
-            form,
+            encoding,
         )
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """What config.json says about modules of these forms: the commonest first, then each other."""
-        forms = list(quantized.values())
-        default = max(dict.fromkeys(forms), key=forms.count)
+        encodings = list(quantized.values())
+        default = max(dict.fromkeys(encodings), key=encodings.count)
         settings = _setting(default)
-        settings |= {module: _setting(form) for module, form in quantized.items() if form != default}
+        settings |= {
+            module: _setting(encoding) for module, encoding in quantized.items() if encoding != default
+        }
         settings |= {module: False for module in sorted(kept) if module != "lm_head"}
         return {KEY: settings, "quantization_config": settings}
 
@@ -121,13 +111,13 @@ def _base(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _setting(form: Quantized) -> Json:
-    modes = (name for name, (size, _) in _MODES.items() if size == form.group_size)
-    mode = "affine" if isinstance(form, GroupMin) else next(modes)
-    return {"group_size": form.group_size, "bits": form.bits, "mode": mode}
+def _setting(encoding: Quantized) -> Json:
+    modes = (name for name, (size, _) in _MODES.items() if size == encoding.group_size)
+    mode = "affine" if isinstance(encoding, AffineMin) else next(modes)
+    return {"group_size": encoding.group_size, "bits": encoding.bits, "mode": mode}
 
 
-def open_mlx(source: Source, config: Json) -> tuple[MLX, dict[str, Logical]]:
+def open_mlx(source: Source, config: Json) -> tuple[MLX, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its logical tensors, by HF weight name.
 
     CorruptCheckpoint names array and key where shapes and `quantization` disagree.
@@ -146,7 +136,7 @@ def open_mlx(source: Source, config: Json) -> tuple[MLX, dict[str, Logical]]:
     return MLX(), found
 
 
-def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Logical:
+def _logical(base: str, source: Source, settings: Json, decoded: DType) -> ModelTensor:
     own = settings.get(base)
     said = {**settings, **own} if isinstance(own, dict) else settings
     mode, bits, size = said.get("mode", "affine"), said.get("bits"), said.get("group_size")
@@ -175,7 +165,7 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Logic
             [bits, size],
         )
     if mode in _MODES:
-        form: Quantized = Codebook("e2m1", size, _MODES[mode][1], decoded)
+        encoding: Quantized = Codebook("e2m1", size, _MODES[mode][1], decoded)
     else:
-        form = GroupMin(bits, size, scales.dtype)
-    return check_parts(MLX(), Logical(weight.name, (*weight.shape[:-1], width), form), source)
+        encoding = AffineMin(bits, size, scales.dtype)
+    return check_parts(MLX(), ModelTensor(weight.name, (*weight.shape[:-1], width), encoding), source)

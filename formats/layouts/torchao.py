@@ -11,21 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.core.encodings import AffineInt, ModelTensor, Quantized, Unquantized
+from qconvert.core.protocols import ArrayRows, Source
+from qconvert.core.values import AffineIntRows, DenseRows, Value
 from qconvert.errors import BadRecipe, UnsupportedModel
-from qconvert.formats.layouts.claims import check_claimed, check_parts, plain_rest, require
-from qconvert.interfaces import Part, Source
-from qconvert.tensors import (
-    Dense,
-    DType,
-    GroupInt,
-    IntAffine,
-    Json,
-    Logical,
-    Plain,
-    Quantized,
-    TensorSpec,
-    Value,
-)
+from qconvert.formats.layouts.config_checks import check_claimed, check_parts, plain_rest, require
 
 NAME = "torchao"
 _QDATA = "._weight_qdata"
@@ -38,54 +29,54 @@ class TorchAO:
     name: str = NAME
     transposed: bool = False
 
-    def parts(self, tensor: Logical) -> tuple[TensorSpec, ...]:
+    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         """The arrays that spell a tensor."""
-        form = tensor.form
-        if isinstance(form, Plain):
-            return (TensorSpec(tensor.name, form.dtype, tensor.shape),)
-        assert isinstance(form, GroupInt), form
-        base, shape = tensor.name.removesuffix(".weight"), (tensor.rows, form.groups(tensor.width))
+        encoding = tensor.encoding
+        if isinstance(encoding, Unquantized):
+            return (TensorSpec(tensor.name, encoding.dtype, tensor.shape),)
+        assert isinstance(encoding, AffineInt), encoding
+        base, shape = tensor.name.removesuffix(".weight"), (tensor.rows, encoding.groups(tensor.width))
         return (
             TensorSpec(base + _QDATA, DType.I8, tensor.shape),
-            TensorSpec(f"{base}._weight_scale", form.scale_dtype, shape),
+            TensorSpec(f"{base}._weight_scale", encoding.scale_dtype, shape),
             TensorSpec(f"{base}._weight_zero_point", DType.I8, shape),
         )
 
-    def row_alignment(self, tensor: Logical) -> int:
+    def row_alignment(self, tensor: ModelTensor) -> int:
         """Rows are stored one by one."""
         return 1
 
-    def encode(self, tensor: Logical, start: int, value: Value) -> Iterator[Part]:
+    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
         """Rows of plain tensors; the class of a quantized one would have to be rebuilt by torchao."""
-        if not isinstance(value, Dense):
+        if not isinstance(value, DenseRows):
             raise BadRecipe(
                 f"{tensor.name}: torchao's layout is read, not written",
                 "`qconvert convert --to` another layout",
             )
-        yield Part(tensor.name, start, value.rows_RI)
+        yield ArrayRows(tensor.name, start, value.rows_RI)
 
-    def decode(self, tensor: Logical, source: Source, start: int, stop: int) -> Value:
+    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back."""
-        form = tensor.form
-        if isinstance(form, Plain):
-            return Dense(source.read(tensor.name, start, stop), form.dtype)
-        assert isinstance(form, GroupInt), form
-        codes, scales, zeros = (source.read(spec.name, start, stop) for spec in self.parts(tensor))
+        encoding = tensor.encoding
+        if isinstance(encoding, Unquantized):
+            return DenseRows(source.read(tensor.name, start, stop), encoding.dtype)
+        assert isinstance(encoding, AffineInt), encoding
+        codes, scales, zeros = (source.read(spec.name, start, stop) for spec in self.stored_arrays(tensor))
         if zeros.any():
             raise UnsupportedModel(
-                f"{self.parts(tensor)[2].name}: zero points other than 0 are not read here",
+                f"{self.stored_arrays(tensor)[2].name}: zero points other than 0 are not read here",
                 "quantize it symmetrically, or dequantize it with torchao",
             )
-        return IntAffine(codes.view(np.uint8) ^ np.uint8(0x80), scales, None, form)
+        return AffineIntRows(codes.view(np.uint8) ^ np.uint8(0x80), scales, None, encoding)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """Nothing is written in this layout."""
         raise BadRecipe("torchao's layout is read, not written", "`qconvert convert --to` another layout")
 
 
-def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, Logical]]:
+def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its logical tensors, by HF weight name."""
-    found: dict[str, Logical] = {}
+    found: dict[str, ModelTensor] = {}
     used: set[str] = set()
     for array, spec in source.specs.items():
         if not array.endswith(_QDATA):
@@ -100,10 +91,10 @@ def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, Logic
                 "ones are, with a scale for each row or group of columns",
                 "start from the 16-bit model, or let torchao dequantize this one and save that",
             )
-        form = GroupInt(8, None if groups == 1 else spec.shape[1] // groups, True, scales.dtype)
-        tensor = Logical(f"{base}.weight", spec.shape, form)
+        encoding = AffineInt(8, None if groups == 1 else spec.shape[1] // groups, True, scales.dtype)
+        tensor = ModelTensor(f"{base}.weight", spec.shape, encoding)
         found[tensor.name] = check_parts(TorchAO(), tensor, source)
-        used |= {each.name for each in TorchAO().parts(tensor)}
+        used |= {each.name for each in TorchAO().stored_arrays(tensor)}
     found = plain_rest(source, used, found)
     check_claimed(found, NAME, "_weight_qdata")
     return TorchAO(), found

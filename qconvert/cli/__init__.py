@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from qconvert import __version__
-from qconvert.cli.boundary import report_errors
+from qconvert.cli.exit_codes import report_errors
 from qconvert.cli.options import examples
 
 
@@ -30,12 +30,12 @@ class Entry:
 COMMANDS: Mapping[str, Entry] = {
     "inspect": Entry("inspect", "Show parameters by role, ties, fusions and quantization."),
     "quantize": Entry("quantize", "Quantize the linears to 2 to 8 bits, by groups."),
-    "fuse-qkv": Entry("rearrange:fuse_qkv", "Stack q, k, v into one linear, exactly."),
-    "fuse": Entry("rearrange:fuse", "Stack q, k, v and gate, up, or experts, exactly."),
-    "unfuse": Entry("rearrange:unfuse", "Take fused linears apart again, exactly."),
-    "tie": Entry("rearrange:tie", "Drop a head that equals the embedding."),
-    "untie": Entry("rearrange:untie", "Write a tied head out as a table of its own."),
-    "dequantize": Entry("rearrange:dequantize", "Turn quantized weights back into plain numbers."),
+    "fuse-qkv": Entry("fuse:fuse_qkv", "Stack q, k, v into one linear, exactly."),
+    "fuse": Entry("fuse:fuse", "Stack q, k, v and gate, up, or experts, exactly."),
+    "unfuse": Entry("fuse:unfuse", "Take fused linears apart again, exactly."),
+    "tie": Entry("fuse:tie", "Drop a head that equals the embedding."),
+    "untie": Entry("fuse:untie", "Write a tied head out as a table of its own."),
+    "dequantize": Entry("fuse:dequantize", "Turn quantized weights back into plain numbers."),
     "convert": Entry("convert", "Write another layout, with the codes kept."),
     "to-gguf": Entry("to_gguf", "Write a GGUF file of any llama.cpp type, in one step."),
     "from-gguf": Entry("from_gguf", "Turn a GGUF model back into safetensors, config, tokenizer."),
@@ -43,7 +43,7 @@ COMMANDS: Mapping[str, Entry] = {
     "verify": Entry("verify:verify", "Check that a checkpoint holds what it promises."),
     "diff": Entry("verify:diff", "Show what differs between two checkpoints."),
     "generate": Entry("generate", "Continue a prompt with a checkpoint."),
-    "eval": Entry("evaluate", "Measure what quantization costs in quality."),
+    "eval": Entry("eval", "Measure what quantization costs in quality."),
     "demo": Entry("demo", "Do all of it on the embedded model."),
     "env": Entry("env", "Show versions and backends, for bug reports."),
 }

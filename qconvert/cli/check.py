@@ -13,7 +13,7 @@ from qconvert.cli.options import examples, json_option, model_argument, quiet_op
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from qconvert.formats.checkpoint import Checkpoint
+    from qconvert.checkpoint.open import Checkpoint
 
 LOADERS = ("vllm", "sglang", "transformers", "llama.cpp", "mlx")
 _TOKENIZER = "tokenizer.json"
@@ -39,12 +39,12 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
     Reads headers, config.json and tokenizer.json; nothing is loaded. Leaves with 3 if the loader would
     fail or compute something else.
     """
-    from qconvert.formats.checkpoint import open_checkpoint
-    from qconvert.formats.layouts.claims import dtype_of
-    from qconvert.hub import resolve
-    from qconvert.lint.rules import lint
-    from qconvert.lint.subject import ERROR, Subject
-    from qconvert.tables import count
+    from qconvert.check.loader_rules import lint
+    from qconvert.check.subject import ERROR, Subject
+    from qconvert.checkpoint.hub import resolve
+    from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.formats.layouts.config_checks import dtype_of
+    from qconvert.report.tables import count
 
     resolved = resolve(model, revision=revision, weights=False)
     checkpoint = open_checkpoint(resolved.path, headers=resolved.headers)
@@ -80,7 +80,7 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
 
 def _tokens(checkpoint: Checkpoint) -> int | None:
     """One more than the largest token of tokenizer.json; None where there is none, or of another shape."""
-    from qconvert.formats.json_io import read_json_object
+    from qconvert.formats.io.strict_json import read_json_object
 
     path: Path = checkpoint.path / _TOKENIZER
     if not path.is_file():

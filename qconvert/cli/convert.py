@@ -7,12 +7,12 @@ from typing import Any
 
 import click
 
-from qconvert.cli.boundary import typed
+from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import examples, model_argument, pad_option, writing_options
-from qconvert.cli.writing import Flags, write
+from qconvert.cli.run_conversion import Flags, write
+from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
-from qconvert.recipe import LAYOUTS, Recipe
-from qconvert.schemes import Scheme, parse_scheme
+from qconvert.plan.recipe import LAYOUTS, Recipe
 
 # Spelled out, so that help needs no layout to be imported; a test holds them against the tables.
 PLAIN = ("bf16", "f16", "f32")
@@ -110,7 +110,7 @@ def command(
         return
     with typed():
         table, integers = _parse(layout, scheme)
-    from qconvert.targets import Target
+    from qconvert.plan.passes.layout_rules import Target
 
     target = Target(layout, integers, table, allow_requantize=allow_requantize, undo_act_order=undo_act_order)
     recipe = Recipe(layout=layout, pad_to_tp=pad_to_tp)
@@ -128,7 +128,7 @@ def _refuse(layout: str, given: dict[str, object]) -> None:
 
 def _parse(layout: str, scheme: str | None) -> tuple[str, Scheme | None]:
     """The table or the integers that a scheme names, either of which the layout holds."""
-    from qconvert.targets import check_held, find_table
+    from qconvert.plan.passes.layout_rules import check_held, find_table
 
     table = find_table(layout, scheme) if scheme else ""
     integers = parse_scheme(scheme) if scheme and not table else None
@@ -138,8 +138,8 @@ def _parse(layout: str, scheme: str | None) -> tuple[str, Scheme | None]:
 
 
 def _is_plain(model: str, flags: Flags) -> bool:
-    from qconvert.formats.checkpoint import open_checkpoint
-    from qconvert.hub import resolve
+    from qconvert.checkpoint.hub import resolve
+    from qconvert.checkpoint.open import open_checkpoint
 
     return open_checkpoint(resolve(model, revision=flags.revision).path).quantization is None
 
@@ -149,7 +149,7 @@ def _to_gguf(
 ) -> None:
     """Write a GGUF file as `to-gguf` does: of a type, or with everything kept as it is."""
     from qconvert.cli import to_gguf
-    from qconvert.gguf.draft import KEEP
+    from qconvert.plan.gguf.compile import KEEP
 
     wanted = to_gguf.Flags.of_type(scheme or KEEP, flags)
     wanted = replace(wanted, allow_requantize=allow_requantize, undo_act_order=undo_act_order)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qconvert.cli.evaluate import show_report, stdlib_text, write_report
+from qconvert.cli.eval import show_report, stdlib_text, write_report
 from qconvert.cli.options import examples, json_option, quiet_option
-from qconvert.cli.writing import Flags, write
-from qconvert.recipe import SAME_INPUT, Recipe
-from qconvert.schemes import Scheme
+from qconvert.cli.run_conversion import Flags, write
+from qconvert.core.schemes import Scheme
+from qconvert.plan.recipe import SAME_INPUT, Recipe
 
 if TYPE_CHECKING:
-    from qconvert.evals.perplexity_report import PerplexityReport
+    from qconvert.evaluate.perplexity_report import PerplexityReport
 
 OUTPUTS = {
     "int8-g128": Recipe(scheme=Scheme(8)),
@@ -53,9 +53,9 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
     int8 and to int4 with fused linears; both are re-read, verified, and measured against bf16 on
     held-out text from your own Python installation. Nothing is downloaded.
     """
+    from qconvert.checkpoint.hub import EMBEDDED
     from qconvert.demo import MODEL_DIR
     from qconvert.demo.corpus import demo_text
-    from qconvert.hub import EMBEDDED
 
     started = time.perf_counter()
     corpus = demo_text("held-out")
@@ -90,8 +90,8 @@ def _spelled(recipe: Recipe) -> str:
 
 
 def _measure(reference: Path, out: Path, chunks: int) -> PerplexityReport:
-    from qconvert.evals.models import open_model
-    from qconvert.evals.perplexity import run
+    from qconvert.evaluate.models import open_model
+    from qconvert.evaluate.perplexity import run
 
     with stdlib_text("stdlib") as text:
         return run(

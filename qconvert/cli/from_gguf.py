@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.options import examples, model_argument, writing_options
-from qconvert.cli.writing import Flags, write
+from qconvert.cli.run_conversion import Flags, write
 from qconvert.errors import UnsupportedModel
-from qconvert.recipe import Recipe
+from qconvert.plan.recipe import Recipe
 
 if TYPE_CHECKING:
-    from qconvert.formats.checkpoint import Checkpoint
+    from qconvert.checkpoint.open import Checkpoint
 
 _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
@@ -29,8 +29,8 @@ def command(file: str, **values: Any) -> None:
     stands for all of them. Families that share a graph of llama.cpp come back as the first of it: Mistral
     as Llama, mT5 as T5.
     """
-    from qconvert.formats.checkpoint import open_checkpoint
-    from qconvert.hub import resolve
+    from qconvert.checkpoint.hub import resolve
+    from qconvert.checkpoint.open import open_checkpoint
 
     checkpoint = open_checkpoint(resolve(file, revision=values["revision"]).path)
     _require_gguf(file, checkpoint)
@@ -41,7 +41,7 @@ def command(file: str, **values: Any) -> None:
 
 
 def _require_gguf(file: str, checkpoint: Checkpoint) -> None:
-    from qconvert.formats.gguf_checkpoint import GGUFModel
+    from qconvert.checkpoint.gguf_model import GGUFModel
 
     if not isinstance(checkpoint.files, GGUFModel):
         raise UnsupportedModel(f"{file}: not a GGUF file", "name the .gguf file itself")

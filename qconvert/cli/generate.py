@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.boundary import typed
+from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     device_option,
     examples,
@@ -24,11 +24,11 @@ from qconvert.cli.progress import explained_if_slow
 from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
-    from qconvert.decoder.model import Decoder
-    from qconvert.formats.checkpoint import Checkpoint
-    from qconvert.formats.dialogue import Dialogue
-    from qconvert.hub import ResolvedModel
-    from qconvert.tensors import Json
+    from qconvert.checkpoint.hub import ResolvedModel
+    from qconvert.checkpoint.open import Checkpoint
+    from qconvert.core.dtypes import Json
+    from qconvert.formats.tokenizers.prompts import Dialogue
+    from qconvert.runtime.model import Decoder
 
 
 _SLOW = (
@@ -116,8 +116,8 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
     """
     with typed():
         _check_words(prompt, options)
-    from qconvert.decoder.generate import Sampler, decodes_weights, generate, rehearse
-    from qconvert.formats.dialogue import Detokenizer
+    from qconvert.formats.tokenizers.prompts import Detokenizer
+    from qconvert.runtime.generate import Sampler, decodes_weights, generate, rehearse
 
     clock = _Clock()
     resolved, checkpoint, decoder = _open(model, options)
@@ -190,8 +190,8 @@ def _conditions(
     resolved: ResolvedModel, checkpoint: Checkpoint, decoder: Decoder, options: dict[str, Any]
 ) -> Json:
     """What the same text and figures would take: the model's files, what was asked, what computed."""
-    from qconvert.convert import source_record
-    from qconvert.decoder.conditions import arithmetic, device_name, dtype_name, versions
+    from qconvert.convert.execute import source_record
+    from qconvert.runtime.run_info import arithmetic, device_name, dtype_name, versions
 
     return {
         "model": {
@@ -215,18 +215,20 @@ def _head_form(checkpoint: Checkpoint, asked: str) -> str:
     if asked != "stored":
         return asked
     tables = (checkpoint.architecture.table(role) for role in ("lm_head", "embed"))
-    return next(checkpoint.tensors[t.name].form.label for t in tables if t and t.name in checkpoint.tensors)
+    return next(
+        checkpoint.tensors[t.name].encoding.label for t in tables if t and t.name in checkpoint.tensors
+    )
 
 
 def _open(model: str, options: dict[str, Any]) -> tuple[ResolvedModel, Checkpoint, Decoder]:
     import torch
 
-    from qconvert.decoder.config import DecoderConfig
-    from qconvert.decoder.load import load_decoder
-    from qconvert.decoder.place import Layout
-    from qconvert.formats.checkpoint import open_checkpoint
-    from qconvert.formats.weights import CheckpointWeights
-    from qconvert.hub import resolve
+    from qconvert.checkpoint.by_role import CheckpointWeights
+    from qconvert.checkpoint.hub import resolve
+    from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.runtime.config import DecoderConfig
+    from qconvert.runtime.device_layout import Layout
+    from qconvert.runtime.load import load_decoder
 
     resolved = resolve(model, revision=options["revision"])
     checkpoint = open_checkpoint(resolved.path)
@@ -257,7 +259,7 @@ def _require_utf8(text: str) -> None:
 
 
 def _prompt(checkpoint: Checkpoint, prompt: str, options: dict[str, Any]) -> tuple[Dialogue, list[int]]:
-    from qconvert.formats.dialogue import open_dialogue, open_made_dialogue
+    from qconvert.formats.tokenizers.prompts import open_dialogue, open_made_dialogue
 
     text = prompt
     if prompt == "-":

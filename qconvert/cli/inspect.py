@@ -10,8 +10,8 @@ import click
 from qconvert.cli.options import examples, json_option, model_argument, quiet_option, revision_option
 
 if TYPE_CHECKING:
-    from qconvert.formats.checkpoint import Checkpoint
-    from qconvert.tensors import Json
+    from qconvert.checkpoint.open import Checkpoint
+    from qconvert.core.dtypes import Json
 
 
 @click.command(
@@ -41,8 +41,8 @@ def command(model: str, list_tensors: bool, as_json: bool, quiet: bool, revision
                       e4m3-g128x128 (FP8), e2m1-g32 (MXFP4), e2m1-g16-divided (NVFP4)
     q4_k, q8_0, ...   blocks of GGUF, by llama.cpp's names
     """
-    from qconvert.formats.checkpoint import open_checkpoint
-    from qconvert.hub import resolve
+    from qconvert.checkpoint.hub import resolve
+    from qconvert.checkpoint.open import open_checkpoint
 
     resolved = resolve(model, revision=revision, weights=False)
     found = describe(open_checkpoint(resolved.path, headers=resolved.headers), list_tensors=list_tensors)
@@ -56,12 +56,12 @@ def command(model: str, list_tensors: bool, as_json: bool, quiet: bool, revision
 
 def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
     """Everything the command shows, as plain data; UnsupportedModel for an unknown architecture."""
-    from qconvert.census import census_of_config, census_of_tensors
+    from qconvert.models.parameter_table import census_of_config, table_of_tensors
 
     architecture = checkpoint.architecture
     binding = checkpoint.bind(allow_unknown=True) if checkpoint.tensors else None
-    census = (
-        census_of_tensors(checkpoint.tensors, binding, checkpoint.layout.name)
+    parameter_table = (
+        table_of_tensors(checkpoint.tensors, binding, checkpoint.layout.name)
         if binding
         else census_of_config(architecture)
     )
@@ -79,7 +79,7 @@ def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
             *([architecture.family.guess] if architecture.family.guess else []),
         ],
         "from": "headers" if binding else "config.json",
-        **census.to_json(),
+        **parameter_table.to_json(),
         **({"tensor_list": _tensor_list(checkpoint)} if list_tensors else {}),
     }
 
@@ -93,15 +93,17 @@ def _tensor_list(checkpoint: Checkpoint) -> list[Json]:
         ]
     entries = []
     for name, tensor in checkpoint.tensors.items():
-        place = architecture.place(name)
-        role = place.role if place else "unknown"
-        entries.append({"name": name, "role": role, "shape": list(tensor.shape), "form": tensor.form.label})
+        parameter = architecture.parameter(name)
+        role = parameter.role if parameter else "unknown"
+        entries.append(
+            {"name": name, "role": role, "shape": list(tensor.shape), "form": tensor.encoding.label}
+        )
     return entries
 
 
 def _print(model: str, found: Json) -> None:
     from qconvert.errors import shown
-    from qconvert.tables import found_lines, table
+    from qconvert.report.tables import found_lines, table
 
     click.echo("\n".join(found_lines(model, found)))
     if "tensor_list" in found:

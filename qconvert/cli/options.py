@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from qconvert.sizes import parse_size
+from qconvert.core.sizes import parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 DTYPES = ("bf16", "f16", "f32")

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from qconvert.convert import Listener
-    from qconvert.plan import Plan
+    from qconvert.convert.execute import Listener
+    from qconvert.plan.plan import Plan
 
 COMPILING = "compiling kernels: first use on this machine, cached afterwards"
 
 
 def compile_kernels(plan: Plan, *, talks: bool) -> None:
     """Load the number kernels before the work, and say so where that means compiling them."""
-    from qconvert.warm import warm
+    from qconvert.convert.precompile import warm
 
     with explained_if_slow(talks=talks):
         warm(plan)
@@ -48,10 +48,10 @@ def progress(plan: Plan, *, talks: bool) -> Iterator[Listener]:
         return
     from tqdm import tqdm
 
-    from qconvert.census import form_bytes
+    from qconvert.models.parameter_table import form_bytes
 
     total = sum(
-        form_bytes(piece.tensor.form, (piece.rows, piece.tensor.width))
+        form_bytes(piece.tensor.encoding, (piece.rows, piece.tensor.width))
         for unit in plan.units
         for piece in unit.inputs
     )

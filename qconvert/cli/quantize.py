@@ -11,12 +11,12 @@ from typing import Any
 
 import click
 
-from qconvert.cli.boundary import typed
+from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import examples, model_argument, pad_option, writing_options
-from qconvert.cli.writing import Flags, write
+from qconvert.cli.run_conversion import Flags, write
+from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
-from qconvert.recipe import FUSIONS, LAYOUTS, Recipe, Rule, load_recipe, parse_rule
-from qconvert.schemes import Scheme, parse_scheme
+from qconvert.plan.recipe import FUSIONS, LAYOUTS, Recipe, Rule, load_recipe, parse_rule
 
 
 @click.command(
@@ -88,7 +88,7 @@ def command(model: str, **flags: Any) -> None:
     SCHEME    int{2..8}[-asym][-g{N}|-channel], or keep; int4 means int4-g128
               (fp8, mxfp4, nvfp4, nf4 and fp4: qconvert convert MODEL --to LAYOUT --scheme SCHEME)
     """
-    from qconvert.targets import Target
+    from qconvert.plan.passes.layout_rules import Target
 
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
     with typed():
@@ -103,9 +103,9 @@ def command(model: str, **flags: Any) -> None:
 def _send_tables_on(model: str, asked: Mapping[str, Any], out: Path | None) -> None:
     """Raise BadRecipe with the command to type where a table of numbers was asked for, not integers.
 
-    Such a table belongs to a layout, which `convert` names.
+    Such a table belongs to a layout, which `convert.execute` names.
     """
-    from qconvert.targets import ONLY_TABLES, TABLES, holders_of
+    from qconvert.plan.passes.layout_rules import ONLY_TABLES, TABLES, holders_of
 
     scheme, layout = asked["scheme"] or "", asked["layout"] or ""
     rule = next((text for text in asked["rules"] if holders_of(text.rpartition("=")[2])), None)
@@ -174,7 +174,7 @@ def _check_schemes(recipe: Recipe) -> None:
             "quantize: no scheme was asked for", "add --bits 4, --scheme int8-g128 or --recipe FILE"
         )
     if recipe.layout != LAYOUTS[0]:
-        from qconvert.targets import check_held
+        from qconvert.plan.passes.layout_rules import check_held
 
         for scheme in schemes:
             check_held(recipe.layout, scheme)

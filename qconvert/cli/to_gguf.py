@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.boundary import after_the_work, typed
+from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.options import (
     SIZE,
     available_cores,
@@ -28,13 +28,13 @@ from qconvert.cli.options import (
 from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
-    from qconvert.cli import writing
-    from qconvert.formats.checkpoint import Checkpoint
-    from qconvert.formats.gguf_vocab import GGUFTokenizer
-    from qconvert.gguf.convert import GGUFJob, GGUFMade
-    from qconvert.gguf.draft import GGUFWish
-    from qconvert.gguf.types import GGMLType
-    from qconvert.tensors import Json
+    from qconvert.checkpoint.open import Checkpoint
+    from qconvert.cli import run_conversion
+    from qconvert.convert.gguf_file import GGUFJob, GGUFMade
+    from qconvert.core.dtypes import Json
+    from qconvert.core.ggml_types import GGMLType
+    from qconvert.formats.tokenizers.to_gguf import GGUFTokenizer
+    from qconvert.plan.gguf.compile import GGUFWish
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Flags:
     undo_act_order: bool = False
 
     @classmethod
-    def of_type(cls, file_type: str, common: writing.Flags) -> Flags:
+    def of_type(cls, file_type: str, common: run_conversion.Flags) -> Flags:
         """The flags of a call from within: a type, what all writing commands share, and defaults."""
         return cls(
             file_type=file_type,
@@ -159,7 +159,7 @@ def command(model: str | None, **values: Any) -> None:
 
 def write_gguf(model: str, flags: Flags) -> None:
     """Carry out the command and print its result."""
-    from qconvert.formats.gguf_sink import check_target
+    from qconvert.formats.gguf.writer import check_target
 
     with typed():
         wish = _wish(flags)
@@ -180,7 +180,7 @@ def write_gguf(model: str, flags: Flags) -> None:
 
 def _carry_out(job: GGUFJob, out: Path, files: Any, flags: Flags) -> None:
     from qconvert.cli.progress import compile_kernels, progress
-    from qconvert.gguf.convert import convert_gguf
+    from qconvert.convert.gguf_file import convert_gguf
 
     talks = not (flags.quiet or flags.as_json)
     compile_kernels(job.draft.plan, talks=talks)
@@ -193,13 +193,13 @@ def _carry_out(job: GGUFJob, out: Path, files: Any, flags: Flags) -> None:
 
 def prepare(model: str, wish: GGUFWish, flags: Flags) -> GGUFJob:
     """Open the source, recognise its tokenizer and draft the file; nothing is written."""
-    from qconvert.compare import difference
-    from qconvert.convert import Limits
-    from qconvert.formats.checkpoint import open_checkpoint
-    from qconvert.formats.imatrix import read_imatrix
-    from qconvert.gguf.convert import GGUFJob, check_encoders, check_name
-    from qconvert.gguf.draft import draft_gguf
-    from qconvert.hub import resolve
+    from qconvert.check.compare import difference
+    from qconvert.checkpoint.hub import resolve
+    from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.convert.execute import Limits
+    from qconvert.convert.gguf_file import GGUFJob, check_encoders, check_name
+    from qconvert.formats.gguf.imatrix import read_imatrix
+    from qconvert.plan.gguf.compile import draft_gguf
 
     resolved = resolve(model, revision=flags.revision)
     checkpoint = open_checkpoint(resolved.path)
@@ -228,8 +228,8 @@ def prepare(model: str, wish: GGUFWish, flags: Flags) -> GGUFJob:
 
 def _tokenizer(checkpoint: Checkpoint, flags: Flags) -> GGUFTokenizer:
     """The tokenizer of a folder; that of a GGUF file stays as it is."""
-    from qconvert.formats.gguf_checkpoint import GGUFModel
-    from qconvert.formats.gguf_vocab import read_tokenizer
+    from qconvert.checkpoint.gguf_model import GGUFModel
+    from qconvert.formats.tokenizers.to_gguf import read_tokenizer
 
     if isinstance(checkpoint.files, GGUFModel):
         if flags.pre_tokenizer:
@@ -242,9 +242,9 @@ def _tokenizer(checkpoint: Checkpoint, flags: Flags) -> GGUFTokenizer:
 
 def _wish(flags: Flags) -> GGUFWish:
     """What the options ask for, but for the importance matrix. Raises BadRecipe for what cannot be."""
-    from qconvert.formats.gguf_pretokenizer import known_pre_tokenizer
-    from qconvert.gguf.draft import KEEP, GGUFWish
-    from qconvert.gguf.mix import find_file_type
+    from qconvert.formats.tokenizers.pretokenizers import known_pre_tokenizer
+    from qconvert.plan.gguf.compile import KEEP, GGUFWish
+    from qconvert.plan.gguf.mixture import find_file_type
 
     if flags.out and flags.out.suffix != ".gguf":
         raise BadRecipe(f"{flags.out}: does not end in .gguf", f"write -o {flags.out}.gguf")
@@ -268,7 +268,7 @@ def _wish(flags: Flags) -> GGUFWish:
 
 def _override(text: str) -> tuple[str, GGMLType]:
     """Read `PATTERN=TYPE` as given to --tensor-type."""
-    from qconvert.gguf.mix import pattern_of
+    from qconvert.plan.gguf.mixture import pattern_of
 
     pattern, equals, type_ = text.rpartition("=")
     if not equals or not pattern:
@@ -278,7 +278,7 @@ def _override(text: str) -> tuple[str, GGMLType]:
 
 
 def _written(text: str) -> GGMLType:
-    from qconvert.gguf.types import parse_ggml_type
+    from qconvert.core.ggml_types import parse_ggml_type
 
     kind = parse_ggml_type(text)
     _require_written(kind)
@@ -286,7 +286,7 @@ def _written(text: str) -> GGMLType:
 
 
 def _require_written(kind: GGMLType) -> None:
-    from qconvert.gguf.types import WRITTEN
+    from qconvert.core.ggml_types import WRITTEN
 
     if kind.is_quantized and kind.name not in WRITTEN:
         known = ", ".join(name.lower() for name in sorted(WRITTEN))
@@ -294,9 +294,9 @@ def _require_written(kind: GGMLType) -> None:
 
 
 def _print_types() -> None:
-    from qconvert.gguf.mix import FILE_TYPES
-    from qconvert.gguf.types import WRITTEN
-    from qconvert.tables import table
+    from qconvert.core.ggml_types import WRITTEN
+    from qconvert.plan.gguf.mixture import FILE_TYPES
+    from qconvert.report.tables import table
 
     written = [t for t in FILE_TYPES.values() if not t.base.is_quantized or t.base.name in WRITTEN]
     rows = [[t.name.lower(), t.base.label, f"{t.base.bits_per_weight:.2f}"] for t in written]
@@ -335,8 +335,8 @@ def _described(job: GGUFJob, out: Path) -> Json:
 
 
 def _report(job: GGUFJob, out: Path, flags: Flags, made: GGUFMade | None, seconds: float) -> None:
-    from qconvert.manifest import finite
-    from qconvert.tables import size, table
+    from qconvert.convert.manifest import finite
+    from qconvert.report.tables import size, table
 
     found = _described(job, out)
     if flags.as_json:
@@ -374,7 +374,7 @@ def _report(job: GGUFJob, out: Path, flags: Flags, made: GGUFMade | None, second
 
 def _certificates(job: GGUFJob, made: GGUFMade) -> dict[str, int]:
     """How many tensors are exact, measured, quantized, requantized and so on."""
-    from qconvert.manifest import certificate_of
+    from qconvert.convert.manifest import certificate_of
 
     units = job.draft.plan.units
     found = Counter(certificate_of(unit, made.kept.get(unit.output.name, 0.0)) for unit in units)

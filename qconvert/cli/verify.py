@@ -12,9 +12,9 @@ from qconvert.cli.options import examples, json_option, model_argument, quiet_op
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from qconvert.compare import TensorDifference
-    from qconvert.formats.checkpoint import Checkpoint
-    from qconvert.tensors import Json
+    from qconvert.check.compare import TensorDifference
+    from qconvert.checkpoint.open import Checkpoint
+    from qconvert.core.dtypes import Json
 
 
 @click.command(
@@ -36,9 +36,9 @@ def verify(model: str, against: str | None, as_json: bool, quiet: bool, revision
     Leaves with 3 when something does not hold, or when the manifest records no hash (--no-verify) and
     there is no --against.
     """
-    from qconvert.audit import audit, reordered_in
-    from qconvert.compare import compare_checkpoints
-    from qconvert.loaders import notice_lines, notices
+    from qconvert.check.audit import audit, reordered_in
+    from qconvert.check.compare import compare_checkpoints
+    from qconvert.plan.loader_notices import notice_lines, notices
 
     checkpoint = _open(model, revision)
     checkpoint.bind(allow_unknown=True)
@@ -87,7 +87,7 @@ def _acceptable(d: TensorDifference) -> bool:
     """
     if d.status == "equal":
         return True
-    worst = _WORST_OF_THREE_VALUES if d.form in ("tq1_0", "tq2_0") else _WORST_RELATIVE_RMS
+    worst = _WORST_OF_THREE_VALUES if d.encoding in ("tq1_0", "tq2_0") else _WORST_RELATIVE_RMS
     return d.status == "differs" and (d.rounded or (d.quantized and d.relative_rms < worst))
 
 
@@ -126,8 +126,8 @@ def diff(
     Quantized weights are compared by the numbers they decode to; fused linears with the parts they
     stack. Steps are units of B's quantization scale.
     """
-    from qconvert.compare import compare_checkpoints
-    from qconvert.tables import table
+    from qconvert.check.compare import compare_checkpoints
+    from qconvert.report.tables import table
 
     differences = list(compare_checkpoints(_open(a, revision), _open(b, revision)))
     listed = [d for d in differences if show_all or d.status != "equal"]
@@ -145,8 +145,8 @@ def diff(
 
 
 def _open(model: str, revision: str | None) -> Checkpoint:
-    from qconvert.formats.checkpoint import open_checkpoint
-    from qconvert.hub import resolve
+    from qconvert.checkpoint.hub import resolve
+    from qconvert.checkpoint.open import open_checkpoint
 
     return open_checkpoint(resolve(model, revision=revision).path)
 
@@ -166,7 +166,7 @@ def _cells(d: TensorDifference) -> list[str]:
 
 
 def _to_json(d: TensorDifference) -> Json:
-    from qconvert.manifest import finite
+    from qconvert.convert.manifest import finite
 
     return {
         "name": d.name,

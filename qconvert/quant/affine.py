@@ -13,11 +13,14 @@ from math import isfinite
 
 import numpy as np
 
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt
+from qconvert.core.values import AffineIntRows, DenseRows
 from qconvert.quant.affine_kernels import decode_rows, decode_rows_to_bfloat16, quantize_rows
 from qconvert.quant.casts import as_kernels_read, cast, compare, first_nonfinite
-from qconvert.quant.lanes import LANES
-from qconvert.quant.scales import grid_of
-from qconvert.tensors import Dense, DType, GroupInt, IntAffine
+from qconvert.quant.group_scales import grid_of
+from qconvert.quant.packed_codes import codes_of
+from qconvert.quant.simd.lanes import LANES
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +55,9 @@ class QuantError:
 
 
 def quantize(
-    block: Dense, form: GroupInt, *, search: bool, weights_I: np.ndarray | None = None
-) -> tuple[IntAffine, QuantError]:
-    """Quantize rows of a weight to `form`, and say what that lost.
+    block: DenseRows, encoding: AffineInt, *, search: bool, weights_I: np.ndarray | None = None
+) -> tuple[AffineIntRows, QuantError]:
+    """Quantize rows of a weight to `encoding`, and say what that lost.
 
     Plain (`search=False`): a symmetric group's scale is `2 * max|w| / (2**bits - 1)`, which moves no
     weight by more than half a step although the grid has one code more below zero than above; an
@@ -65,17 +68,17 @@ def quantize(
     4 bits, groups of 128): vLLM's kernels for int8 activations misread negative ones (vllm#48905).
     """
     rows, width = block.rows_RI.shape
-    shape = rows, form.groups(width), form.group_size or width
-    assert shape[1] * shape[2] == width and not form.act_order, (form, width)
+    shape = rows, encoding.groups(width), encoding.group_size or width
+    assert shape[1] * shape[2] == width and not encoding.act_order, (encoding, width)
     words_RI, beyond = as_kernels_read(block)
     codes_RI = np.empty((rows, width), np.uint8)
     scales_RG, zeros_RG = np.empty(shape[:2], np.float32), np.empty(shape[:2], np.uint8)
     tally_4, too_large, not_finite = quantize_rows(
-        words_RI.reshape(shape), grid_of(form), search, _importance(weights_I, shape[1:]),
+        words_RI.reshape(shape), grid_of(encoding), search, _importance(weights_I, shape[1:]),
         codes_RI.reshape(shape), scales_RG, zeros_RG,
     )  # fmt: skip
-    stored, _ = cast(Dense(scales_RG, DType.F32), form.scale_dtype)
-    value = IntAffine(codes_RI, stored.rows_RI, None if form.symmetric else zeros_RG, form)
+    stored, _ = cast(DenseRows(scales_RG, DType.F32), encoding.scale_dtype)
+    value = AffineIntRows(codes_RI, stored.rows_RI, None if encoding.symmetric else zeros_RG, encoding)
     sum_sq_error, sum_sq, max_abs, max_steps = tally_4.tolist()
     if not isfinite(sum_sq) and not not_finite:
         # Squares of weights beyond 1e19 leave float32.
@@ -86,23 +89,23 @@ def quantize(
     return value, QuantError(sum_sq_error, sum_sq, max_abs, max_steps, codes_RI.size, nonfinite, overflow)
 
 
-def dequantize(value: IntAffine, dtype: DType) -> Dense:
+def dequantize(value: AffineIntRows, dtype: DType) -> DenseRows:
     """The numbers of a quantized weight: `(code - zero) * scale` in float32, rounded once to `dtype`."""
     assert value.groups_I is None
-    scales, _ = cast(Dense(value.scales_RG, value.form.scale_dtype), DType.F32)
+    scales, _ = cast(DenseRows(value.scales_RG, value.encoding.scale_dtype), DType.F32)
     zeros_RG = value.zeros_RG
     if zeros_RG is None:
-        zeros_RG = np.full(scales.rows_RI.shape, 1 << (value.form.bits - 1), np.uint8)
+        zeros_RG = np.full(scales.rows_RI.shape, 1 << (value.encoding.bits - 1), np.uint8)
     rows, groups = zeros_RG.shape
     width = value.width
-    codes_RGS = value.codes_RI.reshape(rows, groups, width // groups)
+    codes_RGS = codes_of(value).reshape(rows, groups, width // groups)
     if dtype is DType.BF16:
         halves_RGS = np.empty(codes_RGS.shape, np.uint16)
         decode_rows_to_bfloat16(codes_RGS, scales.rows_RI, zeros_RG, halves_RGS)
-        return Dense(halves_RGS.reshape(rows, width), dtype)
+        return DenseRows(halves_RGS.reshape(rows, width), dtype)
     numbers_RGS = np.empty(codes_RGS.shape, np.float32)
     decode_rows(codes_RGS, scales.rows_RI, zeros_RG, numbers_RGS)
-    return cast(Dense(numbers_RGS.reshape(rows, width), DType.F32), dtype)[0]
+    return cast(DenseRows(numbers_RGS.reshape(rows, width), DType.F32), dtype)[0]
 
 
 def _importance(weights_I: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:

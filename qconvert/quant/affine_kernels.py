@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.quant.lanes import (
+from qconvert.quant.group_scales import stored_scale
+from qconvert.quant.scale_search import best_grid, make_scratch
+from qconvert.quant.simd.lanes import (
     LANES,
     absolute,
     clamp,
@@ -26,8 +28,6 @@ from qconvert.quant.lanes import (
     store,
     where,
 )
-from qconvert.quant.scales import stored_scale
-from qconvert.quant.search import best_grid, make_scratch
 
 _ZERO, _HALF = np.float32(0), np.float32(0.5)
 # No code stands for a number beyond the largest bfloat16, as which it might be decoded.

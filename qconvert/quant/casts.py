@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qconvert.tensors import Dense, DType
+from qconvert.core.dtypes import DType
+from qconvert.core.values import DenseRows
 
 _PIECE = 1 << 16
 # The bits of +Inf. Without the sign bit, floats are ordered as their bits are: what is not below
@@ -44,7 +45,7 @@ class Difference:
         )
 
 
-def cast(block: Dense, dtype: DType) -> tuple[Dense, int]:
+def cast(block: DenseRows, dtype: DType) -> tuple[DenseRows, int]:
     """The block in another float dtype, rounded once and half to even, and how many finite numbers
     became infinite. A block that has the dtype already is returned itself.
     """
@@ -57,10 +58,10 @@ def cast(block: Dense, dtype: DType) -> tuple[Dense, int]:
         infinite = np.count_nonzero(_nonfinite(rounded, dtype))
         if infinite:
             overflow += infinite - np.count_nonzero(_nonfinite(stored, block.dtype))
-    return Dense(rows_RI, dtype), overflow
+    return DenseRows(rows_RI, dtype), overflow
 
 
-def as_kernels_read(block: Dense) -> tuple[np.ndarray, int]:
+def as_kernels_read(block: DenseRows) -> tuple[np.ndarray, int]:
     """The rows, contiguous and in a dtype that `lanes.load` widens to float32 (of float16 the bits, as
     int16), and how many numbers of a float64 block are beyond float32.
     """
@@ -71,12 +72,12 @@ def as_kernels_read(block: Dense) -> tuple[np.ndarray, int]:
     return rows_RI.view(np.int16) if block.dtype is DType.F16 else rows_RI, beyond
 
 
-def first_nonfinite(block: Dense) -> int:
+def first_nonfinite(block: DenseRows) -> int:
     """The flat index of the block's first NaN or Inf, -1 when every number is finite."""
     return flaw_and_peak(block)[0]
 
 
-def flaw_and_peak(block: Dense) -> tuple[int, float]:
+def flaw_and_peak(block: DenseRows) -> tuple[int, float]:
     """The flat index of the block's first NaN or Inf, -1 when every number is finite; and the largest
     magnitude of all numbers before it, 0 when there are none.
     """
@@ -92,7 +93,7 @@ def flaw_and_peak(block: Dense) -> tuple[int, float]:
     return -1, _number(peak, block.dtype)
 
 
-def compare(a: Dense, b: Dense) -> Difference:
+def compare(a: DenseRows, b: DenseRows) -> Difference:
     """The difference of two blocks of equal shape, in any float dtypes."""
     assert a.rows_RI.shape == b.rows_RI.shape, (a.rows_RI.shape, b.rows_RI.shape)
     total = Difference(0.0, 0.0, 0.0, 0, 0)

@@ -12,8 +12,9 @@ from types import MappingProxyType
 
 import numpy as np
 
+from qconvert.core.dtypes import DType
+from qconvert.core.values import DenseRows
 from qconvert.quant.casts import cast
-from qconvert.tensors import Dense, DType
 
 
 def _small_float(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
@@ -74,4 +75,4 @@ def wide(array: np.ndarray, dtype: DType) -> np.ndarray:
     """An array of a float type, also of an 8-bit one, as float32; every number is kept."""
     if dtype in _SCALES:
         return np.take(_SCALES[dtype], array)
-    return cast(Dense(array, dtype), DType.F32)[0].rows_RI
+    return cast(DenseRows(array, dtype), DType.F32)[0].rows_RI

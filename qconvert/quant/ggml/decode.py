@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.gguf.types import GGMLType
+from qconvert.core.ggml_types import GGMLType
 
 _PIECE = 1 << 16  # elements decoded at a time, so that temporaries stay in the cache
 # The doubled values of E2M1 by code: kvalues_mxfp4 in ggml-common.h.
@@ -29,7 +29,8 @@ def half(blocks: np.ndarray, at: int) -> np.ndarray:
 
 
 def fields(stored: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Split bytes into fields of `bits`; the lowest fields of `run` bytes come first, then the next."""
+    """Split bytes into fields of `bits`; the lowest fields of `convert.runner` bytes come first, then the
+    next."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     runs = stored.reshape(len(stored), -1, 1, run)
     return ((runs >> shifts) & ((1 << bits) - 1)).reshape(len(stored), -1)

@@ -13,10 +13,11 @@ from functools import partial
 
 import numpy as np
 
-from qconvert.gguf.types import GGMLType
+from qconvert.core.dtypes import DType
+from qconvert.core.ggml_types import GGMLType
+from qconvert.core.values import DenseRows
 from qconvert.quant.casts import as_kernels_read, cast
 from qconvert.quant.ggml import float4, iq4, kquants_affine, kquants_symmetric, legacy, ternary
-from qconvert.tensors import Dense, DType
 
 # No scale or minimum that an encoder stores is further from 0 than the block's weights by this factor. A
 # fitted slope is a mean of differences of two weights over the differences of their codes, which are 1 or
@@ -74,7 +75,7 @@ ENCODED = frozenset(_ENCODERS)
 """The names of the block types that `encode_rows` writes."""
 
 
-def encode_rows(block: Dense, type_name: str, *, importance_I: np.ndarray | None = None) -> np.ndarray:
+def encode_rows(block: DenseRows, type_name: str, *, importance_I: np.ndarray | None = None) -> np.ndarray:
     """Rows as GGML blocks, byte for byte as llama-quantize writes them on x86-64.
 
     `block` holds [R, I] finite numbers, I a multiple of the type's block; `type_name` is a GGMLType name
@@ -98,7 +99,7 @@ def encode_rows(block: Dense, type_name: str, *, importance_I: np.ndarray | None
     return bytes_RB
 
 
-def overflowed(block: Dense, bytes_RB: np.ndarray, type_name: str, peak: float) -> int:
+def overflowed(block: DenseRows, bytes_RB: np.ndarray, type_name: str, peak: float) -> int:
     """How many scales and minimums of finite weights became infinite in the blocks made of these rows.
 
     `peak` is the largest magnitude of all finite numbers of `block`, or of more; for a small one nothing

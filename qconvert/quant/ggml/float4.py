@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.quant.lanes import LANES, absolute, kernel, load, peak, routine, splat, store, where
+from qconvert.quant.simd.lanes import LANES, absolute, kernel, load, peak, routine, splat, store, where
 
 BLOCK = 32
 _ZERO, _EIGHT, _SIXTEEN = np.float32(0), np.float32(8), np.float32(16)

@@ -25,7 +25,7 @@ from qconvert.quant.ggml.tiles import (
     weigh_by_importance,
     weigh_by_square,
 )
-from qconvert.quant.lanes import LANES, clamp, kernel, load, nearest, routine, splat, store, where
+from qconvert.quant.simd.lanes import LANES, clamp, kernel, load, nearest, routine, splat, store, where
 
 BLOCK = 32
 SUPER_BLOCK = 256

@@ -32,7 +32,7 @@ from qconvert.quant.ggml.tiles import (
     weigh_by_magnitude,
     weigh_by_size,
 )
-from qconvert.quant.lanes import LANES, clamp, kernel, load, nearest, routine, splat, store, where
+from qconvert.quant.simd.lanes import LANES, clamp, kernel, load, nearest, routine, splat, store, where
 
 BLOCK = 256
 _ZERO = np.float32(0)

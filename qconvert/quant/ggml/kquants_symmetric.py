@@ -27,17 +27,7 @@ from qconvert.quant.ggml.tiles import (
     weigh_by_importance,
     weigh_by_square,
 )
-from qconvert.quant.lanes import (
-    LANES,
-    clamp,
-    kernel,
-    load,
-    nearest,
-    routine,
-    splat,
-    store,
-    where,
-)
+from qconvert.quant.simd.lanes import LANES, clamp, kernel, load, nearest, routine, splat, store, where
 
 BLOCK = 256
 PARTS = 16

@@ -15,7 +15,7 @@ import numpy as np
 from qconvert.quant.ggml.scalars import inverse, put_half
 from qconvert.quant.ggml.search import affine_trials, fit_affine, fit_symmetric, symmetric_trials
 from qconvert.quant.ggml.tiles import gather, row_variance, scatter, stacked, tile, weigh_by_importance
-from qconvert.quant.lanes import (
+from qconvert.quant.simd.lanes import (
     LANES,
     absolute,
     first,
@@ -153,8 +153,8 @@ def _signed_peak(a: Any, b: Any) -> Any:
 @routine
 def _at(a: Any, b: Any, in_a: Any, in_b: Any) -> Any:
     """The number in the first place that is marked."""
-    place = first(in_a)
-    return lane(a, place) if place < LANES else lane(b, first(in_b))
+    parameter = first(in_a)
+    return lane(a, parameter) if parameter < LANES else lane(b, first(in_b))
 
 
 @routine

@@ -1,6 +1,7 @@
 """Where in a super-block do its 256 codes and its parts' scales go? Bit packing of the K-quants.
 
-`codes` are the float32 codes of one super-block in element order, `out` is the flat array of bytes and
+`quant.packed_codes` are the float32 codes of one super-block in element order, `out` is the flat array of
+bytes and
 `at` where the field begins. Scales come as tiles of bytes [parts, lanes], of which lane `k` is stored.
 Codes are packed by arithmetic on lanes: a byte is the sum of its fields, shifted by multiplication.
 Source: the block structs of ggml-common.h and quantize_row_*_K_ref in ggml-quants.c.
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.quant.lanes import LANES, load, routine, splat, store, truncated, where
+from qconvert.quant.simd.lanes import LANES, load, routine, splat, store, truncated, where
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _FOUR, _SIXTEEN, _SIXTY_FOUR = np.float32(4), np.float32(16), np.float32(64)

@@ -1,6 +1,6 @@
 """The numbers a block has one of: how are its half-precision scales rounded, stored and read back?
 
-Scalar counterparts of `qconvert.quant.lanes`, for numba code. Everything is integer arithmetic on the
+Scalar counterparts of `qconvert.quant.simd.lanes`, for numba code. Everything is integer arithmetic on the
 bits of a float32, so it does not depend on what the processor can convert.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.quant.lanes import routine
+from qconvert.quant.simd.lanes import routine
 
 _HALF_LARGEST = 0x477FF000  # 65520, from which on rounding ends at infinity
 _HALF_SMALLEST = 0x38800000  # 2**-14, below which a half is denormal

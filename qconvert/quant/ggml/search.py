@@ -1,7 +1,8 @@
 """Which scale of a block loses least? The searches of ggml-quants.c, sixteen blocks at a time.
 
 A tile is a flat float32 array [elements, lanes]: element e of the block in lane k is `tile[16 * e + k]`.
-Every search takes a tile `x` of numbers and a tile `w` of weights, fills the tile `codes` with the
+Every search takes a tile `x` of numbers and a tile `w` of weights, fills the tile `quant.packed_codes`
+with the
 codes it settled on, and returns its scales as lanes. Each lane's float32 operations are those of the
 C function named, in its order; that is what makes the codes equal to the last bit.
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.quant.lanes import (
+from qconvert.quant.simd.lanes import (
     LANES,
     absolute,
     clamp,
@@ -189,7 +190,7 @@ def fit_nonnegative(
 ) -> Any:
     """Codes 0 to `top` of `w = scale * code`, for scales and minimums; returns the scale as lanes.
 
-    `codes` is a tile of bytes: a negative scale, which a search may return, has the code of C's
+    `quant.packed_codes` is a tile of bytes: a negative scale, which a search may return, has the code of C's
     uint8_t. Source: make_qp_quants.
     """
     high = splat(ZERO)

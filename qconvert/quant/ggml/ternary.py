@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from qconvert.quant.ggml.scalars import inverse, put_half
-from qconvert.quant.lanes import LANES, kernel, load, peak, rounded_away, routine, splat, store, truncated
+from qconvert.quant.simd.lanes import (
+    LANES,
+    kernel,
+    load,
+    peak,
+    rounded_away,
+    routine,
+    splat,
+    store,
+    truncated,
+)
 
 BLOCK = 256
 _ZERO, _ONE, _THREE, _FOUR = np.float32(0), np.float32(1), np.float32(3), np.float32(4)
@@ -86,6 +96,6 @@ def _put_last_digits(rows: np.ndarray, index: int, spread: np.float32, out: np.n
     store(digits, 0, _digit(rows, index, spread))
     for byte in range(4):
         number = 0
-        for place in range(4):
-            number = number * 3 + digits[place * 4 + byte]
+        for parameter in range(4):
+            number = number * 3 + digits[parameter * 4 + byte]
         out[at + byte] = (number * 3 * 256 + 242) // 243

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.quant.lanes import (
+from qconvert.quant.simd.lanes import (
     LANES,
     absolute,
     load,

@@ -1,0 +1,1 @@
+"""Trains the model that comes with qconvert."""

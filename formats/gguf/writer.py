@@ -1,0 +1,258 @@
+"""Writing GGUF files: headers final before the first byte of data, rows in any order, all or nothing.
+
+`plan_files` is pure: it says every byte of every header and where each row will lie, so the size is
+known before anything is converted and any number of threads may write at once. The bytes are those
+that gguf.GGUFWriter writes for the same content.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+from qconvert.core.ggml_types import ARRAY_NUMBER, KV, ArrayOf, GGUFTensor, KVType, Scalar
+from qconvert.errors import BadRecipe, OutputExists, shown
+from qconvert.formats.gguf.header import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME_BYTES
+from qconvert.formats.gguf.reader import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, split_name
+from qconvert.formats.io.local_file import amount, claim, sync
+from qconvert.formats.io.planned_files import FilePlan, FileSink
+
+VERSION = 3
+ALIGNMENT = DEFAULT_ALIGNMENT
+_SAFETENSORS = "keep this model in safetensors, which hold it"
+
+
+def plan_files(
+    name: str,
+    kv: Sequence[KV],
+    tensors: Sequence[GGUFTensor],
+    *,
+    max_part_bytes: int | None = None,
+    metadata_first: bool = False,
+) -> tuple[FilePlan, ...]:
+    """The bytes of `name` (ending in .gguf) with this metadata and these tensors, in this order.
+
+    A new part begins where a tensor would take the data of the current one over `max_part_bytes`, as
+    gguf.GGUFWriter does; parts are named like llama.cpp's. With `metadata_first` the first of several
+    parts holds no tensor. Raises BadRecipe for a name, shape or key that the format cannot hold.
+    """
+    _check_names([entry.key for entry in kv], "metadata key")
+    if any(entry.key == "general.alignment" and entry.value != ALIGNMENT for entry in kv):
+        raise BadRecipe(
+            f"general.alignment: tensors are laid out at multiples of {ALIGNMENT} here", "leave the key out"
+        )
+    _check_names([tensor.name for tensor in tensors], "tensor")
+    for tensor in tensors:
+        _check_tensor(tensor)
+    groups = _parts_of(tensors, max_part_bytes)
+    if metadata_first and len(groups) > 1:
+        groups.insert(0, [])
+    count = len(groups)
+    stem = name.removesuffix(".gguf")
+    parts = []
+    for number, group in enumerate(groups):
+        part_name = name if count == 1 else split_name(stem, number, count)
+        entries = list(kv) if number == 0 else []
+        if count > 1:
+            entries += _split_keys(number, count, len(tensors))
+        parts.append(_plan_part(part_name, entries, group))
+    return tuple(parts)
+
+
+def _split_keys(number: int, count: int, tensors: int) -> list[KV]:
+    return [KV.u16(SPLIT_NO, number), KV.u16(SPLIT_COUNT, count), KV.i32(SPLIT_TENSORS, tensors)]
+
+
+def _parts_of(tensors: Sequence[GGUFTensor], limit: int | None) -> list[list[GGUFTensor]]:
+    groups: list[list[GGUFTensor]] = [[]]
+    held = 0
+    for tensor in tensors:
+        if limit is not None and groups[-1] and held + tensor.nbytes > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(tensor)
+        held += tensor.nbytes
+    return groups
+
+
+def _check_names(names: Sequence[str], what: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise BadRecipe(f"{shown(name)}: this {what} would be written twice", "name it once")
+        seen.add(name)
+
+
+def _check_tensor(tensor: GGUFTensor) -> None:
+    length = len(tensor.name.encode())
+    if length > MAX_NAME_BYTES:
+        raise BadRecipe(
+            f"{shown(tensor.name)}: a tensor name of {length} bytes; GGUF holds {MAX_NAME_BYTES}",
+            _SAFETENSORS,
+        )
+    if len(tensor.shape) > MAX_DIMS or any(dim < 1 for dim in tensor.shape):
+        raise BadRecipe(
+            f"{tensor.name}: shape {list(tensor.shape)}; GGUF holds 1 to {MAX_DIMS} dimensions", _SAFETENSORS
+        )
+    if tensor.width % tensor.type.block:
+        raise BadRecipe(
+            f"{tensor.name}: rows of {tensor.width} are not a multiple of {tensor.type.label}'s "
+            f"{tensor.type.block}",
+            "choose a type with smaller blocks for it",
+        )
+
+
+def _plan_part(name: str, kv: Sequence[KV], tensors: Sequence[GGUFTensor]) -> FilePlan:
+    pieces = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(kv)), *map(pack_kv, kv)]
+    starts, end = [], 0
+    for tensor in tensors:
+        pieces.append(_pack_tensor(tensor, end))
+        starts.append(end)
+        end = _padded(end + tensor.nbytes)
+    head = b"".join(pieces)
+    head = head.ljust(_padded(len(head)), b"\0")
+    return FilePlan(
+        name=name,
+        head=head,
+        specs={tensor.name: tensor.stored for tensor in tensors},
+        offsets={tensor.name: len(head) + start for tensor, start in zip(tensors, starts, strict=True)},
+        size=len(head) + end,
+    )
+
+
+def _padded(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _pack_text(text: str) -> bytes:
+    raw = text.encode("utf-8", "surrogateescape")
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _pack_scalar(kind: KVType, value: Scalar) -> bytes:
+    return _pack_text(str(value)) if kind is KVType.TEXT else struct.pack(f"<{kind.format}", value)
+
+
+def pack_kv(entry: KV) -> bytes:
+    """One metadata entry as a GGUF file holds it. Raises BadRecipe when the value does not fit."""
+    try:
+        return _pack_text(entry.key) + _pack_value(entry)
+    except (struct.error, OverflowError) as error:
+        raise BadRecipe(
+            f"{entry.key}: {shown(entry.value)} does not fit its type ({error})", "correct it in config.json"
+        ) from error
+
+
+def _pack_value(entry: KV) -> bytes:
+    if isinstance(entry.type, KVType) and not isinstance(entry.value, tuple):
+        return struct.pack("<I", entry.type.number) + _pack_scalar(entry.type, entry.value)
+    assert isinstance(entry.type, ArrayOf) and isinstance(entry.value, tuple)
+    item = entry.type.item
+    head = struct.pack("<IIQ", ARRAY_NUMBER, item.number, len(entry.value))
+    if item is KVType.TEXT:
+        return b"".join(chain([head], (_pack_text(str(value)) for value in entry.value)))
+    return head + struct.pack(f"<{len(entry.value)}{item.format}", *entry.value)
+
+
+def _pack_tensor(tensor: GGUFTensor, offset: int) -> bytes:
+    shape = tensor.shape[::-1]
+    dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return _pack_text(tensor.name) + dims + struct.pack("<IQ", tensor.type.number, offset)
+
+
+def check_target(path: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> None:
+    """Raise unless a file may be written under this name.
+
+    OutputExists when the name is taken, by a file only without `overwrite`; BadRecipe when it is that of
+    a source.
+    """
+    if any(path.resolve() == source.resolve() for source in sources):
+        raise BadRecipe(f"{path}: is the source", "choose another output")
+    if path.is_dir():
+        raise OutputExists(f"{path}: is a folder", "choose another output")
+    if path.exists() and not overwrite:
+        raise OutputExists(
+            f"{path}: is there already ({amount(path.stat().st_size)})",
+            "use --overwrite, or choose another output",
+        )
+
+
+class GGUFSink(FileSink):
+    """GGUF files being written beside their final place: a `Sink` whose rows are bytes of blocks.
+
+    Files carry the suffix `.partial` until `publish` renames them, the first part last, so that a
+    checkpoint under its final name is whole; between `commit` and `publish` they can be verified.
+    Two runs with the same output do not meet: the second raises QConvertError while the first is alive.
+    Raises OutputExists when a final name is taken, unless `overwrite`; parts of another number of parts
+    have other names, and stay.
+    """
+
+    def __init__(self, folder: Path, files: Sequence[FilePlan], *, overwrite: bool = False) -> None:
+        self._overwrite = overwrite
+        self.final = tuple(folder / file.name for file in files)
+        self.partial = tuple(path.with_name(f"{path.name}.partial") for path in self.final)
+        for path in self.final:
+            check_target(path, overwrite=overwrite)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._locks: dict[Path, int] = {}
+        try:
+            for path in self.partial:
+                self._locks[path] = claim(path)
+            partial = [replace(file, name=path.name) for file, path in zip(files, self.partial, strict=True)]
+            super().__init__(folder, partial, claimed=True)
+        except BaseException:
+            self._release()
+            raise
+
+    def publish(self) -> None:
+        """Give the committed files their final names.
+
+        OutputExists if one was taken meanwhile by somebody else, unless `overwrite`. Of several parts the
+        old first one goes before any is replaced: a kill in between leaves no model of two halves.
+        """
+        if self._overwrite and len(self.final) > 1 and self.final[0].exists():
+            self.final[0].unlink()
+            sync(self.final[0].parent)
+        named: list[Path] = []
+        try:
+            for partial, final in reversed(tuple(zip(self.partial, self.final, strict=True))):
+                partial.replace(final) if self._overwrite else _rename_to_new(partial, final)
+                named.append(final)
+        except FileExistsError:
+            for final in named:
+                final.unlink()
+            check_target(self.final[-1 - len(named)])
+            raise
+        sync(self.final[0].parent)
+        self._release()
+
+    def abort(self) -> None:
+        """Remove what has no final name yet; nothing happens when that is gone already."""
+        super().abort()
+        self._release()
+
+    def _release(self) -> None:
+        """Let other runs have the names; what is still under them was ours."""
+        for path, lock in self._locks.items():
+            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+                path.unlink()
+            os.close(lock)
+        self._locks.clear()
+
+
+def _rename_to_new(partial: Path, final: Path) -> None:
+    """Rename to a name that nothing has; FileExistsError if something has it."""
+    try:
+        os.link(partial, final)  # which, unlike a rename, replaces nothing
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if final.exists():
+            raise FileExistsError(final) from None
+        partial.rename(final)
+    else:
+        partial.unlink()

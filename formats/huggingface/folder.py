@@ -1,0 +1,214 @@
+"""A Hugging Face folder as one source of tensors: config.json, one or many shards, their index.
+
+Answers which files make up a checkpoint and whether they agree. The invariant: every tensor of
+`specs` lies in exactly one open file, inside its bounds; index files cannot point outside their
+folder; only headers are read on opening, and nothing is ever unpickled or executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from qconvert.core.dtypes import Json, TensorSpec
+from qconvert.core.protocols import Sidecars
+from qconvert.errors import CorruptCheckpoint, NotDownloaded, QConvertError, UnsupportedModel, shown
+from qconvert.formats.huggingface.safetensors_file import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    SafetensorsFile,
+    SafetensorsHeader,
+)
+from qconvert.formats.huggingface.shard_index import ShardIndex, locate, read_index, require_shards
+from qconvert.formats.huggingface.sidecars import sidecars_of
+from qconvert.formats.io.strict_json import read_json_object
+
+CONFIG_FILE = "config.json"
+README_FILE = "README.md"
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class HFCheckpoint:
+    """An open checkpoint in Hugging Face layout (a `tensors.Source`).
+
+    `specs` covers all files, in the order of their bytes. `index_sha256` is the hash of the shard
+    index where there is one; `readme` is the model card. `warnings` say what was odd and tolerated.
+    """
+
+    path: Path
+    config: Json
+    specs: Mapping[str, TensorSpec]
+    sidecars: Sidecars
+    readme: Path | None
+    warnings: tuple[str, ...]
+    index_sha256: str | None
+    shards: tuple[SafetensorsFile, ...]
+    homes: Mapping[str, int]
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether rows can be read; False for a bare config.json and for weights left on the Hub."""
+        return bool(self.shards)
+
+    @property
+    def files(self) -> tuple[SafetensorsHeader, ...]:
+        """The checked header of each weight file: path, size, hash, metadata."""
+        return tuple(shard.header for shard in self.shards)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The headers' free text in one mapping.
+
+        `format` says which framework wrote the file; for tensors that shared memory when they were
+        saved, the dropped name maps to the kept one (safetensors.torch.save_model).
+        """
+        return {key: text for header in self.files for key, text in header.metadata.items()}
+
+    def source_offset(self, name: str) -> tuple[int, int]:
+        """Where a tensor's bytes begin: number of the file in `formats.io.local_file`, and offset in it."""
+        home = self.homes[name]
+        return home, self.shards[home].header.offsets[name]
+
+    def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
+        """Rows [start, stop) of a tensor (see `SafetensorsFile.read`); any thread may call it."""
+        if not self.shards:
+            raise NotDownloaded(
+                f"{name}: its bytes are not here, only its header",
+                "download the weights, with `hf download` or by converting the model",
+            )
+        return self.shards[self.homes[name]].read(name, start, stop, columns=columns)
+
+    def close(self) -> None:
+        for shard in self.shards:
+            shard.close()
+
+    def __enter__(self) -> HFCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_hf_folder(path: Path, headers: Mapping[str, TensorSpec] | None = None) -> HFCheckpoint:
+    """Open a checkpoint folder, or one file of it: config.json, the index, a .safetensors file.
+
+    A JSON file of another name is taken for a config without weights. `headers` stands for
+    weights that are not on this disk: nothing but config and sidecars is read then. Raises
+    CorruptCheckpoint where files are damaged or disagree, UnsupportedModel for other kinds of
+    checkpoint, each with a hint.
+    """
+    folder = path.parent if path.name in (CONFIG_FILE, INDEX_FILE) else path
+    if folder.is_dir() and headers is not None:
+        return replace(_assemble(folder, _config(folder), _Weights()), specs=headers)
+    if folder.is_dir():
+        weights = _weights_in(folder)
+        return _assemble(folder, _config(folder), weights)
+    if not path.exists():
+        raise QConvertError(f"{path}: no such file or folder", "check the path")
+    if path.suffix == ".json":
+        return _assemble(path.parent, read_json_object(path), _Weights())
+    if path.suffix == ".safetensors":
+        return _open_single(path)
+    raise UnsupportedModel(
+        f"{shown(path.name)}: neither a safetensors nor a GGUF file",
+        f"name a folder with {CONFIG_FILE} and safetensors",
+    )
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files that hold a folder's weights, whether or not all of them are there; () for none.
+
+    model.safetensors where there is one, as transformers has it; else the shards of the index.
+    """
+    if _is_there(folder / SINGLE_FILE):
+        return (folder / SINGLE_FILE,)
+    return read_index(folder / INDEX_FILE).files if _is_there(folder / INDEX_FILE) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """The files to be opened, the index that was followed to them, and what was odd on the way."""
+
+    files: tuple[Path, ...] = ()
+    index: ShardIndex | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def _weights_in(folder: Path) -> _Weights:
+    single, index_file = folder / SINGLE_FILE, folder / INDEX_FILE
+    index = read_index(index_file) if _is_there(index_file) else None
+    if _is_there(single) and (index is None or index.files != (single,)):
+        both = f"{SINGLE_FILE} and {INDEX_FILE} are both there: {SINGLE_FILE} is read, as in transformers"
+        return _Weights((single,), warnings=(both,) if index else ())
+    if index:
+        require_shards(index)
+        return _Weights(index.files, index)
+    _refuse_other_weights(folder)
+    return _Weights()
+
+
+def _open_single(file: Path) -> HFCheckpoint:
+    if _is_there(file.parent / CONFIG_FILE):
+        return _assemble(file.parent, _config(file.parent), _Weights((file,)))
+    no_config = f"{shown(file.name)}: no {CONFIG_FILE} beside it"
+    return _assemble(file.parent, {}, _Weights((file,), warnings=(no_config,)))
+
+
+def _is_there(path: Path) -> bool:
+    return path.exists() or path.is_symlink()  # a link to nothing is an error, not an absence
+
+
+def _config(folder: Path) -> Json:
+    if not _is_there(folder / CONFIG_FILE):
+        raise CorruptCheckpoint(f"{folder}: has no {CONFIG_FILE}", "copy it from the model's source")
+    return read_json_object(folder / CONFIG_FILE)
+
+
+def _refuse_other_weights(folder: Path) -> None:
+    """Raise for a folder whose weights are of a kind that is not read; return if it has none."""
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    if "adapter_config.json" in names:
+        raise UnsupportedModel(
+            f"{folder}: holds a LoRA adapter, not a model",
+            "merge it into its base model first: merge_and_unload() in peft, then save_pretrained()",
+        )
+    for name in names:
+        if name.endswith(".safetensors"):
+            raise CorruptCheckpoint(
+                f"{folder}: holds {shown(name)}, but neither {SINGLE_FILE} nor {INDEX_FILE}",
+                "to read this one file, name it instead of the folder",
+            )
+        if name.endswith(".gguf"):
+            raise UnsupportedModel(
+                f"{folder}: holds a GGUF file, {shown(name)}", "name the file instead of the folder"
+            )
+        if name.endswith(_PICKLED) and name != "training_args.bin":
+            raise UnsupportedModel(
+                f"{folder}: holds weights as a pickle, {shown(name)}, which can run code and is never opened",
+                "load the model where you trust it and call save_pretrained(..., safe_serialization=True)",
+            )
+    if CONFIG_FILE not in names:
+        raise CorruptCheckpoint(f"{folder}: holds no checkpoint, neither {CONFIG_FILE} nor {SINGLE_FILE}")
+
+
+def _assemble(folder: Path, config: Json, weights: _Weights) -> HFCheckpoint:
+    shards = tuple(SafetensorsFile(file) for file in weights.files)
+    headers = [shard.header for shard in shards]
+    homes, differences = locate(headers, weights.index)
+    opened = {CONFIG_FILE, INDEX_FILE, README_FILE, *(file.name for file in weights.files)}
+    readme = folder / README_FILE
+    return HFCheckpoint(
+        path=folder,
+        config=config,
+        specs={name: headers[home].specs[name] for name, home in homes.items()},
+        sidecars=sidecars_of(folder, opened),
+        readme=readme if readme.is_file() else None,
+        warnings=(*weights.warnings, *(w for header in headers for w in header.warnings), *differences),
+        index_sha256=weights.index.sha256 if weights.index else None,
+        shards=shards,
+        homes=homes,
+    )

@@ -1,0 +1,330 @@
+"""Safetensors files: a strict reader of headers and rows, and the plan of files to be written.
+
+The format (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON header, then
+the tensors' bytes without a gap. What the reference implementation refuses is refused here, with the
+tensor's name; two things it lets through are refused as well, because readers disagree about them: a
+name given twice, and shapes of more than 8 dimensions. Headers are checked in exact integers before
+anything is allocated. A planned file is byte for byte what the reference implementation writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from qconvert.core.dtypes import DTYPE_BY_CODE, DType, TensorSpec
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.io.local_file import octets, open_regular, read_exactly
+from qconvert.formats.io.planned_files import FilePlan
+from qconvert.formats.io.strict_json import kind_of, parse_json_object
+
+MAX_HEADER_BYTES = 100_000_000  # MAX_HEADER_SIZE in the reference implementation, safetensors/src/tensor.rs
+MAX_RANK = 8
+MAX_ELEMENTS = 2**48  # zeros in the shape aside: beyond any file, and within numpy's shape arithmetic
+CALL_BYTES = 8192  # what is copied from the page cache in the time that one call takes (2 us)
+WINDOW_BYTES = 1 << 20
+METADATA_KEY = "__metadata__"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_CUT_OFF = "it is cut off; download or copy it again"
+_READ_CODES = f"read: {', '.join(DTYPE_BY_CODE)}"
+# Codes of the format for which no conversion here has a use.
+_UNREAD_CODES = ("C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+# The order of `Dtype` in the reference implementation, by rising alignment; files are laid out from
+# its end to its beginning.
+_ALIGNMENT_ORDER = (
+    DType.BOOL, DType.U8, DType.I8, DType.F8_E5M2, DType.F8_E4M3, DType.F8_E8M0, DType.I16, DType.U16,
+    DType.F16, DType.BF16, DType.I32, DType.U32, DType.F32, DType.F64, DType.I64, DType.U64,
+)  # fmt: skip
+_RANK = {dtype: rank for rank, dtype in enumerate(_ALIGNMENT_ORDER)}
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsHeader:
+    """What the header of one file says, checked against the file's size.
+
+    `specs` are in the order of their bytes; `offsets` count from the start of the file; `metadata`
+    is the free text of `__metadata__`; `warnings` are oddities that every reader tolerates; `size`
+    is the file's, `header_sha256` the hash of the header's JSON bytes.
+    """
+
+    path: Path
+    specs: Mapping[str, TensorSpec]
+    offsets: Mapping[str, int]
+    metadata: Mapping[str, str]
+    warnings: tuple[str, ...]
+    data_start: int
+    size: int
+    header_sha256: str
+
+
+class SafetensorsFile:
+    """An open safetensors file whose rows any thread may read."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file and check its header (CorruptCheckpoint)."""
+        self._fd = open_regular(path)
+        self.close = weakref.finalize(self, os.close, self._fd)
+        self.header = _header_of(self._fd, path)
+
+    def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
+        """Rows [start, stop) of a tensor, or `columns` [first, last) of them: a new array
+        `[rows, columns]` in the carrier type of its dtype. CorruptCheckpoint if the file has become
+        shorter since it was opened.
+        """
+        spec = self.header.specs[name]
+        if not 0 <= start <= stop <= spec.rows:
+            raise ValueError(f"{name}: rows [{start}, {stop}) of {spec.rows}")
+        if columns is not None and columns != (0, spec.width):
+            return self._read_columns(spec, start, stop, *columns)
+        rows = np.empty((stop - start, spec.width), spec.dtype.carrier)
+        offset = self.header.offsets[name] + start * spec.width * spec.dtype.nbytes
+        read_exactly(self._fd, octets(rows), offset, shown(self.header.path.name))
+        return rows
+
+    def _read_columns(self, spec: TensorSpec, start: int, stop: int, first: int, last: int) -> np.ndarray:
+        """Columns [first, last) of rows: from windows of whole rows, or row by row where that is less.
+
+        A call costs about as much as copying `CALL_BYTES` bytes.
+        """
+        if not 0 <= first <= last <= spec.width:
+            raise ValueError(f"{spec.name}: columns [{first}, {last}) of {spec.width}")
+        picked = np.empty((stop - start, last - first), spec.dtype.carrier)
+        stride, size = spec.width * spec.dtype.nbytes, spec.dtype.nbytes
+        if stride - picked.shape[1] * size <= CALL_BYTES:
+            step = max(1, WINDOW_BYTES // max(1, stride))
+            for row in range(start, stop, step):
+                end = min(row + step, stop)
+                picked[row - start : end - start] = self.read(spec.name, row, end)[:, first:last]
+            return picked
+        offset, file = self.header.offsets[spec.name] + first * size, shown(self.header.path.name)
+        for row in range(start, stop):
+            read_exactly(self._fd, octets(picked[row - start]), offset + row * stride, file)
+        return picked
+
+    def __enter__(self) -> SafetensorsFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_header(path: Path) -> SafetensorsHeader:
+    """The checked header of a safetensors file; CorruptCheckpoint if it is not one."""
+    with SafetensorsFile(path) as file:
+        return file.header
+
+
+def _header_of(fd: int, path: Path) -> SafetensorsHeader:
+    name, size = shown(path.name), os.fstat(fd).st_size
+    if size < 8:
+        raise CorruptCheckpoint(f"{name}: has {size} bytes, too few for a safetensors file")
+    length = int.from_bytes(_read(fd, 0, 8, name), "little")
+    if length > MAX_HEADER_BYTES:
+        raise CorruptCheckpoint(
+            f"{name}: claims a header of {length:,} bytes, the format allows {MAX_HEADER_BYTES:,}",
+            "fetch the file again: it is damaged, or no safetensors file",
+        )
+    if length > size - 8:
+        raise CorruptCheckpoint(
+            f"{name}: claims a header of {length:,} bytes, the file has {size:,}", _CUT_OFF
+        )
+    return parse_header(_read(fd, 8, length, name), path, size)
+
+
+def _read(fd: int, offset: int, size: int, name: str) -> bytes:
+    buffer = bytearray(size)
+    read_exactly(fd, memoryview(buffer), offset, name)
+    return bytes(buffer)
+
+
+def parse_header(raw: bytes, path: Path, size: int) -> SafetensorsHeader:
+    """Check the JSON bytes of the header of a file of `size` bytes in all (CorruptCheckpoint)."""
+    name = shown(path.name)
+    fields = parse_json_object(raw, name)
+    metadata = _metadata(fields.pop(METADATA_KEY, None), name)
+    extents = sorted((_extent(name, *field) for field in fields.items()), key=lambda e: (e.begin, e.end))
+    data_start = 8 + len(raw)
+    _check_cover(extents, size - data_start, name)
+    return SafetensorsHeader(
+        path=path,
+        specs={e.spec.name: e.spec for e in extents},
+        offsets={e.spec.name: data_start + e.begin for e in extents},
+        metadata=metadata,
+        warnings=tuple(_oddities(raw, fields, name)),
+        data_start=data_start,
+        size=size,
+        header_sha256=hashlib.sha256(raw).hexdigest(),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    """The bytes [begin, end) of the data section, and the tensor they hold."""
+
+    begin: int
+    end: int
+    spec: TensorSpec
+
+
+def _extent(file: str, tensor: str, entry: object) -> _Extent:
+    where = f"{file}: {shown(tensor)}"
+    if not isinstance(entry, dict):
+        raise CorruptCheckpoint(f"{where}: its header entry is a {kind_of(entry)}, not an object")
+    spec = tensor_spec(file, tensor, entry.get("dtype"), entry.get("shape"))
+    offsets = entry.get("data_offsets")
+    if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))):
+        raise CorruptCheckpoint(f"{where}: data_offsets are {shown(offsets)}, not two byte positions")
+    begin, end = offsets
+    if end - begin != spec.nbytes:
+        raise CorruptCheckpoint(
+            f"{where}: {spec.dtype.code} {list(spec.shape)} takes {spec.nbytes} bytes,"
+            f" its data_offsets {offsets} hold {end - begin}"
+        )
+    return _Extent(begin, end, spec)
+
+
+def tensor_spec(file: str, tensor: str, dtype: object, shape: object) -> TensorSpec:
+    """The spec that a header's `dtype` and `shape` describe.
+
+    Raises CorruptCheckpoint for anything the format does not know, UnsupportedModel for element
+    types that it knows and that are not read here.
+    """
+    where = f"{file}: {shown(tensor)}"
+    if not (isinstance(shape, list) and len(shape) <= MAX_RANK and all(map(_is_size, shape))):
+        raise CorruptCheckpoint(f"{where}: shape is {shown(shape)}, not a list of up to {MAX_RANK} sizes")
+    if prod(size or 1 for size in shape) > MAX_ELEMENTS:
+        raise CorruptCheckpoint(f"{where}: shape {shown(shape)} is larger than any file")
+    if dtype in _UNREAD_CODES:
+        raise UnsupportedModel(f"{where}: dtype {dtype} is not read here", _READ_CODES)
+    if not (isinstance(dtype, str) and dtype in DTYPE_BY_CODE):
+        raise CorruptCheckpoint(f"{where}: dtype {shown(dtype)} is none of the format's", _READ_CODES)
+    return TensorSpec(tensor, DTYPE_BY_CODE[dtype], tuple(shape))
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and value >= 0  # not isinstance: True is an int
+
+
+def _metadata(value: object, file: str) -> dict[str, str]:
+    """The free text of a header; null, which MLX writes, stands for none."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise CorruptCheckpoint(f"{file}: {METADATA_KEY} is a {kind_of(value)}, not an object of strings")
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise CorruptCheckpoint(f"{file}: {METADATA_KEY} {shown(key)} is a {kind_of(text)}, not a string")
+    return value
+
+
+def _check_cover(extents: Sequence[_Extent], data_size: int, file: str) -> None:
+    """Raise unless the extents, sorted, cover every byte of the data section exactly once."""
+    for extent in extents:
+        if extent.end > data_size:
+            raise CorruptCheckpoint(
+                f"{file}: {shown(extent.spec.name)} ends at byte {extent.end} of the data,"
+                f" the file holds {data_size}",
+                _CUT_OFF,
+            )
+    if extents and extents[0].begin > 0:
+        raise CorruptCheckpoint(
+            f"{file}: {extents[0].begin} unused bytes before {shown(extents[0].spec.name)}"
+        )
+    for before, after in pairwise(extents):
+        names = f"{shown(before.spec.name)} and {shown(after.spec.name)}"
+        if after.begin < before.end:
+            raise CorruptCheckpoint(f"{file}: {names} share bytes from {after.begin} on")
+        if after.begin > before.end:
+            raise CorruptCheckpoint(f"{file}: {after.begin - before.end} unused bytes between {names}")
+    end = extents[-1].end if extents else 0
+    if end < data_size:
+        raise CorruptCheckpoint(f"{file}: {data_size - end} bytes after the last tensor")
+
+
+def _oddities(raw: bytes, fields: Mapping[str, Mapping[str, object]], file: str) -> Iterator[str]:
+    if not raw.startswith(b"{"):
+        yield f"{file}: its header starts with white space, the format asks for '{{'"
+    odd = [name for name, entry in fields.items() if len(entry) > 3]
+    if odd:
+        yield f"{file}: unknown header fields of {len(odd)} tensors ignored, first in {shown(odd[0])}"
+
+
+def plan_files(
+    specs: Iterable[TensorSpec],
+    shard_size: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    total_parameters: int | None = None,
+) -> tuple[FilePlan, ...]:
+    """The files that hold tensors of these specs: one, or shards and the index that lists them.
+
+    Shards are filled in the order of `specs` up to `shard_size` bytes of tensors (None: no limit), a
+    larger tensor gets one of its own, as in huggingface_hub's `split_state_dict_into_shards_factory`.
+    Each file gets `metadata` into its header; `total_parameters` stands in the index only.
+    """
+    shards = _shards(specs, shard_size)
+    names = [SINGLE_FILE]
+    if len(shards) > 1:
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    files = [_plan_file(name, shard, metadata) for name, shard in zip(names, shards, strict=True)]
+    if len(files) > 1:
+        files.append(_plan_index(files, total_parameters))
+    return tuple(files)
+
+
+def _shards(specs: Iterable[TensorSpec], shard_size: int | None) -> list[list[TensorSpec]]:
+    shards: list[list[TensorSpec]] = []
+    current: list[TensorSpec] = []
+    filled = 0
+    for spec in specs:
+        if shard_size is not None and spec.nbytes > shard_size:
+            shards.append([spec])
+            continue
+        if shard_size is not None and filled + spec.nbytes > shard_size:
+            shards.append(current)
+            current, filled = [], 0
+        current.append(spec)
+        filled += spec.nbytes
+    return [*shards, current] if current or not shards else shards
+
+
+def _plan_file(name: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None) -> FilePlan:
+    """One file in the order and spelling of the reference implementation's `prepare`."""
+    ordered = sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
+    fields: dict[str, object] = {METADATA_KEY: dict(metadata)} if metadata else {}
+    offsets, end = {}, 0
+    for spec in ordered:
+        begin, end = end, end + spec.nbytes
+        offsets[spec.name] = begin
+        fields[spec.name] = {"dtype": spec.dtype.code, "shape": spec.shape, "data_offsets": (begin, end)}
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    return FilePlan(
+        name=name,
+        head=head,
+        specs={spec.name: spec for spec in ordered},
+        offsets={tensor: len(head) + begin for tensor, begin in offsets.items()},
+        size=len(head) + end,
+    )
+
+
+def _plan_index(files: Sequence[FilePlan], total_parameters: int | None) -> FilePlan:
+    """The index, spelled as transformers' `save_pretrained` spells it; it holds no tensors."""
+    totals = {"total_size": sum(spec.nbytes for file in files for spec in file.specs.values())}
+    if total_parameters is not None:
+        totals["total_parameters"] = total_parameters
+    weight_map = {tensor: file.name for file in files for tensor in file.specs}
+    text = json.dumps({"metadata": totals, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+    head = text.encode()
+    return FilePlan(name=INDEX_FILE, head=head, specs={}, offsets={}, size=len(head))

@@ -1,0 +1,36 @@
+"""What lies beside the weights: which files of a checkpoint folder travel to the output.
+
+Known names travel, everything else stays and is listed, so that nothing is dropped in silence and
+nothing unexpected (code, pickles, other weights) is carried along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from qconvert.core.protocols import Sidecars
+
+# Compared with names in lower case. quantize_config.json is missing on purpose: it describes the
+# weights that were read, not the ones that will be written.
+_COPIED = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken",
+    "spiece.model", "sentencepiece*.model", "chat_template.*", "generation_config.json",
+    "*processor_config.json", "license*", "licence*", "notice*", "use_policy*",
+)  # fmt: skip
+_NEVER_COPIED = (".py", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".gguf", ".safetensors")
+
+
+def sidecars_of(folder: Path, read: Container[str]) -> Sidecars:
+    """The entries of a folder that are not in `read`, sorted by name into copied and skipped."""
+    entries = sorted(entry for entry in folder.iterdir() if entry.name not in read)
+    copied = tuple(entry for entry in entries if _travels(entry))
+    return Sidecars(copied, tuple(entry for entry in entries if entry not in copied))
+
+
+def _travels(entry: Path) -> bool:
+    name = entry.name.lower()
+    known = any(fnmatchcase(name, pattern) for pattern in _COPIED)
+    return known and not name.endswith(_NEVER_COPIED) and entry.is_file()

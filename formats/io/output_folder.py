@@ -1,0 +1,149 @@
+"""Output folders that appear whole or not at all.
+
+Everything is written into `<out>.partial`; only a finished folder gets the name `<out>`, by one
+rename. The invariant: whatever happens before that rename (an error, Ctrl-C, kill -9, a power cut),
+nothing new is under the final name, and the next run clears what the dead one left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+from qconvert.errors import BadRecipe, OutputExists, QConvertError, remedy
+from qconvert.formats.io.local_file import lock_or_refuse, sync
+
+MANIFEST_FILE = "qconvert.json"
+_MARKER = ".qconvert-partial"  # says that a .partial folder is ours to clear
+
+
+def check_target(out: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> None:
+    """Raise unless a folder may be written under the name `out`.
+
+    OutputExists when the name is taken: only with `overwrite`, and only a folder that holds our
+    manifest, is replaced. BadRecipe when a source would be overwritten with it.
+    """
+    target = out.resolve()
+    for source in sources:
+        if {target, _partial(target)} & {source.resolve(), *source.resolve().parents}:
+            raise BadRecipe(f"{out}: is or holds the source {source}", "choose another output")
+    if not (out.exists() or out.is_symlink()):
+        return
+    if not (out / MANIFEST_FILE).is_file():
+        what = f"not written by qconvert: no {MANIFEST_FILE} in it" if out.is_dir() else "not a folder"
+        raise OutputExists(
+            f"{out}: is there already, and not replaced ({what})",
+            "choose another output, or move it away yourself",
+        )
+    if not overwrite:
+        raise OutputExists(f"{out}: is there already", "use --overwrite, or choose another output")
+
+
+def _partial(out: Path) -> Path:
+    return out.parent / f"{out.name}.partial"
+
+
+class OutputDir:
+    """A folder to be filled; leaving the `with` block gives it its name, an error removes it.
+
+    Entering gives the path to write into. Two runs with the same output do not meet: the second
+    raises QConvertError while the first is alive.
+    """
+
+    def __init__(self, out: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> None:
+        """Check the name (see `check_target`); nothing is created before entering."""
+        check_target(out, overwrite=overwrite, sources=sources)
+        self._out = out.resolve()
+        self._overwrite = overwrite
+        self.partial = _partial(self._out)
+
+    def __enter__(self) -> Path:
+        try:
+            self._lock = _claim(self.partial)
+        except OSError as error:
+            raise QConvertError(
+                f"{self.partial}: cannot be created: {error.strerror}", remedy(error)
+            ) from error
+        return self.partial
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None
+    ) -> None:
+        renamed = False
+        try:
+            if kind is None:
+                self._finish()
+                renamed = True
+        except OSError as error:
+            raise QConvertError(
+                f"{self._out}: cannot be finished: {error.strerror}", remedy(error)
+            ) from error
+        finally:
+            if not renamed:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            os.close(self._lock)
+
+    def _finish(self) -> None:
+        """Wait until all bytes are on the disk, then rename."""
+        for path in [*self.partial.rglob("*"), self.partial]:
+            sync(path)
+        check_target(self._out, overwrite=self._overwrite)  # somebody may have been faster
+        (self.partial / _MARKER).unlink()
+        if self._out.exists():
+            _replace(self._out, self.partial)
+        else:
+            self.partial.rename(self._out)
+        sync(self._out.parent)
+
+
+def _claim(partial: Path) -> int:
+    """Create or take over a partial folder, empty but for our marker; return the lock on it.
+
+    The lock is on the folder itself, so that it dies with the process and moves with the rename.
+    """
+    partial.mkdir(parents=True, exist_ok=True)
+    lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        lock_or_refuse(lock, partial)
+        entries = list(partial.iterdir())
+        if entries and not {partial / _MARKER, partial / MANIFEST_FILE} & set(entries):
+            raise OutputExists(
+                f"{partial}: is in the way, and not a leftover of qconvert", "move or remove it"
+            )
+        for entry in entries:
+            shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        (partial / _MARKER).touch()
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _replace(old: Path, new: Path) -> None:
+    """Put `new` in the place of `old`, at once where the system can; if it fails, `old` keeps its name."""
+    aside = old.parent / f"{old.name}.replaced-{os.getpid()}"
+    if _exchange(old, new):
+        new.rename(aside)  # which is the old one now
+        shutil.rmtree(aside, ignore_errors=True)
+        return
+    old.rename(aside)
+    try:
+        new.rename(old)
+    except BaseException:
+        aside.rename(old)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Let two names change places in one step; False where the system or the disk cannot.
+
+    renameat2(2) with RENAME_EXCHANGE, which Linux has and Python has no call for.
+    """
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2 is not None and renameat2(here, os.fsencode(a), here, os.fsencode(b), exchange) == 0

@@ -1,0 +1,169 @@
+"""Re-reads written files before they get their name: headers, every byte, every tensor's hash.
+
+The header is read by the safetensors library, which qconvert does not write with; the bytes are
+read back from the disk and held against the CRC-32 of what was handed to the sink.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from qconvert.core.dtypes import TensorSpec
+from qconvert.errors import REPORT, CheckFailed
+from qconvert.formats.io.local_file import read_exactly
+from qconvert.formats.io.planned_files import FilePlan
+
+WINDOW = 4 << 20
+
+
+class Written(Protocol):
+    """Rows of one array, or columns of them, as handed to the sink (see `run.WrittenRows`)."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def column(self) -> int: ...
+
+    @property
+    def width(self) -> int: ...
+
+    @property
+    def crc32(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Hashes:
+    """SHA-256 in hexadecimal: of whole files, and of each tensor's stored bytes."""
+
+    files: Mapping[str, str]
+    tensors: Mapping[str, str]
+
+
+HeaderCheck = Callable[[Path, Mapping[str, TensorSpec]], None]
+
+
+def verify_files(
+    folder: Path,
+    files: Sequence[FilePlan],
+    written: Mapping[str, Sequence[Written]],
+    jobs: int,
+    check_header: HeaderCheck | None = None,
+) -> Hashes:
+    """Re-read every file; return the hashes. CheckFailed names the first thing that differs.
+
+    `check_header` holds a file's header against the plan, by default as safetensors.
+    """
+    check_header = check_header or check_safetensors_header
+    with ThreadPoolExecutor(jobs) as pool:
+        whole = {f.name: pool.submit(file_sha256, folder / f.name) for f in files}
+        tensors = {
+            name: pool.submit(
+                _verify_tensor, folder / file.name, spec, file.offsets[name], written.get(name, ())
+            )
+            for file in files
+            for name, spec in file.specs.items()
+        }
+        for file in files:
+            if file.specs:
+                check_header(folder / file.name, file.specs)
+        return Hashes(
+            {name: future.result() for name, future in whole.items()},
+            {name: future.result() for name, future in tensors.items()},
+        )
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a whole file, read in bounded windows."""
+    digest = hashlib.sha256()
+    for window in _windows(path, 0, path.stat().st_size):
+        digest.update(window)
+    return digest.hexdigest()
+
+
+def check_safetensors_header(path: Path, specs: Mapping[str, TensorSpec]) -> None:
+    """Let the safetensors library read the header; CheckFailed if it sees other tensors."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            names = set(file.keys())
+            found = {name: file.get_slice(name) for name in names}
+            seen = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in found.items()}
+    except SafetensorError as error:
+        raise CheckFailed(f"{path.name}: the safetensors library refuses it ({error})", REPORT) from error
+    expected = {name: (spec.dtype.code, spec.shape) for name, spec in specs.items()}
+    if seen != expected:
+        odd = sorted(set(seen.items()) ^ set(expected.items()))[0]
+        raise CheckFailed(f"{path.name}: {odd[0]} is not what was planned ({odd[1]})", REPORT)
+
+
+def _verify_tensor(path: Path, spec: TensorSpec, offset: int, written: Iterable[Written]) -> str:
+    """The SHA-256 of a tensor's bytes, every written run held against its CRC-32."""
+    runs = sorted(written, key=lambda run: (run.start, run.column))
+    if any(run.width != spec.width for run in runs):
+        return _verify_tiles(path, spec, offset, runs)
+    digest = hashlib.sha256()
+    row = 0
+    for run in runs:
+        if run.start != row:
+            raise CheckFailed(f"{spec.name}: rows {row} to {run.start} were never written", REPORT)
+        nbytes = run.rows * spec.width * spec.dtype.nbytes
+        crc = 0
+        for window in _windows(path, offset, nbytes):
+            digest.update(window)
+            crc = zlib.crc32(window, crc)
+        _require(crc == run.crc32, path, spec, run)
+        offset += nbytes
+        row += run.rows
+    return digest.hexdigest()
+
+
+def _verify_tiles(path: Path, spec: TensorSpec, offset: int, runs: Iterable[Written]) -> str:
+    """The same for runs of some columns only: each is gathered from the rows it lies in."""
+    stride, size = spec.width * spec.dtype.nbytes, spec.dtype.nbytes
+    digest = hashlib.sha256()
+    for window in _windows(path, offset, spec.nbytes):
+        digest.update(window)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for run in runs:
+            crc = 0
+            buffer = memoryview(bytearray(run.width * size))
+            for row in range(run.start, run.start + run.rows):
+                read_exactly(fd, buffer, offset + row * stride + run.column * size, path.name)
+                crc = zlib.crc32(buffer, crc)
+            _require(crc == run.crc32, path, spec, run)
+    finally:
+        os.close(fd)
+    return digest.hexdigest()
+
+
+def _require(same: bool, path: Path, spec: TensorSpec, run: Written) -> None:
+    if not same:
+        raise CheckFailed(
+            f"{path.name}: {spec.name} rows {run.start} to {run.start + run.rows} read back differently",
+            "the disk or the memory of this machine is faulty; write to another disk",
+        )
+
+
+def _windows(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
+    buffer = memoryview(bytearray(min(WINDOW, nbytes)))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        for start in range(0, nbytes, WINDOW):
+            window = buffer[: min(WINDOW, nbytes - start)]
+            read_exactly(fd, window, offset + start, path.name)
+            yield window
+    finally:
+        os.close(fd)

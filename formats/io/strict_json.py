@@ -1,0 +1,136 @@
+"""JSON objects from files nobody vouches for: config.json, shard indexes, safetensors headers.
+
+The invariant: what is returned is what any strict reader of RFC 8259 returns. Python's parser lets
+through NaN, infinities, endless integers, repeated keys and half surrogates; here each is an error that
+names the key, because two tools that read them differently convert two different models.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from qconvert.core.dtypes import Json
+from qconvert.errors import CorruptCheckpoint, shown
+from qconvert.formats.io.local_file import amount, open_regular, read_exactly
+
+MAX_CONFIG_BYTES = 16 << 20
+_BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
+_INFINITIES = (math.inf, -math.inf)
+# Parsers in other languages make a float64 of an integer of many digits; 10**400 ends theirs.
+_LARGEST = int(sys.float_info.max)
+_QUOTE_OR_BRACKET = re.compile(r'["\[\]{}]')
+
+
+def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> Json:
+    """The JSON object that a file holds.
+
+    Raises CorruptCheckpoint, naming the file and where possible the key, when there is no such
+    file, when it is larger than `max_bytes`, or when it is anything but one strict JSON object.
+    """
+    return parse_json_object(read_bounded(path, max_bytes), shown(path.name))
+
+
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """All bytes of a file that may not be larger than `max_bytes`."""
+    name = shown(path.name)
+    fd = open_regular(path)
+    try:
+        size = os.fstat(fd).st_size
+        if size > max_bytes:
+            raise CorruptCheckpoint(f"{name}: has {amount(size)}, the limit is {amount(max_bytes)}")
+        buffer = bytearray(size)
+        read_exactly(fd, memoryview(buffer), 0, name)
+    finally:
+        os.close(fd)
+    return bytes(buffer)
+
+
+def parse_json_object(raw: bytes, name: str) -> Json:
+    """The JSON object that `raw` spells; CorruptCheckpoint, beginning with `name`, if it does not."""
+    if raw.startswith(_BYTE_ORDER_MARKS):
+        raise CorruptCheckpoint(f"{name}: starts with a byte-order mark", "save it as UTF-8 without one")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CorruptCheckpoint(f"{name}: is not UTF-8 at byte {error.start}") from error
+    _refuse_dense(text, name)
+    try:
+        value = json.loads(text, object_pairs_hook=partial(_strict_object, name))
+    except RecursionError:
+        raise CorruptCheckpoint(f"{name}: {_deep_key(text)}is nested too deeply to be read") from None
+    except ValueError as error:  # malformed, or an integer of more digits than Python converts
+        raise CorruptCheckpoint(f"{name}: is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CorruptCheckpoint(f"{name}: holds a JSON {kind_of(value)}, not an object")
+    return value
+
+
+def _refuse_dense(text: str, name: str) -> None:
+    """Raise for text that is nearly all brackets and commas: parsed, it takes 30 times its size.
+
+    A safetensors header has 3 brackets and 5 to 12 commas in about 100 bytes of each tensor.
+    """
+    brackets = text.count("{") + text.count("[")
+    if brackets > 1_000_000 + len(text) // 24 or text.count(",") > 4_000_000 + len(text) // 5:
+        raise CorruptCheckpoint(f"{name}: holds more brackets or commas than any model needs")
+
+
+def kind_of(value: object) -> str:
+    """What JSON calls a parsed value: `list`, `string`, `number`, `boolean`, `null` or `object`."""
+    names = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", dict: "object"}
+    return names.get(type(value), "null")
+
+
+def _strict_object(name: str, pairs: list[tuple[str, Any]]) -> Json:
+    """One JSON object, checked for what Python's parser lets through."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise CorruptCheckpoint(f"{name}: {shown(_first_repeated(key for key, _ in pairs))} appears twice")
+    for key, value in pairs:
+        flaw = _flaw(key) or _flaw(value)
+        if flaw:
+            raise CorruptCheckpoint(f"{name}: {shown(key)} {flaw}")
+    return fields
+
+
+def _first_repeated(keys: Iterable[str]) -> str:
+    seen: set[str] = set()
+    return next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+
+
+def _flaw(value: object) -> str | None:
+    """Why no strict parser accepts this value; objects inside it have been checked before it."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"is {value}, not a finite number"
+    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        return f"is a number of {value.bit_length():,} bits, beyond any float64"
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "holds half of a surrogate pair"
+    if isinstance(value, list):  # in lists infinity means "no limit": Mamba's time_step_limit [0, Infinity]
+        return next(filter(None, (_flaw(item) for item in value if item not in _INFINITIES)), None)
+    return None
+
+
+def _deep_key(text: str, max_depth: int = 100) -> str:
+    """The top-level key, with a space after it, under which `text` first nests over `max_depth`."""
+    decoder = json.JSONDecoder()
+    depth, key, position = 0, "", 0
+    while depth <= max_depth and (token := _QUOTE_OR_BRACKET.search(text, position)):
+        position = token.end()
+        if token[0] == '"':
+            string, position = decoder.raw_decode(text, token.start())
+            key = f"{shown(string)} " if depth == 1 else key
+        else:
+            depth += 1 if token[0] in "[{" else -1
+    return key

@@ -1,0 +1,131 @@
+"""Holds the arrays of a checkpoint against what its config claims about them.
+
+Every reader asks the same questions: is each array of a weight there, has it the shape that the form
+asks for, and does the config say the same. The answers name the array and the config's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from qconvert.core.dtypes import FLOAT_DTYPES, DType, Json, TensorSpec
+from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.core.protocols import Layout, Source
+from qconvert.errors import BadRecipe, CorruptCheckpoint, shown
+
+APART = "fetch all arrays of this weight again, from one source: these do not belong together"
+
+
+def claim(settings: Mapping[str, object], key: str, kind: type, default: object = None) -> object:
+    """The value under a key of quantization_config, checked for its type; `default` when absent."""
+    value = settings.get(key)
+    if value is None:
+        return default
+    if type(value) is not kind:
+        raise CorruptCheckpoint(
+            f"config.json: quantization_config: {key} is {shown(value)}, not {kind.__name__}",
+            "correct quantization_config",
+        )
+    return value
+
+
+def contradiction(array: str, found: str, key: str, claimed: object) -> CorruptCheckpoint:
+    """The error for an array that is not what quantization_config says."""
+    return CorruptCheckpoint(
+        f"{array}: {found}, but quantization_config says {key} {shown(claimed)}",
+        "correct quantization_config, or fetch the weights again",
+    )
+
+
+def require(source: Source, name: str, why: str) -> TensorSpec:
+    """The spec of an array that must be there."""
+    spec = source.specs.get(name)
+    if spec is None:
+        raise CorruptCheckpoint(f"{name}: missing, but {why}")
+    return spec
+
+
+def part(
+    source: Source, name: str, why: str, *, dims: tuple[int, ...], dtypes: Collection[DType] = FLOAT_DTYPES
+) -> TensorSpec:
+    """The spec of an array that a quantized weight is told from.
+
+    It must be there, of one of these types, with one of these numbers of dimensions and none of them 0.
+    `why` says in errors what it belongs to.
+    """
+    spec = require(source, name, why)
+    if spec.dtype not in dtypes or len(spec.shape) not in dims or 0 in spec.shape:
+        kinds = " or ".join(sorted(dtype.label for dtype in dtypes))
+        numbers = " or ".join(map(str, dims))
+        raise CorruptCheckpoint(
+            f"{name}: {spec.dtype.label} {list(spec.shape)}, but {why}: it must be {kinds}, of "
+            f"{numbers} dimension{'' if dims == (1,) else 's'}, none of them 0",
+            APART,
+        )
+    return spec
+
+
+def matrix_shape(tensor: ModelTensor, layout: str) -> tuple[int, int]:
+    """The rows and columns of a quantized linear; BadRecipe for a stack of experts."""
+    if len(tensor.shape) != 2:
+        raise BadRecipe(
+            f"{tensor.name}: a stack of {tensor.shape[0]} experts ({tensor.encoding.label}), but {layout} "
+            "holds quantized linears alone, one for each expert",
+            "leave the experts apart (`qconvert unfuse --only experts`)",
+        )
+    return tensor.shape[0], tensor.shape[1]
+
+
+def check_parts(layout: Layout, tensor: ModelTensor, source: Source) -> ModelTensor:
+    """The tensor, once every array that spells it has the type and shape its form asks for."""
+    for spec in layout.stored_arrays(tensor):
+        found = require(source, spec.name, f"{tensor.encoding.label} of shape {list(tensor.shape)} needs it")
+        if found.shape != spec.shape or found.dtype is not spec.dtype:
+            raise CorruptCheckpoint(
+                f"{spec.name}: {found.dtype.label} {list(found.shape)}, but {tensor.encoding.label} of shape "
+                f"{list(tensor.shape)} needs {spec.dtype.label} {list(spec.shape)}",
+                APART,
+            )
+    return tensor
+
+
+def check_claimed(found: Mapping[str, ModelTensor], method: str, missing: str) -> None:
+    """Raise if a config that claims a quantization lies over plain weights only."""
+    if any(not isinstance(tensor.encoding, Unquantized) for tensor in found.values()):
+        return
+    linears = [name for name in found if name.endswith("_proj.weight")] or ["every weight"]
+    named = next((name for name in linears if name.endswith(".q_proj.weight")), linears[0])
+    raise CorruptCheckpoint(
+        f"{named.removesuffix('.weight')}: no {missing}, but quantization_config says {method}",
+        "remove quantization_config from config.json if the weights are plain",
+    )
+
+
+def plain_rest(
+    source: Source, used: Collection[str], found: dict[str, ModelTensor]
+) -> dict[str, ModelTensor]:
+    """The quantized tensors and, as they are, all arrays that spell none; twice is an error."""
+    for name, spec in source.specs.items():
+        if name in used:
+            continue
+        if name in found:
+            raise CorruptCheckpoint(
+                f"{name}: stored both plain and quantized ({found[name].encoding.label})",
+                "remove one of the two",
+            )
+        found[name] = ModelTensor(name, spec.shape, Unquantized(spec.dtype))
+    return {name: found[name] for name in sorted(found)}
+
+
+def dtype_of(config: Json) -> DType:
+    """The type that config.json says the model computes in; bfloat16 when it says none known here."""
+    names = {"float16": DType.F16, "float32": DType.F32}
+    return names.get(str(config.get("dtype") or config.get("torch_dtype")), DType.BF16)
+
+
+def settings_of(config: Json, key: str = "quantization_config") -> Json:
+    """The quantization settings of a config.json, {} when there are none."""
+    settings = config.get(key) or {}
+    if not isinstance(settings, dict):
+        raise CorruptCheckpoint(f"config.json: {key} is not an object")
+    return settings

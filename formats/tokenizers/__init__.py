@@ -1,0 +1,1 @@
+"""Reads tokenizers of every kind, and writes each as the other container has it."""

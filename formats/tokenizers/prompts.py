@@ -1,0 +1,193 @@
+"""A checkpoint's tokenizer at work: prompts to ids, ids to text as it comes, chats to prompts.
+
+A chat template is a program that came with the checkpoint. It runs only when a chat is asked for, in
+jinja's sandbox, which gives it no access to Python, and in a process of its own with little memory and time.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from qconvert.core.dtypes import Json
+from qconvert.errors import BadRecipe, QConvertError, UnsupportedModel
+from qconvert.formats.io.strict_json import parse_json_object, read_json_object
+from qconvert.formats.tokenizers import chat_template
+from qconvert.formats.tokenizers.huggingface_files import (
+    SPECIAL_KINDS,
+    TokenizerFolder,
+    read_folder,
+    token_text,
+)
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+REPLACEMENT = "\ufffd"
+_LONGEST_CHARACTER = 8
+"""Tokens after which an unfinished character is given up: UTF-8 needs at most four bytes."""
+_PATIENCE = 3 * chat_template.MAX_SECONDS
+"""Seconds to wait for a template: a machine may be busy."""
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A tokenizer, the ids that end a text, and how to write a chat.
+
+    `rows` is the number of tokens that the model knows, where its config says so.
+    """
+
+    tokenizer: Tokenizer
+    stops: frozenset[int]
+    folder: TokenizerFolder
+    rows: int | None = None
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text; `special` adds what the tokenizer puts around one.
+
+        Raises BadRecipe for an id that the model has no row for.
+        """
+        ids = list(self.tokenizer.encode(text, add_special_tokens=special).ids)
+        if self.rows is not None:
+            check_ids(max(ids, default=0), self.rows)
+        return ids
+
+    def encode_chat(self, messages: Messages) -> list[int]:
+        """Token ids of a chat by the model's own template, up to where the assistant begins."""
+        return self.encode(self.render(messages), special=False)
+
+    def render(self, messages: Messages) -> str:
+        """The chat as text. Raises UnsupportedModel without a template, or one that does not run."""
+        special = {
+            f"{kind}_token": token_text(self.folder.settings.get(f"{kind}_token")) for kind in SPECIAL_KINDS
+        }
+        known = {name: text for name, text in special.items() if text is not None}
+        variables = {"messages": messages, "add_generation_prompt": True, **known}
+        answer = _rendered(_template(self.folder), variables)
+        if "text" not in answer:
+            raise UnsupportedModel(
+                f"{self.folder.path}: the chat template does not run: {answer['error']}", "leave out --chat"
+            )
+        return str(answer["text"])
+
+
+def _rendered(template: str, variables: Json) -> Json:
+    """What `formats.tokenizers.chat_template`, run as a script of its own, answers."""
+    if find_spec("jinja2") is None:
+        raise QConvertError("chat: jinja2 is not installed", "pip install jinja2")
+    # By its path, not by -m: that would take modules of the current folder for those of Python.
+    command = [sys.executable, chat_template.__file__]
+    request = json.dumps({"template": template, "variables": variables})
+    try:
+        done = subprocess.run(
+            command, input=request, capture_output=True, text=True, timeout=_PATIENCE, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"it takes more than {_PATIENCE} s"}
+    if done.returncode:  # killed by the limit of processor time
+        return {"error": f"it takes more than {chat_template.MAX_SECONDS} s of processor time"}
+    return parse_json_object(done.stdout.encode(), "chat template")
+
+
+def open_dialogue(path: Path, config: Json) -> Dialogue:
+    """The tokenizer of a checkpoint's folder. Raises UnsupportedModel where it is not one in JSON."""
+    from tokenizers import Tokenizer
+
+    folder = read_folder(path, config)
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        raise UnsupportedModel(
+            f"{path}: has no tokenizer.json", "save the tokenizer with transformers 4 or later"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more specific
+        raise QConvertError(
+            f"{file}: {error}",
+            "fetch the file again, or update tokenizers: it is damaged, or newer than that",
+        ) from error
+    rows = config.get("vocab_size")
+    stops = _stops(path, config, tokenizer, folder.settings)
+    return Dialogue(tokenizer, stops, folder, rows if isinstance(rows, int) else None)
+
+
+def check_ids(largest: int, rows: int) -> None:
+    """Raise BadRecipe for a token beyond the rows of a model's embedding."""
+    if largest >= rows:
+        raise BadRecipe(
+            f"tokenizer: token {largest} is beyond the model's {rows} rows",
+            "take the tokenizer.json of the same checkpoint",
+        )
+
+
+def open_made_dialogue(files: Mapping[str, str], config: Json) -> Dialogue:
+    """The tokenizer of files that are not on a disk, text by name."""
+    with TemporaryDirectory() as folder:
+        for name, text in files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        return open_dialogue(Path(folder), config)
+
+
+@dataclass(slots=True)
+class Detokenizer:
+    """Text of tokens that come one by one: never half a character, never a changed one.
+
+    A token's text may depend on the one before it, so two runs of tokens are decoded, without and
+    with the new ones, and the difference is given out.
+    """
+
+    tokenizer: Tokenizer
+    _ids: list[int] = field(default_factory=list)
+    _start: int = 0
+    _given: int = 0
+
+    def push(self, token: int) -> str:
+        """The text that this token completes, possibly none."""
+        self._ids.append(token)
+        text = self._decode(len(self._ids))
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._given < _LONGEST_CHARACTER:
+            return ""
+        return self._give(text)
+
+    def rest(self) -> str:
+        """What is left at the end: the remains of an unfinished character."""
+        return self._give(self._decode(len(self._ids)))
+
+    def _decode(self, stop: int) -> str:
+        return self.tokenizer.decode(self._ids[self._start : stop], skip_special_tokens=False)
+
+    def _give(self, text: str) -> str:
+        new = text[len(self._decode(self._given)) :]
+        self._start, self._given = self._given, len(self._ids)
+        return new
+
+
+def _template(folder: TokenizerFolder) -> str:
+    """The folder's template; of several, the one called default."""
+    found = folder.chat_template
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    if not isinstance(found, str):
+        raise UnsupportedModel(f"{folder.path}: the model has no chat template", "leave out --chat")
+    return found
+
+
+def _stops(path: Path, config: Json, tokenizer: Tokenizer, settings: Json) -> frozenset[int]:
+    """Ids that end a text: those of both configs, and the tokenizer's own."""
+    file = path / "generation_config.json"
+    generation = read_json_object(file) if file.is_file() else {}
+    found: set[int] = set()
+    for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
+        found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
+    text = token_text(settings.get("eos_token"))
+    own = tokenizer.token_to_id(text) if text else None
+    return frozenset(found if own is None else found | {own})

@@ -1,0 +1,148 @@
+"""Holds an output against its own manifest: sizes, hashes of files, hashes of tensors, numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from qconvert.checkpoint.gguf_model import GGUFModel
+from qconvert.checkpoint.open import Checkpoint
+from qconvert.convert.gguf_file import REORDERED
+from qconvert.convert.manifest import FILE_NAME
+from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.core.encodings import GgmlBlocks, ModelTensor
+from qconvert.core.values import DenseRows
+from qconvert.errors import CorruptCheckpoint
+from qconvert.formats.io.local_file import octets
+from qconvert.formats.io.read_back import file_sha256
+from qconvert.formats.io.strict_json import read_json_object
+from qconvert.quant.casts import first_nonfinite
+from qconvert.quant.dequantize import numbers
+from qconvert.report.tables import count
+
+_WINDOW_BYTES = 4 << 20
+
+
+def audit(checkpoint: Checkpoint, *, compared: bool = False) -> tuple[Json, list[str]]:
+    """Findings to show, and problems: sentences that each name a file or a tensor.
+
+    Without a manifest the structure is still checked, and NaN and Inf are looked for. A manifest without a
+    single hash is a problem, unless the numbers are `compared` with those of the source.
+    """
+    path = checkpoint.path / FILE_NAME
+    findings: Json = {"tensors": len(checkpoint.tensors)}
+    problems = [f"{name}: NaN or Inf" for name in _nonfinite(checkpoint)]
+    if not path.is_file():
+        return {**findings, "manifest": "none (structure and numbers checked)"}, problems
+    files, tensors = _recorded(path)
+    problems += _file_problems(checkpoint, files)
+    problems += _tensor_problems(checkpoint, tensors)
+    arrays = [digest for entry in tensors.values() for digest in entry["parts"].values()]
+    hashed, hashed_arrays = sum(bool(entry["sha256"]) for entry in files), sum(map(bool, arrays))
+    found = f"{count(hashed, 'file')} and {count(hashed_arrays, 'array')}"
+    if (hashed, hashed_arrays) != (len(files), len(arrays)):
+        found += f" with hashes, of {count(len(files), 'file')} and {count(len(arrays), 'array')}"
+    if not hashed and not hashed_arrays and not compared:
+        # Written with --no-verify, nothing was read back that could have been hashed.
+        problems.append(f"{FILE_NAME}: no hashes recorded (--no-verify), so no byte could be checked")
+    return {**findings, "manifest": found}, problems
+
+
+def reordered_in(checkpoint: Checkpoint) -> frozenset[str]:
+    """Names of tensors that the manifest, or a GGUF's own key, says to be in another order than in the
+    source.
+    """
+    if isinstance(checkpoint.files, GGUFModel):
+        entry = checkpoint.files.kv.get(REORDERED)
+        return frozenset(map(str, entry.value)) if entry and isinstance(entry.value, tuple) else frozenset()
+    path = checkpoint.path / FILE_NAME
+    if not checkpoint.path.is_dir() or not path.is_file():
+        return frozenset()
+    return frozenset(name for name, entry in _recorded(path)[1].items() if entry.get("reordered"))
+
+
+def _recorded(path: Path) -> tuple[list[Json], dict[str, Json]]:
+    """What a manifest says about files and tensors, if it is one."""
+    manifest = read_json_object(path, max_bytes=1 << 28)
+    files, tensors = manifest.get("files"), manifest.get("tensors")
+    if (
+        isinstance(files, list)
+        and isinstance(tensors, dict)
+        and all(isinstance(entry, dict) and {"name", "bytes", "sha256"} <= set(entry) for entry in files)
+        and all(
+            isinstance(e, dict) and "form" in e and isinstance(e.get("parts"), dict) for e in tensors.values()
+        )
+    ):
+        return files, tensors
+    raise CorruptCheckpoint(
+        f"{path.name}: not a manifest of qconvert", "write the output again, or remove the file"
+    )
+
+
+def _nonfinite(checkpoint: Checkpoint) -> list[str]:
+    tensors = checkpoint.tensors.values()
+    blocks = [tensor for tensor in tensors if isinstance(tensor.encoding, GgmlBlocks)]
+    plain = (tensor for tensor in tensors if not isinstance(tensor.encoding, GgmlBlocks))
+    arrays = {spec.name: spec for tensor in plain for spec in checkpoint.layout.stored_arrays(tensor)}
+    bad = [n for n, spec in arrays.items() if spec.dtype.is_float and not _is_finite(checkpoint, spec)]
+    bad += [checkpoint.layout.stored_arrays(t)[0].name for t in blocks if not _decodes_finite(checkpoint, t)]
+    return list(dict.fromkeys(bad))
+
+
+def _decodes_finite(checkpoint: Checkpoint, tensor: ModelTensor) -> bool:
+    """Whether all numbers that GGML blocks stand for are finite."""
+    step = max(1, _WINDOW_BYTES // (4 * tensor.width))
+    return all(
+        first_nonfinite(numbers(checkpoint.reader.read(tensor, a, min(a + step, tensor.rows)), DType.F32)) < 0
+        for a in range(0, tensor.rows, step)
+    )
+
+
+def _is_finite(checkpoint: Checkpoint, spec: TensorSpec) -> bool:
+    return all(
+        first_nonfinite(DenseRows(checkpoint.files.read(spec.name, a, b), spec.dtype)) < 0
+        for a, b in _windows(spec)
+    )
+
+
+def _windows(spec: TensorSpec) -> list[tuple[int, int]]:
+    step = max(1, _WINDOW_BYTES // max(1, spec.width * spec.dtype.nbytes))
+    return [(a, min(a + step, spec.rows)) for a in range(0, spec.rows, step)]
+
+
+def _file_problems(checkpoint: Checkpoint, files: Iterable[Json]) -> list[str]:
+    problems = []
+    for entry in files:
+        path = checkpoint.path / str(entry["name"])
+        if path.parent != checkpoint.path or not path.is_file():
+            problems.append(f"{entry['name']}: named in {FILE_NAME}, but not here")
+        elif path.stat().st_size != entry["bytes"]:
+            problems.append(
+                f"{entry['name']}: {path.stat().st_size} bytes, the manifest says {entry['bytes']}"
+            )
+        elif entry["sha256"] and file_sha256(path) != entry["sha256"]:
+            problems.append(f"{entry['name']}: its SHA-256 is not the manifest's")
+    return problems
+
+
+def _tensor_problems(checkpoint: Checkpoint, tensors: Mapping[str, Json]) -> list[str]:
+    problems = []
+    for name, entry in tensors.items():
+        tensor = checkpoint.tensors.get(name)
+        if tensor is None or tensor.encoding.label != entry["form"]:
+            found = tensor.encoding.label if tensor else "nothing"
+            problems.append(f"{name}: {found}, the manifest says {entry['form']}")
+            continue
+        for spec in checkpoint.layout.stored_arrays(tensor):
+            expected = entry["parts"].get(spec.name)
+            if expected and _sha256(checkpoint, spec) != expected:
+                problems.append(f"{spec.name}: its SHA-256 is not the manifest's")
+    return problems
+
+
+def _sha256(checkpoint: Checkpoint, spec: TensorSpec) -> str:
+    digest = hashlib.sha256()
+    for a, b in _windows(spec):
+        digest.update(octets(checkpoint.files.read(spec.name, a, b)))
+    return digest.hexdigest()

@@ -1,0 +1,293 @@
+"""What a loader will refuse or misread in a checkpoint, found from names, shapes and forms alone.
+
+Every rule is a function from a subject to problems; a rule names the tensor, the loader's condition
+and the way out. Sources: vLLM 0.33 (`quantization/auto_gptq.py`, `compressed_tensors`, `linear.py`),
+SGLang 0.5.23 (`srt/models`), transformers 5.23 with compressed-tensors 0.20, mlx-lm 0.32 (`utils.py`),
+read in source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from qconvert.check.shape_rules import SHAPE_RULES
+from qconvert.check.subject import ERROR, FUSING, NOTE, WARNING, Problem, Subject
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt, Codebook, Quantized, Unquantized
+from qconvert.models.parameter_table import form_bytes
+
+_READS = {
+    "vllm": ("compressed-tensors", "gptq", "gptq_v2", "awq", "bitsandbytes", "fp8", "mxfp4", "torchao"),
+    "sglang": ("compressed-tensors", "gptq", "gptq_v2", "awq", "bitsandbytes", "fp8", "mxfp4", "torchao"),
+    "transformers": (
+        "compressed-tensors",
+        "gptq",
+        "gptq_v2",
+        "awq",
+        "bitsandbytes",
+        "fp8",
+        "mxfp4",
+        "torchao",
+    ),
+    "llama.cpp": (),
+    "mlx": ("mlx", "awq", "compressed-tensors", "mxfp4"),
+}
+
+
+def lint(subject: Subject) -> list[Problem]:
+    """All problems, errors first; rules that fire on many tensors name the first and count the rest."""
+    found = [
+        problem
+        for rule in (_GGUF_RULES if subject.layout == "gguf" else RULES)
+        for problem in _gathered(rule(subject))
+    ]
+    order = (ERROR, WARNING, NOTE)
+    return sorted(found, key=lambda problem: order.index(problem.severity))
+
+
+def _gathered(problems: Iterator[Problem]) -> list[Problem]:
+    first: dict[tuple[str, str], Problem] = {}
+    more: dict[tuple[str, str], int] = {}
+    for problem in problems:
+        key = (problem.severity, problem.fact)
+        more[key] = more.get(key, -1) + 1
+        first.setdefault(key, problem)
+    return [
+        Problem(p.severity, f"{p.subject} (and {more[key]} more)" if more[key] else p.subject, p.fact, p.hint)
+        for key, p in first.items()
+    ]
+
+
+def _layout(s: Subject) -> Iterator[Problem]:
+    """Does the loader read this layout at all."""
+    if s.layout == "gguf":
+        if s.loader != "llama.cpp":
+            fact = f"{s.loader} wants safetensors, not a GGUF file"
+            yield Problem(ERROR, "model.gguf", fact, "`qconvert from-gguf` makes them")
+    elif s.loader == "llama.cpp":
+        yield Problem(
+            ERROR, "model.safetensors", "llama.cpp loads GGUF files only", "`qconvert to-gguf` makes one"
+        )
+    elif s.quantized and s.layout not in _READS[s.loader]:
+        yield Problem(
+            ERROR,
+            s.quantized[0][1].name,
+            f"{s.loader} does not read {s.layout} weights",
+            f"`qconvert convert --to {_READS[s.loader][0]}`",
+        )
+
+
+def _gptq(s: Subject) -> Iterator[Problem]:
+    """vLLM's GPTQ kernels ignore zeros and the order of columns."""
+    if s.loader != "vllm" or not s.layout.startswith("gptq"):
+        return
+    for _, tensor, encoding in s.quantized:
+        if not isinstance(encoding, AffineInt):
+            continue
+        if not encoding.symmetric or encoding.bits not in (4, 8):
+            fact = "vLLM runs symmetric GPTQ of 4 and 8 bits only"
+            yield Problem(ERROR, tensor.name, fact, "`qconvert convert --to compressed-tensors`")
+        if encoding.act_order and encoding.group_size is not None:
+            yield Problem(
+                ERROR, tensor.name, "vLLM refuses desc_act unless group_size is -1", "quantize without"
+            )
+
+
+def _fused_groups(s: Subject) -> Iterator[Problem]:
+    """Parts that a loader stacks need one scheme."""
+    if s.loader not in FUSING:
+        return
+    for fused in s.architecture.fused.values():
+        encodings = {s.tensors[part.name].encoding for part in fused.members if part.name in s.tensors}
+        if len(encodings) > 1:
+            labels = ", ".join(sorted(encoding.label for encoding in encodings))
+            fact = f"{s.loader} stacks its parts, which have different forms ({labels})"
+            yield Problem(ERROR, fused.whole.name, fact, "give all parts one scheme")
+
+
+def _stored_fusions(s: Subject) -> Iterator[Problem]:
+    """Names that only some loaders know."""
+    if s.loader == "sglang" and s.architecture.family.model_types[0] in _DOTTED_IN_SGLANG:
+        return
+    for name, tensor in s.tensors.items():
+        fused = s.architecture.fused.get(name)
+        if fused is None or fused.fusion.native or fused.fusion.per_expert:
+            continue
+        if s.loader != "vllm":
+            fact = f"{s.loader} knows the parts of this fused linear only"
+            yield Problem(ERROR, name, fact, "`qconvert unfuse`")
+        elif s.layout.startswith("gptq") and isinstance(tensor.encoding, Quantized):
+            fact = "vllm looks for the parts of this fused GPTQ linear, and takes it for a plain one"
+            yield Problem(ERROR, name, fact, "`qconvert unfuse`, or convert --to compressed-tensors")
+
+
+# Classes of SGLang whose table of fused names begins each with a dot; qwen2 and qwen3 have bare ones.
+_DOTTED_IN_SGLANG = frozenset({"llama", "mistral"})
+
+
+def _stacks(s: Subject) -> Iterator[Problem]:
+    """Experts stored as 3-D tensors, or apart where the class holds the stack."""
+    fused = [e for e in s.architecture.fused.values() if e.fusion.per_expert and not e.fusion.layout]
+    parts = {part.name: entry for entry in fused for part in entry.members}
+    for name, tensor in s.tensors.items():
+        entry = s.architecture.fused.get(name)
+        coded = isinstance(tensor.encoding, Quantized)
+        if entry is not None and entry.fusion.layout:
+            continue  # of a layout that other loaders do not read at all
+        if entry is not None and entry.fusion.per_expert:
+            known = s.loader == "transformers" and (not coded or s.layout in ("fp8", "mxfp4"))
+            if coded and not known and s.layout != "mxfp4":
+                fact = f"{s.loader} finds no module for a quantized stack of experts"
+                yield Problem(ERROR, name, fact, "`qconvert unfuse --only experts`")
+            elif not known and not entry.fusion.native:
+                fact = f"{s.loader} wants the linears of each expert for this family"
+                yield Problem(ERROR, name, fact, "`qconvert unfuse --only experts`")
+        elif coded and name in parts and parts[name].fusion.native and s.loader == "transformers":
+            fact = "transformers holds these experts as one 3-D parameter, and finds no packed one"
+            yield Problem(ERROR, name, fact, "serve with vLLM, or `qconvert dequantize`")
+
+
+def _old_packing(s: Subject) -> Iterator[Problem]:
+    """Bits that do not divide a word were packed with gaps before compressed-tensors 0.18."""
+    if s.layout != "compressed-tensors" or s.loader not in ("vllm", "sglang", "transformers"):
+        return
+    for _, tensor, encoding in s.quantized:
+        if isinstance(encoding, AffineInt) and encoding.bits in (3, 5, 6, 7):
+            codes = f"{encoding.bits}-bit codes"
+            fact = f"{codes} run over words: readers before compressed-tensors 0.18 misread them"
+            yield Problem(WARNING, tensor.name, fact, "4 or 8 bits are read by all")
+
+
+def _outside_vllm(s: Subject) -> Iterator[Problem]:
+    """Methods that vLLM 0.33 moved to plugins, and SGLang's kernels for some devices."""
+    if not s.quantized:
+        return
+    name = s.quantized[0][1].name
+    if s.loader == "vllm" and s.layout == "bitsandbytes":
+        yield Problem(
+            WARNING, name, "vLLM 0.33 reads bitsandbytes with a plugin only", "install it beside vLLM"
+        )
+    if s.loader == "sglang" and s.layout.startswith("gptq"):
+        yield Problem(NOTE, name, "SGLang 0.5 has its GPTQ kernels on CUDA only")
+
+
+def _mlx_reading(s: Subject) -> Iterator[Problem]:
+    """What mlx-lm makes of layouts that are not its own (`utils.py`: load_model)."""
+    if s.loader != "mlx":
+        return
+    for _, tensor, encoding in s.quantized:
+        fixed = isinstance(encoding, AffineInt) and (
+            encoding.bits,
+            encoding.group_size,
+            encoding.symmetric,
+        ) == (4, 32, True)
+        four = isinstance(encoding, Codebook) and encoding.bits == 4
+        if s.layout == "compressed-tensors" and not fixed and not four:
+            fact = f"mlx-lm reads packed integers as 4 bits in groups of 32, and this is {encoding.label}"
+            yield Problem(ERROR, tensor.name, fact, "`qconvert convert --to mlx`")
+
+
+def _heads_of_ties(s: Subject) -> Iterator[Problem]:
+    """A quantized head where the loader's method leaves heads plain."""
+    for parameter, tensor, encoding in s.quantized:
+        if parameter.role == "lm_head" and s.layout in ("awq", "bitsandbytes") and s.loader != "mlx":
+            fact = f"{s.loader} keeps the head plain in {s.layout}, and this one is {encoding.label}"
+            yield Problem(ERROR, tensor.name, fact, "--keep lm_head, or convert --to compressed-tensors")
+
+
+def _embeddings(s: Subject) -> Iterator[Problem]:
+    """Quantized tables."""
+    if s.loader == "mlx":
+        return
+    for parameter, tensor, encoding in s.quantized:
+        if parameter.kind != "embedding":
+            continue
+        fits = isinstance(encoding, AffineInt) and encoding.symmetric and 32 % encoding.bits == 0
+        if s.loader != "vllm" or not fits or s.architecture.tied:
+            fact = f"{s.loader} does not load an embedding quantized like this ({encoding.label})"
+            yield Problem(ERROR, tensor.name, fact, "keep the embedding plain")
+
+
+def _zero_points(s: Subject) -> Iterator[Problem]:
+    """transformers cannot unpack packed zero points when it runs weights compressed."""
+    if s.loader != "transformers" or s.layout != "compressed-tensors":
+        return
+    for _, tensor, encoding in s.quantized:
+        if isinstance(encoding, AffineInt) and not encoding.symmetric:
+            fact = "transformers fails on packed zero points"
+            hint = "load with CompressedTensorsConfig(dequantize=True)"
+            yield Problem(WARNING, tensor.name, fact, hint)
+
+
+def _scales(s: Subject) -> Iterator[Problem]:
+    """vLLM keeps scales in the dtype that the model computes in."""
+    if s.loader != "vllm" or s.layout not in _SCALES_IN_RUN_DTYPE or s.dtype is None:
+        return
+    for _, tensor, encoding in s.quantized:
+        if isinstance(encoding, AffineInt) and encoding.scale_dtype is not s.dtype:
+            fact = f"vLLM rounds its {encoding.scale_dtype.label} scales to {s.dtype.label} on loading"
+            yield Problem(
+                WARNING, tensor.name, fact, f"serve with --dtype {_VLLM_NAMES[encoding.scale_dtype]}"
+            )
+
+
+# int8 with 8-bit activations has float32 scales whatever the model computes in.
+_SCALES_IN_RUN_DTYPE = ("compressed-tensors", "gptq", "gptq_v2", "awq")
+_VLLM_NAMES = {DType.F16: "float16", DType.BF16: "bfloat16", DType.F32: "float32", DType.F64: "float64"}
+
+
+def _names(s: Subject) -> Iterator[Problem]:
+    """Tensors nobody asked for, and a head that a tied model has no use for."""
+    for name in s.unknown:
+        yield Problem(
+            WARNING, name, f"not a tensor of {s.architecture.family.name}", "loaders ignore it or stop"
+        )
+    for parameter, tensor in s.weights:
+        if parameter.role == "lm_head" and s.architecture.tied:
+            fact = "stored, though config.json ties the head to the embedding; loaders ignore one of the two"
+            yield Problem(WARNING, tensor.name, fact, "`qconvert tie` or `qconvert untie`")
+
+
+def _vocabulary(s: Subject) -> Iterator[Problem]:
+    """A token beyond the table is an index error on the first prompt that holds it."""
+    for parameter, tensor in s.weights:
+        if parameter.kind == "embedding" and s.tokens is not None and s.tokens > tensor.shape[0]:
+            fact = f"the tokenizer knows {s.tokens} tokens, the table has {tensor.shape[0]} rows"
+            yield Problem(ERROR, tensor.name, fact, "take tokenizer and weights from one checkpoint")
+        elif parameter.kind == "embedding" and s.tokens is not None and s.tokens < tensor.shape[0]:
+            fact = f"{tensor.shape[0] - s.tokens} rows beyond the tokenizer's {s.tokens} tokens are padding"
+            yield Problem(NOTE, tensor.name, fact)
+
+
+def _leftovers(s: Subject) -> Iterator[Problem]:
+    """What stayed in 16 or 32 bits, in bytes."""
+    if not s.quantized:
+        return
+    plain: dict[str, int] = {}
+    for parameter, tensor in s.weights:
+        if isinstance(tensor.encoding, Unquantized):
+            plain[parameter.group] = plain.get(parameter.group, 0) + form_bytes(tensor.encoding, tensor.shape)
+    for role, nbytes in sorted(plain.items(), key=lambda item: -item[1]):
+        yield Problem(NOTE, role, f"{nbytes:,} bytes are not quantized")
+
+
+RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
+    _layout,
+    _gptq,
+    _fused_groups,
+    _stored_fusions,
+    _stacks,
+    _old_packing,
+    _outside_vllm,
+    _mlx_reading,
+    _heads_of_ties,
+    _embeddings,
+    _zero_points,
+    *SHAPE_RULES,
+    _scales,
+    _names,
+    _vocabulary,
+    _leftovers,
+)
+# The other rules are about safetensors: of GGUF files there is one reader, and it takes them as they are.
+_GGUF_RULES = (_layout,)

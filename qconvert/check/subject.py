@@ -1,0 +1,62 @@
+"""What the linter's rules look at, and what they say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import ModelTensor, Quantized
+from qconvert.models import Architecture, Parameter
+
+LOADERS = ("vllm", "sglang", "transformers", "llama.cpp", "mlx")
+ERROR, WARNING, NOTE = "error", "warning", "note"
+# Loaders that stack q, k, v and gate, up into one matrix with one scheme.
+FUSING = ("vllm", "sglang")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that a loader trips over (error), may trip over (warning), or that is worth knowing."""
+
+    severity: str
+    subject: str
+    fact: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A checkpoint and who is to load it: on `tp` ranks, computing in `dtype`.
+
+    `tokens` is the number of tokens the tokenizer knows, None when that is not known; `unknown` are
+    tensors that the architecture does not declare.
+    """
+
+    tensors: Mapping[str, ModelTensor]
+    architecture: Architecture
+    layout: str
+    loader: str
+    tp: int = 1
+    dtype: DType | None = None
+    tokens: int | None = None
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def weights(self) -> Iterator[tuple[Parameter, ModelTensor]]:
+        """The weights of linears and embeddings, with their places."""
+        for name, tensor in self.tensors.items():
+            parameter = self.architecture.parameter(name)
+            if (
+                parameter is not None
+                and parameter.param == "weight"
+                and parameter.kind in ("linear", "embedding")
+            ):
+                yield parameter, tensor
+
+    @property
+    def quantized(self) -> list[tuple[Parameter, ModelTensor, Quantized]]:
+        """Those that are quantized, with their forms."""
+        return [
+            (parameter, t, t.encoding) for parameter, t in self.weights if isinstance(t.encoding, Quantized)
+        ]

@@ -1,0 +1,1 @@
+"""Opens checkpoints: files, layout and names together are a model that can be read."""

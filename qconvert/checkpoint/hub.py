@@ -1,0 +1,165 @@
+"""From what a user calls a model to a folder on this disk: a path, or a name on the Hugging Face Hub.
+
+The invariant: an existing path wins; from the Hub only configuration, tokenizer, texts and
+safetensors are fetched, never code or pickles. Cache, endpoint, token and offline mode are those of
+huggingface_hub (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from qconvert.core.dtypes import TensorSpec
+from qconvert.demo import MODEL_DIR
+from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel, shown
+from qconvert.formats.huggingface.folder import weight_files
+from qconvert.formats.huggingface.safetensors_file import SINGLE_FILE, tensor_spec
+
+EMBEDDED = "embedded"
+"""The name of the small model that comes with qconvert."""
+
+_TEXTS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.md", "LICENSE*", "LICENCE*", "NOTICE*")
+_HUB_NAME = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
+_WRITTEN = "a model on the Hub is written org/name"
+_DISK_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedModel:
+    """Where a model is: its folder or file, and for one from the Hub the repository and commit.
+
+    `headers` are the specs of weights that were asked for by header only and are not on this disk;
+    `is_embedded` marks the model that comes with qconvert.
+    """
+
+    path: Path
+    repo_id: str | None = None
+    revision: str | None = None
+    commit: str | None = None
+    headers: Mapping[str, TensorSpec] | None = None
+    is_embedded: bool = False
+
+    @property
+    def name(self) -> str:
+        """What to call outputs after: the repository's name, the folder's, or the file's stem."""
+        if self.is_embedded:
+            return EMBEDDED
+        if self.repo_id is not None:
+            return self.repo_id.rsplit("/", 1)[-1]
+        path = self.path.resolve()
+        return path.name if path.is_dir() else path.stem
+
+
+def resolve(model: str, *, revision: str | None = None, weights: bool = True) -> ResolvedModel:
+    """Find a model: a path, `org/name`, `org/name@revision` or `hf://org/name`; `revision` goes first.
+
+    Files of a Hub model are downloaded into the cache unless they are there. Without `checkpoint.by_role`, of
+    weights that are not there only the headers are fetched (a few kilobytes a file). Raises
+    QConvertError with a hint for everything that can go wrong on the way.
+    """
+    if os.path.exists(model):  # noqa: PTH110 - Path.exists raises for a name that is too long
+        return ResolvedModel(Path(model))
+    if model == EMBEDDED:
+        return ResolvedModel(MODEL_DIR, is_embedded=True)
+    match = _HUB_NAME.fullmatch(model)
+    if match is None:
+        raise QConvertError(f"{shown(model)}: no such file or folder", _WRITTEN)
+    repo_id, asked = match["repo"], revision or match["revision"]
+    with _explained(model):
+        folder = _download(repo_id, asked, _TEXTS)
+        files = weight_files(folder) or (folder / SINGLE_FILE,)
+        headers = None
+        if weights:
+            _download(repo_id, folder.name, [SINGLE_FILE, *(file.name for file in files)])
+        elif not all(file.exists() for file in files):
+            headers = _remote_headers(repo_id, folder.name)
+    if weights and not weight_files(folder):
+        raise UnsupportedModel(
+            f"{model}: has no {SINGLE_FILE} and no index of shards on the Hub",
+            "only safetensors are read; look for a converted revision or repository",
+        )
+    return ResolvedModel(folder, repo_id, asked, folder.name, headers)
+
+
+def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """The cached snapshot with the top-level files that match; its name is the commit."""
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(repo_id, revision=revision, allow_patterns=list(patterns), ignore_patterns=["*/*"])
+    )
+
+
+def _remote_headers(repo_id: str, commit: str) -> dict[str, TensorSpec] | None:
+    """The specs in the headers of a repository's safetensors; None if it has none."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import NotASafetensorsRepoError
+
+    try:
+        repo = HfApi().get_safetensors_metadata(repo_id, revision=commit)
+    except NotASafetensorsRepoError:
+        return None
+    return {
+        name: tensor_spec(file, name, tensor.dtype, tensor.shape)
+        for file, header in repo.files_metadata.items()
+        for name, tensor in header.tensors.items()
+    }
+
+
+@contextmanager
+def _explained(model: str) -> Iterator[None]:
+    """Turn what huggingface_hub raises into one sentence and what to do about it."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, SafetensorsParsingError
+
+    # The base of every error of the HTTP library below: which one that is depends on the version.
+    network: type[BaseException] = HfHubHTTPError.__bases__[0]
+    try:
+        yield
+    except SafetensorsParsingError as error:
+        raise CorruptCheckpoint(f"{model}: {_first_line(error)}") from error
+    except (network, OSError, HFValidationError, RuntimeError) as error:  # RuntimeError: hf_xet's downloads
+        fact, hint = _explanation(error)
+        raise QConvertError(f"{model}: {fact}", hint) from error
+
+
+def _explanation(error: BaseException) -> tuple[str, str]:
+    """What went wrong between here and the Hub, and what the user can do."""
+    from huggingface_hub import constants, errors
+
+    log_in = "run `hf auth login` or set HF_TOKEN"
+    again = "check the connection and HF_ENDPOINT, then run it again: what has arrived is kept"
+    answers = {  # the first that fits; a gated repository is also one not found
+        errors.GatedRepoError: (
+            "is gated, and not open to you",
+            f"accept its terms on its page, then {log_in}",
+        ),
+        errors.RepositoryNotFoundError: (
+            "no such folder, and no such model on the Hub",
+            f"check the name; if it is private, {log_in}",
+        ),
+        errors.RevisionNotFoundError: ("has no such revision on the Hub", "name a branch, a tag or a commit"),
+        errors.HFValidationError: ("no such folder, and no name for a model on the Hub", _WRITTEN),
+    }
+    for kind, answer in answers.items():
+        if isinstance(error, kind):
+            return answer
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        why = "while offline" if constants.HF_HUB_OFFLINE else f"({_first_line(error.__cause__ or error)})"
+        hint = "unset HF_HUB_OFFLINE to download it" if constants.HF_HUB_OFFLINE else again
+        return f"no such folder, and not whole in the cache {why}", hint
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        fact = f"the cache {constants.HF_HUB_CACHE} cannot be written: {error.strerror}"
+        return fact, "free some space, or set HF_HOME to a folder that can be written"
+    return f"download failed: {_first_line(error)}", again
+
+
+def _first_line(error: BaseException) -> str:
+    return shown(next(iter(str(error).splitlines()), type(error).__name__), limit=300)

@@ -1,0 +1,328 @@
+"""`qconvert eval`: what a quantized model costs in quality."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qconvert.cli.exit_codes import INTERRUPTED, typed
+from qconvert.cli.options import device_option, examples, json_option, quiet_option, revision_option
+from qconvert.errors import BadRecipe, CheckFailed, QConvertError
+from qconvert.evaluate.protocols import LEAST_CONTEXT, PROTOCOLS, protocol_named
+
+if TYPE_CHECKING:
+    from qconvert.evaluate.lockstep import EvalModel, Progress
+    from qconvert.evaluate.perplexity_report import PerplexityReport
+    from qconvert.evaluate.weights_report import WeightReport
+
+
+REPORT_SUFFIXES = (".json", ".md", ".html")
+
+
+@click.group(
+    "eval",
+    epilog=examples(
+        "qconvert eval perplexity embedded --text stdlib --chunks 2", "qconvert eval weights --help"
+    ),
+)
+def command() -> None:
+    """Measure what quantization costs in quality."""
+
+
+@command.command(
+    "perplexity",
+    short_help="Perplexity and distance, with error bars.",
+    epilog=examples("qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model"),
+)
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@click.option("--reference", metavar="MODEL", help="Compare every MODEL with this one, on the same tokens.")
+@click.option(
+    "--text",
+    default="wikitext2",
+    show_default=True,
+    metavar="FILE|wikitext2|stdlib",
+    help="Text to measure on, in UTF-8; stdlib is held-out text for the embedded model.",
+)
+@click.option(
+    "--protocol",
+    type=click.Choice(list(PROTOCOLS)),
+    default=next(iter(PROTOCOLS)),
+    show_default=True,
+    help="How the text is cut, and which of its tokens count.",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(LEAST_CONTEXT, 1 << 20),
+    metavar="N",
+    show_default="the protocol's",
+    help="Tokens per window.",
+)
+@click.option(
+    "--chunks", type=click.IntRange(1), metavar="N", show_default="all", help="Stop after this many windows."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "f32", "bf16"]),
+    default="auto",
+    show_default=True,
+    help="Arithmetic; auto is f32 on a CPU and bf16 on a GPU.",
+)
+@device_option
+@click.option("--noise-floor", is_flag=True, help="Also compare the reference with itself.")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json, .md and .html."
+)
+@click.option(
+    "--fail-above",
+    type=click.FloatRange(0),
+    metavar="X",
+    help="Leave with 3 when a perplexity ratio exceeds 1 + X.",
+)
+@click.option("--resume", is_flag=True, help="Go on with an interrupted evaluation of the same -o STEM.")
+@json_option
+@quiet_option("the report alone")
+@revision_option
+def perplexity(models: tuple[str, ...], **options: Any) -> None:
+    """Measure perplexity, and the distance from a reference, with error bars.
+
+    All models read the same tokens in lockstep, with the reference's tokenizer. Perplexities are
+    comparable only under the same protocol, text and tokenizer, which the report states.
+    """
+    _check_options(options)
+    _check_target(options["out"])
+    report = _measure(models, **{k: v for k, v in options.items() if k not in ("fail_above", "as_json")})
+    if options["out"] is not None:
+        if options["reference"] is not None and not report.partial:
+            compared = (_compare(options["reference"], name, options["revision"]) for name in models)
+            report = replace(report, weights=tuple(compared))
+        _write(report, options["out"], quiet=options["quiet"])
+    worse = None if options["fail_above"] is None or report.partial else _worse(report, options["fail_above"])
+    show_report(report, as_json=options["as_json"], failure=worse)
+    if report.partial:
+        click.echo("interrupted; the same command with --resume goes on", err=True)
+        click.get_current_context().exit(INTERRUPTED)
+    if worse is not None:
+        if not options["as_json"]:
+            raise worse
+        click.get_current_context().exit(worse.exit_code)
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    """Raise BadUsage for options that want another one."""
+    with typed():
+        given = {"--fail-above": options["fail_above"] is not None, "--noise-floor": options["noise_floor"]}
+        lonely = next((name for name, value in given.items() if value), None)
+        if lonely and options["reference"] is None:
+            raise BadRecipe(f"{lonely}: there is no reference to compare with", "add --reference MODEL")
+        if options["resume"] and options["out"] is None:
+            raise BadRecipe("--resume: there is no STEM to go on with", "repeat the command with its -o STEM")
+
+
+@command.command(
+    "weights",
+    short_help="Errors of the weights, by role and layer.",
+    epilog=examples("qconvert eval weights ./model ./model-int4-g128"),
+)
+@click.argument("a", metavar="A")
+@click.argument("b", metavar="B")
+@click.option(
+    "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json, .md and .html."
+)
+@json_option
+@quiet_option("the report alone")
+@revision_option
+def weights(a: str, b: str, out: Path | None, as_json: bool, quiet: bool, revision: str | None) -> None:
+    """Measure the errors of B's weights against A's, by role and layer.
+
+    Needs no text and no decoder.
+    """
+    _check_target(out)
+    report = _compare(a, b, revision)
+    if not report.errors and not report.equal:
+        raise BadRecipe(f"{a} and {b}: no weight of one is in the other", "compare two forms of one model")
+    if out is not None:
+        _write(report, out, quiet=quiet)
+    show_report(report, as_json=as_json)
+
+
+def _compare(a: str, b: str, revision: str | None) -> WeightReport:
+    from qconvert.checkpoint.hub import resolve
+    from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.evaluate.weights_report import compare_weights
+
+    checkpoints = [open_checkpoint(resolve(name, revision=revision).path) for name in (a, b)]
+    return compare_weights(checkpoints[0], checkpoints[1], (_label(a), _label(b)))
+
+
+def _write(report: PerplexityReport | WeightReport, stem: Path, *, quiet: bool) -> None:
+    for path in write_report(report, stem):
+        if not quiet:
+            click.echo(f"wrote {path}", err=True)
+
+
+def _label(name: str) -> str:
+    """What to call a model in a report: the last part of its name."""
+    return name.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _measure(
+    names: tuple[str, ...],
+    *,
+    reference: str | None,
+    text: str,
+    protocol: str,
+    context: int | None,
+    chunks: int | None,
+    dtype: str,
+    device: str,
+    noise_floor: bool,
+    out: Path | None,
+    resume: bool,
+    quiet: bool,
+    revision: str | None,
+) -> PerplexityReport:
+    from qconvert.evaluate.corpora import load_text
+
+    scores = None if out is None else _scores(out, resume=resume, quiet=quiet)
+    with stdlib_text(text) as source:  # before any model, so that what is wrong with it shows at once
+        words = load_text(source, protocol_named(protocol, context).wikitext)
+    from qconvert.evaluate.perplexity import run
+
+    loaded = [_load(name, revision, device, dtype) for name in names]
+    base = _load(reference, revision, device, dtype) if reference else None
+    with _bar(quiet) as progress:
+        return run(
+            [model for model, _ in loaded],
+            reference=base[0] if base else None,
+            tokenizer=(base or loaded[0])[1],
+            text=words,
+            protocol=protocol,
+            context=context,
+            max_chunks=chunks,
+            noise_floor=noise_floor,
+            progress=progress,
+            scores=scores,
+            resume=resume,
+        )
+
+
+def _scores(out: Path, *, resume: bool, quiet: bool) -> Path:
+    """Where an interrupted evaluation keeps its scores. Raises where it was finished already."""
+    scores, record = (out.with_name(out.name + suffix) for suffix in (".partial.npz", ".json"))
+    if resume and not scores.exists():
+        if record.exists():
+            raise QConvertError(
+                f"{record}: there are no scores left to go on from; this evaluation is finished",
+                "leave out --resume to measure again",
+            )
+        if not quiet:
+            click.echo("note: nothing was measured yet, so it starts from the beginning", err=True)
+    return scores
+
+
+def _load(name: str, revision: str | None, device: str, dtype: str) -> tuple[EvalModel, Path]:
+    import torch
+
+    from qconvert.checkpoint.hub import resolve
+    from qconvert.evaluate.models import open_model
+
+    path = resolve(name, revision=revision).path
+    arithmetic = {"auto": None, "f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    return open_model(path, _label(name), device=device, dtype=arithmetic), path
+
+
+@contextmanager
+def stdlib_text(text: str) -> Iterator[str | Path]:
+    """A file with the held-out text when `text` is "stdlib"; otherwise `text` itself."""
+    if text != "stdlib":
+        yield text
+        return
+    import tempfile
+
+    from qconvert.demo.corpus import demo_text
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "python-stdlib-held-out.txt"
+        path.write_text(demo_text("held-out").text, encoding="utf-8")
+        yield path
+
+
+@contextmanager
+def _bar(quiet: bool) -> Iterator[Progress | None]:
+    """A bar over windows on stderr, when somebody is watching."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit="chunk", file=sys.stderr, leave=False) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
+
+
+def show_report(
+    report: PerplexityReport | WeightReport, *, as_json: bool, failure: CheckFailed | None = None
+) -> None:
+    """Print a report: one JSON object, with the error of a failed check, or the page as text."""
+    from qconvert.report.page import to_terminal
+
+    if as_json:
+        record = {"schema": 1, **report.to_json()}
+        if failure is not None:
+            error = {"fact": failure.fact, "hint": failure.hint, "exit_code": failure.exit_code}
+            record["error"] = error
+        click.echo(json.dumps(record))
+    else:
+        click.echo(to_terminal(report.page()), nl=False)
+
+
+def write_report(report: PerplexityReport | WeightReport, stem: Path) -> list[Path]:
+    """Write the record and its Markdown and HTML views beside each other; returns their paths."""
+    from qconvert.formats.io.local_file import write_whole
+    from qconvert.report.html import to_html
+    from qconvert.report.page import to_markdown
+
+    record = json.dumps(report.to_json(), indent=1) + "\n"
+    made = (record, to_markdown(report.page()), to_html(report.page(), report.figures()))
+    texts = dict(zip(REPORT_SUFFIXES, made, strict=True))
+    for suffix, text in texts.items():
+        write_whole(_beside(stem, suffix), text.encode())
+    return [_beside(stem, suffix) for suffix in texts]
+
+
+def _beside(stem: Path, suffix: str) -> Path:
+    return stem.with_name(stem.name + suffix)
+
+
+def _check_target(stem: Path | None) -> None:
+    """Raise unless the report can be written, before anything is measured for it."""
+    from qconvert.formats.io.local_file import require_writable
+
+    if stem is not None:
+        for suffix in REPORT_SUFFIXES:
+            require_writable(_beside(stem, suffix))
+
+
+def _worse(report: PerplexityReport, limit: float) -> CheckFailed | None:
+    """What to say when a model's perplexity ratio to the reference exceeds 1 + limit."""
+    for model in report.models:
+        if model.versus is None:
+            continue
+        ratio = model.versus.perplexity_ratio.value
+        if not ratio <= 1 + limit:
+            return CheckFailed(
+                f"{model.label}: perplexity is {ratio:.4f} times the reference's, more than {1 + limit:.4f}",
+                "use more bits, a smaller group, or --rule for the sensitive roles",
+            )
+    return None

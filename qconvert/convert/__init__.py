@@ -1,0 +1,1 @@
+"""Carries a plan out: runs its units, writes files, verifies them and publishes them."""

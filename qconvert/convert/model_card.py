@@ -1,0 +1,120 @@
+"""The model card of an output: upstream metadata kept, then sizes, recipe, and how to load it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qconvert.core.dtypes import Json
+from qconvert.formats.huggingface.model_card_header import read_front_matter
+from qconvert.models.parameter_table import table_of_outputs
+from qconvert.report.tables import parameter_table_lines, size
+
+if TYPE_CHECKING:
+    from qconvert.plan.compile import Draft
+
+_KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
+
+
+def model_card(
+    name: str, manifest: Json, draft: Draft, layout: str, upstream: Path | None, repo_id: str | None
+) -> str:
+    """The text of README.md for an output called `name`, written in a layout."""
+    import yaml
+
+    metadata = _metadata(upstream, repo_id, manifest)
+    parameter_table = table_of_outputs(draft.plan.outputs, draft.architecture, layout)
+    lines = [
+        "---",
+        yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).rstrip(),
+        "---",
+        f"# {name}",
+        "",
+        f"Made from `{manifest['source']['name']}` with [qconvert](https://pypi.org/project/qconvert/) "
+        f"{manifest['tool']['version']} (`qconvert {manifest['command']}`).",
+        "",
+        f"{parameter_table.parameters:,} parameters in {size(parameter_table.nbytes)}, "
+        f"{parameter_table.bits_per_weight:.2f} bits per weight over the whole file.",
+        "",
+        "```",
+        *parameter_table_lines(parameter_table),
+        "```",
+        *_loss(manifest),
+        *_loading(draft),
+        "",
+        "## Recipe",
+        "",
+        "```yaml",
+        yaml.safe_dump(_recipe(manifest), sort_keys=False).rstrip(),
+        "```",
+        "",
+        "`qconvert.json` beside this file holds the hashes of the source's headers and of every tensor, and "
+        "the error of each quantized one.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _recipe(manifest: Json) -> dict[str, Any]:
+    """The recipe, and what a conversion was asked for, without the fields that say nothing."""
+    said = manifest["recipe"] | {
+        f"convert_{key}": value for key, value in manifest.get("conversion", {}).items()
+    }
+    return {key: value for key, value in said.items() if value not in (None, [], False)}
+
+
+def _metadata(upstream: Path | None, repo_id: str | None, manifest: Json) -> dict[str, Any]:
+    said = {} if upstream is None else read_front_matter(upstream.parent)
+    kept = {key: value for key, value in said.items() if key in _KEPT_KEYS}
+    quantized = manifest["totals"]["relative_rms_error"] is not None
+    return {
+        **kept,
+        "library_name": "transformers",
+        **({"base_model": repo_id} if repo_id else {}),
+        **({"base_model_relation": "quantized"} if repo_id and quantized else {}),
+        "tags": ["qconvert", *([manifest["recipe"]["layout"]] if quantized else [])],
+    }
+
+
+def _loss(manifest: Json) -> list[str]:
+    error = manifest["totals"]["relative_rms_error"]
+    if error is None:
+        return (
+            ["", "All numbers, or their codes and scales, are those of the source."]
+            if _all_exact(manifest)
+            else []
+        )
+    bits = manifest["totals"]["linear_bits_per_weight"]
+    return [
+        "",
+        f"Linears: {bits:.2f} bits per weight; relative RMS error of the quantized weights {error:.4f}.",
+    ]
+
+
+def _all_exact(manifest: Json) -> bool:
+    return all(entry["exact"] for entry in manifest["tensors"].values())
+
+
+# What loads a folder without any remark, by the method in its config; None stands for plain weights.
+_LOADERS = {
+    None: "transformers (`from_pretrained`) and vLLM load",
+    "compressed-tensors": "transformers (`from_pretrained`) and vLLM load",
+    "gptq": "vLLM, and transformers with GPTQModel, load",
+    "awq": "vLLM, and transformers with an AWQ backend, load",
+    "bitsandbytes": "transformers with bitsandbytes, and vLLM, load",
+    "fp8": "vLLM, SGLang and transformers load",
+    "mlx": "mlx-lm loads",
+}
+
+
+def _loading(draft: Draft) -> list[str]:
+    lines = ["", "## Loading", ""]
+    for notice in draft.notices:
+        lines += [notice.sentence, "", "| loader | loads | why |", "|---|---|---|"]
+        lines += [f"| {v.loader} | {'yes' if v.loads else 'no'} | {v.why} |" for v in notice.verdicts]
+        lines.append("")
+    if not draft.notices:
+        method = draft.config.get("quantization_config", {}).get("quant_method")
+        method = "mlx" if "quantization" in draft.config else method
+        lines.append(f"{_LOADERS.get(method, 'qconvert reads')} this folder as it is.")
+    return lines

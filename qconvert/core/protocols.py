@@ -1,0 +1,108 @@
+"""What the rooms ask of one another: a source of arrays, a sink for them, a layout between the two.
+
+Formats implement these, the runner uses them; neither knows the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from qconvert.core.dtypes import Json, TensorSpec
+from qconvert.core.encodings import ModelTensor, Quantized
+from qconvert.core.values import Value
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Source(Protocol):
+    """A checkpoint that can be read: specs of every array, and their rows on demand.
+
+    `read` returns rows [start, stop) of one array as a new contiguous `[rows, width]` numpy array
+    in its carrier type, or only the columns [first, last) of them; it may be called from any thread.
+    Without weights (headers of a model that was not downloaded) there is nothing to read.
+    """
+
+    @property
+    def has_weights(self) -> bool: ...
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]: ...
+
+    def read(
+        self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None
+    ) -> np.ndarray: ...
+
+
+class Sink(Protocol):
+    """Files being written: rows of any array in any order from any thread, then all or nothing.
+
+    `rows` may be narrower than the array: they then lie in its columns from `column` on.
+    """
+
+    def write(self, name: str, start: int, rows: np.ndarray, column: int = 0) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class Layout(Protocol):
+    """How a logical tensor is spelled as named arrays in one on-disk format, and back.
+
+    `row_alignment` is the number of rows that `encode` must be given together (the last call for
+    a tensor may hold fewer), for formats that pack several rows into one word. `transposed` layouts
+    keep the weights of a row apart in the file: they are read and written in larger blocks.
+    `settings` are the entries of config.json for modules of these forms, and linears left plain.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def transposed(self) -> bool: ...
+
+    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]: ...
+
+    def row_alignment(self, tensor: ModelTensor) -> int: ...
+
+    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterable[ArrayRows]: ...
+
+    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value: ...
+
+    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """A source seen through its layout: rows of logical tensors."""
+
+    source: Source
+    layout: Layout
+
+    def read(self, tensor: ModelTensor, start: int, stop: int) -> Value:
+        return self.layout.decode(tensor, self.source, start, stop)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRows:
+    """Rows of one named array, or some columns of them: the place of its upper left corner, and they."""
+
+    name: str
+    start: int
+    rows: np.ndarray
+    column: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecars:
+    """What lies beside the weights: files copied as they are, what was left behind, and files to be
+    made, text by name.
+    """
+
+    copied: tuple[Path, ...]
+    skipped: tuple[Path, ...]
+    made: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Measures what quantization costs in quality: perplexity, KL divergence and their statistics."""

@@ -1,0 +1,99 @@
+"""The pictures of an evaluation, drawn from its record."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from qconvert.evaluate.paired_statistics import CURVE_PERCENTILES
+from qconvert.report.html import Figure
+from qconvert.report.svg import Axis, Curve, Mark, curves, heatmap, linear_axis, log_axis, scatter
+
+if TYPE_CHECKING:
+    from qconvert.evaluate.perplexity_report import Comparison, PerplexityReport
+    from qconvert.evaluate.weights_report import WeightReport
+
+_LEAST_KL = 1e-6
+"""Below this, a divergence is the rounding of its own computation."""
+_LAST_PERCENTILE = 4.0
+"""Where the maximum is drawn on the axis of percentiles, on which 99.9 % lies at 3."""
+_PERCENTILE_TICKS = ((0.0, "0"), (50.0, "50"), (90.0, "90"), (99.0, "99"), (99.9, "99.9"), (100.0, "max"))
+
+
+def perplexity_figures(report: PerplexityReport) -> list[Figure]:
+    """Size against quality, and with a reference the divergences and the errors of the weights."""
+    compared = [(model.label, model.versus) for model in report.models if model.versus is not None]
+    figures = [_size_against_divergence(report)] if compared else [_size_against_perplexity(report)]
+    if compared:
+        figures.append(_distribution(compared, report))
+    for weights in report.weights:
+        figures += weight_figures(weights)
+    return figures
+
+
+def weight_figures(report: WeightReport) -> list[Figure]:
+    """Relative errors of the linears, by role and layer; nothing where no layer differs."""
+    layered = [error for error in report.errors if error.layer is not None]
+    if not layered:
+        return []
+    layers = 1 + max(error.layer or 0 for error in layered)
+    rows: dict[str, list[float | None]] = {}
+    for error in layered:
+        line = rows.setdefault(_short(error.role), [None] * layers)
+        line[error.layer or 0] = max(error.relative_rms, line[error.layer or 0] or 0.0)
+    title = f"Errors of the weights of {report.b}"
+    caption = f"Relative RMS error against {report.a} by role and layer."
+    if any(_short(error.role) != error.role for error in layered):
+        caption += " Of the experts of a layer, the worst is shown."
+    return [Figure(title, heatmap(title, list(rows), list(rows.values()), "layer"), caption)]
+
+
+def _short(role: str) -> str:
+    """The role with all experts taken together: mlp.experts.17.up -> mlp.experts.up."""
+    return ".".join(part for part in role.split(".") if not part.isdecimal())
+
+
+def _size_against_divergence(report: PerplexityReport) -> Figure:
+    marks = [
+        Mark(model.label, model.size_bytes / 1e6, versus.kl.mean.value, versus.kl.mean.se)
+        for model in report.models
+        if (versus := model.versus) is not None
+    ]
+    x = linear_axis("MB on disk", [mark.x for mark in marks], from_zero=True)
+    y = log_axis("mean KL, nats", [mark.y for mark in marks], _LEAST_KL)
+    caption = f"Down and to the left is better. KL divergence of {report.reference} from each model, ± 1 SE."
+    return Figure("Size against quality", scatter("Size against mean KL", marks, x, y), caption)
+
+
+def _size_against_perplexity(report: PerplexityReport) -> Figure:
+    marks = [
+        Mark(model.label, model.size_bytes / 1e6, model.perplexity.value, model.perplexity.se)
+        for model in report.models
+    ]
+    x = linear_axis("MB on disk", [mark.x for mark in marks], from_zero=True)
+    y = linear_axis("perplexity", list(_ends(marks)))
+    caption = "Down and to the left is better. Without a reference, ± 1 SE is the spread of the text."
+    return Figure("Size against quality", scatter("Size against perplexity", marks, x, y), caption)
+
+
+def _ends(marks: list[Mark]) -> Iterator[float]:
+    for mark in marks:
+        yield from (mark.y - (mark.error or 0.0), mark.y + (mark.error or 0.0))
+
+
+def _distribution(compared: list[tuple[str, Comparison]], report: PerplexityReport) -> Figure:
+    if report.noise_floor is not None and report.noise_floor.kl.max > _LEAST_KL:
+        compared = [*compared, (f"{report.reference}, again", report.noise_floor)]
+    rarities = [_rarity(percent) for percent in CURVE_PERCENTILES]
+    lines = [Curve(label, tuple(zip(rarities, versus.kl.curve, strict=True))) for label, versus in compared]
+    ticks = tuple((_rarity(percent), text) for percent, text in _PERCENTILE_TICKS)
+    x = Axis("percentile of tokens", 0.0, _LAST_PERCENTILE, ticks)
+    y = log_axis("KL, nats", [kl for line in lines for _, kl in line.points], _LEAST_KL)
+    caption = "How much each token's distribution moved: the tail to the right is what users notice."
+    return Figure("Divergence of the tokens", curves("KL by percentile", lines, x, y), caption)
+
+
+def _rarity(percent: float) -> float:
+    """Every decade of rarer tokens takes the same room: 90 % at 1, 99 % at 2, 99.9 % at 3."""
+    return _LAST_PERCENTILE if percent >= 100 else -math.log10(1 - percent / 100)

@@ -1,0 +1,144 @@
+"""What a perplexity evaluation found: the JSON that is its record, and the page people read.
+
+Losses and divergences are in nats per token unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from qconvert.core.dtypes import Json
+from qconvert.evaluate.figures import perplexity_figures
+from qconvert.evaluate.paired_statistics import Divergence, Estimate
+from qconvert.evaluate.weights_report import WeightReport
+from qconvert.report.html import Figure
+from qconvert.report.page import Grid, Page, number
+from qconvert.report.tables import count, size
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A model against the reference on the same tokens.
+
+    `perplexity_ratio` is above 1 where the model is worse; `top1_agreement` the share of tokens on
+    which both find the same token likeliest; `rms_delta_p` the root mean square change of the true
+    token's probability.
+    """
+
+    perplexity_ratio: Estimate
+    kl: Divergence
+    top1_agreement: Estimate
+    rms_delta_p: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class ModelResult:
+    """One model's figures; `versus` is None for the reference, or where there is none.
+
+    `bits_per_byte` is the mean loss in bits times the text's tokens per UTF-8 byte, comparable
+    between tokenizers. `tokens_per_second` counts the layers only, without head and statistics.
+    """
+
+    label: str
+    size_bytes: int
+    bits_per_weight: float
+    arithmetic: str
+    perplexity: Estimate
+    bits_per_byte: float
+    tokens_per_second: float
+    versus: Comparison | None
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityReport:
+    """An evaluation: how it was made, and the figures of every model.
+
+    `windows` says in words how the protocol cuts the text; `tokens` counts the text, `scored_tokens`
+    those that the protocol counts in `chunks` windows, fewer than `planned_chunks` when interrupted;
+    `noise_floor` compares the reference with itself, computed in batches of another size;
+    `checkpoint.by_role`
+    holds the weights of each model against the reference's, where they were compared.
+    """
+
+    protocol: str
+    windows: str
+    text: str
+    text_sha256: str
+    text_bytes: int
+    tokenizer_sha256: str
+    tokens: int
+    chunks: int
+    planned_chunks: int
+    scored_tokens: int
+    reference: str | None
+    models: tuple[ModelResult, ...]
+    noise_floor: Comparison | None
+    environment: dict[str, str]
+    notes: tuple[str, ...]
+    weights: tuple[WeightReport, ...] = ()
+
+    @property
+    def partial(self) -> bool:
+        """Whether the evaluation was interrupted before its end."""
+        return self.chunks < self.planned_chunks
+
+    def to_json(self) -> Json:
+        """All of it as plain JSON values."""
+        head = {"report": "perplexity", "version": FORMAT_VERSION, "partial": self.partial}
+        return head | asdict(self)
+
+    def figures(self) -> list[Figure]:
+        """The pictures of the HTML page."""
+        return perplexity_figures(self)
+
+    def page(self) -> Page:
+        """What a person reads: the facts behind the figures, then the figures."""
+        environment = ", ".join(f"{name} {version}" for name, version in self.environment.items())
+        scored = f"{self.scored_tokens:,} tokens scored in {count(self.chunks, 'chunk')}"
+        facts = (
+            ("protocol", f"{self.protocol}: {scored}, {self.windows}"),
+            ("text", f"{self.tokens:,} tokens, {self.text_bytes:,} bytes, sha256 {self.text_sha256[:12]}"),
+            ("tokenizer", f"sha256 {self.tokenizer_sha256[:12]}"),
+            ("arithmetic", "; ".join(dict.fromkeys(model.arithmetic for model in self.models))),
+            ("environment", environment),
+        )
+        grids = (self._quality(), self._distance()) if self.reference is not None else (self._quality(),)
+        return Page(f"Perplexity on {self.text}", facts, grids, self.notes)
+
+    def _quality(self) -> Grid:
+        head = ("model", "size", "bpw", "perplexity", "ratio", "bits/byte", "tokens/s")
+        return Grid("Quality", head, tuple(_quality_row(model) for model in self.models))
+
+    def _distance(self) -> Grid:
+        head = ("model", "KL mean", "median", "p90", "p99", "p99.9", "max", "same top-1", "RMS dp")
+        compared = [(model.label, model.versus) for model in self.models]
+        compared.append((f"{self.reference}, again", self.noise_floor))
+        rows = tuple(_distance_row(label, versus) for label, versus in compared if versus is not None)
+        return Grid(f"Distance from {self.reference}, in nats", head, rows)
+
+
+def _estimate(estimate: Estimate, percent: bool = False) -> str:
+    if not percent:
+        return number(estimate.value, estimate.se)
+    return number(100 * estimate.value, None if estimate.se is None else 100 * estimate.se) + " %"
+
+
+def _quality_row(model: ModelResult) -> tuple[str, ...]:
+    return (
+        model.label,
+        size(model.size_bytes),
+        f"{model.bits_per_weight:.2f}",
+        _estimate(model.perplexity),
+        "" if model.versus is None else _estimate(model.versus.perplexity_ratio),
+        f"{model.bits_per_byte:.4f}",
+        f"{model.tokens_per_second:,.0f}",
+    )
+
+
+def _distance_row(label: str, versus: Comparison) -> tuple[str, ...]:
+    kl = versus.kl
+    tail = (f"{x:.2g}" for x in (kl.median, kl.p90, kl.p99, kl.p999, kl.max))
+    agreement, change = _estimate(versus.top1_agreement, True), _estimate(versus.rms_delta_p, True)
+    return (label, _estimate(kl.mean), *tail, agreement, change)

@@ -1,0 +1,87 @@
+"""Scores of an unfinished evaluation, on disk and back, so that it can go on where it stopped.
+
+The file belongs to one evaluation: the same models, text, tokenizer, protocol and arithmetic, told by
+a fingerprint. Plain numpy arrays, read without unpickling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qconvert.errors import BadRecipe
+from qconvert.formats.io.local_file import write_whole
+from qconvert.formats.io.output_folder import MANIFEST_FILE
+
+if TYPE_CHECKING:
+    from qconvert.evaluate.lockstep import Track
+
+_KINDS = ("nll", "top", "kl")
+
+
+def fingerprint(tracks: Sequence[Track], *conditions: str) -> str:
+    """What an evaluation is an evaluation of, as a hash.
+
+    Files of weights are told apart by size and time, to the nanosecond: two quantizations of one model are
+    equal in everything that a header holds.
+    """
+    models = [
+        [
+            *(track.model.label, track.model.size_bytes, str(track.model.decoder.dtype), track.echo),
+            _files(track.model.path),
+        ]
+        for track in tracks
+    ]
+    return hashlib.sha256(json.dumps([models, conditions]).encode()).hexdigest()
+
+
+def _files(path: Path | None) -> list[tuple[str, int, int]]:
+    """The name, size and time of last change of the weights of a model, and of its manifest."""
+    if path is None:
+        return []
+    names = (path,) if path.is_file() else path.iterdir()
+    held = sorted(p for p in names if p.suffix in (".safetensors", ".gguf") or p.name == MANIFEST_FILE)
+    return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in held]
+
+
+def save_scores(path: Path, tracks: Sequence[Track], done: int, mark: str) -> None:
+    """Write the scores of the first `done` windows, all of them or none."""
+    arrays: dict[str, np.ndarray] = {"done": np.array(done), "mark": np.array(mark)}
+    for i, track in enumerate(tracks):
+        arrays[f"{i}.clock"] = np.array([track.seconds, track.tokens])
+        for kind in _KINDS:
+            arrays[f"{i}.{kind}"] = np.concatenate([np.empty(0), *getattr(track, kind)])
+    packed = io.BytesIO()
+    np.savez(packed, **arrays)  # type: ignore[arg-type]
+    write_whole(path, packed.getvalue())
+
+
+def load_scores(path: Path, tracks: Sequence[Track], mark: str) -> int:
+    """Fill the tracks with the scores in the file; returns the number of windows they cover.
+
+    That is 0 where there is no file. Raises BadRecipe for one of another evaluation.
+    """
+    if not path.exists():
+        return 0
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            if str(arrays["mark"]) != mark:
+                raise BadRecipe(
+                    f"{path}: scores of other models, another text, or another protocol",
+                    "leave out --resume, or repeat the command that was interrupted",
+                )
+            for i, track in enumerate(tracks):
+                track.seconds, track.tokens = float(arrays[f"{i}.clock"][0]), int(arrays[f"{i}.clock"][1])
+                for kind in _KINDS:
+                    scores = arrays[f"{i}.{kind}"]
+                    getattr(track, kind).append(scores.astype(np.int64) if kind == "top" else scores)
+            return int(arrays["done"])
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise BadRecipe(f"{path}: no scores to go on from", "leave out --resume") from error

@@ -1,0 +1,356 @@
+"""One model's names: every tensor its config promises, fused and unfused.
+
+`Architecture.of(config)` expands a family's table into exact names and shapes. Pure: it reads a
+config, never a file. `qconvert.models.binding` holds a checkpoint's tensors against it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+from qconvert.core.config_json import MAX_EXPERTS, MAX_LAYERS, divide, flag, positive_int
+from qconvert.core.dtypes import Json, rows_of
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.models.families import FAMILIES
+from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """Where a tensor belongs: its role, layer (None outside the layers), and exact shape.
+
+    `part` is "weight" or "bias"; `kind` is the slot's kind for weights and "bias" for biases.
+    `transposed` weights are stored with their last two dimensions exchanged.
+    """
+
+    name: str
+    role: str
+    layer: int | None
+    param: str
+    kind: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    transposed: bool = False
+
+    @property
+    def module(self) -> str:
+        return self.name.rsplit(".", 1)[0]
+
+    @property
+    def group(self) -> str:
+        """The role without the expert's number: `mlp.experts.up` for `mlp.experts.7.up`."""
+        return _EXPERT_NUMBER.sub("", self.role) if ".experts." in self.role else self.role
+
+
+_EXPERT_NUMBER = re.compile(r"(?<=\.experts)\.\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows [start, stop) of a part, as they follow one another in the whole."""
+
+    member: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class FusedParameter:
+    """A fused tensor, the places whose rows it holds, and which rows follow which.
+
+    Of an interleaved fusion, rows of the two parts of a pair take turns where their runs are.
+    """
+
+    whole: Parameter
+    members: tuple[Parameter, ...]
+    runs: tuple[Run, ...]
+    fusion: Fusion
+
+    @property
+    def rows(self) -> Iterator[range]:
+        """The rows of the whole that each run takes, in the order of the runs."""
+        offset = 0
+        for run in self.runs:
+            count = run.stop - run.start
+            if self.fusion.interleaved:
+                second = run.member % 2
+                start = offset - second * count
+                yield range(start + second, start + 2 * count, 2)
+            else:
+                yield range(offset, offset + count)
+            offset += count
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A family with one config: exact names, shapes, ties and fusions of one model.
+
+    `spelling` replaces pieces of the family's names, as some checkpoints do.
+    """
+
+    family: Family
+    config: Json
+    spelling: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Json) -> Architecture:
+        """The architecture that config.json describes; UnsupportedModel names an unknown type."""
+        return cls(find_family(config), config)
+
+    def spelled_like(self, names: Iterable[str]) -> Architecture:
+        """This architecture in the one of the family's spellings that most of `names` follow."""
+        if not self.family.spellings or self.spelling:
+            return self
+        known = frozenset(names)
+
+        def hits(candidate: Architecture) -> int:
+            firsts = (slot.module + slot.suffix for slot in candidate.family.slots)
+            return sum(candidate._spell(name).format(layer=0, expert=0) in known for name in firsts)
+
+        return max((self, *(replace(self, spelling=s) for s in self.family.spellings)), key=hits)
+
+    @cached_property
+    def settings(self) -> Json:
+        """The config of the language model: the class's defaults, the file's values, shared keys.
+
+        The keys of a nested `text_config` stand beside the others, and win over all but the tie.
+        """
+        config = self.config
+        nested = config.get("text_config")
+        text: Json = nested if isinstance(nested, dict) else {}
+        tied_by = self.family.tied_by
+        tie = {tied_by: config[tied_by]} if tied_by in config else {}
+        settings: dict[str, Any] = {**self.family.defaults, **config, **text, **tie}
+        for shared, own in self.family.keys.items():
+            if settings.get(own) is not None or settings.get(shared) is None:
+                settings[shared] = positive_int(settings, own)
+        return settings
+
+    @cached_property
+    def stacks(self) -> tuple[int, ...]:
+        """The number of layers of each stack: one for a decoder, two for an encoder-decoder."""
+        return tuple(positive_int(self.settings, key, MAX_LAYERS) for key in self.family.layers)
+
+    @property
+    def layers(self) -> int:
+        """The number of layers (of the deepest stack, where there are two)."""
+        return max(self.stacks)
+
+    @cached_property
+    def tied(self) -> bool:
+        """Whether the head is the embedding."""
+        return flag(self.settings, self.family.tied_by)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Every tensor of the unfused model by name, in the order of the printed structure.
+
+        The head of a tied model is listed too: it may be stored, though it need not be.
+        """
+        return {parameter.name: parameter for parameter in self._walk()}
+
+    @cached_property
+    def fused(self) -> Mapping[str, FusedParameter]:
+        """Every tensor that a fusion of this family can make, or MLX's stacks of experts, by name."""
+        by_key = {(p.role, p.layer, p.param): p for p in self.parameters.values()}
+        found = (
+            self._fuse(fusion, layer, part, by_key)
+            for fusion in (*self.family.fusions, *self.family.mlx_stacks)
+            for layer in range(self.layers)
+            for part in ("weight", "bias")
+        )
+        return {entry.whole.name: entry for entry in found if entry is not None}
+
+    @cached_property
+    def wholes(self) -> Mapping[str, tuple[tuple[FusedParameter, int], ...]]:
+        """For every part of a fusion by name: the fused tensors that may hold it, and as which part."""
+        found: dict[str, tuple[tuple[FusedParameter, int], ...]] = {}
+        for entry in self.fused.values():
+            for number, part in enumerate(entry.members):
+                found[part.name] = (*found.get(part.name, ()), (entry, number))
+        return found
+
+    @cached_property
+    def stored(self) -> Mapping[str, Parameter]:
+        """What the family's own class stores: natively fused tensors whole, a tied head not at all."""
+        native = {p.name: e.whole for e in self.fused.values() if e.fusion.native for p in e.members}
+        parameters = (native.get(name, parameter) for name, parameter in self.parameters.items())
+        return {p.name: p for p in parameters if not (self.tied and p.role == "lm_head")}
+
+    @cached_property
+    def roles(self) -> tuple[str, ...]:
+        """The role names that selectors may use, all experts of a layer together, fused ones last."""
+        groups = dict.fromkeys(parameter.group for parameter in self.parameters.values())
+        return (*groups, *(fusion.role for fusion in self.family.fusions))
+
+    @cached_property
+    def roles_in_order(self) -> tuple[str, ...]:
+        """All roles as the model prints them, each fused one before its first part."""
+        fused = {fusion.part_groups[0]: fusion.role for fusion in self.family.fusions}
+        roles = dict.fromkeys(parameter.group for parameter in self.parameters.values())
+        return tuple(name for role in roles for name in (fused.get(role), role) if name)
+
+    @cached_property
+    def stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of the arrays that a class stores in another order than the places here have them.
+
+        Linears stored as [in, out], fused, stacked or not, and stacks of biases, [experts, rows].
+        """
+        family = self.family
+        if not any(s.transposed for s in family.slots) and not any(f.transposed for f in family.fusions):
+            return {}
+        parameters = (*self.parameters.values(), *(entry.whole for entry in self.fused.values()))
+        shapes = {p.name: (*p.shape[:-2], *p.shape[:-3:-1]) for p in parameters if p.transposed}
+        for entry in self.fused.values():
+            if entry.fusion.per_expert and entry.whole.param == "bias":
+                experts = len(entry.members) // len(entry.fusion.members)
+                shapes[entry.whole.name] = (experts, entry.whole.shape[0] // experts)
+        return shapes
+
+    def parameter(self, name: str) -> Parameter | None:
+        """Where the tensor of this name belongs, fused or not; None when it is unknown."""
+        if name in self.fused:
+            return self.fused[name].whole
+        return self.parameters.get(name)
+
+    def table(self, role: str) -> Parameter | None:
+        """The one weight of a role outside the layers: `embed` or `lm_head`."""
+        return next((p for p in self.parameters.values() if p.role == role and p.param == "weight"), None)
+
+    def ignores(self, name: str) -> bool:
+        """Whether the name is a stored buffer that the family's class recomputes."""
+        return any(re.fullmatch(self._pattern(text), name) for text in self.family.ignored)
+
+    def carries(self, name: str) -> str | None:
+        """What a tensor outside the language model is ("vision"), None if it is not known."""
+        carried = self.family.carried.items()
+        return next((what for text, what in carried if re.fullmatch(self._pattern(text), name)), None)
+
+    def config_key(self, dimension: str) -> str:
+        """The config keys, in the family's own spelling, that a dimension comes from."""
+        named = self.family.named_by.get(dimension, dimension)
+        return " ".join(self.family.keys.get(word, word) for word in named.split(" "))
+
+    def _pattern(self, text: str) -> str:
+        return text.replace("{layers}", str(self.layers))
+
+    def _name(self, text: str, layer: int | None, expert: int) -> str:
+        return self._spell(text).format(layer=layer, expert=expert)
+
+    def _spell(self, text: str) -> str:
+        for ours, theirs in self.spelling.items():
+            text = text.replace(ours, theirs, 1)
+        return text
+
+    @cached_property
+    def dimensions(self) -> tuple[Dimensions, ...]:
+        """The dimensions of the family's table, by layer."""
+        return tuple(self.family.dimensions(self.settings, layer) for layer in range(self.layers))
+
+    def _walk(self) -> Iterator[Parameter]:
+        stacks = iter(self.stacks)
+        for per_layer, slots in groupby(self.family.slots, key=lambda slot: slot.per_layer):
+            run = tuple(slots)
+            for layer in range(next(stacks)) if per_layer else (None,):
+                yield from self._layer(run, layer)
+
+    def _layer(self, slots: tuple[ParameterTemplate, ...], layer: int | None) -> Iterator[Parameter]:
+        dims = self.dimensions[layer or 0]
+        if dims.get("experts", 0) * self.layers > MAX_EXPERTS:
+            key = self.config_key("experts")
+            raise CorruptCheckpoint(f"config.json: {key} = {dims['experts']} in each of {self.layers} layers")
+        for per_expert, group in groupby(slots, key=lambda slot: slot.per_expert):
+            run = tuple(group)
+            for expert in range(dims["experts"]) if per_expert else (0,):
+                for slot in run:
+                    yield from self._at(slot, layer, expert, dims)
+
+    def _at(
+        self, slot: ParameterTemplate, layer: int | None, expert: int, dims: Dimensions
+    ) -> Iterator[Parameter]:
+        if slot.only_if is not None and not dims[slot.only_if]:
+            return
+        shape = tuple(dims[d] for d in slot.shape)
+        if 0 in shape:
+            return
+        name, role = self._name(slot.module + slot.suffix, layer, expert), slot.role.format(expert=expert)
+        part = "bias" if slot.kind == "bias" else "weight"
+        yield Parameter(name, role, layer, part, slot.kind, shape, slot.shape, slot.transposed)
+        if slot.bias if isinstance(slot.bias, bool) else flag(self.settings, slot.bias):
+            name = self._name(f"{slot.module}.bias", layer, expert)
+            yield Parameter(name, role, layer, "bias", "bias", shape[:1], slot.shape[:1])
+
+    def _fuse(
+        self, fusion: Fusion, layer: int, part: str, by_key: Mapping[tuple[str, int | None, str], Parameter]
+    ) -> FusedParameter | None:
+        dims = self.dimensions[layer]
+        if (fusion.members[0].format(expert=0), layer, part) not in by_key:
+            return None
+        experts = dims["experts"] if fusion.per_expert else 1
+        keys = [(role.format(expert=e), layer, part) for e in range(experts) for role in fusion.members]
+        parts = tuple(by_key[key] for key in keys if key in by_key)
+        if not parts or len(parts) < len(keys):
+            return None
+        runs = _runs(parts, dims[fusion.groups] if fusion.groups else 1)
+        suffix = fusion.suffix if part == "weight" else fusion.bias_suffix
+        name = self._name(fusion.module + suffix, layer, 0)
+        return FusedParameter(_whole(name, fusion, parts, experts), parts, runs, fusion)
+
+
+def _runs(parts: tuple[Parameter, ...], groups: int) -> tuple[Run, ...]:
+    """Which rows of which part follow one another in a whole of that many groups."""
+    shares = [divide(rows_of(part.shape), groups, part.dims[0], "groups") for part in parts]
+    return tuple(
+        Run(i, group * share, (group + 1) * share)
+        for group in range(groups)
+        for i, share in enumerate(shares)
+    )
+
+
+def _whole(name: str, fusion: Fusion, parts: tuple[Parameter, ...], experts: int) -> Parameter:
+    head, first = parts[0], parts[: len(fusion.members)]
+    dims = (" + ".join(p.dims[0] for p in first), *head.dims[1:])
+    shape = (sum(p.shape[0] for p in first), *head.shape[1:])
+    if fusion.per_expert and head.param == "bias":
+        shape = (experts * shape[0],)
+    elif fusion.per_expert:
+        dims, shape = ("experts", *dims), (experts, *shape)
+    transposed = head.transposed or (fusion.transposed and head.param == "weight")
+    return Parameter(name, fusion.role, head.layer, head.param, head.kind, shape, dims, transposed)
+
+
+HOW_TO_DECLARE = (
+    "if it is built like a model that is, `qconvert quantize --recipe FILE` takes it with these lines: "
+    "`architecture: {like: llama, rename: {self_attn: attention}}` (all keys: README, Supported models); "
+    "--allow-unknown guesses its linears and says what it took for one"
+)
+
+
+def find_family(config: Json) -> Family:
+    """The family of a config by `model_type`, cross-checked with `architectures`."""
+    model_type = config.get("model_type")
+    classes = config.get("architectures") or []
+    known = ", ".join(t for family in FAMILIES for t in family.model_types)
+    if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
+        raise CorruptCheckpoint(
+            f"config.json: architectures is {classes!r}, not a list of names", "correct it"
+        )
+    if not isinstance(model_type, str):
+        fitting = [t for f in FAMILIES if set(classes) & set(f.classes) for t in f.model_types[:1]]
+        raise CorruptCheckpoint("config.json: no model_type", f"add one: {', '.join(fitting) or known}")
+    family = next((f for f in FAMILIES if model_type in f.model_types), None)
+    if family is None:
+        raise UnsupportedModel(
+            f"config.json: model_type {model_type!r} is not known here", f"{HOW_TO_DECLARE}; known: {known}"
+        )
+    if classes and not set(classes) & set(family.classes):
+        raise CorruptCheckpoint(
+            f"config.json: model_type is {model_type!r}, but architectures says {', '.join(classes)}",
+            f"a {model_type} model is a {family.classes[0]}; correct the one that is wrong",
+        )
+    return family

@@ -1,0 +1,133 @@
+"""What the tensors of a checkpoint are: names and shapes held against an architecture.
+
+Every stored tensor is a known place, a recomputed buffer, or unknown; every promised one is there,
+whole or in parts. Names and shapes only: no tensor is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qconvert.core.encodings import ModelTensor
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.models.architecture import Architecture, FusedParameter, Parameter
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What the tensors of a checkpoint are: known places, dropped buffers, others.
+
+    `unknown` are the tensors that no slot declares: those of other parts of the model (a vision
+    tower), and with `allow_unknown` any.
+    """
+
+    architecture: Architecture
+    tensors: Mapping[str, ModelTensor]
+    parameters: Mapping[str, Parameter]
+    dropped: tuple[str, ...]
+    unknown: tuple[str, ...]
+
+    def kind(self, name: str) -> str:
+        return self.parameters[name].kind if name in self.parameters else "unknown"
+
+    @property
+    def stored_tied_head(self) -> str | None:
+        """The name of a stored head that the config says is the embedding, if there is one."""
+        if not self.architecture.tied:
+            return None
+        return next(
+            (n for n, p in self.parameters.items() if p.role == "lm_head" and p.param == "weight"), None
+        )
+
+    @property
+    def fusions_found(self) -> tuple[str, ...]:
+        """The roles of the fused tensors that are stored, each once, in the order of the family's table."""
+        fused = self.architecture.fused
+        stored = {fused[name].fusion.role for name in self.parameters if name in fused}
+        return tuple(f.role for f in self.architecture.family.fusions if f.role in stored)
+
+
+def bind(
+    architecture: Architecture, tensors: Mapping[str, ModelTensor], *, allow_unknown: bool = False
+) -> Binding:
+    """Hold a checkpoint's logical tensors against the architecture, in the spelling they follow.
+
+    Raises CorruptCheckpoint for a missing tensor or a shape that contradicts the config (naming the
+    config keys), UnsupportedModel for a tensor nobody declared unless `allow_unknown`.
+    """
+    architecture = architecture.spelled_like(tensors)
+    parameters: dict[str, Parameter] = {}
+    unknown: list[str] = []
+    dropped: list[str] = []
+    for name, tensor in tensors.items():
+        parameter = architecture.parameter(name)
+        if parameter is not None:
+            _check_shape(architecture, parameter, tensor)
+            parameters[name] = parameter
+        else:
+            (dropped if architecture.ignores(name) else unknown).append(name)
+    undeclared = [name for name in unknown if architecture.carries(name) is None]
+    if undeclared and not allow_unknown:
+        _refuse_unknown(architecture, undeclared)
+    _check_complete(architecture, parameters)
+    return Binding(architecture, tensors, parameters, tuple(dropped), tuple(unknown))
+
+
+def _check_shape(architecture: Architecture, parameter: Parameter, tensor: ModelTensor) -> None:
+    if tensor.shape == parameter.shape:
+        return
+    keys = ", ".join(
+        f"{' + '.join(architecture.config_key(d) for d in dim.split(' + '))} = {size}"
+        for dim, size in zip(parameter.dims, parameter.shape, strict=True)
+    )
+    raise CorruptCheckpoint(
+        f"{parameter.name}: shape {list(tensor.shape)}, but config.json gives {list(parameter.shape)} "
+        f"({keys})",
+        "the weights and the config.json are of different models, or one of them was edited",
+    )
+
+
+def _refuse_unknown(architecture: Architecture, unknown: list[str]) -> None:
+    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    first_known = next(iter(architecture.parameters))
+    prefixed = next((n for n in unknown if n.endswith("." + first_known)), None)
+    hint = "use --allow-unknown to copy such tensors as they are"
+    if prefixed:
+        hint = f"names carry the prefix {prefixed[: -len(first_known)]!r}; save the inner model instead"
+    layer_names = next(slot.module for slot in architecture.family.slots if slot.per_layer)
+    if unknown[0].startswith(layer_names.split("{layer}")[0]):
+        hint += f"; config.json says {_layer_keys(architecture)}"
+    raise UnsupportedModel(f"{shown(unknown[0])}{more}: not a tensor of {architecture.family.name}", hint)
+
+
+def _layer_keys(architecture: Architecture) -> str:
+    keys = zip(architecture.family.layers, architecture.stacks, strict=True)
+    return ", ".join(f"{architecture.config_key(key)} = {count}" for key, count in keys)
+
+
+def _check_complete(architecture: Architecture, parameters: Mapping[str, Parameter]) -> None:
+    covered = set(parameters)
+    for name in parameters:
+        fused = architecture.fused.get(name)
+        if fused is not None:
+            _check_once(fused, parameters)
+            covered.update(p.name for p in fused.members)
+    native = {p.name: name for name, e in architecture.fused.items() if e.fusion.native for p in e.members}
+    for name, parameter in architecture.parameters.items():
+        if name in covered or (parameter.role == "lm_head" and architecture.tied):
+            continue
+        raise CorruptCheckpoint(
+            f"{native.get(name, name)}: missing; config.json promises it"
+            + (f" ({_layer_keys(architecture)})" if parameter.layer is not None else "")
+            + (f" ({architecture.family.tied_by} is not true)" if parameter.role == "lm_head" else ""),
+            "download the missing shard, or correct config.json",
+        )
+
+
+def _check_once(fused: FusedParameter, parameters: Mapping[str, Parameter]) -> None:
+    twice = next((p.name for p in fused.members if p.name in parameters), None)
+    if twice is not None:
+        raise CorruptCheckpoint(
+            f"{fused.whole.name}: stored beside {twice}, which it contains", "remove one of the two"
+        )

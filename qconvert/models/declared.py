@@ -1,0 +1,108 @@
+"""A family declared by a user, in a few lines of a recipe: like a known one, with what differs.
+
+The declaration is data; `models` turns it into a family, whose names then are checked against
+the checkpoint like any other's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+
+from qconvert.core.dtypes import Json
+from qconvert.errors import BadRecipe
+from qconvert.models.architecture import Architecture
+from qconvert.models.families import FAMILIES
+from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What a recipe's `models` section says.
+
+    `like` is the model_type of the family it resembles; `rename` replaces pieces of that family's
+    names; `keys` says how this config spells the keys that family reads; `without` are roles that
+    this model does not have; `slots` are weights that only this model has.
+    """
+
+    like: str
+    rename: tuple[tuple[str, str], ...] = ()
+    keys: tuple[tuple[str, str], ...] = ()
+    without: tuple[str, ...] = ()
+    slots: tuple[ParameterTemplate, ...] = ()
+
+    def to_json(self) -> Json:
+        """The declaration as plain data, in the spelling that a recipe has."""
+        slots = [
+            {"role": s.role, "module": s.module, "shape": list(s.shape), "kind": s.kind, "bias": bool(s.bias)}
+            for s in self.slots
+        ]
+        return {
+            "like": self.like,
+            "rename": dict(self.rename),
+            "keys": dict(self.keys),
+            "without": list(self.without),
+            "slots": slots,
+        }
+
+    def architecture(self, config: Json) -> Architecture:
+        """The architecture of this config. Raises BadRecipe for words that the family does not know."""
+        architecture = Architecture(self._family(), config)
+        known = architecture.family.dimensions(architecture.settings, 0)
+        for slot in self.slots:
+            for dimension in slot.shape:
+                _require(dimension, known, f"architecture: slot {slot.role}: dimension")
+        return architecture
+
+    def _family(self) -> Family:
+        types = {t: family for family in FAMILIES for t in family.model_types}
+        base = types[_require(self.like, types, "architecture: like:")]
+        roles = {slot.role for slot in base.slots}
+        for role in self.without:
+            _require(role, roles, "architecture: without:")
+        kept = [self._renamed(slot) for slot in base.slots if slot.role not in self.without]
+        last = max(i for i, slot in enumerate(kept) if slot.per_layer) + 1
+        inner = tuple(slot for slot in self.slots if slot.per_layer)
+        outer = tuple(slot for slot in self.slots if not slot.per_layer)
+        return replace(
+            base,
+            name=f"declared like {base.name}",
+            slots=(*kept[:last], *inner, *kept[last:], *outer),
+            dimensions=_with_numbers(base, self.slots),
+            fusions=tuple(self._renamed_fusion(fusion) for fusion in base.fusions),
+            keys={**base.keys, **dict(self.keys)},
+            spellings=(),
+        )
+
+    def _renamed(self, slot: ParameterTemplate) -> ParameterTemplate:
+        name = self._rename(slot.module + slot.suffix)
+        suffix = slot.suffix if name.endswith(slot.suffix) else ""
+        return replace(slot, module=name.removesuffix(suffix), suffix=suffix)
+
+    def _renamed_fusion(self, fusion: Fusion) -> Fusion:
+        return replace(fusion, module=self._rename(fusion.module))
+
+    def _rename(self, name: str) -> str:
+        for ours, theirs in self.rename:
+            name = name.replace(ours, theirs, 1)
+        return name
+
+
+def _with_numbers(base: Family, slots: tuple[ParameterTemplate, ...]) -> Callable[[Json, int], Dimensions]:
+    """The family's dimensions, and every number that a slot writes out."""
+    numbers = {d: int(d) for slot in slots for d in slot.shape if d.isdecimal()}
+
+    def dimensions(config: Json, layer: int) -> Dimensions:
+        return {**base.dimensions(config, layer), **numbers}
+
+    return dimensions
+
+
+def _require(word: str, known: Mapping[str, object] | set[str], where: str) -> str:
+    if word not in known:
+        near = get_close_matches(word, list(known), n=1, cutoff=0.0)
+        raise BadRecipe(
+            f"{where} {word!r} is not known", f"did you mean {near[0]!r}? all: {', '.join(known)}"
+        )
+    return word

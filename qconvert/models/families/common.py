@@ -1,0 +1,141 @@
+"""What families share: Llama's names for the pieces of a decoder, and the dimensions they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from qconvert.core.config_json import count, divided, optional_int, positive_int, whole_numbers
+from qconvert.core.dtypes import Json
+from qconvert.models.parameters import Dimensions, Fusion, ParameterTemplate
+
+LAYER = "model.layers.{layer}."
+QKV = Fusion("attn.qkv", LAYER + "self_attn.qkv_proj", ("attn.q", "attn.k", "attn.v"))
+GATE_UP = Fusion("mlp.gate_up", LAYER + "mlp.gate_up_proj", ("mlp.gate", "mlp.up"))
+# How transformers 5 holds a layer's experts in memory, and newer models store them.
+EXPERT_STACKS = (
+    Fusion(
+        "mlp.experts.gate_up",
+        LAYER + "mlp.experts.gate_up_proj",
+        ("mlp.experts.{expert}.gate", "mlp.experts.{expert}.up"),
+        suffix="",
+    ),
+    Fusion("mlp.experts.down", LAYER + "mlp.experts.down_proj", ("mlp.experts.{expert}.down",), suffix=""),
+)
+
+EMBED = ParameterTemplate("embed", "model.embed_tokens", ("vocab", "hidden"), "embedding")
+FINAL_NORM = ParameterTemplate("final_norm", "model.norm", ("hidden",), "norm")
+LM_HEAD = ParameterTemplate("lm_head", "lm_head", ("vocab", "hidden"))
+ATTN_NORM = ParameterTemplate("attn.norm", LAYER + "input_layernorm", ("hidden",), "norm")
+MLP_NORM = ParameterTemplate("mlp.norm", LAYER + "post_attention_layernorm", ("hidden",), "norm")
+Q_NORM = ParameterTemplate("attn.q_norm", LAYER + "self_attn.q_norm", ("head_dim",), "norm")
+K_NORM = ParameterTemplate("attn.k_norm", LAYER + "self_attn.k_norm", ("head_dim",), "norm")
+ROUTER = ParameterTemplate("mlp.router", LAYER + "mlp.gate", ("experts", "hidden"), "router")
+
+ROTARY_BUFFERS = (
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",
+    r"model\.rotary_emb\.inv_freq",
+)
+
+NAMED_BY = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "q_rows": "num_attention_heads x head_dim",
+    "kv_rows": "num_key_value_heads x head_dim",
+    "head_dim": "head_dim",
+    "experts": "num_experts",
+    "expert_rows": "moe_intermediate_size",
+    "shared_rows": "shared_expert_intermediate_size",
+}
+
+
+def attention(
+    *, qkv_bias: bool | str = False, o_bias: bool | str = False, layer: str = LAYER
+) -> tuple[ParameterTemplate, ...]:
+    """Separate q, k, v and output projections, as Llama named them."""
+    return (
+        ParameterTemplate("attn.q", layer + "self_attn.q_proj", ("q_rows", "hidden"), bias=qkv_bias),
+        ParameterTemplate("attn.k", layer + "self_attn.k_proj", ("kv_rows", "hidden"), bias=qkv_bias),
+        ParameterTemplate("attn.v", layer + "self_attn.v_proj", ("kv_rows", "hidden"), bias=qkv_bias),
+        ParameterTemplate("attn.o", layer + "self_attn.o_proj", ("hidden", "q_rows"), bias=o_bias),
+    )
+
+
+def gated_mlp(
+    module: str = LAYER + "mlp.",
+    role: str = "mlp.",
+    rows: str = "intermediate",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    bias: bool | str = False,
+) -> tuple[ParameterTemplate, ...]:
+    """The gate, up and down projections of a gated block with `rows` inner features."""
+    gate, up, down = names
+    return (
+        ParameterTemplate(f"{role}gate", module + gate, (rows, "hidden"), bias=bias),
+        ParameterTemplate(f"{role}up", module + up, (rows, "hidden"), bias=bias),
+        ParameterTemplate(f"{role}down", module + down, ("hidden", rows), bias=bias),
+    )
+
+
+def experts(
+    module: str = LAYER + "mlp.experts.{expert}.",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    *,
+    bias: bool = False,
+) -> tuple[ParameterTemplate, ...]:
+    """One gated block for each expert of a layer."""
+    return gated_mlp(module, "mlp.experts.{expert}.", "expert_rows", names, bias=bias)
+
+
+def attention_dimensions(config: Json) -> dict[str, int]:
+    """Dimensions that every layer has; a missing head_dim is hidden_size / heads."""
+    hidden = positive_int(config, "hidden_size")
+    heads = positive_int(config, "num_attention_heads")
+    kv_heads = optional_int(config, "num_key_value_heads") or heads
+    head_dim = optional_int(config, "head_dim") or divided(config, "hidden_size", "num_attention_heads")
+    return {
+        "vocab": positive_int(config, "vocab_size"),
+        "hidden": hidden,
+        "q_rows": heads * head_dim,
+        "kv_rows": kv_heads * head_dim,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "one": 1,
+    }
+
+
+def dense_dimensions(config: Json, layer: int) -> Dimensions:
+    """The dimensions of a dense decoder."""
+    return {**attention_dimensions(config), "intermediate": positive_int(config, "intermediate_size")}
+
+
+def sparse_dimensions(is_sparse: Callable[[Json, int], bool]) -> Callable[[Json, int], Dimensions]:
+    """The dimensions of a decoder whose layers have experts where `is_sparse` says so.
+
+    A sparse layer has no dense block ("intermediate" is 0), a dense one no experts.
+    """
+
+    def dimensions(config: Json, layer: int) -> Dimensions:
+        if not is_sparse(config, layer):
+            return {**dense_dimensions(config, layer), "experts": 0, "expert_rows": 0, "shared_rows": 0}
+        return {
+            **attention_dimensions(config),
+            "intermediate": 0,
+            "experts": positive_int(config, "num_experts"),
+            "expert_rows": positive_int(config, "moe_intermediate_size"),
+            "shared_rows": count(config, "shared_expert_intermediate_size"),
+        }
+
+    return dimensions
+
+
+def every_nth_layer(config: Json, layer: int) -> bool:
+    """Qwen's rule: every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
+    step = optional_int(config, "decoder_sparse_step") or 1
+    return layer not in whole_numbers(config, "mlp_only_layers") and (layer + 1) % step == 0
+
+
+def every_layer(config: Json, layer: int) -> bool:
+    """Mixtral's rule: experts in every layer."""
+    return True

@@ -1,0 +1,226 @@
+"""DeepSeek's mixtures of experts, with plain attention and with latent (MLA) attention; GLM-4.5; gpt-oss.
+
+Sources: transformers' `modeling_deepseek_v2`, `modeling_deepseek_v3`, `modeling_glm4_moe` and
+`modeling_gpt_oss`; for the first DeepSeek-MoE the modelling file published with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qconvert.core.config_json import count, flag, optional_int, positive_int
+from qconvert.core.dtypes import Json
+from qconvert.models.families.common import (
+    ATTN_NORM,
+    EMBED,
+    EXPERT_STACKS,
+    FINAL_NORM,
+    GATE_UP,
+    K_NORM,
+    LAYER,
+    LM_HEAD,
+    MLP_NORM,
+    NAMED_BY,
+    Q_NORM,
+    QKV,
+    ROUTER,
+    attention,
+    attention_dimensions,
+    experts,
+    gated_mlp,
+    sparse_dimensions,
+)
+from qconvert.models.families.llama import MISTRAL
+from qconvert.models.parameters import Dimensions, ParameterTemplate
+
+SHARED_EXPERTS = gated_mlp(LAYER + "mlp.shared_experts.", "mlp.shared.", "shared_rows")
+SPARSE_MLP = (*gated_mlp(), ROUTER, *experts(), *SHARED_EXPERTS)
+
+
+def after_the_first(config: Json, layer: int) -> bool:
+    """DeepSeek's rule: dense blocks in the first layers, then experts in every n-th."""
+    return (
+        layer >= count(config, "first_k_dense_replace")
+        and layer % (optional_int(config, "moe_layer_freq") or 1) == 0
+    )
+
+
+def deepseek_dimensions(config: Json, layer: int) -> Dimensions:
+    """A sparse decoder's; all shared experts of a layer are one block."""
+    dims = sparse_dimensions(after_the_first)(config, layer)
+    shared = count(config, "n_shared_experts")
+    return {**dims, "shared_rows": shared * dims["expert_rows"]}
+
+
+DEEPSEEK_MOE = replace(
+    MISTRAL,
+    name="DeepSeek-MoE",
+    model_types=("deepseek",),
+    classes=("DeepseekForCausalLM",),
+    slots=(
+        EMBED,
+        ATTN_NORM,
+        *attention(qkv_bias="attention_bias", o_bias="attention_bias"),
+        MLP_NORM,
+        *SPARSE_MLP,
+        FINAL_NORM,
+        LM_HEAD,
+    ),
+    dimensions=deepseek_dimensions,
+    named_by={**NAMED_BY, "shared_rows": "n_shared_experts x moe_intermediate_size"},
+    keys={"num_experts": "n_routed_experts"},
+    fusions=(QKV, GATE_UP, *EXPERT_STACKS),
+)
+
+MLA = LAYER + "self_attn."
+LATENT_ATTENTION = (
+    ParameterTemplate("attn.q", MLA + "q_proj", ("full_q_rows", "hidden")),
+    ParameterTemplate("attn.q_a", MLA + "q_a_proj", ("q_rank", "hidden"), bias="attention_bias"),
+    ParameterTemplate("attn.q_a_norm", MLA + "q_a_layernorm", ("q_rank",), "norm"),
+    ParameterTemplate("attn.q_b", MLA + "q_b_proj", ("latent_q_rows", "q_rank")),
+    ParameterTemplate(
+        "attn.kv_a", MLA + "kv_a_proj_with_mqa", ("kv_a_rows", "hidden"), bias="attention_bias"
+    ),
+    ParameterTemplate("attn.kv_a_norm", MLA + "kv_a_layernorm", ("kv_rank",), "norm"),
+    ParameterTemplate("attn.kv_b", MLA + "kv_b_proj", ("kv_b_rows", "kv_rank")),
+    ParameterTemplate("attn.o", MLA + "o_proj", ("hidden", "v_rows"), bias="attention_bias"),
+)
+
+
+def latent_dimensions(config: Json, layer: int) -> Dimensions:
+    """Those of `deepseek_dimensions`, and of latent attention with or without a low-rank q."""
+    heads = positive_int(config, "num_attention_heads")
+    plain, rotary, value = (
+        positive_int(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    q_rank, kv_rank = count(config, "q_lora_rank"), positive_int(config, "kv_lora_rank")
+    q_rows = heads * (plain + rotary)
+    return {
+        **deepseek_dimensions({**config, "head_dim": rotary}, layer),
+        "full_q_rows": 0 if q_rank else q_rows,
+        "latent_q_rows": q_rows if q_rank else 0,
+        "q_rank": q_rank,
+        "kv_rank": kv_rank,
+        "kv_a_rows": kv_rank + rotary,
+        "kv_b_rows": heads * (plain + value),
+        "v_rows": heads * value,
+    }
+
+
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_MOE,
+    name="DeepSeek-V2",
+    model_types=("deepseek_v2",),
+    classes=("DeepseekV2ForCausalLM",),
+    slots=(EMBED, ATTN_NORM, *LATENT_ATTENTION, MLP_NORM, *SPARSE_MLP, FINAL_NORM, LM_HEAD),
+    dimensions=latent_dimensions,
+    named_by={
+        **DEEPSEEK_MOE.named_by,
+        "full_q_rows": "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)",
+        "latent_q_rows": "num_attention_heads x (qk_nope_head_dim + qk_rope_head_dim)",
+        "q_rank": "q_lora_rank",
+        "kv_rank": "kv_lora_rank",
+        "kv_a_rows": "kv_lora_rank + qk_rope_head_dim",
+        "kv_b_rows": "num_attention_heads x (qk_nope_head_dim + v_head_dim)",
+        "v_rows": "num_attention_heads x v_head_dim",
+    },
+    fusions=(GATE_UP, *EXPERT_STACKS),
+)
+
+ROUTER_CORRECTION = ParameterTemplate(
+    "mlp.router_correction", LAYER + "mlp.gate", ("experts",), "other", suffix=".e_score_correction_bias"
+)
+
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2,
+    name="DeepSeek-V3, R1, Kimi-K2",
+    model_types=("deepseek_v3", "kimi_k2"),
+    classes=("DeepseekV3ForCausalLM",),
+    slots=(
+        EMBED,
+        ATTN_NORM,
+        *LATENT_ATTENTION,
+        MLP_NORM,
+        *gated_mlp(),
+        ROUTER,
+        ROUTER_CORRECTION,
+        *experts(),
+        *SHARED_EXPERTS,
+        FINAL_NORM,
+        LM_HEAD,
+    ),
+    carried={r"model\.layers\.{layers}\..*": "next-token prediction"},
+)
+
+
+GLM4_MOE = replace(
+    DEEPSEEK_MOE,
+    name="GLM-4.5, 4.6, 4.7",
+    model_types=("glm4_moe",),
+    classes=("Glm4MoeForCausalLM",),
+    slots=(
+        EMBED,
+        ATTN_NORM,
+        *attention(qkv_bias="attention_bias"),
+        replace(Q_NORM, only_if="qk_norm"),
+        replace(K_NORM, only_if="qk_norm"),
+        MLP_NORM,
+        *gated_mlp(),
+        ROUTER,
+        ROUTER_CORRECTION,
+        *experts(),
+        *SHARED_EXPERTS,
+        FINAL_NORM,
+        LM_HEAD,
+    ),
+    dimensions=lambda config, layer: {
+        **deepseek_dimensions(config, layer),
+        "qk_norm": flag(config, "use_qk_norm"),
+    },
+    defaults={"n_shared_experts": 1, "first_k_dense_replace": 1},
+    carried={r"model\.layers\.{layers}\..*": "next-token prediction"},
+)
+
+
+def gpt_oss_dimensions(config: Json, layer: int) -> Dimensions:
+    """Every layer has experts, as wide as the config's `intermediate_size`."""
+    return {
+        **attention_dimensions(config),
+        "heads": positive_int(config, "num_attention_heads"),
+        "experts": positive_int(config, "num_local_experts"),
+        "expert_rows": positive_int(config, "intermediate_size"),
+    }
+
+
+# The class has [experts, in, out] parameters, in which columns of gate and up take turns. The names of
+# single experts are those that llm-compressor gives them (its pull request 3100).
+GPT_OSS_STACKS = tuple(
+    replace(stack, native=True, transposed=True, bias_suffix="_bias", interleaved=stack is EXPERT_STACKS[0])
+    for stack in EXPERT_STACKS
+)
+GPT_OSS = replace(
+    MISTRAL,
+    name="gpt-oss",
+    model_types=("gpt_oss",),
+    classes=("GptOssForCausalLM",),
+    slots=(
+        EMBED,
+        ATTN_NORM,
+        *attention(qkv_bias="attention_bias", o_bias="attention_bias"),
+        ParameterTemplate("attn.sinks", LAYER + "self_attn.sinks", ("heads",), "other", suffix=""),
+        MLP_NORM,
+        ParameterTemplate("mlp.router", LAYER + "mlp.router", ("experts", "hidden"), "router", bias=True),
+        *experts(bias=True),
+        FINAL_NORM,
+        LM_HEAD,
+    ),
+    dimensions=gpt_oss_dimensions,
+    named_by={**NAMED_BY, "experts": "num_local_experts", "expert_rows": "intermediate_size"},
+    defaults={"attention_bias": True, "head_dim": 64},
+    keys={"num_experts": "num_local_experts"},
+    fusions=(QKV, *GPT_OSS_STACKS),
+    mlx_experts="experts",
+    note="experts are stored [in, out], columns of gate and up in turns; quantized, each is a linear",
+)
+
+FAMILIES = (DEEPSEEK_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GPT_OSS)

@@ -1,0 +1,175 @@
+"""BERT and T5: an encoder, and an encoder with a decoder.
+
+Sources: transformers' `modeling_bert` and `modeling_t5`.
+"""
+
+from __future__ import annotations
+
+from qconvert.core.config_json import flag, positive_int
+from qconvert.core.dtypes import Json
+from qconvert.models.parameters import Dimensions, Family, ParameterTemplate
+
+BERT_LAYER = "bert.encoder.layer.{layer}."
+EMBEDDINGS = "bert.embeddings."
+
+
+def bert_dimensions(config: Json, layer: int) -> Dimensions:
+    """BERT's widths, and which of the two heads the class in `architectures` has.
+
+    `add_pooling_layer`, an argument of that class, tells of a model without the layer that pools.
+    """
+    classes = config.get("architectures") or ["BertModel"]
+    masked = any(name in ("BertForMaskedLM", "BertForPreTraining") for name in classes)
+    return {
+        "vocab": positive_int(config, "vocab_size"),
+        "hidden": positive_int(config, "hidden_size"),
+        "intermediate": positive_int(config, "intermediate_size"),
+        "positions": positive_int(config, "max_position_embeddings"),
+        "types": positive_int(config, "type_vocab_size"),
+        "two": 2,
+        "masked_head": masked,
+        "pooler": classes != ["BertForMaskedLM"] and flag(config, "add_pooling_layer", default=True),
+        "pair_head": "BertForPreTraining" in classes,
+    }
+
+
+BERT = Family(
+    name="BERT",
+    model_types=("bert",),
+    classes=("BertModel", "BertForMaskedLM", "BertForPreTraining"),
+    slots=(
+        ParameterTemplate("embed", EMBEDDINGS + "word_embeddings", ("vocab", "hidden"), "embedding"),
+        ParameterTemplate("positions", EMBEDDINGS + "position_embeddings", ("positions", "hidden"), "other"),
+        ParameterTemplate("types", EMBEDDINGS + "token_type_embeddings", ("types", "hidden"), "other"),
+        ParameterTemplate("embed.norm", EMBEDDINGS + "LayerNorm", ("hidden",), "norm", bias=True),
+        ParameterTemplate("attn.q", BERT_LAYER + "attention.self.query", ("hidden", "hidden"), bias=True),
+        ParameterTemplate("attn.k", BERT_LAYER + "attention.self.key", ("hidden", "hidden"), bias=True),
+        ParameterTemplate("attn.v", BERT_LAYER + "attention.self.value", ("hidden", "hidden"), bias=True),
+        ParameterTemplate("attn.o", BERT_LAYER + "attention.output.dense", ("hidden", "hidden"), bias=True),
+        ParameterTemplate(
+            "attn.norm", BERT_LAYER + "attention.output.LayerNorm", ("hidden",), "norm", bias=True
+        ),
+        ParameterTemplate("mlp.up", BERT_LAYER + "intermediate.dense", ("intermediate", "hidden"), bias=True),
+        ParameterTemplate("mlp.down", BERT_LAYER + "output.dense", ("hidden", "intermediate"), bias=True),
+        ParameterTemplate("mlp.norm", BERT_LAYER + "output.LayerNorm", ("hidden",), "norm", bias=True),
+        ParameterTemplate("pooler", "bert.pooler.dense", ("hidden", "hidden"), "other", True, "pooler"),
+        ParameterTemplate(
+            "head.bias", "cls.predictions", ("vocab",), "bias", only_if="masked_head", suffix=".bias"
+        ),
+        ParameterTemplate(
+            "head.dense",
+            "cls.predictions.transform.dense",
+            ("hidden", "hidden"),
+            "other",
+            True,
+            "masked_head",
+        ),
+        ParameterTemplate(
+            "head.norm", "cls.predictions.transform.LayerNorm", ("hidden",), "norm", True, "masked_head"
+        ),
+        ParameterTemplate("lm_head", "cls.predictions.decoder", ("vocab", "hidden"), only_if="masked_head"),
+        ParameterTemplate("pair_head", "cls.seq_relationship", ("two", "hidden"), "other", True, "pair_head"),
+    ),
+    dimensions=bert_dimensions,
+    named_by={
+        "vocab": "vocab_size",
+        "hidden": "hidden_size",
+        "intermediate": "intermediate_size",
+        "positions": "max_position_embeddings",
+        "types": "type_vocab_size",
+    },
+    defaults={"tie_word_embeddings": True, "type_vocab_size": 2},
+    spellings=({"bert.": ""}, {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}),
+    ignored=(r"(bert\.)?embeddings\.position_ids", r"cls\.predictions\.decoder\.bias"),
+    carried={r"(bert\.)?pooler\..*": "pooler", r"cls\..*": "pretraining heads"},
+)
+
+
+def t5_dimensions(config: Json, layer: int) -> Dimensions:
+    """T5's widths; the table of relative positions is in the first layer of each stack alone."""
+    inner, heads = positive_int(config, "d_ff"), positive_int(config, "num_heads")
+    gated = str(config.get("feed_forward_proj", "relu")).startswith("gated-")
+    return {
+        "vocab": positive_int(config, "vocab_size"),
+        "hidden": positive_int(config, "d_model"),
+        "rows": heads * positive_int(config, "d_kv"),
+        "inner": inner,
+        "gated_inner": inner if gated else 0,
+        "plain_inner": 0 if gated else inner,
+        "heads": heads,
+        "buckets": 0 if layer else positive_int(config, "relative_attention_num_buckets"),
+    }
+
+
+def t5_attention(role: str, module: str) -> tuple[ParameterTemplate, ...]:
+    """The four projections of an attention block."""
+    return (
+        ParameterTemplate(f"{role}.q", module + "q", ("rows", "hidden")),
+        ParameterTemplate(f"{role}.k", module + "k", ("rows", "hidden")),
+        ParameterTemplate(f"{role}.v", module + "v", ("rows", "hidden")),
+        ParameterTemplate(f"{role}.o", module + "o", ("hidden", "rows")),
+    )
+
+
+def t5_mlp(role: str, layer: str) -> tuple[ParameterTemplate, ...]:
+    """A feed-forward block, gated (T5 1.1) or not, and its norm."""
+    module = layer + "DenseReluDense."
+    return (
+        ParameterTemplate(f"{role}.up", module + "wi", ("plain_inner", "hidden")),
+        ParameterTemplate(f"{role}.gate", module + "wi_0", ("gated_inner", "hidden")),
+        ParameterTemplate(f"{role}.up", module + "wi_1", ("gated_inner", "hidden")),
+        ParameterTemplate(f"{role}.down", module + "wo", ("hidden", "inner")),
+        ParameterTemplate(f"{role}.norm", layer + "layer_norm", ("hidden",), "norm"),
+    )
+
+
+def t5_self_attention(stack: str) -> tuple[ParameterTemplate, ...]:
+    """Self-attention with its table of relative positions and its norm."""
+    layer = stack + ".block.{layer}.layer.0."
+    return (
+        *t5_attention(f"{stack}.attn", layer + "SelfAttention."),
+        ParameterTemplate(
+            f"{stack}.positions",
+            layer + "SelfAttention.relative_attention_bias",
+            ("buckets", "heads"),
+            "other",
+        ),
+        ParameterTemplate(f"{stack}.attn.norm", layer + "layer_norm", ("hidden",), "norm"),
+    )
+
+
+T5 = Family(
+    name="T5",
+    model_types=("t5", "mt5"),
+    classes=("T5ForConditionalGeneration", "MT5ForConditionalGeneration"),
+    slots=(
+        ParameterTemplate("embed", "shared", ("vocab", "hidden"), "embedding"),
+        *t5_self_attention("encoder"),
+        *t5_mlp("encoder.mlp", "encoder.block.{layer}.layer.1."),
+        ParameterTemplate("encoder.final_norm", "encoder.final_layer_norm", ("hidden",), "norm"),
+        *t5_self_attention("decoder"),
+        *t5_attention("decoder.cross", "decoder.block.{layer}.layer.1.EncDecAttention."),
+        ParameterTemplate(
+            "decoder.cross.norm", "decoder.block.{layer}.layer.1.layer_norm", ("hidden",), "norm"
+        ),
+        *t5_mlp("decoder.mlp", "decoder.block.{layer}.layer.2."),
+        ParameterTemplate("decoder.final_norm", "decoder.final_layer_norm", ("hidden",), "norm"),
+        ParameterTemplate("lm_head", "lm_head", ("vocab", "hidden")),
+    ),
+    dimensions=t5_dimensions,
+    named_by={
+        "vocab": "vocab_size",
+        "hidden": "d_model",
+        "rows": "num_heads x d_kv",
+        "inner": "d_ff",
+        "gated_inner": "d_ff",
+        "plain_inner": "d_ff",
+        "heads": "num_heads",
+        "buckets": "relative_attention_num_buckets",
+    },
+    layers=("num_layers", "num_decoder_layers"),
+    defaults={"tie_word_embeddings": True, "relative_attention_num_buckets": 32},
+    ignored=(r"(en|de)coder\.embed_tokens\.weight",),
+)
+
+FAMILIES = (BERT, T5)

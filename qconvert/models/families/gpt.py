@@ -1,0 +1,89 @@
+"""GPT and GPT-2: learned positions, norms with biases, linears stored input-major as Conv1D.
+
+Sources: transformers' `modeling_openai` and `modeling_gpt2`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qconvert.core.config_json import optional_int, positive_int
+from qconvert.core.dtypes import Json
+from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
+
+LAYER = "transformer.h.{layer}."
+ATTENTION = (
+    ParameterTemplate("attn.q", LAYER + "attn.q_proj", ("hidden", "hidden"), bias=True, transposed=True),
+    ParameterTemplate("attn.k", LAYER + "attn.k_proj", ("hidden", "hidden"), bias=True, transposed=True),
+    ParameterTemplate("attn.v", LAYER + "attn.v_proj", ("hidden", "hidden"), bias=True, transposed=True),
+    ParameterTemplate("attn.o", LAYER + "attn.c_proj", ("hidden", "hidden"), bias=True, transposed=True),
+)
+MLP = (
+    ParameterTemplate("mlp.up", LAYER + "mlp.c_fc", ("intermediate", "hidden"), bias=True, transposed=True),
+    ParameterTemplate(
+        "mlp.down", LAYER + "mlp.c_proj", ("hidden", "intermediate"), bias=True, transposed=True
+    ),
+)
+ATTN_NORM = ParameterTemplate("attn.norm", LAYER + "ln_1", ("hidden",), "norm", bias=True)
+MLP_NORM = ParameterTemplate("mlp.norm", LAYER + "ln_2", ("hidden",), "norm", bias=True)
+LM_HEAD = ParameterTemplate("lm_head", "lm_head", ("vocab", "hidden"))
+
+
+def gpt_dimensions(config: Json, layer: int) -> Dimensions:
+    """Widths in GPT's own keys; the inner width is four times the hidden one unless `n_inner` says else."""
+    hidden = positive_int(config, "n_embd")
+    return {
+        "vocab": positive_int(config, "vocab_size"),
+        "positions": positive_int(config, "n_positions"),
+        "hidden": hidden,
+        "intermediate": optional_int(config, "n_inner") or 4 * hidden,
+    }
+
+
+GPT2 = Family(
+    name="GPT-2",
+    model_types=("gpt2",),
+    classes=("GPT2LMHeadModel",),
+    slots=(
+        ParameterTemplate("embed", "transformer.wte", ("vocab", "hidden"), "embedding"),
+        ParameterTemplate("positions", "transformer.wpe", ("positions", "hidden"), "other"),
+        ATTN_NORM,
+        *ATTENTION,
+        MLP_NORM,
+        *MLP,
+        ParameterTemplate("final_norm", "transformer.ln_f", ("hidden",), "norm", bias=True),
+        LM_HEAD,
+    ),
+    dimensions=gpt_dimensions,
+    named_by={
+        "vocab": "vocab_size",
+        "positions": "n_positions",
+        "hidden": "n_embd",
+        "intermediate": "n_inner",
+    },
+    fusions=(Fusion("attn.qkv", LAYER + "attn.c_attn", ("attn.q", "attn.k", "attn.v"), native=True),),
+    layers=("n_layer",),
+    defaults={"tie_word_embeddings": True},
+    spellings=({"transformer.": ""},),
+    note="linears are stored [in, out] (Conv1D), and as [out, in] when quantized",
+    ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+)
+
+OPENAI_GPT = replace(
+    GPT2,
+    name="GPT",
+    model_types=("openai-gpt",),
+    classes=("OpenAIGPTLMHeadModel",),
+    slots=(
+        ParameterTemplate("embed", "transformer.tokens_embed", ("vocab", "hidden"), "embedding"),
+        ParameterTemplate("positions", "transformer.positions_embed", ("positions", "hidden"), "other"),
+        *ATTENTION,
+        ATTN_NORM,
+        *MLP,
+        MLP_NORM,
+        LM_HEAD,
+    ),
+    named_by={**GPT2.named_by, "intermediate": "4 x n_embd"},
+)
+
+FAMILIES = (GPT2, OPENAI_GPT)

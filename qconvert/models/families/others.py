@@ -1,0 +1,261 @@
+"""Families that stand alone: OpenELM, RWKV, Grok-1, Yuan2.
+
+Sources: transformers' `modeling_rwkv`; the modelling files published with OpenELM, RWKV-5, Yuan2 and the
+ports of Grok-1 to Hugging Face (two spellings: the port's own, and that of the released JAX arrays).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import floor
+
+from qconvert.core.config_json import divide, flag, optional_int, per_layer, positive_int
+from qconvert.core.dtypes import Json
+from qconvert.models.families.common import (
+    ATTN_NORM,
+    EMBED,
+    FINAL_NORM,
+    GATE_UP,
+    LAYER,
+    LM_HEAD,
+    MLP_NORM,
+    NAMED_BY,
+    QKV,
+    attention,
+    dense_dimensions,
+    every_layer,
+    experts,
+    gated_mlp,
+    sparse_dimensions,
+)
+from qconvert.models.families.llama import MISTRAL
+from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
+
+OPENELM_LAYER = "transformer.layers.{layer}."
+
+
+def openelm_dimensions(config: Json, layer: int) -> Dimensions:
+    """Each layer has its own number of heads and its own inner width, rounded as the class rounds it."""
+    hidden, head_dim = positive_int(config, "model_dim"), positive_int(config, "head_dim")
+    q_heads = int(per_layer(config, "num_query_heads", layer))
+    kv_heads = int(per_layer(config, "num_kv_heads", layer))
+    wanted, step = (
+        per_layer(config, "ffn_multipliers", layer) * hidden,
+        positive_int(config, "ffn_dim_divisor"),
+    )
+    inner = max(step, floor(wanted + step / 2) // step * step)
+    return {
+        "vocab": positive_int(config, "vocab_size"),
+        "hidden": hidden,
+        "q_rows": q_heads * head_dim,
+        "kv_rows": kv_heads * head_dim,
+        "head_dim": head_dim,
+        "intermediate": inner + step if inner < 0.9 * wanted else inner,
+        "qk_norm": flag(config, "normalize_qk_projections"),
+    }
+
+
+OPENELM = Family(
+    name="OpenELM",
+    model_types=("openelm",),
+    classes=("OpenELMForCausalLM",),
+    slots=(
+        ParameterTemplate("embed", "transformer.token_embeddings", ("vocab", "hidden"), "embedding"),
+        ParameterTemplate("attn.q", OPENELM_LAYER + "attn.q_proj", ("q_rows", "hidden")),
+        ParameterTemplate("attn.k", OPENELM_LAYER + "attn.k_proj", ("kv_rows", "hidden")),
+        ParameterTemplate("attn.v", OPENELM_LAYER + "attn.v_proj", ("kv_rows", "hidden")),
+        ParameterTemplate(
+            "attn.q_norm", OPENELM_LAYER + "attn.q_norm", ("head_dim",), "norm", only_if="qk_norm"
+        ),
+        ParameterTemplate(
+            "attn.k_norm", OPENELM_LAYER + "attn.k_norm", ("head_dim",), "norm", only_if="qk_norm"
+        ),
+        ParameterTemplate("attn.o", OPENELM_LAYER + "attn.out_proj", ("hidden", "q_rows")),
+        *gated_mlp(OPENELM_LAYER + "ffn.", names=("gate_proj", "up_proj", "proj_2")),
+        ParameterTemplate("mlp.norm", OPENELM_LAYER + "ffn_norm", ("hidden",), "norm"),
+        ParameterTemplate("attn.norm", OPENELM_LAYER + "attn_norm", ("hidden",), "norm"),
+        ParameterTemplate("final_norm", "transformer.norm", ("hidden",), "norm"),
+        LM_HEAD,
+    ),
+    dimensions=openelm_dimensions,
+    named_by={
+        "vocab": "vocab_size",
+        "hidden": "model_dim",
+        "q_rows": "num_query_heads x head_dim",
+        "kv_rows": "num_kv_heads x head_dim",
+        "intermediate": "ffn_multipliers x model_dim",
+    },
+    fusions=(
+        Fusion("attn.qkv", OPENELM_LAYER + "attn.qkv_proj", ("attn.q", "attn.k", "attn.v"), native=True),
+        Fusion("mlp.gate_up", OPENELM_LAYER + "ffn.proj_1", ("mlp.gate", "mlp.up"), native=True),
+    ),
+    layers=("num_transformer_layers",),
+    tied_by="share_input_output_layers",
+)
+
+BLOCK = "rwkv.blocks.{layer}."
+TIME, CHANNEL = BLOCK + "attention.", BLOCK + "feed_forward."
+
+
+def mix(role: str, module: str) -> ParameterTemplate:
+    """How much of a block's input comes from the token before: a vector that is no module."""
+    return ParameterTemplate(role, module, ("one", "one", "hidden"), "other", suffix="")
+
+
+def rwkv_dimensions(config: Json, layer: int) -> Dimensions:
+    """RWKV's widths; only the first block has a norm in front."""
+    hidden = positive_int(config, "hidden_size")
+    return {
+        "vocab": positive_int(config, "vocab_size"),
+        "hidden": hidden,
+        "rows": optional_int(config, "attention_hidden_size") or hidden,
+        "intermediate": optional_int(config, "intermediate_size") or 4 * hidden,
+        "one": 1,
+        "first": layer == 0,
+    }
+
+
+RWKV = Family(
+    name="RWKV-4",
+    model_types=("rwkv",),
+    classes=("RwkvForCausalLM",),
+    slots=(
+        ParameterTemplate("embed", "rwkv.embeddings", ("vocab", "hidden"), "embedding"),
+        ParameterTemplate("first_norm", BLOCK + "pre_ln", ("hidden",), "norm", True, "first"),
+        ParameterTemplate("attn.norm", BLOCK + "ln1", ("hidden",), "norm", True),
+        ParameterTemplate("mlp.norm", BLOCK + "ln2", ("hidden",), "norm", True),
+        ParameterTemplate("attn.decay", TIME + "time_decay", ("rows",), "other", suffix=""),
+        ParameterTemplate("attn.first", TIME + "time_first", ("rows",), "other", suffix=""),
+        mix("attn.mix_k", TIME + "time_mix_key"),
+        mix("attn.mix_v", TIME + "time_mix_value"),
+        mix("attn.mix_r", TIME + "time_mix_receptance"),
+        ParameterTemplate("attn.k", TIME + "key", ("rows", "hidden")),
+        ParameterTemplate("attn.v", TIME + "value", ("rows", "hidden")),
+        ParameterTemplate("attn.r", TIME + "receptance", ("rows", "hidden")),
+        ParameterTemplate("attn.o", TIME + "output", ("hidden", "rows")),
+        mix("mlp.mix_k", CHANNEL + "time_mix_key"),
+        mix("mlp.mix_r", CHANNEL + "time_mix_receptance"),
+        ParameterTemplate("mlp.k", CHANNEL + "key", ("intermediate", "hidden")),
+        ParameterTemplate("mlp.r", CHANNEL + "receptance", ("hidden", "hidden")),
+        ParameterTemplate("mlp.v", CHANNEL + "value", ("hidden", "intermediate")),
+        ParameterTemplate("final_norm", "rwkv.ln_out", ("hidden",), "norm", True),
+        ParameterTemplate("lm_head", "head", ("vocab", "hidden")),
+    ),
+    dimensions=rwkv_dimensions,
+    named_by={**NAMED_BY, "rows": "attention_hidden_size"},
+)
+
+
+def rwkv5_dimensions(config: Json, layer: int) -> Dimensions:
+    """RWKV-5's widths, and its heads, each with a decay of its own for every element."""
+    rwkv = rwkv_dimensions(config, layer)
+    size = optional_int(config, "head_size") or 64
+    inner = optional_int(config, "intermediate_size") or 7 * rwkv["hidden"] // 2 // 32 * 32
+    heads = divide(rwkv["rows"], size, "attention_hidden_size", "head_size")
+    return {**rwkv, "heads": heads, "head_size": size, "intermediate": inner}
+
+
+def _fifth(slot: ParameterTemplate) -> tuple[ParameterTemplate, ...]:
+    """What version 5 has in place of a slot of version 4."""
+    if slot.role in ("attn.decay", "attn.first"):
+        name = "time_decay" if slot.role == "attn.decay" else "time_faaaa"
+        return (ParameterTemplate(slot.role, TIME + name, ("heads", "head_size"), "other", suffix=""),)
+    gate = (ParameterTemplate("attn.g", TIME + "gate", ("rows", "hidden")),)
+    norm = (ParameterTemplate("attn.out_norm", TIME + "ln_x", ("rows",), "norm", True),)
+    before = {"attn.mix_k": (mix("attn.mix_g", TIME + "time_mix_gate"),), "attn.o": gate, "mlp.mix_k": norm}
+    return (*before.get(slot.role, ()), slot)
+
+
+RWKV5 = replace(
+    RWKV,
+    name="RWKV-5",
+    model_types=("rwkv5",),
+    classes=("Rwkv5ForCausalLM",),
+    slots=tuple(made for slot in RWKV.slots for made in _fifth(slot)),
+    dimensions=rwkv5_dimensions,
+    named_by={**RWKV.named_by, "heads": "attention_hidden_size / head_size"},
+    note="version 5.2",
+)
+
+
+def grok_norm(role: str, name: str) -> ParameterTemplate:
+    """A norm, whose weight this model calls its scale."""
+    return ParameterTemplate(role, LAYER + name, ("hidden",), "norm", suffix=".scale")
+
+
+GROK = replace(
+    MISTRAL,
+    name="Grok-1",
+    model_types=("grok-1",),
+    classes=("Grok1ModelForCausalLM", "Grok1ForCausalLM"),
+    slots=(
+        EMBED,
+        *(replace(s, module=s.module.replace("self_attn", "attn")) for s in attention()),
+        ParameterTemplate("mlp.router", LAYER + "moe_block.gate", ("experts", "hidden"), "router"),
+        *experts(LAYER + "moe_block.experts.{expert}.", ("linear", "linear_v", "linear_1")),
+        grok_norm("attn.norm", "pre_attn_norm"),
+        grok_norm("attn.post_norm", "post_attn_norm"),
+        grok_norm("mlp.norm", "pre_moe_norm"),
+        grok_norm("mlp.post_norm", "post_moe_norm"),
+        ParameterTemplate("final_norm", "model.norm", ("hidden",), "norm", suffix=".scale"),
+        LM_HEAD,
+    ),
+    dimensions=sparse_dimensions(every_layer),
+    keys={"moe_intermediate_size": "intermediate_size"},
+    fusions=(),
+    spellings=(
+        {".scale": ".weight"},
+        {
+            "model.layers.": "transformer.decoder_layer.",
+            "model.embed_tokens": "transformer.in_out_embed",
+            "model.norm.scale": "transformer.rms_norm.weight",
+            "attn.q_proj": "multi_head_attention.query",
+            "attn.k_proj": "multi_head_attention.key",
+            "attn.v_proj": "multi_head_attention.value",
+            "attn.o_proj": "multi_head_attention.linear",
+            "moe_block.gate": "router",
+            "moe_block.experts.": "moe.",
+            "pre_attn_norm.scale": "rms_norm.weight",
+            "post_attn_norm.scale": "rms_norm_1.weight",
+            "pre_moe_norm.scale": "rms_norm_2.weight",
+            "post_moe_norm.scale": "rms_norm_3.weight",
+        },
+    ),
+)
+
+
+def yuan_dimensions(config: Json, layer: int) -> Dimensions:
+    """A dense decoder's, and half the hidden width between the two convolutions."""
+    dense = dense_dimensions(config, layer)
+    return {**dense, "half": dense["hidden"] // 2, "two": 2}
+
+
+FILTER = LAYER + "self_attn.lf_gate."
+YUAN2 = replace(
+    MISTRAL,
+    name="Yuan2",
+    model_types=("yuan",),
+    classes=("YuanForCausalLM",),
+    slots=(
+        EMBED,
+        *attention(),
+        ParameterTemplate(
+            "attn.filter.conv1", FILTER + "conv1", ("half", "hidden", "two", "one"), "other", True
+        ),
+        ParameterTemplate(
+            "attn.filter.conv2", FILTER + "conv2", ("hidden", "half", "two", "one"), "other", True
+        ),
+        ParameterTemplate("attn.filter.norm", FILTER + "output_layernorm", ("hidden",), "norm"),
+        # The class activates up_proj and multiplies by gate_proj.
+        *gated_mlp(names=("up_proj", "gate_proj", "down_proj")),
+        ATTN_NORM,
+        MLP_NORM,
+        FINAL_NORM,
+        LM_HEAD,
+    ),
+    dimensions=yuan_dimensions,
+    named_by={**NAMED_BY, "half": "hidden_size / 2"},
+    fusions=(QKV, replace(GATE_UP, members=("mlp.up", "mlp.gate"))),
+)
+
+FAMILIES = (OPENELM, RWKV, RWKV5, GROK, YUAN2)

@@ -1,0 +1,159 @@
+"""Qwen3.5 (also 3.6, 3.8): three gated DeltaNet layers for each layer of attention, dense or sparse.
+
+Source: transformers' `modeling_qwen3_5` and `modeling_qwen3_5_moe`. Decay vectors, the short
+convolution and the two small gates (in_proj_a, in_proj_b) are never quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from qconvert.core.config_json import optional_int, positive_int
+from qconvert.core.dtypes import Json
+from qconvert.errors import CorruptCheckpoint
+from qconvert.models.families.common import (
+    ATTN_NORM,
+    EMBED,
+    EXPERT_STACKS,
+    FINAL_NORM,
+    GATE_UP,
+    K_NORM,
+    LAYER,
+    LM_HEAD,
+    MLP_NORM,
+    NAMED_BY,
+    Q_NORM,
+    QKV,
+    ROUTER,
+    attention,
+    dense_dimensions,
+    every_layer,
+    experts,
+    gated_mlp,
+    sparse_dimensions,
+)
+from qconvert.models.families.qwen import QWEN3, SHARED_EXPERT
+from qconvert.models.parameters import Dimensions, ParameterTemplate
+
+DELTA = LAYER + "linear_attn."
+# The query projection makes an output gate too, so it has twice the rows that the output reads.
+GATED_ATTENTION = (
+    ParameterTemplate(
+        "attn.q", LAYER + "self_attn.q_proj", ("gated_q_rows", "hidden"), bias="attention_bias"
+    ),
+    *(replace(slot, only_if="full_attention") for slot in attention(qkv_bias="attention_bias")[1:3]),
+    ParameterTemplate(
+        "attn.o",
+        LAYER + "self_attn.o_proj",
+        ("hidden", "q_rows"),
+        bias="attention_bias",
+        only_if="full_attention",
+    ),
+    replace(Q_NORM, only_if="full_attention"),
+    replace(K_NORM, only_if="full_attention"),
+)
+DELTA_NET = (
+    ParameterTemplate("delta.dt_bias", DELTA + "dt_bias", ("delta_heads",), "other", suffix=""),
+    ParameterTemplate("delta.A_log", DELTA + "A_log", ("delta_heads",), "other", suffix=""),
+    ParameterTemplate("delta.conv", DELTA + "conv1d", ("delta_qkv_rows", "one", "kernel"), "other"),
+    ParameterTemplate("delta.norm", DELTA + "norm", ("delta_head_dim",), "norm"),
+    ParameterTemplate("delta.o", DELTA + "out_proj", ("hidden", "delta_rows")),
+    ParameterTemplate("delta.qkv", DELTA + "in_proj_qkv", ("delta_qkv_rows", "hidden")),
+    ParameterTemplate("delta.z", DELTA + "in_proj_z", ("delta_rows", "hidden")),
+    ParameterTemplate("delta.b", DELTA + "in_proj_b", ("delta_heads", "hidden"), "router"),
+    ParameterTemplate("delta.a", DELTA + "in_proj_a", ("delta_heads", "hidden"), "router"),
+)
+NAMED_BY_HYBRID = {
+    **NAMED_BY,
+    "gated_q_rows": "2 x num_attention_heads x head_dim",
+    "delta_heads": "linear_num_value_heads",
+    "delta_head_dim": "linear_value_head_dim",
+    "delta_rows": "linear_num_value_heads x linear_value_head_dim",
+    "delta_qkv_rows": "2 x linear_num_key_heads x linear_key_head_dim + the values",
+    "kernel": "linear_conv_kernel_dim",
+}
+
+
+def full_attention(config: Json, layer: int) -> bool:
+    """Whether a layer has attention: as `layer_types` says, else every fourth."""
+    types = config.get("layer_types")
+    if types is None:
+        return (layer + 1) % (optional_int(config, "full_attention_interval") or 4) == 0
+    if not isinstance(types, list) or len(types) <= layer:
+        raise CorruptCheckpoint(f"config.json: layer_types has no entry {layer}")
+    return bool(types[layer] == "full_attention")
+
+
+def hybrid(base: Callable[[Json, int], Dimensions]) -> Callable[[Json, int], Dimensions]:
+    """The dimensions of `base`, with those of attention or of a DeltaNet, whichever the layer has."""
+
+    def dimensions(config: Json, layer: int) -> Dimensions:
+        dims, full = base(config, layer), full_attention(config, layer)
+        heads, keys, head_dim, key_dim, kernel = (
+            positive_int(config, f"linear_{key}")
+            for key in (
+                "num_value_heads",
+                "num_key_heads",
+                "value_head_dim",
+                "key_head_dim",
+                "conv_kernel_dim",
+            )
+        )
+        delta = {
+            "delta_heads": heads,
+            "delta_head_dim": head_dim,
+            "delta_rows": heads * head_dim,
+            "delta_qkv_rows": 2 * keys * key_dim + heads * head_dim,
+            "kernel": kernel,
+        }
+        present = {"full_attention": 1, "gated_q_rows": 2 * dims["q_rows"]}
+        return {**dims, **(present | dict.fromkeys(delta, 0) if full else delta | dict.fromkeys(present, 0))}
+
+    return dimensions
+
+
+HYBRID = replace(
+    QWEN3,
+    name="Qwen3.5",
+    model_types=("qwen3_5", "qwen3_5_text"),
+    classes=("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
+    slots=(EMBED, *DELTA_NET, *GATED_ATTENTION, *gated_mlp(), ATTN_NORM, MLP_NORM, FINAL_NORM, LM_HEAD),
+    dimensions=hybrid(dense_dimensions),
+    named_by=NAMED_BY_HYBRID,
+    defaults={
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
+    spellings=({"model.": "model.language_model."},),
+    carried={r"model\.visual\..*": "vision", r"mtp\..*": "next-token prediction"},
+    fusions=(QKV, GATE_UP),
+    note="also 3.6 and 3.8; vision and next-token prediction are copied as they are",
+)
+
+HYBRID_MOE = replace(
+    HYBRID,
+    name="Qwen3.5-MoE",
+    model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
+    classes=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
+    slots=(
+        EMBED,
+        *DELTA_NET,
+        *GATED_ATTENTION,
+        ROUTER,
+        *experts(),
+        *SHARED_EXPERT,
+        ATTN_NORM,
+        MLP_NORM,
+        FINAL_NORM,
+        LM_HEAD,
+    ),
+    dimensions=hybrid(sparse_dimensions(every_layer)),
+    fusions=(QKV, *(replace(stack, native=True) for stack in EXPERT_STACKS)),
+)
+
+FAMILIES = (HYBRID, HYBRID_MOE)

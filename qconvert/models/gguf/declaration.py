@@ -1,0 +1,270 @@
+"""What the declaration of a GGUF model can say, and the facts about a model that it may ask for.
+
+A declaration is data and small pure functions. It never computes with weights: a `TransformKind` is a word
+for what happens to a tensor's rows, which `plan.gguf.tensors` turns into an operation of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from qconvert.core.config_json import count, flag, optional_int, positive_int
+from qconvert.core.dtypes import Json
+from qconvert.core.ggml_types import KV
+from qconvert.core.numbers import positive_number
+from qconvert.core.row_transforms import TransformKind
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.models.architecture import Architecture
+from qconvert.models.gguf.metadata import Metadata
+from qconvert.models.parameters import Dimensions
+
+Head = Literal["optional", "required", "tied"]
+# What cannot be read back of a changed tensor, and why a model without it computes the same.
+LOST: Mapping[TransformKind, str] = {
+    "unit_rows": "the lengths of its rows are not in a GGUF file; its model divides by them"
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One model as a declaration sees it: its config with the class's defaults, and its dimensions."""
+
+    model: GGUFModel
+    architecture: Architecture
+
+    @cached_property
+    def settings(self) -> Json:
+        """The language model's config; what it leaves out or sets to null as the class assumes it."""
+        stated = {key: value for key, value in self.architecture.settings.items() if value is not None}
+        return {**self.model.defaults, **stated}
+
+    @property
+    def layers(self) -> int:
+        return self.architecture.layers
+
+    @property
+    def dimensions(self) -> tuple[Dimensions, ...]:
+        """The dimensions of the family's table, by layer."""
+        return self.architecture.dimensions
+
+    def size(self, key: str) -> int:
+        """The positive integer under a config key, which must be there."""
+        return positive_int(self.settings, key)
+
+    def optional(self, key: str) -> int | None:
+        """The positive integer under a config key, None when it is absent."""
+        return optional_int(self.settings, key)
+
+    def count(self, key: str) -> int:
+        """The integer under a config key, 0 when it is absent."""
+        return count(self.settings, key)
+
+    def flag(self, key: str, *, default: bool = False) -> bool:
+        """The boolean under a config key."""
+        return flag(self.settings, key, default=default)
+
+    def number(self, key: str) -> float:
+        """The positive number under a config key, which must be there."""
+        return positive(self.settings, key)
+
+    def u32(self, name: str, value: int) -> KV:
+        """A key of this architecture that holds a count."""
+        return KV.u32(f"{self.model.arch}.{name}", value)
+
+    def f32(self, name: str, value: float) -> KV:
+        """A key of this architecture that holds a number."""
+        return KV.f32(f"{self.model.arch}.{name}", value)
+
+    def text(self, name: str, value: str) -> KV:
+        """A key of this architecture that holds a word."""
+        return KV.text(f"{self.model.arch}.{name}", value)
+
+    def flagged(self, name: str, *, value: bool) -> KV:
+        """A key of this architecture that holds true or false."""
+        return KV.flag(f"{self.model.arch}.{name}", value)
+
+    def by_layer(self, name: str, values: Iterable[int]) -> KV:
+        """A key of this architecture that holds a count for each layer."""
+        return KV.i32s(f"{self.model.arch}.{name}", tuple(values))
+
+
+def positive(settings: Json, key: str) -> float:
+    """The positive number that float32 holds under a key, which must be there."""
+    value = settings.get(key)
+    number = positive_number(value)
+    if number is None:
+        raise CorruptCheckpoint(f"config.json: {key} is {shown(repr(value))}, not a positive number")
+    return number
+
+
+Write = Callable[[Facts], Iterator[KV]]
+Read = Callable[[Metadata], Json]
+Check = Callable[[Facts], str | None]
+
+
+def nothing(file: Metadata) -> Json:
+    """What keys tell config.json that follow from others."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """One matter of the metadata in both directions.
+
+    `write` yields its entries for a config; `read` returns what config.json has of them, under the names
+    that the declarations share (those of `Facts`), and writes out what the class would assume otherwise.
+    """
+
+    write: Write
+    read: Read = nothing
+
+    def __call__(self, facts: Facts) -> Iterator[KV]:
+        return self.write(facts)
+
+
+def read_by(read: Read) -> Callable[[Write], Keys]:
+    """The keys that this function writes and `read` reads."""
+    return lambda write: Keys(write, read)
+
+
+def derived(write: Write) -> Keys:
+    """Keys that tell config.json nothing: they follow from others, or never change."""
+    return Keys(write)
+
+
+@dataclass(frozen=True, slots=True)
+class Implying:
+    """A check, and what config.json says of every model that passes it: what the graph computes."""
+
+    why: Check
+    implies: Read
+
+    def __call__(self, facts: Facts) -> str | None:
+        return self.why(facts)
+
+
+def implying(implies: Read) -> Callable[[Check], Implying]:
+    """The check that this function makes, and what config.json has where it passes."""
+    return lambda why: Implying(why, implies)
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """Tensors that come from config.json: how they are made, and what config.json has of them."""
+
+    write: Callable[[Facts], Iterator[Constant]]
+    read: Read
+
+    def __call__(self, facts: Facts) -> Iterator[Constant]:
+        return self.write(facts)
+
+
+def made_and_read(read: Read) -> Callable[[Callable[[Facts], Iterator[Constant]]], Constants]:
+    """The constants that this function makes and `read` reads."""
+    return lambda write: Constants(write, read)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One tensor of the file that a role's weight (and bias) becomes.
+
+    `base` is its name, to stand in `blk.N.<base>.weight`; None is that of the shared table. A base with
+    `{layer}` in it is the whole stem, and `suffix` takes the place of `.weight` and `.bias`. `change` is
+    what happens to the rows; those that take several rows at once are given `block` of them. `rows`
+    gives the ranges of rows that are written, in their new order; None is all. `factor` is the number
+    that rows are scaled by; `groups` the numbers of groups of columns, and of groups in each, whose order
+    is swapped. `shape` is the shape of the tensor where it is not that of the weight.
+    """
+
+    base: str | None = None
+    change: TransformKind | None = None
+    block: Callable[[Facts], int] | None = None
+    rows: Callable[[Facts], Iterable[range]] | None = None
+    factor: Callable[[Facts], float] | None = None
+    groups: Callable[[Facts], tuple[int, int]] | None = None
+    shape: Callable[[Facts], tuple[int, ...]] | None = None
+    suffix: str | None = None
+
+
+NOT_WRITTEN: tuple[Written, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A float32 vector of the file that comes from config.json: `values`, or Llama 3's `scaling`."""
+
+    name: str
+    values: tuple[float, ...] = ()
+    scaling: Llama3Scaling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """The parameters of Llama 3.1's rotary embedding, from which `quant.llama3_rope` computes its factors."""
+
+    head_dim: int
+    theta: float
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFModel:
+    """How llama.cpp knows a model type.
+
+    `arch` is `general.architecture`. `keys` yield the architecture's metadata in the order of llama.cpp's
+    converter, `late` what it adds behind the file type. `defaults` are what transformers' config class
+    assumes. `roles` say how a role is written where it is not simply copied under the name of the shared
+    table: as one tensor, as several, or not at all (`NOT_WRITTEN`). Fused linears are taken apart, except
+    the roles in `whole`, whose parts follow one another. `constants` are tensors that no weight holds.
+    `head` says what llama.cpp does about `output.weight`: uses the embedding when it is not there,
+    refuses such a file, or never reads one. `checks` return the reason why llama.cpp's graph would
+    compute something else than config.json says, `remarks` what the user should know about a file that is
+    written all the same. `special` gives special tokens of the vocabulary by
+    their text ("eot": "<|user|>"). `variant` returns the declaration for one config, where it depends on
+    more than the type.
+    """
+
+    arch: str
+    keys: tuple[Keys, ...]
+    late: tuple[Keys, ...] = ()
+    defaults: Json = field(default_factory=dict)
+    roles: Mapping[str, Written | tuple[Written, ...]] = field(default_factory=dict)
+    whole: tuple[str, ...] = ()
+    constants: Constants | None = None
+    head: Head = "optional"
+    checks: tuple[Check, ...] = ()
+    remarks: tuple[Check, ...] = ()
+    special: Mapping[str, str] = field(default_factory=dict)
+    variant: Callable[[Json], GGUFModel] | None = None
+
+    def written(self, role: str) -> tuple[Written, ...]:
+        """The tensors that the weights of a role become."""
+        found = self.roles.get(role, _AS_IT_IS)
+        return (found,) if isinstance(found, Written) else found
+
+
+_AS_IT_IS = Written()
+
+
+@dataclass(frozen=True, slots=True)
+class NoGraph:
+    """Why a model type has no place in a GGUF file: the sentence that the user reads."""
+
+    reason: str
+
+
+def refuse_other_models(facts: Facts) -> None:
+    """Raise UnsupportedModel if llama.cpp would load the model and compute another one."""
+    for check in facts.model.checks:
+        why = check(facts)
+        if why is not None:
+            raise UnsupportedModel(
+                f"config.json: {why}",
+                "the GGUF would load and compute another model; keep this one in safetensors",
+            )

@@ -1,0 +1,142 @@
+"""BERT, an encoder that llama.cpp makes embeddings with, and T5, an encoder with a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from qconvert.core.dtypes import Json
+from qconvert.core.ggml_types import KV
+from qconvert.models.gguf import graph_checks as c
+from qconvert.models.gguf import keys as k
+from qconvert.models.gguf.declaration import NOT_WRITTEN, Facts, GGUFModel, Written, read_by
+from qconvert.models.gguf.metadata import Metadata
+
+
+def _read_encoder(file: Metadata) -> Json:
+    """That there is no pooler, which a GGUF leaves out, and how many types of tokens there are."""
+    types = file.rows("token_types.weight") if "token_types.weight" in file.tensors else 1
+    return {"add_pooling_layer": False, "type_vocab_size": types}
+
+
+@read_by(_read_encoder)
+def sees_everything(facts: Facts) -> Iterator[KV]:
+    """Every token attends to every other."""
+    yield facts.flagged("attention.causal", value=False)
+
+
+BERT = GGUFModel(
+    "bert",
+    keys=(
+        k.block_count,
+        k.context_length,
+        k.embedding_length,
+        k.feed_forward_length,
+        k.head_count,
+        k.norm_epsilon("layer_norm_eps"),
+    ),
+    late=(sees_everything,),
+    defaults={"layer_norm_eps": 1e-12},
+    roles={
+        "types": Written("token_types"),
+        "embed.norm": Written("token_embd_norm"),
+        "attn.norm": Written("attn_output_norm"),
+        "mlp.norm": Written("layer_output_norm"),
+        **dict.fromkeys(
+            ("pooler", "head.bias", "head.dense", "head.norm", "lm_head", "pair_head"), NOT_WRITTEN
+        ),
+    },
+    checks=(c.computes("hidden_act", "gelu"), c.computes("position_embedding_type", "absolute")),
+)
+
+
+def t5_roles(stack: str, prefix: str) -> dict[str, Written]:
+    """The names of one of T5's stacks: `enc.blk.0.attn_q` and so on."""
+    block = prefix + ".blk.{layer}."
+    names = {f"attn.{part}": f"attn_{part}" for part in "qkvo"}
+    names |= {f"mlp.{part}": f"ffn_{part}" for part in ("up", "gate", "down", "norm")}
+    names |= {f"cross.{part}": f"cross_attn_{part}" for part in (*"qkvo", "norm")}
+    names |= {"attn.norm": "attn_norm", "positions": "attn_rel_b"}
+    return {f"{stack}.{role}": Written(block + name) for role, name in names.items()}
+
+
+def head_scale(facts: Facts) -> float:
+    """What the class multiplies the decoder's output by, and llama.cpp does not."""
+    tied = facts.flag("tie_word_embeddings", default=True)
+    return float(facts.size("d_model") ** -0.5) if facts.flag("scale_decoder_outputs", default=tied) else 1.0
+
+
+def _read_t5(file: Metadata) -> Json:
+    gated = "enc.blk.0.ffn_gate.weight" in file.tensors
+    buckets = file.size("attention.relative_buckets_count")
+    return {
+        "n_positions": file.size("context_length"),
+        "d_model": file.size("embedding_length"),
+        "d_ff": file.size("feed_forward_length"),
+        "num_layers": file.layers,
+        "num_decoder_layers": file.optional("decoder_block_count") or file.layers,
+        "num_heads": file.size("attention.head_count"),
+        "d_kv": file.size("attention.key_length"),
+        "layer_norm_epsilon": file.number("attention.layer_norm_rms_epsilon"),
+        "relative_attention_num_buckets": buckets,
+        "decoder_start_token_id": file.count("decoder_start_token_id"),
+        "feed_forward_proj": "gated-gelu" if gated else "relu",
+        "is_encoder_decoder": True,
+    }
+
+
+@read_by(_read_t5)
+def t5_keys(facts: Facts) -> Iterator[KV]:
+    """T5's sizes, in its own keys."""
+    encoder, decoder = facts.architecture.stacks
+    yield facts.u32("context_length", facts.size("n_positions"))
+    yield facts.u32("embedding_length", facts.size("d_model"))
+    yield facts.u32("feed_forward_length", facts.size("d_ff"))
+    yield facts.u32("block_count", encoder)
+    yield facts.u32("decoder_block_count", decoder)
+    yield facts.u32("attention.head_count", facts.size("num_heads"))
+    yield facts.u32("attention.key_length", facts.size("d_kv"))
+    yield facts.u32("attention.value_length", facts.size("d_kv"))
+    yield facts.f32("attention.layer_norm_epsilon", facts.number("layer_norm_epsilon"))
+    yield facts.u32("attention.relative_buckets_count", facts.size("relative_attention_num_buckets"))
+    yield facts.f32("attention.layer_norm_rms_epsilon", facts.number("layer_norm_epsilon"))
+    yield facts.u32("decoder_start_token_id", facts.count("decoder_start_token_id"))
+
+
+def no_deeper_decoder(facts: Facts) -> str | None:
+    """The loader makes room for as many layers of the decoder as the encoder has (as of build b9190)."""
+    encoder, decoder = facts.architecture.stacks
+    if decoder <= encoder:
+        return None
+    return (
+        f"num_decoder_layers is {decoder}, num_layers {encoder}; llama.cpp does not load a t5 that is deeper "
+        "in the decoder than in the encoder"
+    )
+
+
+T5 = GGUFModel(
+    "t5",
+    keys=(t5_keys,),
+    defaults={
+        "n_positions": 512,
+        "layer_norm_epsilon": 1e-6,
+        "relative_attention_num_buckets": 32,
+    },
+    roles={
+        **t5_roles("encoder", "enc"),
+        **t5_roles("decoder", "dec"),
+        "encoder.final_norm": Written("enc.output_norm"),
+        "decoder.final_norm": Written("dec.output_norm", "scale", factor=head_scale),
+    },
+    checks=(
+        c.computes("feed_forward_proj", "relu", "gated-gelu"),
+        c.computes("relative_attention_max_distance", 128),
+        no_deeper_decoder,
+    ),
+)
+
+MODELS = {
+    "bert": BERT,
+    "t5": T5,
+    "mt5": replace(T5, defaults={**T5.defaults, "feed_forward_proj": "gated-gelu"}),
+}

@@ -1,0 +1,144 @@
+"""llama.cpp's `llama`, the models that it runs in that graph, and those whose heads are turned likewise.
+
+Their rotary embedding turns neighbours, not halves, so the rows of q and k change places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from qconvert.core.dtypes import Json
+from qconvert.core.ggml_types import KV
+from qconvert.models.gguf import graph_checks as c
+from qconvert.models.gguf import keys as k
+from qconvert.models.gguf.declaration import Facts, GGUFModel, Keys, Written, derived, read_by
+from qconvert.models.gguf.metadata import Metadata
+
+
+def head_rows(facts: Facts) -> int:
+    """The rows of one head."""
+    return k.head_size(facts.settings)
+
+
+ROTATED = dict.fromkeys(("attn.q", "attn.k"), Written(change="interleave_halves", block=head_rows))
+SILU = c.computes("hidden_act", "silu", "swish")
+
+LLAMA = GGUFModel(
+    "llama",
+    keys=(*k.decoder(rope=k.llama_rope)[:-1], k.stated_head_sizes),
+    late=(k.vocab_size, k.rope_dimensions()),
+    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-6},
+    roles=ROTATED,
+    constants=k.rope_freqs,
+    checks=(SILU,),
+    remarks=(c.window_left_out,),
+)
+MISTRAL = replace(
+    LLAMA, defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-6}
+)
+MIXTRAL = replace(
+    MISTRAL,
+    keys=k.decoder(rope=k.llama_rope, more=(k.expert_counts,)),
+    defaults={**MISTRAL.defaults, "rms_norm_eps": 1e-5},
+)
+
+# Their dynamic scaling begins where the context that the file states ends.
+_DYNAMIC = k.rope_kinds(*k.ROPES, "dynamic")
+INTERNLM = replace(LLAMA, keys=(*k.decoder(rope=_DYNAMIC)[:-1], k.stated_head_sizes))
+INTERNLM2 = GGUFModel(
+    "internlm2",
+    keys=k.decoder(rope=_DYNAMIC),
+    defaults=LLAMA.defaults,
+    roles=ROTATED,
+    head="required",
+    checks=(SILU, c.square_attention),
+)
+
+
+def _read_clamp(file: Metadata) -> Json:
+    clamped = file.has("attention.clamp_kqv")
+    return {"clip_qkv": file.number("attention.clamp_kqv") if clamped else None}
+
+
+@read_by(_read_clamp)
+def _clamp(facts: Facts) -> Iterator[KV]:
+    if facts.settings.get("clip_qkv") is not None:
+        yield facts.f32("attention.clamp_kqv", facts.number("clip_qkv"))
+
+
+@derived
+def _fixed_epsilon(facts: Facts) -> Iterator[KV]:
+    """OLMo's norms have no weights, and an epsilon that no config states."""
+    yield facts.f32("attention.layer_norm_epsilon", 1e-5)
+
+
+OLMO = GGUFModel(
+    "olmo",
+    keys=tuple(keys for keys in k.decoder() if keys is not k.rms_epsilon),
+    late=(_fixed_epsilon, _clamp),
+    defaults={"max_position_embeddings": 2048},
+    roles=ROTATED,
+    checks=(SILU, c.square_attention, c.computes("attention_bias", False)),
+)
+
+
+@derived
+def _layout(facts: Facts) -> Iterator[KV]:
+    yield facts.text("tensor_data_layout", "Meta AI original pth")
+
+
+# llama.cpp's graph tells the 7B model, which is rotary, from the 13B one, which has ALiBi, by their layers.
+_BAICHUAN_LAYERS = (32, 40)
+
+
+def _context(file: Metadata) -> Json:
+    rotary = file.layers == _BAICHUAN_LAYERS[0]
+    return {"max_position_embeddings" if rotary else "model_max_length": file.size("context_length")}
+
+
+BAICHUAN = GGUFModel(
+    "baichuan",
+    keys=(k.block_count, Keys(k.context_length.write, _context), *k.decoder()[2:]),
+    late=(_layout, k.rope_dimensions()),
+    defaults={"rms_norm_eps": 1e-6},
+    roles=ROTATED,
+    head="required",
+    checks=(SILU, c.square_attention),
+)
+
+
+def baichuan(config: Json) -> GGUFModel:
+    """Baichuan's declaration for one config.
+
+    Baichuan 2, which is known by its vocabulary (as in vLLM's `baichuan.py`), makes every row of its head
+    one long before it multiplies. A rotary model of another depth than the 7B is a Llama, and written so.
+    """
+    rotary = config.get("max_position_embeddings") is not None
+    model = BAICHUAN if config.get("num_hidden_layers") in _BAICHUAN_LAYERS or not rotary else LLAMA
+    defaults = {**BAICHUAN.defaults, "max_position_embeddings": config.get("model_max_length") or 4096}
+    roles = dict(ROTATED)
+    if config.get("vocab_size") == 125696 or "z_loss_weight" in config:
+        roles["lm_head"] = Written(change="unit_rows")
+    return replace(model, defaults=defaults, roles=roles)
+
+
+def _known_depth(facts: Facts) -> str | None:
+    if facts.layers in _BAICHUAN_LAYERS:
+        return None
+    return f"{facts.layers} layers with ALiBi, which llama.cpp's baichuan has in models of 40"
+
+
+BAICHUAN = replace(BAICHUAN, variant=baichuan, checks=(*BAICHUAN.checks, _known_depth))
+
+MODELS = {
+    "llama": LLAMA,
+    "Yi": LLAMA,
+    "skywork": LLAMA,
+    "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
+    "internlm": INTERNLM,
+    "internlm2": INTERNLM2,
+    "olmo": OLMO,
+    "baichuan": BAICHUAN,
+}

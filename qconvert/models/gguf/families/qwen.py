@@ -1,0 +1,76 @@
+"""Qwen 1 to 3 and their mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from qconvert.core.dtypes import Json
+from qconvert.core.ggml_types import KV
+from qconvert.models.gguf import graph_checks as c
+from qconvert.models.gguf import keys as k
+from qconvert.models.gguf.declaration import Facts, GGUFModel, read_by
+from qconvert.models.gguf.families.llama import SILU
+from qconvert.models.gguf.metadata import Metadata
+
+_DEFAULTS = {
+    "use_sliding_window": False,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+}
+
+QWEN2 = GGUFModel("qwen2", keys=k.decoder(), defaults=_DEFAULTS, checks=(SILU,), remarks=(c.window_left_out,))
+QWEN3 = replace(QWEN2, arch="qwen3")
+QWEN2_MOE = replace(
+    QWEN2,
+    arch="qwen2moe",
+    keys=k.decoder(more=(k.expert_counts,)),
+    late=(k.expert_widths,),
+    defaults={**_DEFAULTS, "num_key_value_heads": 16},
+    head="required",
+    checks=(SILU, c.normalises_experts(False), c.experts_everywhere),
+)
+# Published configs call the number of experts by one name, transformers 5 by the other.
+_EITHER_NAME = k.read_only(lambda file: {"num_local_experts": file.size("expert_count")})
+QWEN3_MOE = replace(
+    QWEN2_MOE,
+    arch="qwen3moe",
+    keys=k.decoder(more=(k.expert_counts, _EITHER_NAME)),
+    defaults={**_DEFAULTS, "num_key_value_heads": 4},
+    head="optional",
+    checks=(SILU, c.normalises_experts(True), c.experts_everywhere),
+)
+
+
+def _first_rope(file: Metadata) -> Json:
+    heads = file.optional("rope.dimension_count") or file.head_size
+    return {"head_dim": heads, "rotary_emb_base": file.number("rope.freq_base", 10000.0)}
+
+
+@read_by(_first_rope)
+def first_rope(facts: Facts) -> Iterator[KV]:
+    """The first Qwen's rotary embedding, of whole heads."""
+    yield facts.u32("rope.dimension_count", facts.optional("kv_channels") or k.head_size(facts.settings))
+    yield facts.f32("rope.freq_base", facts.number("rotary_emb_base"))
+
+
+# `intermediate_size` is twice the inner width, and llama.cpp halves it.
+QWEN = GGUFModel(
+    "qwen",
+    keys=(
+        k.block_count,
+        k.context_length,
+        k.embedding_length,
+        k.feed_forward_length,
+        k.head_count,
+        first_rope,
+        k.rms_epsilon_of("layer_norm_epsilon"),
+    ),
+    defaults={"max_position_embeddings": 8192, "rotary_emb_base": 10000.0, "layer_norm_epsilon": 1e-6},
+    whole=("attn.qkv",),
+    head="required",
+    checks=(c.computes("rotary_pct", 1.0),),
+)
+
+MODELS = {"qwen": QWEN, "qwen2": QWEN2, "qwen3": QWEN3, "qwen2_moe": QWEN2_MOE, "qwen3_moe": QWEN3_MOE}

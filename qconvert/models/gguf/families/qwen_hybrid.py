@@ -1,0 +1,185 @@
+"""Qwen3.5: layers of gated DeltaNet, and of attention between them.
+
+llama.cpp repeats the heads of keys as a whole (k0 k1 k0 k1) where the class repeats each of them
+(k0 k0 k1 k1), so everything that has a value head's place is reordered: the first value head of every
+key head, the second of every one, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from qconvert.core.config_json import divide
+from qconvert.core.dtypes import Json
+from qconvert.core.ggml_types import KV
+from qconvert.models.families.qwen_hybrid import full_attention
+from qconvert.models.gguf import keys as k
+from qconvert.models.gguf.declaration import Facts, GGUFModel, Written, read_by
+from qconvert.models.gguf.families.llama import SILU
+from qconvert.models.gguf.metadata import Metadata
+
+
+def heads(facts: Facts) -> tuple[int, int]:
+    """Heads of keys, and heads of values to each of them."""
+    keys, values = facts.size("linear_num_key_heads"), facts.size("linear_num_value_heads")
+    return keys, divide(values, keys, "linear_num_value_heads", "linear_num_key_heads")
+
+
+def key_rows(facts: Facts) -> int:
+    """The rows that make queries and keys, which stay where they are."""
+    return 2 * facts.size("linear_num_key_heads") * facts.size("linear_key_head_dim")
+
+
+def reordered(facts: Facts, size: int, first: int = 0) -> Iterator[range]:
+    """The rows of value heads of `size` rows each, in llama.cpp's order, behind `first` others."""
+    keys, share = heads(facts)
+    starts = (first + (key * share + value) * size for value in range(share) for key in range(keys))
+    return (range(start, start + size) for start in starts)
+
+
+def value_rows(facts: Facts) -> Iterable[range]:
+    """The rows of a projection to values."""
+    return reordered(facts, facts.size("linear_value_head_dim"))
+
+
+def mixed_rows(facts: Facts) -> Iterable[range]:
+    """The rows of queries, keys and values."""
+    first = key_rows(facts)
+    return (range(first), *reordered(facts, facts.size("linear_value_head_dim"), first))
+
+
+def head_rows(facts: Facts) -> Iterable[range]:
+    """One row for each head of values."""
+    return reordered(facts, 1)
+
+
+def conv_shape(facts: Facts) -> tuple[int, ...]:
+    """The convolution over the last tokens, channel by channel."""
+    values = facts.size("linear_num_value_heads") * facts.size("linear_value_head_dim")
+    return key_rows(facts) + values, facts.size("linear_conv_kernel_dim")
+
+
+def _read_state_space(file: Metadata) -> Json:
+    heads_of_values, step = file.size("ssm.time_step_rank"), file.size("full_attention_interval")
+    layers = range(1, file.layers + 1)
+    return {
+        "linear_conv_kernel_dim": file.size("ssm.conv_kernel"),
+        "linear_key_head_dim": file.size("ssm.state_size"),
+        "linear_num_key_heads": file.size("ssm.group_count"),
+        "linear_num_value_heads": heads_of_values,
+        "linear_value_head_dim": file.size("ssm.inner_size") // heads_of_values,
+        "layer_types": ["linear_attention" if layer % step else "full_attention" for layer in layers],
+    }
+
+
+@read_by(_read_state_space)
+def state_space(facts: Facts) -> Iterator[KV]:
+    """The sizes of the DeltaNet."""
+    heads_of_values = facts.size("linear_num_value_heads")
+    yield facts.u32("ssm.conv_kernel", facts.size("linear_conv_kernel_dim"))
+    yield facts.u32("ssm.state_size", facts.size("linear_key_head_dim"))
+    yield facts.u32("ssm.group_count", facts.size("linear_num_key_heads"))
+    yield facts.u32("ssm.time_step_rank", heads_of_values)
+    yield facts.u32("ssm.inner_size", facts.size("linear_value_head_dim") * heads_of_values)
+    yield facts.u32("full_attention_interval", interval(facts))
+
+
+def interval(facts: Facts) -> int:
+    """The first layer of attention, counted from 1."""
+    found = (i + 1 for i in range(facts.layers) if full_attention(facts.settings, i))
+    return next(found, facts.layers + 1)
+
+
+def _read_sections(file: Metadata) -> Json:
+    """The whole rotary embedding, which the class knows in its newer spelling alone."""
+    parts = file.values("rope.dimension_sections")
+    rope = {**k.read_rope(file), **k.rotated(file)}
+    known = {"mrope_section": list(parts[:3]), "mrope_interleaved": True}
+    return {"rope_parameters": {"rope_type": "default", **rope.pop("rope_scaling", {}), **rope, **known}}
+
+
+@read_by(_read_sections)
+def sections(facts: Facts) -> Iterator[KV]:
+    """How the rotated part is shared between time, height and width; text has the same for each."""
+    stated = k.rope_of(facts).get("mrope_section") or facts.settings["mrope_section"]
+    parts = [part for part in stated if isinstance(part, int)]
+    yield facts.by_layer("rope.dimension_sections", (parts + [0] * 4)[:4])
+
+
+def attention_at_intervals(facts: Facts) -> str | None:
+    """The loader counts layers of attention out."""
+    step = interval(facts)
+    odd = (i for i in range(facts.layers) if full_attention(facts.settings, i) != ((i + 1) % step == 0))
+    layer = next(odd, None)
+    return (
+        None
+        if layer is None
+        else f"layer_types has layer {layer} out of turn; llama.cpp takes every {step}th"
+    )
+
+
+def heads_alike(facts: Facts) -> str | None:
+    """The graph has one size of heads."""
+    keys, values = facts.size("linear_key_head_dim"), facts.size("linear_value_head_dim")
+    return (
+        None
+        if keys == values
+        else f"linear_key_head_dim is {keys}, linear_value_head_dim {values}; llama.cpp has one"
+    )
+
+
+SHIFTED = Written(change="plus_one")
+HYBRID = GGUFModel(
+    "qwen35",
+    keys=k.decoder(),
+    late=(state_space, k.rope_dimensions(0.25), sections),
+    defaults={
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "mrope_section": [11, 11, 10],
+    },
+    roles={
+        "attn.norm": SHIFTED,
+        "mlp.norm": Written("post_attention_norm", "plus_one"),
+        "attn.q_norm": SHIFTED,
+        "attn.k_norm": SHIFTED,
+        "final_norm": SHIFTED,
+        "delta.qkv": Written("attn_qkv", rows=mixed_rows),
+        "delta.z": Written("attn_gate", rows=value_rows),
+        "delta.b": Written("ssm_beta", rows=head_rows),
+        "delta.a": Written("ssm_alpha", rows=head_rows),
+        "delta.A_log": Written("ssm_a", "minus_exp", rows=head_rows, suffix=""),
+        "delta.dt_bias": Written("ssm_dt", rows=head_rows, suffix=".bias"),
+        "delta.conv": Written("ssm_conv1d", rows=mixed_rows, shape=conv_shape),
+        "delta.norm": Written("ssm_norm"),
+        "delta.o": Written("ssm_out", "swap_groups", groups=heads),
+    },
+    checks=(SILU, heads_alike, attention_at_intervals),
+)
+HYBRID_MOE = replace(
+    HYBRID,
+    arch="qwen35moe",
+    keys=(
+        k.block_count,
+        k.context_length,
+        k.embedding_length,
+        k.head_count,
+        k.head_count_kv,
+        k.rope,
+        k.rms_epsilon,
+        k.expert_counts,
+        k.head_sizes,
+    ),
+    late=(k.expert_widths, *HYBRID.late),
+    defaults={**HYBRID.defaults, "num_key_value_heads": 2},
+)
+
+# The types of language models alone come first: a file is read back as one.
+MODELS = {
+    "qwen3_5_text": HYBRID,
+    "qwen3_5": HYBRID,
+    "qwen3_5_moe_text": HYBRID_MOE,
+    "qwen3_5_moe": HYBRID_MOE,
+}

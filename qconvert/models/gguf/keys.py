@@ -1,0 +1,377 @@
+"""The keys that declarations of GGUF models are put together from, and the metadata of a whole file.
+
+Pure. Keys, types and order are those of llama.cpp's convert_hf_to_gguf.py at commit 0c1e57098 (with the
+defaults that transformers fills in). `Keys` yield the entries of one matter, and say what config.json has
+of them on the way back; `runtime` gives the converter's order for models that it has no special words for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from qconvert.core.config_json import optional_int, positive_int
+from qconvert.core.dtypes import Json
+from qconvert.core.ggml_types import KV
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.models.gguf.declaration import (
+    Constant,
+    Facts,
+    Keys,
+    Llama3Scaling,
+    Read,
+    derived,
+    made_and_read,
+    positive,
+    read_by,
+)
+from qconvert.models.gguf.metadata import Metadata
+from qconvert.models.gguf.names import ROPE_FREQS
+
+QUANTIZATION_VERSION = KV.u32("general.quantization_version", 2)  # GGML_QNT_VERSION
+FILE_TYPE = "general.file_type"
+
+
+def file_keys(
+    facts: Facts,
+    *,
+    file_type: int,
+    general: Sequence[KV],
+    tokenizer: Sequence[KV],
+    requantized: bool,
+    pooling: int | None = None,
+) -> tuple[KV, ...]:
+    """All metadata of a model file.
+
+    `file_type` is the number of the mixture, `general` the keys that say what the model is called,
+    `tokenizer` those of its vocabulary, `formats.huggingface.pooling` llama.cpp's number of how one
+    embedding is made of a
+    text's many. With `requantized` the order is that of llama-quantize, which
+    writes what it sets last; without, that of the converter.
+    """
+    head = [KV.text("general.architecture", facts.model.arch), KV.text("general.type", "model")]
+    model, after_type = model_keys(facts), list(_yielded(facts, facts.model.late))
+    if pooling is not None:
+        after_type.append(facts.u32("pooling_type", pooling))
+    kind = KV.u32(FILE_TYPE, file_type)
+    if requantized:
+        return (*head, *general, *model, *after_type, *tokenizer, QUANTIZATION_VERSION, kind)
+    return (*head, *general, *model, kind, *after_type, QUANTIZATION_VERSION, *tokenizer)
+
+
+def model_keys(facts: Facts) -> tuple[KV, ...]:
+    """What the architecture says of itself between the general keys and the file type."""
+    return tuple(_yielded(facts, facts.model.keys))
+
+
+def _yielded(facts: Facts, keys: Sequence[Keys]) -> Iterator[KV]:
+    for each in keys:
+        yield from each(facts)
+
+
+def size(name: str, key: str) -> Keys:
+    """A count that a config key holds, too, from 1 on."""
+    return Keys(lambda facts: iter([facts.u32(name, facts.size(key))]), lambda file: {key: file.size(name)})
+
+
+def number(name: str, key: str) -> Keys:
+    """A positive number that a config key holds, too."""
+    return Keys(
+        lambda facts: iter([facts.f32(name, facts.number(key))]), lambda file: {key: file.number(name)}
+    )
+
+
+def read_only(read: Read) -> Keys:
+    """What config.json has of a file that no key says."""
+    return Keys(lambda facts: iter(()), read)
+
+
+def together(*parts: Keys, read: Read | None = None) -> Keys:
+    """Several matters one after another, read one by one or as `read` does."""
+
+    def write(facts: Facts) -> Iterator[KV]:
+        return (entry for part in parts for entry in part(facts))
+
+    def read_all(file: Metadata) -> Json:
+        return {key: value for part in parts for key, value in part.read(file).items()}
+
+    return Keys(write, read or read_all)
+
+
+@read_by(lambda file: {"num_hidden_layers": file.layers})
+def block_count(facts: Facts) -> Iterator[KV]:
+    """The number of layers."""
+    yield facts.u32("block_count", facts.layers)
+
+
+# The longest text the model was made for, the hidden width, the inner width of a dense block, query heads.
+context_length = size("context_length", "max_position_embeddings")
+embedding_length = size("embedding_length", "hidden_size")
+feed_forward_length = size("feed_forward_length", "intermediate_size")
+head_count = size("attention.head_count", "num_attention_heads")
+
+
+def kv_heads(file: Metadata) -> int:
+    """The number of key and value heads: as many as query heads where the file does not say."""
+    return file.optional("attention.head_count_kv") or file.size("attention.head_count")
+
+
+@read_by(lambda file: {"num_key_value_heads": kv_heads(file)})
+def head_count_kv(facts: Facts) -> Iterator[KV]:
+    """The number of key and value heads: as many as query heads where the config does not say."""
+    yield facts.u32(
+        "attention.head_count_kv",
+        facts.optional("num_key_value_heads") or facts.size("num_attention_heads"),
+    )
+
+
+def rms_epsilon_of(key: str) -> Keys:
+    """What an RMS norm adds to the mean square, from the config key that holds it."""
+    return number("attention.layer_norm_rms_epsilon", key)
+
+
+rms_epsilon = rms_epsilon_of("rms_norm_eps")
+
+
+def norm_epsilon(key: str) -> Keys:
+    """What a layer norm adds to the variance, from the config key that holds it."""
+    return number("attention.layer_norm_epsilon", key)
+
+
+def _stated_head(file: Metadata) -> Json:
+    stated = file.optional("attention.key_length")
+    if stated != (file.optional("attention.value_length") or stated):
+        raise UnsupportedModel(
+            f"{file.file}: {file.arch}.attention.key_length is {stated}, attention.value_length "
+            f"{file.optional('attention.value_length')}; its class has one size of heads",
+            "keep this model as GGUF: config.json has no words for it",
+        )
+    return {"head_dim": stated} if stated else {}
+
+
+@read_by(_stated_head)
+def head_sizes(facts: Facts) -> Iterator[KV]:
+    """The size of a head, where the config states it."""
+    if "head_dim" in facts.settings:
+        yield from stated_head_sizes(facts)
+
+
+@read_by(_stated_head)
+def stated_head_sizes(facts: Facts) -> Iterator[KV]:
+    """The size of a head, always."""
+    yield facts.u32("attention.key_length", head_size(facts.settings))
+    yield facts.u32("attention.value_length", head_size(facts.settings))
+
+
+def rope_dimensions(share: float | None = None) -> Keys:
+    """How much of a head is rotated.
+
+    All of it, or the config's `partial_rotary_factor` (`share` where it has none) of it.
+    """
+
+    @read_by(lambda file: rotated(file) if share is not None else {})
+    def keys(facts: Facts) -> Iterator[KV]:
+        factor = 1.0
+        if share is not None:
+            factor = positive(
+                {"partial_rotary_factor": share, **facts.settings, **rope_of(facts)}, "partial_rotary_factor"
+            )
+        yield facts.u32("rope.dimension_count", int(head_size(facts.settings) * factor))
+
+    return keys
+
+
+def rotated(file: Metadata) -> Json:
+    """The share of a head that is rotated, so that the class rounds it to the file's dimensions."""
+    dimensions = file.optional("rope.dimension_count")
+    if dimensions is None:
+        return {}
+    share = dimensions / file.head_size
+    if int(file.head_size * share) < dimensions:  # rounded down, and so would the product be
+        share = math.nextafter(share, 2)
+    return {"partial_rotary_factor": share}
+
+
+@derived
+def vocab_size(facts: Facts) -> Iterator[KV]:
+    """The number of rows of the embedding."""
+    yield facts.u32("vocab_size", facts.size("vocab_size"))
+
+
+# How many experts a layer has, and how many of them each token uses.
+expert_counts = together(
+    size("expert_count", "num_experts"), size("expert_used_count", "num_experts_per_tok")
+)
+
+
+def _widths(file: Metadata) -> Json:
+    expert = file.optional("expert_feed_forward_length") or file.rows("blk.0.ffn_up_exps.weight")
+    shared = file.optional("expert_shared_feed_forward_length")
+    if shared is None and "blk.0.ffn_up_shexp.weight" in file.tensors:
+        shared = file.rows("blk.0.ffn_up_shexp.weight")
+    return {
+        "moe_intermediate_size": expert,
+        **({"shared_expert_intermediate_size": shared} if shared else {}),
+    }
+
+
+@read_by(_widths)
+def expert_widths(facts: Facts) -> Iterator[KV]:
+    """The inner widths of an expert, and of the shared one, where the config states them."""
+    for key, name in (
+        ("moe_intermediate_size", "expert_feed_forward_length"),
+        ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
+    ):
+        size = facts.optional(key)
+        if size is not None:
+            yield facts.u32(name, size)
+
+
+def head_size(settings: Json) -> int:
+    """Elements of one attention head: `head_dim`, or the hidden size over the heads."""
+    stated = optional_int(settings, "head_dim")
+    return stated or positive_int(settings, "hidden_size") // positive_int(settings, "num_attention_heads")
+
+
+def rope_of(facts: Facts) -> Json:
+    """The rotary embedding's parameters: `rope_parameters`, or `rope_scaling` with its older spelling.
+
+    Of models with two, those of the layers with full attention.
+    """
+    settings = facts.settings
+    stated = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    if isinstance(stated, dict) and isinstance(stated.get("full_attention"), dict):
+        stated = stated["full_attention"]
+    if not isinstance(stated, dict):
+        raise CorruptCheckpoint(f"config.json: rope_scaling is {stated!r}, not an object")
+    kind = stated.get("rope_type", stated.get("type", "default"))
+    theta = stated.get("rope_theta", settings.get("rope_theta"))
+    return {**stated, "rope_type": kind, "rope_theta": 10000.0 if theta is None else theta}
+
+
+# What llama.cpp computes from keys for any model.
+ROPES = ("default", "linear", "yarn")
+
+
+def rope_kinds(*known: str) -> Keys:
+    """The base and scaling of the rotary embedding, of these kinds: UnsupportedModel for any other."""
+    return Keys(lambda facts: _rope(facts, known), read_rope)
+
+
+def read_rope(file: Metadata) -> Json:
+    """What config.json says of a rotary embedding that keys scale, in the older spelling of the two."""
+    theta = file.number("rope.freq_base", 10000.0)
+    kind = file.word("rope.scaling.type")
+    if kind in (None, "none"):
+        return {"rope_theta": theta}
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModel(
+            f"{file.file}: {file.arch}.rope.scaling.type is {kind!r}, which is not read here",
+            "known: none, linear, yarn, and the kinds that a file has tensors for",
+        )
+    scaling: Json = {"rope_type": kind, "factor": file.number("rope.scaling.factor")}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = file.size("rope.scaling.original_context_length")
+        scaling |= {key: file.number(name) for key, name in _YARN if file.has(name)}
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+_YARN = (
+    ("extrapolation_factor", "rope.scaling.yarn_ext_factor"),
+    ("attention_factor", "rope.scaling.yarn_attn_factor"),
+    ("beta_fast", "rope.scaling.yarn_beta_fast"),
+    ("beta_slow", "rope.scaling.yarn_beta_slow"),
+)
+
+
+def _rope(facts: Facts, known: Sequence[str]) -> Iterator[KV]:
+    found = rope_of(facts)
+    kind = found["rope_type"]
+    if kind not in known:
+        raise UnsupportedModel(
+            f"config.json: rope scaling {kind!r}, which llama.cpp's {facts.model.arch} does not have",
+            "keep this model in safetensors; known: "
+            + (", ".join(each for each in known if each != "default") or "none"),
+        )
+    if kind in ("linear", "yarn"):
+        yield facts.text("rope.scaling.type", kind)
+        yield facts.f32("rope.scaling.factor", positive(found, "factor"))
+    if kind == "yarn":
+        yield from _yarn(facts, found)
+    yield facts.f32("rope.freq_base", positive(found, "rope_theta"))
+
+
+rope = rope_kinds(*ROPES)
+# Llama 3's scaling comes as a tensor (`rope_freqs`).
+llama_rope = rope_kinds(*ROPES, "llama3")
+
+
+@read_by(lambda file: {"rope_theta": file.number("rope.freq_base", 10000.0)})
+def unscaled_rope_unless_default(facts: Facts) -> Iterator[KV]:
+    """The base of the rotary embedding where it is not the one that llama.cpp assumes."""
+    yield from (entry for entry in rope_kinds("default")(facts) if entry.value != 10000.0)
+
+
+def _yarn(facts: Facts, found: Json) -> Iterator[KV]:
+    context = {
+        "original_max_position_embeddings": facts.settings.get("max_position_embeddings"),
+        **found,
+    }
+    original = positive_int(context, "original_max_position_embeddings")
+    yield facts.u32("rope.scaling.original_context_length", original)
+    for key, name in _YARN:
+        if found.get(key) is not None:
+            yield facts.f32(name, positive(found, key))
+
+
+def _read_freqs(file: Metadata) -> Json:
+    if file.scaling is None:
+        return {}
+    found = file.scaling(file.number("rope.freq_base", 10000.0))
+    if found is None:
+        raise UnsupportedModel(
+            f"{file.file}: {ROPE_FREQS} scales frequencies as config.json has no words for",
+            "keep this model as GGUF: of these, only Llama 3's scaling is read",
+        )
+    return {"rope_scaling": found}
+
+
+@made_and_read(_read_freqs)
+def rope_freqs(facts: Facts) -> Iterator[Constant]:
+    """`rope_freqs.weight`, by which llama.cpp divides frequencies, for models with Llama 3's scaling."""
+    found = rope_of(facts)
+    if str(found["rope_type"]).lower() != "llama3":
+        return
+    given = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **found}
+    context = {"original_max_position_embeddings": 8192, **found}
+    scaling = Llama3Scaling(
+        head_size(facts.settings),
+        positive(found, "rope_theta"),
+        positive(given, "factor"),
+        positive(given, "low_freq_factor"),
+        positive(given, "high_freq_factor"),
+        positive_int(context, "original_max_position_embeddings"),
+    )
+    yield Constant(ROPE_FREQS, scaling=scaling)
+
+
+def decoder(*, rope: Keys = rope, norm: Keys = rms_epsilon, more: Sequence[Keys] = ()) -> tuple[Keys, ...]:
+    """The keys of a decoder in the converter's usual order, with `more` before the size of the heads."""
+    return (
+        block_count,
+        context_length,
+        embedding_length,
+        feed_forward_length,
+        head_count,
+        head_count_kv,
+        rope,
+        norm,
+        *more,
+        head_sizes,
+    )
+
+
+@derived
+def scaling_none(facts: Facts) -> Iterator[KV]:
+    """That the rotary embedding is not scaled, which the converter spells out for Cohere."""
+    yield facts.text("rope.scaling.type", "none")

@@ -1,0 +1,154 @@
+"""The metadata of a GGUF model file, asked for by name: what the inverse of a declaration reads.
+
+Pure. A key that a model needs and the file lacks, or that holds something senseless, is an error that
+names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from qconvert.core.config_json import MAX_EXPERTS, MAX_LAYERS
+from qconvert.core.dtypes import Json
+from qconvert.core.ggml_types import KV, GGUFTensor
+from qconvert.core.numbers import positive_number, shortest
+from qconvert.errors import CorruptCheckpoint
+
+MAX_COUNT = 1 << 31
+# Whatever is counted out, layer by layer or head by head, has a bound before that is done.
+_MOST = {
+    "decoder_block_count": MAX_LAYERS,
+    "attention.head_count": 1 << 16,
+    "attention.head_count_kv": 1 << 16,
+    "ssm.group_count": 1 << 16,
+    "ssm.time_step_rank": 1 << 16,
+    "expert_count": MAX_EXPERTS,
+}
+# What finds the parameters of Llama 3's scaling for a base of the rotary embedding, None if there are none.
+FindScaling = Callable[[float], Json | None]
+
+
+def no_numbers(name: str) -> tuple[float, ...]:
+    """The numbers of a vector of a file whose tensors nobody can read."""
+    raise CorruptCheckpoint(f"{name}: not there")
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """The keys and tensors of a file called `file` in errors, for one architecture of llama.cpp.
+
+    Keys are asked for without `arch.` in front. `core.numbers` reads a small float32 vector by its name, and
+    `scaling` finds what `rope_freqs.weight` was computed from, None in a file without it.
+    """
+
+    file: str
+    arch: str
+    kv: Mapping[str, KV]
+    tensors: Mapping[str, GGUFTensor]
+    numbers: Callable[[str], tuple[float, ...]] = no_numbers
+    scaling: FindScaling | None = None
+
+    @property
+    def layers(self) -> int:
+        """The number of layers, which must be there; no model has more than `MAX_LAYERS`.
+
+        Those that predict more tokens at once are not counted; they stand behind the others.
+        """
+        found = self.size("block_count")
+        if found > MAX_LAYERS:
+            raise self.wrong("block_count", f"{found:,}; no model has more than {MAX_LAYERS:,} layers")
+        beyond = self.count("nextn_predict_layers")
+        if beyond >= found:
+            raise self.wrong("nextn_predict_layers", f"{beyond}, of {found} layers")
+        return found - beyond
+
+    def size(self, name: str) -> int:
+        """A whole number from 1 on, which must be there."""
+        found = self.optional(name)
+        if found is None:
+            raise self.wrong(name, "missing")
+        return found
+
+    def optional(self, name: str) -> int | None:
+        """A whole number from 1 on, None where it is absent or 0."""
+        return self.count(name) or None
+
+    def count(self, name: str) -> int:
+        """A whole number, 0 where it is absent."""
+        value = self._value(name)
+        if value is None:
+            return 0
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MAX_COUNT:
+            raise self.wrong(name, f"{_shown(value)}, not a count")
+        if value > _MOST.get(name, value):
+            raise self.wrong(name, f"{value}, more than {_MOST[name]}")
+        return value
+
+    def counts(self, name: str) -> tuple[int, ...]:
+        """A whole number for each layer; a single one counts for every layer."""
+        value, layers = self._value(name), self.layers
+        if not isinstance(value, tuple):
+            return (self.size(name),) * layers
+        whole = [n for n in value if isinstance(n, int) and not isinstance(n, bool) and 0 < n < MAX_COUNT]
+        if len(whole) != layers or len(value) != layers:
+            raise self.wrong(name, f"{_shown(value)}, not {layers} counts")
+        return tuple(whole)
+
+    def values(self, name: str) -> tuple[object, ...]:
+        """A list of values, which must be there."""
+        value = self._value(name)
+        if not isinstance(value, tuple):
+            raise self.wrong(name, "missing" if value is None else f"{_shown(value)}, not a list")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive float32, as the shortest decimal that stands for it."""
+        found = self._value(name)
+        number = positive_number(default if found is None else found)
+        if number is None:
+            raise self.wrong(name, "missing" if found is None else f"{_shown(found)}, not a positive number")
+        return shortest(number)
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """True or false."""
+        value = self._value(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(name, f"{_shown(value)}, neither true nor false")
+        return value
+
+    def word(self, name: str) -> str | None:
+        """A text, None where there is none."""
+        value = self._value(name)
+        return value if isinstance(value, str) else None
+
+    def has(self, name: str) -> bool:
+        """Whether the file states this key."""
+        return f"{self.arch}.{name}" in self.kv
+
+    def rows(self, tensor: str) -> int:
+        """The rows of a matrix, of one expert in a stack of them."""
+        if tensor not in self.tensors or len(self.tensors[tensor].shape) < 2:
+            raise CorruptCheckpoint(f"{self.file}: {tensor} is missing")
+        return self.tensors[tensor].shape[-2]
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a head's key: stated, or the hidden size over the heads."""
+        return self.optional("attention.key_length") or max(
+            1, self.size("embedding_length") // self.size("attention.head_count")
+        )
+
+    def wrong(self, name: str, what: str) -> CorruptCheckpoint:
+        """The error that says what is wrong with a key."""
+        return CorruptCheckpoint(f"{self.file}: {self.arch}.{name} is {what}")
+
+    def _value(self, name: str) -> object:
+        entry = self.kv.get(f"{self.arch}.{name}")
+        return None if entry is None else entry.value
+
+
+def _shown(value: object) -> str:
+    return f"a list of {len(value)}" if isinstance(value, tuple) else repr(value)[:80]

@@ -1,0 +1,111 @@
+"""The tensors of a GGUF file, and where in the model every row of them comes from.
+
+One description for both directions: `plan.gguf.tensors` makes a plan of it, `checkpoint.gguf_model` reads the
+model's tensors out of the file by it. Pure: names, rows and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from qconvert.core.dtypes import rows_of, width_of
+from qconvert.core.row_transforms import RowTransform
+from qconvert.models.architecture import Parameter
+from qconvert.models.gguf.declaration import Facts, Written
+from qconvert.models.gguf.names import gguf_name
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows, one after another, of a tensor of the unfused model."""
+
+    name: str
+    rows: range
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One tensor of the file: its name, its shape, and the rows that it is made of before its step."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    width: int
+    step: RowTransform | None = None
+
+
+def records(facts: Facts) -> Iterator[Record]:
+    """Every tensor that a declaration writes for a model, in the order of its printed structure.
+
+    Linears that stay fused and the experts of a layer come where the first of them stands. Raises
+    UnsupportedModel for a role that GGUF has no name for.
+    """
+    for parameter, parts in _gathered(facts):
+        for written in facts.model.written(parameter.group):
+            yield _record(parameter, parts, written, facts)
+
+
+def _gathered(facts: Facts) -> Iterator[tuple[Parameter, list[Parameter]]]:
+    """What is written together: its place, and the places that it is stacked of."""
+    architecture = facts.architecture
+    wholes = {
+        part.name: entry.whole
+        for entry in architecture.fused.values()
+        if entry.fusion.role in facts.model.whole
+        for part in entry.members
+    }
+    found: dict[object, tuple[Parameter, list[Parameter]]] = {}
+    for parameter in architecture.parameters.values():
+        whole = wholes.get(parameter.name)
+        if whole is not None:
+            found.setdefault(whole.name, (whole, []))[1].append(parameter)
+        elif parameter.group != parameter.role:
+            found.setdefault((parameter.group, parameter.layer, parameter.param), (parameter, []))[1].append(
+                parameter
+            )
+        else:
+            found[parameter.name] = parameter, [parameter]
+    return iter(found.values())
+
+
+def _record(parameter: Parameter, parts: Sequence[Parameter], written: Written, facts: Facts) -> Record:
+    experts = parameter.group != parameter.role
+    shape, width = (len(parts), *parameter.shape) if experts else parameter.shape, width_of(parameter.shape)
+    pieces = [Piece(part.name, range(rows_of(part.shape))) for part in parts]
+    if written.rows is not None:
+        (part,) = parts
+        pieces = [Piece(part.name, rows) for rows in written.rows(facts)]
+        count = sum(len(piece.rows) for piece in pieces)
+        shape = (count, *shape[1:]) if len(shape) < 3 else (count, width)
+    step = _step(written, shape, facts)
+    if experts and len(parameter.shape) == 1:  # biases, a row for each expert
+        step = RowTransform("transpose", parameter.shape[0])
+    elif step is not None and step.change == "transpose":
+        shape = (prod(shape[:-1]) // step.rows, width, step.rows)
+    if written.shape is not None and parameter.param == "weight":
+        shape = written.shape(facts)
+    return Record(
+        gguf_name(parameter.group, parameter.layer, parameter.param, written),
+        shape,
+        tuple(pieces),
+        width,
+        step,
+    )
+
+
+def _step(written: Written, shape: tuple[int, ...], facts: Facts) -> RowTransform | None:
+    if written.change is None:
+        return None
+    block = written.block(facts) if written.block else None
+    if written.change == "interleave_halves":
+        assert block is not None, "whose heads?"
+    if written.change == "transpose":
+        block = block or rows_of(shape)
+    return RowTransform(
+        written.change,
+        block or 1,
+        written.factor(facts) if written.factor else 1.0,
+        written.groups(facts) if written.groups else (1, 1),
+    )

@@ -1,0 +1,145 @@
+"""A config.json from the metadata of a GGUF model file: the declarations of `models`, read backwards.
+
+Pure. Every number that decides what the model computes comes from a key or from a tensor's shape; a key
+that the model needs and the file lacks is an error that names it. What llama.cpp's graphs hard-wire
+(norms of expert weights, activations) is written out, as the declaration's checks say it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import isclose
+
+from qconvert.core.dtypes import Json
+from qconvert.core.ggml_types import KV
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.models.families import FAMILIES
+from qconvert.models.gguf.declaration import Facts, GGUFModel, Implying
+from qconvert.models.gguf.families import MODELS
+from qconvert.models.gguf.keys import model_keys
+from qconvert.models.gguf.metadata import Metadata
+from qconvert.models.gguf.names import gguf_name
+from qconvert.models.parameters import Family, ParameterTemplate
+
+_EMBEDDING = "token_embd.weight"
+
+
+def candidates(file: Metadata) -> tuple[str, ...]:
+    """The model types that llama.cpp runs in the graph of this file, those with the better claim first.
+
+    Raises UnsupportedModel for an architecture that nobody declared.
+    """
+    found = {name: model for name, model in MODELS.items() if isinstance(model, GGUFModel)}
+    same = tuple(name for name, model in found.items() if model.arch == file.arch)
+    if not same:
+        known = ", ".join(dict.fromkeys(model.arch for model in found.values()))
+        raise UnsupportedModel(
+            f"{file.file}: general.architecture is {file.arch!r}, which is not read here", f"read: {known}"
+        )
+    return same
+
+
+def config_of(model_type: str, file: Metadata) -> Json:
+    """The config.json of a file as a model of this type, one of its `candidates`.
+
+    Raises CorruptCheckpoint naming a missing or senseless key, UnsupportedModel for a key whose meaning
+    config.json has no words for.
+    """
+    model = MODELS[model_type]
+    assert isinstance(model, GGUFModel)
+    family = next(f for f in FAMILIES if model_type in f.model_types)
+    if _EMBEDDING not in file.tensors:
+        raise CorruptCheckpoint(f"{file.file}: {_EMBEDDING} is missing")
+    read: Json = {}
+    for check in model.checks:
+        read |= check.implies(file) if isinstance(check, Implying) else {}
+    for keys in (*model.keys, *model.late):
+        read |= keys.read(file)
+    if model.constants is not None:
+        read |= model.constants.read(file)
+    if "head_dim" in family.defaults:  # where a class would take its own size, and llama.cpp this one
+        read.setdefault("head_dim", file.head_size)
+    return {
+        "architectures": [_class(family, model_type)],
+        "model_type": model_type,
+        family.tied_by: "output.weight" not in file.tensors,
+        **_biases(family, model, file),
+        **_spelled(family, {"vocab_size": file.tensors[_EMBEDDING].shape[0], **read}),
+        **_special_tokens(file),
+    }
+
+
+def check_keys(facts: Facts, file: Metadata) -> tuple[str, ...]:
+    """The keys of a file that the declaration does not know.
+
+    Raises UnsupportedModel naming a key that has another value than a model of this config would: what it
+    says is lost.
+    """
+    late = (entry for keys in facts.model.late for entry in keys(facts))
+    known = {entry.key: entry for entry in (*model_keys(facts), *late)}
+    beyond = file.count("nextn_predict_layers")
+    if beyond:
+        whole = facts.u32("block_count", facts.layers + beyond)
+        known[whole.key] = whole
+    for key, entry in known.items():
+        stated = file.kv.get(key)
+        if stated is not None and not _same(stated, entry):
+            raise UnsupportedModel(
+                f"{file.file}: {key} is {stated.value!r}, which config.json has no words for: as "
+                f"{facts.architecture.config['model_type']} it would be {entry.value!r}",
+                "keep this model as GGUF: its other keys tell llama.cpp what it is",
+            )
+    prefix = f"{file.arch}."
+    return tuple(key for key in file.kv if key.startswith(prefix) and key not in known)
+
+
+def _same(one: KV, other: KV) -> bool:
+    a, b = one.value, other.value
+    if isinstance(a, float) and isinstance(b, float):
+        return isclose(a, b, rel_tol=1e-6)
+    if isinstance(a, tuple) != isinstance(b, tuple):  # one count for all layers, or one for each
+        return set(a if isinstance(a, tuple) else (a,)) == set(b if isinstance(b, tuple) else (b,))
+    return a == b
+
+
+def _class(family: Family, model_type: str) -> str:
+    """The class of a model type: the one beside it, where the family has as many."""
+    beside = len(family.classes) == len(family.model_types)
+    return family.classes[family.model_types.index(model_type) if beside else 0]
+
+
+def _spelled(family: Family, read: Json) -> Json:
+    """The entries under the names that this family has for them; what was read under both stays so."""
+    names = {"num_hidden_layers": family.layers[0], **family.keys}
+    both = {key: read[key] for key, own in family.keys.items() if key in read and own in read}
+    return {names.get(key, key): value for key, value in read.items()} | both
+
+
+def _biases(family: Family, model: GGUFModel, file: Metadata) -> Json:
+    """The config flags that say which linears have a bias, and whether the file has one of them."""
+    first = {re.sub(r"(?<=blk\.)\d+(?=\.)", "0", name) for name in file.tensors}
+    found: dict[str, bool] = {}
+    for slot in family.slots:
+        if isinstance(slot.bias, str):
+            present = any(name in first for name in _names(slot, family, model))
+            found[slot.bias] = found.get(slot.bias, False) or present
+    return found
+
+
+def _names(slot: ParameterTemplate, family: Family, model: GGUFModel) -> Iterator[str]:
+    """The names of the biases of a slot in the first layer, alone or in a whole."""
+    role = slot.role.replace("{expert}.", "")
+    wholes = (f.role for f in family.fusions if role in f.part_groups and f.role in model.whole)
+    role = next(wholes, role)
+    for written in model.written(role):
+        yield gguf_name(role, 0 if slot.per_layer else None, "bias", written)
+
+
+def _special_tokens(file: Metadata) -> Json:
+    found: Json = {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        entry = file.kv.get(f"tokenizer.ggml.{key}_token_id")
+        if entry is not None and isinstance(entry.value, int):
+            found[f"{name}_token_id"] = entry.value
+    return found

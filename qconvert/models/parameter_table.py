@@ -1,0 +1,188 @@
+"""Counts of a model by role: the table that `inspect` and every dry run print.
+
+Works on names, shapes and forms alone: from a bare config.json, from headers, or from a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+from qconvert.core.dtypes import Json, rows_of, width_of
+from qconvert.core.encodings import AffineMin, Codebook, Encoding, GgmlBlocks, ModelTensor, Unquantized
+from qconvert.models import Architecture, Binding, Parameter
+
+_NORMS = "norms"
+_BIASES = "biases"
+_UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. `bits_per_weight` counts scales and zeros; None without a form."""
+
+    role: str
+    tensors: int
+    parameters: int
+    shapes: tuple[tuple[int, ...], ...]
+    encodings: tuple[str, ...]
+    nbytes: int
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        return 8 * self.nbytes / self.parameters if self.parameters and self.encodings else None
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterTable:
+    """Rows by role, and their totals; a tied head counts once."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def tensors(self) -> int:
+        return sum(row.tensors for row in self.rows)
+
+    @property
+    def parameters(self) -> int:
+        return sum(row.parameters for row in self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.nbytes / self.parameters if self.parameters else 0.0
+
+    def to_json(self) -> Json:
+        """The table as plain data; numbers are exact, sizes in bytes."""
+        rows = [
+            {
+                "role": row.role,
+                "tensors": row.tensors,
+                "parameters": row.parameters,
+                "shapes": [list(shape) for shape in row.shapes],
+                "forms": list(row.encodings),
+                "bytes": row.nbytes,
+                "bits_per_weight": row.bits_per_weight,
+            }
+            for row in self.rows
+        ]
+        return {"rows": rows, "tensors": self.tensors, "parameters": self.parameters, "bytes": self.nbytes}
+
+
+# Layouts that store the zeros of symmetric grids too; and those with a group for every column.
+_WITH_ZEROS = ("gptq", "gptq_v2", "awq")
+_WITH_COLUMNS = ("gptq", "gptq_v2")
+
+
+def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: str = "") -> int:
+    """Bytes of a tensor of this shape in this form; the few bytes of a stored shape not counted.
+
+    `layout` is the one that it is stored in, where that is known: some repeat what others leave out.
+    """
+    if isinstance(encoding, Unquantized):
+        return prod(shape) * encoding.dtype.nbytes
+    if isinstance(encoding, GgmlBlocks):
+        return rows_of(shape) * encoding.row_bytes(width_of(shape))
+    rows, groups = rows_of(shape), encoding.groups(width_of(shape))
+    if isinstance(encoding, Codebook):
+        scale_bytes = 1 if encoding.second == "nested" else encoding.scale_dtype.nbytes
+        return (
+            rows * -(-width_of(shape) * encoding.bits // 8) + encoding.scale_rows(rows) * groups * scale_bytes
+        )
+    words = -(-width_of(shape) * encoding.bits // 32)
+    scales = groups * encoding.scale_dtype.nbytes
+    if isinstance(encoding, AffineMin):
+        return rows * (4 * words + 2 * scales)
+    stored = layout in _WITH_ZEROS or not encoding.symmetric
+    zeros = -(-rows * encoding.bits // 32) * 4 * groups if stored else 0
+    columns = 4 * width_of(shape) if layout in _WITH_COLUMNS else 0
+    return rows * (4 * words + scales) + zeros + columns
+
+
+def census_of_config(architecture: Architecture) -> ParameterTable:
+    """The table of the model that config.json describes, without any weights."""
+    parameters = architecture.stored.values()
+    return _gather(architecture, ((_group(parameter), parameter.shape, None) for parameter in parameters))
+
+
+def table_of_tensors(
+    tensors: Mapping[str, ModelTensor], binding: Binding, layout: str = ""
+) -> ParameterTable:
+    """The table of tensors stored in a layout, without recomputed buffers.
+
+    A stored head of a tied model takes bytes, but adds no parameters.
+    """
+    dropped = frozenset(binding.dropped)
+    kept = ((name, t) for name, t in tensors.items() if name not in dropped)
+    parameter_table = table_of_outputs(dict(kept), binding.architecture, layout)
+    if binding.stored_tied_head is None:
+        return parameter_table
+    return ParameterTable(
+        tuple(replace(row, parameters=0) if row.role == "lm_head" else row for row in parameter_table.rows)
+    )
+
+
+def table_of_outputs(
+    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: str = ""
+) -> ParameterTable:
+    """The table of a plan's outputs, written in a layout."""
+    entries = ((_label(architecture, n), t.shape, t.encoding) for n, t in outputs.items())
+    return _gather(architecture, entries, layout)
+
+
+def _gather(
+    architecture: Architecture,
+    entries: Iterable[tuple[str, tuple[int, ...], Encoding | None]],
+    layout: str = "",
+) -> ParameterTable:
+    """Group entries, in the order of the model's printed structure; norms, biases, unknown last."""
+    order = {role: i for i, role in enumerate(architecture.roles_in_order)}
+    groups: dict[str, list[tuple[tuple[int, ...], Encoding | None]]] = {}
+    for group, shape, encoding in entries:
+        groups.setdefault(group, []).append((shape, encoding))
+    ordered = sorted(groups, key=lambda group: order.get(group, len(order) + len(group)))
+    return ParameterTable(tuple(_row(group, groups[group], layout) for group in ordered))
+
+
+def _label(architecture: Architecture, name: str) -> str:
+    parameter = architecture.parameter(name)
+    return _group(parameter) if parameter is not None else architecture.carries(name) or _UNKNOWN
+
+
+def _group(parameter: Parameter) -> str:
+    if parameter.kind == "bias":
+        return _BIASES
+    return _NORMS if parameter.kind == "norm" else parameter.group
+
+
+def _row(role: str, entries: list[tuple[tuple[int, ...], Encoding | None]], layout: str) -> Row:
+    return Row(
+        role=role,
+        tensors=len(entries),
+        parameters=sum(prod(shape) for shape, _ in entries),
+        shapes=tuple(dict.fromkeys(shape for shape, _ in entries)),
+        encodings=tuple(dict.fromkeys(encoding.label for _, encoding in entries if encoding is not None)),
+        nbytes=sum(
+            form_bytes(encoding, shape, layout) for shape, encoding in entries if encoding is not None
+        ),
+    )
+
+
+def linear_bits(
+    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: str = ""
+) -> float | None:
+    """Bits per weight of the linears alone (head and embedding not counted); None without any."""
+    linears = [
+        t
+        for name, t in outputs.items()
+        if (parameter := architecture.parameter(name)) is not None
+        and parameter.param == "weight"
+        and parameter.kind == "linear"
+        and parameter.role != "lm_head"
+    ]
+    weights = sum(t.count for t in linears)
+    return 8 * sum(form_bytes(t.encoding, t.shape, layout) for t in linears) / weights if weights else None

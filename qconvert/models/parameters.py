@@ -1,0 +1,143 @@
+"""The words an architecture is declared in: slots, dimensions, fusions, families.
+
+A *slot* is one kind of tensor in the model's printed structure; its shape is written in named
+dimensions, which the family computes from config.json for every layer. A slot with a dimension of
+zero does not exist in that layer: so layer-wise scaled models, mixtures of dense and sparse layers
+and hybrids need no special case. Bits and bytes never appear here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from qconvert.core.dtypes import Json
+
+ParameterKind = Literal["linear", "embedding", "norm", "router", "bias", "other"]
+Dimensions = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterTemplate:
+    """One row of a family's table: a module that owns a weight and perhaps a bias.
+
+    `module` is the HF module name; `{layer}` and `{expert}` in it are counted out. `shape` names
+    the dimensions of the weight as stored. `bias` is True, False or the config flag that decides.
+    Only a `linear` slot is quantized unless a rule asks for more. `only_if` names a dimension that
+    must be non-zero (per layer) for the slot to exist there, beside those of the shape. `suffix`
+    is what follows the module in the weight's name, "" for a parameter that is no module of its
+    own. `transposed` marks linears stored input-major, [in, out], as GPT-2's Conv1D does: the shape
+    of a 2-D one is written [out, in] all the same, that of a stack of experts as it is stored.
+    """
+
+    role: str
+    module: str
+    shape: tuple[str, ...]
+    kind: ParameterKind = "linear"
+    bias: bool | str = False
+    only_if: str | None = None
+    suffix: str = ".weight"
+    transposed: bool = False
+
+    @property
+    def per_layer(self) -> bool:
+        return "{layer}" in self.module
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.module
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """Linears that read the same input and may be stored as one: rows stacked in this order.
+
+    With `groups`, the name of a dimension, the parts are interleaved: the whole is that many groups,
+    each with its share of every part in turn (q of one group, its k, its v, then the next group).
+    With `{expert}` in `parts`, the whole is a 3-D stack [experts, rows, columns], and a stack of biases one
+    vector. `interleaved` parts are two, and take turns row by row in each expert's rows. `native` says that
+    the family's own class stores and computes with the whole. `suffix` and `transposed` are as in a slot;
+    `bias_suffix` is what follows the module in the name of a bias. `layout` names the one layout whose
+    files hold the whole, "" where any may.
+    """
+
+    role: str
+    module: str
+    members: tuple[str, ...]
+    groups: str | None = None
+    native: bool = False
+    suffix: str = ".weight"
+    interleaved: bool = False
+    transposed: bool = False
+    bias_suffix: str = ".bias"
+    layout: str = ""
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.members[0]
+
+    @property
+    def part_groups(self) -> tuple[str, ...]:
+        """The roles of the parts as selectors and tables know them, all experts together."""
+        return tuple(part.replace("{expert}.", "") for part in self.members)
+
+
+def _mlx_stack(slot: ParameterTemplate, module: str) -> Fusion:
+    before, name = slot.module.split("experts.{expert}")[0], slot.role.rsplit(".", 1)[1]
+    role = slot.role.replace("{expert}.", "")
+    return Fusion(role, f"{before}{module}.{name}_proj", (slot.role,), layout="mlx")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Everything the catalogue says about models built alike.
+
+    `model_types` are the config.json `model_type` values; `classes` the class names seen in
+    `architectures`. `slots` follow the printed structure: each run of per-layer slots is a stack of
+    layers, counted by the config keys in `layers`. `dimensions(config, layer)` returns every
+    dimension named in `slots`, and `named_by` says which config keys a dimension comes from, for
+    error messages. `keys` says how this family spells config keys that the shared parts know by
+    another name (`{"hidden_size": "n_embd"}`); `defaults` are the class's values for keys that a
+    config may leave out.
+
+    `spellings` are other ways checkpoints write the same names, each a table of replacements.
+    `ignored` are regular expressions of stored tensors that carry no information (they are
+    dropped), `carried` those of tensors outside the language model (they are copied) with what
+    they are; `{layers}` in them stands for the number of layers. `tied_by` is the config key that
+    ties the head to the embedding. `note` is a remark for the table of supported models. `guess` says
+    what was assumed where nobody declared the family. `mlx_experts` is the module in which mlx-lm's class
+    holds the experts of a layer.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    classes: tuple[str, ...]
+    slots: tuple[ParameterTemplate, ...]
+    dimensions: Callable[[Json, int], Dimensions]
+    named_by: Mapping[str, str]
+    fusions: tuple[Fusion, ...] = ()
+    ignored: tuple[str, ...] = ()
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    layers: tuple[str, ...] = ("num_hidden_layers",)
+    spellings: tuple[Mapping[str, str], ...] = ()
+    carried: Mapping[str, str] = field(default_factory=dict)
+    tied_by: str = "tie_word_embeddings"
+    note: str = ""
+    guess: str = ""
+    mlx_experts: str = "switch_mlp"
+
+    @property
+    def mlx_stacks(self) -> tuple[Fusion, ...]:
+        """The experts of a layer as mlx-lm's files have them: a stack for each projection (`SwitchGLU`)."""
+        return tuple(_mlx_stack(slot, self.mlx_experts) for slot in self.slots if slot.per_expert)
+
+    @property
+    def native_fused(self) -> bool:
+        """Whether the family's own class computes with fused linears."""
+        return any(fusion.native for fusion in self.fusions)
+
+    def slot(self, role: str) -> ParameterTemplate:
+        """The slot of this role, which must be declared."""
+        return next(slot for slot in self.slots if slot.role == role)

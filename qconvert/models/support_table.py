@@ -1,0 +1,38 @@
+"""The catalogue as the table of supported models that README.md shows, one row per declaration."""
+
+from __future__ import annotations
+
+from qconvert.models.families import FAMILIES
+from qconvert.models.gguf.declaration import GGUFModel, NoGraph
+from qconvert.models.gguf.families import MODELS
+from qconvert.models.parameters import Family
+
+
+def markdown() -> str:
+    """The table as Markdown lines, without a final newline."""
+    head = [
+        "| family | `model_type` | GGUF | its class stores fused | `fuse` can make | remarks |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*head, *(_row(family) for family in FAMILIES)])
+
+
+def _row(family: Family) -> str:
+    types = ", ".join(f"`{name}`" for name in family.model_types)
+    native, possible = _modules(family, native=True), _modules(family, native=False)
+    return f"| {family.name} | {types} | {_gguf(family)} | {native} | {possible} | {family.note} |"
+
+
+def _gguf(family: Family) -> str:
+    """llama.cpp's names of a family, or why it has none."""
+    found = [MODELS.get(name) for name in family.model_types]
+    names = dict.fromkeys(f"`{model.arch}`" for model in found if isinstance(model, GGUFModel))
+    reasons = dict.fromkeys(model.reason for model in found if isinstance(model, NoGraph))
+    return ", ".join(names) or "; ".join(f"none: {reason}" for reason in reasons) or "none"
+
+
+def _modules(family: Family, *, native: bool) -> str:
+    """The last names of the fused modules, those of stacks of experts with the one before."""
+    shown = (f for f in family.fusions if f.native is native)
+    names = (".".join(f.module.rsplit(".", 2 if f.per_expert else 1)[1:]) for f in shown)
+    return ", ".join(f"`{name}`" for name in names)

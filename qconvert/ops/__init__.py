@@ -1,0 +1,1 @@
+"""Defines the steps of a unit: what each makes of an encoding, and of rows."""

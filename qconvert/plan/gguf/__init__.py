@@ -1,0 +1,1 @@
+"""Chooses names, row orders and types of the tensors of a GGUF file."""

@@ -1,0 +1,1 @@
+"""Holds the passes of the compiler, one file each."""

@@ -1,0 +1,173 @@
+"""Zeros that make the inner features of every MLP divide among the ranks of a tensor-parallel group.
+
+A feature whose row of gate and up is zero, and whose column of down is zero, adds nothing to the output:
+`down @ (act(gate @ x) * (up @ x))` is the same sum with zeros in it. So the inner size may grow to where
+every rank holds whole quantization groups, as Qwen did by hand for its 72B files (QwenLM/Qwen3#578).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+
+from qconvert.core.encodings import Encoding, GgmlBlocks, ModelTensor
+from qconvert.core.tensor_parallel import INPUT_SPLIT, whole_unit
+from qconvert.errors import BadRecipe
+from qconvert.models import Architecture, Parameter
+from qconvert.ops.rows import PadColumns, PermuteRows
+from qconvert.plan.plan import Pass, Plan, RowSlice, Unit, cut_where, run_passes, stack_all
+
+# Dimensions of features that only an MLP's own linears know.
+_INNER = ("intermediate", "expert_rows", "shared_rows")
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """One of the inner sizes: the config key that says it, and what it is before and after."""
+
+    key: str
+    dimension: str
+    before: int
+    after: int
+
+    @property
+    def sentence(self) -> str:
+        if self.after == self.before:
+            return f"{self.key}: {self.before} holds whole groups on every rank as it is; nothing was padded"
+        more = self.after - self.before
+        return f"{self.key}: {self.before} -> {self.after}, {more} features of zeros that change no output"
+
+
+def encodings_of_members(
+    outputs: Mapping[str, ModelTensor], architecture: Architecture
+) -> dict[str, Encoding]:
+    """The form of every weight of the unfused model, also where it is stored inside a fused one."""
+    encodings: dict[str, Encoding] = {}
+    for name, tensor in outputs.items():
+        entry = architecture.fused.get(name)
+        encodings |= (
+            {part.name: tensor.encoding for part in entry.members} if entry else {name: tensor.encoding}
+        )
+    return encodings
+
+
+def growths(
+    encodings: Mapping[str, Encoding], architecture: Architecture, ranks: int, layout: str
+) -> tuple[Growth, ...]:
+    """How far each inner size grows, so that every one of `ranks` holds whole groups of these forms.
+
+    `encodings` are those that the weights will have, `layout` the one they are written in. Raises BadRecipe
+    for a model whose inner size is no number of its config.
+    """
+    found = []
+    for dimension in _INNER:
+        key = architecture.config_key(dimension)
+        parameters = [
+            p for p in architecture.parameters.values() if dimension in p.dims and p.name in encodings
+        ]
+        if not parameters or (" x " in key and dimension == "shared_rows"):  # which follows another size
+            continue
+        sizes = {size for p in parameters for d, size in zip(p.dims, p.shape, strict=True) if d == dimension}
+        if len(sizes) > 1 or not re.fullmatch(r"\w+( / 2)?", key):
+            raise BadRecipe(
+                f"{architecture.family.name}: its inner size is {key}, not one number that could grow",
+                "this family cannot be padded; use fewer ranks or smaller groups",
+            )
+        before, unit = sizes.pop(), ranks
+        for parameter in parameters:
+            split = "columns" if parameter.group in INPUT_SPLIT else "rows"
+            unit = lcm(unit, ranks * whole_unit(encodings[parameter.name], split, layout))
+        found.append(Growth(key, dimension, before, -(-before // unit) * unit))
+    if not found:
+        raise BadRecipe(
+            f"{architecture.family.name}: has no MLP that is padded here", "leave out --pad-to-tp"
+        )
+    return tuple(found)
+
+
+def grown(architecture: Architecture, found: Iterable[Growth]) -> Architecture:
+    """The architecture with these inner sizes, its config.json saying so."""
+    config = copy.deepcopy(dict(architecture.config))
+    nested = config.get("text_config")
+    for growth in found:
+        key, halved = growth.key.removesuffix(" / 2"), growth.key.endswith(" / 2")
+        number = growth.after * (2 if halved else 1)
+        levels = [nested] if isinstance(nested, dict) else []
+        inner = [level for level in levels if key in level or key not in config]
+        for level in inner:
+            level[key] = number
+        if not inner or key in config:
+            config[key] = number
+    made = replace(architecture, config=config)
+    for growth in found:
+        sizes = {
+            size
+            for parameter in made.parameters.values()
+            for dimension, size in zip(parameter.dims, parameter.shape, strict=True)
+            if dimension == growth.dimension
+        }
+        if sizes != {growth.after}:
+            raise BadRecipe(
+                f"config.json: {growth.key} = {growth.after} gives an inner size of {sorted(sizes)}",
+                "leave out --pad-to-tp: this family cannot be padded",
+            )
+    return made
+
+
+def pad(before: Architecture, after: Architecture) -> Pass:
+    """Fill every weight and bias up to the shape it has in `after` (see `quant.zero_padding`).
+
+    Fused tensors are filled up part by part, whole again afterwards.
+    """
+
+    def apply(plan: Plan) -> Plan:
+        outputs = plan.outputs
+        changed = {n for n, e in after.fused.items() if n in outputs and outputs[n].shape != e.whole.shape}
+        apart = cut_where(before, lambda entry: entry.whole.name in changed)
+        again = stack_all([after.fused[name] for name in changed])
+        return run_passes(plan, [apart, _pad_units(after.parameters), again])
+
+    return apply
+
+
+def _pad_units(parameters: Mapping[str, Parameter]) -> Pass:
+    def one(unit: Unit) -> Unit:
+        parameter = parameters.get(unit.output.name)
+        return (
+            unit
+            if parameter is None or parameter.shape == unit.output.shape
+            else _padded(unit, parameter.shape)
+        )
+
+    return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
+
+
+def _padded(unit: Unit, shape: tuple[int, ...]) -> Unit:
+    output, last = unit.output, unit.inputs[-1]
+    if isinstance(last.tensor.encoding, GgmlBlocks):
+        raise BadRecipe(
+            f"{output.name}: {output.encoding.label} blocks are not padded", "`qconvert dequantize` first"
+        )
+    wanted = replace(output, shape=shape)
+    if wanted.rows > output.rows:
+        zeros = RowSlice(last.tensor, 0, wanted.rows - output.rows, zeros_like=last.last)
+        # Rows in another order stay so; those of zeros come after them.
+        ops = tuple(_going_on(op, wanted.rows) if isinstance(op, PermuteRows) else op for op in unit.ops)
+        unit = replace(unit, inputs=(*unit.inputs, zeros), ops=ops)
+    if wanted.width > output.width:
+        unit = unit.then(PadColumns(wanted.width))
+    return replace(unit, output=replace(unit.output, shape=shape))
+
+
+def _going_on(op: PermuteRows, rows: int) -> PermuteRows:
+    return PermuteRows((*op.order, *range(len(op.order), rows)))
+
+
+def zeros_added(unit: Unit) -> tuple[int, int]:
+    """How many of a unit's rows, and of its columns, are zeros that no source holds."""
+    rows = sum(piece.rows for piece in unit.inputs if piece.zeros_like is not None)
+    wide = next((op.width for op in unit.ops if isinstance(op, PadColumns)), None)
+    return rows, 0 if wide is None else wide - unit.inputs[0].tensor.width

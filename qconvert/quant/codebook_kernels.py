@@ -1,0 +1,196 @@
+"""Codes of tables, compiled: the inner loops behind `encode`.
+
+Groups do not know of each other, so a weight may be cut into any blocks of rows. A group is widened
+into scratch that zeros pad to whole lanes.
+
+Axes: R rows, I columns, B rows of blocks, G groups of a row, P the columns of a group in whole lanes,
+T entries of a table, E edges between neighbouring entries.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qconvert.quant.simd.lanes import (
+    LANES,
+    absolute,
+    clamp,
+    kernel,
+    lane,
+    load,
+    peak,
+    rounded_even,
+    routine,
+    splat,
+    store,
+    where,
+)
+
+_ZERO, _ONE, _EIGHT = np.float32(0), np.float32(1), np.float32(8)
+_INT8_ENDS = np.float32(-127), np.float32(127)
+MIDDLES, MAGNITUDES, FLOAT8, INT8 = range(4)
+
+
+class Table(NamedTuple):
+    """How a kernel finds the code of a number that is scaled already.
+
+    `kind` MIDDLES counts the `edges_E` below the number and takes the code at that place of
+    `order_T`; MAGNITUDES does so with the size of the number, whose sign is bit 3 (of a zero only if
+    `signed_zero`); FLOAT8 rounds to E4M3, half to even, after rounding to a type that lacks `dropped` bits
+    of a float32's mantissa; INT8 rounds half to even. `numbers_T` are what the codes stand for.
+    """
+
+    kind: int
+    edges_E: np.ndarray
+    order_T: np.ndarray
+    numbers_T: np.ndarray
+    dropped: int
+    signed_zero: bool
+
+
+@kernel
+def find_peaks(words_RI: Any, group_rows: Any, size: Any, peaks_BG: Any) -> None:
+    """Fill the largest magnitude of every block of so many rows and columns; those at the edges are
+    smaller. The words are floats as `lanes.load` reads them, `peaks_BG` begins as zeros.
+    """
+    rows, width = words_RI.shape
+    padded = -(-size // LANES) * LANES
+    words_P = np.zeros(padded, words_RI.dtype)
+    for row in range(rows):
+        block = row // group_rows
+        for group in range(peaks_BG.shape[1]):
+            _copy_group(words_RI[row], group * size, min(size, width - group * size), words_P)
+            largest = splat(_ZERO)
+            for i in range(0, padded, LANES):
+                size_of = absolute(load(words_P, i))
+                largest = where(size_of > largest, size_of, largest)
+            peaks_BG[block, group] = max(peaks_BG[block, group], peak(largest))
+
+
+@kernel
+def encode_groups(
+    words_RI: Any, size: Any, factors_RG: Any, divide: Any, steps_RG: Any, table: Any, codes_RI: Any
+) -> Any:
+    """Fill the codes nearest to `words * factors`, or with `divide` to `words / factors`.
+
+    A code stands for `numbers_T[code] * steps`. Returns a tally [4]: sums of squared errors and of
+    squared weights, the largest error, the largest one in steps.
+    """
+    rows, width = words_RI.shape
+    padded = -(-size // LANES) * LANES
+    words_P, w_P = np.zeros(padded, words_RI.dtype), np.empty(padded, np.float32)
+    t_P, codes_P = np.empty(padded, np.float32), np.empty(padded, np.uint8)
+    tally_4 = np.zeros(4, np.float64)
+    for row in range(rows):
+        sums = splat(_ZERO), splat(_ZERO)
+        for group in range(factors_RG.shape[1]):
+            count = min(size, width - group * size)
+            _copy_group(words_RI[row], group * size, count, words_P)
+            _scale(words_P, w_P, factors_RG[row, group], divide, t_P)
+            _find_codes(t_P, table, codes_P)
+            for i in range(count):
+                codes_RI[row, group * size + i] = codes_P[i]
+            for i in range(count, padded):
+                codes_P[i] = 0
+            step = steps_RG[row, group]
+            for i in range(padded):
+                t_P[i] = table.numbers_T[codes_P[i]] * step
+            for i in range(count, padded):
+                t_P[i] = _ZERO
+            sums, worst = _losses(w_P, t_P, sums)
+            tally_4[2] = max(tally_4[2], worst)
+            if step > _ZERO:
+                tally_4[3] = max(tally_4[3], worst / step)
+        for k in range(LANES):
+            tally_4[0] += lane(sums[0], k)
+            tally_4[1] += lane(sums[1], k)
+    return tally_4
+
+
+@routine
+def _copy_group(words_I: Any, first: Any, count: Any, words_P: Any) -> None:
+    for i in range(count):
+        words_P[i] = words_I[first + i]
+    for i in range(count, words_P.size):
+        words_P[i] = 0
+
+
+@routine
+def _scale(words_P: Any, w_P: Any, factor: Any, divide: Any, t_P: Any) -> None:
+    """Write a group's words as float32, and the same scaled."""
+    for i in range(0, w_P.size, LANES):
+        w = load(words_P, i)
+        store(w_P, i, w)
+        if divide:
+            store(t_P, i, w / factor)
+        else:
+            store(t_P, i, w * factor)
+
+
+@routine
+def _find_codes(t_P: Any, table: Any, codes_P: Any) -> None:
+    if table.kind == FLOAT8:
+        _round_to_float8(t_P, table.dropped, codes_P)
+    elif table.kind == INT8:
+        low, high = _INT8_ENDS
+        for i in range(0, t_P.size, LANES):
+            store(codes_P, i, rounded_even(clamp(load(t_P, i), low, high)))
+    elif table.kind == MAGNITUDES:
+        least = -_ONE if table.signed_zero else _ZERO
+        for i in range(0, t_P.size, LANES):
+            t = load(t_P, i)
+            code = _passed(absolute(t), table.edges_E)
+            sign = where((t < _ZERO) & (code > least), splat(_EIGHT), splat(_ZERO))
+            store(codes_P, i, code + sign)
+    else:
+        for i in range(0, t_P.size, LANES):
+            store(codes_P, i, _passed(load(t_P, i), table.edges_E))
+        for i in range(t_P.size):
+            codes_P[i] = table.order_T[codes_P[i]]
+
+
+@routine
+def _passed(t: Any, edges_E: Any) -> Any:
+    """How many of the rising edges lie below."""
+    count = splat(_ZERO)
+    for k in range(edges_E.size):
+        count = where(t > edges_E[k], splat(np.float32(k + 1)), count)
+    return count
+
+
+@routine
+def _round_to_float8(t_P: Any, dropped: Any, codes_P: Any) -> None:
+    """E4M3 codes, half to even; beyond 448 the code of 448. Uses `t_P` up."""
+    bits_P = t_P.view(np.uint32)
+    lost = np.uint32(dropped)
+    half = np.uint32((1 << dropped) >> 1)
+    for i in range(t_P.size):
+        codes_P[i] = np.uint8((bits_P[i] >> np.uint32(24)) & np.uint32(0x80))
+        bits = bits_P[i] & np.uint32(0x7FFFFFFF)
+        if dropped:
+            even = np.uint32((bits >> lost) & np.uint32(1))
+            bits = np.uint32(np.uint32(bits + half - np.uint32(1) + even) >> lost) << lost
+        bits_P[i] = min(np.uint32(bits), np.uint32(0x43E00000))
+    for i in range(t_P.size):
+        bits = bits_P[i]
+        odd = np.uint32((bits >> np.uint32(20)) & np.uint32(1))
+        normal = np.uint32(np.uint32(bits + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32(960)
+        # Below 2**-6 codes are multiples of 2**-9, up to the eighth, which is 2**-6 itself.
+        small = np.uint32(np.rint(min(t_P[i], _ONE) * np.float32(512)))
+        codes_P[i] |= np.uint8(normal if bits >= np.uint32(0x3C800000) else small)
+
+
+@routine
+def _losses(w_P: Any, d_P: Any, sums: Any) -> Any:
+    """The sums of squared errors and squares with a group's added, and its largest error."""
+    errors, squares = sums
+    worst = splat(_ZERO)
+    for i in range(0, w_P.size, LANES):
+        w = load(w_P, i)
+        error = w - load(d_P, i)
+        errors = errors + error * error
+        squares = squares + w * w
+        worst = where(absolute(error) > worst, absolute(error), worst)
+    return (errors, squares), peak(worst)

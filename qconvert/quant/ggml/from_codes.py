@@ -1,0 +1,117 @@
+"""Codes as GGML blocks without being chosen anew: integers as Q4_0, Q4_1 and Q8_0, MXFP4, NVFP4.
+
+Groups are whole numbers of blocks, each block repeating its group's scale. What changes is the type of
+scales and mins, half precision here; how far that moves a weight is measured in steps of the scale.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows
+from qconvert.quant.code_error import most_steps
+from qconvert.quant.codebook import wide
+from qconvert.quant.dequantize import zeros_of
+from qconvert.quant.packed_codes import codes_of
+
+BLOCK = 32
+
+
+def block_codes(value: AffineIntRows | AffineMinRows, type_name: str) -> tuple[np.ndarray, float, int]:
+    """Rows as blocks of a type, the largest distance a weight moves in steps, and how many scales or
+    mins half precision cannot hold.
+
+    Q4_0 and Q8_0 take codes whose zeros make them fit their signed ones, Q4_1 codes of up to 4 bits.
+    uint8 [rows, bytes per row].
+    """
+    if type_name == "Q4_1":
+        return _with_mins(value)
+    assert isinstance(value, AffineIntRows) and value.groups_I is None
+    group = value.encoding.group_size or value.width
+    scales_RG = wide(value.scales_RG, value.encoding.scale_dtype)
+    half_RG, overflow = _half(scales_RG)
+    signed_RI = codes_of(value).astype(np.int16) - np.repeat(zeros_of(value).astype(np.int16), group, axis=1)
+    reach_RG = np.abs(signed_RI).reshape(*scales_RG.shape, -1).max(axis=2)
+    steps = most_steps((half_RG - scales_RG) * reach_RG, scales_RG)
+    if type_name == "Q8_0":
+        codes_RI = signed_RI.astype(np.int8).view(np.uint8)
+    else:
+        codes_RI = _nibbles((signed_RI + 8).astype(np.uint8))
+    return _blocks([half_RG], codes_RI, group), steps, overflow
+
+
+def mxfp4_blocks(value: CodebookRows) -> np.ndarray:
+    """Codes of E2M1 with a power of two for each 32 columns as MXFP4 blocks, uint8 [rows, bytes per row].
+
+    Exact: code and exponent are GGML's own (GGML counts the table in halves, and its exponent with it).
+    """
+    rows, groups = value.scales_RG.shape
+    exponents = np.ascontiguousarray(value.scales_RG).view(np.uint8).reshape(rows, groups, 1)
+    packed = _nibbles(value.codes_RI)
+    return np.concatenate([exponents, packed], axis=2).reshape(rows, -1)
+
+
+def nvfp4_blocks(value: CodebookRows) -> tuple[np.ndarray, float]:
+    """Codes of E2M1 with a number of E4M3 for each 16 columns as NVFP4 blocks, uint8 [rows, bytes per row].
+
+    Codes and scales are GGML's own; what divides all scales of a tensor becomes the factor of another
+    tensor (`factor_of`), and by how many steps that moves a weight is told.
+    """
+    rows, groups = value.scales_RG.shape
+    scales = value.scales_RG.reshape(rows, groups // 4, 4)
+    halves = value.codes_RI.reshape(rows, groups, 2, 8)
+    packed = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, groups // 4, 32)
+    blocks = np.concatenate([scales, packed], axis=2).reshape(rows, -1)
+    return blocks, 0.0 if value.divisor is None else moved_by(factor_of(value) * value.divisor)
+
+
+def factor_of(value: CodebookRows) -> float:
+    """What the numbers of an NVFP4 tensor are multiplied by, as llama.cpp has it: one over the divisor."""
+    return float(np.float32(1 / (value.divisor or 1)))
+
+
+def moved_by(times: float) -> float:
+    """By how many steps an NVFP4 weight moves when its scales become so many times as large."""
+    moved = abs(times - 1)
+    return 6 * moved if moved > 1e-12 else 0.0  # 6 is the largest number of E2M1; float64 rounds, too
+
+
+def factors_of(value: CodebookRows) -> np.ndarray:
+    """The same for every row, float32 [rows, 1]."""
+    return np.full((value.rows, 1), factor_of(value), "<f4")
+
+
+def _with_mins(value: AffineIntRows | AffineMinRows) -> tuple[np.ndarray, float, int]:
+    group = value.encoding.group_size or value.width
+    scales_RG = wide(value.scales_RG, value.encoding.scale_dtype).astype(np.float64)
+    if isinstance(value, AffineMinRows):
+        mins_RG = wide(value.mins_RG, value.encoding.scale_dtype).astype(np.float64)
+    else:
+        mins_RG = -zeros_of(value).astype(np.float64) * scales_RG
+    half_RG, overflow = _half(scales_RG)
+    min_RG, overflow_of_mins = _half(mins_RG)
+    largest_RG = codes_of(value).reshape(*scales_RG.shape, -1).max(axis=2)
+    moved_RG = np.abs(half_RG - scales_RG) * largest_RG + np.abs(min_RG - mins_RG)
+    blocks = _blocks([half_RG, min_RG], _nibbles(codes_of(value)), group)
+    return blocks, most_steps(moved_RG, scales_RG), overflow + overflow_of_mins
+
+
+def _half(numbers: np.ndarray) -> tuple[np.ndarray, int]:
+    """The numbers in half precision, and how many of them it cannot hold."""
+    with np.errstate(over="ignore"):
+        half = numbers.astype("<f2")
+    return half, int(np.isinf(half).sum() - np.isinf(numbers).sum())
+
+
+def _nibbles(codes_RI: np.ndarray) -> np.ndarray:
+    """Codes two to a byte: the first half of a block low, the second high."""
+    halves = codes_RI.reshape(len(codes_RI), -1, 2, BLOCK // 2)
+    packed: np.ndarray = halves[:, :, 0] | halves[:, :, 1] << 4
+    return packed
+
+
+def _blocks(fields_RG: list[np.ndarray], codes: np.ndarray, group: int) -> np.ndarray:
+    rows, groups = fields_RG[0].shape
+    count, times = groups * group // BLOCK, group // BLOCK
+    heads = [np.repeat(f, times, axis=1).reshape(rows, count, 1).view(np.uint8) for f in fields_RG]
+    return np.concatenate([*heads, codes.reshape(rows, count, -1)], axis=2).reshape(rows, -1)

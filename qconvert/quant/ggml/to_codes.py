@@ -1,0 +1,36 @@
+"""Which blocks of GGML are grids that other formats have too, and what are their codes and scales?
+
+A scale of scales (K-quants) is multiplied out, which float32 holds exactly: a half-precision number
+times one of at most 8 bits. So the numbers of the grid are those of the blocks to the bit.
+
+Axes: N blocks, R rows, I columns, G groups of a row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from qconvert.core.encodings import AffineMin, Codebook
+from qconvert.core.ggml_types import GRIDS, GGMLType
+from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, GgmlRows
+from qconvert.quant.ggml.block_parts import PARTS
+from qconvert.quant.ggml.decode import fields
+
+
+def grid_of_blocks(value: GgmlRows) -> AffineIntRows | AffineMinRows | CodebookRows:
+    """Rows of blocks of a type in `GRIDS` as codes on that grid, exactly."""
+    name, rows = value.encoding.type, value.rows
+    encoding = GRIDS[name]
+    blocks = np.ascontiguousarray(value.bytes_RB).reshape(-1, GGMLType[name].block_bytes)
+    if isinstance(encoding, Codebook):
+        assert encoding.group_size is not None
+        scales = GGMLType[name].block // encoding.group_size
+        codes_RI = fields(blocks[:, scales:], 4, encoding.group_size // 2).reshape(rows, -1)
+        return CodebookRows(codes_RI, np.ascontiguousarray(blocks[:, :scales]).reshape(rows, -1), encoding)
+    parts = PARTS[name](blocks)
+    codes_RI = np.ascontiguousarray(parts.codes_NI).reshape(rows, -1)
+    numbers = [n.values_NG for n in (parts.scales, parts.mins) if n is not None]
+    arrays = [n.astype(encoding.scale_dtype.carrier).reshape(rows, -1) for n in numbers]
+    if isinstance(encoding, AffineMin):
+        return AffineMinRows(codes_RI, arrays[0], arrays[1], encoding)
+    return AffineIntRows(codes_RI, arrays[0], None, encoding)

@@ -1,0 +1,1 @@
+"""Packs and transposes matrices with SIMD instructions."""

@@ -1,0 +1,122 @@
+"""From one grid to another with every code kept, and how far that moves a weight.
+
+Distances are in steps: multiples of the scale of the group that a weight is in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt, AffineMin, Codebook
+from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows
+from qconvert.quant.casts import cast
+from qconvert.quant.code_error import most_steps
+from qconvert.quant.codebook import TABLES, wide
+from qconvert.quant.dequantize import INT8_STEP, zeros_of
+from qconvert.quant.packed_codes import codes_of
+
+
+def to_mins(value: AffineIntRows) -> tuple[AffineMinRows, float]:
+    """Zeros as mins, `-zero * scale` rounded to the scales' dtype, and the largest rounding in steps."""
+    encoding = value.encoding
+    assert not encoding.act_order
+    group = encoding.group_size or value.width
+    scales_RG = wide(value.scales_RG, encoding.scale_dtype)
+    exact_RG = -zeros_of(value).astype(np.float32) * scales_RG
+    mins = cast(DenseRows(exact_RG, DType.F32), encoding.scale_dtype)[0]
+    steps = most_steps(wide(mins.rows_RI, encoding.scale_dtype) - exact_RG, scales_RG)
+    made = AffineMin(encoding.bits, group, encoding.scale_dtype)
+    return AffineMinRows(value.codes_RX, value.scales_RG, mins.rows_RI, made), steps
+
+
+def to_zeros(value: AffineMinRows) -> tuple[AffineIntRows, float]:
+    """Mins as the nearest integer zeros in reach of the codes, and the largest rounding in steps."""
+    encoding = value.encoding
+    scales_RG = wide(value.scales_RG, encoding.scale_dtype)
+    mins_RG = wide(value.mins_RG, encoding.scale_dtype)
+    places_RG = np.divide(-mins_RG, scales_RG, out=np.zeros_like(mins_RG), where=scales_RG != 0)
+    zeros_RG = np.clip(np.rint(places_RG), 0, (1 << encoding.bits) - 1)
+    steps = most_steps(mins_RG + zeros_RG * scales_RG, scales_RG)
+    size = None if encoding.group_size == value.width else encoding.group_size
+    made = AffineInt(encoding.bits, size, symmetric=False, scale_dtype=encoding.scale_dtype)
+    return AffineIntRows(value.codes_RX, value.scales_RG, zeros_RG.astype(np.uint8), made), steps
+
+
+def cast_scales(value: AffineIntRows, dtype: DType) -> tuple[AffineIntRows, float, int]:
+    """The same codes over scales rounded to another dtype, how far the weights move at most, in steps
+    of the new scales, and how many scales became infinite.
+    """
+    encoding = replace(value.encoding, scale_dtype=dtype, signless_zero=False)
+    if dtype is value.encoding.scale_dtype:
+        return replace(value, encoding=encoding), 0.0, 0
+    scales, overflow = cast(DenseRows(value.scales_RG, value.encoding.scale_dtype), dtype)
+    before_RG, after_RG = wide(value.scales_RG, value.encoding.scale_dtype), wide(scales.rows_RI, dtype)
+    steps = 0.0
+    if not overflow and not np.array_equal(before_RG, after_RG):
+        steps = most_steps((after_RG - before_RG) * _reach(value), after_RG)
+    return replace(value, scales_RG=scales.rows_RI, encoding=encoding), steps, overflow
+
+
+def split_groups(value: AffineIntRows, size: int) -> AffineIntRows:
+    """The same numbers in groups of `size` columns, which must divide the present ones."""
+    columns = value.encoding.group_size or value.width
+    times = columns // size
+    zeros_RG = None if value.zeros_RG is None else np.repeat(value.zeros_RG, times, axis=1)
+    scales_RG = np.repeat(value.scales_RG, times, axis=1)
+    return AffineIntRows(value.codes_RX, scales_RG, zeros_RG, replace(value.encoding, group_size=size))
+
+
+def from_int8_rows(value: CodebookRows) -> tuple[AffineIntRows, float]:
+    """bitsandbytes' int8 rows, absmax / 127 for a scale: the product is rounded to float32."""
+    scales_R1 = value.scales_RG * INT8_STEP
+    exact_R1 = value.scales_RG.astype(np.float64) * np.float64(INT8_STEP)
+    encoding = AffineInt(8, None, symmetric=True, scale_dtype=DType.F32)
+    steps = most_steps((scales_R1 - exact_R1) * 128, exact_R1)
+    return AffineIntRows(value.codes_RI ^ np.uint8(0x80), scales_R1, None, encoding), steps
+
+
+def to_int8_rows(value: AffineIntRows, decoded: DType) -> tuple[CodebookRows, float]:
+    """Symmetric int8 rows as bitsandbytes keeps them: absmax, 127 scales, in float32."""
+    scales_R1 = wide(value.scales_RG, value.encoding.scale_dtype)
+    absmax_R1 = (scales_R1.astype(np.float64) / np.float64(INT8_STEP)).astype(np.float32)
+    encoding = Codebook("int8", None, DType.F32, decoded)
+    steps = most_steps((absmax_R1 * np.float64(INT8_STEP) - scales_R1) * 128, scales_R1)
+    return CodebookRows(codes_of(value) ^ np.uint8(0x80), absmax_R1, encoding), steps
+
+
+def spread_scale(value: CodebookRows, encoding: Codebook) -> CodebookRows:
+    """One scale for everything, written out for every block of `encoding`."""
+    groups = encoding.groups(value.width)
+    return CodebookRows(value.codes_RI, np.repeat(value.scales_RG, groups, axis=1), encoding)
+
+
+def fold_divisor(value: CodebookRows) -> CodebookRows | None:
+    """NVFP4 scales divided by the number of the whole tensor; None where a quotient is no E4M3 number."""
+    assert value.divisor
+    numbers_T = TABLES["e4m3"]
+    quotients_RG = wide(value.scales_RG, DType.F8_E4M3) / np.float32(value.divisor)
+    order_T = np.argsort(numbers_T)[: np.isfinite(numbers_T).sum()]  # what is none comes last
+    places_RG = np.searchsorted(numbers_T[order_T], quotients_RG).clip(max=len(order_T) - 1)
+    scales_RG = order_T[places_RG].astype(np.uint8)
+    if not np.array_equal(numbers_T[scales_RG], quotients_RG):
+        return None
+    return CodebookRows(value.codes_RI, scales_RG, replace(value.encoding, second=None))
+
+
+def round_divisor(value: CodebookRows) -> CodebookRows:
+    """The same with a divisor that float32 holds."""
+    return replace(value, divisor=float(np.float32(value.divisor or 1)))
+
+
+def _reach(value: AffineIntRows) -> np.ndarray:
+    """The largest |code - zero| of every group, [rows, groups]."""
+    zeros_RG = zeros_of(value).astype(np.int16)
+    rows, groups = zeros_RG.shape
+    if value.groups_I is not None:
+        return np.full((rows, groups), 1 << value.encoding.bits)
+    codes_RGg = codes_of(value).reshape(rows, groups, -1)
+    reach_RG: np.ndarray = np.maximum(codes_RGg.max(axis=2) - zeros_RG, zeros_RG - codes_RGg.min(axis=2))
+    return reach_RG

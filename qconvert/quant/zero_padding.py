@@ -1,0 +1,107 @@
+"""Weights that contribute nothing: rows and columns of exact zeros, in any form a weight may have.
+
+A zero is a code that stands for 0 under whatever scale its group has, so that a group which is already
+there may be filled up, and new groups repeat the scale (and integer zero) of their neighbour.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from qconvert.core.values import (
+    AffineIntRows,
+    AffineMinRows,
+    CodebookRows,
+    DenseRows,
+    GgmlRows,
+    Value,
+    is_packed,
+)
+from qconvert.quant.codebook import TABLES
+from qconvert.quant.dequantize import zeros_of
+from qconvert.quant.packed_codes import codes_of, words_of
+
+
+def zero_rows(row: Value, count: int) -> Value:
+    """`count` rows of zeros in the form of `row`, a value of one row, whose scales they repeat."""
+    blank: Value
+    match row:
+        case DenseRows() | GgmlRows():
+            return row.with_arrays(tuple(_blank(array, (count, array.shape[1])) for array in row.arrays))
+        case AffineMinRows():
+            blank = replace(row, codes_RX=np.zeros_like(row.codes_RX), mins_RG=np.zeros_like(row.mins_RG))
+        case AffineIntRows():
+            blank = replace(row, codes_RX=_zero_codes(row, row.width))
+            if is_packed(row.codes_RX):  # like the rows that these are stacked with
+                blank = replace(blank, codes_RX=words_of(blank))
+        case CodebookRows():
+            blank = replace(row, codes_RI=np.full_like(row.codes_RI, _zero_code(row)))
+    return blank.with_arrays(tuple(np.repeat(array, count, axis=0) for array in blank.arrays))
+
+
+def pad_columns(value: Value, width: int) -> Value:
+    """The rows of a value, continued with zeros to `width` columns, which must fill whole groups."""
+    rows, have = value.rows, value.width
+    match value:
+        case DenseRows():
+            return value.with_arrays((_append(value.rows_RI, _blank(value.rows_RI, (rows, width - have))),))
+        case GgmlRows():
+            raise AssertionError("blocks are not padded")
+        case AffineMinRows():
+            groups = value.encoding.groups(width)
+            return AffineMinRows(
+                _append(codes_of(value), np.zeros((rows, width - have), np.uint8)),
+                _repeat_last(value.scales_RG, groups),
+                _append(value.mins_RG, _blank(value.mins_RG, (rows, groups - value.mins_RG.shape[1]))),
+                value.encoding,
+            )
+        case AffineIntRows():
+            return _pad_integers(value, width)
+        case CodebookRows():
+            more = np.full((rows, width - have), _zero_code(value), np.uint8)
+            scales_RG = _repeat_last(value.scales_RG, value.encoding.groups(width))
+            return replace(value, codes_RI=_append(value.codes_RI, more), scales_RG=scales_RG)
+
+
+def _pad_integers(value: AffineIntRows, width: int) -> AffineIntRows:
+    encoding, have = value.encoding, value.width
+    groups = encoding.groups(width)
+    order_I = value.groups_I
+    if order_I is not None:
+        more_I = np.arange(have, width) // (encoding.group_size or width)
+        order_I = np.concatenate([order_I, more_I.astype(order_I.dtype)])
+    grown = replace(
+        value,
+        scales_RG=_repeat_last(value.scales_RG, groups),
+        zeros_RG=None if value.zeros_RG is None else _repeat_last(value.zeros_RG, groups),
+        groups_I=order_I,
+    )
+    return replace(grown, codes_RX=_append(codes_of(value), _zero_codes(grown, width)[:, have:]))
+
+
+def _zero_codes(value: AffineIntRows, width: int) -> np.ndarray:
+    """The code of 0 in every column: the integer zero of the column's group, [rows, width]."""
+    zeros_RG = zeros_of(value)
+    if value.groups_I is not None:
+        return zeros_RG[:, value.groups_I]
+    return np.repeat(zeros_RG, width // zeros_RG.shape[1], axis=1)
+
+
+def _zero_code(value: CodebookRows) -> int:
+    """The first code of a table that stands for 0."""
+    return int(np.flatnonzero(TABLES[value.encoding.table] == 0)[0])
+
+
+def _blank(like: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
+    return np.zeros(shape, like.dtype)
+
+
+def _append(array: np.ndarray, more: np.ndarray) -> np.ndarray:
+    return np.concatenate([array, more], axis=1)
+
+
+def _repeat_last(array_RG: np.ndarray, groups: int) -> np.ndarray:
+    """The last column repeated until there are `groups` of them."""
+    return _append(array_RG, np.repeat(array_RG[:, -1:], groups - array_RG.shape[1], axis=1))

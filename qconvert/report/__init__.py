@@ -1,0 +1,1 @@
+"""Prints tables, pages and pictures."""

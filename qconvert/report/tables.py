@@ -1,0 +1,83 @@
+"""Plain-text tables for terminals and cards: aligned columns, sizes and rates in human units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from qconvert.core.dtypes import Json
+from qconvert.models.parameter_table import ParameterTable, Row
+
+
+def count(number: int, thing: str) -> str:
+    """A number of things in words: `1 file`, `1,024 files`."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def size(nbytes: float) -> str:
+    """Bytes in decimal units, three significant digits: `1.16 GB`, `523 KB`, `17 B`."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if nbytes >= factor:
+            value = nbytes / factor
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lines of a table with a heading; the first `left` columns are flush left, the rest right."""
+    widths = [max(len(str(row[i])) for row in [head, *rows]) for i in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    return [line(head), *(line(row) for row in rows)]
+
+
+def parameter_table_lines(parameter_table: ParameterTable) -> list[str]:
+    """The table by role, with its totals; columns of bytes only where the forms are known."""
+    stored = any(row.encodings for row in parameter_table.rows)
+    head = ["role", "shape", "tensors", "parameters", *(["form", "bytes", "bpw"] if stored else [])]
+    rows = [_cells(row, stored) for row in parameter_table.rows]
+    total = ["total", "", str(parameter_table.tensors), f"{parameter_table.parameters:,}"]
+    if stored:
+        total += ["", size(parameter_table.nbytes), f"{parameter_table.bits_per_weight:.2f}"]
+    return table(head, [*rows, total], left=2)
+
+
+def _cells(row: Row, stored: bool) -> list[str]:
+    shapes = ", ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes[:2])
+    more = f" +{len(row.shapes) - 2}" if len(row.shapes) > 2 else ""
+    cells = [row.role, shapes + more, str(row.tensors), f"{row.parameters:,}"]
+    if stored:
+        bpw = row.bits_per_weight
+        cells += [" ".join(row.encodings), size(row.nbytes), f"{bpw:.2f}" if bpw is not None else ""]
+    return cells
+
+
+def found_lines(model: str, found: Json) -> list[str]:
+    """What `inspect` found, as a heading, the table by role, and one line per peculiarity."""
+    heads = "head tied to the embedding" if found["tied"] else "head of its own"
+    layers = count(found["layers"], "layer")
+    lines = [f"{model}: {found['family']}; {layers}, {heads} (from {found['from']})", ""]
+    rows = tuple(
+        Row(
+            r["role"],
+            r["tensors"],
+            r["parameters"],
+            tuple(tuple(s) for s in r["shapes"]),
+            tuple(r["forms"]),
+            r["bytes"],
+        )
+        for r in found["rows"]
+    )
+    lines += parameter_table_lines(ParameterTable(rows))
+    facts = {
+        "quantization": found["quantization"],
+        "fused": ", ".join(found["fusions"]),
+        "stored although tied": found["stored_tied_head"],
+        "ignored buffers": ", ".join(found["ignored"][:3]),
+        "unknown tensors": ", ".join(found["unknown"][:3]),
+    }
+    return [*lines, *(f"{key}: {value}" for key, value in facts.items() if value)]

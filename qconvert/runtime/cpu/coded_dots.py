@@ -1,0 +1,308 @@
+"""Codes of weights inside the CPU kernels: products with inputs of 16 bits, and codes as numbers.
+
+A block of 128 columns has four parts of 32. Codes of 8 bits lie in the order of their columns. Those of
+4 bits take two runs of 32 bytes, a byte's low half for one part and its high half for the next:
+
+    bytes of a run      0-7   8-15   16-23  24-31
+    columns of a part   0-7   16-23  8-15   24-31
+
+so that one mask takes a part out of its run, and interleaving bytes with the upper halves of what they
+stand for, which AVX2 does within each half of a register, gives 16-bit numbers in the order of columns.
+Codes of 5 and 6 bits have their lower four like that, and behind the two runs 32 bytes of upper pairs: a
+byte's pairs, the lowest first, are those of the parts, in the same order of columns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import types
+
+from qconvert.quant.simd.lanes import LANES, call_llvm, lanes_type, primitive, widen_halves
+from qconvert.runtime.cpu.simd import (
+    BYTES,
+    FLOATS,
+    I8,
+    I16,
+    I32,
+    I64,
+    INTS,
+    PART,
+    SHORTS,
+    constant,
+    picked,
+    read,
+    words_type,
+)
+
+# The byte of a run that holds each column of a part.
+_BYTE_OF = [8 * (2 * (column // 8 % 2) + column // 16) + column % 8 for column in range(PART)]
+TABLE_BYTES, TABLE_NUMBERS = 64, 16
+"""A table is the lower bytes of its 16 whole numbers, twice, the upper bytes, twice, and 16 float32."""
+
+
+def _features(context: Any) -> list[str]:
+    return str(context.codegen().magic_tuple()[2]).split(",")
+
+
+def _pairs(context: Any, builder: Any, a: Any, b: Any) -> Any:
+    """Products of int16 numbers, neighbours added: sixteen int32."""
+    features = _features(context)
+    for feature, name, width in (
+        ("+avx512bw", "llvm.x86.avx512.pmaddw.d.512", 32),
+        ("+avx2", "llvm.x86.avx2.pmadd.wd", 16),
+    ):
+        if feature in features:
+            return _by_parts(builder, name, ir.VectorType(I32, width // 2), width, INTS, a, b)
+    sums = [
+        builder.mul(*(builder.sext(picked(builder, x, range(odd, PART, 2)), INTS) for x in (a, b)))
+        for odd in (0, 1)
+    ]
+    return builder.add(*sums)
+
+
+def _by_parts(builder: Any, name: str, result: Any, width: int, whole: Any, *operands: Any) -> Any:
+    """The same by an instruction of the processor that LLVM does not find by itself, on `width` elements."""
+    parts = [
+        call_llvm(builder, name, result, *(picked(builder, x, range(at, at + width)) for x in operands))
+        for at in range(0, operands[0].type.count, width)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return builder.shuffle_vector(*parts, _order(whole.count))
+
+
+def _order(count: int) -> Any:
+    return ir.Constant(ir.VectorType(I32, count), list(range(count)))
+
+
+def _part(builder: Any, codes: Any, part: Any) -> Any:
+    """The 32 nibbles of a part as bytes; `quant.packed_codes` is the address of its block."""
+    one = ir.Constant(I64, 1)
+    run = builder.mul(builder.lshr(part, one), ir.Constant(I64, PART))
+    halves = ir.VectorType(I16, PART // 2)
+    stored = read(builder, builder.add(codes, run), halves)
+    shift = builder.trunc(builder.shl(builder.and_(part, one), ir.Constant(I64, 2)), I16)
+    nibbles = builder.and_(builder.lshr(stored, _spread(builder, shift, halves)), constant(0x0F0F, halves))
+    return builder.bitcast(nibbles, BYTES)
+
+
+def _with_pairs(builder: Any, codes: Any, part: Any) -> Any:
+    """The 32 codes of 6 bits of a part as bytes; `quant.packed_codes` is the address of its block."""
+    halves = ir.VectorType(I16, PART // 2)
+    stored = read(builder, builder.add(codes, ir.Constant(I64, 2 * PART)), halves)
+    shift = builder.trunc(builder.shl(part, ir.Constant(I64, 1)), I16)
+    pairs = builder.and_(builder.lshr(stored, _spread(builder, shift, halves)), constant(0x0303, halves))
+    upper = builder.bitcast(builder.shl(pairs, constant(4, halves)), BYTES)
+    return builder.or_(_part(builder, codes, part), upper)
+
+
+def _spread(builder: Any, number: Any, vector: Any) -> Any:
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(I32, 0))
+    return builder.shuffle_vector(first, first, constant(0, ir.VectorType(I32, vector.count)))
+
+
+def _woven(builder: Any, low: Any, high: Any) -> Any:
+    """Bytes of a run and the upper bytes they get, as int16 in the order of columns."""
+    sixteen = ir.VectorType(I16, LANES)
+    parts = []
+    for first in (0, LANES):
+        places = [at for byte in _BYTE_OF[first : first + LANES] for at in (byte, PART + byte)]
+        woven = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, PART), places))
+        parts.append(builder.bitcast(woven, sixteen))
+    return builder.shuffle_vector(*parts, _order(PART))
+
+
+def _looked_up(context: Any, builder: Any, table: Any, index: Any) -> Any:
+    """Bytes of a table of 16 bytes, which lies twice at an address, at 32 indices."""
+    features, target = _features(context), str(context.codegen().magic_tuple()[0])
+    if "+avx2" in features:
+        return call_llvm(builder, "llvm.x86.avx2.pshuf.b", BYTES, read(builder, table, BYTES), index)
+    sixteen = ir.VectorType(I8, LANES)
+    name = "llvm.x86.ssse3.pshuf.b.128" if "+ssse3" in features else ""
+    name = "llvm.aarch64.neon.tbl1.v16i8" if target.startswith(("aarch64", "arm64")) else name
+    if name:
+        return _by_parts(builder, name, sixteen, LANES, BYTES, read(builder, table, BYTES), index)
+    found = ir.Constant(BYTES, ir.Undefined)
+    for i in range(PART):
+        place = ir.Constant(I32, i)
+        at = builder.add(table, builder.zext(builder.extract_element(index, place), I64))
+        found = builder.insert_element(found, read(builder, at, I8), place)
+    return found
+
+
+@primitive
+def dot_nibbles(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
+    """Products of the 32 nibbles of a part with 32 int16 at `x`, neighbours added: lane l has columns 2l
+    and 2l + 1. `quant.packed_codes` is the address of a block; there is no table.
+    """
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        codes, part, _, x = args
+        wide = _woven(builder, _part(builder, codes, part), constant(0, BYTES))
+        return _pairs(context, builder, wide, read(builder, x, SHORTS))
+
+    return words_type(types.intp, types.intp, types.intp, types.intp), emit
+
+
+@primitive
+def dot_sixes(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
+    """The same with codes of 6 bits."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        codes, part, _, x = args
+        wide = _woven(builder, _with_pairs(builder, codes, part), constant(0, BYTES))
+        return _pairs(context, builder, wide, read(builder, x, SHORTS))
+
+    return words_type(types.intp, types.intp, types.intp, types.intp), emit
+
+
+@primitive
+def dot_looked_up(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
+    """The same with what a table has for the nibbles."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        codes, part, table, x = args
+        nibbles, upper = _part(builder, codes, part), builder.add(table, ir.Constant(I64, PART))
+        low, high = (_looked_up(context, builder, at, nibbles) for at in (table, upper))
+        return _pairs(context, builder, _woven(builder, low, high), read(builder, x, SHORTS))
+
+    return words_type(types.intp, types.intp, types.intp, types.intp), emit
+
+
+@primitive
+def dot_bytes(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
+    """The same with int8 as they are."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        codes, part, _, x = args
+        at = builder.add(codes, builder.mul(part, ir.Constant(I64, PART)))
+        wide = builder.sext(read(builder, at, BYTES), SHORTS)
+        return _pairs(context, builder, wide, read(builder, x, SHORTS))
+
+    return words_type(types.intp, types.intp, types.intp, types.intp), emit
+
+
+def _half_as_floats(builder: Any, codes: Any, high: Any) -> Any:
+    """The bytes of the first 16 columns of a part, or of the others, as float32."""
+    low_half, high_half = (picked(builder, codes, _BYTE_OF[first : first + LANES]) for first in (0, LANES))
+    second = builder.icmp_unsigned("!=", high, ir.Constant(high.type, 0))
+    return builder.uitofp(builder.select(second, high_half, low_half), FLOATS)
+
+
+@primitive
+def nibble_floats(typing: Any, codes: Any, part: Any, high: Any) -> Any:
+    """The first 16 nibbles of a part, or if `high` the others, as float32."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        codes, part, high = args
+        return _half_as_floats(builder, _part(builder, codes, part), high)
+
+    return lanes_type(types.intp, types.intp, types.intp), emit
+
+
+@primitive
+def six_floats(typing: Any, codes: Any, part: Any, high: Any) -> Any:
+    """The same of codes of 6 bits."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        codes, part, high = args
+        return _half_as_floats(builder, _with_pairs(builder, codes, part), high)
+
+    return lanes_type(types.intp, types.intp, types.intp), emit
+
+
+@primitive
+def named_floats(typing: Any, table: Any, codes: Any) -> Any:
+    """What a table has, as float32, for sixteen whole numbers below 16."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        table, codes = args
+        index, found = builder.fptoui(codes, INTS), ir.Constant(FLOATS, ir.Undefined)
+        first = builder.add(table, ir.Constant(I64, TABLE_BYTES))
+        for i in range(LANES):
+            place = ir.Constant(I32, i)
+            at = builder.zext(builder.shl(builder.extract_element(index, place), ir.Constant(I32, 2)), I64)
+            number = read(builder, builder.add(first, at), ir.FloatType())
+            found = builder.insert_element(found, number, place)
+        return found
+
+    return lanes_type(types.intp, lanes_type), emit
+
+
+def _widened(context: Any, builder: Any, halves: Any) -> Any:
+    """Sixteen half-precision numbers, given as int16, as float32."""
+    features, target = _features(context), str(context.codegen().magic_tuple()[0])
+    if "+f16c" in features or target.startswith(("aarch64", "arm64")):
+        return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
+    return widen_halves(builder, builder.zext(halves, INTS))
+
+
+@primitive
+def half_floats(typing: Any, address: Any) -> Any:
+    """Sixteen half-precision numbers, widened."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return _widened(context, builder, read(builder, args[0], ir.VectorType(I16, LANES)))
+
+    return lanes_type(types.intp), emit
+
+
+@primitive
+def e4m3_floats(typing: Any, address: Any) -> Any:
+    """Sixteen finite numbers of E4M3, times 2**-8: as half precision they have another bias."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        sixteen = ir.VectorType(I16, LANES)
+        wide = builder.sext(read(builder, args[0], ir.VectorType(I8, LANES)), sixteen)
+        halves = builder.and_(builder.shl(wide, constant(7, sixteen)), constant(-0x4080, sixteen))
+        return _widened(context, builder, halves)
+
+    return lanes_type(types.intp), emit
+
+
+@primitive
+def e5m2_floats(typing: Any, address: Any) -> Any:
+    """Sixteen numbers of E5M2: half precision without its lower byte."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        sixteen = ir.VectorType(I16, LANES)
+        wide = builder.zext(read(builder, args[0], ir.VectorType(I8, LANES)), sixteen)
+        return _widened(context, builder, builder.shl(wide, constant(8, sixteen)))
+
+    return lanes_type(types.intp), emit
+
+
+@primitive
+def byte_floats(typing: Any, address: Any) -> Any:
+    """Sixteen int8 as float32."""
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        return builder.sitofp(read(builder, args[0], ir.VectorType(I8, LANES)), FLOATS)
+
+    return lanes_type(types.intp), emit
+
+
+@primitive
+def rounded_to(typing: Any, value: Any, bits: Any, least: Any) -> Any:
+    """Numbers rounded half to even to a float type of so many bits of fraction, still as float32.
+
+    `least` is the type's smallest normal number, below which its steps get no finer. Adding and taking
+    away 1.5 * 2**(23 - bits) times the number's power of two leaves no bits behind those.
+    """
+
+    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+        value, bits, least = args
+        power = builder.and_(builder.bitcast(value, INTS), constant(0x7F800000))
+        power = builder.bitcast(power, FLOATS)
+        small = builder.fcmp_ordered("<", power, least)
+        power = builder.select(small, least, power)
+        shift = builder.sub(ir.Constant(I64, 127 + 23), bits)
+        exponent = builder.trunc(builder.shl(shift, ir.Constant(I64, 23)), I32)
+        two = builder.insert_element(ir.Constant(INTS, ir.Undefined), exponent, ir.Constant(I32, 0))
+        two = builder.bitcast(builder.shuffle_vector(two, two, constant(0)), FLOATS)
+        magic = builder.fmul(builder.fmul(power, two), constant(1.5, FLOATS))
+        return builder.fsub(builder.fadd(value, magic), magic)
+
+    return lanes_type(lanes_type, types.intp, lanes_type), emit

@@ -1,0 +1,168 @@
+"""The decode step of a dense decoder on the CPU: its records, its buffers, and the call itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from qconvert.quant.simd.lanes import LANES
+from qconvert.runtime.cpu.kernel_args import LAYER, MODEL, THREAD
+from qconvert.runtime.cpu.packed_weights import Multipliable, describe, part_of
+from qconvert.runtime.cpu.step_kernel import step
+from qconvert.runtime.cpu.thread_barrier import Team
+from qconvert.runtime.rope import cos_sin
+
+if TYPE_CHECKING:
+    from qconvert.runtime.linear import Linear
+    from qconvert.runtime.model import Cache, Decoder, Layer
+
+
+class CpuStep:
+    """Reads one token of one sequence: `step(token, cache)` gives the logits, float32 [V].
+
+    Threads are as many as torch uses at the time of the first step of a cache.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        config = decoder.config
+        self._decoder = decoder
+        self._alive: list[object] = []
+        self._layers = np.concatenate([self._layer(layer) for layer in decoder.layers])
+        self._model = np.zeros(1, MODEL)
+        heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
+        width = max(layer.mlp.down.weight.shape[1] for layer in decoder.layers)  # type: ignore[union-attr]
+        sizes = {
+            "x": config.hidden,
+            "qkv": (heads + 2 * kv_heads) * head_dim,
+            "mixed": heads * head_dim,
+            "inner": width,
+            "logits": config.vocab,
+        }
+        self._buffers = {name: np.zeros(size, np.float32) for name, size in sizes.items()}
+        for name, buffer in self._buffers.items():
+            self._model[name] = buffer.ctypes.data
+        for name, size in (
+            ("hidden", config.hidden),
+            ("heads", heads),
+            ("kv_heads", kv_heads),
+            ("head_dim", head_dim),
+            ("mlp_width", width),
+            ("eps", config.norm_eps),
+            ("final_norm", self._vector(decoder.norm.weight)),
+            ("brain_cache", decoder.dtype == torch.bfloat16),
+        ):
+            self._model[name] = size
+        self._model["head"] = self._described(decoder.head)
+        self._cache: Tensor | None = None
+
+    def __call__(self, token: int, cache: Cache) -> Tensor:
+        """Logits of what follows the token; the cache then holds it."""
+        decoder, position = self._decoder, cache.length
+        if self._cache is not cache.kv:
+            self._adopt(cache.kv)
+        angles = cos_sin(decoder.config.rope, decoder.frequencies_F, position, position + 1)
+        for name, vector in zip(("cos", "sin"), angles, strict=True):
+            self._model[name] = vector.data_ptr()
+        self._model["position"] = position
+        row = decoder.embed.rows(torch.tensor([token])).float()
+        self._buffers["x"][:] = row[0].numpy()
+        self._team.run(lambda rank: step(self._model, self._layers, self._threads, rank))
+        cache.length += 1
+        return torch.from_numpy(self._buffers["logits"].copy())
+
+    def _adopt(self, kv: Tensor) -> None:
+        """Point the records at a cache, and make a team and its buffers for it."""
+        config, room = self._decoder.config, kv.shape[-2]
+        for i, layer in enumerate(self._layers):
+            layer["keys"], layer["values"] = kv[i, 0].data_ptr(), kv[i, 1].data_ptr()
+        self._team = Team(torch.get_num_threads())
+        self._model["room"], self._model["turn"] = room, self._team.turn.ctypes.data
+        self._threads = np.zeros(self._team.size, THREAD)
+        sizes = {
+            "normal": config.hidden,
+            "gates": 2 * int(self._model["mlp_width"][0]),
+            "head": config.head_dim,
+            "turned": config.head_dim,
+            "scores": -(-room // LANES) * LANES,
+        }
+        self._own = [np.zeros((self._team.size, size), np.float32) for size in sizes.values()]
+        for name, buffers in zip(sizes, self._own, strict=True):
+            self._threads[name] = [buffer.ctypes.data for buffer in buffers]
+        self._cache = kv
+
+    def _layer(self, layer: Layer) -> np.ndarray:
+        record = np.zeros(1, LAYER)
+        attention, mlp = layer.attention, layer.mlp
+        norms = {
+            "attention_norm": layer.attention_norm,
+            "mlp_norm": layer.mlp_norm,
+            "q_norm": attention.q_norm,
+            "k_norm": attention.k_norm,
+        }
+        for name, norm in norms.items():
+            record[name] = 0 if norm is None else self._vector(norm.weight)
+        heads, kv_heads, width = attention.heads, attention.kv_heads, mlp.down.weight.shape[1]  # type: ignore[union-attr]
+        shares = [n * attention.head_dim for n in (heads, kv_heads, kv_heads)]
+        linears = {
+            **dict(zip("qkv", _apart(attention.qkv, shares), strict=True)),
+            **dict(zip(("gate", "up"), _apart(mlp.gate_up, [width, width]), strict=True)),  # type: ignore[union-attr]
+            "o": attention.o,
+            "down": mlp.down,  # type: ignore[union-attr]
+        }
+        for name, linear in linears.items():
+            record[name] = self._linear(linear)
+        record["window"] = attention.window or 0
+        return record
+
+    def _linear(self, linear: Linear) -> np.ndarray:
+        bias = None if linear.bias_O is None else linear.bias_O.float().contiguous()
+        return self._described(linear.weight, bias)
+
+    def _described(self, weight: object, bias_O: Tensor | None = None) -> np.ndarray:
+        assert isinstance(weight, Multipliable)
+        self._alive += [weight, bias_O]
+        return describe(weight, bias_O)
+
+    def _vector(self, weight: Tensor) -> int:
+        vector = weight.float().contiguous()
+        self._alive.append(vector)
+        return vector.data_ptr()
+
+
+def _apart(linears: Sequence[Linear], rows: Sequence[int]) -> Sequence[Linear]:
+    """Linears of so many rows, out of the one that they are stacked in, if they are; no copy."""
+    if len(linears) == len(rows):
+        return linears
+    whole, parts = linears[0], []
+    for start, stop in pairwise(accumulate(rows, initial=0)):
+        assert isinstance(whole.weight, Multipliable)
+        bias_O = None if whole.bias_O is None else whole.bias_O[start:stop]
+        parts.append(replace(whole, weight=part_of(whole.weight, slice(start, stop)), bias_O=bias_O))
+    return parts
+
+
+def cpu_step(decoder: Decoder) -> CpuStep | None:
+    """The step of a decoder whose every layer and head the kernels can read; None for others.
+
+    They read dense layers in packed, bfloat16 or float32 form, of widths that fill registers.
+    """
+    from qconvert.runtime.model import Mlp
+
+    weights: list[object] = [decoder.head]
+    config = decoder.config
+    for layer in decoder.layers:
+        if not isinstance(layer.mlp, Mlp):
+            return None
+        parts: list[Linear] = [*layer.attention.qkv, *layer.mlp.gate_up]
+        weights += [part.weight for part in (*parts, layer.attention.o, layer.mlp.down)]
+    widths = [config.hidden, config.head_dim, *(w.shape[1] for w in weights if isinstance(w, Multipliable))]
+    readable = all(isinstance(weight, Multipliable) for weight in weights)
+    if decoder.device.type != "cpu" or not readable or any(width % LANES for width in widths):
+        return None
+    return CpuStep(decoder)

@@ -1,0 +1,250 @@
+"""Rows of a weight times one vector, at the speed of reading the weight once.
+
+Weights on a grid are multiplied as integers: the vector is rounded to 16 bits per block of 128
+columns, at most 2**-16 of the block's largest number off, a hundredth of what rounding it to
+bfloat16 costs. Products are exact, their sums over what shares a scale too, up to a block; scales,
+zeros and mins are applied in float32, as `scale * (sum of code * x - zero * sum of x) + min * sum of x`.
+Numbers of a table are whole multiples of a unit (all but NF4's exactly, those within 2**-14 of the
+largest). Dense weights and those of 8-bit floats are multiplied in float32.
+All arguments named `x`, `y`, `w`, ... are byte addresses (see `words.py`). `spread` of `scales.py` makes
+one float32 of everything that 128, 32 or 16 columns are multiplied with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from qconvert.quant.simd.lanes import LANES, peak, rounded_even, splat
+from qconvert.runtime.cpu.coded_dots import (
+    dot_bytes,
+    dot_looked_up,
+    dot_nibbles,
+    dot_sixes,
+    e4m3_floats,
+    e5m2_floats,
+)
+from qconvert.runtime.cpu.group_scales import spread
+from qconvert.runtime.cpu.simd import (
+    BLOCK,
+    PART,
+    added,
+    address,
+    as_floats,
+    brains,
+    float_at,
+    floats,
+    folded,
+    fused,
+    larger,
+    put_float,
+    put_shorts,
+    routine,
+    total,
+    two_floats,
+)
+
+_MOST = np.float32(32767)
+_LEAST_PEAK = np.float32(1e-30)
+"""Blocks of smaller numbers count as zero: their step would be no normal number."""
+
+
+@routine
+def _rounded_up(count):  # type: ignore[no-untyped-def]
+    return (count + LANES - 1) // LANES * LANES
+
+
+@routine
+def _sizes(linear, columns):  # type: ignore[no-untyped-def]
+    """Blocks and groups of a row, and how many runs of `columns` columns a group has."""
+    blocks, groups = (linear.width + BLOCK - 1) // BLOCK, (linear.width + linear.group - 1) // linear.group
+    return blocks, groups, linear.group // columns
+
+
+@routine
+def _fixed(linear, x, columns):  # type: ignore[no-untyped-def]
+    """A vector in fixed point: int16 numbers, the step of each run, the sum of each group of columns.
+
+    Runs are of `columns` columns; the arrays go on in zeros for as long as the kernels read.
+    """
+    blocks, groups, each = _sizes(linear, columns)
+    shorts, runs = np.zeros(blocks * BLOCK, np.int16), BLOCK // columns
+    steps = np.zeros(_rounded_up(groups) * each + blocks * runs + LANES, np.float32)
+    sums, g, left = np.zeros(_rounded_up(groups), np.float32), 0, linear.group
+    for block in range(blocks):
+        first, last = block * BLOCK, min((block + 1) * BLOCK, linear.width)
+        biggest = splat(np.float32(0))
+        for i in range(first, last, LANES):
+            biggest = larger(biggest, floats(x + 4 * i))
+        top = peak(biggest)
+        step, inverse = top / _MOST, splat(_MOST / top)
+        if top < _LEAST_PEAK:
+            step, inverse = np.float32(0), splat(np.float32(0))
+        steps[block * runs : (block + 1) * runs] = step
+        for i in range(first, last, LANES):
+            whole = rounded_even(floats(x + 4 * i) * inverse)
+            put_shorts(address(shorts) + 2 * i, whole)
+            sums[g] += step * total(whole)
+            left -= LANES
+            if not left:
+                g, left = g + 1, linear.group
+    return shorts, steps, sums
+
+
+def _named(function: Callable[..., None], name: str) -> Any:
+    """A routine of its own name. numba links code that it stored by qualified names and argument types
+    alone, so two routines of one name could take each other's place.
+    """
+    function.__qualname__ = function.__name__ = name
+    return routine(function)
+
+
+def _by_blocks(name: str, dot: Any, block_bytes: int) -> Any:
+    """Rows whose scales hold for whole blocks."""
+
+    def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
+        blocks, groups, each = _sizes(linear, BLOCK)
+        shorts, steps, sums = _fixed(linear, x, BLOCK)
+        scales, x16, table = np.zeros(len(steps), np.float32), address(shorts), linear.table
+        for row in range(start, stop):
+            away = spread(linear, row, groups, each, address(steps), address(sums), address(scales))
+            w, at, scale = linear.codes + row * blocks * block_bytes, x16, address(scales)
+            sum_ = splat(np.float32(0))
+            for _ in range(blocks):
+                a = added(dot(w, 0, table, at), dot(w, 1, table, at + 64))
+                b = added(dot(w, 2, table, at + 128), dot(w, 3, table, at + 192))
+                sum_ = fused(as_floats(added(a, b)), splat(float_at(scale)), sum_)
+                w += block_bytes
+                at += 2 * BLOCK
+                scale += 4
+            put_float(y + 4 * row, total(sum_) - away)
+
+    return _named(rows, name)
+
+
+def _by_parts(name: str, dot: Any, block_bytes: int) -> Any:
+    """Rows whose scales hold for any multiple of 32 columns, what a `dot` takes."""
+
+    def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
+        blocks, groups, each = _sizes(linear, PART)
+        shorts, steps, sums = _fixed(linear, x, PART)
+        scales, x16, table = np.zeros(len(steps), np.float32), address(shorts), linear.table
+        for row in range(start, stop):
+            away = spread(linear, row, groups, each, address(steps), address(sums), address(scales))
+            w, at, scale = linear.codes + row * blocks * block_bytes, x16, address(scales)
+            a = splat(np.float32(0))
+            b = a
+            for _ in range(blocks):
+                low = folded(dot(w, 0, table, at), dot(w, 1, table, at + 64))
+                high = folded(dot(w, 2, table, at + 128), dot(w, 3, table, at + 192))
+                a = fused(as_floats(low), two_floats(scale), a)
+                b = fused(as_floats(high), two_floats(scale + 8), b)
+                w += block_bytes
+                at += 2 * BLOCK
+                scale += 16
+            put_float(y + 4 * row, total(a + b) - away)
+
+    return _named(rows, name)
+
+
+def _by_halves(name: str, dot: Any, block_bytes: int) -> Any:
+    """Rows whose scales hold for any multiple of 16 columns: half of what a `dot` takes."""
+
+    def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
+        blocks, groups, each = _sizes(linear, LANES)
+        shorts, steps, sums = _fixed(linear, x, LANES)
+        scales, x16, table = np.zeros(len(steps), np.float32), address(shorts), linear.table
+        for row in range(start, stop):
+            away = spread(linear, row, groups, each, address(steps), address(sums), address(scales))
+            w, at, scale = linear.codes + row * blocks * block_bytes, x16, address(scales)
+            a = splat(np.float32(0))
+            b = a
+            for _ in range(blocks):
+                a = fused(as_floats(dot(w, 0, table, at)), two_floats(scale), a)
+                b = fused(as_floats(dot(w, 1, table, at + 64)), two_floats(scale + 8), b)
+                a = fused(as_floats(dot(w, 2, table, at + 128)), two_floats(scale + 16), a)
+                b = fused(as_floats(dot(w, 3, table, at + 192)), two_floats(scale + 24), b)
+                w += block_bytes
+                at += 2 * BLOCK
+                scale += 32
+            put_float(y + 4 * row, total(a + b) - away)
+
+    return _named(rows, name)
+
+
+def _by_floats(name: str, number: Any) -> Any:
+    """Rows of 8-bit floats."""
+
+    def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
+        columns = LANES if linear.group % BLOCK else BLOCK
+        blocks, groups, each = _sizes(linear, columns)
+        ones = np.ones(_rounded_up(groups) * each + LANES, np.float32)
+        scales, none = np.zeros(len(ones), np.float32), np.zeros(_rounded_up(groups), np.float32)
+        for row in range(start, stop):
+            spread(linear, row, groups, each, address(ones), address(none), address(scales))
+            w, even = linear.codes + row * blocks * BLOCK, 0
+            sum_ = splat(np.float32(0))
+            if columns == BLOCK:
+                even = linear.width - linear.width % BLOCK
+                for i in range(0, even, BLOCK):
+                    part = _block_of_floats(number, w + i, x + 4 * i)
+                    sum_ = fused(part, splat(scales[i // BLOCK]), sum_)
+            for i in range(even, linear.width, LANES):
+                scale = splat(scales[i // BLOCK if columns == BLOCK else i // LANES])
+                sum_ = fused(number(w + i) * scale, floats(x + 4 * i), sum_)
+            put_float(y + 4 * row, total(sum_))
+
+    return _named(rows, name)
+
+
+@routine
+def _block_of_floats(number, w, x):  # type: ignore[no-untyped-def]
+    """Products of 128 columns, in four chains of sums that need not wait for one another."""
+    a, b = number(w) * floats(x), number(w + 16) * floats(x + 64)
+    c, d = number(w + 32) * floats(x + 128), number(w + 48) * floats(x + 192)
+    a, b = fused(number(w + 64), floats(x + 256), a), fused(number(w + 80), floats(x + 320), b)
+    c, d = fused(number(w + 96), floats(x + 384), c), fused(number(w + 112), floats(x + 448), d)
+    return (a + b) + (c + d)
+
+
+def _dense(name: str, number: Any, size: int) -> Any:
+    """Rows of plain numbers."""
+
+    def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
+        width, step = linear.width, size * LANES
+        even = width - width % (4 * LANES)
+        for row in range(start, stop):
+            at = linear.codes + size * width * row
+            a = splat(np.float32(0))
+            b, c, d = a, a, a
+            for i in range(0, even, 4 * LANES):
+                a = fused(number(at), floats(x + 4 * i), a)
+                b = fused(number(at + step), floats(x + 4 * i + 64), b)
+                c = fused(number(at + 2 * step), floats(x + 4 * i + 128), c)
+                d = fused(number(at + 3 * step), floats(x + 4 * i + 192), d)
+                at += 4 * step
+            for i in range(even, width, LANES):
+                a = fused(number(at), floats(x + 4 * i), a)
+                at += step
+            put_float(y + 4 * row, total((a + b) + (c + d)))
+
+    return _named(rows, name)
+
+
+nibbles_by_blocks = _by_blocks("nibbles_by_blocks", dot_nibbles, BLOCK // 2)
+nibbles_by_parts = _by_parts("nibbles_by_parts", dot_nibbles, BLOCK // 2)
+nibbles_by_halves = _by_halves("nibbles_by_halves", dot_nibbles, BLOCK // 2)
+sixes_by_blocks = _by_blocks("sixes_by_blocks", dot_sixes, BLOCK * 3 // 4)
+sixes_by_parts = _by_parts("sixes_by_parts", dot_sixes, BLOCK * 3 // 4)
+sixes_by_halves = _by_halves("sixes_by_halves", dot_sixes, BLOCK * 3 // 4)
+looked_up_by_parts = _by_parts("looked_up_by_parts", dot_looked_up, BLOCK // 2)
+looked_up_by_halves = _by_halves("looked_up_by_halves", dot_looked_up, BLOCK // 2)
+bytes_by_blocks = _by_blocks("bytes_by_blocks", dot_bytes, BLOCK)
+bytes_by_parts = _by_parts("bytes_by_parts", dot_bytes, BLOCK)
+bytes_by_halves = _by_halves("bytes_by_halves", dot_bytes, BLOCK)
+e4m3 = _by_floats("e4m3", e4m3_floats)
+e5m2 = _by_floats("e5m2", e5m2_floats)
+bfloat16 = _dense("bfloat16", brains, 2)
+float32 = _dense("float32", floats, 4)

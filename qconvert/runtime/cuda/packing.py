@@ -1,0 +1,267 @@
+"""Weights in the order in which the tensor cores of a GPU read them: packing, and its inverse.
+
+A weight is cut into tiles of 128 rows by 128 columns, one after the other along a row of tiles, so that
+a kernel reads memory in one stream. A tile is cut into blocks of 32 (int4) or 16 (int8) columns, and a
+row of a block into 4 words of 32 bits. Word t holds what thread t of 4 wants of the left operand of a
+`wgmma` or `mma` (PTX ISA, "Matrix fragments": columns 2t, 2t + 1, 2t + 8 and 2t + 9 of every 16):
+
+    bit 31      28      24      20      16      12       8       4       0
+    int4  | 2t+25 | 2t+17 | 2t+9  | 2t+1  | 2t+24 | 2t+16 | 2t+8  | 2t    |   block of 32 columns
+    int8  |     2t+9      |     2t+1      |     2t+8      |      2t       |   block of 16 columns
+           -------- odd columns --------- -------- even columns ---------
+
+Two neighbours are at the same place of the two halves, so that a shift, a mask and a constant turn them
+into one register of two bfloat16. A nibble is the code; a byte is `code - 128` in two's complement.
+
+Scales and zeros lie as the threads that own a row want them: rows n and n + 8 of every 16 beside each
+other (two scales of 16 bits to a word), zeros of rows n, n + 8, n + 64 and n + 72 too (four to a word).
+Rows and columns are padded to whole tiles; scales of what is padded are 0. A layout is made at load, on
+the device, and never saved.
+Legend: N out features (rows), K in features, G groups, T x U tiles, J groups of a tile, R rows asked for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qconvert.core.values import AffineIntRows
+from qconvert.quant.packed_codes import codes_of
+from qconvert.runtime.storage import IntWeight, as_tensor
+
+TILE = 128
+"""Rows, and columns, of a tile; also the columns that a kernel multiplies by in one step."""
+GROUPS = (128, 64, 32)
+"""Columns that may share one scale; larger groups that these divide are spelled as several."""
+_PACK_BYTES = 64 << 20
+"""Codes packed at a time: packing holds them as 32-bit words, four or eight times the packed bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MmaInt4:
+    """A grid of up to 4 bits, `(code - zero) * scale`, exactly as it is stored.
+
+    `words` int32 [T, U, 4, 128, 4], by tile, block, row and word. `scales` [T, U, 64, J, 2] in the dtype
+    they are stored in, by tile, pair of rows, group and row of the pair; `zeros` uint8
+    [T, U, 32, J, 4], or None for a symmetric grid, whose zero is 8 (codes of fewer bits are moved up).
+    Where `group` is None, a row has one scale and one zero, and they are as for U = 1, J = 1.
+    """
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int | None
+    shape: tuple[int, int]
+    dtype: torch.dtype = torch.bfloat16
+    kind: str = "int4-mma"
+
+    @property
+    def sum_group(self) -> int:
+        """The columns per sum that `group_sums` takes for products with this weight."""
+        return self.group or TILE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return _nbytes(self)
+
+    def rows(self, index: slice) -> Tensor:
+        """Dequantized rows, [R, K] in the compute dtype; float32 scratch of the same shape."""
+        return _rows(self, index).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class MmaInt8:
+    """A grid of 5 to 8 bits, `(code - zero) * scale`, exactly as it is stored.
+
+    `words` int32 [T, U, 8, 128, 4]; the rest as in MmaInt4, the zero of a symmetric grid being 128.
+    """
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int | None
+    shape: tuple[int, int]
+    dtype: torch.dtype = torch.bfloat16
+    kind: str = "int8-mma"
+
+    @property
+    def sum_group(self) -> int | None:
+        """The columns per sum that `group_sums` takes; None for a symmetric grid, which wants none."""
+        return None if self.zeros is None else self.group or TILE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return _nbytes(self)
+
+    def rows(self, index: slice) -> Tensor:
+        """Dequantized rows, [R, K] in the compute dtype; float32 scratch of the same shape."""
+        return _rows(self, index).to(self.dtype)
+
+
+MmaWeight = MmaInt4 | MmaInt8
+"""Quantized weights that the kernels of this package multiply by."""
+
+
+def pack_int4(codes_NK: Tensor) -> Tensor:
+    """Codes of 0 to 15, uint8 [N, K] of whole tiles, as int32 words [T, U, 4, 128, 4]."""
+    return _gathered(codes_NK, per_half=4, bits=4)
+
+
+def unpack_int4(words: Tensor) -> Tensor:
+    """The inverse of `pack_int4`: uint8 [N, K]."""
+    return _spread(words, per_half=4, bits=4)
+
+
+def pack_int8(codes_NK: Tensor) -> Tensor:
+    """Codes of 0 to 255, uint8 [N, K] of whole tiles, as int32 words [T, U, 8, 128, 4]."""
+    return _gathered(codes_NK ^ 128, per_half=2, bits=8)
+
+
+def unpack_int8(words: Tensor) -> Tensor:
+    """The inverse of `pack_int8`: uint8 [N, K]."""
+    return _spread(words, per_half=2, bits=8) ^ 128
+
+
+def _gathered(codes_NK: Tensor, *, per_half: int, bits: int) -> Tensor:
+    out, width = codes_NK.shape
+    # By tile, row, tile across, block, place in a half, word and half.
+    codes = codes_NK.view(out // TILE, TILE, width // TILE, -1, per_half, 4, 2)
+    words = torch.zeros((), dtype=torch.int32, device=codes.device)
+    for a in range(per_half):
+        for half in range(2):
+            words = words | (codes[:, :, :, :, a, :, half].int() << (bits * a + 16 * half))
+    return words.permute(0, 2, 3, 1, 4).contiguous()
+
+
+def _spread(words: Tensor, *, per_half: int, bits: int) -> Tensor:
+    tiles, across, blocks = words.shape[:3]
+    by_row = words.permute(0, 3, 1, 2, 4)
+    shape = (tiles, TILE, across, blocks, per_half, 4, 2)
+    codes = torch.empty(shape, dtype=torch.uint8, device=words.device)
+    for a in range(per_half):
+        for half in range(2):
+            codes[:, :, :, :, a, :, half] = (by_row >> (bits * a + 16 * half)) & ((1 << bits) - 1)
+    return codes.view(tiles * TILE, across * TILE)
+
+
+def pack_scales(scales_NG: Tensor, groups: int) -> Tensor:
+    """Scales of whole tiles, [N, G], by pairs of rows: [T, U, 64, J, 2], where J is `groups`."""
+    parts = scales_NG.view(-1, 8, 2, 8, scales_NG.shape[1] // groups, groups)
+    return parts.permute(0, 4, 1, 3, 5, 2).flatten(2, 3).contiguous()
+
+
+def unpack_scales(scales: Tensor) -> Tensor:
+    """The inverse of `pack_scales`: [N, G]."""
+    tiles, across, _, groups, _ = scales.shape
+    parts = scales.view(tiles, across, 8, 8, groups, 2)
+    return parts.permute(0, 2, 5, 3, 1, 4).reshape(tiles * TILE, across * groups)
+
+
+def pack_zeros(zeros_NG: Tensor, groups: int) -> Tensor:
+    """Zeros of whole tiles, [N, G], by fours of rows: [T, U, 32, J, 4], where J is `groups`."""
+    parts = zeros_NG.view(-1, 2, 4, 2, 8, zeros_NG.shape[1] // groups, groups)
+    return parts.permute(0, 5, 2, 4, 6, 1, 3).flatten(2, 3).flatten(4).contiguous()
+
+
+def unpack_zeros(zeros: Tensor) -> Tensor:
+    """The inverse of `pack_zeros`: [N, G]."""
+    tiles, across, _, groups, _ = zeros.shape
+    parts = zeros.view(tiles, across, 4, 8, groups, 2, 2)
+    return parts.permute(0, 5, 2, 6, 3, 1, 4).reshape(tiles * TILE, across * groups)
+
+
+def mma_weight(value: AffineIntRows, device: torch.device) -> MmaWeight | None:
+    """A grid of integer zeros on the device in the kernels' layout; None where they cannot hold it.
+
+    They hold groups of consecutive columns of which 32, 64 or 128 is a divisor, or one per row.
+    """
+    if value.groups_I is not None:
+        return None
+    zeros: Tensor | int = 1 << (value.encoding.bits - 1)
+    if value.zeros_RG is not None:
+        zeros = torch.from_numpy(value.zeros_RG)
+    scales_NG = as_tensor(value.scales_RG, value.encoding.scale_dtype)
+    return _mma_grid(torch.from_numpy(codes_of(value)), scales_NG, zeros, value.encoding.bits <= 4, device)
+
+
+def mma_table(weight: IntWeight) -> MmaWeight | None:
+    """The same for a weight that is on its device, in the layout whose rows are read."""
+    small, device = weight.kind == "int4", weight.codes_OB.device
+    return _mma_grid(weight.codes(), weight.scales_OG, weight.zeros_OG, small, device)
+
+
+def tile_group(width: int, groups: int) -> int | None:
+    """The columns that share a scale in the kernels' layout: None for one scale per row, 0 for no layout."""
+    return None if groups == 1 else next((g for g in GROUPS if width // groups % g == 0), 0)
+
+
+def _mma_grid(
+    codes_NK: Tensor, scales_NG: Tensor, zeros_NG: Tensor | int, small: bool, device: torch.device
+) -> MmaWeight | None:
+    """`(code - zero) * scale` by groups; `small` for codes of up to 4 bits."""
+    out, width = codes_NK.shape
+    stored, group = width // scales_NG.shape[1], tile_group(width, scales_NG.shape[1])
+    # The kernel holds 128 + zero in the 8 bits of a bfloat16's precision.
+    if group == 0 or (small and isinstance(zeros_NG, Tensor) and bool((zeros_NG >= 128).any())):
+        return None
+    # Moving the codes of a symmetric grid up moves its zero, 2**(bits - 1), to that of the widest.
+    shift = (8 if small else 128) - zeros_NG if isinstance(zeros_NG, int) else 0
+
+    def padded(part_NG: Tensor) -> Tensor:
+        part_NG = part_NG.to(device).repeat_interleave(1 if group is None else stored // group, dim=1)
+        more = 0 if group is None else -width % TILE // group
+        return F.pad(part_NG, (0, more, 0, -out % TILE))
+
+    groups = 1 if group is None else TILE // group
+    zeros = None if isinstance(zeros_NG, int) else padded(zeros_NG)
+    return (MmaInt4 if small else MmaInt8)(
+        words=_packed(codes_NK, shift, small, device),
+        scales=pack_scales(padded(scales_NG), groups),
+        zeros=None if zeros is None else pack_zeros(zeros, groups),
+        group=group,
+        shape=(out, width),
+    )
+
+
+def _packed(codes_NK: Tensor, shift: int, small: bool, device: torch.device) -> Tensor:
+    out, width = codes_NK.shape
+    rows = max(1, _PACK_BYTES // (width * TILE)) * TILE
+    parts = []
+    for start in range(0, out, rows):
+        block = codes_NK[start : start + rows].to(device) + shift
+        whole = F.pad(block, (0, -width % TILE, 0, -len(block) % TILE))
+        parts.append(pack_int4(whole) if small else pack_int8(whole))
+    return torch.cat(parts)
+
+
+def _nbytes(weight: MmaWeight) -> int:
+    zeros = 0 if weight.zeros is None else weight.zeros.nbytes
+    return weight.words.nbytes + weight.scales.nbytes + zeros
+
+
+def mma_codes(weight: MmaWeight, index: slice) -> tuple[Tensor, Tensor, Tensor | int]:
+    """Codes uint8 [R, padded K], scales float32 [R, G] and zeros float32 [R, G] (or the one) of some rows."""
+    start, stop, _ = index.indices(weight.shape[0])
+    first = start // TILE
+    tiles, rows = slice(first, -(-stop // TILE)), slice(start - first * TILE, stop - first * TILE)
+    unpack = unpack_int4 if isinstance(weight, MmaInt4) else unpack_int8
+    scales_RG = unpack_scales(weight.scales[tiles])[rows].float()
+    zeros_RG: Tensor | int = 8 if isinstance(weight, MmaInt4) else 128
+    if weight.zeros is not None:
+        zeros_RG = unpack_zeros(weight.zeros[tiles])[rows].float()
+    return unpack(weight.words[tiles])[rows], scales_RG, zeros_RG
+
+
+def _rows(weight: MmaWeight, index: slice) -> Tensor:
+    """Dequantized rows in float32, [R, K]."""
+    codes_RK, scales_RG, zeros_RG = mma_codes(weight, index)
+    rows, groups = scales_RG.shape
+    w_RGS = codes_RK.float().view(rows, groups, codes_RK.shape[1] // groups)
+    w_RGS -= zeros_RG if isinstance(zeros_RG, int) else zeros_RG[..., None]
+    w_RGS *= scales_RG[..., None]
+    return w_RGS.flatten(1)[:, : weight.shape[1]]

@@ -1,0 +1,70 @@
+"""Rotary position embedding: the frequencies of every scaling, and the rotation itself.
+
+Frequencies are float32, computed in the order of operations of transformers' `modeling_rope_utils`,
+so that positions far out agree with it to rounding. Legend: T positions, E head dimensions,
+F = E / 2 frequencies.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from qconvert.runtime.config import LinearScaling, Llama3Scaling, Rope, YarnScaling
+
+
+def frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """Radians per position of each pair of dimensions, float32 [head_dim / 2]."""
+    base_F = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    match rope.scaling:
+        case None:
+            return 1.0 / base_F
+        case LinearScaling(factor):
+            return 1.0 / base_F / factor
+        case Llama3Scaling():
+            return _llama3(rope.scaling, 1.0 / base_F)
+        case YarnScaling():
+            return _yarn(rope.scaling, base_F, rope.theta)
+
+
+def cos_sin(rope: Rope, frequencies_F: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """What `rotate` needs at positions [start, stop): float32 [stop - start, E] each.
+
+    Cosines, and sines whose first half is negative: the sign that the rotation gives them.
+    """
+    positions_T = torch.arange(start, stop, dtype=torch.float32, device=frequencies_F.device)
+    angles_TF = torch.outer(positions_T, frequencies_F)
+    scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    cos_TF, sin_TF = angles_TF.cos() * scale, angles_TF.sin() * scale
+    return torch.cat((cos_TF, cos_TF), dim=-1), torch.cat((-sin_TF, sin_TF), dim=-1)
+
+
+def rotate(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Turn each pair (i, i + E/2) of a head's dimensions by its angle; float32 inside."""
+    other_BTHE = x_BTHE.roll(x_BTHE.shape[-1] // 2, dims=-1)
+    return torch.addcmul(x_BTHE * cos_TE[:, None], other_BTHE, sin_TE[:, None]).to(x_BTHE.dtype)
+
+
+def _llama3(scaling: Llama3Scaling, plain_F: Tensor) -> Tensor:
+    turns_F = scaling.original_context * plain_F / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept_F = ((turns_F - low) / (high - low)).clamp(0, 1)
+    return (1 - kept_F) * plain_F / scaling.factor + kept_F * plain_F
+
+
+def _yarn(scaling: YarnScaling, base_F: Tensor, theta: float) -> Tensor:
+    head_dim = 2 * base_F.numel()
+
+    def dimension(turns: float) -> float:
+        """The dimension whose wave turns that often within the original context."""
+        return head_dim * math.log(scaling.original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low or 0.001  # as in transformers: a ramp of no width is a step
+    ramp_F = ((torch.arange(base_F.numel(), dtype=torch.float32) - low) / width).clamp(0, 1)
+    return ramp_F / (scaling.factor * base_F) + (1 - ramp_F) / base_F

@@ -1,0 +1,38 @@
+"""Under which conditions a decoder computes: what has to stand beside its figures."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from qconvert import __version__
+from qconvert.runtime.model import Decoder
+
+
+def arithmetic(decoder: Decoder, rows: int) -> str:
+    """What products with quantized weights are made of, in batches of at least so many tokens."""
+    linears = [linear for layer in decoder.layers for linear in (*layer.attention.qkv, layer.attention.o)]
+    packed = any(linear.backend(decoder.device.type, rows).packed for linear in linears)
+    name = dtype_name(decoder.dtype)
+    worth = (
+        f"rounded to {name}" if not packed else "in exact products with inputs of 16 bits per block of 128"
+    )
+    return f"{name}, quantized weights as scale * (code - zero) {worth}, logits in float32"
+
+
+def device_name(decoder: Decoder) -> str:
+    """The GPU by its name, or the CPU with the number of threads that compute on it."""
+    if decoder.device.type == "cuda":
+        return torch.cuda.get_device_name(decoder.device)
+    return f"{decoder.device.type}, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    """Of qconvert, Python and torch."""
+    return {"qconvert": __version__, "python": platform.python_version(), "torch": torch.__version__}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16` for `torch.bfloat16`."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,25 @@
+"""How the decoder asks for weights: by role, never by tensor name. Does not import torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from qconvert.core.values import Value
+
+
+class Weights(Protocol):
+    """The weights of a model, whole tensors by role.
+
+    Roles without a layer: `embed`, `lm_head`, `final_norm`. Roles of a layer: `attn.norm`, `attn.q`,
+    `attn.k`, `attn.v` or `attn.qkv` (rows of q, k, v stacked), `attn.o`, `attn.q_norm`, `attn.k_norm`,
+    `mlp.norm`, `mlp.gate` and `mlp.up` or `mlp.gate_up` (stacked), `mlp.down`; in a sparse layer
+    `mlp.router`, `mlp.experts.<n>.gate`, `.up`, `.gate_up`, `.down`, `mlp.shared.gate`, `.up`,
+    `.gate_up`, `.down`, `mlp.shared_gate`.
+    """
+
+    def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:
+        """All rows of a weight (`[out, in]`; a norm `[width, 1]`) or, for kind `bias`, `[out, 1]`.
+
+        None when the model has no such tensor.
+        """
+        ...
