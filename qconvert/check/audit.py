@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qconvert.checkpoint.gguf_model import GGUFModel
 from qconvert.checkpoint.open import Checkpoint
-from qconvert.convert.gguf_file import REORDERED
+from qconvert.convert.containers.gguf_file import REORDERED
 from qconvert.convert.manifest import FILE_NAME
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import GgmlBlocks, ModelTensor

@@ -14,13 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qconvert.checkpoint.facts import column_groups, numbers_of
 from qconvert.convert.runner import read_slice
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.core.protocols import Reader
-from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, GgmlRows, Value
-from qconvert.plan.passes.activation_order import Order, orders_of, undo
-from qconvert.plan.plan import RowSlice, copy_of, rows_of_part, rows_of_parts, rows_within, whole
+from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, Value
+from qconvert.ops import Order
+from qconvert.plan.passes.activation_order import orders_of, undo
+from qconvert.plan.passes.copy import copy_of
+from qconvert.plan.passes.fuse import rows_of_part, rows_of_parts
+from qconvert.plan.plan import RowSlice, rows_within, whole
 from qconvert.quant.casts import Difference, cast, compare
 from qconvert.quant.dequantize import column_scales, numbers
 
@@ -107,7 +111,7 @@ def compare_checkpoints(
 
 def _orders(a: Checkpoint, reordered: Collection[str]) -> dict[str, tuple[Order, Order]]:
     """The orders of rows and columns that undoing A's activation order gives these tensors."""
-    plan, _, _ = undo(copy_of(a.bind(allow_unknown=True)), a.architecture, a.groups_of_columns)
+    plan, _, _ = undo(copy_of(a.bind(allow_unknown=True)), a.architecture, column_groups(a))
     return {unit.output.name: orders_of(unit) for unit in plan.units if unit.output.name in reordered}
 
 
@@ -124,9 +128,9 @@ class _Reordered:
         rows, columns = self.orders.get(tensor.name, ((), ()))
         if not rows:
             value = self.reader.read(tensor, start, stop)
-            return _chosen(_numbers(value), columns=columns) if columns else value
+            return _chosen(numbers_of(value), columns=columns) if columns else value
         if self.kept[0] != tensor.name:
-            self.kept = tensor.name, _numbers(self.reader.read(tensor, 0, tensor.rows))
+            self.kept = tensor.name, numbers_of(self.reader.read(tensor, 0, tensor.rows))
         assert self.kept[1] is not None
         return _chosen(self.kept[1], rows[start:stop], columns)
 
@@ -199,7 +203,7 @@ def _compare_pairs(
     total, steps, zeros, rounded = None, None, True, True
     for pair in pairs:
         for block_a, block_b in _blocks(reader_a, pair.a, reader_b, pair.b, pair.rows_a):
-            numbers_a, numbers_b = _numbers(block_a), _numbers(block_b)
+            numbers_a, numbers_b = numbers_of(block_a), numbers_of(block_b)
             inside, zeros = _inside(numbers_b, pair.width_a, zeros)
             found = compare(numbers_a, inside)
             total = found if total is None else total + found
@@ -208,7 +212,7 @@ def _compare_pairs(
                 steps = max(steps or 0.0, _steps(numbers_a, block_b))
         for more in rows_within(pair.b, pair.rows_a, pair.rows_b):
             for _, block in _blocks(reader_b, [more], reader_b, [more], more.rows):
-                zeros = _inside(_numbers(block), 0, zeros)[1]
+                zeros = _inside(numbers_of(block), 0, zeros)[1]
     if not zeros:
         return TensorDifference(tensor.name, role, "shape", note="B goes on with numbers that are not 0")
     equal = total is None or total.equal_count == total.count
@@ -269,17 +273,6 @@ def _blocks(
         yield read_slice(reader_a, of_a), read_slice(reader_b, of_b)
 
 
-def _numbers(value: Value) -> DenseRows:
-    """The numbers a value stands for: a grid's in its own dtype, GGML blocks' in float32."""
-    match value:
-        case DenseRows():
-            return value
-        case GgmlRows():
-            return numbers(value, DType.F32)
-        case _:
-            return numbers(value, value.encoding.decoded)
-
-
 def _steps(a: DenseRows, b: AffineIntRows | AffineMinRows | CodebookRows) -> float:
     """The largest |a - b| in units of b's scales, in the columns of a; b decoded in float32."""
     wide_a = cast(a, DType.F32)[0].rows_RI
@@ -287,9 +280,3 @@ def _steps(a: DenseRows, b: AffineIntRows | AffineMinRows | CodebookRows) -> flo
     scales_RI = np.broadcast_to(np.abs(column_scales(b)), (b.rows, b.width))[:, : wide_a.shape[1]]
     ratios = np.divide(gaps_RI, scales_RI, out=np.zeros_like(gaps_RI), where=scales_RI > 0)
     return float(ratios.max(initial=0.0))
-
-
-def difference(reader_a: Reader, a: ModelTensor, reader_b: Reader, b: ModelTensor) -> Difference:
-    """The difference of two tensors of equal shape, in bounded blocks."""
-    result = _compare_pairs(reader_a, a, reader_b, [_Pair([whole(a)], [whole(b)])], "")
-    return result.difference or Difference(0.0, 0.0, 0.0, 0, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import frexp
 from pathlib import Path
 
 from qconvert.checkpoint.gguf_model import GGUFModel, open_gguf
@@ -13,7 +12,6 @@ from qconvert.checkpoint.stored_shapes import input_major, output_major
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.core.protocols import Layout, Reader
-from qconvert.core.values import AffineIntRows, CodebookRows
 from qconvert.errors import QConvertError, UnsupportedModel, shown
 from qconvert.formats.gguf.header import is_gguf
 from qconvert.formats.huggingface.folder import HFCheckpoint, open_hf_folder
@@ -99,29 +97,6 @@ class Checkpoint:
         if self.architecture.family.guess and not allow_unknown:
             find_family(self.config)
         return bind(self.architecture, self.tensors, allow_unknown=allow_unknown)
-
-    def groups_of_columns(self, tensor: ModelTensor) -> tuple[int, ...]:
-        """The group of every column of a weight in activation order."""
-        value = self.reader.read(tensor, 0, 1)
-        assert isinstance(value, AffineIntRows) and value.groups_I is not None
-        return tuple(int(group) for group in value.groups_I)
-
-    def folds(self, tensor: ModelTensor) -> bool:
-        """Whether every scale of an NVFP4 weight is still an E4M3 number when it is divided.
-
-        No other divisor than a power of two does that to all scales; with one, they are looked at.
-        """
-        from qconvert.quant.transcode import fold_divisor
-
-        first = self.reader.read(tensor, 0, 1)
-        assert isinstance(first, CodebookRows)
-        if not first.divisor or frexp(first.divisor)[0] != 0.5:
-            return False
-        step = max(1, _LOOK_WEIGHTS // tensor.width)
-        blocks = (
-            self.reader.read(tensor, a, min(a + step, tensor.rows)) for a in range(0, tensor.rows, step)
-        )
-        return all(isinstance(block, CodebookRows) and fold_divisor(block) is not None for block in blocks)
 
     @cached_property
     def ignored(self) -> frozenset[str]:

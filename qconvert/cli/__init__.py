@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -17,35 +16,26 @@ from qconvert import __version__
 from qconvert.cli.exit_codes import report_errors
 from qconvert.cli.options import examples
 
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A command on the help page: the module (and attribute) that defines it, and what it does."""
-
-    place: str
-    does: str
-
-
 # In the order of the help page, which is printed without importing any of them.
-COMMANDS: Mapping[str, Entry] = {
-    "inspect": Entry("inspect", "Show parameters by role, ties, fusions and quantization."),
-    "quantize": Entry("quantize", "Quantize the linears to 2 to 8 bits, by groups."),
-    "fuse-qkv": Entry("fuse:fuse_qkv", "Stack q, k, v into one linear, exactly."),
-    "fuse": Entry("fuse:fuse", "Stack q, k, v and gate, up, or experts, exactly."),
-    "unfuse": Entry("fuse:unfuse", "Take fused linears apart again, exactly."),
-    "tie": Entry("fuse:tie", "Drop a head that equals the embedding."),
-    "untie": Entry("fuse:untie", "Write a tied head out as a table of its own."),
-    "dequantize": Entry("fuse:dequantize", "Turn quantized weights back into plain numbers."),
-    "convert": Entry("convert", "Write another layout, with the codes kept."),
-    "to-gguf": Entry("to_gguf", "Write a GGUF file of any llama.cpp type, in one step."),
-    "from-gguf": Entry("from_gguf", "Turn a GGUF model back into safetensors, config, tokenizer."),
-    "check": Entry("check", "Ask whether a loader will take a checkpoint."),
-    "verify": Entry("verify:verify", "Check that a checkpoint holds what it promises."),
-    "diff": Entry("verify:diff", "Show what differs between two checkpoints."),
-    "generate": Entry("generate", "Continue a prompt with a checkpoint."),
-    "eval": Entry("eval", "Measure what quantization costs in quality."),
-    "demo": Entry("demo", "Do all of it on the embedded model."),
-    "env": Entry("env", "Show versions and backends, for bug reports."),
+COMMANDS: Mapping[str, str] = {
+    "inspect": "Show parameters by role, ties, fusions and quantization.",
+    "quantize": "Quantize the linears to 2 to 8 bits, by groups.",
+    "fuse-qkv": "Stack q, k, v into one linear, exactly.",
+    "fuse": "Stack q, k, v and gate, up, or experts, exactly.",
+    "unfuse": "Take fused linears apart again, exactly.",
+    "tie": "Drop a head that equals the embedding.",
+    "untie": "Write a tied head out as a table of its own.",
+    "dequantize": "Turn quantized weights back into plain numbers.",
+    "convert": "Write another layout, with the codes kept.",
+    "to-gguf": "Write a GGUF file of any llama.cpp type, in one step.",
+    "from-gguf": "Turn a GGUF model back into safetensors, config, tokenizer.",
+    "check": "Ask whether a loader will take a checkpoint.",
+    "verify": "Check that a checkpoint holds what it promises.",
+    "diff": "Show what differs between two checkpoints.",
+    "generate": "Continue a prompt with a checkpoint.",
+    "eval": "Measure what quantization costs in quality.",
+    "demo": "Do all of it on the embedded model.",
+    "env": "Show versions and backends, for bug reports.",
 }
 
 
@@ -58,14 +48,13 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = COMMANDS[cmd_name].place.partition(":")
-        command = getattr(importlib.import_module(f"qconvert.cli.{module}"), attribute or "command")
+        command = importlib.import_module(f"qconvert.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, entry.does) for name, entry in COMMANDS.items()])
+            formatter.write_dl([(name, does) for name, does in COMMANDS.items()])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,6 +13,10 @@ from qconvert.cli.run_conversion import Flags, write
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
 from qconvert.plan.recipe import LAYOUTS, Recipe
+
+if TYPE_CHECKING:
+    from qconvert.checkpoint.open import Checkpoint
+    from qconvert.plan.request import Request
 
 # Spelled out, so that help needs no layout to be imported; a test holds them against the tables.
 PLAIN = ("bf16", "f16", "f32")
@@ -83,6 +87,7 @@ def command(
     """
     flags = Flags(**values)
     own = {"--scheme": scheme, "--allow-requantize": allow_requantize, "--undo-act-order": undo_act_order}
+    allowed = {"allow_requantize": allow_requantize, "undo_act_order": undo_act_order}
     if layout in _READ_ONLY:
         with typed():
             raise BadRecipe(
@@ -93,30 +98,60 @@ def command(
         with typed():
             _refuse(layout, {**own, "--dtype": flags.dtype})
         plain = replace(flags, dtype=layout)
-        write(model, plain.wish("convert", Recipe(pad_to_tp=pad_to_tp), dequantize=True), layout, plain)
-        return
-    if layout == GGUF:
-        with typed():
-            _refuse(
-                layout,
-                {
-                    "--dtype": flags.dtype,
-                    "--pad-to-tp": pad_to_tp,
-                    "--allow-unknown": flags.allow_unknown,
-                    "--hash-sources": flags.hash_sources,
-                },
-            )
-        _to_gguf(model, scheme, flags, allow_requantize=allow_requantize, undo_act_order=undo_act_order)
-        return
-    with typed():
-        table, integers = _parse(layout, scheme)
+        write(model, plain.request("convert", Recipe(pad_to_tp=pad_to_tp), dequantize=True), layout, plain)
+    elif layout == GGUF:
+        _to_gguf(model, scheme, flags, pad_to_tp, allowed)
+    else:
+        _to_layout(model, layout, scheme, flags, pad_to_tp, allowed)
+
+
+def _to_layout(
+    model: str,
+    layout: str,
+    scheme: str | None,
+    flags: Flags,
+    pad_to_tp: int | None,
+    allowed: dict[str, bool],
+) -> None:
+    """Write a layout of safetensors; what is plain is quantized by the recipe, as `quantize` does it."""
     from qconvert.plan.passes.layout_rules import Target
 
-    target = Target(layout, integers, table, allow_requantize=allow_requantize, undo_act_order=undo_act_order)
-    recipe = Recipe(layout=layout, pad_to_tp=pad_to_tp)
-    if target.scheme and _is_plain(model, flags):
-        recipe = recipe.with_(scheme=target.scheme)
-    write(model, replace(flags.wish("convert", recipe), target=target), layout, flags)
+    with typed():
+        table, integers = _parse(layout, scheme)
+    target, recipe = Target(layout, integers, table, **allowed), Recipe(layout=layout, pad_to_tp=pad_to_tp)
+
+    def ask(checkpoint: Checkpoint) -> Request:
+        quantizes = integers and checkpoint.quantization is None
+        scheme_of_all = recipe.with_(scheme=integers) if quantizes else recipe
+        return flags.request("convert", scheme_of_all, target=target)
+
+    write(model, ask, layout, flags)
+
+
+def _to_gguf(
+    model: str, scheme: str | None, flags: Flags, pad_to_tp: int | None, allowed: dict[str, bool]
+) -> None:
+    """Write a GGUF file as `to-gguf` does: of a type, or with everything kept as it is."""
+    from qconvert.cli.to_gguf import check_out, checked_file_type, write_gguf
+    from qconvert.plan.request import KEEP, GGUFTarget
+
+    with typed():
+        _refuse(
+            GGUF,
+            {
+                "--dtype": flags.dtype,
+                "--pad-to-tp": pad_to_tp,
+                "--allow-unknown": flags.allow_unknown,
+                "--hash-sources": flags.hash_sources,
+            },
+        )
+        check_out(flags.out, None)
+        target = GGUFTarget(
+            checked_file_type(scheme or KEEP),
+            allow_requantize=allowed["allow_requantize"],
+            undo_act_order=allowed["undo_act_order"],
+        )
+    write_gguf(model, target, replace(flags, shard_size=None))
 
 
 def _refuse(layout: str, given: dict[str, object]) -> None:
@@ -135,22 +170,3 @@ def _parse(layout: str, scheme: str | None) -> tuple[str, Scheme | None]:
     if integers:
         check_held(layout, integers)
     return table, integers
-
-
-def _is_plain(model: str, flags: Flags) -> bool:
-    from qconvert.checkpoint.hub import resolve
-    from qconvert.checkpoint.open import open_checkpoint
-
-    return open_checkpoint(resolve(model, revision=flags.revision).path).quantization is None
-
-
-def _to_gguf(
-    model: str, scheme: str | None, flags: Flags, *, allow_requantize: bool, undo_act_order: bool
-) -> None:
-    """Write a GGUF file as `to-gguf` does: of a type, or with everything kept as it is."""
-    from qconvert.cli import to_gguf
-    from qconvert.plan.gguf.compile import KEEP
-
-    wanted = to_gguf.Flags.of_type(scheme or KEEP, flags)
-    wanted = replace(wanted, allow_requantize=allow_requantize, undo_act_order=undo_act_order)
-    to_gguf.write_gguf(model, wanted)

@@ -67,9 +67,9 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
     for name, recipe in OUTPUTS.items():
         if talks:
             click.echo(f"\n$ qconvert quantize embedded {_spelled(recipe)}")
-        flags = Flags.defaults(out / name, overwrite=True, quiet=not talks)
+        flags = Flags(out=out / name, overwrite=True, quiet=not talks)
         with redirect_stdout(sys.stdout if talks else StringIO()):
-            write(EMBEDDED, flags.wish("quantize", recipe), name, flags)
+            write(EMBEDDED, flags.request("quantize", recipe), name, flags)
     report = _measure(MODEL_DIR, out, chunks)
     write_report(report, out / "report")
     if as_json:

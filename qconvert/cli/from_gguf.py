@@ -14,6 +14,7 @@ from qconvert.plan.recipe import Recipe
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.open import Checkpoint
+    from qconvert.plan.request import Request
 
 _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
@@ -29,19 +30,15 @@ def command(file: str, **values: Any) -> None:
     stands for all of them. Families that share a graph of llama.cpp come back as the first of it: Mistral
     as Llama, mT5 as T5.
     """
-    from qconvert.checkpoint.hub import resolve
-    from qconvert.checkpoint.open import open_checkpoint
+    flags = Flags(**values)
 
-    checkpoint = open_checkpoint(resolve(file, revision=values["revision"]).path)
-    _require_gguf(file, checkpoint)
-    flags = replace(Flags(**values), dtype=values["dtype"] or _DTYPES[checkpoint.config["torch_dtype"]])
-    quantized = checkpoint.quantization is not None
-    assert flags.dtype is not None
-    write(file, flags.wish("from-gguf", Recipe(), dequantize=quantized), flags.dtype, flags)
+    def ask(checkpoint: Checkpoint) -> Request:
+        from qconvert.checkpoint.gguf_model import GGUFModel
 
+        if not isinstance(checkpoint.files, GGUFModel):
+            raise UnsupportedModel(f"{file}: not a GGUF file", "name the .gguf file itself")
+        dtype = flags.dtype or _DTYPES[checkpoint.config["torch_dtype"]]
+        quantized = checkpoint.quantization is not None
+        return replace(flags, dtype=dtype).request("from-gguf", Recipe(), dequantize=quantized)
 
-def _require_gguf(file: str, checkpoint: Checkpoint) -> None:
-    from qconvert.checkpoint.gguf_model import GGUFModel
-
-    if not isinstance(checkpoint.files, GGUFModel):
-        raise UnsupportedModel(f"{file}: not a GGUF file", "name the .gguf file itself")
+    write(file, ask, "", flags)

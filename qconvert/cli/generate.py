@@ -6,7 +6,6 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -190,12 +189,12 @@ def _conditions(
     resolved: ResolvedModel, checkpoint: Checkpoint, decoder: Decoder, options: dict[str, Any]
 ) -> Json:
     """What the same text and figures would take: the model's files, what was asked, what computed."""
-    from qconvert.convert.execute import source_record
+    from qconvert.convert.manifest import source_record
     from qconvert.runtime.run_info import arithmetic, device_name, dtype_name, versions
 
     return {
         "model": {
-            **asdict(source_record(resolved, checkpoint, hash_sources=False)),
+            **source_record(resolved, checkpoint, hash_sources=False),
             "quantization": checkpoint.quantization,
         },
         "asked": {name: value for name, value in options.items() if name != "revision"},

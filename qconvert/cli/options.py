@@ -98,6 +98,15 @@ pad_option = click.option(
     help="Grow the MLPs by zeros until each of N ranks holds whole groups.",
 )
 
+only_option = click.option(
+    "--only",
+    type=click.Choice(["qkv", "gate_up", "experts"]),
+    help="Only these linears, or stacks of experts.",
+)
+imatrix_option = click.option(
+    "--imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Importance matrix (GGUF or .dat)."
+)
+
 # What every command that writes takes, in the order of its help page: what becomes of the output, how the
 # work is done, and what is let pass.
 out_option = click.option(

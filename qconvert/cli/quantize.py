@@ -5,14 +5,19 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from qconvert.cli.exit_codes import typed
-from qconvert.cli.options import examples, model_argument, pad_option, writing_options
+from qconvert.cli.options import (
+    examples,
+    imatrix_option,
+    model_argument,
+    pad_option,
+    writing_options,
+)
 from qconvert.cli.run_conversion import Flags, write
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
@@ -67,6 +72,7 @@ from qconvert.plan.recipe import FUSIONS, LAYOUTS, Recipe, Rule, load_recipe, pa
     help="Where the group size does not divide a row, take 128, 64 or 32.",
 )
 @click.option("--layout", type=click.Choice(LAYOUTS), show_default=LAYOUTS[0], help="Layout of the output.")
+@imatrix_option
 @pad_option
 @click.option(
     "--recipe",
@@ -94,10 +100,12 @@ def command(model: str, **flags: Any) -> None:
     with typed():
         _send_tables_on(model, asked, flags["out"])
     recipe = build_recipe(**asked)
-    wish = Flags(**flags).wish("quantize", recipe)
-    if recipe.layout != LAYOUTS[0]:
-        wish = replace(wish, target=Target(recipe.layout))
-    write(model, wish, _suffix(recipe), Flags(**flags))
+    values = Flags(**flags)
+    with typed():
+        if values.imatrix and not recipe.search:
+            raise BadRecipe("--imatrix: --min-max does not weigh errors", "leave out one of the two")
+    target = Target(recipe.layout) if recipe.layout != LAYOUTS[0] else None
+    write(model, values.request("quantize", recipe, target=target), _suffix(recipe), values)
 
 
 def _send_tables_on(model: str, asked: Mapping[str, Any], out: Path | None) -> None:

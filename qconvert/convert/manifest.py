@@ -1,4 +1,4 @@
-"""The manifest `qconvert.json`: how an output was made, from what, and what it lost.
+"""Writes the manifest `qconvert.json`: how an output was made, from what, and what it lost.
 
 Its shape is fixed by `manifest.schema.json` beside this file.
 """
@@ -7,87 +7,85 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from math import inf, isfinite, sqrt
 from typing import TYPE_CHECKING
 
 from qconvert import __version__
-from qconvert.core.dtypes import DType, Json
-from qconvert.core.encodings import Encoding, Unquantized
+from qconvert.checkpoint.hub import ResolvedModel
+from qconvert.checkpoint.open import Checkpoint
+from qconvert.convert.job import RunOptions, Source
+from qconvert.convert.runner import Outcome
+from qconvert.core.dtypes import Json
+from qconvert.core.protocols import Layout
+from qconvert.formats.io.read_back import Hashes, file_sha256
 from qconvert.models.parameter_table import linear_bits, table_of_outputs
-from qconvert.ops.rows import Cast, Dequantize, EncodeBlocks, Quantize
-from qconvert.ops.transcode import EncodeTable
 from qconvert.plan.passes.activation_order import reordered
+from qconvert.plan.passes.layout_rules import Target
 from qconvert.plan.passes.tensor_parallel_padding import zeros_added
+from qconvert.plan.plan import Unit
+from qconvert.plan.state import Compiled
 
 if TYPE_CHECKING:
-    from qconvert.core.protocols import Layout
-    from qconvert.plan.compile import Draft, Wish
-    from qconvert.plan.passes.layout_rules import Target
-    from qconvert.plan.plan import Unit
     from qconvert.quant.affine import QuantError
 
 FILE_NAME = "qconvert.json"
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRecord:
-    """Where the input came from, file by file; hashes in hexadecimal."""
-
-    name: str
-    repo_id: str | None
-    commit: str | None
-    index_sha256: str | None
-    files: tuple[Json, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """What a run found out: error per quantized tensor, steps per tensor that changed its grid, hashes
-    per array and per file.
-    """
-
-    errors: Mapping[str, QuantError] = field(default_factory=dict)
-    steps: Mapping[str, float] = field(default_factory=dict)
-    tensor_sha256: Mapping[str, str] = field(default_factory=dict)
-    file_sha256: Mapping[str, str] = field(default_factory=dict)
-    file_bytes: Mapping[str, int] = field(default_factory=dict)
-    verified: bool = False
-
-
-def manifest(source: SourceRecord, wish: Wish, *, draft: Draft, layout: Layout, results: Results) -> Json:
-    """The manifest of an output as plain data."""
-    outputs = draft.plan.outputs
-    parameter_table = table_of_outputs(outputs, draft.architecture, layout.name)
+def manifest(
+    source: Source,
+    compiled: Compiled,
+    outcome: Outcome,
+    hashes: Hashes,
+    files: Mapping[str, int],
+    options: RunOptions,
+) -> Json:
+    """The manifest of an output as plain data; `files` are its weight files by name, in bytes."""
+    outputs, request, layout = compiled.outputs, compiled.request, compiled.layout
+    table = table_of_outputs(outputs, compiled.architecture, layout.name)
+    target = request.layout_target
     return {
         "schema": SCHEMA_VERSION,
         "tool": {"name": "qconvert", "version": __version__},
-        "command": wish.command,
-        "source": {
-            "name": source.name,
-            "repo_id": source.repo_id,
-            "commit": source.commit,
-            "index_sha256": source.index_sha256,
-            "files": list(source.files),
-        },
-        "recipe": wish.recipe.to_json(),
-        **({"conversion": _conversion(wish.target)} if wish.target else {}),
+        "command": request.command,
+        "source": source_record(source.model, source.checkpoint, hash_sources=options.hash_sources),
+        "recipe": request.recipe.to_json(),
+        **({"conversion": _conversion(target)} if target else {}),
         "totals": {
-            "tensors": parameter_table.tensors,
-            "parameters": parameter_table.parameters,
-            "bytes": parameter_table.nbytes,
-            "bits_per_weight": parameter_table.bits_per_weight,
-            "linear_bits_per_weight": linear_bits(outputs, draft.architecture, layout.name),
-            "relative_rms_error": relative_error(results.errors.values()),
+            "tensors": table.tensors,
+            "parameters": table.parameters,
+            "bytes": table.nbytes,
+            "bits_per_weight": table.bits_per_weight,
+            "linear_bits_per_weight": linear_bits(outputs, compiled.architecture, layout.name),
+            "relative_rms_error": relative_error(outcome.errors.values()),
         },
-        "warnings": [*draft.warnings, *(notice.sentence for notice in draft.notices)],
-        "verified": results.verified,
+        "warnings": [*compiled.warnings, *(notice.sentence for notice in compiled.notices)],
+        "verified": options.verify,
         "files": [
-            {"name": name, "bytes": nbytes, "sha256": results.file_sha256.get(name)}
-            for name, nbytes in results.file_bytes.items()
+            {"name": name, "bytes": nbytes, "sha256": hashes.files.get(name)}
+            for name, nbytes in files.items()
         ],
-        "tensors": {unit.output.name: _tensor(unit, layout, results) for unit in draft.plan.units},
+        "tensors": {unit.output.name: _tensor(unit, layout, outcome, hashes) for unit in compiled.plan.units},
+    }
+
+
+def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources: bool) -> Json:
+    """The source's files and header hashes; whole-file hashes only when asked for."""
+    files = checkpoint.files
+    return {
+        "name": model.repo_id or model.name,
+        "repo_id": model.repo_id,
+        "commit": model.commit,
+        "index_sha256": files.index_sha256,
+        "files": [
+            {
+                "name": file.path.name,
+                "bytes": file.size,
+                "header_sha256": file.header_sha256,
+                "sha256": file_sha256(file.path) if hash_sources else None,
+            }
+            for file in files.files
+        ],
     }
 
 
@@ -100,27 +98,26 @@ def _conversion(target: Target) -> Json:
     }
 
 
-def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
+def _tensor(unit: Unit, layout: Layout, outcome: Outcome, hashes: Hashes) -> Json:
     output = unit.output
-    steps = results.steps.get(output.name, 0.0)
-    certificate = certificate_of(unit, steps)
-    parts = {spec.name: results.tensor_sha256.get(spec.name) for spec in layout.stored_arrays(output)}
+    code_error = outcome.code_errors[output.name]
+    certificate = unit.certificate(code_error)
     entry: Json = {
         "form": output.encoding.label,
         "shape": list(output.shape),
         "exact": certificate == "exact",
         "certificate": {
             "kind": certificate,
-            **({"max_steps": finite(steps)} if certificate in _KEPT else {}),
+            **({"max_steps": finite(code_error)} if certificate in _MEASURED else {}),
         },
-        "parts": parts,
+        "parts": {spec.name: hashes.tensors.get(spec.name) for spec in layout.stored_arrays(output)},
     }
     rows, columns = zeros_added(unit)
     if rows or columns:
         entry["zeros_added"] = {"rows": rows, "columns": columns}
     if sides := reordered(unit):
         entry["reordered"] = sides
-    error = results.errors.get(output.name)
+    error = outcome.errors.get(output.name)
     if error is not None:
         entry["error"] = {
             "relative_rms": relative_error([error]),
@@ -130,29 +127,8 @@ def _tensor(unit: Unit, layout: Layout, results: Results) -> Json:
     return entry
 
 
-# What keeps codes, whose moves are measured.
-_KEPT = ("exact", "measured")
-
-
-def certificate_of(unit: Unit, steps: float) -> str:
-    """In one word, what became of a tensor's numbers; `steps` is by how many its codes have moved."""
-    ops = {type(op) for op in unit.ops}
-    plain = isinstance(unit.inputs[0].tensor.encoding, Unquantized)
-    if ops & {Quantize, EncodeBlocks, EncodeTable}:
-        return "quantized" if plain else "requantized"
-    if Dequantize in ops:
-        return "dequantized"
-    if any(isinstance(op, Cast) and not _holds(op.dtype, unit.inputs[0].tensor.encoding) for op in unit.ops):
-        return "cast"
-    return "measured" if steps else "exact"
-
-
-def _holds(dtype: DType, encoding: Encoding) -> bool:
-    """Whether a float type holds every number of plain tensors of another."""
-    wider = {DType.BF16: (DType.F32, DType.F64), DType.F16: (DType.F32, DType.F64), DType.F32: (DType.F64,)}
-    return isinstance(encoding, Unquantized) and (
-        encoding.dtype is dtype or dtype in wider.get(encoding.dtype, ())
-    )
+# The certificates of tensors whose codes are kept.
+_MEASURED = ("exact", "measured")
 
 
 def certificates(manifest: Json) -> Json:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qconvert.core.dtypes import Json
 from qconvert.formats.huggingface.model_card_header import read_front_matter
 from qconvert.models.parameter_table import table_of_outputs
+from qconvert.plan.state import Compiled
 from qconvert.report.tables import parameter_table_lines, size
-
-if TYPE_CHECKING:
-    from qconvert.plan.compile import Draft
 
 _KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
 
 
 def model_card(
-    name: str, manifest: Json, draft: Draft, layout: str, upstream: Path | None, repo_id: str | None
+    name: str, manifest: Json, compiled: Compiled, upstream: Path | None, repo_id: str | None
 ) -> str:
-    """The text of README.md for an output called `name`, written in a layout."""
+    """The text of README.md for an output called `name`."""
     import yaml
 
     metadata = _metadata(upstream, repo_id, manifest)
-    parameter_table = table_of_outputs(draft.plan.outputs, draft.architecture, layout)
+    parameter_table = table_of_outputs(compiled.outputs, compiled.architecture, compiled.layout.name)
     lines = [
         "---",
         yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).rstrip(),
@@ -40,7 +38,7 @@ def model_card(
         *parameter_table_lines(parameter_table),
         "```",
         *_loss(manifest),
-        *_loading(draft),
+        *_loading(compiled),
         "",
         "## Recipe",
         "",
@@ -107,14 +105,14 @@ _LOADERS = {
 }
 
 
-def _loading(draft: Draft) -> list[str]:
+def _loading(compiled: Compiled) -> list[str]:
     lines = ["", "## Loading", ""]
-    for notice in draft.notices:
+    for notice in compiled.notices:
         lines += [notice.sentence, "", "| loader | loads | why |", "|---|---|---|"]
         lines += [f"| {v.loader} | {'yes' if v.loads else 'no'} | {v.why} |" for v in notice.verdicts]
         lines.append("")
-    if not draft.notices:
-        method = draft.config.get("quantization_config", {}).get("quant_method")
-        method = "mlx" if "quantization" in draft.config else method
+    if not compiled.notices:
+        method = compiled.config.get("quantization_config", {}).get("quant_method")
+        method = "mlx" if "quantization" in compiled.config else method
         lines.append(f"{_LOADERS.get(method, 'qconvert reads')} this folder as it is.")
     return lines

@@ -11,8 +11,8 @@ from math import lcm
 import numpy as np
 
 from qconvert.core.encodings import AffineMin, Codebook, Encoding, GgmlBlocks, Unquantized
+from qconvert.core.statistics import RowStatistics
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, GgmlRows, Value
-from qconvert.ops.rows import Surveyed
 from qconvert.plan.plan import Plan, Unit
 
 
@@ -31,8 +31,10 @@ def _apply(unit: Unit) -> None:
     made = lcm(*(op.granule for op in unit.ops))
     value = _zeros(tensor.encoding, made * unit.rows // max(1, unit.output.rows), tensor.width)
     for op in unit.ops:
-        settled = op.settled(op.survey(value)) if isinstance(op, Surveyed) and op.open else op
-        value, _ = settled.apply(value)
+        ready = op.finalize(op.reduce(value)) if op.needs_reduction else op
+        weighted = op.quantizes and bool(unit.statistics)
+        ones_I = np.ones(value.width, np.float32)
+        value, _ = ready.apply(value, (RowStatistics(0, value.rows, ones_I),) if weighted else ())
 
 
 def _zeros(encoding: Encoding, rows: int, width: int) -> Value:

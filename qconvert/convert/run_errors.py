@@ -1,19 +1,19 @@
-"""What a run refuses, as errors that name the tensor, and the row where there is one, of the source."""
+"""Raises the errors of a run, at the tensor and row of the source that they are about."""
 
 from __future__ import annotations
 
 from typing import NoReturn
 
-from qconvert.core.encodings import GgmlBlocks, ModelTensor, Unquantized
-from qconvert.core.protocols import Layout
-from qconvert.core.values import AffineIntRows, DenseRows, GgmlRows, Value
+from qconvert.core.encodings import AffineInt, Codebook, GgmlBlocks, ModelTensor, Unquantized
+from qconvert.core.protocols import Layout, Reader
+from qconvert.core.values import AffineIntRows, CodebookRows, DenseRows, GgmlRows, Value
 from qconvert.errors import BadRecipe, CorruptCheckpoint
-from qconvert.ops.rows import Finding
+from qconvert.ops import Finding
 from qconvert.plan.plan import Unit
 
 
-def refuse_steps(unit: Unit, steps: float) -> NoReturn:
-    """Raise BadRecipe for codes that move a weight by so many steps of their new grid."""
+def refuse_code_error(unit: Unit, steps: float) -> NoReturn:
+    """Raise BadRecipe for codes that move a weight by so many steps of their new quantization format."""
     raise BadRecipe(
         f"{unit.inputs[0].tensor.name}: its codes on the grid of {unit.output.encoding.label} move "
         f"a weight by {steps:.3g} steps",
@@ -63,3 +63,45 @@ def _input_row(unit: Unit, row: int) -> tuple[ModelTensor, int]:
             return piece.tensor, piece.start + row * piece.step
         row -= piece.rows
     raise AssertionError("a row outside the unit")
+
+
+def require_same_constants(unit: Unit, reader: Reader) -> None:
+    """Raise BadRecipe if stacked inputs differ in what their output can have only once.
+
+    Blocks of a large unit read one input each, so all of them are asked before the first one.
+    """
+    encoding = unit.source.encoding
+    shares = isinstance(encoding, Codebook) and (encoding.group_rows is None or encoding.second == "divided")
+    if not shares and not (isinstance(encoding, AffineInt) and encoding.act_order):
+        return
+    first, *others = (piece for piece in unit.inputs if piece.zeros_like is None and piece.rows)
+    one = reader.read(first.tensor, first.start, first.start + 1)
+    for piece in others:
+        if piece.tensor.name != first.tensor.name:
+            other = reader.read(piece.tensor, piece.start, piece.start + 1)
+            _compare_constants(first.tensor.name, one, piece.tensor.name, other)
+
+
+def _compare_constants(name_a: str, a: Value, name_b: str, b: Value) -> None:
+    import numpy as np
+
+    from qconvert.quant.codebook import scale_of_all
+
+    if isinstance(a, AffineIntRows) and isinstance(b, AffineIntRows):
+        orders = [value.groups_I for value in (a, b) if value.groups_I is not None]
+        if orders and not np.array_equal(orders[0], orders[-1]):
+            raise BadRecipe(
+                f"{name_b}: its activation order (g_idx) is not that of {name_a}, with which it is stacked",
+                "leave them apart",
+            )
+    elif isinstance(a, CodebookRows) and isinstance(b, CodebookRows):
+        for what, one, other in (
+            ("global scale", a.divisor, b.divisor),
+            ("scale", scale_of_all(a), scale_of_all(b)),
+        ):
+            if one != other:
+                raise BadRecipe(
+                    f"{name_b}: has one {what} of {other:.6g}, but {name_a}, with which it is stacked, "
+                    f"{one:.6g}; one tensor has one",
+                    "leave them apart, or dequantize first",
+                )

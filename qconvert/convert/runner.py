@@ -8,20 +8,25 @@ is written at its own place, so the bytes are the same for any number of threads
 from __future__ import annotations
 
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from qconvert.convert.run_errors import refuse_nonfinite, refuse_overflow, refuse_steps
-from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Unquantized
-from qconvert.core.protocols import Layout, Reader, Sink
-from qconvert.core.values import AffineIntRows, CodebookRows, DenseRows, Value
-from qconvert.errors import BadRecipe
+from qconvert.convert.run_errors import (
+    refuse_code_error,
+    refuse_nonfinite,
+    refuse_overflow,
+    require_same_constants,
+)
+from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.core.protocols import ArrayRows, Layout, Reader, Sink
+from qconvert.core.statistics import RowStatistics, StatisticsSource
+from qconvert.core.values import DenseRows, Value
 from qconvert.formats.io.local_file import octets
-from qconvert.ops.rows import EncodeBlocks, Surveyed, zero_rows
+from qconvert.ops import Op
 from qconvert.plan.plan import Plan, RowSlice, Unit
 
 if TYPE_CHECKING:
@@ -37,7 +42,7 @@ BLOCK_BYTES = 16 << 20
 # A transposed layout costs one read or write per stored row and block: fewer, larger blocks.
 TRANSPOSED_BLOCK_BYTES = 128 << 20
 # A code that is kept while its weight moves further than this is no longer the code of that weight.
-MOST_STEPS = 0.1
+MOST_CODE_ERROR = 0.1
 # float32 or code scratch and packed output, per weight, beside the input itself.
 SCRATCH_PER_WEIGHT = 6
 
@@ -47,15 +52,15 @@ class Terms:
     """What a run may take, and what it lets pass. Nothing has a default: whoever runs a plan says it all.
 
     `max_memory` bounds the blocks in flight, in bytes (one block is always admitted); `checksums` are
-    needed to verify what was written; `most_steps` is how far codes that are kept on another grid may
-    move a weight.
+    needed to verify what was written; `most_code_error` is how far codes that are kept in another
+    quantization format may move a weight, in its steps.
     """
 
     jobs: int
     max_memory: int
     checksums: bool
     allow_nonfinite: bool
-    most_steps: float
+    most_code_error: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,8 @@ class WrittenRows:
 class BlockDone:
     """One block of a unit is written; `last` marks the unit's last one to finish.
 
-    `steps` is by how many steps of its grid a weight has moved at most on the way to another grid.
+    `code_error` is how far a weight has moved at most, in units of its quantization step, on the way to
+    another quantization format.
     """
 
     unit: Unit
@@ -84,18 +90,18 @@ class BlockDone:
     parts: tuple[WrittenRows, ...]
     error: QuantError | None
     last: bool
-    steps: float = 0.0
+    code_error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of a run, gathered from its events, by name: every part written of an array, and for
-    outputs the error of quantizing and the most that kept codes moved a weight, in steps (0 is exact).
+    outputs the error of quantizing and the most that kept codes moved a weight (0 is exact).
     """
 
     written: dict[str, list[WrittenRows]] = field(default_factory=lambda: defaultdict(list))
     errors: dict[str, QuantError] = field(default_factory=dict)
-    steps: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    code_errors: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     def add(self, done: BlockDone) -> None:
         """Take in the event of one block."""
@@ -104,7 +110,12 @@ class Outcome:
             self.written[part.name].append(part)
         if done.error is not None:
             self.errors[name] = self.errors[name] + done.error if name in self.errors else done.error
-        self.steps[name] = max(self.steps[name], done.steps)
+        self.code_errors[name] = max(self.code_errors[name], done.code_error)
+
+    def certificates(self, units: Iterable[Unit]) -> dict[str, int]:
+        """How many tensors are exact, measured, quantized, requantized and so on, by name."""
+        found = Counter(unit.certificate(self.code_errors[unit.output.name]) for unit in units)
+        return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +135,12 @@ def run(
     sink: Sink,
     terms: Terms,
     order: Callable[[Unit], object] | None = None,
+    statistics: StatisticsSource | None = None,
 ) -> Generator[BlockDone, None, None]:
     """Make every tensor of the plan and write it to the sink; yields an event per block.
 
-    `order` sorts the units, for sources that are faster in sequence. Raises CorruptCheckpoint naming the
+    `order` sorts the units, for sources that are faster in sequence; `statistics` are what the units name.
+    Raises CorruptCheckpoint naming the
     tensor that holds NaN or Inf, BadRecipe when a value does not fit the target dtype or codes would move
     too far. The caller commits or aborts the sink, and closes the generator first: no thread outlives it.
     """
@@ -136,63 +149,63 @@ def run(
     transposed = reader.layout.transposed or layout.transposed
     block_bytes = TRANSPOSED_BLOCK_BYTES if transposed else BLOCK_BYTES
     limit = min(block_bytes, max(1, max_memory // (2 * jobs)))
-    units = _settled(units, reader, layout, limit, jobs, max_memory)
+    units = _finalized(units, reader, layout, limit, jobs, max_memory)
     blocks = [block for unit in units for block in cut(unit, layout, limit)]
     left = {unit.output.name: 0 for unit in units}
     for block in blocks:
         left[block.unit.output.name] += 1
 
     def make(block: Block) -> BlockDone:
-        return _make(block, reader, layout, sink, terms)
+        return _make(block, reader, layout, sink, terms, statistics)
 
     for done in _bounded(blocks, make, jobs, max_memory):
         left[done.unit.output.name] -= 1
         yield replace(done, last=left[done.unit.output.name] == 0)
 
 
-def _settled(
+def _finalized(
     units: list[Unit], reader: Reader, layout: Layout, limit: int, jobs: int, max_memory: int
 ) -> list[Unit]:
-    """The units with their surveys done: those of them that need one are read once more for it."""
-    surveyed = {unit.output.name: unit for unit in units if _open(unit) is not None}
-    blocks = [block for unit in surveyed.values() for block in cut(unit, layout, limit)]
-    seen: dict[str, dict[int, np.ndarray]] = {name: {} for name in surveyed}
+    """The units with their reductions done: those that need one are read once more for it."""
+    reduced = {unit.output.name: unit for unit in units if _reduction(unit) is not None}
+    blocks = [block for unit in reduced.values() for block in cut(unit, layout, limit)]
+    seen: dict[str, dict[int, np.ndarray]] = {name: {} for name in reduced}
 
     def look(block: Block) -> tuple[Block, np.ndarray]:
         unit = block.unit
-        first, last = _rows_read(unit, block.start), _rows_read(unit, block.stop)
-        value, _ = gather(unit.inputs, reader, first, last)
+        value, _ = gather(unit.inputs, reader, _rows_read(unit, block.start), _rows_read(unit, block.stop))
         for op in unit.ops:
-            if isinstance(op, Surveyed) and op.open:
-                return block, op.survey(value)
+            if op.needs_reduction:
+                return block, op.reduce(value)
             value, _ = op.apply(value)
-        raise AssertionError("a unit without an open survey")
+        raise AssertionError("a unit without a reduction")
 
     for block, found in _bounded(blocks, look, jobs, max_memory):
         seen[block.unit.output.name][block.start] = found
-    by_kin: dict[str, list[np.ndarray]] = {}
-    for name, unit in surveyed.items():
-        by_kin.setdefault(_kin(unit), []).extend(seen[name][start] for start in sorted(seen[name]))
-    return [_settle(unit, by_kin[_kin(unit)]) if _open(unit) is not None else unit for unit in units]
+    groups: dict[str, list[np.ndarray]] = {}
+    for name, unit in reduced.items():
+        groups.setdefault(_scale_group(unit), []).extend(seen[name][start] for start in sorted(seen[name]))
+    return [
+        _finalize(unit, groups[_scale_group(unit)]) if unit.output.name in reduced else unit for unit in units
+    ]
 
 
-def _open(unit: Unit) -> Surveyed | None:
-    return next((op for op in unit.ops if isinstance(op, Surveyed) and op.open), None)
+def _reduction(unit: Unit) -> Op | None:
+    return next((op for op in unit.ops if op.needs_reduction), None)
 
 
-def _kin(unit: Unit) -> str:
-    """What names the units that are settled together: their family, or the unit alone."""
-    op = _open(unit)
+def _scale_group(unit: Unit) -> str:
+    """What names the units that are finalized together: the group that shares a scale, or the unit alone."""
+    op = _reduction(unit)
     assert op is not None
-    return op.kin or unit.output.name
+    return op.shared_scale_group or unit.output.name
 
 
-def _settle(unit: Unit, found: list[np.ndarray]) -> Unit:
+def _finalize(unit: Unit, found: list[np.ndarray]) -> Unit:
     import numpy as np
 
     every = np.concatenate(found)
-    ops = (op.settled(every) if isinstance(op, Surveyed) and op.open else op for op in unit.ops)
-    return replace(unit, ops=tuple(ops))
+    return replace(unit, ops=tuple(op.finalize(every) if op.needs_reduction else op for op in unit.ops))
 
 
 def cut(unit: Unit, layout: Layout, limit: int) -> list[Block]:
@@ -239,34 +252,60 @@ def _admits(running: dict[Future[T], int], cost: int, jobs: int, max_memory: int
     return not running or (len(running) < 2 * jobs and sum(running.values()) + cost <= max_memory)
 
 
-def _make(block: Block, reader: Reader, layout: Layout, sink: Sink, terms: Terms) -> BlockDone:
-    import numpy as np
-
+def _make(
+    block: Block,
+    reader: Reader,
+    layout: Layout,
+    sink: Sink,
+    terms: Terms,
+    statistics: StatisticsSource | None,
+) -> BlockDone:
     unit = block.unit
     if block.start == 0:
-        _require_one_of_each(unit, reader)
+        require_same_constants(unit, reader)
     first, last = _rows_read(unit, block.start), _rows_read(unit, block.stop)
     value, nbytes = gather(unit.inputs, reader, first, last)
-    error, steps = None, 0.0
+    given = rows_statistics(unit, block.start, block.stop, statistics)
+    error, code_error = None, 0.0
     for op in unit.ops:
-        placed = op.at(block.start) if isinstance(op, EncodeBlocks) else op
-        width = value.rows_RI.shape[1] if isinstance(value, DenseRows) else unit.inputs[0].tensor.width
-        value, finding = placed.apply(value)
+        width = value.width if isinstance(value, DenseRows) else unit.source.width
+        value, finding = op.apply(value, given if op.quantizes else ())
         error = finding.error or error
-        steps += finding.steps
+        code_error += finding.code_error
         if not terms.allow_nonfinite:
             refuse_nonfinite(unit, first, finding, reader.layout, max(1, width))
         if finding.overflow:
             refuse_overflow(unit, value, finding.overflow)
-    if steps > terms.most_steps:
-        refuse_steps(unit, steps)
-    parts = []
-    for part in layout.encode(unit.output, block.start, value):
-        rows = np.ascontiguousarray(part.rows)
-        sink.write(part.name, part.start, rows, part.column)
-        crc32 = zlib.crc32(octets(rows)) if terms.checksums else None
-        parts.append(WrittenRows(part.name, part.start, len(rows), rows.shape[1], crc32, part.column))
-    return BlockDone(unit, nbytes, tuple(parts), error, last=False, steps=steps)
+    if code_error > terms.most_code_error:
+        refuse_code_error(unit, code_error)
+    written = tuple(_write(rows, sink, terms) for rows in layout.encode(unit.output, block.start, value))
+    return BlockDone(unit, nbytes, written, error, last=False, code_error=code_error)
+
+
+def _write(rows: ArrayRows, sink: Sink, terms: Terms) -> WrittenRows:
+    import numpy as np
+
+    array = np.ascontiguousarray(rows.rows)
+    sink.write(rows.name, rows.start, array, rows.column)
+    crc32 = zlib.crc32(octets(array)) if terms.checksums else None
+    return WrittenRows(rows.name, rows.start, len(array), array.shape[1], crc32, rows.column)
+
+
+def rows_statistics(
+    unit: Unit, start: int, stop: int, source: StatisticsSource | None
+) -> tuple[RowStatistics, ...]:
+    """The statistics of the inputs of rows [start, stop) of a unit's output, by runs of rows."""
+    if source is None or not unit.statistics:
+        return ()
+    each = max(1, unit.output.rows // len(unit.statistics))
+    return tuple(
+        RowStatistics(
+            max(i * each, start) - start,
+            min((i + 1) * each, stop) - start,
+            source.second_moments(unit.statistics[i]),
+        )
+        for i in range(start // each, -(-stop // each))
+    )
 
 
 def _rows_read(unit: Unit, row: int) -> int:
@@ -297,6 +336,8 @@ def read_slice(reader: Rows, piece: RowSlice) -> Value:
     import numpy as np
 
     if piece.zeros_like is not None:
+        from qconvert.quant.zero_padding import zero_rows
+
         return zero_rows(reader.read(piece.tensor, piece.zeros_like, piece.zeros_like + 1), piece.rows)
     value = reader.read(piece.tensor, piece.start, piece.stop)
     if piece.step == 1:
@@ -311,45 +352,3 @@ def stack(pieces: list[Value]) -> Value:
     first = pieces[0]
     columns = zip(*(piece.arrays for piece in pieces), strict=True)
     return first.with_arrays(tuple(np.concatenate(column) for column in columns))
-
-
-def _require_one_of_each(unit: Unit, reader: Reader) -> None:
-    """Raise BadRecipe if stacked inputs differ in what their output can have only once.
-
-    Blocks of a large unit meet one input each, so all of them are asked before the first one.
-    """
-    encoding = unit.inputs[0].tensor.encoding
-    shares = isinstance(encoding, Codebook) and (encoding.group_rows is None or encoding.second == "divided")
-    if not shares and not (isinstance(encoding, AffineInt) and encoding.act_order):
-        return
-    first, *others = (piece for piece in unit.inputs if piece.zeros_like is None and piece.rows)
-    one = reader.read(first.tensor, first.start, first.start + 1)
-    for piece in others:
-        if piece.tensor.name != first.tensor.name:
-            other = reader.read(piece.tensor, piece.start, piece.start + 1)
-            _require_same_constants(first.tensor.name, one, piece.tensor.name, other)
-
-
-def _require_same_constants(name_a: str, a: Value, name_b: str, b: Value) -> None:
-    import numpy as np
-
-    from qconvert.ops.rows import scale_of_all
-
-    if isinstance(a, AffineIntRows) and isinstance(b, AffineIntRows):
-        orders = [piece.groups_I for piece in (a, b) if piece.groups_I is not None]
-        if orders and not np.array_equal(orders[0], orders[-1]):
-            raise BadRecipe(
-                f"{name_b}: its activation order (g_idx) is not that of {name_a}, with which it is stacked",
-                "leave them apart",
-            )
-    elif isinstance(a, CodebookRows) and isinstance(b, CodebookRows):
-        for what, one, other in (
-            ("global scale", a.divisor, b.divisor),
-            ("scale", *map(scale_of_all, (a, b))),
-        ):
-            if one != other:
-                raise BadRecipe(
-                    f"{name_b}: has one {what} of {other:.6g}, but {name_a}, with which it is stacked, "
-                    f"{one:.6g}; one tensor has one",
-                    "leave them apart, or dequantize first",
-                )

@@ -1,1 +1,41 @@
 """Defines the steps of a unit: what each makes of an encoding, and of rows."""
+
+from qconvert.ops.base import Certificate, Finding, Op, Order
+from qconvert.ops.encode import EncodeBlocks, EncodeTable, NestScales, Quantize
+from qconvert.ops.numbers import Cast, ChangeNumbers, CheckFinite, Dequantize, Scale
+from qconvert.ops.rows import (
+    InterleaveHalves,
+    InterleaveMembers,
+    PadColumns,
+    PermuteColumns,
+    PermuteRows,
+    SwapGroups,
+    TransposeBlocks,
+    op_of,
+)
+from qconvert.ops.transcode import Transcode
+
+__all__ = [
+    "Cast",
+    "Certificate",
+    "ChangeNumbers",
+    "CheckFinite",
+    "Dequantize",
+    "EncodeBlocks",
+    "EncodeTable",
+    "Finding",
+    "InterleaveHalves",
+    "InterleaveMembers",
+    "NestScales",
+    "Op",
+    "Order",
+    "PadColumns",
+    "PermuteColumns",
+    "PermuteRows",
+    "Quantize",
+    "Scale",
+    "SwapGroups",
+    "Transcode",
+    "TransposeBlocks",
+    "op_of",
+]

@@ -15,6 +15,7 @@ from difflib import get_close_matches
 from qconvert.core.schemes import KEEP, SMALLER_GROUP_SIZES, Scheme
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, Parameter
+from qconvert.plan.plan import Plan
 from qconvert.plan.recipe import LAYERS, PATTERN, Recipe, Rule
 
 _QUANTIZABLE = ("linear", "embedding")
@@ -56,6 +57,12 @@ def choose(
             else:
                 chosen[name] = rule.scheme
     return chosen
+
+
+def parameters_of(plan: Plan, architecture: Architecture) -> dict[str, Parameter]:
+    """The parameters that a plan's outputs are, fused or not, by name."""
+    found = ((name, architecture.parameter(name)) for name in plan.outputs)
+    return {name: parameter for name, parameter in found if parameter is not None}
 
 
 def matcher(select: str, architecture: Architecture, *, tied: bool) -> Callable[[Parameter], bool]:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import numpy as np
 
 from qconvert.core.dtypes import DType
-from qconvert.core.values import DenseRows
+from qconvert.core.values import CodebookRows, DenseRows
 from qconvert.quant.casts import cast
 
 
@@ -76,3 +76,11 @@ def wide(array: np.ndarray, dtype: DType) -> np.ndarray:
     if dtype in _SCALES:
         return np.take(_SCALES[dtype], array)
     return cast(DenseRows(array, dtype), DType.F32)[0].rows_RI
+
+
+def scale_of_all(value: CodebookRows) -> float | None:
+    """The one scale of a tensor that has no other, as a number; None where there are more."""
+    encoding = value.encoding
+    if encoding.group_rows is not None:
+        return None
+    return float(wide(value.scales_RG[:1], encoding.scale_dtype)[0, 0])

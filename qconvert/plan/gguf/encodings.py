@@ -7,7 +7,7 @@ request. Where its grid is one of GGUF's own, its codes go over as they are.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from qconvert.core.dtypes import DType
@@ -22,48 +22,79 @@ from qconvert.core.encodings import (
 )
 from qconvert.core.ggml_types import GGMLType
 from qconvert.errors import BadRecipe
-from qconvert.ops.rows import Cast, Dequantize, EncodeBlocks, Op
-from qconvert.ops.transcode import FromInt8Rows, IntoBlocks
-from qconvert.plan.plan import Pass, Plan, Unit
+from qconvert.models.gguf.names import FACTOR
+from qconvert.models.statistics_keys import measured
+from qconvert.ops import Cast, Dequantize, EncodeBlocks, Transcode
+from qconvert.plan.plan import Unit
+from qconvert.plan.state import Compiled, GGUFPlan
 
 _BLOCK = 32
 
 
-def give_types(
-    types: Mapping[str, GGMLType],
-    importance: Mapping[str, Sequence[float]],
-    *,
-    allow_requantize: bool,
-) -> Pass:
-    """Give every output the type chosen for it. Raises BadRecipe naming a tensor that would have to be
-    quantized a second time, unless `allow_requantize`.
+# Architectures whose graphs multiply by the factors of weights, by llama.cpp's logits; qwen2's are NaN.
+_WITH_FACTORS = frozenset({"llama", "qwen3"})
+
+
+def encode_blocks(state: Compiled) -> Compiled:
+    """Every output in the type chosen for it.
+
+    Raises BadRecipe naming a tensor that would have to be quantized a second time, unless that is allowed.
     """
-
-    def one(unit: Unit) -> Unit:
-        type_ = types[unit.output.name]
-        have, want = unit.output.encoding, type_.encoding
-        if have == want:
-            return unit
-        if isinstance(want, Unquantized):
-            return unit.then(Cast(want.dtype) if isinstance(have, Unquantized) else Dequantize(want.dtype))
-        assert isinstance(want, GgmlBlocks)
-        if any(isinstance(op, Dequantize) for op in unit.ops) and not allow_requantize:
-            raise _loses_twice(unit.inputs[0].tensor, type_)
-        if not isinstance(have, Unquantized):
-            if type_.name in keeping(unit.output):
-                rows = isinstance(have, Codebook) and have.table == "int8"
-                return (unit.then(FromInt8Rows()) if rows else unit).then(IntoBlocks(want))
-            if not allow_requantize:
-                raise _loses_twice(unit.output, type_)
-            unit = unit.then(Dequantize(DType.F32))
-        return unit.then(_encode(unit.output, want, importance))
-
-    return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
+    choices = _gguf(state).choices
+    return state.with_plan(
+        state.plan.each(lambda unit: _encoded(unit, choices[unit.output.name].type, state))
+    )
 
 
-def _encode(tensor: ModelTensor, want: GgmlBlocks, importance: Mapping[str, Sequence[float]]) -> Op:
-    rows_each = tensor.shape[-2] if len(tensor.shape) > 2 else None
-    return EncodeBlocks(want, importance.get(tensor.name), rows_each)
+def _gguf(state: Compiled) -> GGUFPlan:
+    assert state.gguf is not None, "types are chosen before"
+    return state.gguf
+
+
+def _encoded(unit: Unit, type_: GGMLType, state: Compiled) -> Unit:
+    have, want, again = unit.output.encoding, type_.encoding, state.request.allow_requantize
+    keys, unit = unit.statistics, replace(unit, statistics=())
+    if have == want:
+        return unit
+    if isinstance(want, Unquantized):
+        return unit.then(Cast(want.dtype) if isinstance(have, Unquantized) else Dequantize(want.dtype))
+    assert isinstance(want, GgmlBlocks)
+    if unit.certificate() == "dequantized" and not again:
+        raise _loses_twice(unit.source, type_)
+    if not isinstance(have, Unquantized):
+        if type_.name in keeping(unit.output):
+            rows = isinstance(have, Codebook) and have.table == "int8"
+            unit = unit.then(Transcode("from_int8_rows")) if rows else unit
+            return unit.then(Transcode("to_ggml_blocks", want))
+        if not again:
+            raise _loses_twice(unit.output, type_)
+        unit = unit.then(Dequantize(DType.F32))
+    return replace(unit.then(EncodeBlocks(want)), statistics=measured(keys, state.request.statistics))
+
+
+def carry_nvfp4_factors(state: Compiled) -> Compiled:
+    """One tensor more for every NVFP4 weight whose scales have one divisor: its inverse.
+
+    Raises BadRecipe for a graph that is not known to multiply by it.
+    """
+    units: list[Unit] = []
+    for unit in state.plan.units:
+        units.append(unit)
+        source, output = unit.source.encoding, unit.output
+        carried = isinstance(output.encoding, GgmlBlocks) and output.encoding.type == "NVFP4"
+        if not (carried and isinstance(source, Codebook) and source.second == "divided"):
+            continue
+        if _gguf(state).facts.model.arch not in _WITH_FACTORS:
+            raise BadRecipe(
+                f"{unit.source.name}: {source.label}, and llama.cpp's {_gguf(state).facts.model.arch} is not "
+                "known to multiply by the number that its scales are divided by",
+                "--scheme TYPE --allow-requantize computes the numbers and quantizes them again",
+            )
+        name = f"{output.name.rsplit('.', 1)[0]}.{FACTOR}"
+        first = (unit.inputs[0].within(0, 1),)
+        factor = ModelTensor(name, (1,), Unquantized(DType.F32))
+        units.append(Unit(first, (Transcode("take_factor"),), factor))
+    return state.with_plan(replace(state.plan, units=tuple(units)))
 
 
 def keeping(tensor: ModelTensor) -> tuple[str, ...]:
@@ -100,7 +131,7 @@ def is_mxfp4(encoding: Encoding) -> bool:
 
 
 def own_types(
-    plan: Plan, always: Mapping[str, GGMLType], *, allow_requantize: bool
+    outputs: Mapping[str, ModelTensor], always: Mapping[str, GGMLType], *, allow_requantize: bool
 ) -> tuple[str, dict[str, GGMLType]]:
     """The types that keep every tensor as it is, and the name of the file type that most weights make.
 
@@ -109,7 +140,7 @@ def own_types(
     """
     types: dict[str, GGMLType] = {}
     weights: Counter[GGMLType] = Counter()
-    for name, tensor in plan.outputs.items():
+    for name, tensor in outputs.items():
         found = always.get(name) or _own_type(tensor)
         if found is None and not allow_requantize:
             raise _no_blocks(tensor)

@@ -10,18 +10,16 @@ share it. The hidden state is not: every layer reads and writes it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from qconvert.core.encodings import AffineInt, ModelTensor
+from qconvert.core.encodings import AffineInt
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, Parameter
-from qconvert.ops.rows import PermuteColumns, PermuteRows
+from qconvert.ops import Order, PermuteColumns, PermuteRows
+from qconvert.plan.passes.layout_rules import ACT_ORDER_HELD
 from qconvert.plan.plan import Plan, Unit
-
-# The group of every column of a stored weight in activation order.
-ColumnGroups = Callable[[ModelTensor], tuple[int, ...]]
-Order = tuple[int, ...]
+from qconvert.plan.state import Compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +30,48 @@ class Refused:
     why: str
 
 
-def undo(plan: Plan, architecture: Architecture, groups_of: ColumnGroups) -> tuple[Plan, list[Refused], int]:
-    """The plan with every order folded that can be, those that cannot, and how many were."""
+def undo_activation_order(state: Compiled) -> Compiled:
+    """Every activation order undone that can be, where that is asked for.
+
+    Raises BadRecipe where one cannot be undone and the output cannot hold it.
+    """
+    if not state.request.undo_act_order:
+        return state
+    plan, refused, folded = undo(state.plan, state.architecture, state.facts.column_groups)
+    if not refused and not folded:
+        raise BadRecipe(
+            "no columns in activation order (g_idx) in this checkpoint", "leave out --undo-act-order"
+        )
+    target = state.request.layout_target
+    if refused and target is not None and target.layout in ACT_ORDER_HELD:
+        total = len(refused) + folded
+        kept = f"{len(refused)} of {total} weights keep their g_idx:\n{by_reason(refused)}"
+        return state.with_plan(plan).warn(kept)
+    if refused and not state.request.allow_requantize:
+        raise complain(refused, folded, target.layout if target else "gguf")
+    if target is None:
+        _refuse_experts(plan, state.architecture)
+    return state.with_plan(plan)
+
+
+def _refuse_experts(plan: Plan, architecture: Architecture) -> None:
+    moved = (unit.output.name for unit in plan.units if reordered(unit))
+    parameters = (architecture.parameter(name) for name in moved)
+    expert = next((p.name for p in parameters if p and ".experts." in p.role), None)
+    if expert is not None:
+        raise BadRecipe(
+            f"{expert}: each expert has an activation order of its own, and GGUF has one tensor for all",
+            "--scheme TYPE --allow-requantize, without --undo-act-order",
+        )
+
+
+def undo(
+    plan: Plan, architecture: Architecture, column_groups: Mapping[str, tuple[int, ...]]
+) -> tuple[Plan, list[Refused], int]:
+    """The plan with every order undone that can be, those that cannot, and how many were.
+
+    `column_groups` hold the group of every column of the source's weights in activation order.
+    """
     units = {unit.output.name: unit for unit in plan.units}
     by_role = {(p.role, p.layer, p.param): p.name for p in architecture.parameters.values()}
     refused: list[Refused] = []
@@ -43,7 +81,7 @@ def undo(plan: Plan, architecture: Architecture, groups_of: ColumnGroups) -> tup
         if not isinstance(encoding, AffineInt) or not encoding.act_order:
             continue
         parameter = architecture.parameter(name)
-        order = _in_sequence(groups_of(unit.inputs[0].tensor), encoding)
+        order = _in_sequence(column_groups[unit.source.name], encoding)
         why = "" if parameter and order else "its groups are of unequal sizes"
         makers: list[str] = []
         if parameter and order:
@@ -57,13 +95,6 @@ def undo(plan: Plan, architecture: Architecture, groups_of: ColumnGroups) -> tup
             units[maker] = _reordered(units[maker], rows)
         folded += 1
     return replace(plan, units=tuple(units.values())), refused, folded
-
-
-def nothing_to_undo() -> BadRecipe:
-    """The error for a checkpoint without any activation order."""
-    return BadRecipe(
-        "no columns in activation order (g_idx) in this checkpoint", "leave out --undo-act-order"
-    )
 
 
 def complain(refused: Iterable[Refused], folded: int, layout: str) -> BadRecipe:
@@ -178,8 +209,8 @@ def _reordered(unit: Unit, order: Order) -> Unit:
 
 def orders_of(unit: Unit) -> tuple[Order, Order]:
     """The orders of a unit's rows and of its columns, as numbers of the source's; empty where they stay."""
-    rows = next((op.order for op in unit.ops if isinstance(op, PermuteRows)), ())
-    return rows, next((op.order for op in unit.ops if isinstance(op, PermuteColumns)), ())
+    rows = next((op.row_order for op in unit.ops if op.row_order), ())
+    return rows, next((op.column_order for op in unit.ops if op.column_order), ())
 
 
 def reordered(unit: Unit) -> str:

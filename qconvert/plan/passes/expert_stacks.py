@@ -13,10 +13,12 @@ from dataclasses import replace
 from qconvert.core.encodings import AffineInt, Codebook, GgmlBlocks, ModelTensor, Unquantized
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, FusedParameter, Parameter
-from qconvert.ops.transcode import FoldDivisor
-from qconvert.plan import plan as passes
+from qconvert.ops import Transcode
+from qconvert.plan.passes.fuse import cut_where, stack_members, unstack_experts
 from qconvert.plan.passes.layout_rules import Target, encode, regrid
 from qconvert.plan.plan import Plan, Unit
+from qconvert.plan.selectors import parameters_of
+from qconvert.plan.state import Compiled
 
 # Layouts whose quantized weights are linears, none of them a stack.
 _LINEARS = ("gptq", "gptq_v2", "awq", "mlx", "bitsandbytes")
@@ -45,32 +47,31 @@ def relaid(plan: Plan, architecture: Architecture, target: Target, folds: Folds 
             "add --scheme int4-g128 to quantize this checkpoint on the way",
         )
     own = [entry for entry in architecture.fused.values() if entry.fusion.layout == target.layout]
-    return passes.stack_all(own)(plan)
+    return stack_members(plan, own)
 
 
-def as_the_class_stores(plan: Plan, architecture: Architecture) -> Plan:
-    """The plan with stacks that only one layout knows taken apart, or as the family's own class has them."""
+def restack_for_class(state: Compiled) -> Compiled:
+    """Where all becomes plain: stacks that only one layout has are cut, or become those of the class."""
+    architecture, plan = state.architecture, state.plan
     foreign = {name for name, entry in architecture.fused.items() if entry.fusion.layout}
-    if not foreign & plan.outputs.keys():
-        return plan
-    entries = architecture.fused.values()
-    plan = passes.cut_where(architecture, lambda entry: bool(entry.fusion.layout))(plan)
-    return passes.stack_all([e for e in entries if e.fusion.native and e.fusion.per_expert])(plan)
+    if not state.request.dequantize or not foreign & plan.outputs.keys():
+        return state
+    plan = cut_where(plan, architecture, lambda entry: bool(entry.fusion.layout))
+    stacks = [e for e in architecture.fused.values() if e.fusion.native and e.fusion.per_expert]
+    return state.with_plan(stack_members(plan, stacks))
 
 
 def _folded(plan: Plan, folds: Folds) -> Plan:
     def one(unit: Unit) -> Unit:
         encoding = unit.output.encoding
         divided = isinstance(encoding, Codebook) and encoding.is_nvfp4 and encoding.second == "divided"
-        return unit.then(FoldDivisor()) if divided and all(folds(s.tensor) for s in unit.inputs) else unit
+        return (
+            unit.then(Transcode("absorb_divisor"))
+            if divided and all(folds(s.tensor) for s in unit.inputs)
+            else unit
+        )
 
     return replace(plan, units=tuple(one(unit) for unit in plan.units))
-
-
-def parameters_of(plan: Plan, architecture: Architecture) -> dict[str, Parameter]:
-    """The places of a plan's outputs, fused or not, by name."""
-    found = ((name, architecture.parameter(name)) for name in plan.outputs)
-    return {name: parameter for name, parameter in found if parameter is not None}
 
 
 def _apart(plan: Plan, architecture: Architecture, target: Target) -> Plan:
@@ -80,7 +81,7 @@ def _apart(plan: Plan, architecture: Architecture, target: Target) -> Plan:
         turned = entry.whole.transposed or bool(entry.fusion.layout)
         return entry.fusion.per_expert and (turned or target.layout in _LINEARS)
 
-    return passes.cut_where(architecture, foreign)(plan)
+    return cut_where(plan, architecture, foreign)
 
 
 def _held_plain(plan: Plan, architecture: Architecture, layout: str) -> frozenset[str]:
@@ -107,8 +108,8 @@ def _stacked(plan: Plan, architecture: Architecture) -> Plan:
     fused = architecture.fused.values()
     entries = [entry for entry in fused if entry.fusion.per_expert and not entry.fusion.layout]
     if any(entry.whole.transposed for entry in entries):
-        apart = passes.cut_where(architecture, lambda entry: bool(entry.fusion.layout))(plan)
-        return passes.stack_all(entries)(apart)
+        apart = cut_where(plan, architecture, lambda entry: bool(entry.fusion.layout))
+        return stack_members(apart, entries)
     encodings = {t.encoding for t in plan.outputs.values() if not isinstance(t.encoding, Unquantized)}
     way = "--to compressed-tensors --scheme mxfp4"
     if any(isinstance(encoding, Codebook) and encoding.is_mxfp4 for encoding in encodings):
@@ -129,7 +130,7 @@ def _encoded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
     """New codes of a table for the linears; for gpt-oss's layout, for its stacks of experts."""
     stacks = target.layout == "mxfp4"
     if not stacks:
-        plan = passes.unstack(architecture)(plan)
+        plan = unstack_experts(plan, architecture)
     parameters = parameters_of(plan, architecture)
     weights = {
         name

@@ -23,22 +23,8 @@ from qconvert.core.encodings import (
 from qconvert.core.ggml_types import GRIDS
 from qconvert.core.schemes import Scheme, fitting
 from qconvert.errors import BadRecipe
-from qconvert.ops.rows import Cast, Dequantize, Op, Quantize
-from qconvert.ops.transcode import (
-    CastScales,
-    DivideByOne,
-    EncodeTable,
-    FromBlocks,
-    FromInt8Rows,
-    NestScales,
-    RoundDivisor,
-    SplitGroups,
-    SpreadScale,
-    ToInt8Rows,
-    ToMins,
-    ToZeros,
-)
-from qconvert.plan.plan import Pass, Plan, Unit
+from qconvert.ops import Cast, Dequantize, EncodeTable, NestScales, Op, Quantize, Transcode
+from qconvert.plan.plan import Plan, Unit
 
 _MLX_GROUPS = (128, 64, 32)
 
@@ -87,6 +73,11 @@ class Target:
         """The type that the layout wants its scales in; None where any will do."""
         return DType.F16 if self.layout in ("gptq", "gptq_v2", "awq") else None
 
+    @property
+    def has_tensor_scale(self) -> bool:
+        """Whether NVFP4 weights have one number for the whole tensor that divides their scales."""
+        return self.layout != "mlx"
+
     def codebook(self, dtype: DType) -> Codebook:
         """The form of new weights in the table, of numbers of this type; nested scales come later."""
         table = self.new_table.removesuffix(_NESTED)
@@ -128,7 +119,7 @@ def holders_of(scheme: str) -> tuple[str, ...]:
     return tuple(name for name, tables in TABLES.items() if scheme in tables and scheme != "int8")
 
 
-def encode(target: Target, linears: frozenset[str], kin: Mapping[str, str]) -> Pass:
+def encode(target: Target, linears: frozenset[str], kin: Mapping[str, str]) -> Callable[[Plan], Plan]:
     """Encode the plain weights of these names in the table of the target layout.
 
     `kin` names what a weight is stacked into by loaders, which then want one global scale.
@@ -165,7 +156,7 @@ def _nesting(target: Target, tensor: ModelTensor, encoding: Quantized) -> tuple[
     return (NestScales(tensor.width),) if target.table.endswith(_NESTED) and four_bits else ()
 
 
-def regrid(target: Target, plain: frozenset[str]) -> Pass:
+def regrid(target: Target, plain: frozenset[str]) -> Callable[[Plan], Plan]:
     """Bring every quantized output into what the target layout holds.
 
     `plain` are the tensors that it holds as numbers alone. Raises BadRecipe naming the weight and the
@@ -180,7 +171,7 @@ def regrid(target: Target, plain: frozenset[str]) -> Pass:
         if isinstance(encoding, Unquantized) or not isinstance(encoding, Quantized):
             return unit
         if unit.output.name in plain:
-            if any(isinstance(op, Quantize) for op in unit.ops):
+            if unit.quantizes:
                 raise BadRecipe(
                     f"{unit.output.name}: {target.layout} holds no quantized embedding",
                     "drop the rule that names it, or write compressed-tensors or mlx",
@@ -212,7 +203,7 @@ def _from_blocks(target: Target, unit: Unit, encoding: GgmlBlocks, plain: frozen
     if tensor.name in plain:
         return unit.then(Dequantize(DType.BF16))
     if encoding.type in GRIDS:
-        return unit.then(FromBlocks(GRIDS[encoding.type]))
+        return unit.then(Transcode("from_ggml_blocks", GRIDS[encoding.type]))
     if not target.allow_requantize:
         raise _refused(tensor, "blocks are no grid that other formats have")
     unit = unit.then(Dequantize(DType.F32))
@@ -319,10 +310,10 @@ def _integers(tensor: ModelTensor, encoding: Quantized) -> tuple[tuple[Op, ...],
         case AffineInt():
             return (), encoding
         case AffineMin():
-            to_zeros = ToZeros(tensor.width)
+            to_zeros = Transcode("mins_to_zeros", tensor.width)
             made: Encoding = to_zeros.infer(encoding)
         case Codebook(table="int8"):
-            from_rows = FromInt8Rows()
+            from_rows = Transcode("from_int8_rows")
             made = from_rows.infer(encoding)
             assert isinstance(made, AffineInt)
             return (from_rows,), made
@@ -334,14 +325,14 @@ def _integers(tensor: ModelTensor, encoding: Quantized) -> tuple[tuple[Op, ...],
 
 def _compressed_tensors(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     if isinstance(encoding, Codebook) and encoding.is_nvfp4:
-        return (RoundDivisor() if encoding.second else DivideByOne(),)
+        return (Transcode("round_divisor") if encoding.second else Transcode("divide_by_one"),)
     if isinstance(encoding, Codebook) and encoding.table in ("e4m3", "e2m1"):
         if encoding.bits == 8 or (encoding.group_rows == 1 and encoding.group_size in (16, 32)):
             return ()
         raise _refused(tensor, "has blocks that compressed-tensors does not")
     ops, made = _integers(tensor, encoding)
     _in_sequence(tensor, made, "compressed-tensors")
-    return (*ops, CastScales(made.scale_dtype)) if made.signless_zero else ops
+    return (*ops, Transcode("cast_scales", made.scale_dtype)) if made.signless_zero else ops
 
 
 def _int_quantized(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
@@ -349,14 +340,14 @@ def _int_quantized(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     if made.bits != 8 or made.group_size is not None:
         raise _refused(tensor, "is not 8 bits with one scale per row, which int-quantized is")
     _in_sequence(tensor, made, "int-quantized")
-    return (*ops, CastScales(made.scale_dtype)) if made.signless_zero else ops
+    return (*ops, Transcode("cast_scales", made.scale_dtype)) if made.signless_zero else ops
 
 
 def _gptq(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     ops, made = _integers(tensor, encoding)
     if made.bits not in (2, 3, 4, 8) or any(size * made.bits % 32 for size in tensor.shape):
         raise _refused(tensor, f"of shape {list(tensor.shape)} does not fill GPTQ's words (2, 3, 4, 8 bits)")
-    return (*ops, CastScales(DType.F16))
+    return (*ops, Transcode("cast_scales", DType.F16))
 
 
 def _awq(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
@@ -364,7 +355,7 @@ def _awq(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     if made.bits != 4 or tensor.rows % 8:
         raise _refused(tensor, f"of {tensor.rows} rows does not fill AWQ's words (4 bits, eight rows)")
     _in_sequence(tensor, made, "awq")
-    return (*ops, CastScales(DType.F16))
+    return (*ops, Transcode("cast_scales", DType.F16))
 
 
 def _mlx(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
@@ -386,8 +377,8 @@ def _mlx(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     size = next((size for size in _MLX_GROUPS if columns % size == 0), None)
     if size is None:
         raise _refused(tensor, f"has groups of {columns} columns, MLX's are of 32, 64 or 128")
-    split = () if size == made.group_size else (SplitGroups(size),)
-    return (*ops, *split, ToMins(tensor.width))
+    split = () if size == made.group_size else (Transcode("split_groups", size),)
+    return (*ops, *split, Transcode("zeros_to_mins", tensor.width))
 
 
 def _bitsandbytes(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
@@ -399,7 +390,11 @@ def _bitsandbytes(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
         and encoding.group_size is None
         and encoding.symmetric
     ):
-        return (ToInt8Rows(DType.F32 if encoding.scale_dtype is DType.F32 else encoding.scale_dtype),)
+        return (
+            Transcode(
+                "to_int8_rows", DType.F32 if encoding.scale_dtype is DType.F32 else encoding.scale_dtype
+            ),
+        )
     raise _refused(tensor, "is none of bitsandbytes' grids (nf4, fp4, and int8 with one scale per row)")
 
 
@@ -408,7 +403,7 @@ def _fp8(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
         if encoding.group_rows == encoding.group_size == 128:
             return ()
         if encoding.group_rows is None:
-            return (SpreadScale(replace(encoding, group_rows=128, group_size=128)),)
+            return (Transcode("repeat_tensor_scale", replace(encoding, group_rows=128, group_size=128)),)
     raise _refused(tensor, "is not FP8 in blocks of 128 by 128, which this layout holds")
 
 

@@ -13,12 +13,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 
-from qconvert.core.encodings import Encoding, GgmlBlocks, ModelTensor
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import Encoding, GgmlBlocks, ModelTensor, Unquantized
 from qconvert.core.tensor_parallel import INPUT_SPLIT, whole_unit
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, Parameter
-from qconvert.ops.rows import PadColumns, PermuteRows
-from qconvert.plan.plan import Pass, Plan, RowSlice, Unit, cut_where, run_passes, stack_all
+from qconvert.ops import PadColumns
+from qconvert.plan.passes.fuse import cut_where, stack_members
+from qconvert.plan.plan import Plan, RowSlice, Unit
+from qconvert.plan.selectors import choose
+from qconvert.plan.state import Compiled
 
 # Dimensions of features that only an MLP's own linears know.
 _INNER = ("intermediate", "expert_rows", "shared_rows")
@@ -117,32 +121,49 @@ def grown(architecture: Architecture, found: Iterable[Growth]) -> Architecture:
     return made
 
 
-def pad(before: Architecture, after: Architecture) -> Pass:
+def pad_to_ranks(state: Compiled) -> Compiled:
+    """Fill the inner features of every MLP up to what the recipe's number of ranks divides."""
+    if state.request.recipe.pad_to_tp is None:
+        return state
+    found = _growths(state)
+    after = grown(state.architecture, found)
+    plan = pad(state.plan, state.architecture, after)
+    return replace(state, plan=plan, architecture=after).warn(*(growth.sentence for growth in found))
+
+
+def _growths(state: Compiled) -> tuple[Growth, ...]:
+    """How far the inner sizes grow for the encodings that the output's weights will have."""
+    architecture, request, target = state.architecture, state.request, state.request.layout_target
+    assert request.recipe.pad_to_tp is not None
+    encodings = encodings_of_members(state.outputs, architecture)
+    parameters = {name: p for name in encodings if (p := architecture.parameters.get(name)) is not None}
+    for name, scheme in choose(request.recipe, architecture, parameters, tied=state.tied).items():
+        encodings[name] = scheme.encoding(DType.F16)
+    table = target.codebook(DType.BF16) if target and target.new_table else None
+    for name, parameter in parameters.items():
+        if table and parameter.kind == "linear" and isinstance(encodings[name], Unquantized):
+            encodings[name] = table
+    layout = target.layout if target else request.recipe.layout
+    return growths(encodings, architecture, request.recipe.pad_to_tp, layout)
+
+
+def pad(plan: Plan, before: Architecture, after: Architecture) -> Plan:
     """Fill every weight and bias up to the shape it has in `after` (see `quant.zero_padding`).
 
-    Fused tensors are filled up part by part, whole again afterwards.
+    Fused tensors are filled up member by member, whole again afterwards.
     """
-
-    def apply(plan: Plan) -> Plan:
-        outputs = plan.outputs
-        changed = {n for n, e in after.fused.items() if n in outputs and outputs[n].shape != e.whole.shape}
-        apart = cut_where(before, lambda entry: entry.whole.name in changed)
-        again = stack_all([after.fused[name] for name in changed])
-        return run_passes(plan, [apart, _pad_units(after.parameters), again])
-
-    return apply
+    outputs = plan.outputs
+    changed = {n for n, e in after.fused.items() if n in outputs and outputs[n].shape != e.whole.shape}
+    plan = cut_where(plan, before, lambda entry: entry.whole.name in changed)
+    plan = plan.each(lambda unit: _pad_unit(unit, after.parameters))
+    return stack_members(plan, [after.fused[name] for name in changed])
 
 
-def _pad_units(parameters: Mapping[str, Parameter]) -> Pass:
-    def one(unit: Unit) -> Unit:
-        parameter = parameters.get(unit.output.name)
-        return (
-            unit
-            if parameter is None or parameter.shape == unit.output.shape
-            else _padded(unit, parameter.shape)
-        )
-
-    return lambda plan: replace(plan, units=tuple(one(unit) for unit in plan.units))
+def _pad_unit(unit: Unit, parameters: Mapping[str, Parameter]) -> Unit:
+    parameter = parameters.get(unit.output.name)
+    if parameter is None or parameter.shape == unit.output.shape:
+        return unit
+    return _padded(unit, parameter.shape)
 
 
 def _padded(unit: Unit, shape: tuple[int, ...]) -> Unit:
@@ -154,20 +175,15 @@ def _padded(unit: Unit, shape: tuple[int, ...]) -> Unit:
     wanted = replace(output, shape=shape)
     if wanted.rows > output.rows:
         zeros = RowSlice(last.tensor, 0, wanted.rows - output.rows, zeros_like=last.last)
-        # Rows in another order stay so; those of zeros come after them.
-        ops = tuple(_going_on(op, wanted.rows) if isinstance(op, PermuteRows) else op for op in unit.ops)
+        ops = tuple(op.extended(wanted.rows) for op in unit.ops)
         unit = replace(unit, inputs=(*unit.inputs, zeros), ops=ops)
     if wanted.width > output.width:
         unit = unit.then(PadColumns(wanted.width))
     return replace(unit, output=replace(unit.output, shape=shape))
 
 
-def _going_on(op: PermuteRows, rows: int) -> PermuteRows:
-    return PermuteRows((*op.order, *range(len(op.order), rows)))
-
-
 def zeros_added(unit: Unit) -> tuple[int, int]:
     """How many of a unit's rows, and of its columns, are zeros that no source holds."""
     rows = sum(piece.rows for piece in unit.inputs if piece.zeros_like is not None)
-    wide = next((op.width for op in unit.ops if isinstance(op, PadColumns)), None)
+    wide = next((op.padded_width for op in unit.ops if op.padded_width is not None), None)
     return rows, 0 if wide is None else wide - unit.inputs[0].tensor.width

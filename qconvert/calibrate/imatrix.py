@@ -1,0 +1,70 @@
+"""Gives the statistics of llama.cpp's importance matrices by role, layer and expert.
+
+The file names tensors of a GGUF; a model's own declaration says which linear each of them is, so that one
+file serves GGUF and safetensors alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from qconvert.core.statistics import StatisticsKey
+from qconvert.errors import BadRecipe
+from qconvert.formats.gguf.imatrix import Imatrix, read_imatrix
+from qconvert.models import Architecture
+from qconvert.models.gguf.families import facts_of
+from qconvert.models.gguf.tensors import records
+from qconvert.models.statistics_keys import input_keys
+
+# llama-quantize lets pass an entry for the embedding that has another number of columns.
+_ANY_COLUMNS = "token_embd.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class ImatrixStatistics:
+    """An importance matrix of one model: for every key, its tensor, first column and number of columns."""
+
+    imatrix: Imatrix
+    entries: Mapping[StatisticsKey, tuple[str, int, int]]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.entries
+
+    def second_moments(self, key: StatisticsKey) -> np.ndarray:
+        """The mean square of every input column, float32 [I]."""
+        name, first, width = self.entries[key]
+        return np.asarray(self.imatrix.means[name], np.float32)[first : first + width]
+
+
+def open_imatrix(path: Path, architecture: Architecture) -> ImatrixStatistics:
+    """Read an importance matrix as the statistics of a model.
+
+    Raises CorruptCheckpoint for a damaged file, BadRecipe for one of another model, UnsupportedModel for a
+    family without GGUF names.
+    """
+    return statistics_of(read_imatrix(path), architecture)
+
+
+def statistics_of(imatrix: Imatrix, architecture: Architecture) -> ImatrixStatistics:
+    """The entries of an importance matrix by what they are in a model; BadRecipe if they are another's."""
+    entries: dict[StatisticsKey, tuple[str, int, int]] = {}
+    for record in records(facts_of(architecture)):
+        means = imatrix.means.get(record.name)
+        keys = input_keys(architecture.parameters[piece.name] for piece in record.pieces)
+        if means is None or not keys:
+            continue
+        width = record.shape[-1] if len(record.shape) > 1 else 1
+        experts = record.shape[0] if len(record.shape) > 2 else 1
+        if len(means) == width * experts:
+            entries |= {key: (record.name, i * width, width) for i, key in enumerate(keys)}
+        elif record.name != _ANY_COLUMNS:
+            raise BadRecipe(
+                f"{record.name}: the importance matrix has {len(means)} columns for it, the model "
+                f"{width * experts}",
+                "give one that llama-imatrix measured on this model",
+            )
+    return ImatrixStatistics(imatrix, entries)

@@ -1,0 +1,43 @@
+"""Opens checkpoints to be checked, and ends commands that only read."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+
+from qconvert.errors import CheckFailed
+
+if TYPE_CHECKING:
+    from qconvert.check.compare import TensorDifference
+    from qconvert.checkpoint.open import Checkpoint
+    from qconvert.core.dtypes import Json
+
+
+def open_model(model: str, revision: str | None) -> Checkpoint:
+    """Find a model and open it."""
+    from qconvert.checkpoint.hub import resolve
+    from qconvert.checkpoint.open import open_checkpoint
+
+    return open_checkpoint(resolve(model, revision=revision).path)
+
+
+def summary_of(differences: list[TensorDifference]) -> dict[str, int]:
+    """How many tensors are equal, differ, and so on."""
+    return dict(Counter(d.status for d in differences))
+
+
+def phrase(value: object) -> str:
+    """A finding in words."""
+    if isinstance(value, dict):
+        plural = {"differs": "differ"}
+        return ", ".join(f"{v} {k if v == 1 else plural.get(k, k)}" for k, v in value.items())
+    return str(value)
+
+
+def end_with_json(found: Json, *, failed: bool) -> NoReturn:
+    """Print the one JSON object; a failed check is told by the exit code, not by a second one."""
+    click.echo(json.dumps(found))
+    raise click.exceptions.Exit(CheckFailed.exit_code if failed else 0)

@@ -1,0 +1,214 @@
+"""Tells what a conversion will write, or has written: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from qconvert.convert.containers.gguf_file import GGUFFileContainer
+from qconvert.convert.job import Job, Result
+from qconvert.convert.manifest import certificates, finite
+from qconvert.core.dtypes import Json
+from qconvert.models.parameter_table import ParameterTable, table_of_outputs, table_of_tensors
+from qconvert.plan.loader_notices import notice_lines
+from qconvert.report.tables import count, parameter_table_lines, size, table
+
+
+class ConversionReport(Protocol):
+    """What is printed about one conversion."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def warnings(self) -> Iterable[str]: ...
+
+    def lines(self) -> list[str]: ...
+
+    def plan_json(self) -> Json: ...
+
+    def result_json(self, result: Result, seconds: float) -> Json: ...
+
+    def verdict(self, result: Result, seconds: float) -> str: ...
+
+
+def report_of(job: Job, out: Path) -> ConversionReport:
+    """The report of an output: GGUF files are counted by type, folders by role."""
+    if isinstance(job.container, GGUFFileContainer):
+        return GGUFReport(job, out, job.container)
+    return FolderReport(job, out)
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """A folder of safetensors, role by role."""
+
+    job: Job
+    path: Path
+
+    def warnings(self) -> Iterable[str]:
+        compiled = self.job.compiled
+        yield from (*self.job.source.checkpoint.files.warnings, *compiled.warnings)
+        if lines := notice_lines(compiled.notices):
+            yield "\n".join(lines)
+
+    @cached_property
+    def _table(self) -> ParameterTable:
+        compiled = self.job.compiled
+        return table_of_outputs(compiled.outputs, compiled.architecture, compiled.layout.name)
+
+    @cached_property
+    def _before(self) -> ParameterTable:
+        checkpoint = self.job.source.checkpoint
+        binding = checkpoint.bind(allow_unknown=True)
+        return table_of_tensors(checkpoint.tensors, binding, checkpoint.layout.name)
+
+    def lines(self) -> list[str]:
+        files = self.job.container.files(self.path)
+        return [
+            f"{self.job.source.model.name}  ->  {self.path}/",
+            *parameter_table_lines(self._table),
+            f"{size(self._before.nbytes)} -> {size(sum(file.size for file in files))} in "
+            f"{count(len(files), 'file')}, at most {size(self.job.options.max_memory)} of working memory",
+        ]
+
+    def plan_json(self) -> Json:
+        return {"schema": 1, "dry_run": True, "out": str(self.path), **self._described()}
+
+    def result_json(self, result: Result, seconds: float) -> Json:
+        return {
+            "schema": 1,
+            "dry_run": False,
+            "out": str(result.path),
+            "seconds": round(seconds, 3),
+            **self._described(),
+            "totals": result.record["totals"],
+            "verified": self.job.options.verify,
+        }
+
+    def _described(self) -> Json:
+        """The numbers of a plan, the same before and after it is carried out."""
+        compiled, before = self.job.compiled, self._before
+        files = self.job.container.files(self.path)
+        return {
+            "source": {"name": self.job.source.model.name, "bytes": before.nbytes, "tensors": before.tensors},
+            "output": {
+                **self._table.to_json(),
+                "bits_per_weight": self._table.bits_per_weight,
+                "files": [{"name": file.name, "bytes": file.size} for file in files],
+            },
+            "recipe": compiled.request.recipe.to_json(),
+            "max_memory": self.job.options.max_memory,
+            "warnings": [
+                *self.job.source.checkpoint.files.warnings,
+                *compiled.warnings,
+                *(notice.sentence for notice in compiled.notices),
+            ],
+        }
+
+    def verdict(self, result: Result, seconds: float) -> str:
+        error = result.record["totals"]["relative_rms_error"]
+        lost = "" if error is None else f", relative RMS error {error:.4f}"
+        checked = "verified" if self.job.options.verify else "not verified"
+        return f"done in {seconds:.1f} s, {certificate_line(result.record)}{lost}, {checked}"
+
+
+def certificate_line(manifest: Json) -> str:
+    """The certificate of an output in one line: `exact`, or how many tensors are what."""
+    found = certificates(manifest)
+    if set(found["counts"]) <= {"exact"}:
+        return "exact"
+    return _phrases(dict(sorted(found["counts"].items())), found["max_steps"])
+
+
+def _phrases(counts: dict[str, int], most: float) -> str:
+    measured = f" (at most {most:.2g} steps)" if most else ""
+    return " + ".join(f"{number} {kind}" for kind, number in counts.items()) + measured
+
+
+@dataclass(frozen=True)
+class GGUFReport:
+    """A GGUF file, type by type."""
+
+    job: Job
+    out: Path
+    container: GGUFFileContainer
+
+    @property
+    def path(self) -> Path:
+        return self.out.with_name(self.container.files(self.out)[0].name)
+
+    def warnings(self) -> Iterable[str]:
+        checkpoint, compiled = self.job.source.checkpoint, self.job.compiled
+        yield from (*checkpoint.files.warnings, *compiled.warnings, *self.container.tokenizer.warnings)
+        substituted = self.container.gguf.substituted
+        if substituted:
+            base = self.container.gguf.file_type.base.label
+            yield (
+                f"{len(substituted)} tensors have rows that {base}'s blocks do not divide and "
+                f"got a bigger type, for example {substituted[0]}; --no-fallback makes this an error"
+            )
+
+    @cached_property
+    def _described(self) -> Json:
+        rows: dict[str, Json] = {}
+        for tensor in self.container.tensors:
+            label = tensor.type.label
+            row = rows.setdefault(label, {"type": label, "tensors": 0, "parameters": 0, "bytes": 0})
+            row["tensors"] += 1
+            row["parameters"] += tensor.nbytes * tensor.type.block // tensor.type.block_bytes
+            row["bytes"] += tensor.nbytes
+        parameters = sum(row["parameters"] for row in rows.values())
+        nbytes = sum(row["bytes"] for row in rows.values())
+        return {
+            "out": str(self.path),
+            "file_type": self.container.gguf.file_type.name,
+            "types": list(rows.values()),
+            "parameters": parameters,
+            "bytes": nbytes,
+            "bits_per_weight": 8 * nbytes / parameters,
+            "substituted": self.container.gguf.substituted,
+        }
+
+    def lines(self) -> list[str]:
+        found = self._described
+        cells = [[row["type"], str(row["tensors"]), *_sizes(row)] for row in found["types"]]
+        total = ["total", str(len(self.container.tensors)), *_sizes(found)]
+        head = ["type", "tensors", "parameters", "bytes", "bpw"]
+        return [f"{self.job.source.model.name}  ->  {self.path}", *table(head, [*cells, total])]
+
+    def plan_json(self) -> Json:
+        seen: Json = {"kept": {}, "certificates": {}, "sha256": {}}
+        return {"schema": 1, "dry_run": True, **self._described, "seconds": 0.0, **seen}
+
+    def result_json(self, result: Result, seconds: float) -> Json:
+        kept = {name: finite(moved) if moved else "exact" for name, moved in result.record["kept"].items()}
+        return {
+            "schema": 1,
+            "dry_run": False,
+            **self._described,
+            "seconds": round(seconds, 3),
+            "kept": kept,
+            "certificates": result.record["certificates"],
+            "sha256": dict(result.hashes.files),
+        }
+
+    def verdict(self, result: Result, seconds: float) -> str:
+        checked = "verified" if self.job.options.verify else "not verified"
+        return f"done in {seconds:.1f} s, {self._certificate(result)}{checked}"
+
+    def _certificate(self, result: Result) -> str:
+        """What became of a source that was quantized already: `exact, `, or how many tensors are what."""
+        if self.job.source.checkpoint.quantization is None:
+            return ""
+        found = result.record["certificates"]
+        if set(found) == {"exact"}:
+            return "exact, "
+        return f"{_phrases(found, max(result.record['kept'].values(), default=0.0))}, "
+
+
+def _sizes(row: Json) -> list[str]:
+    bits = f"{8 * row['bytes'] / row['parameters']:.2f}"
+    return [f"{row['parameters']:,}", size(row["bytes"]), bits]

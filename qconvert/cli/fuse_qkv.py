@@ -1,0 +1,24 @@
+"""`qconvert fuse-qkv`: q, k and v stacked into one linear, exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from qconvert.cli.options import examples, model_argument, writing_options
+from qconvert.cli.run_conversion import Flags, write
+from qconvert.plan.recipe import Recipe
+
+
+@click.command("fuse-qkv", epilog=examples("qconvert fuse-qkv ./Qwen2.5-1.5B-Instruct"))
+@model_argument()
+@writing_options
+def command(model: str, **flags: Any) -> None:
+    """Stack the q, k and v projections of MODEL into one linear, exactly.
+
+    Weights and biases, 16-bit or quantized: rows are stacked, no number changes, and
+    `qconvert unfuse` restores the original bytes.
+    """
+    values = Flags(**flags)
+    write(model, values.request("fuse-qkv", Recipe(fuse=("qkv",))), "fused-qkv", values)

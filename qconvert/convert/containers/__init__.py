@@ -1,0 +1,72 @@
+"""Defines what a container is: the files of an output, and how they are verified and published.
+
+One module for each: a folder of safetensors, a GGUF file. A conversion knows nothing else of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from qconvert.core.dtypes import Json
+from qconvert.core.protocols import Layout, Sink
+from qconvert.formats.io.planned_files import FilePlan
+from qconvert.formats.io.read_back import Hashes
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from qconvert.convert.runner import Outcome, WrittenRows
+
+
+class OpenOutput(Protocol):
+    """An output that is being written; it gets its name when its context ends without an error."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def sink(self) -> Sink: ...
+
+    def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int) -> Hashes:
+        """Re-read all files from the disk; CheckFailed names the first thing that differs."""
+        ...
+
+    def finish(self, outcome: Outcome, hashes: Hashes) -> Json:
+        """Write what goes beside the weights, and return the record of the output."""
+        ...
+
+
+class Container(Protocol):
+    """The files of one output."""
+
+    @property
+    def layout(self) -> Layout: ...
+
+    @property
+    def constants(self) -> Mapping[str, np.ndarray]:
+        """Tensors that come from no source, float32, by name."""
+        ...
+
+    @property
+    def bytes_needed(self) -> int:
+        """Bytes of disk that the output takes, but for a few pages of text."""
+        ...
+
+    def default_out(self, suffix: str) -> Path:
+        """The path of the output where none was given."""
+        ...
+
+    def files(self, out: Path) -> tuple[FilePlan, ...]:
+        """The weight files of the output, to the byte."""
+        ...
+
+    def check_target(self, out: Path) -> None:
+        """Raise unless the output may be written there."""
+        ...
+
+    def create(self, out: Path) -> AbstractContextManager[OpenOutput]:
+        """Open the output; an error inside leaves nothing under its name."""
+        ...

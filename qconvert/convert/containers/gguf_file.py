@@ -1,0 +1,210 @@
+"""Writes a GGUF file, or numbered parts of one: metadata, tokenizer, tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qconvert.calibrate.imatrix import ImatrixStatistics
+from qconvert.checkpoint.gguf_model import GGUFModel
+from qconvert.convert.job import RunOptions, Source
+from qconvert.convert.runner import Outcome, WrittenRows
+from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.core.encodings import GgmlBlocks, ModelTensor, Unquantized
+from qconvert.core.ggml_types import KV, GGUFTensor
+from qconvert.core.protocols import Layout
+from qconvert.errors import REPORT, BadRecipe, CheckFailed, UnsupportedModel, shown
+from qconvert.formats.gguf.header import read_gguf
+from qconvert.formats.gguf.writer import GGUFSink, check_target, plan_files
+from qconvert.formats.huggingface.model_card_header import read_front_matter
+from qconvert.formats.huggingface.pooling import read_pooling
+from qconvert.formats.io.planned_files import FilePlan
+from qconvert.formats.io.read_back import Hashes, verify_files
+from qconvert.formats.io.strict_json import read_json_object
+from qconvert.formats.layouts.gguf import stored
+from qconvert.formats.tokenizers.to_gguf import GGUFTokenizer, read_tokenizer
+from qconvert.models.gguf.identity import Identity, ParameterCounts, identify
+from qconvert.models.gguf.keys import file_keys
+from qconvert.plan.gguf.constants import constants_of
+from qconvert.plan.gguf.mixture import visit_order
+from qconvert.plan.passes.activation_order import reordered
+from qconvert.plan.state import Compiled, GGUFPlan
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Our own key: the tensors (by the source's names) whose rows or columns are in another order than there.
+REORDERED = "qconvert.reordered"
+# llama.cpp tells Phi-3 by its name, and looks these tokens up without asking whether they are there
+# (llama_vocab::impl::load in src/llama-vocab.cpp).
+_PHI3_NAMES = ("phi-3", "phi3")
+_PHI3_TOKENS = ("</s>", "<unk>", "<s>", "<|endoftext|>")
+
+
+@dataclass(frozen=True)
+class GGUFFileContainer:
+    """The output of `to-gguf`. `pre_tokenizer` is llama.cpp's name, where it is not recognised."""
+
+    source: Source
+    compiled: Compiled
+    options: RunOptions
+    pre_tokenizer: str | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return self.compiled.layout
+
+    @property
+    def gguf(self) -> GGUFPlan:
+        assert self.compiled.gguf is not None
+        return self.compiled.gguf
+
+    @cached_property
+    def constants(self) -> Mapping[str, np.ndarray]:
+        return constants_of(self.gguf.facts)
+
+    @cached_property
+    def tensors(self) -> list[GGUFTensor]:
+        """The records of all tensors, in the order of the tool that would have written the file last.
+
+        The converter keeps the source's order, llama-quantize sorts.
+        """
+        f32 = Unquantized(DType.F32)
+        constants = {n: ModelTensor(n, values.shape, f32) for n, values in self.constants.items()}
+        found = constants | self.compiled.outputs
+        names = visit_order(found) if self.gguf.file_type.base.is_quantized else found
+        return [stored(found[name]) for name in names]
+
+    @cached_property
+    def tokenizer(self) -> GGUFTokenizer:
+        """The tokenizer of a folder; that of a GGUF file stays as it is."""
+        checkpoint = self.source.checkpoint
+        if isinstance(checkpoint.files, GGUFModel):
+            if self.pre_tokenizer:
+                raise BadRecipe(
+                    "--pre-tokenizer: the tokenizer of a GGUF file stays as it is", "leave it out"
+                )
+            return checkpoint.files.tokenizer
+        embed = checkpoint.architecture.table("embed")
+        assert embed is not None
+        return read_tokenizer(checkpoint.path, embed.shape[0], checkpoint.config, self.pre_tokenizer)
+
+    @cached_property
+    def identity(self) -> Identity:
+        """What the model is called, from its folder, its card and its configs, or from its own keys."""
+        checkpoint, name = self.source.checkpoint, self.source.model.name
+        generation = checkpoint.path / "generation_config.json"
+        counts = ParameterCounts.of((t.name, t.shape) for t in self.tensors)
+        if isinstance(checkpoint.files, GGUFModel):
+            kv = checkpoint.files.general
+            name = next((str(e.value) for e in kv if e.key == "general.name"), name)
+            return replace(identify(name, {}, counts), kv=kv)
+        return identify(
+            name,
+            checkpoint.config,
+            counts,
+            card=read_front_matter(checkpoint.path),
+            generation=read_json_object(generation) if generation.is_file() else None,
+        )
+
+    def keys(self) -> Sequence[KV]:
+        """All metadata, in the order of the tool that would have written this file type last."""
+        path, statistics = self.source.checkpoint.path, self.compiled.request.statistics
+        keys = file_keys(
+            self.gguf.facts,
+            file_type=self.gguf.file_type.number,
+            general=self.identity.kv,
+            tokenizer=self.tokenizer.kv,
+            requantized=self.gguf.file_type.base.is_quantized,
+            pooling=read_pooling(path) if path.is_dir() else None,
+        )
+        moved = [unit.source.name for unit in self.compiled.plan.units if reordered(unit)]
+        own = [KV.texts(REORDERED, moved)] if moved else []
+        measured = statistics.imatrix.kv if isinstance(statistics, ImatrixStatistics) else ()
+        return (*keys, *measured, *own)
+
+    def check(self) -> None:
+        """Raise UnsupportedModel for a name that llama.cpp expects tokens of which the vocabulary lacks."""
+        lists = (e.value for e in self.tokenizer.kv if e.key == "tokenizer.ggml.tokens")
+        known = next((set(tokens) for tokens in lists if isinstance(tokens, tuple)), set(_PHI3_TOKENS))
+        name, lacking = self.identity.name, [token for token in _PHI3_TOKENS if token not in known]
+        if lacking and any(each in name.lower() for each in _PHI3_NAMES):
+            raise UnsupportedModel(
+                f"general.name {shown(name)}: llama.cpp takes the model for Phi-3 and does not load it "
+                f"without {', '.join(lacking)}, which this tokenizer lacks",
+                "give the folder another name, or its card another model_name; or add the tokenizer of Phi-3",
+            )
+
+    def files(self, out: Path) -> tuple[FilePlan, ...]:
+        """The file, or parts of at most `shard_size` bytes of tensors, to the byte."""
+        return plan_files(out.name, self.keys(), self.tensors, max_part_bytes=self.options.shard_size)
+
+    @property
+    def bytes_needed(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def default_out(self, suffix: str) -> Path:
+        return Path(self.identity.file_name(self.gguf.file_type.name))
+
+    def check_target(self, out: Path) -> None:
+        for file in self.files(out):
+            check_target(
+                out.with_name(file.name),
+                overwrite=self.options.overwrite,
+                sources=[self.source.checkpoint.path],
+            )
+
+    @contextmanager
+    def create(self, out: Path) -> Iterator[OpenGGUF]:
+        """The files under the suffix `.partial`, renamed when all of them are verified."""
+        files = self.files(out)
+        sink = GGUFSink(out.parent, files, overwrite=self.options.overwrite)
+        try:
+            yield OpenGGUF(self, out.with_name(files[0].name), files, sink)
+            sink.publish()
+        except BaseException:
+            sink.abort()
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGGUF:
+    """The files while they are written."""
+
+    container: GGUFFileContainer
+    path: Path
+    files: tuple[FilePlan, ...]
+    sink: GGUFSink
+
+    def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int) -> Hashes:
+        partial = [replace(file, name=f"{file.name}.partial") for file in self.files]
+        found = verify_files(self.path.parent, partial, written, jobs, check_gguf_header)
+        names = zip(self.files, partial, strict=True)
+        return Hashes({file.name: found.files[part.name] for file, part in names}, found.tensors)
+
+    def finish(self, outcome: Outcome, hashes: Hashes) -> Json:
+        """How far each tensor whose codes were kept has moved, and the certificates of all."""
+        units = self.container.compiled.plan.units
+        kept = {
+            unit.output.name: outcome.code_errors[unit.output.name]
+            for unit in units
+            if isinstance(unit.output.encoding, GgmlBlocks) and any(op.keeps_codes for op in unit.ops)
+        }
+        return {"kept": kept, "certificates": outcome.certificates(units)}
+
+
+def check_gguf_header(path: Path, specs: Mapping[str, TensorSpec]) -> None:
+    """Read the file's header back with the strict reader; CheckFailed if it holds other tensors.
+
+    The reader shares no code with the writer; in the tests, the gguf package and llama.cpp read what
+    it accepts. (The gguf package alone takes 6 s for a vocabulary of 150,000 tokens.)
+    """
+    header = read_gguf(path)
+    seen = {name: tensor.stored for name, tensor in header.tensors.items()}
+    if seen != dict(specs):
+        odd = next(name for name in {**seen, **specs} if seen.get(name) != specs.get(name))
+        raise CheckFailed(f"{path.name}: {odd} is {seen.get(odd)}, not {specs.get(odd)}", REPORT)

@@ -1,0 +1,120 @@
+"""Writes a Hugging Face folder: safetensors, config.json, sidecars, manifest and model card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qconvert.convert.job import RunOptions, Source
+from qconvert.convert.manifest import FILE_NAME, manifest
+from qconvert.convert.model_card import model_card
+from qconvert.convert.runner import Outcome, WrittenRows
+from qconvert.core.dtypes import Json
+from qconvert.core.protocols import Layout
+from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.formats.io.local_file import copy_whole
+from qconvert.formats.io.output_folder import OutputDir, check_target
+from qconvert.formats.io.planned_files import FilePlan, FileSink
+from qconvert.formats.io.read_back import Hashes, verify_files
+from qconvert.models.parameter_table import table_of_outputs
+from qconvert.plan.state import Compiled
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Files beside config.json in which the tools of a quantization method look for its settings.
+SETTINGS_FILES = {"gptq": "quantize_config.json"}
+
+
+@dataclass(frozen=True)
+class SafetensorsFolder:
+    """The output of every command but `to-gguf`."""
+
+    source: Source
+    compiled: Compiled
+    options: RunOptions
+
+    @property
+    def layout(self) -> Layout:
+        return self.compiled.layout
+
+    @property
+    def constants(self) -> Mapping[str, np.ndarray]:
+        return {}
+
+    @cached_property
+    def _files(self) -> tuple[FilePlan, ...]:
+        specs = [spec for unit in self.compiled.plan.units for spec in self.layout.stored_arrays(unit.output)]
+        parameters = table_of_outputs(self.compiled.outputs, self.compiled.architecture).parameters
+        return plan_files(specs, self.options.shard_size, {"format": "pt"}, parameters)
+
+    def files(self, out: Path) -> tuple[FilePlan, ...]:
+        """The shards, whose names do not depend on the folder's."""
+        return self._files
+
+    @property
+    def bytes_needed(self) -> int:
+        beside = self.source.checkpoint.files.sidecars
+        copied = sum(path.stat().st_size for path in beside.copied)
+        return sum(file.size for file in self._files) + copied + sum(map(len, beside.made.values()))
+
+    def default_out(self, suffix: str) -> Path:
+        return Path(f"{self.source.model.name}-{suffix}")
+
+    def check_target(self, out: Path) -> None:
+        check_target(out, overwrite=self.options.overwrite, sources=[self.source.checkpoint.path])
+
+    @contextmanager
+    def create(self, out: Path) -> Iterator[OpenFolder]:
+        """The folder under a name of its own, renamed when all is there."""
+        sources = [self.source.checkpoint.path]
+        with OutputDir(out, overwrite=self.options.overwrite, sources=sources) as folder:
+            sink = FileSink(folder, self._files)
+            try:
+                yield OpenFolder(self, out, folder, sink)
+            except BaseException:
+                sink.abort()
+                raise
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFolder:
+    """The folder while it is written."""
+
+    container: SafetensorsFolder
+    path: Path
+    folder: Path
+    sink: FileSink
+
+    def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int) -> Hashes:
+        return verify_files(self.folder, self.container.files(self.path), written, jobs)
+
+    def finish(self, outcome: Outcome, hashes: Hashes) -> Json:
+        """Sidecars, config.json, manifest and model card."""
+        made, source = self.container, self.container.source
+        self._write_sidecars()
+        files = {file.name: file.size for file in made.files(self.path)}
+        record = manifest(source, made.compiled, outcome, hashes, files, made.options)
+        (self.folder / FILE_NAME).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        readme, repo_id = source.checkpoint.files.readme, source.model.repo_id
+        card = model_card(self.path.name, record, made.compiled, readme, repo_id)
+        (self.folder / "README.md").write_text(card, encoding="utf-8")
+        return record
+
+    def _write_sidecars(self) -> None:
+        sidecars, config = self.container.source.checkpoint.files.sidecars, self.container.compiled.config
+        for path in sidecars.copied:
+            copy_whole(path, self.folder / path.name)
+        for name, made in sidecars.made.items():
+            (self.folder / name).write_text(made, encoding="utf-8")
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (self.folder / "config.json").write_text(text, encoding="utf-8")
+        copy = SETTINGS_FILES.get(config.get("quantization_config", {}).get("quant_method"))
+        if copy:
+            settings = json.dumps(config["quantization_config"], indent=2)
+            (self.folder / copy).write_text(settings + "\n", encoding="utf-8")

@@ -1,0 +1,61 @@
+"""Defines a conversion: what it reads, its plan, its container, and how much it may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qconvert.checkpoint.hub import ResolvedModel
+from qconvert.checkpoint.open import Checkpoint
+from qconvert.convert.runner import Outcome
+from qconvert.core.dtypes import Json
+from qconvert.formats.io.read_back import Hashes
+from qconvert.plan.state import Compiled
+
+if TYPE_CHECKING:
+    from qconvert.convert.containers import Container
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How an output is made; of these, `shard_size` alone changes its bytes.
+
+    `jobs` threads work in at most `max_memory` bytes; `shard_size` is the largest weight file in bytes
+    (None: one file); `verify` re-reads what was written before it gets its name.
+    """
+
+    jobs: int = 1
+    max_memory: int = 1_000_000_000
+    shard_size: int | None = None
+    verify: bool = True
+    overwrite: bool = False
+    hash_sources: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An opened model: where it was found, and the checkpoint."""
+
+    model: ResolvedModel
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A conversion that is ready to run."""
+
+    source: Source
+    compiled: Compiled
+    container: Container
+    options: RunOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished output: where it is, its record (the manifest of a folder), what the run found out."""
+
+    path: Path
+    record: Json
+    outcome: Outcome
+    hashes: Hashes

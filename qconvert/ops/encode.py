@@ -1,0 +1,177 @@
+"""Chooses new codes: integers by groups, tables of numbers, GGML blocks, scales of scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, ClassVar
+
+from qconvert.core.encodings import AffineInt, Codebook, Encoding, GgmlBlocks, Unquantized
+from qconvert.core.statistics import RowStatistics
+from qconvert.core.values import CodebookRows, DenseRows, GgmlRows, Value
+from qconvert.ops.base import Certificate, Finding, Op
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class Encode(Op):
+    """An operation that gives plain numbers new codes."""
+
+    __slots__ = ()
+    quantizes: ClassVar[bool] = True
+
+    def certificate(self, source: Encoding) -> Certificate:
+        return "quantized"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize(Encode):
+    """Group-quantize a dense tensor to `encoding`, by scale search or plain min-max.
+
+    Where statistics are given, the search weighs the error of a column by its mean square.
+    """
+
+    encoding: AffineInt
+    search: bool
+
+    def infer(self, encoding: Encoding) -> Encoding:
+        assert isinstance(encoding, Unquantized), encoding
+        return self.encoding
+
+    def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+        from qconvert.quant.affine import quantize
+
+        assert isinstance(value, DenseRows) and len(statistics) <= 1, "one linear has one input"
+        weights_I = statistics[0].second_moments_I if statistics else None
+        quantized, error = quantize(value, self.encoding, search=self.search, weights_I=weights_I)
+        return quantized, Finding(error.nonfinite, error.overflow, error)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeBlocks(Encode):
+    """Encode a dense tensor as GGML blocks, bit for bit as llama-quantize does.
+
+    Where statistics are given they are llama.cpp's importance matrix; of a stack of experts, each
+    expert has its own.
+    """
+
+    encoding: GgmlBlocks
+
+    def infer(self, encoding: Encoding) -> Encoding:
+        assert isinstance(encoding, Unquantized), encoding
+        return self.encoding
+
+    def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+        import numpy as np
+
+        from qconvert.quant.casts import flaw_and_peak
+        from qconvert.quant.ggml import encode_rows, overflowed
+
+        assert isinstance(value, DenseRows)
+        name = self.encoding.type
+        pieces = [
+            encode_rows(
+                DenseRows(value.rows_RI[s.first : s.last], value.dtype), name, importance_I=s.second_moments_I
+            )
+            for s in statistics
+        ]
+        bytes_RB = np.concatenate(pieces) if len(pieces) > 1 else (pieces or [encode_rows(value, name)])[0]
+        flaw, peak = flaw_and_peak(value)
+        peak = peak if flaw < 0 else inf  # of which numbers after the flaw may be the largest
+        overflow = overflowed(value, bytes_RB, name, peak)
+        return GgmlRows(bytes_RB, self.encoding), Finding(flaw, overflow)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeTable(Encode):
+    """Encode a dense tensor as codes of a table, rounded as a layout's own tool does it.
+
+    `rounding` names the rules (see `quant.codebook_encode`). `whole` is the largest magnitude of the
+    whole tensor, or of its shared scale group, once it is known, for encodings that need it.
+    """
+
+    encoding: Codebook
+    rounding: str = ""
+    shares_scale_with: str = ""
+    whole: float | None = None
+
+    @property
+    def granule(self) -> int:
+        return self.encoding.group_rows or 1
+
+    @property
+    def needs_reduction(self) -> bool:
+        from qconvert.quant.codebook_encode import needs_whole
+
+        return self.whole is None and needs_whole(self.encoding)
+
+    @property
+    def shared_scale_group(self) -> str:
+        return self.shares_scale_with
+
+    def reduce(self, value: Value) -> np.ndarray:
+        """The largest magnitude of these rows, one number."""
+        from qconvert.quant.codebook_encode import peaks
+
+        assert isinstance(value, DenseRows)
+        return peaks(value, replace(self.encoding, group_rows=None, group_size=None)).ravel()
+
+    def finalize(self, found: np.ndarray) -> EncodeTable:
+        return replace(self, whole=float(found.max(initial=0.0)))
+
+    def infer(self, encoding: Encoding) -> Encoding:
+        assert isinstance(encoding, Unquantized), encoding
+        return self.encoding
+
+    def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+        from qconvert.quant.codebook_encode import encode
+
+        assert isinstance(value, DenseRows)
+        made, error = encode(value, self.encoding, habit=self.rounding, whole=self.whole)
+        return made, Finding(error.nonfinite, error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class NestScales(Op):
+    """Quantize the scales of bitsandbytes' blocks in their turn (see `quant.nested_scales`).
+
+    `width` is that of a row; `offset` the mean that is subtracted from all scales, once it is known.
+    """
+
+    width: int
+    offset: float | None = None
+
+    @property
+    def granule(self) -> int:
+        from qconvert.quant.nested_scales import rows_together
+
+        return rows_together(self.width)
+
+    @property
+    def needs_reduction(self) -> bool:
+        return self.offset is None
+
+    def reduce(self, value: Value) -> np.ndarray:
+        """Sums over the scales, run by run."""
+        from qconvert.quant.nested_scales import sums
+
+        assert isinstance(value, CodebookRows)
+        return sums(value.scales_RG)
+
+    def finalize(self, found: np.ndarray) -> NestScales:
+        from qconvert.quant.nested_scales import offset_of
+
+        return replace(self, offset=offset_of(found))
+
+    def infer(self, encoding: Encoding) -> Encoding:
+        assert isinstance(encoding, Codebook)
+        return replace(encoding, second="nested")
+
+    def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+        from qconvert.quant.nested_scales import nest
+
+        assert isinstance(value, CodebookRows) and self.offset is not None
+        made, moved = nest(value, self.offset)
+        return made, Finding(code_error=moved)

@@ -1,0 +1,77 @@
+"""Applies the steps of `ops.transcode` to rows: the same names, arithmetic of `quant`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import GgmlBlocks
+from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, GgmlRows, Value
+from qconvert.ops.base import CLEAN, Finding
+from qconvert.ops.transcode import Step
+from qconvert.quant import transcode
+from qconvert.quant.dequantize import first_bad_row
+from qconvert.quant.ggml.from_codes import block_codes, factors_of, moved_by, mxfp4_blocks, nvfp4_blocks
+from qconvert.quant.ggml.to_codes import grid_of_blocks
+
+Made = tuple[Value, Finding]
+
+
+def _moved(made: tuple[Value, float]) -> Made:
+    return made[0], Finding(code_error=made[1])
+
+
+def _cast_scales(value: AffineIntRows, dtype: DType) -> Made:
+    made, moved, overflow = transcode.cast_scales(value, dtype)
+    return made, Finding(code_error=moved, overflow=overflow)
+
+
+def _divide_by_one(value: CodebookRows, _: None) -> Made:
+    return replace(value, encoding=replace(value.encoding, second="divided"), divisor=1.0), CLEAN
+
+
+def _round_divisor(value: CodebookRows, _: None) -> Made:
+    made = transcode.round_divisor(value)
+    assert value.divisor and made.divisor
+    return made, Finding(code_error=moved_by(value.divisor / made.divisor))
+
+
+def _absorb_divisor(value: CodebookRows, _: None) -> Made:
+    made = transcode.fold_divisor(value)
+    assert made is not None, "asked for where it is not exact"
+    return made, CLEAN
+
+
+def _to_ggml_blocks(value: AffineIntRows | AffineMinRows | CodebookRows, encoding: GgmlBlocks) -> Made:
+    if isinstance(value, CodebookRows) and value.encoding.is_nvfp4:
+        bytes_RB, moved = nvfp4_blocks(value)
+        return GgmlRows(bytes_RB, encoding), Finding(code_error=moved)
+    if isinstance(value, CodebookRows):
+        return GgmlRows(mxfp4_blocks(value), encoding), CLEAN
+    bytes_RB, moved, overflow = block_codes(value, encoding.type)
+    return GgmlRows(bytes_RB, encoding), Finding(code_error=moved, overflow=overflow)
+
+
+def _from_ggml_blocks(value: GgmlRows, _: object) -> Made:
+    made = grid_of_blocks(value)
+    return made, Finding(bad_row=first_bad_row(made))
+
+
+ROWS: Mapping[Step, Callable[[Any, Any], Made]] = {
+    "zeros_to_mins": lambda value, _: _moved(transcode.to_mins(value)),
+    "mins_to_zeros": lambda value, _: _moved(transcode.to_zeros(value)),
+    "cast_scales": _cast_scales,
+    "split_groups": lambda value, size: (transcode.split_groups(value, size), CLEAN),
+    "from_int8_rows": lambda value, _: _moved(transcode.from_int8_rows(value)),
+    "to_int8_rows": lambda value, decoded: _moved(transcode.to_int8_rows(value, decoded)),
+    "repeat_tensor_scale": lambda value, encoding: (transcode.spread_scale(value, encoding), CLEAN),
+    "divide_by_one": _divide_by_one,
+    "round_divisor": _round_divisor,
+    "absorb_divisor": _absorb_divisor,
+    "resolve_nested_scales": lambda v, _: (replace(v, encoding=replace(v.encoding, second=None)), CLEAN),
+    "to_ggml_blocks": _to_ggml_blocks,
+    "from_ggml_blocks": _from_ggml_blocks,
+    "take_factor": lambda value, _: (DenseRows(factors_of(value), DType.F32), CLEAN),
+}

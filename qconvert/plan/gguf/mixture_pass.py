@@ -1,0 +1,77 @@
+"""Chooses the element type of every tensor of a GGUF file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qconvert.core.encodings import ModelTensor
+from qconvert.core.ggml_types import WRITTEN, GGMLType
+from qconvert.errors import BadRecipe
+from qconvert.models.gguf.declaration import Facts
+from qconvert.models.gguf.families import facts_of, remarks_on
+from qconvert.models.gguf.keys import model_keys
+from qconvert.plan.gguf.encodings import is_mxfp4, own_types
+from qconvert.plan.gguf.mixture import Choice, MixFacts, choose_types, find_file_type
+from qconvert.plan.request import KEEP, GGUFTarget
+from qconvert.plan.state import Compiled, GGUFPlan
+
+# The reason for the type of a tensor that keeps its codes, or its numbers.
+KEPT = "kept"
+
+
+def choose_block_types(state: Compiled) -> Compiled:
+    """The type of every tensor: llama-quantize's choice, or the one that keeps its codes.
+
+    Raises BadRecipe for a type that is not written here, or that the tensor does not fit.
+    """
+    target = state.request.target
+    assert isinstance(target, GGUFTarget)
+    facts, outputs = facts_of(state.architecture), state.outputs
+    measured = state.request.statistics is not None
+    if target.file_type == KEEP:
+        file_type, choices = _kept(outputs, facts, target, measured=measured)
+    else:
+        file_type, choices = target.file_type, _choose(outputs, facts, target, measured=measured)
+        _refuse_unwritten(choices)
+    made = GGUFPlan(facts, find_file_type(file_type), choices)
+    return replace(state, gguf=made).warn(*remarks_on(facts))
+
+
+def _choose(
+    outputs: dict[str, ModelTensor], facts: Facts, target: GGUFTarget, *, measured: bool
+) -> dict[str, Choice]:
+    kept = [] if target.allow_requantize else [n for n, t in outputs.items() if is_mxfp4(t.encoding)]
+    return choose_types(
+        target.file_type,
+        [(name, tensor.shape) for name, tensor in outputs.items()],
+        MixFacts.of(facts.model.arch, model_keys(facts)),
+        imatrix=measured,
+        pure=target.pure,
+        overrides=target.tensor_types,
+        stored={name: GGMLType["MXFP4"] for name in kept},
+        token_embedding_type=target.token_embedding_type,
+        output_tensor_type=target.output_tensor_type,
+        fallback=target.fallback,
+    )
+
+
+def _kept(
+    outputs: dict[str, ModelTensor], facts: Facts, target: GGUFTarget, *, measured: bool
+) -> tuple[str, dict[str, Choice]]:
+    """The types that keep every tensor as it is, and the name of the file type that they make."""
+    plain = _choose(outputs, facts, replace(target, file_type="F32"), measured=measured)
+    f32 = GGMLType.F32
+    always = {n: f32 for n, c in plain.items() if c.type is f32 and c.reason != "base type"}
+    file_type, types = own_types(outputs, always, allow_requantize=target.allow_requantize)
+    reasons = {name: plain[name].reason if name in always else KEPT for name in plain}
+    return file_type, {name: Choice(types[name], reasons[name]) for name in plain}
+
+
+def _refuse_unwritten(choices: dict[str, Choice]) -> None:
+    """Raise BadRecipe naming the first tensor that got a type which cannot be written here."""
+    for name, choice in choices.items():
+        if choice.type.is_quantized and choice.type.name not in WRITTEN:
+            raise BadRecipe(
+                f"{name}: {choice.type.label} ({choice.reason}) is read here, but not written",
+                "`qconvert to-gguf --type list` shows what is",
+            )

@@ -1,0 +1,48 @@
+"""Refuses tensors that an output cannot hold, and looks for NaN and Inf in what is not quantized."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qconvert.core.encodings import GgmlBlocks, Unquantized
+from qconvert.errors import BadRecipe, UnsupportedModel
+from qconvert.ops import CheckFinite
+from qconvert.plan.plan import Unit
+from qconvert.plan.state import Compiled
+
+
+def refuse_unscaled_weights(state: Compiled) -> Compiled:
+    """Raise UnsupportedModel for a weight of integers or 8-bit floats that nothing scales."""
+    for name in state.binding.parameters:
+        encoding = state.binding.tensors[name].encoding
+        if isinstance(encoding, Unquantized) and not encoding.dtype.is_float:
+            raise UnsupportedModel(
+                f"{name}: stored as {encoding.dtype.label} without scales or a quantization_config",
+                "qconvert reads 16-, 32- and 64-bit float weights and compressed-tensors integers",
+            )
+    return state
+
+
+def refuse_ggml_blocks(state: Compiled) -> Compiled:
+    """Raise BadRecipe for GGML blocks: safetensors files do not hold them."""
+    kept = next((t for t in state.outputs.values() if isinstance(t.encoding, GgmlBlocks)), None)
+    if kept is not None:
+        raise BadRecipe(
+            f"{kept.name}: {kept.encoding.label} blocks, which safetensors files do not hold",
+            "`qconvert from-gguf` computes the numbers they stand for",
+        )
+    return state
+
+
+def check_finite(state: Compiled) -> Compiled:
+    """Look for NaN and Inf in everything that is not quantized (quantizing looks by itself).
+
+    Where the rows that come out are not those of the source, they are looked at before.
+    """
+
+    def one(unit: Unit) -> Unit:
+        if unit.rows == unit.output.rows and unit.quantizes:
+            return unit
+        return replace(unit, ops=(CheckFinite(), *unit.ops))
+
+    return state if state.request.allow_nonfinite else state.with_plan(state.plan.each(one))

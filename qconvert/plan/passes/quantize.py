@@ -1,0 +1,59 @@
+"""Quantizes the weights that the recipe names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import Unquantized
+from qconvert.core.schemes import fitting
+from qconvert.core.statistics import StatisticsKey
+from qconvert.errors import BadRecipe
+from qconvert.models import Architecture
+from qconvert.models.statistics_keys import input_keys, measured
+from qconvert.ops import Cast, Quantize
+from qconvert.plan.passes.fuse import unstack_experts
+from qconvert.plan.plan import Unit
+from qconvert.plan.selectors import decide, parameters_of
+from qconvert.plan.state import Compiled
+
+
+def quantize(state: Compiled) -> Compiled:
+    """Linears in the recipe's scheme, everything else as its rules say.
+
+    Scales are stored in the tensor's own dtype unless the layout wants another. Raises BadRecipe for a
+    tensor that is quantized already, and for rules that the model or the loaders cannot honour.
+    """
+    recipe, target = state.request.recipe, state.request.layout_target
+    if recipe.scheme is None and not recipe.rules:
+        return state
+    for tensor in state.outputs.values():
+        if not isinstance(tensor.encoding, Unquantized):
+            raise BadRecipe(
+                f"{tensor.name}: already quantized ({tensor.encoding.label}); doing it again would "
+                "lose twice",
+                "start from the 16-bit model, or run `qconvert dequantize` first and accept the second loss",
+            )
+    plan, architecture = unstack_experts(state.plan, state.architecture), state.architecture
+    schemes = decide(recipe, architecture, parameters_of(plan, architecture), tied=state.tied)
+    scale_dtype = target.scale_dtype if target else None
+
+    def one(unit: Unit) -> Unit:
+        scheme = schemes.get(unit.output.name)
+        if scheme is None:
+            return unit
+        encoding = unit.output.encoding
+        assert isinstance(encoding, Unquantized)
+        if encoding.dtype is DType.F64:  # the quantizer's own arithmetic is float32
+            unit, encoding = unit.then(Cast(DType.F32)), Unquantized(DType.F32)
+        wanted = fitting(scheme, unit.output, scale_dtype or encoding.dtype)
+        keys = measured(input_keys_of(unit.output.name, architecture), state.request.statistics)
+        return replace(unit.then(Quantize(wanted, recipe.search)), statistics=keys)
+
+    return state.with_plan(plan.each(one))
+
+
+def input_keys_of(name: str, architecture: Architecture) -> tuple[StatisticsKey, ...]:
+    """The keys of what the weight of this name, fused or not, is multiplied by."""
+    entry, parameter = architecture.fused.get(name), architecture.parameter(name)
+    return input_keys(entry.members if entry else [parameter] if parameter else [])

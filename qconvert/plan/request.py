@@ -1,0 +1,71 @@
+"""Defines what a writing command asks for: one value for every command and container."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from qconvert.core.dtypes import DType
+from qconvert.core.ggml_types import GGMLType
+from qconvert.core.statistics import StatisticsSource
+from qconvert.plan.passes.layout_rules import Target
+from qconvert.plan.recipe import Recipe
+
+# The file type that keeps the codes, or the numbers, of every tensor.
+KEEP = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTarget:
+    """A GGUF file to be written; the fields are llama-quantize's options, but for the file type `keep`.
+
+    Without `fallback` a row that the chosen type's blocks do not divide is an error; only with
+    `allow_requantize` is a weight quantized that already was. `undo_act_order` permutes columns in
+    activation order into the weights before them (see `plan.passes.activation_order`).
+    """
+
+    file_type: str
+    tensor_types: tuple[tuple[str, GGMLType], ...] = ()
+    token_embedding_type: GGMLType | None = None
+    output_tensor_type: GGMLType | None = None
+    pure: bool = False
+    fallback: bool = True
+    allow_requantize: bool = False
+    undo_act_order: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a writing command asks for.
+
+    `recipe` says what to quantize, fuse and tie; `unfuse` (the roles of fused tensors to be cut) and
+    `dequantize` undo; `dtype` casts plain float tensors and gives dequantized ones and new scales their
+    type. `target` is the layout, or the GGUF file, that the weights are brought into; None keeps the
+    source's layout. `statistics` weigh the errors of new codes.
+    """
+
+    command: str
+    recipe: Recipe = field(default_factory=Recipe)
+    dtype: DType | None = None
+    target: Target | GGUFTarget | None = None
+    unfuse: tuple[str, ...] = ()
+    dequantize: bool = False
+    statistics: StatisticsSource | None = None
+    allow_unknown: bool = False
+    allow_nonfinite: bool = False
+
+    @property
+    def is_gguf(self) -> bool:
+        return isinstance(self.target, GGUFTarget)
+
+    @property
+    def undo_act_order(self) -> bool:
+        return self.target is not None and self.target.undo_act_order
+
+    @property
+    def allow_requantize(self) -> bool:
+        return self.target is not None and self.target.allow_requantize
+
+    @property
+    def layout_target(self) -> Target | None:
+        """The safetensors layout that is asked for, if any."""
+        return self.target if isinstance(self.target, Target) else None
