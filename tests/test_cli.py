@@ -329,7 +329,7 @@ def test_a_bug_is_called_a_bug_in_one_line(models: Path, here: Path, monkeypatch
     def broken(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("qconvert.convert.execute.convert", broken)
+    monkeypatch.setattr("qconvert.convert.execute.execute", broken)
     failed(
         qconvert("untie", models / "plain", "-q"),
         "unexpected ZeroDivisionError: division by zero",

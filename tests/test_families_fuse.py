@@ -19,12 +19,14 @@ from qconvert.core.schemes import Scheme
 from qconvert.core.values import DenseRows
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, bind
-from qconvert.plan import plan as passes
-from qconvert.plan.plan import Plan, copy_of
+from qconvert.plan.passes.copy import copy_of
+from qconvert.plan.passes.fuse import unstack_experts
+from qconvert.plan.plan import Plan
 from qconvert.plan.recipe import Recipe, Rule
 from qconvert.plan.selectors import decide
 from tests.commands import made as made_folder
 from tests.commands import qconvert
+from tests.compiling import fused, unfused
 from tests.family_models import ALONE, RELATIVES, ROWS, small
 from tests.models import write_file
 
@@ -88,7 +90,7 @@ def test_falcon_heads_are_where_the_class_looks_for_them(row: str) -> None:
     fused = arrays[f"{prefix}query_key_value.weight"]
     q, k, v = attention._split_heads(torch.from_numpy(fused.T[None]))
     architecture, plan = planned(config, arrays)
-    cut = made(passes.unfuse(architecture)(plan), arrays)
+    cut = made(unfused(plan, architecture), arrays)
     split = {"query": (q, heads), "key": (k, kv_heads), "value": (v, kv_heads)}
     for name, (theirs, count) in split.items():
         rows = theirs.reshape(1, 32, -1, 8)[:, :, :: heads // count if theirs.shape[2] == heads else 1]
@@ -111,14 +113,14 @@ def test_grouped_qkv_unfuses_by_group_and_fuses_back(
     config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": heads * head_dim}
     arrays = numbered(config)
     architecture, plan = planned(config, arrays)
-    cut = passes.unfuse(architecture)(plan)
+    cut = unfused(plan, architecture)
     values, prefix = made(cut, arrays), f"model.layers.{layers - 1}.attention."
     grouped = arrays[f"{prefix}wqkv.weight"].reshape(kv_heads, per_kv + 2, head_dim, heads * head_dim)
     for name, expected in {"wq": grouped[:, :-2], "wk": grouped[:, -2], "wv": grouped[:, -1]}.items():
         np.testing.assert_array_equal(
             values[f"{prefix}{name}.weight"], expected.reshape(-1, heads * head_dim)
         )
-    whole = made(passes.fuse(architecture, ["attn.qkv"])(cut), arrays)
+    whole = made(fused(cut, architecture, ["attn.qkv"]), arrays)
     assert {n: a.tobytes() for n, a in whole.items()} == {n: a.tobytes() for n, a in arrays.items()}
 
 
@@ -153,11 +155,11 @@ def test_unfused_native_tensors_fuse_back_to_the_same_bytes(name: str) -> None:
     arrays = numbered(NATIVE[name])
     architecture, plan = planned(NATIVE[name], arrays)
     native = [fusion.role for fusion in architecture.family.fusions if fusion.native]
-    cut = passes.unfuse(architecture)(plan)
+    cut = unfused(plan, architecture)
     assert architecture.family.native_fused
     assert not set(cut.outputs) & set(architecture.fused)
     assert set(cut.outputs) <= set(architecture.parameters)
-    whole = made(passes.fuse(architecture, native)(cut), arrays)
+    whole = made(fused(cut, architecture, native), arrays)
     assert {n: a.tobytes() for n, a in whole.items()} == {n: a.tobytes() for n, a in arrays.items()}
 
 
@@ -225,8 +227,8 @@ def test_experts_stack_as_transformers_holds_them(row: str, tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     architecture, plan = checkpoint.architecture, copy_of(checkpoint.bind())
-    apart = passes.unstack(architecture)(plan)
-    stacked = passes.fuse(architecture, STACKS)(apart)
+    apart = unstack_experts(plan, architecture)
+    stacked = fused(apart, architecture, STACKS)
     state = {n: t for n, t in model.state_dict().items() if ".experts." in n}
     assert len([n for n in stacked.outputs if ".experts." in n]) == len(state) > 0
     units = {unit.output.name.replace("block_sparse_moe", "mlp"): unit for unit in stacked.units}

@@ -13,11 +13,10 @@ import pytest
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.core.schemes import Scheme
-from qconvert.formats.layouts.compressed_tensors import CompressedTensors
 from qconvert.models import Architecture, bind
 from qconvert.models.parameter_table import census_of_config, table_of_tensors
-from qconvert.plan.compile import Wish, draft
 from qconvert.plan.recipe import Recipe
+from tests.compiling import compiled
 
 # Totals as the models' own pages and papers give them, or half the bytes that their 16-bit index counts.
 TOTALS = {
@@ -105,8 +104,7 @@ def test_planning_the_largest_takes_seconds_and_little_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()  # other work on the machine is not the plan's
     binding = bind(Architecture.of(LARGEST), tensors)
-    wish = Wish("quantize", Recipe(scheme=Scheme(4)))
-    made = draft(binding, wish, compare=_never, write_config=CompressedTensors().settings)
+    made = compiled(binding, recipe=Recipe(scheme=Scheme(4)))
     seconds, grown = (
         time.process_time() - started,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before,
@@ -114,7 +112,3 @@ def test_planning_the_largest_takes_seconds_and_little_memory() -> None:
     assert len(made.plan.units) == 36_945
     assert table_of_tensors(tensors, binding).parameters == 235_093_634_560
     assert seconds < 3 and grown < 500_000, (seconds, grown)
-
-
-def _never(one: ModelTensor, other: ModelTensor) -> Any:
-    raise AssertionError("nothing is compared in a model of its own head")

@@ -13,9 +13,10 @@ from qconvert.convert.runner import gather
 from qconvert.core.values import DenseRows
 from qconvert.models import Architecture, Parameter
 from qconvert.models.parameter_table import census_of_config, table_of_tensors
-from qconvert.plan import plan as passes
-from qconvert.plan.plan import Plan, copy_of
+from qconvert.plan.passes.copy import copy_of
+from qconvert.plan.plan import Plan
 from tests.commands import qconvert
+from tests.compiling import fused, unfused
 
 # What the golden file counts and the model does not: a rotary buffer, and a stored head that is tied.
 NO_PARAMETERS = {"chatglm2": 4, "yuan2": 256 * 64}
@@ -60,7 +61,7 @@ def values(checkpoint: Checkpoint, plan: Plan) -> dict[str, np.ndarray]:
 def by_role(checkpoint: Checkpoint) -> dict[tuple[str, int | None, str], np.ndarray]:
     """The unfused weights by what they are, whatever they are called."""
     architecture = checkpoint.architecture
-    cut = values(checkpoint, passes.unfuse(architecture)(copy_of(checkpoint.bind())))
+    cut = values(checkpoint, unfused(copy_of(checkpoint.bind()), architecture))
     placed = {architecture.parameter(name): rows for name, rows in cut.items()}
     return {(p.role, p.layer, p.param): rows for p, rows in placed.items() if isinstance(p, Parameter)}
 
@@ -94,8 +95,8 @@ def test_fusing_what_was_unfused_gives_the_class_its_own_tensors_back(zoo: Path,
     checkpoint = open_checkpoint(zoo / name)
     architecture, plan = checkpoint.architecture, copy_of(checkpoint.bind())
     native = [fusion.role for fusion in architecture.family.fusions if fusion.native]
-    cut = passes.unfuse(architecture)(plan)
-    whole = passes.fuse(architecture, native)(cut)
+    cut = unfused(plan, architecture)
+    whole = fused(cut, architecture, native)
     assert not set(cut.outputs) & set(architecture.fused) and native
     before, after = values(checkpoint, plan), values(checkpoint, whole)
     assert {n: rows.tobytes() for n, rows in before.items()} == {n: r.tobytes() for n, r in after.items()}

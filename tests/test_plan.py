@@ -14,9 +14,20 @@ from qconvert.core.encodings import AffineInt, Encoding, ModelTensor, Unquantize
 from qconvert.core.schemes import Scheme
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, Binding, bind
-from qconvert.ops.rows import CheckFinite, Dequantize, Quantize
-from qconvert.plan import plan as passes
-from qconvert.plan.plan import Pass, Plan, RowSlice, copy_of, run_passes
+from qconvert.ops import CheckFinite, Dequantize, Quantize
+from qconvert.plan.passes.cast import cast_plain
+from qconvert.plan.passes.checks import check_finite
+from qconvert.plan.passes.copy import copy_of
+from qconvert.plan.passes.dequantize import dequantize
+from qconvert.plan.passes.fuse import fuse
+from qconvert.plan.passes.layout_rules import Target
+from qconvert.plan.passes.quantize import quantize
+from qconvert.plan.passes.tie import tie_head
+from qconvert.plan.plan import Plan, RowSlice
+from qconvert.plan.recipe import Recipe, Rule
+from qconvert.plan.state import Compiled, Pass
+from tests.compiling import fused as fused_plan
+from tests.compiling import start, unfused
 from tests.models import EMBED, HEAD, tiny_config, tiny_shapes
 
 BF16 = Unquantized(DType.BF16)
@@ -50,26 +61,32 @@ def rows_read(plan: Plan) -> Counter[tuple[str, int]]:
     )
 
 
-ARCHITECTURE = Architecture.of(tiny_config("qwen2"))
-LINEARS = [n for n, p in ARCHITECTURE.parameters.items() if p.kind == "linear" and n != HEAD]
-PASSES: dict[str, Pass] = {
-    "drop": passes.drop(EMBED),
-    "untie": passes.untie(EMBED, HEAD),
-    "fuse": passes.fuse(ARCHITECTURE, ALL_FUSIONS),
-    "unfuse": passes.unfuse(ARCHITECTURE),
-    "quantize": passes.quantize(dict.fromkeys(LINEARS, Scheme(4, 32)), search=True),
-    "dequantize": passes.dequantize(DType.F32),
-    "cast": passes.cast(DType.F16),
-    "check_finite": passes.check_finite,
+FUSED = Recipe(fuse=("qkv", "gate_up"))
+INT4_RECIPE = Recipe(scheme=Scheme(4, 32))
+# Passes, and the request that makes each of them do something.
+PASSES: dict[str, tuple[Pass, dict[str, Any]]] = {
+    "tie": (tie_head, {"recipe": Recipe(tie=False)}),
+    "fuse": (fuse, {"recipe": FUSED}),
+    "quantize": (quantize, {"recipe": INT4_RECIPE}),
+    "dequantize": (dequantize, {"dequantize": True, "command": "convert", "dtype": DType.F32}),
+    "cast": (cast_plain, {"dtype": DType.F16}),
+    "check_finite": (check_finite, {}),
 }
 
 
+def passed(name: str, encoding: Encoding = BF16, **how: Any) -> Compiled:
+    """What a pass makes of the tiny model."""
+    step, asked = PASSES[name]
+    return step(start(bound(encoding, family="qwen2"), **{**asked, **how}))
+
+
 @pytest.mark.parametrize("name", PASSES)
-def test_a_pass_leaves_its_plan_alone_and_repeats_itself(name: str) -> None:
-    plan, same = copy_of(bound(family="qwen2")), copy_of(bound(family="qwen2"))
-    first = PASSES[name](plan)
-    assert plan == same
-    assert PASSES[name](plan) == first
+def test_a_pass_leaves_its_state_alone_and_repeats_itself(name: str) -> None:
+    step, asked = PASSES[name]
+    state, same = (start(bound(family="qwen2"), **asked) for _ in range(2))
+    first = step(state)
+    assert state.plan == same.plan and first.plan == step(state).plan
+    assert (first.plan != state.plan) == (name != "dequantize")
 
 
 def test_a_copy_reads_every_row_once_in_the_printed_order() -> None:
@@ -94,7 +111,7 @@ def test_ignored_buffers_are_dropped_by_name() -> None:
 def test_fusing_stacks_rows_in_place_and_reads_all_of_them_once() -> None:
     binding = bound(family="qwen2")
     plan = copy_of(binding)
-    fused = passes.fuse(binding.architecture, ALL_FUSIONS)(plan)
+    fused = fused_plan(plan, binding.architecture, ALL_FUSIONS)
     names = [unit.output.name for unit in fused.units]
     assert names[2:5] == [QKV, QKV.replace("weight", "bias"), "model.layers.0.self_attn.o_proj.weight"]
     assert rows_read(fused) == rows_read(plan)
@@ -107,29 +124,29 @@ def test_fusing_stacks_rows_in_place_and_reads_all_of_them_once() -> None:
 def test_unfusing_what_was_fused_gives_the_same_outputs(encoding: Encoding, fusions: tuple[str, ...]) -> None:
     binding = bound(encoding, family="qwen2", num_key_value_heads=1, head_dim=6, intermediate_size=50)
     plan = copy_of(binding)
-    fused = passes.fuse(binding.architecture, fusions)(plan)
+    fused = fused_plan(plan, binding.architecture, fusions)
     assert set(fused.outputs) != set(plan.outputs)
-    cut = passes.unfuse(binding.architecture)(copy_of(rebound(binding, fused)))
+    cut = unfused(copy_of(rebound(binding, fused)), binding.architecture)
     assert cut.outputs == plan.outputs
     assert set(rows_read(cut).values()) == {1}
 
 
 def test_a_cut_reads_the_rows_behind_the_parts_before_it() -> None:
     binding = bound(family="qwen2", num_key_value_heads=1, head_dim=6)
-    fused = rebound(binding, passes.fuse(binding.architecture, ALL_FUSIONS)(copy_of(binding)))
-    cut = passes.unfuse(binding.architecture)(copy_of(fused))
+    fused = rebound(binding, fused_plan(copy_of(binding), binding.architecture, ALL_FUSIONS))
+    cut = unfused(copy_of(fused), binding.architecture)
     slices = {unit.output.name: unit.inputs for unit in cut.units}
-    for part, start, stop in (("q", 0, 24), ("k", 24, 30), ("v", 30, 36)):
-        assert slices[Q.replace("q_proj", f"{part}_proj")] == (RowSlice(fused.tensors[QKV], start, stop),)
+    for part, first, stop in (("q", 0, 24), ("k", 24, 30), ("v", 30, 36)):
+        assert slices[Q.replace("q_proj", f"{part}_proj")] == (RowSlice(fused.tensors[QKV], first, stop),)
 
 
 def test_fusing_and_unfusing_touch_nothing_else() -> None:
     binding = bound()
     plan = copy_of(binding)
-    fused = passes.fuse(binding.architecture, ALL_FUSIONS)(plan)
-    assert passes.fuse(binding.architecture, ALL_FUSIONS)(fused) == fused
-    assert passes.unfuse(binding.architecture)(plan) == plan
-    assert passes.fuse(binding.architecture, ())(plan) == plan
+    fused = fused_plan(plan, binding.architecture, ALL_FUSIONS)
+    assert fused_plan(fused, binding.architecture, ALL_FUSIONS) == fused
+    assert unfused(plan, binding.architecture) == plan
+    assert fused_plan(plan, binding.architecture, ()) == plan
 
 
 def test_parts_of_different_forms_are_not_fused() -> None:
@@ -139,65 +156,52 @@ def test_parts_of_different_forms_are_not_fused() -> None:
     with pytest.raises(
         BadRecipe, match=r"qkv_proj\.weight: its parts have different forms \(.*q_proj.*int4-asym-g32"
     ):
-        passes.fuse(binding.architecture, ALL_FUSIONS)(plan)
+        fused_plan(plan, binding.architecture, ALL_FUSIONS)
 
 
 def test_quantizing_before_or_after_fusing_is_the_same_plan() -> None:
-    binding = bound()
-    fuse = passes.fuse(binding.architecture, ALL_FUSIONS)
-    schemes = dict.fromkeys(
-        [n for n in binding.tensors if "_proj" in n] + list(binding.architecture.fused), Scheme(4)
-    )
-    quantize = passes.quantize(schemes, search=False)
-    plan = copy_of(binding)
-    assert run_passes(plan, [fuse, quantize]) == run_passes(plan, [quantize, fuse])
+    state = start(bound(), INT4_RECIPE.with_(fuse=("qkv", "gate_up")))
+    first, second = quantize(fuse(state)).plan, quantize(state)
+    assert fused_plan(second.plan, state.architecture, ALL_FUSIONS) == first
 
 
-def test_scales_take_the_weights_own_dtype_unless_one_is_given() -> None:
-    def form_of(stored: DType, **how: Any) -> Encoding:
-        unit = passes.Unit((), (), ModelTensor("w", (4, 32), Unquantized(stored)))
-        made = passes.quantize({"w": Scheme(4, 32)}, search=True, **how)(Plan((unit,)))
-        return made.outputs["w"].encoding
-
-    for dtype in (DType.BF16, DType.F16, DType.F32):
-        assert form_of(dtype) == AffineInt(4, 32, True, dtype)
-    assert form_of(DType.F64) == AffineInt(4, 32, True, DType.F32)
-    assert form_of(DType.F32, scale_dtype=DType.F16) == AffineInt(4, 32, True, DType.F16)
+@pytest.mark.parametrize("dtype", [DType.BF16, DType.F16, DType.F32, DType.F64])
+def test_scales_take_the_weights_own_dtype_unless_the_layout_wants_another(dtype: DType) -> None:
+    narrow = DType.F32 if dtype is DType.F64 else dtype
+    made = passed("quantize", Unquantized(dtype))
+    assert made.outputs[Q].encoding == AffineInt(4, 32, True, narrow)
+    gptq = passed("quantize", Unquantized(dtype), target=Target("gptq"))
+    assert gptq.outputs[Q].encoding == AffineInt(4, 32, True, DType.F16)
 
 
-def test_untying_reads_the_embedding_twice_and_dropping_leaves_the_head_behind() -> None:
-    binding = bound(tied=False)
-    plan = copy_of(binding)
-    tied = passes.drop(HEAD)(plan)
+def test_untying_reads_the_embedding_twice_and_tying_leaves_the_head_behind() -> None:
+    tied = tie_head(start(bound(tied=False), Recipe(tie=True))).plan
     assert tied.dropped == (HEAD,) and HEAD not in tied.outputs
-    untied = passes.untie(EMBED, HEAD)(tied)
+    untied = tie_head(start(bound(), Recipe(tie=False))).plan
     assert untied.outputs[HEAD] == replace(untied.outputs[EMBED], name=HEAD)
-    assert set(untied.outputs) == set(plan.outputs)
 
 
 def test_casting_and_dequantizing_change_only_what_they_can() -> None:
-    plan = copy_of(bound(INT4))
-    plain = passes.dequantize(None)(plan)
+    plain = passed("dequantize", INT4, dtype=None).plan
     assert {t.encoding for t in plain.outputs.values()} == {BF16}
     assert {op for u in plain.units for op in u.ops} == {Dequantize(DType.BF16)}
-    wide = passes.dequantize(DType.F32)(plan)
+    wide = passed("dequantize", INT4).plan
     assert wide.outputs[Q].encoding == Unquantized(DType.F32) and wide.outputs[EMBED].encoding == BF16
-    cast = passes.cast(DType.F16)(plan)
+    cast = passed("cast", INT4).plan
     assert cast.outputs[Q].encoding == INT4 and cast.outputs[EMBED].encoding == Unquantized(DType.F16)
-    assert passes.cast(DType.BF16)(plan) == plan
+    assert passed("cast", INT4, dtype=DType.BF16).plan == copy_of(bound(INT4, family="qwen2"))
 
 
 def test_finite_numbers_are_checked_once_per_tensor() -> None:
-    plan = copy_of(bound())
-    checked = passes.check_finite(passes.quantize({Q: Scheme(4)}, search=True)(plan))
+    recipe = Recipe(rules=(Rule("re:layers.0.self_attn.o_proj.weight", Scheme(4)),))
+    checked = check_finite(quantize(start(bound(), recipe))).plan
     for unit in checked.units:
         looks = [op for op in unit.ops if isinstance(op, CheckFinite | Quantize)]
         assert len(looks) == 1
-    assert sum(unit.ops == (CheckFinite(),) for unit in checked.units) == len(plan.units) - 1
+    assert sum(unit.ops == (CheckFinite(),) for unit in checked.units) == len(checked.units) - 1
 
 
 def test_parameters_are_conserved_by_every_rearrangement() -> None:
-    plan = copy_of(bound(family="qwen2"))
     total = sum(prod(shape) for shape in tiny_shapes(tiny_config("qwen2")).values())
-    for name in ("fuse", "unfuse", "quantize", "dequantize", "cast", "check_finite"):
-        assert sum(t.count for t in PASSES[name](plan).outputs.values()) == total
+    for name in ("fuse", "quantize", "dequantize", "cast", "check_finite"):
+        assert sum(t.count for t in passed(name).outputs.values()) == total

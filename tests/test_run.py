@@ -26,8 +26,8 @@ from qconvert.core.protocols import ArrayRows, Reader
 from qconvert.core.values import Value
 from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors
-from qconvert.ops.rows import Cast, CheckFinite, Quantize, TransposeBlocks
-from qconvert.plan.plan import Plan, RowSlice, Unit, check_finite, whole
+from qconvert.ops import Cast, CheckFinite, Quantize, TransposeBlocks
+from qconvert.plan.plan import Plan, RowSlice, Unit, whole
 from tests.commands import files_of, made, qconvert
 from tests.models import EMBED, HEAD, stored, tiny
 
@@ -219,13 +219,15 @@ def test_an_end_at_any_block_leaves_nothing(
 def test_no_thread_is_left_when_the_files_are_taken_away(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qconvert.cli.run_conversion import Flags, prepare
-    from qconvert.convert.execute import convert
+    from qconvert.convert.execute import execute
+    from qconvert.convert.job import RunOptions
+    from qconvert.convert.prepare import open_source, prepare
     from qconvert.formats.io.planned_files import FileSink
     from qconvert.plan.recipe import Recipe
+    from qconvert.plan.request import Request
 
-    flags = Flags.defaults(tmp_path / "out")
-    job = prepare(str(models / "untied"), flags.wish("fuse", Recipe(fuse=("qkv",))), flags)
+    request = Request("fuse", Recipe(fuse=("qkv",)))
+    job = prepare(open_source(str(models / "untied")), request, RunOptions(jobs=2))
     before, abort, seen = threading.active_count(), FileSink.abort, []
 
     def watched(sink: FileSink) -> None:
@@ -237,7 +239,7 @@ def test_no_thread_is_left_when_the_files_are_taken_away(
 
     monkeypatch.setattr(FileSink, "abort", watched)
     with pytest.raises(Stop):
-        convert(job, tmp_path / "out", fails)
+        execute(job, tmp_path / "out", fails)
     assert seen == [before] and not list(tmp_path.iterdir())
 
 
@@ -246,7 +248,7 @@ def test_a_signal_leaves_nothing_and_the_next_run_succeeds(
     models: Path, tmp_path: Path, kind: signal.Signals
 ) -> None:
     script = (
-        "import qconvert.convert.execute as c, time\n"
+        "import qconvert.convert.containers.safetensors_folder as c, time\n"
         "real = c.verify_files\n"
         "c.verify_files = lambda *a: (print('writing', flush=True), time.sleep(20))\n"
         "from qconvert.cli import main\n"
@@ -304,7 +306,7 @@ def logical(name: str, shape: tuple[int, ...]) -> ModelTensor:
     return ModelTensor(name, shape, Unquantized(DType.F32))
 
 
-TERMS = Terms(jobs=2, max_memory=1 << 30, checksums=True, allow_nonfinite=False, most_steps=0.1)
+TERMS = Terms(jobs=2, max_memory=1 << 30, checksums=True, allow_nonfinite=False, most_code_error=0.1)
 
 
 def carried_out(plan: Plan, source: Arrays, **how: Any) -> Arrays:
@@ -334,7 +336,8 @@ def test_rows_that_are_turned_come_from_other_rows(max_memory: int) -> None:
     read = Unit((RowSlice(logical("x", (240, 8)), 6, 240),), (), logical("y", (234, 8)))
     turned = read.then(TransposeBlocks(6, 8))
     turned = replace(turned, output=replace(turned.output, shape=(39, 8, 6)))
-    found = carried_out(check_finite(Plan((turned,))), source, max_memory=max_memory).array("y")
+    checked = replace(turned, ops=(CheckFinite(), *turned.ops))
+    found = carried_out(Plan((checked,)), source, max_memory=max_memory).array("y")
     wanted = source.arrays["x"][6:].reshape(39, 6, 8).swapaxes(1, 2)
     assert np.array_equal(found.reshape(39, 8, 6), wanted)
 

@@ -207,7 +207,7 @@ def test_an_unknown_pre_tokenizer_is_refused_before_the_work(
     text = (model / "tokenizer.json").read_text()
     (tmp_path / "odd" / "tokenizer.json").write_text(text.replace("|[^", "|[x^", 1))
     with monkeypatch.context() as patch:
-        patch.setattr("qconvert.convert.gguf_file.run", None)
+        patch.setattr("qconvert.convert.execute.run", None)
         said = refused(tmp_path, tmp_path / "odd", "--type", "f16")
     assert "no pre-tokenizer of this structure" in said and "--pre-tokenizer" in said
     flags = ["--type", "f16", "--pre-tokenizer", "qwen2", "-o", tmp_path / "m.gguf", "-q"]
@@ -282,7 +282,7 @@ def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("qconvert.convert.gguf_file.verify_files", interrupted)
+    monkeypatch.setattr("qconvert.convert.containers.gguf_file.verify_files", interrupted)
     ran = qconvert("to-gguf", model, "--type", "f16", "-o", tmp_path / "m.gguf")
     assert ran.code == 130 and not list(tmp_path.iterdir())
 

@@ -1,4 +1,7 @@
-"""Applies the steps of `ops.transcode` to rows: the same names, arithmetic of `quant`."""
+"""Applies the steps of `ops.transcode` to rows: the same names, arithmetic of `quant`.
+
+What needs a compiler is imported where it is used: carrying packed codes over needs none.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,6 @@ from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, Den
 from qconvert.ops.base import CLEAN, Finding
 from qconvert.ops.transcode import Step
 from qconvert.quant import transcode
-from qconvert.quant.dequantize import first_bad_row
-from qconvert.quant.ggml.from_codes import block_codes, factors_of, moved_by, mxfp4_blocks, nvfp4_blocks
-from qconvert.quant.ggml.to_codes import grid_of_blocks
 
 Made = tuple[Value, Finding]
 
@@ -33,6 +33,8 @@ def _divide_by_one(value: CodebookRows, _: None) -> Made:
 
 
 def _round_divisor(value: CodebookRows, _: None) -> Made:
+    from qconvert.quant.ggml.from_codes import moved_by
+
     made = transcode.round_divisor(value)
     assert value.divisor and made.divisor
     return made, Finding(code_error=moved_by(value.divisor / made.divisor))
@@ -45,6 +47,8 @@ def _absorb_divisor(value: CodebookRows, _: None) -> Made:
 
 
 def _to_ggml_blocks(value: AffineIntRows | AffineMinRows | CodebookRows, encoding: GgmlBlocks) -> Made:
+    from qconvert.quant.ggml.from_codes import block_codes, mxfp4_blocks, nvfp4_blocks
+
     if isinstance(value, CodebookRows) and value.encoding.is_nvfp4:
         bytes_RB, moved = nvfp4_blocks(value)
         return GgmlRows(bytes_RB, encoding), Finding(code_error=moved)
@@ -55,8 +59,17 @@ def _to_ggml_blocks(value: AffineIntRows | AffineMinRows | CodebookRows, encodin
 
 
 def _from_ggml_blocks(value: GgmlRows, _: object) -> Made:
+    from qconvert.quant.dequantize import first_bad_row
+    from qconvert.quant.ggml.to_codes import grid_of_blocks
+
     made = grid_of_blocks(value)
     return made, Finding(bad_row=first_bad_row(made))
+
+
+def _take_factor(value: CodebookRows, _: None) -> Made:
+    from qconvert.quant.ggml.from_codes import factors_of
+
+    return DenseRows(factors_of(value), DType.F32), CLEAN
 
 
 ROWS: Mapping[Step, Callable[[Any, Any], Made]] = {
@@ -73,5 +86,5 @@ ROWS: Mapping[Step, Callable[[Any, Any], Made]] = {
     "resolve_nested_scales": lambda v, _: (replace(v, encoding=replace(v.encoding, second=None)), CLEAN),
     "to_ggml_blocks": _to_ggml_blocks,
     "from_ggml_blocks": _from_ggml_blocks,
-    "take_factor": lambda value, _: (DenseRows(factors_of(value), DType.F32), CLEAN),
+    "take_factor": _take_factor,
 }

@@ -1,4 +1,4 @@
-"""From a wish to a plan and its config.json: ties, fusions, second quantizations, untouched keys."""
+"""Requests compiled to plans and config.json: ties, fusions, second quantizations, untouched keys."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 import pytest
 
-from qconvert.core.dtypes import DType, Json
+from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Encoding, ModelTensor, Unquantized
 from qconvert.core.schemes import Scheme
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
 from qconvert.models import Architecture, bind
-from qconvert.ops.rows import CheckFinite
-from qconvert.plan.compile import Draft, Wish, draft
+from qconvert.ops import CheckFinite
+from qconvert.plan.facts import HeadDifference
 from qconvert.plan.loader_notices import ASYMMETRIC, FUSED, QUANTIZED_EMBEDDING
 from qconvert.plan.recipe import Recipe, Rule
-from qconvert.quant.casts import Difference
+from qconvert.plan.state import Compiled
+from tests.compiling import EQUAL, compiled
 from tests.models import EMBED, HEAD, tiny_config, tiny_shapes
 
 BF16 = Unquantized(DType.BF16)
 INT4 = AffineInt(4, 32, symmetric=True, scale_dtype=DType.BF16)
-EQUAL = Difference(0.0, 0.0, 1.0, 100, 100)
-UNEQUAL = Difference(0.25, 1.0, 1.0, 97, 100)
+UNEQUAL = HeadDifference(100, 3, 0.25)
 Q = "model.layers.0.self_attn.q_proj.weight"
 INT4_RECIPE = Recipe(scheme=Scheme(4, 32))
 
@@ -33,12 +33,12 @@ def drafted(
     encoding: Encoding = BF16,
     head: bool = False,
     fused: bool = False,
-    difference: Difference = EQUAL,
-    wish: Mapping[str, Any] | None = None,
+    difference: HeadDifference = EQUAL,
+    request: Mapping[str, Any] | None = None,
     extra: Mapping[str, ModelTensor] | None = None,
     **config: Any,
-) -> Draft:
-    """A draft for the tiny model: linears in `encoding`, `head` stores a tied head, `fused` stacks."""
+) -> Compiled:
+    """A request compiled for the tiny model: linears in `encoding`, `head` stores a tied head."""
     made = tiny_config(**config)
     architecture, shapes = Architecture.of(made), tiny_shapes(made)
     if head:
@@ -50,17 +50,7 @@ def drafted(
                 del shapes[part.name]
     tensors = {n: ModelTensor(n, s, encoding if "_proj.weight" in n else BF16) for n, s in shapes.items()}
     binding = bind(architecture, tensors | dict(extra or {}), allow_unknown=True)
-    return draft(
-        binding,
-        Wish(**{"command": "x", "recipe": recipe, **(wish or {})}),
-        lambda a, b: difference,
-        write_config,
-    )
-
-
-def write_config(encodings: Mapping[str, AffineInt], kept: list[str]) -> Json:
-    settings = {"forms": {name: encoding.label for name, encoding in encodings.items()}, "kept": sorted(kept)}
-    return {"quantization_config": settings}
+    return compiled(binding, difference, **{"recipe": recipe, **(request or {})})
 
 
 def refusal(*args: Any, **kwargs: Any) -> QConvertError:
@@ -69,11 +59,11 @@ def refusal(*args: Any, **kwargs: Any) -> QConvertError:
     return caught.value
 
 
-def test_a_wish_for_nothing_copies_and_checks() -> None:
+def test_a_request_for_nothing_copies_and_checks() -> None:
     made = drafted()
     assert made.config == tiny_config() and not made.warnings and not made.notices
     assert all(unit.ops == (CheckFinite(),) for unit in made.plan.units)
-    unchecked = drafted(wish={"allow_nonfinite": True})
+    unchecked = drafted(request={"allow_nonfinite": True})
     assert not any(unit.ops for unit in unchecked.plan.units)
 
 
@@ -91,7 +81,7 @@ def test_a_stored_head_that_differs_is_refused_with_the_measure() -> None:
 
 
 @pytest.mark.parametrize("difference", [EQUAL, UNEQUAL])
-def test_untying_keeps_a_stored_head(difference: Difference) -> None:
+def test_untying_keeps_a_stored_head(difference: HeadDifference) -> None:
     made = drafted(Recipe(tie=False), head=True, difference=difference)
     assert HEAD in made.plan.outputs and made.config["tie_word_embeddings"] is False
 
@@ -114,8 +104,8 @@ def test_tying_drops_an_equal_head() -> None:
         (Recipe(tie=True), {"tied": True}, "config.json: the head is already tied"),
         (Recipe(tie=False), {"tied": False}, "config.json: the head is already a table of its own"),
         (Recipe(fuse=("qkv",)), {"fused": True}, "nothing left to fuse (qkv)"),
-        (Recipe(), {"wish": {"unfuse": True}}, "no fused linears"),
-        (Recipe(), {"wish": {"dequantize": True, "command": "dequantize"}}, "no quantized tensors"),
+        (Recipe(), {"request": {"unfuse": ("attn.qkv",)}}, "no fused linears"),
+        (Recipe(), {"request": {"dequantize": True, "command": "dequantize"}}, "no quantized tensors"),
         (
             INT4_RECIPE,
             {"encoding": INT4},
@@ -166,26 +156,26 @@ def test_a_copy_of_a_quantized_checkpoint_keeps_its_quantization_config() -> Non
     made = drafted(Recipe(fuse=("qkv",)), encoding=INT4)
     encodings = made.config["quantization_config"]["forms"]
     assert encodings["model.layers.0.self_attn.qkv_proj"] == "int4-g32"
-    assert "quantization_config" not in drafted(encoding=INT4, wish={"dequantize": True}).config
+    assert "quantization_config" not in drafted(encoding=INT4, request={"dequantize": True}).config
 
 
 def test_dequantizing_takes_the_scales_dtype_or_the_one_asked_for() -> None:
-    plain = drafted(encoding=INT4, wish={"dequantize": True})
+    plain = drafted(encoding=INT4, request={"dequantize": True})
     assert {t.encoding for t in plain.plan.outputs.values()} == {BF16}
-    wide = drafted(encoding=INT4, wish={"dequantize": True, "dtype": DType.F32})
+    wide = drafted(encoding=INT4, request={"dequantize": True, "dtype": DType.F32})
     assert {t.encoding for t in wide.plan.outputs.values()} == {Unquantized(DType.F32)}
     assert wide.config["torch_dtype"] == "float32"
 
 
 def test_a_dtype_is_for_plain_tensors_and_new_scales() -> None:
-    made = drafted(INT4_RECIPE, wish={"dtype": DType.F16})
+    made = drafted(INT4_RECIPE, request={"dtype": DType.F16})
     assert made.plan.outputs[EMBED].encoding == Unquantized(DType.F16)
     assert made.plan.outputs[Q].encoding == AffineInt(4, 32, symmetric=True, scale_dtype=DType.F16)
     assert made.config["torch_dtype"] == "float16" and "dtype" not in made.config
 
 
 def test_the_config_keeps_every_key_it_does_not_know() -> None:
-    made = drafted(INT4_RECIPE, wish={"dtype": DType.F32}, dtype="f16", rope_scaling={"factor": 2.0})
+    made = drafted(INT4_RECIPE, request={"dtype": DType.F32}, dtype="f16", rope_scaling={"factor": 2.0})
     changed = {"quantization_config", "torch_dtype"}
     before = tiny_config(rope_scaling={"factor": 2.0})
     assert {k: v for k, v in made.config.items() if k not in changed} == {
@@ -197,8 +187,7 @@ def test_the_newer_spelling_of_the_dtype_key_is_followed() -> None:
     config = tiny_config(dtype="bf16")
     architecture = Architecture.of({**config, "torch_dtype": None, "dtype": "bfloat16"})
     tensors = {n: ModelTensor(n, s, BF16) for n, s in tiny_shapes(config).items()}
-    wish = Wish("x", Recipe(), dtype=DType.F16)
-    made = draft(bind(architecture, tensors), wish, lambda a, b: EQUAL, write_config)
+    made = compiled(bind(architecture, tensors), dtype=DType.F16)
     assert made.config["dtype"] == "float16"
 
 
