@@ -1,3 +1,69 @@
-"""qconvert: any language-model checkpoint in, any quantized checkpoint out."""
+"""Converts language-model checkpoints: any checkpoint in, any quantized checkpoint out.
+
+The library in a few names, each loaded when it is first used:
+
+    model = qconvert.open_model("Qwen/Qwen2.5-1.5B-Instruct")
+    recipe = qconvert.Recipe(scheme=qconvert.parse_scheme("int4-g128"), fuse=("qkv",))
+    job = qconvert.prepare(model, qconvert.Request("quantize", recipe), qconvert.RunOptions(jobs=8))
+    result = qconvert.execute(job, Path("out"), lambda done: print(done.unit.output.name))
+    qconvert.verify(qconvert.open_model("out").checkpoint, against=model.checkpoint).problems
+
+`job.compiled.plan` is the plan, a value: its units say what is read, done and written. Errors that a user or
+a file can cause are `QConvertError`, with a fact and a hint.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qconvert.check.verify import verify
+    from qconvert.convert.execute import execute, open_model, prepare
+    from qconvert.convert.job import RunOptions
+    from qconvert.core.schemes import parse_scheme
+    from qconvert.errors import QConvertError
+    from qconvert.plan.passes.layout_rules import Target
+    from qconvert.plan.recipe import Recipe, Rule
+    from qconvert.plan.request import GGUFTarget, Request
 
 __version__ = "0.1.0"
+
+# Where each public name is defined.
+_DEFINED = {
+    "GGUFTarget": "plan.request",
+    "QConvertError": "errors",
+    "Recipe": "plan.recipe",
+    "Request": "plan.request",
+    "Rule": "plan.recipe",
+    "RunOptions": "convert.job",
+    "Target": "plan.passes.layout_rules",
+    "execute": "convert.execute",
+    "open_model": "convert.execute",
+    "parse_scheme": "core.schemes",
+    "prepare": "convert.execute",
+    "verify": "check.verify",
+}
+
+__all__ = [
+    "GGUFTarget",
+    "QConvertError",
+    "Recipe",
+    "Request",
+    "Rule",
+    "RunOptions",
+    "Target",
+    "__version__",
+    "execute",
+    "open_model",
+    "parse_scheme",
+    "prepare",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module that defines it."""
+    if name not in _DEFINED:
+        raise AttributeError(f"module 'qconvert' has no attribute {name!r}")
+    return getattr(import_module(f"qconvert.{_DEFINED[name]}"), name)

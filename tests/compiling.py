@@ -11,9 +11,8 @@ from qconvert.formats.layouts.compressed_tensors import CompressedTensors
 from qconvert.models import Architecture, Binding
 from qconvert.plan.compile import compile_request
 from qconvert.plan.facts import HeadDifference, SourceFacts
-from qconvert.plan.passes.copy import copy_tensors
 from qconvert.plan.passes.fuse import cut_where, stack_members
-from qconvert.plan.plan import Plan
+from qconvert.plan.plan import Plan, copy_of
 from qconvert.plan.recipe import Recipe
 from qconvert.plan.request import Request
 from qconvert.plan.state import Compiled
@@ -38,7 +37,10 @@ def compiled(binding: Binding, head: HeadDifference = EQUAL, **how: Any) -> Comp
 def start(binding: Binding, recipe: Recipe = Recipe(), **how: Any) -> Compiled:  # noqa: B008 (frozen)
     """The state before the first pass."""
     request = Request(**{"command": "x", "recipe": recipe, **how})
-    return copy_tensors(request, binding, SourceFacts(head=EQUAL), Told())
+    architecture = binding.architecture
+    tied = architecture.tied if recipe.tie is None else recipe.tie
+    facts = SourceFacts(head=EQUAL)
+    return Compiled(request, binding, facts, Told(), copy_of(binding), architecture, tied)
 
 
 def fused(plan: Plan, architecture: Architecture, roles: Iterable[str]) -> Plan:

@@ -19,9 +19,8 @@ from qconvert.core.schemes import Scheme
 from qconvert.core.values import DenseRows
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, bind
-from qconvert.plan.passes.copy import copy_of
 from qconvert.plan.passes.fuse import unstack_experts
-from qconvert.plan.plan import Plan
+from qconvert.plan.plan import Plan, copy_of
 from qconvert.plan.recipe import Recipe, Rule
 from qconvert.plan.selectors import decide
 from tests.commands import made as made_folder

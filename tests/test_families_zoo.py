@@ -13,8 +13,7 @@ from qconvert.convert.runner import gather
 from qconvert.core.values import DenseRows
 from qconvert.models import Architecture, Parameter
 from qconvert.models.parameter_table import census_of_config, table_of_tensors
-from qconvert.plan.passes.copy import copy_of
-from qconvert.plan.plan import Plan
+from qconvert.plan.plan import Plan, copy_of
 from tests.commands import qconvert
 from tests.compiling import fused, unfused
 

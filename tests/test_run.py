@@ -219,15 +219,14 @@ def test_an_end_at_any_block_leaves_nothing(
 def test_no_thread_is_left_when_the_files_are_taken_away(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qconvert.convert.execute import execute
+    from qconvert.convert.execute import execute, open_model, prepare
     from qconvert.convert.job import RunOptions
-    from qconvert.convert.prepare import open_source, prepare
     from qconvert.formats.io.planned_files import FileSink
     from qconvert.plan.recipe import Recipe
     from qconvert.plan.request import Request
 
     request = Request("fuse", Recipe(fuse=("qkv",)))
-    job = prepare(open_source(str(models / "untied")), request, RunOptions(jobs=2))
+    job = prepare(open_model(str(models / "untied")), request, RunOptions(jobs=2))
     before, abort, seen = threading.active_count(), FileSink.abort, []
 
     def watched(sink: FileSink) -> None:

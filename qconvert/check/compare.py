@@ -22,9 +22,8 @@ from qconvert.core.protocols import Reader
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, Value
 from qconvert.ops import Order
 from qconvert.plan.passes.activation_order import orders_of, undo
-from qconvert.plan.passes.copy import copy_of
 from qconvert.plan.passes.fuse import rows_of_part, rows_of_parts
-from qconvert.plan.plan import RowSlice, rows_within, whole
+from qconvert.plan.plan import RowSlice, copy_of, rows_within, whole
 from qconvert.quant.casts import Difference, cast, compare
 from qconvert.quant.dequantize import column_scales, numbers
 

@@ -10,12 +10,10 @@ from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor
 from qconvert.core.values import AffineIntRows, CodebookRows, DenseRows, Value
 from qconvert.plan.facts import HeadDifference, SourceFacts
-from qconvert.plan.passes.copy import copy_tensors
 from qconvert.plan.passes.tie import compares_head
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.open import Checkpoint
-    from qconvert.core.protocols import Layout
     from qconvert.models import Binding
     from qconvert.plan.request import Request
 
@@ -23,10 +21,10 @@ if TYPE_CHECKING:
 _BLOCK_WEIGHTS = 1 << 21
 
 
-def gather_facts(checkpoint: Checkpoint, binding: Binding, request: Request, layout: Layout) -> SourceFacts:
+def gather_facts(checkpoint: Checkpoint, binding: Binding, request: Request) -> SourceFacts:
     """The facts that this request depends on; most requests depend on none, and then nothing is read."""
     facts, target = SourceFacts(), request.layout_target
-    if compares_head(copy_tensors(request, binding, facts, layout)):
+    if compares_head(request, binding):
         facts = replace(facts, head=compare_head(checkpoint))
     if request.undo_act_order:
         facts = replace(facts, column_groups=column_groups(checkpoint))

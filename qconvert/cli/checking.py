@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -11,22 +10,16 @@ import click
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from qconvert.check.compare import TensorDifference
     from qconvert.checkpoint.open import Checkpoint
     from qconvert.core.dtypes import Json
 
 
-def open_model(model: str, revision: str | None) -> Checkpoint:
+def open_checkpoint_of(model: str, revision: str | None) -> Checkpoint:
     """Find a model and open it."""
     from qconvert.checkpoint.hub import resolve
     from qconvert.checkpoint.open import open_checkpoint
 
     return open_checkpoint(resolve(model, revision=revision).path)
-
-
-def summary_of(differences: list[TensorDifference]) -> dict[str, int]:
-    """How many tensors are equal, differ, and so on."""
-    return dict(Counter(d.status for d in differences))
 
 
 def phrase(value: object) -> str:

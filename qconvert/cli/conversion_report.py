@@ -68,7 +68,7 @@ class FolderReport:
     def lines(self) -> list[str]:
         files = self.job.container.files(self.path)
         return [
-            f"{self.job.source.model.name}  ->  {self.path}/",
+            f"{self.job.source.location.name}  ->  {self.path}/",
             *parameter_table_lines(self._table),
             f"{size(self._before.nbytes)} -> {size(sum(file.size for file in files))} in "
             f"{count(len(files), 'file')}, at most {size(self.job.options.max_memory)} of working memory",
@@ -93,7 +93,11 @@ class FolderReport:
         compiled, before = self.job.compiled, self._before
         files = self.job.container.files(self.path)
         return {
-            "source": {"name": self.job.source.model.name, "bytes": before.nbytes, "tensors": before.tensors},
+            "source": {
+                "name": self.job.source.location.name,
+                "bytes": before.nbytes,
+                "tensors": before.tensors,
+            },
             "output": {
                 **self._table.to_json(),
                 "bits_per_weight": self._table.bits_per_weight,
@@ -177,7 +181,7 @@ class GGUFReport:
         cells = [[row["type"], str(row["tensors"]), *_sizes(row)] for row in found["types"]]
         total = ["total", str(len(self.container.tensors)), *_sizes(found)]
         head = ["type", "tensors", "parameters", "bytes", "bpw"]
-        return [f"{self.job.source.model.name}  ->  {self.path}", *table(head, [*cells, total])]
+        return [f"{self.job.source.location.name}  ->  {self.path}", *table(head, [*cells, total])]
 
     def plan_json(self) -> Json:
         seen: Json = {"kept": {}, "certificates": {}, "sha256": {}}

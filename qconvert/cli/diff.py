@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qconvert.cli.checking import end_with_json, open_model, phrase, summary_of
+from qconvert.cli.checking import end_with_json, open_checkpoint_of, phrase
 from qconvert.cli.options import examples, json_option, model_argument, quiet_option, revision_option
 from qconvert.errors import CheckFailed
 
@@ -32,9 +32,10 @@ def command(
     stack. Steps are units of B's quantization scale.
     """
     from qconvert.check.compare import compare_checkpoints
+    from qconvert.check.verify import summary_of
     from qconvert.report.tables import table
 
-    differences = list(compare_checkpoints(open_model(a, revision), open_model(b, revision)))
+    differences = list(compare_checkpoints(open_checkpoint_of(a, revision), open_checkpoint_of(b, revision)))
     listed = [d for d in differences if show_all or d.status != "equal"]
     differ = exit_code and any(d.status != "equal" for d in differences)
     if as_json:

@@ -83,13 +83,12 @@ def write(model: str, ask: Request | Callable[[Checkpoint], Request], suffix: st
     the name of the dtype where it is empty.
     """
     from qconvert.cli.conversion_report import report_of
-    from qconvert.convert.execute import execute
-    from qconvert.convert.prepare import open_source, prepare
+    from qconvert.convert.execute import execute, open_model, prepare
     from qconvert.formats.io.local_file import require_free_disk
 
     _check_before_download(model, ask, flags)
     declared = None if callable(ask) else ask.recipe.architecture
-    source = open_source(model, revision=flags.revision, declared=declared)
+    source = open_model(model, revision=flags.revision, declared=declared)
     request = ask(source.checkpoint) if callable(ask) else ask
     job = prepare(source, request, flags.options, imatrix=flags.imatrix, pre_tokenizer=flags.pre_tokenizer)
     out = flags.out or job.container.default_out(suffix or (request.dtype.label if request.dtype else ""))

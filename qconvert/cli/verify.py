@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import click
 
-from qconvert.cli.checking import end_with_json, open_model, phrase, summary_of
+from qconvert.cli.checking import end_with_json, open_checkpoint_of, phrase
 from qconvert.cli.options import examples, json_option, model_argument, quiet_option, revision_option
 from qconvert.errors import CheckFailed
-
-if TYPE_CHECKING:
-    from qconvert.check.compare import TensorDifference
 
 
 @click.command(
@@ -33,26 +30,18 @@ def command(model: str, against: str | None, as_json: bool, quiet: bool, revisio
     Leaves with 3 when something does not hold, or when the manifest records no hash (--no-verify) and
     there is no --against.
     """
-    from qconvert.check.audit import audit, reordered_in
-    from qconvert.check.compare import compare_checkpoints
-    from qconvert.plan.loader_notices import notice_lines, notices
+    from qconvert.check.verify import verify
 
-    checkpoint = open_model(model, revision)
-    checkpoint.bind(allow_unknown=True)
-    findings, problems = audit(checkpoint, compared=against is not None)
-    if against is not None:
-        source = open_model(against, revision)
-        differences = list(compare_checkpoints(source, checkpoint, reordered_in(checkpoint)))
-        findings["compared"] = summary_of(differences)
-        problems += [_complaint(d) for d in differences if not _acceptable(d)]
-    warnings = notice_lines(notices(checkpoint.tensors, checkpoint.architecture))
+    checkpoint = open_checkpoint_of(model, revision)
+    found = verify(checkpoint, open_checkpoint_of(against, revision) if against is not None else None)
+    problems, warnings = list(found.problems), list(found.warnings)
     if as_json:
-        found = {"schema": 1, "model": model, **findings, "problems": problems, "warnings": warnings}
-        end_with_json(found, failed=bool(problems))
+        told = {"schema": 1, "model": model, **found.findings, "problems": problems, "warnings": warnings}
+        end_with_json(told, failed=bool(problems))
     if not quiet:
         for line in warnings:
             click.echo(line, err=True)
-        for key, value in findings.items():
+        for key, value in found.findings.items():
             click.echo(f"{key}: {phrase(value)}")
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -63,32 +52,7 @@ def command(model: str, against: str | None, as_json: bool, quiet: bool, revisio
         click.echo("verified")
 
 
-def _or_compare(problems: list[str]) -> str:
+def _or_compare(problems: Sequence[str]) -> str:
     """The other remedy where missing hashes are all that is wrong."""
     alone = len(problems) == 1 and "no hashes recorded" in problems[0]
     return ", or compare the two with --against SOURCE" if alone else ""
-
-
-def _acceptable(d: TensorDifference) -> bool:
-    """Whether a tensor of the source may differ from the output's in this way: rounded to another type, or
-    as quantizing changes numbers.
-
-    A quantized number may lie half a step away, and further only where the search clipped its
-    group's range; the bound on the relative error catches a wrong scale or a shifted row.
-    """
-    if d.status == "equal":
-        return True
-    worst = _WORST_OF_THREE_VALUES if d.encoding in ("tq1_0", "tq2_0") else _WORST_RELATIVE_RMS
-    return d.status == "differs" and (d.rounded or (d.quantized and d.relative_rms < worst))
-
-
-# int2 with a searched scale loses at most this share of a weight's energy on any distribution seen.
-_WORST_RELATIVE_RMS = 0.6
-# -1, 0 and 1 times the largest magnitude of 256 weights that were not made for that: most become 0.
-_WORST_OF_THREE_VALUES = 0.95
-
-
-def _complaint(d: TensorDifference) -> str:
-    if d.difference is None:
-        return f"{d.name}: {d.status} {d.note}".rstrip()
-    return f"{d.name}: differs from the source (relative RMS {d.relative_rms:.4g})"

@@ -1,25 +1,86 @@
-"""Carries a conversion out: write, verify, rename into place.
-
-Whatever fails on the way leaves nothing under the final name.
-"""
+"""Opens a model, compiles a request for it, and carries it out: write, verify, rename into place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from contextlib import closing
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from zlib import crc32
 
-from qconvert.checkpoint.open import Checkpoint
+from qconvert.calibrate.imatrix import open_imatrix
+from qconvert.checkpoint.facts import gather_facts
+from qconvert.checkpoint.hub import resolve
+from qconvert.checkpoint.open import WRITERS, Checkpoint, open_checkpoint
 from qconvert.convert.containers import OpenOutput
-from qconvert.convert.job import Job, Result
+from qconvert.convert.containers.gguf_file import GGUFFileContainer
+from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
+from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
 from qconvert.convert.runner import MOST_CODE_ERROR, BlockDone, Outcome, Terms, WrittenRows, run
+from qconvert.core.protocols import Layout
+from qconvert.errors import QConvertError
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import Hashes
+from qconvert.formats.layouts.gguf import GGUFLayout
+from qconvert.models.declared import Declaration
+from qconvert.plan.compile import compile_request
 from qconvert.plan.plan import Unit
+from qconvert.plan.request import GGUFTarget, Request
 
 Listener = Callable[[BlockDone], None]
+
+
+def open_model(
+    model: str, *, revision: str | None = None, declared: Declaration | None = None
+) -> OpenedModel:
+    """Find a model (a path, or `org/name[@revision]` on the Hub) and open it; only headers are read.
+
+    `declared` is the architecture of a model that the catalogue lacks.
+    """
+    resolved = resolve(model, revision=revision)
+    return OpenedModel(resolved, open_checkpoint(resolved.path, declared=declared))
+
+
+def prepare(
+    source: OpenedModel,
+    request: Request,
+    options: RunOptions,
+    *,
+    imatrix: Path | None = None,
+    pre_tokenizer: str | None = None,
+) -> Job:
+    """Compile a request for an opened model.
+
+    `imatrix` is an importance matrix, whose statistics weigh the errors of new codes; `pre_tokenizer`
+    llama.cpp's name of a GGUF's pre-tokenizer. Raises BadRecipe for a request that contradicts the model,
+    UnsupportedModel for a model that the output cannot hold.
+    """
+    checkpoint = source.checkpoint
+    if not checkpoint.files.has_weights:
+        raise QConvertError(
+            f"{source.location.name}: no weights beside the config.json", "give the whole model folder"
+        )
+    binding = checkpoint.bind(allow_unknown=request.allow_unknown)
+    if imatrix is not None:
+        request = replace(request, statistics=open_imatrix(imatrix, checkpoint.architecture))
+    layout = _layout(source, request)
+    facts = gather_facts(checkpoint, binding, request)
+    compiled = compile_request(request, binding, facts, layout)
+    if not compiled.is_gguf:
+        return Job(source, compiled, SafetensorsFolder(source, compiled, options), options)
+    container = GGUFFileContainer(source, compiled, options, pre_tokenizer)
+    container.check()
+    return Job(source, compiled, container, options)
+
+
+def _layout(source: OpenedModel, request: Request) -> Layout:
+    """The layout of the output: the one asked for, or the source's."""
+    if isinstance(request.target, GGUFTarget):
+        return GGUFLayout()
+    if request.target is not None:
+        return source.checkpoint.layout_for(WRITERS[request.target.layout]())
+    return source.checkpoint.writer
 
 
 def execute(job: Job, out: Path, listen: Listener = lambda done: None) -> Result:

@@ -34,10 +34,10 @@ class RunOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OpenedModel:
     """An opened model: where it was found, and the checkpoint."""
 
-    model: ResolvedModel
+    location: ResolvedModel
     checkpoint: Checkpoint
 
 
@@ -45,7 +45,7 @@ class Source:
 class Job:
     """A conversion that is ready to run."""
 
-    source: Source
+    source: OpenedModel
     compiled: Compiled
     container: Container
     options: RunOptions

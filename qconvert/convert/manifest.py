@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from qconvert import __version__
 from qconvert.checkpoint.hub import ResolvedModel
 from qconvert.checkpoint.open import Checkpoint
-from qconvert.convert.job import RunOptions, Source
+from qconvert.convert.job import OpenedModel, RunOptions
 from qconvert.convert.runner import Outcome
 from qconvert.core.dtypes import Json
 from qconvert.core.protocols import Layout
@@ -33,7 +33,7 @@ SCHEMA_VERSION = 1
 
 
 def manifest(
-    source: Source,
+    source: OpenedModel,
     compiled: Compiled,
     outcome: Outcome,
     hashes: Hashes,
@@ -48,7 +48,7 @@ def manifest(
         "schema": SCHEMA_VERSION,
         "tool": {"name": "qconvert", "version": __version__},
         "command": request.command,
-        "source": source_record(source.model, source.checkpoint, hash_sources=options.hash_sources),
+        "source": source_record(source.location, source.checkpoint, hash_sources=options.hash_sources),
         "recipe": request.recipe.to_json(),
         **({"conversion": _conversion(target)} if target else {}),
         "totals": {

@@ -265,14 +265,14 @@ def _make(
         require_same_constants(unit, reader)
     first, last = _rows_read(unit, block.start), _rows_read(unit, block.stop)
     value, nbytes = gather(unit.inputs, reader, first, last)
-    given = rows_statistics(unit, block.start, block.stop, statistics)
+    given = rows_statistics(unit, block.start, block.stop, statistics) if statistics is not None else ()
     error, code_error = None, 0.0
     for op in unit.ops:
         width = value.width if isinstance(value, DenseRows) else unit.source.width
         value, finding = op.apply(value, given if op.quantizes else ())
         error = finding.error or error
         code_error += finding.code_error
-        if not terms.allow_nonfinite:
+        if not terms.allow_nonfinite and (finding.nonfinite >= 0 or finding.bad_row >= 0):
             refuse_nonfinite(unit, first, finding, reader.layout, max(1, width))
         if finding.overflow:
             refuse_overflow(unit, value, finding.overflow)
@@ -291,11 +291,9 @@ def _write(rows: ArrayRows, sink: Sink, terms: Terms) -> WrittenRows:
     return WrittenRows(rows.name, rows.start, len(array), array.shape[1], crc32, rows.column)
 
 
-def rows_statistics(
-    unit: Unit, start: int, stop: int, source: StatisticsSource | None
-) -> tuple[RowStatistics, ...]:
+def rows_statistics(unit: Unit, start: int, stop: int, source: StatisticsSource) -> tuple[RowStatistics, ...]:
     """The statistics of the inputs of rows [start, stop) of a unit's output, by runs of rows."""
-    if source is None or not unit.statistics:
+    if not unit.statistics:
         return ()
     each = max(1, unit.output.rows // len(unit.statistics))
     return tuple(

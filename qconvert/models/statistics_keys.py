@@ -29,6 +29,6 @@ def input_keys(members: Iterable[Parameter]) -> tuple[StatisticsKey, ...]:
     return keys if keys[0].expert is not None else keys[:1]
 
 
-def measured(keys: tuple[StatisticsKey, ...], source: StatisticsSource | None) -> tuple[StatisticsKey, ...]:
+def measured(keys: tuple[StatisticsKey, ...], source: StatisticsSource) -> tuple[StatisticsKey, ...]:
     """The keys if the source has statistics for every one of them, else none."""
-    return keys if source is not None and all(key in source for key in keys) else ()
+    return keys if all(key in source for key in keys) else ()

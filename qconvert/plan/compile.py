@@ -18,7 +18,6 @@ from qconvert.plan.gguf.tensors import order_as_stored, write_gguf_tensors
 from qconvert.plan.passes.activation_order import undo_activation_order
 from qconvert.plan.passes.cast import cast_plain
 from qconvert.plan.passes.checks import check_finite, refuse_ggml_blocks, refuse_unscaled_weights
-from qconvert.plan.passes.copy import copy_tensors
 from qconvert.plan.passes.dequantize import dequantize, resolve_nested_scales
 from qconvert.plan.passes.expert_stacks import restack_for_class
 from qconvert.plan.passes.fuse import fuse, unfuse
@@ -28,6 +27,7 @@ from qconvert.plan.passes.quantize import quantize
 from qconvert.plan.passes.tensor_parallel_padding import pad_to_ranks
 from qconvert.plan.passes.tie import tie_head
 from qconvert.plan.passes.transcode import transcode
+from qconvert.plan.plan import copy_of
 from qconvert.plan.request import Request
 from qconvert.plan.state import Compiled, Pass
 
@@ -68,5 +68,8 @@ def compile_request(request: Request, binding: Binding, facts: SourceFacts, layo
     Raises BadRecipe for a request that contradicts the model, CorruptCheckpoint for tensors that
     contradict its config, UnsupportedModel for a model that the output cannot hold.
     """
-    start = copy_tensors(request, binding, facts, layout)
-    return reduce(lambda made, step: step(made), GGUF if start.is_gguf else FOLDER, start)
+    architecture, guess = binding.architecture, binding.architecture.family.guess
+    tied = architecture.tied if request.recipe.tie is None else request.recipe.tie
+    warnings = (guess,) if guess and not request.is_gguf else ()
+    start = Compiled(request, binding, facts, layout, copy_of(binding), architecture, tied, warnings)
+    return reduce(lambda made, step: step(made), GGUF if request.is_gguf else FOLDER, start)

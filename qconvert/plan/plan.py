@@ -14,6 +14,7 @@ from typing import Literal
 
 from qconvert.core.encodings import Encoding, ModelTensor, Unquantized
 from qconvert.core.statistics import StatisticsKey
+from qconvert.models import Binding
 from qconvert.ops import Op
 
 Certificate = Literal["exact", "measured", "cast", "dequantized", "quantized", "requantized"]
@@ -120,6 +121,20 @@ class Plan:
             return unit.then(op) if op else unit
 
         return self.each(one)
+
+
+def copy_of(binding: Binding) -> Plan:
+    """The plan that copies every tensor except the buffers the architecture ignores.
+
+    Tensors come in the order of the model's printed structure, unknown ones last.
+    """
+    fused = binding.architecture.fused
+    order = {name: i for i, name in enumerate(binding.architecture.parameters)}
+    order |= {name: order[entry.members[0].name] for name, entry in fused.items()}
+    kept = [name for name in binding.tensors if name not in binding.dropped]
+    kept.sort(key=lambda name: (order.get(name, len(order)), name))
+    units = (Unit((whole(binding.tensors[name]),), (), binding.tensors[name]) for name in kept)
+    return Plan(tuple(units), binding.dropped)
 
 
 def whole(tensor: ModelTensor) -> RowSlice:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from qconvert.calibrate.imatrix import ImatrixStatistics
 from qconvert.checkpoint.gguf_model import GGUFModel
-from qconvert.convert.job import RunOptions, Source
+from qconvert.convert.job import OpenedModel, RunOptions
 from qconvert.convert.runner import Outcome, WrittenRows
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import GgmlBlocks, ModelTensor, Unquantized
@@ -49,7 +49,7 @@ _PHI3_TOKENS = ("</s>", "<unk>", "<s>", "<|endoftext|>")
 class GGUFFileContainer:
     """The output of `to-gguf`. `pre_tokenizer` is llama.cpp's name, where it is not recognised."""
 
-    source: Source
+    source: OpenedModel
     compiled: Compiled
     options: RunOptions
     pre_tokenizer: str | None = None
@@ -96,7 +96,7 @@ class GGUFFileContainer:
     @cached_property
     def identity(self) -> Identity:
         """What the model is called, from its folder, its card and its configs, or from its own keys."""
-        checkpoint, name = self.source.checkpoint, self.source.model.name
+        checkpoint, name = self.source.checkpoint, self.source.location.name
         generation = checkpoint.path / "generation_config.json"
         counts = ParameterCounts.of((t.name, t.shape) for t in self.tensors)
         if isinstance(checkpoint.files, GGUFModel):

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qconvert.convert.job import RunOptions, Source
+from qconvert.convert.job import OpenedModel, RunOptions
 from qconvert.convert.manifest import FILE_NAME, manifest
 from qconvert.convert.model_card import model_card
 from qconvert.convert.runner import Outcome, WrittenRows
@@ -35,7 +35,7 @@ SETTINGS_FILES = {"gptq": "quantize_config.json"}
 class SafetensorsFolder:
     """The output of every command but `to-gguf`."""
 
-    source: Source
+    source: OpenedModel
     compiled: Compiled
     options: RunOptions
 
@@ -64,7 +64,7 @@ class SafetensorsFolder:
         return sum(file.size for file in self._files) + copied + sum(map(len, beside.made.values()))
 
     def default_out(self, suffix: str) -> Path:
-        return Path(f"{self.source.model.name}-{suffix}")
+        return Path(f"{self.source.location.name}-{suffix}")
 
     def check_target(self, out: Path) -> None:
         check_target(out, overwrite=self.options.overwrite, sources=[self.source.checkpoint.path])
@@ -101,7 +101,7 @@ class OpenFolder:
         files = {file.name: file.size for file in made.files(self.path)}
         record = manifest(source, made.compiled, outcome, hashes, files, made.options)
         (self.folder / FILE_NAME).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        readme, repo_id = source.checkpoint.files.readme, source.model.repo_id
+        readme, repo_id = source.checkpoint.files.readme, source.location.repo_id
         card = model_card(self.path.name, record, made.compiled, readme, repo_id)
         (self.folder / "README.md").write_text(card, encoding="utf-8")
         return record

@@ -69,7 +69,8 @@ def _encoded(unit: Unit, type_: GGMLType, state: Compiled) -> Unit:
         if not again:
             raise _loses_twice(unit.output, type_)
         unit = unit.then(Dequantize(DType.F32))
-    return replace(unit.then(EncodeBlocks(want)), statistics=measured(keys, state.request.statistics))
+    unit, statistics = unit.then(EncodeBlocks(want)), state.request.statistics
+    return unit if statistics is None else replace(unit, statistics=measured(keys, statistics))
 
 
 def carry_nvfp4_factors(state: Compiled) -> Compiled:

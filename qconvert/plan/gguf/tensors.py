@@ -28,18 +28,22 @@ def write_gguf_tensors(state: Compiled) -> Compiled:
     Quantized weights whose numbers or columns change become plain ones first. Raises UnsupportedModel for
     a role that GGUF has no name for, BadRecipe for parts of one tensor that are stored differently.
     """
-    return state.with_plan(write_roles(state.plan, facts_of(state.architecture)))
+    facts, measured = facts_of(state.architecture), state.request.statistics is not None
+    return state.with_plan(write_roles(state.plan, facts, measured=measured))
 
 
-def write_roles(plan: Plan, facts: Facts) -> Plan:
-    """The tensors of the file that hold a model's, as its declaration says."""
+def write_roles(plan: Plan, facts: Facts, *, measured: bool = False) -> Plan:
+    """The tensors of the file that hold a model's, as its declaration says.
+
+    Where inputs are `measured`, each unit names those of its linear.
+    """
     unfused = cut_where(plan, facts.architecture, lambda entry: True)
     members = {unit.output.name: unit for unit in unfused.units}
     stored = (record for record in records(facts) if record.pieces[0].name in members)  # not a tied head
-    return replace(plan, units=tuple(_made(record, members, facts) for record in stored))
+    return replace(plan, units=tuple(_made(record, members, facts, measured) for record in stored))
 
 
-def _made(record: Record, members: Mapping[str, Unit], facts: Facts) -> Unit:
+def _made(record: Record, members: Mapping[str, Unit], facts: Facts, measured: bool) -> Unit:
     """The unit that makes one tensor of the file."""
     units = [members[piece.name] for piece in record.pieces]
     encoding = units[0].output.encoding
@@ -55,7 +59,8 @@ def _made(record: Record, members: Mapping[str, Unit], facts: Facts) -> Unit:
         for unit, piece in zip(units, record.pieces, strict=True)
         for rows in rows_within(unit.inputs, piece.rows.start, piece.rows.stop)
     )
-    keys = input_keys(facts.architecture.parameters[piece.name] for piece in record.pieces)
+    parameters = (facts.architecture.parameters[piece.name] for piece in record.pieces)
+    keys = input_keys(parameters) if measured else ()
     rows = sum(piece.rows for piece in inputs)
     made = Unit(inputs, units[0].ops, ModelTensor(record.name, (rows, record.width), encoding), keys)
     if record.step is not None:

@@ -36,7 +36,7 @@ def quantize(state: Compiled) -> Compiled:
             )
     plan, architecture = unstack_experts(state.plan, state.architecture), state.architecture
     schemes = decide(recipe, architecture, parameters_of(plan, architecture), tied=state.tied)
-    scale_dtype = target.scale_dtype if target else None
+    scale_dtype, statistics = target.scale_dtype if target else None, state.request.statistics
 
     def one(unit: Unit) -> Unit:
         scheme = schemes.get(unit.output.name)
@@ -47,8 +47,11 @@ def quantize(state: Compiled) -> Compiled:
         if encoding.dtype is DType.F64:  # the quantizer's own arithmetic is float32
             unit, encoding = unit.then(Cast(DType.F32)), Unquantized(DType.F32)
         wanted = fitting(scheme, unit.output, scale_dtype or encoding.dtype)
-        keys = measured(input_keys_of(unit.output.name, architecture), state.request.statistics)
-        return replace(unit.then(Quantize(wanted, recipe.search)), statistics=keys)
+        unit = unit.then(Quantize(wanted, recipe.search))
+        if statistics is None:
+            return unit
+        keys = input_keys_of(unit.output.name, architecture)
+        return replace(unit, statistics=measured(keys, statistics))
 
     return state.with_plan(plan.each(one))
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
-from qconvert.models import Architecture
+from qconvert.models import Architecture, Binding
 from qconvert.models.gguf.declaration import Head
 from qconvert.models.gguf.families import facts_of
 from qconvert.plan.facts import HeadDifference
 from qconvert.plan.plan import Plan
+from qconvert.plan.request import Request
 from qconvert.plan.state import Compiled
 
 
@@ -18,11 +19,11 @@ def tie_head(state: Compiled) -> Compiled:
     return _tie_for_graph(state) if state.is_gguf else _tie_as_asked(state)
 
 
-def compares_head(state: Compiled) -> bool:
+def compares_head(request: Request, binding: Binding) -> bool:
     """Whether tying depends on how the stored head differs from the embedding."""
-    _, head = _table_names(state.binding.architecture)
-    wanted = state.binding.architecture.tied if state.is_gguf else state.tied
-    return wanted and head in state.binding.tensors
+    asked = None if request.is_gguf else request.recipe.tie
+    _, head = _table_names(binding.architecture)
+    return (binding.architecture.tied if asked is None else asked) and head in binding.tensors
 
 
 def _tie_as_asked(state: Compiled) -> Compiled:

@@ -1,0 +1,69 @@
+"""Verifies an output: against its own manifest, and against the source that it was made from."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from qconvert.check.audit import audit, reordered_in
+from qconvert.check.compare import TensorDifference, compare_checkpoints
+from qconvert.checkpoint.open import Checkpoint
+from qconvert.core.dtypes import Json
+from qconvert.plan.loader_notices import notice_lines, notices
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What was found: `findings` to show, `problems` (sentences that each name a file or a tensor), and
+    `warnings` about loaders. An output without problems is what it promises to be.
+    """
+
+    findings: Json
+    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def verify(checkpoint: Checkpoint, against: Checkpoint | None = None) -> Verification:
+    """Hold a checkpoint against its manifest, and every tensor against that of its source.
+
+    Raises CorruptCheckpoint for tensors that contradict config.json.
+    """
+    checkpoint.bind(allow_unknown=True)
+    findings, problems = audit(checkpoint, compared=against is not None)
+    if against is not None:
+        differences = list(compare_checkpoints(against, checkpoint, reordered_in(checkpoint)))
+        findings = {**findings, "compared": summary_of(differences)}
+        problems += [_complaint(d) for d in differences if not _acceptable(d)]
+    warnings = notice_lines(notices(checkpoint.tensors, checkpoint.architecture))
+    return Verification(findings, tuple(problems), tuple(warnings))
+
+
+def summary_of(differences: Iterable[TensorDifference]) -> dict[str, int]:
+    """How many tensors are equal, differ, and so on."""
+    return dict(Counter(d.status for d in differences))
+
+
+def _acceptable(d: TensorDifference) -> bool:
+    """Whether a tensor of the source may differ from the output's in this way: rounded to another type, or
+    as quantizing changes numbers.
+
+    A quantized number may lie half a step away, and further only where the search clipped its
+    group's range; the bound on the relative error catches a wrong scale or a shifted row.
+    """
+    if d.status == "equal":
+        return True
+    worst = _WORST_OF_THREE_VALUES if d.encoding in ("tq1_0", "tq2_0") else _WORST_RELATIVE_RMS
+    return d.status == "differs" and (d.rounded or (d.quantized and d.relative_rms < worst))
+
+
+# int2 with a searched scale loses at most this share of a weight's energy on any distribution seen.
+_WORST_RELATIVE_RMS = 0.6
+# -1, 0 and 1 times the largest magnitude of 256 weights that were not made for that: most become 0.
+_WORST_OF_THREE_VALUES = 0.95
+
+
+def _complaint(d: TensorDifference) -> str:
+    if d.difference is None:
+        return f"{d.name}: {d.status} {d.note}".rstrip()
+    return f"{d.name}: differs from the source (relative RMS {d.relative_rms:.4g})"

@@ -1,0 +1,62 @@
+"""The library as its users call it: a handful of names, and nothing heavy before one is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qconvert
+from tests.commands import files_of, made
+from tests.models import tiny
+
+
+def test_every_public_name_is_there_and_documented() -> None:
+    for name in qconvert.__all__:
+        value = getattr(qconvert, name)
+        assert name == "__version__" or value.__doc__, name
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        qconvert.nonsense  # noqa: B018
+
+
+def test_a_conversion_is_what_the_command_writes(tmp_path: Path) -> None:
+    source = tiny(tmp_path / "m")
+    model = qconvert.open_model(str(source))
+    recipe = qconvert.Recipe(scheme=qconvert.parse_scheme("int4-g32"), fuse=("qkv",))
+    job = qconvert.prepare(model, qconvert.Request("quantize", recipe), qconvert.RunOptions(jobs=2))
+    seen: list[str] = []
+    result = qconvert.execute(job, tmp_path / "api", lambda done: seen.append(done.unit.output.name))
+    assert set(seen) == set(job.compiled.outputs) and result.path == tmp_path / "api"
+    command = made("quantize", source, "--scheme", "int4-g32", "--fuse", "qkv", "-o", tmp_path / "cli")
+    mine, theirs = files_of(result.path), files_of(command)
+    for name in mine:
+        assert mine[name].replace(b"api", b"cli") == theirs[name], name
+    found = qconvert.verify(qconvert.open_model(str(result.path)).checkpoint, against=model.checkpoint)
+    assert found.problems == () and found.findings["tensors"] == len(job.compiled.outputs)
+
+
+def test_layouts_and_gguf_files_are_targets_of_the_same_request(tmp_path: Path) -> None:
+    model = qconvert.open_model("embedded")
+    keep = qconvert.RunOptions(verify=False)
+    gguf = qconvert.Request("to-gguf", target=qconvert.GGUFTarget("q8_0"))
+    result = qconvert.execute(qconvert.prepare(model, gguf, keep), tmp_path / "m.gguf")
+    assert result.path.read_bytes()[:4] == b"GGUF"
+    recipe = qconvert.Recipe(scheme=qconvert.parse_scheme("int4-g128"), layout="gptq")
+    gptq = qconvert.Request("quantize", recipe, target=qconvert.Target("gptq"))
+    result = qconvert.execute(qconvert.prepare(model, gptq, keep), tmp_path / "gptq")
+    assert (result.path / "quantize_config.json").is_file()
+
+
+def test_what_cannot_be_is_an_error_with_a_fact_and_a_hint() -> None:
+    request = qconvert.Request("tie", qconvert.Recipe(tie=True))
+    with pytest.raises(qconvert.QConvertError) as caught:
+        qconvert.prepare(qconvert.open_model("embedded"), request, qconvert.RunOptions())
+    assert "already tied" in caught.value.fact and caught.value.hint
+
+
+def test_importing_the_package_loads_next_to_nothing() -> None:
+    code = "import sys, qconvert; print(len([m for m in sys.modules if m.startswith('qconvert')]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
