@@ -1,4 +1,4 @@
-"""Perplexity, KL divergence and top-1 agreement of models, side by side on the same tokens.
+"""Measures perplexity, KL divergence and top-1 agreement of models, side by side on the same tokens.
 
 Losses are summed in float64 from float32 logits over all rows of the head; every comparison with
 the reference is paired, every standard error clustered by window.
@@ -17,8 +17,9 @@ from qconvert.errors import BadRecipe
 from qconvert.evaluate.corpora import WIKITEXT, Text, Tokens, check_tokenizer, load_text, tokenize
 from qconvert.evaluate.lockstep import EvalModel, Progress, Track, run_lockstep
 from qconvert.evaluate.paired_statistics import divergence, exp_mean, mean, root_mean_square
-from qconvert.evaluate.perplexity_report import Comparison, ModelResult, PerplexityReport
+from qconvert.evaluate.perplexity_report import PerplexityReport
 from qconvert.evaluate.protocols import LEAST_CONTEXT, Protocol, Window, protocol_named
+from qconvert.evaluate.records import Comparison, ModelResult
 from qconvert.evaluate.scores import fingerprint, load_scores, save_scores
 from qconvert.formats.tokenizers.prompts import check_ids
 from qconvert.runtime.run_info import arithmetic, device_name, versions
