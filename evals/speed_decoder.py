@@ -1,8 +1,8 @@
 """Measures decoding and reading against what the memory allows, beside transformers and llama.cpp.
 
 `python evals/speed.py decode` and `prefill`: a checkpoint of a real model's shape, quantized on the
-spot, runs beside its peers in one process, in turns, so that ratios are of the same minutes. A
-round's rate is that of its median step, and ratios are taken within rounds, because machines drift.
+spot, runs beside its peers in one process, in turns, so that ratios are of the same minutes. The rate
+of a round is the rate of its median step, and ratios are taken within rounds, because machines drift.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One step to GGUF against llama.cpp's two: `python evals/speed.py gguf`.
+"""Times one step to GGUF against llama.cpp's two: `python evals/speed.py gguf`.
 
 The two steps are writing a bf16 GGUF (timed with qconvert, which is faster at it than llama.cpp's
 converter) and llama.cpp's own llama_model_quantize on that file, with as many threads. Every figure is

@@ -21,7 +21,7 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class PerplexityReport:
-    """An evaluation: how it was made, and the figures of every model.
+    """The conditions of an evaluation, and the figures of every model.
 
     `windows` says in words how the protocol cuts the text; `tokens` counts the text, `scored_tokens`
     those that the protocol counts in `chunks` windows, fewer than `planned_chunks` when interrupted;
@@ -62,7 +62,7 @@ class PerplexityReport:
         return [*found, *(figure for report in self.weights for figure in report.figures())]
 
     def page(self) -> Page:
-        """What a person reads: the facts behind the figures, then the figures."""
+        """The page that people read: conditions, then figures."""
         environment = ", ".join(f"{name} {version}" for name, version in self.environment.items())
         scored = f"{self.scored_tokens:,} tokens scored in {count(self.chunks, 'chunk')}"
         facts = (

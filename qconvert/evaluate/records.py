@@ -1,4 +1,4 @@
-"""Holds what was measured of a model and of a weight: what reports and figures are made of."""
+"""Holds the measurements of a model and of a weight that reports and figures are made of."""
 
 from __future__ import annotations
 

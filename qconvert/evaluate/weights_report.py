@@ -50,7 +50,7 @@ class WeightReport:
         return found
 
     def page(self) -> Page:
-        """What a person reads: one row per role, with its worst layer."""
+        """The page that people read: one row per role, with its worst layer."""
         head = ("role", "weights", "rel. RMS", "worst", "in layer", "max", "steps")
         facts = (("from", self.a), ("to", self.b), ("equal", f"{self.equal} tensors"))
         rows = tuple(_row(role, errors) for role, errors in self.by_role.items())
