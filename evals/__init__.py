@@ -1,1 +1,1 @@
-"""Measurements: what quantization costs in quality, and what conversion costs in time."""
+"""Measures what quantization costs in quality, and what conversion costs in time."""

@@ -1,4 +1,4 @@
-"""A GGUF file of a checkpoint for llama.cpp to be measured with, written by its own libraries.
+"""Writes a GGUF file of a checkpoint with the libraries of llama.cpp, to measure llama.cpp with.
 
 The bfloat16 file is gguf-py's, the quantized one is llama_model_quantize's, so that llama.cpp runs
 exactly what its users run. Random weights have no tokenizer; llama.cpp's "no_vocab" stands in.

@@ -1,4 +1,4 @@
-"""Whole commands timed as a user meets them: each run a fresh process, beside copying the bytes it reads.
+"""Times whole commands as a user meets them: each run a fresh process, beside copying the bytes it reads.
 
 Ratios are taken within one round, and the median over rounds is printed, because machines drift. Peak
 memory is the process's own high-water mark.

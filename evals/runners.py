@@ -1,4 +1,4 @@
-"""Ways to run one model: qconvert's decoder, transformers, llama.cpp, all behind one interface.
+"""Runs one model in qconvert's decoder, in transformers and in llama.cpp, behind one interface.
 
 Each runner reads tokens and drops the logits, as its own fast path computes them. What is not
 installed here says so and is left out.

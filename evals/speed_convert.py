@@ -1,4 +1,4 @@
-"""Whole conversions against copying the bytes they read: `python evals/speed.py convert` and `repack`."""
+"""Times whole conversions against copying their input: `python evals/speed.py convert` and `repack`."""
 
 from __future__ import annotations
 

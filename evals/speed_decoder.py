@@ -1,8 +1,8 @@
-"""Decoding and reading against what the memory allows, and against transformers and llama.cpp.
+"""Measures decoding and reading against what the memory allows, beside transformers and llama.cpp.
 
 `python evals/speed.py decode` and `prefill`: a checkpoint of a real model's shape, quantized on the
-spot, runs beside its peers in one process, in turns, so that ratios are of the same minutes. A
-round's rate is that of its median step, and ratios are taken within rounds, because machines drift.
+spot, runs beside its peers in one process, in turns, so that ratios are of the same minutes. The rate
+of a round is the rate of its median step, and ratios are taken within rounds, because machines drift.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -23,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from evals.synthetic import SHAPES, make_checkpoint
+from evals.speed_layouts import INT4, layout_runners
+from evals.synthetic import SHAPES, converted, make_checkpoint
 from qconvert import __version__
 from qconvert.core.dtypes import Json
 from qconvert.report.tables import size, table
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 BASE = "transformers bf16"
 LLAMA = "llama.cpp Q4_0"
 LLAMA_K = "llama.cpp Q4_K_M"
-INT4 = "int4, int8 head"
 PROMPT = 16
 _COPY_BYTES = 256 << 20
 
@@ -75,7 +73,6 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
 @_options
 def decode(tokens: int, layouts: bool, **options: Any) -> None:
     """Tokens per second at batch 1, a few tokens into a text."""
-    from evals.speed_layouts import layout_runners
 
     def one_round(runner: Runner) -> Pace:
         runner.start(range(100, 100 + PROMPT))
@@ -171,7 +168,7 @@ def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
     from evals.runners import llama_cpp, ours, transformers_bf16
 
     source = make_checkpoint(work / f"{shape}-x1", shape)
-    int4 = made(source, work / f"{shape}-int4", "quantize", "--bits", "4", "--min-max")
+    int4 = converted(source, work / f"{shape}-int4", "quantize", "--bits", "4", "--min-max")
     runners = [
         ours("int4, int4 head", int4, room, head_bits=4),
         ours(INT4, int4, room, head_bits=8),
@@ -185,14 +182,6 @@ def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
             llama_cpp(name, path, room, threads) for name, path in _ggufs(work, shape, source).items()
         ]
     return runners
-
-
-def made(source: Path, out: Path, command: str, *options: str) -> Path:
-    """What a command of qconvert makes of a checkpoint, unless it is there."""
-    if not out.exists():
-        words = [sys.executable, "-m", "qconvert", command, str(source), *options, "-q", "--no-verify"]
-        subprocess.run([*words, "-o", str(out)], check=True, stdout=subprocess.DEVNULL)
-    return out
 
 
 def _ggufs(work: Path, shape: str, source: Path) -> Mapping[str, Path]:

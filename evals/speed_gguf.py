@@ -1,4 +1,4 @@
-"""One step to GGUF against llama.cpp's two: `python evals/speed.py gguf`.
+"""Times one step to GGUF against llama.cpp's two: `python evals/speed.py gguf`.
 
 The two steps are writing a bf16 GGUF (timed with qconvert, which is faster at it than llama.cpp's
 converter) and llama.cpp's own llama_model_quantize on that file, with as many threads. Every figure is
@@ -92,14 +92,14 @@ def _with_tokenizer(model: Path, tokenizer: Path | None, folder: Path) -> Path:
     for path in model.iterdir():
         (folder / path.name).symlink_to(path.resolve())
     if tokenizer is None:
-        (folder / "tokenizer.json").write_text(json.dumps(_stand_in()), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(json.dumps(stand_in_tokenizer()), encoding="utf-8")
         return folder
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(tokenizer / name, folder / name)
     return folder
 
 
-def _stand_in() -> Json:
+def stand_in_tokenizer() -> Json:
     """The smallest tokenizer with Qwen2's rules: one token per byte."""
     from tokenizers.pre_tokenizers import ByteLevel
 

@@ -1,106 +1,109 @@
-"""The decoder on one NVIDIA GPU: `python evals/speed.py gpu`, or `evals/results/run_gpu.sh` around it.
+"""Measures the decoder on one NVIDIA GPU: `python evals/speed.py gpu`; `evals/results/run_gpu.sh` calls it.
 
-Sections run one after the other in processes of their own, within a number of minutes. Results are
-written after every section: JSON with all figures, and the page made of them.
+Every figure goes to `gpu-DEVICE.jsonl` as it comes, so that a run that is stopped keeps what it has; a
+later run of some sections replaces those. At the end the file is printed as tables, `gpu-DEVICE.md`.
+The tests of the kernels run first, and nothing is timed when one fails; matmuls and those of peers are
+compared with float64 in every shape, and are not timed when the error is too large.
+Kernels are timed by `triton.testing.do_bench_cudagraph`, weights in rotation through three times the L2
+cache. `--dry-run` goes through all sections on a CPU at tiny sizes: its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import re
+import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
 
-from evals.gpu.rows import Fact, Row, load, of_kind, to_json
-from evals.gpu.schedule import Outcome, run_sections
-from evals.gpu.sections import SECTIONS, Section
-from qconvert.core.dtypes import Json
-
-ROWS, LOG = "gpu-rows.jsonl", "gpu-log.txt"
-BASIS = ("ceilings", "checks")
-"""Sections that all others rest on: nothing is timed that was not checked in the same run."""
-_NAMES = [section.name for section in SECTIONS]
+from evals.bench import GB, MICRO, TERA, Bench, load, markdown
 
 
-@click.command("gpu")
-@click.option("--minutes", type=click.FloatRange(0.2, 60), default=9.0, show_default=True, help="At most.")
-@click.option(
-    "--section", "chosen", type=click.Choice(_NAMES), multiple=True, help="Only these, and what they rest on."
-)
-@click.option("--dry-run", "dry", is_flag=True, help="On a CPU at tiny sizes; the figures mean nothing.")
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), default=Path(), help="The folder to write into."
-)
-def gpu(minutes: float, chosen: tuple[str, ...], dry: bool, out: Path) -> None:
-    """Check and time the decoder on an NVIDIA GPU, beside its peers, against what the device reaches."""
-    if not dry:
-        _need_device()
-    out.mkdir(parents=True, exist_ok=True)
-    rows, log = out / ROWS, out / LOG
-    for path in (rows, log):
-        path.unlink(missing_ok=True)
-    sections = [section for section in SECTIONS if not chosen or section.name in {*BASIS, *chosen}]
-    outcomes: list[Outcome] = []
-
-    def command_of(section: Section, seconds: float) -> list[str]:
-        command = [sys.executable, "-m", "evals.gpu.sections", section.name, str(rows)]
-        return [*command, f"{seconds:.1f}", *(["--dry-run"] if dry else [])]
-
-    def finished(outcome: Outcome) -> None:
-        outcomes.append(outcome)
-        found = load(rows)
-        write(out, found, outcomes, dry=dry)
-        click.echo(f"{outcome.section}: {outcome.status}, {outcome.seconds:.0f} s {outcome.message}".rstrip())
-
-    environment = {**os.environ, **({"TRITON_INTERPRET": "1"} if dry else {})}
-    run_sections(
-        sections, command_of, seconds=60 * minutes, log=log, finished=finished, environment=environment
-    )
-    _conclude(out, [row for _, row in load(rows)], outcomes)
-
-
-def _need_device() -> None:
-    import torch
-
-    if not torch.cuda.is_available():
+def checks(bench: Bench) -> None:
+    """Run the tests that are marked `gpu`; on a CPU, in triton's interpreter."""
+    root = Path(__file__).resolve().parents[1]
+    tests = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/test_cuda_on_device.py"]
+    ran = subprocess.run(tests, cwd=root, capture_output=True, text=True, check=False)
+    outcome = ran.stdout.strip().rpartition("\n")[2]
+    good = ran.returncode == 0 and "passed" in outcome
+    bench.add(checks="passed" if good else "FAILED", tests=outcome)
+    if not good:
         raise click.ClickException(
-            f"torch {torch.__version__} finds no CUDA device; --dry-run goes through the motions on a CPU"
+            f"kernels are wrong on this device, nothing is timed:\n{ran.stdout[-4000:]}"
         )
 
 
-def write(out: Path, found: Sequence[tuple[str, Row]], outcomes: Sequence[Outcome], *, dry: bool) -> None:
-    """The record and the page, under the name of the device; a record before this one is replaced."""
-    from evals.gpu.report import markdown
+def ceilings(bench: Bench) -> None:
+    """The device and the versions; copying, multiplying in bfloat16, and launching in a graph."""
+    import torch
 
-    rows = [row for _, row in found]
-    stem = out / name_of(rows, dry)
-    stem.with_suffix(".json").write_text(record(found, outcomes), encoding="utf-8")
-    stem.with_suffix(".md").write_text(markdown(rows, outcomes), encoding="utf-8")
+    from evals.random_models import Maker
+
+    names = ("torch", "triton", "transformers", "bitsandbytes", "qconvert")
+    device = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "dry run"
+    bench.add(device=device, python=platform.python_version(), **{name: _version(name) for name in names})
+    side, count = (64, 1 << 14) if bench.dry else (8192, 1 << 30)
+    source = torch.empty(count, device=bench.device).uniform_()  # zeros are faster
+    target, x_1 = torch.empty_like(source), torch.zeros(1, device=bench.device)
+    a, b = (Maker(bench.device).normal(side, side) for _ in range(2))
+    bench.ceilings = {
+        "copy": 2 * source.nbytes / bench.seconds([lambda: target.copy_(source)]),
+        "matmul": 2 * side**3 / bench.seconds([lambda: torch.mm(a, b)]),
+        "launch": bench.seconds([lambda: x_1.add_(1)] * 256),
+    }
+    copy, matmul, launch = bench.ceilings.values()
+    bench.add(copy_GBs=copy / GB, matmul_TFLOPs=matmul / TERA, launch_us=launch / MICRO)
 
 
-def name_of(rows: Sequence[Row], dry: bool) -> str:
-    """`gpu-nvidia-h200`: the file that a device's figures are in."""
-    device = next((fact.text for fact in of_kind(rows, Fact) if fact.name == "device"), "unknown")
-    return "gpu-" + ("dry-run" if dry else re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-"))
+SECTIONS = ("checks", "decode", "kernels", "crossings", "reading", "peers")
 
 
-def record(found: Sequence[tuple[str, Row]], outcomes: Sequence[Outcome]) -> str:
-    """Everything as JSON, one row a line: {"measurement", "sections", "rows"}."""
-    head: Json = {"measurement": "gpu", "sections": [asdict(outcome) for outcome in outcomes]}
-    lines = ",\n".join("  " + json.dumps(to_json(section, row)) for section, row in found)
-    return json.dumps(head, indent=1)[:-2] + f',\n "rows": [\n{lines}\n ]\n}}\n'
+@click.command("gpu")
+@click.option("--section", "sections", multiple=True, type=click.Choice(SECTIONS), help="Some of them.")
+@click.option("--minutes", type=click.FloatRange(0.1), default=9.0, show_default=True, help="At most.")
+@click.option(
+    "--out", "-o", type=click.Path(path_type=Path), default=Path("evals/results"), show_default=True
+)
+@click.option("--dry-run", "dry", is_flag=True, help="Tiny sizes on a CPU, in triton's interpreter.")
+def gpu(sections: tuple[str, ...], minutes: float, out: Path, dry: bool) -> None:
+    """Check and time the decoder on an NVIDIA GPU, beside its peers."""
+    if dry:
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    if not (dry or torch.cuda.is_available()):
+        raise click.ClickException(
+            f"torch {torch.__version__} finds no CUDA device; --dry-run goes through the motions on a CPU"
+        )
+    device = torch.device("cpu") if dry else torch.device("cuda", 0)
+    out.mkdir(parents=True, exist_ok=True)
+    name = "dry-run" if dry else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower())
+    path, chosen = out / f"gpu-{name}.jsonl", sections or SECTIONS
+    kept = [
+        json.dumps(record) + "\n" for record in load(path) if record["section"] not in (*chosen, "ceilings")
+    ]
+    path.write_text("".join(kept), encoding="utf-8")
+    from evals import gpu_sections  # after the choice of an interpreter
+
+    bench = Bench(device, time.monotonic() + 60 * minutes, path, dry)
+    try:
+        for bench.section in ("ceilings", *chosen):
+            measure = {"ceilings": ceilings, "checks": checks}.get(bench.section)
+            (measure or getattr(gpu_sections, bench.section))(bench)
+    finally:
+        page = markdown(load(path))
+        path.with_suffix(".md").write_text(page, encoding="utf-8")
+        click.echo(page)
 
 
-def _conclude(out: Path, rows: Sequence[Row], outcomes: Sequence[Outcome]) -> None:
-    """Print the page; rows and log stay only where a section did not come to its end."""
-    from evals.gpu import report
-
-    click.echo("\n" + report.markdown(rows, outcomes))
-    if all(outcome.status == "done" for outcome in outcomes):
-        (out / ROWS).unlink(missing_ok=True)
-        (out / LOG).unlink(missing_ok=True)
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

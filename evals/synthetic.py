@@ -1,8 +1,10 @@
-"""Checkpoints of real models' shapes with seeded random weights, for measuring speed and memory."""
+"""Makes checkpoints of real models' shapes with seeded random weights, for measuring speed and memory."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +67,14 @@ def make_checkpoint(folder: Path, shape: str, *, layer_factor: int = 1, seed: in
     sink.commit()
     marker.write_text(text, encoding="utf-8")
     return folder
+
+
+def converted(source: Path, out: Path, command: str, *options: str) -> Path:
+    """What a command of qconvert makes of a checkpoint, unless it is there."""
+    if not out.exists():
+        words = [sys.executable, "-m", "qconvert", command, str(source), *options, "-q", "--no-verify"]
+        subprocess.run([*words, "-o", str(out)], check=True, stdout=subprocess.DEVNULL)
+    return out
 
 
 def _fill(sink: FileSink, spec: TensorSpec, rng: np.random.Generator, center: float) -> None:

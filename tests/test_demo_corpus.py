@@ -20,9 +20,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from qconvert.demo import MODEL_DIR
+from qconvert.demo import corpus as demo_corpus
 from qconvert.demo.corpus import HELD_OUT, TRAIN, demo_text
-from qconvert.demo.spare_text import SPARE_TEXT
 
+SPARE_TEXT = demo_corpus.SPARE_TEXT.read_text(encoding="utf-8")
 WINDOW = 2048
 
 

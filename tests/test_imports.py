@@ -47,7 +47,7 @@ LIBRARIES = {
     "huggingface_hub": "checkpoint.hub evaluate evals",
     "jinja2": "formats.tokenizers.chat_template",
     "llvmlite": "quant runtime.cpu",
-    "numba": "quant runtime.cpu",
+    "numba": "quant runtime.cpu evals",
     "numpy": "core quant ops runtime formats checkpoint calibrate check convert evaluate plan.gguf evals",
     "safetensors": "formats.io.read_back evals",
     "tokenizers": "evaluate formats.tokenizers cli.generate evals",

@@ -14,7 +14,8 @@ import pytest
 from qconvert.evaluate.perplexity import evaluate
 from qconvert.evaluate.perplexity_report import PerplexityReport
 from qconvert.evaluate.protocols import protocol_named
-from qconvert.evaluate.weights_report import WeightError, WeightReport
+from qconvert.evaluate.records import WeightError
+from qconvert.evaluate.weights_report import WeightReport
 from qconvert.report.html import to_html
 from tests.test_perplexity import IDS, as_tokens, eval_model
 

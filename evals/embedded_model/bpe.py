@@ -1,4 +1,4 @@
-"""How the embedded model's tokenizer is made: a byte-level BPE built like Qwen's, of 4,096 tokens.
+"""Trains the embedded model's tokenizer: a byte-level BPE built like Qwen's, of 4,096 tokens.
 
 The normalizer, the splitting expression, the byte alphabet and the place of the special tokens (after the
 vocabulary) are Qwen2's, so that whatever reads a Qwen tokenizer reads this one, and its GGUF pre-tokenizer

@@ -1,4 +1,4 @@
-"""How the embedded model came about: `python -m evals.embedded_model.train --work-dir DIR [--minutes M]`.
+"""Trains the embedded model: `python -m evals.embedded_model.train --work-dir DIR [--minutes M]`.
 
 Trains the tokenizer and a four-layer Qwen3 on the training half of `corpus`, measures perplexity on the
 held-out half, and writes the model folder and `training.log`. Needs transformers, torch 2.9 (Muon), a C++

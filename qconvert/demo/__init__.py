@@ -1,4 +1,4 @@
-"""The embedded model, the text it is evaluated on, and the demonstration that uses both."""
+"""Holds the embedded model and the text that the demonstration evaluates it on."""
 
 from pathlib import Path
 from typing import Final

@@ -1,4 +1,4 @@
-"""Which text the embedded model is trained on, and which text it is evaluated on.
+"""Reads the texts that the embedded model is trained on and evaluated on.
 
 Both come from the standard library of the running Python: source files with their docstrings, and the
 language reference inside `pydoc_data`. Nothing is downloaded and nothing is copied into this package, and
@@ -14,8 +14,6 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
-
-from qconvert.demo.spare_text import SPARE_TEXT
 
 Kind = Literal["held-out", "train"]
 
@@ -49,6 +47,9 @@ TRAIN: Final = (
 
 _MODULES: Final[dict[Kind, tuple[str, ...]]] = {"held-out": HELD_OUT, "train": TRAIN}
 _MAX_CHARS: Final[dict[Kind, int]] = {"held-out": 2 << 20, "train": 16 << 20}
+SPARE_TEXT: Final = Path(__file__).with_name("spare_text.txt")
+"""Prose and code of our own in the manner of the standard library, a little longer than one window of the
+embedded model. It is evaluation text and nothing else: no code in it is ever run."""
 _TESTS: Final = {"test", "tests", "idle_test"}
 
 
@@ -73,14 +74,14 @@ class CorpusText:
 def demo_text(kind: Kind) -> CorpusText:
     """Text of the running Python's standard library: at most 2 Mi characters held out, 16 Mi to train on."""
     documents = demo_documents(kind)
-    text = "\n\n".join(documents.values())[: _MAX_CHARS[kind]]
+    text = "\n\n".join(documents.values())[: _MAX_CHARS[kind]] or SPARE_TEXT.read_text(encoding="utf-8")
     return CorpusText(
-        text=text or SPARE_TEXT,
-        sha256=hashlib.sha256((text or SPARE_TEXT).encode()).hexdigest(),
+        text=text,
+        sha256=hashlib.sha256(text.encode()).hexdigest(),
         python_version=platform.python_version(),
         modules=tuple(documents),
         missing=tuple(name for name in _MODULES[kind] if name not in documents),
-        fallback=not text,
+        fallback=not documents,
     )
 
 

@@ -1,8 +1,8 @@
-"""Texts to measure on, and their tokens: every text and tokenizer known by its SHA-256.
+"""Reads the texts to measure on, and their tokens: every text and tokenizer known by its SHA-256.
 
-The wikitext-2 test set goes around in two spellings, and their perplexities differ: `raw`, the file
+The wikitext-2 test set is published in two forms whose perplexities differ: `raw`, the file
 wiki.test.raw that llama.cpp reads, and `hf-join`, the rows of the `datasets` library joined by blank
-lines, which papers read. The second is computed from the first.
+lines, which papers read. `hf-join` is computed from `raw`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ WIKITEXT_SHA256 = {
     "hf-join": "696cca6b65a171b0a358a4be6732cdfdf2dd6164a32e20fd70e3c13fc4dfae83",
 }
 _WIKITEXT_BYTES = 1_290_590
-# Where llama.cpp's scripts/get-wikitext-2.sh takes it from.
+# The source of llama.cpp's scripts/get-wikitext-2.sh.
 _WIKITEXT_REPO, _WIKITEXT_ZIP = "ggml-org/ci", "wikitext-2-raw-v1.zip"
-_PATIENCE = 10.0  # seconds
+_TIMEOUT_SECONDS = 10.0
 _WIKITEXT_MEMBER = "wikitext-2-raw/wiki.test.raw"
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text, what to call it, and the SHA-256 of its UTF-8 bytes."""
+    """A text, its name in reports, and the SHA-256 of its UTF-8 bytes."""
 
     name: str
     text: str
@@ -57,7 +57,7 @@ class Tokens:
 
 
 def load_text(source: str | Path, wikitext: str = "hf-join") -> Text:
-    """The text of a UTF-8 file, or of `wikitext2` from the Hugging Face Hub in the given spelling.
+    """The text of a UTF-8 file, or of `wikitext2` from the Hugging Face Hub in the given form.
 
     A byte-order mark is dropped; line ends stay as they are. Raises QConvertError for a file that
     is absent or not UTF-8, and where the Hub cannot be reached or sends other bytes.
@@ -82,7 +82,7 @@ def load_text(source: str | Path, wikitext: str = "hf-join") -> Text:
 def _text(name: str, text: str) -> Text:
     data = text.encode()
     digest = hashlib.sha256(data).hexdigest()
-    known = {sha256: f"wikitext-2 test ({spelling})" for spelling, sha256 in WIKITEXT_SHA256.items()}
+    known = {sha256: f"wikitext-2 test ({form})" for form, sha256 in WIKITEXT_SHA256.items()}
     return Text(known.get(digest, name), text, digest, len(data))
 
 
@@ -95,7 +95,7 @@ def hf_join(raw: str) -> str:
     return "\n\n".join(row if row.strip() else "" for row in rows)
 
 
-def _download_wikitext(spelling: str) -> str:
+def _download_wikitext(form: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     hint = "give wiki.test.raw as --text, from a machine that is online; or measure on --text stdlib"
@@ -114,17 +114,17 @@ def _download_wikitext(spelling: str) -> str:
         raise QConvertError(
             f"{WIKITEXT}: not to be had from {_WIKITEXT_REPO}: {shown(str(error), 200)}", hint
         ) from error
-    text = hf_join(raw) if spelling == "hf-join" else raw
-    if hashlib.sha256(text.encode()).hexdigest() != WIKITEXT_SHA256[spelling]:
+    text = hf_join(raw) if form == "hf-join" else raw
+    if hashlib.sha256(text.encode()).hexdigest() != WIKITEXT_SHA256[form]:
         raise QConvertError(f"{WIKITEXT}: the bytes from {_WIKITEXT_REPO} are not the published ones", hint)
     return text
 
 
 def _archive() -> str:
-    """The archive in the cache of the Hub, downloaded only where it is not there.
+    """The archive in the cache of the Hub, downloaded only where the cache lacks the archive.
 
-    The Hub is asked once before it is downloaded from: the library would try for half a minute, and say
-    so, where there is no network.
+    One request goes to the Hub before the download: without a network, the library would retry for half a
+    minute, and report every attempt.
     """
     import huggingface_hub as hub
 
@@ -134,15 +134,15 @@ def _archive() -> str:
     if hub.constants.HF_HUB_OFFLINE:
         raise OSError("it is not in the cache, and HF_HUB_OFFLINE is set")
     url = hub.hf_hub_url(_WIKITEXT_REPO, _WIKITEXT_ZIP, repo_type="dataset")
-    hub.get_hf_file_metadata(url, timeout=_PATIENCE)
+    hub.get_hf_file_metadata(url, timeout=_TIMEOUT_SECONDS)
     return hub.hf_hub_download(_WIKITEXT_REPO, _WIKITEXT_ZIP, repo_type="dataset")
 
 
 def tokenize(text: Text, model: Path) -> Tokens:
-    """The text through a checkpoint's `tokenizer.json`, in one call without special tokens.
+    """Tokenize the text by a checkpoint's `tokenizer.json`, in one call without special tokens.
 
-    That of a GGUF file is made from its keys. Raises QConvertError if there is none, or if the
-    `tokenizers` library cannot read it.
+    The tokenizer of a GGUF file is made from its keys. Raises QConvertError if there is no tokenizer, or
+    if the `tokenizers` library cannot read the tokenizer.
     """
     path, data = _tokenizer_json(model)
     tokenizer = _parse_tokenizer(path, data)
@@ -174,10 +174,10 @@ def check_tokenizer(tokens: Tokens, label: str, model: Path) -> str | None:
         return digest
     first = int(unlike[0]) if len(unlike) else common
     found = [f"{ids[first]}" if first < len(ids) else "none" for ids in (ids_N, own_N)]
-    spelled = tokenizer.id_to_token(int(own_N[first])) if first < len(own_N) else None
+    piece = tokenizer.id_to_token(int(own_N[first])) if first < len(own_N) else None
     raise BadRecipe(
         f"tokenizers differ: token {first} of {tokens.text.name} is {found[0]} by the first model's"
-        f" tokenizer, {found[1]} ({spelled!r}) by that of {label}",
+        f" tokenizer, {found[1]} ({piece!r}) by that of {label}",
         "compare models that share one tokenizer",
     )
 
@@ -187,7 +187,7 @@ def _encode(tokenizer: Tokenizer, text: Text) -> np.ndarray:
 
 
 def _tokenizer_json(model: Path) -> tuple[Path, bytes]:
-    """The tokenizer.json of a folder or a GGUF file, and what to call it."""
+    """The tokenizer.json of a folder or a GGUF file, and the path that errors name."""
     hint = "evaluations need the tokenizer.json of the model"
     if is_gguf(model):
         with GGUFFile(model) as file:

@@ -1,18 +1,14 @@
-"""The pictures of an evaluation, drawn from its record."""
+"""Draws the pictures of an evaluation from its records."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from qconvert.evaluate.paired_statistics import CURVE_PERCENTILES
+from qconvert.evaluate.records import Comparison, ModelResult, WeightError
 from qconvert.report.html import Figure
 from qconvert.report.svg import Axis, Curve, Mark, curves, heatmap, linear_axis, log_axis, scatter
-
-if TYPE_CHECKING:
-    from qconvert.evaluate.perplexity_report import Comparison, PerplexityReport
-    from qconvert.evaluate.weights_report import WeightReport
 
 _LEAST_KL = 1e-6
 """Below this, a divergence is the rounding of its own computation."""
@@ -21,20 +17,21 @@ _LAST_PERCENTILE = 4.0
 _PERCENTILE_TICKS = ((0.0, "0"), (50.0, "50"), (90.0, "90"), (99.0, "99"), (99.9, "99.9"), (100.0, "max"))
 
 
-def perplexity_figures(report: PerplexityReport) -> list[Figure]:
-    """Size against quality, and with a reference the divergences and the errors of the weights."""
-    compared = [(model.label, model.versus) for model in report.models if model.versus is not None]
-    figures = [_size_against_divergence(report)] if compared else [_size_against_perplexity(report)]
-    if compared:
-        figures.append(_distribution(compared, report))
-    for weights in report.weights:
-        figures += weight_figures(weights)
-    return figures
+def perplexity_figures(
+    models: Sequence[ModelResult], reference: str | None, noise_floor: Comparison | None
+) -> list[Figure]:
+    """Size against quality, and with a reference the divergences of the tokens."""
+    compared = [(model.label, model.versus) for model in models if model.versus is not None]
+    if not compared:
+        return [_size_against_perplexity(models)]
+    if noise_floor is not None and noise_floor.kl.max > _LEAST_KL:
+        compared.append((f"{reference}, again", noise_floor))
+    return [_size_against_divergence(models, reference), _distribution(compared)]
 
 
-def weight_figures(report: WeightReport) -> list[Figure]:
+def weight_figures(errors: Sequence[WeightError], a: str, b: str) -> list[Figure]:
     """Relative errors of the linears, by role and layer; nothing where no layer differs."""
-    layered = [error for error in report.errors if error.layer is not None]
+    layered = [error for error in errors if error.layer is not None]
     if not layered:
         return []
     layers = 1 + max(error.layer or 0 for error in layered)
@@ -42,8 +39,8 @@ def weight_figures(report: WeightReport) -> list[Figure]:
     for error in layered:
         line = rows.setdefault(_short(error.role), [None] * layers)
         line[error.layer or 0] = max(error.relative_rms, line[error.layer or 0] or 0.0)
-    title = f"Errors of the weights of {report.b}"
-    caption = f"Relative RMS error against {report.a} by role and layer."
+    title = f"Errors of the weights of {b}"
+    caption = f"Relative RMS error against {a} by role and layer."
     if any(_short(error.role) != error.role for error in layered):
         caption += " Of the experts of a layer, the worst is shown."
     return [Figure(title, heatmap(title, list(rows), list(rows.values()), "layer"), caption)]
@@ -54,22 +51,22 @@ def _short(role: str) -> str:
     return ".".join(part for part in role.split(".") if not part.isdecimal())
 
 
-def _size_against_divergence(report: PerplexityReport) -> Figure:
+def _size_against_divergence(models: Sequence[ModelResult], reference: str | None) -> Figure:
     marks = [
         Mark(model.label, model.size_bytes / 1e6, versus.kl.mean.value, versus.kl.mean.se)
-        for model in report.models
+        for model in models
         if (versus := model.versus) is not None
     ]
     x = linear_axis("MB on disk", [mark.x for mark in marks], from_zero=True)
     y = log_axis("mean KL, nats", [mark.y for mark in marks], _LEAST_KL)
-    caption = f"Down and to the left is better. KL divergence of {report.reference} from each model, ± 1 SE."
+    caption = f"Down and to the left is better. KL divergence of {reference} from each model, ± 1 SE."
     return Figure("Size against quality", scatter("Size against mean KL", marks, x, y), caption)
 
 
-def _size_against_perplexity(report: PerplexityReport) -> Figure:
+def _size_against_perplexity(models: Sequence[ModelResult]) -> Figure:
     marks = [
         Mark(model.label, model.size_bytes / 1e6, model.perplexity.value, model.perplexity.se)
-        for model in report.models
+        for model in models
     ]
     x = linear_axis("MB on disk", [mark.x for mark in marks], from_zero=True)
     y = linear_axis("perplexity", list(_ends(marks)))
@@ -82,9 +79,7 @@ def _ends(marks: list[Mark]) -> Iterator[float]:
         yield from (mark.y - (mark.error or 0.0), mark.y + (mark.error or 0.0))
 
 
-def _distribution(compared: list[tuple[str, Comparison]], report: PerplexityReport) -> Figure:
-    if report.noise_floor is not None and report.noise_floor.kl.max > _LEAST_KL:
-        compared = [*compared, (f"{report.reference}, again", report.noise_floor)]
+def _distribution(compared: list[tuple[str, Comparison]]) -> Figure:
     rarities = [_rarity(percent) for percent in CURVE_PERCENTILES]
     lines = [Curve(label, tuple(zip(rarities, versus.kl.curve, strict=True))) for label, versus in compared]
     ticks = tuple((_rarity(percent), text) for percent, text in _PERCENTILE_TICKS)

@@ -1,4 +1,4 @@
-"""Estimates with standard errors for models scored on the same tokens.
+"""Computes estimates with standard errors for models scored on the same tokens.
 
 Tokens of one chunk are correlated, so every standard error here is clustered by chunk. Comparing a
 model with its reference token by token removes the spread of the text itself: the error of a

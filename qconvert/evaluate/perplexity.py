@@ -1,4 +1,4 @@
-"""Perplexity, KL divergence and top-1 agreement of models, side by side on the same tokens.
+"""Measures perplexity, KL divergence and top-1 agreement of models, side by side on the same tokens.
 
 Losses are summed in float64 from float32 logits over all rows of the head; every comparison with
 the reference is paired, every standard error clustered by window.
@@ -17,8 +17,9 @@ from qconvert.errors import BadRecipe
 from qconvert.evaluate.corpora import WIKITEXT, Text, Tokens, check_tokenizer, load_text, tokenize
 from qconvert.evaluate.lockstep import EvalModel, Progress, Track, run_lockstep
 from qconvert.evaluate.paired_statistics import divergence, exp_mean, mean, root_mean_square
-from qconvert.evaluate.perplexity_report import Comparison, ModelResult, PerplexityReport
+from qconvert.evaluate.perplexity_report import PerplexityReport
 from qconvert.evaluate.protocols import LEAST_CONTEXT, Protocol, Window, protocol_named
+from qconvert.evaluate.records import Comparison, ModelResult
 from qconvert.evaluate.scores import fingerprint, load_scores, save_scores
 from qconvert.formats.tokenizers.prompts import check_ids
 from qconvert.runtime.run_info import arithmetic, device_name, versions
@@ -38,10 +39,10 @@ def run(
     scores: Path | None = None,
     resume: bool = False,
 ) -> PerplexityReport:
-    """Evaluate by names, as a command line gives them.
+    """Evaluate models on a text, both given by name as on a command line.
 
-    `tokenizer` is a folder with a tokenizer.json; `text` a UTF-8 file, `wikitext2`, or what was loaded
-    of them; `context` replaces the protocol's own window. The rest is as in `evaluate`. Raises BadRecipe
+    `tokenizer` is a folder with a tokenizer.json; `text` a UTF-8 file, `wikitext2`, or a loaded
+    text; `context` replaces the protocol's own window. The rest is as in `evaluate`. Raises BadRecipe
     for a model whose own tokenizer cuts the text into other tokens.
     """
     rules = protocol_named(protocol, context)
@@ -83,19 +84,19 @@ def evaluate(
     there; `resume` goes on from such a file. Raises BadRecipe for a text too short or models of
     unlike vocabularies, CheckFailed for a model whose loss is no number.
     """
-    everyone = [*([reference] if reference else []), *models]
-    _check_vocabulary(everyone, tokens)
+    all_models = [*([reference] if reference else []), *models]
+    _check_vocabulary(all_models, tokens)
     bos = tokens.bos if protocol.bos else None
     ids_N = tokens.ids_N if bos is None else np.concatenate(([bos], tokens.ids_N))
     windows = protocol.windows(len(ids_N))[:max_chunks]
-    tracks = [Track(model) for model in everyone]
+    tracks = [Track(model) for model in all_models]
     echoes = [Track(reference, echo=True)] if reference and noise_floor else []
-    everything = [*tracks, *echoes]
+    all_tracks = [*tracks, *echoes]
     rules = (protocol.label, tokens.text.sha256, tokens.tokenizer_sha256, str(len(windows)))
-    mark = fingerprint(everything, *rules)
-    before = load_scores(scores, everything, mark) if scores is not None and resume else 0
+    mark = fingerprint(all_tracks, *rules)
+    before = load_scores(scores, all_tracks, mark) if scores is not None and resume else 0
     done = run_lockstep(
-        everything,
+        all_tracks,
         ids_N,
         windows,
         compared=reference is not None,
@@ -107,11 +108,11 @@ def evaluate(
     if done < len(windows):
         if scores is None:
             raise KeyboardInterrupt
-        save_scores(scores, everything, done, mark)
+        save_scores(scores, all_tracks, done, mark)
     elif scores is not None:
         scores.unlink(missing_ok=True)
     base = tracks[0] if reference else None
-    return _report(_Measured(tokens, protocol, windows[:done], len(windows), base), tracks, echoes)
+    return _report(_Evaluation(tokens, protocol, windows[:done], len(windows), base), tracks, echoes)
 
 
 def _check_vocabulary(models: Sequence[EvalModel], tokens: Tokens) -> None:
@@ -126,8 +127,8 @@ def _check_vocabulary(models: Sequence[EvalModel], tokens: Tokens) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
-    """What all figures of a report share: the tokens, the windows done of `planned` ones, and the
+class _Evaluation:
+    """The inputs that all figures of a report share: tokens, finished windows of `planned` ones, and the
     reference's scores."""
 
     tokens: Tokens
@@ -147,36 +148,36 @@ class _Measured:
         return np.repeat(np.arange(len(self.windows)), [w.stop - w.scored for w in self.windows])
 
 
-def _report(measured: _Measured, tracks: Sequence[Track], echoes: Sequence[Track]) -> PerplexityReport:
-    tokens, base = measured.tokens, measured.base
+def _report(evaluation: _Evaluation, tracks: Sequence[Track], echoes: Sequence[Track]) -> PerplexityReport:
+    tokens, base = evaluation.tokens, evaluation.base
     return PerplexityReport(
-        protocol=measured.protocol.label,
-        windows=measured.protocol.rule,
+        protocol=evaluation.protocol.label,
+        windows=evaluation.protocol.rule,
         text=tokens.text.name,
         text_sha256=tokens.text.sha256,
         text_bytes=tokens.text.nbytes,
         tokenizer_sha256=tokens.tokenizer_sha256,
         tokens=len(tokens.ids_N),
-        chunks=len(measured.windows),
-        planned_chunks=measured.planned,
-        scored_tokens=len(measured.window_N),
+        chunks=len(evaluation.windows),
+        planned_chunks=evaluation.planned,
+        scored_tokens=len(evaluation.window_N),
         reference=None if base is None else base.model.label,
-        models=tuple(_model_result(track, measured) for track in tracks),
-        noise_floor=_compare(echoes[0], base, measured.window_N) if base and echoes else None,
+        models=tuple(_model_result(track, evaluation) for track in tracks),
+        noise_floor=_compare(echoes[0], base, evaluation.window_N) if base and echoes else None,
         environment={**versions(), "device": device_name(tracks[0].model.decoder)},
-        notes=_notes(measured, min(track.model.decoder.config.max_positions for track in tracks)),
+        notes=_notes(evaluation, min(track.model.decoder.config.max_positions for track in tracks)),
     )
 
 
-def _model_result(track: Track, measured: _Measured) -> ModelResult:
-    nll_N, window_N = np.concatenate(track.nll), measured.window_N
-    tokens_per_byte = len(measured.tokens.ids_N) / measured.tokens.text.nbytes
-    base = measured.base
+def _model_result(track: Track, evaluation: _Evaluation) -> ModelResult:
+    nll_N, window_N = np.concatenate(track.nll), evaluation.window_N
+    tokens_per_byte = len(evaluation.tokens.ids_N) / evaluation.tokens.text.nbytes
+    base = evaluation.base
     return ModelResult(
         label=track.model.label,
         size_bytes=track.model.size_bytes,
         bits_per_weight=track.model.bits_per_weight,
-        arithmetic=arithmetic(track.model.decoder, measured.least_rows),
+        arithmetic=arithmetic(track.model.decoder, evaluation.least_rows),
         perplexity=exp_mean(nll_N, window_N),
         bits_per_byte=float(nll_N.mean()) / math.log(2) * tokens_per_byte,
         tokens_per_second=track.tokens / track.seconds,
@@ -195,11 +196,11 @@ def _compare(track: Track, base: Track, window_N: np.ndarray) -> Comparison:
     )
 
 
-def _notes(measured: _Measured, positions: int) -> tuple[str, ...]:
-    notes, context = [], measured.protocol.context
-    if len(measured.windows) < measured.planned:
-        notes.append(f"interrupted after {len(measured.windows)} of {measured.planned} chunks")
-    if len(measured.windows) < 2:
+def _notes(evaluation: _Evaluation, positions: int) -> tuple[str, ...]:
+    notes, context = [], evaluation.protocol.context
+    if len(evaluation.windows) < evaluation.planned:
+        notes.append(f"interrupted after {len(evaluation.windows)} of {evaluation.planned} chunks")
+    if len(evaluation.windows) < 2:
         least = max(LEAST_CONTEXT, context // 8)
         shorter = f"--context {least}" if least < context else "a longer text"
         notes.append(f"one chunk gives no error estimate; try {shorter}")

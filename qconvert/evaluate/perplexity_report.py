@@ -1,4 +1,4 @@
-"""What a perplexity evaluation found: the JSON that is its record, and the page people read.
+"""Reports a perplexity evaluation: its record as JSON, and the page that people read.
 
 Losses and divergences are in nats per token unless a name says otherwise.
 """
@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 
 from qconvert.core.dtypes import Json
 from qconvert.evaluate.figures import perplexity_figures
-from qconvert.evaluate.paired_statistics import Divergence, Estimate
+from qconvert.evaluate.paired_statistics import Estimate
+from qconvert.evaluate.records import Comparison, ModelResult
 from qconvert.evaluate.weights_report import WeightReport
 from qconvert.report.html import Figure
 from qconvert.report.page import Grid, Page, number
@@ -19,47 +20,13 @@ FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """A model against the reference on the same tokens.
-
-    `perplexity_ratio` is above 1 where the model is worse; `top1_agreement` the share of tokens on
-    which both find the same token likeliest; `rms_delta_p` the root mean square change of the true
-    token's probability.
-    """
-
-    perplexity_ratio: Estimate
-    kl: Divergence
-    top1_agreement: Estimate
-    rms_delta_p: Estimate
-
-
-@dataclass(frozen=True, slots=True)
-class ModelResult:
-    """One model's figures; `versus` is None for the reference, or where there is none.
-
-    `bits_per_byte` is the mean loss in bits times the text's tokens per UTF-8 byte, comparable
-    between tokenizers. `tokens_per_second` counts the layers only, without head and statistics.
-    """
-
-    label: str
-    size_bytes: int
-    bits_per_weight: float
-    arithmetic: str
-    perplexity: Estimate
-    bits_per_byte: float
-    tokens_per_second: float
-    versus: Comparison | None
-
-
-@dataclass(frozen=True, slots=True)
 class PerplexityReport:
-    """An evaluation: how it was made, and the figures of every model.
+    """The conditions of an evaluation, and the figures of every model.
 
     `windows` says in words how the protocol cuts the text; `tokens` counts the text, `scored_tokens`
     those that the protocol counts in `chunks` windows, fewer than `planned_chunks` when interrupted;
     `noise_floor` compares the reference with itself, computed in batches of another size;
-    `checkpoint.by_role`
-    holds the weights of each model against the reference's, where they were compared.
+    `weights` holds the errors of each model's weights, where they were compared.
     """
 
     protocol: str
@@ -91,10 +58,11 @@ class PerplexityReport:
 
     def figures(self) -> list[Figure]:
         """The pictures of the HTML page."""
-        return perplexity_figures(self)
+        found = perplexity_figures(self.models, self.reference, self.noise_floor)
+        return [*found, *(figure for report in self.weights for figure in report.figures())]
 
     def page(self) -> Page:
-        """What a person reads: the facts behind the figures, then the figures."""
+        """The page that people read: conditions, then figures."""
         environment = ", ".join(f"{name} {version}" for name, version in self.environment.items())
         scored = f"{self.scored_tokens:,} tokens scored in {count(self.chunks, 'chunk')}"
         facts = (

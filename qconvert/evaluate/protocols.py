@@ -1,7 +1,8 @@
-"""How a text is cut into windows, and which of their tokens count: the part of a perplexity that papers
-leave out, and that moves it by up to 60 %.
+"""Cuts a text into windows and chooses the tokens that count.
 
-Everything here counts tokens; no model is involved.
+Papers leave these rules out of a perplexity, and the rules move it by up to 60 %.
+
+The functions count tokens; no model is involved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scores of an unfinished evaluation, on disk and back, so that it can go on where it stopped.
+"""Stores the scores of an unfinished evaluation, so that the evaluation can go on where it stopped.
 
 The file belongs to one evaluation: the same models, text, tokenizer, protocol and arithmetic, told by
 a fingerprint. Plain numpy arrays, read without unpickling.
@@ -27,7 +27,7 @@ _KINDS = ("nll", "top", "kl")
 
 
 def fingerprint(tracks: Sequence[Track], *conditions: str) -> str:
-    """What an evaluation is an evaluation of, as a hash.
+    """Hash the conditions of an evaluation.
 
     Files of weights are told apart by size and time, to the nanosecond: two quantizations of one model are
     equal in everything that a header holds.

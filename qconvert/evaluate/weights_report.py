@@ -1,4 +1,4 @@
-"""What quantization changed in the weights themselves, by role and layer; needs no text.
+"""Compares the weights of two checkpoints by role and layer; needs no text.
 
 The relative RMS error of a weight, `|b - a| / |a|`, is 0.1 for a plain 4-bit grid and 0.007 for an
 8-bit one; a layer or role that stands out is where a recipe should spend its bits.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from qconvert.check import compare
 from qconvert.core.dtypes import Json
 from qconvert.evaluate.figures import weight_figures
+from qconvert.evaluate.records import WeightError, relative_rms
 from qconvert.report.html import Figure
 from qconvert.report.page import Grid, Page
 
@@ -20,24 +21,6 @@ if TYPE_CHECKING:
     from qconvert.checkpoint.open import Checkpoint
 
 FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class WeightError:
-    """One weight of A against B: sums of squares, the largest difference, and the same in B's steps."""
-
-    name: str
-    role: str
-    layer: int | None
-    sum_sq_diff: float
-    sum_sq: float
-    max_abs: float
-    max_steps: float | None
-
-    @property
-    def relative_rms(self) -> float:
-        """Root of summed squared difference over summed squares of A."""
-        return relative_rms([self])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +39,7 @@ class WeightReport:
 
     def figures(self) -> list[Figure]:
         """The pictures of the HTML page."""
-        return weight_figures(self)
+        return weight_figures(self.errors, self.a, self.b)
 
     @property
     def by_role(self) -> dict[str, list[WeightError]]:
@@ -67,7 +50,7 @@ class WeightReport:
         return found
 
     def page(self) -> Page:
-        """What a person reads: one row per role, with its worst layer."""
+        """The page that people read: one row per role, with its worst layer."""
         head = ("role", "weights", "rel. RMS", "worst", "in layer", "max", "steps")
         facts = (("from", self.a), ("to", self.b), ("equal", f"{self.equal} tensors"))
         rows = tuple(_row(role, errors) for role, errors in self.by_role.items())
@@ -92,12 +75,6 @@ def compare_weights(a: Checkpoint, b: Checkpoint, labels: tuple[str, str]) -> We
             errors.append(WeightError(found.name, found.role, layer, *sums, found.max_steps))
     errors.sort(key=lambda error: order.get(error.name, len(order)))
     return WeightReport(*labels, tuple(errors), equal, tuple(notes))
-
-
-def relative_rms(errors: Iterable[WeightError]) -> float:
-    """The relative RMS error of several weights taken as one."""
-    errors = list(errors)
-    return compare.relative_rms(sum(e.sum_sq_diff for e in errors), sum(e.sum_sq for e in errors))
 
 
 def _row(role: str, errors: Iterable[WeightError]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A page of results as one HTML file: no scripts, nothing loaded, light and dark, phone and desk."""
+"""Writes a page of results as one HTML file: no scripts, nothing loaded, light and dark, phone and desk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""One page of results and its views: a terminal text and Markdown.
+"""Lays out one page of results as terminal text and as Markdown.
 
-A page holds finished words and figures as cells; what they mean, and the JSON that is their source,
-belongs to whoever made them.
+A page holds finished words and figures as cells; the reports that fill a page know what its cells mean.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A title, labelled facts on how the results were made, tables, and remarks."""
+    """A title, labelled facts on the conditions of the results, tables, and remarks."""
 
     title: str
     facts: tuple[tuple[str, str], ...]

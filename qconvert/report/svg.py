@@ -1,4 +1,4 @@
-"""Charts as inline SVG: points, curves, a heat map. Nothing but text goes in, one `<svg>` comes out.
+"""Draws charts as inline SVG: points, curves, a heat map. Text goes in, one `<svg>` comes out.
 
 A chart is 400 units wide, about a phone's width, so its letters are never scaled down there. Colours
 are CSS classes (`s0` to `s5` for series, `line`, `grid`, `cell`), which the page defines for light
@@ -35,7 +35,7 @@ class Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Where a number lies, 0 at the low end and 1 at the high one; numbers outside go to the end."""
+        """The place of a number, 0 at the low end and 1 at the high end; others lie at the nearer end."""
         low, high, value = (self._scaled(x) for x in (self.low, self.high, max(value, self.low)))
         return min(1.0, (value - low) / (high - low))
 
@@ -139,7 +139,7 @@ def heatmap(title: str, rows: Sequence[str], values: Sequence[Sequence[float | N
 
 
 def _cells(rows: Sequence[str], columns: int) -> tuple[float, float]:
-    """Where the cells begin, right of the longest label, and how wide one is."""
+    """The left edge of the cells, right of the longest label, and the width of a cell."""
     left = 10 + _LETTER * max(map(len, rows))
     return left, (WIDTH - left - 2) / columns
 
@@ -196,7 +196,7 @@ def _apart(heights: Sequence[float]) -> list[float]:
 
 
 def _power(power: int) -> str:
-    """A power of ten as people write it: 0.01, 0.1, 1, 10, 100, and 10 with an exponent further out."""
+    """A power of ten in the usual notation: 0.01, 0.1, 1, 10, 100, and 10 with an exponent further out."""
     return f"{10.0**power:g}" if -2 <= power <= 2 else f"10{str(power).translate(_SUPERSCRIPTS)}"
 
 

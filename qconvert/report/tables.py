@@ -1,4 +1,4 @@
-"""Plain-text tables for terminals and cards: aligned columns, sizes and rates in human units."""
+"""Formats plain-text tables for terminals and model cards: aligned columns, sizes in human units."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
 
 
 def parameter_table_lines(parameter_table: ParameterTable) -> list[str]:
-    """The table by role, with its totals; columns of bytes only where the forms are known."""
+    """The table by role, with its totals; columns of bytes only where the encodings are known."""
     stored = any(row.encodings for row in parameter_table.rows)
     head = ["role", "shape", "tensors", "parameters", *(["form", "bytes", "bpw"] if stored else [])]
     rows = [_cells(row, stored) for row in parameter_table.rows]
@@ -57,7 +57,7 @@ def _cells(row: Row, stored: bool) -> list[str]:
 
 
 def found_lines(model: str, found: Json) -> list[str]:
-    """What `inspect` found, as a heading, the table by role, and one line per peculiarity."""
+    """The findings of `inspect`: a heading, the table by role, and one line per peculiarity."""
     heads = "head tied to the embedding" if found["tied"] else "head of its own"
     layers = count(found["layers"], "layer")
     lines = [f"{model}: {found['family']}; {layers}, {heads} (from {found['from']})", ""]

@@ -1,4 +1,4 @@
-"""Decoders of real models' shapes with random weights, made on the device in the layout it computes in.
+"""Makes decoders of real models' shapes with random weights, on the device and in the layout of its kernels.
 
 Speed needs no checkpoint: any bits are codes, and scales are drawn so that weights have the standard
 deviation 0.02 of a fresh model. Legend: C copies, N out features, G groups, of one tile's width each.
@@ -171,42 +171,6 @@ def make_decoder(config: Json, recipe: Recipe, maker: Maker) -> Decoder:
         norm=norm(c.hidden),
         head=head,
         frequencies_F=frequencies(c.rope, c.head_dim).to(device),
-    )
-
-
-def dense_twin(decoder: Decoder, dtype: torch.dtype) -> Decoder:
-    """The same weights, dequantized to `dtype`, in the layout that defines what they are worth."""
-
-    def vector(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.to(dtype)
-
-    def linear(part: Linear) -> Linear:
-        return Linear(DenseWeight(dense(part.weight, dtype)), vector(part.bias_O))
-
-    def norm(part: Norm) -> Norm:
-        return Norm(part.weight.to(dtype), part.eps)
-
-    def layer(part: Layer) -> Layer:
-        assert isinstance(part.mlp, Mlp)
-        a = part.attention
-        attention = replace(
-            a,
-            qkv=[linear(x) for x in a.qkv],
-            o=linear(a.o),
-            q_norm=a.q_norm and norm(a.q_norm),
-            k_norm=a.k_norm and norm(a.k_norm),
-        )
-        mlp = Mlp([linear(x) for x in part.mlp.gate_up], linear(part.mlp.down))
-        return Layer(norm(part.attention_norm), attention, norm(part.mlp_norm), mlp)
-
-    return replace(
-        decoder,
-        dtype=dtype,
-        layout=Layout.REFERENCE,
-        embed=DenseWeight(dense(decoder.embed, dtype)),
-        layers=tuple(map(layer, decoder.layers)),
-        norm=norm(decoder.norm),
-        head=DenseWeight(dense(decoder.head, dtype)),
     )
 
 
