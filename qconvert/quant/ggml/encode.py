@@ -86,7 +86,7 @@ def encode_rows(block: DenseRows, type_name: str, *, importance_I: np.ndarray | 
     kind, encoder = GGMLType[type_name], _ENCODERS[type_name]
     rows, width = block.rows_RI.shape
     if width % kind.block:
-        raise ValueError(f"rows of {width} elements are no whole blocks of {kind.block}")
+        raise ValueError(f"rows of {width} elements are not divisible by the block of {kind.block}")
     bytes_RB = np.empty((rows, width // kind.block * kind.block_bytes), np.uint8)
     flat, out = as_kernels_read(block)[0].reshape(-1), bytes_RB.reshape(-1)
     if importance_I is None or encoder.weighted is None:
