@@ -203,7 +203,7 @@ def test_rows_are_independent(name: str) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     block = f32(kinds()["normal"])
-    with pytest.raises(ValueError, match="96 elements are no whole blocks of 256"):
+    with pytest.raises(ValueError, match="96 elements are not divisible by the block of 256"):
         encode_rows(f32(block.rows_RI[:, :96]), "Q4_K")
     with pytest.raises(ValueError, match="importance of shape"):
         encode_rows(block, "Q4_K", importance_I=importances()[:256])

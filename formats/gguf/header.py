@@ -1,8 +1,8 @@
-"""What a GGUF file says before its data, held against the number of bytes that are there.
+"""Parses the header of a GGUF file, and checks it against the file's size.
 
-The invariant: nothing is allocated or trusted before it has been checked, so a hostile file costs an
-error message that names the key or the tensor. Format: docs/gguf.md of the ggml project, versions 2
-and 3 (they differ in nothing a little-endian reader sees).
+The invariant: nothing is allocated or trusted before it has been checked, so a hostile file costs an error
+message that names the key or the tensor. Format: docs/gguf.md of the ggml project, versions 2 and 3 (equal
+for a little-endian reader).
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _NEWER = "convert the model again with a current llama.cpp, or update qconvert"
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
-    """What one GGUF file says before its data: metadata, tensors, and where their bytes begin.
+    """The header of one GGUF file: metadata, tensors, and the offsets of their bytes.
 
-    `kv` and `core.values` keep the file's order; `offsets` are absolute positions in the file.
+    `kv` and `tensors` keep the file's order; `offsets` are absolute positions in the file.
     """
 
     name: str
@@ -57,7 +57,7 @@ class GGUFHeader:
     data_start: int
 
     def text(self, key: str) -> str:
-        """The text under `key`; CorruptCheckpoint naming the key when it is absent or not text."""
+        """Returns the text under `key`; CorruptCheckpoint naming the key when it is absent or not text."""
         entry = self.kv.get(key)
         if entry is None:
             raise CorruptCheckpoint(f"{self.name}: {key} is missing")
@@ -66,7 +66,7 @@ class GGUFHeader:
         return entry.value
 
     def number(self, key: str) -> int | None:
-        """The integer under `key`, None when it is absent; CorruptCheckpoint when it is no integer."""
+        """Returns the integer under `key`, None when it is absent; CorruptCheckpoint for another type."""
         entry = self.kv.get(key)
         if entry is None:
             return None
@@ -76,7 +76,7 @@ class GGUFHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file is meant as GGUF: by its name, or by its first bytes (Ollama names blobs by hash)."""
+    """True if a file is GGUF by its name, or by its first bytes (Ollama names blobs by hash)."""
     if path.suffix == ".gguf" or not path.is_file():
         return path.is_file()
     with path.open("rb") as file:
@@ -84,10 +84,10 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GGUFHeader:
-    """The checked header of one GGUF file (of one part, when it is split).
+    """Returns the checked header of one GGUF file (of one part, when it is split).
 
-    Raises CorruptCheckpoint naming the key or tensor that breaks the format, UnsupportedModel for a
-    version or byte order that is not read here.
+    Raises CorruptCheckpoint naming the invalid key or tensor, UnsupportedModel for a version or byte order
+    that is not supported.
     """
     fd = open_regular(path)
     try:
@@ -101,7 +101,7 @@ _AFTER_DIMS = [struct.Struct(f"<{n_dims}qIQ") for n_dims in range(MAX_DIMS + 1)]
 
 
 class _Cursor:
-    """A position in a file's first bytes that cannot pass its end; every read says what it is for."""
+    """A position in a file's first bytes that cannot pass its end; errors name what was read."""
 
     def __init__(self, fd: int, name: str) -> None:
         self.fd = fd
@@ -120,7 +120,7 @@ class _Cursor:
         return CorruptCheckpoint(f"{self.name}: {what}", hint)
 
     def take(self, count: int, what: str) -> bytes:
-        """The next `count` bytes."""
+        """Returns the next `count` bytes."""
         start = self.position - self._window_start
         stop = start + count
         if stop > len(self._window):
@@ -143,7 +143,7 @@ class _Cursor:
         self._window, self._window_start = bytes(buffer), self.position
 
     def unpack(self, format_: str, what: str) -> Any:
-        """The next value of a struct format character."""
+        """Returns the next value of a struct format character."""
         number = _NUMBERS[format_]
         return number.unpack(self.take(number.size, what))[0]
 
@@ -151,7 +151,7 @@ class _Cursor:
         return self.take(self.unpack("Q", what), what)
 
     def texts(self, count: int, what: str) -> Iterator[str]:
-        """The next `count` texts; a vocabulary has a million of them, so those of a window in one go."""
+        """Yields the next `count` texts; a vocabulary has a million, so a whole window is read at once."""
         left, length_at = count, _NUMBERS["Q"].unpack_from
         while left:
             window, at = self._window, self.position - self._window_start
@@ -167,7 +167,7 @@ class _Cursor:
                 left -= 1
 
     def name_text(self, what: str) -> str:
-        """A key or tensor name: it must be UTF-8, because other readers compare it as text."""
+        """Returns a key or tensor name; it must be UTF-8, because other readers compare it as text."""
         raw = self.raw_text(what)
         try:
             return raw.decode("utf-8")
@@ -176,7 +176,7 @@ class _Cursor:
 
 
 def parse_header(fd: int, name: str) -> GGUFHeader:
-    """The checked header of the file open as `fd`; errors call it `name`."""
+    """Parses the header of the file open as `fd`, which errors call `name`."""
     cursor = _Cursor(fd, name)
     version = _check_version(cursor)
     n_tensors = _count(cursor, "the tensor count", smallest=24)
@@ -220,7 +220,7 @@ def _check_version(cursor: _Cursor) -> int:
 
 
 def _count(cursor: _Cursor, what: str, smallest: int) -> int:
-    """A number of records of at least `smallest` bytes, which the file must be able to hold."""
+    """Returns a number of records of at least `smallest` bytes; CorruptCheckpoint if they exceed the file."""
     count: int = cursor.unpack("Q", what)
     if count * smallest > cursor.left:
         raise cursor.fail(f"{what} is {count:,}, more than {cursor.left:,} bytes can hold")

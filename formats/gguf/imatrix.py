@@ -1,8 +1,7 @@
-"""Importance matrices as llama-imatrix writes them: mean squared activations by GGUF tensor name.
+"""Reads importance matrices written by llama-imatrix: mean squared activations by GGUF tensor name.
 
-Two containers: GGUF with `NAME.in_sum2` and `NAME.counts` tensors, and the older binary `.dat`.
-Source: tools/imatrix/imatrix.cpp and load_imatrix in tools/quantize/quantize.cpp of llama.cpp
-(commit 0c1e57098).
+Two containers: GGUF with `NAME.in_sum2` and `NAME.counts` tensors, and the older binary `.dat`. Source:
+tools/imatrix/imatrix.cpp and load_imatrix in tools/quantize/quantize.cpp of llama.cpp (commit 0c1e57098).
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ _MADE_BY = "give the file that llama-imatrix wrote for this model"
 
 @dataclass(frozen=True, slots=True)
 class Imatrix:
-    """Mean squared activation of every input column, by tensor name; experts one after another.
+    """The mean squared activation of every input column, by tensor name; experts are concatenated.
 
-    `means` are arrays of float32 (type code "f"), four bytes a column. `dataset` is the text it was
-    measured on and `chunks` the number of its pieces, where the file says so.
+    `means` are arrays of float32 (type code "f"), four bytes a column. `dataset` is the text it was computed
+    on and `chunks` the number of its chunks, where the file has them.
     """
 
     file: str
@@ -42,7 +41,7 @@ class Imatrix:
 
     @property
     def kv(self) -> tuple[KV, ...]:
-        """What llama-quantize writes about it into the files made with it."""
+        """The metadata that llama-quantize writes about it into the files made with it."""
         dataset = [] if self.dataset is None else [KV.text("quantize.imatrix.dataset", self.dataset)]
         chunks = [KV.u32("quantize.imatrix.chunks_count", self.chunks)] if self.chunks > 0 else []
         return (
@@ -54,7 +53,7 @@ class Imatrix:
 
 
 def read_imatrix(path: Path) -> Imatrix:
-    """The importance matrix in a file, which it names as the caller did.
+    """Reads an importance matrix. `dataset` and errors use the path as the caller gave it.
 
     Raises CorruptCheckpoint for a damaged file and for numbers that are not finite or negative.
     """
@@ -101,7 +100,7 @@ def _from_gguf(path: Path) -> _Entries:
 
 
 def _mean(file: GGUFFile, origin: str, name: str) -> np.ndarray:
-    """Sums over counts, expert by expert; an expert that saw no token weighs every column alike."""
+    """Divides sums by counts, expert by expert; an expert without tokens weighs all columns equally."""
     if name + _COUNTS not in file.tensors:
         raise CorruptCheckpoint(f"{origin}: {shown(name)}{_COUNTS} is missing", _MADE_BY)
     sums_EI = file.read(name + _SUMS, 0, file.specs[name + _SUMS].rows).astype(np.float32)
@@ -117,7 +116,7 @@ def _mean(file: GGUFFile, origin: str, name: str) -> np.ndarray:
 
 
 def _from_dat(path: Path) -> _Entries:
-    """Entries of (name, calls, values): values are sums that grew by one mean per call.
+    """Returns entries of (name, calls, values): values are sums of one mean per call.
 
     Newer files end with the number of chunks and the name of the text.
     """
@@ -134,7 +133,7 @@ def _from_dat(path: Path) -> _Entries:
 
 @dataclass
 class _Dat:
-    """An open file and a position in it, read piece by piece."""
+    """An open file and a position in it, read in bounded pieces."""
 
     path: Path
     fd: int

@@ -1,7 +1,7 @@
-"""Reading GGUF checkpoints: raw rows on demand from any thread, split files as one.
+"""Reads rows of GGUF checkpoints on demand from any thread, split files as one.
 
-A row of a quantized tensor is its blocks as stored; what a block means is not known here. Every
-header has been checked by `formats.gguf.header` before the first row is read.
+A row of a quantized tensor is its blocks as stored; they are not decoded here. Every header is checked by
+`formats.gguf.header` before the first row is read.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ _SPLIT_NAME = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.DOT
 
 
 class GGUFFile:
-    """A GGUF checkpoint open for reading, all parts of a split one as if they were one file.
+    """An open GGUF checkpoint (a `core.protocols.Source`), all parts of a split one as one file.
 
-    `core.values` says what each is, `specs` how it is stored (a `tensors.Source` of those arrays); `kv`
-    is the first part's metadata without the split keys, `paths` are the parts. `read` may be called
-    from any thread.
+    `tensors` has each tensor's type and shape, `specs` the arrays that store them; `kv` is the first part's
+    metadata without the split keys, `paths` are the parts. `read` is thread-safe.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,7 +39,9 @@ class GGUFFile:
             self.headers: tuple[GGUFHeader, ...] = (self._open(path, 0),)
             count = self.headers[0].number(SPLIT_COUNT) or 1
             if count > 1:
-                self._start_over()
+                self.close()
+                self.tensors.clear()
+                self._where.clear()
                 self.paths = part_paths(path, count)
                 self.headers = tuple(self._open(p, n) for n, p in enumerate(self.paths))
                 self._check_parts()
@@ -63,11 +64,6 @@ class GGUFFile:
             self._where[name] = (number, header.offsets[name])
         return header
 
-    def _start_over(self) -> None:
-        self.close()
-        self.tensors.clear()
-        self._where.clear()
-
     def _check_parts(self) -> None:
         count = len(self.headers)
         for number, header in enumerate(self.headers):
@@ -88,10 +84,10 @@ class GGUFFile:
         return True
 
     def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
-        """Rows [start, stop) of a stored array, as a new `[rows, width]` array in its carrier type.
+        """Returns rows [start, stop) of a stored array, a new `[rows, width]` array in its carrier type.
 
-        Quantized tensors come as uint8 [rows, row_bytes], their blocks as stored. Of `columns`
-        [first, last) only these are returned.
+        Quantized tensors come as uint8 [rows, row_bytes], their blocks as stored. Of `columns` [first, last)
+        only these are returned.
         """
         spec = self.specs[name]
         if not 0 <= start <= stop <= spec.rows:
@@ -103,7 +99,7 @@ class GGUFFile:
         return rows if columns is None else np.ascontiguousarray(rows[:, slice(*columns)])
 
     def source_offset(self, name: str) -> tuple[int, int]:
-        """Where an array's bytes begin: number of the part, and offset in it."""
+        """Returns the index of the part, and the offset in it, of an array's bytes."""
         return self._where[name]
 
     def close(self) -> None:
@@ -118,7 +114,7 @@ class GGUFFile:
 
 
 def part_paths(path: Path, count: int) -> tuple[Path, ...]:
-    """The `count` parts of the checkpoint that `path` is one of, in order.
+    """Returns the `count` parts of the checkpoint that `path` is one of, in order.
 
     Raises CorruptCheckpoint when its name is not that of a part, or naming a part that is missing.
     """
@@ -145,12 +141,12 @@ def part_paths(path: Path, count: int) -> tuple[Path, ...]:
 
 
 def split_name(stem: str, number: int, count: int) -> str:
-    """llama.cpp's name of part `number` (from 0) of `count`."""
+    """Returns llama.cpp's name of part `number` (from 0) of `count`."""
     return f"{stem}-{number + 1:05d}-of-{count:05d}.gguf"
 
 
 def check_vocabulary(kv: Mapping[str, KV], tensors: Mapping[str, GGUFTensor], name: str) -> None:
-    """The number of tokens must be the number of embedding rows, where a file has both."""
+    """Raises CorruptCheckpoint unless the number of tokens is that of embedding rows, where both exist."""
     tokens = kv.get("tokenizer.ggml.tokens")
     embedding = tensors.get("token_embd.weight")
     if tokens is None or embedding is None or not isinstance(tokens.value, tuple):

@@ -1,8 +1,8 @@
-"""Writing GGUF files: headers final before the first byte of data, rows in any order, all or nothing.
+"""Writes GGUF files: headers final before the first byte of data, rows in any order, atomically.
 
-`plan_files` is pure: it says every byte of every header and where each row will lie, so the size is
-known before anything is converted and any number of threads may write at once. The bytes are those
-that gguf.GGUFWriter writes for the same content.
+`plan_files` is pure: it computes every byte of every header and the offset of each row, so the size is known
+before anything is converted and any number of threads may write at once. The bytes are those that
+gguf.GGUFWriter writes for the same content.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def plan_files(
     max_part_bytes: int | None = None,
     metadata_first: bool = False,
 ) -> tuple[FilePlan, ...]:
-    """The bytes of `name` (ending in .gguf) with this metadata and these tensors, in this order.
+    """Plans the file `name` (ending in .gguf), or its parts, with this metadata and these tensors, in order.
 
-    A new part begins where a tensor would take the data of the current one over `max_part_bytes`, as
-    gguf.GGUFWriter does; parts are named like llama.cpp's. With `metadata_first` the first of several
-    parts holds no tensor. Raises BadRecipe for a name, shape or key that the format cannot hold.
+    A new part begins where a tensor would exceed `max_part_bytes` of data in the current one, as in
+    gguf.GGUFWriter; parts are named like llama.cpp's. With `metadata_first` the first of several parts holds
+    no tensor. Raises BadRecipe for a name, shape or key that the format cannot hold.
     """
     _check_names([entry.key for entry in kv], "metadata key")
     if any(entry.key == "general.alignment" and entry.value != ALIGNMENT for entry in kv):
@@ -58,13 +58,10 @@ def plan_files(
         part_name = name if count == 1 else split_name(stem, number, count)
         entries = list(kv) if number == 0 else []
         if count > 1:
-            entries += _split_keys(number, count, len(tensors))
+            entries += [KV.u16(SPLIT_NO, number), KV.u16(SPLIT_COUNT, count)]
+            entries.append(KV.i32(SPLIT_TENSORS, len(tensors)))
         parts.append(_plan_part(part_name, entries, group))
     return tuple(parts)
-
-
-def _split_keys(number: int, count: int, tensors: int) -> list[KV]:
-    return [KV.u16(SPLIT_NO, number), KV.u16(SPLIT_COUNT, count), KV.i32(SPLIT_TENSORS, tensors)]
 
 
 def _parts_of(tensors: Sequence[GGUFTensor], limit: int | None) -> list[list[GGUFTensor]]:
@@ -138,7 +135,7 @@ def _pack_scalar(kind: KVType, value: Scalar) -> bytes:
 
 
 def pack_kv(entry: KV) -> bytes:
-    """One metadata entry as a GGUF file holds it. Raises BadRecipe when the value does not fit."""
+    """Packs one metadata entry. Raises BadRecipe when the value does not fit."""
     try:
         return _pack_text(entry.key) + _pack_value(entry)
     except (struct.error, OverflowError) as error:
@@ -165,10 +162,10 @@ def _pack_tensor(tensor: GGUFTensor, offset: int) -> bytes:
 
 
 def check_target(path: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> None:
-    """Raise unless a file may be written under this name.
+    """Raises unless a file may be written under this name.
 
-    OutputExists when the name is taken, by a file only without `overwrite`; BadRecipe when it is that of
-    a source.
+    OutputExists when the name is taken, by a file only without `overwrite`; BadRecipe when it is that of a
+    source.
     """
     if any(path.resolve() == source.resolve() for source in sources):
         raise BadRecipe(f"{path}: is the source", "choose another output")
@@ -182,13 +179,12 @@ def check_target(path: Path, *, overwrite: bool = False, sources: Iterable[Path]
 
 
 class GGUFSink(FileSink):
-    """GGUF files being written beside their final place: a `Sink` whose rows are bytes of blocks.
+    """GGUF files being written next to their final names: a `Sink` whose rows are bytes of blocks.
 
-    Files carry the suffix `.partial` until `publish` renames them, the first part last, so that a
-    checkpoint under its final name is whole; between `commit` and `publish` they can be verified.
-    Two runs with the same output do not meet: the second raises QConvertError while the first is alive.
-    Raises OutputExists when a final name is taken, unless `overwrite`; parts of another number of parts
-    have other names, and stay.
+    Files carry the suffix `.partial` until `publish` renames them, the first part last, so that a checkpoint
+    under its final name is complete; between `commit` and `publish` they can be verified. A second run with
+    the same output raises QConvertError while the first is alive. Raises OutputExists when a final name is
+    taken, unless `overwrite`; parts of a different split have other names, and stay.
     """
 
     def __init__(self, folder: Path, files: Sequence[FilePlan], *, overwrite: bool = False) -> None:
@@ -209,10 +205,10 @@ class GGUFSink(FileSink):
             raise
 
     def publish(self) -> None:
-        """Give the committed files their final names.
+        """Renames the committed files to their final names.
 
-        OutputExists if one was taken meanwhile by somebody else, unless `overwrite`. Of several parts the
-        old first one goes before any is replaced: a kill in between leaves no model of two halves.
+        OutputExists if another process took one meanwhile, unless `overwrite`. Of several parts the old first
+        one is removed before any is replaced: a kill in between leaves no mixture of two models.
         """
         if self._overwrite and len(self.final) > 1 and self.final[0].exists():
             self.final[0].unlink()
@@ -231,12 +227,12 @@ class GGUFSink(FileSink):
         self._release()
 
     def abort(self) -> None:
-        """Remove what has no final name yet; nothing happens when that is gone already."""
+        """Removes the partial files, if they still exist."""
         super().abort()
         self._release()
 
     def _release(self) -> None:
-        """Let other runs have the names; what is still under them was ours."""
+        """Releases the locks on the names and removes what is left under them."""
         for path, lock in self._locks.items():
             if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
                 path.unlink()
@@ -245,7 +241,7 @@ class GGUFSink(FileSink):
 
 
 def _rename_to_new(partial: Path, final: Path) -> None:
-    """Rename to a name that nothing has; FileExistsError if something has it."""
+    """Renames to an unused name; FileExistsError if it is taken."""
     try:
         os.link(partial, final)  # which, unlike a rename, replaces nothing
     except FileExistsError:

@@ -1,1 +1,1 @@
-"""Reads and plans Hugging Face folders: safetensors files, their index, and what lies beside them."""
+"""Reads and plans Hugging Face folders: safetensors files, their index, and the files next to them."""

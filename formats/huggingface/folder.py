@@ -1,8 +1,8 @@
-"""A Hugging Face folder as one source of tensors: config.json, one or many shards, their index.
+"""Opens a Hugging Face folder as one source of tensors: config.json, one or many shards, their index.
 
-Answers which files make up a checkpoint and whether they agree. The invariant: every tensor of
-`specs` lies in exactly one open file, inside its bounds; index files cannot point outside their
-folder; only headers are read on opening, and nothing is ever unpickled or executed.
+Decides which files make up a checkpoint and checks that they agree. The invariant: every tensor of `specs` is
+in exactly one open file, inside its bounds; index files cannot point outside their folder; only headers are
+read on opening, and nothing is ever unpickled or executed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class HFCheckpoint:
-    """An open checkpoint in Hugging Face layout (a `tensors.Source`).
+    """An open checkpoint in Hugging Face layout (a `core.protocols.Source`).
 
-    `specs` covers all files, in the order of their bytes. `index_sha256` is the hash of the shard
-    index where there is one; `readme` is the model card. `warnings` say what was odd and tolerated.
+    `specs` covers all files, in the order of their bytes. `index_sha256` is the hash of the shard index, if
+    any; `readme` is the model card. `warnings` list what was odd and tolerated.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class HFCheckpoint:
 
     @property
     def has_weights(self) -> bool:
-        """Whether rows can be read; False for a bare config.json and for weights left on the Hub."""
+        """True if rows can be read; False for a bare config.json and for weights left on the Hub."""
         return bool(self.shards)
 
     @property
@@ -61,20 +61,20 @@ class HFCheckpoint:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """The headers' free text in one mapping.
+        """The headers' `__metadata__` in one mapping.
 
-        `format` says which framework wrote the file; for tensors that shared memory when they were
-        saved, the dropped name maps to the kept one (safetensors.torch.save_model).
+        `format` names the framework that wrote the file; for tensors that shared memory when they were saved,
+        the dropped name maps to the kept one (safetensors.torch.save_model).
         """
         return {key: text for header in self.files for key, text in header.metadata.items()}
 
     def source_offset(self, name: str) -> tuple[int, int]:
-        """Where a tensor's bytes begin: number of the file in `formats.io.local_file`, and offset in it."""
+        """Returns the index into `files`, and the offset, of a tensor's bytes."""
         home = self.homes[name]
         return home, self.shards[home].header.offsets[name]
 
     def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
-        """Rows [start, stop) of a tensor (see `SafetensorsFile.read`); any thread may call it."""
+        """Returns rows [start, stop) of a tensor (see `SafetensorsFile.read`); thread-safe."""
         if not self.shards:
             raise NotDownloaded(
                 f"{name}: its bytes are not here, only its header",
@@ -94,12 +94,11 @@ class HFCheckpoint:
 
 
 def open_hf_folder(path: Path, headers: Mapping[str, TensorSpec] | None = None) -> HFCheckpoint:
-    """Open a checkpoint folder, or one file of it: config.json, the index, a .safetensors file.
+    """Opens a checkpoint folder, or one file of it: config.json, the index, a .safetensors file.
 
-    A JSON file of another name is taken for a config without weights. `headers` stands for
-    weights that are not on this disk: nothing but config and sidecars is read then. Raises
-    CorruptCheckpoint where files are damaged or disagree, UnsupportedModel for other kinds of
-    checkpoint, each with a hint.
+    A JSON file of another name is read as a config without weights. `headers` replace weights that are not on
+    this disk: only config and sidecars are read then. Raises CorruptCheckpoint where files are damaged or
+    disagree, UnsupportedModel for other kinds of checkpoint, each with a hint.
     """
     folder = path.parent if path.name in (CONFIG_FILE, INDEX_FILE) else path
     if folder.is_dir() and headers is not None:
@@ -120,9 +119,9 @@ def open_hf_folder(path: Path, headers: Mapping[str, TensorSpec] | None = None) 
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files that hold a folder's weights, whether or not all of them are there; () for none.
+    """Returns the files that hold a folder's weights, present or not; () for none.
 
-    model.safetensors where there is one, as transformers has it; else the shards of the index.
+    model.safetensors if it exists, as in transformers; else the shards of the index.
     """
     if _is_there(folder / SINGLE_FILE):
         return (folder / SINGLE_FILE,)
@@ -131,7 +130,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The files to be opened, the index that was followed to them, and what was odd on the way."""
+    """The files to open, the index that lists them, and warnings."""
 
     files: tuple[Path, ...] = ()
     index: ShardIndex | None = None
@@ -159,7 +158,7 @@ def _open_single(file: Path) -> HFCheckpoint:
 
 
 def _is_there(path: Path) -> bool:
-    return path.exists() or path.is_symlink()  # a link to nothing is an error, not an absence
+    return path.exists() or path.is_symlink()  # a dangling link is an error, not an absence
 
 
 def _config(folder: Path) -> Json:
@@ -169,7 +168,7 @@ def _config(folder: Path) -> Json:
 
 
 def _refuse_other_weights(folder: Path) -> None:
-    """Raise for a folder whose weights are of a kind that is not read; return if it has none."""
+    """Raises for a folder whose weights are of an unsupported kind; returns if it has none."""
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     if "adapter_config.json" in names:
         raise UnsupportedModel(

@@ -1,6 +1,6 @@
-"""The YAML block at the top of a model card (README.md): who made a model, under which licence.
+"""Reads the YAML block at the top of a model card (README.md): authors, licence, languages.
 
-Nothing depends on it but labels, so whatever cannot be read counts as not said.
+Only labels depend on it, so whatever cannot be read counts as absent.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from qconvert.formats.io.strict_json import read_bounded
 
 MAX_CARD_BYTES = 4 << 20
 MAX_BLOCK_BYTES = 256 << 10  # cards that list the results of every benchmark have some 100 kB
-# The parser goes through all open brackets for every token; cards have one for a list of tags or languages.
+# The parser scans all open brackets for every token; cards have one, for a list of tags or languages.
 MAX_BRACKETS = 1000
 
 
 def read_front_matter(folder: Path) -> Json:
-    """The front matter of a folder's README.md: texts and lists of texts, {} when there is none.
+    """Returns the front matter of a folder's README.md: texts and lists of texts, {} when there is none.
 
     Every scalar is read as text, so that the language `no` is Norwegian and the version 1.0 stays 1.0.
     """
@@ -34,13 +34,13 @@ def read_front_matter(folder: Path) -> Json:
         block = "\n".join(lines[1 : lines.index("---", 1)]).replace("\t", "  ")
         if len(block) > MAX_BLOCK_BYTES or block.count("[") + block.count("{") > MAX_BRACKETS:
             return {}
-        # Makes only texts, lists and mappings. (The faster CBaseLoader crashes on 100,000 open brackets.)
+        # Creates only texts, lists and mappings. (The faster CBaseLoader crashes on 100,000 open brackets.)
         data = yaml.load(block, yaml.BaseLoader)
     except (CorruptCheckpoint, ValueError, yaml.YAMLError, RecursionError):
         return {}
     if not isinstance(data, dict):
         return {}
-    # Aliases make one list the value of many keys: it is gone through once.
+    # Aliases make one list the value of many keys: check it once.
     lists = {id(value): value for value in data.values() if isinstance(value, list)}
     texts = {number: [entry for entry in value if _is_text(entry)] for number, value in lists.items()}
     found = {key: texts.get(id(value), value) for key, value in data.items() if isinstance(key, str)}
@@ -50,5 +50,5 @@ def read_front_matter(folder: Path) -> Json:
 
 
 def _is_text(value: object) -> bool:
-    """Whether a value is a text, and none that YAML calls null."""
+    """True if a value is a text that YAML does not read as null."""
     return isinstance(value, str) and value not in ("", "~", "null")

@@ -1,7 +1,7 @@
-"""How a folder of sentence-transformers makes one embedding of a text's many.
+"""Reads how a sentence-transformers folder pools token embeddings into one.
 
-Source: `modules.json` and the Pooling module's `config.json` in sentence-transformers; the numbers are
-those of llama_pooling_type in llama.h.
+Source: `modules.json` and the Pooling module's `config.json` in sentence-transformers; the numbers are those
+of llama_pooling_type in llama.h.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _MODES = {"pooling_mode_mean_tokens": 1, "pooling_mode_cls_token": 2, "pooling_m
 
 
 def read_pooling(folder: Path) -> int | None:
-    """GGUF's number of the folder's pooling, None where it says nothing of one.
+    """Returns GGUF's number of the folder's pooling, None where it has no pooling module.
 
-    Raises UnsupportedModel for a way of pooling that llama.cpp does not have.
+    Raises UnsupportedModel for a pooling that llama.cpp does not have.
     """
     path = folder / "modules.json"
     if not path.is_file():

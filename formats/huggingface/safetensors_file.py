@@ -1,10 +1,10 @@
-"""Safetensors files: a strict reader of headers and rows, and the plan of files to be written.
+"""Reads safetensors headers and rows strictly, and plans files to be written.
 
-The format (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON header, then
-the tensors' bytes without a gap. What the reference implementation refuses is refused here, with the
-tensor's name; two things it lets through are refused as well, because readers disagree about them: a
-name given twice, and shapes of more than 8 dimensions. Headers are checked in exact integers before
-anything is allocated. A planned file is byte for byte what the reference implementation writes.
+The format (https://huggingface.co/docs/safetensors): 8 bytes of header length, a JSON header, then the
+tensors' bytes without gaps. What the reference implementation refuses is refused here, with the tensor's
+name, and so are two things it accepts, because readers disagree about them: a repeated name, and shapes of
+more than 8 dimensions. Headers are checked in exact integers before anything is allocated. A planned file is
+byte for byte what the reference implementation writes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from qconvert.formats.io.strict_json import kind_of, parse_json_object
 
 MAX_HEADER_BYTES = 100_000_000  # MAX_HEADER_SIZE in the reference implementation, safetensors/src/tensor.rs
 MAX_RANK = 8
-MAX_ELEMENTS = 2**48  # zeros in the shape aside: beyond any file, and within numpy's shape arithmetic
-CALL_BYTES = 8192  # what is copied from the page cache in the time that one call takes (2 us)
+# Not counting zeros in the shape: more than any file has, and safe in numpy's shape arithmetic.
+MAX_ELEMENTS = 2**48
+CALL_BYTES = 8192  # as many bytes are copied from the page cache in the time that one call takes (2 us)
 WINDOW_BYTES = 1 << 20
 METADATA_KEY = "__metadata__"
 SINGLE_FILE = "model.safetensors"
@@ -40,8 +41,7 @@ _CUT_OFF = "it is cut off; download or copy it again"
 _READ_CODES = f"read: {', '.join(DTYPE_BY_CODE)}"
 # Codes of the format for which no conversion here has a use.
 _UNREAD_CODES = ("C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
-# The order of `Dtype` in the reference implementation, by rising alignment; files are laid out from
-# its end to its beginning.
+# The order of `Dtype` in the reference implementation, by rising alignment; files are laid out in reverse.
 _ALIGNMENT_ORDER = (
     DType.BOOL, DType.U8, DType.I8, DType.F8_E5M2, DType.F8_E4M3, DType.F8_E8M0, DType.I16, DType.U16,
     DType.F16, DType.BF16, DType.I32, DType.U32, DType.F32, DType.F64, DType.I64, DType.U64,
@@ -51,11 +51,11 @@ _RANK = {dtype: rank for rank, dtype in enumerate(_ALIGNMENT_ORDER)}
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """What the header of one file says, checked against the file's size.
+    """The header of one file, checked against the file's size.
 
-    `specs` are in the order of their bytes; `offsets` count from the start of the file; `metadata`
-    is the free text of `__metadata__`; `warnings` are oddities that every reader tolerates; `size`
-    is the file's, `header_sha256` the hash of the header's JSON bytes.
+    `specs` are in the order of their bytes; `offsets` count from the start of the file; `metadata` is
+    `__metadata__`; `warnings` are oddities that every reader tolerates; `size` is the file's, `header_sha256`
+    the hash of the header's JSON bytes.
     """
 
     path: Path
@@ -72,15 +72,15 @@ class SafetensorsFile:
     """An open safetensors file whose rows any thread may read."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file and check its header (CorruptCheckpoint)."""
+        """Opens the file and checks its header (CorruptCheckpoint)."""
         self._fd = open_regular(path)
         self.close = weakref.finalize(self, os.close, self._fd)
         self.header = _header_of(self._fd, path)
 
     def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
-        """Rows [start, stop) of a tensor, or `columns` [first, last) of them: a new array
-        `[rows, columns]` in the carrier type of its dtype. CorruptCheckpoint if the file has become
-        shorter since it was opened.
+        """Returns rows [start, stop) of a tensor, or their columns [first, last): a new array `[rows,
+        columns]` in the carrier type of its dtype. CorruptCheckpoint if the file has been truncated since it
+        was opened.
         """
         spec = self.header.specs[name]
         if not 0 <= start <= stop <= spec.rows:
@@ -93,7 +93,8 @@ class SafetensorsFile:
         return rows
 
     def _read_columns(self, spec: TensorSpec, start: int, stop: int, first: int, last: int) -> np.ndarray:
-        """Columns [first, last) of rows: from windows of whole rows, or row by row where that is less.
+        """Reads columns [first, last) of rows: from windows of whole rows, or row by row where that is
+        cheaper.
 
         A call costs about as much as copying `CALL_BYTES` bytes.
         """
@@ -120,7 +121,7 @@ class SafetensorsFile:
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """The checked header of a safetensors file; CorruptCheckpoint if it is not one."""
+    """Returns the checked header of a safetensors file; CorruptCheckpoint if it is not one."""
     with SafetensorsFile(path) as file:
         return file.header
 
@@ -149,7 +150,7 @@ def _read(fd: int, offset: int, size: int, name: str) -> bytes:
 
 
 def parse_header(raw: bytes, path: Path, size: int) -> SafetensorsHeader:
-    """Check the JSON bytes of the header of a file of `size` bytes in all (CorruptCheckpoint)."""
+    """Checks the JSON bytes of the header of a file of `size` bytes in all (CorruptCheckpoint)."""
     name = shown(path.name)
     fields = parse_json_object(raw, name)
     metadata = _metadata(fields.pop(METADATA_KEY, None), name)
@@ -170,7 +171,7 @@ def parse_header(raw: bytes, path: Path, size: int) -> SafetensorsHeader:
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """The bytes [begin, end) of the data section, and the tensor they hold."""
+    """The byte range [begin, end) of a tensor in the data section."""
 
     begin: int
     end: int
@@ -195,10 +196,10 @@ def _extent(file: str, tensor: str, entry: object) -> _Extent:
 
 
 def tensor_spec(file: str, tensor: str, dtype: object, shape: object) -> TensorSpec:
-    """The spec that a header's `dtype` and `shape` describe.
+    """Returns the spec that a header's `dtype` and `shape` describe.
 
-    Raises CorruptCheckpoint for anything the format does not know, UnsupportedModel for element
-    types that it knows and that are not read here.
+    Raises CorruptCheckpoint for anything outside the format, UnsupportedModel for element types of the format
+    that are not read here.
     """
     where = f"{file}: {shown(tensor)}"
     if not (isinstance(shape, list) and len(shape) <= MAX_RANK and all(map(_is_size, shape))):
@@ -217,7 +218,7 @@ def _is_size(value: object) -> bool:
 
 
 def _metadata(value: object, file: str) -> dict[str, str]:
-    """The free text of a header; null, which MLX writes, stands for none."""
+    """Returns `__metadata__`; {} for null, which MLX writes."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -229,7 +230,7 @@ def _metadata(value: object, file: str) -> dict[str, str]:
 
 
 def _check_cover(extents: Sequence[_Extent], data_size: int, file: str) -> None:
-    """Raise unless the extents, sorted, cover every byte of the data section exactly once."""
+    """Raises unless the extents, sorted, cover every byte of the data section exactly once."""
     for extent in extents:
         if extent.end > data_size:
             raise CorruptCheckpoint(
@@ -266,11 +267,11 @@ def plan_files(
     metadata: Mapping[str, str] | None = None,
     total_parameters: int | None = None,
 ) -> tuple[FilePlan, ...]:
-    """The files that hold tensors of these specs: one, or shards and the index that lists them.
+    """Plans files for tensors of these specs: one, or shards and the index that lists them.
 
-    Shards are filled in the order of `specs` up to `shard_size` bytes of tensors (None: no limit), a
-    larger tensor gets one of its own, as in huggingface_hub's `split_state_dict_into_shards_factory`.
-    Each file gets `metadata` into its header; `total_parameters` stands in the index only.
+    Shards are filled in the order of `specs` up to `shard_size` bytes of tensors (None: no limit), a larger
+    tensor gets one of its own, as in huggingface_hub's `split_state_dict_into_shards_factory`. `metadata`
+    goes into the header of each file, `total_parameters` only into the index.
     """
     shards = _shards(specs, shard_size)
     names = [SINGLE_FILE]
@@ -299,7 +300,7 @@ def _shards(specs: Iterable[TensorSpec], shard_size: int | None) -> list[list[Te
 
 
 def _plan_file(name: str, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None) -> FilePlan:
-    """One file in the order and spelling of the reference implementation's `prepare`."""
+    """Plans one file with the order and JSON format of the reference implementation's `prepare`."""
     ordered = sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
     fields: dict[str, object] = {METADATA_KEY: dict(metadata)} if metadata else {}
     offsets, end = {}, 0
@@ -320,7 +321,7 @@ def _plan_file(name: str, specs: Iterable[TensorSpec], metadata: Mapping[str, st
 
 
 def _plan_index(files: Sequence[FilePlan], total_parameters: int | None) -> FilePlan:
-    """The index, spelled as transformers' `save_pretrained` spells it; it holds no tensors."""
+    """Plans the index, formatted as by transformers' `save_pretrained`; it holds no tensors."""
     totals = {"total_size": sum(spec.nbytes for file in files for spec in file.specs.values())}
     if total_parameters is not None:
         totals["total_parameters"] = total_parameters

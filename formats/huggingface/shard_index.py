@@ -1,7 +1,7 @@
-"""Which shard each tensor of a Hugging Face folder lies in: what the index says, held against headers.
+"""Reads the shard index of a Hugging Face folder and checks it against the shards' headers.
 
-The invariant: a tensor is given one file, and that file's header has it. The index cannot point
-outside its folder, and nothing that a shard holds is lost in silence.
+The invariant: a tensor is assigned one file, and that file's header has it. The index cannot point outside
+its folder, and no tensor in a shard is dropped silently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLAIN_NAME = re.compile(r"[^/\\:\0]+")
 
 @dataclass(frozen=True, slots=True)
 class ShardIndex:
-    """model.safetensors.index.json: the file of each tensor, all beside the index."""
+    """model.safetensors.index.json: the file of each tensor, all in the folder of the index."""
 
     files: tuple[Path, ...]
     weight_map: Mapping[str, str]
@@ -30,12 +30,12 @@ class ShardIndex:
 
 
 def stays_inside(name: object) -> bool:
-    """Whether something from a file is the plain name of an entry of the folder that the file is in."""
+    """True if a value from a file is a plain file name, which cannot leave the folder."""
     return isinstance(name, str) and bool(_PLAIN_NAME.fullmatch(name)) and name not in (".", "..")
 
 
 def read_index(path: Path) -> ShardIndex:
-    """Read a shard index; CorruptCheckpoint unless every tensor maps to a plain file name."""
+    """Reads a shard index; CorruptCheckpoint unless every tensor maps to a plain file name."""
     raw = read_bounded(path, MAX_HEADER_BYTES)
     fields = parse_json_object(raw, path.name)
     weight_map = fields.get("weight_map")
@@ -57,7 +57,7 @@ def read_index(path: Path) -> ShardIndex:
 
 
 def require_shards(index: ShardIndex) -> None:
-    """Raise CorruptCheckpoint, naming the first, unless every shard of the index is there."""
+    """Raises CorruptCheckpoint, naming the first, unless every shard of the index exists."""
     missing = [file.name for file in index.files if not file.exists()]
     if missing:
         raise CorruptCheckpoint(
@@ -70,10 +70,10 @@ def require_shards(index: ShardIndex) -> None:
 def locate(
     headers: Sequence[SafetensorsHeader], index: ShardIndex | None
 ) -> tuple[dict[str, int], list[str]]:
-    """The number of the file that holds each tensor, and what index and headers differ in.
+    """Returns the number of the file that holds each tensor, and the differences between index and headers.
 
-    Where a tensor is in several shards the index decides. Raises CorruptCheckpoint for a tensor that
-    is not where the index says.
+    Where a tensor is in several shards the index decides. Raises CorruptCheckpoint for a tensor that is not
+    where the index says.
     """
     homes = {name: home for home, header in enumerate(headers) for name in header.specs}
     if index is None:

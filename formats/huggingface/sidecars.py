@@ -1,6 +1,6 @@
-"""What lies beside the weights: which files of a checkpoint folder travel to the output.
+"""Chooses which files next to the weights are copied to the output.
 
-Known names travel, everything else stays and is listed, so that nothing is dropped in silence and
+Known names are copied, everything else is left out and listed, so that nothing is dropped silently and
 nothing unexpected (code, pickles, other weights) is carried along.
 """
 
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from qconvert.core.protocols import Sidecars
 
-# Compared with names in lower case. quantize_config.json is missing on purpose: it describes the
-# weights that were read, not the ones that will be written.
+# Compared in lower case. quantize_config.json is missing on purpose: it describes the weights that were read,
+# not those that will be written.
 _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken",
@@ -24,13 +24,13 @@ _NEVER_COPIED = (".py", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".gguf", ".safet
 
 
 def sidecars_of(folder: Path, read: Container[str]) -> Sidecars:
-    """The entries of a folder that are not in `read`, sorted by name into copied and skipped."""
+    """Returns the entries of a folder that are not in `read`, sorted by name into copied and skipped."""
     entries = sorted(entry for entry in folder.iterdir() if entry.name not in read)
-    copied = tuple(entry for entry in entries if _travels(entry))
+    copied = tuple(entry for entry in entries if _is_copied(entry))
     return Sidecars(copied, tuple(entry for entry in entries if entry not in copied))
 
 
-def _travels(entry: Path) -> bool:
+def _is_copied(entry: Path) -> bool:
     name = entry.name.lower()
     known = any(fnmatchcase(name, pattern) for pattern in _COPIED)
     return known and not name.endswith(_NEVER_COPIED) and entry.is_file()

@@ -1,9 +1,9 @@
-"""Bytes between a disk and a buffer: exactly as many as asked for, or an error a user understands.
+"""Reads and writes bytes of files: exactly as many as asked for, or an error a user understands.
 
-Every reader and writer of a format goes through these few calls. The invariant: a read fills its
-buffer, a write empties it, and nothing opened here can block (a pipe, a device or a folder under a
-file's name is refused). Positions are explicit (`pread`, `pwrite`), so any number of threads may
-share a descriptor; nothing is memory-mapped, because a file cut short under a map kills the process.
+Every reader and writer of a format uses these functions. The invariant: a read fills its buffer, a write
+empties it, and nothing opened here can block (a pipe, a device or a folder under a file's name is refused).
+Positions are explicit (`pread`, `pwrite`), so threads may share a descriptor; nothing is memory-mapped,
+because truncating a mapped file kills the process.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import numpy as np
 
 from qconvert.errors import CorruptCheckpoint, QConvertError, remedy, shown
 
-# Linux keeps what one call writes in folios of up to that size, and a page cache with little room left
-# spends several times as long on finding large ones (16 MiB a call: 0.4 to 3.6 s for 1.15 GB on one
-# machine, 256 KiB: 0.3 s). It also locks the file for a call's length.
+# Linux caches what one call writes in folios of up to that size, and with little free page cache spends
+# several times as long on finding large ones (16 MiB a call: 0.4 to 3.6 s for 1.15 GB on one machine, 256
+# KiB: 0.3 s). It also locks the file for a call's length.
 WRITE_BYTES = 256 << 10
 
 
 def amount(nbytes: int) -> str:
-    """A number of bytes as people read it: `3.09 GB` (10^9), or all digits under 10 MB."""
+    """Formats a number of bytes for people: `3.09 GB` (10^9), or all digits under 10 MB."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes:,} bytes"
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor for reading a regular file (or a link to one).
+    """Opens a regular file (or a link to one) for reading; returns the descriptor.
 
     Raises CorruptCheckpoint when there is none under that name, or when it may not be read.
     """
     try:
-        # Without O_NONBLOCK, opening a named pipe waits until somebody writes to it.
+        # Without O_NONBLOCK, opening a named pipe waits for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as error:
         raise CorruptCheckpoint(
@@ -51,14 +51,14 @@ def open_regular(path: Path) -> int:
 
 
 def octets(array: np.ndarray) -> memoryview:
-    """The bytes of a C-contiguous array, shared with it, also when it is empty."""
+    """Returns a view of the bytes of a C-contiguous array, empty ones included."""
     if not array.flags.c_contiguous:
         raise ValueError(f"an array of strides {array.strides} has no bytes in one piece")
     return array.reshape(-1).view(np.uint8).data
 
 
 def read_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
-    """Fill `buffer` with the bytes at `offset`; CorruptCheckpoint if the file ends before that."""
+    """Fills `buffer` with the bytes at `offset`; CorruptCheckpoint if the file ends before that."""
     done = 0
     while done < len(buffer):
         try:
@@ -76,7 +76,7 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
 
 
 def write_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
-    """Write all of `buffer` at `offset`; QConvertError if the disk is full or fails."""
+    """Writes all of `buffer` at `offset`; QConvertError if the disk is full or fails."""
     done = 0
     while done < len(buffer):
         try:
@@ -87,10 +87,9 @@ def write_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
 
 
 def claim(path: Path) -> int:
-    """A descriptor of an empty file under this name that holds the lock on it: no other run writes it.
+    """Creates or empties a file and locks it, so that no other run writes it; returns the descriptor.
 
-    What a dead run left there is emptied. Raises QConvertError while another run is alive, and where no
-    file can be written.
+    Raises QConvertError while another run is alive, and where no file can be written.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
@@ -113,7 +112,7 @@ def claim(path: Path) -> int:
 
 
 def lock_or_refuse(fd: int, path: Path) -> None:
-    """Lock what is under this name, open as `fd`, until it is closed; QConvertError if another run has it."""
+    """Locks the file at `path`, open as `fd`, until it is closed; QConvertError if another run has it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -121,16 +120,16 @@ def lock_or_refuse(fd: int, path: Path) -> None:
             f"{path}: another run is writing it", "wait until it is done, or choose another output"
         ) from None
     except OSError:
-        return  # a file system without locks: go on as a single run would
+        return  # a file system without locks: continue unlocked
     if not path.exists() or not os.path.samestat(os.fstat(fd), path.stat()):  # renamed before it was locked
         raise QConvertError(f"{path}: another run has just finished it", "choose another output")
 
 
 def create(path: Path, size: int, *, claimed: bool = False) -> int:
-    """A descriptor for writing a new file of `size` bytes, their disk space taken at once.
+    """Creates a file of `size` bytes for writing, its disk space allocated at once; returns the descriptor.
 
-    A `claimed` one is there already, empty (see `claim`). Raises QConvertError when the disk cannot hold
-    it or the folder cannot be written.
+    A `claimed` one exists already, empty (see `claim`). Raises QConvertError when the disk cannot hold it or
+    the folder cannot be written.
     """
     try:
         fd = os.open(path, os.O_RDWR | (os.O_NOFOLLOW if claimed else os.O_CREAT | os.O_EXCL), 0o666)
@@ -155,7 +154,7 @@ def create(path: Path, size: int, *, claimed: bool = False) -> int:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file that appears whole, in place of an earlier one, or not at all.
+    """Writes a small file atomically, in place of an earlier one.
 
     Raises QConvertError naming it when the disk is full or the folder cannot be written.
     """
@@ -176,14 +175,14 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def require_writable(path: Path) -> None:
-    """Raise QConvertError unless a file may be written under this name; its folder is made."""
+    """Raises QConvertError unless a file may be written under this name; creates its folder."""
     beside, fd = _create_beside(path)
     os.close(fd)
     beside.unlink()
 
 
 def _create_beside(path: Path) -> tuple[Path, int]:
-    """A new file in the folder in which `path` is to be, and its descriptor."""
+    """Creates a temporary file in the folder of `path`; returns its path and descriptor."""
     beside = path.with_name(f".{path.name[:200]}.{os.getpid()}")
     try:
         if path.is_dir():
@@ -197,7 +196,7 @@ def _create_beside(path: Path) -> tuple[Path, int]:
 
 
 def copy_whole(source: Path, target: Path) -> None:
-    """Copy a small file; QConvertError naming the target when it cannot be written."""
+    """Copies a small file; QConvertError naming the target when it cannot be written."""
     try:
         shutil.copyfile(source, target)
     except OSError as error:
@@ -207,7 +206,7 @@ def copy_whole(source: Path, target: Path) -> None:
 
 
 def require_free_disk(path: Path, nbytes: int) -> None:
-    """Raise QConvertError unless the disk that `path` is (or will be) on has `nbytes` bytes free."""
+    """Raises QConvertError unless the disk of `path` has `nbytes` bytes free."""
     folder = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     free = shutil.disk_usage(folder).free
     if free < nbytes:
@@ -218,7 +217,7 @@ def require_free_disk(path: Path, nbytes: int) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's list of names, are on the disk."""
+    """Waits until a file's bytes, or a folder's entries, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         flush(fd, path.name)
@@ -227,7 +226,7 @@ def sync(path: Path) -> None:
 
 
 def flush(fd: int, name: str) -> None:
-    """Wait until all that was written to a descriptor's file is on the disk; QConvertError if it fails."""
+    """Waits until what was written to a descriptor is on the disk; QConvertError if that fails."""
     try:
         os.fsync(fd)
     except OSError as error:

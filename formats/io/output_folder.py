@@ -1,8 +1,8 @@
-"""Output folders that appear whole or not at all.
+"""Writes output folders atomically.
 
-Everything is written into `<out>.partial`; only a finished folder gets the name `<out>`, by one
-rename. The invariant: whatever happens before that rename (an error, Ctrl-C, kill -9, a power cut),
-nothing new is under the final name, and the next run clears what the dead one left.
+Everything is written into `<out>.partial`; only a finished folder gets the name `<out>`, by one rename. The
+invariant: whatever happens before that rename (an error, Ctrl-C, kill -9, a power cut), nothing new is under
+the final name, and the next run clears what the interrupted one left.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from qconvert.errors import BadRecipe, OutputExists, QConvertError, remedy
 from qconvert.formats.io.local_file import lock_or_refuse, sync
 
 MANIFEST_FILE = "qconvert.json"
-_MARKER = ".qconvert-partial"  # says that a .partial folder is ours to clear
+_MARKER = ".qconvert-partial"  # marks a .partial folder as ours, to be cleared
 
 
 def check_target(out: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> None:
-    """Raise unless a folder may be written under the name `out`.
+    """Raises unless a folder may be written under the name `out`.
 
-    OutputExists when the name is taken: only with `overwrite`, and only a folder that holds our
-    manifest, is replaced. BadRecipe when a source would be overwritten with it.
+    OutputExists when the name is taken: only with `overwrite`, and only a folder that holds our manifest, is
+    replaced. BadRecipe when that would overwrite a source.
     """
     target = out.resolve()
     for source in sources:
@@ -48,14 +48,14 @@ def _partial(out: Path) -> Path:
 
 
 class OutputDir:
-    """A folder to be filled; leaving the `with` block gives it its name, an error removes it.
+    """A context manager for a folder to fill: renamed to its final name on exit, removed on an error.
 
-    Entering gives the path to write into. Two runs with the same output do not meet: the second
-    raises QConvertError while the first is alive.
+    Entering returns the path to write into. A second run with the same output raises QConvertError while the
+    first is alive.
     """
 
     def __init__(self, out: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> None:
-        """Check the name (see `check_target`); nothing is created before entering."""
+        """Checks the name (see `check_target`); nothing is created before entering."""
         check_target(out, overwrite=overwrite, sources=sources)
         self._out = out.resolve()
         self._overwrite = overwrite
@@ -88,10 +88,10 @@ class OutputDir:
             os.close(self._lock)
 
     def _finish(self) -> None:
-        """Wait until all bytes are on the disk, then rename."""
+        """Waits until all bytes are on the disk, then renames."""
         for path in [*self.partial.rglob("*"), self.partial]:
             sync(path)
-        check_target(self._out, overwrite=self._overwrite)  # somebody may have been faster
+        check_target(self._out, overwrite=self._overwrite)  # it may have been taken meanwhile
         (self.partial / _MARKER).unlink()
         if self._out.exists():
             _replace(self._out, self.partial)
@@ -101,7 +101,7 @@ class OutputDir:
 
 
 def _claim(partial: Path) -> int:
-    """Create or take over a partial folder, empty but for our marker; return the lock on it.
+    """Creates or takes over a partial folder, empty but for our marker; returns the lock on it.
 
     The lock is on the folder itself, so that it dies with the process and moves with the rename.
     """
@@ -124,10 +124,10 @@ def _claim(partial: Path) -> int:
 
 
 def _replace(old: Path, new: Path) -> None:
-    """Put `new` in the place of `old`, at once where the system can; if it fails, `old` keeps its name."""
+    """Replaces `old` by `new`, atomically where the system can; if it fails, `old` keeps its name."""
     aside = old.parent / f"{old.name}.replaced-{os.getpid()}"
     if _exchange(old, new):
-        new.rename(aside)  # which is the old one now
+        new.rename(aside)  # now the old one
         shutil.rmtree(aside, ignore_errors=True)
         return
     old.rename(aside)
@@ -140,7 +140,7 @@ def _replace(old: Path, new: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Let two names change places in one step; False where the system or the disk cannot.
+    """Swaps two names atomically; False where the system or the disk cannot.
 
     renameat2(2) with RENAME_EXCHANGE, which Linux has and Python has no call for.
     """

@@ -1,7 +1,7 @@
-"""Files whose every offset is known before the first byte: laid out, then filled from any thread.
+"""Writes files whose every offset is known before the first byte, from any number of threads.
 
-The invariant: the bytes written do not depend on the order of the writes or on the number of
-threads, and `commit` succeeds only when every row of every tensor has been written exactly once.
+The invariant: the bytes do not depend on the order of the writes or the number of threads, and `commit`
+succeeds only when every row of every tensor has been written exactly once.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ FLUSH_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One file to be written: the bytes it begins with, and where each tensor's bytes go.
+    """One file to be written: its first bytes, and the offset of each tensor.
 
-    `offsets` count from the start of the file; `size` is the file's. A file of text only has no
-    tensors and is all `head`.
+    `offsets` count from the start of the file; `size` is the file's. A text file has no tensors and is all
+    `head`.
     """
 
     name: str
@@ -42,8 +42,8 @@ class FilePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor goes: an open file, and the offset of its first row there."""
+class _Location:
+    """Where a tensor is written: an open file, and the offset of its first row."""
 
     fd: int
     offset: int
@@ -51,8 +51,8 @@ class _Place:
     file: str
 
 
-class _Run(NamedTuple):
-    """One write: `rows` rows from `start` on, of the columns [column, column + width). In order of bands."""
+class _Write(NamedTuple):
+    """One write: `rows` rows from `start` on, of the columns [column, column + width). Sorted by column."""
 
     column: int
     width: int
@@ -60,10 +60,10 @@ class _Run(NamedTuple):
     rows: int
 
 
-def _require_each_once(name: str, runs: Iterable[_Run]) -> None:
-    """Raise ValueError unless runs that hold as many bytes as a tensor are all of it, each row once.
+def _require_each_once(name: str, runs: Iterable[_Write]) -> None:
+    """Raises ValueError unless these writes cover every row of a tensor exactly once.
 
-    They are whole rows, or bands of columns side by side, each of whole rows of its own.
+    Their bytes must add up to the tensor's. They are whole rows, or column bands, each with all rows.
     """
     column = 0
     for (first, width), band in groupby(sorted(runs), key=lambda run: run[:2]):
@@ -76,9 +76,9 @@ def _require_each_once(name: str, runs: Iterable[_Run]) -> None:
 
 
 class _Flusher:
-    """Has written bytes put on the disk beside the work, one call at a time.
+    """Flushes written bytes to disk in the background, one call at a time.
 
-    Otherwise all of them would wait for `commit`, which is then a third of the time of copying a file.
+    Otherwise all of them would wait for `commit`, which then takes a third of the time of copying a file.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class _Flusher:
         self._running: Future[None] | None = None
 
     def wrote(self, fd: int, nbytes: int, file: str) -> None:
-        """Flush the file once many of its bytes wait; QConvertError of a flush before this one."""
+        """Flushes the file once many of its bytes wait; raises the QConvertError of an earlier flush."""
         self._waiting[fd] += nbytes
         if self._waiting[fd] < FLUSH_BYTES or (self._running and not self._running.done()):
             return
@@ -97,29 +97,29 @@ class _Flusher:
         self._running = self._thread.submit(flush, fd, file)
 
     def finish(self) -> None:
-        """Return when no file is in use any more; QConvertError of the last flush."""
+        """Waits until no file is in use any more; raises the QConvertError of the last flush."""
         self._thread.shutdown()
         if self._running:
             self._running.result()
 
 
 class FileSink:
-    """The tensors of planned files, written in any order from any thread (a `tensors.Sink`).
+    """The tensors of planned files, written in any order from any thread (a `core.protocols.Sink`).
 
-    Opening it takes the disk space of all files at once, so that a full disk shows before the work
-    is done. Call `commit` or `abort` only when no other thread is writing.
+    Opening it allocates the disk space of all files, so that a full disk shows before any work is done. Call
+    `commit` or `abort` only when no other thread is writing.
     """
 
     def __init__(self, folder: Path, files: Sequence[FilePlan], *, claimed: bool = False) -> None:
-        """Lay out the files in `folder`; QConvertError if they do not fit on its disk.
+        """Lays out the files in `folder`; QConvertError if they do not fit on its disk.
 
-        The caller may have `claimed` them (see `files.claim`); otherwise none may be there.
+        Files the caller has `claimed` (see `local_file.claim`) exist; otherwise none may exist.
         """
         require_free_disk(folder, sum(file.size for file in files))
         self._paths: list[Path] = []
         self._fds: list[int] = []
-        self._places: dict[str, _Place] = {}
-        self._written: dict[str, list[_Run]] = defaultdict(list)
+        self._places: dict[str, _Location] = {}
+        self._written: dict[str, list[_Write]] = defaultdict(list)
         self._lock = threading.Lock()
         self._flusher = _Flusher()
         try:
@@ -135,10 +135,10 @@ class FileSink:
         self._fds.append(fd)
         write_exactly(fd, memoryview(file.head), 0, file.name)
         for name, spec in file.specs.items():
-            self._places[name] = _Place(fd, file.offsets[name], spec, file.name)
+            self._places[name] = _Location(fd, file.offsets[name], spec, file.name)
 
     def write(self, name: str, start: int, rows: np.ndarray, column: int = 0) -> None:
-        """Write rows [start, start + len(rows)) of a tensor: `[rows, width]` in its carrier type.
+        """Writes rows [start, start + len(rows)) of a tensor: `[rows, width]` in its carrier type.
 
         Narrower rows go to the columns from `column` on.
         """
@@ -161,11 +161,11 @@ class FileSink:
             )
         with self._lock:
             if rows.size:
-                self._written[name].append(_Run(column, rows.shape[1], start, len(rows)))
+                self._written[name].append(_Write(column, rows.shape[1], start, len(rows)))
             self._flusher.wrote(parameter.fd, rows.nbytes, parameter.file)
 
     def commit(self) -> None:
-        """Return when every byte is on the disk; ValueError if not every row was written once."""
+        """Waits until every byte is on the disk; ValueError if not every row was written once."""
         for name, parameter in self._places.items():
             runs, spec = self._written[name], parameter.spec
             missing = spec.nbytes - sum(run.width * run.rows for run in runs) * spec.dtype.nbytes
@@ -178,7 +178,7 @@ class FileSink:
         self._close()
 
     def abort(self) -> None:
-        """Remove the files; nothing happens when they are gone already."""
+        """Removes the files, if they still exist."""
         with suppress(QConvertError):
             self._flusher.finish()
         self._close()

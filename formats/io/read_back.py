@@ -1,7 +1,7 @@
-"""Re-reads written files before they get their name: headers, every byte, every tensor's hash.
+"""Verifies written files before they are renamed: headers, every byte, every tensor's hash.
 
-The header is read by the safetensors library, which qconvert does not write with; the bytes are
-read back from the disk and held against the CRC-32 of what was handed to the sink.
+The header is read by the safetensors library, which qconvert does not write with; the bytes are read back
+from the disk and compared with the CRC-32 of what was passed to the sink.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WINDOW = 4 << 20
 
 
 class Written(Protocol):
-    """Rows of one array, or columns of them, as handed to the sink (see `run.WrittenRows`)."""
+    """Rows or columns of one array, as passed to the sink (see `convert.runner.WrittenRows`)."""
 
     @property
     def start(self) -> int: ...
@@ -60,9 +60,9 @@ def verify_files(
     jobs: int,
     check_header: HeaderCheck | None = None,
 ) -> Hashes:
-    """Re-read every file; return the hashes. CheckFailed names the first thing that differs.
+    """Re-reads every file; returns the hashes. CheckFailed names the first difference.
 
-    `check_header` holds a file's header against the plan, by default as safetensors.
+    `check_header` compares a file's header with the plan, by default as safetensors.
     """
     check_header = check_header or check_safetensors_header
     with ThreadPoolExecutor(jobs) as pool:
@@ -84,7 +84,7 @@ def verify_files(
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a whole file, read in bounded windows."""
+    """Returns the SHA-256 of a whole file, read in bounded windows."""
     digest = hashlib.sha256()
     for window in _windows(path, 0, path.stat().st_size):
         digest.update(window)
@@ -92,7 +92,7 @@ def file_sha256(path: Path) -> str:
 
 
 def check_safetensors_header(path: Path, specs: Mapping[str, TensorSpec]) -> None:
-    """Let the safetensors library read the header; CheckFailed if it sees other tensors."""
+    """Reads the header with the safetensors library; CheckFailed if its tensors differ from `specs`."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -109,7 +109,7 @@ def check_safetensors_header(path: Path, specs: Mapping[str, TensorSpec]) -> Non
 
 
 def _verify_tensor(path: Path, spec: TensorSpec, offset: int, written: Iterable[Written]) -> str:
-    """The SHA-256 of a tensor's bytes, every written run held against its CRC-32."""
+    """Returns the SHA-256 of a tensor's bytes, after comparing every written run with its CRC-32."""
     runs = sorted(written, key=lambda run: (run.start, run.column))
     if any(run.width != spec.width for run in runs):
         return _verify_tiles(path, spec, offset, runs)
@@ -130,7 +130,7 @@ def _verify_tensor(path: Path, spec: TensorSpec, offset: int, written: Iterable[
 
 
 def _verify_tiles(path: Path, spec: TensorSpec, offset: int, runs: Iterable[Written]) -> str:
-    """The same for runs of some columns only: each is gathered from the rows it lies in."""
+    """Does the same for runs of some columns only: each is gathered from its rows."""
     stride, size = spec.width * spec.dtype.nbytes, spec.dtype.nbytes
     digest = hashlib.sha256()
     for window in _windows(path, offset, spec.nbytes):

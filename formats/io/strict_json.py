@@ -1,8 +1,8 @@
-"""JSON objects from files nobody vouches for: config.json, shard indexes, safetensors headers.
+"""Parses JSON objects of untrusted files: config.json, shard indexes, safetensors headers.
 
-The invariant: what is returned is what any strict reader of RFC 8259 returns. Python's parser lets
-through NaN, infinities, endless integers, repeated keys and half surrogates; here each is an error that
-names the key, because two tools that read them differently convert two different models.
+The invariant: the result is what any strict reader of RFC 8259 returns. Python's parser accepts NaN,
+infinities, endless integers, repeated keys and lone surrogates; here each is an error that names the key,
+because two tools that read them differently convert two different models.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from qconvert.formats.io.local_file import amount, open_regular, read_exactly
 MAX_CONFIG_BYTES = 16 << 20
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _INFINITIES = (math.inf, -math.inf)
-# Parsers in other languages make a float64 of an integer of many digits; 10**400 ends theirs.
+# Other parsers convert long integers to float64, which 10**400 overflows.
 _LARGEST = int(sys.float_info.max)
 _QUOTE_OR_BRACKET = re.compile(r'["\[\]{}]')
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> Json:
-    """The JSON object that a file holds.
+    """Returns the JSON object in a file.
 
-    Raises CorruptCheckpoint, naming the file and where possible the key, when there is no such
-    file, when it is larger than `max_bytes`, or when it is anything but one strict JSON object.
+    Raises CorruptCheckpoint, naming the file and where possible the key, when there is no such file, when it
+    is larger than `max_bytes`, or when it is anything but one strict JSON object.
     """
     return parse_json_object(read_bounded(path, max_bytes), shown(path.name))
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """All bytes of a file that may not be larger than `max_bytes`."""
+    """Returns all bytes of a file of at most `max_bytes`; CorruptCheckpoint for a larger one."""
     name = shown(path.name)
     fd = open_regular(path)
     try:
@@ -54,7 +54,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
 
 
 def parse_json_object(raw: bytes, name: str) -> Json:
-    """The JSON object that `raw` spells; CorruptCheckpoint, beginning with `name`, if it does not."""
+    """Parses `raw` as a JSON object; CorruptCheckpoint, beginning with `name`, if it is not one."""
     if raw.startswith(_BYTE_ORDER_MARKS):
         raise CorruptCheckpoint(f"{name}: starts with a byte-order mark", "save it as UTF-8 without one")
     try:
@@ -74,7 +74,7 @@ def parse_json_object(raw: bytes, name: str) -> Json:
 
 
 def _refuse_dense(text: str, name: str) -> None:
-    """Raise for text that is nearly all brackets and commas: parsed, it takes 30 times its size.
+    """Raises for text that is nearly all brackets and commas: parsed, it takes 30 times its size.
 
     A safetensors header has 3 brackets and 5 to 12 commas in about 100 bytes of each tensor.
     """
@@ -84,13 +84,13 @@ def _refuse_dense(text: str, name: str) -> None:
 
 
 def kind_of(value: object) -> str:
-    """What JSON calls a parsed value: `list`, `string`, `number`, `boolean`, `null` or `object`."""
+    """Returns the JSON type of a parsed value: `list`, `string`, `number`, `boolean`, `null` or `object`."""
     names = {list: "list", str: "string", int: "number", float: "number", bool: "boolean", dict: "object"}
     return names.get(type(value), "null")
 
 
 def _strict_object(name: str, pairs: list[tuple[str, Any]]) -> Json:
-    """One JSON object, checked for what Python's parser lets through."""
+    """Builds one JSON object, refusing what Python's parser accepts beyond the standard."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
         raise CorruptCheckpoint(f"{name}: {shown(_first_repeated(key for key, _ in pairs))} appears twice")
@@ -107,7 +107,7 @@ def _first_repeated(keys: Iterable[str]) -> str:
 
 
 def _flaw(value: object) -> str | None:
-    """Why no strict parser accepts this value; objects inside it have been checked before it."""
+    """Returns why no strict parser accepts this value, None if one does; nested objects are checked."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"is {value}, not a finite number"
     if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
@@ -123,7 +123,7 @@ def _flaw(value: object) -> str | None:
 
 
 def _deep_key(text: str, max_depth: int = 100) -> str:
-    """The top-level key, with a space after it, under which `text` first nests over `max_depth`."""
+    """Returns the top-level key, followed by a space, under which `text` first nests over `max_depth`."""
     decoder = json.JSONDecoder()
     depth, key, position = 0, "", 0
     while depth <= max_depth and (token := _QUOTE_OR_BRACKET.search(text, position)):

@@ -1,1 +1,1 @@
-"""Reads tokenizers of every kind, and writes each as the other container has it."""
+"""Reads tokenizers of every kind, and converts them between Hugging Face files and GGUF keys."""

@@ -1,4 +1,4 @@
-"""What finding the merges of a vocabulary may cost: every way to split each of its tokens is tried."""
+"""Limits the cost of reconstructing BPE merges, which tries every way to split each token."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from qconvert.errors import CorruptCheckpoint
 
 MAX_TOKEN_LENGTH = 512  # the longest in use has 128 bytes
-MAX_WORK = 1 << 28  # squared lengths of all tokens together; those in use have 2^24
+MAX_WORK = 1 << 28  # sum of squared token lengths; vocabularies in use have 2^24
 
 
 def check_lengths(where: str, lengths: Iterable[int]) -> None:
-    """Raise CorruptCheckpoint, beginning with `where`, for tokens of such lengths as none are trained to."""
+    """Raises CorruptCheckpoint, beginning with `where`, for tokens longer than any trained vocabulary has."""
     work = 0
     for number, length in enumerate(lengths):
         work += length**2

@@ -1,7 +1,7 @@
-"""A chat template at work, in a process of its own.
+"""Renders a chat template in a process of its own.
 
 A template is a program that came with a checkpoint. jinja's sandbox gives it no access to Python, but one
-line of it (`'a' * 10**11`) takes all the memory of whoever runs it. So this file is run as a script, which
+line of it (`'a' * 10**11`) takes all the memory of the process. So this file is run as a script, which
 imports nothing of the package: stdin holds {"template", "variables"}, stdout one of {"text"} and {"error"}.
 """
 
@@ -16,7 +16,7 @@ MAX_CHARACTERS = 16 << 20
 
 
 def render(template: str, variables: dict[str, object]) -> str:
-    """The text that a template makes of its variables; whatever it raises is raised."""
+    """Returns the text that a template renders from its variables; whatever it raises is raised."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -31,7 +31,7 @@ def render(template: str, variables: dict[str, object]) -> str:
 
 
 def limit() -> None:
-    """Bound this process's memory and time, where the system can (Windows cannot: its caller waits)."""
+    """Limits this process's memory and time, where the system can (Windows cannot: its caller waits)."""
     try:
         import resource
 
@@ -42,7 +42,7 @@ def limit() -> None:
 
 
 def main() -> None:
-    """Answer the one request on stdin."""
+    """Answers the one request on stdin."""
     request = json.load(sys.stdin)
     limit()
     try:
@@ -52,7 +52,7 @@ def main() -> None:
         answer = {"text": text}
     except MemoryError:
         answer = {"error": f"it takes more than {MAX_BYTES >> 20} MiB of memory"}
-    except Exception as error:  # all that a program does wrong is said in its error
+    except Exception as error:  # whatever the program does wrong becomes its error text
         answer = {"error": str(error)[:500] or type(error).__name__}
     json.dump(answer, sys.stdout)
 

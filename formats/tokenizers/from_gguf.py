@@ -1,9 +1,9 @@
-"""A tokenizer.json from the tokenizer keys of a GGUF file: the inverse of `formats.tokenizers.to_gguf`.
+"""Rebuilds a tokenizer.json from the tokenizer keys of a GGUF file: the inverse of `to_gguf`.
 
-All kinds are rebuilt that are written: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama"), unigram
+All kinds that are written are rebuilt: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama"), unigram
 ("t5") and WordPiece ("bert"). A GGUF names its splitting rules instead of holding them; they come from the
-table that recognises them. What it never holds is as the kind's own class has it: the normaliser of
-byte-level BPE, BERT's cleaning of its text, and whether an added token takes the spaces beside it.
+table that recognises them. What GGUF never holds takes the class's default: the normaliser of byte-level BPE,
+BERT's text cleaning, and lstrip/rstrip of added tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qconvert.formats.tokenizers.token_lists import SPACE
 TOKENIZER = "tokenizer.json"
 _PREFIX = "tokenizer.ggml."
 _PADDING = re.compile(r"\[PAD\d+\]")
-# Names llama.cpp has for rule sets of the table.
+# Names that llama.cpp accepts for rule sets of the table.
 _ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2", "megrez": "qwen2"}
 _SPECIAL = {
     "bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "cls": "cls",
@@ -39,10 +39,9 @@ _ADDED = (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
 
 
 def tokenizer_files(kv: Mapping[str, KV]) -> dict[str, str]:
-    """tokenizer.json and tokenizer_config.json as text, by name; {} for a file without a tokenizer.
+    """Returns tokenizer.json and tokenizer_config.json as text, by name; {} for a file without a tokenizer.
 
-    Raises CorruptCheckpoint naming a key that is damaged, UnsupportedModel for a tokenizer of another
-    kind.
+    Raises CorruptCheckpoint naming a damaged key, UnsupportedModel for a tokenizer of another kind.
     """
     if f"{_PREFIX}model" not in kv:
         return {}
@@ -58,7 +57,7 @@ def tokenizer_files(kv: Mapping[str, KV]) -> dict[str, str]:
 
 
 def lost_tokenizer(kv: Mapping[str, KV]) -> str | None:
-    """Why no tokenizer.json can be made of a file's keys; None if it can, as far as two of them tell."""
+    """Returns why no tokenizer.json can be rebuilt, from two keys alone; None if it probably can."""
     kind, pre = (
         kv[f"{_PREFIX}{name}"].value if f"{_PREFIX}{name}" in kv else None for name in ("model", "pre")
     )
@@ -81,7 +80,7 @@ class _Token:
 
 
 class _Keys:
-    """The tokenizer keys of a file, checked as they are asked for."""
+    """The tokenizer keys of a file, checked on access."""
 
     def __init__(self, kv: Mapping[str, KV]) -> None:
         self.kv = kv
@@ -90,7 +89,11 @@ class _Keys:
         if len(types) != len(texts):
             raise CorruptCheckpoint(f"{_PREFIX}token_type: {len(types)} entries for {len(texts)} tokens")
         pairs = enumerate(zip(texts, types, strict=True))
-        self.tokens = [_Token(row, text, kind) for row, (text, kind) in pairs if not _is_padding(text, kind)]
+        self.tokens = [
+            _Token(row, text, kind)
+            for row, (text, kind) in pairs
+            if kind != PieceType.UNUSED or not _PADDING.fullmatch(text)
+        ]
 
     def value(self, name: str) -> Any:
         entry = self.kv.get(_PREFIX + name)
@@ -118,17 +121,17 @@ class _Keys:
         return value if isinstance(value, bool) else default
 
     def special(self, name: str) -> _Token | None:
-        """The token of this name (bos, eos, unk, pad and so on), None where the file names none."""
+        """Returns the token for this purpose (bos, eos, unk, pad, ...), None where the file has none."""
         row = self.value(f"{_SPECIAL[name]}_token_id")
         return next((t for t in self.tokens if t.id == row), None) if isinstance(row, int) else None
 
     def called(self, text: str) -> _Token | None:
-        """The token of this text, None where there is none."""
+        """Returns the token with this text, None where there is none."""
         return next((token for token in self.tokens if token.text == text), None)
 
 
 def utf8(text: str, what: str) -> str:
-    """A text of a GGUF file, which may hold any bytes, where it goes into a file of UTF-8."""
+    """Returns a text of a GGUF file (any bytes) if it is valid UTF-8; CorruptCheckpoint otherwise."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -136,8 +139,9 @@ def utf8(text: str, what: str) -> str:
     return text
 
 
-def _is_padding(text: str, kind: int) -> bool:
-    return kind == PieceType.UNUSED and _PADDING.fullmatch(text) is not None
+def _header(keys: _Keys) -> Json:
+    added = [_added(token) for token in keys.tokens if token.type in _ADDED]
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
 
 
 def _byte_level(keys: _Keys) -> Json:
@@ -146,13 +150,10 @@ def _byte_level(keys: _Keys) -> Json:
     assert rule is not None, name
     added = [t for t in keys.tokens if t.type in _ADDED]
     trained = len(keys.tokens) - len(added)
-    tail = all(token.id >= trained for token in added)  # else they stand among the trained ones
+    tail = all(token.id >= trained for token in added)  # otherwise they are among the trained ones
     vocab = {t.text: t.id for t in keys.tokens if not (tail and t.type in _ADDED)}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added(token) for token in added],
+        **_header(keys),
         "normalizer": {"type": "NFC"} if rule.normaliser == "NFC" else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": list(_pre_tokenizers(rule))},
         "post_processor": _frame(keys, bos=name in ADDS_BOS) or _BYTE_LEVEL,
@@ -181,13 +182,12 @@ _BYTE_LEVEL: Json = {
 
 
 def _pre_tokenizers(rule: Rule) -> Iterator[Json]:
-    """The steps of a rule set as tokenizer.json writes them (see
-    `formats.tokenizers.pretokenizer_patterns` for the vocabulary)."""
+    """Yields the steps of a rule set in tokenizer.json's format (see `pretokenizer_patterns`)."""
     for step in rule.splits:
         if step.startswith("punctuation, "):
             yield {"type": "Punctuation", "behavior": step.removeprefix("punctuation, ")}
         elif step == "bytes":
-            continue  # by the byte-level step before it, which has its own expression
+            continue  # covered by the byte-level step before it, which has its own expression
         elif step == GPT2[0] and "bytes" in rule.splits:
             yield {**_BYTE_LEVEL, "use_regex": True}
         else:
@@ -198,7 +198,7 @@ def _pre_tokenizers(rule: Rule) -> Iterator[Json]:
 
 
 def _sentencepiece(keys: _Keys) -> Json:
-    """SentencePiece's BPE as transformers spells it: merges of all pairs, best score first."""
+    """Rebuilds SentencePiece BPE as transformers writes it: merges of all pairs, best score first."""
     scores = keys.list("scores", float)
     unknown = next((t.text for t in keys.tokens if t.type == PieceType.UNKNOWN), None)
     prefix = keys.flag("add_space_prefix", default=True)
@@ -210,10 +210,7 @@ def _sentencepiece(keys: _Keys) -> Json:
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     restore = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added(token) for token in keys.tokens if token.type in _ADDED],
+        **_header(keys),
         "normalizer": {"type": "Sequence", "normalizers": [*prepend, replace]},
         "pre_tokenizer": None,
         "post_processor": _frame(keys, bos=True),
@@ -236,10 +233,9 @@ def _sentencepiece(keys: _Keys) -> Json:
 
 
 def _merges(tokens: Sequence[_Token], scores: Sequence[float], vocab: Mapping[str, int]) -> list[list[str]]:
-    """Every way to make a piece of two pieces; better pieces first, as SentencePiece merges.
+    """Returns every way to merge two pieces into a third, better pieces first, as SentencePiece merges.
 
-    Of the ways to one piece, those of shorter first parts come first (the order of transformers'
-    `generate_merges`).
+    Merges into one piece are sorted by rising length of the first part (transformers' `generate_merges`).
     """
     check_lengths(f"{_PREFIX}tokens", (len(t.text) for t in tokens if t.type == PieceType.NORMAL))
     found = [
@@ -253,7 +249,7 @@ def _merges(tokens: Sequence[_Token], scores: Sequence[float], vocab: Mapping[st
 
 
 def _unigram(keys: _Keys) -> Json:
-    """SentencePiece's unigram model: the pieces, their log probabilities, and its normaliser."""
+    """Rebuilds SentencePiece's unigram model: the pieces, their log probabilities, and its normaliser."""
     scores = keys.list("scores", float)
     last = max((token.id for token in keys.tokens), default=-1)
     if len(scores) <= last:
@@ -261,21 +257,18 @@ def _unigram(keys: _Keys) -> Json:
     by_id = {token.id: token for token in keys.tokens}
     texts = [by_id[row].text if row in by_id else f"[PAD{row}]" for row in range(last + 1)]
     unknown = next((token.id for token in keys.tokens if token.type == PieceType.UNKNOWN), None)
-    spelled = {
+    metaspace = {
         "type": "Metaspace",
         "replacement": SPACE,
         "prepend_scheme": "always" if keys.flag("add_space_prefix", default=True) else "never",
         "split": False,
     }
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added(token) for token in keys.tokens if token.type in _ADDED],
+        **_header(keys),
         "normalizer": {"type": "Sequence", "normalizers": list(_unigram_normalisers(keys))},
-        "pre_tokenizer": spelled,
+        "pre_tokenizer": metaspace,
         "post_processor": _frame(keys, eos=True),
-        "decoder": spelled,
+        "decoder": metaspace,
         "model": {
             "type": "Unigram",
             "unk_id": unknown,
@@ -296,14 +289,11 @@ def _unigram_normalisers(keys: _Keys) -> Iterator[Json]:
 
 
 def _wordpiece(keys: _Keys) -> Json:
-    """BERT's WordPiece, which marks what continues a word where llama.cpp marks what begins one."""
+    """Rebuilds BERT's WordPiece, which marks continuations of words where llama.cpp marks beginnings."""
     texts = {token.id: _wordpiece_text(token) for token in keys.tokens}
     unknown = keys.special("unk")
     return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [_added(token) for token in keys.tokens if token.type in _ADDED],
+        **_header(keys),
         "normalizer": {
             "type": "BertNormalizer",
             "clean_text": True,
@@ -332,7 +322,7 @@ def _wordpiece_text(token: _Token) -> str:
 
 
 def _pair_frame(keys: _Keys) -> Json | None:
-    """BERT's template: the classification token, and a separator behind each of two texts."""
+    """Returns BERT's template: the classification token, and a separator after each of two texts."""
     first = keys.special("cls") or keys.special("bos") or keys.called("[CLS]")
     last = keys.special("sep") or keys.special("eos") or keys.called("[SEP]")
     if not keys.flag("add_bos_token", default=True) or first is None or last is None:
@@ -361,7 +351,7 @@ def _added(token: _Token) -> Json:
 
 
 def _frame(keys: _Keys, *, bos: bool = False, eos: bool = False) -> Json | None:
-    """The template that puts BOS before a text and EOS behind it, where the file says so, or the default."""
+    """Returns the template that adds BOS before and EOS after a text, as the file or the default says."""
     first = keys.special("bos") if keys.flag("add_bos_token", default=bos) else None
     last = keys.special("eos") if keys.flag("add_eos_token", default=eos) else None
     if first is None and last is None:

@@ -1,7 +1,7 @@
-"""The files of a Hugging Face tokenizer, read and put into one shape.
+"""Reads the files of a Hugging Face tokenizer into one structure.
 
-Old folders hold a vocabulary and its merges where newer ones hold a tokenizer.json; they are read as the
-tokenizer.json that their class stands for, so that nobody further on needs to know.
+Old folders hold a vocabulary and its merges instead of a tokenizer.json; they are converted to the
+tokenizer.json of their class, so that no other module handles them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPECIAL_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token beside the trained vocabulary, matched in the text before anything is split."""
+    """An added token, matched in the text before anything is split."""
 
     text: str
     special: bool
@@ -39,11 +39,11 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFolder:
-    """What a folder says about its tokenizer.
+    """The tokenizer of a folder.
 
-    `tokenizer` is tokenizer.json (or what old files amount to, {} when there is only a SentencePiece
-    model), `settings` tokenizer_config.json. `added` holds the added tokens by id; `added_beside` leaves
-    out those that only repeat pieces of the SentencePiece model.
+    `tokenizer` is tokenizer.json (or what old files convert to, {} when there is only a SentencePiece model),
+    `settings` tokenizer_config.json. `added` holds the added tokens by id; `added_beside` leaves out those
+    that repeat pieces of the SentencePiece model.
     """
 
     path: Path
@@ -56,7 +56,7 @@ class TokenizerFolder:
 
 
 def read_folder(path: Path, config: Json) -> TokenizerFolder:
-    """The tokenizer in a folder. Raises UnsupportedModel when there is none that is known here."""
+    """Reads the tokenizer in a folder. Raises UnsupportedModel when there is no supported one."""
     settings = _optional_json(path / "tokenizer_config.json")
     tokenizer = _optional_json(path / "tokenizer.json", MAX_TOKENIZER_BYTES) or _old_files(
         path, settings, config
@@ -84,13 +84,13 @@ def read_folder(path: Path, config: Json) -> TokenizerFolder:
 
 
 def token_text(entry: object) -> str | None:
-    """The text of a token as tokenizer_config.json gives it: a string, or an object with its flags."""
+    """Returns the text of a token in tokenizer_config.json: a string, or an object with its flags."""
     text = entry.get("content") if isinstance(entry, dict) else entry
     return text if isinstance(text, str) and text else None
 
 
 def expect_object(value: object, what: str) -> Json:
-    """`value` if it is a JSON object, CorruptCheckpoint naming `what` if not; {} for null."""
+    """Returns `value` if it is a JSON object, {} for null; CorruptCheckpoint naming `what` otherwise."""
     if value is None:
         return {}
     if not isinstance(value, dict):
@@ -99,7 +99,7 @@ def expect_object(value: object, what: str) -> Json:
 
 
 def expect_list(value: object, what: str) -> list[Any]:
-    """`value` if it is a JSON list, CorruptCheckpoint naming `what` if not; [] for null."""
+    """Returns `value` if it is a JSON list, [] for null; CorruptCheckpoint naming `what` otherwise."""
     if value is None:
         return []
     if not isinstance(value, list):
@@ -127,7 +127,7 @@ def _side_tokens(path: Path, settings: Json, named: frozenset[str]) -> Iterator[
 
 
 def _chatglm_tokens(settings: Json, pieces: int) -> dict[int, AddedToken]:
-    """The control tokens that ChatGLM2's and 3's own class puts after the pieces, which no file lists.
+    """Returns the control tokens that the classes of ChatGLM2 and 3 add after the pieces; no file lists them.
 
     Source: `SPTokenizer` in tokenization_chatglm.py of chatglm2-6b and chatglm3-6b; only the latter has
     tokens for roles, and a chat template.
@@ -140,7 +140,7 @@ def _chatglm_tokens(settings: Json, pieces: int) -> dict[int, AddedToken]:
 
 
 def _special_texts(*sources: Json) -> frozenset[str]:
-    """The texts that tokenizer_config.json and special_tokens_map.json call special."""
+    """Returns the texts that tokenizer_config.json and special_tokens_map.json call special."""
     entries: list[object] = []
     for source in sources:
         entries += [source.get(f"{kind}_token") for kind in SPECIAL_KINDS]
@@ -165,7 +165,7 @@ def _id(value: object, text: str) -> int:
 
 
 def _chat_template(path: Path, settings: Json) -> object:
-    """The template in tokenizer_config.json, else the one that newer folders keep in a file."""
+    """Returns the template in tokenizer_config.json, else the one that newer folders keep in a file."""
     if "chat_template" in settings:
         return settings["chat_template"]
     main = path / "chat_template.jinja"
@@ -186,7 +186,7 @@ def _jinja(path: Path) -> str:
 
 
 def _old_files(path: Path, settings: Json, config: Json) -> Json:
-    """The tokenizer.json that a vocab.json with merges.txt, a vocab.txt or a tiktoken file stands for."""
+    """Converts a vocab.json with merges.txt, a vocab.txt or a tiktoken file to a tokenizer.json."""
     if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         return _old_bpe(path, settings, config)
     if (path / "vocab.txt").is_file():
@@ -196,7 +196,7 @@ def _old_files(path: Path, settings: Json, config: Json) -> Json:
 
 
 def _old_bpe(path: Path, settings: Json, config: Json) -> Json:
-    """A slow byte-level tokenizer. Sources: GPT2Converter and Qwen2Converter in transformers."""
+    """Converts a slow byte-level tokenizer. Sources: GPT2Converter and Qwen2Converter in transformers."""
     kind = str(settings.get("tokenizer_class") or config.get("model_type"))
     vocab = read_json_object(path / "vocab.json", MAX_TOKENIZER_BYTES)
     if kind.lower().startswith("gpt2"):
@@ -233,7 +233,7 @@ def _merges(path: Path) -> Iterator[str]:
 
 
 def _old_wordpiece(path: Path, settings: Json) -> Json:
-    """A slow BERT tokenizer. Source: BertConverter in transformers."""
+    """Converts a slow BERT tokenizer. Source: BertConverter in transformers."""
     vocab = {line: number for number, line in enumerate(_lines(path / "vocab.txt"))}
     cased = any(line != line.lower() for line in vocab if not line.startswith("["))
     lowercase = bool(settings.get("do_lower_case", not cased))

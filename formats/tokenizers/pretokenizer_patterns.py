@@ -1,8 +1,8 @@
-r"""Splitting rules as they stand in tokenizer.json files, each a tuple of steps.
+r"""Lists the splitting rules of tokenizer.json files, each a tuple of steps.
 
-A step is a regular expression whose matches are cut out ("Isolated"); `\p{N}` alone stands for the
-Digits step too, and the expression of GPT-2 for a byte-level step with its own ("use_regex"). Facts,
-not code: two rule sets are the same exactly when their text is. See `formats.tokenizers.pretokenizers` for sources.
+A step is a regular expression whose matches are split off ("Isolated"); `\p{N}` alone is also the Digits
+step, and GPT-2's expression also a byte-level step with its own ("use_regex"). Data, not code: two rule sets
+are equal exactly when their texts are. See `formats.tokenizers.pretokenizers` for sources.
 """
 
 # ruff: noqa: E501

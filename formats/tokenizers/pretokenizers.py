@@ -1,15 +1,14 @@
-r"""Which of llama.cpp's pre-tokenizers cuts text as a tokenizer.json does.
+r"""Finds the llama.cpp pre-tokenizer that splits text as a tokenizer.json does.
 
-llama.cpp does not read the splitting rules of a tokenizer: a GGUF names one of the rule sets compiled
-into it (`tokenizer.ggml.pre`), and a wrong name changes the tokens of every prompt without a word. The
-name is found here by structure: the regular expressions, digit and punctuation rules of the
-pre-tokenizer, the normaliser, and whether whole words bypass the merges. No text is encoded, so added
-words, another vocabulary or a BOS template do not matter. A structure that is not in the table is
-refused with what was found.
+llama.cpp does not read the splitting rules of a tokenizer: a GGUF names one of the rule sets compiled into it
+(`tokenizer.ggml.pre`), and a wrong name silently changes the tokens of every prompt. The name is found here
+by structure: the regular expressions, digit and punctuation rules of the pre-tokenizer, the normaliser, and
+whether whole words bypass the merges. No text is encoded, so added words, another vocabulary or a BOS
+template do not matter. A structure outside the table is refused, and the error lists it.
 
-Sources: the rule sets are those of `llm_tokenizer_bpe` and the names those of `llama_vocab::impl::load`
-in llama.cpp's src/llama-vocab.cpp (commit 0c1e57098), whose comments quote the expressions of many a
-tokenizer.json; the others are those of the models named beside them.
+Sources: the rule sets are those of `llm_tokenizer_bpe` and the names those of `llama_vocab::impl::load` in
+llama.cpp's src/llama-vocab.cpp (commit 0c1e57098), whose comments quote the expressions of many
+tokenizer.json files; the others are those of the models in the comments here.
 """
 
 from __future__ import annotations
@@ -52,11 +51,10 @@ Normaliser = Literal["none", "NFC"]
 class Rule:
     """A rule set of llama.cpp and the tokenizers it is for.
 
-    `splits` are the steps in order; `normaliser` is that of the models the name was made for, while
-    llama.cpp itself never normalises. `whole_words` tells whether a word that is a token is taken
-    whole (`ignore_merges`); None where the vocabulary makes it the same. `cleans` tells whether
-    llama.cpp drops the space before punctuation when it turns tokens into text. A rule with
-    `model_types` is for these only.
+    `splits` are the steps in order; `normaliser` is that of the models the name was made for, while llama.cpp
+    itself never normalises. `whole_words` is True if a word that is a token bypasses the merges
+    (`ignore_merges`); None where the vocabulary makes both the same. `cleans` is True if llama.cpp drops the
+    space before punctuation when it decodes tokens. A rule with `model_types` is for these only.
     """
 
     name: str
@@ -100,7 +98,7 @@ RULES = (
     Rule("spark2_5", SPARK),
 )
 
-# Names llama.cpp loads beside those in the table, for `--pre-tokenizer`.
+# Names that llama.cpp accepts besides those in the table, for `--pre-tokenizer`.
 OTHER_NAMES = """
     a.x-4.0 afmoe bailingmoe2 chameleon codeshell cohere2moe dbrx deepseek-r1-qwen default exaone exaone4
     f2llmv2 falcon-h1 falcon3 gemma4 gigachat glm5 gpt3-finnish granite-docling granite-embed-multi-311m
@@ -117,18 +115,17 @@ ADDS_BOS = frozenset({"llama-bpe", "tekken"})
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """A name for `tokenizer.ggml.pre`, and what the user should know about it."""
+    """A name for `tokenizer.ggml.pre`, and warnings about it."""
 
     name: str
     warnings: tuple[str, ...] = ()
 
 
 def recognise(tokenizer: Json, config: Json, override: str | None = None) -> PreTokenizer:
-    """The pre-tokenizer of a byte-level BPE tokenizer.json, or the one the user insists on.
+    """Returns the pre-tokenizer of a byte-level BPE tokenizer.json, or the user's `override`.
 
-    `config` is config.json: its model_type chooses between names of one rule set. Raises
-    UnsupportedModel, listing the structure found, when llama.cpp has no such rule set; BadRecipe for
-    an override that llama.cpp does not know.
+    `config` is config.json: its model_type chooses between names of one rule set. Raises UnsupportedModel,
+    listing the structure found, when llama.cpp has no such rule set; BadRecipe for an unknown override.
     """
     if override is not None:
         return PreTokenizer(known_pre_tokenizer(override))
@@ -160,7 +157,7 @@ def recognise(tokenizer: Json, config: Json, override: str | None = None) -> Pre
 
 
 def prefer_cleaning(name: str, *, cleans: bool) -> str:
-    """The rule set that cuts like `name` and cleans up spaces as asked, if there is one."""
+    """Returns the rule set that splits like `name` and cleans up spaces as asked, if there is one."""
     rule = next((r for r in RULES if r.name == name), None)
     if rule is None or rule.cleans == cleans or rule.model_types:
         return name
@@ -185,7 +182,7 @@ def _doubts(rule: Rule, normaliser: str) -> Iterator[str]:
 
 
 def known_pre_tokenizer(name: str) -> str:
-    """The name, where llama.cpp has a pre-tokenizer that is called so. Raises BadRecipe elsewhere."""
+    """Returns the name if llama.cpp has a pre-tokenizer of that name; raises BadRecipe otherwise."""
     if name in NAMES:
         return name
     near = get_close_matches(name, NAMES, n=1)
@@ -204,11 +201,9 @@ def _normaliser(spec: object) -> str:
 
 
 def _steps(spec: object) -> Iterator[str]:
-    """What a pre-tokenizer does, step by step, in the vocabulary of
-    `formats.tokenizers.pretokenizer_patterns`.
+    """Yields the steps of a pre-tokenizer as `pretokenizer_patterns` writes them.
 
-    The last byte-level step goes without saying; one before others is told, because what follows it
-    sees bytes.
+    The last byte-level step is implied; one before other steps is listed, because those see bytes.
     """
     leaves = list(_leaves(spec))
     for i, leaf in enumerate(leaves):
@@ -244,10 +239,10 @@ def _step(leaf: Json, *, last: bool) -> Iterator[str]:
 
 
 def _split(leaf: Json) -> str:
-    """The expression whose matches, and whatever lies between them, become pieces.
+    """Returns the expression whose matches, and the text between them, become pieces.
 
-    Keeping only the matches (Removed, inverted) is the same for an expression that leaves nothing
-    between them, as all those in the table do.
+    Keeping only the matches (Removed, inverted) is the same for an expression that matches all text, as those
+    in the table do.
     """
     pattern = expect_object(leaf.get("pattern"), "pattern")
     behaviour = (leaf.get("behavior"), bool(leaf.get("invert")))

@@ -1,7 +1,7 @@
-"""A checkpoint's tokenizer at work: prompts to ids, ids to text as it comes, chats to prompts.
+"""Runs a checkpoint's tokenizer: prompts to ids, ids to text incrementally, chats to prompts.
 
-A chat template is a program that came with the checkpoint. It runs only when a chat is asked for, in
-jinja's sandbox, which gives it no access to Python, and in a process of its own with little memory and time.
+A chat template is a program that came with the checkpoint. It runs only when a chat is asked for, in jinja's
+sandbox, which gives it no access to Python, and in a process of its own with little memory and time.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A tokenizer, the ids that end a text, and how to write a chat.
+    """A tokenizer, the ids that end a text, and the chat template.
 
-    `rows` is the number of tokens that the model knows, where its config says so.
+    `rows` is the number of rows of the model's embedding, where its config has it.
     """
 
     tokenizer: Tokenizer
@@ -51,9 +51,9 @@ class Dialogue:
     rows: int | None = None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of a text; `special` adds what the tokenizer puts around one.
+        """Returns the token ids of a text; `special` adds the tokenizer's special tokens around it.
 
-        Raises BadRecipe for an id that the model has no row for.
+        Raises BadRecipe for an id beyond the model's rows.
         """
         ids = list(self.tokenizer.encode(text, add_special_tokens=special).ids)
         if self.rows is not None:
@@ -61,11 +61,11 @@ class Dialogue:
         return ids
 
     def encode_chat(self, messages: Messages) -> list[int]:
-        """Token ids of a chat by the model's own template, up to where the assistant begins."""
+        """Returns the token ids of a chat in the model's own template, up to the assistant's turn."""
         return self.encode(self.render(messages), special=False)
 
     def render(self, messages: Messages) -> str:
-        """The chat as text. Raises UnsupportedModel without a template, or one that does not run."""
+        """Renders the chat as text. Raises UnsupportedModel without a template, or when it fails."""
         special = {
             f"{kind}_token": token_text(self.folder.settings.get(f"{kind}_token")) for kind in SPECIAL_KINDS
         }
@@ -80,10 +80,10 @@ class Dialogue:
 
 
 def _rendered(template: str, variables: Json) -> Json:
-    """What `formats.tokenizers.chat_template`, run as a script of its own, answers."""
+    """Returns the answer of `formats.tokenizers.chat_template`, run as a script."""
     if find_spec("jinja2") is None:
         raise QConvertError("chat: jinja2 is not installed", "pip install jinja2")
-    # By its path, not by -m: that would take modules of the current folder for those of Python.
+    # Not with -m, which would import modules of the current folder instead of Python's.
     command = [sys.executable, chat_template.__file__]
     request = json.dumps({"template": template, "variables": variables})
     try:
@@ -98,7 +98,7 @@ def _rendered(template: str, variables: Json) -> Json:
 
 
 def open_dialogue(path: Path, config: Json) -> Dialogue:
-    """The tokenizer of a checkpoint's folder. Raises UnsupportedModel where it is not one in JSON."""
+    """Opens the tokenizer of a checkpoint's folder. Raises UnsupportedModel without a tokenizer.json."""
     from tokenizers import Tokenizer
 
     folder = read_folder(path, config)
@@ -120,7 +120,7 @@ def open_dialogue(path: Path, config: Json) -> Dialogue:
 
 
 def check_ids(largest: int, rows: int) -> None:
-    """Raise BadRecipe for a token beyond the rows of a model's embedding."""
+    """Raises BadRecipe for a token beyond the rows of a model's embedding."""
     if largest >= rows:
         raise BadRecipe(
             f"tokenizer: token {largest} is beyond the model's {rows} rows",
@@ -129,7 +129,7 @@ def check_ids(largest: int, rows: int) -> None:
 
 
 def open_made_dialogue(files: Mapping[str, str], config: Json) -> Dialogue:
-    """The tokenizer of files that are not on a disk, text by name."""
+    """Opens the tokenizer of files in memory, text by name."""
     with TemporaryDirectory() as folder:
         for name, text in files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
@@ -138,10 +138,10 @@ def open_made_dialogue(files: Mapping[str, str], config: Json) -> Dialogue:
 
 @dataclass(slots=True)
 class Detokenizer:
-    """Text of tokens that come one by one: never half a character, never a changed one.
+    """Decodes tokens one by one: never half a character, and text once returned never changes.
 
-    A token's text may depend on the one before it, so two runs of tokens are decoded, without and
-    with the new ones, and the difference is given out.
+    A token's text may depend on the one before it, so two runs of tokens are decoded, without and with the
+    new ones, and the difference is returned.
     """
 
     tokenizer: Tokenizer
@@ -150,7 +150,7 @@ class Detokenizer:
     _given: int = 0
 
     def push(self, token: int) -> str:
-        """The text that this token completes, possibly none."""
+        """Returns the text that this token completes, possibly none."""
         self._ids.append(token)
         text = self._decode(len(self._ids))
         if text.endswith(REPLACEMENT) and len(self._ids) - self._given < _LONGEST_CHARACTER:
@@ -158,7 +158,7 @@ class Detokenizer:
         return self._give(text)
 
     def rest(self) -> str:
-        """What is left at the end: the remains of an unfinished character."""
+        """Returns what is left at the end: the bytes of an unfinished character."""
         return self._give(self._decode(len(self._ids)))
 
     def _decode(self, stop: int) -> str:
@@ -171,7 +171,7 @@ class Detokenizer:
 
 
 def _template(folder: TokenizerFolder) -> str:
-    """The folder's template; of several, the one called default."""
+    """Returns the folder's template; of several, the one called default."""
     found = folder.chat_template
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
@@ -182,7 +182,7 @@ def _template(folder: TokenizerFolder) -> str:
 
 
 def _stops(path: Path, config: Json, tokenizer: Tokenizer, settings: Json) -> frozenset[int]:
-    """Ids that end a text: those of both configs, and the tokenizer's own."""
+    """Returns the ids that end a text: those of both configs, and the tokenizer's own."""
     file = path / "generation_config.json"
     generation = read_json_object(file) if file.is_file() else {}
     found: set[int] = set()

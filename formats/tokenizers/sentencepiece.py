@@ -1,8 +1,8 @@
-"""The pieces of a SentencePiece model file, read from its protocol-buffer bytes.
+"""Parses the pieces of a SentencePiece model file from its protocol-buffer bytes.
 
-Only what a tokenizer file for another program needs: pieces with score and type, the algorithm, and
-the normaliser's settings. Source: sentencepiece_model.proto of google/sentencepiece (ModelProto,
-TrainerSpec, NormalizerSpec) and the protocol-buffers wire format; fields not named here are skipped.
+Reads only what a tokenizer file for another program needs: pieces with score and type, the algorithm, and the
+normaliser's settings. Source: sentencepiece_model.proto of google/sentencepiece (ModelProto, TrainerSpec,
+NormalizerSpec) and the protocol-buffers wire format; fields not named here are skipped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_PIECES = 1 << 19  # gemma 3, the most in use, has 262,144
 
 
 class PieceType(IntEnum):
-    """ModelProto.SentencePiece.Type; GGUF numbers its token types alike."""
+    """ModelProto.SentencePiece.Type; GGUF's token types have the same numbers."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class SentencePieceModel:
-    """A model's pieces by id, and what the model does to text before it looks for them."""
+    """A model's pieces by id, and its normaliser's settings."""
 
     pieces: tuple[Piece, ...]
     is_unigram: bool
@@ -53,17 +53,17 @@ class SentencePieceModel:
 
     @property
     def unknown(self) -> int | None:
-        """The id of the piece for what no other piece spells."""
+        """The id of the piece for unknown text."""
         return next((i for i, piece in enumerate(self.pieces) if piece.type is PieceType.UNKNOWN), None)
 
 
 def is_sentencepiece(path: Path) -> bool:
-    """Whether the file begins as a SentencePiece model does (tiktoken files share their name)."""
+    """True if the file begins like a SentencePiece model (tiktoken files use the same name)."""
     return path.is_file() and path.open("rb").read(1) == b"\x0a"
 
 
 def read_sentencepiece(path: Path) -> SentencePieceModel:
-    """The model that a file holds; CorruptCheckpoint when it is not one."""
+    """Reads a model file; CorruptCheckpoint when it is not one."""
     raw = read_bounded(path, MAX_MODEL_BYTES)
     name = shown(path.name)
     try:
@@ -96,7 +96,7 @@ def _piece(raw: bytes, row: int) -> Piece:
     score = fields.get(2, b"\0\0\0\0")
     text = _bytes(fields.get(1, b"")).decode("utf-8")
     if not text:
-        raise ValueError(f"piece {row} is empty")  # which the library refuses, too (InitializePieces)
+        raise ValueError(f"piece {row} is empty")  # the library refuses it too (InitializePieces)
     return Piece(text, struct.unpack("<f", _bytes(score))[0], PieceType(_number(fields.get(3, 1))))
 
 
@@ -113,7 +113,7 @@ def _number(value: int | bytes) -> int:
 
 
 def _fields(raw: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a message: varints as numbers, everything else as bytes."""
+    """Yields the fields of a message: varints as numbers, everything else as bytes."""
     position = 0
     while position < len(raw):
         tag, position = _varint(raw, position)

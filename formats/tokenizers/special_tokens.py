@@ -1,13 +1,13 @@
-"""Special tokens and chat templates of a Hugging Face tokenizer, as GGUF keys.
+"""Converts special tokens and chat templates of a Hugging Face tokenizer to GGUF keys.
 
-Which token begins or ends a text is said in three files that may disagree. The order of belief is that
-of gguf.SpecialVocab (llama.cpp's converter), so that the same keys come out in the same order: the
+Three files that may disagree name the tokens that begin or end a text. Their precedence is that of
+gguf.SpecialVocab (llama.cpp's converter), so that the same keys are written in the same order: the
 post-processor's template first, then tokenizer_config.json, then config.json.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from string import ascii_letters, digits
 
@@ -21,7 +21,7 @@ from qconvert.formats.tokenizers.huggingface_files import (
     token_text,
 )
 
-# GGUF has no key for a classification token; "seperator" is its spelling.
+# GGUF has no key for a classification token; it writes "seperator".
 ID_KEYS = {
     "bos": "tokenizer.ggml.bos_token_id",
     "eos": "tokenizer.ggml.eos_token_id",
@@ -38,7 +38,7 @@ _NAME_CHARACTERS = frozenset(ascii_letters + digits)
 
 @dataclass
 class SpecialTokens:
-    """The special tokens found so far: their texts, their ids, and which are put around a text."""
+    """The special tokens found so far: their texts, their ids, and which are added around a text."""
 
     texts: dict[str, str] = field(default_factory=dict)
     ids: dict[str, int] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class SpecialTokens:
     warnings: list[str] = field(default_factory=list)
 
     def keys(self, tokens: int) -> Iterator[KV]:
-        """The GGUF keys; an id outside the vocabulary is left out with a warning."""
+        """Yields the GGUF keys; an id outside the vocabulary is left out with a warning."""
         for kind, token in self.ids.items():
             if not 0 <= token < tokens:
                 self.warnings.append(f"{kind}_token_id is {token}, outside the {tokens} tokens; left out")
@@ -58,7 +58,7 @@ class SpecialTokens:
 
 
 def find_special_tokens(tokenizer: Json, settings: Json, config: Json) -> SpecialTokens:
-    """The special tokens of tokenizer.json, tokenizer_config.json and config.json (any may be {})."""
+    """Finds the special tokens of tokenizer.json, tokenizer_config.json and config.json (any may be {})."""
     found = SpecialTokens()
     found.texts = {
         kind: text for kind in SPECIAL_KINDS if (text := token_text(settings.get(f"{kind}_token")))
@@ -68,7 +68,8 @@ def find_special_tokens(tokenizer: Json, settings: Json, config: Json) -> Specia
             found.texts[kind] = found.texts[stand_in]
     for step in _processors(tokenizer.get("post_processor")):
         _apply_processor(found, step)
-    by_text = _ids_by_text(tokenizer)
+    entries = tokenizer.get("added_tokens") or []
+    by_text = {entry["content"]: entry["id"] for entry in reversed(entries)}
     for kind in (*SPECIAL_KINDS, "eot"):
         flag = settings.get(f"add_{kind}_token")
         if isinstance(flag, bool):
@@ -79,13 +80,6 @@ def find_special_tokens(tokenizer: Json, settings: Json, config: Json) -> Specia
         token = config.get(f"{kind}_token_id")
         if isinstance(token, int) and not isinstance(token, bool):
             found.ids.setdefault(kind, token)
-    return found
-
-
-def _ids_by_text(tokenizer: Json) -> Mapping[str, int]:
-    found: dict[str, int] = {}
-    for entry in tokenizer.get("added_tokens") or []:
-        found.setdefault(entry["content"], entry["id"])
     return found
 
 
@@ -112,7 +106,7 @@ def _apply_processor(found: SpecialTokens, step: Json) -> None:
 
 
 def _template(spec: object) -> list[str | None]:
-    """The special tokens of a template in order, None where a text goes."""
+    """Returns the special tokens of a template in order, None for a text."""
     names: list[str | None] = []
     for entry in expect_list(spec, "template"):
         token = expect_object(expect_object(entry, "template").get("SpecialToken"), "SpecialToken")
@@ -143,12 +137,12 @@ def _apply_template(found: SpecialTokens, single: list[str | None], pair: list[s
 
 
 def _separates(between: list[str | None], ends: set[str | None], last: str | None) -> bool:
-    """Whether a separator (or end) token of its own stands between two texts."""
+    """Returns whether two texts have a separator (or end) token between them."""
     return (last is None and between[0] in ends) or (len(between) == 2 and between[1] in ends)
 
 
 def chat_template_keys(template: object, warnings: list[str]) -> Iterator[KV]:
-    """The keys of a chat template: one text, or a list of named ones of which "default" is the main."""
+    """Yields the keys of a chat template: one text, or a list of named ones with the main one "default"."""
     if isinstance(template, str):
         if template:
             yield KV.text("tokenizer.chat_template", template)

@@ -1,10 +1,9 @@
-"""Tokenizers kept in tiktoken files: every line a token in base64 and its rank.
+"""Reads tokenizers in tiktoken files: every line a token in base64 and its rank.
 
-A rank is an id and the moment at which byte pairs are merged, so the merges that tokenizer.json lists
-follow from the ranks. How texts are cut beforehand, and which special tokens come after the ranks, is
-said in the Python file beside it; here it is known by the tokenizer's class. Sources: `tokenization_qwen.py`
-of Qwen-7B and `tokenization_chatglm.py` of glm-4-9b (pattern, normaliser, special tokens), and
-`CoreBPE` in openai/tiktoken (the order of merges).
+A rank is both the token's id and its merge priority, so the merges of tokenizer.json follow from the ranks.
+Splitting rules and special tokens are in the Python file next to it; here they are known by the tokenizer's
+class. Sources: `tokenization_qwen.py` of Qwen-7B and `tokenization_chatglm.py` of glm-4-9b (pattern,
+normaliser, special tokens), and `CoreBPE` in openai/tiktoken (the order of merges).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MAX_FILE_BYTES = 32 << 20  # the largest in use, with 200,000 tokens, has 4 MB
 
 @dataclass(frozen=True, slots=True)
 class _Class:
-    """What the Python file of a tokenizer class says beside the ranks."""
+    """What the Python file of a tokenizer class defines besides the ranks."""
 
     splits: Splits
     normaliser: str | None
@@ -46,7 +45,7 @@ _CLASS_OF_MODEL = {"qwen": "QWenTokenizer", "chatglm": "ChatGLM4Tokenizer"}
 
 
 def find_tiktoken(folder: Path) -> Path | None:
-    """The tiktoken file of a model folder, if it has one."""
+    """Returns the tiktoken file of a model folder, if it has one."""
     names = sorted(path.name for path in folder.glob("*.tiktoken"))
     for name in (*names, "tokenizer.model"):
         path = folder / name
@@ -58,10 +57,10 @@ def find_tiktoken(folder: Path) -> Path | None:
 
 
 def read_tiktoken(path: Path, settings: Json, config: Json) -> Json:
-    """The tokenizer.json that a tiktoken file stands for.
+    """Converts a tiktoken file to a tokenizer.json.
 
-    Raises CorruptCheckpoint naming a line that is no token, UnsupportedModel for a class whose
-    splitting rules are not known here.
+    Raises CorruptCheckpoint naming a line that is no token, UnsupportedModel for a class whose splitting
+    rules are not known here.
     """
     name = str(settings.get("tokenizer_class") or _CLASS_OF_MODEL.get(str(config.get("model_type"))))
     kind = _CLASSES.get(name)
@@ -90,13 +89,13 @@ def read_tiktoken(path: Path, settings: Json, config: Json) -> Json:
             "type": "BPE",
             "vocab": {_spelled(token): rank for token, rank in ranks.items()},
             "merges": merges,
-            "ignore_merges": whole,  # tiktoken takes a word that is a token whole
+            "ignore_merges": whole,  # tiktoken does not merge a word that is a token
         },
     }
 
 
 def read_ranks(path: Path) -> Mapping[bytes, int]:
-    """Every token of a tiktoken file and its rank, both distinct."""
+    """Returns every token of a tiktoken file and its rank, both distinct."""
     name = shown(path.name)
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(read_bounded(path, MAX_FILE_BYTES).splitlines(), 1):
@@ -117,7 +116,7 @@ def read_ranks(path: Path) -> Mapping[bytes, int]:
 
 
 def parts_before(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """What merging has made of a token's bytes just before it becomes one: two parts if it ever does."""
+    """Returns the parts of a token's bytes just before the last merge: two if merging ever reaches it."""
     limit = ranks[token]
     parts = [token[i : i + 1] for i in range(len(token))]
     pairs = [ranks.get(token[i : i + 2], limit) for i in range(len(token) - 1)]
@@ -136,7 +135,7 @@ def parts_before(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
 
 
 def _byte_letters() -> dict[int, str]:
-    """Byte-level BPE's letter for every byte. Source: bytes_to_unicode in GPT-2's encoder.py."""
+    """Returns byte-level BPE's letter for every byte. Source: bytes_to_unicode in GPT-2's encoder.py."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}

@@ -1,11 +1,10 @@
-"""A Hugging Face tokenizer folder as GGUF's tokenizer keys.
+"""Converts a Hugging Face tokenizer folder to GGUF's tokenizer keys.
 
 Four kinds are known: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama"), unigram ("t5") and
-WordPiece ("bert"). Keys, values and order are those of llama.cpp's convert_hf_to_gguf.py at commit
-0c1e57098, with three exceptions: added tokens keep their text (there they are encoded and decoded once,
-which damages letters such as e acute); scores of SentencePiece vocabularies without a tokenizer.model
-follow from the merges (there all are -1000, which loses their order); and the pre-tokenizer is
-recognised by structure.
+WordPiece ("bert"). Keys, values and order are those of llama.cpp's convert_hf_to_gguf.py at commit 0c1e57098,
+with three exceptions: added tokens keep their text (there they are encoded and decoded once, which damages
+letters such as e acute); scores of SentencePiece vocabularies without a tokenizer.model follow from the
+merges (there all are -1000, which loses their order); and the pre-tokenizer is recognised by structure.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ _NO_BYTES = (
 
 @dataclass(frozen=True, slots=True)
 class GGUFTokenizer:
-    """The keys of a tokenizer in the order they are written, and what the user should know."""
+    """The keys of a tokenizer in the order they are written, and warnings."""
 
     kv: tuple[KV, ...]
     warnings: tuple[str, ...]
@@ -66,11 +65,10 @@ class GGUFTokenizer:
 def read_tokenizer(
     folder: Path, vocab_rows: int, config: Json, pre_tokenizer: str | None = None
 ) -> GGUFTokenizer:
-    """The tokenizer of a model folder whose embedding has `vocab_rows` rows.
+    """Reads the tokenizer of a model folder whose embedding has `vocab_rows` rows.
 
-    `config` is config.json; `pre_tokenizer` overrides the recognised name. Raises CorruptCheckpoint
-    naming a token whose id is beyond the rows, UnsupportedModel for a tokenizer llama.cpp has no
-    equivalent of.
+    `config` is config.json; `pre_tokenizer` overrides the recognised name. Raises CorruptCheckpoint naming a
+    token whose id is beyond the rows, UnsupportedModel for a tokenizer llama.cpp has no equivalent of.
     """
     files = read_folder(folder, config)
     builder = _Builder(files, vocab_rows, config, [])
@@ -186,7 +184,7 @@ class _Builder:
         if model is not None and model.special:
             rows = {token.text: row for row, token in self.files.added.items()}
             special.ids |= {kind: rows[text] for kind, text in model.special.items() if text in rows}
-            special.added.setdefault("bos", False)  # GLM's prompts begin with two tokens, as templates say
+            special.added.setdefault("bos", False)  # GLM's templates begin prompts with two tokens
         if self._is_llama and self.rows == 32016:  # CodeLlama
             special.ids.setdefault("eot", 32010)
         if self._is_llama and self.rows == 49152:  # Granite, SmolLM
@@ -200,7 +198,7 @@ class _Builder:
 
 
 def _kind(files: TokenizerFolder, model: Json, *, llama: bool) -> str:
-    """Which of GGUF's tokenizer models this is."""
+    """Returns GGUF's name of the tokenizer's model."""
     if files.sentencepiece is not None:
         return "t5" if files.sentencepiece.is_unigram and not llama else "llama"
     kind = model.get("type")
@@ -220,7 +218,7 @@ def _kind(files: TokenizerFolder, model: Json, *, llama: bool) -> str:
 
 
 def _leaves(spec: object) -> Iterator[Json]:
-    """The steps of a normaliser, pre-tokenizer or decoder, sequences taken apart."""
+    """Yields the steps of a normaliser, pre-tokenizer or decoder, sequences flattened."""
     record = expect_object(spec, "step")
     parts = [record[key] for key in ("normalizers", "pretokenizers", "decoders") if key in record]
     if record and not parts:
@@ -238,7 +236,7 @@ def _token_keys(tokens: Tokens, *, scores: bool) -> Iterator[KV]:
 
 
 def _merges(model: Json) -> Iterator[tuple[str, str]]:
-    """The merges as pairs; a space inside a part is spelled as byte-level BPE spells it."""
+    """Yields the merges as pairs, a space inside a part in byte-level BPE's letter."""
     for number, entry in enumerate(expect_list(model.get("merges"), "merges")):
         parts = entry.split(" ") if isinstance(entry, str) else entry
         if not isinstance(parts, list) or len(parts) != 2 or not all(isinstance(p, str) and p for p in parts):
@@ -248,7 +246,7 @@ def _merges(model: Json) -> Iterator[tuple[str, str]]:
 
 
 def _prepends_space(tokenizer: Json) -> bool:
-    """Whether a text is encoded as if a space stood before it."""
+    """Returns whether a space is prepended to a text before it is encoded."""
     for step in (*_leaves(tokenizer.get("normalizer")), *_leaves(tokenizer.get("pre_tokenizer"))):
         if step.get("type") == "Prepend" and step.get("prepend") == SPACE:
             return True
@@ -269,7 +267,7 @@ def _check_sentencepiece_normaliser(tokenizer: Json) -> None:
 
 
 def _charsmap(normaliser: object) -> bytes:
-    """The compiled character map of a SentencePiece normaliser, empty when there is none."""
+    """Returns the compiled character map of a SentencePiece normaliser, empty when there is none."""
     for step in _leaves(normaliser):
         if step.get("type") == "Precompiled":
             try:
@@ -282,7 +280,7 @@ def _charsmap(normaliser: object) -> bytes:
 
 
 def _normaliser_flags(normaliser: object) -> Iterator[KV]:
-    """What WordPiece does to letters; llama.cpp assumes lower case unless told."""
+    """Yields WordPiece's changes to letters; llama.cpp's default is lower case."""
     flags: dict[str, object] = {}
     for step in _leaves(normaliser):
         if step.get("type") == "Lowercase":

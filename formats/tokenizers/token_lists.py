@@ -1,7 +1,7 @@
-"""Token lists as GGUF holds them: a text, a type and perhaps a score for every row of the embedding.
+"""Builds GGUF's token lists: a text, a type and perhaps a score for every row of the embedding.
 
-Rows without a token are called `[PADn]` and unused. An id beyond the rows is an error: the model
-could never have produced it.
+Rows without a token are called `[PADn]` and unused. An id beyond the rows is an error: the model could never
+have produced it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Tokens:
 
     @classmethod
     def unused(cls, rows: int) -> Tokens:
-        """A vocabulary of which nothing is known yet."""
+        """Returns a vocabulary of unused rows."""
         texts = [f"[PAD{row}]" for row in range(rows)]
         return cls(texts, [UNUSED_SCORE] * rows, [int(PieceType.UNUSED)] * rows)
 
     def put(self, row: int, text: str, score: float, kind: PieceType) -> None:
-        """Say which token a row is. Raises CorruptCheckpoint for a row that is not there."""
+        """Sets the token of a row. Raises CorruptCheckpoint for a row beyond the embedding."""
         if row >= len(self.texts):
             raise CorruptCheckpoint(
                 f"tokenizer: token {shown(text)!r} has id {row}; the embedding has {len(self.texts)} rows",
@@ -48,10 +48,10 @@ class Tokens:
 
 
 def looks_special(text: str) -> bool:
-    """Whether an added token is a control token although its flags do not say so.
+    """Returns whether an added token is a control token although its flags do not say so.
 
-    The list is that of llama.cpp's converter (does_token_look_special), drawn from deepseek-coder,
-    command-r and gemma.
+    The list is that of llama.cpp's converter (does_token_look_special), from deepseek-coder, command-r and
+    gemma.
     """
     return (
         text in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
@@ -65,12 +65,12 @@ def _put_added(tokens: Tokens, added: Mapping[int, AddedToken]) -> None:
     for row, token in added.items():
         if token.special or looks_special(token.text):
             tokens.put(row, token.text, ADDED_SCORE, PieceType.CONTROL)
-        else:  # matched in the text as it stands, where a space is a space
+        else:  # matched in the raw text, where a space is a space
             tokens.put(row, token.text.replace(SPACE, " "), ADDED_SCORE, PieceType.USER_DEFINED)
 
 
 def vocabulary(value: object) -> Mapping[str, int]:
-    """A tokenizer.json's `vocab` object, checked: distinct ids from 0 on."""
+    """Checks a tokenizer.json's `vocab` object: distinct ids from 0 on."""
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"tokenizer.json: vocab is {shown(value)}, not an object of ids")
     seen: dict[int, str] = {}
@@ -84,7 +84,7 @@ def vocabulary(value: object) -> Mapping[str, int]:
 
 
 def bpe_tokens(vocab: Mapping[str, int], added: Mapping[int, AddedToken], rows: int) -> Tokens:
-    """Byte-level BPE: trained tokens as they are spelled, added ones as they stand in the text."""
+    """Builds byte-level BPE's list: trained tokens in its letters, added ones as plain text."""
     tokens = Tokens.unused(rows)
     for text, row in vocab.items():
         tokens.put(row, text, 0.0, PieceType.NORMAL)
@@ -93,7 +93,7 @@ def bpe_tokens(vocab: Mapping[str, int], added: Mapping[int, AddedToken], rows: 
 
 
 def wordpiece_tokens(vocab: Mapping[str, int], added: Mapping[int, AddedToken], rows: int) -> Tokens:
-    """WordPiece in llama.cpp's spelling: a mark on word beginnings instead of one on the rest."""
+    """Builds WordPiece's list in llama.cpp's form: a mark on word beginnings instead of on the rest."""
     tokens = bpe_tokens(vocab, added, rows)
     for row, (text, kind) in enumerate(zip(tokens.texts, tokens.types, strict=True)):
         if kind != PieceType.CONTROL:
@@ -102,10 +102,10 @@ def wordpiece_tokens(vocab: Mapping[str, int], added: Mapping[int, AddedToken], 
 
 
 def sentencepiece_tokens(model: SentencePieceModel, added: Mapping[int, AddedToken], rows: int) -> Tokens:
-    """The pieces of a SentencePiece model and the tokens added to it.
+    """Builds the list of a SentencePiece model's pieces and the tokens added to it.
 
-    Pieces the trainer was told to keep whole are matched like added tokens. (llama.cpp's converter
-    calls them normal ones, which merges need not reach: gemma's `<table>` without its added tokens.)
+    Pieces the trainer was told to keep whole are matched like added tokens. (llama.cpp's converter calls them
+    normal ones, which merges need not reach: gemma's `<table>` without its added tokens.)
     """
     tokens = Tokens.unused(rows)
     for row, piece in enumerate(model.pieces):
@@ -123,27 +123,19 @@ def merged_tokens(
     added: Mapping[int, AddedToken],
     rows: int,
 ) -> Tokens:
-    """SentencePiece BPE as tokenizer.json holds it, without the scores llama.cpp merges by.
+    """Builds the list of a SentencePiece BPE in tokenizer.json, computing the scores llama.cpp merges by.
 
-    SentencePiece numbers its pieces by falling score, -0, -1, -2 and so on after the special and byte
-    tokens, and transformers lists the merges in that order; when they are, the scores are these again.
-    Runs of spaces whose merges come last of all had the lowest score (Llama and Mistral). Raises
-    UnsupportedModel for merges in an order that no scores express.
+    SentencePiece numbers its pieces by falling score, -0, -1, -2 and so on after the special and byte tokens,
+    and transformers lists the merges in that order; if they are, these are the scores. Runs of spaces whose
+    merges come last of all had the lowest score (Llama and Mistral). Raises UnsupportedModel for merges in an
+    order that no scores express.
     """
     tokens = Tokens.unused(rows)
     special = {row for row, token in added.items() if token.special}
     first = min(
         (row for text, row in vocab.items() if row not in special and not _BYTE.fullmatch(text)), default=0
     )
-    made = ["".join(pair) for pair in merges]
-    spaces_last = len(made) > 1 and not made[-1].strip(SPACE)
-    while spaces_last and made and not made[-1].strip(SPACE):
-        made.pop()
-    if any(vocab.get(later, -1) < vocab.get(earlier, -1) for earlier, later in pairwise(made)):
-        raise UnsupportedModel(
-            "tokenizer.json: its merges are not in the order of its tokens, which llama.cpp's scores need",
-            "add the model's tokenizer.model to the folder",
-        )
+    spaces_last = _spaces_come_last(vocab, merges)
     for text, row in vocab.items():
         if _BYTE.fullmatch(text):
             tokens.put(row, text, 0.0, PieceType.BYTE)
@@ -157,10 +149,24 @@ def merged_tokens(
     return tokens
 
 
+def _spaces_come_last(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> bool:
+    """Returns whether runs of spaces are merged last; UnsupportedModel unless the others are in id order."""
+    made = ["".join(pair) for pair in merges]
+    spaces_last = len(made) > 1 and not made[-1].strip(SPACE)
+    while spaces_last and made and not made[-1].strip(SPACE):
+        made.pop()
+    if any(vocab.get(later, -1) < vocab.get(earlier, -1) for earlier, later in pairwise(made)):
+        raise UnsupportedModel(
+            "tokenizer.json: its merges are not in the order of its tokens, which llama.cpp's scores need",
+            "add the model's tokenizer.model to the folder",
+        )
+    return spaces_last
+
+
 def unigram_tokens(
     vocab: Iterable[object], unknown: int | None, added: Mapping[int, AddedToken], rows: int
 ) -> Tokens:
-    """A unigram vocabulary as tokenizer.json holds it: pairs of a piece and its log probability."""
+    """Builds the list of a unigram vocabulary in tokenizer.json: pairs of a piece and its log probability."""
     tokens = Tokens.unused(rows)
     for row, entry in enumerate(vocab):
         match entry:

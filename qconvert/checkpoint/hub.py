@@ -1,8 +1,8 @@
-"""From what a user calls a model to a folder on this disk: a path, or a name on the Hugging Face Hub.
+"""Resolves what a user calls a model to a local folder: a path, or a name on the Hugging Face Hub.
 
-The invariant: an existing path wins; from the Hub only configuration, tokenizer, texts and
-safetensors are fetched, never code or pickles. Cache, endpoint, token and offline mode are those of
-huggingface_hub (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
+The invariant: an existing path wins; from the Hub only configuration, tokenizer, texts and safetensors are
+fetched, never code or pickles. Cache, endpoint, token and offline mode are those of huggingface_hub (HF_HOME,
+HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _DISK_ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """Where a model is: its folder or file, and for one from the Hub the repository and commit.
+    """The local folder or file of a model, and the repository and commit of one from the Hub.
 
-    `headers` are the specs of weights that were asked for by header only and are not on this disk;
-    `is_embedded` marks the model that comes with qconvert.
+    `headers` are the specs of weights of which only headers were fetched; `is_embedded` marks the model that
+    comes with qconvert.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class ResolvedModel:
 
     @property
     def name(self) -> str:
-        """What to call outputs after: the repository's name, the folder's, or the file's stem."""
+        """The name for outputs: the repository's, the folder's, or the file's stem."""
         if self.is_embedded:
             return EMBEDDED
         if self.repo_id is not None:
@@ -59,11 +59,11 @@ class ResolvedModel:
 
 
 def resolve(model: str, *, revision: str | None = None, weights: bool = True) -> ResolvedModel:
-    """Find a model: a path, `org/name`, `org/name@revision` or `hf://org/name`; `revision` goes first.
+    """Finds a model: a path, `org/name`, `org/name@revision` or `hf://org/name`; `revision` takes precedence.
 
-    Files of a Hub model are downloaded into the cache unless they are there. Without `checkpoint.by_role`, of
-    weights that are not there only the headers are fetched (a few kilobytes a file). Raises
-    QConvertError with a hint for everything that can go wrong on the way.
+    Files of a Hub model are downloaded into the cache unless they are cached. Without `weights`, only the
+    headers of weights that are not cached are fetched (a few kilobytes a file). Raises QConvertError with a
+    hint for everything that can go wrong on the way.
     """
     if os.path.exists(model):  # noqa: PTH110 - Path.exists raises for a name that is too long
         return ResolvedModel(Path(model))
@@ -90,7 +90,7 @@ def resolve(model: str, *, revision: str | None = None, weights: bool = True) ->
 
 
 def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The cached snapshot with the top-level files that match; its name is the commit."""
+    """Returns the cached snapshot with the matching top-level files; its name is the commit."""
     from huggingface_hub import snapshot_download
 
     return Path(
@@ -99,7 +99,7 @@ def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
 
 
 def _remote_headers(repo_id: str, commit: str) -> dict[str, TensorSpec] | None:
-    """The specs in the headers of a repository's safetensors; None if it has none."""
+    """Returns the specs in the headers of a repository's safetensors; None if it has none."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import NotASafetensorsRepoError
 
@@ -116,10 +116,10 @@ def _remote_headers(repo_id: str, commit: str) -> dict[str, TensorSpec] | None:
 
 @contextmanager
 def _explained(model: str) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one sentence and what to do about it."""
+    """Converts exceptions of huggingface_hub to one sentence and a hint."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, SafetensorsParsingError
 
-    # The base of every error of the HTTP library below: which one that is depends on the version.
+    # The base of every error of the HTTP library, whose choice depends on huggingface_hub's version.
     network: type[BaseException] = HfHubHTTPError.__bases__[0]
     try:
         yield
@@ -131,12 +131,12 @@ def _explained(model: str) -> Iterator[None]:
 
 
 def _explanation(error: BaseException) -> tuple[str, str]:
-    """What went wrong between here and the Hub, and what the user can do."""
+    """Returns what went wrong with the Hub, and what the user can do."""
     from huggingface_hub import constants, errors
 
     log_in = "run `hf auth login` or set HF_TOKEN"
     again = "check the connection and HF_ENDPOINT, then run it again: what has arrived is kept"
-    answers = {  # the first that fits; a gated repository is also one not found
+    answers = {  # the first match; a gated repository is also one not found
         errors.GatedRepoError: (
             "is gated, and not open to you",
             f"accept its terms on its page, then {log_in}",

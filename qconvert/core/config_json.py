@@ -1,4 +1,4 @@
-"""Typed, bounded access to config.json: every number the tables need is checked on its way in."""
+"""Reads typed values of config.json; each is checked against a bound before it is used."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from qconvert.errors import CorruptCheckpoint
 
 MAX_DIMENSION = 1 << 32
 MAX_LAYERS = 4096
-# In all layers together; the largest mixtures have 25,000.
+# Over all layers; the largest mixture models have 25,000.
 MAX_EXPERTS = 1 << 17
 
 
 def positive_int(config: Json, key: str, most: int = MAX_DIMENSION) -> int:
-    """The integer under `key`, which must be there and lie in 1..most."""
+    """Returns the integer under `key`; CorruptCheckpoint unless it is present and in 1..most."""
     value = optional_int(config, key, most)
     if value is None:
         near = get_close_matches(key, config, n=1)
@@ -27,7 +27,7 @@ def positive_int(config: Json, key: str, most: int = MAX_DIMENSION) -> int:
 
 
 def optional_int(config: Json, key: str, most: int = MAX_DIMENSION) -> int | None:
-    """The integer under `key`, in 1..most; None when it is absent or null."""
+    """Returns the integer under `key`, in 1..most; None when it is absent or null."""
     value = config.get(key)
     if value is None:
         return None
@@ -39,24 +39,24 @@ def optional_int(config: Json, key: str, most: int = MAX_DIMENSION) -> int | Non
 
 
 def count(config: Json, key: str) -> int:
-    """The integer under `key`, which may be 0; 0 when it is absent or null."""
+    """Returns the integer under `key`, which may be 0; 0 when it is absent or null."""
     return 0 if config.get(key) == 0 else optional_int(config, key) or 0
 
 
 def divided(config: Json, key: str, by: str) -> int:
-    """The integer under `key` divided by the one under `by`, which must leave no remainder."""
+    """Returns the integer under `key` divided by the one under `by`; CorruptCheckpoint on a remainder."""
     return divide(positive_int(config, key), positive_int(config, by), key, by)
 
 
 def divide(whole: int, parts: int, key: str, by: str) -> int:
-    """`whole / parts`, which must be a whole number; `key` and `by` say in the error what they are."""
+    """Returns `whole / parts`; CorruptCheckpoint on a remainder. `key` and `by` name the two in the error."""
     if whole % parts:
         raise CorruptCheckpoint(f"config.json: {key} = {whole} is not divisible by {by} = {parts}")
     return whole // parts
 
 
 def flag(config: Json, key: str, *, default: bool = False) -> bool:
-    """The boolean under `key`; `default` when it is absent or null."""
+    """Returns the boolean under `key`; `default` when it is absent or null."""
     value = config.get(key)
     if value is None:
         return default
@@ -66,7 +66,7 @@ def flag(config: Json, key: str, *, default: bool = False) -> bool:
 
 
 def whole_numbers(config: Json, key: str) -> tuple[int, ...]:
-    """The list of integers under `key`, one for each layer at most; empty when it is absent or null."""
+    """Returns the list of integers under `key`, at most one for each layer; () when it is absent or null."""
     value = config.get(key)
     if value is None:
         return ()
@@ -78,7 +78,7 @@ def whole_numbers(config: Json, key: str) -> tuple[int, ...]:
 
 
 def per_layer(config: Json, key: str, layer: int) -> float:
-    """The number for one layer in the list under `key`; a single number counts for every layer."""
+    """Returns the number for one layer from the list under `key`; a single number applies to every layer."""
     value = config.get(key)
     number = positive_number(value[layer] if isinstance(value, list) and layer < len(value) else value)
     if number is None or number > MAX_DIMENSION:

@@ -1,7 +1,7 @@
-"""Defines element types, and the specs of arrays as files store them.
+"""Defines element types, and the specs of stored arrays.
 
-Rows: every tensor is cut along its leading dimensions. A tensor of two or more dimensions is seen as
-`[prod(shape[:-1]), shape[-1]]`; a vector of n elements as `[n, 1]`; a scalar as `[1, 1]`.
+Tensors are processed by rows: one of two or more dimensions is seen as `[prod(shape[:-1]), shape[-1]]`; a
+vector of n elements as `[n, 1]`; a scalar as `[1, 1]`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Json = dict[str, Any]
 class DType(Enum):
     """An element type: safetensors code, bits per element, and the numpy type that carries it.
 
-    Types numpy does not have travel as unsigned integers of the same width (BF16 as uint16, the
-    8-bit floats as uint8); only the kernels in `quant/` read them as numbers.
+    Types that numpy lacks are carried as unsigned integers of the same width (BF16 as uint16, the 8-bit
+    floats as uint8); only the kernels in `quant/` interpret them.
     """
 
     F64 = ("F64", 64, "<f8")
@@ -51,12 +51,12 @@ class DType(Enum):
 
     @property
     def is_float(self) -> bool:
-        """Whether a weight may be stored in it as it is (16, 32 or 64 bits, floating point)."""
+        """True if an unquantized weight may be stored in this type (floating point of 16, 32 or 64 bits)."""
         return self in FLOAT_DTYPES
 
     @property
     def label(self) -> str:
-        """The short lower-case name that users read and type: `bf16`, `f32`, `i8`."""
+        """The lower-case name that users read and type: `bf16`, `f32`, `i8`."""
         return self.code.lower()
 
 
@@ -65,20 +65,20 @@ DTYPE_BY_CODE: Mapping[str, DType] = {dtype.code: dtype for dtype in DType}
 
 
 def rows_of(shape: tuple[int, ...]) -> int:
-    """The number of rows of a tensor of this shape (see the module's docstring)."""
+    """Returns the number of rows of a tensor of this shape (see the module's docstring)."""
     if len(shape) >= 2:
         return prod(shape[:-1])
     return shape[0] if shape else 1
 
 
 def width_of(shape: tuple[int, ...]) -> int:
-    """The number of elements in one row of a tensor of this shape."""
+    """Returns the number of elements in one row of a tensor of this shape."""
     return shape[-1] if len(shape) >= 2 else 1
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One array as a file stores it: its name, element type and shape."""
+    """The name, element type and shape of one stored array."""
 
     name: str
     dtype: DType

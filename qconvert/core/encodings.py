@@ -1,7 +1,7 @@
-"""Defines encodings: how the numbers of a tensor are represented, without the numbers themselves.
+"""Defines encodings: how a tensor is represented, without its values.
 
-An encoding is plain numbers (`Unquantized`), integer codes with a scale and a zero point (`AffineInt`) or
-a scale and a minimum (`AffineMin`), codes of a table (`Codebook`), or blocks of GGML (`GgmlBlocks`).
+A tensor is unquantized (`Unquantized`), or has integer codes with a scale and a zero point (`AffineInt`) or
+with a scale and a minimum (`AffineMin`), codes of a table (`Codebook`), or GGML blocks (`GgmlBlocks`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qconvert.core.dtypes import DType, rows_of, width_of
 
 @dataclass(frozen=True, slots=True)
 class Unquantized:
-    """The form of a tensor stored as its own numbers."""
+    """The encoding of an unquantized tensor."""
 
     dtype: DType
 
@@ -25,13 +25,13 @@ class Unquantized:
 
 @dataclass(frozen=True, slots=True)
 class AffineInt:
-    """The form of a group-quantized weight: `w = (code - zero) * scale`, codes unsigned.
+    """The encoding of a group-quantized weight: `w = (code - zero) * scale`, codes unsigned.
 
-    `bits` is 2 to 8; `group_size` the number of consecutive input columns that share one scale,
-    None for one scale per row ("channel"). A symmetric grid has no stored zeros: its zero is
-    `2**(bits-1)`. `scale_dtype` is the type the scales are stored in. With `act_order` the columns
-    of a group are not consecutive: the value brings the group of every column. Scales may be negative;
-    `signless_zero` says that the format's tools compute such a group's zeros as +0, not as -0.
+    `bits` is 2 to 8; `group_size` the number of consecutive input columns that share one scale, None for one
+    scale per row ("channel"). A symmetric encoding stores no zero points: they are `2**(bits-1)`.
+    `scale_dtype` is the type the scales are stored in. With `act_order` (GPTQ's) the columns of a group are
+    not consecutive: the value holds the group of every column. Scales may be negative; `signless_zero` is
+    True if the format's reference dequantizer yields +0.0 (never -0.0).
     """
 
     bits: int
@@ -42,11 +42,11 @@ class AffineInt:
     signless_zero: bool = False
 
     def groups(self, width: int) -> int:
-        """The number of groups in a row of `width` columns, which the group size must divide."""
+        """Returns the number of groups in a row of `width` columns, a multiple of the group size."""
         return 1 if self.group_size is None else width // self.group_size
 
     def nbytes(self, shape: tuple[int, ...]) -> float:
-        """Bytes of codes, scales and zeros for a weight of this shape, without padding."""
+        """Returns the bytes of codes, scales and zero points of a weight of this shape, without padding."""
         rows, width = rows_of(shape), width_of(shape)
         zero_bits = 0 if self.symmetric else self.bits
         per_row = self.bits * width + self.groups(width) * (self.scale_dtype.bits + zero_bits)
@@ -59,7 +59,7 @@ class AffineInt:
 
     @property
     def decoded(self) -> DType:
-        """The type its numbers are computed to when no other is asked for."""
+        """The type it is dequantized to when no other is asked for."""
         return self.scale_dtype
 
 
@@ -69,10 +69,10 @@ def _group(size: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AffineMin:
-    """The form of a weight on the grid `w = code * scale + min`, codes unsigned, of 2 to 8 bits.
+    """The encoding `w = code * scale + min` (MLX's "affine", GGML's `_1` and K types), codes of 2 to 8 bits.
 
-    Its mins are numbers of `scale_dtype`, not codes, so it is finer than `AffineInt`: every grid of
-    integer zeros has a counterpart here (`min = -zero * scale`, rounded), not the other way round.
+    Mins are stored as `scale_dtype`, not as codes, so every `AffineInt` has a counterpart here (`min = -zero
+    * scale`, rounded), but not the other way round.
     """
 
     bits: int
@@ -93,13 +93,13 @@ class AffineMin:
 
 @dataclass(frozen=True, slots=True)
 class Codebook:
-    """The form of a weight whose codes stand for the numbers of a table: `w = table[code] * scale`.
+    """The encoding of a weight whose codes index a table: `w = table[code] * scale`.
 
-    `table` names one of `quant.codebook.TABLES`: the floats of 4 and 8 bits (`e2m1`, `e4m3`,
-    `e5m2`), and bitsandbytes' `nf4`, `fp4` and `int8`. One scale serves `group_size` columns (None: all) of
-    `group_rows` rows (None: all); `scale_dtype` may itself be an 8-bit float. Scales of two levels
-    have a `second` one: `nested` ones are 8-bit codes of a table of their own, `divided` ones are
-    divided by one float32 per tensor. `decoded` is the type that the checkpoint computes in.
+    `table` names one of `quant.codebook.TABLES`: the floats of 4 and 8 bits (`e2m1`, `e4m3`, `e5m2`), and
+    bitsandbytes' `nf4`, `fp4` and `int8`. A scale applies to a block of `group_size` columns (None: all) and
+    `group_rows` rows (None: all); `scale_dtype` may itself be an 8-bit float. Two-level scales have a
+    `second` level: `nested` scales are 8-bit codes of a table of their own, `divided` scales are divided by
+    one float32 per tensor. `decoded` is the type that the checkpoint computes in.
     """
 
     table: str
@@ -114,24 +114,24 @@ class Codebook:
         return 8 if self.table in ("e4m3", "e5m2", "int8") else 4
 
     def groups(self, width: int) -> int:
-        """The number of scales that a row of `width` columns has (the last may serve fewer)."""
+        """Returns the number of scales of a row of `width` columns (the last may apply to fewer columns)."""
         return 1 if self.group_size is None else -(-width // self.group_size)
 
     def scale_rows(self, rows: int) -> int:
-        """The number of rows of scales that serve `rows` rows."""
+        """Returns the number of rows of scales for `rows` rows of the weight."""
         return 1 if self.group_rows is None else -(-rows // self.group_rows)
 
     @property
     def is_mxfp4(self) -> bool:
-        """Whether it is MXFP4 (OCP Microscaling): 32 codes of E2M1 to a power of two."""
-        grid = (self.table, self.group_size, self.group_rows, self.scale_dtype, self.second)
-        return grid == ("e2m1", 32, 1, DType.F8_E8M0, None)
+        """True for MXFP4 (OCP Microscaling): groups of 32 E2M1 codes, scales powers of two (E8M0)."""
+        key = (self.table, self.group_size, self.group_rows, self.scale_dtype, self.second)
+        return key == ("e2m1", 32, 1, DType.F8_E8M0, None)
 
     @property
     def is_nvfp4(self) -> bool:
-        """Whether it is NVFP4, 16 codes of E2M1 to a number of E4M3; `second` says what divides these."""
-        grid = (self.table, self.group_size, self.group_rows, self.scale_dtype)
-        return grid == ("e2m1", 16, 1, DType.F8_E4M3)
+        """True for NVFP4: groups of 16 E2M1 codes, E4M3 scales, with or without a second level."""
+        key = (self.table, self.group_size, self.group_rows, self.scale_dtype)
+        return key == ("e2m1", 16, 1, DType.F8_E4M3)
 
     @property
     def label(self) -> str:
@@ -142,24 +142,24 @@ class Codebook:
 
 @dataclass(frozen=True, slots=True)
 class GgmlBlocks:
-    """The form of a weight stored as GGML blocks: `block` weights in `block_bytes` bytes each."""
+    """The encoding of a weight in GGML blocks: `block` weights in `block_bytes` bytes each."""
 
     type: str
     block: int
     block_bytes: int
 
     def row_bytes(self, width: int) -> int:
-        """Bytes of a row of `width` weights, which the block must divide."""
+        """Returns the bytes of a row of `width` weights, a multiple of the block."""
         return width // self.block * self.block_bytes
 
     @property
     def bits(self) -> int:
-        """Whole bits per weight."""
+        """Bits per weight, rounded down."""
         return 8 * self.block_bytes // self.block
 
     @property
     def decoded(self) -> DType:
-        """The type its numbers are computed to when no other is asked for."""
+        """The type it is dequantized to when no other is asked for."""
         return DType.F32
 
     @property
@@ -173,7 +173,7 @@ Encoding = Unquantized | Quantized | GgmlBlocks
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A tensor of the model, however many arrays spell it: name, shape as computed with, form."""
+    """A tensor of the model, however many arrays store it: name, shape as computed with, encoding."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,8 +1,7 @@
-"""The words a GGUF file is written in: element types, typed metadata values, tensor records.
+"""Defines what a GGUF file consists of: element types, typed metadata values, tensor records.
 
-Every room that says something about GGUF says it in these words: Names chooses keys and tensor names,
-Decisions choose element types, Numbers fill blocks, Bytes lay them out. Nothing here reads a file or
-computes a weight. Source: ggml/include/ggml.h and gguf.h, and docs/gguf.md of the ggml project.
+Nothing here reads a file or computes a weight. Source: ggml/include/ggml.h and gguf.h, and docs/gguf.md of
+the ggml project.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from qconvert.errors import BadRecipe
 class GGMLType(Enum):
     """An element type: its number in a file, elements per block, and bytes per block.
 
-    `dtype` is what its arrays are stored as here: a plain type as itself, one with several elements
-    per block as the bytes of its blocks (U8).
+    `dtype` is the type of its arrays here: an unquantized type itself, U8 for the bytes of blocks.
     """
 
     F32 = (0, 1, 4, DType.F32)
@@ -76,7 +74,7 @@ class GGMLType(Enum):
 
     @property
     def is_quantized(self) -> bool:
-        """Whether several elements share a block (ggml_is_quantized)."""
+        """True if several elements share a block (ggml_is_quantized)."""
         return self.block > 1
 
     @property
@@ -85,7 +83,7 @@ class GGMLType(Enum):
 
     @property
     def encoding(self) -> Encoding:
-        """The form of a tensor of this element type."""
+        """The encoding of a tensor of this element type."""
         return (
             GgmlBlocks(self.name, self.block, self.block_bytes)
             if self.is_quantized
@@ -100,7 +98,7 @@ class GGMLType(Enum):
 
 TYPE_BY_NUMBER = {kind.number: kind for kind in GGMLType}
 
-# The block types that `quant.ggml.encode_rows` writes, named here so that asking needs no kernels.
+# The block types that `quant.ggml.encode_rows` writes; named here so that asking imports no kernels.
 WRITTEN = frozenset(
     [
         "Q4_0",
@@ -120,7 +118,7 @@ WRITTEN = frozenset(
         "TQ2_0",
     ]
 )
-# The grid that a type's blocks are, where other formats have it too; scales of scales are multiplied out.
+# The encoding equal to a block type, where other formats have one; two-level scales are multiplied out.
 GRIDS: Mapping[str, Quantized] = {
     "Q4_0": AffineInt(4, 32, symmetric=True, scale_dtype=DType.F16),
     "Q5_0": AffineInt(5, 32, symmetric=True, scale_dtype=DType.F16),
@@ -138,7 +136,7 @@ GRIDS: Mapping[str, Quantized] = {
 
 
 def parse_ggml_type(text: str) -> GGMLType:
-    """The element type a user names, in any case. Raises BadRecipe listing the names."""
+    """Returns the element type a user names, in any case. Raises BadRecipe listing the names."""
     try:
         return GGMLType[text.upper()]
     except KeyError:
@@ -156,7 +154,7 @@ class GGUFTensor:
 
     @property
     def width(self) -> int:
-        """Elements in one row as ggml counts them: the innermost dimension."""
+        """Elements in one row, ggml's innermost dimension."""
         return self.shape[-1] if self.shape else 1
 
     @property
@@ -169,10 +167,10 @@ class GGUFTensor:
 
     @property
     def stored(self) -> TensorSpec:
-        """The array that holds it: numbers, or `[..., row_bytes]` bytes of blocks."""
+        """The array that stores it: its elements, or its blocks as U8 `[..., row_bytes]`."""
         if not self.type.is_quantized:
             return TensorSpec(self.name, self.type.dtype, self.shape)
-        lead = self.shape[:-1] or (1,)  # a vector of blocks is one row: a row holds whole blocks
+        lead = self.shape[:-1] or (1,)  # a vector of blocks is one row: rows consist of whole blocks
         return TensorSpec(self.name, DType.U8, (*lead, self.row_bytes))
 
 

@@ -1,4 +1,4 @@
-"""Numbers from files nobody vouches for: the one reader of those that a model computes with."""
+"""Checks and rounds numbers that come from untrusted files and go into a model's arithmetic."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import struct
 
 
 def positive_number(value: object) -> float | None:
-    """`value` as a float if it is a number above 0 that float32 holds, None if it is anything else.
+    """Returns `value` as a float if it is a positive number in float32's range, otherwise None.
 
-    Models compute in float32 and GGUF stores it, so what overflows there (1e300, an integer of 400
-    digits) or becomes 0 is no number for either; true and false are none.
+    Models compute in float32 and GGUF stores it, so None is also returned for what overflows there (1e300, an
+    integer of 400 digits) or becomes 0, and for booleans.
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -19,7 +19,7 @@ def positive_number(value: object) -> float | None:
 
 
 def float32(value: float) -> float | None:
-    """The float32 nearest to a number, None where that is beyond the largest."""
+    """Returns the float32 nearest to a number, None beyond float32's range."""
     try:
         return float(struct.unpack("<f", struct.pack("<f", value))[0])
     except OverflowError:
@@ -27,9 +27,9 @@ def float32(value: float) -> float | None:
 
 
 def shortest(value: float) -> float:
-    """The shortest decimal that rounds to the same float32: 1e-06, not 9.999999974752427e-07.
+    """Returns the shortest decimal that rounds to the same float32: 1e-06, not 9.999999974752427e-07.
 
-    A number that no float32 stands for is returned as it is.
+    A number beyond float32's range is returned unchanged.
     """
     stored = float32(value)
     candidates = (float(f"{value:.{digits}g}") for digits in range(1, 9))

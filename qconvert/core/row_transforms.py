@@ -1,11 +1,10 @@
-"""Names what happens to the rows of a tensor between a model and a GGUF file."""
+"""Names the transforms of a tensor's rows between a model and a GGUF file; `ops` implements them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-# The operations of these names are in `ops`.
 TransformKind = Literal[
     "interleave_halves", "plus_one", "unit_rows", "minus_exp", "transpose", "scale", "swap_groups"
 ]
@@ -13,10 +12,10 @@ TransformKind = Literal[
 
 @dataclass(frozen=True, slots=True)
 class RowTransform:
-    """One change of the rows of a tensor on the way into a GGUF file.
+    """One transform of a tensor's rows on the way into a GGUF file.
 
-    `rows` of them are taken at once: the rows of one head, or of one transposed block. `factor` and
-    `groups` are those of the model's declaration.
+    It applies to `rows` rows at a time: those of one head, or of one transposed block. `factor` and `groups`
+    come from the model's GGUF declaration.
     """
 
     change: TransformKind

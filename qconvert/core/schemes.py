@@ -1,6 +1,6 @@
-"""Quantization schemes as users write them: `int4`, `int4-asym-g64`, `int8-channel`, `keep`.
+"""Parses quantization schemes as users write them: `int4`, `int4-asym-g64`, `int8-channel`, `keep`.
 
-A scheme is a decision about one weight; `encoding()` turns it into the form the weight will have.
+A scheme is a choice for one weight; `Scheme.encoding` gives the encoding that the weight will have.
 """
 
 from __future__ import annotations
@@ -29,17 +29,20 @@ class Scheme:
     symmetric: bool = True
 
     def encoding(self, scale_dtype: DType) -> AffineInt:
-        """The form of a weight quantized by this scheme, its scales stored as `scale_dtype`."""
+        """Returns the encoding of a weight quantized by this scheme, its scales stored as `scale_dtype`."""
         return AffineInt(self.bits, self.group_size, self.symmetric, scale_dtype)
 
     @property
     def label(self) -> str:
-        """The canonical spelling, which `parse_scheme` reads back."""
+        """The canonical name, which `parse_scheme` accepts."""
         return self.encoding(DType.BF16).label
 
 
 def fitting(scheme: Scheme, tensor: ModelTensor, scale_dtype: DType) -> AffineInt:
-    """The form of this weight quantized by the scheme. Raises BadRecipe unless every group is whole."""
+    """Returns the encoding of this weight quantized by the scheme.
+
+    Raises BadRecipe unless the group size divides the weight's width.
+    """
     size, width = scheme.group_size, tensor.width
     if size is not None and width % size:
         fits = [str(smaller) for smaller in SMALLER_GROUP_SIZES if width % smaller == 0]
@@ -54,10 +57,7 @@ KEEP = "keep"
 
 
 def parse_scheme(text: str) -> Scheme | None:
-    """Read a scheme as a user writes it; None stands for `keep`.
-
-    Raises BadRecipe, naming the nearest spelling, when the text is not one.
-    """
+    """Parses a scheme; returns None for `keep`. Raises BadRecipe, naming the nearest scheme."""
     if text == KEEP:
         return None
     match = _SCHEME.fullmatch(text)

@@ -1,4 +1,4 @@
-"""Sizes as people type them: `500MB`, `5GB`, `2GiB`, or a plain number of bytes."""
+"""Parses sizes as people type them: `500MB`, `5GB`, `2GiB`, or a number of bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SIZE = re.compile(r"(?P<number>\d{1,16}(?:\.\d{1,15})?)\s*(?P<unit>[KMGT]?)(?P<
 
 
 def parse_size(text: str) -> int:
-    """The number of bytes; decimal units unless written with an i. ValueError if it is not a size."""
+    """Returns the number of bytes; units are decimal unless written with an i. Raises ValueError."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a size; write for example 500MB, 5GB or 2GiB")

@@ -1,4 +1,8 @@
-"""Defines values: rows of a tensor in memory, one class for each kind of encoding."""
+"""Defines values: rows of a tensor in memory, one class for each kind of encoding.
+
+All have `rows`, `width` (weights per row), `arrays` (those cut by rows, the main one first) and `with_arrays`
+(the same value with other rows).
+"""
 
 from __future__ import annotations
 
@@ -13,19 +17,19 @@ if TYPE_CHECKING:
 
 
 def is_packed(codes_RX: np.ndarray) -> bool:
-    """Whether codes are words of a stream (int32), not one uint8 each."""
+    """True if codes are packed (int32 words of a bit stream), False if they are one uint8 each."""
     return codes_RX.dtype != "u1"
 
 
 def width_of_codes(codes_RX: np.ndarray, bits: int) -> int:
-    """The number of codes in a row, packed or not."""
+    """Returns the number of codes in a row, packed or not."""
     stored = int(codes_RX.shape[1])
     return stored * 32 // bits if is_packed(codes_RX) else stored
 
 
 @dataclass(frozen=True, slots=True)
 class DenseRows:
-    """Rows of numbers: `rows_RI` [rows, width] in the carrier type of `dtype`."""
+    """Unquantized rows: `rows_RI` [rows, width] in the carrier type of `dtype`."""
 
     rows_RI: np.ndarray
     dtype: DType
@@ -36,27 +40,24 @@ class DenseRows:
 
     @property
     def width(self) -> int:
-        """The number of weights in a row (so for every kind of value)."""
         return int(self.rows_RI.shape[1])
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """The arrays that are cut by rows, the main one first (so for every kind of value)."""
         return (self.rows_RI,)
 
     def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> DenseRows:
-        """This value with other rows (so for every kind of value)."""
         return DenseRows(arrays[0], self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class AffineIntRows:
-    """Rows of a group-quantized weight on the grid `(codes - zeros) * scales`.
+    """Rows of a group-quantized weight: `(codes - zeros) * scales`.
 
-    codes_RX are the codes, packed or not (see `quant.packed_codes`); scales_RG [rows, groups] in the
-    carrier type of `encoding.scale_dtype`; zeros_RG uint8 [rows, groups], None exactly when the form is
-    symmetric;
-    groups_I int32 [width], the group of every column, None unless the form is in activation order.
+    codes_RX are the codes, packed or not (see `quant.packed_codes`); scales_RG [rows, groups] in the carrier
+    type of `encoding.scale_dtype`; zeros_RG uint8 [rows, groups] are the zero points, None exactly when the
+    encoding is symmetric; groups_I int32 [width] is the group of every column (GPTQ's g_idx), None unless the
+    encoding is act-order.
     """
 
     codes_RX: np.ndarray
@@ -85,7 +86,7 @@ class AffineIntRows:
 
 @dataclass(frozen=True, slots=True)
 class AffineMinRows:
-    """Rows of a weight on the grid `codes * scales + mins`.
+    """Rows of a weight quantized with mins: `codes * scales + mins`.
 
     codes_RX are the codes, packed or not (see `quant.packed_codes`); scales_RG and mins_RG [rows, groups] in
     the carrier type of `encoding.scale_dtype`.
@@ -114,9 +115,9 @@ class AffineMinRows:
 
 @dataclass(frozen=True, slots=True)
 class Nested:
-    """Scales as bitsandbytes nests them: `quant.nested_scales.TABLE[codes] * upper + offset`.
+    """bitsandbytes' nested scales: `quant.nested_scales.TABLE[codes] * upper + offset`.
 
-    codes_RG uint8 [rows, groups]; upper_B float32, one for every 256 of the flat codes.
+    codes_RG uint8 [rows, groups]; upper_B float32, one for every 256 of the flattened codes.
     """
 
     codes_RG: np.ndarray
@@ -128,10 +129,9 @@ class Nested:
 class CodebookRows:
     """Rows of a weight as codes of a table: `table[codes] * scales`.
 
-    codes_RI uint8 [rows, width]; scales_RG [rows, groups] in the carrier type of
-    `encoding.scale_dtype`, also where one scale serves several rows. Nested scales come resolved, as
-    float32, and as `nested` where they are about to be written; `divisor` is the float32 by which
-    `divided` ones are divided.
+    codes_RI uint8 [rows, width]; scales_RG [rows, groups] in the carrier type of `encoding.scale_dtype`, also
+    where one scale applies to several rows. Nested scales are dequantized to float32; `nested` is set only
+    where they are to be written. `divisor` is the float32 that `divided` scales are divided by.
     """
 
     codes_RI: np.ndarray
@@ -158,7 +158,7 @@ class CodebookRows:
 
 @dataclass(frozen=True, slots=True)
 class GgmlRows:
-    """Rows of GGML blocks as they are stored: `bytes_RB` uint8 [rows, form.row_bytes(width)]."""
+    """Rows of GGML blocks as stored: `bytes_RB` uint8 [rows, encoding.row_bytes(width)]."""
 
     bytes_RB: np.ndarray
     encoding: GgmlBlocks

@@ -1,4 +1,4 @@
-"""Names: what the tensors of a model are called, which role each plays, how families differ."""
+"""Declares model families: the names, roles and shapes of their tensors, in HF folders and in GGUF files."""
 
 from qconvert.models.architecture import Architecture, FusedParameter, Parameter, Run, find_family
 from qconvert.models.binding import Binding, bind

@@ -1,7 +1,7 @@
-"""One model's names: every tensor its config promises, fused and unfused.
+"""Expands a family's table into one model's exact tensor names and shapes, fused and unfused.
 
-`Architecture.of(config)` expands a family's table into exact names and shapes. Pure: it reads a
-config, never a file. `qconvert.models.binding` holds a checkpoint's tensors against it.
+`Architecture.of(config)` is pure: it reads a config, never a file. `qconvert.models.binding` matches a
+checkpoint's tensors with it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemp
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Where a tensor belongs: its role, layer (None outside the layers), and exact shape.
+    """One tensor of a model: its role, layer (None outside the layers), and exact shape.
 
-    `part` is "weight" or "bias"; `kind` is the slot's kind for weights and "bias" for biases.
+    `part` is "weight" or "bias"; `kind` is the template's kind for weights and "bias" for biases.
     `transposed` weights are stored with their last two dimensions exchanged.
     """
 
@@ -52,7 +52,7 @@ _EXPERT_NUMBER = re.compile(r"(?<=\.experts)\.\d+")
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rows [start, stop) of a part, as they follow one another in the whole."""
+    """Rows [start, stop) of a member, in the order they have in the fused tensor."""
 
     member: int
     start: int
@@ -61,9 +61,9 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class FusedParameter:
-    """A fused tensor, the places whose rows it holds, and which rows follow which.
+    """A fused tensor, the parameters it holds, and the order of their rows.
 
-    Of an interleaved fusion, rows of the two parts of a pair take turns where their runs are.
+    In an interleaved fusion the rows of two members of a pair alternate within their runs.
     """
 
     whole: Parameter
@@ -73,7 +73,7 @@ class FusedParameter:
 
     @property
     def rows(self) -> Iterator[range]:
-        """The rows of the whole that each run takes, in the order of the runs."""
+        """Yields the rows of the fused tensor that each run takes, in the order of the runs."""
         offset = 0
         for run in self.runs:
             count = run.stop - run.start
@@ -99,11 +99,11 @@ class Architecture:
 
     @classmethod
     def of(cls, config: Json) -> Architecture:
-        """The architecture that config.json describes; UnsupportedModel names an unknown type."""
+        """Returns the architecture that config.json describes; UnsupportedModel names an unknown type."""
         return cls(find_family(config), config)
 
     def spelled_like(self, names: Iterable[str]) -> Architecture:
-        """This architecture in the one of the family's spellings that most of `names` follow."""
+        """Returns this architecture with the family's naming variant that most of `names` follow."""
         if not self.family.spellings or self.spelling:
             return self
         known = frozenset(names)
@@ -116,9 +116,9 @@ class Architecture:
 
     @cached_property
     def settings(self) -> Json:
-        """The config of the language model: the class's defaults, the file's values, shared keys.
+        """The config of the language model: the class's defaults, overridden by the file's values.
 
-        The keys of a nested `text_config` stand beside the others, and win over all but the tie.
+        The keys of a nested `text_config` are merged in, and take precedence except for the tie.
         """
         config = self.config
         nested = config.get("text_config")
@@ -143,14 +143,14 @@ class Architecture:
 
     @cached_property
     def tied(self) -> bool:
-        """Whether the head is the embedding."""
+        """True if the head is the embedding."""
         return flag(self.settings, self.family.tied_by)
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
         """Every tensor of the unfused model by name, in the order of the printed structure.
 
-        The head of a tied model is listed too: it may be stored, though it need not be.
+        The head of a tied model is included: it may be stored, though it need not be.
         """
         return {parameter.name: parameter for parameter in self._walk()}
 
@@ -168,7 +168,7 @@ class Architecture:
 
     @cached_property
     def wholes(self) -> Mapping[str, tuple[tuple[FusedParameter, int], ...]]:
-        """For every part of a fusion by name: the fused tensors that may hold it, and as which part."""
+        """For every member of a fusion by name: the fused tensors it may be in, and its position there."""
         found: dict[str, tuple[tuple[FusedParameter, int], ...]] = {}
         for entry in self.fused.values():
             for number, part in enumerate(entry.members):
@@ -177,27 +177,27 @@ class Architecture:
 
     @cached_property
     def stored(self) -> Mapping[str, Parameter]:
-        """What the family's own class stores: natively fused tensors whole, a tied head not at all."""
+        """The tensors that the family's own class stores: natively fused ones fused, no tied head."""
         native = {p.name: e.whole for e in self.fused.values() if e.fusion.native for p in e.members}
         parameters = (native.get(name, parameter) for name, parameter in self.parameters.items())
         return {p.name: p for p in parameters if not (self.tied and p.role == "lm_head")}
 
     @cached_property
     def roles(self) -> tuple[str, ...]:
-        """The role names that selectors may use, all experts of a layer together, fused ones last."""
+        """The role names for selectors, all experts of a layer together, fused roles last."""
         groups = dict.fromkeys(parameter.group for parameter in self.parameters.values())
         return (*groups, *(fusion.role for fusion in self.family.fusions))
 
     @cached_property
     def roles_in_order(self) -> tuple[str, ...]:
-        """All roles as the model prints them, each fused one before its first part."""
+        """All roles in the order the model prints them, each fused one before its first member."""
         fused = {fusion.part_groups[0]: fusion.role for fusion in self.family.fusions}
         roles = dict.fromkeys(parameter.group for parameter in self.parameters.values())
         return tuple(name for role in roles for name in (fused.get(role), role) if name)
 
     @cached_property
     def stored_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the arrays that a class stores in another order than the places here have them.
+        """The shapes of arrays that the class stores with another dimension order than the parameters here.
 
         Linears stored as [in, out], fused, stacked or not, and stacks of biases, [experts, rows].
         """
@@ -213,26 +213,26 @@ class Architecture:
         return shapes
 
     def parameter(self, name: str) -> Parameter | None:
-        """Where the tensor of this name belongs, fused or not; None when it is unknown."""
+        """Returns the parameter of this name, fused or not; None when it is unknown."""
         if name in self.fused:
             return self.fused[name].whole
         return self.parameters.get(name)
 
     def table(self, role: str) -> Parameter | None:
-        """The one weight of a role outside the layers: `embed` or `lm_head`."""
+        """Returns the one weight of a role outside the layers: `embed` or `lm_head`."""
         return next((p for p in self.parameters.values() if p.role == role and p.param == "weight"), None)
 
     def ignores(self, name: str) -> bool:
-        """Whether the name is a stored buffer that the family's class recomputes."""
+        """Returns whether the name is a stored buffer that the family's class recomputes."""
         return any(re.fullmatch(self._pattern(text), name) for text in self.family.ignored)
 
     def carries(self, name: str) -> str | None:
-        """What a tensor outside the language model is ("vision"), None if it is not known."""
+        """Returns what a tensor outside the language model belongs to ("vision"), None if it is not known."""
         carried = self.family.carried.items()
         return next((what for text, what in carried if re.fullmatch(self._pattern(text), name)), None)
 
     def config_key(self, dimension: str) -> str:
-        """The config keys, in the family's own spelling, that a dimension comes from."""
+        """Returns the family's config keys that a dimension comes from."""
         named = self.family.named_by.get(dimension, dimension)
         return " ".join(self.family.keys.get(word, word) for word in named.split(" "))
 
@@ -303,7 +303,7 @@ class Architecture:
 
 
 def _runs(parts: tuple[Parameter, ...], groups: int) -> tuple[Run, ...]:
-    """Which rows of which part follow one another in a whole of that many groups."""
+    """Returns the row runs, in order, of members fused in that many groups."""
     shares = [divide(rows_of(part.shape), groups, part.dims[0], "groups") for part in parts]
     return tuple(
         Run(i, group * share, (group + 1) * share)
@@ -332,7 +332,7 @@ HOW_TO_DECLARE = (
 
 
 def find_family(config: Json) -> Family:
-    """The family of a config by `model_type`, cross-checked with `architectures`."""
+    """Returns the family of a config by `model_type`, cross-checked with `architectures`."""
     model_type = config.get("model_type")
     classes = config.get("architectures") or []
     known = ", ".join(t for family in FAMILIES for t in family.model_types)

@@ -1,7 +1,7 @@
-"""What the tensors of a checkpoint are: names and shapes held against an architecture.
+"""Matches the tensors of a checkpoint with an architecture by name and shape; reads no tensor.
 
-Every stored tensor is a known place, a recomputed buffer, or unknown; every promised one is there,
-whole or in parts. Names and shapes only: no tensor is read.
+Every stored tensor is a known parameter, a recomputed buffer, or unknown; every required one must be present,
+fused or unfused.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from qconvert.models.architecture import Architecture, FusedParameter, Parameter
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What the tensors of a checkpoint are: known places, dropped buffers, others.
+    """The tensors of a checkpoint: known parameters, dropped buffers, others.
 
-    `unknown` are the tensors that no slot declares: those of other parts of the model (a vision
-    tower), and with `allow_unknown` any.
+    `unknown` are the tensors that no template declares: those of other parts of the model (a vision tower),
+    and with `allow_unknown` any.
     """
 
     architecture: Architecture
@@ -42,7 +42,7 @@ class Binding:
 
     @property
     def fusions_found(self) -> tuple[str, ...]:
-        """The roles of the fused tensors that are stored, each once, in the order of the family's table."""
+        """The roles of the stored fused tensors, each once, in the order of the family's table."""
         fused = self.architecture.fused
         stored = {fused[name].fusion.role for name in self.parameters if name in fused}
         return tuple(f.role for f in self.architecture.family.fusions if f.role in stored)
@@ -51,10 +51,10 @@ class Binding:
 def bind(
     architecture: Architecture, tensors: Mapping[str, ModelTensor], *, allow_unknown: bool = False
 ) -> Binding:
-    """Hold a checkpoint's logical tensors against the architecture, in the spelling they follow.
+    """Matches a checkpoint's tensors with the architecture, in the naming variant they follow.
 
-    Raises CorruptCheckpoint for a missing tensor or a shape that contradicts the config (naming the
-    config keys), UnsupportedModel for a tensor nobody declared unless `allow_unknown`.
+    Raises CorruptCheckpoint for a missing tensor or a shape that contradicts the config (naming the config
+    keys), UnsupportedModel for an undeclared tensor unless `allow_unknown`.
     """
     architecture = architecture.spelled_like(tensors)
     parameters: dict[str, Parameter] = {}

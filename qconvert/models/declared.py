@@ -1,7 +1,6 @@
-"""A family declared by a user, in a few lines of a recipe: like a known one, with what differs.
+"""Builds a family from a user's declaration in a recipe: a known family and the differences from it.
 
-The declaration is data; `models` turns it into a family, whose names then are checked against
-the checkpoint like any other's.
+The names of the family are then checked against the checkpoint like any other's.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemp
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What a recipe's `models` section says.
+    """One entry of a recipe's `models` section.
 
-    `like` is the model_type of the family it resembles; `rename` replaces pieces of that family's
-    names; `keys` says how this config spells the keys that family reads; `without` are roles that
-    this model does not have; `slots` are weights that only this model has.
+    `like` is the model_type of the family it resembles; `rename` replaces pieces of that family's names;
+    `keys` maps the config keys that family reads to this config's; `without` are roles that this model does
+    not have; `slots` are weights that only this model has.
     """
 
     like: str
@@ -33,7 +32,7 @@ class Declaration:
     slots: tuple[ParameterTemplate, ...] = ()
 
     def to_json(self) -> Json:
-        """The declaration as plain data, in the spelling that a recipe has."""
+        """Returns the declaration as the JSON of a recipe."""
         slots = [
             {"role": s.role, "module": s.module, "shape": list(s.shape), "kind": s.kind, "bias": bool(s.bias)}
             for s in self.slots
@@ -47,7 +46,7 @@ class Declaration:
         }
 
     def architecture(self, config: Json) -> Architecture:
-        """The architecture of this config. Raises BadRecipe for words that the family does not know."""
+        """Returns the architecture of this config. Raises BadRecipe for names unknown to the family."""
         architecture = Architecture(self._family(), config)
         known = architecture.family.dimensions(architecture.settings, 0)
         for slot in self.slots:
@@ -90,7 +89,7 @@ class Declaration:
 
 
 def _with_numbers(base: Family, slots: tuple[ParameterTemplate, ...]) -> Callable[[Json, int], Dimensions]:
-    """The family's dimensions, and every number that a slot writes out."""
+    """Returns the family's dimensions, and every literal number in a template's shape."""
     numbers = {d: int(d) for slot in slots for d in slot.shape if d.isdecimal()}
 
     def dimensions(config: Json, layer: int) -> Dimensions:

@@ -1,7 +1,7 @@
-"""A model that nobody declared: its tensors as they are, and a stated guess at its linears.
+"""Guesses the linears of an undeclared model, and takes its tensors as they are.
 
-The guess is made from names and shapes alone, and is printed wherever it is used: 2-D weights inside
-numbered layers are linears unless a part of their name says that they are something else.
+The guess is made from names and shapes alone, and is printed wherever it is used: 2-D weights inside numbered
+layers are linears unless a part of their name excludes it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from qconvert.core.encodings import ModelTensor
 from qconvert.models.parameters import Dimensions, Family, ParameterKind, ParameterTemplate
 
 NOT_LINEAR = ("norm", "ln", "embed", "position", "router", "gate", "bias", "conv", "head", "score")
-# Patterns times layers, for each tensor: more is no stack of layers, and would cost time for nothing.
+# Patterns times layers, per tensor: a larger ratio is no stack of layers, and expanding it costs time.
 _SPARSE = 8
 _LAYER = re.compile(r"\.(\d{1,4})(?=\.)")
 _LAYERS = "number of layers found"
-# Words that make a tensor no linear: as the last word of a module, or (the long ones) anywhere.
+# Words that exclude a linear: as the last word of a module, or (the long ones) anywhere.
 _EXCLUDED = re.compile(r"(^|[._])(ln\d*|gate|head|bias|score)\.|norm|embed|position|router|conv")
 
 
 def guessed_family(config: Json, tensors: Mapping[str, ModelTensor]) -> Family:
-    """A family of one model, whose slots are the tensors at hand; `guess` says what was assumed."""
+    """Returns a family of one model, whose templates are its tensors; `guess` states the assumption."""
     found = _gathered(tensors, _pattern)
     layers = 1 + max((layer for shapes in found.values() for layer in shapes if layer is not None), default=0)
     if len(found) * layers > _SPARSE * (len(tensors) + layers):
@@ -64,7 +64,7 @@ def _escaped(name: str) -> str:
 
 
 def _pattern(name: str) -> tuple[str, int | None]:
-    """The name with its first number counted out, and that number."""
+    """Returns the name with its first number replaced by `{layer}`, and that number."""
     escaped = _escaped(name)
     match = _LAYER.search(escaped)
     if match is None or int(match[1]) >= MAX_LAYERS:

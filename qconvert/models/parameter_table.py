@@ -1,6 +1,6 @@
-"""Counts of a model by role: the table that `inspect` and every dry run print.
+"""Counts a model's parameters and bytes by role: the table that `inspect` and every dry run print.
 
-Works on names, shapes and forms alone: from a bare config.json, from headers, or from a plan.
+Works on names, shapes and encodings alone: from a bare config.json, from headers, or from a plan.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `bits_per_weight` counts scales and zeros; None without a form."""
+    """One line of the table. `bits_per_weight` counts scales and zero points; None without an encoding."""
 
     role: str
     tensors: int
@@ -57,7 +57,7 @@ class ParameterTable:
         return 8 * self.nbytes / self.parameters if self.parameters else 0.0
 
     def to_json(self) -> Json:
-        """The table as plain data; numbers are exact, sizes in bytes."""
+        """Returns the table as JSON; numbers are exact, sizes in bytes."""
         rows = [
             {
                 "role": row.role,
@@ -73,15 +73,15 @@ class ParameterTable:
         return {"rows": rows, "tensors": self.tensors, "parameters": self.parameters, "bytes": self.nbytes}
 
 
-# Layouts that store the zeros of symmetric grids too; and those with a group for every column.
+# Layouts that store zero points of symmetric encodings too; and those with a group index per column.
 _WITH_ZEROS = ("gptq", "gptq_v2", "awq")
 _WITH_COLUMNS = ("gptq", "gptq_v2")
 
 
 def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: str = "") -> int:
-    """Bytes of a tensor of this shape in this form; the few bytes of a stored shape not counted.
+    """Returns the bytes of a tensor of this shape and encoding, without the few bytes of a stored shape.
 
-    `layout` is the one that it is stored in, where that is known: some repeat what others leave out.
+    `layout` is the one that it is stored in, where known: some store what others omit.
     """
     if isinstance(encoding, Unquantized):
         return prod(shape) * encoding.dtype.nbytes
@@ -104,7 +104,7 @@ def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: str = "") -> 
 
 
 def census_of_config(architecture: Architecture) -> ParameterTable:
-    """The table of the model that config.json describes, without any weights."""
+    """Returns the table of the model that config.json describes, without any weights."""
     parameters = architecture.stored.values()
     return _gather(architecture, ((_group(parameter), parameter.shape, None) for parameter in parameters))
 
@@ -112,7 +112,7 @@ def census_of_config(architecture: Architecture) -> ParameterTable:
 def table_of_tensors(
     tensors: Mapping[str, ModelTensor], binding: Binding, layout: str = ""
 ) -> ParameterTable:
-    """The table of tensors stored in a layout, without recomputed buffers.
+    """Returns the table of tensors stored in a layout, without recomputed buffers.
 
     A stored head of a tied model takes bytes, but adds no parameters.
     """
@@ -129,7 +129,7 @@ def table_of_tensors(
 def table_of_outputs(
     outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: str = ""
 ) -> ParameterTable:
-    """The table of a plan's outputs, written in a layout."""
+    """Returns the table of a plan's outputs, written in a layout."""
     entries = ((_label(architecture, n), t.shape, t.encoding) for n, t in outputs.items())
     return _gather(architecture, entries, layout)
 
@@ -139,7 +139,7 @@ def _gather(
     entries: Iterable[tuple[str, tuple[int, ...], Encoding | None]],
     layout: str = "",
 ) -> ParameterTable:
-    """Group entries, in the order of the model's printed structure; norms, biases, unknown last."""
+    """Groups entries, in the order of the model's printed structure; norms, biases, unknown last."""
     order = {role: i for i, role in enumerate(architecture.roles_in_order)}
     groups: dict[str, list[tuple[tuple[int, ...], Encoding | None]]] = {}
     for group, shape, encoding in entries:
@@ -175,7 +175,7 @@ def _row(role: str, entries: list[tuple[tuple[int, ...], Encoding | None]], layo
 def linear_bits(
     outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: str = ""
 ) -> float | None:
-    """Bits per weight of the linears alone (head and embedding not counted); None without any."""
+    """Returns bits per weight of the linears alone (without head and embedding); None without any."""
     linears = [
         t
         for name, t in outputs.items()

@@ -1,9 +1,9 @@
-"""The words an architecture is declared in: slots, dimensions, fusions, families.
+"""Defines what an architecture is declared with: parameter templates, dimensions, fusions, families.
 
-A *slot* is one kind of tensor in the model's printed structure; its shape is written in named
-dimensions, which the family computes from config.json for every layer. A slot with a dimension of
-zero does not exist in that layer: so layer-wise scaled models, mixtures of dense and sparse layers
-and hybrids need no special case. Bits and bytes never appear here.
+A template is one kind of tensor in the model's printed structure; its shape is given in named dimensions,
+which the family computes from config.json for every layer. A template with a dimension of zero does not exist
+in that layer: so layer-wise scaled models, mixtures of dense and sparse layers and hybrids need no special
+case. Encodings and bytes never appear here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Dimensions = Mapping[str, int]
 class ParameterTemplate:
     """One row of a family's table: a module that owns a weight and perhaps a bias.
 
-    `module` is the HF module name; `{layer}` and `{expert}` in it are counted out. `shape` names
-    the dimensions of the weight as stored. `bias` is True, False or the config flag that decides.
-    Only a `linear` slot is quantized unless a rule asks for more. `only_if` names a dimension that
-    must be non-zero (per layer) for the slot to exist there, beside those of the shape. `suffix`
-    is what follows the module in the weight's name, "" for a parameter that is no module of its
-    own. `transposed` marks linears stored input-major, [in, out], as GPT-2's Conv1D does: the shape
-    of a 2-D one is written [out, in] all the same, that of a stack of experts as it is stored.
+    `module` is the HF module name; `{layer}` and `{expert}` in it are numbered. `shape` names the dimensions
+    of the weight as stored. `bias` is True, False or the config flag that decides. Only `linear` templates
+    are quantized unless a rule asks for more. `only_if` names a dimension that must be non-zero (per layer)
+    for the tensor to exist there, besides those of the shape. `suffix` follows the module in the weight's
+    name, "" for a parameter that is no module of its own. `transposed` marks linears stored input-major, [in,
+    out], as GPT-2's Conv1D does: the shape of a 2-D one is declared [out, in] all the same, that of a stack
+    of experts as it is stored.
     """
 
     role: str
@@ -51,15 +51,15 @@ class ParameterTemplate:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """Linears that read the same input and may be stored as one: rows stacked in this order.
+    """Linears that read the same input and may be stored as one: rows concatenated in this order.
 
-    With `groups`, the name of a dimension, the parts are interleaved: the whole is that many groups,
-    each with its share of every part in turn (q of one group, its k, its v, then the next group).
-    With `{expert}` in `parts`, the whole is a 3-D stack [experts, rows, columns], and a stack of biases one
-    vector. `interleaved` parts are two, and take turns row by row in each expert's rows. `native` says that
-    the family's own class stores and computes with the whole. `suffix` and `transposed` are as in a slot;
-    `bias_suffix` is what follows the module in the name of a bias. `layout` names the one layout whose
-    files hold the whole, "" where any may.
+    With `groups`, the name of a dimension, the members are interleaved: the fused tensor is that many groups,
+    each with its share of every member in turn (q of one group, its k, its v, then the next group). With
+    `{expert}` in `members`, it is a 3-D stack [experts, rows, columns], and a stack of biases one vector.
+    `interleaved` members are two, whose rows alternate in each expert's rows. `native` is True if the
+    family's own class stores and computes with the fused tensor. `suffix` and `transposed` are as in a
+    template; `bias_suffix` follows the module in the name of a bias. `layout` names the one layout whose
+    files hold the fused tensor, "" where any may.
     """
 
     role: str
@@ -79,7 +79,7 @@ class Fusion:
 
     @property
     def part_groups(self) -> tuple[str, ...]:
-        """The roles of the parts as selectors and tables know them, all experts together."""
+        """The roles of the members as selectors and tables know them, all experts together."""
         return tuple(part.replace("{expert}.", "") for part in self.members)
 
 
@@ -91,23 +91,21 @@ def _mlx_stack(slot: ParameterTemplate, module: str) -> Fusion:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Everything the catalogue says about models built alike.
+    """The declaration of models built alike.
 
-    `model_types` are the config.json `model_type` values; `classes` the class names seen in
-    `architectures`. `slots` follow the printed structure: each run of per-layer slots is a stack of
-    layers, counted by the config keys in `layers`. `dimensions(config, layer)` returns every
-    dimension named in `slots`, and `named_by` says which config keys a dimension comes from, for
-    error messages. `keys` says how this family spells config keys that the shared parts know by
-    another name (`{"hidden_size": "n_embd"}`); `defaults` are the class's values for keys that a
-    config may leave out.
+    `model_types` are the config.json `model_type` values; `classes` the class names in `architectures`.
+    `slots` are the templates in the order of the printed structure: each run of per-layer templates is a
+    stack of layers, counted by the config keys in `layers`. `dimensions(config, layer)` returns every
+    dimension named in `slots`, and `named_by` gives the config keys a dimension comes from, for error
+    messages. `keys` maps config keys of the shared code to this family's (`{"hidden_size": "n_embd"}`);
+    `defaults` are the class's values for keys that a config may leave out.
 
-    `spellings` are other ways checkpoints write the same names, each a table of replacements.
-    `ignored` are regular expressions of stored tensors that carry no information (they are
-    dropped), `carried` those of tensors outside the language model (they are copied) with what
-    they are; `{layers}` in them stands for the number of layers. `tied_by` is the config key that
-    ties the head to the embedding. `note` is a remark for the table of supported models. `guess` says
-    what was assumed where nobody declared the family. `mlx_experts` is the module in which mlx-lm's class
-    holds the experts of a layer.
+    `spellings` are naming variants in checkpoints, each a table of replacements. `ignored` are regular
+    expressions of stored tensors that carry no information (they are dropped), `carried` those of tensors
+    outside the language model (they are copied) with what they belong to; `{layers}` in them is the number of
+    layers. `tied_by` is the config key that ties the head to the embedding. `note` is a remark for the table
+    of supported models. `guess` states what was assumed of an undeclared family. `mlx_experts` is the module
+    in which mlx-lm's class holds the experts of a layer.
     """
 
     name: str
@@ -130,14 +128,14 @@ class Family:
 
     @property
     def mlx_stacks(self) -> tuple[Fusion, ...]:
-        """The experts of a layer as mlx-lm's files have them: a stack for each projection (`SwitchGLU`)."""
+        """The experts of a layer in mlx-lm's files: a stack for each projection (`SwitchGLU`)."""
         return tuple(_mlx_stack(slot, self.mlx_experts) for slot in self.slots if slot.per_expert)
 
     @property
     def native_fused(self) -> bool:
-        """Whether the family's own class computes with fused linears."""
+        """True if the family's own class computes with fused linears."""
         return any(fusion.native for fusion in self.fusions)
 
     def slot(self, role: str) -> ParameterTemplate:
-        """The slot of this role, which must be declared."""
+        """Returns the template of this role, which must be declared."""
         return next(slot for slot in self.slots if slot.role == role)

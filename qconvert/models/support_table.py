@@ -1,4 +1,4 @@
-"""The catalogue as the table of supported models that README.md shows, one row per declaration."""
+"""Renders the table of supported models in README.md, one row per declaration."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qconvert.models.parameters import Family
 
 
 def markdown() -> str:
-    """The table as Markdown lines, without a final newline."""
+    """Returns the table as Markdown lines, without a final newline."""
     head = [
         "| family | `model_type` | GGUF | its class stores fused | `fuse` can make | remarks |",
         "|---|---|---|---|---|---|",
@@ -24,7 +24,7 @@ def _row(family: Family) -> str:
 
 
 def _gguf(family: Family) -> str:
-    """llama.cpp's names of a family, or why it has none."""
+    """Returns llama.cpp's names of a family, or why it has none."""
     found = [MODELS.get(name) for name in family.model_types]
     names = dict.fromkeys(f"`{model.arch}`" for model in found if isinstance(model, GGUFModel))
     reasons = dict.fromkeys(model.reason for model in found if isinstance(model, NoGraph))
@@ -32,7 +32,7 @@ def _gguf(family: Family) -> str:
 
 
 def _modules(family: Family, *, native: bool) -> str:
-    """The last names of the fused modules, those of stacks of experts with the one before."""
+    """Returns the last names of the fused modules, those of stacks of experts with the one before."""
     shown = (f for f in family.fusions if f.native is native)
     names = (".".join(f.module.rsplit(".", 2 if f.per_expert else 1)[1:]) for f in shown)
     return ", ".join(f"`{name}`" for name in names)

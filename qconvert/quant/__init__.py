@@ -1,1 +1,1 @@
-"""Numbers: grids, scale search, packing arithmetic. Knows no tensor name and no path."""
+"""Computes on arrays: quantization, scale search, packing, transcoding. Knows no names and no paths."""

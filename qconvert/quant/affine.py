@@ -1,9 +1,8 @@
-"""Group quantization to 2 to 8 bits and back: `w = (code - zero) * scale`, codes and zeros unsigned.
+"""Quantizes weights in groups to 2 to 8 bits, and dequantizes: `w = (code - zero) * scale`, all unsigned.
 
-Rows are independent, so a weight may come in any blocks of rows and from any threads: the bytes are
-the same. A scale is rounded to the type it is stored in before codes are computed with it. Sources of
-the plain grid and of the arithmetic of decoding: compressed-tensors 0.20, `calculate_qparams` and
-`dequantize`.
+Rows are independent: any split into blocks of rows or threads gives the same bytes. A scale is rounded to its
+stored type before codes are computed with it. Source of the min-max scales and of the arithmetic of
+dequantizing: compressed-tensors 0.20, `calculate_qparams` and `dequantize`.
 """
 
 from __future__ import annotations
@@ -18,20 +17,19 @@ from qconvert.core.encodings import AffineInt
 from qconvert.core.values import AffineIntRows, DenseRows
 from qconvert.quant.affine_kernels import decode_rows, decode_rows_to_bfloat16, quantize_rows
 from qconvert.quant.casts import as_kernels_read, cast, compare, first_nonfinite
-from qconvert.quant.group_scales import grid_of
+from qconvert.quant.group_scales import group_spec
 from qconvert.quant.packed_codes import codes_of
 from qconvert.quant.simd.lanes import LANES
 
 
 @dataclass(frozen=True, slots=True)
 class QuantError:
-    """What quantizing some weights lost, against their stored codes and scales.
+    """The error of quantizing some weights, between the weights and what is stored for them.
 
-    Sums are over `count` weights: of the squared errors and of the squared weights. `max_abs` is the
-    largest error, `max_steps` the largest one in units of its own scale. `nonfinite` is the flat index
-    of the first NaN or Inf in the block, -1 if there is none (the groups of such numbers count as
-    zeros); `overflow` is the number of scales too large for their type, stored as its largest number.
-    Errors of disjoint weights add up.
+    Sums run over `count` weights: of squared errors and of squared weights. `max_abs` is the largest error,
+    `max_steps` the largest one in units of its own scale. `nonfinite` is the flat index of the first NaN or
+    Inf in the block, -1 if there is none (a group with one is quantized as zeros); `overflow` is the number
+    of scales above the maximum of their type, stored as that maximum. Errors of disjoint weights add up.
     """
 
     sum_sq_error: float
@@ -57,15 +55,15 @@ class QuantError:
 def quantize(
     block: DenseRows, encoding: AffineInt, *, search: bool, weights_I: np.ndarray | None = None
 ) -> tuple[AffineIntRows, QuantError]:
-    """Quantize rows of a weight to `encoding`, and say what that lost.
+    """Quantizes rows of a weight to `encoding`; returns the quantized rows and the error.
 
-    Plain (`search=False`): a symmetric group's scale is `2 * max|w| / (2**bits - 1)`, which moves no
-    weight by more than half a step although the grid has one code more below zero than above; an
-    asymmetric group's scale is `(max - min) / (2**bits - 1)` with 0 always inside the range. Searched:
-    the scale (and zero) of the least squared error found, each column's error weighted by `weights_I`
-    (its importance: finite, not negative, at least one positive); `search` holds the algorithm.
-    Scales are always positive, although letting the longer side choose the sign would lose 8 % less (at
-    4 bits, groups of 128): vLLM's kernels for int8 activations misread negative ones (vllm#48905).
+    With `search` false: a symmetric group's scale is `2 * max|w| / (2**bits - 1)`, which moves no weight by
+    more than half a step although there is one code more below zero than above; an asymmetric group's scale
+    is `(max - min) / (2**bits - 1)` of a range extended to 0. With `search` true: the scale (and zero point)
+    of least squared error found, each column's error weighted by `weights_I` (its importance: finite, not
+    negative, at least one positive); `scale_search` holds the algorithm. Scales are always positive, although
+    letting the longer side choose the sign would lose 8 % less (at 4 bits, groups of 128): vLLM's kernels for
+    int8 activations misread negative ones (vllm#48905).
     """
     rows, width = block.rows_RI.shape
     shape = rows, encoding.groups(width), encoding.group_size or width
@@ -74,14 +72,14 @@ def quantize(
     codes_RI = np.empty((rows, width), np.uint8)
     scales_RG, zeros_RG = np.empty(shape[:2], np.float32), np.empty(shape[:2], np.uint8)
     tally_4, too_large, not_finite = quantize_rows(
-        words_RI.reshape(shape), grid_of(encoding), search, _importance(weights_I, shape[1:]),
+        words_RI.reshape(shape), group_spec(encoding), search, _importance(weights_I, shape[1:]),
         codes_RI.reshape(shape), scales_RG, zeros_RG,
     )  # fmt: skip
     stored, _ = cast(DenseRows(scales_RG, DType.F32), encoding.scale_dtype)
     value = AffineIntRows(codes_RI, stored.rows_RI, None if encoding.symmetric else zeros_RG, encoding)
     sum_sq_error, sum_sq, max_abs, max_steps = tally_4.tolist()
     if not isfinite(sum_sq) and not not_finite:
-        # Squares of weights beyond 1e19 leave float32.
+        # In float32 the squares of weights above 1e19 overflow; `compare` falls back to float64.
         lost = compare(block, dequantize(value, DType.F32))
         sum_sq_error, sum_sq = lost.sum_sq_diff, lost.sum_sq_a
     nonfinite = first_nonfinite(block) if not_finite else -1
@@ -90,7 +88,7 @@ def quantize(
 
 
 def dequantize(value: AffineIntRows, dtype: DType) -> DenseRows:
-    """The numbers of a quantized weight: `(code - zero) * scale` in float32, rounded once to `dtype`."""
+    """Returns a dequantized weight: `(code - zero) * scale` in float32, rounded once to `dtype`."""
     assert value.groups_I is None
     scales, _ = cast(DenseRows(value.scales_RG, value.encoding.scale_dtype), DType.F32)
     zeros_RG = value.zeros_RG
@@ -100,18 +98,18 @@ def dequantize(value: AffineIntRows, dtype: DType) -> DenseRows:
     width = value.width
     codes_RGS = codes_of(value).reshape(rows, groups, width // groups)
     if dtype is DType.BF16:
-        halves_RGS = np.empty(codes_RGS.shape, np.uint16)
-        decode_rows_to_bfloat16(codes_RGS, scales.rows_RI, zeros_RG, halves_RGS)
-        return DenseRows(halves_RGS.reshape(rows, width), dtype)
-    numbers_RGS = np.empty(codes_RGS.shape, np.float32)
-    decode_rows(codes_RGS, scales.rows_RI, zeros_RG, numbers_RGS)
-    return cast(DenseRows(numbers_RGS.reshape(rows, width), DType.F32), dtype)[0]
+        bfloat16_RGS = np.empty(codes_RGS.shape, np.uint16)
+        decode_rows_to_bfloat16(codes_RGS, scales.rows_RI, zeros_RG, bfloat16_RGS)
+        return DenseRows(bfloat16_RGS.reshape(rows, width), dtype)
+    weights_RGS = np.empty(codes_RGS.shape, np.float32)
+    decode_rows(codes_RGS, scales.rows_RI, zeros_RG, weights_RGS)
+    return cast(DenseRows(weights_RGS.reshape(rows, width), DType.F32), dtype)[0]
 
 
 def _importance(weights_I: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:
-    """Importances as kernels take them, float32 [groups, group size in whole lanes].
+    """Returns the importances for the kernels, float32 [groups, group size padded to whole lanes].
 
-    Their mean is 1 in every group, so that no sum of them overflows; all are 1 where none is positive.
+    Each group is scaled to mean 1, so that no sum overflows; a group without a positive one gets ones.
     """
     groups, size = shape
     importance_GP = np.zeros((groups, size + -size % LANES), np.float32)

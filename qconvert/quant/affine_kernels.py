@@ -1,9 +1,9 @@
-"""Group quantization and decoding of rows, compiled: the inner loops behind `affine`.
+"""Quantizes and dequantizes rows in groups, compiled by numba: the inner loops of `affine`.
 
-Groups do not know of each other, so a weight may be cut into any blocks of rows. A group is widened
-into scratch that zeros pad to whole lanes: zeros are on every grid and lose nothing.
+Groups are independent, so a weight may be split into any blocks of rows. A group is widened into scratch
+memory padded with zeros to whole lanes: zeros quantize without error in every group.
 
-Axes: R rows, G groups, S columns of a group, P the same in whole lanes.
+Axes: R rows, G groups, S columns of a group, P columns of a group padded to whole lanes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from qconvert.quant.group_scales import stored_scale
-from qconvert.quant.scale_search import best_grid, make_scratch
+from qconvert.quant.scale_search import best_scale, make_scratch
 from qconvert.quant.simd.lanes import (
     LANES,
     absolute,
@@ -30,20 +30,19 @@ from qconvert.quant.simd.lanes import (
 )
 
 _ZERO, _HALF = np.float32(0), np.float32(0.5)
-# No code stands for a number beyond the largest bfloat16, as which it might be decoded.
+# Larger magnitudes get no code: they would overflow when dequantized to bfloat16, whose maximum this is.
 _FARTHEST = np.float32((2 - 2.0**-7) * 2.0**127)
 
 
 @kernel
 def quantize_rows(
-    words_RGS: Any, grid: Any, search: Any, importance_GP: Any, codes_RGS: Any, scales_RG: Any, zeros_RG: Any
+    words_RGS: Any, spec: Any, search: Any, importance_GP: Any, codes_RGS: Any, scales_RG: Any, zeros_RG: Any
 ) -> Any:
-    """Fill the codes, the scales (stored numbers, as float32) and the zeros of a block of rows.
+    """Fills the codes, scales (as stored, in float32) and zero points of a block of rows.
 
-    The words are floats as `lanes.load` reads them; importances are padded as the groups are. Returns
-    a tally [4]: sums of squared errors and of squared weights, the largest error, the largest one in
-    steps; and the numbers of scales that were too large and of groups that were not finite (and taken
-    for zeros).
+    The words are floats in the dtypes of `lanes.load`; importances are padded as the groups are. Returns a
+    tally [4] (sum of squared errors, sum of squared weights, largest error, largest error in steps), the
+    number of scales above their type's maximum, and the number of non-finite groups (quantized as zeros).
     """
     rows, groups, size = words_RGS.shape
     padded = importance_GP.shape[1]
@@ -57,16 +56,16 @@ def quantize_rows(
             for i in range(size):
                 words_P[i] = words_RGS[row, group, i]
             low, high, finite = _widen(words_P, w_P)
-            wanted, zero = _plain_grid(low, high, grid)
-            scale = stored_scale(wanted, grid)
-            too_large += wanted > grid.largest
+            wanted, zero = _min_max_scale(low, high, spec)
+            scale = stored_scale(wanted, spec)
+            too_large += wanted > spec.largest
             not_finite += not finite
             if search and low < high:
-                zeros = _zeros_to_try(low, scale, zero, grid)
-                scale, zero = best_grid(
-                    w_P, size, importance_GP[group], (low, high), scale, zeros, grid, scratch
+                zeros = _zeros_to_try(low, scale, zero, spec)
+                scale, zero = best_scale(
+                    w_P, size, importance_GP[group], (low, high), scale, zeros, spec, scratch
                 )
-            losses = _encode(w_P, scale, zero, grid, codes_P, losses)
+            losses = _encode(w_P, scale, zero, spec, codes_P, losses)
             for i in range(size):
                 codes_RGS[row, group, i] = codes_P[i]
             scales_RG[row, group], zeros_RG[row, group] = scale, np.uint8(zero)
@@ -76,9 +75,10 @@ def quantize_rows(
 
 @routine
 def _widen(words_P: Any, w_P: Any) -> Any:
-    """Write a group's words as float32; return its ends, 0 included, and whether all of it is finite.
+    """Writes a group's words as float32; returns its minimum and maximum, 0 included, and whether it is
+    finite.
 
-    Zeros are written instead of a group that is not finite.
+    A group that is not finite is written as zeros.
     """
     lows = highs = flaws = splat(_ZERO)
     for i in range(0, w_P.size, LANES):
@@ -95,35 +95,35 @@ def _widen(words_P: Any, w_P: Any) -> Any:
 
 
 @routine
-def _plain_grid(low: Any, high: Any, grid: Any) -> Any:
-    """The scale, not yet rounded, and the zero of min-max (see `affine.quantize`)."""
-    if grid.symmetric:
-        return max(-low, high) / (grid.middle - _HALF), grid.middle
-    # Halves, because the difference of the ends may be beyond float32.
-    scale = (_HALF * high - _HALF * low) / (_HALF * grid.top)
-    return scale, _code(np.rint(-low / stored_scale(scale, grid)), grid)
+def _min_max_scale(low: Any, high: Any, spec: Any) -> Any:
+    """Returns the scale before rounding, and the zero point, of min-max (see `affine.quantize`)."""
+    if spec.symmetric:
+        return max(-low, high) / (spec.middle - _HALF), spec.middle
+    # Each end is halved first: their difference may overflow float32.
+    scale = (_HALF * high - _HALF * low) / (_HALF * spec.top)
+    return scale, _code(np.rint(-low / stored_scale(scale, spec)), spec)
 
 
 @routine
-def _zeros_to_try(low: Any, scale: Any, zero: Any, grid: Any) -> Any:
-    """The first and the last zero of a search: the whole numbers around the exact one."""
-    if grid.symmetric:
+def _zeros_to_try(low: Any, scale: Any, zero: Any, spec: Any) -> Any:
+    """Returns the first and the last zero point for the search: the integers around the exact one."""
+    if spec.symmetric:
         return zero, zero
     exact = -low / scale
-    return _code(np.floor(exact), grid), _code(np.ceil(exact), grid)
+    return _code(np.floor(exact), spec), _code(np.ceil(exact), spec)
 
 
 @routine
-def _code(number: Any, grid: Any) -> Any:
-    return min(max(number, _ZERO), grid.top)
+def _code(number: Any, spec: Any) -> Any:
+    return min(max(number, _ZERO), spec.top)
 
 
 @routine
-def _encode(w_P: Any, scale: Any, zero: Any, grid: Any, codes_P: Any, losses: Any) -> Any:
-    """Write the codes nearest to the weights; return the losses (see `_add_up`) with theirs."""
+def _encode(w_P: Any, scale: Any, zero: Any, spec: Any, codes_P: Any, losses: Any) -> Any:
+    """Writes the codes nearest to the weights; returns the losses (see `_add_up`) with theirs added."""
     errors, squares, worst, most = losses
     reach = np.floor(_FARTHEST / scale)
-    least, largest = max(-zero, -reach), min(grid.top - zero, reach)
+    least, largest = max(-zero, -reach), min(spec.top - zero, reach)
     for i in range(0, w_P.size, LANES):
         w = load(w_P, i)
         t = w / scale
@@ -144,7 +144,7 @@ def _larger(a: Any, b: Any) -> Any:
 
 @routine
 def _add_up(losses: Any, tally_4: Any) -> None:
-    """Add a row's losses: squared errors, squared weights, largest errors, largest errors in steps."""
+    """Adds a row's losses to the tally: squared errors, squared weights, largest error, largest in steps."""
     errors, squares, worst, most = losses
     for k in range(LANES):
         tally_4[0] += lane(errors, k)
@@ -154,33 +154,33 @@ def _add_up(losses: Any, tally_4: Any) -> None:
 
 
 @kernel
-def decode_rows(codes_RGS: Any, scales_RG: Any, zeros_RG: Any, numbers_RGS: Any) -> None:
-    """Write `(code - zero) * scale`, float32, of every code."""
+def decode_rows(codes_RGS: Any, scales_RG: Any, zeros_RG: Any, weights_RGS: Any) -> None:
+    """Writes `(code - zero) * scale`, float32, of every code."""
     rows, groups, size = codes_RGS.shape
     for row in range(rows):
         for group in range(groups):
             scale, zero = scales_RG[row, group], np.float32(zeros_RG[row, group])
             for i in range(size):
-                numbers_RGS[row, group, i] = (np.float32(codes_RGS[row, group, i]) - zero) * scale
+                weights_RGS[row, group, i] = (np.float32(codes_RGS[row, group, i]) - zero) * scale
 
 
 @kernel
-def decode_rows_to_bfloat16(codes_RGS: Any, scales_RG: Any, zeros_RG: Any, halves_RGS: Any) -> None:
-    """Write `(code - zero) * scale`, float32 rounded to bfloat16, half to even, of every code."""
+def decode_rows_to_bfloat16(codes_RGS: Any, scales_RG: Any, zeros_RG: Any, bfloat16_RGS: Any) -> None:
+    """Writes `(code - zero) * scale`, float32 rounded to bfloat16 (half to even), of every code."""
     rows, groups, size = codes_RGS.shape
-    number_S = np.empty(size, np.float32)
-    bits_S = number_S.view(np.uint32)
+    weight_S = np.empty(size, np.float32)
+    bits_S = weight_S.view(np.uint32)
     for row in range(rows):
         for group in range(groups):
             scale, zero = scales_RG[row, group], np.float32(zeros_RG[row, group])
             for i in range(size):
-                number_S[i] = (np.float32(codes_RGS[row, group, i]) - zero) * scale
-            if scale - scale != _ZERO:  # rounding a NaN's bits could carry them into its sign
+                weight_S[i] = (np.float32(codes_RGS[row, group, i]) - zero) * scale
+            if scale - scale != _ZERO:  # rounding the bits of a NaN could carry into its sign
                 for i in range(size):
                     upper = np.uint32(bits_S[i] >> np.uint32(16))
-                    quiet = np.uint32(0x40 if np.isnan(number_S[i]) else 0)
-                    halves_RGS[row, group, i] = upper | quiet
+                    quiet = np.uint32(0x40 if np.isnan(weight_S[i]) else 0)
+                    bfloat16_RGS[row, group, i] = upper | quiet
                 continue
             for i in range(size):
                 odd = np.uint32(np.uint32(bits_S[i] >> np.uint32(16)) & np.uint32(1))
-                halves_RGS[row, group, i] = np.uint32(bits_S[i] + odd + np.uint32(0x7FFF)) >> np.uint32(16)
+                bfloat16_RGS[row, group, i] = np.uint32(bits_S[i] + odd + np.uint32(0x7FFF)) >> np.uint32(16)

@@ -1,7 +1,7 @@
-"""Which numbers do float arrays hold: rounding between dtypes, the first NaN or Inf, differences.
+"""Casts float arrays between dtypes, finds the first NaN or Inf, and measures differences.
 
-Works through flat pieces that stay in the cache, so it runs at the speed of memory and needs little
-of it. numpy has no bfloat16: its carrier is uint16, the upper half of a float32 (see `DType`).
+Works through flat pieces that fit the cache, so it runs at memory speed with little memory. numpy has no
+bfloat16: it is carried as uint16, the upper half of a float32 (see `DType`).
 """
 
 from __future__ import annotations
@@ -15,18 +15,17 @@ from qconvert.core.dtypes import DType
 from qconvert.core.values import DenseRows
 
 _PIECE = 1 << 16
-# The bits of +Inf. Without the sign bit, floats are ordered as their bits are: what is not below
-# these is Inf or NaN.
+# The bits of +Inf. Without the sign bit floats sort as their bits do: these bits and above are Inf or NaN.
 _INF_BITS = {DType.BF16: 0x7F80, DType.F16: 0x7C00, DType.F32: 0x7F800000, DType.F64: 0x7FF << 52}
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two arrays of equal shape differ, element by element; sums are float64.
+    """The element-wise difference of two arrays of equal shape; sums are float64.
 
-    `sum_sq_diff` sums (a - b)^2 and `sum_sq_a` a^2; `max_abs` is the largest |a - b|. Both are NaN
-    or Inf when an element that is not finite differs. `equal_count` counts equal numbers (0 equals
-    -0, NaN equals NaN) among `count`. Differences of disjoint elements add up.
+    `sum_sq_diff` sums (a - b)^2 and `sum_sq_a` a^2; `max_abs` is the largest |a - b|. Both are NaN or Inf
+    when a differing element is not finite. `equal_count` counts equal elements (0 equals -0, NaN equals NaN)
+    among `count`. Differences of disjoint elements add up.
     """
 
     max_abs: float
@@ -46,7 +45,7 @@ class Difference:
 
 
 def cast(block: DenseRows, dtype: DType) -> tuple[DenseRows, int]:
-    """The block in another float dtype, rounded once and half to even, and how many finite numbers
+    """Returns the block in another float dtype, rounded once (half to even), and how many finite numbers
     became infinite. A block that has the dtype already is returned itself.
     """
     if block.dtype is dtype:
@@ -62,8 +61,8 @@ def cast(block: DenseRows, dtype: DType) -> tuple[DenseRows, int]:
 
 
 def as_kernels_read(block: DenseRows) -> tuple[np.ndarray, int]:
-    """The rows, contiguous and in a dtype that `lanes.load` widens to float32 (of float16 the bits, as
-    int16), and how many numbers of a float64 block are beyond float32.
+    """Returns the rows, contiguous and in a dtype that `lanes.load` widens to float32 (float16 as the int16
+    of its bits), and how many numbers of a float64 block exceed float32.
     """
     beyond = 0
     if block.dtype is DType.F64:
@@ -73,13 +72,13 @@ def as_kernels_read(block: DenseRows) -> tuple[np.ndarray, int]:
 
 
 def first_nonfinite(block: DenseRows) -> int:
-    """The flat index of the block's first NaN or Inf, -1 when every number is finite."""
+    """Returns the flat index of the block's first NaN or Inf, -1 when every number is finite."""
     return flaw_and_peak(block)[0]
 
 
 def flaw_and_peak(block: DenseRows) -> tuple[int, float]:
-    """The flat index of the block's first NaN or Inf, -1 when every number is finite; and the largest
-    magnitude of all numbers before it, 0 when there are none.
+    """Returns the flat index of the block's first NaN or Inf, -1 when every number is finite; and the largest
+    magnitude before it, 0 when there is none.
     """
     start = peak = 0
     for stored in _pieces(block.rows_RI):
@@ -94,7 +93,7 @@ def flaw_and_peak(block: DenseRows) -> tuple[int, float]:
 
 
 def compare(a: DenseRows, b: DenseRows) -> Difference:
-    """The difference of two blocks of equal shape, in any float dtypes."""
+    """Returns the difference of two blocks of equal shape, in any float dtypes."""
     assert a.rows_RI.shape == b.rows_RI.shape, (a.rows_RI.shape, b.rows_RI.shape)
     total = Difference(0.0, 0.0, 0.0, 0, 0)
     for stored_a, stored_b in zip(_pieces(a.rows_RI), _pieces(b.rows_RI), strict=True):
@@ -110,7 +109,7 @@ def _difference(a: np.ndarray, b: np.ndarray) -> Difference:
         same = a == b
         if not same.all():
             same |= np.isnan(a) & np.isnan(b)
-            # Inf - Inf is NaN even where both are the same.
+            # Inf - Inf is NaN even where both are equal.
             gaps[same] = 0
         squares = float(np.square(gaps).sum()), float(np.square(a).sum())
         if wide == np.float32 and not np.isfinite(squares).all():
@@ -119,14 +118,14 @@ def _difference(a: np.ndarray, b: np.ndarray) -> Difference:
 
 
 def _pieces(rows_RI: np.ndarray) -> Iterator[np.ndarray]:
-    """Consecutive flat views of at most `_PIECE` elements."""
+    """Yields consecutive flat views of at most `_PIECE` elements."""
     flat = np.ascontiguousarray(rows_RI).reshape(-1)
     for start in range(0, flat.size, _PIECE):
         yield flat[start : start + _PIECE]
 
 
 def _nonfinite(stored: np.ndarray, dtype: DType) -> np.ndarray:
-    """Where a piece is not finite; a single False when it is everywhere finite."""
+    """Returns where a piece is not finite; a single False when all of it is finite."""
     magnitudes = _magnitudes(stored, dtype)
     if magnitudes.max() < _INF_BITS[dtype]:
         return np.zeros(1, np.bool_)
@@ -134,20 +133,20 @@ def _nonfinite(stored: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def _magnitudes(stored: np.ndarray, dtype: DType) -> np.ndarray:
-    """The bits of a piece without its signs, which are ordered as the numbers are."""
+    """Returns the bits of a piece without the sign bits; they sort as the magnitudes do."""
     bits = stored.view(f"<u{dtype.nbytes}")
     without: np.ndarray = bits & bits.dtype.type((1 << (dtype.bits - 1)) - 1)
     return without
 
 
 def _number(bits: int, dtype: DType) -> float:
-    """The number of these bits."""
+    """Returns the number with these bits."""
     stored = np.array([bits], f"<u{dtype.nbytes}").view(dtype.carrier)
     return float(_numbers(stored, dtype)[0])
 
 
 def _numbers(stored: np.ndarray, dtype: DType) -> np.ndarray:
-    """The numbers of a piece as numpy knows them: bfloat16 widened to float32, others as they are."""
+    """Returns a piece in a dtype numpy computes with: bfloat16 widened to float32, others unchanged."""
     if dtype is not DType.BF16:
         return stored
     bits = stored.astype(np.uint32)
@@ -156,7 +155,7 @@ def _numbers(stored: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def _rounded(numbers: np.ndarray, dtype: DType) -> np.ndarray:
-    """The numbers in the carrier type of `dtype`."""
+    """Returns the numbers in the carrier type of `dtype`."""
     if dtype is DType.BF16:
         return _to_bfloat16(numbers)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -164,23 +163,22 @@ def _rounded(numbers: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def _to_bfloat16(numbers: np.ndarray) -> np.ndarray:
-    wide = _to_odd(numbers) if numbers.dtype == np.float64 else numbers.astype(np.float32, copy=False)
+    wide = _round_to_odd(numbers) if numbers.dtype == np.float64 else numbers.astype(np.float32, copy=False)
     bits = wide.view(np.uint32)
     upper = bits >> 16
     rounded = ((upper & 1) + 0x7FFF + bits) >> 16
     nan = np.isnan(numbers)
     if nan.any():
-        # Rounding could carry a NaN's mantissa into its sign; keep its upper half and make it quiet.
+        # Rounding could carry a NaN's mantissa into its sign: keep its upper half and make it quiet.
         rounded[nan] = upper[nan] | 0x40
     return rounded.astype(np.uint16)
 
 
-def _to_odd(numbers: np.ndarray) -> np.ndarray:
-    """float64 to float32, where an inexact result has an odd mantissa.
+def _round_to_odd(numbers: np.ndarray) -> np.ndarray:
+    """Rounds float64 to float32, an inexact result to an odd mantissa.
 
     Rounding that once more, to fewer bits, gives what rounding the float64 directly would (Boldo and
-    Melquiond, "Emulation of a FMA and correctly rounded sums", 2008); rounding twice to nearest
-    would not.
+    Melquiond, "Emulation of a FMA and correctly rounded sums", 2008); rounding twice to nearest would not.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         nearest = numbers.astype(np.float32)

@@ -1,8 +1,8 @@
-"""Tables that codes are looked up in: the 4- and 8-bit floats, and bitsandbytes' code books.
+"""Defines the tables that codes index: the 4- and 8-bit floats, and bitsandbytes' code books.
 
 Sources: OCP Microscaling Formats v1.0 (E2M1, E8M0) and OCP 8-bit Floating Point v1.0 (E4M3 without
-infinities, E5M2) for the floats; `create_normal_map` and the FP4 table in bitsandbytes 0.50 for `nf4`
-and `fp4`.
+infinities, E5M2) for the floats; `create_normal_map` and the FP4 table in bitsandbytes 0.50 for `nf4` and
+`fp4`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qconvert.quant.casts import cast
 
 
 def _small_float(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarray:
-    """The numbers of all codes of a float with a sign, subnormals, and no special values, float32."""
+    """Returns the values of all codes of a signed float with subnormals and no special values, float32."""
     codes = np.arange(1 << (1 + exponent_bits + mantissa_bits))
     sign = np.where(codes >> (exponent_bits + mantissa_bits), -1.0, 1.0)
     exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
@@ -72,7 +72,7 @@ _SCALES = {DType.F8_E8M0: _e8m0(), DType.F8_E4M3: TABLES["e4m3"]}
 
 
 def wide(array: np.ndarray, dtype: DType) -> np.ndarray:
-    """An array of a float type, also of an 8-bit one, as float32; every number is kept."""
+    """Returns an array of a float type, 8-bit ones included, widened exactly to float32."""
     if dtype in _SCALES:
         return np.take(_SCALES[dtype], array)
     return cast(DenseRows(array, dtype), DType.F32)[0].rows_RI

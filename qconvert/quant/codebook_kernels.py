@@ -1,10 +1,10 @@
-"""Codes of tables, compiled: the inner loops behind `encode`.
+"""Finds codes of tables, compiled by numba: the inner loops of `codebook_encode`.
 
-Groups do not know of each other, so a weight may be cut into any blocks of rows. A group is widened
-into scratch that zeros pad to whole lanes.
+Groups are independent, so a weight may be split into any blocks of rows. A group is widened into scratch
+memory padded with zeros to whole lanes.
 
-Axes: R rows, I columns, B rows of blocks, G groups of a row, P the columns of a group in whole lanes,
-T entries of a table, E edges between neighbouring entries.
+Axes: R rows, I columns, B rows of blocks, G groups of a row, P columns of a group padded to whole lanes, T
+entries of a table, E edges between neighbouring entries.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ MIDDLES, MAGNITUDES, FLOAT8, INT8 = range(4)
 
 
 class Table(NamedTuple):
-    """How a kernel finds the code of a number that is scaled already.
+    """How a kernel finds the code of a scaled number.
 
-    `kind` MIDDLES counts the `edges_E` below the number and takes the code at that place of
-    `order_T`; MAGNITUDES does so with the size of the number, whose sign is bit 3 (of a zero only if
-    `signed_zero`); FLOAT8 rounds to E4M3, half to even, after rounding to a type that lacks `dropped` bits
-    of a float32's mantissa; INT8 rounds half to even. `numbers_T` are what the codes stand for.
+    `kind` MIDDLES counts the `edges_E` below the number and takes the code at that index of `order_T`;
+    MAGNITUDES does so with the magnitude, and the sign is bit 3 (of a zero only if `signed_zero`); FLOAT8
+    rounds to E4M3, half to even, after rounding to a type with `dropped` fewer mantissa bits than float32;
+    INT8 rounds half to even. `numbers_T` are the table's values by code.
     """
 
     kind: int
@@ -52,8 +52,10 @@ class Table(NamedTuple):
 
 @kernel
 def find_peaks(words_RI: Any, group_rows: Any, size: Any, peaks_BG: Any) -> None:
-    """Fill the largest magnitude of every block of so many rows and columns; those at the edges are
-    smaller. The words are floats as `lanes.load` reads them, `peaks_BG` begins as zeros.
+    """Fills the largest magnitude of every block of `group_rows` rows and `size` columns (fewer at the
+    edges).
+
+    The words are floats in the dtypes of `lanes.load`; `peaks_BG` must be zeros.
     """
     rows, width = words_RI.shape
     padded = -(-size // LANES) * LANES
@@ -73,10 +75,10 @@ def find_peaks(words_RI: Any, group_rows: Any, size: Any, peaks_BG: Any) -> None
 def encode_groups(
     words_RI: Any, size: Any, factors_RG: Any, divide: Any, steps_RG: Any, table: Any, codes_RI: Any
 ) -> Any:
-    """Fill the codes nearest to `words * factors`, or with `divide` to `words / factors`.
+    """Fills the codes nearest to `words * factors`, or with `divide` to `words / factors`.
 
-    A code stands for `numbers_T[code] * steps`. Returns a tally [4]: sums of squared errors and of
-    squared weights, the largest error, the largest one in steps.
+    A code is dequantized to `numbers_T[code] * steps`. Returns a tally [4]: sum of squared errors, sum of
+    squared weights, largest error, largest error in steps.
     """
     rows, width = words_RI.shape
     padded = -(-size // LANES) * LANES
@@ -119,7 +121,7 @@ def _copy_group(words_I: Any, first: Any, count: Any, words_P: Any) -> None:
 
 @routine
 def _scale(words_P: Any, w_P: Any, factor: Any, divide: Any, t_P: Any) -> None:
-    """Write a group's words as float32, and the same scaled."""
+    """Writes a group's words as float32, and the same scaled."""
     for i in range(0, w_P.size, LANES):
         w = load(words_P, i)
         store(w_P, i, w)
@@ -153,7 +155,7 @@ def _find_codes(t_P: Any, table: Any, codes_P: Any) -> None:
 
 @routine
 def _passed(t: Any, edges_E: Any) -> Any:
-    """How many of the rising edges lie below."""
+    """Counts the (rising) edges below each lane."""
     count = splat(_ZERO)
     for k in range(edges_E.size):
         count = where(t > edges_E[k], splat(np.float32(k + 1)), count)
@@ -162,7 +164,7 @@ def _passed(t: Any, edges_E: Any) -> Any:
 
 @routine
 def _round_to_float8(t_P: Any, dropped: Any, codes_P: Any) -> None:
-    """E4M3 codes, half to even; beyond 448 the code of 448. Uses `t_P` up."""
+    """Writes E4M3 codes, half to even, saturating at 448. Overwrites `t_P`."""
     bits_P = t_P.view(np.uint32)
     lost = np.uint32(dropped)
     half = np.uint32((1 << dropped) >> 1)
@@ -177,14 +179,14 @@ def _round_to_float8(t_P: Any, dropped: Any, codes_P: Any) -> None:
         bits = bits_P[i]
         odd = np.uint32((bits >> np.uint32(20)) & np.uint32(1))
         normal = np.uint32(np.uint32(bits + np.uint32(0x7FFFF) + odd) >> np.uint32(20)) - np.uint32(960)
-        # Below 2**-6 codes are multiples of 2**-9, up to the eighth, which is 2**-6 itself.
+        # Codes below 2**-6 are multiples of 2**-9; the eighth multiple is 2**-6 itself.
         small = np.uint32(np.rint(min(t_P[i], _ONE) * np.float32(512)))
         codes_P[i] |= np.uint8(normal if bits >= np.uint32(0x3C800000) else small)
 
 
 @routine
 def _losses(w_P: Any, d_P: Any, sums: Any) -> Any:
-    """The sums of squared errors and squares with a group's added, and its largest error."""
+    """Returns the sums of squared errors and of squares with a group's added, and its largest error."""
     errors, squares = sums
     worst = splat(_ZERO)
     for i in range(0, w_P.size, LANES):

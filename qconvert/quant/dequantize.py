@@ -1,7 +1,7 @@
-"""What the codes of any grid stand for, and how to get from one grid to another with the codes kept.
+"""Dequantizes values of every encoding, and bounds, scales and checks them without dequantizing.
 
-Every loader computes a grid's numbers in its own order of roundings; `core.numbers` follows the tool that
-the grid belongs to, to the bit (each rule is pinned by that tool's own output).
+Every loader rounds in its own order; `numbers` follows the reference tool of the encoding to the bit (tests
+compare each rule with that tool's output).
 """
 
 from __future__ import annotations
@@ -21,29 +21,33 @@ INT8_STEP = np.float32(7.874015718698502e-3)
 
 
 def numbers(value: Value, dtype: DType) -> DenseRows:
-    """The numbers that a value stands for, rounded to a float dtype.
+    """Returns the dequantized weights of a value, rounded to a float dtype.
 
-    `(code - zero) * scale` and `table[code] * scale` are computed in float32 and rounded once;
-    `code * scale + min` rounds product and sum to the scales' own dtype first, as MLX does. GGML
-    blocks are decoded as ggml does.
+    `(code - zero) * scale` and `table[code] * scale` are computed in float32 and rounded once; `code * scale
+    + min` rounds product and sum to the scales' own dtype first, as MLX does. GGML blocks are decoded as ggml
+    does.
     """
-    # Kernels are loaded where they are needed: a command that only carries codes starts without numba.
+    # Imported here so that a command that only copies codes starts without numba.
     from qconvert.quant.affine import dequantize
 
     match value:
         case AffineIntRows(groups_I=None) if not value.encoding.signless_zero:
             return dequantize(value, dtype)
         case AffineIntRows():
-            wide_RI = _in_order(value) if value.encoding.act_order else dequantize(value, DType.F32).rows_RI
+            wide_RI = (
+                _dequantize_act_order(value)
+                if value.encoding.act_order
+                else dequantize(value, DType.F32).rows_RI
+            )
             wide_RI += np.float32(0)  # turns -0 into +0 and nothing else
         case AffineMinRows():
-            wide_RI = _min_affine(value)
+            wide_RI = _dequantize_mins(value)
         case CodebookRows():
-            wide_RI = _coded(value)
+            wide_RI = _dequantize_codebook(value)
         case GgmlRows():
             from qconvert.quant.ggml import decode_rows
 
-            with np.errstate(invalid="ignore"):  # zero times infinity, for the caller to find
+            with np.errstate(invalid="ignore"):  # zero times infinity is left for the caller to find
                 wide_RI = decode_rows(value.bytes_RB, value.encoding.type, value.width)
         case DenseRows():
             return cast(value, dtype)[0]
@@ -51,21 +55,21 @@ def numbers(value: Value, dtype: DType) -> DenseRows:
 
 
 def zeros_of(value: AffineIntRows) -> np.ndarray:
-    """The zeros of every group, uint8 [rows, groups], also of a symmetric grid."""
+    """Returns the zero point of every group, uint8 [rows, groups], also of a symmetric encoding."""
     if value.zeros_RG is not None:
         return value.zeros_RG
     return np.full(value.scales_RG.shape, 1 << (value.encoding.bits - 1), np.uint8)
 
 
-def _in_order(value: AffineIntRows) -> np.ndarray:
-    """Columns in activation order: every column takes the scale and zero of its own group."""
+def _dequantize_act_order(value: AffineIntRows) -> np.ndarray:
+    """Dequantizes act-order columns: every column has the scale and zero point of its own group."""
     scales_RG = wide(value.scales_RG, value.encoding.scale_dtype)
     zeros_RI = zeros_of(value)[:, value.groups_I].astype(np.float32)
-    numbers_RI: np.ndarray = (codes_of(value).astype(np.float32) - zeros_RI) * scales_RG[:, value.groups_I]
-    return numbers_RI
+    weights_RI: np.ndarray = (codes_of(value).astype(np.float32) - zeros_RI) * scales_RG[:, value.groups_I]
+    return weights_RI
 
 
-def _min_affine(value: AffineMinRows) -> np.ndarray:
+def _dequantize_mins(value: AffineMinRows) -> np.ndarray:
     dtype = value.encoding.scale_dtype
     scales_RG, mins_RG = wide(value.scales_RG, dtype), wide(value.mins_RG, dtype)
     codes_RGg = codes_of(value).reshape(*scales_RG.shape, -1).astype(np.float32)
@@ -78,19 +82,19 @@ def _rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
     return wide(flat.rows_RI, dtype).reshape(array.shape)
 
 
-def _coded(value: CodebookRows) -> np.ndarray:
+def _dequantize_codebook(value: CodebookRows) -> np.ndarray:
     scales_RG = wide(value.scales_RG, value.encoding.scale_dtype)
     if value.divisor is not None:
         scales_RG = scales_RG / np.float32(value.divisor)
-    numbers_RI = np.take(TABLES[value.encoding.table], value.codes_RI)
-    numbers_RI *= _per_column(scales_RG, value.encoding.group_size, numbers_RI.shape[1])
+    weights_RI = np.take(TABLES[value.encoding.table], value.codes_RI)
+    weights_RI *= _per_column(scales_RG, value.encoding.group_size, weights_RI.shape[1])
     if value.encoding.table == "int8":
-        numbers_RI *= INT8_STEP
-    return numbers_RI
+        weights_RI *= INT8_STEP
+    return weights_RI
 
 
 def column_scales(value: AffineIntRows | AffineMinRows | CodebookRows) -> np.ndarray:
-    """The step of every weight as float32, to be broadcast over [rows, width]."""
+    """Returns the scale (quantization step) of every weight as float32, broadcastable to [rows, width]."""
     scales_RG = wide(value.scales_RG, value.encoding.scale_dtype)
     if isinstance(value, AffineIntRows) and value.groups_I is not None:
         return scales_RG[:, value.groups_I]
@@ -101,12 +105,12 @@ def column_scales(value: AffineIntRows | AffineMinRows | CodebookRows) -> np.nda
 
 
 def _per_column(scales_RG: np.ndarray, group_size: int | None, width: int) -> np.ndarray:
-    """Scales repeated over the columns they serve; one scale per row broadcasts as it is."""
+    """Repeats scales over the columns of their groups; one scale per row broadcasts as it is."""
     return scales_RG if group_size is None else np.repeat(scales_RG, group_size, axis=1)[:, :width]
 
 
 def reach(value: Value) -> float:
-    """A bound that no number of finite codes exceeds in magnitude; infinite or NaN where none is at hand."""
+    """Returns an upper bound of the dequantized magnitudes; infinite or NaN where none is cheap."""
     match value:
         case AffineIntRows():
             return 2.0**value.encoding.bits * _peak(value.scales_RG, value.encoding.scale_dtype)
@@ -123,12 +127,12 @@ def reach(value: Value) -> float:
 
 
 def _peak(array_RG: np.ndarray, dtype: DType) -> float:
-    """The largest magnitude in an array of any float type, NaN where one is in it."""
+    """Returns the largest magnitude in an array of any float type, NaN if it holds one."""
     return float(np.abs(wide(array_RG, dtype)).max(initial=0.0))
 
 
 def first_bad_row(value: AffineIntRows | AffineMinRows | CodebookRows) -> int:
-    """The first row with a NaN or Inf among its scales, mins or float codes; -1 if there is none."""
+    """Returns the first row with a NaN or Inf among its scales, mins or float codes; -1 if there is none."""
     dtype = value.encoding.scale_dtype
     bad_R = _nonfinite_rows(value.scales_RG, dtype)
     if isinstance(value, AffineMinRows):
@@ -141,10 +145,8 @@ def first_bad_row(value: AffineIntRows | AffineMinRows | CodebookRows) -> int:
 
 
 def _nonfinite_rows(array_RG: np.ndarray, dtype: DType) -> np.ndarray:
-    """Which rows of an array of any float type hold a NaN or Inf, bool [rows]."""
-    if (
-        dtype.is_float and first_nonfinite(DenseRows(array_RG, dtype)) < 0
-    ):  # looks at bits: four times as fast
+    """Returns which rows of an array of any float type hold a NaN or Inf, bool [rows]."""
+    if dtype.is_float and first_nonfinite(DenseRows(array_RG, dtype)) < 0:  # tests bits: four times as fast
         return np.zeros(len(array_RG), np.bool_)
     rows_R: np.ndarray = ~np.isfinite(wide(array_RG, dtype)).all(axis=1)
     return rows_R

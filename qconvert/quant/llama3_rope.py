@@ -1,4 +1,4 @@
-"""The factors by which Llama 3.1's rotary embedding stretches its waves, and the parameters behind them.
+"""Computes Llama 3.1's RoPE frequency factors, and recovers their parameters from them.
 
 Source: Llama 3.1's apply_scaling, as llama.cpp's converter computes it (LlamaModel.generate_extra_tensors).
 """
@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-# Files keep only the factors; these are the contexts and parameters they may have been computed for.
+# GGUF files keep only the factors; these are the contexts and parameters tried to recover.
 _CONTEXTS = tuple(1 << power for power in range(4, 21))
 _HIGH_FACTORS = (4.0, 2.0, 8.0)
 
@@ -17,9 +17,10 @@ _HIGH_FACTORS = (4.0, 2.0, 8.0)
 def llama3_factors(
     head_dim: int, theta: float, factor: float, low: float, high: float, context: int
 ) -> np.ndarray:
-    """The values of `rope_freqs.weight`, float32 [head_dim / 2], by which llama.cpp divides frequencies.
+    """Returns the values of `rope_freqs.weight`, float32 [head_dim / 2], by which llama.cpp divides
+    frequencies.
 
-    In float32 throughout, like the converter, whose bits these are.
+    Computed in float32 throughout, as the converter does, to reproduce its bits.
     """
     f32 = np.float32
     frequencies = f32(1) / f32(theta) ** (np.arange(0, head_dim, 2, dtype=f32) / f32(head_dim))
@@ -33,9 +34,9 @@ def llama3_factors(
 
 
 def llama3_parameters(theta: float, factor: float, factors_F: np.ndarray) -> tuple[float, float, int] | None:
-    """The low and high frequency factors and the context that give these factors; None if none do.
+    """Returns the low and high frequency factors and the context that give these factors; None if none do.
 
-    Found by trying, as the largest factor alone can be read off.
+    Tries candidates: only the largest factor can be read off the factors directly.
     """
     for context in _CONTEXTS:
         for high in _HIGH_FACTORS:

@@ -1,9 +1,9 @@
-"""Double quantization: bitsandbytes' 8-bit codes for the scales of 4-bit blocks.
+"""Quantizes the scales of 4-bit blocks to 8 bits: bitsandbytes' double quantization.
 
 A scale is `TABLE[code] * upper + offset`: the offset is the mean of all scales of the tensor, `upper` the
-largest distance from it in 256 scales that follow one another in the file. Source: bitsandbytes 0.50
-(`functional.py`: create_dynamic_map, quantize_blockwise, quantize_4bit with compress_statistics). Codes
-here are the nearest ones; its CPU kernel takes the one beside it 15 times in 10,000.
+largest distance from it in 256 consecutive scales of the file. Source: bitsandbytes 0.50 (`functional.py`:
+create_dynamic_map, quantize_blockwise, quantize_4bit with compress_statistics). Codes here are the nearest
+ones; its CPU kernel takes a neighbour 15 times in 10,000.
 
 Axes: R rows, G scales of a row, B runs of 256 scales.
 """
@@ -22,7 +22,7 @@ RUN = 256
 
 
 def _table() -> np.ndarray:
-    """The dynamic map of 8 bits with a sign: seven decades, the higher ones cut the finer."""
+    """Returns the signed 8-bit dynamic map: seven decades, each with twice the entries of the one below."""
     numbers = [np.float32(0), np.float32(1)]
     for decade in range(7):
         ends = _linspace(2**decade + 1)
@@ -33,8 +33,8 @@ def _table() -> np.ndarray:
 
 
 def _linspace(count: int) -> np.ndarray:
-    """From 0.1 to 1 as torch.linspace steps there: products and sums together rounded to float32 once,
-    the second half back from the end.
+    """Returns torch.linspace from 0.1 to 1: each product and sum rounded to float32 once, the second half
+    counted back from the end.
     """
     first, last = np.float64(np.float32(0.1)), np.float64(1)
     step = np.float64(np.float32(np.float32(last - first) / np.float32(count - 1)))
@@ -49,12 +49,12 @@ _MIDDLES = (TABLE[1:] + TABLE[:-1]) / np.float32(2)
 
 
 def rows_together(width: int) -> int:
-    """How many rows of so many columns have scales in whole runs."""
+    """Returns how many rows of `width` columns have scales that fill whole runs."""
     return RUN // gcd(max(1, width // BLOCK), RUN)
 
 
 def sums(scales_RG: np.ndarray) -> np.ndarray:
-    """The sum and the number of the scales of every run, float64 [runs, 2]; the rows are whole runs."""
+    """Returns the sum and the count of the scales of every run, float64 [runs, 2]; rows are whole runs."""
     flat = scales_RG.astype(np.float64).ravel()
     starts = np.arange(0, flat.size, RUN)
     counts = np.minimum(RUN, flat.size - starts)
@@ -62,15 +62,15 @@ def sums(scales_RG: np.ndarray) -> np.ndarray:
 
 
 def offset_of(sums_B2: np.ndarray) -> float:
-    """The mean of all scales, a float32. (bitsandbytes adds up in float32; this adds up in float64.)"""
+    """Returns the mean of all scales as a float32. (Sums are float64 here, float32 in bitsandbytes.)"""
     total, count = sums_B2.sum(axis=0)
     return float(np.float32(total / count)) if count else 0.0
 
 
 def nest(value: CodebookRows, offset: float) -> tuple[CodebookRows, float]:
-    """The same codes over nested scales, and by how many steps that moves a weight at most.
+    """Returns the same codes with nested scales, and the largest change of a weight in steps.
 
-    The rows must be whole runs (`rows_together`), but for the last rows of a tensor.
+    The rows must be whole runs (`rows_together`), except the last of a tensor.
     """
     rows, groups = value.scales_RG.shape
     flat = (value.scales_RG - np.float32(offset)).ravel()

@@ -1,4 +1,4 @@
-"""Two 4-bit codes per byte, in either order."""
+"""Packs two 4-bit codes per byte, in either order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import numpy as np
 
 
 def pack_nibbles(codes_RI: np.ndarray, *, high_first: bool = False) -> np.ndarray:
-    """uint8 codes [rows, width], width even, as bytes [rows, width / 2]; the first code lies low."""
+    """Packs uint8 codes [rows, width], width even, to bytes [rows, width / 2]; the first code is the low
+    nibble.
+    """
     first, second = codes_RI[:, 0::2], codes_RI[:, 1::2]
     low, high = (second, first) if high_first else (first, second)
     packed: np.ndarray = low | (high << 4)
@@ -14,7 +16,7 @@ def pack_nibbles(codes_RI: np.ndarray, *, high_first: bool = False) -> np.ndarra
 
 
 def unpack_nibbles(bytes_RB: np.ndarray, *, high_first: bool = False) -> np.ndarray:
-    """The codes that `pack_nibbles` packed, uint8 [rows, 2 * bytes]."""
+    """Returns the codes that `pack_nibbles` packed, uint8 [rows, 2 * bytes]."""
     codes_RBn = np.empty((*bytes_RB.shape, 2), np.uint8)
     codes_RBn[..., int(high_first)] = bytes_RB & 0xF
     codes_RBn[..., 1 - int(high_first)] = bytes_RB >> 4

@@ -1,8 +1,8 @@
-"""Codes in memory: one number a byte, or still packed as most layouts store them.
+"""Converts codes in memory between one uint8 each and the packed stream that most layouts store.
 
-`codes_RX` is either uint8 [rows, width], or int32 [rows, width * bits / 32], one dense little-endian
-stream a row (`quant.simd.packing`). An operation that looks at codes asks for them unpacked; whatever moves
-rows, or stores the stream again, never unpacks it. Numba is loaded only to change one into the other.
+`codes_RX` is either uint8 [rows, width], or int32 [rows, width * bits / 32], one dense little-endian stream a
+row (`quant.simd.packing`). Operations that compute with codes unpack them; those that move rows or store the
+stream never do. Numba is imported only for a conversion.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WORD = 32
 
 
 def from_words(words_RW: np.ndarray, bits: int, width: int) -> np.ndarray:
-    """The `width` codes of each row of a stream as `codes_RX`: packed where they fill whole words."""
+    """Returns the `width` codes of each row of a stream as `codes_RX`: packed where they fill whole words."""
     if width * bits == words_RW.shape[1] * _WORD:
         return words_RW
     from qconvert.quant.simd.packing import unpack_stream
@@ -27,7 +27,7 @@ def from_words(words_RW: np.ndarray, bits: int, width: int) -> np.ndarray:
 
 
 def codes_of(value: AffineIntRows | AffineMinRows | CodebookRows) -> np.ndarray:
-    """The codes of a value, unpacked: uint8 [rows, width]."""
+    """Returns the codes of a value, unpacked: uint8 [rows, width]."""
     if isinstance(value, CodebookRows):
         return value.codes_RI
     if not is_packed(value.codes_RX):
@@ -38,7 +38,7 @@ def codes_of(value: AffineIntRows | AffineMinRows | CodebookRows) -> np.ndarray:
 
 
 def words_of(value: AffineIntRows | AffineMinRows) -> np.ndarray:
-    """The codes of a value as a stream, int32 [rows, ceil(width * bits / 32)]."""
+    """Returns the codes of a value as a stream, int32 [rows, ceil(width * bits / 32)]."""
     if is_packed(value.codes_RX):
         return value.codes_RX
     from qconvert.quant.simd.packing import pack_stream

@@ -1,4 +1,4 @@
-"""From one grid to another with every code kept, and how far that moves a weight.
+"""Transcodes between quantization formats with every code kept, and measures how far weights move.
 
 Distances are in steps: multiples of the scale of the group that a weight is in.
 """
@@ -13,14 +13,15 @@ from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, AffineMin, Codebook
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows
 from qconvert.quant.casts import cast
-from qconvert.quant.code_error import most_steps
 from qconvert.quant.codebook import TABLES, wide
 from qconvert.quant.dequantize import INT8_STEP, zeros_of
 from qconvert.quant.packed_codes import codes_of
 
 
 def to_mins(value: AffineIntRows) -> tuple[AffineMinRows, float]:
-    """Zeros as mins, `-zero * scale` rounded to the scales' dtype, and the largest rounding in steps."""
+    """Converts zero points to mins, `-zero * scale` rounded to the scales' dtype; returns the largest error
+    in steps with them.
+    """
     encoding = value.encoding
     assert not encoding.act_order
     group = encoding.group_size or value.width
@@ -33,7 +34,9 @@ def to_mins(value: AffineIntRows) -> tuple[AffineMinRows, float]:
 
 
 def to_zeros(value: AffineMinRows) -> tuple[AffineIntRows, float]:
-    """Mins as the nearest integer zeros in reach of the codes, and the largest rounding in steps."""
+    """Converts mins to the nearest zero points in the range of the codes; returns the largest error in steps
+    with them.
+    """
     encoding = value.encoding
     scales_RG = wide(value.scales_RG, encoding.scale_dtype)
     mins_RG = wide(value.mins_RG, encoding.scale_dtype)
@@ -46,7 +49,7 @@ def to_zeros(value: AffineMinRows) -> tuple[AffineIntRows, float]:
 
 
 def cast_scales(value: AffineIntRows, dtype: DType) -> tuple[AffineIntRows, float, int]:
-    """The same codes over scales rounded to another dtype, how far the weights move at most, in steps
+    """Rounds the scales to another dtype, codes kept; returns also the largest change of a weight, in steps
     of the new scales, and how many scales became infinite.
     """
     encoding = replace(value.encoding, scale_dtype=dtype, signless_zero=False)
@@ -61,7 +64,7 @@ def cast_scales(value: AffineIntRows, dtype: DType) -> tuple[AffineIntRows, floa
 
 
 def split_groups(value: AffineIntRows, size: int) -> AffineIntRows:
-    """The same numbers in groups of `size` columns, which must divide the present ones."""
+    """Repeats scales for groups of `size` columns, a divisor of the present group size; exact."""
     columns = value.encoding.group_size or value.width
     times = columns // size
     zeros_RG = None if value.zeros_RG is None else np.repeat(value.zeros_RG, times, axis=1)
@@ -70,7 +73,7 @@ def split_groups(value: AffineIntRows, size: int) -> AffineIntRows:
 
 
 def from_int8_rows(value: CodebookRows) -> tuple[AffineIntRows, float]:
-    """bitsandbytes' int8 rows, absmax / 127 for a scale: the product is rounded to float32."""
+    """Converts bitsandbytes' int8 rows: the scale becomes absmax / 127, the product rounded to float32."""
     scales_R1 = value.scales_RG * INT8_STEP
     exact_R1 = value.scales_RG.astype(np.float64) * np.float64(INT8_STEP)
     encoding = AffineInt(8, None, symmetric=True, scale_dtype=DType.F32)
@@ -79,7 +82,7 @@ def from_int8_rows(value: CodebookRows) -> tuple[AffineIntRows, float]:
 
 
 def to_int8_rows(value: AffineIntRows, decoded: DType) -> tuple[CodebookRows, float]:
-    """Symmetric int8 rows as bitsandbytes keeps them: absmax, 127 scales, in float32."""
+    """Converts symmetric int8 rows to bitsandbytes': absmax, 127 scales, in float32."""
     scales_R1 = wide(value.scales_RG, value.encoding.scale_dtype)
     absmax_R1 = (scales_R1.astype(np.float64) / np.float64(INT8_STEP)).astype(np.float32)
     encoding = Codebook("int8", None, DType.F32, decoded)
@@ -88,17 +91,17 @@ def to_int8_rows(value: AffineIntRows, decoded: DType) -> tuple[CodebookRows, fl
 
 
 def spread_scale(value: CodebookRows, encoding: Codebook) -> CodebookRows:
-    """One scale for everything, written out for every block of `encoding`."""
+    """Repeats the one scale of a tensor for every block of `encoding`."""
     groups = encoding.groups(value.width)
     return CodebookRows(value.codes_RI, np.repeat(value.scales_RG, groups, axis=1), encoding)
 
 
 def fold_divisor(value: CodebookRows) -> CodebookRows | None:
-    """NVFP4 scales divided by the number of the whole tensor; None where a quotient is no E4M3 number."""
+    """Absorbs the tensor-wide NVFP4 scale into the block scales; None if a quotient is not exactly E4M3."""
     assert value.divisor
     numbers_T = TABLES["e4m3"]
     quotients_RG = wide(value.scales_RG, DType.F8_E4M3) / np.float32(value.divisor)
-    order_T = np.argsort(numbers_T)[: np.isfinite(numbers_T).sum()]  # what is none comes last
+    order_T = np.argsort(numbers_T)[: np.isfinite(numbers_T).sum()]  # NaN sorts last
     places_RG = np.searchsorted(numbers_T[order_T], quotients_RG).clip(max=len(order_T) - 1)
     scales_RG = order_T[places_RG].astype(np.uint8)
     if not np.array_equal(numbers_T[scales_RG], quotients_RG):
@@ -107,12 +110,12 @@ def fold_divisor(value: CodebookRows) -> CodebookRows | None:
 
 
 def round_divisor(value: CodebookRows) -> CodebookRows:
-    """The same with a divisor that float32 holds."""
+    """Rounds the tensor-wide divisor to float32."""
     return replace(value, divisor=float(np.float32(value.divisor or 1)))
 
 
 def _reach(value: AffineIntRows) -> np.ndarray:
-    """The largest |code - zero| of every group, [rows, groups]."""
+    """Returns the largest |code - zero| of every group, [rows, groups]."""
     zeros_RG = zeros_of(value).astype(np.int16)
     rows, groups = zeros_RG.shape
     if value.groups_I is not None:
@@ -120,3 +123,10 @@ def _reach(value: AffineIntRows) -> np.ndarray:
     codes_RGg = codes_of(value).reshape(rows, groups, -1)
     reach_RG: np.ndarray = np.maximum(codes_RGg.max(axis=2) - zeros_RG, zeros_RG - codes_RGg.min(axis=2))
     return reach_RG
+
+
+def most_steps(moved: np.ndarray, scales: np.ndarray) -> float:
+    """Returns the largest |moved| / |scale|; infinite where a weight with a scale of 0 moves."""
+    moved, scales = np.abs(moved.astype(np.float64)), np.abs(scales.astype(np.float64))
+    ratios = np.divide(moved, scales, out=np.where(moved > 0, np.inf, 0.0), where=scales > 0)
+    return float(ratios.max(initial=0.0))

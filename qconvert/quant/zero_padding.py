@@ -1,7 +1,7 @@
-"""Weights that contribute nothing: rows and columns of exact zeros, in any form a weight may have.
+"""Pads weights of any encoding with rows and columns that dequantize to exact zeros.
 
-A zero is a code that stands for 0 under whatever scale its group has, so that a group which is already
-there may be filled up, and new groups repeat the scale (and integer zero) of their neighbour.
+The padding is a code that dequantizes to 0 under any scale, so a partly filled group can be completed; new
+groups repeat the scale (and zero point) of their neighbour.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qconvert.quant.packed_codes import codes_of, words_of
 
 
 def zero_rows(row: Value, count: int) -> Value:
-    """`count` rows of zeros in the form of `row`, a value of one row, whose scales they repeat."""
+    """Returns `count` rows of zeros in the encoding of `row`, a value of one row whose scales they repeat."""
     blank: Value
     match row:
         case DenseRows() | GgmlRows():
@@ -34,7 +34,7 @@ def zero_rows(row: Value, count: int) -> Value:
             blank = replace(row, codes_RX=np.zeros_like(row.codes_RX), mins_RG=np.zeros_like(row.mins_RG))
         case AffineIntRows():
             blank = replace(row, codes_RX=_zero_codes(row, row.width))
-            if is_packed(row.codes_RX):  # like the rows that these are stacked with
+            if is_packed(row.codes_RX):  # so that the rows they are stacked with have the same array type
                 blank = replace(blank, codes_RX=words_of(blank))
         case CodebookRows():
             blank = replace(row, codes_RI=np.full_like(row.codes_RI, _zero_code(row)))
@@ -42,7 +42,7 @@ def zero_rows(row: Value, count: int) -> Value:
 
 
 def pad_columns(value: Value, width: int) -> Value:
-    """The rows of a value, continued with zeros to `width` columns, which must fill whole groups."""
+    """Returns the rows padded with zeros to `width` columns, which must be whole groups."""
     rows, have = value.rows, value.width
     match value:
         case DenseRows():
@@ -82,7 +82,7 @@ def _pad_integers(value: AffineIntRows, width: int) -> AffineIntRows:
 
 
 def _zero_codes(value: AffineIntRows, width: int) -> np.ndarray:
-    """The code of 0 in every column: the integer zero of the column's group, [rows, width]."""
+    """Returns the code of 0 in every column, the zero point of its group: [rows, width]."""
     zeros_RG = zeros_of(value)
     if value.groups_I is not None:
         return zeros_RG[:, value.groups_I]
@@ -90,7 +90,7 @@ def _zero_codes(value: AffineIntRows, width: int) -> np.ndarray:
 
 
 def _zero_code(value: CodebookRows) -> int:
-    """The first code of a table that stands for 0."""
+    """Returns the first code of a table whose value is 0."""
     return int(np.flatnonzero(TABLES[value.encoding.table] == 0)[0])
 
 
@@ -103,5 +103,5 @@ def _append(array: np.ndarray, more: np.ndarray) -> np.ndarray:
 
 
 def _repeat_last(array_RG: np.ndarray, groups: int) -> np.ndarray:
-    """The last column repeated until there are `groups` of them."""
+    """Repeats the last column until there are `groups` of them."""
     return _append(array_RG, np.repeat(array_RG[:, -1:], groups - array_RG.shape[1], axis=1))

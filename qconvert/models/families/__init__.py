@@ -1,7 +1,7 @@
-"""The catalogue: one declaration per model family, in the order of the model's printed structure.
+"""Lists the model families, one declaration each, in the order of the model's printed structure.
 
-To add a family, copy the nearest one and change what differs. Sources: the families' own classes
-in transformers (`modeling_*`), and the modelling files that came with models it does not have.
+To add a family, copy the nearest one and change what differs. Sources: the families' own classes in
+transformers (`modeling_*`), and the modelling files published with models that transformers lacks.
 """
 
 from qconvert.models.families import deepseek, encoders, fused, gemma, gpt, llama, others, qwen, qwen_hybrid

@@ -1,4 +1,4 @@
-"""What families share: Llama's names for the pieces of a decoder, and the dimensions they have."""
+"""Defines what families share: Llama's names for the modules of a decoder, and their dimensions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ NAMED_BY = {
 def attention(
     *, qkv_bias: bool | str = False, o_bias: bool | str = False, layer: str = LAYER
 ) -> tuple[ParameterTemplate, ...]:
-    """Separate q, k, v and output projections, as Llama named them."""
+    """Returns separate q, k, v and output projections, with Llama's names."""
     return (
         ParameterTemplate("attn.q", layer + "self_attn.q_proj", ("q_rows", "hidden"), bias=qkv_bias),
         ParameterTemplate("attn.k", layer + "self_attn.k_proj", ("kv_rows", "hidden"), bias=qkv_bias),
@@ -69,7 +69,7 @@ def gated_mlp(
     *,
     bias: bool | str = False,
 ) -> tuple[ParameterTemplate, ...]:
-    """The gate, up and down projections of a gated block with `rows` inner features."""
+    """Returns the gate, up and down projections of a gated block with `rows` inner features."""
     gate, up, down = names
     return (
         ParameterTemplate(f"{role}gate", module + gate, (rows, "hidden"), bias=bias),
@@ -84,12 +84,12 @@ def experts(
     *,
     bias: bool = False,
 ) -> tuple[ParameterTemplate, ...]:
-    """One gated block for each expert of a layer."""
+    """Returns one gated block for each expert of a layer."""
     return gated_mlp(module, "mlp.experts.{expert}.", "expert_rows", names, bias=bias)
 
 
 def attention_dimensions(config: Json) -> dict[str, int]:
-    """Dimensions that every layer has; a missing head_dim is hidden_size / heads."""
+    """Returns the dimensions of every layer; a missing head_dim is hidden_size / heads."""
     hidden = positive_int(config, "hidden_size")
     heads = positive_int(config, "num_attention_heads")
     kv_heads = optional_int(config, "num_key_value_heads") or heads
@@ -106,12 +106,12 @@ def attention_dimensions(config: Json) -> dict[str, int]:
 
 
 def dense_dimensions(config: Json, layer: int) -> Dimensions:
-    """The dimensions of a dense decoder."""
+    """Returns the dimensions of a dense decoder."""
     return {**attention_dimensions(config), "intermediate": positive_int(config, "intermediate_size")}
 
 
 def sparse_dimensions(is_sparse: Callable[[Json, int], bool]) -> Callable[[Json, int], Dimensions]:
-    """The dimensions of a decoder whose layers have experts where `is_sparse` says so.
+    """Returns the dimensions of a decoder with experts in the layers that `is_sparse` selects.
 
     A sparse layer has no dense block ("intermediate" is 0), a dense one no experts.
     """
@@ -131,11 +131,11 @@ def sparse_dimensions(is_sparse: Callable[[Json, int], bool]) -> Callable[[Json,
 
 
 def every_nth_layer(config: Json, layer: int) -> bool:
-    """Qwen's rule: every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
+    """Applies Qwen's rule: every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     step = optional_int(config, "decoder_sparse_step") or 1
     return layer not in whole_numbers(config, "mlp_only_layers") and (layer + 1) % step == 0
 
 
 def every_layer(config: Json, layer: int) -> bool:
-    """Mixtral's rule: experts in every layer."""
+    """Applies Mixtral's rule: experts in every layer."""
     return True

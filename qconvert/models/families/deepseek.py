@@ -1,4 +1,4 @@
-"""DeepSeek's mixtures of experts, with plain attention and with latent (MLA) attention; GLM-4.5; gpt-oss.
+"""Declares DeepSeek's mixtures of experts, with plain and with latent (MLA) attention; GLM-4.5; gpt-oss.
 
 Sources: transformers' `modeling_deepseek_v2`, `modeling_deepseek_v3`, `modeling_glm4_moe` and
 `modeling_gpt_oss`; for the first DeepSeek-MoE the modelling file published with it.
@@ -38,7 +38,7 @@ SPARSE_MLP = (*gated_mlp(), ROUTER, *experts(), *SHARED_EXPERTS)
 
 
 def after_the_first(config: Json, layer: int) -> bool:
-    """DeepSeek's rule: dense blocks in the first layers, then experts in every n-th."""
+    """Applies DeepSeek's rule: dense blocks in the first layers, then experts in every n-th."""
     return (
         layer >= count(config, "first_k_dense_replace")
         and layer % (optional_int(config, "moe_layer_freq") or 1) == 0
@@ -46,7 +46,7 @@ def after_the_first(config: Json, layer: int) -> bool:
 
 
 def deepseek_dimensions(config: Json, layer: int) -> Dimensions:
-    """A sparse decoder's; all shared experts of a layer are one block."""
+    """Returns a sparse decoder's dimensions; all shared experts of a layer are one block."""
     dims = sparse_dimensions(after_the_first)(config, layer)
     shared = count(config, "n_shared_experts")
     return {**dims, "shared_rows": shared * dims["expert_rows"]}
@@ -88,7 +88,7 @@ LATENT_ATTENTION = (
 
 
 def latent_dimensions(config: Json, layer: int) -> Dimensions:
-    """Those of `deepseek_dimensions`, and of latent attention with or without a low-rank q."""
+    """Adds the dimensions of latent attention, with or without a low-rank q, to `deepseek_dimensions`."""
     heads = positive_int(config, "num_attention_heads")
     plain, rotary, value = (
         positive_int(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -183,7 +183,7 @@ GLM4_MOE = replace(
 
 
 def gpt_oss_dimensions(config: Json, layer: int) -> Dimensions:
-    """Every layer has experts, as wide as the config's `intermediate_size`."""
+    """Returns gpt-oss's dimensions: every layer has experts, of width `intermediate_size`."""
     return {
         **attention_dimensions(config),
         "heads": positive_int(config, "num_attention_heads"),
@@ -192,8 +192,8 @@ def gpt_oss_dimensions(config: Json, layer: int) -> Dimensions:
     }
 
 
-# The class has [experts, in, out] parameters, in which columns of gate and up take turns. The names of
-# single experts are those that llm-compressor gives them (its pull request 3100).
+# The class has [experts, in, out] parameters with the columns of gate and up interleaved. The names of single
+# experts are llm-compressor's (its pull request 3100).
 GPT_OSS_STACKS = tuple(
     replace(stack, native=True, transposed=True, bias_suffix="_bias", interleaved=stack is EXPERT_STACKS[0])
     for stack in EXPERT_STACKS

@@ -1,4 +1,4 @@
-"""BERT and T5: an encoder, and an encoder with a decoder.
+"""Declares BERT, an encoder, and T5, an encoder-decoder.
 
 Sources: transformers' `modeling_bert` and `modeling_t5`.
 """
@@ -14,9 +14,9 @@ EMBEDDINGS = "bert.embeddings."
 
 
 def bert_dimensions(config: Json, layer: int) -> Dimensions:
-    """BERT's widths, and which of the two heads the class in `architectures` has.
+    """Returns BERT's dimensions, and which of the two heads the class in `architectures` has.
 
-    `add_pooling_layer`, an argument of that class, tells of a model without the layer that pools.
+    `add_pooling_layer`, an argument of that class, is false for a model without the pooling layer.
     """
     classes = config.get("architectures") or ["BertModel"]
     masked = any(name in ("BertForMaskedLM", "BertForPreTraining") for name in classes)
@@ -86,7 +86,7 @@ BERT = Family(
 
 
 def t5_dimensions(config: Json, layer: int) -> Dimensions:
-    """T5's widths; the table of relative positions is in the first layer of each stack alone."""
+    """Returns T5's dimensions; only the first layer of each stack has the table of relative positions."""
     inner, heads = positive_int(config, "d_ff"), positive_int(config, "num_heads")
     gated = str(config.get("feed_forward_proj", "relu")).startswith("gated-")
     return {
@@ -102,7 +102,7 @@ def t5_dimensions(config: Json, layer: int) -> Dimensions:
 
 
 def t5_attention(role: str, module: str) -> tuple[ParameterTemplate, ...]:
-    """The four projections of an attention block."""
+    """Returns the four projections of an attention block."""
     return (
         ParameterTemplate(f"{role}.q", module + "q", ("rows", "hidden")),
         ParameterTemplate(f"{role}.k", module + "k", ("rows", "hidden")),
@@ -112,7 +112,7 @@ def t5_attention(role: str, module: str) -> tuple[ParameterTemplate, ...]:
 
 
 def t5_mlp(role: str, layer: str) -> tuple[ParameterTemplate, ...]:
-    """A feed-forward block, gated (T5 1.1) or not, and its norm."""
+    """Returns a feed-forward block, gated (T5 1.1) or not, and its norm."""
     module = layer + "DenseReluDense."
     return (
         ParameterTemplate(f"{role}.up", module + "wi", ("plain_inner", "hidden")),
@@ -124,7 +124,7 @@ def t5_mlp(role: str, layer: str) -> tuple[ParameterTemplate, ...]:
 
 
 def t5_self_attention(stack: str) -> tuple[ParameterTemplate, ...]:
-    """Self-attention with its table of relative positions and its norm."""
+    """Returns self-attention with its table of relative positions and its norm."""
     layer = stack + ".block.{layer}.layer.0."
     return (
         *t5_attention(f"{stack}.attn", layer + "SelfAttention."),

@@ -1,8 +1,8 @@
-"""Families whose classes store q, k and v as one linear, each in its own order.
+"""Declares families whose classes store q, k and v as one linear, each in its own order.
 
-The slots name the unfused linears; where the class has no such names, they are those of its nearest
-relative. Sources: transformers' `modeling_phi3` and `modeling_falcon`; the modelling files published
-with Baichuan, InternLM2, ChatGLM3, OpenELM and Qwen.
+The templates name the unfused linears; where the class has no such names, they are those of its nearest
+relative. Sources: transformers' `modeling_phi3` and `modeling_falcon`; the modelling files published with
+Baichuan, InternLM2, ChatGLM3, OpenELM and Qwen.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ CHATGLM_LAYER = "transformer.encoder.layers.{layer}."
 
 
 def chatglm_dimensions(config: Json, layer: int) -> Dimensions:
-    """A dense decoder's; without multi-query attention, q, k and v are interleaved by head."""
+    """Returns a dense decoder's dimensions; without multi-query attention q, k and v interleave by head."""
     shared = flag(config, "multi_query_attention")
     heads = {} if shared else {"num_key_value_heads": positive_int(config, "num_attention_heads")}
     dense = dense_dimensions({**config, **heads}, layer)
@@ -132,7 +132,7 @@ FALCON_LAYER = "transformer.h.{layer}."
 
 
 def falcon_dimensions(config: Json, layer: int) -> Dimensions:
-    """Falcon's three generations differ in the number of k and v heads and in where norms stand."""
+    """Returns Falcon's dimensions; the three generations differ in k and v heads and in norms."""
     new = flag(config, "new_decoder_architecture")
     heads = positive_int(config, "num_attention_heads")
     grouped = optional_int(config, "num_kv_heads") or heads
@@ -193,7 +193,7 @@ QWEN1_LAYER = "transformer.h.{layer}."
 
 
 def qwen1_dimensions(config: Json, layer: int) -> Dimensions:
-    """A dense decoder's; the config counts the gate and up projections together."""
+    """Returns a dense decoder's dimensions; the config counts the gate and up projections together."""
     return {**attention_dimensions(config), "intermediate": positive_int(config, "intermediate_size") // 2}
 
 

@@ -1,4 +1,4 @@
-"""Gemma, Command-R and GLM: Llama's names with norms, biases and fusions of their own."""
+"""Declares Gemma, Command-R and GLM: Llama's names with norms, biases and fusions of their own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qconvert.models.families.llama import MISTRAL
 from qconvert.models.parameters import Dimensions, ParameterTemplate
 
 BIASED = attention(qkv_bias="attention_bias", o_bias="attention_bias")
-# Gemma 2 has norms behind both blocks too; Llama's name for the second norm stands for another one.
+# Gemma 2 has norms after both blocks too; Llama's name for the second norm is another norm here.
 AFTER_ATTN = ParameterTemplate("attn.post_norm", LAYER + "post_attention_layernorm", ("hidden",), "norm")
 BEFORE_MLP = ParameterTemplate("mlp.norm", LAYER + "pre_feedforward_layernorm", ("hidden",), "norm")
 AFTER_MLP = ParameterTemplate("mlp.post_norm", LAYER + "post_feedforward_layernorm", ("hidden",), "norm")
@@ -82,7 +82,7 @@ GEMMA3 = replace(
 
 
 def command_r_dimensions(config: Json, layer: int) -> Dimensions:
-    """A dense decoder's, and whether each head of q and k has a norm of its own."""
+    """Returns a dense decoder's dimensions, and whether each head of q and k has a norm of its own."""
     heads = positive_int(config, "num_attention_heads") if flag(config, "use_qk_norm") else 0
     dense = dense_dimensions(config, layer)
     return {**dense, "q_norm_heads": heads, "k_norm_heads": dense["kv_heads"] if heads else 0}

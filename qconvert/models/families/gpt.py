@@ -1,4 +1,4 @@
-"""GPT and GPT-2: learned positions, norms with biases, linears stored input-major as Conv1D.
+"""Declares GPT and GPT-2: learned positions, norms with biases, linears stored transposed as Conv1D.
 
 Sources: transformers' `modeling_openai` and `modeling_gpt2`.
 """
@@ -30,7 +30,7 @@ LM_HEAD = ParameterTemplate("lm_head", "lm_head", ("vocab", "hidden"))
 
 
 def gpt_dimensions(config: Json, layer: int) -> Dimensions:
-    """Widths in GPT's own keys; the inner width is four times the hidden one unless `n_inner` says else."""
+    """Returns dimensions from GPT's config keys; the inner width is 4 * hidden unless `n_inner` is set."""
     hidden = positive_int(config, "n_embd")
     return {
         "vocab": positive_int(config, "vocab_size"),

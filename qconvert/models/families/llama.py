@@ -1,4 +1,4 @@
-"""Llama and the families built like it."""
+"""Declares Llama and the families built like it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Families that stand alone: OpenELM, RWKV, Grok-1, Yuan2.
+"""Declares families without relatives: OpenELM, RWKV, Grok-1, Yuan2.
 
 Sources: transformers' `modeling_rwkv`; the modelling files published with OpenELM, RWKV-5, Yuan2 and the
-ports of Grok-1 to Hugging Face (two spellings: the port's own, and that of the released JAX arrays).
+ports of Grok-1 to Hugging Face (two naming variants: the port's own, and that of the released JAX arrays).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OPENELM_LAYER = "transformer.layers.{layer}."
 
 
 def openelm_dimensions(config: Json, layer: int) -> Dimensions:
-    """Each layer has its own number of heads and its own inner width, rounded as the class rounds it."""
+    """Returns one layer's dimensions: its number of heads and inner width, rounded as the class rounds."""
     hidden, head_dim = positive_int(config, "model_dim"), positive_int(config, "head_dim")
     q_heads = int(per_layer(config, "num_query_heads", layer))
     kv_heads = int(per_layer(config, "num_kv_heads", layer))
@@ -98,12 +98,12 @@ TIME, CHANNEL = BLOCK + "attention.", BLOCK + "feed_forward."
 
 
 def mix(role: str, module: str) -> ParameterTemplate:
-    """How much of a block's input comes from the token before: a vector that is no module."""
+    """Returns the template of a token-shift vector (the share of the previous token in a block's input)."""
     return ParameterTemplate(role, module, ("one", "one", "hidden"), "other", suffix="")
 
 
 def rwkv_dimensions(config: Json, layer: int) -> Dimensions:
-    """RWKV's widths; only the first block has a norm in front."""
+    """Returns RWKV's dimensions; only the first block begins with a norm."""
     hidden = positive_int(config, "hidden_size")
     return {
         "vocab": positive_int(config, "vocab_size"),
@@ -147,7 +147,7 @@ RWKV = Family(
 
 
 def rwkv5_dimensions(config: Json, layer: int) -> Dimensions:
-    """RWKV-5's widths, and its heads, each with a decay of its own for every element."""
+    """Returns RWKV-5's dimensions, with heads, each with one decay per element."""
     rwkv = rwkv_dimensions(config, layer)
     size = optional_int(config, "head_size") or 64
     inner = optional_int(config, "intermediate_size") or 7 * rwkv["hidden"] // 2 // 32 * 32
@@ -156,7 +156,7 @@ def rwkv5_dimensions(config: Json, layer: int) -> Dimensions:
 
 
 def _fifth(slot: ParameterTemplate) -> tuple[ParameterTemplate, ...]:
-    """What version 5 has in place of a slot of version 4."""
+    """Returns version 5's templates for a template of version 4."""
     if slot.role in ("attn.decay", "attn.first"):
         name = "time_decay" if slot.role == "attn.decay" else "time_faaaa"
         return (ParameterTemplate(slot.role, TIME + name, ("heads", "head_size"), "other", suffix=""),)
@@ -179,7 +179,7 @@ RWKV5 = replace(
 
 
 def grok_norm(role: str, name: str) -> ParameterTemplate:
-    """A norm, whose weight this model calls its scale."""
+    """Returns the template of a norm, whose weight this model calls its scale."""
     return ParameterTemplate(role, LAYER + name, ("hidden",), "norm", suffix=".scale")
 
 
@@ -225,7 +225,7 @@ GROK = replace(
 
 
 def yuan_dimensions(config: Json, layer: int) -> Dimensions:
-    """A dense decoder's, and half the hidden width between the two convolutions."""
+    """Returns a dense decoder's dimensions, and half the hidden width between the two convolutions."""
     dense = dense_dimensions(config, layer)
     return {**dense, "half": dense["hidden"] // 2, "two": 2}
 

@@ -1,4 +1,4 @@
-"""Qwen: dense models, and mixtures with and without a shared expert."""
+"""Declares Qwen: dense models, and mixtures with and without a shared expert."""
 
 from __future__ import annotations
 

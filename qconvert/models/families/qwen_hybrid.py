@@ -1,7 +1,7 @@
-"""Qwen3.5 (also 3.6, 3.8): three gated DeltaNet layers for each layer of attention, dense or sparse.
+"""Declares Qwen3.5 (also 3.6, 3.8): three gated DeltaNet layers per attention layer, dense or sparse.
 
-Source: transformers' `modeling_qwen3_5` and `modeling_qwen3_5_moe`. Decay vectors, the short
-convolution and the two small gates (in_proj_a, in_proj_b) are never quantized.
+Source: transformers' `modeling_qwen3_5` and `modeling_qwen3_5_moe`. Decay vectors, the short convolution and
+the two small gates (in_proj_a, in_proj_b) are never quantized.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from qconvert.models.families.qwen import QWEN3, SHARED_EXPERT
 from qconvert.models.parameters import Dimensions, ParameterTemplate
 
 DELTA = LAYER + "linear_attn."
-# The query projection makes an output gate too, so it has twice the rows that the output reads.
+# The query projection also makes an output gate, so it has twice the rows that the output reads.
 GATED_ATTENTION = (
     ParameterTemplate(
         "attn.q", LAYER + "self_attn.q_proj", ("gated_q_rows", "hidden"), bias="attention_bias"
@@ -76,7 +76,7 @@ NAMED_BY_HYBRID = {
 
 
 def full_attention(config: Json, layer: int) -> bool:
-    """Whether a layer has attention: as `layer_types` says, else every fourth."""
+    """Returns whether a layer has attention: from `layer_types`, else every fourth."""
     types = config.get("layer_types")
     if types is None:
         return (layer + 1) % (optional_int(config, "full_attention_interval") or 4) == 0
@@ -86,7 +86,7 @@ def full_attention(config: Json, layer: int) -> bool:
 
 
 def hybrid(base: Callable[[Json, int], Dimensions]) -> Callable[[Json, int], Dimensions]:
-    """The dimensions of `base`, with those of attention or of a DeltaNet, whichever the layer has."""
+    """Returns the dimensions of `base`, with those of attention or of a DeltaNet, by layer."""
 
     def dimensions(config: Json, layer: int) -> Dimensions:
         dims, full = base(config, layer), full_attention(config, layer)

@@ -1,1 +1,1 @@
-"""GGUF's words for a model: its keys, the names of its tensors, what it is called, and the way back."""
+"""Declares models as GGUF files hold them: keys, tensor names, identity, and the way back to a config."""

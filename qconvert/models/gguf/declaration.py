@@ -1,7 +1,7 @@
-"""What the declaration of a GGUF model can say, and the facts about a model that it may ask for.
+"""Defines what the declaration of a GGUF model consists of, and the facts about a model that it reads.
 
-A declaration is data and small pure functions. It never computes with weights: a `TransformKind` is a word
-for what happens to a tensor's rows, which `plan.gguf.tensors` turns into an operation of a plan.
+A declaration is data and small pure functions. It never computes with weights: a `TransformKind` names what
+happens to a tensor's rows, and `plan.gguf.tensors` turns it into an operation of a plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qconvert.models.gguf.metadata import Metadata
 from qconvert.models.parameters import Dimensions
 
 Head = Literal["optional", "required", "tied"]
-# What cannot be read back of a changed tensor, and why a model without it computes the same.
+# What cannot be recovered of a changed tensor, and why the model computes the same without it.
 LOST: Mapping[TransformKind, str] = {
     "unit_rows": "the lengths of its rows are not in a GGUF file; its model divides by them"
 }
@@ -37,7 +37,7 @@ class Facts:
 
     @cached_property
     def settings(self) -> Json:
-        """The language model's config; what it leaves out or sets to null as the class assumes it."""
+        """The language model's config, with the class's defaults for what is absent or null."""
         stated = {key: value for key, value in self.architecture.settings.items() if value is not None}
         return {**self.model.defaults, **stated}
 
@@ -51,48 +51,48 @@ class Facts:
         return self.architecture.dimensions
 
     def size(self, key: str) -> int:
-        """The positive integer under a config key, which must be there."""
+        """Returns the positive integer under a config key, which must be present."""
         return positive_int(self.settings, key)
 
     def optional(self, key: str) -> int | None:
-        """The positive integer under a config key, None when it is absent."""
+        """Returns the positive integer under a config key, None when it is absent."""
         return optional_int(self.settings, key)
 
     def count(self, key: str) -> int:
-        """The integer under a config key, 0 when it is absent."""
+        """Returns the integer under a config key, 0 when it is absent."""
         return count(self.settings, key)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """The boolean under a config key."""
+        """Returns the boolean under a config key."""
         return flag(self.settings, key, default=default)
 
     def number(self, key: str) -> float:
-        """The positive number under a config key, which must be there."""
+        """Returns the positive number under a config key, which must be present."""
         return positive(self.settings, key)
 
     def u32(self, name: str, value: int) -> KV:
-        """A key of this architecture that holds a count."""
+        """Returns a count under a key of this architecture."""
         return KV.u32(f"{self.model.arch}.{name}", value)
 
     def f32(self, name: str, value: float) -> KV:
-        """A key of this architecture that holds a number."""
+        """Returns a number under a key of this architecture."""
         return KV.f32(f"{self.model.arch}.{name}", value)
 
     def text(self, name: str, value: str) -> KV:
-        """A key of this architecture that holds a word."""
+        """Returns a text under a key of this architecture."""
         return KV.text(f"{self.model.arch}.{name}", value)
 
     def flagged(self, name: str, *, value: bool) -> KV:
-        """A key of this architecture that holds true or false."""
+        """Returns a boolean under a key of this architecture."""
         return KV.flag(f"{self.model.arch}.{name}", value)
 
     def by_layer(self, name: str, values: Iterable[int]) -> KV:
-        """A key of this architecture that holds a count for each layer."""
+        """Returns a count for each layer under a key of this architecture."""
         return KV.i32s(f"{self.model.arch}.{name}", tuple(values))
 
 
 def positive(settings: Json, key: str) -> float:
-    """The positive number that float32 holds under a key, which must be there."""
+    """Returns the positive float32 number under a key, which must be present."""
     value = settings.get(key)
     number = positive_number(value)
     if number is None:
@@ -106,16 +106,16 @@ Check = Callable[[Facts], str | None]
 
 
 def nothing(file: Metadata) -> Json:
-    """What keys tell config.json that follow from others."""
+    """Returns no config entries: for keys that follow from others."""
     return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """One matter of the metadata in both directions.
+    """A group of metadata entries in both directions.
 
-    `write` yields its entries for a config; `read` returns what config.json has of them, under the names
-    that the declarations share (those of `Facts`), and writes out what the class would assume otherwise.
+    `write` yields its entries for a config; `read` returns the config.json entries they determine, under the
+    key names that declarations share (those of `Facts`), and includes what the class would assume otherwise.
     """
 
     write: Write
@@ -126,18 +126,18 @@ class Keys:
 
 
 def read_by(read: Read) -> Callable[[Write], Keys]:
-    """The keys that this function writes and `read` reads."""
+    """Decorates the function that writes the keys which `read` reads."""
     return lambda write: Keys(write, read)
 
 
 def derived(write: Write) -> Keys:
-    """Keys that tell config.json nothing: they follow from others, or never change."""
+    """Declares keys that determine nothing in config.json: they follow from others, or never change."""
     return Keys(write)
 
 
 @dataclass(frozen=True, slots=True)
 class Implying:
-    """A check, and what config.json says of every model that passes it: what the graph computes."""
+    """A check of the graph's assumptions, and the config entries of every model that passes it."""
 
     why: Check
     implies: Read
@@ -147,13 +147,13 @@ class Implying:
 
 
 def implying(implies: Read) -> Callable[[Check], Implying]:
-    """The check that this function makes, and what config.json has where it passes."""
+    """Decorates a check with the config entries of the models that pass it."""
     return lambda why: Implying(why, implies)
 
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """Tensors that come from config.json: how they are made, and what config.json has of them."""
+    """Tensors that come from config.json: how they are made, and the config entries they determine."""
 
     write: Callable[[Facts], Iterator[Constant]]
     read: Read
@@ -163,7 +163,7 @@ class Constants:
 
 
 def made_and_read(read: Read) -> Callable[[Callable[[Facts], Iterator[Constant]]], Constants]:
-    """The constants that this function makes and `read` reads."""
+    """Decorates the function that makes the constants which `read` reads."""
     return lambda write: Constants(write, read)
 
 
@@ -171,12 +171,12 @@ def made_and_read(read: Read) -> Callable[[Callable[[Facts], Iterator[Constant]]
 class Written:
     """One tensor of the file that a role's weight (and bias) becomes.
 
-    `base` is its name, to stand in `blk.N.<base>.weight`; None is that of the shared table. A base with
-    `{layer}` in it is the whole stem, and `suffix` takes the place of `.weight` and `.bias`. `change` is
-    what happens to the rows; those that take several rows at once are given `block` of them. `rows`
-    gives the ranges of rows that are written, in their new order; None is all. `factor` is the number
-    that rows are scaled by; `groups` the numbers of groups of columns, and of groups in each, whose order
-    is swapped. `shape` is the shape of the tensor where it is not that of the weight.
+    `base` is its name, in `blk.N.<base>.weight`; None is that of the shared table. A base with `{layer}` in
+    it is the whole stem, and `suffix` replaces `.weight` and `.bias`. `change` is the transform of the rows;
+    one that takes several rows at once is given `block` of them. `rows` gives the ranges of rows that are
+    written, in their new order; None is all. `factor` is the number that rows are scaled by; `groups` the
+    numbers of groups of columns, and of groups in each, whose order is swapped. `shape` is the shape of the
+    tensor where it is not that of the weight.
     """
 
     base: str | None = None
@@ -215,19 +215,18 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class GGUFModel:
-    """How llama.cpp knows a model type.
+    """llama.cpp's declaration of a model type.
 
     `arch` is `general.architecture`. `keys` yield the architecture's metadata in the order of llama.cpp's
-    converter, `late` what it adds behind the file type. `defaults` are what transformers' config class
-    assumes. `roles` say how a role is written where it is not simply copied under the name of the shared
-    table: as one tensor, as several, or not at all (`NOT_WRITTEN`). Fused linears are taken apart, except
-    the roles in `whole`, whose parts follow one another. `constants` are tensors that no weight holds.
-    `head` says what llama.cpp does about `output.weight`: uses the embedding when it is not there,
-    refuses such a file, or never reads one. `checks` return the reason why llama.cpp's graph would
-    compute something else than config.json says, `remarks` what the user should know about a file that is
-    written all the same. `special` gives special tokens of the vocabulary by
-    their text ("eot": "<|user|>"). `variant` returns the declaration for one config, where it depends on
-    more than the type.
+    converter, `late` what it adds after the file type. `defaults` are those of transformers' config class.
+    `roles` declare how a role is written where it is not simply copied under the name of the shared table: as
+    one tensor, as several, or not at all (`NOT_WRITTEN`). Fused linears are unfused, except the roles in
+    `whole`, whose members are concatenated. `constants` are tensors that no weight holds. `head` is what
+    llama.cpp does about `output.weight`: uses the embedding when it is missing, refuses such a file, or never
+    reads one. `checks` return the reason why llama.cpp's graph would not compute what config.json says,
+    `remarks` what the user should know about a file that is written all the same. `special` gives special
+    tokens of the vocabulary by their text ("eot": "<|user|>"). `variant` returns the declaration for one
+    config, where it depends on more than the type.
     """
 
     arch: str
@@ -244,7 +243,7 @@ class GGUFModel:
     variant: Callable[[Json], GGUFModel] | None = None
 
     def written(self, role: str) -> tuple[Written, ...]:
-        """The tensors that the weights of a role become."""
+        """Returns the tensors that the weights of a role become."""
         found = self.roles.get(role, _AS_IT_IS)
         return (found,) if isinstance(found, Written) else found
 
@@ -254,13 +253,13 @@ _AS_IT_IS = Written()
 
 @dataclass(frozen=True, slots=True)
 class NoGraph:
-    """Why a model type has no place in a GGUF file: the sentence that the user reads."""
+    """Why a model type cannot be a GGUF file: the sentence that the user reads."""
 
     reason: str
 
 
 def refuse_other_models(facts: Facts) -> None:
-    """Raise UnsupportedModel if llama.cpp would load the model and compute another one."""
+    """Raises UnsupportedModel if llama.cpp would load the model but compute something else."""
     for check in facts.model.checks:
         why = check(facts)
         if why is not None:

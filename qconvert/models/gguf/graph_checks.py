@@ -1,5 +1,6 @@
-"""What llama.cpp's graphs compute whatever config.json says: reasons to refuse a model, and facts about one
-that is read back.
+"""Checks what llama.cpp's graphs compute regardless of config.json.
+
+A failed check is a reason to refuse a model; the same facts are written to the config of a file read back.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from qconvert.models.gguf.keys import head_size
 
 
 def computes(key: str, *values: object) -> Check:
-    """The graph computes these values of a config key, the first where the config does not say."""
+    """Checks that the config key has one of these values of the graph; the first is the default."""
 
     @implying(lambda file: {key: values[0]})
     def check(facts: Facts) -> str | None:
@@ -29,7 +30,7 @@ def _shown(value: object) -> str:
 
 
 def normalises_experts(value: bool) -> Check:
-    """What the graph does to the weights of the chosen experts."""
+    """Checks whether the weights of the chosen experts are normalised, as the graph does or does not."""
 
     @implying(lambda file: {"norm_topk_prob": value})
     def check(facts: Facts) -> str | None:
@@ -46,14 +47,14 @@ def normalises_experts(value: bool) -> Check:
 
 @implying(lambda file: {"decoder_sparse_step": 1, "mlp_only_layers": []})
 def experts_everywhere(facts: Facts) -> str | None:
-    """The graph has experts in every layer."""
+    """Refuses layers without experts: the graph has experts in every layer."""
     if not facts.settings.get("mlp_only_layers") and facts.optional("decoder_sparse_step") in (None, 1):
         return None
     return f"some layers have no experts, which llama.cpp's {facts.model.arch} does not know"
 
 
 def square_attention(facts: Facts) -> str | None:
-    """The loader takes the output projection for a square matrix."""
+    """Refuses an output projection that is not square: the loader takes it for a square matrix."""
     heads, size, hidden = (
         facts.size("num_attention_heads"),
         head_size(facts.settings),
@@ -65,7 +66,7 @@ def square_attention(facts: Facts) -> str | None:
 
 
 def every_nth_layer_is_full(step: int) -> Check:
-    """The graph has a sliding window in all layers but every `step`-th."""
+    """Checks for a sliding window in all layers but every `step`-th, as in the graph."""
 
     def pattern(layers: int) -> list[str]:
         return ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(layers)]
@@ -81,7 +82,7 @@ def every_nth_layer_is_full(step: int) -> Check:
 
 
 def window_left_out(facts: Facts) -> str | None:
-    """The graph attends to everything, where the class has a sliding window."""
+    """Refuses a sliding window of the class: the graph attends to everything."""
     window, context = facts.count("sliding_window"), facts.optional("max_position_embeddings") or 0
     if not 0 < window < context or not facts.flag("use_sliding_window", default=True):
         return None

@@ -1,8 +1,8 @@
-"""What a GGUF file says its model is: name, size, licence, ancestors, and the file's own name.
+"""Derives a GGUF file's general keys: name, size, licence, ancestors; and its file name.
 
-Names follow the GGUF naming convention; the guesses about which part of "Qwen2.5-0.5B-Instruct" is what
-are those of the `gguf` package (gguf.Metadata), which llama.cpp's converter uses. Pure: the model card
-and configs come in as plain data.
+Names follow the GGUF naming convention; the heuristics for the parts of "Qwen2.5-0.5B-Instruct" are those of
+the `gguf` package (gguf.Metadata), which llama.cpp's converter uses. Pure: the model card and configs come in
+as JSON.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _SAMPLING = (
 
 
 MAX_STEM = 200
-_UNSAFE = re.compile(r"[^\w.+-]+")  # a model card may say anything, also "../"
+_UNSAFE = re.compile(r"[^\w.+-]+")  # a model card may contain anything, also "../"
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterCounts:
-    """Weights of a model: all of them, those every token uses, and those of one expert."""
+    """Numbers of weights: of the model, of those every token uses, and of one expert."""
 
     total: int
     shared: int
@@ -53,7 +53,7 @@ class ParameterCounts:
 
     @classmethod
     def of(cls, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> ParameterCounts:
-        """The counts of GGUF tensors (name, shape), as gguf.GGUFWriter counts them."""
+        """Counts GGUF tensors (name, shape), as gguf.GGUFWriter counts them."""
         total = shared = expert = stacked = tensors_stacked = 0
         for name, shape in tensors:
             size = prod(shape)
@@ -68,7 +68,7 @@ class ParameterCounts:
 
     @property
     def label(self) -> str:
-        """The size as the naming convention writes it: `494M`, `128x1.3B`."""
+        """The size in the naming convention: `494M`, `128x1.3B`."""
         from gguf.utility import size_label
 
         return size_label(self.total, self.shared, self.expert, self.experts)
@@ -86,7 +86,7 @@ class Identity:
     size_label: str | None
 
     def file_name(self, file_type: str) -> str:
-        """The default name of a file of this type, such as `Qwen2.5-0.5B-Instruct-Q4_K_M.gguf`."""
+        """Returns the default name of a file of this type, such as `Qwen2.5-0.5B-Instruct-Q4_K_M.gguf`."""
         from gguf.utility import naming_convention
 
         stem = naming_convention(
@@ -103,11 +103,10 @@ def identify(
     card: Json | None = None,
     generation: Json | None = None,
 ) -> Identity:
-    """What the model in a folder of this name is called.
+    """Identifies the model in a folder of this name.
 
-    `convert.model_card` is the model card's front matter, `generation` generation_config.json; `config`
-    contributes
-    only its `_name_or_path`. Raises CorruptCheckpoint when a name cannot be written.
+    `card` is the model card's front matter, `generation` generation_config.json; of `config` only its
+    `_name_or_path` is used. Raises CorruptCheckpoint when a name cannot be written.
     """
     import gguf
 
@@ -139,7 +138,7 @@ def _sampling_keys(generation: Json) -> Iterator[KV]:
 
 
 def _metadata_keys(metadata: gguf.Metadata) -> Iterator[KV]:
-    """The keys that the gguf package would write, taken from its writer instead of a file."""
+    """Yields the keys that the gguf package would write, taken from its writer instead of a file."""
     import gguf
 
     writer = gguf.GGUFWriter(path=None, arch="")
@@ -149,7 +148,7 @@ def _metadata_keys(metadata: gguf.Metadata) -> Iterator[KV]:
 
 
 def _typed(key: str, value: Any) -> KV:
-    """A metadata value as the writer holds it: text, a count, or a list of texts."""
+    """Returns a metadata value in the writer's type: text, a count, or a list of texts."""
     if isinstance(value, int):
         return KV.u32(key, value)
     if isinstance(value, str):

@@ -1,8 +1,8 @@
-"""The keys that declarations of GGUF models are put together from, and the metadata of a whole file.
+"""Defines the metadata keys that declarations of GGUF models consist of, and a whole file's metadata.
 
 Pure. Keys, types and order are those of llama.cpp's convert_hf_to_gguf.py at commit 0c1e57098 (with the
-defaults that transformers fills in). `Keys` yield the entries of one matter, and say what config.json has
-of them on the way back; `runtime` gives the converter's order for models that it has no special words for.
+defaults that transformers fills in). `Keys` write a group of entries and read config.json back from them;
+`decoder` has the converter's order for models without special cases.
 """
 
 from __future__ import annotations
@@ -41,13 +41,11 @@ def file_keys(
     requantized: bool,
     pooling: int | None = None,
 ) -> tuple[KV, ...]:
-    """All metadata of a model file.
+    """Returns all metadata of a model file.
 
-    `file_type` is the number of the mixture, `general` the keys that say what the model is called,
-    `tokenizer` those of its vocabulary, `formats.huggingface.pooling` llama.cpp's number of how one
-    embedding is made of a
-    text's many. With `requantized` the order is that of llama-quantize, which
-    writes what it sets last; without, that of the converter.
+    `file_type` is the number of the mixture, `general` the keys of the model's identity, `tokenizer` those of
+    its vocabulary, `pooling` llama.cpp's number of the pooling type of an embedding model. With `requantized`
+    the order is that of llama-quantize, which writes what it sets last; without, that of the converter.
     """
     head = [KV.text("general.architecture", facts.model.arch), KV.text("general.type", "model")]
     model, after_type = model_keys(facts), list(_yielded(facts, facts.model.late))
@@ -60,7 +58,7 @@ def file_keys(
 
 
 def model_keys(facts: Facts) -> tuple[KV, ...]:
-    """What the architecture says of itself between the general keys and the file type."""
+    """Returns the architecture's keys between the general keys and the file type."""
     return tuple(_yielded(facts, facts.model.keys))
 
 
@@ -70,24 +68,24 @@ def _yielded(facts: Facts, keys: Sequence[Keys]) -> Iterator[KV]:
 
 
 def size(name: str, key: str) -> Keys:
-    """A count that a config key holds, too, from 1 on."""
+    """Declares a positive integer that a config key holds, too."""
     return Keys(lambda facts: iter([facts.u32(name, facts.size(key))]), lambda file: {key: file.size(name)})
 
 
 def number(name: str, key: str) -> Keys:
-    """A positive number that a config key holds, too."""
+    """Declares a positive number that a config key holds, too."""
     return Keys(
         lambda facts: iter([facts.f32(name, facts.number(key))]), lambda file: {key: file.number(name)}
     )
 
 
 def read_only(read: Read) -> Keys:
-    """What config.json has of a file that no key says."""
+    """Declares config entries of a file that no metadata key holds."""
     return Keys(lambda facts: iter(()), read)
 
 
 def together(*parts: Keys, read: Read | None = None) -> Keys:
-    """Several matters one after another, read one by one or as `read` does."""
+    """Declares several groups of keys in order, read one by one or by `read`."""
 
     def write(facts: Facts) -> Iterator[KV]:
         return (entry for part in parts for entry in part(facts))
@@ -100,11 +98,11 @@ def together(*parts: Keys, read: Read | None = None) -> Keys:
 
 @read_by(lambda file: {"num_hidden_layers": file.layers})
 def block_count(facts: Facts) -> Iterator[KV]:
-    """The number of layers."""
+    """Writes the number of layers."""
     yield facts.u32("block_count", facts.layers)
 
 
-# The longest text the model was made for, the hidden width, the inner width of a dense block, query heads.
+# The maximum context, the hidden width, the inner width of a dense block, query heads.
 context_length = size("context_length", "max_position_embeddings")
 embedding_length = size("embedding_length", "hidden_size")
 feed_forward_length = size("feed_forward_length", "intermediate_size")
@@ -112,13 +110,13 @@ head_count = size("attention.head_count", "num_attention_heads")
 
 
 def kv_heads(file: Metadata) -> int:
-    """The number of key and value heads: as many as query heads where the file does not say."""
+    """Returns the number of key and value heads: as many as query heads where the file has no key."""
     return file.optional("attention.head_count_kv") or file.size("attention.head_count")
 
 
 @read_by(lambda file: {"num_key_value_heads": kv_heads(file)})
 def head_count_kv(facts: Facts) -> Iterator[KV]:
-    """The number of key and value heads: as many as query heads where the config does not say."""
+    """Writes the number of key and value heads: as many as query heads where the config has no key."""
     yield facts.u32(
         "attention.head_count_kv",
         facts.optional("num_key_value_heads") or facts.size("num_attention_heads"),
@@ -126,7 +124,7 @@ def head_count_kv(facts: Facts) -> Iterator[KV]:
 
 
 def rms_epsilon_of(key: str) -> Keys:
-    """What an RMS norm adds to the mean square, from the config key that holds it."""
+    """Declares the epsilon of an RMS norm, from the config key that holds it."""
     return number("attention.layer_norm_rms_epsilon", key)
 
 
@@ -134,7 +132,7 @@ rms_epsilon = rms_epsilon_of("rms_norm_eps")
 
 
 def norm_epsilon(key: str) -> Keys:
-    """What a layer norm adds to the variance, from the config key that holds it."""
+    """Declares the epsilon of a layer norm, from the config key that holds it."""
     return number("attention.layer_norm_epsilon", key)
 
 
@@ -151,14 +149,14 @@ def _stated_head(file: Metadata) -> Json:
 
 @read_by(_stated_head)
 def head_sizes(facts: Facts) -> Iterator[KV]:
-    """The size of a head, where the config states it."""
+    """Writes the size of a head, where the config has it."""
     if "head_dim" in facts.settings:
         yield from stated_head_sizes(facts)
 
 
 @read_by(_stated_head)
 def stated_head_sizes(facts: Facts) -> Iterator[KV]:
-    """The size of a head, always."""
+    """Writes the size of a head, always."""
     yield facts.u32("attention.key_length", head_size(facts.settings))
     yield facts.u32("attention.value_length", head_size(facts.settings))
 
@@ -194,11 +192,11 @@ def rotated(file: Metadata) -> Json:
 
 @derived
 def vocab_size(facts: Facts) -> Iterator[KV]:
-    """The number of rows of the embedding."""
+    """Writes the number of rows of the embedding."""
     yield facts.u32("vocab_size", facts.size("vocab_size"))
 
 
-# How many experts a layer has, and how many of them each token uses.
+# The number of experts of a layer, and of those each token uses.
 expert_counts = together(
     size("expert_count", "num_experts"), size("expert_used_count", "num_experts_per_tok")
 )
@@ -217,7 +215,7 @@ def _widths(file: Metadata) -> Json:
 
 @read_by(_widths)
 def expert_widths(facts: Facts) -> Iterator[KV]:
-    """The inner widths of an expert, and of the shared one, where the config states them."""
+    """Writes the inner widths of an expert, and of the shared one, where the config has them."""
     for key, name in (
         ("moe_intermediate_size", "expert_feed_forward_length"),
         ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
@@ -228,7 +226,7 @@ def expert_widths(facts: Facts) -> Iterator[KV]:
 
 
 def head_size(settings: Json) -> int:
-    """Elements of one attention head: `head_dim`, or the hidden size over the heads."""
+    """Returns the elements of one attention head: `head_dim`, or the hidden size over the heads."""
     stated = optional_int(settings, "head_dim")
     return stated or positive_int(settings, "hidden_size") // positive_int(settings, "num_attention_heads")
 
@@ -356,7 +354,7 @@ def rope_freqs(facts: Facts) -> Iterator[Constant]:
 
 
 def decoder(*, rope: Keys = rope, norm: Keys = rms_epsilon, more: Sequence[Keys] = ()) -> tuple[Keys, ...]:
-    """The keys of a decoder in the converter's usual order, with `more` before the size of the heads."""
+    """Returns the keys of a decoder in the converter's usual order, with `more` before the head sizes."""
     return (
         block_count,
         context_length,

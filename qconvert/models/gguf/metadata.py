@@ -1,7 +1,6 @@
-"""The metadata of a GGUF model file, asked for by name: what the inverse of a declaration reads.
+"""Reads the metadata of a GGUF model file by key name: the input of a declaration's inverse.
 
-Pure. A key that a model needs and the file lacks, or that holds something senseless, is an error that
-names it.
+Pure. A key that a model needs and the file lacks, or whose value is invalid, is an error that names it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from qconvert.core.numbers import positive_number, shortest
 from qconvert.errors import CorruptCheckpoint
 
 MAX_COUNT = 1 << 31
-# Whatever is counted out, layer by layer or head by head, has a bound before that is done.
+# Bounds, checked before anything is expanded by layer or by head.
 _MOST = {
     "decoder_block_count": MAX_LAYERS,
     "attention.head_count": 1 << 16,
@@ -25,12 +24,12 @@ _MOST = {
     "ssm.time_step_rank": 1 << 16,
     "expert_count": MAX_EXPERTS,
 }
-# What finds the parameters of Llama 3's scaling for a base of the rotary embedding, None if there are none.
+# Finds the parameters of Llama 3's scaling for a RoPE base, None if there are none.
 FindScaling = Callable[[float], Json | None]
 
 
 def no_numbers(name: str) -> tuple[float, ...]:
-    """The numbers of a vector of a file whose tensors nobody can read."""
+    """Returns no numbers: for a file whose tensors are not available."""
     raise CorruptCheckpoint(f"{name}: not there")
 
 
@@ -38,8 +37,8 @@ def no_numbers(name: str) -> tuple[float, ...]:
 class Metadata:
     """The keys and tensors of a file called `file` in errors, for one architecture of llama.cpp.
 
-    Keys are asked for without `arch.` in front. `core.numbers` reads a small float32 vector by its name, and
-    `scaling` finds what `rope_freqs.weight` was computed from, None in a file without it.
+    Keys are given without `arch.`. `numbers` reads a small float32 vector by its name, and `scaling` finds
+    the parameters that `rope_freqs.weight` was computed from, None in a file without it.
     """
 
     file: str
@@ -51,9 +50,9 @@ class Metadata:
 
     @property
     def layers(self) -> int:
-        """The number of layers, which must be there; no model has more than `MAX_LAYERS`.
+        """The number of layers, which must be present; no model has more than `MAX_LAYERS`.
 
-        Those that predict more tokens at once are not counted; they stand behind the others.
+        Layers for multi-token prediction are not counted; they follow the others.
         """
         found = self.size("block_count")
         if found > MAX_LAYERS:
@@ -64,18 +63,18 @@ class Metadata:
         return found - beyond
 
     def size(self, name: str) -> int:
-        """A whole number from 1 on, which must be there."""
+        """Returns a positive integer, which must be present."""
         found = self.optional(name)
         if found is None:
             raise self.wrong(name, "missing")
         return found
 
     def optional(self, name: str) -> int | None:
-        """A whole number from 1 on, None where it is absent or 0."""
+        """Returns a positive integer, None where it is absent or 0."""
         return self.count(name) or None
 
     def count(self, name: str) -> int:
-        """A whole number, 0 where it is absent."""
+        """Returns an integer, 0 where it is absent."""
         value = self._value(name)
         if value is None:
             return 0
@@ -86,7 +85,7 @@ class Metadata:
         return value
 
     def counts(self, name: str) -> tuple[int, ...]:
-        """A whole number for each layer; a single one counts for every layer."""
+        """Returns an integer for each layer; a single one applies to every layer."""
         value, layers = self._value(name), self.layers
         if not isinstance(value, tuple):
             return (self.size(name),) * layers
@@ -96,14 +95,14 @@ class Metadata:
         return tuple(whole)
 
     def values(self, name: str) -> tuple[object, ...]:
-        """A list of values, which must be there."""
+        """Returns a list of values, which must be present."""
         value = self._value(name)
         if not isinstance(value, tuple):
             raise self.wrong(name, "missing" if value is None else f"{_shown(value)}, not a list")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive float32, as the shortest decimal that stands for it."""
+        """Returns a positive float32, as its shortest decimal."""
         found = self._value(name)
         number = positive_number(default if found is None else found)
         if number is None:
@@ -111,7 +110,7 @@ class Metadata:
         return shortest(number)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """True or false."""
+        """Returns a boolean."""
         value = self._value(name)
         if value is None:
             return default
@@ -120,29 +119,29 @@ class Metadata:
         return value
 
     def word(self, name: str) -> str | None:
-        """A text, None where there is none."""
+        """Returns a text, None where there is none."""
         value = self._value(name)
         return value if isinstance(value, str) else None
 
     def has(self, name: str) -> bool:
-        """Whether the file states this key."""
+        """Returns whether the file has this key."""
         return f"{self.arch}.{name}" in self.kv
 
     def rows(self, tensor: str) -> int:
-        """The rows of a matrix, of one expert in a stack of them."""
+        """Returns the rows of a matrix, of one expert in a stack of them."""
         if tensor not in self.tensors or len(self.tensors[tensor].shape) < 2:
             raise CorruptCheckpoint(f"{self.file}: {tensor} is missing")
         return self.tensors[tensor].shape[-2]
 
     @property
     def head_size(self) -> int:
-        """Elements of a head's key: stated, or the hidden size over the heads."""
+        """The elements of a head's key: stated, or the hidden size over the heads."""
         return self.optional("attention.key_length") or max(
             1, self.size("embedding_length") // self.size("attention.head_count")
         )
 
     def wrong(self, name: str, what: str) -> CorruptCheckpoint:
-        """The error that says what is wrong with a key."""
+        """Returns the error about a key."""
         return CorruptCheckpoint(f"{self.file}: {self.arch}.{name} is {what}")
 
     def _value(self, name: str) -> object:

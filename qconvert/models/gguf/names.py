@@ -1,7 +1,7 @@
-"""Tensor names of GGUF files, by role.
+"""Maps roles to tensor names of GGUF files.
 
-One table serves most families: GGUF names a tensor by what it is for, not by who trained it. What a family
-calls otherwise its declaration says (`models`). Source: TENSOR_NAMES in gguf-py's constants.py.
+One table serves most families: GGUF names a tensor by its function, not by who trained it. A family's own
+names are in its declaration (`families`). Source: TENSOR_NAMES in gguf-py's constants.py.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ PER_LAYER = {
     "mlp.shared_gate": "ffn_gate_inp_shexp",
 }
 ROPE_FREQS = "rope_freqs.weight"
-# What follows a module in the name of the factor of its NVFP4 weight (`conversion/base.py`: _repack_nvfp4).
+# The suffix of the factor of a module's NVFP4 weight (`conversion/base.py`: _repack_nvfp4).
 FACTOR = "scale"
 
 
 def gguf_name(role: str, layer: int | None, part: str = "weight", written: Written | None = None) -> str:
-    """The GGUF name of the tensor in this place, as `written` where the family has its own name.
+    """Returns the GGUF name of a role's tensor, as `written` where the family has its own name.
 
-    All experts of a layer share one tensor. Raises UnsupportedModel for a role without a name, such
-    as the dense `mlp.gate_up`, which llama.cpp wants as two.
+    All experts of a layer share one tensor. Raises UnsupportedModel for a role without a name, such as the
+    dense `mlp.gate_up`, which llama.cpp wants as two.
     """
     if written is not None and written.base is not None:
         stem = written.base if layer is None or "{layer}" in written.base else f"blk.{layer}.{written.base}"

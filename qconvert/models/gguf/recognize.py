@@ -1,6 +1,6 @@
-"""Which model a GGUF file holds: the model type whose declaration would have written these tensors.
+"""Recognizes the model in a GGUF file: the model type whose declaration would write these tensors.
 
-Pure. Several model types share a graph of llama.cpp; the first whose tensors are those of the file is it.
+Pure. Several model types share a graph of llama.cpp; the first whose tensors match those of the file wins.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Reading:
-    """A file as a model: its config.json, its declaration, and the records of the tensors it has."""
+    """A file as a model: its config.json, its declaration, and the records of its tensors."""
 
     config: Json
     facts: Facts
@@ -33,27 +33,27 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class _Misfit:
-    """Why a file is not of a model type, and how much of it is wrong."""
+class _Mismatch:
+    """Why a file is not of a model type, and the number of mismatches."""
 
     error: QConvertError
     wrong: float
 
 
 def read_model(file: Metadata) -> Reading:
-    """The model that a file holds.
+    """Recognizes the model that a file holds.
 
-    Raises UnsupportedModel or CorruptCheckpoint saying what is missing, strange or of another shape, in
-    the words of the model type that fits best; or which key of the file config.json has no words for.
+    Raises UnsupportedModel or CorruptCheckpoint with the missing, unknown or misshaped tensors of the model
+    type that fits best; or with the key of the file that config.json has no equivalent of.
     """
-    misfits: list[_Misfit] = []
+    misfits: list[_Mismatch] = []
     for model_type in candidates(file):
         try:
             config = config_of(model_type, file)
             facts = Facts(gguf_model(config), Architecture.of(config))
-            readings = [_compared(each, file) for each in _spellings(facts, file)]
+            readings = [_compared(each, file) for each in _fusion_variants(facts, file)]
         except QConvertError as error:
-            misfits.append(_Misfit(error, float("inf")))
+            misfits.append(_Mismatch(error, float("inf")))
             continue
         for found in readings:
             if isinstance(found, Reading):
@@ -62,16 +62,16 @@ def read_model(file: Metadata) -> Reading:
     raise min(misfits, key=lambda misfit: misfit.wrong).error
 
 
-def _spellings(facts: Facts, file: Metadata) -> Iterator[Facts]:
-    """The model as its declaration writes it; and with q, k and v in one, as llama.cpp's converter can."""
+def _fusion_variants(facts: Facts, file: Metadata) -> Iterator[Facts]:
+    """Yields the model as its declaration writes it; and with q, k and v fused, which llama.cpp can do."""
     yield facts
     fused = any(f.role == _QKV for f in facts.architecture.family.fusions)
     if fused and _QKV not in facts.model.whole and "blk.0.attn_qkv.weight" in file.tensors:
         yield replace(facts, model=replace(facts.model, whole=(*facts.model.whole, _QKV)))
 
 
-def _compared(facts: Facts, file: Metadata) -> Reading | _Misfit:
-    """The records of a model that the file has: all of them, or why not."""
+def _compared(facts: Facts, file: Metadata) -> Reading | _Mismatch:
+    """Returns the file's records if they are exactly the model's, or why not."""
     expected = {record.name: record for record in records(facts)}
     if facts.architecture.tied and "output.weight" not in file.tensors:
         expected.pop("output.weight", None)
@@ -84,18 +84,18 @@ def _compared(facts: Facts, file: Metadata) -> Reading | _Misfit:
     if strange:
         what = f"{file.file}: {shown(strange[0])}: not a tensor of {family}"
         hint = "tell qconvert's makers which model this is; llama.cpp may read it"
-        return _Misfit(UnsupportedModel(what, hint), len(missing) + len(strange))
+        return _Mismatch(UnsupportedModel(what, hint), len(missing) + len(strange))
     if missing:
         what = f"{file.file}: {missing[0]} is missing"
-        return _Misfit(CorruptCheckpoint(what, "fetch the file again: it is incomplete"), len(missing))
+        return _Mismatch(CorruptCheckpoint(what, "fetch the file again: it is incomplete"), len(missing))
     if _QKV in facts.model.whole and "attn.q" in facts.model.roles:
-        return _Misfit(_interleaved(file), 0)
+        return _Mismatch(_interleaved(file), 0)
     _check_shapes(expected, file)
     return Reading(facts.architecture.config, facts, tuple(expected.values()))
 
 
 def _is_beyond(name: str, file: Metadata) -> bool:
-    """Whether a tensor is of the layers that predict more tokens, which come last and stay behind."""
+    """Returns whether a tensor is of the multi-token-prediction layers, which come last and are left out."""
     match = _LAYER.match(name) if file.count("nextn_predict_layers") else None
     return match is not None and int(match[1]) >= file.layers
 
@@ -107,7 +107,7 @@ def _interleaved(file: Metadata) -> QConvertError:
 
 
 def _check_shapes(expected: Mapping[str, Record], file: Metadata) -> None:
-    """llama.cpp's converter drops dimensions of 1; the others must be those that the keys give."""
+    """Raises unless shapes agree up to dimensions of 1, which llama.cpp's converter drops."""
     for name, record in expected.items():
         stored = file.tensors[name].shape
         if [n for n in stored if n > 1] != [n for n in record.shape if n > 1]:

@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file, and where in the model every row of them comes from.
+"""Lists the tensors of a GGUF file, and which rows of which model tensors they hold.
 
 One description for both directions: `plan.gguf.tensors` makes a plan of it, `checkpoint.gguf_model` reads the
-model's tensors out of the file by it. Pure: names, rows and shapes.
+model's tensors from a file by it. Pure: names, rows and shapes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qconvert.models.gguf.names import gguf_name
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some rows, one after another, of a tensor of the unfused model."""
+    """Consecutive rows of a tensor of the unfused model."""
 
     name: str
     rows: range
@@ -27,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One tensor of the file: its name, its shape, and the rows that it is made of before its step."""
+    """One tensor of the file: its name, its shape, and the rows it is made of before its transform."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,9 +37,9 @@ class Record:
 
 
 def records(facts: Facts) -> Iterator[Record]:
-    """Every tensor that a declaration writes for a model, in the order of its printed structure.
+    """Yields every tensor that a declaration writes for a model, in the order of its printed structure.
 
-    Linears that stay fused and the experts of a layer come where the first of them stands. Raises
+    Linears that stay fused and the experts of a layer come at the position of the first of them. Raises
     UnsupportedModel for a role that GGUF has no name for.
     """
     for parameter, parts in _gathered(facts):
@@ -48,7 +48,7 @@ def records(facts: Facts) -> Iterator[Record]:
 
 
 def _gathered(facts: Facts) -> Iterator[tuple[Parameter, list[Parameter]]]:
-    """What is written together: its place, and the places that it is stacked of."""
+    """Yields each written tensor's parameter, and the parameters stacked in it."""
     architecture = facts.architecture
     wholes = {
         part.name: entry.whole

@@ -1,8 +1,8 @@
-"""A config.json from the metadata of a GGUF model file: the declarations of `models`, read backwards.
+"""Builds a config.json from the metadata of a GGUF model file, with the declarations read backwards.
 
-Pure. Every number that decides what the model computes comes from a key or from a tensor's shape; a key
-that the model needs and the file lacks is an error that names it. What llama.cpp's graphs hard-wire
-(norms of expert weights, activations) is written out, as the declaration's checks say it.
+Pure. Every number that decides what the model computes comes from a key or from a tensor's shape; a key that
+the model needs and the file lacks is an error that names it. What llama.cpp's graphs hard-wire (norms of
+expert weights, activations) is written out, as the declaration's checks state it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _EMBEDDING = "token_embd.weight"
 
 
 def candidates(file: Metadata) -> tuple[str, ...]:
-    """The model types that llama.cpp runs in the graph of this file, those with the better claim first.
+    """Returns the model types that llama.cpp runs in the graph of this file, more likely ones first.
 
-    Raises UnsupportedModel for an architecture that nobody declared.
+    Raises UnsupportedModel for an undeclared architecture.
     """
     found = {name: model for name, model in MODELS.items() if isinstance(model, GGUFModel)}
     same = tuple(name for name, model in found.items() if model.arch == file.arch)
@@ -41,10 +41,10 @@ def candidates(file: Metadata) -> tuple[str, ...]:
 
 
 def config_of(model_type: str, file: Metadata) -> Json:
-    """The config.json of a file as a model of this type, one of its `candidates`.
+    """Returns the config.json of a file as a model of this type, one of its `candidates`.
 
-    Raises CorruptCheckpoint naming a missing or senseless key, UnsupportedModel for a key whose meaning
-    config.json has no words for.
+    Raises CorruptCheckpoint naming a missing or invalid key, UnsupportedModel for a key that config.json has
+    no equivalent of.
     """
     model = MODELS[model_type]
     assert isinstance(model, GGUFModel)
@@ -58,23 +58,23 @@ def config_of(model_type: str, file: Metadata) -> Json:
         read |= keys.read(file)
     if model.constants is not None:
         read |= model.constants.read(file)
-    if "head_dim" in family.defaults:  # where a class would take its own size, and llama.cpp this one
+    if "head_dim" in family.defaults:  # where a class has its own default, and llama.cpp this one
         read.setdefault("head_dim", file.head_size)
     return {
         "architectures": [_class(family, model_type)],
         "model_type": model_type,
         family.tied_by: "output.weight" not in file.tensors,
         **_biases(family, model, file),
-        **_spelled(family, {"vocab_size": file.tensors[_EMBEDDING].shape[0], **read}),
+        **_with_own_keys(family, {"vocab_size": file.tensors[_EMBEDDING].shape[0], **read}),
         **_special_tokens(file),
     }
 
 
 def check_keys(facts: Facts, file: Metadata) -> tuple[str, ...]:
-    """The keys of a file that the declaration does not know.
+    """Returns the keys of a file that the declaration does not know.
 
-    Raises UnsupportedModel naming a key that has another value than a model of this config would: what it
-    says is lost.
+    Raises UnsupportedModel naming a key whose value differs from that of a model of this config: it would be
+    lost.
     """
     late = (entry for keys in facts.model.late for entry in keys(facts))
     known = {entry.key: entry for entry in (*model_keys(facts), *late)}
@@ -104,20 +104,20 @@ def _same(one: KV, other: KV) -> bool:
 
 
 def _class(family: Family, model_type: str) -> str:
-    """The class of a model type: the one beside it, where the family has as many."""
+    """Returns the class of a model type: the one at the same position, where the family has as many."""
     beside = len(family.classes) == len(family.model_types)
     return family.classes[family.model_types.index(model_type) if beside else 0]
 
 
-def _spelled(family: Family, read: Json) -> Json:
-    """The entries under the names that this family has for them; what was read under both stays so."""
+def _with_own_keys(family: Family, read: Json) -> Json:
+    """Renames the entries to this family's keys; a key of both names is kept."""
     names = {"num_hidden_layers": family.layers[0], **family.keys}
     both = {key: read[key] for key, own in family.keys.items() if key in read and own in read}
     return {names.get(key, key): value for key, value in read.items()} | both
 
 
 def _biases(family: Family, model: GGUFModel, file: Metadata) -> Json:
-    """The config flags that say which linears have a bias, and whether the file has one of them."""
+    """Returns the config flags for biases, from whether the file has a bias of their linears."""
     first = {re.sub(r"(?<=blk\.)\d+(?=\.)", "0", name) for name in file.tensors}
     found: dict[str, bool] = {}
     for slot in family.slots:
@@ -128,7 +128,7 @@ def _biases(family: Family, model: GGUFModel, file: Metadata) -> Json:
 
 
 def _names(slot: ParameterTemplate, family: Family, model: GGUFModel) -> Iterator[str]:
-    """The names of the biases of a slot in the first layer, alone or in a whole."""
+    """Yields the names of the biases of a template in the first layer, unfused and fused."""
     role = slot.role.replace("{expert}.", "")
     wholes = (f.role for f in family.fusions if role in f.part_groups and f.role in model.whole)
     role = next(wholes, role)

@@ -1,4 +1,4 @@
-"""GGML blocks: rows of numbers to bytes, equal to llama-quantize's, and back."""
+"""Encodes rows as GGML blocks, byte for byte as llama-quantize, and decodes them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What lies in GGML blocks: codes, and the scales and mins of their groups, of two levels where stored so.
+"""Unpacks GGML blocks into codes, and the scales and mins of their groups, two-level where stored so.
 
-A number of a group is a half-precision one, or (K-quants, IQ4_XS) a small whole number times one of
-the block. Sources: the block structs and dequantize_row_* of ggml-common.h and ggml-quants.c.
+The value of a group is a half-precision number, or (K-quants, IQ4_XS) a small integer times one number of the
+super-block. Sources: the block structs and dequantize_row_* of ggml-common.h and ggml-quants.c.
 
 Axes: N blocks, I columns of a block, G groups of a block.
 """
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qconvert.quant.ggml.decode import fields, fifth_bits, scales_6, trits
+_POWERS_OF_3 = np.array([1, 3, 9, 27, 81], np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """One number per group: `stored_NG`, half precision; or int8 to be multiplied by `super_N`, float32."""
+    """One number per group: `stored_NG`, half precision; or int8 times `super_N`, float32."""
 
     stored_NG: np.ndarray
     super_N: np.ndarray | None = None
@@ -32,11 +32,36 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Blocks apart: codes uint8 [N, I], the scales of their groups, and what is added, if anything is."""
+    """Unpacked blocks: codes uint8 [N, I], the scales of their groups, and the added mins, if any."""
 
     codes_NI: np.ndarray
     scales: Numbers
     mins: Numbers | None = None
+
+
+def fields(stored: np.ndarray, bits: int, run: int) -> np.ndarray:
+    """Splits bytes into fields of `bits`: of each `run` bytes the lowest fields first, then the next."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    runs = stored.reshape(len(stored), -1, 1, run)
+    return ((runs >> shifts) & ((1 << bits) - 1)).reshape(len(stored), -1)
+
+
+def _fifth_bits(stored: np.ndarray) -> np.ndarray:
+    """Returns the bits of 4 bytes, lowest first, as 16 where set."""
+    return np.unpackbits(stored, axis=1, bitorder="little") << 4
+
+
+def _scales_6(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the 8 scales and 8 minimums in the 12 bytes of Q4_K and Q5_K."""
+    s, m, both = stored[:, :4], stored[:, 4:8], stored[:, 8:]
+    high_s, high_m = both & 15 | s >> 6 << 4, both >> 4 | m >> 6 << 4
+    return np.concatenate([s & 63, high_s], axis=1), np.concatenate([m & 63, high_m], axis=1)
+
+
+def _trits(stored: np.ndarray, count: int) -> np.ndarray:
+    """Returns the `count` leading trits of bytes that hold ceil(n * 256 / 243) of a five-digit n."""
+    shifted = stored[:, None, :] * _POWERS_OF_3[:count, None]
+    return ((shifted.astype(np.uint16) * 3) >> 8).reshape(len(stored), -1)
 
 
 def _stored(blocks: np.ndarray, at: int) -> Numbers:
@@ -44,7 +69,7 @@ def _stored(blocks: np.ndarray, at: int) -> Numbers:
 
 
 def _small(stored_NG: np.ndarray, blocks: np.ndarray, at: int, sign: int = 1) -> Numbers:
-    """Small numbers times the half-precision one of the block."""
+    """Returns small integers to be multiplied by the half-precision number at `at`."""
     upper_N = np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2")[:, 0].astype(np.float32)
     return Numbers(stored_NG.astype(np.int8), upper_N * np.float32(sign))
 
@@ -58,11 +83,11 @@ def _q4_1(blocks: np.ndarray) -> Parts:
 
 
 def _q5_0(blocks: np.ndarray) -> Parts:
-    return Parts(fields(blocks[:, 6:], 4, 16) | fifth_bits(blocks[:, 2:6]), _stored(blocks, 0))
+    return Parts(fields(blocks[:, 6:], 4, 16) | _fifth_bits(blocks[:, 2:6]), _stored(blocks, 0))
 
 
 def _q5_1(blocks: np.ndarray) -> Parts:
-    codes = fields(blocks[:, 8:], 4, 16) | fifth_bits(blocks[:, 4:8])
+    codes = fields(blocks[:, 8:], 4, 16) | _fifth_bits(blocks[:, 4:8])
     return Parts(codes, _stored(blocks, 0), _stored(blocks, 2))
 
 
@@ -83,7 +108,7 @@ def _q3_k(blocks: np.ndarray) -> Parts:
 
 
 def _with_mins(blocks: np.ndarray, codes: np.ndarray) -> Parts:
-    s, m = scales_6(blocks[:, 4:16])
+    s, m = _scales_6(blocks[:, 4:16])
     return Parts(codes, _small(s, blocks, 0), _small(m, blocks, 2, -1))
 
 
@@ -110,7 +135,7 @@ def _iq4_xs(blocks: np.ndarray) -> Parts:
 
 
 def _tq1_0(blocks: np.ndarray) -> Parts:
-    runs = [trits(blocks[:, :32], 5), trits(blocks[:, 32:48], 5), trits(blocks[:, 48:52], 4)]
+    runs = [_trits(blocks[:, :32], 5), _trits(blocks[:, 32:48], 5), _trits(blocks[:, 48:52], 4)]
     return Parts(np.concatenate(runs, axis=1).astype(np.uint8), _stored(blocks, 52))
 
 
@@ -144,10 +169,10 @@ PARTS: Mapping[str, Callable[[np.ndarray], Parts]] = {
     "Q1_0": _q1_0,
     "Q2_0": _q2_0,
 }
-"""How blocks of a type, uint8 [N, block bytes], come apart; by its name."""
+"""The function that unpacks blocks, uint8 [N, block bytes], by the name of their type."""
 
 ZEROS: Mapping[str, int] = {
     "Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q3_K": 4, "Q6_K": 32,
     "TQ1_0": 1, "TQ2_0": 1, "Q1_0": 1, "Q2_0": 1,
 }  # fmt: skip
-"""The code that stands for 0 in the types that have no mins: `(code - zero) * scale`."""
+"""The zero point of the types without mins: `(code - zero) * scale`."""

@@ -1,8 +1,8 @@
-"""Which kernel fills blocks of a GGML type, and what does it take?
+"""Dispatches rows to the kernel that encodes blocks of their GGML type, and counts overflowed scales.
 
-A kernel takes the flat array of whole rows, in the dtype of their carrier, and the flat array of bytes;
-a weighted kernel also the importance of every column. Types without one ignore importance, as
-llama-quantize does.
+A kernel takes the flat array of whole rows, in the dtype of their carrier, and the flat array of bytes; a
+weighted kernel also the importance of every column. Types without one ignore importance, as llama-quantize
+does.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from qconvert.core.values import DenseRows
 from qconvert.quant.casts import as_kernels_read, cast
 from qconvert.quant.ggml import float4, iq4, kquants_affine, kquants_symmetric, legacy, ternary
 
-# No scale or minimum that an encoder stores is further from 0 than the block's weights by this factor. A
-# fitted slope is a mean of differences of two weights over the differences of their codes, which are 1 or
-# more, so at most 2 of the largest magnitudes; its minimum at most 31 codes' worth of slopes and a weight.
+# Bounds every stored scale and minimum, in units of the block's largest magnitude. A fitted slope is a mean
+# of differences of two weights over differences of their codes, which are 1 or more, so at most 2; its
+# minimum is at most 31 slopes and a weight.
 _FARTHEST = 64
 _LARGEST_HALF = 65504
 
 
 @dataclass(frozen=True, slots=True)
 class _Encoder:
-    """The kernels of a type, and where in a block its scales and minimums of half precision are."""
+    """The kernels of a type, and the byte offsets of a block's half-precision scales and minimums."""
 
     plain: Callable[[np.ndarray, np.ndarray], None]
     weighted: Callable[[np.ndarray, np.ndarray, np.ndarray], None] | None = None
@@ -76,18 +76,17 @@ ENCODED = frozenset(_ENCODERS)
 
 
 def encode_rows(block: DenseRows, type_name: str, *, importance_I: np.ndarray | None = None) -> np.ndarray:
-    """Rows as GGML blocks, byte for byte as llama-quantize writes them on x86-64.
+    """Returns rows as GGML blocks, byte for byte as llama-quantize writes them on x86-64.
 
-    `block` holds [R, I] finite numbers, I a multiple of the type's block; `type_name` is a GGMLType name
-    out of `ENCODED`; `importance_I` the mean squared activation of every column (an imatrix entry over
-    its count), at least 0. Returns uint8 [R, bytes per row]. A scale that half precision cannot hold
-    becomes infinite, as in the reference (see `overflowed`). Safe to call from several
-    threads; holds no lock.
+    `block` holds [R, I] finite numbers, I a multiple of the type's block (ValueError otherwise); `type_name`
+    is a GGMLType name in `ENCODED`; `importance_I` the mean squared activation of every column (an imatrix
+    entry over its count), at least 0. Returns uint8 [R, bytes per row]. A scale beyond half precision becomes
+    infinite, as in the reference (see `overflowed`). Thread-safe; releases the GIL.
     """
     kind, encoder = GGMLType[type_name], _ENCODERS[type_name]
     rows, width = block.rows_RI.shape
     if width % kind.block:
-        raise ValueError(f"rows of {width} elements are no whole blocks of {kind.block}")
+        raise ValueError(f"rows of {width} elements are not divisible by the block of {kind.block}")
     bytes_RB = np.empty((rows, width // kind.block * kind.block_bytes), np.uint8)
     flat, out = as_kernels_read(block)[0].reshape(-1), bytes_RB.reshape(-1)
     if importance_I is None or encoder.weighted is None:
@@ -100,10 +99,9 @@ def encode_rows(block: DenseRows, type_name: str, *, importance_I: np.ndarray | 
 
 
 def overflowed(block: DenseRows, bytes_RB: np.ndarray, type_name: str, peak: float) -> int:
-    """How many scales and minimums of finite weights became infinite in the blocks made of these rows.
+    """Returns how many scales and minimums of finite weights overflowed to infinity in these blocks.
 
-    `peak` is the largest magnitude of all finite numbers of `block`, or of more; for a small one nothing
-    has to be looked at.
+    `peak` is an upper bound of the magnitudes in `block`; where it is small nothing is searched.
     """
     if peak * _FARTHEST < _LARGEST_HALF:
         return 0

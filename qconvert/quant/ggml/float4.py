@@ -1,7 +1,7 @@
-"""How are rows written as MXFP4: blocks of 32 E2M1 codes that share a power of two?
+"""Encodes rows as MXFP4: blocks of 32 E2M1 codes that share a power of two.
 
-v = 2**(e - 127) * code, with e from the largest magnitude alone and every code the nearest one.
-Source: quantize_row_mxfp4_ref in ggml-quants.c.
+v = 2**(e - 127) * code; e depends on the largest magnitude alone, and every code is the nearest one. Source:
+quantize_row_mxfp4_ref in ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from qconvert.quant.simd.lanes import LANES, absolute, kernel, load, peak, routi
 BLOCK = 32
 _ZERO, _EIGHT, _SIXTEEN = np.float32(0), np.float32(8), np.float32(16)
 _CODES = np.arange(8, dtype=np.float32)
-# Half-way between the doubled magnitudes 0 1 2 3 4 6 8 12, where the smaller one is taken.
+# Midpoints of the doubled magnitudes 0 1 2 3 4 6 8 12; ties round down.
 _MIDDLES = np.array([0.5, 1.5, 2.5, 3.5, 5, 7, 10], np.float32)
 
 
 @kernel
 def encode_mxfp4(rows: np.ndarray, out: np.ndarray) -> None:
-    """MXFP4 of the flat array of whole rows, to the flat `out`: 17 bytes a block, e first."""
+    """Writes MXFP4 blocks of the flat array of whole rows to the flat `out`: 17 bytes a block, e first."""
     for block in range(rows.size // BLOCK):
         a, b = load(rows, block * BLOCK), load(rows, block * BLOCK + LANES)
         exponent = _exponent(max(peak(a), peak(b)))
@@ -32,7 +32,7 @@ def encode_mxfp4(rows: np.ndarray, out: np.ndarray) -> None:
 
 @routine
 def _exponent(size: np.float32) -> Any:
-    """The stored exponent of a block's largest magnitude. Below 2**-125 it wraps around, as C's does."""
+    """Returns the stored exponent of a block's largest magnitude. Below 2**-125 it wraps, as in C."""
     if size == 0:
         return 0
     # The reference takes floorf(log2f(size)), which is one more just below a power of two.
@@ -41,7 +41,7 @@ def _exponent(size: np.float32) -> Any:
 
 @routine
 def _half_power(exponent: int) -> Any:
-    """2**(exponent - 128)"""
+    """Returns 2**(exponent - 128)."""
     bits = 0x00200000 << exponent if exponent < 2 else (exponent - 1) << 23
     return np.uint32(bits).view(np.float32)
 

@@ -1,7 +1,7 @@
-"""Codes as GGML blocks without being chosen anew: integers as Q4_0, Q4_1 and Q8_0, MXFP4, NVFP4.
+"""Repacks existing codes as GGML blocks: integers as Q4_0, Q4_1 and Q8_0, E2M1 as MXFP4 and NVFP4.
 
-Groups are whole numbers of blocks, each block repeating its group's scale. What changes is the type of
-scales and mins, half precision here; how far that moves a weight is measured in steps of the scale.
+A group is one or more blocks, each with the group's scale. Only the type of scales and mins changes, to half
+precision; the change of a weight is measured in steps of the scale.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 import numpy as np
 
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows
-from qconvert.quant.code_error import most_steps
 from qconvert.quant.codebook import wide
 from qconvert.quant.dequantize import zeros_of
 from qconvert.quant.packed_codes import codes_of
+from qconvert.quant.transcode import most_steps
 
 BLOCK = 32
 
 
 def block_codes(value: AffineIntRows | AffineMinRows, type_name: str) -> tuple[np.ndarray, float, int]:
-    """Rows as blocks of a type, the largest distance a weight moves in steps, and how many scales or
-    mins half precision cannot hold.
+    """Returns rows as blocks of a type (uint8 [rows, bytes per row]), the largest change of a weight in
+    steps, and how many scales or mins overflow half precision.
 
-    Q4_0 and Q8_0 take codes whose zeros make them fit their signed ones, Q4_1 codes of up to 4 bits.
-    uint8 [rows, bytes per row].
+    Q4_0 and Q8_0 take codes that fit their signed range after subtracting zero points, Q4_1 codes of up to 4
+    bits.
     """
     if type_name == "Q4_1":
         return _with_mins(value)
@@ -41,9 +41,9 @@ def block_codes(value: AffineIntRows | AffineMinRows, type_name: str) -> tuple[n
 
 
 def mxfp4_blocks(value: CodebookRows) -> np.ndarray:
-    """Codes of E2M1 with a power of two for each 32 columns as MXFP4 blocks, uint8 [rows, bytes per row].
+    """Returns E2M1 codes with an E8M0 scale per 32 columns as MXFP4 blocks, uint8 [rows, bytes per row].
 
-    Exact: code and exponent are GGML's own (GGML counts the table in halves, and its exponent with it).
+    Exact: GGML has the same codes and exponents (it doubles the table and halves the scale).
     """
     rows, groups = value.scales_RG.shape
     exponents = np.ascontiguousarray(value.scales_RG).view(np.uint8).reshape(rows, groups, 1)
@@ -52,10 +52,10 @@ def mxfp4_blocks(value: CodebookRows) -> np.ndarray:
 
 
 def nvfp4_blocks(value: CodebookRows) -> tuple[np.ndarray, float]:
-    """Codes of E2M1 with a number of E4M3 for each 16 columns as NVFP4 blocks, uint8 [rows, bytes per row].
+    """Returns E2M1 codes with an E4M3 scale per 16 columns as NVFP4 blocks, uint8 [rows, bytes per row], and
+    the largest change of a weight in steps.
 
-    Codes and scales are GGML's own; what divides all scales of a tensor becomes the factor of another
-    tensor (`factor_of`), and by how many steps that moves a weight is told.
+    GGML has the same codes and scales; the tensor's divisor becomes a factor in another tensor (`factor_of`).
     """
     rows, groups = value.scales_RG.shape
     scales = value.scales_RG.reshape(rows, groups // 4, 4)
@@ -66,18 +66,18 @@ def nvfp4_blocks(value: CodebookRows) -> tuple[np.ndarray, float]:
 
 
 def factor_of(value: CodebookRows) -> float:
-    """What the numbers of an NVFP4 tensor are multiplied by, as llama.cpp has it: one over the divisor."""
+    """Returns the factor that multiplies an NVFP4 tensor in llama.cpp: one over the divisor."""
     return float(np.float32(1 / (value.divisor or 1)))
 
 
 def moved_by(times: float) -> float:
-    """By how many steps an NVFP4 weight moves when its scales become so many times as large."""
+    """Returns the largest change in steps of an NVFP4 weight whose scales are multiplied by `times`."""
     moved = abs(times - 1)
-    return 6 * moved if moved > 1e-12 else 0.0  # 6 is the largest number of E2M1; float64 rounds, too
+    return 6 * moved if moved > 1e-12 else 0.0  # 6 is the largest E2M1 number; float64 rounds
 
 
 def factors_of(value: CodebookRows) -> np.ndarray:
-    """The same for every row, float32 [rows, 1]."""
+    """Returns the factor of every row, float32 [rows, 1]."""
     return np.full((value.rows, 1), factor_of(value), "<f4")
 
 
@@ -97,14 +97,14 @@ def _with_mins(value: AffineIntRows | AffineMinRows) -> tuple[np.ndarray, float,
 
 
 def _half(numbers: np.ndarray) -> tuple[np.ndarray, int]:
-    """The numbers in half precision, and how many of them it cannot hold."""
+    """Returns the numbers in half precision, and how many of them overflow."""
     with np.errstate(over="ignore"):
         half = numbers.astype("<f2")
     return half, int(np.isinf(half).sum() - np.isinf(numbers).sum())
 
 
 def _nibbles(codes_RI: np.ndarray) -> np.ndarray:
-    """Codes two to a byte: the first half of a block low, the second high."""
+    """Packs two codes per byte: the first half of a block low, the second high."""
     halves = codes_RI.reshape(len(codes_RI), -1, 2, BLOCK // 2)
     packed: np.ndarray = halves[:, :, 0] | halves[:, :, 1] << 4
     return packed

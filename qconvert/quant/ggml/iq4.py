@@ -1,9 +1,9 @@
-"""How are rows written as IQ4_NL and IQ4_XS, whose 4-bit codes stand for sixteen uneven values?
+"""Encodes rows as IQ4_NL and IQ4_XS, whose 4-bit codes index sixteen non-uniform values.
 
-v = d * value (NL, blocks of 32) or d * (s - 32) * value (XS, super-blocks of 256, a scale per 32). The
-scale of 32 elements is that of the highest weighted correlation among sixteen candidates; the codes
-are those for the scale before its rounding to half precision. Sixteen blocks are encoded at a time.
-Source: quantize_row_iq4_nl_impl in ggml-quants.c, with 7 tries in either direction.
+v = d * value (NL, blocks of 32) or d * (s - 32) * value (XS, super-blocks of 256, a scale per 32). The scale
+of 32 elements is that of the highest weighted correlation among sixteen candidates; the codes are those for
+the scale before its rounding to half precision. Sixteen blocks are encoded at a time. Source:
+quantize_row_iq4_nl_impl in ggml-quants.c, with 7 tries in either direction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qconvert.quant.simd.lanes import LANES, clamp, kernel, load, nearest, routi
 
 BLOCK = 32
 SUPER_BLOCK = 256
-_PARTS = SUPER_BLOCK // BLOCK
+_GROUPS = SUPER_BLOCK // BLOCK
 _ZERO, _ONE, _TWO, _SIXTEEN, _THIRTY_TWO = (np.float32(number) for number in (0, 1, 2, 16, 32))
 _MIDDLES = (IQ4_VALUES[1:] + IQ4_VALUES[:-1]) / 2
 _CODES = np.arange(16, dtype=np.float32)
@@ -39,7 +39,7 @@ _TRIALS = np.arange(-7, 8, dtype=np.float32) + _LOWEST
 
 @kernel
 def encode_iq4_nl(rows: np.ndarray, out: np.ndarray) -> None:
-    """IQ4_NL of the flat array of whole rows, to the flat `out`."""
+    """Writes IQ4_NL blocks of the flat array of whole rows to the flat `out`."""
     starts = np.empty(LANES, np.intp)
     x, w, d = tile(BLOCK), tile(BLOCK), tile(1)
     count = rows.size // BLOCK
@@ -53,7 +53,7 @@ def encode_iq4_nl(rows: np.ndarray, out: np.ndarray) -> None:
 
 @kernel
 def encode_iq4_nl_weighted(rows: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:
-    """The same with weights: `importance` is the mean squared activation of every column."""
+    """Does the same with weights: `importance` is the mean squared activation of every column."""
     starts = np.empty(LANES, np.intp)
     x, w, d = tile(BLOCK), tile(BLOCK), tile(1)
     width = importance.size
@@ -70,25 +70,25 @@ def encode_iq4_nl_weighted(rows: np.ndarray, importance: np.ndarray, out: np.nda
 
 @kernel
 def encode_iq4_xs(rows: np.ndarray, out: np.ndarray) -> None:
-    """IQ4_XS of the flat array of whole rows, to the flat `out`."""
-    starts, s_bytes = np.empty(LANES, np.intp), np.empty(_PARTS * LANES, np.uint8)
-    x, w, scales, d = tile(SUPER_BLOCK), tile(BLOCK), tile(_PARTS), tile(1)
+    """Writes IQ4_XS blocks of the flat array of whole rows to the flat `out`."""
+    starts, s_bytes = np.empty(LANES, np.intp), np.empty(_GROUPS * LANES, np.uint8)
+    x, w, scales, d = tile(SUPER_BLOCK), tile(BLOCK), tile(_GROUPS), tile(1)
     codes = tile(SUPER_BLOCK)
     count = rows.size // SUPER_BLOCK
     for block in range(0, count, LANES):
         consecutive(starts, block, count, SUPER_BLOCK)
         gather(rows, starts, SUPER_BLOCK, x)
-        for part in range(_PARTS):
-            weigh_by_square(_part(x, part), w, BLOCK)
-            store(scales, part * LANES, _fit(_part(x, part), w))
+        for group in range(_GROUPS):
+            weigh_by_square(_group(x, group), w, BLOCK)
+            store(scales, group * LANES, _fit(_group(x, group), w))
         _finish_xs(starts, x, scales, d, s_bytes, codes, out)
 
 
 @kernel
 def encode_iq4_xs_weighted(rows: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:
-    """The same with weights: `importance` is the mean squared activation of every column."""
-    starts, s_bytes = np.empty(LANES, np.intp), np.empty(_PARTS * LANES, np.uint8)
-    x, w, scales, d = tile(SUPER_BLOCK), tile(BLOCK), tile(_PARTS), tile(1)
+    """Does the same with weights: `importance` is the mean squared activation of every column."""
+    starts, s_bytes = np.empty(LANES, np.intp), np.empty(_GROUPS * LANES, np.uint8)
+    x, w, scales, d = tile(SUPER_BLOCK), tile(BLOCK), tile(_GROUPS), tile(1)
     codes = tile(SUPER_BLOCK)
     width = importance.size
     count = rows.size // width
@@ -97,20 +97,20 @@ def encode_iq4_xs_weighted(rows: np.ndarray, importance: np.ndarray, out: np.nda
             stacked(starts, row, count, width, column)
             gather(rows, starts, SUPER_BLOCK, x)
             variance = add_squares(splat(_ZERO), x, SUPER_BLOCK) * (_TWO / np.float32(SUPER_BLOCK))
-            for part in range(_PARTS):
-                weigh_by_importance(_part(x, part), w, importance, column + part * BLOCK, BLOCK, variance)
-                store(scales, part * LANES, _fit(_part(x, part), w))
+            for group in range(_GROUPS):
+                weigh_by_importance(_group(x, group), w, importance, column + group * BLOCK, BLOCK, variance)
+                store(scales, group * LANES, _fit(_group(x, group), w))
             _finish_xs(starts, x, scales, d, s_bytes, codes, out)
 
 
 @routine
-def _part(x: np.ndarray, part: int) -> np.ndarray:
-    return x[part * BLOCK * LANES : (part + 1) * BLOCK * LANES]
+def _group(x: np.ndarray, group: int) -> np.ndarray:
+    return x[group * BLOCK * LANES : (group + 1) * BLOCK * LANES]
 
 
 @routine
 def _fit(x: np.ndarray, w: np.ndarray) -> Any:
-    """The scale of highest weighted correlation of 32 elements, 0 where all are 0."""
+    """Returns the scale of highest weighted correlation of 32 elements, 0 where all are 0."""
     size, peak = peaks(x, BLOCK)
     sum_wqx, sum_wqq = _correlation(x, w, _ONE / (-peak / _LOWEST))
     scale = where(sum_wqq > _ZERO, sum_wqx / sum_wqq, splat(_ZERO))
@@ -127,7 +127,7 @@ def _fit(x: np.ndarray, w: np.ndarray) -> Any:
 def _correlation(x: np.ndarray, w: np.ndarray, spread: Any) -> Any:
     sum_wqx, sum_wqq = splat(_ZERO), splat(_ZERO)
     for at in range(0, BLOCK * LANES, LANES):
-        quantized = _looked_up(spread * load(x, at), IQ4_VALUES)
+        quantized = _nearest_entry(spread * load(x, at), IQ4_VALUES)
         wq = load(w, at) * quantized
         sum_wqx = sum_wqx + wq * load(x, at)
         sum_wqq = sum_wqq + wq * quantized
@@ -135,8 +135,8 @@ def _correlation(x: np.ndarray, w: np.ndarray, spread: Any) -> Any:
 
 
 @routine
-def _looked_up(x: Any, table: np.ndarray) -> Any:
-    """The table's entry for the nearest of the sixteen values, the upper one in the middle of two."""
+def _nearest_entry(x: Any, table: np.ndarray) -> Any:
+    """Returns the table's entry for the nearest of the sixteen values; ties go to the upper one."""
     found = splat(table[15])
     for code in range(14, -1, -1):
         found = where(x < _MIDDLES[code], splat(table[code]), found)
@@ -152,7 +152,7 @@ def _inverse(value: Any) -> Any:
 def _finish_nl(starts: np.ndarray, x: np.ndarray, d: np.ndarray, codes: np.ndarray, out: np.ndarray) -> None:
     spread = _inverse(load(d, 0))
     for at in range(0, BLOCK * LANES, LANES):
-        store(codes, at, _looked_up(spread * load(x, at), _CODES))
+        store(codes, at, _nearest_entry(spread * load(x, at), _CODES))
     scatter(codes, BLOCK, x)
     for k in range(LANES):
         at = starts[k] // BLOCK * 18
@@ -170,30 +170,30 @@ def _finish_xs(
     codes: np.ndarray,
     out: np.ndarray,
 ) -> None:
-    _, peak = peaks(scales, _PARTS)
+    _, peak = peaks(scales, _GROUPS)
     step = -peak / _THIRTY_TWO
     store(d, 0, step)
-    for part in range(_PARTS):
-        s = clamp(nearest(_inverse(step) * load(scales, part * LANES)), -_THIRTY_TWO, _THIRTY_TWO - _ONE)
-        store(s_bytes, part * LANES, s + _THIRTY_TWO)
+    for group in range(_GROUPS):
+        s = clamp(nearest(_inverse(step) * load(scales, group * LANES)), -_THIRTY_TWO, _THIRTY_TWO - _ONE)
+        store(s_bytes, group * LANES, s + _THIRTY_TWO)
         spread = _inverse(step * s)
-        for at in range(part * BLOCK * LANES, (part + 1) * BLOCK * LANES, LANES):
-            store(codes, at, _looked_up(spread * load(x, at), _CODES))
+        for at in range(group * BLOCK * LANES, (group + 1) * BLOCK * LANES, LANES):
+            store(codes, at, _nearest_entry(spread * load(x, at), _CODES))
     scatter(codes, SUPER_BLOCK, x)
     for k in range(LANES):
         at = starts[k] // SUPER_BLOCK * 136
         put_half(out, at, d[k])
         _put_scales(s_bytes, k, out, at + 2)
-        for part in range(_PARTS):
-            _put_nibbles(x, k * SUPER_BLOCK + part * BLOCK, out, at + 8 + part * LANES)
+        for group in range(_GROUPS):
+            _put_nibbles(x, k * SUPER_BLOCK + group * BLOCK, out, at + 8 + group * LANES)
 
 
 @routine
 def _put_scales(s: np.ndarray, k: int, out: np.ndarray, at: int) -> None:
-    """Two bytes of top bits, two per part, then four bytes of nibbles; the scales are 32 too large."""
+    """Writes scales + 32: two bytes of top bits, two bits per scale, then four bytes of nibbles."""
     high = 0
-    for part in range(_PARTS):
-        high |= s[part * LANES + k] >> 4 << 2 * part
+    for group in range(_GROUPS):
+        high |= s[group * LANES + k] >> 4 << 2 * group
     out[at], out[at + 1] = high & 0xFF, high >> 8
     for pair in range(4):
         low = s[2 * pair * LANES + k] & 15

@@ -1,9 +1,9 @@
-"""How are rows written as Q3_K and Q6_K: super-blocks of 256 with sixteen signed scales?
+"""Encodes rows as Q3_K and Q6_K: super-blocks of 256 with sixteen signed scales.
 
-v = d * s * (code - half). Every part of 16 elements gets the symmetric scale of least error; the scales
-are then rounded to 6 or 8 bits, d to half precision, and the codes are computed once more for what the
-scales have become. Sixteen super-blocks are encoded at a time.
-Source: quantize_row_q{3,6}_K_ref (plain) and _impl (weighted) in ggml-quants.c.
+v = d * s * (code - half). Every group of 16 elements gets the symmetric scale of least error; the scales are
+then rounded to 6 or 8 bits, d to half precision, and the codes are recomputed for the rounded scales. Sixteen
+super-blocks are encoded at a time. Source: quantize_row_q{3,6}_K_ref (plain) and _impl (weighted) in
+ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qconvert.quant.ggml.tiles import (
 from qconvert.quant.simd.lanes import LANES, clamp, kernel, load, nearest, routine, splat, store, where
 
 BLOCK = 256
-PARTS = 16
+GROUPS = 16
 _ZERO, _ONE, _TWO = np.float32(0), np.float32(1), np.float32(2)
 _ELEMENTS = np.float32(BLOCK)
 _TRIALS_Q3 = symmetric_trials(4)
@@ -40,10 +40,10 @@ _Q6_STEPS, _Q6_TOP = np.float32(-128), np.float32(127)
 
 
 class _Work(NamedTuple):
-    """Sixteen super-blocks in the making; tiles are [elements or parts, lanes].
+    """Working memory for sixteen super-blocks; tiles are [elements or groups, lanes].
 
-    Of every part: `scales` as searched, `sums` of its weights, `s`, what the scales are rounded to, and
-    `s_bytes`, how that is stored; of every super-block `d`, as stored.
+    Per group: `scales` from the search, `sums` of its weights, `s`, the rounded scales, and `s_bytes`, the
+    stored bytes; per super-block: `d`, as stored.
     """
 
     starts: np.ndarray
@@ -59,28 +59,28 @@ class _Work(NamedTuple):
 
 @routine
 def _new_work() -> Any:
-    starts, s_bytes = np.empty(LANES, np.intp), np.empty(PARTS * LANES, np.uint8)
-    w, scales, sums, s = tile(PARTS), tile(PARTS), tile(PARTS), tile(PARTS)
+    starts, s_bytes = np.empty(LANES, np.intp), np.empty(GROUPS * LANES, np.uint8)
+    w, scales, sums, s = tile(GROUPS), tile(GROUPS), tile(GROUPS), tile(GROUPS)
     return _Work(starts, tile(BLOCK), w, tile(BLOCK), scales, sums, s, s_bytes, tile(1))
 
 
 @kernel
 def encode_q6_k(rows: np.ndarray, out: np.ndarray) -> None:
-    """Q6_K of the flat array of whole rows, to the flat `out`."""
+    """Writes Q6_K blocks of the flat array of whole rows to the flat `out`."""
     work = _new_work()
     count = rows.size // BLOCK
     for block in range(0, count, LANES):
         consecutive(work.starts, block, count, BLOCK)
         gather(rows, work.starts, BLOCK, work.x)
-        for part in range(PARTS):
-            weigh_by_square(_part(work.x, part), work.w, PARTS)
-            _fit_q6(work, part)
+        for group in range(GROUPS):
+            weigh_by_square(_group(work.x, group), work.w, GROUPS)
+            _fit_q6(work, group)
         _finish_q6(work, out)
 
 
 @kernel
 def encode_q6_k_weighted(rows: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:
-    """The same with `importance`, the mean squared activation of every column, as the weights."""
+    """Does the same with weights: `importance` is the mean squared activation of every column."""
     work = _new_work()
     width = importance.size
     count = rows.size // width
@@ -88,25 +88,25 @@ def encode_q6_k_weighted(rows: np.ndarray, importance: np.ndarray, out: np.ndarr
         for column in range(0, width, BLOCK):
             stacked(work.starts, row, count, width, column)
             gather(rows, work.starts, BLOCK, work.x)
-            for part in range(PARTS):
-                weigh_by_column(work.w, importance, column + part * PARTS, PARTS)
-                _fit_q6(work, part)
+            for group in range(GROUPS):
+                weigh_by_column(work.w, importance, column + group * GROUPS, GROUPS)
+                _fit_q6(work, group)
             _finish_q6(work, out)
 
 
 @routine
-def _fit_q6(work: Any, part: int) -> None:
-    x, codes = _part(work.x, part), _part(work.codes, part)
-    store(work.scales, part * LANES, fit_symmetric(x, work.w, codes, PARTS, _HALF_6, _TRIALS_Q6))
+def _fit_q6(work: Any, group: int) -> None:
+    x, codes = _group(work.x, group), _group(work.codes, group)
+    store(work.scales, group * LANES, fit_symmetric(x, work.w, codes, GROUPS, _HALF_6, _TRIALS_Q6))
 
 
 @routine
 def _finish_q6(work: Any, out: np.ndarray) -> None:
-    """Round the scales to 8 bits, and store."""
-    size, peak = peaks(work.scales, PARTS)
+    """Rounds the scales to 8 bits, and stores the super-blocks."""
+    size, peak = peaks(work.scales, GROUPS)
     nothing = size < NOTHING
     steps = _Q6_STEPS / peak
-    for at in range(0, PARTS * LANES, LANES):
+    for at in range(0, GROUPS * LANES, LANES):
         s = nearest(steps * load(work.scales, at))
         s = where(s < _Q6_TOP, s, splat(_Q6_TOP))
         store(work.s, at, where(nothing, splat(_ZERO), s))
@@ -117,8 +117,8 @@ def _finish_q6(work: Any, out: np.ndarray) -> None:
     for k in range(LANES):
         at = work.starts[k] // BLOCK * 210
         work.d[k] = put_half(out, at + 208, work.d[k])
-        for part in range(PARTS):
-            out[at + 192 + part] = work.s_bytes[part * LANES + k]
+        for group in range(GROUPS):
+            out[at + 192 + group] = work.s_bytes[group * LANES + k]
     _recode(work, _HALF_6)
     for k in range(LANES):
         put_six_bits(work.x[k * BLOCK : (k + 1) * BLOCK], out, work.starts[k] // BLOCK * 210)
@@ -126,23 +126,23 @@ def _finish_q6(work: Any, out: np.ndarray) -> None:
 
 @kernel
 def encode_q3_k(rows: np.ndarray, out: np.ndarray) -> None:
-    """Q3_K of the flat array of whole rows, to the flat `out`."""
+    """Writes Q3_K blocks of the flat array of whole rows to the flat `out`."""
     work = _new_work()
     count = rows.size // BLOCK
     for block in range(0, count, LANES):
         consecutive(work.starts, block, count, BLOCK)
         gather(rows, work.starts, BLOCK, work.x)
-        for part in range(PARTS):
-            x, codes = _part(work.x, part), _part(work.codes, part)
-            weigh_by_square(x, work.w, PARTS)
-            store(work.scales, part * LANES, fit_by_descent(x, work.w, codes, PARTS, _HALF_3))
+        for group in range(GROUPS):
+            x, codes = _group(work.x, group), _group(work.codes, group)
+            weigh_by_square(x, work.w, GROUPS)
+            store(work.scales, group * LANES, fit_by_descent(x, work.w, codes, GROUPS, _HALF_3))
         _round_scales_q3(work)
         _finish_q3(work, out)
 
 
 @kernel
 def encode_q3_k_weighted(rows: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:
-    """The same with weights: `importance` is the mean squared activation of every column."""
+    """Does the same with weights: `importance` is the mean squared activation of every column."""
     work = _new_work()
     width = importance.size
     count = rows.size // width
@@ -151,24 +151,24 @@ def encode_q3_k_weighted(rows: np.ndarray, importance: np.ndarray, out: np.ndarr
             stacked(work.starts, row, count, width, column)
             gather(rows, work.starts, BLOCK, work.x)
             variance = _TWO * add_squares(splat(_ZERO), work.x, BLOCK) / _ELEMENTS
-            for part in range(PARTS):
-                x, codes = _part(work.x, part), _part(work.codes, part)
-                weigh_by_importance(x, work.w, importance, column + part * PARTS, PARTS, variance)
-                scale = fit_symmetric(x, work.w, codes, PARTS, _HALF_3, _TRIALS_Q3)
-                store(work.scales, part * LANES, scale)
-                store(work.sums, part * LANES, sum_of(work.w, PARTS))
-            d = fit_symmetric(work.scales, work.sums, work.s, PARTS, _HALF_6, _TRIALS_Q6)
+            for group in range(GROUPS):
+                x, codes = _group(work.x, group), _group(work.codes, group)
+                weigh_by_importance(x, work.w, importance, column + group * GROUPS, GROUPS, variance)
+                scale = fit_symmetric(x, work.w, codes, GROUPS, _HALF_3, _TRIALS_Q3)
+                store(work.scales, group * LANES, scale)
+                store(work.sums, group * LANES, sum_of(work.w, GROUPS))
+            d = fit_symmetric(work.scales, work.sums, work.s, GROUPS, _HALF_6, _TRIALS_Q6)
             store(work.d, 0, d)
             _finish_q3(work, out)
 
 
 @routine
 def _round_scales_q3(work: Any) -> None:
-    """Round the scales to 6 bits such that the one farthest from 0 becomes -32."""
-    _, peak = peaks(work.scales, PARTS)
+    """Rounds the scales to 6 bits with the one farthest from 0 at -32."""
+    _, peak = peaks(work.scales, GROUPS)
     nothing = peak == _ZERO
     steps = -_HALF_6 / peak
-    for at in range(0, PARTS * LANES, LANES):
+    for at in range(0, GROUPS * LANES, LANES):
         s = clamp(nearest(steps * load(work.scales, at)), -_HALF_6, _HALF_6 - _ONE) + _HALF_6
         store(work.s, at, where(nothing, splat(_ZERO), s))
     store(work.d, 0, where(nothing, splat(_ZERO), _ONE / steps))
@@ -176,8 +176,8 @@ def _round_scales_q3(work: Any) -> None:
 
 @routine
 def _finish_q3(work: Any, out: np.ndarray) -> None:
-    """Store the scales, which are 32 too large, and the codes."""
-    for at in range(0, PARTS * LANES, LANES):
+    """Stores the scales, plus 32, and the codes."""
+    for at in range(0, GROUPS * LANES, LANES):
         store(work.s_bytes, at, load(work.s, at))
         store(work.s, at, load(work.s, at) - _HALF_6)
     for k in range(LANES):
@@ -194,19 +194,19 @@ def _finish_q3(work: Any, out: np.ndarray) -> None:
 
 @routine
 def _recode(work: Any, half: np.float32) -> None:
-    """Codes for the stored scales, block by block in `work.x`.
+    """Recomputes the codes for the stored scales, block by block in `work.x`.
 
-    A part whose scale has become 0 keeps the codes of its search.
+    A group whose scale rounded to 0 keeps the codes of its search.
     """
-    for part in range(PARTS):
-        scale = load(work.d, 0) * load(work.s, part * LANES)
+    for group in range(GROUPS):
+        scale = load(work.d, 0) * load(work.s, group * LANES)
         gone = scale == _ZERO
-        for at in range(part * PARTS * LANES, (part + 1) * PARTS * LANES, LANES):
+        for at in range(group * GROUPS * LANES, (group + 1) * GROUPS * LANES, LANES):
             code = clamp(nearest(load(work.x, at) / scale), -half, half - _ONE) + half
             store(work.codes, at, where(gone, load(work.codes, at), code))
     scatter(work.codes, BLOCK, work.x)
 
 
 @routine
-def _part(elements: np.ndarray, part: int) -> np.ndarray:
-    return elements[part * PARTS * LANES : (part + 1) * PARTS * LANES]
+def _group(elements: np.ndarray, group: int) -> np.ndarray:
+    return elements[group * GROUPS * LANES : (group + 1) * GROUPS * LANES]

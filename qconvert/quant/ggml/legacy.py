@@ -1,9 +1,9 @@
-"""How are rows written as blocks of 32 with one scale each: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0?
+"""Encodes rows as blocks of 32 with one scale each: Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0.
 
-`rows` is the flat array of whole rows, `out` the flat array of their blocks. Without importance a block
-is scaled to its extremes (quantize_row_*_ref in ggml-quants.c): codes are x times 1/d in float32, and d
-is rounded for storage only. With importance its scale is searched (quantize_row_*_impl), and the codes
-of the search are stored.
+`rows` is the flat array of whole rows, `out` the flat array of their blocks. Without importance a block is
+scaled to its extremes (quantize_row_*_ref in ggml-quants.c): codes are x times 1/d in float32, and d is
+rounded for storage only. With importance its scale is searched (quantize_row_*_impl), and the codes of the
+search are stored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _AFFINE_TRIALS = (affine_trials(15, -0.9, 0.05, 36), affine_trials(31, -0.9, 0.0
 
 @kernel
 def encode_q8_0(rows: np.ndarray, out: np.ndarray) -> None:
-    """Blocks of 34 bytes: d, 32 signed codes; v = d * code."""
+    """Writes Q8_0 blocks of 34 bytes: d, 32 signed codes; v = d * code."""
     for block in range(rows.size // BLOCK):
         a, b = load(rows, block * BLOCK), load(rows, block * BLOCK + LANES)
         d = max(peak(a), peak(b)) / _Q8_TOP
@@ -58,7 +58,7 @@ def encode_q8_0(rows: np.ndarray, out: np.ndarray) -> None:
 
 @kernel
 def encode_symmetric(five: bool, rows: np.ndarray, out: np.ndarray) -> None:
-    """Q4_0 or Q5_0: d, codes; v = d * (code - half), d from the number farthest from 0."""
+    """Writes Q4_0 or Q5_0: d, codes; v = d * (code - half), d from the number farthest from 0."""
     half = np.float32(16 if five else 8)
     size = 22 if five else 18
     for block in range(rows.size // BLOCK):
@@ -72,7 +72,7 @@ def encode_symmetric(five: bool, rows: np.ndarray, out: np.ndarray) -> None:
 
 @kernel
 def encode_affine(five: bool, rows: np.ndarray, out: np.ndarray) -> None:
-    """Q4_1 or Q5_1: d, m, codes; v = d * code + m, from the smallest and the largest number."""
+    """Writes Q4_1 or Q5_1: d, m, codes; v = d * code + m, from the smallest and the largest number."""
     top = _TOP_5 if five else _TOP_4
     size = 24 if five else 20
     for block in range(rows.size // BLOCK):
@@ -90,7 +90,7 @@ def encode_affine(five: bool, rows: np.ndarray, out: np.ndarray) -> None:
 
 @kernel
 def encode_symmetric_weighted(five: bool, rows: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:
-    """Q4_0 or Q5_0 by the scale of least weighted error; `importance` has one number per column."""
+    """Writes Q4_0 or Q5_0 with the scale of least weighted error; `importance` has one number per column."""
     half = np.float32(16 if five else 8)
     trials = _SYMMETRIC_TRIALS[1] if five else _SYMMETRIC_TRIALS[0]
     size = 22 if five else 18
@@ -115,7 +115,7 @@ def encode_symmetric_weighted(five: bool, rows: np.ndarray, importance: np.ndarr
 
 @kernel
 def encode_affine_weighted(five: bool, rows: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:
-    """Q4_1 or Q5_1 by the scale and minimum of least weighted error."""
+    """Writes Q4_1 or Q5_1 with the scale and minimum of least weighted error."""
     top = _TOP_5 if five else _TOP_4
     trials = _AFFINE_TRIALS[1] if five else _AFFINE_TRIALS[0]
     size = 24 if five else 20
@@ -143,7 +143,7 @@ def encode_affine_weighted(five: bool, rows: np.ndarray, importance: np.ndarray,
 
 @routine
 def _signed_peak(a: Any, b: Any) -> Any:
-    """The first number of the largest magnitude, 0 when all are zeros of either sign."""
+    """Returns the first number of the largest magnitude, 0 when all are zeros of either sign."""
     size = max(peak(a), peak(b))
     if size == 0:
         return _ZERO
@@ -152,14 +152,14 @@ def _signed_peak(a: Any, b: Any) -> Any:
 
 @routine
 def _at(a: Any, b: Any, in_a: Any, in_b: Any) -> Any:
-    """The number in the first place that is marked."""
+    """Returns the number at the first marked position."""
     parameter = first(in_a)
     return lane(a, parameter) if parameter < LANES else lane(b, first(in_b))
 
 
 @routine
 def _put_codes(out: np.ndarray, at: int, a: Any, b: Any, five: bool) -> None:
-    """Pack the codes of elements 0-15 and 16-31: their fifth bits, if any, then nibbles."""
+    """Packs the codes of elements 0-15 and 16-31: their fifth bits, if any, then nibbles."""
     top = _TOP_5 if five else _TOP_4
     a, b = where(a < top, a, splat(top)), where(b < top, b, splat(top))
     if five:

@@ -1,10 +1,9 @@
-"""Where in a super-block do its 256 codes and its parts' scales go? Bit packing of the K-quants.
+"""Packs the 256 codes and the group scales of a K-quant super-block into bits.
 
-`quant.packed_codes` are the float32 codes of one super-block in element order, `out` is the flat array of
-bytes and
-`at` where the field begins. Scales come as tiles of bytes [parts, lanes], of which lane `k` is stored.
-Codes are packed by arithmetic on lanes: a byte is the sum of its fields, shifted by multiplication.
-Source: the block structs of ggml-common.h and quantize_row_*_K_ref in ggml-quants.c.
+`codes` are the float32 codes of one super-block in element order, `out` is the flat array of bytes and `at`
+where the field begins. Scales come as tiles of bytes [groups, lanes], of which lane `k` is stored. Codes are
+packed by arithmetic on lanes: a byte is the sum of its fields, shifted by multiplication. Source: the block
+structs of ggml-common.h and quantize_row_*_K_ref in ggml-quants.c.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SIXTEENTH = np.float32(1 / 16)
 
 @routine
 def put_scales_4(s: np.ndarray, m: np.ndarray, k: int, out: np.ndarray, at: int) -> None:
-    """Q2_K: a byte per part, its scale in the low nibble. `s` and `m` become what can be read back."""
+    """Writes Q2_K's: a byte per group, its scale in the low nibble. Reduces `s` and `m` to what is stored."""
     for part in range(16):
         index = part * LANES + k
         byte = (s[index] | m[index] << 4) & 0xFF
@@ -32,9 +31,9 @@ def put_scales_4(s: np.ndarray, m: np.ndarray, k: int, out: np.ndarray, at: int)
 
 @routine
 def put_scales_6(s: np.ndarray, m: np.ndarray, k: int, out: np.ndarray, at: int, capped: bool) -> None:
-    """Q4_K and Q5_K: 12 bytes. The high bits of parts 4-7 are on top of the scales and mins of 0-3.
+    """Writes Q4_K's and Q5_K's: 12 bytes. The high bits of groups 4-7 are above the scales and mins of 0-3.
 
-    Bytes above 63, which stand for negative scales, spoil their neighbours unless they are capped.
+    Bytes above 63, from negative scales, corrupt their neighbours unless `capped`.
     """
     for part in range(4):
         low, high = part * LANES + k, (part + 4) * LANES + k
@@ -50,7 +49,7 @@ def put_scales_6(s: np.ndarray, m: np.ndarray, k: int, out: np.ndarray, at: int,
 
 @routine
 def put_nibbles(codes: np.ndarray, out: np.ndarray, at: int) -> None:
-    """Four bits of every code: the two halves of each 64 elements share 32 bytes."""
+    """Writes four bits of every code: the two halves of each 64 elements share 32 bytes."""
     for chunk in range(4):
         for element in range(0, 32, LANES):
             low = load(codes, chunk * 64 + element)
@@ -61,7 +60,7 @@ def put_nibbles(codes: np.ndarray, out: np.ndarray, at: int) -> None:
 
 @routine
 def put_pairs(codes: np.ndarray, out: np.ndarray, at: int) -> None:
-    """The low two bits of codes below 8: the quarters of each 128 elements share 32 bytes."""
+    """Writes the low two bits of codes below 8: the quarters of each 128 elements share 32 bytes."""
     for half in range(2):
         for element in range(0, 32, LANES):
             start = half * 128 + element
@@ -72,13 +71,13 @@ def put_pairs(codes: np.ndarray, out: np.ndarray, at: int) -> None:
 
 @routine
 def _below(code: Any, limit: np.float32) -> Any:
-    """Codes below twice the limit, reduced below it."""
+    """Reduces codes below twice the limit to below it."""
     return where(code < limit, code, code - limit)
 
 
 @routine
 def put_top_bits(codes: np.ndarray, limit: np.float32, out: np.ndarray, at: int) -> None:
-    """32 bytes: bit j of byte e is set when the code of element 32 * j + e is `limit` or more."""
+    """Writes 32 bytes: bit j of byte e is set when the code of element 32 * j + e is `limit` or more."""
     for element in range(0, 32, LANES):
         byte = splat(_ZERO)
         bit = _ONE
@@ -90,7 +89,7 @@ def put_top_bits(codes: np.ndarray, limit: np.float32, out: np.ndarray, at: int)
 
 @routine
 def put_signed_scales_6(s: np.ndarray, k: int, out: np.ndarray, at: int) -> None:
-    """Q3_K: 16 scales in 12 bytes, low nibbles first, then four times the top bits of four of them."""
+    """Writes Q3_K's 16 scales in 12 bytes: low nibbles first, then the top bits, four to a byte."""
     for part in range(8):
         low, high = s[part * LANES + k], s[(part + 8) * LANES + k]
         out[at + part] = low & 15 | (high & 15) << 4
@@ -103,10 +102,10 @@ def put_signed_scales_6(s: np.ndarray, k: int, out: np.ndarray, at: int) -> None
 
 @routine
 def put_six_bits(codes: np.ndarray, out: np.ndarray, at: int) -> None:
-    """Q6_K: 128 bytes of low nibbles, then 64 bytes of top bits, of codes below 64.
+    """Writes Q6_K's codes: 128 bytes of low nibbles, then 64 bytes of top bits, of codes below 64.
 
-    The quarters of each 128 elements share: the first and third 32 bytes of nibbles, the second and
-    fourth the next 32, all four the 32 bytes of top bits.
+    Quarters of each 128 elements share bytes: the first and third 32 bytes of nibbles, the second and fourth
+    the next 32, all four the 32 bytes of top bits.
     """
     for half in range(2):
         for element in range(0, 32, LANES):

@@ -1,7 +1,7 @@
-"""The numbers a block has one of: how are its half-precision scales rounded, stored and read back?
+"""Rounds, stores and reads the half-precision scalars of a block, in numba code.
 
-Scalar counterparts of `qconvert.quant.simd.lanes`, for numba code. Everything is integer arithmetic on the
-bits of a float32, so it does not depend on what the processor can convert.
+Scalar counterparts of `qconvert.quant.simd.lanes`. Everything is integer arithmetic on the bits of a float32,
+so it does not depend on the conversions the processor has.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from qconvert.quant.simd.lanes import routine
 
-_HALF_LARGEST = 0x477FF000  # 65520, from which on rounding ends at infinity
+_HALF_LARGEST = 0x477FF000  # 65520, from which on rounding gives infinity
 _HALF_SMALLEST = 0x38800000  # 2**-14, below which a half is denormal
 _INFINITY = 0x7F800000
 _DENORMAL_ULP = np.float32(0.5)  # its ulp is 2**-24, that of denormal halves
@@ -22,7 +22,7 @@ _EXPONENT_SHIFT = np.float32(2.0**112)  # from the exponent bias of a half (15) 
 
 @routine
 def half_bits(value: np.float32) -> Any:
-    """The IEEE half nearest to a float32, half to even, as its 16 bits; NaN becomes a quiet NaN."""
+    """Returns the 16 bits of the IEEE half nearest to a float32, half to even; NaN becomes a quiet NaN."""
     bits = np.int64(np.float32(value).view(np.uint32))
     sign, size = (bits >> 16) & 0x8000, bits & 0x7FFFFFFF
     if size > _INFINITY:
@@ -38,7 +38,7 @@ def half_bits(value: np.float32) -> Any:
 
 @routine
 def half_value(bits: int) -> Any:
-    """The float32 equal to the IEEE half with these 16 bits."""
+    """Returns the float32 equal to the IEEE half with these 16 bits."""
     size = np.uint32((bits & 0x7FFF) << 13).view(np.float32) * _EXPONENT_SHIFT
     if bits & 0x7C00 == 0x7C00:
         size = np.uint32(_INFINITY | (bits & 0x3FF) << 13).view(np.float32)
@@ -47,7 +47,7 @@ def half_value(bits: int) -> Any:
 
 @routine
 def put_half(out: np.ndarray, at: int, value: np.float32) -> Any:
-    """Write a float32 as a half to `out[at:at + 2]` and return the float32 it has become."""
+    """Writes a float32 as a half to `out[at:at + 2]`; returns it rounded."""
     bits = half_bits(value)
     out[at] = bits & 0xFF
     out[at + 1] = bits >> 8
@@ -56,5 +56,5 @@ def put_half(out: np.ndarray, at: int, value: np.float32) -> Any:
 
 @routine
 def inverse(value: np.float32) -> Any:
-    """`1 / value`, and 0 for 0."""
+    """Returns `1 / value`, and 0 for 0."""
     return np.float32(1) / value if value != 0 else np.float32(0)

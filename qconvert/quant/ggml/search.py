@@ -1,10 +1,9 @@
-"""Which scale of a block loses least? The searches of ggml-quants.c, sixteen blocks at a time.
+"""Searches the scale of least error of a block, as ggml-quants.c does, sixteen blocks at a time.
 
 A tile is a flat float32 array [elements, lanes]: element e of the block in lane k is `tile[16 * e + k]`.
-Every search takes a tile `x` of numbers and a tile `w` of weights, fills the tile `quant.packed_codes`
-with the
-codes it settled on, and returns its scales as lanes. Each lane's float32 operations are those of the
-C function named, in its order; that is what makes the codes equal to the last bit.
+Every search takes a tile `x` of numbers and a tile `w` of weights, fills the tile `codes` with the chosen
+codes, and returns the scales as lanes. Each lane's float32 operations are those of the C function named, in
+its order; that is what makes the codes equal to the last bit.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ NOTHING = np.float32(1e-15)  # GROUP_MAX_EPS: a block without a larger number is
 
 
 def affine_trials(top: int, low: float, step: float, last: int) -> Any:
-    """The scales that `fit_affine` tries, in units of 1 / (max - min): `top + low` and up by steps."""
+    """Returns the trial scales of `fit_affine`, in units of 1 / (max - min): `top + low` and up by steps."""
     steps = np.float32(low) + np.float32(step) * np.arange(last + 1, dtype=np.float32)
     return steps + np.float32(top)
 
 
 def symmetric_trials(half: int) -> Any:
-    """The scales that `fit_symmetric` tries, in units of 1 / peak: -half first, then its neighbours."""
+    """Returns the trial scales of `fit_symmetric`, in units of 1 / peak: -half first, then its neighbours."""
     around = np.array([0, *range(-9, 0), *range(1, 10)], np.float32)
     return -(np.float32(half) + np.float32(0.1) * around)
 
 
 def nonnegative_trials(top: int) -> Any:
-    """The scales that `fit_nonnegative` tries, in units of 1 / max: `top` first, then its neighbours."""
+    """Returns the trial scales of `fit_nonnegative`, in units of 1 / max: `top`, then its neighbours."""
     around = np.array([0, *range(-4, 0), *range(1, 5)], np.float32)
     return np.float32(0.1) * around + np.float32(top)
 
@@ -54,10 +53,10 @@ def nonnegative_trials(top: int) -> Any:
 def fit_affine(
     x: np.ndarray, w: np.ndarray, codes: np.ndarray, n: int, top: np.float32, trials: np.ndarray, l1: bool
 ) -> Any:
-    """Codes 0 to `top` of `w = scale * code + low`, low at most 0; returns (scale, low) as lanes.
+    """Fits codes 0 to `top` of `w = scale * code + low`, low at most 0; returns (scale, low) as lanes.
 
     Minimises the weighted squared error, or absolute error with `l1`. Source: make_qkx2_quants and
-    make_qkx3_quants, which return -low. A better fit's `low` is where the next trials start from.
+    make_qkx3_quants, which return -low. The next trials start from the `low` of the best fit.
     """
     low, high, sum_w, sum_wx = _moments(x, w, n)
     flat = high == low
@@ -142,7 +141,7 @@ def _loss(difference: Any, l1: bool) -> Any:
 
 @routine
 def peaks(x: np.ndarray, n: int) -> Any:
-    """The largest magnitude in every lane, and the first number that has it."""
+    """Returns the largest magnitude in every lane, and the first number that has it."""
     size, value = splat(ZERO), splat(ZERO)
     for at in range(0, n * LANES, LANES):
         candidate = load(x, at)
@@ -155,10 +154,10 @@ def peaks(x: np.ndarray, n: int) -> Any:
 def fit_symmetric(
     x: np.ndarray, w: np.ndarray, codes: np.ndarray, n: int, half: np.float32, trials: np.ndarray
 ) -> Any:
-    """Codes 0 to 2 * half - 1 of `w = scale * (code - half)`; returns the scale as lanes.
+    """Fits codes 0 to 2 * half - 1 of `w = scale * (code - half)`; returns the scale as lanes.
 
-    Maximises the weighted correlation. An all-zero block has scale 0 and codes 0 (not half).
-    Source: make_qx_quants with rmse_type 1.
+    Maximises the weighted correlation. An all-zero block has scale 0 and codes 0 (not half). Source:
+    make_qx_quants with rmse_type 1.
     """
     size, peak = peaks(x, n)
     spread = best_spread = scale = best = splat(ZERO)
@@ -188,10 +187,10 @@ def fit_symmetric(
 def fit_nonnegative(
     x: np.ndarray, w: np.ndarray, codes: np.ndarray, n: int, top: np.float32, trials: np.ndarray
 ) -> Any:
-    """Codes 0 to `top` of `w = scale * code`, for scales and minimums; returns the scale as lanes.
+    """Fits codes 0 to `top` of `w = scale * code`, for scales and minimums; returns the scale as lanes.
 
-    `quant.packed_codes` is a tile of bytes: a negative scale, which a search may return, has the code of C's
-    uint8_t. Source: make_qp_quants.
+    `codes` is a tile of bytes: a negative scale, which a search may return, has the code of C's uint8_t.
+    Source: make_qp_quants.
     """
     high = splat(ZERO)
     for at in range(0, n * LANES, LANES):
@@ -228,7 +227,7 @@ def fit_nonnegative(
 
 @routine
 def fit_by_descent(x: np.ndarray, w: np.ndarray, codes: np.ndarray, n: int, half: np.float32) -> Any:
-    """As `fit_symmetric`, but from one starting scale and by changing one code at a time.
+    """Fits as `fit_symmetric`, but from one starting scale and by changing one code at a time.
 
     Source: make_q3_quants.
     """
@@ -259,10 +258,10 @@ def descend(
     sum_wqq: Any,
     strict: bool,
 ) -> Any:
-    """Up to five sweeps of coordinate descent over the codes; returns the least-squares scale as lanes.
+    """Sweeps coordinate descent over the codes up to five times; returns the least-squares scale as lanes.
 
-    A code becomes the best one for the scale of all other codes when that raises the correlation.
-    With `strict` the other codes must not all be zero. Source: the loops that end make_q3_quants and
+    A code becomes the best one for the scale of all other codes when that raises the correlation. With
+    `strict` the other codes must not all be zero. Source: the loops that end make_q3_quants and
     make_qp_quants; they stop at the first sweep that changes nothing, which further ones would not.
     """
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""How are rows written as TQ1_0 and TQ2_0: super-blocks of 256 codes -1, 0 and 1 with one scale?
+"""Encodes rows as TQ1_0 and TQ2_0: super-blocks of 256 codes -1, 0 and 1 with one scale.
 
 v = d * code, with d the largest magnitude; made for BitNet b1.58 and TriLM weights, which are ternary.
 Source: quantize_row_tq1_0_ref and quantize_row_tq2_0_ref in ggml-quants.c.
@@ -30,7 +30,9 @@ _BYTE, _DIGITS, _LAST_DIGITS = np.float32(256), np.float32(243), np.float32(242)
 
 @kernel
 def encode_tq2_0(rows: np.ndarray, out: np.ndarray) -> None:
-    """TQ2_0 of the flat array of whole rows: 64 bytes of 2-bit fields, the quarters of each 128, then d."""
+    """Writes TQ2_0 of the flat array of whole rows: 64 bytes of 2-bit fields, the quarters of each 128, then
+    d.
+    """
     for block in range(rows.size // BLOCK):
         start, at = block * BLOCK, block * 66
         d = _peak(rows, start)
@@ -46,7 +48,7 @@ def encode_tq2_0(rows: np.ndarray, out: np.ndarray) -> None:
 
 @kernel
 def encode_tq1_0(rows: np.ndarray, out: np.ndarray) -> None:
-    """TQ1_0 of the flat array of whole rows: 52 bytes of five or four base-3 digits each, then d."""
+    """Writes TQ1_0 of the flat array of whole rows: 52 bytes of five or four base-3 digits each, then d."""
     for block in range(rows.size // BLOCK):
         start, at = block * BLOCK, block * 54
         d = _peak(rows, start)
@@ -67,7 +69,7 @@ def _peak(rows: np.ndarray, start: int) -> Any:
 
 @routine
 def _digit(rows: np.ndarray, index: int, spread: np.float32) -> Any:
-    """Codes plus one: 0, 1 or 2."""
+    """Returns codes plus one: 0, 1 or 2."""
     return truncated(rounded_away(load(rows, index) * spread)) + _ONE
 
 
@@ -75,7 +77,7 @@ def _digit(rows: np.ndarray, index: int, spread: np.float32) -> Any:
 def _put_digits(
     rows: np.ndarray, index: int, step: int, spread: np.float32, out: np.ndarray, at: int
 ) -> None:
-    """Sixteen bytes of five digits, `step` elements apart, the first one the most significant."""
+    """Writes sixteen bytes of five digits, `step` elements apart, the first one the most significant."""
     number = splat(_ZERO)
     for _ in range(5):
         number = number * _THREE + _digit(rows, index, spread)
@@ -85,13 +87,15 @@ def _put_digits(
 
 @routine
 def _scaled(number: Any) -> Any:
-    """ceil(number * 256 / 243): the digits then are the integer parts of repeated multiplication by 3."""
+    """Returns ceil(number * 256 / 243): the digits are then the integer parts of repeated multiplication by
+    3.
+    """
     return truncated((number * _BYTE + _LAST_DIGITS) / _DIGITS)
 
 
 @routine
 def _put_last_digits(rows: np.ndarray, index: int, spread: np.float32, out: np.ndarray, at: int) -> None:
-    """Four bytes of four digits, four elements apart, and a fifth digit 0."""
+    """Writes four bytes of four digits, four elements apart, and a fifth digit 0."""
     digits = np.empty(LANES, np.uint8)
     store(digits, 0, _digit(rows, index, spread))
     for byte in range(4):

@@ -1,7 +1,7 @@
-"""Which blocks of GGML are grids that other formats have too, and what are their codes and scales?
+"""Converts GGML blocks to codes and scales of an encoding that other formats have too.
 
-A scale of scales (K-quants) is multiplied out, which float32 holds exactly: a half-precision number
-times one of at most 8 bits. So the numbers of the grid are those of the blocks to the bit.
+Two-level scales (K-quants) are multiplied out, which float32 holds exactly: a half-precision number times one
+of at most 8 bits. So both dequantize to the same bits.
 
 Axes: N blocks, R rows, I columns, G groups of a row.
 """
@@ -13,12 +13,11 @@ import numpy as np
 from qconvert.core.encodings import AffineMin, Codebook
 from qconvert.core.ggml_types import GRIDS, GGMLType
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, GgmlRows
-from qconvert.quant.ggml.block_parts import PARTS
-from qconvert.quant.ggml.decode import fields
+from qconvert.quant.ggml.block_parts import PARTS, fields
 
 
 def grid_of_blocks(value: GgmlRows) -> AffineIntRows | AffineMinRows | CodebookRows:
-    """Rows of blocks of a type in `GRIDS` as codes on that grid, exactly."""
+    """Returns rows of blocks of a type in `GRIDS` as codes and scales of that encoding, exactly."""
     name, rows = value.encoding.type, value.rows
     encoding = GRIDS[name]
     blocks = np.ascontiguousarray(value.bytes_RB).reshape(-1, GGMLType[name].block_bytes)

@@ -1,10 +1,10 @@
-"""Sixteen float32 numbers as one value inside numba code: how do exact kernels become SIMD code?
+"""Defines a sixteen-float32 vector type for numba code, so that bit-exact kernels become SIMD code.
 
-A lane usually holds one block. A sum over a block's elements is then a chain of additions that stays in
-element order in every lane, so sixteen blocks are encoded at once and each gets the bits of the
-sequential C code. Operators on lanes are IEEE float32: nothing is fused or reassociated, and a
-float64 operand is a typing error, so no wider arithmetic slips in. LLVM splits the sixteen into what
-the processor has (one AVX-512, two AVX or four NEON registers).
+A lane usually holds one block. A sum over a block's elements is then a chain of additions in element order in
+every lane, so sixteen blocks are encoded at once and each gets the bits of the sequential C code. Operators
+are IEEE float32: nothing is fused or reassociated, and a float64 operand is a typing error, so no wider
+arithmetic slips in. LLVM splits the sixteen into the processor's registers (one AVX-512, two AVX or four
+NEON).
 """
 
 from __future__ import annotations
@@ -29,30 +29,33 @@ LANES = 16
 
 @lru_cache
 def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """What tells whether the code of kernels in a folder changed: theirs, and that of the routines here."""
+    """Returns what changes with the source of kernels in a folder, or of the routines here: names, times,
+    sizes.
+    """
     paths = sorted({*Path(__file__).parent.rglob("*.py"), *folder.rglob("*.py")})
     return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
 
 
 def _watch(cache: Any, function: Callable[..., Any]) -> None:
-    """Have stored code made anew when a routine in another file than the kernel's changes."""
+    """Invalidates the cached machine code also when a routine in another file than the kernel's changes."""
     stored = cache._cache_file
-    stored._source_stamp = (stored._source_stamp, _sources(Path(function.__code__.co_filename).parent))
+    # In the version, which is compared before anything is unpickled: a class of the stored code may be gone.
+    stored._version = (stored._version, _sources(Path(function.__code__.co_filename).parent))
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """An entry point of compiled code: holds no lock, is cached on disk, divides by zero as C does."""
+    """Compiles an entry point: releases the GIL, is cached on disk, divides by zero as C does."""
     compiled = partial(njit, nogil=True, error_model="numpy")
     try:
         dispatcher: Any = compiled(cache=True)(function)
-    except RuntimeError:  # numba found no folder that it may write to
+    except RuntimeError:  # numba found no writable cache folder
         return compiled()(function)
     _watch(dispatcher._cache, function)
     return dispatcher
 
 
 def entry(function: Callable[..., Any], signature: Any) -> Any:
-    """Code that kernels call by its `address`, as C does; compiled here, or loaded as kernels are."""
+    """Compiles a function that kernels call by its `address`, as C does; cached as kernels are."""
     compiled: Any = CFunc(function, sigutils.normalize_signature(signature), {}, {"error_model": "numpy"})  # type: ignore[no-untyped-call]
     try:
         compiled.enable_caching()
@@ -64,8 +67,8 @@ def entry(function: Callable[..., Any], signature: Any) -> Any:
     return compiled
 
 
-# A part of kernels, compiled and cached with them (without the wrappers that make it callable from Python,
-# which would take longer to compile than itself); outside of kernels it is a plain Python function.
+# A part of kernels, compiled and cached with them (without wrappers callable from Python, which would take
+# longer to compile than the routine); outside of kernels it is a plain Python function.
 routine = register_jitable(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 _F32 = ir.FloatType()
@@ -76,27 +79,19 @@ _BITS = ir.VectorType(ir.IntType(1), LANES)
 
 
 class _Lanes(types.Type):
-    """Sixteen float32 numbers."""
+    """The type of sixteen float32 numbers."""
 
 
 class _Mask(types.Type):
-    """Sixteen truth values."""
+    """The type of sixteen truth values."""
 
 
 lanes_type = _Lanes("lanes")
 mask_type = _Mask("mask")
 
 
-@register_model(_Lanes)
-class _LanesModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, _FLOATS)  # type: ignore[no-untyped-call]
-
-
-@register_model(_Mask)
-class _MaskModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, _BITS)  # type: ignore[no-untyped-call]
+register_model(_Lanes)(lambda manager, kind: models.PrimitiveModel(manager, kind, _FLOATS))  # type: ignore[no-untyped-call]
+register_model(_Mask)(lambda manager, kind: models.PrimitiveModel(manager, kind, _BITS))  # type: ignore[no-untyped-call]
 
 
 def _spread(builder: Any, value: Any, vector: Any) -> Any:
@@ -114,19 +109,19 @@ def _floats(value: float) -> Any:
 
 
 def primitive(function: Callable[..., Any]) -> Any:
-    """A function of numba code that is written as LLVM instructions."""
+    """Declares a function of numba code that is written as LLVM instructions."""
     return intrinsic(function)
 
 
 def call_llvm(builder: Any, name: str, result: Any, *args: Any) -> Any:
-    """Call an LLVM intrinsic."""
+    """Calls an LLVM intrinsic."""
     function_type = ir.FunctionType(result, [arg.type for arg in args])
     function = cgutils.get_or_insert_function(builder.module, function_type, name)  # type: ignore[no-untyped-call]
     return builder.call(function, args)
 
 
 def _define(op: Callable[..., Any], result: Any, emit: Callable[..., Any], *operands: Any) -> None:
-    """Give an operator a meaning on `operands`, widening scalar float32 operands to lanes."""
+    """Defines an operator on `operands`, broadcasting scalar float32 operands to lanes."""
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         wide = [
@@ -142,18 +137,14 @@ def _define(op: Callable[..., Any], result: Any, emit: Callable[..., Any], *oper
     lower_builtin(op, *operands)(lower)  # type: ignore[no-untyped-call]
 
 
-def _compare(sign: str) -> Callable[..., Any]:
-    return lambda builder, a, b: builder.fcmp_ordered(sign, a, b)
-
-
 for _op, _result, _emit in (
     (operator.add, lanes_type, lambda builder, a, b: builder.fadd(a, b)),
     (operator.sub, lanes_type, lambda builder, a, b: builder.fsub(a, b)),
     (operator.mul, lanes_type, lambda builder, a, b: builder.fmul(a, b)),
     (operator.truediv, lanes_type, lambda builder, a, b: builder.fdiv(a, b)),
-    (operator.lt, mask_type, _compare("<")),
-    (operator.gt, mask_type, _compare(">")),
-    (operator.eq, mask_type, _compare("==")),
+    (operator.lt, mask_type, lambda builder, a, b: builder.fcmp_ordered("<", a, b)),
+    (operator.gt, mask_type, lambda builder, a, b: builder.fcmp_ordered(">", a, b)),
+    (operator.eq, mask_type, lambda builder, a, b: builder.fcmp_ordered("==", a, b)),
     (operator.ne, mask_type, lambda builder, a, b: builder.fcmp_unordered("!=", a, b)),
 ):
     for _operands in (
@@ -167,10 +158,10 @@ _define(operator.neg, lanes_type, lambda builder, a: builder.fneg(a), lanes_type
 
 
 def _load(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> Any:
-    """Read sixteen neighbours of a flat array and widen them to float32.
+    """Loads sixteen consecutive elements of a flat array, widened to float32.
 
-    The array's dtype says how: float32 as it is, uint8 as whole numbers, uint16 as bfloat16, int16 as
-    IEEE half (numba has no half-precision arrays on CPUs).
+    By the array's dtype: float32 unchanged, uint8 as integers, uint16 as bfloat16, int16 as IEEE half (numba
+    has no half-precision arrays on CPUs).
     """
     data = context.make_array(array_type)(context, builder, array).data
     element = data.type.pointee
@@ -187,20 +178,22 @@ def _load(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -
 
 
 def widen_halves(builder: Any, bits: Any) -> Any:
-    """Half-precision numbers, as int32 of their bits, as float32; for code that emits instructions."""
+    """Emits instructions that widen half-precision numbers, given as the int32 of their bits, to float32."""
     magnitude = builder.shl(builder.and_(bits, _ints(0x7FFF)), _ints(13))
-    # The exponent moves from bias 15 to bias 127 by an exact product, which also normalises denormals.
+    # An exact product moves the exponent from bias 15 to bias 127, and normalises denormals.
     finite = builder.fmul(builder.bitcast(magnitude, _FLOATS), _floats(2.0**112))
-    endless = builder.bitcast(builder.or_(magnitude, _ints(0x7F800000)), _FLOATS)
+    infinite = builder.bitcast(builder.or_(magnitude, _ints(0x7F800000)), _FLOATS)
     is_finite = builder.icmp_unsigned("<", magnitude, _ints(0x7C00 << 13))
-    value = builder.bitcast(builder.select(is_finite, finite, endless), _INTS)
+    value = builder.bitcast(builder.select(is_finite, finite, infinite), _INTS)
     sign = builder.shl(builder.and_(bits, _ints(0x8000)), _ints(16))
     return builder.bitcast(builder.or_(value, sign), _FLOATS)
 
 
 @primitive
 def load(typing: Any, array: Any, index: Any) -> Any:
-    """Sixteen neighbours `array[index:index + 16]` of a flat array, widened to float32."""
+    """Returns the sixteen elements `array[index:index + 16]` of a flat array, widened to float32 (see
+    `_load`).
+    """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _load(context, builder, sig.args[0], *args)
@@ -218,9 +211,9 @@ def _store(context: Any, builder: Any, array_type: Any, array: Any, index: Any, 
 
 @primitive
 def store(typing: Any, array: Any, index: Any, value: Any) -> Any:
-    """Write lanes to `array[index:index + 16]` of a flat float32 or uint8 array.
+    """Writes lanes to `array[index:index + 16]` of a flat float32 or uint8 array.
 
-    Bytes take the lowest eight bits of whole numbers below 2**31, negative ones in two's complement.
+    Bytes take the lowest eight bits of integers below 2**31, negative ones in two's complement.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -232,10 +225,10 @@ def store(typing: Any, array: Any, index: Any, value: Any) -> Any:
 
 @primitive
 def load_columns(typing: Any, array: Any, starts: Any, offset: Any, out: Any, at: Any, step: Any) -> Any:
-    """Turn sixteen runs of sixteen neighbours by a quarter: a run becomes a lane.
+    """Transposes sixteen runs of sixteen consecutive elements: a run becomes a lane.
 
-    `out[at + step * e + lane] = array[starts[lane] + offset + e]` for e below 16. `starts` is a flat
-    intp array of sixteen; `array` is read as by `load`, `out` written as by `store`.
+    `out[at + step * e + lane] = array[starts[lane] + offset + e]` for e below 16. `starts` is a flat intp
+    array of sixteen; `array` is read as by `load`, `out` written as by `store`.
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -254,7 +247,7 @@ def load_columns(typing: Any, array: Any, starts: Any, offset: Any, out: Any, at
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Transpose a square of lanes: exchange its off-diagonal quarters, then theirs, and so on."""
+    """Transposes a square of lanes: swaps its off-diagonal quarters, then recursively theirs."""
     step = LANES // 2
     while step:
         upper = [lane if not lane & step else LANES + (lane ^ step) for lane in range(LANES)]
@@ -270,7 +263,7 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
 
 @primitive
 def splat(typing: Any, value: Any) -> Any:
-    """The same float32 in every lane."""
+    """Returns the same float32 in every lane."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return _spread(builder, args[0], _FLOATS)
@@ -280,7 +273,7 @@ def splat(typing: Any, value: Any) -> Any:
 
 @primitive
 def where(typing: Any, mask: Any, yes: Any, no: Any) -> Any:
-    """`yes` in the lanes where the mask holds, `no` in the others."""
+    """Returns `yes` in the lanes where the mask is set, `no` in the others."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.select(*args)
@@ -290,7 +283,7 @@ def where(typing: Any, mask: Any, yes: Any, no: Any) -> Any:
 
 @primitive
 def first(typing: Any, mask: Any) -> Any:
-    """The number of the first lane where the mask holds, 16 when there is none."""
+    """Returns the index of the first lane where the mask is set, 16 when there is none."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         bits = builder.zext(builder.bitcast(args[0], ir.IntType(LANES)), ir.IntType(64))
@@ -302,7 +295,7 @@ def first(typing: Any, mask: Any) -> Any:
 
 @primitive
 def mask_bits(typing: Any, mask: Any) -> Any:
-    """The mask as a 16-bit number: bit k is set when it holds in lane k."""
+    """Returns the mask as a 16-bit integer: bit k is lane k."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.zext(builder.bitcast(args[0], ir.IntType(LANES)), ir.IntType(64))
@@ -312,7 +305,7 @@ def mask_bits(typing: Any, mask: Any) -> Any:
 
 @primitive
 def lane(typing: Any, value: Any, index: Any) -> Any:
-    """The number in one lane."""
+    """Returns the number in one lane."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         return builder.extract_element(*args)
@@ -322,72 +315,61 @@ def lane(typing: Any, value: Any, index: Any) -> Any:
 
 @primitive
 def peak(typing: Any, value: Any) -> Any:
-    """The largest magnitude among the lanes."""
+    """Returns the largest magnitude among the lanes."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        # Without the sign bit, floats are ordered as their bits are.
+        # Without the sign bit, floats sort as their bits do.
         magnitudes = builder.and_(builder.bitcast(args[0], _INTS), _ints(0x7FFFFFFF))
         return builder.bitcast(call_llvm(builder, "llvm.vector.reduce.umax.v16i32", _I32, magnitudes), _F32)
 
     return types.float32(lanes_type), emit
 
 
-def _folded(builder: Any, value: Any, sign: str) -> Any:
-    step = LANES // 2
-    while step:
-        swapped = ir.Constant(_INTS, [lane ^ step for lane in range(LANES)])
-        other = builder.shuffle_vector(value, value, swapped)
-        value = builder.select(builder.fcmp_ordered(sign, value, other), value, other)
-        step //= 2
-    return builder.extract_element(value, ir.Constant(_I32, 0))
+def _reduction(sign: str) -> Any:
+    """Defines the number among the lanes that compares so with all others (either zero if that is zero)."""
+
+    def reduction(typing: Any, value: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            (value,) = args
+            for step in (8, 4, 2, 1):
+                swapped = ir.Constant(_INTS, [lane ^ step for lane in range(LANES)])
+                other = builder.shuffle_vector(value, value, swapped)
+                value = builder.select(builder.fcmp_ordered(sign, value, other), value, other)
+            return builder.extract_element(value, ir.Constant(_I32, 0))
+
+        return types.float32(lanes_type), emit
+
+    return primitive(reduction)
 
 
-@primitive
-def lowest(typing: Any, value: Any) -> Any:
-    """The smallest number among the lanes (a zero of either sign when that is zero)."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _folded(builder, args[0], "<")
-
-    return types.float32(lanes_type), emit
+lowest = _reduction("<")
+highest = _reduction(">")
 
 
-@primitive
-def highest(typing: Any, value: Any) -> Any:
-    """The largest number among the lanes (a zero of either sign when that is zero)."""
+def _lanewise(name: str) -> Any:
+    """Defines the LLVM intrinsic of this name on lanes."""
 
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _folded(builder, args[0], ">")
+    def lanewise(typing: Any, value: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return call_llvm(builder, name, _FLOATS, args[0])
 
-    return types.float32(lanes_type), emit
+        return lanes_type(lanes_type), emit
 
-
-@primitive
-def absolute(typing: Any, value: Any) -> Any:
-    """Magnitudes."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return call_llvm(builder, "llvm.fabs.v16f32", _FLOATS, args[0])
-
-    return lanes_type(lanes_type), emit
+    return primitive(lanewise)
 
 
-@primitive
-def square_root(typing: Any, value: Any) -> Any:
-    """Correctly rounded square roots."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return call_llvm(builder, "llvm.sqrt.v16f32", _FLOATS, args[0])
-
-    return lanes_type(lanes_type), emit
+absolute = _lanewise("llvm.fabs.v16f32")
+square_root = _lanewise("llvm.sqrt.v16f32")
+rounded_even = _lanewise("llvm.rint.v16f32")  # C's rintf
+rounded_away = _lanewise("llvm.round.v16f32")  # C's roundf
 
 
 @primitive
 def nearest(typing: Any, value: Any) -> Any:
-    """Whole numbers by ggml's `nearest_int`: half to even, read off the mantissa of value + 1.5 * 2**23.
+    """Rounds as ggml's `nearest_int`: half to even, from the mantissa bits of value + 1.5 * 2**23.
 
-    Beyond +-4194303 it yields what those mantissa bits say, which is nonsense but the same nonsense
-    as the reference (its searches do get there, when a block's minimum lands next to its maximum).
+    Beyond +-4194303 those bits are nonsense, but the same nonsense as the reference (its searches do get
+    there, when a block's minimum is next to its maximum).
     """
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -400,7 +382,7 @@ def nearest(typing: Any, value: Any) -> Any:
 
 @primitive
 def truncated(typing: Any, value: Any) -> Any:
-    """Whole numbers towards zero; 0 for NaN and magnitudes of 2**31 or more, as cvttss2si's low byte."""
+    """Rounds towards zero; 0 for NaN and magnitudes of 2**31 or more, as cvttss2si's low byte."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         whole = call_llvm(builder, "llvm.trunc.v16f32", _FLOATS, args[0])
@@ -410,28 +392,8 @@ def truncated(typing: Any, value: Any) -> Any:
     return lanes_type(lanes_type), emit
 
 
-@primitive
-def rounded_even(typing: Any, value: Any) -> Any:
-    """Whole numbers by C's `rintf`, half to even."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return call_llvm(builder, "llvm.rint.v16f32", _FLOATS, args[0])
-
-    return lanes_type(lanes_type), emit
-
-
-@primitive
-def rounded_away(typing: Any, value: Any) -> Any:
-    """Whole numbers by C's `roundf`, half away from zero."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return call_llvm(builder, "llvm.round.v16f32", _FLOATS, args[0])
-
-    return lanes_type(lanes_type), emit
-
-
 @routine
 def clamp(value: Any, low: Any, high: Any) -> Any:
-    """Lanes limited to the float32 numbers [low, high]."""
+    """Limits lanes to the float32 range [low, high]."""
     value = where(value < high, value, splat(high))
     return where(value > low, value, splat(low))

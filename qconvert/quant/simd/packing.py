@@ -1,11 +1,11 @@
-"""How are codes of 2 to 8 bits packed into 32-bit words: one dense little-endian bit stream.
+"""Packs codes of 2 to 8 bits into 32-bit words, as one dense little-endian bit stream.
 
-Code i occupies bits [i * bits, (i + 1) * bits) of the stream, with no padding between codes, so codes of
-3, 5, 6 and 7 bits may straddle words; the last word is filled up with zeros. This is the order of
+Code i occupies bits [i * bits, (i + 1) * bits) of the stream, without padding between codes, so codes of 3,
+5, 6 and 7 bits may straddle words; the last word is padded with zeros. This is the order of
 compressed-tensors (`pack_to_int32`), of GPTQ and of MLX.
 
-Eight codes are one 64-bit number before packing and `bits` whole bytes after it, and three shifts turn
-one into the other: first bytes become pairs of codes, then fours, then all eight.
+Eight codes are one 64-bit number before packing and `bits` whole bytes after it, and three shifts convert
+between them: first pairs of codes are joined, then fours, then all eight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WORD = 32
 
 
 def pack_stream(codes_RI: np.ndarray, bits: int) -> np.ndarray:
-    """Pack every row: uint8 [R, I] below `2**bits` to int32 [R, ceil(I * bits / 32)]."""
+    """Packs every row: uint8 [R, I] below `2**bits` to int32 [R, ceil(I * bits / 32)]."""
     rows, width = codes_RI.shape
     padding = -width % _WORD
     if padding:
@@ -32,11 +32,11 @@ def pack_stream(codes_RI: np.ndarray, bits: int) -> np.ndarray:
         _pack_nibbles(octets, words_RW.reshape(-1).view("<u4"))
     else:
         _pack_octets(octets, bits, words_RW.reshape(-1).view(np.uint8))
-    return np.ascontiguousarray(words_RW[:, : _words(width, bits)])
+    return np.ascontiguousarray(words_RW[:, : -(-width * bits // _WORD)])
 
 
 def unpack_stream(words_RW: np.ndarray, bits: int, width: int) -> np.ndarray:
-    """The first `width` codes of every row, uint8 [R, width]. Undoes `pack_stream`."""
+    """Returns the first `width` codes of every row, uint8 [R, width]. Undoes `pack_stream`."""
     rows, padding = words_RW.shape[0], -width % _WORD
     needed = (width + padding) * bits // _WORD
     words_RW = words_RW[:, :needed]
@@ -53,38 +53,34 @@ def unpack_stream(words_RW: np.ndarray, bits: int, width: int) -> np.ndarray:
 
 
 def pack_rows(codes_RG: np.ndarray, bits: int) -> np.ndarray:
-    """Pack every column: uint8 [R, G] below `2**bits` to int32 [ceil(R * bits / 32), G]."""
+    """Packs every column: uint8 [R, G] below `2**bits` to int32 [ceil(R * bits / 32), G]."""
     return transposed(pack_stream(codes_RG.T, bits))
 
 
 def unpack_rows(words_WG: np.ndarray, bits: int, rows: int) -> np.ndarray:
-    """The first `rows` codes of every column's stream, uint8 [rows, G]. Undoes `pack_rows`."""
+    """Returns the first `rows` codes of every column's stream, uint8 [rows, G]. Undoes `pack_rows`."""
     return transposed(unpack_stream(words_WG.T, bits, rows))
 
 
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // _WORD)
-
-
 @routine
-def _lower_halves(bits: Any) -> Any:
-    """Which bits stay: the first of every two codes, of two pairs, of two fours."""
+def _code_masks(bits: Any) -> Any:
+    """Returns masks of the bits that stay in place: the first of two codes, of two pairs, of two fours."""
     one = np.uint64(0x0001000100010001) * ((np.uint64(1) << np.uint64(bits)) - np.uint64(1))
     two = np.uint64(0x0000000100000001) * ((np.uint64(1) << np.uint64(2 * bits)) - np.uint64(1))
     return one, two, (np.uint64(1) << np.uint64(4 * bits)) - np.uint64(1)
 
 
 @routine
-def _closed(codes: Any, free: Any, one: Any, two: Any, four: Any) -> Any:
-    """Eight codes in eight bytes moved together, `free` bits per code being unused."""
+def _compress(codes: Any, free: Any, one: Any, two: Any, four: Any) -> Any:
+    """Joins eight codes, one per byte, into consecutive bits; each code has `free` unused bits."""
     codes = (codes & one) | ((codes & ~one) >> free)
     codes = (codes & two) | ((codes & ~two) >> (free + free))
     return (codes & four) | ((codes & ~four) >> (np.uint64(4) * free))
 
 
 @routine
-def _spread(codes: Any, free: Any, one: Any, two: Any, four: Any) -> Any:
-    """Undoes `_closed`."""
+def _expand(codes: Any, free: Any, one: Any, two: Any, four: Any) -> Any:
+    """Undoes `_compress`."""
     codes = (codes & four) | ((codes & ~four) << (np.uint64(4) * free))
     codes = (codes & two) | ((codes & ~two) << (free + free))
     return (codes & one) | ((codes & ~one) << free)
@@ -93,9 +89,9 @@ def _spread(codes: Any, free: Any, one: Any, two: Any, four: Any) -> Any:
 @kernel
 def _pack_octets(octets: Any, bits: Any, stream: Any) -> None:
     free = np.uint64(8 - bits)
-    one, two, four = _lower_halves(bits)
+    one, two, four = _code_masks(bits)
     for i in range(octets.size):
-        codes = _closed(octets[i], free, one, two, four)
+        codes = _compress(octets[i], free, one, two, four)
         for byte in range(bits):
             stream[i * bits + byte] = np.uint8(codes >> np.uint64(8 * byte))
 
@@ -103,24 +99,24 @@ def _pack_octets(octets: Any, bits: Any, stream: Any) -> None:
 @kernel
 def _unpack_octets(stream: Any, bits: Any, octets: Any) -> None:
     free = np.uint64(8 - bits)
-    one, two, four = _lower_halves(bits)
+    one, two, four = _code_masks(bits)
     for i in range(octets.size):
         codes = np.uint64(0)
         for byte in range(bits):
             codes |= np.uint64(stream[i * bits + byte]) << np.uint64(8 * byte)
-        octets[i] = _spread(codes, free, one, two, four)
+        octets[i] = _expand(codes, free, one, two, four)
 
 
-# Four bits are the common case: eight codes are one word, and no loop over bytes keeps LLVM from SIMD.
+# Four bits are the common case: eight codes are one word, and without a loop over bytes LLVM uses SIMD.
 @kernel
 def _pack_nibbles(octets: Any, words: Any) -> None:
-    one, two, four = _lower_halves(4)
+    one, two, four = _code_masks(4)
     for i in range(octets.size):
-        words[i] = np.uint32(_closed(octets[i], np.uint64(4), one, two, four))
+        words[i] = np.uint32(_compress(octets[i], np.uint64(4), one, two, four))
 
 
 @kernel
 def _unpack_nibbles(words: Any, octets: Any) -> None:
-    one, two, four = _lower_halves(4)
+    one, two, four = _code_masks(4)
     for i in range(words.size):
-        octets[i] = _spread(np.uint64(words[i]), np.uint64(4), one, two, four)
+        octets[i] = _expand(np.uint64(words[i]), np.uint64(4), one, two, four)

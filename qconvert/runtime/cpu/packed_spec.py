@@ -17,8 +17,8 @@ from qconvert.core.ggml_types import GGMLType
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, GgmlRows, Value
 from qconvert.quant.codebook import TABLES, wide
 from qconvert.quant.dequantize import INT8_STEP
-from qconvert.quant.ggml.block_parts import PARTS, ZEROS, Numbers
-from qconvert.quant.ggml.decode import E2M1_DOUBLED, IQ4_VALUES, fields, mxfp4_scales, nvfp4_scales
+from qconvert.quant.ggml.block_parts import PARTS, ZEROS, Numbers, fields
+from qconvert.quant.ggml.decode import E2M1_DOUBLED, IQ4_VALUES, mxfp4_scales, nvfp4_scales
 from qconvert.quant.packed_codes import codes_of
 
 _BYTE_ZERO = 128

@@ -1,30 +1,29 @@
-"""How llama.cpp knows the families of the catalogue: one declaration per model type.
+"""Declares how llama.cpp stores and runs each model family: one declaration per model type.
 
 To add a family that llama.cpp runs, write a `GGUFModel` in a module here and put it into that module's
-`MODELS` under its model_type. It says, in the words of `models.gguf.declaration`:
+`MODELS` under its model_type. It consists of (see `models.gguf.declaration`):
 
-- `arch`, and its `keys` in the converter's order, put together from the functions of
-  `models.gguf.keys` (`runtime` gives the usual order) and functions of its own;
+- `arch`, and its `keys` in the converter's order, from the functions of `models.gguf.keys` (`decoder` has the
+  usual order) and functions of its own;
 - `roles`: how a role of the family is written where it is not a copy under the name of the shared table
   (`models.gguf.names`). `Written("ffn_up")` gives it a name, `Written(change="plus_one")` changes
-  its numbers, several make several tensors of it, `NOT_WRITTEN` leaves it out;
+  its weights, several make several tensors of it, `NOT_WRITTEN` leaves it out;
 - `whole`: fused roles that stay fused, all q before all k before all v;
 - `head`, `constants`, `special` and `checks`: the head of a tied model, tensors that come from
-  config.json, special tokens, and what of the config llama.cpp's graph does not compute.
+  config.json, special tokens, and config values that llama.cpp's graph does not compute.
 
-A declaration is read backwards, too (`models.gguf.recognize`): every `Keys` says with `read_by` what
-config.json has of it (`derived` where nothing), a check with `implying` what the graph computes, and rows go
-back by the same records (`models.gguf.tensors`). Of types with one graph, the first whose tensors are
-those of a file is the one it is read as.
+A declaration is also read backwards (`models.gguf.recognize`): `read_by` gives the config.json entries of a
+`Keys` (`derived` where there are none), `implying` those that a check ensures, and rows are restored by the
+same records (`models.gguf.tensors`). Of types with one graph, a file is read as the first whose tensors
+match.
 
-A new word for what happens to rows is a `Change`, an operation in `ops.rows`, a line in
-`plan.gguf.tensors`, and its way
-back in `formats.layouts.gguf`; what cannot go back has its reason in `LOST`. A type without a graph in
-llama.cpp is a `NoGraph` with the sentence that says so.
+A new row transform is a `TransformKind`, an operation in `ops.rows`, a line in `plan.gguf.tensors`, and its
+inverse in `formats.layouts.gguf`; one without an inverse has its reason in `LOST`. A type without a graph in
+llama.cpp is a `NoGraph` with a sentence for the user.
 
 Sources of all declarations: the classes of llama.cpp's converter (conversion/*.py) and the loaders and
 graphs in src/models/*.cpp at commit 0c1e57098; where the two disagree with the family's own class,
-the class is right and the declaration says what differs.
+the class is right and the declaration states the difference.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ MODELS: Mapping[str, GGUFModel | NoGraph] = {
 
 
 def find_model(config: Json) -> GGUFModel | None:
-    """How llama.cpp knows the model of this config, None if it does not."""
+    """Returns llama.cpp's declaration of the model of this config, None if it has none."""
     found = MODELS.get(str(config.get("model_type")))
     if isinstance(found, GGUFModel) and found.variant is not None:
         return found.variant(config)
@@ -69,7 +68,7 @@ def find_model(config: Json) -> GGUFModel | None:
 
 
 def gguf_model(config: Json) -> GGUFModel:
-    """How llama.cpp knows the model of this config. Raises UnsupportedModel saying why it does not."""
+    """Returns llama.cpp's declaration of the model of this config. Raises UnsupportedModel without one."""
     found = find_model(config)
     if found is not None:
         return found
@@ -87,15 +86,15 @@ def gguf_model(config: Json) -> GGUFModel:
 
 
 def remarks_on(facts: Facts) -> tuple[str, ...]:
-    """What the user should know about the file of a model."""
+    """Returns what the user should know about the file of a model."""
     said = (remark(facts) for remark in facts.model.remarks)
     return tuple(f"config.json: {sentence}" for sentence in said if sentence is not None)
 
 
 def facts_of(architecture: Architecture) -> Facts:
-    """A model as its declaration sees it.
+    """Returns the facts that a model's declaration reads.
 
-    Raises UnsupportedModel for one that llama.cpp does not run, or would run as another model.
+    Raises UnsupportedModel for a model that llama.cpp does not run, or would run as another model.
     """
     facts = Facts(gguf_model(architecture.config), architecture)
     refuse_other_models(facts)

@@ -1,8 +1,7 @@
-"""DeepSeek's mixtures of experts, GLM-4.5's, and gpt-oss.
+"""Declares DeepSeek's mixtures of experts, GLM-4.5's, and gpt-oss.
 
-Latent attention is stored as the attention it amounts to when the projection of keys is absorbed into
-that of queries: one key and value head of the latent width, and the two halves of `kv_b` apart, the
-keys' half turned.
+Latent attention is stored with the projection of keys absorbed into that of queries: one key and value head
+of the latent width, and the two halves of `kv_b` separately, the keys' half transposed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ GATING = {"softmax": 1, "sigmoid": 2}  # llama_expert_gating_func_type in llama-
 
 
 def gating(default: str) -> Keys:
-    """How router scores become weights, by `scoring_func` where the config states it."""
+    """Declares the function from router scores to weights: `scoring_func` where the config has it."""
 
     def read(file: Metadata) -> Json:
         number = file.optional("expert_gating_func") or GATING[default]
@@ -41,7 +40,7 @@ def gating(default: str) -> Keys:
 
 
 def known_gating(facts: Facts) -> str | None:
-    """The graphs know two ways."""
+    """Refuses other gating functions than the graphs' two."""
     found = facts.settings.get("scoring_func", "softmax")
     return None if found in GATING else f"scoring_func is {found!r}; llama.cpp knows {', '.join(GATING)}"
 
@@ -56,7 +55,7 @@ def _read_groups(file: Metadata) -> Json:
 
 @read_by(_read_groups)
 def expert_groups(facts: Facts) -> Iterator[KV]:
-    """Groups of experts, of which each token uses some."""
+    """Writes the number of groups of experts, and of those that each token uses."""
     for key, name in _GROUPS:
         if facts.optional(key) is not None:
             yield facts.u32(name, facts.size(key))
@@ -69,7 +68,7 @@ def _read_weights(file: Metadata) -> Json:
 
 @read_by(_read_weights)
 def expert_weights(facts: Facts) -> Iterator[KV]:
-    """What is done to the weights of the chosen experts."""
+    """Writes the scale and normalisation of the chosen experts' weights."""
     yield facts.f32("expert_weights_scale", facts.number("routed_scaling_factor"))
     yield facts.flagged("expert_weights_norm", value=facts.flag("norm_topk_prob"))
 
@@ -84,7 +83,7 @@ def _read_layers(file: Metadata) -> Json:
 
 @read_by(_read_layers)
 def dense_and_sparse(facts: Facts) -> Iterator[KV]:
-    """How many layers are dense, and the shape of the experts in the others."""
+    """Writes the number of dense layers, and the shape of the experts in the others."""
     yield facts.u32("leading_dense_block_count", facts.count("first_k_dense_replace"))
     yield facts.u32("expert_feed_forward_length", facts.size("moe_intermediate_size"))
     yield facts.u32("expert_shared_count", facts.count("n_shared_experts"))
@@ -92,7 +91,7 @@ def dense_and_sparse(facts: Facts) -> Iterator[KV]:
 
 @implying(lambda file: {"moe_layer_freq": 1})
 def dense_layers_first(facts: Facts) -> str | None:
-    """The graphs have experts in every layer after the first dense ones."""
+    """Refuses other dense layers than the first ones: the graphs have experts in every layer after them."""
     step = facts.optional("moe_layer_freq") or 1
     return None if step == 1 else f"moe_layer_freq is {step}, but llama.cpp has experts in every layer"
 
@@ -120,18 +119,18 @@ DEEPSEEK = GGUFModel(
 
 
 def head_rows(facts: Facts) -> int:
-    """The rows of one head's keys in `kv_b`."""
+    """Returns the rows of one head's keys in `kv_b`."""
     return facts.size("qk_nope_head_dim")
 
 
 def key_rows(facts: Facts) -> Iterator[range]:
-    """The rows of `kv_b` that make keys, head by head."""
+    """Yields the rows of `kv_b` that make keys, head by head."""
     each = head_rows(facts) + facts.size("v_head_dim")
     return (range(h * each, h * each + head_rows(facts)) for h in range(facts.size("num_attention_heads")))
 
 
 def value_rows(facts: Facts) -> Iterator[range]:
-    """The rows of `kv_b` that make values, head by head."""
+    """Yields the rows of `kv_b` that make values, head by head."""
     each = head_rows(facts) + facts.size("v_head_dim")
     return (
         range(h * each + head_rows(facts), (h + 1) * each) for h in range(facts.size("num_attention_heads"))
@@ -139,7 +138,7 @@ def value_rows(facts: Facts) -> Iterator[range]:
 
 
 def value_shape(facts: Facts) -> tuple[int, ...]:
-    """The values' half of `kv_b`, by heads."""
+    """Returns the shape of the values' half of `kv_b`, by heads."""
     return facts.size("num_attention_heads"), facts.size("v_head_dim"), facts.size("kv_lora_rank")
 
 
@@ -156,7 +155,7 @@ def _read_latent(file: Metadata) -> Json:
 
 @read_by(_read_latent)
 def latent_heads(facts: Facts) -> Iterator[KV]:
-    """The heads of absorbed attention, and what they amount to."""
+    """Writes the heads of absorbed attention, and their sizes before absorption."""
     rank, rotary = facts.size("kv_lora_rank"), facts.size("qk_rope_head_dim")
     if facts.count("q_lora_rank"):
         yield facts.u32("attention.q_lora_rank", facts.size("q_lora_rank"))
@@ -177,7 +176,7 @@ def _read_latent_rope(file: Metadata) -> Json:
 
 @read_by(_read_latent_rope)
 def latent_rope(facts: Facts) -> Iterator[KV]:
-    """The rotated part of a head, and how much YaRN sharpens attention."""
+    """Writes the rotated part of a head, and YaRN's attention factor."""
     yield facts.u32("rope.dimension_count", facts.size("qk_rope_head_dim"))
     rope = k.rope_of(facts)
     if rope["rope_type"] == "yarn" and rope.get("mscale_all_dim"):
@@ -186,12 +185,12 @@ def latent_rope(facts: Facts) -> Iterator[KV]:
 
 @read_by(lambda file: {"num_key_value_heads": file.size("attention.head_count")})
 def one_head_kv(facts: Facts) -> Iterator[KV]:
-    """Absorbed attention has one head of keys and values."""
+    """Writes one head of keys and values, that of absorbed attention."""
     yield facts.u32("attention.head_count_kv", 1)
 
 
 def known_scaling(facts: Facts) -> str | None:
-    """The graph derives YaRN's factors from `mscale_all_dim` alone."""
+    """Refuses other YaRN factors than those from `mscale_all_dim` alone, which the graph computes."""
     rope = k.rope_of(facts)
     if rope["rope_type"] != "yarn":
         return None
@@ -202,7 +201,7 @@ def known_scaling(facts: Facts) -> str | None:
 
 
 def low_rank_queries(facts: Facts) -> str | None:
-    """The loader tells by the number of layers whether queries have a low-rank projection."""
+    """Refuses low-rank queries that the loader would not find: it decides by the number of layers."""
     lite = facts.layers in (26, 27) or (facts.layers == 48 and facts.size("vocab_size") == 128256)
     if bool(facts.count("q_lora_rank")) != lite:
         return None
@@ -213,7 +212,7 @@ def low_rank_queries(facts: Facts) -> str | None:
 
 
 def best_of_group(facts: Facts) -> str | None:
-    """The graph chooses groups by their two best experts, as DeepSeek-V3 does."""
+    """Refuses other group choices than by the two best experts (DeepSeek-V3's), which the graph makes."""
     if facts.settings.get("topk_method") != "group_limited_greedy" or (facts.optional("n_group") or 1) == 1:
         return None
     return (
@@ -298,7 +297,7 @@ GLM4_MOE = GGUFModel(
 )
 
 
-# The window of every other layer, the first among them.
+# The window of every other layer, beginning with the first.
 sliding_window = k.size("attention.sliding_window", "sliding_window")
 
 
@@ -308,7 +307,7 @@ def _alternating(layers: int) -> list[str]:
 
 @implying(lambda file: {"layer_types": _alternating(file.layers)})
 def alternating_windows(facts: Facts) -> str | None:
-    """The graph has a window in every even layer."""
+    """Refuses other windows than those of every even layer, as in the graph."""
     types = facts.settings.get("layer_types")
     return (
         None
@@ -318,7 +317,7 @@ def alternating_windows(facts: Facts) -> str | None:
 
 
 def whole_dimensions(facts: Facts) -> str | None:
-    """The graph rounds where YaRN begins and ends, as most models do."""
+    """Refuses YaRN bounds that are not rounded, as the graph rounds them (and most models do)."""
     rope = k.rope_of(facts)
     if rope["rope_type"] != "yarn" or rope.get("truncate", True):
         return None
@@ -326,8 +325,8 @@ def whole_dimensions(facts: Facts) -> str | None:
 
 
 def _read_rope(file: Metadata) -> Json:
-    """Also that there is no scaling, as the class would take YaRN for granted; and of YaRN what no key says,
-    as every gpt-oss has it (see `whole_dimensions`).
+    """Reads rope entries, and "no scaling" where the class would assume YaRN; of YaRN what no key holds, with
+    the values of every gpt-oss (see `whole_dimensions`).
     """
     rope = {"rope_scaling": {"rope_type": "default"}, **k.read_rope(file)}
     yarn = {"truncate": False} if rope["rope_scaling"]["rope_type"] == "yarn" else {}

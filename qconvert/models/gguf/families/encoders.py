@@ -1,4 +1,4 @@
-"""BERT, an encoder that llama.cpp makes embeddings with, and T5, an encoder with a decoder."""
+"""Declares BERT, an encoder for embeddings, and T5, an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from qconvert.models.gguf.metadata import Metadata
 
 
 def _read_encoder(file: Metadata) -> Json:
-    """That there is no pooler, which a GGUF leaves out, and how many types of tokens there are."""
+    """Reads the number of token types; a GGUF has no pooler."""
     types = file.rows("token_types.weight") if "token_types.weight" in file.tensors else 1
     return {"add_pooling_layer": False, "type_vocab_size": types}
 
 
 @read_by(_read_encoder)
 def sees_everything(facts: Facts) -> Iterator[KV]:
-    """Every token attends to every other."""
+    """Writes that attention is not causal."""
     yield facts.flagged("attention.causal", value=False)
 
 
@@ -51,7 +51,7 @@ BERT = GGUFModel(
 
 
 def t5_roles(stack: str, prefix: str) -> dict[str, Written]:
-    """The names of one of T5's stacks: `enc.blk.0.attn_q` and so on."""
+    """Returns the names of one of T5's stacks: `enc.blk.0.attn_q` and so on."""
     block = prefix + ".blk.{layer}."
     names = {f"attn.{part}": f"attn_{part}" for part in "qkvo"}
     names |= {f"mlp.{part}": f"ffn_{part}" for part in ("up", "gate", "down", "norm")}
@@ -61,7 +61,7 @@ def t5_roles(stack: str, prefix: str) -> dict[str, Written]:
 
 
 def head_scale(facts: Facts) -> float:
-    """What the class multiplies the decoder's output by, and llama.cpp does not."""
+    """Returns the factor of the decoder's output, which the class applies and llama.cpp does not."""
     tied = facts.flag("tie_word_embeddings", default=True)
     return float(facts.size("d_model") ** -0.5) if facts.flag("scale_decoder_outputs", default=tied) else 1.0
 
@@ -87,7 +87,7 @@ def _read_t5(file: Metadata) -> Json:
 
 @read_by(_read_t5)
 def t5_keys(facts: Facts) -> Iterator[KV]:
-    """T5's sizes, in its own keys."""
+    """Writes T5's sizes, in its own keys."""
     encoder, decoder = facts.architecture.stacks
     yield facts.u32("context_length", facts.size("n_positions"))
     yield facts.u32("embedding_length", facts.size("d_model"))
@@ -104,7 +104,7 @@ def t5_keys(facts: Facts) -> Iterator[KV]:
 
 
 def no_deeper_decoder(facts: Facts) -> str | None:
-    """The loader makes room for as many layers of the decoder as the encoder has (as of build b9190)."""
+    """Refuses a decoder deeper than the encoder: the loader assumes equal depths (as of build b9190)."""
     encoder, decoder = facts.architecture.stacks
     if decoder <= encoder:
         return None

@@ -1,4 +1,4 @@
-"""Models whose loaders in llama.cpp want linears fused: Phi-3, ChatGLM and GLM-4, Falcon, OpenELM."""
+"""Declares models whose loaders in llama.cpp want linears fused: Phi-3, ChatGLM and GLM-4, Falcon, OpenELM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qconvert.models.gguf.families.llama import SILU
 from qconvert.models.gguf.metadata import Metadata
 
 QKV, GATE_UP = "attn.qkv", "mlp.gate_up"
-# The loaders of these models split what they find as `ffn_up`.
+# The loaders of these models split the tensor `ffn_up`.
 _HALVED = {GATE_UP: Written("ffn_up")}
 
 
@@ -58,7 +58,7 @@ def _phi3_window(facts: Facts) -> Iterator[KV]:
 
 @derived
 def _phi3_attention_factor(facts: Facts) -> Iterator[KV]:
-    """How much longer contexts are attended to: 1 + ln(growth) / ln(context before), its root."""
+    """Writes the attention factor of long contexts: sqrt(1 + ln(growth) / ln(original context))."""
     if k.rope_of(facts)["rope_type"] == "default":
         return
     before = _context_before(facts)
@@ -77,7 +77,7 @@ def _read_factors(file: Metadata) -> Json:
 
 @made_and_read(_read_factors)
 def _phi3_factors(facts: Facts) -> Iterator[Constant]:
-    """The divisors of the frequencies in long texts and in short ones."""
+    """Yields the divisors of the frequencies for long and for short texts."""
     rope = k.rope_of(facts)
     if rope["rope_type"] == "default":
         return
@@ -125,7 +125,7 @@ def _glm_base(facts: Facts) -> Iterator[KV]:
     yield facts.f32("rope.freq_base", 10000.0 * facts.number("rope_ratio"))
 
 
-# Where GLM ends a turn or a call of a tool, which none of its files says. Source: _set_vocab_glm in
+# GLM's tokens that end a turn or a tool call, which are in none of its files. Source: _set_vocab_glm in
 # llama.cpp's converter.
 GLM_SPECIAL = {"eos": "<|endoftext|>", "unk": "<|endoftext|>", "eot": "<|user|>", "eom": "<|observation|>"}
 CHATGLM = GGUFModel(
@@ -138,7 +138,7 @@ CHATGLM = GGUFModel(
         k.head_count,
         _kv_heads,
         k.rms_epsilon_of("layernorm_epsilon"),
-        # All of q comes before all of k, so the heads are in no groups.
+        # All of q comes before all of k, so the heads are not grouped.
         k.read_only(lambda file: {"multi_query_attention": True}),
     ),
     late=(k.rope_dimensions(0.5), _glm_base),
@@ -184,7 +184,7 @@ def _falcon_inner(facts: Facts) -> Iterator[KV]:
 
 
 def _generation(file: Metadata) -> Json:
-    """Which of Falcon's attentions has as many heads of keys and norms; they come in the same order."""
+    """Reads which generation of Falcon has these numbers of heads and norms; rows have the same order in all."""
     heads, kv = file.size("attention.head_count"), k.kv_heads(file)
     two = "blk.0.attn_norm_2.weight" in file.tensors
     if kv in (1, heads) and not two:
@@ -207,7 +207,7 @@ FALCON = GGUFModel(
         k.unscaled_rope_unless_default,
     ),
     defaults={"max_position_embeddings": 2048, "layer_norm_epsilon": 1e-5},
-    # With two norms, it is the second that the attention reads.
+    # With two norms, attention reads the second.
     roles={"mlp.norm_2": Written("attn_norm"), "attn.norm_2": Written("attn_norm_2")},
     whole=(QKV,),
     checks=(
@@ -230,7 +230,7 @@ def _by_layer(name: str, dimension: str, key: str) -> Keys:
 
 
 def _multipliers(file: Metadata) -> Json:
-    """Inner widths as shares of the hidden one, which are rounded to no more than a whole number."""
+    """Reads inner widths as multiples of the hidden one, rounded up to no more than an integer."""
     widths = file.counts("feed_forward_length")
     hidden = file.size("embedding_length")
     return {"ffn_multipliers": [width / hidden for width in widths], "ffn_dim_divisor": 1}

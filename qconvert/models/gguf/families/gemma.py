@@ -1,4 +1,4 @@
-"""Gemma, whose norms scale by one more than their weights, and Cohere's Command-R."""
+"""Declares Gemma, whose norms scale by 1 + weight, and Cohere's Command-R."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLUS_ONE = dict.fromkeys(NORMS, Written(change="plus_one"))
 
 
 def _queries_scaled(largest: int) -> Check:
-    """The graph scales queries by the size of a head; those of a model of `largest` layers by another."""
+    """Checks the query scale: the head size, and another value in a model of `largest` layers."""
 
     def scale(layers: int, head: int, hidden: int, heads: int) -> int:
         return hidden // heads if layers == largest else head
@@ -61,7 +61,7 @@ def _caps(facts: Facts) -> Iterator[KV]:
             yield facts.f32(key, facts.number(key))
 
 
-# Gemma's class computes this whatever an older config says under hidden_act.
+# Gemma's class computes this whatever an older config has under hidden_act.
 _GELU = c.computes("hidden_activation", "gelu_pytorch_tanh")
 _CAUSAL = c.computes("use_bidirectional_attention", False, None)
 
@@ -105,7 +105,7 @@ def _read_two_bases(file: Metadata) -> Json:
 
 @read_by(_read_two_bases)
 def _two_bases(facts: Facts) -> Iterator[KV]:
-    """The rotary bases of the layers with full attention and of those with a window."""
+    """Writes the rotary bases of the layers with full attention and of those with a window."""
     yield from k.rope_kinds("default", "linear")(facts)
     rope = facts.settings.get("rope_parameters")
     sliding = rope.get("sliding_attention") if isinstance(rope, dict) else None
@@ -140,7 +140,7 @@ _logit_scale = k.number("logit_scale", "logit_scale")
 
 @implying(lambda file: {"use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors})
 def _norms_of_heads(facts: Facts) -> str | None:
-    """The loader expects them by the number of layers: those of Command-R+."""
+    """Refuses q and k norms that the loader does not expect: it decides by the number of layers (Command-R+)."""
     stated = facts.flag("use_qk_norm")
     if stated == (facts.layers >= 64):
         return None
@@ -176,7 +176,7 @@ COMMAND_R7B = replace(
 MODELS = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
-    "gemma3_text": GEMMA3,  # the type of the language model alone, as which a file is read back
+    "gemma3_text": GEMMA3,  # the type of the language model alone; a file is read back as this one
     "gemma3": GEMMA3,
     "cohere": COMMAND_R,
     "cohere2": COMMAND_R7B,

@@ -1,4 +1,4 @@
-"""GPT-2: positions that were learned, norms and linears with biases, q, k and v in one."""
+"""Declares GPT-2: learned positions, norms and linears with biases, fused q, k and v."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""llama.cpp's `llama`, the models that it runs in that graph, and those whose heads are turned likewise.
+"""Declares llama.cpp's `llama`, the models that it runs in that graph, and those with heads permuted alike.
 
-Their rotary embedding turns neighbours, not halves, so the rows of q and k change places.
+Their rotary embedding rotates neighbouring rows, not halves, so the rows of q and k are permuted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qconvert.models.gguf.metadata import Metadata
 
 
 def head_rows(facts: Facts) -> int:
-    """The rows of one head."""
+    """Returns the rows of one head."""
     return k.head_size(facts.settings)
 
 
@@ -43,7 +43,7 @@ MIXTRAL = replace(
     defaults={**MISTRAL.defaults, "rms_norm_eps": 1e-5},
 )
 
-# Their dynamic scaling begins where the context that the file states ends.
+# Their dynamic scaling begins beyond the context in the file.
 _DYNAMIC = k.rope_kinds(*k.ROPES, "dynamic")
 INTERNLM = replace(LLAMA, keys=(*k.decoder(rope=_DYNAMIC)[:-1], k.stated_head_sizes))
 INTERNLM2 = GGUFModel(
@@ -69,7 +69,7 @@ def _clamp(facts: Facts) -> Iterator[KV]:
 
 @derived
 def _fixed_epsilon(facts: Facts) -> Iterator[KV]:
-    """OLMo's norms have no weights, and an epsilon that no config states."""
+    """Writes OLMo's epsilon, which no config has; its norms have no weights."""
     yield facts.f32("attention.layer_norm_epsilon", 1e-5)
 
 
@@ -109,10 +109,10 @@ BAICHUAN = GGUFModel(
 
 
 def baichuan(config: Json) -> GGUFModel:
-    """Baichuan's declaration for one config.
+    """Returns Baichuan's declaration for one config.
 
-    Baichuan 2, which is known by its vocabulary (as in vLLM's `baichuan.py`), makes every row of its head
-    one long before it multiplies. A rotary model of another depth than the 7B is a Llama, and written so.
+    Baichuan 2, recognized by its vocabulary (as in vLLM's `baichuan.py`), normalizes every row of its head to
+    length 1. A rotary model of another depth than the 7B is a Llama, and written as one.
     """
     rotary = config.get("max_position_embeddings") is not None
     model = BAICHUAN if config.get("num_hidden_layers") in _BAICHUAN_LAYERS or not rotary else LLAMA

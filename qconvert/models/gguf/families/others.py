@@ -1,4 +1,4 @@
-"""Grok-1, and the families that llama.cpp has no graph for."""
+"""Declares Grok-1, and the families that llama.cpp has no graph for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _read_scales(file: Metadata) -> Json:
 
 @read_by(_read_scales)
 def grok_scales(facts: Facts) -> Iterator[KV]:
-    """The bounds and multipliers that keep Grok's numbers small."""
+    """Writes the bounds and multipliers that keep Grok's activations small."""
     yield facts.f32("attn_logit_softcapping", facts.number("max_attn_value"))
     yield facts.f32("router_logit_softcapping", 30.0)
     yield facts.u32("expert_feed_forward_length", facts.size("moe_intermediate_size"))

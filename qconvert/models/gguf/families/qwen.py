@@ -1,4 +1,4 @@
-"""Qwen 1 to 3 and their mixtures of experts."""
+"""Declares Qwen 1 to 3 and their mixtures of experts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QWEN2_MOE = replace(
     head="required",
     checks=(SILU, c.normalises_experts(False), c.experts_everywhere),
 )
-# Published configs call the number of experts by one name, transformers 5 by the other.
+# Published configs have the number of experts under one name, transformers 5 under the other.
 _EITHER_NAME = k.read_only(lambda file: {"num_local_experts": file.size("expert_count")})
 QWEN3_MOE = replace(
     QWEN2_MOE,
@@ -50,7 +50,7 @@ def _first_rope(file: Metadata) -> Json:
 
 @read_by(_first_rope)
 def first_rope(facts: Facts) -> Iterator[KV]:
-    """The first Qwen's rotary embedding, of whole heads."""
+    """Writes the first Qwen's rotary embedding, which rotates whole heads."""
     yield facts.u32("rope.dimension_count", facts.optional("kv_channels") or k.head_size(facts.settings))
     yield facts.f32("rope.freq_base", facts.number("rotary_emb_base"))
 

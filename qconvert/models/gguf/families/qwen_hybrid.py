@@ -1,8 +1,8 @@
-"""Qwen3.5: layers of gated DeltaNet, and of attention between them.
+"""Declares Qwen3.5: layers of gated DeltaNet with attention between them.
 
-llama.cpp repeats the heads of keys as a whole (k0 k1 k0 k1) where the class repeats each of them
-(k0 k0 k1 k1), so everything that has a value head's place is reordered: the first value head of every
-key head, the second of every one, and so on.
+llama.cpp repeats the heads of keys as a whole (k0 k1 k0 k1) where the class repeats each of them (k0 k0 k1
+k1), so everything indexed by value heads is permuted: the first value head of every key head, the second of
+every one, and so on.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from qconvert.models.gguf.metadata import Metadata
 
 
 def heads(facts: Facts) -> tuple[int, int]:
-    """Heads of keys, and heads of values to each of them."""
+    """Returns the number of key heads, and of value heads per key head."""
     keys, values = facts.size("linear_num_key_heads"), facts.size("linear_num_value_heads")
     return keys, divide(values, keys, "linear_num_value_heads", "linear_num_key_heads")
 
 
 def key_rows(facts: Facts) -> int:
-    """The rows that make queries and keys, which stay where they are."""
+    """Returns the rows of queries and keys, which are not permuted."""
     return 2 * facts.size("linear_num_key_heads") * facts.size("linear_key_head_dim")
 
 
 def reordered(facts: Facts, size: int, first: int = 0) -> Iterator[range]:
-    """The rows of value heads of `size` rows each, in llama.cpp's order, behind `first` others."""
+    """Yields the rows of value heads of `size` rows each, in llama.cpp's order, after `first` others."""
     keys, share = heads(facts)
     starts = (first + (key * share + value) * size for value in range(share) for key in range(keys))
     return (range(start, start + size) for start in starts)
 
 
 def value_rows(facts: Facts) -> Iterable[range]:
-    """The rows of a projection to values."""
+    """Returns the rows of a projection to values."""
     return reordered(facts, facts.size("linear_value_head_dim"))
 
 
 def mixed_rows(facts: Facts) -> Iterable[range]:
-    """The rows of queries, keys and values."""
+    """Returns the rows of queries, keys and values."""
     first = key_rows(facts)
     return (range(first), *reordered(facts, facts.size("linear_value_head_dim"), first))
 
 
 def head_rows(facts: Facts) -> Iterable[range]:
-    """One row for each head of values."""
+    """Returns one row for each value head."""
     return reordered(facts, 1)
 
 
 def conv_shape(facts: Facts) -> tuple[int, ...]:
-    """The convolution over the last tokens, channel by channel."""
+    """Returns the shape of the convolution over the last tokens, by channel."""
     values = facts.size("linear_num_value_heads") * facts.size("linear_value_head_dim")
     return key_rows(facts) + values, facts.size("linear_conv_kernel_dim")
 
@@ -75,7 +75,7 @@ def _read_state_space(file: Metadata) -> Json:
 
 @read_by(_read_state_space)
 def state_space(facts: Facts) -> Iterator[KV]:
-    """The sizes of the DeltaNet."""
+    """Writes the sizes of the DeltaNet."""
     heads_of_values = facts.size("linear_num_value_heads")
     yield facts.u32("ssm.conv_kernel", facts.size("linear_conv_kernel_dim"))
     yield facts.u32("ssm.state_size", facts.size("linear_key_head_dim"))
@@ -86,13 +86,13 @@ def state_space(facts: Facts) -> Iterator[KV]:
 
 
 def interval(facts: Facts) -> int:
-    """The first layer of attention, counted from 1."""
+    """Returns the first attention layer, counted from 1."""
     found = (i + 1 for i in range(facts.layers) if full_attention(facts.settings, i))
     return next(found, facts.layers + 1)
 
 
 def _read_sections(file: Metadata) -> Json:
-    """The whole rotary embedding, which the class knows in its newer spelling alone."""
+    """Reads the whole rotary embedding, which the class has under its newer keys only."""
     parts = file.values("rope.dimension_sections")
     rope = {**k.read_rope(file), **k.rotated(file)}
     known = {"mrope_section": list(parts[:3]), "mrope_interleaved": True}
@@ -101,14 +101,14 @@ def _read_sections(file: Metadata) -> Json:
 
 @read_by(_read_sections)
 def sections(facts: Facts) -> Iterator[KV]:
-    """How the rotated part is shared between time, height and width; text has the same for each."""
+    """Writes how the rotated part is divided between time, height and width; equal for text."""
     stated = k.rope_of(facts).get("mrope_section") or facts.settings["mrope_section"]
     parts = [part for part in stated if isinstance(part, int)]
     yield facts.by_layer("rope.dimension_sections", (parts + [0] * 4)[:4])
 
 
 def attention_at_intervals(facts: Facts) -> str | None:
-    """The loader counts layers of attention out."""
+    """Refuses attention layers that are not at regular intervals, which the loader assumes."""
     step = interval(facts)
     odd = (i for i in range(facts.layers) if full_attention(facts.settings, i) != ((i + 1) % step == 0))
     layer = next(odd, None)
@@ -120,7 +120,7 @@ def attention_at_intervals(facts: Facts) -> str | None:
 
 
 def heads_alike(facts: Facts) -> str | None:
-    """The graph has one size of heads."""
+    """Refuses heads of different sizes: the graph has one size."""
     keys, values = facts.size("linear_key_head_dim"), facts.size("linear_value_head_dim")
     return (
         None
