@@ -13,6 +13,8 @@ from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.core.protocols import Layout, Source
 from qconvert.errors import BadRecipe, CorruptCheckpoint, shown
 
+# Where config.json has the settings of most layouts.
+SETTINGS_KEY = "quantization_config"
 APART = "fetch all arrays of this weight again, from one source: these do not belong together"
 
 
@@ -123,7 +125,7 @@ def dtype_of(config: Json) -> DType:
     return names.get(str(config.get("dtype") or config.get("torch_dtype")), DType.BF16)
 
 
-def settings_of(config: Json, key: str = "quantization_config") -> Json:
+def settings_of(config: Json, key: str = SETTINGS_KEY) -> Json:
     """The quantization settings of a config.json, {} when there are none."""
     settings = config.get(key) or {}
     if not isinstance(settings, dict):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import Codebook, Encoding, GgmlBlocks, ModelTensor, Quantized, Unquantized
 from qconvert.core.ggml_types import GGMLType, GGUFTensor
+from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.row_transforms import RowTransform
 from qconvert.core.values import CodebookRows, DenseRows, GgmlRows, Value
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 NAME = "gguf"
+_TRAITS = LayoutTraits(NAME)
 # Steps that move whole rows, whatever they are stored as, and those that move numbers.
 _MOVES_ROWS = ("interleave_halves",)
 _MOVES_NUMBERS = (*_MOVES_ROWS, "transpose", "swap_groups")
@@ -66,6 +68,7 @@ class GGUFLayout:
 
     homes: Mapping[str, Home] = field(default_factory=dict)
     name: str = NAME
+    traits: LayoutTraits = _TRAITS
     transposed: bool = False
 
     @property

@@ -1,4 +1,4 @@
-"""For formats whose config has one setting for all weights: the form that all of them have."""
+"""Finds the one encoding of all weights, for layouts whose config has one setting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qconvert.errors import BadRecipe
 
 
 def only_form(quantized: Mapping[str, Quantized], layout: str) -> Quantized:
-    """The one form of all quantized modules; BadRecipe names two modules that differ.
+    """The one encoding of all quantized modules; BadRecipe names two modules that differ.
 
     The type that loaders compute a weight in is no such setting: the weight says it of itself.
     """

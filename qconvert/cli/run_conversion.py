@@ -125,13 +125,14 @@ def prepare(model: str, wish: Wish, flags: Flags) -> Job:
     """Open the source and draft the output; nothing is written."""
     from qconvert.check.compare import difference
     from qconvert.checkpoint.hub import resolve
-    from qconvert.checkpoint.open import WRITERS, open_checkpoint
+    from qconvert.checkpoint.open import open_checkpoint
     from qconvert.convert.execute import Job
+    from qconvert.formats.layouts import registry
     from qconvert.plan.compile import draft
 
     resolved = resolve(model, revision=flags.revision)
     checkpoint = open_checkpoint(resolved.path, declared=wish.recipe.architecture)
-    layout = checkpoint.layout_for(WRITERS[wish.target.layout]()) if wish.target else checkpoint.writer
+    layout = checkpoint.layout_for(registry.writer(wish.target.layout)) if wish.target else checkpoint.writer
     if not checkpoint.files.has_weights:
         raise QConvertError(f"{model}: no weights beside the config.json", "give the whole model folder")
     binding = checkpoint.bind(allow_unknown=wish.allow_unknown)
@@ -164,7 +165,7 @@ def _describe(job: Job) -> Json:
     from qconvert.models.parameter_table import table_of_tensors
 
     before = table_of_tensors(
-        job.checkpoint.tensors, job.checkpoint.bind(allow_unknown=True), job.checkpoint.layout.name
+        job.checkpoint.tensors, job.checkpoint.bind(allow_unknown=True), job.checkpoint.layout.traits
     )
     after = _census(job)
     return {
@@ -187,7 +188,7 @@ def _describe(job: Job) -> Json:
 def _census(job: Job) -> ParameterTable:
     from qconvert.models.parameter_table import table_of_outputs
 
-    return table_of_outputs(job.draft.plan.outputs, job.draft.architecture, job.layout.name)
+    return table_of_outputs(job.draft.plan.outputs, job.draft.architecture, job.layout.traits)
 
 
 def _print_table(job: Job, out: Path) -> None:

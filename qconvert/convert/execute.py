@@ -25,12 +25,10 @@ from qconvert.formats.io.local_file import copy_whole
 from qconvert.formats.io.output_folder import OutputDir
 from qconvert.formats.io.planned_files import FilePlan, FileSink
 from qconvert.formats.io.read_back import Hashes, file_sha256, verify_files
+from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import table_of_outputs
 from qconvert.plan.compile import Draft, Wish
 from qconvert.plan.plan import Unit
-
-# Files beside config.json in which the tools of a quantization method look for its settings.
-SETTINGS_FILES = {"gptq": "quantize_config.json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ def convert(job: Job, out: Path, listen: Listener = lambda done: None) -> Made:
         )
         (folder / FILE_NAME).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         card = model_card(
-            out.name, record, job.draft, job.layout.name, checkpoint.files.readme, job.model.repo_id
+            out.name, record, job.draft, job.layout.traits, checkpoint.files.readme, job.model.repo_id
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
     return Made(out, record)
@@ -162,10 +160,10 @@ def _copy_sidecars(checkpoint: Checkpoint, draft: Draft, folder: Path) -> None:
         (folder / name).write_text(made, encoding="utf-8")
     text = json.dumps(draft.config, indent=2, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-    copy = SETTINGS_FILES.get(draft.config.get("quantization_config", {}).get("quant_method"))
-    if copy:
-        settings = json.dumps(draft.config["quantization_config"], indent=2)
-        (folder / copy).write_text(settings + "\n", encoding="utf-8")
+    claimed = registry.claimed_by(draft.config)
+    if claimed and claimed.traits.settings_file:
+        settings = json.dumps(draft.config[claimed.traits.config_key], indent=2)
+        (folder / claimed.traits.settings_file).write_text(settings + "\n", encoding="utf-8")
 
 
 def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources: bool) -> SourceRecord:

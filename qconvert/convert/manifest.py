@@ -23,7 +23,7 @@ from qconvert.plan.passes.tensor_parallel_padding import zeros_added
 if TYPE_CHECKING:
     from qconvert.core.protocols import Layout
     from qconvert.plan.compile import Draft, Wish
-    from qconvert.plan.passes.layout_rules import Target
+    from qconvert.plan.passes.transcode import Target
     from qconvert.plan.plan import Unit
     from qconvert.quant.affine import QuantError
 
@@ -59,7 +59,7 @@ class Results:
 def manifest(source: SourceRecord, wish: Wish, *, draft: Draft, layout: Layout, results: Results) -> Json:
     """The manifest of an output as plain data."""
     outputs = draft.plan.outputs
-    parameter_table = table_of_outputs(outputs, draft.architecture, layout.name)
+    parameter_table = table_of_outputs(outputs, draft.architecture, layout.traits)
     return {
         "schema": SCHEMA_VERSION,
         "tool": {"name": "qconvert", "version": __version__},
@@ -78,7 +78,7 @@ def manifest(source: SourceRecord, wish: Wish, *, draft: Draft, layout: Layout, 
             "parameters": parameter_table.parameters,
             "bytes": parameter_table.nbytes,
             "bits_per_weight": parameter_table.bits_per_weight,
-            "linear_bits_per_weight": linear_bits(outputs, draft.architecture, layout.name),
+            "linear_bits_per_weight": linear_bits(outputs, draft.architecture, layout.traits),
             "relative_rms_error": relative_error(results.errors.values()),
         },
         "warnings": [*draft.warnings, *(notice.sentence for notice in draft.notices)],

@@ -7,17 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from qconvert.core.dtypes import Json
 from qconvert.formats.huggingface.model_card_header import read_front_matter
+from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import table_of_outputs
 from qconvert.report.tables import parameter_table_lines, size
 
 if TYPE_CHECKING:
+    from qconvert.core.layout_traits import LayoutTraits
     from qconvert.plan.compile import Draft
 
 _KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
 
 
 def model_card(
-    name: str, manifest: Json, draft: Draft, layout: str, upstream: Path | None, repo_id: str | None
+    name: str, manifest: Json, draft: Draft, layout: LayoutTraits, upstream: Path | None, repo_id: str | None
 ) -> str:
     """The text of README.md for an output called `name`, written in a layout."""
     import yaml
@@ -95,16 +97,7 @@ def _all_exact(manifest: Json) -> bool:
     return all(entry["exact"] for entry in manifest["tensors"].values())
 
 
-# What loads a folder without any remark, by the method in its config; None stands for plain weights.
-_LOADERS = {
-    None: "transformers (`from_pretrained`) and vLLM load",
-    "compressed-tensors": "transformers (`from_pretrained`) and vLLM load",
-    "gptq": "vLLM, and transformers with GPTQModel, load",
-    "awq": "vLLM, and transformers with an AWQ backend, load",
-    "bitsandbytes": "transformers with bitsandbytes, and vLLM, load",
-    "fp8": "vLLM, SGLang and transformers load",
-    "mlx": "mlx-lm loads",
-}
+_PLAIN_LOADS = "transformers (`from_pretrained`) and vLLM load"
 
 
 def _loading(draft: Draft) -> list[str]:
@@ -114,7 +107,6 @@ def _loading(draft: Draft) -> list[str]:
         lines += [f"| {v.loader} | {'yes' if v.loads else 'no'} | {v.why} |" for v in notice.verdicts]
         lines.append("")
     if not draft.notices:
-        method = draft.config.get("quantization_config", {}).get("quant_method")
-        method = "mlx" if "quantization" in draft.config else method
-        lines.append(f"{_LOADERS.get(method, 'qconvert reads')} this folder as it is.")
+        claimed = registry.claimed_by(draft.config)
+        lines.append(f"{claimed.traits.loads if claimed else _PLAIN_LOADS} this folder as it is.")
     return lines

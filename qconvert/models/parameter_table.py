@@ -11,6 +11,7 @@ from math import prod
 
 from qconvert.core.dtypes import Json, rows_of, width_of
 from qconvert.core.encodings import AffineMin, Codebook, Encoding, GgmlBlocks, ModelTensor, Unquantized
+from qconvert.core.layout_traits import NO_LAYOUT, LayoutTraits
 from qconvert.models import Architecture, Binding, Parameter
 
 _NORMS = "norms"
@@ -73,15 +74,10 @@ class ParameterTable:
         return {"rows": rows, "tensors": self.tensors, "parameters": self.parameters, "bytes": self.nbytes}
 
 
-# Layouts that store the zeros of symmetric grids too; and those with a group for every column.
-_WITH_ZEROS = ("gptq", "gptq_v2", "awq")
-_WITH_COLUMNS = ("gptq", "gptq_v2")
+def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: LayoutTraits = NO_LAYOUT) -> int:
+    """Bytes of a tensor of this shape in this encoding; the few bytes of a stored shape not counted.
 
-
-def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: str = "") -> int:
-    """Bytes of a tensor of this shape in this form; the few bytes of a stored shape not counted.
-
-    `layout` is the one that it is stored in, where that is known: some repeat what others leave out.
+    `layout` is the one that it is stored in, where that is known: some store what others leave out.
     """
     if isinstance(encoding, Unquantized):
         return prod(shape) * encoding.dtype.nbytes
@@ -97,9 +93,9 @@ def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: str = "") -> 
     scales = groups * encoding.scale_dtype.nbytes
     if isinstance(encoding, AffineMin):
         return rows * (4 * words + 2 * scales)
-    stored = layout in _WITH_ZEROS or not encoding.symmetric
+    stored = layout.symmetric_zeros or not encoding.symmetric
     zeros = -(-rows * encoding.bits // 32) * 4 * groups if stored else 0
-    columns = 4 * width_of(shape) if layout in _WITH_COLUMNS else 0
+    columns = 4 * width_of(shape) if layout.act_order else 0
     return rows * (4 * words + scales) + zeros + columns
 
 
@@ -110,7 +106,7 @@ def census_of_config(architecture: Architecture) -> ParameterTable:
 
 
 def table_of_tensors(
-    tensors: Mapping[str, ModelTensor], binding: Binding, layout: str = ""
+    tensors: Mapping[str, ModelTensor], binding: Binding, layout: LayoutTraits = NO_LAYOUT
 ) -> ParameterTable:
     """The table of tensors stored in a layout, without recomputed buffers.
 
@@ -127,7 +123,7 @@ def table_of_tensors(
 
 
 def table_of_outputs(
-    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: str = ""
+    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: LayoutTraits = NO_LAYOUT
 ) -> ParameterTable:
     """The table of a plan's outputs, written in a layout."""
     entries = ((_label(architecture, n), t.shape, t.encoding) for n, t in outputs.items())
@@ -137,7 +133,7 @@ def table_of_outputs(
 def _gather(
     architecture: Architecture,
     entries: Iterable[tuple[str, tuple[int, ...], Encoding | None]],
-    layout: str = "",
+    layout: LayoutTraits = NO_LAYOUT,
 ) -> ParameterTable:
     """Group entries, in the order of the model's printed structure; norms, biases, unknown last."""
     order = {role: i for i, role in enumerate(architecture.roles_in_order)}
@@ -159,7 +155,7 @@ def _group(parameter: Parameter) -> str:
     return _NORMS if parameter.kind == "norm" else parameter.group
 
 
-def _row(role: str, entries: list[tuple[tuple[int, ...], Encoding | None]], layout: str) -> Row:
+def _row(role: str, entries: list[tuple[tuple[int, ...], Encoding | None]], layout: LayoutTraits) -> Row:
     return Row(
         role=role,
         tensors=len(entries),
@@ -173,7 +169,7 @@ def _row(role: str, entries: list[tuple[tuple[int, ...], Encoding | None]], layo
 
 
 def linear_bits(
-    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: str = ""
+    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: LayoutTraits = NO_LAYOUT
 ) -> float | None:
     """Bits per weight of the linears alone (head and embedding not counted); None without any."""
     linears = [

@@ -15,6 +15,7 @@ from qconvert.core.encodings import (
     Quantized,
     Unquantized,
 )
+from qconvert.core.layout_traits import NEAREST, RoundingRules
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, GgmlRows, Value
 from qconvert.ops.rows import Finding
 
@@ -33,14 +34,14 @@ class _Regrid:
 
 @dataclass(frozen=True, slots=True)
 class EncodeTable:
-    """Encode a dense tensor as codes of a table, in the habits of a layout (see `quant.codebook_encode`).
+    """Encode a dense tensor as codes of a table, rounded as a layout's tools do (`quant.codebook_encode`).
 
     `whole` is the largest magnitude of the whole tensor, or of all that are its `kin`, once it is known,
     for forms that need it.
     """
 
     encoding: Codebook
-    habit: str = ""
+    rounding: RoundingRules = NEAREST
     kin: str = ""
     whole: float | None = None
 
@@ -72,7 +73,7 @@ class EncodeTable:
         from qconvert.quant.codebook_encode import encode
 
         assert isinstance(value, DenseRows)
-        made, error = encode(value, self.encoding, habit=self.habit, whole=self.whole)
+        made, error = encode(value, self.encoding, rounding=self.rounding, whole=self.whole)
         return made, Finding(error.nonfinite, error=error)
 
 

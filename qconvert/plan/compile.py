@@ -21,7 +21,7 @@ from qconvert.plan.loader_notices import Notice, notices
 from qconvert.plan.passes import activation_order, tensor_parallel_padding
 from qconvert.plan.passes.activation_order import ColumnGroups
 from qconvert.plan.passes.expert_stacks import Folds, as_the_class_stores, parameters_of, relaid
-from qconvert.plan.passes.layout_rules import ACT_ORDER_HELD, Target
+from qconvert.plan.passes.transcode import Target
 from qconvert.plan.plan import Plan
 from qconvert.plan.recipe import FUSIONS, Recipe
 from qconvert.plan.selectors import choose, decide
@@ -223,7 +223,7 @@ def _in_sequence(
         raise activation_order.nothing_to_undo()
     if not refused:
         return plan, []
-    if target.layout in ACT_ORDER_HELD:
+    if target.traits.act_order:
         total = len(refused) + folded
         return plan, [
             f"{len(refused)} of {total} weights keep their g_idx:\n{activation_order.by_reason(refused)}"
@@ -245,7 +245,7 @@ def _growths(
     }
     for name, scheme in choose(wish.recipe, architecture, parameters, tied=tied).items():
         encodings[name] = scheme.encoding(DType.F16)
-    table = target.codebook(DType.BF16) if target and target.new_table else None
+    table = target.codebook.encoding(DType.BF16) if target and target.codebook else None
     for name, parameter in parameters.items():
         if table and parameter.kind == "linear" and isinstance(encodings[name], Unquantized):
             encodings[name] = table

@@ -1,8 +1,8 @@
-"""From the tensors of one layout to those of another: stacks of experts, and which tensors stay numbers.
+"""Turns the tensors of one layout into those of another: stacks of experts, and which tensors stay plain.
 
-Layouts differ in what they call the experts of a layer. Some hold a linear for each, gpt-oss's its class's
-turned stacks, MLX one stack for each projection; here the plan's tensors become those of the target,
-and `plan.passes.layout_rules` gives each the form that it has there.
+Layouts differ in how they store the experts of a layer. Some have a linear for each, one has the stacks of
+the model's class, one a stack for each projection; here the plan's tensors become those of the target, and
+`plan.passes.transcode` gives each the encoding that it has there.
 """
 
 from __future__ import annotations
@@ -11,16 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from qconvert.core.encodings import AffineInt, Codebook, GgmlBlocks, ModelTensor, Unquantized
+from qconvert.core.layout_traits import LayoutTraits
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, FusedParameter, Parameter
 from qconvert.ops.transcode import FoldDivisor
 from qconvert.plan import plan as passes
-from qconvert.plan.passes.layout_rules import Target, encode, regrid
+from qconvert.plan.passes.transcode import Target, encode, transcode
 from qconvert.plan.plan import Plan, Unit
-
-# Layouts whose quantized weights are linears, none of them a stack.
-_LINEARS = ("gptq", "gptq_v2", "awq", "mlx", "bitsandbytes")
-
 
 # Whether the scales of an NVFP4 weight, divided by the number of its tensor, are such scales again.
 Folds = Callable[[ModelTensor], bool]
@@ -32,12 +29,13 @@ def relaid(plan: Plan, architecture: Architecture, target: Target, folds: Folds 
     `folds` is asked about NVFP4 weights where the layout has no number for a whole tensor. Raises
     BadRecipe for a model that the layout cannot hold, naming a weight where one is the reason.
     """
-    plan = _stacked(plan, architecture) if target.layout == "mxfp4" else _apart(plan, architecture, target)
-    if target.layout == "mlx" and folds:
-        plan = _folded(plan, folds)
+    traits = target.traits
+    plan = _stacked(plan, architecture) if traits.experts == "class" else _apart(plan, architecture, target)
+    if traits.absorbs_divisor and folds:
+        plan = _divisors_absorbed(plan, folds)
     if any(not isinstance(t.encoding, Unquantized) for t in plan.outputs.values()):
-        plan = regrid(target, _held_plain(plan, architecture, target.layout))(plan)
-    elif target.new_table:
+        plan = transcode(target, _stored_plain(plan, architecture, traits))(plan)
+    elif target.codebook:
         plan = _encoded(plan, architecture, target)
     else:
         raise BadRecipe(
@@ -58,7 +56,7 @@ def as_the_class_stores(plan: Plan, architecture: Architecture) -> Plan:
     return passes.stack_all([e for e in entries if e.fusion.native and e.fusion.per_expert])(plan)
 
 
-def _folded(plan: Plan, folds: Folds) -> Plan:
+def _divisors_absorbed(plan: Plan, folds: Folds) -> Plan:
     def one(unit: Unit) -> Unit:
         encoding = unit.output.encoding
         divided = isinstance(encoding, Codebook) and encoding.is_nvfp4 and encoding.second == "divided"
@@ -78,28 +76,27 @@ def _apart(plan: Plan, architecture: Architecture, target: Target) -> Plan:
 
     def foreign(entry: FusedParameter) -> bool:
         turned = entry.whole.transposed or bool(entry.fusion.layout)
-        return entry.fusion.per_expert and (turned or target.layout in _LINEARS)
+        return entry.fusion.per_expert and (turned or target.traits.experts == "apart")
 
     return passes.cut_where(architecture, foreign)(plan)
 
 
-def _held_plain(plan: Plan, architecture: Architecture, layout: str) -> frozenset[str]:
-    """Names of the tensors that a layout holds as numbers alone.
+def _stored_plain(plan: Plan, architecture: Architecture, traits: LayoutTraits) -> frozenset[str]:
+    """Names of the tensors that a layout stores as numbers alone.
 
-    Quantized tables are MLX's, and vLLM reads symmetric ones of compressed-tensors; those of GGUF are what
-    llama.cpp makes of every model. gpt-oss's layout holds its experts.
+    Embeddings are quantized as its traits say, but those in GGML blocks, which llama.cpp has in every model.
+    A layout of stacks of experts quantizes nothing else.
     """
     parameters, outputs = parameters_of(plan, architecture), plan.outputs
     tables = {n for n, p in parameters.items() if p.kind == "embedding" or p.role == "lm_head"}
     blocks = {name for name in tables if isinstance(outputs[name].encoding, GgmlBlocks)}
-    if layout == "mxfp4":
+    if traits.experts == "class":
         return frozenset(parameters.keys() - _expert_stacks(parameters))
-    if layout == "mlx":
-        return frozenset(blocks)
     encodings = {n: outputs[n].encoding for n in tables if parameters[n].kind == "embedding"}
-    kept = layout == "compressed-tensors"
-    held = {n for n, f in encodings.items() if kept and isinstance(f, AffineInt) and f.symmetric}
-    return frozenset(blocks | encodings.keys() - held)
+    quantized = set(encodings) if traits.embeddings == "any" else set()
+    if traits.embeddings == "symmetric":
+        quantized = {n for n, e in encodings.items() if isinstance(e, AffineInt) and e.symmetric}
+    return frozenset(blocks | encodings.keys() - quantized)
 
 
 def _stacked(plan: Plan, architecture: Architecture) -> Plan:
@@ -126,8 +123,8 @@ def _expert_stacks(parameters: Mapping[str, Parameter]) -> set[str]:
 
 
 def _encoded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
-    """New codes of a table for the linears; for gpt-oss's layout, for its stacks of experts."""
-    stacks = target.layout == "mxfp4"
+    """New codes of a table for the linears; in a layout of stacks of experts, for these."""
+    stacks = target.traits.experts == "class"
     if not stacks:
         plan = passes.unstack(architecture)(plan)
     parameters = parameters_of(plan, architecture)
@@ -139,5 +136,7 @@ def _encoded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
     if stacks:
         weights &= _expert_stacks(parameters)
     entries = [entry for entry in architecture.fused.values() if not entry.fusion.per_expert]
-    kin = {part.name: entry.whole.name for entry in entries for part in entry.members if part.name in weights}
-    return encode(target, frozenset(weights), kin)(plan)
+    shared = {
+        part.name: entry.whole.name for entry in entries for part in entry.members if part.name in weights
+    }
+    return encode(target, frozenset(weights), shared)(plan)

@@ -16,6 +16,7 @@ from math import lcm
 from qconvert.core.encodings import Encoding, GgmlBlocks, ModelTensor
 from qconvert.core.tensor_parallel import INPUT_SPLIT, whole_unit
 from qconvert.errors import BadRecipe
+from qconvert.formats.layouts import registry
 from qconvert.models import Architecture, Parameter
 from qconvert.ops.rows import PadColumns, PermuteRows
 from qconvert.plan.plan import Pass, Plan, RowSlice, Unit, cut_where, run_passes, stack_all
@@ -79,7 +80,7 @@ def growths(
         before, unit = sizes.pop(), ranks
         for parameter in parameters:
             split = "columns" if parameter.group in INPUT_SPLIT else "rows"
-            unit = lcm(unit, ranks * whole_unit(encodings[parameter.name], split, layout))
+            unit = lcm(unit, ranks * whole_unit(encodings[parameter.name], split, registry.traits_of(layout)))
         found.append(Growth(key, dimension, before, -(-before // unit) * unit))
     if not found:
         raise BadRecipe(
