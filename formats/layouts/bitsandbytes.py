@@ -26,7 +26,6 @@ from qconvert.core.layout_traits import (
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.formats.io.strict_json import parse_json_object
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
 from qconvert.formats.layouts.config_checks import (
     APART,
@@ -229,6 +228,8 @@ def _scales(tensor: ModelTensor, source: Source, first: int, last: int) -> np.nd
 
 
 def _stored_state(source: Source, name: str, table: str) -> Json:
+    from qconvert.formats.io.strict_json import parse_json_object
+
     array = f"{name}{_STATE}{table}"
     spec = source.specs[array]
     if spec.dtype is not DType.U8 or len(spec.shape) != 1 or spec.count > 4096:

@@ -100,7 +100,7 @@ def claimed_by(config: Json) -> RegisteredLayout | None:
 def read(source: Source, config: Json) -> tuple[Layout, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its tensors, by the names of the model.
 
-    Plain weights are read as those of any layout. Raises CorruptCheckpoint where arrays and config contradict each other.
+    Plain weights are read as those of any layout. Raises CorruptCheckpoint where arrays contradict config.
     """
     reader = (claimed_by(config) or find(DEFAULT)).reader
     assert reader is not None

@@ -1,9 +1,9 @@
 """Finds what a loader will refuse or misread in a checkpoint, from names, shapes and encodings alone.
 
 Every rule is a function from a subject to problems; it names the tensor, the loader's condition and the way
-out. What is true of one layout alone is a limit in its traits. Sources: vLLM 0.33 (`quantization/auto_gptq.py`, `compressed_tensors`, `linear.py`),
-SGLang 0.5.23 (`srt/models`), transformers 5.23 with compressed-tensors 0.20, mlx-lm 0.32 (`utils.py`),
-read in source.
+out. What is true of one layout alone is a limit in its traits. Sources: vLLM 0.33 (`linear.py` and
+`quantization`: `auto_gptq.py`, `compressed_tensors`), SGLang 0.5.23 (`srt/models`), transformers 5.23 with
+compressed-tensors 0.20, mlx-lm 0.32 (`utils.py`: load_model), read in source.
 """
 
 from __future__ import annotations
