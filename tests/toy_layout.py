@@ -10,7 +10,7 @@ from qconvert.core.layout_traits import IntegerSchemes, LayoutTraits, LoaderLimi
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
-from qconvert.formats.layouts.config_checks import check_parts, plain_rest
+from qconvert.formats.layouts.config_checks import gathered
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
 from qconvert.ops.rows import Op
 from qconvert.ops.transcode import CastScales
@@ -60,17 +60,15 @@ class Toy(PassThrough[AffineInt, AffineIntRows]):
 
 def open_toy(source: Source, config: Json) -> tuple[Toy, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its tensors, by the names of the model."""
-    found, used = {}, set()
+    return gathered(Toy(), source, _quantized(source, config["quantization_config"]["bits"]), ".codes")
+
+
+def _quantized(source: Source, bits: int) -> Iterator[ModelTensor]:
     for name, codes in source.specs.items():
         if name.endswith(".codes"):
             base = name.removesuffix("codes")
-            groups = source.specs[f"{base}steps"].shape[-1]
-            size = codes.shape[-1] // groups
-            encoding = AffineInt(config["quantization_config"]["bits"], size, True, DType.F32)
-            tensor = ModelTensor(f"{base}weight", codes.shape, encoding)
-            found[tensor.name] = check_parts(Toy(), tensor, source)
-            used |= {name, f"{base}steps"}
-    return Toy(), plain_rest(source, used, found)
+            size = codes.shape[-1] // source.specs[f"{base}steps"].shape[-1]
+            yield ModelTensor(f"{base}weight", codes.shape, AffineInt(bits, size, True, DType.F32))
 
 
 def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:

@@ -20,16 +20,14 @@ from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, show
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
 from qconvert.formats.layouts.config_checks import (
     APART,
-    check_claimed,
-    check_parts,
     claim,
     contradiction,
+    gathered,
     matrix_shape,
+    only_encoding,
     part,
-    plain_rest,
     settings_of,
 )
-from qconvert.formats.layouts.single_setting import only_form
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
 from qconvert.ops.rows import Op
 from qconvert.ops.transcode import CastScales
@@ -113,7 +111,7 @@ class AWQ(PassThrough[AffineInt, AffineIntRows]):
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """What config.json says about modules of this encoding, which all linears share."""
-        encoding = only_form(quantized, NAME)
+        encoding = only_encoding(quantized, NAME)
         assert isinstance(encoding, AffineInt)
         settings = {
             "quant_method": NAME,
@@ -161,11 +159,7 @@ def open_awq(source: Source, config: Json) -> tuple[AWQ, dict[str, ModelTensor]]
             "save it again as version gemm with 4 bits, which is read",
         )
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
-    found = {f"{base}.weight": _logical(base, source, settings) for base in bases}
-    used = {f"{base}.{end}" for base in bases for end in ("qweight", "qzeros", "scales")}
-    found = plain_rest(source, used, found)
-    check_claimed(found, NAME, "qweight")
-    return AWQ(), found
+    return gathered(AWQ(), source, (_logical(base, source, settings) for base in bases), "qweight")
 
 
 def _logical(base: str, source: Source, settings: Json) -> ModelTensor:
@@ -182,8 +176,7 @@ def _logical(base: str, source: Source, settings: Json) -> ModelTensor:
         raise contradiction(scales.name, f"groups of {size} columns", "group_size", claimed)
     symmetric = claim(settings, "zero_point", bool, default=True) is False
     encoding = AffineInt(_BITS, None if groups == 1 else size, symmetric, scales.dtype)
-    tensor = ModelTensor(f"{base}.weight", (qweight.shape[-1] * _PER_WORD, width), encoding)
-    return check_parts(AWQ(), tensor, source)
+    return ModelTensor(f"{base}.weight", (qweight.shape[-1] * _PER_WORD, width), encoding)
 
 
 def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:

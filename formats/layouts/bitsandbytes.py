@@ -32,11 +32,11 @@ from qconvert.formats.layouts.config_checks import (
     check_claimed,
     dtype_of,
     matrix_shape,
+    only_encoding,
     part,
     plain_rest,
     require,
 )
-from qconvert.formats.layouts.single_setting import only_form
 from qconvert.formats.layouts.transcoding import refused
 from qconvert.ops.rows import Op
 from qconvert.ops.transcode import ToInt8Rows
@@ -167,7 +167,7 @@ class BitsAndBytes(PassThrough[Codebook, CodebookRows]):
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """What config.json says about modules of this encoding, which all linears share."""
-        encoding = only_form(quantized, NAME)
+        encoding = only_encoding(quantized, NAME)
         assert isinstance(encoding, Codebook)
         eight = encoding.table == "int8"
         settings = {

@@ -2,13 +2,13 @@
 
 A quantized `X.weight` [N, K] is `X.weight` F8_E4M3 [N, K] and `X.weight_scale_inv` [ceil(N/128),
 ceil(K/128)], f32 or bf16, which is multiplied by, whatever its name says. A stack of experts is a
-parameter `X` [E, N, K] with `X_scale_inv`, as transformers' `FP8Experts` holds it. Sources: transformers 5.23
+parameter `X` [E, N, K] with `X_scale_inv`, as transformers' `FP8Experts` has it. Sources: transformers 5.23
 (`integrations/finegrained_fp8.py`), config.json of Qwen3-8B-FP8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
@@ -20,14 +20,12 @@ from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
 from qconvert.formats.layouts.codebook_arrays import CodedArrays
 from qconvert.formats.layouts.config_checks import (
-    check_claimed,
-    check_parts,
     dtype_of,
-    plain_rest,
+    gathered,
+    only_encoding,
     require,
     settings_of,
 )
-from qconvert.formats.layouts.single_setting import only_form
 from qconvert.formats.layouts.transcoding import refused
 from qconvert.ops.rows import Op
 from qconvert.ops.transcode import SpreadScale
@@ -67,7 +65,7 @@ class FP8(PassThrough[Codebook, CodebookRows]):
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """What config.json says about modules of this encoding, which all linears share."""
-        encoding = only_form(quantized, NAME)
+        encoding = only_encoding(quantized, NAME)
         settings = {
             "quant_method": NAME,
             "fmt": "e4m3",
@@ -90,9 +88,10 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, ModelTensor]]
             "save it again as e4m3 in blocks such as [128, 128], which are read",
         )
     assert isinstance(block, list)
-    decoded = dtype_of(config)
-    found: dict[str, ModelTensor] = {}
-    used: set[str] = set()
+    return gathered(FP8(), source, _quantized(source, block, dtype_of(config)), "weight_scale_inv")
+
+
+def _quantized(source: Source, block: list[int], decoded: DType) -> Iterator[ModelTensor]:
     for name, spec in source.specs.items():
         if spec.dtype is not DType.F8_E4M3:
             continue
@@ -102,11 +101,7 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, ModelTensor]]
                 f"{scales.name}: {scales.dtype.label} scales of {list(spec.shape)} weights"
             )
         encoding = Codebook("e4m3", block[1], scales.dtype, decoded, group_rows=block[0])
-        found[name] = check_parts(FP8(), ModelTensor(name, spec.shape, encoding), source)
-        used |= {name, scales.name}
-    found = plain_rest(source, used, found)
-    check_claimed(found, NAME, "weight_scale_inv")
-    return FP8(), found
+        yield ModelTensor(name, spec.shape, encoding)
 
 
 def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:

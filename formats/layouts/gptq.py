@@ -23,13 +23,11 @@ from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, show
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
 from qconvert.formats.layouts.config_checks import (
     APART,
-    check_claimed,
-    check_parts,
     claim,
     contradiction,
+    gathered,
     matrix_shape,
     part,
-    plain_rest,
     settings_of,
 )
 from qconvert.formats.layouts.gptq_dynamic import claimed, settings_of_forms, symmetric
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
 NAME = "gptq"
 BITS = (2, 3, 4, 8)
 _WORD = 32
-_SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 
 
 def _outside_marlin(encoding: Quantized) -> bool:
@@ -148,7 +145,7 @@ class GPTQ(PassThrough[AffineInt, AffineIntRows]):
         return AffineIntRows(transposed(words_WR), transposed(scales_GR), zeros_RG, encoding, order_I)
 
     def _zeros(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> np.ndarray | None:
-        """The true zeros of rows [start, stop), uint8 [rows, groups]; None for a symmetric grid."""
+        """The true zeros of rows [start, stop), uint8 [rows, groups]; None for symmetric integers."""
         encoding = tensor.encoding
         assert isinstance(encoding, AffineInt)
         aligned = start - start % self.row_alignment(tensor)
@@ -179,7 +176,7 @@ class GPTQ(PassThrough[AffineInt, AffineIntRows]):
         return pack_stream(transposed(self._shifted(value.zeros_RG, bits, -1)), bits)
 
     def _middle_words(self, bits: int, count: int) -> np.ndarray:
-        """The first words of a stream of middle codes, as a symmetric grid stores them: int32 [count]."""
+        """The first words of a stream of middle codes, as symmetric weights store them: int32 [count]."""
         import numpy as np
 
         middle = (1 << (bits - 1)) - (self.version == 1)
@@ -237,14 +234,10 @@ def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, ModelTensor
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
     groupless = bool(bases) and not any(f"{base}.g_idx" in source.specs for base in bases)
     layout = GPTQ(2 if version.endswith("v2") else 1, groupless)
-    found = {f"{base}.weight": _logical(base, source, settings, layout) for base in bases}
-    used = {base + suffix for base in bases for suffix in _SUFFIXES}
-    found = plain_rest(source, used, found)
-    check_claimed(found, NAME, "qweight")
-    return layout, found
+    return gathered(layout, source, (_logical(base, source, settings) for base in bases), "qweight", NAME)
 
 
-def _logical(base: str, source: Source, settings: Json, layout: GPTQ) -> ModelTensor:
+def _logical(base: str, source: Source, settings: Json) -> ModelTensor:
     why = f"{base}.qweight is there"
     qweight = part(source, f"{base}.qweight", "it holds codes of GPTQ", dims=(2,), dtypes=(DType.I32,))
     scales = part(source, f"{base}.scales", why, dims=(2,))
@@ -266,8 +259,7 @@ def _logical(base: str, source: Source, settings: Json, layout: GPTQ) -> ModelTe
     encoding = AffineInt(
         bits, None if groups == 1 else size, symmetric(settings, base), scales.dtype, act_order, True
     )
-    tensor = ModelTensor(f"{base}.weight", (qweight.shape[-1], width), encoding)
-    return check_parts(layout, tensor, source)
+    return ModelTensor(f"{base}.weight", (qweight.shape[-1], width), encoding)
 
 
 def _bits(base: str, qweight: TensorSpec, source: Source, settings: Json) -> tuple[int, int]:

@@ -20,12 +20,10 @@ from qconvert.errors import UnsupportedModel, shown
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
 from qconvert.formats.layouts.codebook_arrays import CodedArrays
 from qconvert.formats.layouts.config_checks import (
-    check_claimed,
-    check_parts,
     contradiction,
     dtype_of,
+    gathered,
     part,
-    plain_rest,
     settings_of,
 )
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
@@ -134,12 +132,8 @@ def open_mlx(source: Source, config: Json) -> tuple[MLX, dict[str, ModelTensor]]
         for name in source.specs
         if name.endswith(".scales") and name.removesuffix(".scales") + ".weight" in source.specs
     ]
-    decoded = dtype_of(config)
-    found = {f"{base}.weight": _logical(base, source, settings, decoded) for base in bases}
-    used = {f"{base}.{part}" for base in bases for part in ("weight", "scales", "biases")}
-    found = plain_rest(source, used, found)
-    check_claimed(found, "(quantization) bits " + shown(settings.get("bits")), "scales")
-    return MLX(), found
+    tensors = (_logical(base, source, settings, dtype_of(config)) for base in bases)
+    return gathered(MLX(), source, tensors, "scales", f"(quantization) bits {shown(settings.get('bits'))}")
 
 
 def _logical(base: str, source: Source, settings: Json, decoded: DType) -> ModelTensor:
@@ -174,7 +168,7 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Model
         encoding: Quantized = Codebook("e2m1", size, _MODES[mode][1], decoded)
     else:
         encoding = AffineMin(bits, size, scales.dtype)
-    return check_parts(MLX(), ModelTensor(weight.name, (*weight.shape[:-1], width), encoding), source)
+    return ModelTensor(weight.name, (*weight.shape[:-1], width), encoding)
 
 
 def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:

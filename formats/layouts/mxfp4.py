@@ -17,7 +17,7 @@ from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
-from qconvert.formats.layouts.config_checks import check_claimed, check_parts, plain_rest, require
+from qconvert.formats.layouts.config_checks import gathered, require
 from qconvert.formats.layouts.transcoding import refused
 from qconvert.ops.rows import Op
 
@@ -77,25 +77,21 @@ class MXFP4(PassThrough[Codebook, CodebookRows]):
 
 
 def open_mxfp4(source: Source, config: Json) -> tuple[MXFP4, dict[str, ModelTensor]]:
-    """The layout of a checkpoint and its logical tensors, by the names of the 16-bit model."""
-    found: dict[str, ModelTensor] = {}
-    used: set[str] = set()
+    """The layout of a checkpoint and its tensors, by the names of the 16-bit model."""
+    return gathered(MXFP4(), source, _stacks(source), "_blocks")
+
+
+def _stacks(source: Source) -> Iterator[ModelTensor]:
     for array, spec in source.specs.items():
         if not array.endswith("_blocks"):
             continue
         name = array.removesuffix("_blocks")
-        scales = require(source, f"{name}_scales", f"{array} is there")
+        require(source, f"{name}_scales", f"{array} is there")
         if len(spec.shape) != 4:
             raise CorruptCheckpoint(f"{array}: {list(spec.shape)}, not [experts, outputs, blocks, 16]")
         experts, outputs, blocks, _ = spec.shape
         encoding = Codebook("e2m1", BLOCK, DType.F8_E8M0, DType.BF16)
-        found[name] = check_parts(
-            MXFP4(), ModelTensor(name, (experts, outputs, blocks * BLOCK), encoding), source
-        )
-        used |= {array, scales.name}
-    found = plain_rest(source, used, found)
-    check_claimed(found, NAME, "_blocks")
-    return MXFP4(), found
+        yield ModelTensor(name, (experts, outputs, blocks * BLOCK), encoding)
 
 
 def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:

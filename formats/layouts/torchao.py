@@ -6,7 +6,7 @@ A quantized `X.weight` [N, K] is `X._weight_qdata` int8 [N, K], `X._weight_scale
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
@@ -15,7 +15,7 @@ from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, UnsupportedModel
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
-from qconvert.formats.layouts.config_checks import check_claimed, check_parts, plain_rest, require
+from qconvert.formats.layouts.config_checks import gathered, require
 
 NAME = "torchao"
 _QDATA = "._weight_qdata"
@@ -64,9 +64,11 @@ class TorchAO(PassThrough[AffineInt, AffineIntRows]):
 
 
 def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, ModelTensor]]:
-    """The layout of a checkpoint and its logical tensors, by HF weight name."""
-    found: dict[str, ModelTensor] = {}
-    used: set[str] = set()
+    """The layout of a checkpoint and its tensors, by the names of the model."""
+    return gathered(TorchAO(), source, _quantized(source), "_weight_qdata")
+
+
+def _quantized(source: Source) -> Iterator[ModelTensor]:
     for array, spec in source.specs.items():
         if not array.endswith(_QDATA):
             continue
@@ -81,12 +83,7 @@ def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, Model
                 "start from the 16-bit model, or let torchao dequantize this one and save that",
             )
         encoding = AffineInt(8, None if groups == 1 else spec.shape[1] // groups, True, scales.dtype)
-        tensor = ModelTensor(f"{base}.weight", spec.shape, encoding)
-        found[tensor.name] = check_parts(TorchAO(), tensor, source)
-        used |= {each.name for each in TorchAO().stored_arrays(tensor)}
-    found = plain_rest(source, used, found)
-    check_claimed(found, NAME, "_weight_qdata")
-    return TorchAO(), found
+        yield ModelTensor(f"{base}.weight", spec.shape, encoding)
 
 
 LAYOUTS = (RegisteredLayout(TRAITS, reader=open_torchao),)

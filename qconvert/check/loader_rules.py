@@ -74,28 +74,25 @@ def _limits(s: Subject) -> Iterator[Problem]:
             continue
         for name, encoding in _weights_of(s, limit):
             if limit.applies(encoding):
-                fact = limit.fact.format(
-                    loader=s.loader, layout=s.layout, encoding=encoding.label, bits=encoding.bits
-                )
+                known = {"loader": s.loader, "layout": s.layout, "encoding": encoding.label}
+                fact = limit.fact.format(**known, bits=encoding.bits)
                 yield Problem(limit.severity, name, fact, limit.hint)
 
 
 def _weights_of(s: Subject, limit: LoaderLimit) -> list[tuple[str, Quantized]]:
     """The quantized weights that a limit is about."""
-    if limit.about == "fused":
-        found = ((name, s.architecture.fused.get(name), tensor) for name, tensor in s.tensors.items())
-        return [
-            (name, tensor.encoding)
-            for name, entry, tensor in found
-            if entry is not None
-            and _is_stored_fusion(entry.fusion)
-            and isinstance(tensor.encoding, Quantized)
-        ]
-    weights = [(p.role, tensor.name, encoding) for p, tensor, encoding in s.quantized]
     if limit.about == "model":
-        weights = weights[:1]
+        return [(tensor.name, encoding) for _, tensor, encoding in s.quantized[:1]]
+    if limit.about == "fused":
+        entries = ((name, s.architecture.fused.get(name)) for name in s.tensors)
+        names = {name for name, entry in entries if entry is not None and _is_stored_fusion(entry.fusion)}
+        return [
+            (n, t.encoding) for n, t in s.tensors.items() if n in names and isinstance(t.encoding, Quantized)
+        ]
     return [
-        (name, encoding) for role, name, encoding in weights if limit.about != "head" or role == "lm_head"
+        (tensor.name, encoding)
+        for parameter, tensor, encoding in s.quantized
+        if limit.about == "weight" or parameter.role == "lm_head"
     ]
 
 

@@ -30,7 +30,7 @@ _LOOK_WEIGHTS = 1 << 20
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk: its files, its logical tensors, and the layout that spells them."""
+    """A model on disk: its files, its logical tensors, and the layout that stores them."""
 
     files: HFCheckpoint | GGUFModel
     tensors: Mapping[str, ModelTensor]
@@ -87,7 +87,7 @@ class Checkpoint:
         return replace(self.layout, inside=layout) if isinstance(self.layout, InputMajor) else layout
 
     def bind(self, *, allow_unknown: bool = False) -> Binding:
-        """The tensors held against the architecture (see `architecture.bind`); a guess needs consent."""
+        """The tensors matched with the architecture (see `architecture.bind`); a guess needs consent."""
         if self.architecture.family.guess and not allow_unknown:
             find_family(self.config)
         return bind(self.architecture, self.tensors, allow_unknown=allow_unknown)
@@ -127,7 +127,7 @@ class Checkpoint:
 
     @property
     def quantization(self) -> str | None:
-        """The layout and forms of the quantized tensors, in words; None when all are plain.
+        """The layout and encodings of the quantized tensors, in words; None when all are plain.
 
         Of a config without weights, the method that it claims.
         """
@@ -151,7 +151,7 @@ def open_checkpoint(
     if is_gguf(path):
         return _gguf(path, declared)
     files = open_hf_folder(path, headers)
-    if not files.specs:  # nothing that the config's claims could be held against
+    if not files.specs:  # nothing that the config's claims could be checked against
         return Checkpoint(files, {}, registry.writer(registry.DEFAULT), declared)
     layout, tensors = registry.read(files, files.config)
     checkpoint = Checkpoint(files, tensors, layout, declared)

@@ -99,7 +99,7 @@ class LoaderLimit:
 
     `applies` says of which encodings. It is about every quantized weight, about the head alone (a quantized
     "head"), about weights stored "fused" that the class has apart, or about the whole "model" (said once).
-    `fact` and `hint` may name {loader}, {layout}, {encoding}, {bits}, {scales} and {dtype}.
+    `fact` may name {loader}, {layout}, {encoding} and {bits}.
     """
 
     loaders: tuple[str, ...]

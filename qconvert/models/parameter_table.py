@@ -1,6 +1,6 @@
-"""Counts of a model by role: the table that `inspect` and every dry run print.
+"""Counts the parameters of a model by role: the table that `inspect` and every dry run print.
 
-Works on names, shapes and forms alone: from a bare config.json, from headers, or from a plan.
+Works on names, shapes and encodings alone: from a bare config.json, from headers, or from a plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `bits_per_weight` counts scales and zeros; None without a form."""
+    """One line of the table. `bits_per_weight` counts scales and zeros; None without an encoding."""
 
     role: str
     tensors: int

@@ -153,52 +153,39 @@ class _Output:
         return [tensor for tensor in self.tensors.values() if isinstance(tensor.encoding, Quantized)]
 
     @property
+    def matrices(self) -> list[ModelTensor]:
+        return [tensor for tensor in self.quantized if len(tensor.shape) == 2]
+
+    @property
+    def experts_of_stacks(self) -> set[str]:
+        """The linears that the family's class has as one stack."""
+        entries = (e for e in self.architecture.fused.values() if e.fusion.native and e.fusion.per_expert)
+        return {part.name for entry in entries for part in entry.members}
+
+    def is_embedding(self, name: str) -> bool:
+        parameter = self.architecture.parameter(name)
+        return parameter is not None and parameter.kind == "embedding"
+
+    @property
     def integers(self) -> dict[str, AffineInt]:
         return {n: t.encoding for n, t in self.tensors.items() if isinstance(t.encoding, AffineInt)}
 
 
-def _fused(out: _Output) -> bool:
-    return any(not fusion.native and not fusion.per_expert for fusion in out.fusions)
-
-
-def _unpacked(out: _Output) -> bool:
-    return bool(out.integers and _LOOK_AT_WEIGHTS & set(out.architecture.family.model_types))
-
-
-def _input_major(out: _Output) -> bool:
-    turned = out.architecture.stored_shapes
-    return any(tensor.name in turned for tensor in out.quantized if len(tensor.shape) == 2)
-
-
-def _stacked(out: _Output) -> bool:
-    stacks = (fusion for fusion in out.fusions if fusion.per_expert)
-    return any(not fusion.native and not fusion.layout for fusion in stacks)
-
-
-def _apart(out: _Output) -> bool:
-    entries = (e for e in out.architecture.fused.values() if e.fusion.native and e.fusion.per_expert)
-    native = {part.name for entry in entries for part in entry.members}
-    return any(tensor.name in native for tensor in out.quantized)
-
-
-def _embedding(out: _Output) -> bool:
-    found = (out.architecture.parameter(name) for name in out.integers)
-    return any(parameter is not None and parameter.kind == "embedding" for parameter in found)
-
-
-def _asymmetric(out: _Output) -> bool:
-    return out.traits.packed_zero_points and any(not e.symmetric for e in out.integers.values())
-
-
 # Every notice, and when it is given; in the order they are printed.
 _RULES: tuple[tuple[Notice, Callable[[_Output], bool]], ...] = (
-    (FUSED, _fused),
-    (UNPACKED, _unpacked),
-    (INPUT_MAJOR, _input_major),
-    (STACKED, _stacked),
-    (APART, _apart),
-    (QUANTIZED_EMBEDDING, _embedding),
-    (ASYMMETRIC, _asymmetric),
+    (FUSED, lambda out: any(not f.native and not f.per_expert for f in out.fusions)),
+    (
+        UNPACKED,
+        lambda out: bool(out.integers and _LOOK_AT_WEIGHTS & set(out.architecture.family.model_types)),
+    ),
+    (INPUT_MAJOR, lambda out: any(t.name in out.architecture.stored_shapes for t in out.matrices)),
+    (STACKED, lambda out: any(f.per_expert and not f.native and not f.layout for f in out.fusions)),
+    (APART, lambda out: not out.experts_of_stacks.isdisjoint(t.name for t in out.quantized)),
+    (QUANTIZED_EMBEDDING, lambda out: any(out.is_embedding(name) for name in out.integers)),
+    (
+        ASYMMETRIC,
+        lambda out: out.traits.packed_zero_points and not all(e.symmetric for e in out.integers.values()),
+    ),
 )
 
 

@@ -63,7 +63,7 @@ def encode(
 
 
 def needs_whole(encoding: Codebook) -> bool:
-    """Whether a number of this form depends on the whole tensor."""
+    """Whether a number of this encoding depends on the whole tensor."""
     return encoding.group_rows is None or encoding.second == "divided"
 
 

@@ -1,6 +1,6 @@
 """Reads the names, shapes and quantization_config of a compressed-tensors checkpoint as logical tensors.
 
-Encodings are told from the arrays themselves and held against what the config declares; a part that is
+Encodings are told from the arrays themselves and checked against what the config declares; a part that is
 missing or a shape that fits no encoding is an error that names it.
 """
 

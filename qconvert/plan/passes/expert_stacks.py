@@ -27,7 +27,7 @@ def relaid(plan: Plan, architecture: Architecture, target: Target, folds: Folds 
     """The plan with every tensor as the target layout has it.
 
     `folds` is asked about NVFP4 weights where the layout has no number for a whole tensor. Raises
-    BadRecipe for a model that the layout cannot hold, naming a weight where one is the reason.
+    BadRecipe for a model that the layout cannot store, naming a weight where one is the reason.
     """
     traits = target.traits
     plan = _stacked(plan, architecture) if traits.experts == "class" else _apart(plan, architecture, target)
@@ -72,11 +72,11 @@ def parameters_of(plan: Plan, architecture: Architecture) -> dict[str, Parameter
 
 
 def _apart(plan: Plan, architecture: Architecture, target: Target) -> Plan:
-    """Experts one by one where the layout has no stacks, or these are another layout's or turned."""
+    """Experts one by one where the layout has no stacks, or these are another layout's or input-major."""
 
     def foreign(entry: FusedParameter) -> bool:
-        turned = entry.whole.transposed or bool(entry.fusion.layout)
-        return entry.fusion.per_expert and (turned or target.traits.experts == "apart")
+        other = entry.whole.transposed or bool(entry.fusion.layout)
+        return entry.fusion.per_expert and (other or target.traits.experts == "apart")
 
     return passes.cut_where(architecture, foreign)(plan)
 
