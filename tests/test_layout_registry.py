@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from dataclasses import replace
 from itertools import product
@@ -127,6 +128,20 @@ def test_what_is_said_of_a_layout_is_whole(name: str) -> None:
     for limit in traits.limits:
         fields = {"loader": "L", "layout": name, "encoding": "E", "bits": 4}
         assert "{" not in limit.fact.format(**fields)
+
+
+def test_no_file_but_those_of_layouts_names_a_layout() -> None:
+    """MLX and compressed-tensors are libraries too: a loader, and a version that bug reports show."""
+    names = {*registry.written(), *registry.read_only()} - {"mlx"}
+    root = Path(__file__).resolve().parents[1]
+    said = {
+        (path.relative_to(root).as_posix(), node.value)
+        for path in [*(root / "qconvert").rglob("*.py"), *(root / "formats").rglob("*.py")]
+        if "formats/layouts" not in path.relative_to(root).as_posix()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+    }
+    assert said == {("qconvert/cli/env.py", "compressed-tensors")}
 
 
 def test_every_loader_has_a_first_choice_that_it_reads() -> None:

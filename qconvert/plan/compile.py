@@ -100,7 +100,7 @@ def draft(
     if wish.dtype is not None:
         plan = passes.cast(wish.dtype)(plan)
     if recipe.scheme is not None or recipe.rules:
-        scale_dtype = wish.target.scale_dtype if wish.target else None
+        scale_dtype = wish.target.traits.scale_dtype if wish.target else None
         plan = _quantized(plan, architecture, recipe, tied=tie.tied, scale_dtype=scale_dtype)
     if wish.target:
         plan = relaid(plan, architecture, wish.target, folds)

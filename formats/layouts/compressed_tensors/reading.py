@@ -14,7 +14,7 @@ from qconvert.core.protocols import Source
 from qconvert.errors import CorruptCheckpoint, NotDownloaded, UnsupportedModel, shown
 from qconvert.formats.layouts.compressed_tensors.arrays import CompressedTensors, words
 from qconvert.formats.layouts.compressed_tensors.config import FORMATS, NAME
-from qconvert.formats.layouts.config_checks import APART, check_parts, part, require
+from qconvert.formats.layouts.config_checks import APART, check_claimed, check_parts, part, require
 
 _SUFFIXES = ("_packed", "_global_scale", "_scale", "_zero_point", "_shape")
 _MOST_BITS = 16
@@ -48,12 +48,8 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
             found[base] = _four_bit_floats(base, source)
         else:
             found[base] = _logical(base, source, declared)
-    if quantization and all(isinstance(t.encoding, Unquantized) for t in found.values()):
-        linear = next((n for n in found if n.endswith("_proj.weight")), "every weight")
-        raise CorruptCheckpoint(
-            f"{linear.removesuffix('.weight')}: no weight_packed, but quantization_config says {NAME}",
-            "remove quantization_config from config.json if the weights are plain",
-        )
+    if quantization:
+        check_claimed(found, NAME, "weight_packed")
     for name, tensor in found.items():
         if tensor.encoding in loose and name not in specs:
             raise UnsupportedModel(

@@ -60,11 +60,6 @@ class Target:
             return self.traits.codebook(self.table)
         return self.traits.codebooks[0] if self.traits.default_codebook and not self.scheme else None
 
-    @property
-    def scale_dtype(self) -> DType | None:
-        """The type that the layout wants its scales in; None where any will do."""
-        return self.traits.scale_dtype
-
 
 def codebook_named(layout: str, scheme: str) -> str:
     """The codebook scheme that a user means in a layout, "" if the name is none of any layout's.
@@ -218,4 +213,4 @@ def _new_codes(
     if target.codebook:
         return _encoding(target, tensor, dtype)
     scheme = target.scheme or target.traits.nearest(encoding, tensor.width, symmetric=not target.asymmetric)
-    return (Quantize(fitting(scheme, tensor, target.scale_dtype or dtype), target.search),)
+    return (Quantize(fitting(scheme, tensor, target.traits.scale_dtype or dtype), target.search),)
