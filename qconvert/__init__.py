@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from qconvert.convert.job import RunOptions
     from qconvert.core.schemes import parse_scheme
     from qconvert.errors import QConvertError
-    from qconvert.plan.passes.layout_rules import Target
+    from qconvert.plan.passes.transcode import Target
     from qconvert.plan.recipe import Recipe, Rule
     from qconvert.plan.request import GGUFTarget, Request
 
@@ -37,7 +37,7 @@ _DEFINED = {
     "Request": "plan.request",
     "Rule": "plan.recipe",
     "RunOptions": "convert.job",
-    "Target": "plan.passes.layout_rules",
+    "Target": "plan.passes.transcode",
     "execute": "convert.execute",
     "open_model": "convert.execute",
     "parse_scheme": "core.schemes",

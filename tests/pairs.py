@@ -21,29 +21,31 @@ from safetensors.torch import load_file, save_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from qconvert.core.layout_traits import LayoutTraits  # noqa: E402
+from qconvert.core.schemes import Scheme  # noqa: E402
+from qconvert.formats.layouts import registry  # noqa: E402
 from tests.commands import made, qconvert  # noqa: E402
 from tests.foreign import Weight, weights  # noqa: E402
 from tests.models import byte_tokenizer, tiny, write_file  # noqa: E402
 
 README = ROOT / "README.md"
 START, END = "<!-- pairs -->\n", "\n<!-- end of pairs -->"
-# The columns of the table: a layout, and the scheme that plain weights get there where they need one.
-TARGETS = {
-    "compressed-tensors": "int4-g128",
-    "int-quantized": "int8-channel",
-    "gptq": "int4-g128",
-    "gptq_v2": "int4-asym-g128",
-    "awq": "int4-asym-g128",
-    "mlx": "int4-g128",
-    "bitsandbytes": "",
-    "fp8": "",
-    "mxfp4": "",
-    "gguf": "",
-    "bf16": "",
-}
 Q = "model.layers.0.self_attn.q_proj"
 # What a cell says beside "exact" and a number of steps.
 NEW, AGAIN, NUMBERS, NO = "new", "again", "numbers", "no"
+
+
+def targets() -> dict[str, str]:
+    """The columns of the table: every layout, and the scheme of plain weights where they need one."""
+    schemes = {traits.name: _scheme(traits) for traits in map(registry.traits_of, registry.written())}
+    return {**schemes, "gguf": "", "bf16": ""}
+
+
+def _scheme(traits: LayoutTraits) -> str:
+    if traits.default_codebook or traits.integers is None:
+        return ""
+    size = next(iter(traits.integers.group_sizes or ()), None if traits.integers.group_sizes == () else 128)
+    return Scheme(traits.integers.nearest(4), size).label
 
 
 def gpt_oss(folder: Path, seed: int = 0) -> Path:
@@ -231,12 +233,12 @@ def convert(source: Path, row: str, target: str, out: Path, *, every: bool = Tru
     Without `every`, weights are quantized again for one target in three only, a different one in each row.
     """
     out = out.with_suffix(".gguf") if target == "gguf" else out
-    scheme = ("--scheme", TARGETS[target]) if row == "bf16" and TARGETS[target] else ()
+    scheme = ("--scheme", targets()[target]) if row == "bf16" and targets()[target] else ()
     asked = ("convert", source, "--to", target, *scheme, "-o", out, "--json")
     ran = qconvert(*asked)
     hint = ran.json["error"]["hint"] if ran.code else ""
     again = "--allow-requantize" in hint and "other models" not in hint
-    number = [*SOURCES].index(row) + [*TARGETS].index(target)
+    number = [*SOURCES].index(row) + [*targets()].index(target)
     if again and not every and number % 3 and "accepts that" not in hint:
         return Found(AGAIN)
     if again:
@@ -301,7 +303,7 @@ def row(name: str, folder: Path, *, every: bool = True) -> str:
     """A line of the table, from conversions in an empty folder that are held to their claims."""
     source = SOURCES[name](folder / "source")
     cells = []
-    for target in TARGETS:
+    for target in targets():
         found = convert(source, name, target, folder / target, every=every)
         if found.out is not None:
             check(found, source)
@@ -312,7 +314,7 @@ def row(name: str, folder: Path, *, every: bool = True) -> str:
 
 def head() -> str:
     """The first two lines of the table."""
-    return f"| from | {' | '.join(TARGETS)} |\n|---{'|---' * len(TARGETS)}|"
+    return f"| from | {' | '.join(targets())} |\n|---{'|---' * len(targets())}|"
 
 
 def in_readme() -> list[str]:

@@ -26,9 +26,9 @@ from qconvert.core.dtypes import DType, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.formats.layouts.compressed_config import patterns, quantization_config
-from qconvert.formats.layouts.compressed_reading import open_compressed_tensors
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors
+from qconvert.formats.layouts.compressed_tensors.config import patterns, quantization_config
+from qconvert.formats.layouts.compressed_tensors.reading import open_compressed_tensors
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder
 from tests.commands import made

@@ -18,12 +18,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from qconvert.checkpoint.open import WRITERS, open_checkpoint
-from qconvert.cli.convert import PLAIN
+from qconvert.checkpoint.open import open_checkpoint
 from qconvert.core.values import DenseRows
-from qconvert.plan.passes.layout_rules import PLAIN as PLAIN_TARGETS
-from qconvert.plan.passes.layout_rules import RULES
-from qconvert.plan.recipe import LAYOUTS
 from qconvert.quant.packed_codes import codes_of as unpacked_codes
 from tests.commands import made, qconvert
 from tests.models import stored, tiny
@@ -134,11 +130,6 @@ def test_groups_that_do_not_divide_a_row_are_refused(
     assert ran.code == 1 and not (tmp_path / "out").exists()
     assert "rows of 256 columns are not divisible by group size 96" in ran.err
     assert "sizes that divide: 128, 64, 32, channel" in ran.err
-
-
-def test_the_names_in_the_help_are_those_of_the_tables() -> None:
-    assert set(LAYOUTS) == set(WRITERS) == set(RULES)
-    assert set(PLAIN) == set(PLAIN_TARGETS)
 
 
 def test_codes_go_round_the_ring_unchanged(model: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from qconvert.checkpoint.open import open_checkpoint
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import Codebook
 from qconvert.core.values import CodebookRows, DenseRows
-from qconvert.plan.passes.layout_rules import TABLES
+from qconvert.formats.layouts import registry
 from qconvert.quant import nested_scales
 from qconvert.quant.codebook_encode import encode
 from qconvert.quant.dequantize import numbers
@@ -25,6 +25,12 @@ from tests.commands import made, qconvert
 from tests.models import stored, tiny
 from tests.test_loads_elsewhere import IDS, WHOLE, decoded, loaded, logits, widened
 
+# The codebook schemes of every layout that has any.
+TABLES = {
+    traits.name: [scheme.name for scheme in traits.codebooks]
+    for traits in registry.all_traits()
+    if traits.codebooks
+}
 DOWN = "model.layers.1.mlp.down_proj.weight"
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
@@ -183,7 +189,7 @@ def test_blocks_of_gpt_oss_reach_the_largest_number_and_round_halves_up() -> Non
     rows[0, :8] = [6, 0.25, 0.75, 2.5, 5, -0.25, -0.1, 3.4]
     rows[1, 0] = 6.01
     encoding = Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
-    made_, _ = encode(DenseRows(rows, DType.F32), encoding, habit="mxfp4")
+    made_, _ = encode(DenseRows(rows, DType.F32), encoding, rounding=registry.traits_of("mxfp4").rounding)
     assert made_.scales_RG.tolist() == [[127], [128]]
     assert numbers(made_, DType.F32).rows_RI[0, :8].tolist() == [6, 0.5, 1, 3, 6, -0.5, 0, 3]
 

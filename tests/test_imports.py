@@ -143,7 +143,9 @@ HEAVY = (
 )
 
 
-@pytest.mark.parametrize("command", ["--help", "--version", "quantize --help", "no-such-command --json"])
+@pytest.mark.parametrize(
+    "command", ["--help", "--version", "quantize --help", "convert --help", "no-such-command --json"]
+)
 def test_help_loads_nothing_heavy(command: str) -> None:
     code = (
         "import sys\nfrom qconvert.cli import main\n"

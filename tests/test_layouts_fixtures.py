@@ -184,5 +184,5 @@ def test_our_decoder_computes_the_logits_of_the_field(quantized: Path, name: str
 def test_the_census_counts_the_bytes_that_are_stored(assets: Path, name: str) -> None:
     checkpoint = open_checkpoint(assets / "fixtures" / "quantized" / name)
     stored = sum(s.nbytes for s in checkpoint.files.specs.values())
-    counted = table_of_outputs(checkpoint.tensors, checkpoint.architecture, checkpoint.layout.name).nbytes
+    counted = table_of_outputs(checkpoint.tensors, checkpoint.architecture, checkpoint.layout.traits).nbytes
     assert abs(counted / stored - 1) < 0.02

@@ -18,6 +18,7 @@ from qconvert.core.encodings import AffineInt, AffineMin, Codebook, Encoding, Un
 from qconvert.core.tensor_parallel import whole_unit
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, Value
 from qconvert.errors import BadRecipe
+from qconvert.formats.layouts import registry
 from qconvert.models import Architecture
 from qconvert.plan.passes.tensor_parallel_padding import growths
 from qconvert.quant.codebook import TABLES
@@ -128,7 +129,7 @@ def test_the_smallest_size_of_which_every_rank_holds_whole_groups(
     (growth,) = growths(by_name, architecture, ranks, layout)
     assert (growth.before, growth.after) == (384, after)
     for split in ("rows", "columns"):
-        assert after % (ranks * whole_unit(encodings, split, layout)) == 0
+        assert after % (ranks * whole_unit(encodings, split, registry.traits_of(layout))) == 0
 
 
 def test_sizes_that_no_config_key_holds_are_refused() -> None:

@@ -19,9 +19,9 @@ from qconvert.plan.passes.cast import cast_plain
 from qconvert.plan.passes.checks import check_finite
 from qconvert.plan.passes.dequantize import dequantize
 from qconvert.plan.passes.fuse import fuse
-from qconvert.plan.passes.layout_rules import Target
 from qconvert.plan.passes.quantize import quantize
 from qconvert.plan.passes.tie import tie_head
+from qconvert.plan.passes.transcode import Target
 from qconvert.plan.plan import Plan, RowSlice, copy_of
 from qconvert.plan.recipe import Recipe, Rule
 from qconvert.plan.state import Compiled, Pass

@@ -1,1 +1,1 @@
-"""How quantized tensors are spelled as named arrays, one module per on-disk layout."""
+"""Stores quantized tensors as named arrays: one module, or folder, for each layout on disk."""

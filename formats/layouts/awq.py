@@ -1,6 +1,6 @@
-"""The AWQ layout `gemm` of AutoAWQ: 4-bit codes, eight output rows to a word, in an order of its own.
+"""Stores the AWQ layout `gemm` of AutoAWQ: 4-bit codes, eight output rows to a word, in an order of its own.
 
-A quantized `X.weight` [N, K] is spelled transposed: `X.qweight` int32 [K, N/8], `X.qzeros` int32
+A quantized `X.weight` [N, K] is stored transposed: `X.qweight` int32 [K, N/8], `X.qzeros` int32
 [G, N/8] and `X.scales` f16 [G, N]. From its lowest bits on, a word holds the rows 0, 2, 4, 6, 1, 3, 5, 7
 of its eight. Sources: AutoAWQ 0.2 (`utils/packing_utils.py`, `modules/linear/gemm.py`), and tensors
 written by AutoRound 0.15.
@@ -9,50 +9,60 @@ written by AutoRound 0.15.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
-from qconvert.core.encodings import AffineInt, ModelTensor, Quantized, Unquantized
+from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
+from qconvert.core.layout_traits import PLAIN_HEAD, IntegerSchemes, LayoutTraits
 from qconvert.core.protocols import ArrayRows, Source
-from qconvert.core.values import AffineIntRows, DenseRows, Value
+from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
 from qconvert.formats.layouts.config_checks import (
     APART,
-    check_claimed,
-    check_parts,
     claim,
     contradiction,
+    gathered,
     matrix_shape,
+    only_encoding,
     part,
-    plain_rest,
     settings_of,
 )
-from qconvert.formats.layouts.single_setting import only_form
+from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
+from qconvert.ops import Op, Transcode
 from qconvert.quant.packed_codes import codes_of
-from qconvert.quant.simd.transpose import transposed
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NAME = "awq"
 _BITS = 4
 _PER_WORD = 8
-_STORED = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # the row in each place of a word
-_PLACE = np.argsort(_STORED)  # the place of each row
+_STORED = (0, 2, 4, 6, 1, 3, 5, 7)  # the row in each place of a word
+_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each row
+
+TRAITS = LayoutTraits(
+    NAME,
+    integers=IntegerSchemes((_BITS,)),
+    scale_dtype=DType.F16,
+    shared_zero_point=True,
+    packs="rows",
+    symmetric_zeros=True,
+    experts="apart",
+    readers=("vllm", "sglang", "transformers", "mlx"),
+    marlin=True,
+    loads="vLLM, and transformers with an AWQ backend, load",
+    limits=(PLAIN_HEAD,),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class AWQ:
-    """The layout as the runner sees it; it has no state."""
+class AWQ(PassThrough[AffineInt, AffineIntRows]):
+    """Stores weights as AutoAWQ's `gemm` arrays; it has no state."""
 
-    name: str = NAME
-    transposed: bool = True
+    traits = TRAITS
+    transposed = True
 
-    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
-        """The arrays that spell a tensor, in the order they are written."""
-        encoding = tensor.encoding
-        if isinstance(encoding, Unquantized):
-            return (TensorSpec(tensor.name, encoding.dtype, tensor.shape),)
-        assert isinstance(encoding, AffineInt), encoding
+    def arrays(self, tensor: ModelTensor, encoding: AffineInt) -> tuple[TensorSpec, ...]:
         rows, width = matrix_shape(tensor, NAME)
         groups, base = encoding.groups(width), _base(tensor)
         if rows % _PER_WORD:
@@ -65,38 +75,30 @@ class AWQ:
             TensorSpec(f"{base}.qzeros", DType.I32, (groups, rows // _PER_WORD)),
         )
 
-    def row_alignment(self, tensor: ModelTensor) -> int:
+    def rows(self, tensor: ModelTensor, encoding: AffineInt) -> int:
         """Eight rows share a word."""
-        return 1 if isinstance(tensor.encoding, Unquantized) else _PER_WORD
+        return _PER_WORD
 
-    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
-        """Spell rows [start, start + value.rows), both multiples of eight."""
+    def store(self, tensor: ModelTensor, start: int, value: AffineIntRows) -> Iterator[ArrayRows]:
         from qconvert.quant.dequantize import zeros_of
+        from qconvert.quant.simd.transpose import transposed
 
-        if isinstance(value, DenseRows):
-            yield ArrayRows(tensor.name, start, value.rows_RI)
-            return
-        assert isinstance(value, AffineIntRows)
         base, column = _base(tensor), start // _PER_WORD
         yield ArrayRows(f"{base}.qweight", 0, _pack(codes_of(value)), column)
         yield ArrayRows(f"{base}.scales", 0, transposed(value.scales_RG), start)
         yield ArrayRows(f"{base}.qzeros", 0, _pack(zeros_of(value)), column)
 
-    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
-        """Read rows [start, stop) back; CorruptCheckpoint for zeros that a symmetric grid cannot have."""
-        encoding = tensor.encoding
-        if isinstance(encoding, Unquantized):
-            return DenseRows(source.read(tensor.name, start, stop), encoding.dtype)
-        assert isinstance(encoding, AffineInt), encoding
+    def load(self, tensor: ModelTensor, encoding: AffineInt, source: Source, rows: range) -> AffineIntRows:
+        """Read rows back; CorruptCheckpoint for zeros that symmetric integers cannot have."""
+        from qconvert.quant.simd.transpose import transposed
+
         base, groups = _base(tensor), encoding.groups(tensor.width)
-        aligned = start - start % _PER_WORD
-        columns, skipped = (
-            (aligned // _PER_WORD, -(-stop // _PER_WORD)),
-            slice(start - aligned, stop - aligned),
-        )
-        codes_RI = _unpack(source.read(f"{base}.qweight", 0, tensor.width, columns=columns))[skipped]
-        zeros_RG = _unpack(source.read(f"{base}.qzeros", 0, groups, columns=columns))[skipped]
-        scales_GR = source.read(f"{base}.scales", 0, groups, columns=(start, stop))
+        aligned = rows.start - rows.start % _PER_WORD
+        columns = (aligned // _PER_WORD, -(-rows.stop // _PER_WORD))
+        asked = slice(rows.start - aligned, rows.stop - aligned)
+        codes_RI = _unpack(source.read(f"{base}.qweight", 0, tensor.width, columns=columns))[asked]
+        zeros_RG = _unpack(source.read(f"{base}.qzeros", 0, groups, columns=columns))[asked]
+        scales_GR = source.read(f"{base}.scales", 0, groups, columns=(rows.start, rows.stop))
         if encoding.symmetric and (zeros_RG != 8).any():
             raise CorruptCheckpoint(
                 f"{base}.qzeros: holds a zero of {zeros_RG[zeros_RG != 8][0]}, but quantization_config says "
@@ -107,8 +109,8 @@ class AWQ:
         return AffineIntRows(codes_RI, transposed(scales_GR), zeros, encoding)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of these forms, of which all linears have one."""
-        encoding = only_form(quantized, NAME)
+        """What config.json says about modules of this encoding, which all linears share."""
+        encoding = only_encoding(quantized, NAME)
         assert isinstance(encoding, AffineInt)
         settings = {
             "quant_method": NAME,
@@ -128,17 +130,19 @@ def _base(tensor: ModelTensor) -> str:
 def _pack(codes_RI: np.ndarray) -> np.ndarray:
     """Codes [rows, columns], rows a multiple of eight, as words int32 [columns, rows / 8]."""
     from qconvert.quant.nibbles import pack_nibbles
+    from qconvert.quant.simd.transpose import transposed
 
     codes_IRp = transposed(codes_RI).reshape(codes_RI.shape[1], -1, _PER_WORD)
-    return pack_nibbles(codes_IRp[..., _STORED].reshape(len(codes_IRp), -1)).view("<i4")
+    return pack_nibbles(codes_IRp[..., list(_STORED)].reshape(len(codes_IRp), -1)).view("<i4")
 
 
 def _unpack(words_IW: np.ndarray) -> np.ndarray:
     """The codes [rows, columns] of words [columns, rows / 8]."""
     from qconvert.quant.nibbles import unpack_nibbles
+    from qconvert.quant.simd.transpose import transposed
 
-    codes_IWp = unpack_nibbles(words_IW.view(np.uint8)).reshape(*words_IW.shape, _PER_WORD)
-    return transposed(codes_IWp[..., _PLACE].reshape(len(words_IW), -1))
+    codes_IWp = unpack_nibbles(words_IW.view("u1")).reshape(*words_IW.shape, _PER_WORD)
+    return transposed(codes_IWp[..., list(_PLACE)].reshape(len(words_IW), -1))
 
 
 def open_awq(source: Source, config: Json) -> tuple[AWQ, dict[str, ModelTensor]]:
@@ -154,11 +158,7 @@ def open_awq(source: Source, config: Json) -> tuple[AWQ, dict[str, ModelTensor]]
             "save it again as version gemm with 4 bits, which is read",
         )
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
-    found = {f"{base}.weight": _logical(base, source, settings) for base in bases}
-    used = {f"{base}.{end}" for base in bases for end in ("qweight", "qzeros", "scales")}
-    found = plain_rest(source, used, found)
-    check_claimed(found, NAME, "qweight")
-    return AWQ(), found
+    return gathered(AWQ(), source, (_logical(base, source, settings) for base in bases), "qweight")
 
 
 def _logical(base: str, source: Source, settings: Json) -> ModelTensor:
@@ -175,5 +175,15 @@ def _logical(base: str, source: Source, settings: Json) -> ModelTensor:
         raise contradiction(scales.name, f"groups of {size} columns", "group_size", claimed)
     symmetric = claim(settings, "zero_point", bool, default=True) is False
     encoding = AffineInt(_BITS, None if groups == 1 else size, symmetric, scales.dtype)
-    tensor = ModelTensor(f"{base}.weight", (qweight.shape[-1] * _PER_WORD, width), encoding)
-    return check_parts(AWQ(), tensor, source)
+    return ModelTensor(f"{base}.weight", (qweight.shape[-1] * _PER_WORD, width), encoding)
+
+
+def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
+    ops, made = to_integers(tensor, encoding)
+    if made.bits != _BITS or tensor.rows % _PER_WORD:
+        raise refused(tensor, f"of {tensor.rows} rows does not fill AWQ's words (4 bits, eight rows)")
+    check_column_order(tensor, made, NAME)
+    return (*ops, Transcode("cast_scales", DType.F16))
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, AWQ, open_awq, _transcode),)

@@ -1,4 +1,4 @@
-"""The layouts of bitsandbytes: NF4 and FP4 blocks, their absmax plain or quantized again, and int8 rows.
+"""Stores the layouts of bitsandbytes: NF4 and FP4 blocks, their absmax plain or nested, and int8 rows.
 
 A 4-bit `X.weight` [N, K] is `X.weight` uint8 [N*K/2, 1], the flat codes two to a byte, the first one
 high; `X.weight.absmax` f32 [N*K/blocksize]; `X.weight.quant_map` f32 [16]; and the JSON bytes
@@ -12,50 +12,87 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
-from qconvert.core.encodings import Codebook, ModelTensor, Quantized, Unquantized
+from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized
+from qconvert.core.layout_traits import (
+    PLAIN_HEAD,
+    CodebookScheme,
+    IntegerSchemes,
+    LayoutTraits,
+    LoaderLimit,
+)
 from qconvert.core.protocols import ArrayRows, Source
-from qconvert.core.values import CodebookRows, DenseRows, Value
+from qconvert.core.values import CodebookRows
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.formats.io.strict_json import parse_json_object
+from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
 from qconvert.formats.layouts.config_checks import (
     APART,
     check_claimed,
     dtype_of,
     matrix_shape,
+    only_encoding,
     part,
     plain_rest,
     require,
 )
-from qconvert.formats.layouts.single_setting import only_form
+from qconvert.formats.layouts.transcoding import refused
+from qconvert.ops import Op, Transcode
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NAME = "bitsandbytes"
 BLOCK = 64
 _NESTED_BLOCK = 256
-_LONGEST_NUMBER = 24  # characters of a float64 as Python spells it: -1.2345678901234567e-123
+_LONGEST_NUMBER = 24  # characters of a float64 as Python writes it: -1.2345678901234567e-123
 _DEQUANTIZE = "dequantize it with bitsandbytes, and convert what that saves"
 _STATE = ".quant_state.bitsandbytes__"
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16, "float32": DType.F32}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class BitsAndBytes:
-    """The layout as the runner sees it; it has no state."""
+def _four_bit(name: str, table: str, *, nested: bool = False) -> CodebookScheme:
+    return CodebookScheme(name, Codebook(table, BLOCK, DType.F32, DType.BF16), nested=nested)
 
-    name: str = NAME
-    transposed: bool = False
 
-    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
-        """The arrays that spell a tensor, in the order they are written."""
-        encoding, name = tensor.encoding, tensor.name
-        if isinstance(encoding, Unquantized):
-            return (TensorSpec(name, encoding.dtype, tensor.shape),)
-        assert isinstance(encoding, Codebook), encoding
+TRAITS = LayoutTraits(
+    NAME,
+    integers=IntegerSchemes((8,), (), asymmetric=False),
+    codebooks=(
+        _four_bit("nf4", "nf4"),
+        _four_bit("fp4", "fp4"),
+        _four_bit("nf4-nested", "nf4", nested=True),
+        _four_bit("fp4-nested", "fp4", nested=True),
+        # Weights are rounded to half precision before they become int8 (`Int8Params`).
+        CodebookScheme("int8", Codebook("int8", None, DType.F32, DType.BF16), cast_first=DType.F16),
+    ),
+    default_codebook=True,
+    experts="apart",
+    readers=("vllm", "sglang", "transformers"),
+    loads="transformers with bitsandbytes, and vLLM, load",
+    limits=(
+        LoaderLimit(
+            ("vllm",),
+            "warning",
+            "vLLM 0.33 reads bitsandbytes with a plugin only",
+            "install it beside vLLM",
+            about="model",
+        ),
+        PLAIN_HEAD,
+    ),
+    schemes="nf4, fp4, nf4-nested, fp4-nested and int8-channel",
+)
+
+
+class BitsAndBytes(PassThrough[Codebook, CodebookRows]):
+    """Stores weights as bitsandbytes' arrays; it has no state."""
+
+    traits = TRAITS
+
+    def arrays(self, tensor: ModelTensor, encoding: Codebook) -> tuple[TensorSpec, ...]:
+        name = tensor.name
         matrix_shape(tensor, NAME)
         if encoding.table == "int8":
             base = name.removesuffix(".weight")
@@ -77,27 +114,19 @@ class BitsAndBytes:
         made.append(TensorSpec(f"{name}{_STATE}{encoding.table}", DType.U8, (len(_state(tensor)),)))
         return tuple(made)
 
-    def row_alignment(self, tensor: ModelTensor) -> int:
+    def rows(self, tensor: ModelTensor, encoding: Codebook) -> int:
         """Blocks never span rows of the weights that are written here, but runs of nested scales do."""
         from qconvert.quant.nested_scales import rows_together
 
-        encoding = tensor.encoding
-        return (
-            rows_together(tensor.width)
-            if isinstance(encoding, Codebook) and encoding.second == "nested"
-            else 1
-        )
+        return rows_together(tensor.width) if encoding.second == "nested" else 1
 
-    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
-        """Spell rows [start, start + value.rows)."""
+    def store(self, tensor: ModelTensor, start: int, value: CodebookRows) -> Iterator[ArrayRows]:
+        import numpy as np
+
         from qconvert.quant.codebook import TABLES
         from qconvert.quant.nested_scales import TABLE as NESTED_TABLE
         from qconvert.quant.nibbles import pack_nibbles
 
-        if isinstance(value, DenseRows):
-            yield ArrayRows(tensor.name, start, value.rows_RI)
-            return
-        assert isinstance(value, CodebookRows)
         codes, scales, *others = self.stored_arrays(tensor)
         if value.encoding.table == "int8":
             yield ArrayRows(codes.name, start, value.codes_RI.view(np.int8))
@@ -114,23 +143,20 @@ class BitsAndBytes:
         if value.nested:
             yield ArrayRows(upper[0].name, blocks // _NESTED_BLOCK, value.nested.upper_B.reshape(-1, 1))
         if start == 0:
-            spelled = _state(tensor, value.nested.offset if value.nested else 0.0)
+            state_bytes = _state(tensor, value.nested.offset if value.nested else 0.0)
             yield ArrayRows(table.name, 0, TABLES[value.encoding.table].reshape(-1, 1))
-            yield ArrayRows(state.name, 0, np.frombuffer(spelled, np.uint8).reshape(-1, 1))
+            yield ArrayRows(state.name, 0, np.frombuffer(state_bytes, np.uint8).reshape(-1, 1))
             if value.nested:
                 yield ArrayRows(upper[1].name, 0, NESTED_TABLE.reshape(-1, 1))
 
-    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
-        """Read rows [start, stop) back; nested scales come resolved, as float32."""
+    def load(self, tensor: ModelTensor, encoding: Codebook, source: Source, rows: range) -> CodebookRows:
+        """Read rows back; nested scales come resolved, as float32."""
         from qconvert.quant.nibbles import unpack_nibbles
 
-        encoding, name, width = tensor.encoding, tensor.name, tensor.width
-        if isinstance(encoding, Unquantized):
-            return DenseRows(source.read(name, start, stop), encoding.dtype)
-        assert isinstance(encoding, Codebook), encoding
+        name, width, start, stop = tensor.name, tensor.width, rows.start, rows.stop
         if encoding.table == "int8":
             scales_R1 = source.read(f"{name.removesuffix('.weight')}.SCB", start, stop)
-            return CodebookRows(source.read(name, start, stop).view(np.uint8), scales_R1, encoding)
+            return CodebookRows(source.read(name, start, stop).view("u1"), scales_R1, encoding)
         bytes_RB = source.read(name, start * width // 2, stop * width // 2).reshape(stop - start, width // 2)
         groups = encoding.groups(width)
         scales_B = _scales(tensor, source, start * groups, stop * groups)
@@ -139,8 +165,8 @@ class BitsAndBytes:
         )
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of these forms, of which all linears have one."""
-        encoding = only_form(quantized, NAME)
+        """What config.json says about modules of this encoding, which all linears share."""
+        encoding = only_encoding(quantized, NAME)
         assert isinstance(encoding, Codebook)
         eight = encoding.table == "int8"
         settings = {
@@ -162,7 +188,7 @@ class BitsAndBytes:
 
 
 def _state(tensor: ModelTensor, offset: float = 0.0) -> bytes:
-    """The bytes of quant_state, spelled as bitsandbytes spells them.
+    """The bytes of quant_state, written as bitsandbytes writes them.
 
     With an offset of nested scales, spaces fill them up: their number must not depend on the weights.
     """
@@ -183,6 +209,8 @@ def _state(tensor: ModelTensor, offset: float = 0.0) -> bytes:
 
 def _scales(tensor: ModelTensor, source: Source, first: int, last: int) -> np.ndarray:
     """The absmax of blocks [first, last), float32."""
+    import numpy as np
+
     encoding, name = tensor.encoding, tensor.name
     assert isinstance(encoding, Codebook)
     stored = source.read(f"{name}.absmax", first, last).ravel()
@@ -199,6 +227,8 @@ def _scales(tensor: ModelTensor, source: Source, first: int, last: int) -> np.nd
 
 
 def _stored_state(source: Source, name: str, table: str) -> Json:
+    from qconvert.formats.io.strict_json import parse_json_object
+
     array = f"{name}{_STATE}{table}"
     spec = source.specs[array]
     if spec.dtype is not DType.U8 or len(spec.shape) != 1 or spec.count > 4096:
@@ -229,6 +259,8 @@ def open_bitsandbytes(source: Source, config: Json) -> tuple[BitsAndBytes, dict[
 
 
 def _four_bits(name: str, table: str, source: Source) -> ModelTensor:
+    import numpy as np
+
     from qconvert.quant.codebook import TABLES
 
     state = _stored_state(source, name, table)
@@ -287,3 +319,15 @@ def _int8(name: str, source: Source, config: Json) -> ModelTensor:
             f"{order}: rows in a tiled order are not read here", "save it again, row by row"
         )
     return tensor
+
+
+def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
+    if isinstance(encoding, Codebook) and encoding.table in ("nf4", "fp4", "int8"):
+        return ()
+    rows = isinstance(encoding, AffineInt) and encoding.group_size is None and encoding.symmetric
+    if rows and encoding.bits == 8:
+        return (Transcode("to_int8_rows", encoding.decoded),)
+    raise refused(tensor, "is none of bitsandbytes' grids (nf4, fp4, and int8 with one scale per row)")
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, BitsAndBytes, open_bitsandbytes, _transcode),)

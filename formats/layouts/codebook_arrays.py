@@ -1,4 +1,4 @@
-"""One codebook weight as two or three arrays: codes, scales, and for scales of two levels the upper one.
+"""Stores a codebook weight as two or three arrays: codes, scales, and what divides these where there is one.
 
 The layouts that store FP8, MXFP4 and NVFP4 weights differ in the names and in the type that carries
 the codes, not in the bytes: 8-bit codes as they are, 4-bit codes two to a byte, the first one low.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType, TensorSpec
 from qconvert.core.encodings import Codebook, ModelTensor
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import BadRecipe
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FP8_DTYPES = {"e4m3": DType.F8_E4M3, "e5m2": DType.F8_E5M2}
 
@@ -35,7 +37,7 @@ class CodedArrays:
     bare_scales: bool = False
 
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
-        """The arrays that spell a tensor: codes, scales, and the divisor where there is one."""
+        """The arrays that store a tensor: codes, scales, and the divisor where there is one."""
         encoding = tensor.encoding
         assert isinstance(encoding, Codebook), encoding
         rows, width, stack = tensor.rows, tensor.width, tensor.shape[:-2]
@@ -80,7 +82,9 @@ class CodedArrays:
         return tensor.encoding.group_rows or 1
 
     def encode(self, tensor: ModelTensor, start: int, value: CodebookRows) -> Iterator[ArrayRows]:
-        """Spell rows [start, start + value.rows); `start` is a multiple of the row alignment."""
+        """Rows [start, start + value.rows) as they are stored; `start` is a multiple of the row alignment."""
+        import numpy as np
+
         from qconvert.quant.nibbles import pack_nibbles
 
         encoding = value.encoding
@@ -100,6 +104,8 @@ class CodedArrays:
 
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> CodebookRows:
         """Read rows [start, stop) back, their scales one row for each."""
+        import numpy as np
+
         from qconvert.quant.nibbles import unpack_nibbles
 
         encoding = tensor.encoding
@@ -119,6 +125,8 @@ class CodedArrays:
 
 def _shared(tensor: ModelTensor, value: CodebookRows, per: int) -> np.ndarray:
     """One row of scales for every `per` rows, which must agree."""
+    import numpy as np
+
     shared_BG = value.scales_RG[::per]
     if not np.array_equal(np.repeat(shared_BG, per, axis=0)[: value.rows], value.scales_RG):
         raise BadRecipe(

@@ -1,18 +1,23 @@
-"""Holds the arrays of a checkpoint against what its config claims about them.
+"""Checks the arrays of a checkpoint against what its config claims about them.
 
-Every reader asks the same questions: is each array of a weight there, has it the shape that the form
+Every reader asks the same questions: is each array of a weight there, has it the shape that the encoding
 asks for, and does the config say the same. The answers name the array and the config's key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import TypeVar
 
 from qconvert.core.dtypes import FLOAT_DTYPES, DType, Json, TensorSpec
-from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.core.encodings import Codebook, ModelTensor, Quantized, Unquantized
 from qconvert.core.protocols import Layout, Source
 from qconvert.errors import BadRecipe, CorruptCheckpoint, shown
 
+L = TypeVar("L", bound=Layout)
+# Where config.json has the settings of most layouts.
+SETTINGS_KEY = "quantization_config"
 APART = "fetch all arrays of this weight again, from one source: these do not belong together"
 
 
@@ -77,7 +82,7 @@ def matrix_shape(tensor: ModelTensor, layout: str) -> tuple[int, int]:
 
 
 def check_parts(layout: Layout, tensor: ModelTensor, source: Source) -> ModelTensor:
-    """The tensor, once every array that spells it has the type and shape its form asks for."""
+    """The tensor, once every array that stores it has the type and shape its encoding asks for."""
     for spec in layout.stored_arrays(tensor):
         found = require(source, spec.name, f"{tensor.encoding.label} of shape {list(tensor.shape)} needs it")
         if found.shape != spec.shape or found.dtype is not spec.dtype:
@@ -87,6 +92,24 @@ def check_parts(layout: Layout, tensor: ModelTensor, source: Source) -> ModelTen
                 APART,
             )
     return tensor
+
+
+def gathered(
+    layout: L, source: Source, quantized: Iterable[ModelTensor], missing: str, method: str = ""
+) -> tuple[L, dict[str, ModelTensor]]:
+    """The layout, and every tensor of a checkpoint: the quantized ones and, as they are, all other arrays.
+
+    CorruptCheckpoint names an array of a quantized tensor that is not as its encoding asks, or, where no
+    tensor is quantized, what is `missing` of the layout (`method` is what the config says).
+    """
+    found: dict[str, ModelTensor] = {}
+    used: set[str] = set()
+    for tensor in quantized:
+        found[tensor.name] = check_parts(layout, tensor, source)
+        used |= {spec.name for spec in layout.stored_arrays(tensor)}
+    found = plain_rest(source, used, found)
+    check_claimed(found, method or layout.name, missing)
+    return layout, found
 
 
 def check_claimed(found: Mapping[str, ModelTensor], method: str, missing: str) -> None:
@@ -104,7 +127,7 @@ def check_claimed(found: Mapping[str, ModelTensor], method: str, missing: str) -
 def plain_rest(
     source: Source, used: Collection[str], found: dict[str, ModelTensor]
 ) -> dict[str, ModelTensor]:
-    """The quantized tensors and, as they are, all arrays that spell none; twice is an error."""
+    """The quantized tensors and, as they are, all arrays that store none; twice is an error."""
     for name, spec in source.specs.items():
         if name in used:
             continue
@@ -123,9 +146,28 @@ def dtype_of(config: Json) -> DType:
     return names.get(str(config.get("dtype") or config.get("torch_dtype")), DType.BF16)
 
 
-def settings_of(config: Json, key: str = "quantization_config") -> Json:
+def settings_of(config: Json, key: str = SETTINGS_KEY) -> Json:
     """The quantization settings of a config.json, {} when there are none."""
     settings = config.get(key) or {}
     if not isinstance(settings, dict):
         raise CorruptCheckpoint(f"config.json: {key} is not an object")
     return settings
+
+
+def only_encoding(quantized: Mapping[str, Quantized], layout: str) -> Quantized:
+    """The one encoding of all quantized modules; BadRecipe names two modules that differ.
+
+    The type that loaders compute a weight in is no such setting: the weight says it of itself.
+    """
+    first, encoding = next(iter(quantized.items()))
+    for module, other in quantized.items():
+        if _setting(other) != _setting(encoding):
+            raise BadRecipe(
+                f"{module}: {other.label}, but {first} is {encoding.label}; {layout} has one setting for all",
+                "write compressed-tensors, whose groups may differ",
+            )
+    return encoding
+
+
+def _setting(encoding: Quantized) -> Quantized:
+    return replace(encoding, decoded=DType.BF16) if isinstance(encoding, Codebook) else encoding

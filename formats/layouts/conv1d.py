@@ -1,9 +1,9 @@
-"""Plain tensors whose arrays have another shape than the tensors of the model, within any layout.
+"""Stores plain tensors whose arrays have another shape than the tensors of the model, in any layout.
 
 Logical linears are always [out, in], and logical biases vectors. Some classes store linears as
 [in, out], as GPT-2's Conv1D does, or stacks of them as [experts, in, out], and stacks of biases as
-[experts, out]. Here such arrays are spelled as their class has them; all others, and the same ones once
-quantized, as the layout inside spells them.
+[experts, out]. Here such arrays are stored as their class has them; all others, and the same ones once
+quantized, as the layout inside stores them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
+from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import ArrayRows, Layout, Source
 from qconvert.core.values import DenseRows, Value
 from qconvert.quant.simd.transpose import transposed
@@ -35,11 +36,15 @@ class InputMajor:
         return self.inside.name
 
     @property
+    def traits(self) -> LayoutTraits:
+        return self.inside.traits
+
+    @property
     def transposed(self) -> bool:
         return True
 
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
-        """The arrays that spell a tensor, in the order they are written."""
+        """The arrays that store a tensor, in the order they are written."""
         if self._turns(tensor) and isinstance(tensor.encoding, Unquantized):
             return (TensorSpec(tensor.name, tensor.encoding.dtype, self._stored(tensor)),)
         return self.inside.stored_arrays(tensor)
@@ -49,7 +54,7 @@ class InputMajor:
         return 1 if self._turns(tensor) else self.inside.row_alignment(tensor)
 
     def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterable[ArrayRows]:
-        """Spell rows [start, start + value.rows): columns of an array, or a run of a stack of vectors."""
+        """Rows [start, start + value.rows) as stored: columns of an array, or a run of a stack of vectors."""
         if not self._turns(tensor) or not isinstance(value, DenseRows):
             return self.inside.encode(tensor, start, value)
         return self._encode(tensor, start, value.rows_RI)

@@ -1,72 +1,70 @@
-"""The layout of block-scaled FP8 checkpoints, as published for DeepSeek-V3 and Qwen3.
+"""Stores the layout of block-scaled FP8 checkpoints, as published for DeepSeek-V3 and Qwen3.
 
 A quantized `X.weight` [N, K] is `X.weight` F8_E4M3 [N, K] and `X.weight_scale_inv` [ceil(N/128),
 ceil(K/128)], f32 or bf16, which is multiplied by, whatever its name says. A stack of experts is a
-parameter `X` [E, N, K] with `X_scale_inv`, as transformers' `FP8Experts` holds it. Sources: transformers 5.23
+parameter `X` [E, N, K] with `X_scale_inv`, as transformers' `FP8Experts` has it. Sources: transformers 5.23
 (`integrations/finegrained_fp8.py`), config.json of Qwen3-8B-FP8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
-from qconvert.core.encodings import Codebook, ModelTensor, Quantized, Unquantized
+from qconvert.core.encodings import Codebook, ModelTensor, Quantized
+from qconvert.core.layout_traits import CodebookScheme, LayoutTraits
 from qconvert.core.protocols import ArrayRows, Source
-from qconvert.core.values import CodebookRows, DenseRows, Value
+from qconvert.core.values import CodebookRows
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
 from qconvert.formats.layouts.codebook_arrays import CodedArrays
 from qconvert.formats.layouts.config_checks import (
-    check_claimed,
-    check_parts,
     dtype_of,
-    plain_rest,
+    gathered,
+    only_encoding,
     require,
     settings_of,
 )
-from qconvert.formats.layouts.single_setting import only_form
+from qconvert.formats.layouts.transcoding import refused
+from qconvert.ops import Op, Transcode
 
 NAME = "fp8"
 BLOCK = 128
 _CODED = CodedArrays("weight", "weight_scale_inv")
 
+TRAITS = LayoutTraits(
+    NAME,
+    codebooks=(CodebookScheme("fp8-block", Codebook("e4m3", BLOCK, DType.F32, DType.BF16, BLOCK)),),
+    default_codebook=True,
+    readers=("vllm", "sglang", "transformers"),
+    stack_readers=("transformers",),
+    loads="vLLM, SGLang and transformers load",
+    schemes="fp8 in blocks of 128 by 128",
+)
 
-@dataclass(frozen=True, slots=True)
-class FP8:
-    """The layout as the runner sees it; it has no state."""
 
-    name: str = NAME
-    transposed: bool = False
+class FP8(PassThrough[Codebook, CodebookRows]):
+    """Stores weights as E4M3 arrays with a scale for each block; it has no state."""
 
-    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
-        """The arrays that spell a tensor, in the order they are written."""
-        encoding = tensor.encoding
-        if isinstance(encoding, Unquantized):
-            return (TensorSpec(tensor.name, encoding.dtype, tensor.shape),)
+    traits = TRAITS
+
+    def arrays(self, tensor: ModelTensor, encoding: Codebook) -> tuple[TensorSpec, ...]:
         return _CODED.stored_arrays(tensor)
 
-    def row_alignment(self, tensor: ModelTensor) -> int:
+    def rows(self, tensor: ModelTensor, encoding: Codebook) -> int:
         """The rows of a block share its scales."""
-        return 1 if isinstance(tensor.encoding, Unquantized) else _CODED.row_alignment(tensor)
+        return _CODED.row_alignment(tensor)
 
-    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
-        """Spell rows [start, start + value.rows); `start` is a multiple of the row alignment."""
-        if isinstance(value, DenseRows):
-            yield ArrayRows(tensor.name, start, value.rows_RI)
-        else:
-            assert isinstance(value, CodebookRows)
-            yield from _CODED.encode(tensor, start, value)
+    def store(self, tensor: ModelTensor, start: int, value: CodebookRows) -> Iterable[ArrayRows]:
+        return _CODED.encode(tensor, start, value)
 
-    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
-        """Read rows [start, stop) back."""
-        if isinstance(tensor.encoding, Unquantized):
-            return DenseRows(source.read(tensor.name, start, stop), tensor.encoding.dtype)
-        return _CODED.decode(tensor, source, start, stop)
+    def load(self, tensor: ModelTensor, encoding: Codebook, source: Source, rows: range) -> CodebookRows:
+        return _CODED.decode(tensor, source, rows.start, rows.stop)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of these forms, of which all linears have one."""
-        encoding = only_form(quantized, NAME)
+        """What config.json says about modules of this encoding, which all linears share."""
+        encoding = only_encoding(quantized, NAME)
         settings = {
             "quant_method": NAME,
             "fmt": "e4m3",
@@ -89,9 +87,10 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, ModelTensor]]
             "save it again as e4m3 in blocks such as [128, 128], which are read",
         )
     assert isinstance(block, list)
-    decoded = dtype_of(config)
-    found: dict[str, ModelTensor] = {}
-    used: set[str] = set()
+    return gathered(FP8(), source, _quantized(source, block, dtype_of(config)), "weight_scale_inv")
+
+
+def _quantized(source: Source, block: list[int], decoded: DType) -> Iterator[ModelTensor]:
     for name, spec in source.specs.items():
         if spec.dtype is not DType.F8_E4M3:
             continue
@@ -101,8 +100,16 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, ModelTensor]]
                 f"{scales.name}: {scales.dtype.label} scales of {list(spec.shape)} weights"
             )
         encoding = Codebook("e4m3", block[1], scales.dtype, decoded, group_rows=block[0])
-        found[name] = check_parts(FP8(), ModelTensor(name, spec.shape, encoding), source)
-        used |= {name, scales.name}
-    found = plain_rest(source, used, found)
-    check_claimed(found, NAME, "weight_scale_inv")
-    return FP8(), found
+        yield ModelTensor(name, spec.shape, encoding)
+
+
+def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
+    if isinstance(encoding, Codebook) and encoding.table == "e4m3":
+        if encoding.group_rows == encoding.group_size == BLOCK:
+            return ()
+        if encoding.group_rows is None:
+            return (Transcode("repeat_tensor_scale", replace(encoding, group_rows=BLOCK, group_size=BLOCK)),)
+    raise refused(tensor, "is not FP8 in blocks of 128 by 128, which this layout holds")
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, FP8, open_fp8, _transcode),)

@@ -1,4 +1,4 @@
-"""How tensors are spelled in a GGUF file: one array each, plain or as the bytes of GGML blocks."""
+"""Stores tensors in a GGUF file: one array each, plain or as the bytes of GGML blocks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import Codebook, Encoding, GgmlBlocks, ModelTensor, Quantized, Unquantized
 from qconvert.core.ggml_types import GGMLType, GGUFTensor
+from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.row_transforms import RowTransform
 from qconvert.core.values import CodebookRows, DenseRows, GgmlRows, Value
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 NAME = "gguf"
+_TRAITS = LayoutTraits(NAME)
 # Steps that move whole rows, whatever they are stored as, and those that move numbers.
 _MOVES_ROWS = ("interleave_halves",)
 _MOVES_NUMBERS = (*_MOVES_ROWS, "transpose", "swap_groups")
@@ -41,7 +43,7 @@ class Stretch:
 
     @property
     def encoding_back(self) -> Encoding:
-        """The form of the rows when the step is undone."""
+        """The encoding of the rows when the step is undone."""
         plain = isinstance(self.encoding, Unquantized)
         keeps = _MOVES_NUMBERS if plain else _MOVES_ROWS
         if self.step is not None and self.step.change not in keeps:
@@ -55,7 +57,7 @@ _DIVIDED = Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16, second="divided")
 
 
 def form_of(home: Home) -> Encoding:
-    """The form of a tensor with this home: that of all its rows, or float32 where they differ."""
+    """The encoding of a tensor with this home: that of all its rows, or float32 where they differ."""
     encodings = {(stretch.encoding_back, stretch.factor) for stretch in home}
     return encodings.pop()[0] if len(encodings) == 1 else Unquantized(DType.F32)
 
@@ -66,6 +68,7 @@ class GGUFLayout:
 
     homes: Mapping[str, Home] = field(default_factory=dict)
     name: str = NAME
+    traits: LayoutTraits = _TRAITS
     transposed: bool = False
 
     @property
@@ -124,9 +127,9 @@ def _value(rows: np.ndarray, encoding: Encoding, factor: float = 1.0) -> Value:
 
         blocks = GGMLType.NVFP4.encoding
         assert isinstance(blocks, GgmlBlocks)
-        grid = grid_of_blocks(GgmlRows(rows, blocks))
-        assert isinstance(grid, CodebookRows)
-        return replace(grid, encoding=encoding, divisor=1 / factor)
+        codes = grid_of_blocks(GgmlRows(rows, blocks))
+        assert isinstance(codes, CodebookRows)
+        return replace(codes, encoding=encoding, divisor=1 / factor)
     assert isinstance(encoding, GgmlBlocks), encoding
     return GgmlRows(rows, encoding)
 
@@ -155,8 +158,8 @@ def _read(stretch: Stretch, want: Encoding, source: Source, first: int, last: in
     step = stretch.step
     per = step.rows if step else 1
     begin, end = (stretch.start + first) // per, -(-(stretch.start + last) // per)
-    turned = step is not None and step.change == "transpose"
-    each, width = (stretch.width, per) if turned else (per, stretch.width)
+    transposed = step is not None and step.change == "transpose"
+    each, width = (stretch.width, per) if transposed else (per, stretch.width)
     value = _value(_rows(stretch, source, begin * each, end * each, width), stretch.encoding)
     rows = _undone(value, stretch, want)
     return rows[stretch.start + first - begin * per : stretch.start + last - begin * per]
@@ -170,7 +173,7 @@ def _rows(stretch: Stretch, source: Source, start: int, stop: int, width: int) -
 
 
 def _undone(value: Value, stretch: Stretch, want: Encoding) -> np.ndarray:
-    """The rows in the model's order and as its numbers, in the form that is wanted."""
+    """The rows in the model's order and as its numbers, in the encoding that is wanted."""
     from qconvert.quant.casts import cast
     from qconvert.quant.dequantize import numbers
     from qconvert.quant.rotary_rows import part_halves
@@ -203,7 +206,7 @@ def _restored(dense: DenseRows, step: RowTransform, width: int) -> DenseRows:
 
 
 def type_of(encoding: Encoding) -> GGMLType:
-    """The element type that stores a form, which must be a plain GGUF type or GGML blocks."""
+    """The element type that stores an encoding, which must be a plain GGUF type or GGML blocks."""
     if isinstance(encoding, GgmlBlocks):
         return GGMLType[encoding.type]
     assert isinstance(encoding, Unquantized) and encoding.dtype is not DType.U8, encoding
@@ -216,7 +219,7 @@ def stored(tensor: ModelTensor) -> GGUFTensor:
 
 
 def llama3_scaling(theta: float, factor: float, factors_F: np.ndarray) -> Json | None:
-    """How config.json spells the rotary scaling whose result is `rope_freqs.weight`, float32 [F].
+    """How config.json writes the rotary scaling whose result is `rope_freqs.weight`, float32 [F].
 
     None for factors that no parameters of Llama 3's scaling give.
     """

@@ -1,64 +1,108 @@
-"""The GPTQ layout of AutoGPTQ, GPTQModel and AutoRound, checkpoint formats `gptq` (v1) and `gptq_v2`.
+"""Stores the GPTQ layout of AutoGPTQ, GPTQModel and AutoRound, checkpoint formats `gptq` (v1) and `gptq_v2`.
 
-A quantized `X.weight` [N, K] is spelled transposed: `X.qweight` int32 [K*b/32, N] (codes of a column
+A quantized `X.weight` [N, K] is stored transposed: `X.qweight` int32 [K*b/32, N] (codes of a column
 packed along K, the first in the lowest bits), `X.scales` f16 [G, N], `X.qzeros` int32 [G, N*b/32]
 (packed along N) and `X.g_idx` int32 [K], the group of every input column. Zeros are stored for
-symmetric grids too; v1 stores each one less 1, modulo 2**b. Sources: GPTQModel 7.6
+symmetric weights too; v1 stores each one less 1, modulo 2**b. Sources: GPTQModel 7.6
 (`nn_modules/qlinear`, `utils/model.py`), and tensors written by it and by AutoRound 0.15.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
-from qconvert.core.encodings import AffineInt, ModelTensor, Quantized, Unquantized
+from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
+from qconvert.core.layout_traits import IntegerSchemes, LayoutTraits, LoaderLimit
 from qconvert.core.protocols import ArrayRows, Source
-from qconvert.core.values import AffineIntRows, DenseRows, Value
+from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
 from qconvert.formats.layouts.config_checks import (
     APART,
-    check_claimed,
-    check_parts,
     claim,
     contradiction,
+    gathered,
     matrix_shape,
     part,
-    plain_rest,
     settings_of,
 )
 from qconvert.formats.layouts.gptq_dynamic import claimed, settings_of_forms, symmetric
+from qconvert.formats.layouts.transcoding import refused, to_integers
+from qconvert.ops import Op, Transcode
 from qconvert.quant.packed_codes import words_of
-from qconvert.quant.simd.transpose import transposed
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NAME = "gptq"
 BITS = (2, 3, 4, 8)
 _WORD = 32
-_SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
+
+
+def _outside_marlin(encoding: Quantized) -> bool:
+    return isinstance(encoding, AffineInt) and (not encoding.symmetric or encoding.bits not in (4, 8))
+
+
+def _groups_in_order(encoding: Quantized) -> bool:
+    return isinstance(encoding, AffineInt) and encoding.act_order and encoding.group_size is not None
+
+
+TRAITS = LayoutTraits(
+    NAME,
+    integers=IntegerSchemes(BITS),
+    scale_dtype=DType.F16,
+    act_order=True,
+    symmetric_zeros=True,
+    experts="apart",
+    settings_file="quantize_config.json",
+    readers=("vllm", "sglang", "transformers"),
+    marlin=True,
+    loads="vLLM, and transformers with GPTQModel, load",
+    limits=(
+        LoaderLimit(
+            ("vllm",),
+            "error",
+            "vLLM runs symmetric GPTQ of 4 and 8 bits only",
+            "`qconvert convert --to compressed-tensors`",
+            _outside_marlin,
+        ),
+        LoaderLimit(
+            ("vllm",),
+            "error",
+            "vLLM refuses desc_act unless group_size is -1",
+            "quantize without",
+            _groups_in_order,
+        ),
+        LoaderLimit(
+            ("vllm",),
+            "error",
+            "vllm looks for the parts of this fused GPTQ linear, and takes it for a plain one",
+            "`qconvert unfuse`, or convert --to compressed-tensors",
+            about="fused",
+        ),
+        LoaderLimit(("sglang",), "note", "SGLang 0.5 has its GPTQ kernels on CUDA only", about="model"),
+    ),
+)
+TRAITS_V2 = replace(TRAITS, name=f"{NAME}_v2")
 
 
 @dataclass(frozen=True, slots=True)
-class GPTQ:
-    """The layout as the runner sees it. `version` 1 stores zeros less one; `groupless` has no g_idx."""
+class GPTQ(PassThrough[AffineInt, AffineIntRows]):
+    """Stores weights as GPTQ's arrays. `version` 1 stores zeros less one; `groupless` has no g_idx."""
 
     version: int = 1
     groupless: bool = False
     transposed: bool = True
 
     @property
-    def name(self) -> str:
-        return NAME if self.version == 1 else f"{NAME}_v2"
+    def traits(self) -> LayoutTraits:
+        return TRAITS if self.version == 1 else TRAITS_V2
 
-    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
-        """The arrays that spell a tensor, in the order they are written."""
-        encoding = tensor.encoding
-        if isinstance(encoding, Unquantized):
-            return (TensorSpec(tensor.name, encoding.dtype, tensor.shape),)
-        assert isinstance(encoding, AffineInt), encoding
+    def arrays(self, tensor: ModelTensor, encoding: AffineInt) -> tuple[TensorSpec, ...]:
         rows, width = matrix_shape(tensor, self.name)
         groups, base = encoding.groups(width), _base(tensor)
         made = (
@@ -68,17 +112,13 @@ class GPTQ:
         )
         return made if self.groupless else (*made, TensorSpec(f"{base}.g_idx", DType.I32, (width,)))
 
-    def row_alignment(self, tensor: ModelTensor) -> int:
+    def rows(self, tensor: ModelTensor, encoding: AffineInt) -> int:
         """Zeros of several rows share a word."""
-        encoding = tensor.encoding
-        return _WORD // gcd(encoding.bits, _WORD) if isinstance(encoding, AffineInt) else 1
+        return _WORD // gcd(encoding.bits, _WORD)
 
-    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
-        """Spell rows [start, start + value.rows); `start` is a multiple of the row alignment."""
-        if isinstance(value, DenseRows):
-            yield ArrayRows(tensor.name, start, value.rows_RI)
-            return
-        assert isinstance(value, AffineIntRows)
+    def store(self, tensor: ModelTensor, start: int, value: AffineIntRows) -> Iterator[ArrayRows]:
+        from qconvert.quant.simd.transpose import transposed
+
         bits, base = value.encoding.bits, _base(tensor)
         if self.version == 1 and value.zeros_RG is not None and (value.zeros_RG == 0).any():
             raise BadRecipe(
@@ -92,23 +132,19 @@ class GPTQ:
             order_I = _in_sequence(value.width, value.encoding) if value.groups_I is None else value.groups_I
             yield ArrayRows(f"{base}.g_idx", 0, order_I.reshape(-1, 1))
 
-    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
-        """Read rows [start, stop) back; CorruptCheckpoint for zeros that a symmetric grid cannot have."""
-        encoding = tensor.encoding
-        if isinstance(encoding, Unquantized):
-            return DenseRows(source.read(tensor.name, start, stop), encoding.dtype)
-        assert isinstance(encoding, AffineInt), encoding
-        base, width = _base(tensor), tensor.width
-        groups = encoding.groups(width)
-        columns = (start, stop)
+    def load(self, tensor: ModelTensor, encoding: AffineInt, source: Source, rows: range) -> AffineIntRows:
+        """Read rows back; CorruptCheckpoint for zeros that symmetric integers cannot have."""
+        from qconvert.quant.simd.transpose import transposed
+
+        base, width, columns = _base(tensor), tensor.width, (rows.start, rows.stop)
         words_WR = source.read(f"{base}.qweight", 0, width * encoding.bits // _WORD, columns=columns)
-        scales_GR = source.read(f"{base}.scales", 0, groups, columns=columns)
-        zeros_RG = self._zeros(tensor, source, start, stop)
+        scales_GR = source.read(f"{base}.scales", 0, encoding.groups(width), columns=columns)
+        zeros_RG = self._zeros(tensor, source, rows.start, rows.stop)
         order_I = source.read(f"{base}.g_idx", 0, width).ravel() if encoding.act_order else None
         return AffineIntRows(transposed(words_WR), transposed(scales_GR), zeros_RG, encoding, order_I)
 
     def _zeros(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> np.ndarray | None:
-        """The true zeros of rows [start, stop), uint8 [rows, groups]; None for a symmetric grid."""
+        """The true zeros of rows [start, stop), uint8 [rows, groups]; None for symmetric integers."""
         encoding = tensor.encoding
         assert isinstance(encoding, AffineInt)
         aligned = start - start % self.row_alignment(tensor)
@@ -117,6 +153,7 @@ class GPTQ:
         if encoding.symmetric and (words_GW == self._middle_words(encoding.bits, words_GW.shape[1])).all():
             return None
         from qconvert.quant.simd.packing import unpack_stream
+        from qconvert.quant.simd.transpose import transposed
 
         stored_GR = unpack_stream(words_GW, encoding.bits, stop - aligned)[:, start - aligned :]
         zeros_RG = transposed(self._shifted(stored_GR, encoding.bits, 1))
@@ -127,24 +164,29 @@ class GPTQ:
 
     def _zero_words(self, value: AffineIntRows) -> np.ndarray:
         """The zeros of all groups as they are stored, int32 [groups, rows * bits / 32]."""
+        import numpy as np
+
         bits, (rows, groups) = value.encoding.bits, value.scales_RG.shape
         if value.zeros_RG is None:
             return np.tile(self._middle_words(bits, rows * bits // _WORD), (groups, 1))
         from qconvert.quant.simd.packing import pack_stream
+        from qconvert.quant.simd.transpose import transposed
 
         return pack_stream(transposed(self._shifted(value.zeros_RG, bits, -1)), bits)
 
     def _middle_words(self, bits: int, count: int) -> np.ndarray:
-        """The first words of a stream of middle codes, as a symmetric grid stores them: int32 [count]."""
+        """The first words of a stream of middle codes, as symmetric weights store them: int32 [count]."""
+        import numpy as np
+
         middle = (1 << (bits - 1)) - (self.version == 1)
         period = sum(middle << bits * i for i in range(_WORD)).to_bytes(4 * bits, "little")
         return np.resize(np.frombuffer(period, "<i4"), count)
 
     def _shifted(self, zeros: np.ndarray, bits: int, by: int) -> np.ndarray:
-        return (zeros + np.uint8(by % 256)) & np.uint8((1 << bits) - 1) if self.version == 1 else zeros
+        return (zeros + by % 256) & ((1 << bits) - 1) if self.version == 1 else zeros
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of these forms."""
+        """What config.json says about modules of these encodings."""
         settings = {
             "quant_method": NAME,
             **settings_of_forms(quantized, kept),
@@ -161,6 +203,8 @@ def _base(tensor: ModelTensor) -> str:
 
 
 def _in_sequence(width: int, encoding: AffineInt) -> np.ndarray:
+    import numpy as np
+
     return (np.arange(width) // (encoding.group_size or width)).astype(np.int32)
 
 
@@ -189,14 +233,10 @@ def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, ModelTensor
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
     groupless = bool(bases) and not any(f"{base}.g_idx" in source.specs for base in bases)
     layout = GPTQ(2 if version.endswith("v2") else 1, groupless)
-    found = {f"{base}.weight": _logical(base, source, settings, layout) for base in bases}
-    used = {base + suffix for base in bases for suffix in _SUFFIXES}
-    found = plain_rest(source, used, found)
-    check_claimed(found, NAME, "qweight")
-    return layout, found
+    return gathered(layout, source, (_logical(base, source, settings) for base in bases), "qweight", NAME)
 
 
-def _logical(base: str, source: Source, settings: Json, layout: GPTQ) -> ModelTensor:
+def _logical(base: str, source: Source, settings: Json) -> ModelTensor:
     why = f"{base}.qweight is there"
     qweight = part(source, f"{base}.qweight", "it holds codes of GPTQ", dims=(2,), dtypes=(DType.I32,))
     scales = part(source, f"{base}.scales", why, dims=(2,))
@@ -218,8 +258,7 @@ def _logical(base: str, source: Source, settings: Json, layout: GPTQ) -> ModelTe
     encoding = AffineInt(
         bits, None if groups == 1 else size, symmetric(settings, base), scales.dtype, act_order, True
     )
-    tensor = ModelTensor(f"{base}.weight", (qweight.shape[-1], width), encoding)
-    return check_parts(layout, tensor, source)
+    return ModelTensor(f"{base}.weight", (qweight.shape[-1], width), encoding)
 
 
 def _bits(base: str, qweight: TensorSpec, source: Source, settings: Json) -> tuple[int, int]:
@@ -252,8 +291,23 @@ def _act_order(name: str, source: Source, width: int, groups: int, settings: Jso
     """Whether the columns are in another order than that of their groups, read from g_idx itself."""
     if name not in source.specs or not source.has_weights:
         return claim(settings, "desc_act", bool, default=False) is True
+    import numpy as np
+
     order_I = source.read(name, 0, width).ravel()
     if width and not 0 <= order_I.min() <= order_I.max() < groups:
         column = int(np.flatnonzero((order_I < 0) | (order_I >= groups))[0])
         raise CorruptCheckpoint(f"{name}: column {column} is in group {order_I[column]} of {groups}")
     return bool((order_I != np.arange(width) // max(1, width // groups)).any())
+
+
+def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
+    ops, made = to_integers(tensor, encoding)
+    if made.bits not in BITS or any(size * made.bits % _WORD for size in tensor.shape):
+        raise refused(tensor, f"of shape {list(tensor.shape)} does not fill GPTQ's words (2, 3, 4, 8 bits)")
+    return (*ops, Transcode("cast_scales", DType.F16))
+
+
+LAYOUTS = (
+    RegisteredLayout(TRAITS, GPTQ, open_gptq, _transcode),
+    RegisteredLayout(TRAITS_V2, lambda: GPTQ(2), None, _transcode),
+)

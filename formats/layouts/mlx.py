@@ -1,7 +1,7 @@
-"""The layout of mlx-lm: `affine` grids of 2 to 8 bits, MXFP4, and NVFP4 without a scale for the whole.
+"""Stores the layout of mlx-lm: `affine` integers of 2 to 8 bits, MXFP4, and NVFP4 without a global scale.
 
-A quantized `X.weight` [N, K], or [E, N, K] for a stack of experts, is spelled `X.weight` uint32
-[N, K*b/32] (a dense little-endian bit stream along K), `X.scales` and, for affine grids, `X.biases`
+A quantized `X.weight` [N, K], or [E, N, K] for a stack of experts, is stored as `X.weight` uint32
+[N, K*b/32] (a dense little-endian bit stream along K), `X.scales` and, for affine ones, `X.biases`
 [N, G]. config.json has the settings under `quantization`, with one object per module where they differ, and
 mirrors them in `quantization_config`. Sources: mlx 0.32 (`mlx/ops.cpp`: quantize, dequantize), mlx-lm 0.32
 (`utils.py`, `models/switch_layers.py`).
@@ -10,50 +10,61 @@ mirrors them in `quantization_config`. Sources: mlx 0.32 (`mlx/ops.cpp`: quantiz
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from qconvert.core.dtypes import FLOAT_DTYPES, DType, Json, TensorSpec
-from qconvert.core.encodings import AffineMin, Codebook, ModelTensor, Quantized, Unquantized
+from qconvert.core.encodings import AffineMin, Codebook, ModelTensor, Quantized
+from qconvert.core.layout_traits import CodebookScheme, IntegerSchemes, LayoutTraits, RoundingRules
 from qconvert.core.protocols import ArrayRows, Source
-from qconvert.core.values import AffineMinRows, CodebookRows, DenseRows, Value
+from qconvert.core.values import AffineMinRows, CodebookRows
 from qconvert.errors import UnsupportedModel, shown
+from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
 from qconvert.formats.layouts.codebook_arrays import CodedArrays
 from qconvert.formats.layouts.config_checks import (
-    check_claimed,
-    check_parts,
     contradiction,
     dtype_of,
+    gathered,
     part,
-    plain_rest,
     settings_of,
 )
+from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
+from qconvert.ops import Op, Transcode
 from qconvert.quant.packed_codes import from_words, words_of
 
 NAME = "mlx"
 KEY = "quantization"
 BITS = (2, 3, 4, 5, 6, 8)
-GROUP_SIZES = (32, 64, 128)
+GROUP_SIZES = (128, 64, 32)
 # Modes of 4-bit floats: columns per scale, and the type of the scales, stored as bytes.
 _MODES = {"mxfp4": (32, DType.F8_E8M0), "nvfp4": (16, DType.F8_E4M3)}
 _SCALES = FLOAT_DTYPES | {DType.U8}
 _CODED = CodedArrays("weight", "scales", DType.U32, bare_scales=True)
 
+TRAITS = LayoutTraits(
+    NAME,
+    integers=IntegerSchemes(BITS, GROUP_SIZES, per_row=False),
+    codebooks=tuple(
+        CodebookScheme(name, Codebook("e2m1", size, scales, DType.BF16))
+        for name, (size, scales) in _MODES.items()
+    ),
+    # As `mx.quantize` of mlx 0.32 is observed to round.
+    rounding=RoundingRules(halves="down", signed_zero=False, zero_exponent=127),
+    embeddings="any",
+    experts="apart",
+    config_key=KEY,
+    readers=("mlx",),
+    first_choice_of=("mlx",),
+    loads="mlx-lm loads",
+)
 
-@dataclass(frozen=True, slots=True)
-class MLX:
-    """The layout as the runner sees it; it has no state."""
 
-    name: str = NAME
-    transposed: bool = False
+class MLX(PassThrough[AffineMin | Codebook, AffineMinRows | CodebookRows]):
+    """Stores weights as mlx-lm's arrays; it has no state."""
 
-    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
-        """The arrays that spell a tensor, in the order they are written."""
-        encoding = tensor.encoding
-        if isinstance(encoding, Unquantized):
-            return (TensorSpec(tensor.name, encoding.dtype, tensor.shape),)
+    traits = TRAITS
+
+    def arrays(self, tensor: ModelTensor, encoding: AffineMin | Codebook) -> tuple[TensorSpec, ...]:
         if isinstance(encoding, Codebook):
             return _CODED.stored_arrays(tensor)
-        assert isinstance(encoding, AffineMin), encoding
         *rows, width = tensor.shape
         base, shape = _base(tensor.name), (*rows, encoding.groups(width))
         return (
@@ -62,31 +73,23 @@ class MLX:
             TensorSpec(f"{base}.biases", encoding.scale_dtype, shape),
         )
 
-    def row_alignment(self, tensor: ModelTensor) -> int:
-        """Rows are spelled one by one."""
-        return 1
-
-    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
-        """Spell rows [start, start + value.rows)."""
-        if isinstance(value, DenseRows):
-            yield ArrayRows(tensor.name, start, value.rows_RI)
-        elif isinstance(value, CodebookRows):
+    def store(
+        self, tensor: ModelTensor, start: int, value: AffineMinRows | CodebookRows
+    ) -> Iterator[ArrayRows]:
+        if isinstance(value, CodebookRows):
             yield from _CODED.encode(tensor, start, value)
-        else:
-            assert isinstance(value, AffineMinRows)
-            base = _base(tensor.name)
-            yield ArrayRows(tensor.name, start, words_of(value).view("<u4"))
-            yield ArrayRows(f"{base}.scales", start, value.scales_RG)
-            yield ArrayRows(f"{base}.biases", start, value.mins_RG)
+            return
+        base = _base(tensor.name)
+        yield ArrayRows(tensor.name, start, words_of(value).view("<u4"))
+        yield ArrayRows(f"{base}.scales", start, value.scales_RG)
+        yield ArrayRows(f"{base}.biases", start, value.mins_RG)
 
-    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
-        """Read rows [start, stop) back."""
-        encoding = tensor.encoding
-        if isinstance(encoding, Unquantized):
-            return DenseRows(source.read(tensor.name, start, stop), encoding.dtype)
+    def load(
+        self, tensor: ModelTensor, encoding: AffineMin | Codebook, source: Source, rows: range
+    ) -> AffineMinRows | CodebookRows:
+        start, stop = rows.start, rows.stop
         if isinstance(encoding, Codebook):
             return _CODED.decode(tensor, source, start, stop)
-        assert isinstance(encoding, AffineMin), encoding
         base, words = _base(tensor.name), source.read(tensor.name, start, stop)
         return AffineMinRows(
             from_words(words.view("<i4"), encoding.bits, tensor.width),
@@ -96,7 +99,7 @@ class MLX:
         )
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of these forms: the commonest first, then each other."""
+        """What config.json says about modules of these encodings: the commonest first, then each other."""
         encodings = list(quantized.values())
         default = max(dict.fromkeys(encodings), key=encodings.count)
         settings = _setting(default)
@@ -128,12 +131,8 @@ def open_mlx(source: Source, config: Json) -> tuple[MLX, dict[str, ModelTensor]]
         for name in source.specs
         if name.endswith(".scales") and name.removesuffix(".scales") + ".weight" in source.specs
     ]
-    decoded = dtype_of(config)
-    found = {f"{base}.weight": _logical(base, source, settings, decoded) for base in bases}
-    used = {f"{base}.{part}" for base in bases for part in ("weight", "scales", "biases")}
-    found = plain_rest(source, used, found)
-    check_claimed(found, "(quantization) bits " + shown(settings.get("bits")), "scales")
-    return MLX(), found
+    tensors = (_logical(base, source, settings, dtype_of(config)) for base in bases)
+    return gathered(MLX(), source, tensors, "scales", f"(quantization) bits {shown(settings.get('bits'))}")
 
 
 def _logical(base: str, source: Source, settings: Json, decoded: DType) -> ModelTensor:
@@ -168,4 +167,30 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Model
         encoding: Quantized = Codebook("e2m1", size, _MODES[mode][1], decoded)
     else:
         encoding = AffineMin(bits, size, scales.dtype)
-    return check_parts(MLX(), ModelTensor(weight.name, (*weight.shape[:-1], width), encoding), source)
+    return ModelTensor(weight.name, (*weight.shape[:-1], width), encoding)
+
+
+def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
+    if isinstance(encoding, AffineMin) and encoding.group_size in GROUP_SIZES and encoding.bits in BITS:
+        return ()
+    if isinstance(encoding, AffineMin):
+        raise refused(tensor, "has groups that MLX does not (32, 64 or 128 columns)")
+    if isinstance(encoding, Codebook) and encoding.table != "int8":
+        if encoding.is_mxfp4 or (encoding.is_nvfp4 and encoding.second is None):
+            return ()
+        if encoding.is_nvfp4:
+            raise refused(tensor, "divides its scales by one number (weight_global_scale) that MLX has not")
+        raise refused(tensor, "is none of MLX's modes that are written here (affine, mxfp4, nvfp4)")
+    ops, made = to_integers(tensor, encoding)
+    check_column_order(tensor, made, NAME)
+    if made.bits not in BITS or tensor.width * made.bits % 32:
+        raise refused(tensor, f"in rows of {tensor.width} is not written by MLX (2, 3, 4, 5, 6, 8 bits)")
+    columns = made.group_size or tensor.width
+    size = next((size for size in GROUP_SIZES if columns % size == 0), None)
+    if size is None:
+        raise refused(tensor, f"has groups of {columns} columns, MLX's are of 32, 64 or 128")
+    split = () if size == made.group_size else (Transcode("split_groups", size),)
+    return (*ops, *split, Transcode("zeros_to_mins", tensor.width))
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, MLX, open_mlx, _transcode),)

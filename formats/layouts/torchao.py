@@ -1,4 +1,4 @@
-"""The safetensors layout of torchao's int8 weight-only tensors; read, not written.
+"""Reads the safetensors layout of torchao's int8 weight-only tensors.
 
 A quantized `X.weight` [N, K] is `X._weight_qdata` int8 [N, K], `X._weight_scale` [N, 1] or [N, G] and
 `X._weight_zero_point` int8, all zero. Source: torchao 0.18 (`Int8Tensor`), and tensors written by it.
@@ -6,35 +6,34 @@ A quantized `X.weight` [N, K] is `X._weight_qdata` int8 [N, K], `X._weight_scale
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Iterable, Iterator, Mapping
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
-from qconvert.core.encodings import AffineInt, ModelTensor, Quantized, Unquantized
+from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
+from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import ArrayRows, Source
-from qconvert.core.values import AffineIntRows, DenseRows, Value
+from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, UnsupportedModel
-from qconvert.formats.layouts.config_checks import check_claimed, check_parts, plain_rest, require
+from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
+from qconvert.formats.layouts.config_checks import gathered, require
 
 NAME = "torchao"
 _QDATA = "._weight_qdata"
 
+TRAITS = LayoutTraits(
+    NAME,
+    packs="no",
+    readers=("vllm", "sglang", "transformers"),
+    instead="--to int-quantized holds the same integers; torchao.quantize_ makes its own from --to bf16",
+)
 
-@dataclass(frozen=True, slots=True)
-class TorchAO:
-    """The layout as the runner sees it; it has no state."""
 
-    name: str = NAME
-    transposed: bool = False
+class TorchAO(PassThrough[AffineInt, AffineIntRows]):
+    """Reads weights from torchao's arrays; it has no state."""
 
-    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
-        """The arrays that spell a tensor."""
-        encoding = tensor.encoding
-        if isinstance(encoding, Unquantized):
-            return (TensorSpec(tensor.name, encoding.dtype, tensor.shape),)
-        assert isinstance(encoding, AffineInt), encoding
+    traits = TRAITS
+
+    def arrays(self, tensor: ModelTensor, encoding: AffineInt) -> tuple[TensorSpec, ...]:
         base, shape = tensor.name.removesuffix(".weight"), (tensor.rows, encoding.groups(tensor.width))
         return (
             TensorSpec(base + _QDATA, DType.I8, tensor.shape),
@@ -42,32 +41,22 @@ class TorchAO:
             TensorSpec(f"{base}._weight_zero_point", DType.I8, shape),
         )
 
-    def row_alignment(self, tensor: ModelTensor) -> int:
-        """Rows are stored one by one."""
-        return 1
+    def store(self, tensor: ModelTensor, start: int, value: AffineIntRows) -> Iterable[ArrayRows]:
+        """Raise BadRecipe: the class of a quantized weight would have to be rebuilt by torchao."""
+        raise BadRecipe(
+            f"{tensor.name}: torchao's layout is read, not written",
+            "`qconvert convert --to` another layout",
+        )
 
-    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
-        """Rows of plain tensors; the class of a quantized one would have to be rebuilt by torchao."""
-        if not isinstance(value, DenseRows):
-            raise BadRecipe(
-                f"{tensor.name}: torchao's layout is read, not written",
-                "`qconvert convert --to` another layout",
-            )
-        yield ArrayRows(tensor.name, start, value.rows_RI)
-
-    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
-        """Read rows [start, stop) back."""
-        encoding = tensor.encoding
-        if isinstance(encoding, Unquantized):
-            return DenseRows(source.read(tensor.name, start, stop), encoding.dtype)
-        assert isinstance(encoding, AffineInt), encoding
-        codes, scales, zeros = (source.read(spec.name, start, stop) for spec in self.stored_arrays(tensor))
+    def load(self, tensor: ModelTensor, encoding: AffineInt, source: Source, rows: range) -> AffineIntRows:
+        specs = self.arrays(tensor, encoding)
+        codes, scales, zeros = (source.read(spec.name, rows.start, rows.stop) for spec in specs)
         if zeros.any():
             raise UnsupportedModel(
-                f"{self.stored_arrays(tensor)[2].name}: zero points other than 0 are not read here",
+                f"{specs[2].name}: zero points other than 0 are not read here",
                 "quantize it symmetrically, or dequantize it with torchao",
             )
-        return AffineIntRows(codes.view(np.uint8) ^ np.uint8(0x80), scales, None, encoding)
+        return AffineIntRows(codes.view("u1") ^ 0x80, scales, None, encoding)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """Nothing is written in this layout."""
@@ -75,9 +64,11 @@ class TorchAO:
 
 
 def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, ModelTensor]]:
-    """The layout of a checkpoint and its logical tensors, by HF weight name."""
-    found: dict[str, ModelTensor] = {}
-    used: set[str] = set()
+    """The layout of a checkpoint and its tensors, by the names of the model."""
+    return gathered(TorchAO(), source, _quantized(source), "_weight_qdata")
+
+
+def _quantized(source: Source) -> Iterator[ModelTensor]:
     for array, spec in source.specs.items():
         if not array.endswith(_QDATA):
             continue
@@ -92,9 +83,7 @@ def open_torchao(source: Source, config: Json) -> tuple[TorchAO, dict[str, Model
                 "start from the 16-bit model, or let torchao dequantize this one and save that",
             )
         encoding = AffineInt(8, None if groups == 1 else spec.shape[1] // groups, True, scales.dtype)
-        tensor = ModelTensor(f"{base}.weight", spec.shape, encoding)
-        found[tensor.name] = check_parts(TorchAO(), tensor, source)
-        used |= {each.name for each in TorchAO().stored_arrays(tensor)}
-    found = plain_rest(source, used, found)
-    check_claimed(found, NAME, "_weight_qdata")
-    return TorchAO(), found
+        yield ModelTensor(f"{base}.weight", spec.shape, encoding)
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, reader=open_torchao),)

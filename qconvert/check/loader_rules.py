@@ -1,9 +1,9 @@
-"""What a loader will refuse or misread in a checkpoint, found from names, shapes and forms alone.
+"""Finds what a loader will refuse or misread in a checkpoint, from names, shapes and encodings alone.
 
-Every rule is a function from a subject to problems; a rule names the tensor, the loader's condition
-and the way out. Sources: vLLM 0.33 (`quantization/auto_gptq.py`, `compressed_tensors`, `linear.py`),
-SGLang 0.5.23 (`srt/models`), transformers 5.23 with compressed-tensors 0.20, mlx-lm 0.32 (`utils.py`),
-read in source.
+Every rule is a function from a subject to problems; it names the tensor, the loader's condition and the way
+out. What is true of one layout alone is a limit in its traits. Sources: vLLM 0.33 (`linear.py` and
+`quantization`: `auto_gptq.py`, `compressed_tensors`), SGLang 0.5.23 (`srt/models`), transformers 5.23 with
+compressed-tensors 0.20, mlx-lm 0.32 (`utils.py`: load_model), read in source.
 """
 
 from __future__ import annotations
@@ -13,25 +13,11 @@ from collections.abc import Callable, Iterator
 from qconvert.check.shape_rules import SHAPE_RULES
 from qconvert.check.subject import ERROR, FUSING, NOTE, WARNING, Problem, Subject
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, Codebook, Quantized, Unquantized
+from qconvert.core.encodings import AffineInt, Quantized, Unquantized
+from qconvert.core.layout_traits import LoaderLimit
+from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import form_bytes
-
-_READS = {
-    "vllm": ("compressed-tensors", "gptq", "gptq_v2", "awq", "bitsandbytes", "fp8", "mxfp4", "torchao"),
-    "sglang": ("compressed-tensors", "gptq", "gptq_v2", "awq", "bitsandbytes", "fp8", "mxfp4", "torchao"),
-    "transformers": (
-        "compressed-tensors",
-        "gptq",
-        "gptq_v2",
-        "awq",
-        "bitsandbytes",
-        "fp8",
-        "mxfp4",
-        "torchao",
-    ),
-    "llama.cpp": (),
-    "mlx": ("mlx", "awq", "compressed-tensors", "mxfp4"),
-}
+from qconvert.models.parameters import Fusion
 
 
 def lint(subject: Subject) -> list[Problem]:
@@ -68,29 +54,51 @@ def _layout(s: Subject) -> Iterator[Problem]:
         yield Problem(
             ERROR, "model.safetensors", "llama.cpp loads GGUF files only", "`qconvert to-gguf` makes one"
         )
-    elif s.quantized and s.layout not in _READS[s.loader]:
+    elif s.quantized and s.loader not in s.traits.readers:
         yield Problem(
             ERROR,
             s.quantized[0][1].name,
             f"{s.loader} does not read {s.layout} weights",
-            f"`qconvert convert --to {_READS[s.loader][0]}`",
+            f"`qconvert convert --to {_first_choice(s.loader)}`",
         )
 
 
-def _gptq(s: Subject) -> Iterator[Problem]:
-    """vLLM's GPTQ kernels ignore zeros and the order of columns."""
-    if s.loader != "vllm" or not s.layout.startswith("gptq"):
-        return
-    for _, tensor, encoding in s.quantized:
-        if not isinstance(encoding, AffineInt):
+def _first_choice(loader: str) -> str:
+    return next(traits.name for traits in registry.all_traits() if loader in traits.first_choice_of)
+
+
+def _limits(s: Subject) -> Iterator[Problem]:
+    """What the layout's own traits say of this loader."""
+    for limit in s.traits.limits:
+        if s.loader not in limit.loaders:
             continue
-        if not encoding.symmetric or encoding.bits not in (4, 8):
-            fact = "vLLM runs symmetric GPTQ of 4 and 8 bits only"
-            yield Problem(ERROR, tensor.name, fact, "`qconvert convert --to compressed-tensors`")
-        if encoding.act_order and encoding.group_size is not None:
-            yield Problem(
-                ERROR, tensor.name, "vLLM refuses desc_act unless group_size is -1", "quantize without"
-            )
+        for name, encoding in _weights_of(s, limit):
+            if limit.applies(encoding):
+                known = {"loader": s.loader, "layout": s.layout, "encoding": encoding.label}
+                fact = limit.fact.format(**known, bits=encoding.bits)
+                yield Problem(limit.severity, name, fact, limit.hint)
+
+
+def _weights_of(s: Subject, limit: LoaderLimit) -> list[tuple[str, Quantized]]:
+    """The quantized weights that a limit is about."""
+    if limit.about == "model":
+        return [(tensor.name, encoding) for _, tensor, encoding in s.quantized[:1]]
+    if limit.about == "fused":
+        entries = ((name, s.architecture.fused.get(name)) for name in s.tensors)
+        names = {name for name, entry in entries if entry is not None and _is_stored_fusion(entry.fusion)}
+        return [
+            (n, t.encoding) for n, t in s.tensors.items() if n in names and isinstance(t.encoding, Quantized)
+        ]
+    return [
+        (tensor.name, encoding)
+        for parameter, tensor, encoding in s.quantized
+        if limit.about == "weight" or parameter.role == "lm_head"
+    ]
+
+
+def _is_stored_fusion(fusion: Fusion) -> bool:
+    """Whether linears of one layer are stored as one that the family's class has apart."""
+    return not fusion.native and not fusion.per_expert
 
 
 def _fused_groups(s: Subject) -> Iterator[Problem]:
@@ -109,16 +117,13 @@ def _stored_fusions(s: Subject) -> Iterator[Problem]:
     """Names that only some loaders know."""
     if s.loader == "sglang" and s.architecture.family.model_types[0] in _DOTTED_IN_SGLANG:
         return
-    for name, tensor in s.tensors.items():
+    for name in s.tensors:
         fused = s.architecture.fused.get(name)
-        if fused is None or fused.fusion.native or fused.fusion.per_expert:
+        if fused is None or not _is_stored_fusion(fused.fusion):
             continue
         if s.loader != "vllm":
             fact = f"{s.loader} knows the parts of this fused linear only"
             yield Problem(ERROR, name, fact, "`qconvert unfuse`")
-        elif s.layout.startswith("gptq") and isinstance(tensor.encoding, Quantized):
-            fact = "vllm looks for the parts of this fused GPTQ linear, and takes it for a plain one"
-            yield Problem(ERROR, name, fact, "`qconvert unfuse`, or convert --to compressed-tensors")
 
 
 # Classes of SGLang whose table of fused names begins each with a dot; qwen2 and qwen3 have bare ones.
@@ -135,8 +140,8 @@ def _stacks(s: Subject) -> Iterator[Problem]:
         if entry is not None and entry.fusion.layout:
             continue  # of a layout that other loaders do not read at all
         if entry is not None and entry.fusion.per_expert:
-            known = s.loader == "transformers" and (not coded or s.layout in ("fp8", "mxfp4"))
-            if coded and not known and s.layout != "mxfp4":
+            known = s.loader in s.traits.stack_readers if coded else s.loader == "transformers"
+            if coded and not known:
                 fact = f"{s.loader} finds no module for a quantized stack of experts"
                 yield Problem(ERROR, name, fact, "`qconvert unfuse --only experts`")
             elif not known and not entry.fusion.native:
@@ -145,54 +150,6 @@ def _stacks(s: Subject) -> Iterator[Problem]:
         elif coded and name in parts and parts[name].fusion.native and s.loader == "transformers":
             fact = "transformers holds these experts as one 3-D parameter, and finds no packed one"
             yield Problem(ERROR, name, fact, "serve with vLLM, or `qconvert dequantize`")
-
-
-def _old_packing(s: Subject) -> Iterator[Problem]:
-    """Bits that do not divide a word were packed with gaps before compressed-tensors 0.18."""
-    if s.layout != "compressed-tensors" or s.loader not in ("vllm", "sglang", "transformers"):
-        return
-    for _, tensor, encoding in s.quantized:
-        if isinstance(encoding, AffineInt) and encoding.bits in (3, 5, 6, 7):
-            codes = f"{encoding.bits}-bit codes"
-            fact = f"{codes} run over words: readers before compressed-tensors 0.18 misread them"
-            yield Problem(WARNING, tensor.name, fact, "4 or 8 bits are read by all")
-
-
-def _outside_vllm(s: Subject) -> Iterator[Problem]:
-    """Methods that vLLM 0.33 moved to plugins, and SGLang's kernels for some devices."""
-    if not s.quantized:
-        return
-    name = s.quantized[0][1].name
-    if s.loader == "vllm" and s.layout == "bitsandbytes":
-        yield Problem(
-            WARNING, name, "vLLM 0.33 reads bitsandbytes with a plugin only", "install it beside vLLM"
-        )
-    if s.loader == "sglang" and s.layout.startswith("gptq"):
-        yield Problem(NOTE, name, "SGLang 0.5 has its GPTQ kernels on CUDA only")
-
-
-def _mlx_reading(s: Subject) -> Iterator[Problem]:
-    """What mlx-lm makes of layouts that are not its own (`utils.py`: load_model)."""
-    if s.loader != "mlx":
-        return
-    for _, tensor, encoding in s.quantized:
-        fixed = isinstance(encoding, AffineInt) and (
-            encoding.bits,
-            encoding.group_size,
-            encoding.symmetric,
-        ) == (4, 32, True)
-        four = isinstance(encoding, Codebook) and encoding.bits == 4
-        if s.layout == "compressed-tensors" and not fixed and not four:
-            fact = f"mlx-lm reads packed integers as 4 bits in groups of 32, and this is {encoding.label}"
-            yield Problem(ERROR, tensor.name, fact, "`qconvert convert --to mlx`")
-
-
-def _heads_of_ties(s: Subject) -> Iterator[Problem]:
-    """A quantized head where the loader's method leaves heads plain."""
-    for parameter, tensor, encoding in s.quantized:
-        if parameter.role == "lm_head" and s.layout in ("awq", "bitsandbytes") and s.loader != "mlx":
-            fact = f"{s.loader} keeps the head plain in {s.layout}, and this one is {encoding.label}"
-            yield Problem(ERROR, tensor.name, fact, "--keep lm_head, or convert --to compressed-tensors")
 
 
 def _embeddings(s: Subject) -> Iterator[Problem]:
@@ -208,20 +165,9 @@ def _embeddings(s: Subject) -> Iterator[Problem]:
             yield Problem(ERROR, tensor.name, fact, "keep the embedding plain")
 
 
-def _zero_points(s: Subject) -> Iterator[Problem]:
-    """transformers cannot unpack packed zero points when it runs weights compressed."""
-    if s.loader != "transformers" or s.layout != "compressed-tensors":
-        return
-    for _, tensor, encoding in s.quantized:
-        if isinstance(encoding, AffineInt) and not encoding.symmetric:
-            fact = "transformers fails on packed zero points"
-            hint = "load with CompressedTensorsConfig(dequantize=True)"
-            yield Problem(WARNING, tensor.name, fact, hint)
-
-
 def _scales(s: Subject) -> Iterator[Problem]:
     """vLLM keeps scales in the dtype that the model computes in."""
-    if s.loader != "vllm" or s.layout not in _SCALES_IN_RUN_DTYPE or s.dtype is None:
+    if s.loader != "vllm" or not s.traits.marlin or s.dtype is None:
         return
     for _, tensor, encoding in s.quantized:
         if isinstance(encoding, AffineInt) and encoding.scale_dtype is not s.dtype:
@@ -231,8 +177,6 @@ def _scales(s: Subject) -> Iterator[Problem]:
             )
 
 
-# int8 with 8-bit activations has float32 scales whatever the model computes in.
-_SCALES_IN_RUN_DTYPE = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 _VLLM_NAMES = {DType.F16: "float16", DType.BF16: "bfloat16", DType.F32: "float32", DType.F64: "float64"}
 
 
@@ -273,16 +217,11 @@ def _leftovers(s: Subject) -> Iterator[Problem]:
 
 RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _layout,
-    _gptq,
+    _limits,
     _fused_groups,
     _stored_fusions,
     _stacks,
-    _old_packing,
-    _outside_vllm,
-    _mlx_reading,
-    _heads_of_ties,
     _embeddings,
-    _zero_points,
     *SHAPE_RULES,
     _scales,
     _names,

@@ -1,4 +1,4 @@
-"""Rules about sizes: what tensor parallelism cuts, and what kernels want of the pieces.
+"""Checks sizes: what tensor parallelism cuts, and what kernels want of the pieces.
 
 Sources: vLLM 0.33 (`layers/linear.py`, `quantization/utils/marlin_utils.py`:
 check_marlin_supports_shape and its constants; `utils/fp8_utils.py`: validate_fp8_block_shape), read in
@@ -15,7 +15,6 @@ from qconvert.core.tensor_parallel import INPUT_SPLIT, whole_unit
 from qconvert.models import Parameter
 
 _MARLIN_COLUMNS, _MARLIN_ROWS, _MARLIN_GROUPS = 128, 64, (None, 32, 64, 128)
-_MARLIN_LAYOUTS = ("compressed-tensors", "gptq", "gptq_v2", "awq")
 _KV = ("attn.k", "attn.v")
 
 
@@ -31,7 +30,7 @@ def _parallel(s: Subject) -> Iterator[Problem]:
             fact = f"{size} {split} do not divide among {s.tp} ranks"
             yield Problem(ERROR, tensor.name, fact, f"--tp {_less(size, s.tp)}{widen}")
             continue
-        unit = whole_unit(tensor.encoding, split, s.layout)
+        unit = whole_unit(tensor.encoding, split, s.traits)
         if unit > 1 and size // s.tp % unit:
             fact = f"{size} {split} on {s.tp} ranks are {size // s.tp} each, not a multiple of {unit}"
             yield Problem(ERROR, tensor.name, fact, f"use fewer ranks or a smaller group size{widen}")
@@ -96,7 +95,7 @@ def _blocks_of_parts(s: Subject) -> Iterator[Problem]:
 
 def _marlin(s: Subject) -> Iterator[Problem]:
     """The fast kernels for 4 and 8 bits want sizes of their own."""
-    if s.loader not in FUSING or s.layout not in _MARLIN_LAYOUTS:
+    if s.loader not in FUSING or not s.traits.marlin:
         return
     for parameter, tensor, encoding in s.quantized:
         if not isinstance(encoding, AffineInt) or parameter.kind != "linear" or encoding.bits not in (4, 8):

@@ -1,4 +1,4 @@
-"""What the linter's rules look at, and what they say about it."""
+"""Defines what the linter's rules look at, and what they say about it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor, Quantized
+from qconvert.core.layout_traits import LayoutTraits
+from qconvert.formats.layouts import registry
 from qconvert.models import Architecture, Parameter
 
 LOADERS = ("vllm", "sglang", "transformers", "llama.cpp", "mlx")
@@ -43,6 +45,11 @@ class Subject:
     unknown: tuple[str, ...] = ()
 
     @property
+    def traits(self) -> LayoutTraits:
+        """What is said of the checkpoint's layout for any model."""
+        return registry.traits_of(self.layout)
+
+    @property
     def weights(self) -> Iterator[tuple[Parameter, ModelTensor]]:
         """The weights of linears and embeddings, with their places."""
         for name, tensor in self.tensors.items():
@@ -56,7 +63,7 @@ class Subject:
 
     @property
     def quantized(self) -> list[tuple[Parameter, ModelTensor, Quantized]]:
-        """Those that are quantized, with their forms."""
+        """Those that are quantized, with their encodings."""
         return [
             (parameter, t, t.encoding) for parameter, t in self.weights if isinstance(t.encoding, Quantized)
         ]

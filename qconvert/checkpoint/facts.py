@@ -28,7 +28,7 @@ def gather_facts(checkpoint: Checkpoint, binding: Binding, request: Request) -> 
         facts = replace(facts, head=compare_head(checkpoint))
     if request.undo_act_order:
         facts = replace(facts, column_groups=column_groups(checkpoint))
-    if target is not None and not target.has_tensor_scale:
+    if target is not None and target.traits.absorbs_divisor:
         absorbable = {t.name for t in checkpoint.tensors.values() if can_absorb_divisor(checkpoint, t)}
         facts = replace(facts, absorbable_divisors=frozenset(absorbable))
     return facts

@@ -57,13 +57,13 @@ class FolderReport:
     @cached_property
     def _table(self) -> ParameterTable:
         compiled = self.job.compiled
-        return table_of_outputs(compiled.outputs, compiled.architecture, compiled.layout.name)
+        return table_of_outputs(compiled.outputs, compiled.architecture, compiled.layout.traits)
 
     @cached_property
     def _before(self) -> ParameterTable:
         checkpoint = self.job.source.checkpoint
         binding = checkpoint.bind(allow_unknown=True)
-        return table_of_tensors(checkpoint.tensors, binding, checkpoint.layout.name)
+        return table_of_tensors(checkpoint.tensors, binding, checkpoint.layout.traits)
 
     def lines(self) -> list[str]:
         files = self.job.container.files(self.path)

@@ -1,4 +1,4 @@
-"""`qconvert convert`: the same weights in another layout, codes kept wherever the grids map."""
+"""Runs `qconvert convert`: the same weights in another layout, codes kept wherever the two can store them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,40 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.exit_codes import typed
-from qconvert.cli.options import examples, model_argument, pad_option, writing_options
+from qconvert.cli.options import LayoutChoice, examples, model_argument, pad_option, writing_options
 from qconvert.cli.run_conversion import Flags, write
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
-from qconvert.plan.recipe import LAYOUTS, Recipe
+from qconvert.formats.layouts import registry
+from qconvert.plan.recipe import Recipe
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.open import Checkpoint
     from qconvert.plan.request import Request
 
-# Spelled out, so that help needs no layout to be imported; a test holds them against the tables.
 PLAIN = ("bf16", "f16", "f32")
 GGUF = "gguf"
-_READ_ONLY = ("torchao",)
+
+
+def _names() -> tuple[str, ...]:
+    return (*registry.written(), GGUF, *PLAIN, *registry.read_only())
+
+
+class _WithLayouts(click.Command):
+    """A command whose help ends with the table of layouts, made when it is asked for."""
+
+    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_help_text(ctx, formatter)
+        rows = [(traits.name, traits.described) for traits in map(registry.traits_of, registry.written())]
+        rows.append((GGUF, "a type of to-gguf; without one all is kept as it is"))
+        rows.append((", ".join(PLAIN), "none: plain numbers"))
+        with formatter.section("Layouts, and the SCHEME for what is plain or has to be quantized again"):
+            formatter.write_dl(rows)
 
 
 @click.command(
     "convert",
+    cls=_WithLayouts,
     epilog=examples(
         "qconvert convert ./model-gptq --to compressed-tensors",
         "qconvert convert ./model-awq --to mlx",
@@ -40,7 +56,7 @@ _READ_ONLY = ("torchao",)
     "--to",
     "layout",
     metavar="LAYOUT",
-    type=click.Choice((*LAYOUTS, GGUF, *PLAIN, *_READ_ONLY)),
+    type=LayoutChoice(_names),
     required=True,
     help="Layout of the output.",
 )
@@ -66,29 +82,15 @@ def command(
 ) -> None:
     """Write the weights of MODEL in another layout.
 
-    Codes are carried over wherever the two grids map. The certificate, on screen and in the manifest,
+    Codes are carried over wherever both layouts store them. The certificate, on screen and in the manifest,
     says of every tensor whether it is exact, by how many quantization steps it has moved at most, or
     that it was quantized again. New codes are those that the layout's own tool would choose, so one
     scheme can give other codes in another layout (mxfp4 of MLX and of compressed-tensors).
-
-    \b
-    LAYOUT              SCHEME for what is plain, or has to be quantized again
-    compressed-tensors  int{2..8}[-asym][-g{N}|-channel],
-                        fp8-channel, fp8-tensor, fp8-block, mxfp4, nvfp4
-    int-quantized       int8-channel, int8-asym-channel
-    gptq, gptq_v2       int{2,3,4,8}[-asym][-g{N}|-channel]
-    awq                 int4[-asym][-g{N}|-channel]
-    mlx                 int{2,3,4,5,6,8}[-asym]-g{32,64,128}, mxfp4, nvfp4
-    bitsandbytes        nf4, fp4, nf4-nested, fp4-nested, int8
-    fp8                 blocks of 128 by 128, as DeepSeek's and Qwen's
-    mxfp4               gpt-oss's stacks of experts
-    gguf                a type of to-gguf; without one all is kept as it is
-    bf16, f16, f32      none: plain numbers
     """
     flags = Flags(**values)
     own = {"--scheme": scheme, "--allow-requantize": allow_requantize, "--undo-act-order": undo_act_order}
     allowed = {"allow_requantize": allow_requantize, "undo_act_order": undo_act_order}
-    if layout in _READ_ONLY:
+    if layout in registry.read_only():
         with typed():
             raise BadRecipe(
                 f"--to {layout}: {layout}'s layout is read here, and not written",
@@ -114,7 +116,7 @@ def _to_layout(
     allowed: dict[str, bool],
 ) -> None:
     """Write a layout of safetensors; what is plain is quantized by the recipe, as `quantize` does it."""
-    from qconvert.plan.passes.layout_rules import Target
+    from qconvert.plan.passes.transcode import Target
 
     with typed():
         table, integers = _parse(layout, scheme)
@@ -162,11 +164,11 @@ def _refuse(layout: str, given: dict[str, object]) -> None:
 
 
 def _parse(layout: str, scheme: str | None) -> tuple[str, Scheme | None]:
-    """The table or the integers that a scheme names, either of which the layout holds."""
-    from qconvert.plan.passes.layout_rules import check_held, find_table
+    """The codebook scheme or the integers that a name stands for, either of which the layout has."""
+    from qconvert.plan.passes.transcode import check_integers, codebook_named
 
-    table = find_table(layout, scheme) if scheme else ""
+    table = codebook_named(layout, scheme) if scheme else ""
     integers = parse_scheme(scheme) if scheme and not table else None
     if integers:
-        check_held(layout, integers)
+        check_integers(layout, integers)
     return table, integers

@@ -61,7 +61,7 @@ def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
     architecture = checkpoint.architecture
     binding = checkpoint.bind(allow_unknown=True) if checkpoint.tensors else None
     parameter_table = (
-        table_of_tensors(checkpoint.tensors, binding, checkpoint.layout.name)
+        table_of_tensors(checkpoint.tensors, binding, checkpoint.layout.traits)
         if binding
         else census_of_config(architecture)
     )

@@ -49,6 +49,21 @@ class DeviceType(click.ParamType):  # type: ignore[type-arg]
         return str(value)
 
 
+class LayoutChoice(click.ParamType):  # type: ignore[type-arg]
+    """One of the names that a function gives when they are asked for, as `click.Choice` takes fixed ones."""
+
+    name = "layout"
+
+    def __init__(self, names: Callable[[], tuple[str, ...]]) -> None:
+        self.names = names
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
+        return click.Choice(self.names()).get_metavar(param, ctx)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(click.Choice(self.names()).convert(value, param, ctx))
+
+
 SIZE = SizeType()
 MEMORY = SizeType(least="1MB")
 

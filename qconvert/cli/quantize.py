@@ -12,6 +12,7 @@ import click
 
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
+    LayoutChoice,
     examples,
     imatrix_option,
     model_argument,
@@ -21,7 +22,8 @@ from qconvert.cli.options import (
 from qconvert.cli.run_conversion import Flags, write
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
-from qconvert.plan.recipe import FUSIONS, LAYOUTS, Recipe, Rule, load_recipe, parse_rule
+from qconvert.formats.layouts import registry
+from qconvert.plan.recipe import FUSIONS, Recipe, Rule, load_recipe, parse_rule
 
 
 @click.command(
@@ -71,7 +73,12 @@ from qconvert.plan.recipe import FUSIONS, LAYOUTS, Recipe, Rule, load_recipe, pa
     is_flag=True,
     help="Where the group size does not divide a row, take 128, 64 or 32.",
 )
-@click.option("--layout", type=click.Choice(LAYOUTS), show_default=LAYOUTS[0], help="Layout of the output.")
+@click.option(
+    "--layout",
+    type=LayoutChoice(registry.written),
+    show_default=registry.DEFAULT,
+    help="Layout of the output.",
+)
 @imatrix_option
 @pad_option
 @click.option(
@@ -94,7 +101,7 @@ def command(model: str, **flags: Any) -> None:
     SCHEME    int{2..8}[-asym][-g{N}|-channel], or keep; int4 means int4-g128
               (fp8, mxfp4, nvfp4, nf4 and fp4: qconvert convert MODEL --to LAYOUT --scheme SCHEME)
     """
-    from qconvert.plan.passes.layout_rules import Target
+    from qconvert.plan.passes.transcode import Target
 
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
     with typed():
@@ -104,7 +111,7 @@ def command(model: str, **flags: Any) -> None:
     with typed():
         if values.imatrix and not recipe.search:
             raise BadRecipe("--imatrix: --min-max does not weigh errors", "leave out one of the two")
-    target = Target(recipe.layout) if recipe.layout != LAYOUTS[0] else None
+    target = Target(recipe.layout) if recipe.layout != registry.DEFAULT else None
     write(model, values.request("quantize", recipe, target=target), _suffix(recipe), values)
 
 
@@ -113,19 +120,20 @@ def _send_tables_on(model: str, asked: Mapping[str, Any], out: Path | None) -> N
 
     Such a table belongs to a layout, which `convert.execute` names.
     """
-    from qconvert.plan.passes.layout_rules import ONLY_TABLES, TABLES, holders_of
+    from qconvert.plan.passes.transcode import layouts_with
 
     scheme, layout = asked["scheme"] or "", asked["layout"] or ""
-    rule = next((text for text in asked["rules"] if holders_of(text.rpartition("=")[2])), None)
-    if not (holders_of(scheme) or rule or layout in ONLY_TABLES):
+    rule = next((text for text in asked["rules"] if layouts_with(text.rpartition("=")[2])), None)
+    traits = registry.traits_of(layout)
+    if not (layouts_with(scheme) or rule or traits.default_codebook):
         return
     table = scheme or (rule.rpartition("=")[2] if rule else "")
-    if not holders_of(table):
-        table = TABLES[layout][0]
-    held = holders_of(table)
+    if not layouts_with(table):
+        table = traits.codebooks[0].name
+    held = layouts_with(table)
     given = ["qconvert", "convert", model, "--to", layout if layout in held else held[0], "--scheme", table]
     command = shlex.join([*given, *(["-o", str(out)] if out else [])])
-    what = f"--layout {layout}" if not (holders_of(scheme) or rule) else f"scheme {table!r}"
+    what = f"--layout {layout}" if not (layouts_with(scheme) or rule) else f"scheme {table!r}"
     raise BadRecipe(
         f"{what}: a table of numbers for all linears; quantize makes integers, by groups and by rules",
         command if len(held) == 1 or layout in held else f"{command} (also --to {', '.join(held[1:])})",
@@ -181,11 +189,11 @@ def _check_schemes(recipe: Recipe) -> None:
         raise BadRecipe(
             "quantize: no scheme was asked for", "add --bits 4, --scheme int8-g128 or --recipe FILE"
         )
-    if recipe.layout != LAYOUTS[0]:
-        from qconvert.plan.passes.layout_rules import check_held
+    if recipe.layout != registry.DEFAULT:
+        from qconvert.plan.passes.transcode import check_integers
 
         for scheme in schemes:
-            check_held(recipe.layout, scheme)
+            check_integers(recipe.layout, scheme)
 
 
 def _from_flags(base: Scheme | None, bits: int | None, group: str | None, symmetric: bool | None) -> Scheme:
@@ -200,5 +208,5 @@ def _suffix(recipe: Recipe) -> str:
     if recipe.scheme is None:
         return "quantized"
     mixed = "-mixed" if any(rule.scheme for rule in recipe.rules) else ""
-    layout = "" if recipe.layout == LAYOUTS[0] else f"-{recipe.layout}"
+    layout = "" if recipe.layout == registry.DEFAULT else f"-{recipe.layout}"
     return recipe.scheme.label + mixed + ("-fused" if recipe.fuse else "") + layout

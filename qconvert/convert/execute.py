@@ -12,7 +12,7 @@ from zlib import crc32
 from qconvert.calibrate.imatrix import open_imatrix
 from qconvert.checkpoint.facts import gather_facts
 from qconvert.checkpoint.hub import resolve
-from qconvert.checkpoint.open import WRITERS, Checkpoint, open_checkpoint
+from qconvert.checkpoint.open import Checkpoint, open_checkpoint
 from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.gguf_file import GGUFFileContainer
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
@@ -22,6 +22,7 @@ from qconvert.core.protocols import Layout
 from qconvert.errors import QConvertError
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import Hashes
+from qconvert.formats.layouts import registry
 from qconvert.formats.layouts.gguf import GGUFLayout
 from qconvert.models.declared import Declaration
 from qconvert.plan.compile import compile_request
@@ -79,7 +80,7 @@ def _layout(source: OpenedModel, request: Request) -> Layout:
     if isinstance(request.target, GGUFTarget):
         return GGUFLayout()
     if request.target is not None:
-        return source.checkpoint.layout_for(WRITERS[request.target.layout]())
+        return source.checkpoint.layout_for(registry.writer(request.target.layout))
     return source.checkpoint.writer
 
 

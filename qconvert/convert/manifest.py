@@ -20,8 +20,8 @@ from qconvert.core.protocols import Layout
 from qconvert.formats.io.read_back import Hashes, file_sha256
 from qconvert.models.parameter_table import linear_bits, table_of_outputs
 from qconvert.plan.passes.activation_order import reordered
-from qconvert.plan.passes.layout_rules import Target
 from qconvert.plan.passes.tensor_parallel_padding import zeros_added
+from qconvert.plan.passes.transcode import Target
 from qconvert.plan.plan import Unit
 from qconvert.plan.state import Compiled
 
@@ -42,7 +42,7 @@ def manifest(
 ) -> Json:
     """The manifest of an output as plain data; `files` are its weight files by name, in bytes."""
     outputs, request, layout = compiled.outputs, compiled.request, compiled.layout
-    table = table_of_outputs(outputs, compiled.architecture, layout.name)
+    table = table_of_outputs(outputs, compiled.architecture, layout.traits)
     target = request.layout_target
     return {
         "schema": SCHEMA_VERSION,
@@ -56,7 +56,7 @@ def manifest(
             "parameters": table.parameters,
             "bytes": table.nbytes,
             "bits_per_weight": table.bits_per_weight,
-            "linear_bits_per_weight": linear_bits(outputs, compiled.architecture, layout.name),
+            "linear_bits_per_weight": linear_bits(outputs, compiled.architecture, layout.traits),
             "relative_rms_error": relative_error(outcome.errors.values()),
         },
         "warnings": [*compiled.warnings, *(notice.sentence for notice in compiled.notices)],

@@ -7,6 +7,7 @@ from typing import Any
 
 from qconvert.core.dtypes import Json
 from qconvert.formats.huggingface.model_card_header import read_front_matter
+from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import table_of_outputs
 from qconvert.plan.state import Compiled
 from qconvert.report.tables import parameter_table_lines, size
@@ -21,7 +22,7 @@ def model_card(
     import yaml
 
     metadata = _metadata(upstream, repo_id, manifest)
-    parameter_table = table_of_outputs(compiled.outputs, compiled.architecture, compiled.layout.name)
+    parameter_table = table_of_outputs(compiled.outputs, compiled.architecture, compiled.layout.traits)
     lines = [
         "---",
         yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True).rstrip(),
@@ -93,16 +94,7 @@ def _all_exact(manifest: Json) -> bool:
     return all(entry["exact"] for entry in manifest["tensors"].values())
 
 
-# What loads a folder without any remark, by the method in its config; None stands for plain weights.
-_LOADERS = {
-    None: "transformers (`from_pretrained`) and vLLM load",
-    "compressed-tensors": "transformers (`from_pretrained`) and vLLM load",
-    "gptq": "vLLM, and transformers with GPTQModel, load",
-    "awq": "vLLM, and transformers with an AWQ backend, load",
-    "bitsandbytes": "transformers with bitsandbytes, and vLLM, load",
-    "fp8": "vLLM, SGLang and transformers load",
-    "mlx": "mlx-lm loads",
-}
+_PLAIN_LOADS = "transformers (`from_pretrained`) and vLLM load"
 
 
 def _loading(compiled: Compiled) -> list[str]:
@@ -112,7 +104,6 @@ def _loading(compiled: Compiled) -> list[str]:
         lines += [f"| {v.loader} | {'yes' if v.loads else 'no'} | {v.why} |" for v in notice.verdicts]
         lines.append("")
     if not compiled.notices:
-        method = compiled.config.get("quantization_config", {}).get("quant_method")
-        method = "mlx" if "quantization" in compiled.config else method
-        lines.append(f"{_LOADERS.get(method, 'qconvert reads')} this folder as it is.")
+        claimed = registry.claimed_by(compiled.config)
+        lines.append(f"{claimed.traits.loads if claimed else _PLAIN_LOADS} this folder as it is.")
     return lines

@@ -1,4 +1,4 @@
-"""What the rooms ask of one another: a source of arrays, a sink for them, a layout between the two.
+"""Declares what the folders ask of one another: a source of arrays, a sink for them, a layout between.
 
 Formats implement these, the runner uses them; neither knows the other.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Quantized
+from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.values import Value
 
 if TYPE_CHECKING:
@@ -51,16 +52,20 @@ class Sink(Protocol):
 
 
 class Layout(Protocol):
-    """How a logical tensor is spelled as named arrays in one on-disk format, and back.
+    """How a tensor of the model is stored as named arrays in one on-disk format, and read back.
 
     `row_alignment` is the number of rows that `encode` must be given together (the last call for
     a tensor may hold fewer), for formats that pack several rows into one word. `transposed` layouts
     keep the weights of a row apart in the file: they are read and written in larger blocks.
-    `settings` are the entries of config.json for modules of these forms, and linears left plain.
+    `settings` are the entries of config.json for quantized modules, by their encodings, and linears left
+    plain; `traits` is what is said of the layout for any model.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def traits(self) -> LayoutTraits: ...
 
     @property
     def transposed(self) -> bool: ...

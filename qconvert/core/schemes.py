@@ -53,6 +53,11 @@ def fitting(scheme: Scheme, tensor: ModelTensor, scale_dtype: DType) -> AffineIn
     return scheme.encoding(scale_dtype)
 
 
+def is_integers(text: str) -> bool:
+    """Whether a text names a scheme of integers."""
+    return _SCHEME.fullmatch(text) is not None
+
+
 KEEP = "keep"
 
 

@@ -22,7 +22,7 @@ def open_model(path: Path, label: str, *, device: str = "cpu", dtype: torch.dtyp
     what lies packed.
     """
     checkpoint, place = open_checkpoint(path), find_device(device)
-    parameter_table = table_of_tensors(checkpoint.tensors, checkpoint.bind(), checkpoint.layout.name)
+    parameter_table = table_of_tensors(checkpoint.tensors, checkpoint.bind(), checkpoint.layout.traits)
     dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     decoder = load_decoder(
         DecoderConfig.from_hf(checkpoint.config),

@@ -1,4 +1,4 @@
-"""Counts a model's parameters and bytes by role: the table that `inspect` and every dry run print.
+"""Counts the parameters of a model by role: the table that `inspect` and every dry run print.
 
 Works on names, shapes and encodings alone: from a bare config.json, from headers, or from a plan.
 """
@@ -11,6 +11,7 @@ from math import prod
 
 from qconvert.core.dtypes import Json, rows_of, width_of
 from qconvert.core.encodings import AffineMin, Codebook, Encoding, GgmlBlocks, ModelTensor, Unquantized
+from qconvert.core.layout_traits import NO_LAYOUT, LayoutTraits
 from qconvert.models import Architecture, Binding, Parameter
 
 _NORMS = "norms"
@@ -20,7 +21,7 @@ _UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. `bits_per_weight` counts scales and zero points; None without an encoding."""
+    """One line of the table. `bits_per_weight` counts scales and zeros; None without an encoding."""
 
     role: str
     tensors: int
@@ -57,7 +58,7 @@ class ParameterTable:
         return 8 * self.nbytes / self.parameters if self.parameters else 0.0
 
     def to_json(self) -> Json:
-        """Returns the table as JSON; numbers are exact, sizes in bytes."""
+        """The table as plain data; numbers are exact, sizes in bytes."""
         rows = [
             {
                 "role": row.role,
@@ -73,15 +74,10 @@ class ParameterTable:
         return {"rows": rows, "tensors": self.tensors, "parameters": self.parameters, "bytes": self.nbytes}
 
 
-# Layouts that store zero points of symmetric encodings too; and those with a group index per column.
-_WITH_ZEROS = ("gptq", "gptq_v2", "awq")
-_WITH_COLUMNS = ("gptq", "gptq_v2")
+def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: LayoutTraits = NO_LAYOUT) -> int:
+    """Bytes of a tensor of this shape in this encoding; the few bytes of a stored shape not counted.
 
-
-def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: str = "") -> int:
-    """Returns the bytes of a tensor of this shape and encoding, without the few bytes of a stored shape.
-
-    `layout` is the one that it is stored in, where known: some store what others omit.
+    `layout` is the one that it is stored in, where that is known: some store what others leave out.
     """
     if isinstance(encoding, Unquantized):
         return prod(shape) * encoding.dtype.nbytes
@@ -97,22 +93,22 @@ def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: str = "") -> 
     scales = groups * encoding.scale_dtype.nbytes
     if isinstance(encoding, AffineMin):
         return rows * (4 * words + 2 * scales)
-    stored = layout in _WITH_ZEROS or not encoding.symmetric
+    stored = layout.symmetric_zeros or not encoding.symmetric
     zeros = -(-rows * encoding.bits // 32) * 4 * groups if stored else 0
-    columns = 4 * width_of(shape) if layout in _WITH_COLUMNS else 0
+    columns = 4 * width_of(shape) if layout.act_order else 0
     return rows * (4 * words + scales) + zeros + columns
 
 
 def census_of_config(architecture: Architecture) -> ParameterTable:
-    """Returns the table of the model that config.json describes, without any weights."""
+    """The table of the model that config.json describes, without any weights."""
     parameters = architecture.stored.values()
     return _gather(architecture, ((_group(parameter), parameter.shape, None) for parameter in parameters))
 
 
 def table_of_tensors(
-    tensors: Mapping[str, ModelTensor], binding: Binding, layout: str = ""
+    tensors: Mapping[str, ModelTensor], binding: Binding, layout: LayoutTraits = NO_LAYOUT
 ) -> ParameterTable:
-    """Returns the table of tensors stored in a layout, without recomputed buffers.
+    """The table of tensors stored in a layout, without recomputed buffers.
 
     A stored head of a tied model takes bytes, but adds no parameters.
     """
@@ -127,9 +123,9 @@ def table_of_tensors(
 
 
 def table_of_outputs(
-    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: str = ""
+    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: LayoutTraits = NO_LAYOUT
 ) -> ParameterTable:
-    """Returns the table of a plan's outputs, written in a layout."""
+    """The table of a plan's outputs, written in a layout."""
     entries = ((_label(architecture, n), t.shape, t.encoding) for n, t in outputs.items())
     return _gather(architecture, entries, layout)
 
@@ -137,9 +133,9 @@ def table_of_outputs(
 def _gather(
     architecture: Architecture,
     entries: Iterable[tuple[str, tuple[int, ...], Encoding | None]],
-    layout: str = "",
+    layout: LayoutTraits = NO_LAYOUT,
 ) -> ParameterTable:
-    """Groups entries, in the order of the model's printed structure; norms, biases, unknown last."""
+    """Group entries, in the order of the model's printed structure; norms, biases, unknown last."""
     order = {role: i for i, role in enumerate(architecture.roles_in_order)}
     groups: dict[str, list[tuple[tuple[int, ...], Encoding | None]]] = {}
     for group, shape, encoding in entries:
@@ -159,7 +155,7 @@ def _group(parameter: Parameter) -> str:
     return _NORMS if parameter.kind == "norm" else parameter.group
 
 
-def _row(role: str, entries: list[tuple[tuple[int, ...], Encoding | None]], layout: str) -> Row:
+def _row(role: str, entries: list[tuple[tuple[int, ...], Encoding | None]], layout: LayoutTraits) -> Row:
     return Row(
         role=role,
         tensors=len(entries),
@@ -173,9 +169,9 @@ def _row(role: str, entries: list[tuple[tuple[int, ...], Encoding | None]], layo
 
 
 def linear_bits(
-    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: str = ""
+    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: LayoutTraits = NO_LAYOUT
 ) -> float | None:
-    """Returns bits per weight of the linears alone (without head and embedding); None without any."""
+    """Bits per weight of the linears alone (head and embedding not counted); None without any."""
     linears = [
         t
         for name, t in outputs.items()

@@ -8,6 +8,7 @@ from math import inf
 from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.core.encodings import AffineInt, Codebook, Encoding, GgmlBlocks, Unquantized
+from qconvert.core.layout_traits import NEAREST, RoundingRules
 from qconvert.core.statistics import RowStatistics
 from qconvert.core.values import CodebookRows, DenseRows, GgmlRows, Value
 from qconvert.ops.base import Certificate, Finding, Op
@@ -88,12 +89,12 @@ class EncodeBlocks(Encode):
 class EncodeTable(Encode):
     """Encode a dense tensor as codes of a table, rounded as a layout's own tool does it.
 
-    `rounding` names the rules (see `quant.codebook_encode`). `whole` is the largest magnitude of the
+    `rounding` are the rules of its scales and ties. `whole` is the largest magnitude of the
     whole tensor, or of its shared scale group, once it is known, for encodings that need it.
     """
 
     encoding: Codebook
-    rounding: str = ""
+    rounding: RoundingRules = NEAREST
     shares_scale_with: str = ""
     whole: float | None = None
 
@@ -129,7 +130,7 @@ class EncodeTable(Encode):
         from qconvert.quant.codebook_encode import encode
 
         assert isinstance(value, DenseRows)
-        made, error = encode(value, self.encoding, habit=self.rounding, whole=self.whole)
+        made, error = encode(value, self.encoding, rounding=self.rounding, whole=self.whole)
         return made, Finding(error.nonfinite, error=error)
 
 

@@ -19,14 +19,13 @@ from qconvert.plan.passes.activation_order import undo_activation_order
 from qconvert.plan.passes.cast import cast_plain
 from qconvert.plan.passes.checks import check_finite, refuse_ggml_blocks, refuse_unscaled_weights
 from qconvert.plan.passes.dequantize import dequantize, resolve_nested_scales
-from qconvert.plan.passes.expert_stacks import restack_for_class
 from qconvert.plan.passes.fuse import fuse, unfuse
 from qconvert.plan.passes.other_models import leave_out_other_models
 from qconvert.plan.passes.output_config import write_config
+from qconvert.plan.passes.output_layout import bring_into_layout, restack_for_class
 from qconvert.plan.passes.quantize import quantize
 from qconvert.plan.passes.tensor_parallel_padding import pad_to_ranks
 from qconvert.plan.passes.tie import tie_head
-from qconvert.plan.passes.transcode import transcode
 from qconvert.plan.plan import copy_of
 from qconvert.plan.request import Request
 from qconvert.plan.state import Compiled, Pass
@@ -43,7 +42,7 @@ FOLDER: tuple[Pass, ...] = (
     fuse,
     cast_plain,
     quantize,
-    transcode,
+    bring_into_layout,
     refuse_ggml_blocks,
     check_finite,
     write_config,

@@ -1,4 +1,4 @@
-"""What the field's loaders make of an output: facts that a user must know before the work starts.
+"""Says what loaders make of an output: facts that a user must know before the work starts.
 
 Sources: transformers 5.23 with compressed-tensors 0.20, tried (tests/test_compressed_tensors.py); vLLM
 0.33 (`model_executor/models`) and SGLang 0.5.23 (`srt/models`), read in source; sglang issue 13214.
@@ -6,11 +6,14 @@ Sources: transformers 5.23 with compressed-tensors 0.20, tried (tests/test_compr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
+from qconvert.core.layout_traits import LayoutTraits
+from qconvert.formats.layouts import registry
 from qconvert.models import Architecture
+from qconvert.models.parameters import Fusion
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,39 +135,66 @@ UNPACKED = Notice(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """A planned output, its model, and the traits of its layout."""
+
+    tensors: Mapping[str, ModelTensor]
+    architecture: Architecture
+    traits: LayoutTraits
+
+    @property
+    def fusions(self) -> list[Fusion]:
+        fused = self.architecture.fused
+        return [fused[name].fusion for name in self.tensors if name in fused]
+
+    @property
+    def quantized(self) -> list[ModelTensor]:
+        return [tensor for tensor in self.tensors.values() if isinstance(tensor.encoding, Quantized)]
+
+    @property
+    def matrices(self) -> list[ModelTensor]:
+        return [tensor for tensor in self.quantized if len(tensor.shape) == 2]
+
+    @property
+    def experts_of_stacks(self) -> set[str]:
+        """The linears that the family's class has as one stack."""
+        entries = (e for e in self.architecture.fused.values() if e.fusion.native and e.fusion.per_expert)
+        return {part.name for entry in entries for part in entry.members}
+
+    def is_embedding(self, name: str) -> bool:
+        parameter = self.architecture.parameter(name)
+        return parameter is not None and parameter.kind == "embedding"
+
+    @property
+    def integers(self) -> dict[str, AffineInt]:
+        return {n: t.encoding for n, t in self.tensors.items() if isinstance(t.encoding, AffineInt)}
+
+
+# Every notice, and when it is given; in the order they are printed.
+_RULES: tuple[tuple[Notice, Callable[[_Output], bool]], ...] = (
+    (FUSED, lambda out: any(not f.native and not f.per_expert for f in out.fusions)),
+    (
+        UNPACKED,
+        lambda out: bool(out.integers and _LOOK_AT_WEIGHTS & set(out.architecture.family.model_types)),
+    ),
+    (INPUT_MAJOR, lambda out: any(t.name in out.architecture.stored_shapes for t in out.matrices)),
+    (STACKED, lambda out: any(f.per_expert and not f.native and not f.layout for f in out.fusions)),
+    (APART, lambda out: not out.experts_of_stacks.isdisjoint(t.name for t in out.quantized)),
+    (QUANTIZED_EMBEDDING, lambda out: any(out.is_embedding(name) for name in out.integers)),
+    (
+        ASYMMETRIC,
+        lambda out: out.traits.packed_zero_points and not all(e.symmetric for e in out.integers.values()),
+    ),
+)
+
+
 def notices(
-    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: str = "compressed-tensors"
+    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: str = registry.DEFAULT
 ) -> list[Notice]:
     """What to say about a planned output in this layout, before the work starts."""
-    found = []
-    fused = architecture.fused
-    if any(n in fused and not (e := fused[n].fusion).native and not e.per_expert for n in outputs):
-        found.append(FUSED)
-    packed = any(isinstance(t.encoding, AffineInt) for t in outputs.values())
-    if packed and _LOOK_AT_WEIGHTS & set(architecture.family.model_types):
-        found.append(UNPACKED)
-    quantized = [t for t in outputs.values() if isinstance(t.encoding, Quantized)]
-    if any(t.name in architecture.stored_shapes for t in quantized if len(t.shape) == 2):
-        found.append(INPUT_MAJOR)
-    stacks = [fused[n].fusion for n in outputs if n in fused and fused[n].fusion.per_expert]
-    if any(not fusion.native and not fusion.layout for fusion in stacks):
-        found.append(STACKED)
-    native = {p.name for e in fused.values() if e.fusion.native and e.fusion.per_expert for p in e.members}
-    if any(t.name in native for t in quantized):
-        found.append(APART)
-    if any(
-        _is_embedding(name, architecture) for name, t in outputs.items() if isinstance(t.encoding, AffineInt)
-    ):
-        found.append(QUANTIZED_EMBEDDING)
-    zeros = any(isinstance(t.encoding, AffineInt) and not t.encoding.symmetric for t in outputs.values())
-    if zeros and layout == "compressed-tensors":
-        found.append(ASYMMETRIC)
-    return found
-
-
-def _is_embedding(name: str, architecture: Architecture) -> bool:
-    parameter = architecture.parameter(name)
-    return parameter is not None and parameter.kind == "embedding"
+    out = _Output(outputs, architecture, registry.traits_of(layout))
+    return [notice for notice, applies in _RULES if applies(out)]
 
 
 def notice_lines(found: Iterable[Notice]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from qconvert.core.schemes import KEEP, Scheme, parse_scheme
 from qconvert.errors import BadRecipe
+from qconvert.formats.layouts import registry
 
 if TYPE_CHECKING:  # what few recipes have: their help shall not wait for it
     from qconvert.models.declared import Declaration
@@ -29,10 +30,6 @@ FUSIONS: Mapping[str, tuple[str, ...]] = {
 }
 # What `fuse` stacks when nothing is said: linears that one input feeds.
 SAME_INPUT = ("qkv", "gate_up")
-LAYOUTS = (
-    *("compressed-tensors", "int-quantized", "gptq", "gptq_v2", "awq", "mlx"),
-    *("bitsandbytes", "fp8", "mxfp4"),
-)
 MOST_RANKS = 1024
 # The selectors that are not just a role.
 LAYERS = re.compile(r"layers\.(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?\.(?P<role>.+)")
@@ -85,7 +82,7 @@ class Recipe:
     rules: tuple[Rule, ...] = ()
     fuse: tuple[str, ...] = ()
     tie: bool | None = None
-    layout: str = "compressed-tensors"
+    layout: str = registry.DEFAULT
     search: bool = True
     allow_smaller_group: bool = False
     pad_to_tp: int | None = None
@@ -137,7 +134,7 @@ def parse_recipe(data: object, origin: str) -> Recipe:
             _choice(name, tuple(FUSIONS), f"{origin}: fuse") for name in _items(record, "fuse", origin)
         ),
         tie=_flag(record, "tie", origin),
-        layout=_choice(record.get("layout", LAYOUTS[0]), LAYOUTS, f"{origin}: layout"),
+        layout=_choice(record.get("layout", registry.DEFAULT), registry.written(), f"{origin}: layout"),
         search=_flag(record, "search", origin) is not False,
         allow_smaller_group=_flag(record, "allow_smaller_group", origin) is True,
         pad_to_tp=_ranks(record, origin),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from qconvert.core.dtypes import DType
 from qconvert.core.ggml_types import GGMLType
 from qconvert.core.statistics import StatisticsSource
-from qconvert.plan.passes.layout_rules import Target
+from qconvert.plan.passes.transcode import Target
 from qconvert.plan.recipe import Recipe
 
 # The file type that keeps the codes, or the numbers, of every tensor.

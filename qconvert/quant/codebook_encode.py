@@ -1,24 +1,22 @@
-"""Quantizes to codes of a table: scales from the largest magnitude, each code the nearest entry.
+"""Encodes numbers as codes of a table as the tools that own the tables do: nearest entry, scale by maximum.
 
 `nf4` and `fp4` blocks are scaled by their largest magnitude, `int8` rows by that over 127 (`quantize_4bit`
-and `int8_vectorwise_quant` in bitsandbytes 0.50, whose bytes this reproduces); `e4m3` blocks by their largest
-magnitude / 448, the largest E4M3 number, which is then stored exactly (the published recipe of block-scaled
-FP8 checkpoints). Where tools round the same encoding differently, `ROUNDING_RULES` by layout.
+and `int8_vectorwise_quant` in bitsandbytes 0.50, whose bytes this reproduces); `e4m3` by that magnitude
+/ 448, the largest E4M3 number, so that it is met exactly (the published recipe of block-scaled FP8
+checkpoints). Where tools differ over one encoding, the traits of a layout say how its own round.
 
-Axes as in `codebook_kernels`.
+Axes as in `table_kernels`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Literal
 
 import numpy as np
 
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import Codebook
+from qconvert.core.layout_traits import NEAREST, RoundingRules
 from qconvert.core.values import CodebookRows, DenseRows
 from qconvert.quant import codebook_kernels
 from qconvert.quant.affine import QuantError
@@ -28,48 +26,19 @@ from qconvert.quant.codebook_kernels import FLOAT8, INT8, MAGNITUDES, MIDDLES, T
 from qconvert.quant.dequantize import INT8_STEP
 
 E4M3_MAX, E2M1_MAX = np.float32(448), np.float32(6)
-# The E4M3 code of 1/8, which compressed-tensors writes as the scale of an all-zero group.
+# The E4M3 code of 1/8, which compressed-tensors writes for the scale of a group of zeros.
 _EIGHTH = np.uint8(0x20)
 
 
-@dataclass(frozen=True, slots=True)
-class RoundingRules:
-    """How the tools of one layout round, where they differ.
-
-    With `rounds`, E4M3 scales, and weights divided by them, are rounded to the weights' own dtype, and no
-    scale is 0. For E2M1: `halves` are rounded to "even" codes, or their magnitudes all "up" or "down";
-    `signed_zero` keeps the sign of what rounds to zero; an E8M0 scale is the least power of two that holds
-    the largest magnitude (`ceiling`), or half of it where that clips less than 1/8; all-zero groups get the
-    exponent `idle`.
-    """
-
-    rounds: bool = False
-    halves: Literal["even", "up", "down"] = "even"
-    signed_zero: bool = True
-    ceiling: bool = True
-    idle: int = 0
-
-
-# compressed-tensors 0.20: `quantization/utils/` (helpers.py, mxfp_utils.py, fp4_utils.py). mlx 0.32:
-# `mx.quantize` as observed. mxfp4: downcast_to_mxfp_torch of triton_kernels, with which gpt-oss is made.
-ROUNDING_RULES: Mapping[str, RoundingRules] = {
-    "compressed-tensors": RoundingRules(rounds=True, ceiling=False),
-    "mlx": RoundingRules(halves="down", signed_zero=False, idle=127),
-    "mxfp4": RoundingRules(halves="up"),
-}
-_DEFAULT_RULES = RoundingRules()
-
-
 def encode(
-    block: DenseRows, encoding: Codebook, *, habit: str = "", whole: float | None = None
+    block: DenseRows, encoding: Codebook, *, rounding: RoundingRules = NEAREST, whole: float | None = None
 ) -> tuple[CodebookRows, QuantError]:
-    """Returns rows quantized to codes of `encoding.table`, and the error.
+    """Rows of numbers as codes of `encoding.table`, and what that loses.
 
-    The rows must be whole blocks of `encoding.group_rows`, except the last of a tensor. `habit` names a
-    layout of `ROUNDING_RULES` (others round by the default); `whole` is the largest magnitude of the whole
-    tensor, for encodings with a tensor-wide scale (`needs_whole`).
+    The rows must be whole blocks of `encoding.group_rows`, but for the last rows of a tensor. `rounding` is a
+    trait of the layout they are for; `whole` is the largest magnitude of the whole tensor, for encodings
+    with a number that serves all of it (`needs_whole`).
     """
-    rules = ROUNDING_RULES.get(habit, _DEFAULT_RULES)
     words_RI, _ = as_kernels_read(block)
     width = words_RI.shape[1]
     if encoding.group_rows is None:
@@ -77,7 +46,7 @@ def encode(
         peaks_BG = np.full((1, 1), whole, np.float32)
     else:
         peaks_BG = peaks(block, encoding)
-    scales_BG, divisor = _scales(peaks_BG, encoding, block.dtype, rules, whole)
+    scales_BG, divisor = _scales(peaks_BG, encoding, block.dtype, rounding, whole)
     per = encoding.group_rows or len(words_RI)
     scales_RG = np.repeat(scales_BG, per, axis=0)[: len(words_RI)]
     steps_RG = wide(scales_RG, encoding.scale_dtype)
@@ -87,20 +56,21 @@ def encode(
     if encoding.table == "int8":
         steps_RG = steps_RG * INT8_STEP
     codes_RI = np.empty(words_RI.shape, np.uint8)
-    table = _table(encoding.table, rules, encoding.scale_dtype)
+    table = _table(encoding.table, rounding, encoding.scale_dtype)
     size = encoding.group_size or width
     tally = codebook_kernels.encode_groups(words_RI, size, factors_RG, divide, steps_RG, table, codes_RI)
     return CodebookRows(codes_RI, scales_RG, encoding, divisor), _error(block, tally)
 
 
 def needs_whole(encoding: Codebook) -> bool:
-    """True if the encoding has a scale that depends on the whole tensor."""
+    """Whether a number of this encoding depends on the whole tensor."""
     return encoding.group_rows is None or encoding.second == "divided"
 
 
 def peaks(block: DenseRows, encoding: Codebook) -> np.ndarray:
-    """Returns the largest finite magnitude of every block of `encoding.group_rows` rows and
-    `encoding.group_size` columns (None: all), float32 [blocks of rows, groups].
+    """The largest magnitude of every block of `encoding.group_rows` rows (None: all) and
+    `encoding.group_size`
+    columns, float32 [blocks of rows, groups]; not of numbers that are none.
     """
     words_RI, _ = as_kernels_read(block)
     rows, width = words_RI.shape
@@ -111,26 +81,26 @@ def peaks(block: DenseRows, encoding: Codebook) -> np.ndarray:
 
 
 def _scales(
-    peaks_BG: np.ndarray, encoding: Codebook, dtype: DType, rules: RoundingRules, whole: float | None
+    peaks_BG: np.ndarray, encoding: Codebook, dtype: DType, rounding: RoundingRules, whole: float | None
 ) -> tuple[np.ndarray, float | None]:
-    """Returns the stored scales for these largest magnitudes, and the divisor of two-level scales."""
+    """The stored scales of blocks with these largest magnitudes, and what they are divided by."""
     if encoding.table == "e4m3":
         scales_BG = peaks_BG / E4M3_MAX
-        if rules.rounds:
+        if rounding.rounds_scales:
             scales_BG = _rounded(scales_BG, encoding.scale_dtype)
             scales_BG[scales_BG == 0] = _EPSILON[encoding.scale_dtype]
         return cast(DenseRows(scales_BG, DType.F32), encoding.scale_dtype)[0].rows_RI, None
     if encoding.table != "e2m1":
         return peaks_BG, None
     if encoding.scale_dtype is DType.F8_E8M0:
-        return _exponents(peaks_BG, rules), None
+        return _exponents(peaks_BG, rounding), None
     if encoding.second is None:
         return _nearest_float8(peaks_BG / E2M1_MAX), None
     assert whole is not None
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         over = _rounded(
             np.full((1, 1), 1 / np.float32(whole)), dtype
-        )  # as torch divides a number by a tensor
+        )  # torch divides a number by a tensor so
         divisor = _rounded(E4M3_MAX * E2M1_MAX * over, dtype)[0, 0]
     if not np.isfinite(divisor):
         divisor = np.float32(1)
@@ -144,13 +114,13 @@ def _scales(
 _EPSILON = {DType.BF16: 2.0**-7, DType.F16: 2.0**-10, DType.F32: 2.0**-23}
 
 
-def _exponents(peaks_BG: np.ndarray, rules: RoundingRules) -> np.ndarray:
-    """Returns E8M0 scales, from the bits of the largest magnitudes."""
-    if rules.ceiling:
+def _exponents(peaks_BG: np.ndarray, rounding: RoundingRules) -> np.ndarray:
+    """E8M0 scales, read off the bits of the largest magnitudes."""
+    if rounding.ceiling:
         exponents_BG = ((peaks_BG / E2M1_MAX).view(np.uint32).astype(np.int64) + 0x7FFFFF) >> 23
     else:  # 6 is 1.5 * 2**2; from 7/4 of a power of two on, the next one
         exponents_BG = ((peaks_BG.view(np.uint32).astype(np.int64) + (1 << 21)) >> 23) - 2
-    exponents_BG[peaks_BG == 0] = rules.idle
+    exponents_BG[peaks_BG == 0] = rounding.zero_exponent
     codes_BG: np.ndarray = exponents_BG.clip(0, 254).astype(np.uint8)
     return codes_BG
 
@@ -163,10 +133,7 @@ def _rounded(numbers: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def _factors(steps_RG: np.ndarray, table: str) -> tuple[np.ndarray, bool]:
-    """Returns what weights are multiplied or divided by (True: divided) to scale them to the table.
-
-    All-zero blocks stay zeros.
-    """
+    """What numbers are multiplied by, or divided by, to be on the table; blocks of zeros stay zeros."""
     zero = steps_RG == 0
     if table in ("e4m3", "e2m1"):
         return np.where(zero, np.float32(np.inf), steps_RG), True
@@ -178,11 +145,11 @@ def _factors(steps_RG: np.ndarray, table: str) -> tuple[np.ndarray, bool]:
 
 
 @cache
-def _table(name: str, rules: RoundingRules, dtype: DType) -> Table:
+def _table(name: str, rounding: RoundingRules, dtype: DType) -> Table:
     none, numbers_T = np.empty(0, np.float32), TABLES[name]
     order_T = np.argsort(numbers_T, kind="stable").astype(np.uint8)
     if name == "e4m3":
-        dropped = {DType.BF16: 16, DType.F16: 13}.get(dtype, 0) if rules.rounds else 0
+        dropped = {DType.BF16: 16, DType.F16: 13}.get(dtype, 0) if rounding.rounds_scales else 0
         return Table(FLOAT8, none, order_T, numbers_T, dropped, signed_zero=True)
     if name == "int8":
         return Table(INT8, none, order_T, numbers_T, 0, signed_zero=True)
@@ -190,15 +157,15 @@ def _table(name: str, rules: RoundingRules, dtype: DType) -> Table:
         rising = numbers_T[order_T]
         return Table(MIDDLES, (rising[1:] + rising[:-1]) / 2, order_T, numbers_T, 0, signed_zero=True)
     edges_E = (numbers_T[1:8] + numbers_T[:7]) / 2
-    upwards = np.arange(7) % 2 == 1 if rules.halves == "even" else np.full(7, rules.halves == "up")
+    upwards = np.arange(7) % 2 == 1 if rounding.halves == "even" else np.full(7, rounding.halves == "up")
     edges_E = np.where(upwards, np.nextafter(edges_E, np.float32(0)), edges_E)
-    return Table(MAGNITUDES, edges_E, order_T, numbers_T, 0, rules.signed_zero)
+    return Table(MAGNITUDES, edges_E, order_T, numbers_T, 0, rounding.signed_zero)
 
 
 def _nearest_float8(numbers_RG: np.ndarray) -> np.ndarray:
-    """Returns the nearest E4M3 codes, half to even, saturating at 448."""
+    """The E4M3 codes of numbers, half to even; beyond 448 that of 448."""
     codes_RG, ones_R1 = np.empty(numbers_RG.shape, np.uint8), np.ones((len(numbers_RG), 1), np.float32)
-    table, width = _table("e4m3", _DEFAULT_RULES, DType.F32), numbers_RG.shape[1]
+    table, width = _table("e4m3", NEAREST, DType.F32), numbers_RG.shape[1]
     codebook_kernels.encode_groups(
         np.ascontiguousarray(numbers_RG), width, ones_R1, False, ones_R1, table, codes_RG
     )

@@ -21,14 +21,12 @@ from qconvert.formats.io.local_file import copy_whole
 from qconvert.formats.io.output_folder import OutputDir, check_target
 from qconvert.formats.io.planned_files import FilePlan, FileSink
 from qconvert.formats.io.read_back import Hashes, verify_files
+from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import table_of_outputs
 from qconvert.plan.state import Compiled
 
 if TYPE_CHECKING:
     import numpy as np
-
-# Files beside config.json in which the tools of a quantization method look for its settings.
-SETTINGS_FILES = {"gptq": "quantize_config.json"}
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ class OpenFolder:
             (self.folder / name).write_text(made, encoding="utf-8")
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         (self.folder / "config.json").write_text(text, encoding="utf-8")
-        copy = SETTINGS_FILES.get(config.get("quantization_config", {}).get("quant_method"))
-        if copy:
-            settings = json.dumps(config["quantization_config"], indent=2)
-            (self.folder / copy).write_text(settings + "\n", encoding="utf-8")
+        claimed = registry.claimed_by(config)
+        if claimed and claimed.traits.settings_file:
+            settings = json.dumps(config[claimed.traits.config_key], indent=2)
+            (self.folder / claimed.traits.settings_file).write_text(settings + "\n", encoding="utf-8")

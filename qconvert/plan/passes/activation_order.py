@@ -17,7 +17,6 @@ from qconvert.core.encodings import AffineInt
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, Parameter
 from qconvert.ops import Order, PermuteColumns, PermuteRows
-from qconvert.plan.passes.layout_rules import ACT_ORDER_HELD
 from qconvert.plan.plan import Plan, Unit
 from qconvert.plan.state import Compiled
 
@@ -43,7 +42,7 @@ def undo_activation_order(state: Compiled) -> Compiled:
             "no columns in activation order (g_idx) in this checkpoint", "leave out --undo-act-order"
         )
     target = state.request.layout_target
-    if refused and target is not None and target.layout in ACT_ORDER_HELD:
+    if refused and target is not None and target.traits.act_order:
         total = len(refused) + folded
         kept = f"{len(refused)} of {total} weights keep their g_idx:\n{by_reason(refused)}"
         return state.with_plan(plan).warn(kept)

@@ -36,7 +36,7 @@ def quantize(state: Compiled) -> Compiled:
             )
     plan, architecture = unstack_experts(state.plan, state.architecture), state.architecture
     schemes = decide(recipe, architecture, parameters_of(plan, architecture), tied=state.tied)
-    scale_dtype, statistics = target.scale_dtype if target else None, state.request.statistics
+    scale_dtype, statistics = target.traits.scale_dtype if target else None, state.request.statistics
 
     def one(unit: Unit) -> Unit:
         scheme = schemes.get(unit.output.name)

@@ -17,6 +17,7 @@ from qconvert.core.dtypes import DType
 from qconvert.core.encodings import Encoding, GgmlBlocks, ModelTensor, Unquantized
 from qconvert.core.tensor_parallel import INPUT_SPLIT, whole_unit
 from qconvert.errors import BadRecipe
+from qconvert.formats.layouts import registry
 from qconvert.models import Architecture, Parameter
 from qconvert.ops import PadColumns
 from qconvert.plan.passes.fuse import cut_where, stack_members
@@ -83,7 +84,7 @@ def growths(
         before, unit = sizes.pop(), ranks
         for parameter in parameters:
             split = "columns" if parameter.group in INPUT_SPLIT else "rows"
-            unit = lcm(unit, ranks * whole_unit(encodings[parameter.name], split, layout))
+            unit = lcm(unit, ranks * whole_unit(encodings[parameter.name], split, registry.traits_of(layout)))
         found.append(Growth(key, dimension, before, -(-before // unit) * unit))
     if not found:
         raise BadRecipe(
@@ -139,7 +140,7 @@ def _growths(state: Compiled) -> tuple[Growth, ...]:
     parameters = {name: p for name in encodings if (p := architecture.parameters.get(name)) is not None}
     for name, scheme in choose(request.recipe, architecture, parameters, tied=state.tied).items():
         encodings[name] = scheme.encoding(DType.F16)
-    table = target.codebook(DType.BF16) if target and target.new_table else None
+    table = target.codebook.encoding(DType.BF16) if target and target.codebook else None
     for name, parameter in parameters.items():
         if table and parameter.kind == "linear" and isinstance(encodings[name], Unquantized):
             encodings[name] = table

@@ -1,17 +1,213 @@
-"""Brings every weight into the layout that is asked for."""
+"""Brings every weight into a layout: its codes kept, quantized again where that is allowed, or new ones.
+
+Which operations keep the codes is a rule of the layout; which encodings it has is in its traits. This is the
+one solver for all of them: it asks the rule, and where the rule refuses it quantizes the numbers again.
+"""
 
 from __future__ import annotations
 
-from qconvert.plan.passes.expert_stacks import relaid
-from qconvert.plan.state import Compiled
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import (
+    AffineInt,
+    AffineMin,
+    Codebook,
+    GgmlBlocks,
+    ModelTensor,
+    Quantized,
+    Unquantized,
+)
+from qconvert.core.ggml_types import GRIDS
+from qconvert.core.layout_traits import CodebookScheme, LayoutTraits
+from qconvert.core.schemes import Scheme, fitting, is_integers
+from qconvert.errors import BadRecipe
+from qconvert.formats.layouts import registry
+from qconvert.formats.layouts.transcoding import refused
+from qconvert.ops import Cast, Dequantize, EncodeTable, NestScales, Op, Quantize, Transcode
+from qconvert.plan.plan import Plan, Unit
 
 
-def transcode(state: Compiled) -> Compiled:
-    """Every tensor as the target layout has it, its codes kept wherever the formats map."""
-    target = state.request.layout_target
-    if target is None:
-        return state
-    absorbable = state.facts.absorbable_divisors
-    return state.with_plan(
-        relaid(state.plan, state.architecture, target, lambda tensor: tensor.name in absorbable)
-    )
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A layout to convert to, and how.
+
+    `scheme` or `table` (a codebook scheme of the layout) is what weights get that cannot keep their codes, or
+    have none; only with `allow_requantize` is a weight quantized that already was. `undo_act_order` moves
+    columns in activation order into the weights before (see `plan.passes.activation_order`). `asymmetric`
+    says that what is quantized again gets zero points, as weights beside it have them.
+    """
+
+    layout: str
+    scheme: Scheme | None = None
+    table: str = ""
+    allow_requantize: bool = False
+    search: bool = True
+    undo_act_order: bool = False
+    asymmetric: bool = False
+
+    @property
+    def traits(self) -> LayoutTraits:
+        """What is said of the layout for any model."""
+        return registry.traits_of(self.layout)
+
+    @property
+    def codebook(self) -> CodebookScheme | None:
+        """The codebook scheme of new weights, None for integers."""
+        if self.table:
+            return self.traits.codebook(self.table)
+        return self.traits.codebooks[0] if self.traits.default_codebook and not self.scheme else None
+
+
+def codebook_named(layout: str, scheme: str) -> str:
+    """The codebook scheme that a user means in a layout, "" if the name is none of any layout's.
+
+    Raises BadRecipe for one that other layouts have and this one has not.
+    """
+    own = registry.traits_of(layout).codebook(scheme)
+    if own:
+        return own.name
+    layouts = layouts_with(scheme)
+    if layouts:
+        raise BadRecipe(
+            f"scheme {scheme!r}: {layout} does not hold it", f"it is for --to {', '.join(layouts)}"
+        )
+    return ""
+
+
+def layouts_with(scheme: str) -> tuple[str, ...]:
+    """The layouts that have a codebook scheme of this name; none for names of integers, such as int8."""
+    return () if not scheme or is_integers(scheme) else registry.with_codebook(scheme)
+
+
+def check_integers(layout: str, scheme: Scheme) -> None:
+    """Raise BadRecipe for integers that this layout can store of no model at all."""
+    traits = registry.traits_of(layout)
+    if traits.integers is None or not traits.integers.accepts(scheme):
+        stores = traits.schemes or (traits.integers.label if traits.integers else traits.described)
+        raise BadRecipe(f"scheme {scheme.label}: {layout} does not hold it", f"it holds {stores}")
+
+
+def encode(plan: Plan, target: Target, linears: frozenset[str], shared_scales: Mapping[str, str]) -> Plan:
+    """Encode the plain weights of these names in the codebook scheme of the target.
+
+    `shared_scales` names what a weight is stacked into by loaders, which then want one global scale.
+    """
+
+    def one(unit: Unit) -> Unit:
+        encoding = unit.output.encoding
+        if unit.output.name not in linears or not isinstance(encoding, Unquantized):
+            return unit
+        group = shared_scales.get(unit.output.name, "")
+        return _then(unit, _encoding(target, unit.output, encoding.dtype, group))
+
+    return plan.each(one)
+
+
+def _then(unit: Unit, ops: tuple[Op, ...]) -> Unit:
+    for op in ops:
+        unit = unit.then(op)
+    return unit
+
+
+def _encoding(target: Target, tensor: ModelTensor, dtype: DType, group: str = "") -> tuple[Op, ...]:
+    """The way from plain numbers of this type to the codebook scheme of the target."""
+    scheme = target.codebook
+    assert scheme is not None
+    encoding = scheme.encoding(dtype)
+    size, width = encoding.group_size, tensor.width
+    if encoding.bits == 4 and size and width % size:
+        raise BadRecipe(
+            f"{tensor.name}: rows of {width} columns are no whole blocks of {size}",
+            "another layout holds this model, for example compressed-tensors",
+        )
+    first = (Cast(scheme.cast_first),) if scheme.cast_first else ()
+    made = EncodeTable(encoding, target.traits.rounding, group if encoding.second == "divided" else "")
+    return (*first, made, *_nesting(target, tensor, encoding))
+
+
+def _nesting(target: Target, tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
+    four_bits = isinstance(encoding, Codebook) and encoding.bits == 4 and encoding.group_size == 64
+    return (NestScales(tensor.width),) if target.codebook and target.codebook.nested and four_bits else ()
+
+
+def transcode(plan: Plan, target: Target, plain: frozenset[str]) -> Plan:
+    """Bring every quantized output into an encoding that the target layout stores.
+
+    `plain` are the tensors that it stores as numbers alone. Raises BadRecipe naming the weight and the
+    reason where codes cannot be kept.
+    """
+
+    zeros = target.traits.shared_zero_point and _with_zeros(plan, plain)
+    target = replace(target, asymmetric=zeros)
+
+    def one(unit: Unit) -> Unit:
+        encoding = unit.output.encoding
+        if isinstance(encoding, GgmlBlocks):
+            unit = _from_blocks(target, unit, encoding, plain)
+            encoding = unit.output.encoding
+        if isinstance(encoding, Unquantized) or not isinstance(encoding, Quantized):
+            return unit
+        if unit.output.name in plain:
+            if unit.quantizes:
+                others = (traits.name for traits in registry.all_traits() if traits.embeddings != "plain")
+                raise BadRecipe(
+                    f"{unit.output.name}: {target.layout} holds no quantized embedding",
+                    f"drop the rule that names it, or write {' or '.join(others)}",
+                )
+            return unit.then(Dequantize(encoding.decoded))
+        return _then(unit, steps(target, unit.output))
+
+    return plan.each(one)
+
+
+def _with_zeros(plan: Plan, plain: frozenset[str]) -> bool:
+    """Whether any weight that may keep its codes has zero points or minimums."""
+    encodings = [tensor.encoding for name, tensor in plan.outputs.items() if name not in plain]
+    codes = [GRIDS.get(each.type) if isinstance(each, GgmlBlocks) else each for each in encodings]
+    return any(isinstance(e, AffineMin) or (isinstance(e, AffineInt) and not e.symmetric) for e in codes)
+
+
+def _from_blocks(target: Target, unit: Unit, encoding: GgmlBlocks, plain: frozenset[str]) -> Unit:
+    """GGML blocks in the encoding that they are, or as plain numbers."""
+    tensor = unit.output
+    if tensor.name in plain:
+        return unit.then(Dequantize(DType.BF16))
+    if encoding.type in GRIDS:
+        return unit.then(Transcode("from_ggml_blocks", GRIDS[encoding.type]))
+    if not target.allow_requantize:
+        raise refused(tensor, "blocks are no grid that other formats have")
+    return _then(unit, (Dequantize(DType.F32), *_new_codes(target, tensor, encoding, DType.F32)))
+
+
+def steps(target: Target, tensor: ModelTensor) -> tuple[Op, ...]:
+    """The operations that bring a quantized weight into the target layout."""
+    encoding = tensor.encoding
+    assert isinstance(encoding, Quantized)
+    keep_codes = registry.find(target.layout).transcode
+    assert keep_codes is not None, target.layout
+    try:
+        return *keep_codes(tensor, encoding), *_nesting(target, tensor, encoding)
+    except BadRecipe:
+        if not target.allow_requantize:
+            raise
+    like = target.traits.like(encoding)
+    if like and not target.scheme:
+        target = replace(target, table=target.table or like.name)
+    again = _new_codes(target, tensor, encoding, encoding.decoded)
+    made = again[-1]
+    if not isinstance(made, Quantize):
+        return (Dequantize(encoding.decoded), *again)
+    own = keep_codes(replace(tensor, encoding=made.encoding), made.encoding)
+    return (Dequantize(encoding.decoded), *again, *own)
+
+
+def _new_codes(
+    target: Target, tensor: ModelTensor, encoding: Quantized | GgmlBlocks, dtype: DType
+) -> tuple[Op, ...]:
+    """The way from plain numbers of this type to the scheme that was asked for, or the nearest integers."""
+    if target.codebook:
+        return _encoding(target, tensor, dtype)
+    scheme = target.scheme or target.traits.nearest(encoding, tensor.width, symmetric=not target.asymmetric)
+    return (Quantize(fitting(scheme, tensor, target.traits.scale_dtype or dtype), target.search),)

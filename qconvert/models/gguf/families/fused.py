@@ -1,4 +1,4 @@
-"""Declares models whose loaders in llama.cpp want linears fused: Phi-3, ChatGLM and GLM-4, Falcon, OpenELM."""
+"""Declares models whose loaders in llama.cpp want linears fused: Phi-3, ChatGLM, GLM-4, Falcon, OpenELM."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _falcon_inner(facts: Facts) -> Iterator[KV]:
 
 
 def _generation(file: Metadata) -> Json:
-    """Reads which generation of Falcon has these numbers of heads and norms; rows have the same order in all."""
+    """Reads which generation of Falcon has these heads and norms; rows have the same order in all."""
     heads, kv = file.size("attention.head_count"), k.kv_heads(file)
     two = "blk.0.attn_norm_2.weight" in file.tensors
     if kv in (1, heads) and not two:

@@ -140,7 +140,7 @@ _logit_scale = k.number("logit_scale", "logit_scale")
 
 @implying(lambda file: {"use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors})
 def _norms_of_heads(facts: Facts) -> str | None:
-    """Refuses q and k norms that the loader does not expect: it decides by the number of layers (Command-R+)."""
+    """Refuses q and k norms that the loader does not expect: it goes by the number of layers (Command-R+)."""
     stated = facts.flag("use_qk_norm")
     if stated == (facts.layers >= 64):
         return None

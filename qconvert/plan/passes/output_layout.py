@@ -1,45 +1,43 @@
-"""From the tensors of one layout to those of another: stacks of experts, and which tensors stay numbers.
+"""Turns the tensors of one layout into those of another: stacks of experts, and which tensors stay plain.
 
-Layouts differ in what they call the experts of a layer. Some hold a linear for each, gpt-oss's its class's
-turned stacks, MLX one stack for each projection; here the plan's tensors become those of the target,
-and `plan.passes.layout_rules` gives each the form that it has there.
+Layouts differ in how they store the experts of a layer. Some have a linear for each, one has the stacks of
+the model's class, one a stack for each projection; here the plan's tensors become those of the target, and
+`plan.passes.transcode` gives each the encoding that it has there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
-from qconvert.core.encodings import AffineInt, Codebook, GgmlBlocks, ModelTensor, Unquantized
+from qconvert.core.encodings import AffineInt, Codebook, GgmlBlocks, Unquantized
+from qconvert.core.layout_traits import LayoutTraits
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, FusedParameter, Parameter
 from qconvert.ops import Transcode
 from qconvert.plan.passes.fuse import cut_where, stack_members, unstack_experts
-from qconvert.plan.passes.layout_rules import Target, encode, regrid
+from qconvert.plan.passes.transcode import Target, encode, transcode
 from qconvert.plan.plan import Plan, Unit
 from qconvert.plan.selectors import parameters_of
 from qconvert.plan.state import Compiled
 
-# Layouts whose quantized weights are linears, none of them a stack.
-_LINEARS = ("gptq", "gptq_v2", "awq", "mlx", "bitsandbytes")
 
+def bring_into_layout(state: Compiled) -> Compiled:
+    """Every tensor as the target layout stores it, its codes kept wherever the formats map.
 
-# Whether the scales of an NVFP4 weight, divided by the number of its tensor, are such scales again.
-Folds = Callable[[ModelTensor], bool]
-
-
-def relaid(plan: Plan, architecture: Architecture, target: Target, folds: Folds | None = None) -> Plan:
-    """The plan with every tensor as the target layout has it.
-
-    `folds` is asked about NVFP4 weights where the layout has no number for a whole tensor. Raises
-    BadRecipe for a model that the layout cannot hold, naming a weight where one is the reason.
+    Raises BadRecipe for a model that the layout cannot store, naming a weight where one is the reason.
     """
-    plan = _stacked(plan, architecture) if target.layout == "mxfp4" else _apart(plan, architecture, target)
-    if target.layout == "mlx" and folds:
-        plan = _folded(plan, folds)
+    target, architecture = state.request.layout_target, state.architecture
+    if target is None:
+        return state
+    if target.traits.experts == "class":
+        plan = _stacked(state.plan, architecture)
+    else:
+        plan = _apart(state.plan, architecture, target)
+    if target.traits.absorbs_divisor:
+        plan = _absorb_divisors(plan, state.facts.absorbable_divisors)
     if any(not isinstance(t.encoding, Unquantized) for t in plan.outputs.values()):
-        plan = regrid(target, _held_plain(plan, architecture, target.layout))(plan)
-    elif target.new_table:
+        plan = transcode(plan, target, _stored_plain(plan, architecture, target.traits))
+    elif target.codebook:
         plan = _encoded(plan, architecture, target)
     else:
         raise BadRecipe(
@@ -47,7 +45,7 @@ def relaid(plan: Plan, architecture: Architecture, target: Target, folds: Folds 
             "add --scheme int4-g128 to quantize this checkpoint on the way",
         )
     own = [entry for entry in architecture.fused.values() if entry.fusion.layout == target.layout]
-    return stack_members(plan, own)
+    return state.with_plan(stack_members(plan, own))
 
 
 def restack_for_class(state: Compiled) -> Compiled:
@@ -61,46 +59,42 @@ def restack_for_class(state: Compiled) -> Compiled:
     return state.with_plan(stack_members(plan, stacks))
 
 
-def _folded(plan: Plan, folds: Folds) -> Plan:
+def _absorb_divisors(plan: Plan, absorbable: frozenset[str]) -> Plan:
     def one(unit: Unit) -> Unit:
-        encoding = unit.output.encoding
-        divided = isinstance(encoding, Codebook) and encoding.is_nvfp4 and encoding.second == "divided"
-        return (
-            unit.then(Transcode("absorb_divisor"))
-            if divided and all(folds(s.tensor) for s in unit.inputs)
-            else unit
+        absorbs = isinstance(unit.output.encoding, Codebook) and all(
+            piece.tensor.name in absorbable for piece in unit.inputs
         )
+        return unit.then(Transcode("absorb_divisor")) if absorbs else unit
 
-    return replace(plan, units=tuple(one(unit) for unit in plan.units))
+    return plan.each(one)
 
 
 def _apart(plan: Plan, architecture: Architecture, target: Target) -> Plan:
-    """Experts one by one where the layout has no stacks, or these are another layout's or turned."""
+    """Experts one by one where the layout has no stacks, or these are another layout's or input-major."""
 
     def foreign(entry: FusedParameter) -> bool:
-        turned = entry.whole.transposed or bool(entry.fusion.layout)
-        return entry.fusion.per_expert and (turned or target.layout in _LINEARS)
+        other = entry.whole.transposed or bool(entry.fusion.layout)
+        return entry.fusion.per_expert and (other or target.traits.experts == "apart")
 
     return cut_where(plan, architecture, foreign)
 
 
-def _held_plain(plan: Plan, architecture: Architecture, layout: str) -> frozenset[str]:
-    """Names of the tensors that a layout holds as numbers alone.
+def _stored_plain(plan: Plan, architecture: Architecture, traits: LayoutTraits) -> frozenset[str]:
+    """Names of the tensors that a layout stores as numbers alone.
 
-    Quantized tables are MLX's, and vLLM reads symmetric ones of compressed-tensors; those of GGUF are what
-    llama.cpp makes of every model. gpt-oss's layout holds its experts.
+    Embeddings are quantized as its traits say, but those in GGML blocks, which llama.cpp has in every model.
+    A layout of stacks of experts quantizes nothing else.
     """
     parameters, outputs = parameters_of(plan, architecture), plan.outputs
     tables = {n for n, p in parameters.items() if p.kind == "embedding" or p.role == "lm_head"}
     blocks = {name for name in tables if isinstance(outputs[name].encoding, GgmlBlocks)}
-    if layout == "mxfp4":
+    if traits.experts == "class":
         return frozenset(parameters.keys() - _expert_stacks(parameters))
-    if layout == "mlx":
-        return frozenset(blocks)
     encodings = {n: outputs[n].encoding for n in tables if parameters[n].kind == "embedding"}
-    kept = layout == "compressed-tensors"
-    held = {n for n, f in encodings.items() if kept and isinstance(f, AffineInt) and f.symmetric}
-    return frozenset(blocks | encodings.keys() - held)
+    quantized = set(encodings) if traits.embeddings == "any" else set()
+    if traits.embeddings == "symmetric":
+        quantized = {n for n, e in encodings.items() if isinstance(e, AffineInt) and e.symmetric}
+    return frozenset(blocks | encodings.keys() - quantized)
 
 
 def _stacked(plan: Plan, architecture: Architecture) -> Plan:
@@ -127,8 +121,8 @@ def _expert_stacks(parameters: Mapping[str, Parameter]) -> set[str]:
 
 
 def _encoded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
-    """New codes of a table for the linears; for gpt-oss's layout, for its stacks of experts."""
-    stacks = target.layout == "mxfp4"
+    """New codes of a table for the linears; in a layout of stacks of experts, for these."""
+    stacks = target.traits.experts == "class"
     if not stacks:
         plan = unstack_experts(plan, architecture)
     parameters = parameters_of(plan, architecture)
@@ -140,5 +134,7 @@ def _encoded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
     if stacks:
         weights &= _expert_stacks(parameters)
     entries = [entry for entry in architecture.fused.values() if not entry.fusion.per_expert]
-    kin = {part.name: entry.whole.name for entry in entries for part in entry.members if part.name in weights}
-    return encode(target, frozenset(weights), kin)(plan)
+    shared = {
+        part.name: entry.whole.name for entry in entries for part in entry.members if part.name in weights
+    }
+    return encode(plan, target, frozenset(weights), shared)

@@ -1,7 +1,7 @@
 """Reads the names, shapes and quantization_config of a compressed-tensors checkpoint as logical tensors.
 
-Forms are told from the arrays themselves and held against what the config declares; a part that is
-missing or a shape that fits no form is an error that names it.
+Encodings are told from the arrays themselves and checked against what the config declares; a part that is
+missing or a shape that fits no encoding is an error that names it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Unquantized
 from qconvert.core.protocols import Source
 from qconvert.errors import CorruptCheckpoint, NotDownloaded, UnsupportedModel, shown
-from qconvert.formats.layouts.compressed_config import FORMATS, NAME
-from qconvert.formats.layouts.compressed_tensors import CompressedTensors, words
-from qconvert.formats.layouts.config_checks import APART, check_parts, part, require
+from qconvert.formats.layouts.compressed_tensors.arrays import CompressedTensors, words
+from qconvert.formats.layouts.compressed_tensors.config import FORMATS, NAME
+from qconvert.formats.layouts.config_checks import APART, check_claimed, check_parts, part, require
 
 _SUFFIXES = ("_packed", "_global_scale", "_scale", "_zero_point", "_shape")
 _MOST_BITS = 16
@@ -24,7 +24,7 @@ _AGAIN = "save it again with compressed-tensors, all weights packed and in their
 def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTensors, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its logical tensors, by HF weight name.
 
-    Forms are read from the arrays' shapes and cross-checked with `quantization_config`; a part
+    Encodings are read from the arrays' shapes and cross-checked with `quantization_config`; a part
     that is missing or a shape that fits no scheme is a CorruptCheckpoint naming it.
     """
     quantization = config.get("quantization_config") or {}
@@ -48,12 +48,8 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
             found[base] = _four_bit_floats(base, source)
         else:
             found[base] = _logical(base, source, declared)
-    if quantization and all(isinstance(t.encoding, Unquantized) for t in found.values()):
-        linear = next((n for n in found if n.endswith("_proj.weight")), "every weight")
-        raise CorruptCheckpoint(
-            f"{linear.removesuffix('.weight')}: no weight_packed, but quantization_config says {NAME}",
-            "remove quantization_config from config.json if the weights are plain",
-        )
+    if quantization:
+        check_claimed(found, NAME, "weight_packed")
     for name, tensor in found.items():
         if tensor.encoding in loose and name not in specs:
             raise UnsupportedModel(

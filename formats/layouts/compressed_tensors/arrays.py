@@ -1,6 +1,6 @@
-"""The compressed-tensors layouts: how transformers and vLLM store integer and small-float weights.
+"""Stores the compressed-tensors layouts: integer and small-float weights of transformers and vLLM.
 
-`pack-quantized`: a quantized `X.weight` of shape [N, K] is spelled as `X.weight_packed` int32 [N,
+`pack-quantized`: a quantized `X.weight` of shape [N, K] is stored as `X.weight_packed` int32 [N,
 ceil(K*b/32)] (a dense little-endian bit stream along K), `X.weight_scale` [N, G], `X.weight_zero_point`
 int32 [ceil(N*b/32), G] (the same stream along N; asymmetric only) and `X.weight_shape` int64 [2]; the
 stored codes and zero points are the unsigned ones. `int-quantized`: `X.weight` int8 [N, K], signed, with
@@ -13,18 +13,29 @@ compressed-tensors 0.20, `compressors/`, and tensors written by llm-compressor 0
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping
+from dataclasses import replace
 from math import gcd
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
-from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized, Unquantized
+from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized
+from qconvert.core.layout_traits import (
+    CodebookScheme,
+    IntegerSchemes,
+    LayoutTraits,
+    LoaderLimit,
+    RoundingRules,
+)
 from qconvert.core.protocols import ArrayRows, Source
-from qconvert.core.values import AffineIntRows, CodebookRows, DenseRows, Value
+from qconvert.core.values import AffineIntRows, CodebookRows
 from qconvert.errors import BadRecipe
+from qconvert.formats.layouts.base import PassThrough
 from qconvert.formats.layouts.codebook_arrays import CodedArrays
-from qconvert.formats.layouts.compressed_config import NAME, quantization_config
+from qconvert.formats.layouts.compressed_tensors.config import INT, NAME, quantization_config
 from qconvert.quant.packed_codes import codes_of, from_words, words_of
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _WORD = 32
 _FP8 = CodedArrays("weight", "weight_scale")
@@ -32,32 +43,100 @@ _FP4 = CodedArrays("weight_packed", "weight_scale", divisor="weight_global_scale
 
 
 class EightBits:
-    """All integer forms of 8 bits, as a container."""
+    """All integer encodings of 8 bits, as a container."""
 
     def __contains__(self, encoding: object) -> bool:
         return isinstance(encoding, AffineInt) and encoding.bits == 8
 
 
-class CompressedTensors:
-    """The layout as the runner sees it; plain tensors are spelled as themselves.
+def _runs_over_words(encoding: Quantized) -> bool:
+    return isinstance(encoding, AffineInt) and encoding.bits in (3, 5, 6, 7)
 
-    Integers are packed, but those of the `loose` forms have a byte for each code.
+
+def _misread_by_mlx(encoding: Quantized) -> bool:
+    if isinstance(encoding, Codebook):
+        return encoding.bits != 4
+    return not isinstance(encoding, AffineInt) or (
+        (encoding.bits, encoding.group_size, encoding.symmetric) != (4, 32, True)
+    )
+
+
+def _asymmetric(encoding: Quantized) -> bool:
+    return isinstance(encoding, AffineInt) and not encoding.symmetric
+
+
+_E4M3, _E2M1 = Codebook("e4m3", None, DType.BF16, DType.BF16), Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
+TRAITS = LayoutTraits(
+    NAME,
+    integers=IntegerSchemes(),
+    codebooks=(
+        CodebookScheme("fp8-channel", _E4M3, scales_as_weights=True),
+        CodebookScheme("fp8-tensor", replace(_E4M3, group_rows=None), scales_as_weights=True),
+        CodebookScheme("fp8-block", replace(_E4M3, group_size=128, group_rows=128), scales_as_weights=True),
+        CodebookScheme("mxfp4", _E2M1),
+        CodebookScheme("nvfp4", replace(_E2M1, group_size=16, scale_dtype=DType.F8_E4M3, second="divided")),
+    ),
+    # compressed-tensors 0.20: `quantization/utils/` (helpers.py, mxfp_utils.py, fp4_utils.py).
+    rounding=RoundingRules(rounds_scales=True, ceiling=False),
+    embeddings="symmetric",
+    readers=("vllm", "sglang", "transformers", "mlx"),
+    first_choice_of=("vllm", "sglang", "transformers"),
+    marlin=True,
+    packed_zero_points=True,
+    loads="transformers (`from_pretrained`) and vLLM load",
+    limits=(
+        LoaderLimit(
+            ("vllm", "sglang", "transformers"),
+            "warning",
+            "{bits}-bit codes run over words: readers before compressed-tensors 0.18 misread them",
+            "4 or 8 bits are read by all",
+            _runs_over_words,
+        ),
+        LoaderLimit(
+            ("mlx",),
+            "error",
+            "mlx-lm reads packed integers as 4 bits in groups of 32, and this is {encoding}",
+            "`qconvert convert --to mlx`",
+            _misread_by_mlx,
+        ),
+        LoaderLimit(
+            ("transformers",),
+            "warning",
+            "transformers fails on packed zero points",
+            "load with CompressedTensorsConfig(dequantize=True)",
+            _asymmetric,
+        ),
+    ),
+)
+UNPACKED_TRAITS = replace(
+    TRAITS,
+    name=INT,
+    integers=IntegerSchemes((8,), ()),
+    codebooks=(),
+    rounding=RoundingRules(),
+    packs="no",
+    embeddings="plain",
+    readers=(),
+    first_choice_of=(),
+    marlin=False,
+    packed_zero_points=False,
+    limits=(),
+)
+
+
+class CompressedTensors(PassThrough[AffineInt | Codebook, AffineIntRows | CodebookRows]):
+    """Stores integers packed into words, but those of the `loose` encodings with a byte for each code, and
+    small floats.
     """
 
-    name = NAME
-    transposed = False
+    traits = TRAITS
 
     def __init__(self, loose: Container[AffineInt] = frozenset()) -> None:
         self.loose = loose
 
-    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
-        """The arrays that spell a tensor, in the order they are written."""
-        encoding = tensor.encoding
-        if isinstance(encoding, Unquantized):
-            return (TensorSpec(tensor.name, encoding.dtype, tensor.shape),)
+    def arrays(self, tensor: ModelTensor, encoding: AffineInt | Codebook) -> tuple[TensorSpec, ...]:
         if isinstance(encoding, Codebook):
             return _coded(encoding).stored_arrays(tensor)
-        assert isinstance(encoding, AffineInt), encoding
         *stack, rows, width = tensor.shape
         scales_shape = (*stack, rows, encoding.groups(width))
         if encoding in self.loose:
@@ -81,25 +160,23 @@ class CompressedTensors:
         zeros = TensorSpec(f"{tensor.name}_zero_point", DType.I32, zeros_shape)
         return packed, scale, zeros, shape
 
-    def row_alignment(self, tensor: ModelTensor) -> int:
-        """Zero points of several rows share a word; everything else is spelled row by row."""
-        encoding = tensor.encoding
+    def rows(self, tensor: ModelTensor, encoding: AffineInt | Codebook) -> int:
+        """Zero points of several rows share a word, and rows of a block their scales."""
         if isinstance(encoding, Codebook):
             return _coded(encoding).row_alignment(tensor)
-        if not isinstance(encoding, AffineInt) or encoding.symmetric or encoding in self.loose:
+        if encoding.symmetric or encoding in self.loose:
             return 1
         return _WORD // gcd(encoding.bits, _WORD)
 
-    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
-        """Spell rows [start, start + value.rows); `start` is a multiple of the row alignment."""
+    def store(
+        self, tensor: ModelTensor, start: int, value: AffineIntRows | CodebookRows
+    ) -> Iterator[ArrayRows]:
+        import numpy as np
+
         name = tensor.name
-        if isinstance(value, DenseRows):
-            yield ArrayRows(name, start, value.rows_RI)
-            return
         if isinstance(value, CodebookRows):
             yield from _coded(value.encoding).encode(tensor, start, value)
             return
-        assert isinstance(value, AffineIntRows)
         bits = value.encoding.bits
         if value.encoding in self.loose:
             yield ArrayRows(name, start, _signed(codes_of(value), bits))
@@ -116,14 +193,12 @@ class CompressedTensors:
         if start == 0:
             yield ArrayRows(f"{name}_shape", 0, np.array(tensor.shape, "<i8").reshape(-1, 1))
 
-    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
-        """Read rows [start, stop) back as the value they spell."""
-        name, encoding = tensor.name, tensor.encoding
-        if isinstance(encoding, Unquantized):
-            return DenseRows(source.read(name, start, stop), encoding.dtype)
+    def load(
+        self, tensor: ModelTensor, encoding: AffineInt | Codebook, source: Source, rows: range
+    ) -> AffineIntRows | CodebookRows:
+        name, start, stop = tensor.name, rows.start, rows.stop
         if isinstance(encoding, Codebook):
             return _coded(encoding).decode(tensor, source, start, stop)
-        assert isinstance(encoding, AffineInt), encoding
         if encoding in self.loose:
             codes, scales, *signed = (
                 source.read(spec.name, start, stop) for spec in self.stored_arrays(tensor)
@@ -144,7 +219,7 @@ class CompressedTensors:
         return unpack_rows(packed, bits, stop - aligned)[start - aligned :]
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of these forms (see `quantization_config`)."""
+        """What config.json says about modules of these encodings (see `quantization_config`)."""
         return {"quantization_config": quantization_config(quantized, kept, self.loose)}
 
 
@@ -153,12 +228,12 @@ def _coded(encoding: Codebook) -> CodedArrays:
 
 
 def _signed(codes: np.ndarray, bits: int) -> np.ndarray:
-    signed: np.ndarray = (codes - np.uint8(1 << (bits - 1))).view(np.int8)
+    signed: np.ndarray = (codes - (1 << (bits - 1))).view("i1")
     return signed
 
 
 def _unsigned(codes: np.ndarray, bits: int) -> np.ndarray:
-    unsigned: np.ndarray = codes.view(np.uint8) + np.uint8(1 << (bits - 1))
+    unsigned: np.ndarray = codes.view("u1") + (1 << (bits - 1))
     return unsigned
 
 

@@ -1,4 +1,4 @@
-"""The `quantization_config` of a compressed-tensors checkpoint, as loaders want it filled in.
+"""Writes the `quantization_config` of a compressed-tensors checkpoint as loaders want it filled in.
 
 Sources: compressed-tensors 0.20, `quantization/quant_config.py`, `quant_scheme.py`, `quant_args.py`; the
 configs that llm-compressor 0.14 writes.
@@ -24,7 +24,7 @@ LIBRARY_VERSION = "0.20.0"
 
 
 def format_of(encoding: Quantized, loose: Container[AffineInt] = ()) -> str:
-    """The library's name for the way a form is stored; `loose` integers have a byte for each code."""
+    """The library's name for the way an encoding is stored; `loose` integers have a byte for each code."""
     if isinstance(encoding, Codebook):
         return {DType.F8_E8M0: MXFP4, DType.F8_E4M3: NVFP4}.get(encoding.scale_dtype, FLOAT)
     return INT if encoding in loose else PACKED
@@ -33,17 +33,17 @@ def format_of(encoding: Quantized, loose: Container[AffineInt] = ()) -> str:
 def quantization_config(
     quantized: Mapping[str, Quantized], kept_linears: Iterable[str], loose: Container[AffineInt] = ()
 ) -> Json:
-    """The `quantization_config` of a checkpoint whose modules `quantized` have these forms.
+    """The `quantization_config` of a checkpoint whose modules `quantized` have these encodings.
 
     `kept_linears` are the linear modules left in 16 bit; loaders need their names to ignore them.
-    One form for every linear is written as the class name "Linear"; anything else as one group per
-    form, with regular expressions that cover exactly its modules.
+    One encoding for every linear is written as the class name "Linear"; anything else as one group per
+    encoding, with regular expressions that cover exactly its modules.
     """
     ignore = sorted(set(kept_linears))
-    by_form: dict[Quantized, list[str]] = {}
+    by_encoding: dict[Quantized, list[str]] = {}
     for module, encoding in quantized.items():
-        by_form.setdefault(encoding, []).append(module)
-    uniform = len(by_form) == 1 and not any("embed" in module for module in quantized)
+        by_encoding.setdefault(encoding, []).append(module)
+    uniform = len(by_encoding) == 1 and not any("embed" in module for module in quantized)
     groups = {
         f"group_{i}": {
             "targets": ["Linear"] if uniform else patterns(modules),
@@ -52,9 +52,9 @@ def quantization_config(
             "output_activations": None,
             "weights": _weights_args(encoding),
         }
-        for i, (encoding, modules) in enumerate(by_form.items())
+        for i, (encoding, modules) in enumerate(by_encoding.items())
     }
-    formats = {format_of(encoding, loose) for encoding in by_form}
+    formats = {format_of(encoding, loose) for encoding in by_encoding}
     return {
         "quant_method": NAME,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",

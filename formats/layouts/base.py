@@ -1,0 +1,98 @@
+"""Defines what a layout's file declares, and stores plain tensors for all of them.
+
+A file of this folder declares one layout as its `LAYOUTS`: its traits, a class that stores tensors as named
+arrays, a function that finds the tensors of a checkpoint, and the rule that brings any encoding into it. One
+line of `registry` makes it known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+from qconvert.core.dtypes import Json, TensorSpec
+from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
+from qconvert.core.layout_traits import LayoutTraits
+from qconvert.core.protocols import ArrayRows, Layout, Source
+from qconvert.core.values import DenseRows, Value
+from qconvert.ops import Op
+
+# Finds the layout of a checkpoint with this config.json, and its tensors by the names of the model.
+Reader = Callable[[Source, Json], tuple[Layout, dict[str, ModelTensor]]]
+# The operations that bring a quantized tensor into a layout with its codes kept; BadRecipe where none do.
+Transcoder = Callable[[ModelTensor, Quantized], tuple[Op, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredLayout:
+    """A layout as the registry knows it. Those without `writer` and `transcode` are only read; `reader` is
+    asked where config.json names this layout as its quantization method, or has its `config_key`.
+    """
+
+    traits: LayoutTraits
+    writer: Callable[[], Layout] | None = None
+    reader: Reader | None = None
+    transcode: Transcoder | None = None
+
+
+E = TypeVar("E", bound=Quantized)
+V = TypeVar("V", bound=Value)
+
+
+class PassThrough(Generic[E, V]):
+    """Stores plain tensors as arrays of their own name, and leaves quantized ones to a subclass.
+
+    A subclass stores encodings `E` as values `V`; `transposed` as in `Layout`.
+    """
+
+    __slots__ = ()
+    transposed = False
+
+    @property
+    def traits(self) -> LayoutTraits:
+        """What is said of the layout for any model."""
+        raise NotImplementedError
+
+    @property
+    def name(self) -> str:
+        """The layout's name in messages and manifests."""
+        return self.traits.name
+
+    def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
+        """The arrays that store a tensor, in the order they are written."""
+        if isinstance(tensor.encoding, Unquantized):
+            return (TensorSpec(tensor.name, tensor.encoding.dtype, tensor.shape),)
+        return self.arrays(tensor, cast(E, tensor.encoding))
+
+    def row_alignment(self, tensor: ModelTensor) -> int:
+        """How many rows are written together."""
+        return 1 if isinstance(tensor.encoding, Unquantized) else self.rows(tensor, cast(E, tensor.encoding))
+
+    def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterable[ArrayRows]:
+        """Rows [start, start + value.rows) as they are stored; `start` is a multiple of the row alignment."""
+        if isinstance(value, DenseRows):
+            return (ArrayRows(tensor.name, start, value.rows_RI),)
+        return self.store(tensor, start, cast(V, value))
+
+    def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
+        """Read rows [start, stop) back."""
+        if isinstance(tensor.encoding, Unquantized):
+            return DenseRows(source.read(tensor.name, start, stop), tensor.encoding.dtype)
+        return self.load(tensor, cast(E, tensor.encoding), source, range(start, stop))
+
+    def arrays(self, tensor: ModelTensor, encoding: E) -> tuple[TensorSpec, ...]:
+        """The arrays of a quantized tensor, in the order they are written."""
+        raise NotImplementedError
+
+    def rows(self, tensor: ModelTensor, encoding: E) -> int:
+        """How many rows of a quantized tensor are written together."""
+        return 1
+
+    def store(self, tensor: ModelTensor, start: int, value: V) -> Iterable[ArrayRows]:
+        """Rows of a quantized tensor from `start` on, as they are stored."""
+        raise NotImplementedError
+
+    def load(self, tensor: ModelTensor, encoding: E, source: Source, rows: range) -> V:
+        """Read these rows of a quantized tensor back."""
+        raise NotImplementedError

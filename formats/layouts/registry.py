@@ -1,0 +1,114 @@
+"""Knows every layout by name: one line for each, and the file that declares it is imported when asked for.
+
+The order of names is that of help texts, hints and README's table.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from qconvert.core.dtypes import Json
+from qconvert.core.encodings import ModelTensor
+from qconvert.core.layout_traits import LayoutTraits
+from qconvert.core.protocols import Layout, Source
+from qconvert.errors import UnsupportedModel, shown
+from qconvert.formats.layouts.base import RegisteredLayout
+from qconvert.formats.layouts.config_checks import SETTINGS_KEY, settings_of
+
+_HERE = "qconvert.formats.layouts"
+# The layouts that are written, and the modules whose `LAYOUTS` declare them. The first one is the default.
+WRITTEN = {
+    "compressed-tensors": f"{_HERE}.compressed_tensors",
+    "int-quantized": f"{_HERE}.compressed_tensors",
+    "gptq": f"{_HERE}.gptq",
+    "gptq_v2": f"{_HERE}.gptq",
+    "awq": f"{_HERE}.awq",
+    "mlx": f"{_HERE}.mlx",
+    "bitsandbytes": f"{_HERE}.bitsandbytes",
+    "fp8": f"{_HERE}.fp8",
+    "mxfp4": f"{_HERE}.mxfp4",
+}
+# Those that are only read.
+READ_ONLY = {"torchao": f"{_HERE}.torchao"}
+DEFAULT = next(iter(WRITTEN))
+
+
+def written() -> tuple[str, ...]:
+    """The names of the layouts that can be written; imports none of them."""
+    return tuple(WRITTEN)
+
+
+def read_only() -> tuple[str, ...]:
+    """The names of the layouts that are only read; imports none of them."""
+    return tuple(READ_ONLY)
+
+
+def find(name: str) -> RegisteredLayout:
+    """The layout of this name, which must be one of `written` or `read_only`."""
+    module = import_module(WRITTEN.get(name) or READ_ONLY[name])
+    layouts: tuple[RegisteredLayout, ...] = module.LAYOUTS
+    return next(layout for layout in layouts if layout.traits.name == name)
+
+
+def traits_of(name: str) -> LayoutTraits:
+    """The traits of the layout of this name; of other names, such as a container's, those of none."""
+    return find(name).traits if name in WRITTEN or name in READ_ONLY else LayoutTraits(name)
+
+
+def all_traits() -> tuple[LayoutTraits, ...]:
+    """The traits of every layout, in the order of the registry."""
+    return tuple(traits_of(name) for name in (*WRITTEN, *READ_ONLY))
+
+
+def with_codebook(scheme: str) -> tuple[str, ...]:
+    """The names of the layouts that have a codebook scheme of this name."""
+    return tuple(traits.name for traits in all_traits() if traits.codebook(scheme))
+
+
+def claimed_method(config: Json) -> str | None:
+    """The quantization method that config.json names, known here or not; None where it has no settings.
+
+    Settings without a method are those of the layout that has a key of its own for them.
+    """
+    settings = settings_of(config)
+    if "quant_method" in settings:
+        return shown(settings["quant_method"] or "unnamed")
+    keyed = (traits for traits in all_traits() if traits.config_key != SETTINGS_KEY)
+    own = next((traits.name for traits in keyed if settings_of(config, traits.config_key)), None)
+    return own or ("unnamed" if settings else None)
+
+
+def claimed_by(config: Json) -> RegisteredLayout | None:
+    """The layout that quantizes the model of a config.json; None where it has no settings.
+
+    Raises UnsupportedModel for a quantization method that no layout here reads.
+    """
+    method = claimed_method(config)
+    if method is None:
+        return None
+    layout = find(method) if method in WRITTEN or method in READ_ONLY else None
+    if layout is None or layout.reader is None:
+        readable = [traits for traits in all_traits() if find(traits.name).reader]
+        names = [traits.name for traits in sorted(readable, key=lambda own: own.config_key != SETTINGS_KEY)]
+        raise UnsupportedModel(
+            f"config.json: quantization method {method!r} is not read here",
+            f"read: plain safetensors, {', '.join(names)}",
+        )
+    return layout
+
+
+def read(source: Source, config: Json) -> tuple[Layout, dict[str, ModelTensor]]:
+    """The layout of a checkpoint and its tensors, by the names of the model.
+
+    Plain weights are read as those of any layout. Raises CorruptCheckpoint where arrays contradict config.
+    """
+    reader = (claimed_by(config) or find(DEFAULT)).reader
+    assert reader is not None
+    return reader(source, config)
+
+
+def writer(name: str) -> Layout:
+    """The layout of this name, which must be one of `written`, for a new output."""
+    make = find(name).writer
+    assert make is not None, name
+    return make()
