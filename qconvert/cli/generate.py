@@ -234,7 +234,7 @@ def _open(model: str, options: dict[str, Any]) -> tuple[ResolvedModel, Checkpoin
     checkpoint = open_checkpoint(resolved.path)
     layout = Layout(options["backend"])
     decoder = load_decoder(
-        DecoderConfig.from_hf(checkpoint.config),
+        DecoderConfig.of(checkpoint.architecture),
         CheckpointWeights(checkpoint),
         device=options["device"],
         dtype=None if layout is Layout.AUTO else torch.float32,

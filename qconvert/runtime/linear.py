@@ -18,6 +18,7 @@ from torch import Tensor
 from qconvert.runtime.cpu.packed_weights import PackedGrid
 from qconvert.runtime.cpu.products import multiply_few
 from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8
+from qconvert.runtime.observers import Tap
 from qconvert.runtime.storage import DenseWeight, NarrowWeight, Readable
 
 SCRATCH_BYTES = 32 << 20
@@ -30,13 +31,16 @@ Weight = Table | MmaInt4 | MmaInt8
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """`y = x W^T + b`."""
+    """`y = x W^T + b`; observers see x first. Of linears that share an input, one has the tap of all."""
 
     weight: Weight
     bias_O: Tensor | None = None
+    tap: Tap | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O] in the dtype of x."""
+        if self.tap is not None and self.tap.observers:
+            self.tap.show(x)
         return self.backend(x.device.type, x.numel() // x.shape[-1]).multiply(x, self)
 
     def backend(self, device: str, rows: int) -> Backend:

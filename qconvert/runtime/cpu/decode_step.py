@@ -20,7 +20,7 @@ from qconvert.runtime.rope import cos_sin
 
 if TYPE_CHECKING:
     from qconvert.runtime.linear import Linear
-    from qconvert.runtime.model import Cache, Decoder, Layer
+    from qconvert.runtime.model import Cache, Decoder, Layer, Norm
 
 
 class CpuStep:
@@ -54,7 +54,7 @@ class CpuStep:
             ("head_dim", head_dim),
             ("mlp_width", width),
             ("eps", config.norm_eps),
-            ("final_norm", self._vector(decoder.norm.weight)),
+            ("final_norm", self._vector(decoder.norm)),
             ("brain_cache", decoder.dtype == torch.bfloat16),
         ):
             self._model[name] = size
@@ -106,7 +106,7 @@ class CpuStep:
             "k_norm": attention.k_norm,
         }
         for name, norm in norms.items():
-            record[name] = 0 if norm is None else self._vector(norm.weight)
+            record[name] = 0 if norm is None else self._vector(norm)
         heads, kv_heads, width = attention.heads, attention.kv_heads, mlp.down.weight.shape[1]  # type: ignore[union-attr]
         shares = [n * attention.head_dim for n in (heads, kv_heads, kv_heads)]
         linears = {
@@ -129,8 +129,9 @@ class CpuStep:
         self._alive += [weight, bias_O]
         return describe(weight, bias_O)
 
-    def _vector(self, weight: Tensor) -> int:
-        vector = weight.float().contiguous()
+    def _vector(self, norm: Norm) -> int:
+        assert norm.weight is not None
+        vector = norm.weight.float().contiguous()
         self._alive.append(vector)
         return vector.data_ptr()
 
@@ -152,15 +153,13 @@ def cpu_step(decoder: Decoder) -> CpuStep | None:
 
     They read dense layers in packed, bfloat16 or float32 form, of widths that fill registers.
     """
-    from qconvert.runtime.model import Mlp
-
+    if not decoder.is_plain:
+        return None
     weights: list[object] = [decoder.head]
     config = decoder.config
     for layer in decoder.layers:
-        if not isinstance(layer.mlp, Mlp):
-            return None
-        parts: list[Linear] = [*layer.attention.qkv, *layer.mlp.gate_up]
-        weights += [part.weight for part in (*parts, layer.attention.o, layer.mlp.down)]
+        parts: list[Linear] = [*layer.attention.qkv, *layer.mlp.gate_up]  # type: ignore[union-attr]
+        weights += [part.weight for part in (*parts, layer.attention.o, layer.mlp.down)]  # type: ignore[union-attr]
     widths = [config.hidden, config.head_dim, *(w.shape[1] for w in weights if isinstance(w, Multipliable))]
     readable = all(isinstance(weight, Multipliable) for weight in weights)
     if decoder.device.type != "cpu" or not readable or any(width % LANES for width in widths):
