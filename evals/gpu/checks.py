@@ -22,7 +22,7 @@ from evals.gpu.rows import Check, Note, Row
 from qconvert.runtime.cuda.dequantize import dequantize
 from qconvert.runtime.cuda.matmul import multiply_partials
 from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8
-from qconvert.runtime.cuda.reference import sums_for
+from qconvert.runtime.cuda.tiles import sums_for
 from qconvert.runtime.linear import Table
 from qconvert.runtime.scoring import score_hidden
 from qconvert.runtime.storage import DenseWeight

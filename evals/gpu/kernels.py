@@ -19,9 +19,8 @@ from evals.gpu.rows import OURS, Crossing, Product, Row
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.cuda.dequantize import multiply_many
 from qconvert.runtime.cuda.matmul import multiply, multiply_partials
-from qconvert.runtime.cuda.packing import TILE
-from qconvert.runtime.cuda.reference import FewRowWeight, sums_for
-from qconvert.runtime.linear import Linear
+from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.cuda.tiles import TILE, sums_for
 
 SPLITS = (1, 2, 4, 8)
 ROWS = (1, 16, 64, 4)
@@ -110,11 +109,11 @@ def crossings(job: Job) -> Iterator[Row]:
 
 
 def _crossing(job: Job, encoding: str, shape: Shape) -> Iterator[Row]:
-    linears = [Linear(weight) for weight in _rotation(job, encoding, shape)]
+    weights = _rotation(job, encoding, shape)
     for rows in SWEEP[:5:4] if job.dry else SWEEP:
         x_MK = job.maker.normal(rows, shape[1])
-        many: list[Call] = [partial(multiply_many, x_MK, linear) for linear in linears]
-        few: list[Call] = [partial(multiply, x_MK, linear) for linear in linears]
+        many: list[Call] = [partial(multiply_many, x_MK, weight, None) for weight in weights]
+        few: list[Call] = [partial(multiply, x_MK, weight, None) for weight in weights]
         few_seconds = time_calls(few, job.device, rounds=5).seconds if rows <= MOST_FEW else None
         many_seconds = time_calls(many, job.device, rounds=5).seconds
         yield Crossing(encoding, *shape, rows, few_seconds, many_seconds)

@@ -85,7 +85,7 @@ def floats(typing: Any, address: Any) -> Any:
 
 
 @primitive
-def brains(typing: Any, address: Any) -> Any:
+def load_bf16(typing: Any, address: Any) -> Any:
     """Sixteen bfloat16, widened."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -132,7 +132,7 @@ def put_float(typing: Any, address: Any, value: Any) -> Any:
 
 
 @primitive
-def put_floats(typing: Any, address: Any, value: Any) -> Any:
+def store_f32(typing: Any, address: Any, value: Any) -> Any:
     """Write sixteen float32."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -142,7 +142,7 @@ def put_floats(typing: Any, address: Any, value: Any) -> Any:
 
 
 @primitive
-def put_brains(typing: Any, address: Any, value: Any) -> Any:
+def store_bf16(typing: Any, address: Any, value: Any) -> Any:
     """Write sixteen numbers as bfloat16, rounded half to even; no NaNs."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
