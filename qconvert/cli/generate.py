@@ -117,7 +117,7 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
     with typed():
         _check_words(prompt, options)
     from qconvert.formats.tokenizers.prompts import Detokenizer
-    from qconvert.runtime.generate import Sampler, decodes_weights, generate, rehearse
+    from qconvert.runtime.generate import Sampler, decodes_weights, generate, warm_up
 
     clock = _Clock()
     resolved, checkpoint, decoder = _open(model, options)
@@ -126,7 +126,7 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
     if decodes_weights(decoder) and not quiet and options["backend"] == "auto":
         click.echo(_SLOW.format(device=decoder.device.type), err=True)
     with explained_if_slow(talks=not quiet and not as_json):
-        rehearse(decoder, len(ids))
+        warm_up(decoder, len(ids))
     sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
     detokenizer, pieces = Detokenizer(dialogue.tokenizer), []
     clock.start()

@@ -1,4 +1,4 @@
-"""Reads what a decoder needs to know of a model: its architecture, and the settings that shape its computing.
+"""Reads what a decoder needs to know of a model: its architecture, and the settings of its computing.
 
 Names, shapes, biases, norms and experts come from `qconvert.models.Architecture`; what a family computes
 with them from `qconvert.runtime.graphs`. Whatever the decoder cannot compute exactly is refused here, so

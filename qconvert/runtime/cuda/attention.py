@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence over a static cache, its keys split among programs.
+"""Attends with one new token per sequence over a static cache, its keys split among programs.
 
 Few key-value heads cannot fill a device with one program each, so the positions before the token
 are cut into a fixed number of stretches whose bounds follow from the position, which the kernel

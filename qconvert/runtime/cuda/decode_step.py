@@ -1,4 +1,4 @@
-"""One decode step: the next token of every sequence through a dense model, nine launches a layer.
+"""Runs one decode step: the next token of every sequence through a dense model, nine launches a layer.
 
 The launches of a layer: norm (with the residual and the sum of the product before it), qkv, attend
 (with bias, head norms, rotation and the cache), combine, o, norm, gate_up, swiglu, down. All buffers
