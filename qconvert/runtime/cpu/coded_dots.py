@@ -1,4 +1,4 @@
-"""Codes of weights inside the CPU kernels: products with inputs of 16 bits, and codes as numbers.
+"""Multiplies codes of weights by inputs of 16 bits inside the CPU kernels, and converts codes to numbers.
 
 A block of 128 columns has four parts of 32. Codes of 8 bits lie in the order of their columns. Those of
 4 bits take two runs of 32 bytes, a byte's low half for one part and its high half for the next:

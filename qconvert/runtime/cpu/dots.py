@@ -1,4 +1,4 @@
-"""Rows of a weight times one vector, at the speed of reading the weight once.
+"""Multiplies rows of a weight by one vector, at the speed of reading the weight once.
 
 Weights on a grid are multiplied as integers: the vector is rounded to 16 bits per block of 128
 columns, at most 2**-16 of the block's largest number off, a hundredth of what rounding it to

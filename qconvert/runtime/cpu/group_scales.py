@@ -1,4 +1,4 @@
-"""Scales, zeros and mins of a row, from whatever form they are stored in, ready for the kernels.
+"""Reads scales, zeros and mins of a row, in whatever type they are stored, for the kernels.
 
 Sixteen groups at a time. Reading may go beyond a row's last group, to numbers that count for nothing;
 who makes a record keeps `LANES` more elements behind the last row.

@@ -1,4 +1,4 @@
-"""Every grid as one that the CPU kernels know: small whole codes, or codes of a table, and numbers of groups.
+"""Lowers every grid to one that the CPU kernels know: small whole codes or a table, and group numbers.
 
 A `Recipe` says of a whole weight what is the same for all of its rows, and how rows of it come apart
 into codes and the numbers of their groups; `checkpoint.by_role` packs what that gives, some rows at a time.

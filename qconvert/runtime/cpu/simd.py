@@ -1,4 +1,4 @@
-"""SIMD operations of the CPU kernels, on bare memory: what `quant.simd.lanes` lacks for products.
+"""Adds SIMD operations on bare memory for the CPU kernels: what `quant.simd.lanes` lacks for products.
 
 One compiled function reads weights of every kind and layer. So memory is named by byte addresses,
 plain integers out of the records of `records.py`, not by numba arrays, each of whose element types

@@ -1,4 +1,4 @@
-"""One token through a dense decoder and its head, as one compiled call that several threads enter.
+"""Computes one token through a dense decoder and its head, as one call that several threads enter.
 
 Float32 throughout; only the cache has the decoder's dtype. Each thread computes its share of the
 rows of every product and its share of the heads, and what is cheaper to compute twice than to wait
