@@ -38,8 +38,8 @@ from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.cuda.decode_step import open_step, read_greedily
 from qconvert.runtime.cuda.dequantize import multiply_many
 from qconvert.runtime.cuda.matmul import multiply, multiply_partials
-from qconvert.runtime.cuda.reference import FewRowWeight, sums_for
-from qconvert.runtime.linear import Linear
+from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.cuda.tiles import sums_for
 
 OURS = "qconvert"
 MODELS = ("qwen2.5-7b", "qwen2.5-1.5b", "qwen3-8b")
@@ -139,12 +139,12 @@ def crossings(bench: Bench) -> None:
 
 
 def _crossing(bench: Bench, what: str, form: str, shape: tuple[int, int]) -> None:
-    linears = [Linear(weight) for weight in _rotation(bench, form, shape)]
+    weights = list(_rotation(bench, form, shape))
     for rows in SWEEP[:5:4] if bench.dry else SWEEP:
         x_MK = Maker(bench.device).normal(rows, shape[1])
-        error = _distance(multiply(x_MK, linears[0]), multiply_many(x_MK, linears[0]))
+        error = _distance(multiply(x_MK, weights[0], None), multiply_many(x_MK, weights[0], None))
         few, many = (
-            bench.seconds([partial(way, x_MK, linear) for linear in linears])
+            bench.seconds([partial(way, x_MK, weight, None) for weight in weights])
             for way in (multiply, multiply_many)
         )
         bench.add(

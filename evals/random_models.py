@@ -15,8 +15,9 @@ from torch import Tensor
 from evals.synthetic import SHAPES
 from qconvert.core.dtypes import Json
 from qconvert.runtime.config import DecoderConfig
-from qconvert.runtime.cuda.packing import TILE, MmaInt4, MmaInt8, pack_int4, pack_int8, pack_scales
+from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8, pack_int4, pack_int8, pack_scales
 from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.cuda.tiles import TILE
 from qconvert.runtime.device_layout import Layout
 from qconvert.runtime.linear import Linear, Table
 from qconvert.runtime.model import Attention, Decoder, Layer, Mlp, Norm

@@ -43,7 +43,7 @@ def ours(name: str, folder: Path, room: int, *, head_bits: int | None = None) ->
     """A checkpoint in the built-in decoder, in the layout and dtype that it takes for speed."""
     checkpoint = open_checkpoint(folder)
     decoder = load_decoder(
-        DecoderConfig.from_hf(checkpoint.config),
+        DecoderConfig.of(checkpoint.architecture),
         CheckpointWeights(checkpoint),
         dtype=None,
         layout=Layout.AUTO,
@@ -59,7 +59,7 @@ def ours(name: str, folder: Path, room: int, *, head_bits: int | None = None) ->
         """What an evaluation does with a window: hidden states, then the losses of all tokens."""
         ids_1T = torch.tensor([tokens])
         h_ND = decoder.hidden(ids_1T)[0, :-1]
-        score_hidden([(h_ND, decoder.head)], ids_1T[0, 1:])
+        score_hidden([decoder.outputs(h_ND)], ids_1T[0, 1:])
 
     return Runner(
         name,

@@ -86,16 +86,19 @@ class StateDict:
         return None if array is None else DenseRows(array.reshape(len(array), -1), DType.F32)
 
 
-def tiny(model_type: str, seed: int = 0, **changes: Any) -> transformers.PreTrainedModel:
+def tiny(
+    model_type: str, seed: int = 0, deviation: float = 0.15, **changes: Any
+) -> transformers.PreTrainedModel:
     """A random float32 model of the family, its biases and norms far from their defaults too."""
     sizes = MOE_SIZES if model_type.endswith("_moe") else SIZES
     config = transformers.AutoConfig.for_model(model_type, **(sizes | changes), attn_implementation="eager")
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    centre = 0.0 if model_type.startswith("gemma") else 1.0  # Gemma's norms add 1 to their weights
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = torch.randn_like(parameter)
-            parameter.copy_(1 + 0.3 * spread if "norm" in name else 0.15 * spread)
+            parameter.copy_(centre + 0.3 * spread if "norm" in name else deviation * spread)
     return model
 
 

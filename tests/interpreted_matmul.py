@@ -15,10 +15,11 @@ from qconvert.runtime.cuda import reference
 from qconvert.runtime.cuda.dequantize import dequantize
 from qconvert.runtime.cuda.matmul import most_rows, multiply_partials
 from qconvert.runtime.cuda.packing import mma_weight
-from qconvert.runtime.cuda.reference import FewRowWeight, sums_for
+from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.cuda.tiles import sums_for
 from qconvert.runtime.cuda.triton_language import INTERPRET
 from qconvert.runtime.device_layout import Layout, place_weight
-from qconvert.runtime.linear import BACKENDS, Linear
+from qconvert.runtime.linear import Linear
 from qconvert.runtime.storage import DenseWeight
 from tests.test_decoder_linear import random_value, worth
 
@@ -162,13 +163,12 @@ def test_dequantized_rows_are_exact(encoding: AffineInt, shape: tuple[int, int])
 def test_a_linear_layer_of_any_number_of_rows(
     encoding: AffineInt, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the table of backends, with a bias; many rows by blocks of the weight."""
+    """With a bias; many rows by blocks of the weight."""
     monkeypatch.setattr("qconvert.runtime.cuda.dequantize.SCRATCH_BYTES", 1)
     value = random_value(encoding, 192, 128)
     bias_O = random_rows(1, 192)[0]
     linear = Linear(place_weight(value, CPU, BF16, Layout.AUTO), bias_O)
-    chosen = next(b for b in BACKENDS if b.runs("cpu", linear.weight.kind, rows))
-    assert chosen.name == ("tensor core" if rows <= 64 else "dequantized")
+    assert linear.weight.multiplies_codes(rows) == (rows <= 64)
     x = random_rows(rows, 128).view(1, rows, 128)
     want = x.double() @ torch.from_numpy(worth(value)).double().T + bias_O.double()
     got = linear(x)

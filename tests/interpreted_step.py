@@ -31,7 +31,7 @@ from qconvert.runtime.cuda.attention import (
     empty_softmaxes,
 )
 from qconvert.runtime.cuda.decode_step import CudaStep, obstacle, open_step, read, read_greedily
-from qconvert.runtime.cuda.head import Spoken, score_reference, score_spoken
+from qconvert.runtime.cuda.head import HiddenStates, score_hidden_states, score_reference
 from qconvert.runtime.cuda.norm import add_norm, add_norm_reference
 from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8
 from qconvert.runtime.cuda.swiglu import swiglu, swiglu_reference
@@ -230,12 +230,16 @@ def test_a_step_is_as_near_to_float32_as_the_decoder(
 def test_scores(tokens: int, vocab: int, widths: tuple[int, int]) -> None:
     """One model, another that is far from it, and the first again, whose divergence is nothing."""
     models = [
-        Spoken(normal(tokens, width, seed=i).bfloat16(), (normal(vocab, width, seed=2 + i) * 0.4).bfloat16())
+        HiddenStates(
+            normal(tokens, width, seed=i).bfloat16(), (normal(vocab, width, seed=2 + i) * 0.4).bfloat16()
+        )
         for i, width in enumerate(widths)
     ]
     targets = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(0))
     for group in (models[:1], models, [models[0], models[0]]):
-        for got, want in zip(score_spoken(group, targets), score_reference(group, targets), strict=True):
+        for got, want in zip(
+            score_hidden_states(group, targets), score_reference(group, targets), strict=True
+        ):
             assert torch.allclose(got.nll_N, want.nll_N, rtol=2e-6, atol=2e-6)
             assert torch.equal(got.top_N, want.top_N)
             assert (got.kl_N is None) == (want.kl_N is None)

@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from qconvert.runtime.cuda import attention, head, norm, swiglu
 from qconvert.runtime.cuda.activation import Parts, empty_rows
 from qconvert.runtime.cuda.attention import HeadNorms, HeadShape, Place, empty_softmaxes, stretches_for
-from qconvert.runtime.cuda.head import Spoken, score_spoken
+from qconvert.runtime.cuda.head import HiddenStates, score_hidden_states
 from tests.commands import run_interpreted
 from tests.machine_code import Launches, MachineCode
 
@@ -89,8 +89,8 @@ def test_scores_keep_to_registers(models: int, monkeypatch: pytest.MonkeyPatch) 
     launches = Launches(head._fold)
     monkeypatch.setattr(head, "_fold", launches)
     bf16 = torch.bfloat16
-    spoken = Spoken(empty(16376, 896, dtype=bf16), empty(151936, 896, dtype=bf16))
-    score_spoken([spoken] * models, empty(16376, dtype=torch.int64))
+    spoken = HiddenStates(empty(16376, 896, dtype=bf16), empty(151936, 896, dtype=bf16))
+    score_hidden_states([spoken] * models, empty(16376, dtype=torch.int64))
     code = check(launches, 255)
     assert code.instructions["HGMMA"] >= 4 * models and code.instructions["LDGSTS"] >= 24
 

@@ -10,7 +10,8 @@ import pytest
 
 from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
-from qconvert.runtime.config import DecoderConfig, LinearScaling, Llama3Scaling, YarnScaling
+from qconvert.models.rope import LinearScaling, Llama3Scaling, YarnScaling
+from qconvert.runtime.config import DecoderConfig, Experts
 
 QWEN2: Json = {
     "model_type": "qwen2",
@@ -47,7 +48,7 @@ def test_qwen2_as_on_the_hub() -> None:
     assert {"attn.q", "attn.qkv"} <= config.biased and "attn.o" not in config.biased
 
 
-@pytest.mark.parametrize("absent", [{}, {"head_dim": None}, {"num_key_value_heads": None}])
+@pytest.mark.parametrize("absent", [{}, {"num_key_value_heads": None}])
 def test_absent_and_null_take_the_default_of_the_family(absent: Json) -> None:
     bare = {key: value for key, value in QWEN2.items() if key not in ("num_key_value_heads", "rope_theta")}
     config = DecoderConfig.from_hf(bare | absent)
@@ -107,8 +108,10 @@ def test_which_layers_slide(changes: Json, windows: tuple[int | None, ...]) -> N
 
 
 def test_experts() -> None:
-    experts = DecoderConfig.from_hf(MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}).experts
-    assert experts is not None and experts.layers == {1} and experts.shared_width is None
+    config = DecoderConfig.from_hf(MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert config.experts == Experts(per_token=2, normalise=False)
+    assert [layer for layer in range(4) if config.has("mlp.router", layer)] == [1]
+    assert not config.has("mlp.shared.gate", 1)
     renamed = {key: value for key, value in MOE.items() if key != "num_experts"} | {"num_local_experts": 8}
     assert DecoderConfig.from_hf(renamed).experts == DecoderConfig.from_hf(MOE).experts
 
@@ -116,9 +119,9 @@ def test_experts() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"model_type": "gemma3"}, UnsupportedModel, "gemma3"),
-        ({"model_type": None}, UnsupportedModel, "None"),
-        ({"hidden_act": "gelu"}, UnsupportedModel, "gelu"),
+        ({"model_type": "rwkv"}, UnsupportedModel, "not run here"),
+        ({"model_type": None}, CorruptCheckpoint, "no model_type"),
+        ({"hidden_act": "relu"}, UnsupportedModel, "relu"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, UnsupportedModel, "dynamic"),
         (
             {"rope_parameters": {"a": {"rope_theta": 1e4}, "b": {"rope_theta": 1e6}}},
@@ -132,7 +135,7 @@ def test_experts() -> None:
         ({"rms_norm_eps": math.nan}, CorruptCheckpoint, "nan"),
         ({"rope_theta": 1.0}, CorruptCheckpoint, "rope_theta"),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4.0}}, CorruptCheckpoint, "low_freq_factor"),
-        ({"rope_scaling": [1]}, UnsupportedModel, "rope"),
+        ({"rope_scaling": [1]}, CorruptCheckpoint, "rope"),
         (
             {"use_sliding_window": True, "sliding_window": 9, "layer_types": [[]] * 4},
             UnsupportedModel,
@@ -159,5 +162,8 @@ def test_real_configs_are_read_or_refused_with_a_reason(assets: Path) -> None:
         except QConvertError:
             continue
         read_types.add(config.model_type)
-        assert config.windows == (None,) * config.layers or config.model_type == "mistral", path.name
-    assert read_types == {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"}
+        if config.model_type.startswith("qwen"):
+            assert config.windows == (None,) * config.layers, path.name
+    assert read_types == {
+        *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss"),
+    }

@@ -12,12 +12,14 @@ from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt
 from qconvert.core.values import AffineIntRows, DenseRows
 from qconvert.quant.simd.lanes import LANES
+from qconvert.runtime import storage
+from qconvert.runtime.cpu import packed_weights
 from qconvert.runtime.cpu.packed_weights import PackedGrid, pack_grid
 from qconvert.runtime.cpu.products import multiply_few
-from qconvert.runtime.cpu.thread_barrier import Team
+from qconvert.runtime.cpu.thread_barrier import ThreadTeam
 from qconvert.runtime.device_layout import Layout, place_rows, place_weight
-from qconvert.runtime.linear import BACKENDS, Linear
-from qconvert.runtime.storage import DenseWeight, NarrowWeight
+from qconvert.runtime.linear import Linear
+from qconvert.runtime.storage import Decodable, DenseWeight, multiply_decoded
 from tests.test_decoder_linear import CPU, random_value, worth
 
 BF16 = torch.bfloat16
@@ -123,7 +125,7 @@ def test_inputs_that_are_no_numbers_are_not_hidden() -> None:
 def test_dense_rows_are_float32_products(width: int, dtype: torch.dtype) -> None:
     w_OI, x_NI = inputs(9, width).to(dtype), inputs(2, width)
     want_NO = x_NI.double() @ w_OI.double().T
-    weight = DenseWeight(w_OI) if dtype == torch.float32 else NarrowWeight(w_OI)
+    weight = DenseWeight(w_OI, torch.float32)
     assert torch.allclose(multiply_few(x_NI, weight).double(), want_NO, atol=1e-5)
 
 
@@ -141,7 +143,7 @@ def test_linears_take_any_number_of_rows(dtype: torch.dtype, rows: int) -> None:
 def test_bfloat16_weights_stay_narrow_where_they_are_computed_with_in_float32() -> None:
     carried = (inputs(50, 64).to(BF16).view(torch.int16).numpy()).view(np.uint16)
     weight = place_weight(DenseRows(carried, DType.BF16), CPU, torch.float32, Layout.AUTO)
-    assert isinstance(weight, NarrowWeight) and weight.nbytes == 50 * 64 * 2
+    assert isinstance(weight, DenseWeight) and weight.kind == "bf16" and weight.nbytes == 50 * 64 * 2
     want_OI = torch.from_numpy(carried.view(np.int16)).view(BF16).float()
     for rows in (1, 30):
         x_NI = inputs(rows, 64)
@@ -169,10 +171,23 @@ def test_what_the_kernels_cannot_hold_stays_in_the_reference_layout() -> None:
     assert place_weight(value, CPU, BF16, Layout.AUTO).kind == "int4-cpu"
 
 
-def test_few_rows_are_multiplied_packed_and_many_decoded() -> None:
-    for kind in ("int4-cpu", "int6-cpu", "int8-cpu", "table4-cpu", "e4m3-cpu", "e5m2-cpu", "narrow"):
-        chosen = [next(b for b in BACKENDS if b.runs("cpu", kind, rows)).name for rows in (1, 1000)]
-        assert chosen[0].endswith("rows") and chosen[1] == "decoded"
+def test_few_rows_are_multiplied_packed_and_many_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[int] = []
+
+    def count(x: torch.Tensor, weight: Decodable, bias_O: torch.Tensor | None) -> torch.Tensor:
+        decoded.append(len(x))
+        return multiply_decoded(x, weight, bias_O)
+
+    for module in (storage, packed_weights):
+        monkeypatch.setattr(module, "multiply_decoded", count)
+    integers = place_weight(random_value(FORMS[1], 70, 96), CPU, torch.float32, Layout.AUTO)
+    floats = DenseWeight(inputs(70, 96).to(BF16), torch.float32)
+    for rows in (1, 8, 9, 16, 17):
+        Linear(integers)(inputs(rows, 96))
+        Linear(floats)(inputs(rows, 96))
+    assert decoded == [9, 16, 17, 17]
+    assert [integers.multiplies_codes(rows) for rows in (16, 17)] == [True, False]
+    assert not floats.multiplies_codes(1)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
@@ -193,15 +208,15 @@ class Stop(Exception):
 
 @pytest.mark.parametrize("broken", [0, 1])
 def test_a_team_that_loses_a_thread_does_not_wait_for_it(broken: int) -> None:
-    team = Team(2)
+    team = ThreadTeam(2)
 
     def work(rank: int) -> None:
         if rank == broken:
             raise Stop
-        team.meet()
+        team.wait()
 
     with pytest.raises(Stop):
         team.run(work)
     met = []
-    team.run(lambda rank: (team.meet(), met.append(threading.get_ident())))  # type: ignore[func-returns-value]
+    team.run(lambda rank: (team.wait(), met.append(threading.get_ident())))  # type: ignore[func-returns-value]
     assert len(set(met)) == 2

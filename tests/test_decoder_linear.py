@@ -11,7 +11,7 @@ from qconvert.core.encodings import AffineInt, AffineMin, GgmlBlocks
 from qconvert.core.values import AffineIntRows, AffineMinRows, DenseRows, GgmlRows
 from qconvert.errors import BadRecipe
 from qconvert.quant.packed_codes import codes_of
-from qconvert.runtime import device_layout, linear
+from qconvert.runtime import device_layout, storage
 from qconvert.runtime.device_layout import (
     Layout,
     evaluation_layout,
@@ -21,7 +21,7 @@ from qconvert.runtime.device_layout import (
     place_weight,
     stack,
 )
-from qconvert.runtime.linear import BACKENDS, Linear
+from qconvert.runtime.linear import Linear
 from qconvert.runtime.storage import DenseWeight, IntWeight
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_bfloat16_rows_of_any_width_are_multiplied_whole(width: int) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_of_rows_make_the_whole_product(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     value = random_value(AffineInt(bits, 32, False, DType.F32), 37, 64)
-    monkeypatch.setattr(linear, "SCRATCH_BYTES", 5 * 64 * 4)
+    monkeypatch.setattr(storage, "SCRATCH_BYTES", 5 * 64 * 4)
     x = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(0))
     bias = torch.arange(37, dtype=torch.float32)
     y = Linear(place_weight(value, CPU, torch.float32, Layout.REFERENCE), bias)(x)
@@ -185,14 +185,6 @@ def test_evaluations_copy_weights_where_half_of_a_gpus_memory_holds_them(
     assert evaluation_layout(501, gpu, torch.float32) is Layout.AUTO
     assert evaluation_layout(1, CPU, torch.float32) is Layout.REFERENCE
     assert evaluation_layout(1, CPU, torch.bfloat16) is Layout.AUTO
-
-
-def test_every_kind_has_a_backend_for_any_number_of_rows() -> None:
-    kinds = {backend.kind for backend in BACKENDS}
-    assert {"dense", "int4", "int8", "encoded", "narrow", "int4-cpu", "int8-cpu"} <= kinds
-    for kind in kinds:
-        for device in ("cpu",) if kind.endswith("-cpu") else ("cpu", "cuda"):
-            assert any(backend.runs(device, kind, 10**9) for backend in BACKENDS), (device, kind)
 
 
 def test_a_named_gpu_becomes_the_one_that_kernels_launch_on(monkeypatch: pytest.MonkeyPatch) -> None:

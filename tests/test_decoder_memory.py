@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qconvert.runtime import linear
+from qconvert.runtime import storage
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
 from qconvert.runtime.load import load_decoder
@@ -100,7 +100,7 @@ def test_a_packed_model_holds_its_packed_weights(layout: Layout) -> None:
 def test_reading_needs_one_block_more_than_a_dense_model(
     layout: Layout, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "SCRATCH_BYTES", SCRATCH)
+    monkeypatch.setattr(storage, "SCRATCH_BYTES", SCRATCH)
     dense, packed = decoders(layout)
     most = []
     for decoder in (dense, packed):

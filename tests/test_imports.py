@@ -104,6 +104,16 @@ def test_a_folder_imports_only_folders_above_it(name: str) -> None:
         assert FOLDERS.index(other) <= FOLDERS.index(folder), f"{name} imports {imported}, which is below it"
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    left = {name: own_imports(name) & MODULES.keys() for name in MODULES}
+    while True:
+        leaves = {name for name, imported in left.items() if not imported}
+        if not leaves:
+            break
+        left = {name: imported - leaves for name, imported in left.items() if name not in leaves}
+    assert not left, f"in a circle, or behind one: {left}"
+
+
 def test_every_folder_of_the_list_exists() -> None:
     assert {name.split(".")[0] for name in MODULES} - {*ENTRIES, "evals"} == set(FOLDERS)
 

@@ -1,11 +1,12 @@
-"""A checkpoint as the decoder wants it: whole weights by role (see `runtime.weight_source.Weights`)."""
+"""Reads a checkpoint's weights by role, as the decoder asks for them (`runtime.weight_source.Weights`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
 
 from qconvert.checkpoint.open import Checkpoint
-from qconvert.core.dtypes import rows_of
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.values import Value
 from qconvert.models import FusedParameter
@@ -13,33 +14,61 @@ from qconvert.models import FusedParameter
 _Key = tuple[str, int | None, str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """Rows of a stored tensor: the ranges, one after the other, that make a parameter."""
+
+    tensor: ModelTensor
+    ranges: tuple[range, ...]
+
+
 class CheckpointWeights:
-    """Reads weights by role and layer; each call reads anew, nothing is kept."""
+    """Reads weights by role and layer; each call reads anew, nothing is kept.
+
+    Fused tensors whose members follow one another are given whole (`attn.qkv`, `mlp.gate_up`, an expert's
+    `gate_up`); members that are interleaved are taken apart.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         """Hold the checkpoint's tensors against its architecture; raises what `bind` raises."""
         binding = checkpoint.bind()
         self._reader = checkpoint.reader
-        self._tensors: dict[_Key, tuple[ModelTensor, int, int]] = {}
+        self._stored: dict[_Key, _Stored] = {}
         for name, parameter in binding.parameters.items():
             tensor = checkpoint.tensors[name]
-            self._tensors[parameter.role, parameter.layer, parameter.param] = tensor, 0, tensor.rows
             entry = binding.architecture.fused.get(name)
-            if entry is not None and entry.fusion.per_expert and not entry.fusion.interleaved:
-                self._tensors |= _experts(tensor, entry)
+            if entry is None or _in_order(entry):
+                key = parameter.role, parameter.layer, parameter.param
+                self._stored[key] = _Stored(tensor, (range(tensor.rows),))
+            else:
+                self._stored |= _members(tensor, entry)
 
     def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:
         """All rows of a weight or bias; None when the model has no such tensor."""
-        found = self._tensors.get((role, layer, kind))
-        return None if found is None else self._reader.read(*found)
+        found = self._stored.get((role, layer, kind))
+        if found is None:
+            return None
+        parts = [self._read(found.tensor, rows) for rows in found.ranges]
+        columns = zip(*(part.arrays for part in parts), strict=True)
+        return parts[0] if len(parts) == 1 else parts[0].with_arrays(tuple(map(np.concatenate, columns)))
+
+    def _read(self, tensor: ModelTensor, rows: range) -> Value:
+        value = self._reader.read(tensor, rows.start, rows[-1] + 1)
+        if rows.step == 1:
+            return value
+        return value.with_arrays(tuple(np.ascontiguousarray(a[:: rows.step]) for a in value.arrays))
 
 
-def _experts(
-    stack: ModelTensor, entry: FusedParameter
-) -> Iterator[tuple[_Key, tuple[ModelTensor, int, int]]]:
-    """Where each part of a stack of experts has its rows: one part after the other."""
-    start = 0
-    for part in entry.members:
-        stop = start + rows_of(part.shape)
-        yield (part.role, part.layer, part.param), (stack, start, stop)
-        start = stop
+def _in_order(entry: FusedParameter) -> bool:
+    """Whether each member's rows lie together, so that the whole is a weight of its own."""
+    fusion = entry.fusion
+    return not fusion.per_expert and not fusion.interleaved and len(entry.runs) == len(entry.members)
+
+
+def _members(stack: ModelTensor, entry: FusedParameter) -> dict[_Key, _Stored]:
+    """Where each member of a fused tensor has its rows."""
+    ranges: dict[int, list[range]] = {}
+    for run, rows in zip(entry.runs, entry.rows, strict=True):
+        ranges.setdefault(run.member, []).append(rows)
+    members = ((entry.members[number], tuple(found)) for number, found in ranges.items())
+    return {(p.role, p.layer, p.param): _Stored(stack, found) for p, found in members}

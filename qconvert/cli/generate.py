@@ -116,7 +116,7 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
     with typed():
         _check_words(prompt, options)
     from qconvert.formats.tokenizers.prompts import Detokenizer
-    from qconvert.runtime.generate import Sampler, decodes_weights, generate, rehearse
+    from qconvert.runtime.generate import Sampler, decodes_weights, generate, warm_up
 
     clock = _Clock()
     resolved, checkpoint, decoder = _open(model, options)
@@ -125,7 +125,7 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
     if decodes_weights(decoder) and not quiet and options["backend"] == "auto":
         click.echo(_SLOW.format(device=decoder.device.type), err=True)
     with explained_if_slow(talks=not quiet and not as_json):
-        rehearse(decoder, len(ids))
+        warm_up(decoder, len(ids))
     sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
     detokenizer, pieces = Detokenizer(dialogue.tokenizer), []
     clock.start()
@@ -233,7 +233,7 @@ def _open(model: str, options: dict[str, Any]) -> tuple[ResolvedModel, Checkpoin
     checkpoint = open_checkpoint(resolved.path)
     layout = Layout(options["backend"])
     decoder = load_decoder(
-        DecoderConfig.from_hf(checkpoint.config),
+        DecoderConfig.of(checkpoint.architecture),
         CheckpointWeights(checkpoint),
         device=options["device"],
         dtype=None if layout is Layout.AUTO else torch.float32,

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from qconvert.errors import CheckFailed
 from qconvert.evaluate.protocols import Window
-from qconvert.runtime.linear import Table
 from qconvert.runtime.model import Decoder
-from qconvert.runtime.scoring import score_hidden
+from qconvert.runtime.scoring import Outputs, score_hidden
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens per visit of a layer: on a GPU, dequantizing its weights then costs 1.4 % of the time."""
@@ -143,10 +142,10 @@ def _shape(window: Window) -> tuple[int, int]:
 
 def _score_batch(tracks: Sequence[Track], tokens_BT: Tensor, scored: int, compared: bool) -> None:
     """Run every model over a batch and score its tokens from position `scored` on."""
-    models: list[tuple[Tensor, Table]] = []
+    models: list[Outputs] = []
     for track in tracks:
         h_ND = track.hidden(tokens_BT)[:, scored - 1 : -1].flatten(0, 1)
-        models.append((h_ND, track.model.decoder.head))
+        models.append(track.model.decoder.outputs(h_ND))
     targets_N = tokens_BT[:, scored:].flatten().to(tracks[0].model.decoder.device)
     groups = [models] if compared else [[model] for model in models]
     scores = [each for group in groups for each in score_hidden(group, targets_N)]

@@ -25,7 +25,7 @@ def open_model(path: Path, label: str, *, device: str = "cpu", dtype: torch.dtyp
     parameter_table = table_of_tensors(checkpoint.tensors, checkpoint.bind(), checkpoint.layout.traits)
     dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     decoder = load_decoder(
-        DecoderConfig.from_hf(checkpoint.config),
+        DecoderConfig.of(checkpoint.architecture),
         CheckpointWeights(checkpoint),
         device=place,
         dtype=dtype,

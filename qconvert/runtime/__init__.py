@@ -1,1 +1,1 @@
-"""Numbers: the built-in decoder that runs checkpoints for evals and generation."""
+"""Runs checkpoints in a built-in decoder, for evals, calibration and generation."""

@@ -1,264 +1,213 @@
-"""What a checkpoint's `config.json` says about its decoder, with the defaults of its family filled in.
+"""Reads what a decoder needs to know of a model: its architecture, and the settings of its computing.
 
-Covers llama, mistral, qwen2, qwen3, qwen2_moe and qwen3_moe as transformers writes them, before and
-after version 5 (which moved `rope_theta` and `rope_scaling` into `rope_parameters`). Defaults are
-those of the transformers configuration classes. Whatever the decoder cannot compute exactly is
-refused here, so that the model holds no special cases. Does not import torch.
+Names, shapes, biases, norms and experts come from `qconvert.models.Architecture`; what a family computes
+with them from `qconvert.runtime.graphs`. Whatever the decoder cannot compute exactly is refused here, so
+that the model holds no special cases. Does not import torch.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from qconvert.core.config_json import optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.core.numbers import positive_number
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-
-MAX_LAYERS = 4096
-"""More layers than any model has: a larger number is a broken file, refused before it costs memory."""
+from qconvert.models.architecture import Architecture
+from qconvert.models.rope import LongScaling, Rope, local_rope_settings, read_rope
+from qconvert.runtime.graphs import GRAPHS, Graph
 
 _ELSEWHERE = "llama.cpp may run it (`qconvert to-gguf`)"
-_QKV = frozenset({"attn.q", "attn.k", "attn.v", "attn.qkv"})
-_QKVO = _QKV | {"attn.o"}
-_MLP = frozenset({"mlp.gate", "mlp.up", "mlp.gate_up", "mlp.down"})
-_NONE: frozenset[str] = frozenset()
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 
-
-@dataclass(frozen=True, slots=True)
-class LinearScaling:
-    """Position interpolation: every frequency is divided by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, a ramp lies between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_context: int
-
-
-@dataclass(frozen=True, slots=True)
-class YarnScaling:
-    """YaRN (arXiv 2309.00071): a ramp over dimensions; `attention_factor` multiplies cos and sin."""
-
-    factor: float
-    attention_factor: float
-    beta_fast: float
-    beta_slow: float
-    original_context: int
-    truncate: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary position embedding of the whole head, in the rotate-half layout."""
-
-    theta: float
-    scaling: LinearScaling | Llama3Scaling | YarnScaling | None
+ParameterKey = tuple[str, int | None, str]
+"""Role, layer, and "weight" or "bias"."""
 
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The sparse MLP of `layers`: of `count` experts, `per_token` run for a token.
+    """Of a sparse layer's experts, `per_token` run for a token; their weights sum to 1 if `normalise`."""
 
-    `normalise` scales their `per_token` probabilities to a sum of 1; `shared_width` is the width of
-    the expert that always runs, None where the family has none.
-    """
-
-    count: int
     per_token: int
-    width: int
-    shared_width: int | None
     normalise: bool
-    layers: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The shape of a decoder: widths, heads, rotary embedding, attention windows, experts.
+    """The shape of a decoder: its parameters, heads, rotary embeddings, attention windows, experts.
 
-    `windows[i]` is the number of positions, its own included, that a token attends to in layer i;
-    None stands for all of them. `biased` holds the roles that cannot do without a bias.
+    `shapes` has every parameter of the unfused model. `windows[i]` is the number of positions, its own
+    included, that a token attends to in layer i; None stands for all of them. `local_rope` is the rotary
+    embedding of layers with a window where it is another one. `score_scale` (None: 1 / sqrt(head_dim)) and
+    `score_cap` apply to attention scores, `qkv_limit` clamps queries, keys and values, `logit_scale`
+    multiplies and `logit_cap` bounds the logits. `activation` is `silu`, `gelu`, `gelu_tanh` or `clamped`,
+    whose `clamp` is (alpha, limit).
     """
 
     model_type: str
+    graph: Graph
+    shapes: Mapping[ParameterKey, tuple[int, ...]]
     vocab: int
     hidden: int
-    mlp_width: int
     heads: int
     kv_heads: int
     head_dim: int
     rope: Rope
+    local_rope: Rope | None
     norm_eps: float
     windows: tuple[int | None, ...]
-    biased: frozenset[str]
-    qk_norm: bool
     tied: bool
     experts: Experts | None
     max_positions: int
+    activation: str
+    clamp: tuple[float, float]
+    score_scale: float | None
+    score_cap: float | None
+    qkv_limit: float | None
+    logit_scale: float
+    logit_cap: float | None
 
     @property
     def layers(self) -> int:
         """The number of layers."""
         return len(self.windows)
 
+    @property
+    def mlp_width(self) -> int:
+        """The inner width of the dense block of the first layer that has one."""
+        return next(shape[0] for (role, _, _), shape in self.shapes.items() if role == "mlp.gate")
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries and keys are normalised."""
+        return self.has("attn.q_norm", 0)
+
+    @property
+    def biased(self) -> frozenset[str]:
+        """The roles with a bias; `attn.qkv` where its members have one."""
+        roles = {role for role, _, param in self.shapes if param == "bias"}
+        return frozenset(roles | {"attn.qkv"} if "attn.q" in roles else roles)
+
+    def has(self, role: str, layer: int | None, param: str = "weight") -> bool:
+        """Whether the model has this parameter."""
+        return (role, layer, param) in self.shapes
+
     @staticmethod
     def from_hf(config: Json) -> DecoderConfig:
-        """Read a Hugging Face `config.json`.
+        """Read a Hugging Face config.json; raises what `of` and `Architecture.of` raise."""
+        return DecoderConfig.of(Architecture.of(config))
 
-        Raises UnsupportedModel for a family, an activation or a rotary embedding that is not
-        implemented, CorruptCheckpoint for numbers that make no model.
+    @staticmethod
+    def of(architecture: Architecture) -> DecoderConfig:
+        """What an architecture says of its decoder.
+
+        Raises UnsupportedModel for a family, an activation or a rotary embedding that is not computed
+        here, CorruptCheckpoint for numbers that make no model.
         """
-        family = _family(config)
-        hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
-        kv_heads = _count(config, "num_key_value_heads", heads)
-        head_dim = _count(config, "head_dim", family.head_dim or hidden // heads)
-        if heads % kv_heads or head_dim % 2:
+        graph, settings = _graph(architecture)
+        dims = architecture.dimensions[0]
+        heads = positive_int(settings, "num_attention_heads")
+        kv_heads, head_dim = dims["kv_heads"], dims["head_dim"]
+        rope = read_rope(settings, interleaved=graph.interleaved_rope)
+        if rope.share != 1 and not graph.partial_rope:
+            raise UnsupportedModel(
+                f"config.json: partial_rotary_factor is {rope.share}",
+                f"{_ELSEWHERE}; here whole heads rotate",
+            )
+        if heads % kv_heads or rope.rotated(head_dim) % 2 or not rope.rotated(head_dim):
             raise CorruptCheckpoint(
                 f"config.json: {heads} heads over {kv_heads} key-value heads of {head_dim} dimensions",
                 "correct it: heads must be a multiple of num_key_value_heads, and head_dim even",
             )
-        if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise UnsupportedModel(
-                f"config.json: hidden_act is {config['hidden_act']!r}",
-                f"{_ELSEWHERE}; here only silu is computed",
-            )
+        if isinstance(rope.scaling, LongScaling):
+            _check_divisors(rope.scaling, rope.rotated(head_dim) // 2)
+        local = local_rope_settings(settings)
+        scalar = _optional(settings, "query_pre_attn_scalar")
         return DecoderConfig(
-            model_type=config["model_type"],
-            vocab=_count(config, "vocab_size"),
-            hidden=hidden,
-            mlp_width=_count(config, "intermediate_size"),
+            model_type=str(architecture.config.get("model_type")),
+            graph=graph,
+            shapes={(p.role, p.layer, p.param): p.shape for p in architecture.parameters.values()},
+            vocab=dims["vocab"],
+            hidden=dims["hidden"],
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            rope=_rope(config),
-            norm_eps=_positive(config, "rms_norm_eps", 1e-6),
-            windows=_windows(config, family),
-            biased=family.biased(config),
-            qk_norm=family.qk_norm,
-            tied=bool(config.get("tie_word_embeddings", False)),
-            experts=_experts(config, family) if family.sparse else None,
-            max_positions=_count(config, "max_position_embeddings", 2048),
+            rope=rope,
+            local_rope=None if local is None else read_rope(local, interleaved=graph.interleaved_rope),
+            norm_eps=graph.fixed_eps or _optional(settings, graph.norm_eps) or 1e-6,
+            windows=_windows(settings, architecture.layers, graph),
+            tied=architecture.tied,
+            experts=_experts(architecture, settings, graph),
+            max_positions=optional_int(settings, "max_position_embeddings") or 2048,
+            activation=_activation(settings, graph),
+            clamp=(
+                _optional(settings, "swiglu_alpha") or 1.702,
+                _optional(settings, "swiglu_limit") or 7.0,
+            ),
+            score_scale=None if scalar is None else scalar**-0.5,
+            score_cap=_optional(settings, "attn_logit_softcapping"),
+            qkv_limit=_optional(settings, "clip_qkv"),
+            logit_scale=_optional(settings, "logit_scale") or 1.0,
+            logit_cap=_optional(settings, "final_logit_softcapping"),
         )
 
 
-def _attention_biases(config: Json) -> frozenset[str]:
-    return _QKVO if config.get("attention_bias") else _NONE
-
-
-def _never(layer: int, edge: int) -> bool:
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What a `model_type` implies and its config does not say.
-
-    `head_dim` stands in for an absent one (None: hidden over heads). `slides(layer, edge)` is the
-    rule for sliding layers, `edge` being `max_window_layers`; `explicit_layers` whether
-    `layer_types` overrides it; `window_flag` whether `sliding_window` counts only beside
-    `use_sliding_window: true` (Qwen2.5 configs carry a window of 131072 beside `false`).
-    """
-
-    biased: Callable[[Json], frozenset[str]]
-    slides: Callable[[int, int], bool] = _never
-    window_flag: bool = True
-    explicit_layers: bool = False
-    head_dim: int | None = None
-    qk_norm: bool = False
-    sparse: bool = False
-    shared_expert: bool = False
-
-
-_FAMILIES: Mapping[str, _Family] = {
-    "llama": _Family(
-        biased=lambda c: (
-            (_QKVO if c.get("attention_bias") else _NONE) | (_MLP if c.get("mlp_bias") else _NONE)
-        )
-    ),
-    "mistral": _Family(biased=lambda c: _NONE, slides=lambda layer, edge: True, window_flag=False),
-    "qwen2": _Family(biased=lambda c: _QKV, slides=lambda layer, edge: layer >= edge, explicit_layers=True),
-    "qwen3": _Family(
-        biased=_attention_biases,
-        slides=lambda layer, edge: layer >= edge,
-        explicit_layers=True,
-        head_dim=128,
-        qk_norm=True,
-    ),
-    "qwen2_moe": _Family(
-        biased=lambda c: _QKV if c.get("qkv_bias", True) else _NONE,
-        slides=lambda layer, edge: layer % 2 == 0 and layer < edge,
-        explicit_layers=True,
-        sparse=True,
-        shared_expert=True,
-    ),
-    "qwen3_moe": _Family(
-        biased=_attention_biases,
-        slides=lambda layer, edge: True,
-        qk_norm=True,
-        sparse=True,
-    ),
-}
-
-
-def _family(config: Json) -> _Family:
-    model_type = config.get("model_type")
-    family = _FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
+def _graph(architecture: Architecture) -> tuple[Graph, Json]:
+    """What the family computes, and the settings completed with its class's defaults."""
+    types = (architecture.config.get("model_type"), *architecture.family.model_types)
+    graph = next((GRAPHS[each] for each in types if isinstance(each, str) and each in GRAPHS), None)
+    if graph is None:
         raise UnsupportedModel(
-            f"config.json: model_type {model_type!r} has no decoder here",
-            f"{_ELSEWHERE}; here {', '.join(_FAMILIES)} run",
+            f"config.json: model_type {types[0]!r} is not run here",
+            f"{_ELSEWHERE}; here {', '.join(GRAPHS)} run",
         )
-    return family
+    if architecture.settings.get("use_bidirectional_attention"):
+        raise UnsupportedModel("config.json: use_bidirectional_attention is set", "it makes an encoder")
+    defaults = graph.defaults
+    if architecture.settings.get("rope_scaling"):  # the older key of what `rope_parameters` holds
+        defaults = {key: value for key, value in defaults.items() if key != "rope_parameters"}
+    return graph, {**defaults, **architecture.settings}
 
 
-def _count(config: Json, key: str, default: int | None = None) -> int:
-    """A positive integer; the default stands in for an absent or null one."""
-    value = default if config.get(key) is None else config[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
+def _check_divisors(scaling: LongScaling, pairs: int) -> None:
+    found = {len(scaling.short), len(scaling.long)}
+    if found != {pairs}:
         raise CorruptCheckpoint(
-            f"config.json: {key} is {shown(repr(value))}", f"correct it: {key} must be a positive integer"
+            f"config.json: short_factor and long_factor have {found}, not {pairs} divisors"
         )
-    return value
 
 
-def _positive(config: Json, key: str, default: float | None = None) -> float:
-    """A positive number that float32 holds; the default stands in for an absent or null one."""
-    value = default if config.get(key) is None else config[key]
-    number = positive_number(value)
-    if number is None:
+def _optional(settings: Json, key: str) -> float | None:
+    """The positive number that float32 holds under a key; None for an absent or null one."""
+    value = settings.get(key)
+    number = None if value is None else positive_number(value)
+    if value is not None and number is None:
         raise CorruptCheckpoint(
             f"config.json: {key} is {shown(repr(value))}", f"correct it: {key} must be a positive number"
         )
     return number
 
 
-def _layers(config: Json) -> int:
-    layers = _count(config, "num_hidden_layers")
-    if layers > MAX_LAYERS:
-        raise CorruptCheckpoint(
-            f"config.json: num_hidden_layers is {layers}", f"correct it: no model has more than {MAX_LAYERS}"
+def _activation(settings: Json, graph: Graph) -> str:
+    if graph.clamped_swiglu:
+        return "clamped"
+    stated = settings.get(graph.activation) or ("gelu_pytorch_tanh" if graph.gelu_is_tanh else "silu")
+    name = _ACTIVATIONS.get(stated) if isinstance(stated, str) else None
+    if name is None:
+        raise UnsupportedModel(
+            f"config.json: {graph.activation} is {shown(repr(stated))}",
+            f"{_ELSEWHERE}; here {', '.join(_ACTIVATIONS)} are computed",
         )
-    return layers
+    return "gelu_tanh" if name == "gelu" and graph.gelu_is_tanh else name
 
 
-def _windows(config: Json, family: _Family) -> tuple[int | None, ...]:
+def _windows(settings: Json, layers: int, graph: Graph) -> tuple[int | None, ...]:
     """The attention window of every layer."""
-    layers = _layers(config)
-    if config.get("sliding_window") is None or (family.window_flag and not config.get("use_sliding_window")):
-        return (None,) * layers
-    window = _count(config, "sliding_window")
-    kinds = config.get("layer_types") if family.explicit_layers else None
-    if kinds is None:
-        edge = config.get("max_window_layers")
-        edge = 28 if not isinstance(edge, int) else edge
-        return tuple(window if family.slides(i, edge) else None for i in range(layers))
+    window = optional_int(settings, "sliding_window") if _slides(settings, graph) else None
+    kinds = settings.get("layer_types") if graph.explicit_layers else None
+    if window is None or kinds is None:
+        return tuple(window if graph.slides(settings, i) else None for i in range(layers))
     known = {"sliding_attention": window, "full_attention": None}
     if not isinstance(kinds, list) or len(kinds) != layers or any(str(kind) not in known for kind in kinds):
         raise UnsupportedModel(
@@ -268,105 +217,16 @@ def _windows(config: Json, family: _Family) -> tuple[int | None, ...]:
     return tuple(known[kind] for kind in kinds)
 
 
-def _experts(config: Json, family: _Family) -> Experts:
-    layers, step = _layers(config), _count(config, "decoder_sparse_step", 1)
-    count_key = "num_experts" if "num_experts" in config else "num_local_experts"
-    count, per_token = _count(config, count_key), _count(config, "num_experts_per_tok")
+def _slides(settings: Json, graph: Graph) -> bool:
+    return bool(settings.get("use_sliding_window")) or not graph.window_flag
+
+
+def _experts(architecture: Architecture, settings: Json, graph: Graph) -> Experts | None:
+    count = max(dims.get("experts", 0) for dims in architecture.dimensions)
+    if not count:
+        return None
+    per_token = positive_int(settings, "num_experts_per_tok")
     if per_token > count:
         raise CorruptCheckpoint(f"config.json: num_experts_per_tok is {per_token} of {count} experts")
-    dense = config.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        raise CorruptCheckpoint(
-            f"config.json: mlp_only_layers is {dense!r}", "correct it: it must be a list of layer numbers"
-        )
-    return Experts(
-        count=count,
-        per_token=per_token,
-        width=_count(config, "moe_intermediate_size"),
-        shared_width=_count(config, "shared_expert_intermediate_size") if family.shared_expert else None,
-        normalise=bool(config.get("norm_topk_prob", False)),
-        layers=frozenset(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
-    )
-
-
-# Rotary embedding: one reader per `rope_type`.
-
-
-def _rope(config: Json) -> Rope:
-    fields = _rope_fields(config)
-    kind = str(fields.get("rope_type") or fields.get("type") or "default")
-    if kind not in _SCALINGS or fields.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise UnsupportedModel(
-            f"config.json: rope_type {kind!r} with {fields}",
-            f"{_ELSEWHERE}; here whole heads rotate, by {', '.join(_SCALINGS)}",
-        )
-    theta = _positive(fields, "rope_theta", 10_000.0)
-    if theta <= 1:
-        raise CorruptCheckpoint(
-            f"config.json: rope_theta is {theta}", "correct it: rope_theta must be above 1"
-        )
-    return Rope(theta, _SCALINGS[kind](fields))
-
-
-def _rope_fields(config: Json) -> Json:
-    """`rope_parameters`, or the older `rope_scaling`, completed with what the config says beside it.
-
-    Version 5 may nest the fields under a layer type; that is one set of fields only if all agree.
-    """
-    block = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    nested = list(block.values()) if isinstance(block, dict) else [None]
-    if nested and all(isinstance(fields, dict) for fields in nested):
-        block = nested[0] if all(fields == nested[0] for fields in nested) else None
-    if not isinstance(block, dict):
-        raise UnsupportedModel("config.json: rope_parameters differ by layer", _ELSEWHERE)
-    length = config.get("original_max_position_embeddings") or block.get("original_max_position_embeddings")
-    outside = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
-    context = config.get("max_position_embeddings")
-    return {
-        **outside,
-        **block,
-        "max_position_embeddings": context,
-        "original_max_position_embeddings": length or context,
-    }
-
-
-def _llama3(fields: Json) -> Llama3Scaling:
-    low, high = _positive(fields, "low_freq_factor"), _positive(fields, "high_freq_factor")
-    if low >= high:
-        raise CorruptCheckpoint(f"config.json: low_freq_factor {low} is not below high_freq_factor {high}")
-    return Llama3Scaling(
-        _positive(fields, "factor"), low, high, _count(fields, "original_max_position_embeddings")
-    )
-
-
-def _yarn(fields: Json) -> YarnScaling:
-    original = _count(fields, "original_max_position_embeddings")
-    stretched = _count(fields, "max_position_embeddings", original) / original
-    factor = _positive(fields, "factor", stretched)
-    return YarnScaling(
-        factor=factor,
-        attention_factor=_positive(fields, "attention_factor", _yarn_attention(fields, factor)),
-        beta_fast=_positive(fields, "beta_fast", 32.0),
-        beta_slow=_positive(fields, "beta_slow", 1.0),
-        original_context=original,
-        truncate=bool(fields.get("truncate", True)),
-    )
-
-
-def _yarn_attention(fields: Json, factor: float) -> float:
-    """`0.1 m ln(factor) + 1`; for DeepSeek's two `mscale` fields, the quotient of two of them."""
-
-    def temperature(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    if fields.get("mscale") and fields.get("mscale_all_dim"):
-        return temperature(_positive(fields, "mscale")) / temperature(_positive(fields, "mscale_all_dim"))
-    return temperature(1.0)
-
-
-_SCALINGS: Mapping[str, Callable[[Json], LinearScaling | Llama3Scaling | YarnScaling | None]] = {
-    "default": lambda fields: None,
-    "linear": lambda fields: LinearScaling(_positive(fields, "factor")),
-    "llama3": _llama3,
-    "yarn": _yarn,
-}
+    normalise = graph.normalise_experts
+    return Experts(per_token, bool(settings.get("norm_topk_prob")) if normalise is None else normalise)

@@ -1,4 +1,4 @@
-"""From values as checkpoints hold them to weights on a device, in the layout that its kernels want.
+"""Places values as checkpoints hold them on a device, in the layout that its kernels want.
 
 `Layout.REFERENCE` is the same for every device: the arithmetic that all others are measured
 against. `Layout.AUTO` is what this device multiplies by fastest, `Layout.DENSE` a copy of what the
@@ -24,12 +24,12 @@ from qconvert.quant.simd.lanes import LANES
 from qconvert.runtime.cpu.packed_weights import pack_grid
 from qconvert.runtime.cuda.packing import mma_weight
 from qconvert.runtime.cuda.triton_language import available
-from qconvert.runtime.linear import SCRATCH_BYTES, Table, Weight
+from qconvert.runtime.linear import Table, Weight
 from qconvert.runtime.storage import (
+    SCRATCH_BYTES,
     DenseWeight,
     EncodedWeight,
     IntWeight,
-    NarrowWeight,
     Readable,
     as_tensor,
 )
@@ -125,13 +125,13 @@ def place_table(value: Value, device: torch.device, dtype: torch.dtype, layout: 
         return place_rows(value, device, dtype)
     fills_lanes = value.width % LANES == 0  # which the kernel reads whole
     if isinstance(value, DenseRows) and value.dtype is DType.BF16 and dtype == torch.float32 and fills_lanes:
-        return NarrowWeight(as_tensor(value.rows_RI, DType.BF16))
+        return DenseWeight(as_tensor(value.rows_RI, DType.BF16), dtype)
     return pack_grid(value, dtype) or place_rows(value, device, dtype)
 
 
 def decoded(weight: Readable) -> DenseWeight:
     """A copy of what a weight is worth in the compute dtype, made a bounded block of rows at a time."""
-    if isinstance(weight, DenseWeight):
+    if isinstance(weight, DenseWeight) and not weight.widens:
         return weight
     out, width = weight.shape
     rows = max(1, SCRATCH_BYTES // (4 * width))

@@ -1,4 +1,4 @@
-"""Text from a decoder, one token at a time: the loop, and how the next token is chosen.
+"""Generates text with a decoder, one token at a time, and chooses the next token.
 
 Legend: V vocabulary, T tokens of the prompt.
 """
@@ -14,8 +14,8 @@ from torch import Tensor
 from qconvert.errors import QConvertError
 from qconvert.runtime.model import Decoder
 
-REHEARSED_TOKENS = 32
-"""Tokens of a rehearsal: as many as it takes to meet the kernels of prompts, which many rows choose."""
+WARM_UP_TOKENS = 32
+"""Tokens read to warm up: enough rows for the kernels that prompts use."""
 PREFILL_TOKENS = 512
 """Tokens of a prompt that are read together, so that a long one needs no more memory than a short one."""
 
@@ -54,10 +54,10 @@ def decodes_weights(decoder: Decoder) -> bool:
     return any(linear.weight.kind == "encoded" for linear in linears)
 
 
-def rehearse(decoder: Decoder, prompt_tokens: int) -> None:
+def warm_up(decoder: Decoder, prompt_tokens: int) -> None:
     """Run everything once on a few tokens, so that no kernel is compiled, or loaded, while a text is read."""
-    cache = decoder.cache(1, REHEARSED_TOKENS + 1)
-    few = max(1, min(prompt_tokens, REHEARSED_TOKENS, decoder.config.max_positions - 1))
+    cache = decoder.cache(1, WARM_UP_TOKENS + 1)
+    few = max(1, min(prompt_tokens, WARM_UP_TOKENS, decoder.config.max_positions - 1))
     decoder.prefill(torch.zeros(1, few, dtype=torch.long, device=decoder.device), cache)
     decoder.decode(torch.zeros(1, dtype=torch.long, device=decoder.device), cache)
 

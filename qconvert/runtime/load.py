@@ -1,15 +1,18 @@
-"""Building a decoder: every weight fetched by role, checked against the config, put on the device."""
+"""Builds a decoder: fetches every weight by role, checks its shape, puts it on the device."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from qconvert.core.values import Value
 from qconvert.errors import CorruptCheckpoint
-from qconvert.runtime.config import DecoderConfig, Experts
+from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.cpu.decode_step import cpu_step
 from qconvert.runtime.cuda.triton_language import available
 from qconvert.runtime.device_layout import (
@@ -23,7 +26,21 @@ from qconvert.runtime.device_layout import (
 )
 from qconvert.runtime.head import rounded_head
 from qconvert.runtime.linear import Linear, Weight
-from qconvert.runtime.model import Attention, Decoder, Layer, Mlp, Norm, SparseMlp, Step
+from qconvert.runtime.model import (
+    Attention,
+    Decoder,
+    Gate,
+    Layer,
+    Mlp,
+    Norm,
+    SparseMlp,
+    Step,
+    clamped_swiglu,
+    gelu_glu,
+    gelu_tanh_glu,
+    swiglu,
+)
+from qconvert.runtime.observers import InputKey, Observers, Tap
 from qconvert.runtime.rope import frequencies
 from qconvert.runtime.weight_source import Weights
 
@@ -46,23 +63,28 @@ def load_decoder(
     """
     device = find_device(device)
     loader = _Loader(config, weights, device, dtype or preferred_dtype(device), layout)
-    table = (config.vocab, config.hidden)
-    embed = place_table(loader.value("embed", None, *table), device, loader.dtype, layout)
-    stored = loader.find("lm_head", None, *table)
+    embed = place_table(loader.value("embed", None), device, loader.dtype, layout)
+    stored = loader.find("lm_head", None)
     if stored is None and not config.tied:
         raise _missing("lm_head", None, "weight")
     head = embed if stored is None else place_table(stored, device, loader.dtype, layout)
     if head_bits is not None:
         head = place_table(rounded_head(head, head_bits), device, torch.float32, layout)
+    local = config.local_rope
+    norm = loader.norm("final_norm", None, scale=config.logit_scale)
+    assert norm is not None
     decoder = Decoder(
         config=config,
         dtype=loader.dtype,
         layout=layout,
         embed=embed,
         layers=tuple(loader.layer(i) for i in range(config.layers)),
-        norm=loader.norm("final_norm", None, config.hidden),
+        norm=norm,
         head=head,
         frequencies_F=frequencies(config.rope, config.head_dim).to(device),
+        local_frequencies_F=None if local is None else frequencies(local, config.head_dim).to(device),
+        embed_scale=config.hidden**0.5 if config.graph.scaled_embedding else 1.0,
+        observers=loader.observers,
     )
     return replace(decoder, step=_step(decoder)) if layout is Layout.AUTO else decoder
 
@@ -77,6 +99,9 @@ def _step(decoder: Decoder) -> Step | None:
     return cpu_step(decoder)
 
 
+_EXPERT = re.compile(r"(?<=\.experts)\.(\d+)")
+
+
 @dataclass(frozen=True, slots=True)
 class _Loader:
     config: DecoderConfig
@@ -84,100 +109,155 @@ class _Loader:
     device: torch.device
     dtype: torch.dtype
     layout: Layout
+    observers: Observers = field(default_factory=Observers)
 
     def layer(self, i: int) -> Layer:
-        experts = self.config.experts
+        sparse = self.config.has("mlp.router", i)
         return Layer(
-            attention_norm=self.norm("attn.norm", i, self.config.hidden),
+            attention_norm=self.norm("attn.norm", i, weightless=self.config.graph.weightless_norms),
             attention=self.attention(i),
-            mlp_norm=self.norm("mlp.norm", i, self.config.hidden),
-            mlp=self.mlp("mlp", i, self.config.mlp_width)
-            if experts is None or i not in experts.layers
-            else self.sparse_mlp(i, experts),
+            mlp_norm=self.norm("mlp.norm", i, weightless=self.config.graph.weightless_norms),
+            mlp=self.sparse_mlp(i) if sparse else self.mlp("mlp", i),
+            attention_post_norm=self.norm("attn.post_norm", i),
+            mlp_post_norm=self.norm("mlp.post_norm", i),
+            parallel=self.config.graph.parallel,
         )
 
     def attention(self, i: int) -> Attention:
-        c = self.config
-        q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+        c, window = self.config, self.config.windows[i]
+        sinks = self.weights.get("attn.sinks", i) if c.has("attn.sinks", i) else None
         return Attention(
             layer=i,
             heads=c.heads,
             kv_heads=c.kv_heads,
             head_dim=c.head_dim,
-            window=c.windows[i],
-            qkv=self.stacked("attn.qkv", i, {"attn.q": q, "attn.k": kv, "attn.v": kv}),
-            q_norm=self.norm("attn.q_norm", i, c.head_dim) if c.qk_norm else None,
-            k_norm=self.norm("attn.k_norm", i, c.head_dim) if c.qk_norm else None,
-            o=self.linear("attn.o", i, c.hidden, q),
+            window=window,
+            qkv=self.stacked("attn.qkv", i, ("attn.q", "attn.k", "attn.v")),
+            q_norm=self.norm("attn.q_norm", i),
+            k_norm=self.norm("attn.k_norm", i),
+            o=self.linear("attn.o", i),
+            rope=self.rope(window),
+            interleaved=c.rope.interleaved,
+            scale=c.score_scale,
+            cap=c.score_cap,
+            limit=c.qkv_limit,
+            sinks_H=None if sinks is None else self.vector("attn.sinks", i, sinks),
         )
 
-    def mlp(self, prefix: str, i: int, width: int) -> Mlp:
-        parts = {f"{prefix}.gate": width, f"{prefix}.up": width}
+    def rope(self, window: int | None) -> int | None:
+        """Which rotation a layer has: the first, that of layers with a window, or none."""
+        if window is None:
+            return None if self.config.graph.rope_with_window else 0
+        return 0 if self.config.local_rope is None else 1
+
+    def mlp(self, prefix: str, i: int) -> Mlp:
         return Mlp(
-            gate_up=self.stacked(f"{prefix}.gate_up", i, parts),
-            down=self.linear(f"{prefix}.down", i, self.config.hidden, width),
+            gate_up=self.stacked(f"{prefix}.gate_up", i, (f"{prefix}.gate", f"{prefix}.up")),
+            down=self.linear(f"{prefix}.down", i),
+            activation=_activation(self.config),
         )
 
-    def sparse_mlp(self, i: int, experts: Experts) -> SparseMlp:
-        hidden, shared = self.config.hidden, experts.shared_width
+    def sparse_mlp(self, i: int) -> SparseMlp:
+        experts = self.config.experts
+        assert experts is not None
+        count = self.config.shapes["mlp.router", i, "weight"][0]
+        shared, gated = (self.config.has(role, i) for role in ("mlp.shared.gate", "mlp.shared_gate"))
         return SparseMlp(
-            router=self.linear("mlp.router", i, experts.count, hidden),
-            experts=tuple(self.mlp(f"mlp.experts.{n}", i, experts.width) for n in range(experts.count)),
+            router=self.linear("mlp.router", i),
+            experts=tuple(self.mlp(f"mlp.experts.{n}", i) for n in range(count)),
             per_token=experts.per_token,
             normalise=experts.normalise,
-            shared=None if shared is None else self.mlp("mlp.shared", i, shared),
-            shared_gate=None if shared is None else self.linear("mlp.shared_gate", i, 1, hidden),
+            shared=self.mlp("mlp.shared", i) if shared else None,
+            shared_gate=self.linear("mlp.shared_gate", i) if gated else None,
         )
 
-    def stacked(self, fused: str, i: int, parts: dict[str, int]) -> tuple[Linear, ...]:
+    def stacked(self, fused: str, i: int, roles: Sequence[str]) -> tuple[Linear, ...]:
         """The fused projection when the model has it, or when the layout is for speed; else its parts."""
-        rows, hidden = sum(parts.values()), self.config.hidden
-        value = self.find(fused, i, rows, hidden)
+        tap = self.tap(roles, i)
+        value = self.find(fused, i, roles)
         if value is not None:
-            return (Linear(self.place(value), self.bias(fused, i, rows)),)
-        values = [self.value(role, i, out, hidden) for role, out in parts.items()]
-        biases = [self.bias(role, i, out) for role, out in parts.items()]
+            return (Linear(self.place(value), self.bias(fused, i, roles), tap),)
+        values = [self.value(role, i) for role in roles]
+        biases = [self.bias(role, i) for role in roles]
         whole = stack(values) if self.layout is Layout.AUTO else None
         present = [bias for bias in biases if bias is not None]
         if whole is None or len(present) not in (0, len(biases)):
-            pairs = zip(values, biases, strict=True)
-            return tuple(Linear(self.place(value), bias) for value, bias in pairs)
-        return (Linear(self.place(whole), torch.cat(present) if present else None),)
+            taps = (tap, *(None for _ in roles[1:]))
+            parts = zip(values, biases, taps, strict=True)
+            return tuple(Linear(self.place(value), bias, each) for value, bias, each in parts)
+        return (Linear(self.place(whole), torch.cat(present) if present else None, tap),)
 
-    def linear(self, role: str, i: int, out: int, width: int) -> Linear:
-        return Linear(self.place(self.value(role, i, out, width)), self.bias(role, i, out))
+    def linear(self, role: str, i: int) -> Linear:
+        return Linear(self.place(self.value(role, i)), self.bias(role, i), self.tap([role], i))
+
+    def tap(self, roles: Sequence[str], i: int) -> Tap:
+        expert = _EXPERT.search(roles[0])
+        groups = tuple(_EXPERT.sub("", role) for role in roles)
+        return Tap(InputKey(groups, i, int(expert[1]) if expert else None), self.observers.linears)
 
     def place(self, value: Value) -> Weight:
         return place_weight(value, self.device, self.dtype, self.layout)
 
-    def value(self, role: str, i: int | None, out: int, width: int) -> Value:
-        value = self.find(role, i, out, width)
+    def value(self, role: str, i: int | None) -> Value:
+        value = self.find(role, i)
         if value is None:
             raise _missing(role, i, "weight")
         return value
 
-    def find(self, role: str, i: int | None, out: int, width: int) -> Value | None:
+    def find(self, role: str, i: int | None, members: Sequence[str] = ()) -> Value | None:
+        """A weight, or the fused one of all members, of the shape that the architecture has."""
         value = self.weights.get(role, i)
         if value is not None:
-            _check_shape(role, i, (value.rows, value.width), (out, width))
+            shapes = [self.config.shapes[each, i, "weight"] for each in members or (role,)]
+            wanted = (sum(rows for rows, _ in shapes), shapes[0][1])
+            _check_shape(role, i, (value.rows, value.width), wanted)
         return value
 
-    def bias(self, role: str, i: int, out: int) -> Tensor | None:
+    def bias(self, role: str, i: int, members: Sequence[str] = ()) -> Tensor | None:
+        shapes = [self.config.shapes.get((each, i, "bias")) for each in members or (role,)]
+        if None in shapes:
+            return None
         value = self.weights.get(role, i, "bias")
-        if value is None and role in self.config.biased:
-            raise _missing(role, i, "bias")
-        return None if value is None else self.vector(role, i, value, out)
-
-    def norm(self, role: str, i: int | None, width: int) -> Norm:
-        value = self.weights.get(role, i)
         if value is None:
-            raise _missing(role, i, "weight")
-        return Norm(self.vector(role, i, value, width), self.config.norm_eps)
+            raise _missing(role, i, "bias")
+        return self.vector(role, i, value, (sum(shape[0] for shape in shapes if shape),))
 
-    def vector(self, role: str, i: int | None, value: Value, width: int) -> Tensor:
-        vector = place_vector(value, self.device, self.dtype)
-        _check_shape(role, i, tuple(vector.shape), (width,))
-        return vector
+    def norm(self, role: str, i: int | None, *, scale: float = 1.0, weightless: bool = False) -> Norm | None:
+        """A norm with its weight times `scale`; None where the model has none of this role."""
+        graph, weight = self.config.graph, None
+        if self.config.has(role, i):
+            value = self.weights.get(role, i)
+            if value is None:
+                raise _missing(role, i, "weight")
+            changed = graph.norm_offset or scale != 1
+            # What is added to or multiplied into a weight stays in float32: it would not fit bf16.
+            weight = self.vector(role, i, value, dtype=torch.float32 if changed else self.dtype)
+            weight = (weight + graph.norm_offset) * scale if changed else weight
+        elif not weightless and role != "final_norm":
+            return None
+        tap = Tap(InputKey((role,), i), self.observers.norms)
+        return Norm(weight, self.config.norm_eps, graph.layer_norm, tap)
+
+    def vector(
+        self,
+        role: str,
+        i: int | None,
+        value: Value,
+        wanted: tuple[int, ...] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """A parameter that is no matrix, in the shape that the architecture has."""
+        wanted = wanted or self.config.shapes[role, i, "weight"]
+        vector = place_vector(value, self.device, dtype or self.dtype)
+        if vector.numel() != math.prod(wanted):
+            _check_shape(role, i, tuple(vector.shape), wanted)
+        return vector.view(wanted)
+
+
+def _activation(config: DecoderConfig) -> Gate:
+    if config.activation == "clamped":
+        return clamped_swiglu(*config.clamp)
+    return {"silu": swiglu, "gelu": gelu_glu, "gelu_tanh": gelu_tanh_glu}[config.activation]
 
 
 def _place(role: str, layer: int | None) -> str:

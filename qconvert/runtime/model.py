@@ -1,7 +1,7 @@
-"""A decoder-only transformer in plain torch: llama, mistral, qwen2, qwen3 and the two Qwen MoEs.
+"""Computes a decoder-only transformer in plain torch: the families of `graphs.py`.
 
 The specification that faster kernels are measured against: within rounding of transformers in
-float32, on any device, from dense or packed weights, fused or not. Families live in `config.py`;
+float32, on any device, from dense or packed weights, fused or not. Families live in `graphs.py`;
 here a layer has a bias, a head norm, a window or experts, or it does not. `load.py` builds it.
 Legend: B batch, T tokens, D hidden, H heads, K key-value heads, E head dim, L layers, V vocabulary,
 N = B T rows, S experts per token.
@@ -10,34 +10,61 @@ N = B T rows, S experts per token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qconvert.errors import QConvertError
+from qconvert.models.rope import LongScaling
+from qconvert.runtime.attention import attend
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
-from qconvert.runtime.head import multiply_float32
 from qconvert.runtime.linear import Linear, Table
+from qconvert.runtime.observers import InputKey, Observer, Observers, Tap
 from qconvert.runtime.precision import exact_products
-from qconvert.runtime.rope import cos_sin, rotate
+from qconvert.runtime.rope import apart, cos_sin, rotate
+from qconvert.runtime.scoring import Outputs
 
 Rotation = tuple[Tensor, Tensor]
-"""Cosines and signed sines of the positions at hand, float32 [T, E] each."""
+"""Cosines and signed sines of the positions at hand, float32 [T, R] each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """`x / rms(x) * weight` over the last dimension: float32 inside, rounded once."""
+    """`x / rms(x) * weight` over the last dimension: float32 inside, rounded once.
 
-    weight: Tensor
+    `centred` subtracts the mean first (a layer norm); without a weight nothing is multiplied. A weight of
+    another dtype than x is multiplied by before rounding.
+    """
+
+    weight: Tensor | None
     eps: float
+    centred: bool = False
+    tap: Tap | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if self.tap is not None and self.tap.observers:
+            self.tap.show(x)
+        if self.is_plain and self.weight is not None and self.weight.dtype == x.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        width = x.shape[-1:]
+        y = x.float()
+        y = F.layer_norm(y, width, eps=self.eps) if self.centred else F.rms_norm(y, width, eps=self.eps)
+        return (y if self.weight is None else y * self.weight).to(x.dtype)
+
+    @property
+    def width(self) -> int | None:
+        """The columns that it normalises together; None for any."""
+        return None if self.weight is None else self.weight.shape[-1]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is an RMS norm with one weight per column."""
+        return not self.centred and self.weight is not None and self.weight.dim() == 1
 
 
 @dataclass(slots=True)
@@ -67,34 +94,14 @@ def fan_out(x: Tensor, parts: Sequence[Linear], widths: Sequence[int]) -> Sequen
     return [part(x) for part in parts]
 
 
-def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, window: int | None) -> Tensor:
-    """Causal attention of the last T positions over all of them, at most `window` back.
-
-    Fewer queries than keys need a mask written out: `is_causal` aligns the two at the first
-    position, not at the last. A single query that sees everything needs none; the heads that share
-    its keys then are as many queries of one head, which spares reading the keys once for each (14
-    heads over 2 on a CPU: 4 times as fast at 40 keys, 14 times at 2000).
-    """
-    new, seen = q_BHTE.shape[2], k_BKTE.shape[2]
-    slides = window is not None and window < seen
-    mask_TT = None
-    if slides or 1 < new < seen:
-        position = torch.arange(seen, device=q_BHTE.device)
-        age_TT = position[seen - new :, None] - position
-        mask_TT = (age_TT >= 0) & (age_TT < (window if window is not None else seen))
-    if new == 1:
-        q_BKGE = q_BHTE.reshape(len(q_BHTE), k_BKTE.shape[1], -1, q_BHTE.shape[3])
-        y_BKGE = F.scaled_dot_product_attention(q_BKGE, k_BKTE, v_BKTE, attn_mask=mask_TT)
-        return y_BKGE.view_as(q_BHTE)
-    causal = mask_TT is None
-    return F.scaled_dot_product_attention(
-        q_BHTE, k_BKTE, v_BKTE, attn_mask=mask_TT, is_causal=causal, enable_gqa=True
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Grouped-query attention of one layer; heads are normalised (Qwen3) before they are rotated."""
+    """Grouped-query attention of one layer.
+
+    Queries and keys are clamped (`limit`), normalised and rotated, as far as the model does that; norms are
+    over heads (Qwen3), or over all heads together (OLMo 2). `rope` is the number of the rotation, None for
+    no rotation. `scale`, `cap` and `sinks_H` are `attend`'s.
+    """
 
     layer: int
     heads: int
@@ -105,38 +112,94 @@ class Attention:
     q_norm: Norm | None
     k_norm: Norm | None
     o: Linear
+    rope: int | None = 0
+    interleaved: bool = False
+    scale: float | None = None
+    cap: float | None = None
+    limit: float | None = None
+    sinks_H: Tensor | None = None
 
-    def __call__(self, x_BTD: Tensor, rotation: Rotation, cache: Cache | None) -> Tensor:
+    def __call__(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
         q, k, v = fan_out(
             x_BTD, self.qkv, [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         )
-        q, k, v = (part.view(*x_BTD.shape[:2], -1, self.head_dim) for part in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
+        if self.limit is not None:
+            q, k, v = (part.clamp(-self.limit, self.limit) for part in (q, k, v))
+        q, k, v = self._by_head(q, self.q_norm), self._by_head(k, self.k_norm), self._by_head(v, None)
+        if self.rope is not None:
+            cos_TR, sin_TR = rotations[self.rope]
+            if self.interleaved:
+                q, k = (apart(part, cos_TR.shape[-1]) for part in (q, k))
+            q, k = rotate(q, cos_TR, sin_TR), rotate(k, cos_TR, sin_TR)
         k_BKTE, v_BKTE = k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k_BKTE, v_BKTE = cache.extend(self.layer, k_BKTE, v_BKTE)
-        y_BHTE = attend(q.transpose(1, 2), k_BKTE, v_BKTE, self.window)
+        rules = self.window, self.scale, self.cap, self.sinks_H
+        y_BHTE = attend(q.transpose(1, 2), k_BKTE, v_BKTE, *rules)
         return self.o(y_BHTE.transpose(1, 2).flatten(-2))
+
+    def _by_head(self, x_BTR: Tensor, norm: Norm | None) -> Tensor:
+        """[B, T, heads, E], normalised by head, or as a whole where the norm is as wide as all of them."""
+        if norm is not None and norm.width == x_BTR.shape[-1]:
+            x_BTR, norm = norm(x_BTR), None
+        x_BTHE = x_BTR.view(*x_BTR.shape[:2], -1, self.head_dim)
+        return x_BTHE if norm is None else norm(x_BTHE)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is Llama's or Qwen3's: nothing but head norms, a rotation and a window."""
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        by_head = all(norm.is_plain and norm.width == self.head_dim for norm in norms)
+        special = any(each is not None for each in (self.scale, self.cap, self.limit, self.sinks_H))
+        return by_head and self.rope == 0 and not self.interleaved and not special
+
+
+Gate = Callable[[Tensor, Tensor], Tensor]
+"""What a gated block makes of the outputs of `gate` and `up`; may overwrite them."""
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`."""
+    return F.silu(gate).mul_(up)
+
+
+def gelu_glu(gate: Tensor, up: Tensor) -> Tensor:
+    """`gelu(gate) * up`."""
+    return F.gelu(gate).mul_(up)
+
+
+def gelu_tanh_glu(gate: Tensor, up: Tensor) -> Tensor:
+    """`gelu(gate) * up`, gelu by its tanh approximation (Gemma)."""
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def clamped_swiglu(alpha: float, limit: float) -> Gate:
+    """gpt-oss' `gate sigmoid(alpha gate) (up + 1)`, gate at most `limit` and up within it."""
+
+    def activate(gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+    return activate
 
 
 @dataclass(frozen=True, slots=True)
 class Mlp:
-    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+    """A gated block: `down(activation(gate(x), up(x)))`."""
 
     gate_up: Sequence[Linear]
     down: Linear
+    activation: Gate = swiglu
 
     def __call__(self, x: Tensor) -> Tensor:
         width = self.down.weight.shape[1]
         gate, up = fan_out(x, self.gate_up, (width, width))
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(self.activation(gate, up))
 
 
 @dataclass(frozen=True, slots=True)
 class SparseMlp:
-    """The few experts that the router picks for a token, and one that always runs behind a gate."""
+    """The few experts that the router picks for a token, and one that always runs, gated or not."""
 
     router: Linear
     experts: Sequence[Mlp]
@@ -152,8 +215,11 @@ class SparseMlp:
         for expert in torch.bincount(chosen_NS.flatten()).nonzero().flatten().tolist():
             row, slot = torch.where(chosen_NS == expert)
             y_ND.index_add_(0, row, self.experts[expert](x_ND[row]) * weight_NS[row, slot, None])
-        if self.shared is not None and self.shared_gate is not None:
-            y_ND += torch.sigmoid(self.shared_gate(x_ND)) * self.shared(x_ND)
+        if self.shared is not None:
+            shared_ND = self.shared(x_ND)
+            if self.shared_gate is not None:
+                shared_ND = torch.sigmoid(self.shared_gate(x_ND)) * shared_ND
+            y_ND += shared_ND
         return y_ND.view_as(x)
 
     def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,12 +232,38 @@ class SparseMlp:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One block: attention and MLP, each fed through its norm and added to the residual."""
+    """One block: attention and MLP, each between its norms (those it has) and added to the residual.
 
-    attention_norm: Norm
+    `parallel` blocks both read what `attention_norm` gives.
+    """
+
+    attention_norm: Norm | None
     attention: Attention
-    mlp_norm: Norm
+    mlp_norm: Norm | None
     mlp: Mlp | SparseMlp
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+    parallel: bool = False
+
+    def __call__(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
+        read_BTD = _normalised(self.attention_norm, x_BTD)
+        mixed_BTD = self.attention(read_BTD, rotations, cache)
+        x_BTD = x_BTD + _normalised(self.attention_post_norm, mixed_BTD)
+        if not self.parallel:
+            read_BTD = _normalised(self.mlp_norm, x_BTD)
+        return x_BTD + _normalised(self.mlp_post_norm, self.mlp(read_BTD))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the compiled decode steps compute it: as Llama, Mistral, Qwen2 and Qwen3 do."""
+        before = all(norm is not None and norm.is_plain for norm in (self.attention_norm, self.mlp_norm))
+        after = self.attention_post_norm is not None or self.mlp_post_norm is not None
+        dense = isinstance(self.mlp, Mlp) and self.mlp.activation is swiglu
+        return before and not after and dense and self.attention.is_plain
+
+
+def _normalised(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +272,7 @@ class Decoder:
 
     `hidden` and `logits` are apart so that evaluations can run many chunks through a layer at once,
     yet never hold [tokens, vocabulary] in full. Token ids must be below `config.vocab`. `step` is a
-    faster way to decode a single sequence, where there is one.
+    faster way to decode a single sequence, where there is one. `embed_scale` multiplies embeddings.
     """
 
     config: DecoderConfig
@@ -192,11 +284,21 @@ class Decoder:
     head: Table
     frequencies_F: Tensor
     step: Step | None = None
+    local_frequencies_F: Tensor | None = None
+    embed_scale: float = 1.0
+    observers: Observers = field(default_factory=Observers)
 
     @property
     def device(self) -> torch.device:
         """Where the weights are, and where the results come back."""
         return self.frequencies_F.device
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the compiled decode steps compute it, given weights that they can read."""
+        special = (self.embed_scale, self.config.logit_cap) != (1.0, None) or not self.norm.is_plain
+        whole = self.config.rope.share == 1 and not isinstance(self.config.rope.scaling, LongScaling)
+        return whole and not special and all(layer.is_plain for layer in self.layers)
 
     @torch.inference_mode()
     def hidden(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
@@ -208,21 +310,51 @@ class Decoder:
         start = 0 if cache is None else cache.length
         if cache is not None:
             self._check_room(cache, new)
-        rotation = cos_sin(self.config.rope, self.frequencies_F, start, start + new)
+        rotations = self._rotations(start, start + new)
         x_BTD = self.embed.rows(tokens_BT.flatten()).view(batch, new, -1)
+        if self.embed_scale != 1:
+            x_BTD = x_BTD * torch.tensor(self.embed_scale, dtype=x_BTD.dtype)
         with exact_products():
             for layer in self.layers:
-                x_BTD = x_BTD + layer.attention(layer.attention_norm(x_BTD), rotation, cache)
-                x_BTD = x_BTD + layer.mlp(layer.mlp_norm(x_BTD))
+                x_BTD = layer(x_BTD, rotations, cache)
         if cache is not None:
             cache.length += new
-        return self.norm(x_BTD)
+        h_BTD = self.norm(x_BTD)
+        if self.observers.linears:
+            Tap(InputKey(("lm_head",)), self.observers.linears).show(h_BTD)
+        return h_BTD
+
+    def _rotations(self, start: int, stop: int) -> list[Rotation]:
+        rotations = [cos_sin(self.config.rope, self.frequencies_F, start, stop)]
+        if self.config.local_rope is not None and self.local_frequencies_F is not None:
+            rotations.append(cos_sin(self.config.local_rope, self.local_frequencies_F, start, stop))
+        return rotations
 
     @torch.inference_mode()
     def logits(self, h_XD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
         """Logits of vocabulary rows [start, stop) (default: all), float32 [..., stop - start]."""
         stop = self.config.vocab if stop is None else stop
-        return multiply_float32(h_XD.flatten(0, -2), self.head, start, stop).view(*h_XD.shape[:-1], -1)
+        return self.outputs(h_XD.flatten(0, -2)).logits(start, stop).view(*h_XD.shape[:-1], -1)
+
+    def outputs(self, h_ND: Tensor) -> Outputs:
+        """Hidden states beside the head that makes logits of them, for `score_hidden`."""
+        return Outputs(h_ND, self.head, self.config.logit_cap)
+
+    @contextmanager
+    def observing(self, observer: Observer, *, norms: bool = False) -> Iterator[None]:
+        """Call `observer` with every input of a linear (and of a norm, with `norms`) inside the block.
+
+        The head's input is that of all positions, under the role `lm_head`. Compiled decode steps, which
+        show nothing, are not used meanwhile.
+        """
+        lists = [self.observers.linears, self.observers.norms] if norms else [self.observers.linears]
+        for each in lists:
+            each.append(observer)
+        try:
+            yield
+        finally:
+            for each in lists:
+                each.remove(observer)
 
     def cache(self, batch: int, room: int) -> Cache:
         """An empty cache for `batch` sequences of up to `room` tokens.
@@ -254,7 +386,7 @@ class Decoder:
 
     def decode(self, token_B: Tensor, cache: Cache) -> Tensor:
         """Read one more token of each sequence; logits of what follows, float32 [B, V]."""
-        if self.step is not None and len(token_B) == 1:
+        if self.step is not None and len(token_B) == 1 and not self.observers.present:
             self._check_room(cache, 1)
             return self.step(int(token_B), cache)[None]
         return self.prefill(token_B[:, None], cache)

@@ -1,4 +1,4 @@
-"""Products as exact as their operands on CUDA, whatever the process has asked of torch."""
+"""Makes products on CUDA as exact as their operands, whatever the process has asked of torch."""
 
 from __future__ import annotations
 

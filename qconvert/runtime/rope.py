@@ -1,8 +1,8 @@
-"""Rotary position embedding: the frequencies of every scaling, and the rotation itself.
+"""Computes rotary position embeddings: the frequencies of every scaling, and the rotation itself.
 
 Frequencies are float32, computed in the order of operations of transformers' `modeling_rope_utils`,
 so that positions far out agree with it to rounding. Legend: T positions, E head dimensions,
-F = E / 2 frequencies.
+R rotated dimensions, F = R / 2 frequencies.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import math
 import torch
 from torch import Tensor
 
-from qconvert.runtime.config import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from qconvert.models.rope import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """Radians per position of each pair of dimensions, float32 [head_dim / 2]."""
-    base_F = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    """Radians per position of each pair of rotated dimensions, float32 [F].
+
+    Of a LongScaling float32 [2, F]: for texts within the original context, and for longer ones.
+    """
+    rotated = rope.rotated(head_dim)
+    base_F = rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated)
     match rope.scaling:
         case None:
             return 1.0 / base_F
@@ -27,24 +31,44 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
             return _llama3(rope.scaling, 1.0 / base_F)
         case YarnScaling():
             return _yarn(rope.scaling, base_F, rope.theta)
+        case LongScaling():
+            return _long(rope.scaling, base_F)
 
 
 def cos_sin(rope: Rope, frequencies_F: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """What `rotate` needs at positions [start, stop): float32 [stop - start, E] each.
+    """What `rotate` needs at positions [start, stop): float32 [stop - start, 2 F] each.
 
-    Cosines, and sines whose first half is negative: the sign that the rotation gives them.
+    Cosines, and sines whose first half is negative: the sign that the rotation gives them. LongRoPE's
+    longer divisors count from the first call that goes beyond the original context, as in transformers.
     """
+    scale = 1.0
+    if isinstance(rope.scaling, LongScaling):
+        frequencies_F = frequencies_F[int(stop > rope.scaling.original_context)]
+    if isinstance(rope.scaling, YarnScaling | LongScaling):
+        scale = rope.scaling.attention_factor
     positions_T = torch.arange(start, stop, dtype=torch.float32, device=frequencies_F.device)
     angles_TF = torch.outer(positions_T, frequencies_F)
-    scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
     cos_TF, sin_TF = angles_TF.cos() * scale, angles_TF.sin() * scale
     return torch.cat((cos_TF, cos_TF), dim=-1), torch.cat((-sin_TF, sin_TF), dim=-1)
 
 
-def rotate(x_BTHE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Turn each pair (i, i + E/2) of a head's dimensions by its angle; float32 inside."""
-    other_BTHE = x_BTHE.roll(x_BTHE.shape[-1] // 2, dims=-1)
-    return torch.addcmul(x_BTHE * cos_TE[:, None], other_BTHE, sin_TE[:, None]).to(x_BTHE.dtype)
+def rotate(x_BTHE: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotate each pair (i, i + R/2) of a head's first R dimensions by its angle; float32 inside."""
+    rotated = cos_TR.shape[-1]
+    if rotated < x_BTHE.shape[-1]:
+        parts = rotate(x_BTHE[..., :rotated], cos_TR, sin_TR), x_BTHE[..., rotated:]
+        return torch.cat(parts, dim=-1)
+    other_BTHE = x_BTHE.roll(rotated // 2, dims=-1)
+    return torch.addcmul(x_BTHE * cos_TR[:, None], other_BTHE, sin_TR[:, None]).to(x_BTHE.dtype)
+
+
+def apart(x_BTHE: Tensor, rotated: int) -> Tensor:
+    """Move the even ones of the first `rotated` dimensions before the odd ones.
+
+    Neighbours become pairs (i, i + half). Queries and keys reordered alike have the same products.
+    """
+    pairs = x_BTHE[..., :rotated]
+    return torch.cat((pairs[..., ::2], pairs[..., 1::2], x_BTHE[..., rotated:]), dim=-1)
 
 
 def _llama3(scaling: Llama3Scaling, plain_F: Tensor) -> Tensor:
@@ -52,6 +76,11 @@ def _llama3(scaling: Llama3Scaling, plain_F: Tensor) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     kept_F = ((turns_F - low) / (high - low)).clamp(0, 1)
     return (1 - kept_F) * plain_F / scaling.factor + kept_F * plain_F
+
+
+def _long(scaling: LongScaling, base_F: Tensor) -> Tensor:
+    divisors = torch.tensor((scaling.short, scaling.long), dtype=torch.float32)
+    return 1.0 / (divisors * base_F)
 
 
 def _yarn(scaling: YarnScaling, base_F: Tensor, theta: float) -> Tensor:

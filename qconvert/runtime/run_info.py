@@ -1,4 +1,4 @@
-"""Under which conditions a decoder computes: what has to stand beside its figures."""
+"""Reports run metadata: arithmetic, device, versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qconvert.runtime.model import Decoder
 def arithmetic(decoder: Decoder, rows: int) -> str:
     """What products with quantized weights are made of, in batches of at least so many tokens."""
     linears = [linear for layer in decoder.layers for linear in (*layer.attention.qkv, layer.attention.o)]
-    packed = any(linear.backend(decoder.device.type, rows).packed for linear in linears)
+    packed = any(linear.weight.multiplies_codes(rows) for linear in linears)
     name = dtype_name(decoder.dtype)
     worth = (
         f"rounded to {name}" if not packed else "in exact products with inputs of 16 bits per block of 128"

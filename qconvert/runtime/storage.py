@@ -1,4 +1,4 @@
-"""How weights lie in memory, in forms that every device can read.
+"""Holds weights in forms that every device can read, and multiplies by them.
 
 A quantized weight stays packed: two codes to a byte up to 4 bits, one above, beside its scales and
 zeros as stored; every other form stays as it was read. `rows` says what they are worth: a block of
@@ -9,13 +9,16 @@ Legend: O out features (rows), I in features, G groups, R rows asked for.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qconvert.core.dtypes import DType
 from qconvert.core.values import Value
+from qconvert.runtime.cpu.products import dense_args, multiply_few
 
 _TORCH = {
     DType.BF16: torch.bfloat16,
@@ -30,12 +33,60 @@ def as_tensor(array: np.ndarray, dtype: DType) -> Tensor:
     return torch.from_numpy(array).view(_TORCH[dtype])
 
 
+SCRATCH_BYTES = 32 << 20
+"""The size of the float32 block that dequantizing may hold."""
+# The last number of rows at which float rows are not behind decoding + torch's float32 matmul, milliseconds
+# of processor time at rows 1 / 4 / 8, one core of an AMD EPYC without AVX-512:
+#   bf16,  9728 x 896   float rows 0.69 / 2.0 / 4.4   decoded 5.9 / 8.0 / 8.8
+MOST_FLOAT_ROWS = 8
+
+
+class Decodable(Protocol):
+    """A weight whose rows can be decoded a block at a time."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    def rows(self, index: slice) -> Tensor: ...
+
+
+def multiply_decoded(x: Tensor, weight: Decodable, bias_O: Tensor | None) -> Tensor:
+    """`x W^T + b`, [..., O] in the dtype of x: the reference, a bounded block of decoded rows at a time.
+
+    Its arithmetic is the definition of what a checkpoint's weights are worth: `scale * (code - zero)` in
+    float32, rounded once to the compute dtype.
+    """
+    x_NI = x.reshape(-1, x.shape[-1])
+    out, width = weight.shape
+    rows = max(1, SCRATCH_BYTES // (4 * width))
+    y_NO = x.new_empty(len(x_NI), out)
+    for start in range(0, out, rows):
+        block = slice(start, start + rows)
+        if bias_O is None:
+            torch.mm(x_NI, weight.rows(block).T, out=y_NO[:, block])
+        else:
+            torch.addmm(bias_O[block], x_NI, weight.rows(block).T, out=y_NO[:, block])
+    return y_NO.view(*x.shape[:-1], out)
+
+
 @dataclass(frozen=True, slots=True)
 class DenseWeight:
-    """A weight in the compute dtype."""
+    """A weight as numbers, [O, I]; computed with as `dtype` where that is not its own.
+
+    So bf16 weights that are computed with in float32 stay bf16: the same numbers in half the memory.
+    """
 
     w_OI: Tensor
-    kind: str = "dense"
+    dtype: torch.dtype | None = None
+
+    @property
+    def kind(self) -> str:
+        """`dense`, or `bf16` where it is widened when it is computed with."""
+        return "bf16" if self.widens else "dense"
+
+    @property
+    def widens(self) -> bool:
+        """Whether numbers are converted when they are computed with."""
+        return self.dtype is not None and self.dtype != self.w_OI.dtype
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,37 +98,50 @@ class DenseWeight:
         return self.w_OI.nbytes
 
     def rows(self, index: slice | Tensor) -> Tensor:
-        """Rows of the weight, [R, I]."""
-        return self.w_OI[index]
+        """Rows of the weight, [R, I] in the compute dtype."""
+        return self.w_OI[index].to(self.dtype or self.w_OI.dtype)
+
+    def part(self, index: slice) -> DenseWeight:
+        """Some of the rows as a weight of their own; no copy."""
+        return DenseWeight(self.w_OI[index], self.dtype)
+
+    def multiplies_codes(self, rows: int) -> bool:
+        """No: there are none."""
+        return False
+
+    def multiply(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
+        """`x W^T + b`, [..., O] in the dtype of x."""
+        if not self.widens:
+            return F.linear(x, self.w_OI, bias_O)
+        if x.device.type != "cpu" or x.numel() // x.shape[-1] > MOST_FLOAT_ROWS:
+            return multiply_decoded(x, self, bias_O)
+        return multiply_few(x.reshape(-1, x.shape[-1]), self, bias_O).to(x.dtype).view(*x.shape[:-1], -1)
+
+    def kernel_args(self, bias_O: Tensor | None = None) -> np.ndarray:
+        """Its fields of `kernel_args.LINEAR`; the caller keeps weight and bias alive."""
+        return dense_args(self.w_OI, bias_O)
+
+
+class _Decoded:
+    """Products of weights without a kernel: by decoded rows."""
+
+    __slots__ = ()
+
+    def multiplies_codes(self, rows: int) -> bool:
+        """No: codes are decoded first."""
+        return False
+
+    def multiply(self: Decodable, x: Tensor, bias_O: Tensor | None) -> Tensor:
+        """`x W^T + b`, [..., O] in the dtype of x."""
+        return multiply_decoded(x, self, bias_O)
 
 
 @dataclass(frozen=True, slots=True)
-class NarrowWeight:
-    """A bfloat16 weight that is computed with in float32: the same numbers in half the memory."""
-
-    w_OI: Tensor
-    kind: str = "narrow"
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.w_OI.shape[0], self.w_OI.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return self.w_OI.nbytes
-
-    def rows(self, index: slice | Tensor) -> Tensor:
-        """Rows of the weight, float32 [R, I]."""
-        return self.w_OI[index].float()
-
-
-@dataclass(frozen=True, slots=True)
-class IntWeight:
+class IntWeight(_Decoded):
     """A group-quantized weight, computed with as `dtype`.
 
-    `codes_OB` uint8 [O, bytes]. Of kind `int4`, byte j holds column j in its low half and column
-    `j + bytes` in its high half, so that unpacking is two contiguous copies; of kind `int8`, byte j
+    `codes_OB` uint8 [O, bytes]. Of kind `int4`, byte j holds column j in its low bits and column
+    `j + bytes` in its high bits, so that unpacking is two contiguous copies; of kind `int8`, byte j
     is column j. Scales are as stored; zeros uint8 [O, G], or one number for a symmetric grid.
     """
 
@@ -121,7 +185,7 @@ class IntWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedWeight:
+class EncodedWeight(_Decoded):
     """A weight in any other form, as it was read: GGML blocks, code tables, grids of another kind.
 
     The value stays in main memory; its rows are decoded there in float32 and moved to `device`.
@@ -152,5 +216,5 @@ class EncodedWeight:
         return torch.from_numpy(w_RI).to(self.device, self.dtype)
 
 
-Readable = DenseWeight | NarrowWeight | IntWeight | EncodedWeight
+Readable = DenseWeight | IntWeight | EncodedWeight
 """Weights whose rows can be read on any device, by slice or by index."""

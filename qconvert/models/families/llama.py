@@ -95,6 +95,25 @@ OLMO = replace(
     ),
 )
 
+# Norms stand behind the blocks, and those of q and k are over all heads together.
+OLMO2 = replace(
+    OLMO,
+    name="OLMo 2",
+    model_types=("olmo2",),
+    classes=("Olmo2ForCausalLM",),
+    slots=(
+        EMBED,
+        *attention(qkv_bias="attention_bias", o_bias="attention_bias"),
+        ParameterTemplate("attn.q_norm", LAYER + "self_attn.q_norm", ("q_rows",), "norm"),
+        ParameterTemplate("attn.k_norm", LAYER + "self_attn.k_norm", ("kv_rows",), "norm"),
+        ParameterTemplate("attn.post_norm", LAYER + "post_attention_layernorm", ("hidden",), "norm"),
+        *gated_mlp(),
+        ParameterTemplate("mlp.post_norm", LAYER + "post_feedforward_layernorm", ("hidden",), "norm"),
+        FINAL_NORM,
+        LM_HEAD,
+    ),
+)
+
 MIXTRAL = replace(
     MISTRAL,
     name="Mixtral",
@@ -116,4 +135,4 @@ MIXTRAL = replace(
     spellings=({"block_sparse_moe.": "mlp."},),
 )
 
-FAMILIES = (LLAMA, YI, SKYWORK, INTERNLM, OLMO, MISTRAL, MIXTRAL)
+FAMILIES = (LLAMA, YI, SKYWORK, INTERNLM, OLMO, OLMO2, MISTRAL, MIXTRAL)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from qconvert.core.config_json import optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.errors import UnsupportedModel
 from qconvert.models.gguf.declaration import (
     Constant,
     Facts,
@@ -27,6 +27,7 @@ from qconvert.models.gguf.declaration import (
 )
 from qconvert.models.gguf.metadata import Metadata
 from qconvert.models.gguf.names import ROPE_FREQS
+from qconvert.models.rope import rope_fields
 
 QUANTIZATION_VERSION = KV.u32("general.quantization_version", 2)  # GGML_QNT_VERSION
 FILE_TYPE = "general.file_type"
@@ -236,15 +237,7 @@ def rope_of(facts: Facts) -> Json:
 
     Of models with two, those of the layers with full attention.
     """
-    settings = facts.settings
-    stated = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
-    if isinstance(stated, dict) and isinstance(stated.get("full_attention"), dict):
-        stated = stated["full_attention"]
-    if not isinstance(stated, dict):
-        raise CorruptCheckpoint(f"config.json: rope_scaling is {stated!r}, not an object")
-    kind = stated.get("rope_type", stated.get("type", "default"))
-    theta = stated.get("rope_theta", settings.get("rope_theta"))
-    return {**stated, "rope_type": kind, "rope_theta": 10000.0 if theta is None else theta}
+    return rope_fields(facts.settings)
 
 
 # What llama.cpp computes from keys for any model.

@@ -1,1 +1,1 @@
-"""Kernels of the CPU: products with packed weights, and a whole decode step as one compiled call."""
+"""Multiplies by packed weights on the CPU, and runs a whole decode step as one compiled call."""

@@ -1,4 +1,4 @@
-"""Codes of weights inside the CPU kernels: products with inputs of 16 bits, and codes as numbers.
+"""Multiplies codes of weights by inputs of 16 bits inside the CPU kernels, and converts codes to numbers.
 
 A block of 128 columns has four parts of 32. Codes of 8 bits lie in the order of their columns. Those of
 4 bits take two runs of 32 bytes, a byte's low half for one part and its high half for the next:
@@ -114,7 +114,7 @@ def _woven(builder: Any, low: Any, high: Any) -> Any:
     return builder.shuffle_vector(*parts, _order(PART))
 
 
-def _looked_up(context: Any, builder: Any, table: Any, index: Any) -> Any:
+def _lut(context: Any, builder: Any, table: Any, index: Any) -> Any:
     """Bytes of a table of 16 bytes, which lies twice at an address, at 32 indices."""
     features, target = _features(context), str(context.codegen().magic_tuple()[0])
     if "+avx2" in features:
@@ -147,7 +147,7 @@ def dot_nibbles(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
 
 
 @primitive
-def dot_sixes(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
+def dot_int6(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """The same with codes of 6 bits."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -159,13 +159,13 @@ def dot_sixes(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
 
 
 @primitive
-def dot_looked_up(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
+def dot_lut(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """The same with what a table has for the nibbles."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         codes, part, table, x = args
         nibbles, upper = _part(builder, codes, part), builder.add(table, ir.Constant(I64, PART))
-        low, high = (_looked_up(context, builder, at, nibbles) for at in (table, upper))
+        low, high = (_lut(context, builder, at, nibbles) for at in (table, upper))
         return _pairs(context, builder, _woven(builder, low, high), read(builder, x, SHORTS))
 
     return words_type(types.intp, types.intp, types.intp, types.intp), emit
@@ -203,7 +203,7 @@ def nibble_floats(typing: Any, codes: Any, part: Any, high: Any) -> Any:
 
 
 @primitive
-def six_floats(typing: Any, codes: Any, part: Any, high: Any) -> Any:
+def int6_floats(typing: Any, codes: Any, part: Any, high: Any) -> Any:
     """The same of codes of 6 bits."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:

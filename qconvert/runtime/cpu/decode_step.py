@@ -1,4 +1,4 @@
-"""The decode step of a dense decoder on the CPU: its records, its buffers, and the call itself."""
+"""Runs the decode step of a dense decoder on the CPU: fills the kernel arguments and calls the kernel."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from torch import Tensor
 
 from qconvert.quant.simd.lanes import LANES
 from qconvert.runtime.cpu.kernel_args import LAYER, MODEL, THREAD
-from qconvert.runtime.cpu.packed_weights import Multipliable, describe, part_of
+from qconvert.runtime.cpu.packed_weights import PackedGrid
 from qconvert.runtime.cpu.step_kernel import step
-from qconvert.runtime.cpu.thread_barrier import Team
+from qconvert.runtime.cpu.thread_barrier import ThreadTeam
 from qconvert.runtime.rope import cos_sin
+from qconvert.runtime.storage import DenseWeight
 
 if TYPE_CHECKING:
     from qconvert.runtime.linear import Linear
-    from qconvert.runtime.model import Cache, Decoder, Layer
+    from qconvert.runtime.model import Cache, Decoder, Layer, Norm
+
+
+_READABLE = PackedGrid | DenseWeight
+"""What the kernels multiply by."""
 
 
 class CpuStep:
@@ -54,8 +59,8 @@ class CpuStep:
             ("head_dim", head_dim),
             ("mlp_width", width),
             ("eps", config.norm_eps),
-            ("final_norm", self._vector(decoder.norm.weight)),
-            ("brain_cache", decoder.dtype == torch.bfloat16),
+            ("final_norm", self._vector(decoder.norm)),
+            ("bf16_cache", decoder.dtype == torch.bfloat16),
         ):
             self._model[name] = size
         self._model["head"] = self._described(decoder.head)
@@ -77,18 +82,18 @@ class CpuStep:
         return torch.from_numpy(self._buffers["logits"].copy())
 
     def _adopt(self, kv: Tensor) -> None:
-        """Point the records at a cache, and make a team and its buffers for it."""
+        """Point the kernel arguments at a cache, and make threads and their buffers for it."""
         config, room = self._decoder.config, kv.shape[-2]
         for i, layer in enumerate(self._layers):
             layer["keys"], layer["values"] = kv[i, 0].data_ptr(), kv[i, 1].data_ptr()
-        self._team = Team(torch.get_num_threads())
-        self._model["room"], self._model["turn"] = room, self._team.turn.ctypes.data
+        self._team = ThreadTeam(torch.get_num_threads())
+        self._model["room"], self._model["arrived"] = room, self._team.arrived.ctypes.data
         self._threads = np.zeros(self._team.size, THREAD)
         sizes = {
             "normal": config.hidden,
             "gates": 2 * int(self._model["mlp_width"][0]),
             "head": config.head_dim,
-            "turned": config.head_dim,
+            "rotated": config.head_dim,
             "scores": -(-room // LANES) * LANES,
         }
         self._own = [np.zeros((self._team.size, size), np.float32) for size in sizes.values()]
@@ -106,7 +111,7 @@ class CpuStep:
             "k_norm": attention.k_norm,
         }
         for name, norm in norms.items():
-            record[name] = 0 if norm is None else self._vector(norm.weight)
+            record[name] = 0 if norm is None else self._vector(norm)
         heads, kv_heads, width = attention.heads, attention.kv_heads, mlp.down.weight.shape[1]  # type: ignore[union-attr]
         shares = [n * attention.head_dim for n in (heads, kv_heads, kv_heads)]
         linears = {
@@ -125,12 +130,13 @@ class CpuStep:
         return self._described(linear.weight, bias)
 
     def _described(self, weight: object, bias_O: Tensor | None = None) -> np.ndarray:
-        assert isinstance(weight, Multipliable)
+        assert isinstance(weight, _READABLE)
         self._alive += [weight, bias_O]
-        return describe(weight, bias_O)
+        return weight.kernel_args(bias_O)
 
-    def _vector(self, weight: Tensor) -> int:
-        vector = weight.float().contiguous()
+    def _vector(self, norm: Norm) -> int:
+        assert norm.weight is not None
+        vector = norm.weight.float().contiguous()
         self._alive.append(vector)
         return vector.data_ptr()
 
@@ -141,9 +147,9 @@ def _apart(linears: Sequence[Linear], rows: Sequence[int]) -> Sequence[Linear]:
         return linears
     whole, parts = linears[0], []
     for start, stop in pairwise(accumulate(rows, initial=0)):
-        assert isinstance(whole.weight, Multipliable)
+        assert isinstance(whole.weight, _READABLE)
         bias_O = None if whole.bias_O is None else whole.bias_O[start:stop]
-        parts.append(replace(whole, weight=part_of(whole.weight, slice(start, stop)), bias_O=bias_O))
+        parts.append(replace(whole, weight=whole.weight.part(slice(start, stop)), bias_O=bias_O))
     return parts
 
 
@@ -152,17 +158,19 @@ def cpu_step(decoder: Decoder) -> CpuStep | None:
 
     They read dense layers in packed, bfloat16 or float32 form, of widths that fill registers.
     """
-    from qconvert.runtime.model import Mlp
-
+    if not decoder.is_plain:
+        return None
     weights: list[object] = [decoder.head]
     config = decoder.config
     for layer in decoder.layers:
-        if not isinstance(layer.mlp, Mlp):
-            return None
-        parts: list[Linear] = [*layer.attention.qkv, *layer.mlp.gate_up]
-        weights += [part.weight for part in (*parts, layer.attention.o, layer.mlp.down)]
-    widths = [config.hidden, config.head_dim, *(w.shape[1] for w in weights if isinstance(w, Multipliable))]
-    readable = all(isinstance(weight, Multipliable) for weight in weights)
+        parts: list[Linear] = [*layer.attention.qkv, *layer.mlp.gate_up]  # type: ignore[union-attr]
+        weights += [part.weight for part in (*parts, layer.attention.o, layer.mlp.down)]  # type: ignore[union-attr]
+    widths = [
+        config.hidden,
+        config.head_dim,
+        *(w.shape[1] for w in weights if isinstance(w, _READABLE)),
+    ]
+    readable = all(isinstance(weight, _READABLE) for weight in weights)
     if decoder.device.type != "cpu" or not readable or any(width % LANES for width in widths):
         return None
     return CpuStep(decoder)

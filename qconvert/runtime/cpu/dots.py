@@ -1,4 +1,4 @@
-"""Rows of a weight times one vector, at the speed of reading the weight once.
+"""Multiplies rows of a weight by one vector, at the speed of reading the weight once.
 
 Weights on a grid are multiplied as integers: the vector is rounded to 16 bits per block of 128
 columns, at most 2**-16 of the block's largest number off, a hundredth of what rounding it to
@@ -20,9 +20,9 @@ import numpy as np
 from qconvert.quant.simd.lanes import LANES, peak, rounded_even, splat
 from qconvert.runtime.cpu.coded_dots import (
     dot_bytes,
-    dot_looked_up,
+    dot_int6,
+    dot_lut,
     dot_nibbles,
-    dot_sixes,
     e4m3_floats,
     e5m2_floats,
 )
@@ -33,12 +33,12 @@ from qconvert.runtime.cpu.simd import (
     added,
     address,
     as_floats,
-    brains,
     float_at,
     floats,
     folded,
     fused,
     larger,
+    load_bf16,
     put_float,
     put_shorts,
     routine,
@@ -149,7 +149,7 @@ def _by_parts(name: str, dot: Any, block_bytes: int) -> Any:
     return _named(rows, name)
 
 
-def _by_halves(name: str, dot: Any, block_bytes: int) -> Any:
+def _by_half_parts(name: str, dot: Any, block_bytes: int) -> Any:
     """Rows whose scales hold for any multiple of 16 columns: half of what a `dot` takes."""
 
     def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
@@ -233,18 +233,18 @@ def _dense(name: str, number: Any, size: int) -> Any:
     return _named(rows, name)
 
 
-nibbles_by_blocks = _by_blocks("nibbles_by_blocks", dot_nibbles, BLOCK // 2)
-nibbles_by_parts = _by_parts("nibbles_by_parts", dot_nibbles, BLOCK // 2)
-nibbles_by_halves = _by_halves("nibbles_by_halves", dot_nibbles, BLOCK // 2)
-sixes_by_blocks = _by_blocks("sixes_by_blocks", dot_sixes, BLOCK * 3 // 4)
-sixes_by_parts = _by_parts("sixes_by_parts", dot_sixes, BLOCK * 3 // 4)
-sixes_by_halves = _by_halves("sixes_by_halves", dot_sixes, BLOCK * 3 // 4)
-looked_up_by_parts = _by_parts("looked_up_by_parts", dot_looked_up, BLOCK // 2)
-looked_up_by_halves = _by_halves("looked_up_by_halves", dot_looked_up, BLOCK // 2)
-bytes_by_blocks = _by_blocks("bytes_by_blocks", dot_bytes, BLOCK)
-bytes_by_parts = _by_parts("bytes_by_parts", dot_bytes, BLOCK)
-bytes_by_halves = _by_halves("bytes_by_halves", dot_bytes, BLOCK)
+int4_by_blocks = _by_blocks("int4_by_blocks", dot_nibbles, BLOCK // 2)
+int4_by_parts = _by_parts("int4_by_parts", dot_nibbles, BLOCK // 2)
+int4_by_half_parts = _by_half_parts("int4_by_half_parts", dot_nibbles, BLOCK // 2)
+int6_by_blocks = _by_blocks("int6_by_blocks", dot_int6, BLOCK * 3 // 4)
+int6_by_parts = _by_parts("int6_by_parts", dot_int6, BLOCK * 3 // 4)
+int6_by_half_parts = _by_half_parts("int6_by_half_parts", dot_int6, BLOCK * 3 // 4)
+lut_by_parts = _by_parts("lut_by_parts", dot_lut, BLOCK // 2)
+lut_by_half_parts = _by_half_parts("lut_by_half_parts", dot_lut, BLOCK // 2)
+int8_by_blocks = _by_blocks("int8_by_blocks", dot_bytes, BLOCK)
+int8_by_parts = _by_parts("int8_by_parts", dot_bytes, BLOCK)
+int8_by_half_parts = _by_half_parts("int8_by_half_parts", dot_bytes, BLOCK)
 e4m3 = _by_floats("e4m3", e4m3_floats)
 e5m2 = _by_floats("e5m2", e5m2_floats)
-bfloat16 = _dense("bfloat16", brains, 2)
+bfloat16 = _dense("bfloat16", load_bf16, 2)
 float32 = _dense("float32", floats, 4)

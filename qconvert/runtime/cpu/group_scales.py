@@ -1,4 +1,4 @@
-"""Scales, zeros and mins of a row, from whatever form they are stored in, ready for the kernels.
+"""Reads scales, zeros and mins of a row, in whatever type they are stored, for the kernels.
 
 Sixteen groups at a time. Reading may go beyond a row's last group, to numbers that count for nothing;
 who makes a record keeps `LANES` more elements behind the last row.
@@ -10,14 +10,14 @@ import numpy as np
 
 from qconvert.quant.simd.lanes import LANES, lane, splat
 from qconvert.runtime.cpu.coded_dots import byte_floats, half_floats
-from qconvert.runtime.cpu.kernel_args import BRAINS, FLOATS, HALVES
+from qconvert.runtime.cpu.kernel_args import BF16, F16, F32
 from qconvert.runtime.cpu.simd import (
-    brains,
     float_at,
     floats,
+    load_bf16,
     paired,
-    put_floats,
     routine,
+    store_f32,
     total,
     two_floats,
 )
@@ -28,11 +28,11 @@ _ONE = np.float32(1)
 @routine
 def numbers_at(kind, stored, supers, shared, i):  # type: ignore[no-untyped-def]
     """Numbers [i, i + 16) of the groups of a weight, as float32."""
-    if kind == FLOATS:
+    if kind == F32:
         return floats(stored + 4 * i)
-    if kind == BRAINS:
-        return brains(stored + 2 * i)
-    if kind == HALVES:
+    if kind == BF16:
+        return load_bf16(stored + 2 * i)
+    if kind == F16:
         return half_floats(stored + 2 * i)
     if shared == LANES:
         return byte_floats(stored + i) * splat(float_at(supers + 4 * (i // LANES)))
@@ -81,15 +81,15 @@ def spread(linear, row, groups, each, steps, sums, out):  # type: ignore[no-unty
             away = away - mins_at(linear, i) * floats(sums + 4 * g)
         at = 4 * g * each
         if each == 1:
-            put_floats(out + at, scale * floats(steps + at))
+            store_f32(out + at, scale * floats(steps + at))
         elif each == 2:
-            put_floats(out + at, paired(scale, scale, 0) * floats(steps + at))
-            put_floats(out + at + 64, paired(scale, scale, 1) * floats(steps + at + 64))
+            store_f32(out + at, paired(scale, scale, 0) * floats(steps + at))
+            store_f32(out + at + 64, paired(scale, scale, 1) * floats(steps + at + 64))
         elif each == 4:
             for half in range(2):
                 two = paired(scale, scale, half)
-                put_floats(out + at, paired(two, two, 0) * floats(steps + at))
-                put_floats(out + at + 64, paired(two, two, 1) * floats(steps + at + 64))
+                store_f32(out + at, paired(two, two, 0) * floats(steps + at))
+                store_f32(out + at + 64, paired(two, two, 1) * floats(steps + at + 64))
                 at += 128
         else:
             _repeat(scale, min(LANES, groups - g), each, steps + at, out + at)
@@ -105,4 +105,4 @@ def _repeat(scale, groups, each, steps, out):  # type: ignore[no-untyped-def]
             one = splat(lane(scale, g))
         for e in range(0, each, LANES):
             at = 4 * (g * each + e)
-            put_floats(out + at, one * floats(steps + at))
+            store_f32(out + at, one * floats(steps + at))

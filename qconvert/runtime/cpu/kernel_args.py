@@ -1,4 +1,4 @@
-"""What the kernels are told of a model: flat records of sizes and byte addresses.
+"""Declares the arguments of the CPU kernels: flat records of sizes and byte addresses.
 
 Addresses are those of tensors and arrays that the maker of a record keeps alive. A missing array
 has the address 0. All sizes count elements; fields are int64 but for single numbers.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-FLOATS, BRAINS, HALVES, SMALL = range(4)
-"""Types of numbers of groups: float32, bfloat16, half precision; int8 to be multiplied by a float32."""
+F32, BF16, F16, I8 = range(4)
+"""Types of numbers of groups: float32, bf16, f16; int8 to be multiplied by a float32."""
 
 _NUMBER = np.int64
 
@@ -32,7 +32,7 @@ weight is worth `(code - zero) * scale / divisor * factor + min`, or `number * s
 `table` (see `quant.packed_codes`) has numbers for codes; its whole numbers count `unit` each. `zeros` are
 int8,
 one per group, or none: then `zero` holds for all. Scales and mins (or none) are of `number_type`; of
-`SMALL` ones, `shared` neighbours have one in `supers` and `super_mins`. Where `rounded_bits` is not 0,
+`I8` ones, `shared` neighbours have one in `supers` and `super_mins`. Where `rounded_bits` is not 0,
 decoding rounds product and sum to that many bits of fraction, numbers below `least` to its steps.
 """
 
@@ -60,7 +60,7 @@ LAYER = np.dtype(
 MODEL = np.dtype(
     [
         *((name, _NUMBER) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp_width")),
-        *((name, _NUMBER) for name in ("position", "room", "brain_cache", "turn")),
+        *((name, _NUMBER) for name in ("position", "room", "bf16_cache", "arrived")),
         *((name, _NUMBER) for name in ("x", "qkv", "mixed", "inner", "cos", "sin", "logits")),
         ("final_norm", _NUMBER),
         ("head", LINEAR),
@@ -70,13 +70,13 @@ MODEL = np.dtype(
 )
 """Sizes, the position of the token at hand, and the buffers that threads share.
 
-`turn` is the counter of `team.meet`. Buffers are float32: x [hidden], qkv and mixed (attention's
-output) by heads, inner [mlp_width], cosines and signed sines [head_dim], logits.
+`arrived` is the counter of `thread_barrier.wait_for_all`. Buffers are float32: x [hidden], qkv and mixed
+(attention's output) by heads, inner [mlp_width], cosines and signed sines [head_dim], logits.
 """
 
-THREAD = np.dtype([(name, _NUMBER) for name in ("normal", "gates", "head", "turned", "scores")])
+THREAD = np.dtype([(name, _NUMBER) for name in ("normal", "gates", "head", "rotated", "scores")])
 """The buffers that each thread has for itself, float32.
 
 normal [hidden]: a normalised input, or products before they are added; gates [2 mlp_width]; head and
-turned [head_dim]; scores [room, rounded up to 16].
+rotated [head_dim]; scores [room, rounded up to 16].
 """

@@ -1,4 +1,4 @@
-"""The kernels that records name by address: each is compiled, or loaded, when the first weight needs it.
+"""Compiles, or loads, the kernels that LINEAR records name by address, when the first weight needs them.
 
 So a model costs the kernels of its own weights and no others, and the decode step is compiled without
 any of them.
@@ -64,86 +64,22 @@ def multiply_rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
             put_float(y + 4 * row, float_at(y + 4 * row) + float_at(linear.bias + 4 * row))
 
 
-def _float32(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.float32(_linear_at(record), x, y, start, stop)
+def _entry(name: str) -> Callable[..., None]:
+    """The routine of that name in `dots.py`, called with the address of its LINEAR record."""
+    dot = getattr(dots, name)
+
+    def kernel(record, x, y, start, stop):  # type: ignore[no-untyped-def]
+        dot(_linear_at(record), x, y, start, stop)
+
+    kernel.__name__ = kernel.__qualname__ = f"entry_{name}"  # the name under which its code is cached
+    return kernel
 
 
-def _bfloat16(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.bfloat16(_linear_at(record), x, y, start, stop)
-
-
-def _nibbles_by_blocks(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.nibbles_by_blocks(_linear_at(record), x, y, start, stop)
-
-
-def _nibbles_by_parts(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.nibbles_by_parts(_linear_at(record), x, y, start, stop)
-
-
-def _nibbles_by_halves(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.nibbles_by_halves(_linear_at(record), x, y, start, stop)
-
-
-def _sixes_by_blocks(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.sixes_by_blocks(_linear_at(record), x, y, start, stop)
-
-
-def _sixes_by_parts(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.sixes_by_parts(_linear_at(record), x, y, start, stop)
-
-
-def _sixes_by_halves(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.sixes_by_halves(_linear_at(record), x, y, start, stop)
-
-
-def _looked_up_by_parts(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.looked_up_by_parts(_linear_at(record), x, y, start, stop)
-
-
-def _looked_up_by_halves(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.looked_up_by_halves(_linear_at(record), x, y, start, stop)
-
-
-def _bytes_by_blocks(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.bytes_by_blocks(_linear_at(record), x, y, start, stop)
-
-
-def _bytes_by_parts(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.bytes_by_parts(_linear_at(record), x, y, start, stop)
-
-
-def _bytes_by_halves(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.bytes_by_halves(_linear_at(record), x, y, start, stop)
-
-
-def _e4m3(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.e4m3(_linear_at(record), x, y, start, stop)
-
-
-def _e5m2(record, x, y, start, stop):  # type: ignore[no-untyped-def]
-    dots.e5m2(_linear_at(record), x, y, start, stop)
-
-
-KERNELS: dict[str, Callable[..., None]] = {
-    kernel.__name__.removeprefix("_"): kernel
-    for kernel in (
-        _float32,
-        _bfloat16,
-        _nibbles_by_blocks,
-        _nibbles_by_parts,
-        _nibbles_by_halves,
-        _sixes_by_blocks,
-        _sixes_by_parts,
-        _sixes_by_halves,
-        _looked_up_by_parts,
-        _looked_up_by_halves,
-        _bytes_by_blocks,
-        _bytes_by_parts,
-        _bytes_by_halves,
-        _e4m3,
-        _e5m2,
-    )
-}
+_BY_BLOCKS = tuple(f"{kind}_by_blocks" for kind in ("int4", "int6", "int8"))
+_BY_PARTS = tuple(
+    f"{kind}_by_{part}" for kind in ("int4", "int6", "lut", "int8") for part in ("parts", "half_parts")
+)
+KERNELS = {name: _entry(name) for name in ("float32", "bfloat16", *_BY_BLOCKS, *_BY_PARTS, "e4m3", "e5m2")}
 """Entry points by the names of their routines in `dots.py`."""
 
 

@@ -1,4 +1,4 @@
-"""Every grid as one that the CPU kernels know: small whole codes, or codes of a table, and numbers of groups.
+"""Lowers every grid to one that the CPU kernels know: small whole codes or a table, and group numbers.
 
 A `Recipe` says of a whole weight what is the same for all of its rows, and how rows of it come apart
 into codes and the numbers of their groups; `checkpoint.by_role` packs what that gives, some rows at a time.
@@ -101,7 +101,7 @@ def _kind(bits: int) -> str:
 def _of_mins(value: AffineMinRows) -> Recipe | None:
     encoding, kind = value.encoding, _kind(value.encoding.bits)
     shift = _BYTE_ZERO if kind == "int8" else 0
-    if encoding.scale_dtype is DType.F16 and _beyond_halves(value):
+    if encoding.scale_dtype is DType.F16 and _beyond_f16(value):
         return None
 
     def take(rows: Value) -> Lowered:
@@ -112,7 +112,7 @@ def _of_mins(value: AffineMinRows) -> Recipe | None:
     return Recipe(kind, encoding.group_size, take, -shift, rounding=encoding.scale_dtype)
 
 
-def _beyond_halves(value: AffineMinRows) -> bool:
+def _beyond_f16(value: AffineMinRows) -> bool:
     """Whether products of codes and scales may leave half precision."""
     scales_RG, mins_RG = (np.abs(array.astype(np.float32)) for array in (value.scales_RG, value.mins_RG))
     most = scales_RG.max(initial=0) * (1 << value.encoding.bits) + mins_RG.max(initial=0)

@@ -1,4 +1,4 @@
-"""Weights in the layout of the CPU kernels: made at load, never saved, the codes held in it alone.
+"""Packs weights in the layout of the CPU kernels and multiplies by them; made at load, never saved.
 
 Legend: O out features (rows), I in features, G groups, B bytes of a row, N rows of the input, R rows
 asked for. Rows are padded to whole blocks of 128 columns; `quant.packed_codes` says how a block lies in
@@ -18,11 +18,12 @@ from qconvert.core.dtypes import DType
 from qconvert.core.values import Value
 from qconvert.quant.simd.lanes import LANES
 from qconvert.runtime.cpu.coded_dots import TABLE_NUMBERS
-from qconvert.runtime.cpu.kernel_args import BRAINS, FLOATS, HALVES, LINEAR, SMALL
+from qconvert.runtime.cpu.kernel_args import BF16, F16, F32, I8, LINEAR
 from qconvert.runtime.cpu.kernels import kernel_address
 from qconvert.runtime.cpu.packed_spec import Levels, Recipe, recipe_for
+from qconvert.runtime.cpu.products import decode_rows, multiply_few
 from qconvert.runtime.cpu.simd import BLOCK, PART
-from qconvert.runtime.storage import DenseWeight, NarrowWeight, as_tensor
+from qconvert.runtime.storage import as_tensor, multiply_decoded
 
 _PACKED_CODES = 1 << 20
 """Codes that a thread unpacks at a time, a byte each, while a weight is packed."""
@@ -33,6 +34,21 @@ _DENOMINATORS = (1, 2, 192)
 """Of E2M1 and the whole numbers of IQ4, and of bitsandbytes' FP4: what makes all numbers whole."""
 _ROUNDING = {DType.F32: (0, 0.0), DType.BF16: (7, 2.0**-126), DType.F16: (10, 2.0**-14)}
 """Bits of fraction of a float type, and its smallest normal number."""
+
+
+_NUMBER_TYPES = {torch.float32: F32, torch.bfloat16: BF16, torch.float16: F16, torch.int8: I8}
+_FLOAT_KINDS = ("e4m3", "e5m2")
+# The last number of rows at which the kernels are not behind decoding + torch's float32 matmul (whose bf16
+# one is faster where the processor has bf16), one core of an AMD EPYC without AVX-512, milliseconds of
+# processor time at rows 1 / 4 / 8 / 16 / 32 (those of bf16 weights: `storage.py`):
+#   int4 g128,  9728 x 896   integers 0.46 / 1.9 / 3.7 / 7.2 / 14.2   decoded 5.7 / 8.2 / 9.6 / 11.6 / 14.9
+#   int4 g128,  896 x 4864   integers 0.20 / 0.7 / 1.5 / 3.0 /  5.8   decoded 2.3 / 3.1 / 3.8 /  4.7 /  6.3
+#   int8 g128,  9728 x 896   integers 0.39 / 1.6 / 3.2 / 6.3 / 12.1   decoded 6.2 / 8.3 / 9.3 / 10.3 / 15.2
+# Of the other kinds, codes of a table and codes of 6 bits take 1.4 to 1.6 times as long a row as int4 g128
+# and 8-bit floats 2.4 times, where decoding takes as long as int4's (27 against 25 ms for 9728 x 1024).
+# At 512 rows, decoding int4 and multiplying takes 123 ms, torch's matmul alone 124.
+MOST_INTEGER_ROWS = 16
+MOST_FLOAT_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +117,53 @@ class PackedGrid:
 
     def rows(self, index: slice | Tensor) -> Tensor:
         """Dequantized rows, [R, I] in the compute dtype, rounded once."""
-        from qconvert.runtime.cpu.products import decode_rows
+        rows_R = torch.arange(self.shape[0])[index].contiguous()
+        out_RI = torch.empty(len(rows_R), self.width, dtype=self.dtype)
+        decode_rows(self.kernel_args(), self.recipe.kind, rows_R, out_RI)
+        return out_RI
 
-        return decode_rows(self, index)
+    def multiplies_codes(self, rows: int) -> bool:
+        """Whether products with so many rows are made of integer codes, not of floats or decoded rows."""
+        return self.recipe.kind not in _FLOAT_KINDS and rows <= MOST_INTEGER_ROWS
 
+    def multiply(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
+        """`x W^T + b`, [..., O] in the dtype of x: few rows one by one, more with decoded rows."""
+        rows = x.numel() // x.shape[-1]
+        if rows > (MOST_FLOAT_ROWS if self.recipe.kind in _FLOAT_KINDS else MOST_INTEGER_ROWS):
+            return multiply_decoded(x, self, bias_O)
+        y_NO = multiply_few(x.reshape(-1, x.shape[-1]), self, bias_O)
+        return y_NO.to(x.dtype).view(*x.shape[:-1], -1)
 
-Multipliable = PackedGrid | DenseWeight | NarrowWeight
-"""What the kernels multiply by."""
-
-
-def part_of(weight: Multipliable, index: slice) -> Multipliable:
-    """Some of the rows as a weight of their own; no copy."""
-    if isinstance(weight, PackedGrid):
-        return weight.part(index)
-    return replace(weight, w_OI=weight.w_OI[index])
+    def kernel_args(self, bias_O: Tensor | None = None) -> np.ndarray:
+        """Its fields of LINEAR; the caller keeps weight and bias (float32, contiguous) alive."""
+        args, recipe, mins = np.zeros(1, LINEAR), self.recipe, self.mins
+        supers = self.scales.super_OS
+        rounded_bits, least = _ROUNDING[recipe.rounding]
+        fields = {
+            "rows": self.shape[0],
+            "width": self.width,
+            "bias": _address(bias_O),
+            "kernel": kernel_address(_kernel_of(recipe)),
+            "codes": self.codes_OB.data_ptr(),
+            "table": _address(self.table),
+            "group": recipe.group,
+            "zeros": _address(self.zeros_OG),
+            "zero": recipe.zero,
+            "number_type": _NUMBER_TYPES[self.scales.stored_OG.dtype],
+            "scales": self.scales.stored_OG.data_ptr(),
+            "supers": _address(supers),
+            "mins": 0 if mins is None else mins.stored_OG.data_ptr(),
+            "super_mins": 0 if mins is None else _address(mins.super_OS),
+            "shared": 0 if supers is None else self.scales.stored_OG.shape[1] // supers.shape[1],
+            "divisor": recipe.divisor,
+            "factor": recipe.factor,
+            "unit": self.unit,
+            "rounded_bits": rounded_bits,
+            "least": least,
+        }
+        for name, number in fields.items():
+            args[name] = number
+        return args
 
 
 def pack_grid(value: Value, dtype: torch.dtype) -> PackedGrid | None:
@@ -131,7 +180,7 @@ def pack_grid(value: Value, dtype: torch.dtype) -> PackedGrid | None:
     whole = width % recipe.group == 0 or recipe.group % BLOCK == 0
     if width % PART or recipe.group % LANES or not whole:
         return None
-    order = {"int4": _nibbles, "table4": _nibbles, "int6": _sixes}.get(recipe.kind, np.asarray)
+    order = {"int4": _pack_int4, "table4": _pack_int4, "int6": _pack_int6}.get(recipe.kind, np.asarray)
     padded = (width + BLOCK - 1) // BLOCK * BLOCK
     codes_OB = torch.empty(rows, padded * _BITS.get(recipe.kind, 8) // 8, dtype=torch.uint8)
     scales, mins = _room(first.scales, rows), None if first.mins is None else _room(first.mins, rows)
@@ -184,7 +233,7 @@ def _fill(numbers: GroupNumbers, block: slice, levels: Levels) -> None:
         numbers.super_OS[block] = torch.from_numpy(levels.super_RS)
 
 
-def _nibbles(codes_RI: np.ndarray) -> np.ndarray:
+def _pack_int4(codes_RI: np.ndarray) -> np.ndarray:
     """Codes of 4 bits in the order of `quant.packed_codes`: [rows, padded width / 2]."""
     rows, width = codes_RI.shape
     parts = _as_bytes_lie(codes_RI).reshape(rows, width // (2 * PART), 2, PART)
@@ -192,19 +241,19 @@ def _nibbles(codes_RI: np.ndarray) -> np.ndarray:
     return packed.reshape(rows, width // 2)
 
 
-def _sixes(codes_RI: np.ndarray) -> np.ndarray:
+def _pack_int6(codes_RI: np.ndarray) -> np.ndarray:
     """Codes of 6 bits likewise: [rows, padded width * 3 / 4]."""
     rows, width = codes_RI.shape
     parts = _as_bytes_lie(codes_RI >> 4).reshape(rows, width // BLOCK, 4, PART)
     pairs = parts[:, :, 0] | parts[:, :, 1] << 2 | parts[:, :, 2] << 4 | parts[:, :, 3] << 6
-    nibbles = _nibbles(codes_RI & 15).reshape(rows, width // BLOCK, 2 * PART)
+    nibbles = _pack_int4(codes_RI & 15).reshape(rows, width // BLOCK, 2 * PART)
     return np.concatenate([nibbles, pairs], axis=2).reshape(rows, -1)
 
 
 def _as_bytes_lie(codes_RI: np.ndarray) -> np.ndarray:
     """Columns of every part in the order of its bytes."""
-    turned: np.ndarray = codes_RI.reshape(len(codes_RI), -1, 2, 2, 8).swapaxes(2, 3)
-    return turned
+    reordered: np.ndarray = codes_RI.reshape(len(codes_RI), -1, 2, 2, 8).swapaxes(2, 3)
+    return reordered
 
 
 def _table(numbers: np.ndarray) -> tuple[Tensor, float]:
@@ -223,49 +272,12 @@ def _table(numbers: np.ndarray) -> tuple[Tensor, float]:
     return torch.from_numpy(table), unit
 
 
-def describe(weight: Multipliable, bias_O: Tensor | None = None) -> np.ndarray:
-    """The record of a linear; the caller keeps weight and bias (float32, contiguous) alive."""
-    record = np.zeros(1, LINEAR)
-    record["rows"], record["width"] = weight.shape
-    record["bias"] = _address(bias_O)
-    if isinstance(weight, DenseWeight | NarrowWeight):
-        record["kernel"] = kernel_address(str(weight.w_OI.dtype).removeprefix("torch."))
-        record["codes"] = weight.w_OI.data_ptr()
-        return record
-    recipe, scales, mins = weight.recipe, weight.scales, weight.mins
-    types = {torch.float32: FLOATS, torch.bfloat16: BRAINS, torch.float16: HALVES, torch.int8: SMALL}
-    supers = scales.super_OS
-    rounded_bits, least = _ROUNDING[recipe.rounding]
-    fields = {
-        "kernel": kernel_address(_kernel_of(recipe)),
-        "codes": weight.codes_OB.data_ptr(),
-        "table": _address(weight.table),
-        "group": recipe.group,
-        "zeros": _address(weight.zeros_OG),
-        "zero": recipe.zero,
-        "number_type": types[scales.stored_OG.dtype],
-        "scales": scales.stored_OG.data_ptr(),
-        "supers": _address(supers),
-        "mins": 0 if mins is None else mins.stored_OG.data_ptr(),
-        "super_mins": 0 if mins is None else _address(mins.super_OS),
-        "shared": 0 if supers is None else scales.stored_OG.shape[1] // supers.shape[1],
-        "divisor": recipe.divisor,
-        "factor": recipe.factor,
-        "unit": weight.unit,
-        "rounded_bits": rounded_bits,
-        "least": least,
-    }
-    for name, number in fields.items():
-        record[name] = number
-    return record
-
-
 def _kernel_of(recipe: Recipe) -> str:
-    names = {"int4": "nibbles", "int6": "sixes", "int8": "bytes", "table4": "looked_up"}
+    names = {"int4": "int4", "int6": "int6", "int8": "int8", "table4": "lut"}
     if recipe.kind not in names:
         return recipe.kind
     by = (
-        "halves"
+        "half_parts"
         if recipe.group % PART
         else "parts"
         if recipe.group % BLOCK or recipe.table is not None

@@ -1,9 +1,11 @@
-"""Rows of packed grids as numbers, and products with few rows of input: what `linear.py` calls.
+"""Multiplies few rows of input by weights, and decodes rows of packed weights, with the CPU kernels.
 
 Legend: O out features (rows), I in features, N rows of the input, R rows asked for.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,19 +16,28 @@ from qconvert.runtime.cpu.coded_dots import (
     byte_floats,
     e4m3_floats,
     e5m2_floats,
+    int6_floats,
     named_floats,
     nibble_floats,
     rounded_to,
-    six_floats,
 )
 from qconvert.runtime.cpu.group_scales import mins_at, scales_at, zeros_at
-from qconvert.runtime.cpu.packed_weights import Multipliable, PackedGrid, describe
-from qconvert.runtime.cpu.simd import BLOCK, PART, put_brains, put_floats, routine
+from qconvert.runtime.cpu.kernel_args import LINEAR
+from qconvert.runtime.cpu.kernels import kernel_address
+from qconvert.runtime.cpu.simd import BLOCK, PART, routine, store_bf16, store_f32
 from qconvert.runtime.cpu.step_kernel import multiply
-from qconvert.runtime.cpu.thread_barrier import Team
+from qconvert.runtime.cpu.thread_barrier import ThreadTeam
 
 _INT4, _TABLE4, _INT6, _INT8, _E4M3, _E5M2 = range(6)
 _KINDS = ("int4", "table4", "int6", "int8", "e4m3", "e5m2")
+
+
+class Multipliable(Protocol):
+    """A weight that the kernels multiply by: its shape, and its fields of `kernel_args.LINEAR`."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    def kernel_args(self, bias_O: Tensor | None = None) -> np.ndarray: ...
 
 
 def multiply_few(x_NI: Tensor, weight: Multipliable, bias_O: Tensor | None = None) -> Tensor:
@@ -37,26 +48,31 @@ def multiply_few(x_NI: Tensor, weight: Multipliable, bias_O: Tensor | None = Non
     x_NI = x_NI.float().contiguous()
     y_NO = torch.empty(len(x_NI), weight.shape[0])
     bias_O = None if bias_O is None else bias_O.float().contiguous()
-    record, team = describe(weight, bias_O), Team(torch.get_num_threads())
-    team.run(lambda rank: multiply(record, x_NI.data_ptr(), y_NO.data_ptr(), len(x_NI), rank, team.size))
+    args, team = weight.kernel_args(bias_O), ThreadTeam(torch.get_num_threads())
+    team.run(lambda rank: multiply(args, x_NI.data_ptr(), y_NO.data_ptr(), len(x_NI), rank, team.size))
     return y_NO
 
 
-def decode_rows(weight: PackedGrid, index: slice | Tensor) -> Tensor:
-    """Rows of the weight, [R, I] in its compute dtype.
+def dense_args(w_OI: Tensor, bias_O: Tensor | None) -> np.ndarray:
+    """The kernel arguments of a float32 or bf16 weight; the caller keeps weight and bias alive."""
+    args = np.zeros(1, LINEAR)
+    args["rows"], args["width"] = w_OI.shape
+    args["kernel"] = kernel_address(str(w_OI.dtype).removeprefix("torch."))
+    args["codes"], args["bias"] = w_OI.data_ptr(), 0 if bias_O is None else bias_O.data_ptr()
+    return args
+
+
+def decode_rows(args: np.ndarray, kind: str, rows_R: Tensor, out_RI: Tensor) -> None:
+    """Write rows of a packed weight to `out_RI`, float32 or bf16 [R, I], by its kernel arguments.
 
     In float32, then rounded once: the same numbers as those of the reference layout.
     """
-    rows_R = torch.arange(weight.shape[0])[index].contiguous()
-    out_RI = torch.empty(len(rows_R), weight.width, dtype=weight.dtype)
-    brain = weight.dtype == torch.bfloat16
-    kind = _KINDS.index(weight.recipe.kind)
-    _decode(describe(weight), kind, rows_R.numpy(), out_RI.data_ptr(), brain)
-    return out_RI
+    as_bf16 = out_RI.dtype == torch.bfloat16
+    _decode(args, _KINDS.index(kind), rows_R.numpy(), out_RI.data_ptr(), as_bf16)
 
 
 @kernel
-def _decode(linears, kind, rows, out, brain):  # type: ignore[no-untyped-def]
+def _decode(linears, kind, rows, out, as_bf16):  # type: ignore[no-untyped-def]
     linear = linears[0]
     width, group = linear.width, linear.group
     blocks, groups = (width + BLOCK - 1) // BLOCK, (width + group - 1) // group
@@ -66,10 +82,10 @@ def _decode(linears, kind, rows, out, brain):  # type: ignore[no-untyped-def]
         for g in range(groups):
             if g % LANES == 0:
                 i = row * groups + g
-                put_floats(own[0].ctypes.data, scales_at(linear, i))
-                put_floats(own[1].ctypes.data, zeros_at(linear, i))
+                store_f32(own[0].ctypes.data, scales_at(linear, i))
+                store_f32(own[1].ctypes.data, zeros_at(linear, i))
                 if linear.mins:
-                    put_floats(own[2].ctypes.data, mins_at(linear, i))
+                    store_f32(own[2].ctypes.data, mins_at(linear, i))
             scale, zero, least = own[0, g % LANES], own[1, g % LANES], own[2, g % LANES]
             for column in range(g * group, min((g + 1) * group, width), LANES):
                 worth = (_codes(linear, kind, row * blocks * BLOCK + column) - zero) * scale
@@ -77,7 +93,7 @@ def _decode(linears, kind, rows, out, brain):  # type: ignore[no-untyped-def]
                     worth = worth * linear.factor
                 if linear.mins:
                     worth = _rounded(linear, _rounded(linear, worth) + least)
-                _put(out, r * width + column, worth, brain)
+                _put(out, r * width + column, worth, as_bf16)
 
 
 @routine
@@ -96,7 +112,7 @@ def _codes(linear, kind, at):  # type: ignore[no-untyped-def]
         return named_floats(linear.table, nibbles) if kind == _TABLE4 else nibbles
     if kind == _INT6:
         block, part = at // BLOCK * (BLOCK * 3 // 4), at % BLOCK // PART
-        return six_floats(linear.codes + block, part, at % PART)
+        return int6_floats(linear.codes + block, part, at % PART)
     if kind == _INT8:
         return byte_floats(linear.codes + at)
     if kind == _E4M3:
@@ -105,8 +121,8 @@ def _codes(linear, kind, at):  # type: ignore[no-untyped-def]
 
 
 @routine
-def _put(out, at, value, brain):  # type: ignore[no-untyped-def]
-    if brain:
-        put_brains(out + 2 * at, value)
+def _put(out, at, value, as_bf16):  # type: ignore[no-untyped-def]
+    if as_bf16:
+        store_bf16(out + 2 * at, value)
     else:
-        put_floats(out + 4 * at, value)
+        store_f32(out + 4 * at, value)

@@ -1,4 +1,4 @@
-"""SIMD operations of the CPU kernels, on bare memory: what `quant.simd.lanes` lacks for products.
+"""Adds SIMD operations on bare memory for the CPU kernels: what `quant.simd.lanes` lacks for products.
 
 One compiled function reads weights of every kind and layer. So memory is named by byte addresses,
 plain integers out of the records of `records.py`, not by numba arrays, each of whose element types
@@ -85,7 +85,7 @@ def floats(typing: Any, address: Any) -> Any:
 
 
 @primitive
-def brains(typing: Any, address: Any) -> Any:
+def load_bf16(typing: Any, address: Any) -> Any:
     """Sixteen bfloat16, widened."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -132,7 +132,7 @@ def put_float(typing: Any, address: Any, value: Any) -> Any:
 
 
 @primitive
-def put_floats(typing: Any, address: Any, value: Any) -> Any:
+def store_f32(typing: Any, address: Any, value: Any) -> Any:
     """Write sixteen float32."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
@@ -142,7 +142,7 @@ def put_floats(typing: Any, address: Any, value: Any) -> Any:
 
 
 @primitive
-def put_brains(typing: Any, address: Any, value: Any) -> Any:
+def store_bf16(typing: Any, address: Any, value: Any) -> Any:
     """Write sixteen numbers as bfloat16, rounded half to even; no NaNs."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:

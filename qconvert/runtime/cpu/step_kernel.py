@@ -1,9 +1,9 @@
-"""One token through a dense decoder and its head, as one compiled call that several threads enter.
+"""Computes one token through a dense decoder and its head, as one call that several threads enter.
 
 Float32 throughout; only the cache has the decoder's dtype. Each thread computes its share of the
 rows of every product and its share of the heads, and what is cheaper to compute twice than to wait
 for (norms, the keys that its heads need). The mathematics is `model.py`'s. Arguments named `x`,
-`keys`, ... are byte addresses; records are those of `records.py`.
+`keys`, ... are byte addresses; records are those of `kernel_args.py`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 from qconvert.quant.simd.lanes import LANES, highest, kernel, rounded_even, splat, where
 from qconvert.runtime.cpu.kernels import multiply_rows
 from qconvert.runtime.cpu.simd import (
-    brains,
     float_at,
     floats,
     fused,
+    load_bf16,
     power_of_two,
-    put_brains,
     put_float,
-    put_floats,
     routine,
+    store_bf16,
+    store_f32,
     total,
 )
-from qconvert.runtime.cpu.thread_barrier import meet
+from qconvert.runtime.cpu.thread_barrier import wait_for_all
 
 _F = np.float32
 _NONE = _F(-1e30)
@@ -73,7 +73,7 @@ def _norm(x, weight, eps, width, out):  # type: ignore[no-untyped-def]
         squares = fused(value, value, squares)
     scale = splat(_F(1) / np.sqrt(total(squares) / _F(width) + eps))
     for i in range(0, width, LANES):
-        put_floats(out + 4 * i, floats(x + 4 * i) * scale * floats(weight + 4 * i))
+        store_f32(out + 4 * i, floats(x + 4 * i) * scale * floats(weight + 4 * i))
 
 
 @routine
@@ -90,76 +90,76 @@ def _attention(model, layer, own, rank, size):  # type: ignore[no-untyped-def]
     start, stop = _share(kv_rows, rank, size)
     multiply_rows(layer.k, own.normal, y + 4 * q_rows, start, stop)
     multiply_rows(layer.v, own.normal, y + 4 * (q_rows + kv_rows), start, stop)
-    meet(model.turn, size)
+    wait_for_all(model.arrived, size)
     start, stop = _share(model.heads, rank, size)
     if start < stop:
         _heads(model, layer, own, start, stop)
-    meet(model.turn, size)
+    wait_for_all(model.arrived, size)
     start, stop = _share(layer.o.rows, rank, size)
     multiply_rows(layer.o, model.mixed, own.normal, start, stop)
     _add(model.x, own.normal, start, stop)
-    meet(model.turn, size)
+    wait_for_all(model.arrived, size)
 
 
 @routine
 def _heads(model, layer, own, start, stop):  # type: ignore[no-untyped-def]
     """Attention of some heads. Threads that share a key head store the same key, bit for bit."""
-    element = 2 if model.brain_cache else 4
+    element = 2 if model.bf16_cache else 4
     width, each = 4 * model.head_dim, model.heads // model.kv_heads
     stride = element * model.room * model.head_dim
     here = element * model.position * model.head_dim
     for head in range(start // each, (stop - 1) // each + 1):
         key = model.qkv + width * (model.heads + head)
         value = key + width * model.kv_heads
-        _turned(model, own, key, layer.k_norm)
-        _keep(own.turned, model.head_dim, layer.keys + stride * head + here, model.brain_cache)
-        _keep(value, model.head_dim, layer.values + stride * head + here, model.brain_cache)
+        _rotated(model, own, key, layer.k_norm)
+        _keep(own.rotated, model.head_dim, layer.keys + stride * head + here, model.bf16_cache)
+        _keep(value, model.head_dim, layer.values + stride * head + here, model.bf16_cache)
     first = max(0, model.position + 1 - layer.window) if layer.window else 0
     for head in range(start, stop):
-        _turned(model, own, model.qkv + width * head, layer.q_norm)
+        _rotated(model, own, model.qkv + width * head, layer.q_norm)
         skipped = stride * (head // each) + element * first * model.head_dim
         keys, values = layer.keys + skipped, layer.values + skipped
         _mix(model, own, keys, values, model.position + 1 - first, model.mixed + width * head)
 
 
 @routine
-def _turned(model, own, head, norm):  # type: ignore[no-untyped-def]
-    """A head of a query or key, normalised where the model does that, then rotated, to `own.turned`."""
+def _rotated(model, own, head, norm):  # type: ignore[no-untyped-def]
+    """A head of a query or key, normalised where the model does that, then rotated, to `own.rotated`."""
     width, half, source = model.head_dim, model.head_dim // 2, head
     if norm:
         _norm(head, norm, model.eps, width, own.head)
         source = own.head
     for i in range(width):
         other = float_at(source + 4 * (i + half if i < half else i - half))
-        turned = float_at(source + 4 * i) * float_at(model.cos + 4 * i)
-        put_float(own.turned + 4 * i, turned + other * float_at(model.sin + 4 * i))
+        here = float_at(source + 4 * i) * float_at(model.cos + 4 * i)
+        put_float(own.rotated + 4 * i, here + other * float_at(model.sin + 4 * i))
 
 
 @routine
-def _keep(source, width, target, brain_cache):  # type: ignore[no-untyped-def]
+def _keep(source, width, target, bf16_cache):  # type: ignore[no-untyped-def]
     for i in range(0, width, LANES):
-        if brain_cache:
-            put_brains(target + 2 * i, floats(source + 4 * i))
+        if bf16_cache:
+            store_bf16(target + 2 * i, floats(source + 4 * i))
         else:
-            put_floats(target + 4 * i, floats(source + 4 * i))
+            store_f32(target + 4 * i, floats(source + 4 * i))
 
 
 @routine
-def _kept(source, i, brain_cache):  # type: ignore[no-untyped-def]
-    if brain_cache:
-        return brains(source + 2 * i)
+def _kept(source, i, bf16_cache):  # type: ignore[no-untyped-def]
+    if bf16_cache:
+        return load_bf16(source + 2 * i)
     return floats(source + 4 * i)
 
 
 @routine
 def _mix(model, own, keys, values, seen, out):  # type: ignore[no-untyped-def]
-    """The values weighted by the softmax of `own.turned` times keys, both [seen, head_dim]."""
-    width, brain_cache, scores = model.head_dim, model.brain_cache, own.scores
+    """The values weighted by the softmax of `own.rotated` times keys, both [seen, head_dim]."""
+    width, bf16_cache, scores = model.head_dim, model.bf16_cache, own.scores
     scale = _F(1) / np.sqrt(_F(width))
     for t in range(seen):
         dot = splat(_F(0))
         for i in range(0, width, LANES):
-            dot = fused(_kept(keys, t * width + i, brain_cache), floats(own.turned + 4 * i), dot)
+            dot = fused(_kept(keys, t * width + i, bf16_cache), floats(own.rotated + 4 * i), dot)
         put_float(scores + 4 * t, total(dot) * scale)
     count = (seen + LANES - 1) // LANES * LANES
     for t in range(seen, count):
@@ -169,8 +169,8 @@ def _mix(model, own, keys, values, seen, out):  # type: ignore[no-untyped-def]
         mixed = splat(_F(0))
         for t in range(seen):
             weight = splat(float_at(scores + 4 * t))
-            mixed = fused(_kept(values, t * width + i, brain_cache), weight, mixed)
-        put_floats(out + 4 * i, mixed * inverse)
+            mixed = fused(_kept(values, t * width + i, bf16_cache), weight, mixed)
+        store_f32(out + 4 * i, mixed * inverse)
 
 
 @routine
@@ -183,7 +183,7 @@ def _softmax(scores, count):  # type: ignore[no-untyped-def]
     most, sum_ = splat(highest(top)), splat(_F(0))
     for i in range(0, count, LANES):
         weight = _exp(floats(scores + 4 * i) - most)
-        put_floats(scores + 4 * i, weight)
+        store_f32(scores + 4 * i, weight)
         sum_ = sum_ + weight
     return _F(1) / total(sum_)
 
@@ -198,12 +198,12 @@ def _mlp(model, layer, own, rank, size):  # type: ignore[no-untyped-def]
     for i in range(start, stop, LANES):
         gate = floats(y + 4 * i)
         swish = gate / (_exp(-gate) + _F(1))
-        put_floats(model.inner + 4 * i, swish * floats(y + 4 * (width + i)))
-    meet(model.turn, size)
+        store_f32(model.inner + 4 * i, swish * floats(y + 4 * (width + i)))
+    wait_for_all(model.arrived, size)
     start, stop = _share(layer.down.rows, rank, size)
     multiply_rows(layer.down, model.inner, own.normal, start, stop)
     _add(model.x, own.normal, start, stop)
-    meet(model.turn, size)
+    wait_for_all(model.arrived, size)
 
 
 @routine

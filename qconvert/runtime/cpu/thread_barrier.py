@@ -1,6 +1,6 @@
-"""Threads that run one kernel together, and meet inside it.
+"""Runs one kernel in several threads, with a barrier that they wait at inside it.
 
-A decode step has some hundred points where every thread needs what all have written. Meeting there
+A decode step has some hundred points where every thread needs what all have written. A barrier
 takes under a microsecond when all run, where handing work to a sleeping thread takes fifty.
 """
 
@@ -16,40 +16,40 @@ from qconvert.quant.simd.lanes import kernel
 from qconvert.runtime.cpu.simd import add_and_fetch, fetch, rest, routine
 
 _RELEASED = 1 << 62
-"""A count beyond every meeting: nobody waits any more."""
-_GLANCES = 2000
+"""A count beyond every barrier: nobody waits any more."""
+_SPINS = 2000
 """Looks at the counter before the processor is offered to others: some microseconds."""
 
 
 @routine
-def meet(turn, size):  # type: ignore[no-untyped-def]
-    """Wait until all `size` threads are here; `turn` is the address of their int64 counter."""
+def wait_for_all(arrived, size):  # type: ignore[no-untyped-def]
+    """Wait until all `size` threads are here; `arrived` is the address of their int64 counter."""
     if size == 1:
         return
-    count = add_and_fetch(turn, 1)
+    count = add_and_fetch(arrived, 1)
     everyone = min((count + size - 1) // size * size, _RELEASED)
-    glances = 0
-    while fetch(turn) < everyone:
-        glances += 1
-        if glances > _GLANCES:
+    spins = 0
+    while fetch(arrived) < everyone:
+        spins += 1
+        if spins > _SPINS:
             rest()
 
 
 @kernel
-def _meet(turn, size):  # type: ignore[no-untyped-def]
-    meet(turn, size)
+def _wait_for_all(arrived, size):  # type: ignore[no-untyped-def]
+    wait_for_all(arrived, size)
 
 
-class Team:
+class ThreadTeam:
     """As many threads as torch uses, this one among them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.turn = np.zeros(1, np.int64)
+        self.arrived = np.zeros(1, np.int64)
 
     def run(self, work: Callable[[int], None]) -> None:
         """Call `work(rank)` in every thread; an error in one sets the others free and is raised."""
-        self.turn[0] = 0
+        self.arrived[0] = 0
         jobs = [_pool(self.size).submit(self._guarded, work, rank) for rank in range(1, self.size)]
         try:
             self._guarded(work, 0)
@@ -57,15 +57,15 @@ class Team:
             for job in jobs:
                 job.result()
 
-    def meet(self) -> None:
+    def wait(self) -> None:
         """Wait for the others from Python."""
-        _meet(self.turn.ctypes.data, self.size)
+        _wait_for_all(self.arrived.ctypes.data, self.size)
 
     def _guarded(self, work: Callable[[int], None], rank: int) -> None:
         try:
             work(rank)
         except BaseException:
-            self.turn[0] = _RELEASED
+            self.arrived[0] = _RELEASED
             raise
 
 

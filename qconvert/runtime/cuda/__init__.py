@@ -1,1 +1,1 @@
-"""Numbers: the decoder's kernels for NVIDIA GPUs, written in triton, which is optional."""
+"""Decodes on NVIDIA GPUs with kernels written in Triton, which is optional."""

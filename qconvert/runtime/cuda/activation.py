@@ -1,4 +1,4 @@
-"""What flows between the kernels of a decode step: rows, their group sums, and sums still in parts.
+"""Holds what flows between the kernels of a decode step: rows, their group sums, and partial sums.
 
 A matmul reads `Rows` and leaves `Parts`; every other kernel reads `Parts` and leaves `Rows`. So a
 sum that was split for speed is finished, always in the same order, by the kernel that needs it.

@@ -1,4 +1,4 @@
-"""Attention of one new token per sequence over a static cache, its keys split among programs.
+"""Attends with one new token per sequence over a static cache, its keys split among programs.
 
 Few key-value heads cannot fill a device with one program each, so the positions before the token
 are cut into a fixed number of stretches whose bounds follow from the position, which the kernel
@@ -183,7 +183,7 @@ def attend(
 
 
 @triton.jit
-def _turned_head(  # type: ignore[no-untyped-def]
+def _rotated_head(  # type: ignore[no-untyped-def]
     parts,
     bias,
     norm,
@@ -275,13 +275,13 @@ def _attend(  # type: ignore[no-untyped-def]
     row_at = row * row_stride
     q_column = (kv_head * SHARED + q[:, None]) * WIDTH
     q_mask = in_head & (q < SHARED)[:, None]
-    q_QE = _turned_head(parts, bias, q_norm, q_column, row_at, q_mask, cos, sin, split_stride, eps,
+    q_QE = _rotated_head(parts, bias, q_norm, q_column, row_at, q_mask, cos, sin, split_stride, eps,
                         SPLITS, HAS_BIAS, HAS_NORMS, WIDTH, BLOCK_E, UPCAST)  # fmt: skip
 
     # The token's own key and value: the first stretch stores them, and starts its softmax with them.
     own = (e < tl.where(stretch == 0, WIDTH, 0))[None, :]
     k_column = (HEADS + kv_head + tl.zeros((1, 1), tl.int32)) * WIDTH
-    k_1E = _turned_head(parts, bias, k_norm, k_column, row_at, own, cos, sin, split_stride, eps,
+    k_1E = _rotated_head(parts, bias, k_norm, k_column, row_at, own, cos, sin, split_stride, eps,
                         SPLITS, HAS_BIAS, HAS_NORMS, WIDTH, BLOCK_E, UPCAST)  # fmt: skip
     v_column = k_column + KV_HEADS * WIDTH + e[None, :]
     v_1E = rounded(

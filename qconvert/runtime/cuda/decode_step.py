@@ -1,4 +1,4 @@
-"""One decode step: the next token of every sequence through a dense model, nine launches a layer.
+"""Runs one decode step: the next token of every sequence through a dense model, nine launches a layer.
 
 The launches of a layer: norm (with the residual and the sum of the product before it), qkv, attend
 (with bias, head norms, rotation and the cache), combine, o, norm, gate_up, swiglu, down. All buffers
@@ -105,6 +105,7 @@ def obstacle(decoder: Decoder, rows: int) -> str | None:
         (decoder.dtype == torch.bfloat16, f"it computes in {decoder.dtype}"),
         (rows <= FEW_ROWS, f"{rows} sequences are more than {FEW_ROWS}"),
         (decoder.config.experts is None, "it has experts"),
+        (decoder.is_plain, f"the kernels do not compute all of {decoder.config.model_type}"),
         (not isinstance(decoder.embed, EncodedWeight), "its embedding is decoded in main memory"),
         (_is_packable(decoder.head), "its head is in a form that no kernel multiplies by"),
         (
@@ -231,18 +232,18 @@ def _launch(step: Step) -> None:
     residual_MD = step.residual_MD
     residual_MD.copy_(step.decoder.embed.rows(step.token_M))
     for layer in step.layers:
-        add_norm(added, residual_MD, layer.attention_norm.weight, layer.attention_norm.eps, layer.qkv.rows)
+        add_norm(added, residual_MD, _weight(layer.attention_norm), layer.attention_norm.eps, layer.qkv.rows)
         layer.qkv.multiply()
         attend(layer.qkv.out, layer.head_norms, layer.heads, step.place, layer.cache_2MKTE, step.softmaxes)
         combine(step.softmaxes, layer.o.rows)
         layer.o.multiply()
-        add_norm(layer.o.out, residual_MD, layer.mlp_norm.weight, layer.mlp_norm.eps, layer.gate_up.rows)
+        add_norm(layer.o.out, residual_MD, _weight(layer.mlp_norm), layer.mlp_norm.eps, layer.gate_up.rows)
         layer.gate_up.multiply()
         swiglu(layer.gate_up.out, layer.down.rows)
         layer.down.multiply()
         added = layer.down.out
     norm = step.decoder.norm
-    add_norm(added, residual_MD, norm.weight, norm.eps, step.head.rows)
+    add_norm(added, residual_MD, _weight(norm), norm.eps, step.head.rows)
     step.head.multiply()
     step.place.position_1.add_(1)
     if step.greedy:
@@ -272,25 +273,33 @@ def _bind(decoder: Decoder, cache: Cache, greedy: bool) -> Step:
 
 
 def _bind_layer(layer: Layer, cache: Cache, rows: int) -> StepLayer:
-    attention, mlp = layer.attention, layer.mlp
-    assert isinstance(mlp, Mlp)
-    device = cache.kv.device
+    attention, device = layer.attention, cache.kv.device
     q_norm, k_norm = attention.q_norm, attention.k_norm
-    norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps) if q_norm and k_norm else None
+    norms = HeadNorms(_weight(q_norm), _weight(k_norm), q_norm.eps) if q_norm and k_norm else None
     qkv, o, gate_up, down = (
         _product(_few_rows(linear), linear.bias_O, rows, device) for linear in _linears(layer)
     )
     return StepLayer(
-        attention_norm=layer.attention_norm,
+        attention_norm=_present(layer.attention_norm),
         qkv=qkv,
         heads=_head_shape(attention),
         head_norms=norms,
         cache_2MKTE=cache.kv[attention.layer],
         o=o,
-        mlp_norm=layer.mlp_norm,
+        mlp_norm=_present(layer.mlp_norm),
         gate_up=gate_up,
         down=down,
     )
+
+
+def _present(norm: Norm | None) -> Norm:
+    assert norm is not None
+    return norm
+
+
+def _weight(norm: Norm) -> Tensor:
+    assert norm.weight is not None
+    return norm.weight
 
 
 def _processors(device: torch.device) -> int:

@@ -1,12 +1,10 @@
-"""Packed weights as bfloat16 again, for products with many rows: the weight is read once, a plain
+"""Dequantizes packed weights to bf16, for products with many rows: the weight is read once, a plain
 matrix product of the library does the rest.
 
 Legend: R rows of the weight asked for, K in features, N out features, J groups of a tile.
 """
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from qconvert.runtime.cuda.matmul import SCALES, groups_of
-from qconvert.runtime.cuda.packing import TILE, MmaInt4, MmaInt8, MmaWeight
+from qconvert.runtime.cuda.tiles import TILE, TiledGrid
 from qconvert.runtime.cuda.triton_language import INTERPRET
 from qconvert.runtime.cuda.unpack import low_bits, nibbles, scales_of, sign_bits, zeros_of
-
-if TYPE_CHECKING:
-    from qconvert.runtime.linear import Linear
 
 SCRATCH_BYTES = 256 << 20
 """The bfloat16 block that dequantizing for a product may hold: a whole weight of an 8B model."""
@@ -81,7 +76,7 @@ def dequantize_tile(
 
 
 def dequantize(
-    weight: MmaWeight, start: int = 0, stop: int | None = None, out_RK: Tensor | None = None
+    weight: TiledGrid, start: int = 0, stop: int | None = None, out_RK: Tensor | None = None
 ) -> Tensor:
     """Rows [start, stop) of the weight, [R, K] in its compute dtype: what `weight.rows` gives.
 
@@ -105,7 +100,7 @@ def dequantize(
         start // TILE,
         tiles,
         out_RK.stride(0),
-        BITS=4 if isinstance(weight, MmaInt4) else 8,
+        BITS=weight.bits,
         SCALE=SCALES[weight.scales.dtype],
         ZEROS=weight.zeros is not None,
         CHANNEL=weight.group is None,
@@ -117,19 +112,17 @@ def dequantize(
     return out_RK
 
 
-def multiply_many(x: Tensor, linear: Linear) -> Tensor:
+def multiply_many(x: Tensor, weight: TiledGrid, bias_O: Tensor | None) -> Tensor:
     """`x W^T + b` of any number of rows, [..., N] in bfloat16, a bounded block of W after the other."""
-    weight = linear.weight
-    assert isinstance(weight, MmaInt4 | MmaInt8)
     outs, width = weight.shape
     block = max(1, SCRATCH_BYTES // (2 * width * TILE)) * TILE
     if outs <= block:
-        return F.linear(x, dequantize(weight), linear.bias_O)
+        return F.linear(x, dequantize(weight), bias_O)
     y = x.new_empty(*x.shape[:-1], outs)
     scratch_RK = torch.empty(block, width, dtype=weight.dtype, device=x.device)
     for start in range(0, outs, block):
         stop = min(start + block, outs)
         w_RK = dequantize(weight, start, stop, scratch_RK[: stop - start])
-        bias = None if linear.bias_O is None else linear.bias_O[start:stop]
+        bias = None if bias_O is None else bias_O[start:stop]
         y[..., start:stop] = F.linear(x, w_RK, bias)
     return y

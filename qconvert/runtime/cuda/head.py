@@ -1,4 +1,4 @@
-"""Losses, divergences and likeliest tokens straight from hidden states: logits never reach memory.
+"""Computes losses, divergences and likeliest tokens from hidden states; logits never reach memory.
 
 A program multiplies a block of tokens by one block of words after the other and folds each block of
 float32 logits into a few numbers per token, for one model, or for a reference and a model at once.
@@ -15,16 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qconvert.runtime.blockwise_scores import Scores, score
 from qconvert.runtime.cuda.triton_language import INTERPRET
-from qconvert.runtime.scoring import Scores, score
 
 _TOKENS = 128
 _MOST_PARTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
-    """What a model says of some tokens: hidden states `h_ND` and a head `w_VD`, both bfloat16."""
+class HiddenStates:
+    """Hidden states `h_ND` of one model and its head `w_VD`, both bf16."""
 
     h_ND: Tensor
     w_VD: Tensor
@@ -44,13 +44,13 @@ class Folded:
     target_PN: Tensor
 
 
-def score_reference(models: Sequence[Spoken], targets_N: Tensor) -> list[Scores]:
+def score_reference(models: Sequence[HiddenStates], targets_N: Tensor) -> list[Scores]:
     """Scores from the logits `h w^T` in float32; the first model is the reference of the second."""
     heads = [lambda start, stop, m=model: m.h_ND.float() @ m.w_VD[start:stop].float().T for model in models]
     return score(heads, targets_N, len(models[0].w_VD))
 
 
-def score_spoken(models: Sequence[Spoken], targets_N: Tensor) -> list[Scores]:
+def score_hidden_states(models: Sequence[HiddenStates], targets_N: Tensor) -> list[Scores]:
     """`score_reference` for one model or two, in one launch and sums over parts in float64."""
     first, other = models[0], models[-1]
     paired = len(models) == 2

@@ -1,4 +1,4 @@
-"""`x W^T` for a few rows of x, from packed weights: the kernels, and their entry in the backends' table.
+"""Multiplies a few rows of x by packed weights, `x W^T`, with Triton kernels.
 
 For few rows the weight is read once and computed with little, so a kernel is as fast as memory only if
 it spends next to no instructions on a weight; on an H200, 4.0 on an int4 and 7.9 on an int8 weight
@@ -16,7 +16,7 @@ Legend: M rows of x, N out features, K in features, G groups, S splits, C column
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -24,15 +24,13 @@ import triton.language as tl
 from torch import Tensor
 
 from qconvert.runtime.cuda import tuning
-from qconvert.runtime.cuda.packing import TILE, MmaInt4, MmaInt8, MmaWeight
-from qconvert.runtime.cuda.reference import FewRowWeight, sums_for
+from qconvert.runtime.cuda.tiles import TILE, TiledGrid, sums_for
 from qconvert.runtime.cuda.triton_language import INTERPRET
 from qconvert.runtime.cuda.unpack import low_bits, nibbles, scales_of, sign_bits, zeros_of
 from qconvert.runtime.storage import DenseWeight
 
-if TYPE_CHECKING:
-    from qconvert.runtime.linear import Linear
-
+FewRow = TiledGrid | DenseWeight
+"""Weights that the kernels multiply few rows by."""
 SCALES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
@@ -191,7 +189,7 @@ def multiply_rows(
 
 
 def multiply_partials(
-    x_MK: Tensor, sums_GM: Tensor | None, weight: FewRowWeight, splits: int, out_SMN: Tensor | None = None
+    x_MK: Tensor, sums_GM: Tensor | None, weight: FewRow, splits: int, out_SMN: Tensor | None = None
 ) -> Tensor:
     """`x W^T` as `splits` float32 summands [S, M, N], each over a part of the columns.
 
@@ -234,7 +232,7 @@ def multiply_partials(
         *sizes,
         out_SMN.stride(0),
         out_SMN.stride(1),
-        BITS=4 if isinstance(weight, MmaInt4) else 8,
+        BITS=weight.bits,
         SCALE=SCALES[weight.scales.dtype],
         ZEROS=weight.zeros is not None,
         CHANNEL=weight.group is None,
@@ -244,27 +242,25 @@ def multiply_partials(
     return out_SMN
 
 
-def groups_of(weight: FewRowWeight) -> int:
+def groups_of(weight: FewRow) -> int:
     """J, the groups of a tile: columns of the tensor core that a row of x takes."""
-    return TILE // (weight.group or TILE) if isinstance(weight, MmaWeight) else 1
+    return 1 if isinstance(weight, DenseWeight) else TILE // (weight.group or TILE)
 
 
-def most_rows(weight: FewRowWeight) -> int:
+def most_rows(weight: FewRow) -> int:
     """The most rows of x that `multiply_partials` takes with this weight: 64, 32 or 16 by its groups."""
     return tuning.WIDEST // groups_of(weight)
 
 
-def multiply(x: Tensor, linear: Linear) -> Tensor:
+def multiply(x: Tensor, weight: TiledGrid, bias_O: Tensor | None) -> Tensor:
     """`x W^T + b` of few rows, [..., N] in bfloat16; of more than `most_rows`, so many at a time."""
-    weight = linear.weight
-    assert isinstance(weight, MmaInt4 | MmaInt8)
     x_MK = x.reshape(-1, x.shape[-1])
     splits = tuning.splits(weight.kind, weight.shape)
     y_MN = x.new_empty(len(x_MK), weight.shape[0])
     for start in range(0, len(x_MK), most_rows(weight)):
         x_RK = x_MK[start : start + most_rows(weight)]
         total_RN = multiply_partials(x_RK, sums_for(x_RK, weight), weight, splits).sum(0)
-        if linear.bias_O is not None:
-            total_RN += linear.bias_O
+        if bias_O is not None:
+            total_RN += bias_O
         y_MN[start : start + len(x_RK)] = total_RN
     return y_MN.view(*x.shape[:-1], -1)

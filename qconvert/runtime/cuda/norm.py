@@ -1,4 +1,4 @@
-"""The residual stream: the output of a projection added to it, and the norm of the sum.
+"""Adds the output of a projection to the residual stream, and normalises the sum.
 
 The stream is float32 from the embedding to the head. Legend: S parts of a sum, M rows, D hidden,
 G groups.

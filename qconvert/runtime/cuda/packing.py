@@ -1,4 +1,4 @@
-"""Weights in the order in which the tensor cores of a GPU read them: packing, and its inverse.
+"""Packs weights in the order in which the tensor cores of a GPU read them, and unpacks them.
 
 A weight is cut into tiles of 128 rows by 128 columns, one after the other along a row of tiles, so that
 a kernel reads memory in one stream. A tile is cut into blocks of 32 (int4) or 16 (int8) columns, and a
@@ -30,18 +30,45 @@ from torch import Tensor
 
 from qconvert.core.values import AffineIntRows
 from qconvert.quant.packed_codes import codes_of
+from qconvert.runtime.cuda.tiles import TILE
 from qconvert.runtime.storage import IntWeight, as_tensor
 
-TILE = 128
-"""Rows, and columns, of a tile; also the columns that a kernel multiplies by in one step."""
 GROUPS = (128, 64, 32)
 """Columns that may share one scale; larger groups that these divide are spelled as several."""
 _PACK_BYTES = 64 << 20
 """Codes packed at a time: packing holds them as 32-bit words, four or eight times the packed bytes."""
 
 
+# Computed for an H200 (4.3 TB/s, 790 TFLOP/s), not measured: at 64 rows, dequantizing takes 0.59 ps of
+# a weight and the product of what it gives 0.47; the kernel 0.16 at full rate, so it wins if it
+# reaches 15 % of that. Wider ones are not built. These layouts are made only where the kernels run.
+MOST_FEW_ROWS = 64
+"""The most rows of x that the kernels of few rows multiply; more are for the dequantized weight."""
+
+
 @dataclass(frozen=True, slots=True)
-class MmaInt4:
+class _Tiles:
+    """What both widths of codes share: see MmaInt4."""
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int | None
+    shape: tuple[int, int]
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in memory."""
+        return self.words.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    def multiplies_codes(self, rows: int) -> bool:
+        """Whether products with so many rows are made of codes; of numbers rounded to `dtype` otherwise."""
+        return rows <= MOST_FEW_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class MmaInt4(_Tiles):
     """A grid of up to 4 bits, `(code - zero) * scale`, exactly as it is stored.
 
     `words` int32 [T, U, 4, 128, 4], by tile, block, row and word. `scales` [T, U, 64, J, 2] in the dtype
@@ -50,61 +77,60 @@ class MmaInt4:
     Where `group` is None, a row has one scale and one zero, and they are as for U = 1, J = 1.
     """
 
-    words: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    group: int | None
-    shape: tuple[int, int]
-    dtype: torch.dtype = torch.bfloat16
     kind: str = "int4-mma"
+    bits: int = 4
 
     @property
     def sum_group(self) -> int:
         """The columns per sum that `group_sums` takes for products with this weight."""
         return self.group or TILE
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return _nbytes(self)
-
     def rows(self, index: slice) -> Tensor:
         """Dequantized rows, [R, K] in the compute dtype; float32 scratch of the same shape."""
         return _rows(self, index).to(self.dtype)
 
+    def multiply(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
+        """`x W^T + b`, [..., N] in bf16."""
+        return _multiply(x, self, bias_O)
+
 
 @dataclass(frozen=True, slots=True)
-class MmaInt8:
+class MmaInt8(_Tiles):
     """A grid of 5 to 8 bits, `(code - zero) * scale`, exactly as it is stored.
 
     `words` int32 [T, U, 8, 128, 4]; the rest as in MmaInt4, the zero of a symmetric grid being 128.
     """
 
-    words: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    group: int | None
-    shape: tuple[int, int]
-    dtype: torch.dtype = torch.bfloat16
     kind: str = "int8-mma"
+    bits: int = 8
 
     @property
     def sum_group(self) -> int | None:
         """The columns per sum that `group_sums` takes; None for a symmetric grid, which wants none."""
         return None if self.zeros is None else self.group or TILE
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return _nbytes(self)
-
     def rows(self, index: slice) -> Tensor:
         """Dequantized rows, [R, K] in the compute dtype; float32 scratch of the same shape."""
         return _rows(self, index).to(self.dtype)
 
+    def multiply(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
+        """`x W^T + b`, [..., N] in bf16."""
+        return _multiply(x, self, bias_O)
+
 
 MmaWeight = MmaInt4 | MmaInt8
 """Quantized weights that the kernels of this package multiply by."""
+
+
+def _multiply(x: Tensor, weight: MmaWeight, bias_O: Tensor | None) -> Tensor:
+    """Few rows by the codes, more by the dequantized weight. Imported here, where there is triton."""
+    if weight.multiplies_codes(x.numel() // x.shape[-1]):
+        from qconvert.runtime.cuda.matmul import multiply
+
+        return multiply(x, weight, bias_O)
+    from qconvert.runtime.cuda.dequantize import multiply_many
+
+    return multiply_many(x, weight, bias_O)
 
 
 def pack_int4(codes_NK: Tensor) -> Tensor:
@@ -237,11 +263,6 @@ def _packed(codes_NK: Tensor, shift: int, small: bool, device: torch.device) -> 
         whole = F.pad(block, (0, -width % TILE, 0, -len(block) % TILE))
         parts.append(pack_int4(whole) if small else pack_int8(whole))
     return torch.cat(parts)
-
-
-def _nbytes(weight: MmaWeight) -> int:
-    zeros = 0 if weight.zeros is None else weight.zeros.nbytes
-    return weight.words.nbytes + weight.scales.nbytes + zeros
 
 
 def mma_codes(weight: MmaWeight, index: slice) -> tuple[Tensor, Tensor, Tensor | int]:

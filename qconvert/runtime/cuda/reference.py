@@ -1,4 +1,4 @@
-"""What the few-row kernels compute, in plain torch on any device: the specification they are tested by.
+"""Computes what the few-row kernels compute, in plain torch on any device: the specification of their tests.
 
 Legend: M rows of x, N out features, K in features, G groups, S splits of K.
 """
@@ -8,36 +8,14 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from qconvert.runtime.cuda.packing import TILE, MmaInt4, MmaInt8, MmaWeight, mma_codes
+from qconvert.runtime.cuda.packing import MmaWeight, mma_codes
+from qconvert.runtime.cuda.tiles import TILE, by_groups, group_sums
 from qconvert.runtime.storage import DenseWeight
 
 FewRowWeight = MmaWeight | DenseWeight
-"""Weights that the few-row kernels multiply by: int4, int8, bfloat16."""
-
-
-def group_sums(x_MK: Tensor, group: int) -> Tensor:
-    """Sums of every `group` consecutive columns, float32 [ceil(K / group), M], the last one partial.
-
-    `group` is the weight's `sum_group`. Products with a zero want them: of
-    `sum_k (q - z) x = sum_k q x - z sum_k x` the second sum is the same for every row of the weight,
-    so whoever produces x computes it once.
-    """
-    return _grouped(x_MK.float(), group).sum(-1).T.contiguous()
-
-
-def _grouped(x_MK: Tensor, group: int) -> Tensor:
-    """Columns by groups, [M, G, group], the last one filled up with zeros."""
-    padded = F.pad(x_MK, (0, -x_MK.shape[1] % group))
-    return padded.view(len(padded), -1, group)
-
-
-def sums_for(x_MK: Tensor, weight: FewRowWeight) -> Tensor | None:
-    """The group sums that a product with this weight wants, or None."""
-    group = weight.sum_group if isinstance(weight, MmaInt4 | MmaInt8) else None
-    return None if group is None else group_sums(x_MK, group)
+"""Weights that the few-row kernels multiply by: int4, int8, bf16."""
 
 
 def split_columns(width: int, splits: int) -> list[slice]:
@@ -72,7 +50,7 @@ def _product(x_MK: Tensor, sums_GM: Tensor | None, weight: MmaWeight, columns: s
     group = weight.group or TILE
     codes_NK, scales_NG, zeros_NG = mma_codes(weight, slice(None))
     groups = slice(columns.start // group, -(-columns.stop // group))
-    x_MGS, codes_NGS = _grouped(x_MK, group), _grouped(codes_NK.float(), group)
+    x_MGS, codes_NGS = by_groups(x_MK, group), by_groups(codes_NK.float(), group)
     products_NMG = torch.einsum("mgk,ngk->nmg", x_MGS[:, groups], codes_NGS[:, : x_MGS.shape[1]][:, groups])
     if isinstance(zeros_NG, Tensor):
         zeros_NG = zeros_NG.expand(-1, codes_NGS.shape[1])[:, None, groups]

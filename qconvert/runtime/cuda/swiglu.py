@@ -1,4 +1,4 @@
-"""The gate of an MLP. Legend: S parts of a sum, M rows, I width of the MLP, G groups."""
+"""Computes the gate of an MLP. Legend: S parts of a sum, M rows, I width of the MLP, G groups."""
 
 from __future__ import annotations
 

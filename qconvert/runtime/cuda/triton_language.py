@@ -1,4 +1,4 @@
-"""triton, imported in one place; it is optional, and nothing here touches a GPU.
+"""Imports triton in one place; it is optional, and nothing here touches a GPU.
 
 Kernels are for bfloat16 tensor cores. Without a GPU they run in triton's interpreter
 (TRITON_INTERPRET=1, set before this module is imported), which computes bfloat16 as if its bits were

@@ -1,4 +1,4 @@
-"""How a product is spread over a GPU: rows of the weight per program, warps, stages, splits.
+"""Chooses how a product is spread over a GPU: rows of the weight per program, warps, stages, splits.
 
 Nothing in this table has been timed. Every number is predicted: from machine code compiled for an
 H100 or H200 (sm_90; registers, shared memory, instructions), and from their 132 multiprocessors.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qconvert.runtime.cuda.packing import TILE
+from qconvert.runtime.cuda.tiles import TILE
 
 FEW_ROWS = 16
 """The most rows of x that a product with any weight takes: what is built for is 64 columns of the right

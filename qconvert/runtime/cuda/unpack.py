@@ -1,4 +1,4 @@
-"""Device functions that turn packed words into numbers; all of it is moving bits, and exact.
+"""Unpacks words into numbers on the device; all of it is moving bits, and exact.
 
 A bfloat16 of 0x43.. is 128 plus its low 7 bits: OR-ing a code into 0x4300 makes the number without a
 conversion (the trick of Marlin and its descendants, there for float16). Sixteen bits of a word at a

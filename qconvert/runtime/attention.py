@@ -1,0 +1,80 @@
+"""Computes causal attention in plain torch: windows, soft caps and sinks.
+
+Legend: B batch, T tokens, H heads, K key-value heads, E head dim, S positions seen.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attend(
+    q_BHTE: Tensor,
+    k_BKSE: Tensor,
+    v_BKSE: Tensor,
+    window: int | None,
+    scale: float | None = None,
+    cap: float | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the last T positions over all S of them, at most `window` back: [B, H, T, E].
+
+    Scores are multiplied by `scale` (None: 1 / sqrt(E)); with a `cap` they become `cap tanh(score / cap)`
+    (Gemma 2), and a head's sink is one more score, of a position without a value (gpt-oss). A single query
+    that sees everything needs no mask; the heads that share its keys then are as many queries of one head,
+    which spares reading the keys once for each (14 heads over 2 on a CPU: 4 times as fast at 40 keys, 14
+    times at 2000).
+    """
+    new, seen = q_BHTE.shape[2], k_BKSE.shape[2]
+    slides = window is not None and window < seen
+    mask_TS = None
+    # `is_causal` aligns the first query with the first key, not the last with the last.
+    if slides or 1 < new < seen:
+        mask_TS = _mask(new, seen, window, q_BHTE.device)
+    if cap is not None or sinks_H is not None:
+        mask_TS = _mask(new, seen, window, q_BHTE.device) if mask_TS is None else mask_TS
+        rows = [
+            _attend_one(q_HTE, k_KSE, v_KSE, mask_TS, scale, cap, sinks_H)
+            for q_HTE, k_KSE, v_KSE in zip(q_BHTE, k_BKSE, v_BKSE, strict=True)
+        ]
+        return torch.stack(rows)
+    if new == 1:
+        q_BKGE = q_BHTE.reshape(len(q_BHTE), k_BKSE.shape[1], -1, q_BHTE.shape[3])
+        y_BKGE = F.scaled_dot_product_attention(q_BKGE, k_BKSE, v_BKSE, attn_mask=mask_TS, scale=scale)
+        return y_BKGE.view_as(q_BHTE)
+    causal = mask_TS is None
+    return F.scaled_dot_product_attention(
+        q_BHTE, k_BKSE, v_BKSE, attn_mask=mask_TS, is_causal=causal, scale=scale, enable_gqa=True
+    )
+
+
+def _mask(new: int, seen: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of all positions each of the last `new` ones attends to, bool [T, S]."""
+    position = torch.arange(seen, device=device)
+    age_TS = position[seen - new :, None] - position
+    return (age_TS >= 0) & (age_TS < (window if window is not None else seen))
+
+
+def _attend_one(
+    q_HTE: Tensor,
+    k_KSE: Tensor,
+    v_KSE: Tensor,
+    mask_TS: Tensor,
+    scale: float | None,
+    cap: float | None,
+    sinks_H: Tensor | None,
+) -> Tensor:
+    """One sequence, its scores written out in float32 [K, heads of a key, T, S]: [H, T, E]."""
+    heads, new, width = q_HTE.shape
+    q_KGTE = q_HTE.reshape(len(k_KSE), -1, new, width)
+    scores = (q_KGTE @ k_KSE[:, None].transpose(-1, -2)).float() * (width**-0.5 if scale is None else scale)
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    scores = scores.masked_fill(~mask_TS, -torch.inf)
+    if sinks_H is not None:
+        sinks = sinks_H.float().view(len(k_KSE), -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., : k_KSE.shape[1]].to(v_KSE.dtype)
+    return (weights @ v_KSE[:, None]).reshape(heads, new, width)

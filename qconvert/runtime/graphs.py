@@ -1,0 +1,183 @@
+"""Declares, per family, what a decoder computes beyond what the names and shapes of its parameters tell.
+
+Which biases, norms, fused linears, experts and attention sinks a model has follows from its parameters
+(`qconvert.models`). The rest is a `Graph`: kinds of norms and activations, scalings, attention windows,
+and the defaults of transformers' configuration classes for keys that a config.json may leave out.
+To run another family, add a line to GRAPHS, and a field to `Graph` for what no other family computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from qconvert.core.config_json import optional_int
+from qconvert.core.dtypes import Json
+
+
+def never(settings: Json, layer: int) -> bool:
+    """Every layer attends to all positions."""
+    return False
+
+
+def always(settings: Json, layer: int) -> bool:
+    """Every layer has the window."""
+    return True
+
+
+def all_but_every(n: int) -> Callable[[Json, int], bool]:
+    """Every n-th layer attends to all positions, the others have the window."""
+
+    def slides(settings: Json, layer: int) -> bool:
+        return (layer + 1) % (optional_int(settings, "sliding_window_pattern") or n) != 0
+
+    return slides
+
+
+def _from_edge(settings: Json, layer: int) -> bool:
+    return layer >= _edge(settings)
+
+
+def _even_below_edge(settings: Json, layer: int) -> bool:
+    return layer % 2 == 0 and layer < _edge(settings)
+
+
+def _edge(settings: Json) -> int:
+    edge = settings.get("max_window_layers")
+    return edge if isinstance(edge, int) else 28
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What the models of a family compute; the defaults are Llama's.
+
+    `activation` and `norm_eps` are config keys; `fixed_eps` stands where no key does. `layer_norm` subtracts
+    the mean, as RMS norms do not; `norm_offset` is added to the weights of norms; `weightless_norms` says
+    that the norms before both blocks have no parameters. `parallel`: both blocks read the same
+    normalised input. `slides` is the rule for layers with a window, `explicit_layers` whether `layer_types`
+    overrides it, `window_flag` whether `sliding_window` counts only beside `use_sliding_window: true`
+    (Qwen2.5 configs carry a window of 131072 beside `false`). `rope_with_window`: only layers with a window
+    are rotated; `partial_rope`: a part of each head may be. `normalise_experts`: whether the weights of a
+    token's experts sum to 1 (None: `norm_topk_prob`). `clamped_swiglu` is gpt-oss' activation.
+    `gelu_is_tanh`: the config says gelu and means the tanh form.
+    """
+
+    activation: str = "hidden_act"
+    gelu_is_tanh: bool = False
+    clamped_swiglu: bool = False
+    norm_eps: str = "rms_norm_eps"
+    fixed_eps: float | None = None
+    layer_norm: bool = False
+    norm_offset: float = 0.0
+    weightless_norms: bool = False
+    parallel: bool = False
+    scaled_embedding: bool = False
+    interleaved_rope: bool = False
+    rope_with_window: bool = False
+    partial_rope: bool = False
+    slides: Callable[[Json, int], bool] = never
+    explicit_layers: bool = False
+    window_flag: bool = False
+    normalise_experts: bool | None = None
+    defaults: Json = field(default_factory=dict)
+
+
+LLAMA = Graph()
+MISTRAL = Graph(slides=always)
+QWEN2 = Graph(slides=_from_edge, explicit_layers=True, window_flag=True)
+GEMMA = Graph(
+    gelu_is_tanh=True,
+    norm_offset=1.0,
+    scaled_embedding=True,
+    defaults={"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192},
+)
+GEMMA2 = replace(
+    GEMMA,
+    activation="hidden_activation",
+    slides=all_but_every(2),
+    explicit_layers=True,
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+    },
+)
+GEMMA3 = replace(
+    GEMMA2,
+    slides=all_but_every(6),
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+    },
+)
+COHERE = Graph(
+    norm_eps="layer_norm_eps",
+    layer_norm=True,
+    parallel=True,
+    interleaved_rope=True,
+    defaults={"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "max_position_embeddings": 8192},
+)
+GLM = Graph(
+    interleaved_rope=True,
+    partial_rope=True,
+    defaults={"partial_rotary_factor": 0.5, "rms_norm_eps": 1.5625e-7, "max_position_embeddings": 131_072},
+)
+GPT_OSS = Graph(
+    clamped_swiglu=True,
+    slides=all_but_every(2),
+    explicit_layers=True,
+    normalise_experts=True,
+    defaults={
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "rope_theta": 150_000.0,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+)
+
+GRAPHS: Mapping[str, Graph] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "mixtral": replace(MISTRAL, normalise_experts=True, defaults={"rms_norm_eps": 1e-5}),
+    "qwen2": QWEN2,
+    "qwen3": QWEN2,
+    "qwen2_moe": replace(QWEN2, slides=_even_below_edge),
+    "qwen3_moe": replace(QWEN2, slides=always, explicit_layers=False),
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3": GEMMA3,
+    "gemma3_text": GEMMA3,
+    "phi3": replace(
+        MISTRAL, partial_rope=True, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
+    ),
+    "cohere": replace(COHERE, defaults={**COHERE.defaults, "rope_theta": 5e5}),
+    "cohere2": replace(
+        COHERE,
+        slides=all_but_every(4),
+        explicit_layers=True,
+        rope_with_window=True,
+        defaults={**COHERE.defaults, "sliding_window": 4096},
+    ),
+    "olmo": Graph(layer_norm=True, weightless_norms=True, fixed_eps=1e-5),
+    "olmo2": Graph(defaults={"rms_norm_eps": 1e-5}),
+    "glm": GLM,
+    "glm4": GLM,
+    "deepseek": LLAMA,
+    "gpt_oss": GPT_OSS,
+}
+"""The families that run here, by `model_type`."""
