@@ -19,8 +19,8 @@ from pathlib import Path
 
 import click
 
-from qconvert import __version__
 from qconvert.core.dtypes import Json
+from qconvert.core.version import __version__
 from qconvert.report.tables import size, table
 
 

@@ -23,8 +23,8 @@ import click
 
 from evals.speed_layouts import INT4, layout_runners
 from evals.synthetic import SHAPES, converted, make_checkpoint
-from qconvert import __version__
 from qconvert.core.dtypes import Json
+from qconvert.core.version import __version__
 from qconvert.report.tables import size, table
 
 if TYPE_CHECKING:

@@ -17,6 +17,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from qconvert.core.version import __version__
+
 if TYPE_CHECKING:
     from qconvert.check.verify import verify
     from qconvert.convert.execute import execute, open_model, prepare
@@ -26,8 +28,6 @@ if TYPE_CHECKING:
     from qconvert.plan.passes.transcode import Target
     from qconvert.plan.recipe import Recipe, Rule
     from qconvert.plan.request import GGUFTarget, Request
-
-__version__ = "0.1.0"
 
 # Where each public name is defined.
 _DEFINED = {

@@ -204,3 +204,10 @@ def test_parameters_are_conserved_by_every_rearrangement() -> None:
     total = sum(prod(shape) for shape in tiny_shapes(tiny_config("qwen2")).values())
     for name in ("fuse", "quantize", "dequantize", "cast", "check_finite"):
         assert sum(t.count for t in passed(name).outputs.values()) == total
+
+
+def test_every_step_of_the_table_says_what_it_makes_of_encodings_and_of_rows() -> None:
+    from qconvert.ops.transcode import STEPS
+    from qconvert.ops.transcode_rows import ROWS
+
+    assert list(STEPS) == list(ROWS)

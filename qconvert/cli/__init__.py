@@ -12,9 +12,9 @@ from typing import Any
 
 import click
 
-from qconvert import __version__
 from qconvert.cli.exit_codes import report_errors
 from qconvert.cli.options import examples
+from qconvert.core.version import __version__
 
 # In the order of the help page, which is printed without importing any of them.
 COMMANDS: Mapping[str, str] = {

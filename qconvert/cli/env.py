@@ -8,8 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import click
 
-from qconvert import __version__
 from qconvert.cli.options import available_cores, examples, json_option, quiet_option
+from qconvert.core.version import __version__
 
 PACKAGES = (
     "torch",

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from math import inf, isfinite, sqrt
 from typing import TYPE_CHECKING
 
-from qconvert import __version__
 from qconvert.checkpoint.hub import ResolvedModel
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.job import OpenedModel, RunOptions
 from qconvert.convert.runner import Outcome
 from qconvert.core.dtypes import Json
 from qconvert.core.protocols import Layout
+from qconvert.core.version import __version__
 from qconvert.formats.io.read_back import Hashes, file_sha256
 from qconvert.models.parameter_table import linear_bits, table_of_outputs
 from qconvert.plan.passes.activation_order import reordered

@@ -13,7 +13,6 @@ from qconvert.core.dtypes import DType
 from qconvert.core.encodings import GgmlBlocks
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, GgmlRows, Value
 from qconvert.ops.base import CLEAN, Finding
-from qconvert.ops.transcode import Step
 from qconvert.quant import transcode
 
 Made = tuple[Value, Finding]
@@ -72,7 +71,7 @@ def _take_factor(value: CodebookRows, _: None) -> Made:
     return DenseRows(factors_of(value), DType.F32), CLEAN
 
 
-ROWS: Mapping[Step, Callable[[Any, Any], Made]] = {
+ROWS: Mapping[str, Callable[[Any, Any], Made]] = {
     "zeros_to_mins": lambda value, _: _moved(transcode.to_mins(value)),
     "mins_to_zeros": lambda value, _: _moved(transcode.to_zeros(value)),
     "cast_scales": _cast_scales,

@@ -6,7 +6,7 @@ import platform
 
 import torch
 
-from qconvert import __version__
+from qconvert.core.version import __version__
 from qconvert.runtime.model import Decoder
 
 
