@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from qconvert.convert.job import RunOptions
     from qconvert.core.schemes import parse_scheme
     from qconvert.errors import QConvertError
+    from qconvert.evaluate.measure import load_runtime, perplexity
     from qconvert.plan.passes.transcode import Target
     from qconvert.plan.recipe import Recipe, Rule
     from qconvert.plan.request import GGUFTarget, Request
@@ -39,8 +40,10 @@ _DEFINED = {
     "RunOptions": "convert.job",
     "Target": "plan.passes.transcode",
     "execute": "convert.execute",
+    "load_runtime": "evaluate.measure",
     "open_model": "convert.execute",
     "parse_scheme": "core.schemes",
+    "perplexity": "evaluate.measure",
     "prepare": "convert.execute",
     "verify": "check.verify",
 }
@@ -55,8 +58,10 @@ __all__ = [
     "Target",
     "__version__",
     "execute",
+    "load_runtime",
     "open_model",
     "parse_scheme",
+    "perplexity",
     "prepare",
     "verify",
 ]

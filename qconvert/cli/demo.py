@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from qconvert.cli.eval import show_report, stdlib_text, write_report
+from qconvert.cli.eval import show_report
 from qconvert.cli.options import examples, json_option, quiet_option
 from qconvert.cli.run_conversion import Flags, write
 from qconvert.core.schemes import Scheme
 from qconvert.plan.recipe import SAME_INPUT, Recipe
 
 if TYPE_CHECKING:
-    from qconvert.evaluate.perplexity_report import PerplexityReport
+    pass
 
 OUTPUTS = {
     "int8-g128": Recipe(scheme=Scheme(8)),
@@ -54,8 +54,9 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
     held-out text from your own Python installation. Nothing is downloaded.
     """
     from qconvert.checkpoint.hub import EMBEDDED
-    from qconvert.demo import MODEL_DIR
     from qconvert.demo.corpus import demo_text
+    from qconvert.evaluate.measure import STDLIB, perplexity
+    from qconvert.report.files import write_report
 
     started = time.perf_counter()
     corpus = demo_text("held-out")
@@ -70,7 +71,13 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
         flags = Flags(out=out / name, overwrite=True, quiet=not talks)
         with redirect_stdout(sys.stdout if talks else StringIO()):
             write(EMBEDDED, flags.request("quantize", recipe), name, flags)
-    report = _measure(MODEL_DIR, out, chunks)
+    report = perplexity(
+        [str(out / name) for name in OUTPUTS],
+        reference=EMBEDDED,
+        text=STDLIB,
+        max_chunks=chunks,
+        noise_floor=True,
+    )
     write_report(report, out / "report")
     if as_json:
         click.echo(json.dumps({"schema": 1, "out": str(out), "report": report.to_json()}))
@@ -87,18 +94,3 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
 def _spelled(recipe: Recipe) -> str:
     assert recipe.scheme is not None
     return f"--scheme {recipe.scheme.label}" + "".join(f" --fuse {name}" for name in recipe.fuse)
-
-
-def _measure(reference: Path, out: Path, chunks: int) -> PerplexityReport:
-    from qconvert.evaluate.models import open_model
-    from qconvert.evaluate.perplexity import run
-
-    with stdlib_text("stdlib") as text:
-        return run(
-            [open_model(out / name, name) for name in OUTPUTS],
-            reference=open_model(reference, "bf16"),
-            tokenizer=reference,
-            text=text,
-            max_chunks=chunks,
-            noise_floor=True,
-        )

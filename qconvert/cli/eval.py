@@ -15,10 +15,10 @@ import click
 from qconvert.cli.exit_codes import INTERRUPTED, typed
 from qconvert.cli.options import device_option, examples, json_option, quiet_option, revision_option
 from qconvert.errors import BadRecipe, CheckFailed, QConvertError
-from qconvert.evaluate.protocols import LEAST_CONTEXT, PROTOCOLS, protocol_named
+from qconvert.evaluate.protocols import LEAST_CONTEXT, PROTOCOLS
 
 if TYPE_CHECKING:
-    from qconvert.evaluate.lockstep import EvalModel, Progress
+    from qconvert.evaluate.lockstep import Progress
     from qconvert.evaluate.perplexity_report import PerplexityReport
     from qconvert.evaluate.weights_report import WeightReport
 
@@ -155,21 +155,19 @@ def weights(a: str, b: str, out: Path | None, as_json: bool, quiet: bool, revisi
 def _compare(a: str, b: str, revision: str | None) -> WeightReport:
     from qconvert.checkpoint.hub import resolve
     from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.evaluate.measure import label_of
     from qconvert.evaluate.weights_report import compare_weights
 
     checkpoints = [open_checkpoint(resolve(name, revision=revision).path) for name in (a, b)]
-    return compare_weights(checkpoints[0], checkpoints[1], (_label(a), _label(b)))
+    return compare_weights(checkpoints[0], checkpoints[1], (label_of(a), label_of(b)))
 
 
 def _write(report: PerplexityReport | WeightReport, stem: Path, *, quiet: bool) -> None:
+    from qconvert.report.files import write_report
+
     for path in write_report(report, stem):
         if not quiet:
             click.echo(f"wrote {path}", err=True)
-
-
-def _label(name: str) -> str:
-    """What to call a model in a report: the last part of its name."""
-    return name.rstrip("/").rsplit("/", 1)[-1]
 
 
 def _measure(
@@ -188,23 +186,21 @@ def _measure(
     quiet: bool,
     revision: str | None,
 ) -> PerplexityReport:
-    from qconvert.evaluate.corpora import load_text
+    import torch
+
+    from qconvert.evaluate.measure import perplexity
 
     scores = None if out is None else _scores(out, resume=resume, quiet=quiet)
-    with stdlib_text(text) as source:  # before any model, so that what is wrong with it shows at once
-        words = load_text(source, protocol_named(protocol, context).wikitext)
-    from qconvert.evaluate.perplexity import run
-
-    loaded = [_load(name, revision, device, dtype) for name in names]
-    base = _load(reference, revision, device, dtype) if reference else None
     with _bar(quiet) as progress:
-        return run(
-            [model for model, _ in loaded],
-            reference=base[0] if base else None,
-            tokenizer=(base or loaded[0])[1],
-            text=words,
+        return perplexity(
+            names,
+            reference=reference,
+            text=text,
             protocol=protocol,
             context=context,
+            device=device,
+            dtype={"auto": None, "f32": torch.float32, "bf16": torch.bfloat16}[dtype],
+            revision=revision,
             max_chunks=chunks,
             noise_floor=noise_floor,
             progress=progress,
@@ -225,33 +221,6 @@ def _scores(out: Path, *, resume: bool, quiet: bool) -> Path:
         if not quiet:
             click.echo("note: nothing was measured yet, so it starts from the beginning", err=True)
     return scores
-
-
-def _load(name: str, revision: str | None, device: str, dtype: str) -> tuple[EvalModel, Path]:
-    import torch
-
-    from qconvert.checkpoint.hub import resolve
-    from qconvert.evaluate.models import open_model
-
-    path = resolve(name, revision=revision).path
-    arithmetic = {"auto": None, "f32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    return open_model(path, _label(name), device=device, dtype=arithmetic), path
-
-
-@contextmanager
-def stdlib_text(text: str) -> Iterator[str | Path]:
-    """A file with the held-out text when `text` is "stdlib"; otherwise `text` itself."""
-    if text != "stdlib":
-        yield text
-        return
-    import tempfile
-
-    from qconvert.demo.corpus import demo_text
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "python-stdlib-held-out.txt"
-        path.write_text(demo_text("held-out").text, encoding="utf-8")
-        yield path
 
 
 @contextmanager
@@ -287,31 +256,14 @@ def show_report(
         click.echo(to_terminal(report.page()), nl=False)
 
 
-def write_report(report: PerplexityReport | WeightReport, stem: Path) -> list[Path]:
-    """Write the record and its Markdown and HTML views beside each other; returns their paths."""
-    from qconvert.formats.io.local_file import write_whole
-    from qconvert.report.html import to_html
-    from qconvert.report.page import to_markdown
-
-    record = json.dumps(report.to_json(), indent=1) + "\n"
-    made = (record, to_markdown(report.page()), to_html(report.page(), report.figures()))
-    texts = dict(zip(REPORT_SUFFIXES, made, strict=True))
-    for suffix, text in texts.items():
-        write_whole(_beside(stem, suffix), text.encode())
-    return [_beside(stem, suffix) for suffix in texts]
-
-
-def _beside(stem: Path, suffix: str) -> Path:
-    return stem.with_name(stem.name + suffix)
-
-
 def _check_target(stem: Path | None) -> None:
     """Raise unless the report can be written, before anything is measured for it."""
     from qconvert.formats.io.local_file import require_writable
+    from qconvert.report.files import SUFFIXES, report_path
 
     if stem is not None:
-        for suffix in REPORT_SUFFIXES:
-            require_writable(_beside(stem, suffix))
+        for suffix in SUFFIXES:
+            require_writable(report_path(stem, suffix))
 
 
 def _worse(report: PerplexityReport, limit: float) -> CheckFailed | None:
