@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -208,3 +209,14 @@ def test_carrying_packed_codes_loads_no_compiler(tmp_path: Path) -> None:
         "print('numba' in sys.modules)"
     )
     assert run_python("-c", code).stdout.splitlines()[-1] == "False"
+
+
+def test_readme_and_its_picture_show_these_folders() -> None:
+    shown = [folder for folder in FOLDERS if folder not in ("errors", "demo")]
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- folders -->")[2]
+    rows = re.findall(
+        r"^\| `(?:qconvert/)?(\w+)/` \|", table.partition("<!-- end of folders -->")[0], re.MULTILINE
+    )
+    assert rows == shown
+    picture = (ROOT / ".github" / "architecture.svg").read_text(encoding="utf-8")
+    assert sorted(re.findall(r">(\w+)/<", picture)) == sorted(shown)

@@ -78,7 +78,11 @@ def compare_checkpoints(
     `reordered` are tensors of B whose rows or columns lie as they do after A's activation order is undone.
     """
     used: set[str] = set()
-    reader_a = _Reordered(a.reader, _orders(a, reordered) if reordered else {})
+    orders: dict[str, tuple[Order, Order]] = {}
+    if reordered:
+        plan, _, _ = undo(copy_of(a.bind(allow_unknown=True)), a.architecture, column_groups(a))
+        orders = {u.output.name: orders_of(u) for u in plan.units if u.output.name in reordered}
+    reader_a = _Reordered(a.reader, orders)
     for name, tensor in a.tensors.items():
         if name in a.ignored:
             continue
@@ -106,12 +110,6 @@ def compare_checkpoints(
             yield replace(found, name=name)
         else:
             yield TensorDifference(name, b.role(name), "only in B")
-
-
-def _orders(a: Checkpoint, reordered: Collection[str]) -> dict[str, tuple[Order, Order]]:
-    """The orders of rows and columns that undoing A's activation order gives these tensors."""
-    plan, _, _ = undo(copy_of(a.bind(allow_unknown=True)), a.architecture, column_groups(a))
-    return {unit.output.name: orders_of(unit) for unit in plan.units if unit.output.name in reordered}
 
 
 @dataclass(slots=True)

@@ -55,16 +55,13 @@ def _layout(s: Subject) -> Iterator[Problem]:
             ERROR, "model.safetensors", "llama.cpp loads GGUF files only", "`qconvert to-gguf` makes one"
         )
     elif s.quantized and s.loader not in s.traits.readers:
+        first = next(each.name for each in registry.all_traits() if s.loader in each.first_choice_of)
         yield Problem(
             ERROR,
             s.quantized[0][1].name,
             f"{s.loader} does not read {s.layout} weights",
-            f"`qconvert convert --to {_first_choice(s.loader)}`",
+            f"`qconvert convert --to {first}`",
         )
-
-
-def _first_choice(loader: str) -> str:
-    return next(traits.name for traits in registry.all_traits() if loader in traits.first_choice_of)
 
 
 def _limits(s: Subject) -> Iterator[Problem]:

@@ -109,14 +109,11 @@ def _marlin(s: Subject) -> Iterator[Problem]:
         columns = tensor.width // (s.tp if by_columns else 1)
         rows = tensor.shape[-2] // (1 if by_columns else s.tp)
         for size, unit, what in ((columns, _MARLIN_COLUMNS, "columns"), (rows, _MARLIN_ROWS, "rows")):
-            if size % unit and not (what == "rows" and _is_stacked(s, tensor.name)):
+            # Where a loader stacks this weight with others, its own rows say little.
+            wholes = s.architecture.wholes.get(tensor.name, ()) if what == "rows" else ()
+            if size % unit and all(entry.fusion.per_expert for entry, _ in wholes):
                 fact = f"{size} {what} on a rank: Marlin kernels want a multiple of {unit}"
                 yield Problem(WARNING, tensor.name, fact, "expect a slower kernel, or none")
-
-
-def _is_stacked(s: Subject, name: str) -> bool:
-    """Whether a loader stacks this weight with others, so that its own rows say little."""
-    return any(not entry.fusion.per_expert for entry, _ in s.architecture.wholes.get(name, ()))
 
 
 def _less(size: int, tp: int) -> int:

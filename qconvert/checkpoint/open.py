@@ -124,7 +124,8 @@ def open_checkpoint(
     `declared` is the architecture of a model that the catalogue lacks.
     """
     if is_gguf(path):
-        return _gguf(path, declared)
+        gguf, stored, named = open_gguf(path)
+        return Checkpoint(gguf, named, stored, declared)
     files = open_hf_folder(path, headers)
     if not files.specs:  # nothing that the config's claims could be checked against
         return Checkpoint(files, {}, registry.writer(registry.DEFAULT), declared)
@@ -136,11 +137,6 @@ def open_checkpoint(
     return Checkpoint(
         files, output_major(tensors, architecture), input_major(layout, tensors, architecture), declared
     )
-
-
-def _gguf(path: Path, declared: Declaration | None) -> Checkpoint:
-    files, layout, tensors = open_gguf(path)
-    return Checkpoint(files, tensors, layout, declared)
 
 
 def _turns(checkpoint: Checkpoint) -> bool:

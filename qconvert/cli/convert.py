@@ -23,10 +23,6 @@ PLAIN = ("bf16", "f16", "f32")
 GGUF = "gguf"
 
 
-def _names() -> tuple[str, ...]:
-    return (*registry.written(), GGUF, *PLAIN, *registry.read_only())
-
-
 class _WithLayouts(click.Command):
     """A command whose help ends with the table of layouts, made when it is asked for."""
 
@@ -56,7 +52,7 @@ class _WithLayouts(click.Command):
     "--to",
     "layout",
     metavar="LAYOUT",
-    type=LayoutChoice(_names),
+    type=LayoutChoice(lambda: (*registry.written(), GGUF, *PLAIN, *registry.read_only())),
     required=True,
     help="Layout of the output.",
 )

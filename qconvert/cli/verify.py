@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import click
 
 from qconvert.cli.checking import end_with_json, open_checkpoint_of, phrase
@@ -45,14 +43,8 @@ def command(model: str, against: str | None, as_json: bool, quiet: bool, revisio
             click.echo(f"{key}: {phrase(value)}")
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise CheckFailed(
-            problems[0] + more, "write the output again from its source" + _or_compare(problems)
-        )
+        unhashed = len(problems) == 1 and "no hashes recorded" in problems[0]
+        compare = ", or compare the two with --against SOURCE" if unhashed else ""
+        raise CheckFailed(problems[0] + more, f"write the output again from its source{compare}")
     if not quiet:
         click.echo("verified")
-
-
-def _or_compare(problems: Sequence[str]) -> str:
-    """The other remedy where missing hashes are all that is wrong."""
-    alone = len(problems) == 1 and "no hashes recorded" in problems[0]
-    return ", or compare the two with --against SOURCE" if alone else ""

@@ -12,7 +12,7 @@ from zlib import crc32
 from qconvert.calibrate.imatrix import open_imatrix
 from qconvert.checkpoint.facts import gather_facts
 from qconvert.checkpoint.hub import resolve
-from qconvert.checkpoint.open import Checkpoint, open_checkpoint
+from qconvert.checkpoint.open import open_checkpoint
 from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.gguf_file import GGUFFileContainer
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
@@ -92,20 +92,19 @@ def execute(job: Job, out: Path, listen: Listener = lambda done: None) -> Result
     """
     with job.container.create(out) as output:
         outcome = Outcome()
-        _write_constants(job, output, outcome)
-        collect(_run(job, output), outcome, listen)
+        for name, values in job.container.constants.items():
+            rows = values.reshape(len(values), -1)
+            output.sink.write(name, 0, rows)
+            outcome.written[name].append(WrittenRows(name, 0, len(rows), rows.shape[1], crc32(octets(rows))))
+        with closing(_run(job, output)) as events:  # closed first, so that no thread outlives the sink
+            for done in events:
+                outcome.add(done)
+                listen(done)
         output.sink.commit()
         verify, jobs = job.options.verify, job.options.jobs
         hashes = output.verify(outcome.written, jobs) if verify else Hashes({}, {})
         record = output.finish(outcome, hashes)
     return Result(output.path, record, outcome, hashes)
-
-
-def _write_constants(job: Job, output: OpenOutput, outcome: Outcome) -> None:
-    for name, values in job.container.constants.items():
-        rows = values.reshape(len(values), -1)
-        output.sink.write(name, 0, rows)
-        outcome.written[name].append(WrittenRows(name, 0, len(rows), rows.shape[1], crc32(octets(rows))))
 
 
 def _run(job: Job, output: OpenOutput) -> Generator[BlockDone, None, None]:
@@ -117,26 +116,18 @@ def _run(job: Job, output: OpenOutput) -> Generator[BlockDone, None, None]:
         allow_nonfinite=request.allow_nonfinite,
         most_code_error=inf if request.allow_requantize else MOST_CODE_ERROR,
     )
+
+    def position(unit: Unit) -> tuple[int, int]:
+        """Where a unit's first array lies in the source files, so that reading goes forward."""
+        first = checkpoint.layout.stored_arrays(unit.source)[0]
+        return checkpoint.files.source_offset(first.name)
+
     return run(
         job.compiled.plan,
         checkpoint.reader,
         job.container.layout,
         output.sink,
         terms,
-        order=lambda unit: position(checkpoint, unit),
+        order=position,
         statistics=request.statistics,
     )
-
-
-def collect(events: Generator[BlockDone, None, None], outcome: Outcome, listen: Listener) -> None:
-    """Run to the end: every event goes into `outcome`, and to `listen`."""
-    with closing(events):
-        for done in events:
-            outcome.add(done)
-            listen(done)
-
-
-def position(checkpoint: Checkpoint, unit: Unit) -> tuple[int, int]:
-    """Where a unit's first array lies in the source files, so that reading goes forward."""
-    first = checkpoint.layout.stored_arrays(unit.source)[0]
-    return checkpoint.files.source_offset(first.name)

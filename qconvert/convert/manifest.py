@@ -23,6 +23,7 @@ from qconvert.plan.passes.activation_order import reordered
 from qconvert.plan.passes.tensor_parallel_padding import zeros_added
 from qconvert.plan.passes.transcode import Target
 from qconvert.plan.plan import Unit
+from qconvert.plan.request import Request
 from qconvert.plan.state import Compiled
 
 if TYPE_CHECKING:
@@ -65,7 +66,9 @@ def manifest(
             {"name": name, "bytes": nbytes, "sha256": hashes.files.get(name)}
             for name, nbytes in files.items()
         ],
-        "tensors": {unit.output.name: _tensor(unit, layout, outcome, hashes) for unit in compiled.plan.units},
+        "tensors": {
+            unit.output.name: _tensor(unit, request, layout, outcome, hashes) for unit in compiled.plan.units
+        },
     }
 
 
@@ -98,7 +101,7 @@ def _conversion(target: Target) -> Json:
     }
 
 
-def _tensor(unit: Unit, layout: Layout, outcome: Outcome, hashes: Hashes) -> Json:
+def _tensor(unit: Unit, request: Request, layout: Layout, outcome: Outcome, hashes: Hashes) -> Json:
     output = unit.output
     code_error = outcome.code_errors[output.name]
     certificate = unit.certificate(code_error)
@@ -112,10 +115,10 @@ def _tensor(unit: Unit, layout: Layout, outcome: Outcome, hashes: Hashes) -> Jso
         },
         "parts": {spec.name: hashes.tensors.get(spec.name) for spec in layout.stored_arrays(output)},
     }
-    rows, columns = zeros_added(unit)
+    rows, columns = zeros_added(unit) if request.recipe.pad_to_tp else (0, 0)
     if rows or columns:
         entry["zeros_added"] = {"rows": rows, "columns": columns}
-    if sides := reordered(unit):
+    if request.undo_act_order and (sides := reordered(unit)):
         entry["reordered"] = sides
     error = outcome.errors.get(output.name)
     if error is not None:

@@ -80,7 +80,7 @@ def _loss(manifest: Json) -> list[str]:
     if error is None:
         return (
             ["", "All numbers, or their codes and scales, are those of the source."]
-            if _all_exact(manifest)
+            if all(entry["exact"] for entry in manifest["tensors"].values())
             else []
         )
     bits = manifest["totals"]["linear_bits_per_weight"]
@@ -88,10 +88,6 @@ def _loss(manifest: Json) -> list[str]:
         "",
         f"Linears: {bits:.2f} bits per weight; relative RMS error of the quantized weights {error:.4f}.",
     ]
-
-
-def _all_exact(manifest: Json) -> bool:
-    return all(entry["exact"] for entry in manifest["tensors"].values())
 
 
 _PLAIN_LOADS = "transformers (`from_pretrained`) and vLLM load"

@@ -166,10 +166,14 @@ def run(
 def _finalized(
     units: list[Unit], reader: Reader, layout: Layout, limit: int, jobs: int, max_memory: int
 ) -> list[Unit]:
-    """The units with their reductions done: those that need one are read once more for it."""
-    reduced = {unit.output.name: unit for unit in units if _reduction(unit) is not None}
-    blocks = [block for unit in reduced.values() for block in cut(unit, layout, limit)]
-    seen: dict[str, dict[int, np.ndarray]] = {name: {} for name in reduced}
+    """The units with their reductions done: those that need one are read once more for it.
+
+    Units whose operations share a scale group are finalized together, the others each alone.
+    """
+    import numpy as np
+
+    reductions = {unit.output.name: op for unit in units for op in unit.ops if op.needs_reduction}
+    blocks = [block for unit in units if unit.output.name in reductions for block in cut(unit, layout, limit)]
 
     def look(block: Block) -> tuple[Block, np.ndarray]:
         unit = block.unit
@@ -180,32 +184,24 @@ def _finalized(
             value, _ = op.apply(value)
         raise AssertionError("a unit without a reduction")
 
+    seen: dict[str, dict[int, np.ndarray]] = {name: {} for name in reductions}
     for block, found in _bounded(blocks, look, jobs, max_memory):
         seen[block.unit.output.name][block.start] = found
     groups: dict[str, list[np.ndarray]] = {}
-    for name, unit in reduced.items():
-        groups.setdefault(_scale_group(unit), []).extend(seen[name][start] for start in sorted(seen[name]))
+    for name, op in reductions.items():
+        group = groups.setdefault(op.shared_scale_group or name, [])
+        group.extend(seen[name][start] for start in sorted(seen[name]))
+    every = {group: np.concatenate(found) for group, found in groups.items()}
+
+    def finalized(unit: Unit, op: Op) -> Op:
+        return op.finalize(every[op.shared_scale_group or unit.output.name]) if op.needs_reduction else op
+
     return [
-        _finalize(unit, groups[_scale_group(unit)]) if unit.output.name in reduced else unit for unit in units
+        replace(unit, ops=tuple(finalized(unit, op) for op in unit.ops))
+        if unit.output.name in reductions
+        else unit
+        for unit in units
     ]
-
-
-def _reduction(unit: Unit) -> Op | None:
-    return next((op for op in unit.ops if op.needs_reduction), None)
-
-
-def _scale_group(unit: Unit) -> str:
-    """What names the units that are finalized together: the group that shares a scale, or the unit alone."""
-    op = _reduction(unit)
-    assert op is not None
-    return op.shared_scale_group or unit.output.name
-
-
-def _finalize(unit: Unit, found: list[np.ndarray]) -> Unit:
-    import numpy as np
-
-    every = np.concatenate(found)
-    return replace(unit, ops=tuple(op.finalize(every) if op.needs_reduction else op for op in unit.ops))
 
 
 def cut(unit: Unit, layout: Layout, limit: int) -> list[Block]:
@@ -213,18 +209,15 @@ def cut(unit: Unit, layout: Layout, limit: int) -> list[Block]:
     output = unit.output
     if output.rows == 0:
         return [Block(unit, 0, 0, 0)]
-    per_row = max(1, sum(s.tensor.width for s in unit.inputs[:1]) * (_input_bytes(unit) + SCRATCH_PER_WEIGHT))
+    encoding = unit.source.encoding
+    nbytes = encoding.dtype.nbytes if isinstance(encoding, Unquantized) else 1
+    per_row = max(1, unit.source.width * (nbytes + SCRATCH_PER_WEIGHT))
     step = lcm(layout.row_alignment(output), *(op.granule for op in unit.ops))
     rows = max(step, limit // per_row // step * step)
     return [
         Block(unit, start, min(start + rows, output.rows), per_row * (min(start + rows, output.rows) - start))
         for start in range(0, output.rows, rows)
     ]
-
-
-def _input_bytes(unit: Unit) -> int:
-    encoding = unit.inputs[0].tensor.encoding
-    return encoding.dtype.nbytes if isinstance(encoding, Unquantized) else 1
 
 
 def _bounded(
@@ -237,7 +230,10 @@ def _bounded(
     with ThreadPoolExecutor(jobs) as pool:
         try:
             while block is not None or running:
-                while block is not None and _admits(running, block.cost, jobs, max_memory):
+                while block is not None and (
+                    not running
+                    or (len(running) < 2 * jobs and sum(running.values()) + block.cost <= max_memory)
+                ):
                     running[pool.submit(make, block)] = block.cost
                     block = next(waiting, None)
                 finished, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -246,10 +242,6 @@ def _bounded(
                     yield future.result()
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _admits(running: dict[Future[T], int], cost: int, jobs: int, max_memory: int) -> bool:
-    return not running or (len(running) < 2 * jobs and sum(running.values()) + cost <= max_memory)
 
 
 def _make(
@@ -261,7 +253,7 @@ def _make(
     statistics: StatisticsSource | None,
 ) -> BlockDone:
     unit = block.unit
-    if block.start == 0:
+    if block.start == 0 and len(unit.inputs) > 1:
         require_same_constants(unit, reader)
     first, last = _rows_read(unit, block.start), _rows_read(unit, block.stop)
     value, nbytes = gather(unit.inputs, reader, first, last)

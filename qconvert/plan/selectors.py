@@ -144,7 +144,9 @@ def _check_fused_groups(
         parts = [part for part in fused.members if part.name in weights]
         schemes = {chosen.get(part.name): part for part in parts}
         if len(schemes) > 1:
-            spelled = ", ".join(f"{part.role}={_label(scheme)}" for scheme, part in schemes.items())
+            spelled = ", ".join(
+                f"{part.role}={scheme.label if scheme else KEEP}" for scheme, part in schemes.items()
+            )
             raise BadRecipe(
                 f"{fused.whole.name}: loaders fuse its parts, which would get different schemes ({spelled})",
                 f"give all of them one scheme: {', '.join(fused.fusion.part_groups)}",
@@ -174,7 +176,3 @@ def _check_groups(weights: Mapping[str, Parameter], chosen: Mapping[str, Scheme]
         (f"use --group-size {fits[0]}, or --allow-smaller-group" if fits else "use --group-size channel")
         + f", or keep what does not divide: {keep} (sizes that divide: {', '.join([*fits, 'channel'])})",
     )
-
-
-def _label(scheme: Scheme | None) -> str:
-    return scheme.label if scheme else KEEP

@@ -122,7 +122,8 @@ class GGUFFileContainer:
             requantized=self.gguf.file_type.base.is_quantized,
             pooling=read_pooling(path) if path.is_dir() else None,
         )
-        moved = [unit.source.name for unit in self.compiled.plan.units if reordered(unit)]
+        undone = self.compiled.plan.units if self.compiled.request.undo_act_order else ()
+        moved = [unit.source.name for unit in undone if reordered(unit)]
         own = [KV.texts(REORDERED, moved)] if moved else []
         measured = statistics.imatrix.kv if isinstance(statistics, ImatrixStatistics) else ()
         return (*keys, *measured, *own)

@@ -91,7 +91,7 @@ def undo(
         units[name] = unit.then(PermuteColumns(order))
         rows = _order_of_rows(parameter, order, architecture)
         for maker in makers:
-            units[maker] = _reordered(units[maker], rows)
+            units[maker] = units[maker].then(PermuteRows(rows))
         folded += 1
     return replace(plan, units=tuple(units.values())), refused, folded
 
@@ -200,10 +200,6 @@ def _order_of_rows(parameter: Parameter | None, order: Order, architecture: Arch
         for kv_head in range(kv_heads)
         for i in range(size)
     )
-
-
-def _reordered(unit: Unit, order: Order) -> Unit:
-    return unit.then(PermuteRows(order))
 
 
 def orders_of(unit: Unit) -> tuple[Order, Order]:

@@ -18,7 +18,7 @@ from qconvert.core.encodings import Encoding, GgmlBlocks, ModelTensor, Unquantiz
 from qconvert.core.tensor_parallel import INPUT_SPLIT, whole_unit
 from qconvert.errors import BadRecipe
 from qconvert.formats.layouts import registry
-from qconvert.models import Architecture, Parameter
+from qconvert.models import Architecture
 from qconvert.ops import PadColumns
 from qconvert.plan.passes.fuse import cut_where, stack_members
 from qconvert.plan.plan import Plan, RowSlice, Unit
@@ -156,19 +156,15 @@ def pad(plan: Plan, before: Architecture, after: Architecture) -> Plan:
     outputs = plan.outputs
     changed = {n for n, e in after.fused.items() if n in outputs and outputs[n].shape != e.whole.shape}
     plan = cut_where(plan, before, lambda entry: entry.whole.name in changed)
-    plan = plan.each(lambda unit: _pad_unit(unit, after.parameters))
+    grown_to = {name: parameter.shape for name, parameter in after.parameters.items()}
+    plan = plan.each(lambda unit: _padded(unit, grown_to.get(unit.output.name, unit.output.shape)))
     return stack_members(plan, [after.fused[name] for name in changed])
-
-
-def _pad_unit(unit: Unit, parameters: Mapping[str, Parameter]) -> Unit:
-    parameter = parameters.get(unit.output.name)
-    if parameter is None or parameter.shape == unit.output.shape:
-        return unit
-    return _padded(unit, parameter.shape)
 
 
 def _padded(unit: Unit, shape: tuple[int, ...]) -> Unit:
     output, last = unit.output, unit.inputs[-1]
+    if output.shape == shape:
+        return unit
     if isinstance(last.tensor.encoding, GgmlBlocks):
         raise BadRecipe(
             f"{output.name}: {output.encoding.label} blocks are not padded", "`qconvert dequantize` first"
