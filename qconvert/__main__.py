@@ -1,4 +1,4 @@
-"""`python -m qconvert` is the same program as the `qconvert` command."""
+"""Runs the `qconvert` command: `python -m qconvert`."""
 
 from qconvert.cli import main
 

@@ -1,4 +1,4 @@
-"""The errors a user or a file can cause: one fact with numbers, one hint, one exit code.
+"""Defines the errors that a user or a file can cause: one fact with numbers, one hint, one exit code.
 
 Everything else that is raised is a bug in qconvert and is reported as one.
 """

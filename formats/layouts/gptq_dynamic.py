@@ -1,4 +1,4 @@
-"""GPTQModel's `dynamic`: modules whose settings differ from those of the rest, and modules left plain.
+"""Reads GPTQModel's `dynamic`: modules whose settings differ from the rest's, and modules left plain.
 
 The keys are regular expressions on the module's name: `-:EXPR` leaves it plain, `+:EXPR` or `EXPR` overrides
 `bits`, `group_size`, `sym` and `desc_act`; the first that matches counts. Source: GPTQModel 7.6

@@ -1,1 +1,1 @@
-"""What will a loader make of a folder: rules over names, sizes and schemes."""
+"""Checks outputs: against their manifest, against their source, and for what a loader makes of them."""

@@ -1,4 +1,4 @@
-"""A GGUF model file as a checkpoint: config and tokenizer from its keys, tensors by the model's names.
+"""Opens a GGUF model file as a checkpoint: config and tokenizer from its keys, tensors by the model's names.
 
 Answers which array holds which tensor of the model. The invariant: an opened file has every tensor that
 its keys promise; what is missing is named as the file would name it.

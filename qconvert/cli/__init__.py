@@ -1,4 +1,4 @@
-"""Words: the `qconvert` command. Parses flags, calls the library, prints; nothing else.
+"""Runs the `qconvert` command: parses flags, calls the library, prints; nothing else.
 
 stdout carries data, stderr carries talk. Exit codes: 0 done, 1 failed, 2 usage, 3 a check failed,
 130 interrupted.

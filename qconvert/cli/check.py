@@ -1,4 +1,4 @@
-"""`qconvert check`: will this loader take this checkpoint."""
+"""Runs `qconvert check`: whether a loader will take a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qconvert demo`: the main job, end to end, on the embedded model."""
+"""Runs `qconvert demo`: the main job, end to end, on the embedded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qconvert dequantize`: quantized weights as plain numbers again."""
+"""Runs `qconvert dequantize`: quantized weights become plain numbers again."""
 
 from __future__ import annotations
 

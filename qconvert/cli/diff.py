@@ -1,4 +1,4 @@
-"""`qconvert diff`: what differs between two checkpoints."""
+"""Runs `qconvert diff`: what differs between two checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qconvert env`: the block to paste into a bug report."""
+"""Runs `qconvert env`: the block to paste into a bug report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qconvert eval`: what a quantized model costs in quality."""
+"""Runs `qconvert eval`: what a quantized model costs in quality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The boundary to the shell: every way a command can end, as a message and an exit code.
+"""Ends every command with a message and an exit code.
 
 What is wrong with the words of a command alone, so that no file could make it right, is usage and
 leaves with 2; what files, models, disks and the network do not allow leaves with 1.
@@ -27,7 +27,7 @@ _READING = ("inspect", "check", "verify", "diff", "generate", "eval", "env")
 
 @contextmanager
 def typed() -> Iterator[None]:
-    """Around what reads the words of a command and nothing else: a wish that cannot be is wrong usage."""
+    """Turns a BadRecipe raised while arguments are parsed into wrong usage (exit code 2)."""
     try:
         yield
     except BadRecipe as error:
@@ -36,7 +36,7 @@ def typed() -> Iterator[None]:
 
 @contextmanager
 def after_the_work() -> Iterator[None]:
-    """Around what a command says once all is done: a reader who left early does not make it a failure."""
+    """Prints results after the work: a reader of stdout who left early does not make it a failure."""
     try:
         yield
         sys.stdout.flush()

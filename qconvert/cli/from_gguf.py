@@ -1,4 +1,4 @@
-"""`qconvert from-gguf`: a GGUF model as a Hugging Face folder with config and tokenizer."""
+"""Runs `qconvert from-gguf`: a GGUF model becomes a Hugging Face folder with config and tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qconvert fuse`: linears that one input feeds stacked into one, exactly."""
+"""Runs `qconvert fuse`: linears with one input are stacked into one, exactly."""
 
 from __future__ import annotations
 

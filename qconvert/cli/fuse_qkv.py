@@ -1,4 +1,4 @@
-"""`qconvert fuse-qkv`: q, k and v stacked into one linear, exactly."""
+"""Runs `qconvert fuse-qkv`: q, k and v are stacked into one linear, exactly."""
 
 from __future__ import annotations
 

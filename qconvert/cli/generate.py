@@ -1,4 +1,4 @@
-"""`qconvert generate`: talk to a file, to see whether it still makes sense."""
+"""Runs `qconvert generate`: a checkpoint continues a prompt."""
 
 from __future__ import annotations
 

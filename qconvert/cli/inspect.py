@@ -1,4 +1,4 @@
-"""`qconvert inspect`: what a model is made of, from its config or its headers alone."""
+"""Runs `qconvert inspect`: what a model is made of, from its config or its headers alone."""
 
 from __future__ import annotations
 

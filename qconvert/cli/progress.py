@@ -1,4 +1,4 @@
-"""What a user sees while a plan runs: a word about compiling, and a bar over bytes, on stderr."""
+"""Shows what a user sees while a plan runs: a note about compiling, and a bar over bytes, on stderr."""
 
 from __future__ import annotations
 

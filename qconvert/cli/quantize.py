@@ -1,4 +1,4 @@
-"""`qconvert quantize`: int2 to int8 group quantization of the linears."""
+"""Runs `qconvert quantize`: linears become integers of 2 to 8 bits, by groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qconvert tie`: a head that equals the embedding is dropped."""
+"""Runs `qconvert tie`: a head that equals the embedding is dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qconvert to-gguf`: a GGUF file of any llama.cpp type, in one step."""
+"""Runs `qconvert to-gguf`: a GGUF file of any llama.cpp type, in one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qconvert unfuse`: fused linears and stacks of experts taken apart, exactly."""
+"""Runs `qconvert unfuse`: fused linears and stacks of experts are taken apart, exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qconvert untie`: a tied head is written out."""
+"""Runs `qconvert untie`: a tied head is written out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qconvert verify`: does a checkpoint hold what it promises."""
+"""Runs `qconvert verify`: whether a checkpoint holds what it promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model card of an output: upstream metadata kept, then sizes, recipe, and how to load it."""
+"""Writes the model card of an output: upstream metadata kept, then sizes, recipe, and how to load it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a plan: reads row blocks, applies the units' operations, writes what the layout spells.
+"""Runs a plan: reads blocks of rows, applies the units' operations, writes them as the layout stores them.
 
 Units are cut into blocks of rows, so that the biggest tensor does not set the memory: blocks are
 admitted while their estimated working memory fits the budget. Blocks are independent, every one

@@ -1,7 +1,7 @@
-"""Recipes: what the user asked for, as one closed, typed value that YAML and flags both produce.
+"""Defines recipes: what a user asks of the weights, as one typed value that YAML and flags both produce.
 
 A recipe names roles, never the tensors of one model; `qconvert.plan.selectors` applies it to one. Unknown
-keys are errors: a misspelt wish must not be ignored.
+keys are errors: a misspelt key must not be ignored.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Rule:
         """Refuse a selector that no model could make right."""
         layers = LAYERS.fullmatch(self.select)
         if layers and int(layers["first"]) > int(layers["last"] or layers["first"]):
-            turned = f"layers.{layers['last']}-{layers['first']}.{layers['role']}"
-            raise BadRecipe(f"selector {self.select!r}: the layers run backwards", f"write {turned}")
+            forwards = f"layers.{layers['last']}-{layers['first']}.{layers['role']}"
+            raise BadRecipe(f"selector {self.select!r}: the layers run backwards", f"write {forwards}")
         if self.select.startswith(PATTERN):
             try:
                 re.compile(self.select.removeprefix(PATTERN))

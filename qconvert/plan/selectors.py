@@ -1,4 +1,4 @@
-"""From a recipe to decisions: which weight of this model gets which scheme.
+"""Chooses the scheme of every weight of a model, as a recipe asks for it.
 
 Selectors speak roles (`mlp.down`), roles in a layer range (`layers.0-3.mlp.down`) or a regular
 expression on the HF name (`re:...`). The last rule that matches wins; a rule that matches nothing
@@ -44,7 +44,7 @@ def decide(
 def choose(
     recipe: Recipe, architecture: Architecture, parameters: Mapping[str, Parameter], *, tied: bool
 ) -> dict[str, Scheme]:
-    """The scheme that the recipe wishes for every weight, by name, whether or not it can have it."""
+    """The scheme that the recipe asks for, by name of the weight, whether or not it can have it."""
     weights = {name: parameter for name, parameter in parameters.items() if parameter.param == "weight"}
     chosen: dict[str, Scheme] = {}
     if recipe.scheme is not None:
@@ -126,12 +126,12 @@ def _related_roles(role: str, architecture: Architecture, tied: bool) -> frozens
 
 
 def _check_tied_rules(recipe: Recipe) -> None:
-    """On a tied model the embedding is the head: two different wishes for it cannot both hold."""
+    """On a tied model the embedding is the head: it cannot get two different schemes."""
     last = {rule.select: rule for rule in recipe.rules if rule.select in ("embed", "lm_head")}
     if len({rule.scheme for rule in last.values()}) > 1:
-        wishes = ", ".join(f"{rule.select}={rule.label}" for rule in last.values())
+        asked = ", ".join(f"{rule.select}={rule.label}" for rule in last.values())
         raise BadRecipe(
-            f"{wishes}: this model's head is its embedding, one table with one scheme",
+            f"{asked}: this model's head is its embedding, one table with one scheme",
             "add --untie to write the head as a table of its own, or give both the same scheme",
         )
 
@@ -158,7 +158,7 @@ def _fit_group(parameter: Parameter, scheme: Scheme, allow_smaller: bool) -> Sch
     if size is not None and width % size and allow_smaller:
         dividing = (smaller for smaller in SMALLER_GROUP_SIZES if width % smaller == 0 and smaller < size)
         size = next(dividing, size)
-    # Files spell a group of a whole row as a channel; one name keeps them comparable.
+    # Files store a group of a whole row as a channel; one name keeps them comparable.
     return replace(scheme, group_size=None if size == width else size)
 
 

@@ -1,4 +1,4 @@
-"""How each tensor gets the GGUF type chosen for it: copied, cast, encoded, or with its codes kept.
+"""Gives each tensor the GGUF type chosen for it: copied, cast, encoded, or with its codes kept.
 
 A weight that is quantized already loses twice when it is quantized again, so that happens only on
 request. Where its grid is one of GGUF's own, its codes go over as they are.

@@ -1,4 +1,4 @@
-"""Which element type each tensor of a GGUF gets: llama-quantize's mixtures, reproduced choice by choice.
+"""Chooses the element type of each tensor of a GGUF: llama-quantize's mixtures, choice by choice.
 
 A file type such as Q4_K_M names a base type and a list of exceptions. Several exceptions count the
 tensors seen so far, so the order of the visits is part of the rule. Pure: names and shapes in, types and

@@ -1,4 +1,4 @@
-"""The exceptions of every GGUF mixture, one line for each file type and kind of tensor.
+"""Lists the exceptions of every GGUF mixture, one line for each file type and kind of tensor.
 
 A rule looks at one tensor (`Look`) and names a type, or None for the mixture's base type. Source:
 llama_tensor_get_type_impl in llama.cpp's src/llama-quant.cpp (commit 0c1e57098); `plan.gguf.mixture`

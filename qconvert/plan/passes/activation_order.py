@@ -1,10 +1,9 @@
-"""Columns in activation order put back into sequence, where another weight can take the order over.
+"""Removes GPTQ's act-order (`g_idx`) by permuting the rows of the linear that produces the input.
 
-GPTQ with `desc_act` gives every input column a group of its own choice (`g_idx`). Sorted by group, the
-columns are an ordinary grid over permuted inputs; the permutation is nobody's business if whoever makes
-those inputs permutes its rows alike. The inner features of an MLP are such inputs: rows of gate and up,
-and they meet no other weight. So are the features within a head of values, where no two heads of queries
-share it. The hidden state is not: every layer reads and writes it.
+With `desc_act` every input column names its group. Sorted by group, the columns are ordinary groups over
+permuted inputs, which is exact where the producer of those inputs has its rows permuted alike. The inner
+features of an MLP are such inputs (rows of gate and up, read by down alone), and so are the features within
+a head of values that no two query heads share. The hidden state is not: every layer reads and writes it.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ def undo_activation_order(state: Compiled) -> Compiled:
     """
     if not state.request.undo_act_order:
         return state
-    plan, refused, folded = undo(state.plan, state.architecture, state.facts.column_groups)
-    if not refused and not folded:
+    plan, refused, undone = undo(state.plan, state.architecture, state.facts.column_groups)
+    if not refused and not undone:
         raise BadRecipe(
             "no columns in activation order (g_idx) in this checkpoint", "leave out --undo-act-order"
         )
     target = state.request.layout_target
     if refused and target is not None and target.traits.act_order:
-        total = len(refused) + folded
+        total = len(refused) + undone
         kept = f"{len(refused)} of {total} weights keep their g_idx:\n{by_reason(refused)}"
         return state.with_plan(plan).warn(kept)
     if refused and not state.request.allow_requantize:
-        raise complain(refused, folded, target.layout if target else "gguf")
+        raise complain(refused, undone, target.layout if target else "gguf")
     if target is None:
         _refuse_experts(plan, state.architecture)
     return state.with_plan(plan)
@@ -74,7 +73,7 @@ def undo(
     units = {unit.output.name: unit for unit in plan.units}
     by_role = {(p.role, p.layer, p.param): p.name for p in architecture.parameters.values()}
     refused: list[Refused] = []
-    folded = 0
+    undone = 0
     for name, unit in list(units.items()):
         encoding = unit.output.encoding
         if not isinstance(encoding, AffineInt) or not encoding.act_order:
@@ -92,16 +91,16 @@ def undo(
         rows = _order_of_rows(parameter, order, architecture)
         for maker in makers:
             units[maker] = units[maker].then(PermuteRows(rows))
-        folded += 1
-    return replace(plan, units=tuple(units.values())), refused, folded
+        undone += 1
+    return replace(plan, units=tuple(units.values())), refused, undone
 
 
-def complain(refused: Iterable[Refused], folded: int, layout: str) -> BadRecipe:
+def complain(refused: Iterable[Refused], undone: int, layout: str) -> BadRecipe:
     """The error for orders that stay: the first one, how many could be folded, and every one by reason."""
     listed = list(refused)
-    first, total = listed[0], len(listed) + folded
+    first, total = listed[0], len(listed) + undone
     return BadRecipe(
-        f"{first.name}: its columns are in activation order (g_idx), and {first.why}; {folded} of "
+        f"{first.name}: its columns are in activation order (g_idx), and {first.why}; {undone} of "
         f"{total} weights in activation order can be folded, not these:\n{by_reason(listed)}",
         f"--allow-requantize folds what it can and quantizes these again for {layout}, which loses twice",
     )
@@ -131,8 +130,8 @@ def _ranges(numbers: list[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    spelled = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{{{spelled}}}" if len(numbers) > 1 else spelled
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"{{{text}}}" if len(numbers) > 1 else text
 
 
 def _in_sequence(groups: tuple[int, ...], encoding: AffineInt) -> Order:

@@ -72,9 +72,9 @@ def _stack(units: dict[str, Unit], entry: FusedParameter) -> dict[str, Unit]:
     parts = [units[part.name] for part in entry.members]
     encodings = {part.output.encoding for part in parts}
     if len(encodings) > 1:
-        spelled = ", ".join(f"{part.output.name} {part.output.encoding.label}" for part in parts)
+        named = ", ".join(f"{part.output.name} {part.output.encoding.label}" for part in parts)
         raise BadRecipe(
-            f"{entry.whole.name}: its parts have different forms ({spelled})",
+            f"{entry.whole.name}: its parts have different forms ({named})",
             "quantize the parts alike, or fuse the 16-bit model first",
         )
     odd = next((part for part in parts if part.ops != parts[0].ops), None)

@@ -1,4 +1,4 @@
-"""Zeros that make the inner features of every MLP divide among the ranks of a tensor-parallel group.
+"""Pads the inner features of every MLP with zeros, so that they divide among tensor-parallel ranks.
 
 A feature whose row of gate and up is zero, and whose column of down is zero, adds nothing to the output:
 `down @ (act(gate @ x) * (up @ x))` is the same sum with zeros in it. So the inner size may grow to where
