@@ -47,7 +47,7 @@ def transcript(block: Block, folder: Path) -> str:
     }
     for command in block.commands:
         done = subprocess.run(
-            ["sh", "-c", f"{command} 2>&1"],
+            ["sh", "-c", f"( {command} ) 2>&1"],
             cwd=folder,
             env=environment,
             capture_output=True,
