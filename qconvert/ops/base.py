@@ -62,6 +62,8 @@ class Op:
     """Whether it chooses new codes (and looks for NaN and Inf while it does)."""
     keeps_codes: ClassVar[bool] = False
     """Whether it carries codes over to another quantization format."""
+    moves_rows: ClassVar[bool] = False
+    """Whether it moves whole rows, whatever they are stored as."""
     joins_members: ClassVar[bool] = False
     """Whether it is part of stacking the members of a fusion, so that cutting them apart undoes it."""
 

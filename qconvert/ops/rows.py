@@ -35,6 +35,7 @@ class PermuteRows(Op):
     """Rows in another order: row i of the output is row `order[i]`. The whole tensor is taken at once."""
 
     order: Order = field(repr=False)
+    moves_rows: ClassVar[bool] = True
 
     @property
     def granule(self) -> int:
@@ -78,6 +79,7 @@ class InterleaveHalves(Op):
     """Put the rows of every head in the order of llama.cpp's rotary embedding (`quant.rotary_rows`)."""
 
     head_dim: int
+    moves_rows: ClassVar[bool] = True
 
     @property
     def granule(self) -> int:
@@ -97,6 +99,7 @@ class PartHalves(Op):
     """The inverse of `InterleaveHalves`."""
 
     head_dim: int
+    moves_rows: ClassVar[bool] = True
 
     @property
     def granule(self) -> int:

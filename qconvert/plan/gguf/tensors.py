@@ -16,7 +16,7 @@ from qconvert.models.gguf.declaration import Facts
 from qconvert.models.gguf.families import facts_of
 from qconvert.models.gguf.tensors import Record, records
 from qconvert.models.statistics_keys import input_keys
-from qconvert.ops import Dequantize, InterleaveHalves, op_of
+from qconvert.ops import Dequantize, op_of
 from qconvert.plan.passes.fuse import cut_where
 from qconvert.plan.plan import Plan, Unit, rows_within
 from qconvert.plan.state import Compiled
@@ -71,7 +71,7 @@ def _made(record: Record, members: Mapping[str, Unit], facts: Facts, measured: b
 def _changed(unit: Unit, transform: RowTransform) -> Unit:
     op = op_of(transform, unit.output.width)
     encoding = unit.output.encoding
-    if not isinstance(op, InterleaveHalves) and not isinstance(encoding, Unquantized):
+    if not op.moves_rows and not isinstance(encoding, Unquantized):
         unit = unit.then(Dequantize(encoding.decoded))  # GGUF holds other numbers, or in another order
     return unit.then(op)
 
