@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from qconvert.checkpoint.gguf_model import GGUFModel, open_gguf
 from qconvert.checkpoint.stored_shapes import input_major, output_major
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Unquantized
@@ -24,6 +24,10 @@ from qconvert.models.guessed import guessed_family
 
 # Weights that are looked at together.
 _LOOK_WEIGHTS = 1 << 20
+
+
+if TYPE_CHECKING:
+    from qconvert.checkpoint.gguf_model import GGUFModel
 
 
 @dataclass(frozen=True)
@@ -44,17 +48,17 @@ class Checkpoint:
         return self.files.config
 
     @property
+    def is_gguf(self) -> bool:
+        return isinstance(self.layout, GGUFLayout)
+
+    @property
     def reader(self) -> Reader:
         return Reader(self.files, self.layout)
 
     @property
     def writer(self) -> Layout:
         """The layout of safetensors written from it when no other is asked for."""
-        return (
-            self.layout_for(registry.writer(registry.DEFAULT))
-            if isinstance(self.files, GGUFModel)
-            else self.layout
-        )
+        return self.layout_for(registry.writer(registry.DEFAULT)) if self.is_gguf else self.layout
 
     @cached_property
     def architecture(self) -> Architecture:
@@ -80,7 +84,7 @@ class Checkpoint:
 
     def layout_for(self, layout: Layout) -> Layout:
         """That layout, with this model's input-major linears as its class stores them."""
-        if isinstance(self.files, GGUFModel) and self.architecture.stored_shapes:
+        if self.is_gguf and self.architecture.stored_shapes:
             return input_major(layout, {}, self.architecture)
         return replace(self.layout, inside=layout) if isinstance(self.layout, InputMajor) else layout
 
@@ -124,6 +128,8 @@ def open_checkpoint(
     `declared` is the architecture of a model that the catalogue lacks.
     """
     if is_gguf(path):
+        from qconvert.checkpoint.gguf_model import open_gguf  # with all of llama.cpp's names
+
         gguf, stored, named = open_gguf(path)
         return Checkpoint(gguf, named, stored, declared)
     files = open_hf_folder(path, headers)

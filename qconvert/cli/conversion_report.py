@@ -6,15 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from qconvert.convert.containers.gguf_file import GGUFFileContainer
 from qconvert.convert.job import Job, Result
 from qconvert.convert.manifest import certificates, finite
 from qconvert.core.dtypes import Json
 from qconvert.models.parameter_table import ParameterTable, table_of_outputs, table_of_tensors
 from qconvert.plan.loader_notices import notice_lines
 from qconvert.report.tables import count, parameter_table_lines, size, table
+
+if TYPE_CHECKING:
+    from qconvert.convert.containers.gguf_file import GGUFFileContainer
 
 
 class ConversionReport(Protocol):
@@ -36,9 +38,12 @@ class ConversionReport(Protocol):
 
 def report_of(job: Job, out: Path) -> ConversionReport:
     """The report of an output: GGUF files are counted by type, folders by role."""
-    if isinstance(job.container, GGUFFileContainer):
-        return GGUFReport(job, out, job.container)
-    return FolderReport(job, out)
+    if not job.compiled.is_gguf:
+        return FolderReport(job, out)
+    from qconvert.convert.containers.gguf_file import GGUFFileContainer
+
+    assert isinstance(job.container, GGUFFileContainer)
+    return GGUFReport(job, out, job.container)
 
 
 @dataclass(frozen=True)

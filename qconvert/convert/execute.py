@@ -9,12 +9,10 @@ from math import inf
 from pathlib import Path
 from zlib import crc32
 
-from qconvert.calibrate.imatrix import open_imatrix
 from qconvert.checkpoint.facts import gather_facts
 from qconvert.checkpoint.hub import resolve
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.convert.containers import OpenOutput
-from qconvert.convert.containers.gguf_file import GGUFFileContainer
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
 from qconvert.convert.runner import MOST_CODE_ERROR, BlockDone, Outcome, Terms, WrittenRows, run
@@ -23,7 +21,6 @@ from qconvert.errors import QConvertError
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import Hashes
 from qconvert.formats.layouts import registry
-from qconvert.formats.layouts.gguf import GGUFLayout
 from qconvert.models.declared import Declaration
 from qconvert.plan.compile import compile_request
 from qconvert.plan.plan import Unit
@@ -64,12 +61,16 @@ def prepare(
         )
     binding = checkpoint.bind(allow_unknown=request.allow_unknown)
     if imatrix is not None:
+        from qconvert.calibrate.imatrix import open_imatrix
+
         request = replace(request, statistics=open_imatrix(imatrix, checkpoint.architecture))
     layout = _layout(source, request)
     facts = gather_facts(checkpoint, binding, request)
     compiled = compile_request(request, binding, facts, layout)
     if not compiled.is_gguf:
         return Job(source, compiled, SafetensorsFolder(source, compiled, options), options)
+    from qconvert.convert.containers.gguf_file import GGUFFileContainer
+
     container = GGUFFileContainer(source, compiled, options, pre_tokenizer)
     container.check()
     return Job(source, compiled, container, options)
@@ -78,6 +79,8 @@ def prepare(
 def _layout(source: OpenedModel, request: Request) -> Layout:
     """The layout of the output: the one asked for, or the source's."""
     if isinstance(request.target, GGUFTarget):
+        from qconvert.formats.layouts.gguf import GGUFLayout
+
         return GGUFLayout()
     if request.target is not None:
         return source.checkpoint.layout_for(registry.writer(request.target.layout))

@@ -12,15 +12,11 @@ from functools import reduce
 from qconvert.core.protocols import Layout
 from qconvert.models import Binding
 from qconvert.plan.facts import SourceFacts
-from qconvert.plan.gguf.encodings import carry_nvfp4_factors, encode_blocks
-from qconvert.plan.gguf.mixture_pass import choose_block_types
-from qconvert.plan.gguf.tensors import order_as_stored, write_gguf_tensors
 from qconvert.plan.passes.activation_order import undo_activation_order
 from qconvert.plan.passes.cast import cast_plain
 from qconvert.plan.passes.checks import check_finite, refuse_ggml_blocks, refuse_unscaled_weights
 from qconvert.plan.passes.dequantize import dequantize, resolve_nested_scales
 from qconvert.plan.passes.fuse import fuse, unfuse
-from qconvert.plan.passes.other_models import leave_out_other_models
 from qconvert.plan.passes.output_config import write_config
 from qconvert.plan.passes.output_layout import bring_into_layout, restack_for_class
 from qconvert.plan.passes.quantize import quantize
@@ -47,18 +43,6 @@ FOLDER: tuple[Pass, ...] = (
     check_finite,
     write_config,
 )
-GGUF: tuple[Pass, ...] = (
-    refuse_unscaled_weights,
-    leave_out_other_models,
-    tie_head,
-    undo_activation_order,
-    write_gguf_tensors,
-    choose_block_types,
-    order_as_stored,
-    encode_blocks,
-    carry_nvfp4_factors,
-    check_finite,
-)
 
 
 def compile_request(request: Request, binding: Binding, facts: SourceFacts, layout: Layout) -> Compiled:
@@ -71,4 +55,25 @@ def compile_request(request: Request, binding: Binding, facts: SourceFacts, layo
     tied = architecture.tied if request.recipe.tie is None else request.recipe.tie
     warnings = (guess,) if guess and not request.is_gguf else ()
     start = Compiled(request, binding, facts, layout, copy_of(binding), architecture, tied, warnings)
-    return reduce(lambda made, step: step(made), GGUF if request.is_gguf else FOLDER, start)
+    return reduce(lambda made, step: step(made), _gguf_file() if request.is_gguf else FOLDER, start)
+
+
+def _gguf_file() -> tuple[Pass, ...]:
+    # Loaded where it is asked for: the names of llama.cpp's graphs take as long as a tiny conversion.
+    from qconvert.plan.gguf.encodings import carry_nvfp4_factors, encode_blocks
+    from qconvert.plan.gguf.mixture_pass import choose_block_types
+    from qconvert.plan.gguf.tensors import order_as_stored, write_gguf_tensors
+    from qconvert.plan.passes.other_models import leave_out_other_models
+
+    return (
+        refuse_unscaled_weights,
+        leave_out_other_models,
+        tie_head,
+        undo_activation_order,
+        write_gguf_tensors,
+        choose_block_types,
+        order_as_stored,
+        encode_blocks,
+        carry_nvfp4_factors,
+        check_finite,
+    )

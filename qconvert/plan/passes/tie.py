@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
 from qconvert.models import Architecture, Binding
-from qconvert.models.gguf.declaration import Head
-from qconvert.models.gguf.families import facts_of
 from qconvert.plan.facts import HeadDifference
 from qconvert.plan.plan import Plan
 from qconvert.plan.request import Request
 from qconvert.plan.state import Compiled
+
+if TYPE_CHECKING:
+    from qconvert.models.gguf.declaration import Head
 
 
 def tie_head(state: Compiled) -> Compiled:
@@ -61,6 +63,8 @@ def _drop_equal_head(state: Compiled, embed: str, head: str) -> Compiled:
 
 def _tie_for_graph(state: Compiled) -> Compiled:
     """llama.cpp reads an `output.weight` if there is one; some graphs need it, some never read it."""
+    from qconvert.models.gguf.families import facts_of
+
     architecture, model = state.binding.architecture, facts_of(state.binding.architecture).model
     embed, head = architecture.table("embed"), architecture.table("lm_head")
     if embed is None or head is None:
