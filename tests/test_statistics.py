@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from qconvert.calibrate.imatrix import open_imatrix
 from qconvert.convert.runner import rows_statistics
-from qconvert.core.dtypes import DType
+from qconvert.core.dtypes import DType, Json
 from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.core.statistics import StatisticsKey
 from qconvert.models import Architecture
@@ -23,6 +24,8 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 
 class Counting:
     """Statistics that say which key they are of."""
+
+    record: Json = {}  # noqa: RUF012
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -91,6 +94,10 @@ def test_errors_are_weighed_by_the_importance_of_their_column(tmp_path: Path, fu
         value = numbers_of(checkpoint.reader.read(checkpoint.tensors[name], 0, 256))
         return cast(value, DType.F32)[0].rows_RI
 
+    manifest = json.loads((folders[1] / "qconvert.json").read_text())
+    weighed = {"file": "i.dat", "dataset": None, "chunks": 0, "tensors": 2 if fuse else 6}
+    assert manifest["statistics"] == weighed
+    assert f"Errors of {weighed['tensors']} tensors" in (folders[1] / "README.md").read_text()
     losses = [float((importance_I * (rows(folder) - rows(model)) ** 2).sum()) for folder in folders]
     assert losses[1] < 0.8 * losses[0]
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from qconvert.core.dtypes import Json
 from qconvert.core.statistics import StatisticsKey
 from qconvert.errors import BadRecipe
 from qconvert.formats.gguf.imatrix import Imatrix, read_imatrix
@@ -33,6 +34,12 @@ class ImatrixStatistics:
 
     def __contains__(self, key: object) -> bool:
         return key in self.entries
+
+    @property
+    def record(self) -> Json:
+        """The file and what it says of the text it was measured on."""
+        dataset, chunks = self.imatrix.dataset, self.imatrix.chunks
+        return {"file": Path(self.imatrix.file).name, "dataset": dataset, "chunks": chunks}
 
     def second_moments(self, key: StatisticsKey) -> np.ndarray:
         """The mean square of every input column, float32 [I]."""

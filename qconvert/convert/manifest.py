@@ -52,6 +52,7 @@ def manifest(
         "source": source_record(source.location, source.checkpoint, hash_sources=options.hash_sources),
         "recipe": request.recipe.to_json(),
         **({"conversion": _conversion(target)} if target else {}),
+        **({"statistics": _statistics(compiled)} if request.statistics else {}),
         "totals": {
             "tensors": table.tensors,
             "parameters": table.parameters,
@@ -90,6 +91,13 @@ def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources:
             for file in files.files
         ],
     }
+
+
+def _statistics(compiled: Compiled) -> Json:
+    """What weighed the errors of new codes, and of how many tensors."""
+    source = compiled.request.statistics
+    assert source is not None
+    return {**source.record, "tensors": sum(bool(unit.statistics) for unit in compiled.plan.units)}
 
 
 def _conversion(target: Target) -> Json:

@@ -84,10 +84,16 @@ def _loss(manifest: Json) -> list[str]:
             else []
         )
     bits = manifest["totals"]["linear_bits_per_weight"]
-    return [
+    lines = [
         "",
         f"Linears: {bits:.2f} bits per weight; relative RMS error of the quantized weights {error:.4f}.",
     ]
+    if "statistics" in manifest:
+        weighed = manifest["statistics"]
+        text = f", measured on `{weighed['dataset']}`" if weighed["dataset"] else ""
+        what = f"Errors of {weighed['tensors']} tensors are weighed by the importance matrix"
+        lines.append(f"{what} `{weighed['file']}`{text}.")
+    return lines
 
 
 _PLAIN_LOADS = "transformers (`from_pretrained`) and vLLM load"

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from qconvert.core.dtypes import Json
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -26,6 +28,11 @@ class StatisticsSource(Protocol):
     """Statistics of a model's activations."""
 
     def __contains__(self, key: object) -> bool: ...
+
+    @property
+    def record(self) -> Json:
+        """Where they come from, as plain data for the manifest: file, dataset, chunks."""
+        ...
 
     def second_moments(self, key: StatisticsKey) -> np.ndarray:
         """The mean square of every input column, float32 [I]."""
