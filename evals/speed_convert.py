@@ -80,7 +80,7 @@ def repack(
     folder: Path | None,
     out: Path | None,
 ) -> None:
-    """Time `convert.execute` of a GPTQ checkpoint of a real model's shapes against copying its files.
+    """Time `qconvert convert` of a GPTQ checkpoint of a real model's shapes against copying its files.
 
     To compressed-tensors it turns every matrix of words, so it is the dearest exact conversion.
     """

@@ -43,7 +43,7 @@ def tiny(
 ) -> Path:
     """Write a random model into `folder` and return it.
 
-    `biases` sets attention_bias (and mlp_bias for Llama); `core.sizes` are config.json keys; `changes`
+    `biases` sets attention_bias (and mlp_bias for Llama); `sizes` are config.json keys; `changes`
     adds or replaces tensors by name (float32 ones are rounded to `dtype`), and None leaves one out.
     """
     config = tiny_config(family, tied=tied, biases=biases, dtype=dtype, **sizes)

@@ -1,4 +1,4 @@
-"""Every layout to every layout: small sources, what `convert.execute` makes of each, and the table of it.
+"""Every layout to every layout: small sources, what `qconvert convert` makes of each, and the table of it.
 
 `python tests/pairs.py` writes the table into README.md.
 """

@@ -1,4 +1,4 @@
-"""`formats.io.read_back` and `diff` as a user meets them: damage is seen, and equal numbers are seen as
+"""`verify` and `diff` as a user meets them: damage is seen, and equal numbers are seen as
 equal."""
 
 from __future__ import annotations

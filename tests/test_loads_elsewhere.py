@@ -1,4 +1,4 @@
-"""What `convert.execute` writes, loaded by the software it is for, on a CPU."""
+"""What `qconvert convert` writes, loaded by the software it is for, on a CPU."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class GGUFModel:
         return Sidecars((), (), {} if lost else tokenizer_files(self.file.kv))
 
     def source_offset(self, name: str) -> tuple[int, int]:
-        """Where an array's bytes begin: number of the file in `formats.io.local_file`, and offset in it."""
+        """Where an array's bytes begin: number of the file in `files`, and offset in it."""
         return self.file.source_offset(name)
 
     def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:

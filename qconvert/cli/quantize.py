@@ -118,7 +118,7 @@ def command(model: str, **flags: Any) -> None:
 def _send_tables_on(model: str, asked: Mapping[str, Any], out: Path | None) -> None:
     """Raise BadRecipe with the command to type where a table of numbers was asked for, not integers.
 
-    Such a table belongs to a layout, which `convert.execute` names.
+    Such a table belongs to a layout, which `qconvert convert` names.
     """
     from qconvert.plan.passes.transcode import layouts_with
 

@@ -101,7 +101,7 @@ def _statistics(compiled: Compiled) -> Json:
 
 
 def _conversion(target: Target) -> Json:
-    """What `convert.execute` was asked for besides a layout."""
+    """What `qconvert convert` was asked for besides a layout."""
     return {
         "scheme": target.table or (target.scheme.label if target.scheme else None),
         "allow_requantize": target.allow_requantize,
