@@ -15,7 +15,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.models.families import FAMILIES
-from qconvert.models.gguf.declaration import Facts, GGUFModel, Implying
+from qconvert.models.gguf.declaration import BothWays, Facts, GGUFModel
 from qconvert.models.gguf.families import MODELS
 from qconvert.models.gguf.keys import model_keys
 from qconvert.models.gguf.metadata import Metadata
@@ -53,7 +53,7 @@ def config_of(model_type: str, file: Metadata) -> Json:
         raise CorruptCheckpoint(f"{file.file}: {_EMBEDDING} is missing")
     read: Json = {}
     for check in model.checks:
-        read |= check.implies(file) if isinstance(check, Implying) else {}
+        read |= check.read(file) if isinstance(check, BothWays) else {}
     for keys in (*model.keys, *model.late):
         read |= keys.read(file)
     if model.constants is not None:

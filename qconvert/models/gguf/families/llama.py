@@ -12,7 +12,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
-from qconvert.models.gguf.declaration import Facts, GGUFModel, Keys, Written, derived, read_by
+from qconvert.models.gguf.declaration import Facts, GGUFModel, Keys, Written, derived
 from qconvert.models.gguf.metadata import Metadata
 
 
@@ -56,17 +56,6 @@ INTERNLM2 = GGUFModel(
 )
 
 
-def _read_clamp(file: Metadata) -> Json:
-    clamped = file.has("attention.clamp_kqv")
-    return {"clip_qkv": file.number("attention.clamp_kqv") if clamped else None}
-
-
-@read_by(_read_clamp)
-def _clamp(facts: Facts) -> Iterator[KV]:
-    if facts.settings.get("clip_qkv") is not None:
-        yield facts.f32("attention.clamp_kqv", facts.number("clip_qkv"))
-
-
 @derived
 def _fixed_epsilon(facts: Facts) -> Iterator[KV]:
     """Writes OLMo's epsilon, which no config has; its norms have no weights."""
@@ -76,7 +65,7 @@ def _fixed_epsilon(facts: Facts) -> Iterator[KV]:
 OLMO = GGUFModel(
     "olmo",
     keys=tuple(keys for keys in k.decoder() if keys is not k.rms_epsilon),
-    late=(_fixed_epsilon, _clamp),
+    late=(_fixed_epsilon, k.optional_number("attention.clamp_kqv", "clip_qkv")),
     defaults={"max_position_embeddings": 2048},
     roles=ROTATED,
     checks=(SILU, c.square_attention, c.computes("attention_bias", False)),
