@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -156,13 +156,21 @@ def parse_header(raw: bytes, path: Path, size: int) -> SafetensorsHeader:
     metadata = _metadata(fields.pop(METADATA_KEY, None), name)
     extents = sorted((_extent(name, *field) for field in fields.items()), key=lambda e: (e.begin, e.end))
     data_start = 8 + len(raw)
+    warnings = []
+    if not raw.startswith(b"{"):
+        warnings.append(f"{name}: its header starts with white space, the format asks for '{{'")
+    odd = [tensor for tensor, entry in fields.items() if len(entry) > 3]
+    if odd:
+        warnings.append(
+            f"{name}: unknown header fields of {len(odd)} tensors ignored, first in {shown(odd[0])}"
+        )
     _check_cover(extents, size - data_start, name)
     return SafetensorsHeader(
         path=path,
         specs={e.spec.name: e.spec for e in extents},
         offsets={e.spec.name: data_start + e.begin for e in extents},
         metadata=metadata,
-        warnings=tuple(_oddities(raw, fields, name)),
+        warnings=tuple(warnings),
         data_start=data_start,
         size=size,
         header_sha256=hashlib.sha256(raw).hexdigest(),
@@ -251,14 +259,6 @@ def _check_cover(extents: Sequence[_Extent], data_size: int, file: str) -> None:
     end = extents[-1].end if extents else 0
     if end < data_size:
         raise CorruptCheckpoint(f"{file}: {data_size - end} bytes after the last tensor")
-
-
-def _oddities(raw: bytes, fields: Mapping[str, Mapping[str, object]], file: str) -> Iterator[str]:
-    if not raw.startswith(b"{"):
-        yield f"{file}: its header starts with white space, the format asks for '{{'"
-    odd = [name for name, entry in fields.items() if len(entry) > 3]
-    if odd:
-        yield f"{file}: unknown header fields of {len(odd)} tensors ignored, first in {shown(odd[0])}"
 
 
 def plan_files(

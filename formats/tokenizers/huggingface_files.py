@@ -16,11 +16,7 @@ from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.io.strict_json import read_bounded, read_json_object
 from qconvert.formats.tokenizers.pretokenizer_patterns import QWEN2
-from qconvert.formats.tokenizers.sentencepiece import (
-    SentencePieceModel,
-    is_sentencepiece,
-    read_sentencepiece,
-)
+from qconvert.formats.tokenizers.sentencepiece import SentencePieceModel, is_sentencepiece, read_sentencepiece
 from qconvert.formats.tokenizers.tiktoken import find_tiktoken, read_tiktoken
 
 MAX_TOKENIZER_BYTES = 128 << 20  # gemma's, the largest in use, has 34 MB

@@ -35,9 +35,7 @@ class _Class:
 
 _CLASSES = {
     "QWenTokenizer": _Class(
-        QWEN2,
-        "NFC",
-        ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))),
+        QWEN2, "NFC", ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205)))
     ),
     "ChatGLM4Tokenizer": _Class(LLAMA3, None, ()),  # whose tokenizer_config.json lists them
 }
@@ -134,14 +132,9 @@ def parts_before(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
     return parts
 
 
-def _byte_letters() -> dict[int, str]:
-    """Returns byte-level BPE's letter for every byte. Source: bytes_to_unicode in GPT-2's encoder.py."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
-
-
-_LETTERS: dict[int, Any] = dict(_byte_letters())
+# Byte-level BPE's letters for bytes that are not their own. Source: bytes_to_unicode in GPT-2's encoder.py.
+_UNPRINTABLE = (*range(0x21), *range(0x7F, 0xA1), 0xAD)
+_LETTERS: dict[int, Any] = {byte: chr(256 + i) for i, byte in enumerate(_UNPRINTABLE)}
 
 
 def _spelled(token: bytes) -> str:

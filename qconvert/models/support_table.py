@@ -10,17 +10,15 @@ from qconvert.models.parameters import Family
 
 def markdown() -> str:
     """Returns the table as Markdown lines, without a final newline."""
-    head = [
+    lines = [
         "| family | `model_type` | GGUF | its class stores fused | `fuse` can make | remarks |",
         "|---|---|---|---|---|---|",
     ]
-    return "\n".join([*head, *(_row(family) for family in FAMILIES)])
-
-
-def _row(family: Family) -> str:
-    types = ", ".join(f"`{name}`" for name in family.model_types)
-    native, possible = _modules(family, native=True), _modules(family, native=False)
-    return f"| {family.name} | {types} | {_gguf(family)} | {native} | {possible} | {family.note} |"
+    for family in FAMILIES:
+        types = ", ".join(f"`{name}`" for name in family.model_types)
+        native, possible = _modules(family, native=True), _modules(family, native=False)
+        lines.append(f"| {family.name} | {types} | {_gguf(family)} | {native} | {possible} | {family.note} |")
+    return "\n".join(lines)
 
 
 def _gguf(family: Family) -> str:

@@ -53,7 +53,11 @@ def cast(block: DenseRows, dtype: DType) -> tuple[DenseRows, int]:
     rows_RI = np.empty(block.rows_RI.shape, dtype.carrier)
     overflow = 0
     for stored, rounded in zip(_pieces(block.rows_RI), _pieces(rows_RI), strict=True):
-        rounded[:] = _rounded(_numbers(stored, block.dtype), dtype)
+        numbers = _numbers(stored, block.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded[:] = (
+                _to_bfloat16(numbers) if dtype is DType.BF16 else numbers.astype(dtype.carrier, copy=False)
+            )
         infinite = np.count_nonzero(_nonfinite(rounded, dtype))
         if infinite:
             overflow += infinite - np.count_nonzero(_nonfinite(stored, block.dtype))
@@ -152,14 +156,6 @@ def _numbers(stored: np.ndarray, dtype: DType) -> np.ndarray:
     bits = stored.astype(np.uint32)
     bits <<= 16
     return bits.view(np.float32)
-
-
-def _rounded(numbers: np.ndarray, dtype: DType) -> np.ndarray:
-    """Returns the numbers in the carrier type of `dtype`."""
-    if dtype is DType.BF16:
-        return _to_bfloat16(numbers)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return numbers.astype(dtype.carrier, copy=False)
 
 
 def _to_bfloat16(numbers: np.ndarray) -> np.ndarray:

@@ -68,10 +68,7 @@ def needs_whole(encoding: Codebook) -> bool:
 
 
 def peaks(block: DenseRows, encoding: Codebook) -> np.ndarray:
-    """The largest magnitude of every block of `encoding.group_rows` rows (None: all) and
-    `encoding.group_size`
-    columns, float32 [blocks of rows, groups]; not of numbers that are none.
-    """
+    """The largest magnitude (NaN aside) in every block of an encoding, float32 [blocks of rows, groups]."""
     words_RI, _ = as_kernels_read(block)
     rows, width = words_RI.shape
     per = encoding.group_rows or max(1, rows)
@@ -98,9 +95,8 @@ def _scales(
         return _nearest_float8(peaks_BG / E2M1_MAX), None
     assert whole is not None
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        over = _rounded(
-            np.full((1, 1), 1 / np.float32(whole)), dtype
-        )  # torch divides a number by a tensor so
+        # So does torch divide a number by a tensor.
+        over = _rounded(np.full((1, 1), 1 / np.float32(whole)), dtype)
         divisor = _rounded(E4M3_MAX * E2M1_MAX * over, dtype)[0, 0]
     if not np.isfinite(divisor):
         divisor = np.float32(1)
@@ -173,13 +169,7 @@ def _nearest_float8(numbers_RG: np.ndarray) -> np.ndarray:
 
 
 def _error(block: DenseRows, tally: np.ndarray) -> QuantError:
-    squared_error, squares, largest, steps = (float(number) for number in tally)
+    squared_error, squares, largest, steps = tally.tolist()
     return QuantError(
-        sum_sq_error=squared_error,
-        sum_sq=squares,
-        max_abs=largest,
-        max_steps=steps,
-        count=block.rows_RI.size,
-        nonfinite=first_nonfinite(block),
-        overflow=0,
+        squared_error, squares, largest, steps, block.rows_RI.size, nonfinite=first_nonfinite(block)
     )

@@ -62,7 +62,7 @@ def quantization_config(
         "version": LIBRARY_VERSION,
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
-        "ignore": _numbered(ignore) if len(ignore) > 8 else ignore,
+        "ignore": patterns(ignore) if len(ignore) > 8 else ignore,
         "config_groups": groups,
     }
 
@@ -117,12 +117,10 @@ def _activations(encoding: Quantized, loose: Container[AffineInt]) -> Json | Non
 
 
 def patterns(modules: Iterable[str]) -> list[str]:
-    """Regular expressions (`re:` targets) that match exactly these modules, layers gathered."""
-    return _numbered(list(modules))
+    """Regular expressions (`re:` targets) that match exactly these modules.
 
-
-def _numbered(modules: list[str]) -> list[str]:
-    """Modules that differ only in their first number share one pattern that lists the numbers."""
+    Modules that differ only in their first number share one pattern that lists the numbers.
+    """
     gathered: dict[tuple[str, str], list[str]] = {}
     plain: list[str] = []
     for module in modules:

@@ -30,7 +30,10 @@ LOST: Mapping[TransformKind, str] = {
 
 @dataclass(frozen=True)
 class Facts:
-    """One model as a declaration sees it: its config with the class's defaults, and its dimensions."""
+    """One model as a declaration sees it: its config with the class's defaults, and its dimensions.
+
+    `u32` and the methods after it return an entry under a key of this architecture.
+    """
 
     model: GGUFModel
     architecture: Architecture
@@ -47,7 +50,6 @@ class Facts:
 
     @property
     def dimensions(self) -> tuple[Dimensions, ...]:
-        """The dimensions of the family's table, by layer."""
         return self.architecture.dimensions
 
     def size(self, key: str) -> int:
@@ -71,23 +73,18 @@ class Facts:
         return positive(self.settings, key)
 
     def u32(self, name: str, value: int) -> KV:
-        """Returns a count under a key of this architecture."""
         return KV.u32(f"{self.model.arch}.{name}", value)
 
     def f32(self, name: str, value: float) -> KV:
-        """Returns a number under a key of this architecture."""
         return KV.f32(f"{self.model.arch}.{name}", value)
 
     def text(self, name: str, value: str) -> KV:
-        """Returns a text under a key of this architecture."""
         return KV.text(f"{self.model.arch}.{name}", value)
 
     def flagged(self, name: str, *, value: bool) -> KV:
-        """Returns a boolean under a key of this architecture."""
         return KV.flag(f"{self.model.arch}.{name}", value)
 
     def by_layer(self, name: str, values: Iterable[int]) -> KV:
-        """Returns a count for each layer under a key of this architecture."""
         return KV.i32s(f"{self.model.arch}.{name}", tuple(values))
 
 

@@ -6,7 +6,7 @@ Pure. Several model types share a graph of llama.cpp; the first whose tensors ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from qconvert.core.dtypes import Json
@@ -89,8 +89,15 @@ def _compared(facts: Facts, file: Metadata) -> Reading | _Mismatch:
         what = f"{file.file}: {missing[0]} is missing"
         return _Mismatch(CorruptCheckpoint(what, "fetch the file again: it is incomplete"), len(missing))
     if _QKV in facts.model.whole and "attn.q" in facts.model.roles:
-        return _Mismatch(_interleaved(file), 0)
-    _check_shapes(expected, file)
+        what = f"{file.file}: blk.0.attn_qkv.weight: fused and interleaved"
+        return _Mismatch(UnsupportedModel(what, "split it in llama.cpp"), 0)
+    for name, record in expected.items():
+        stored = file.tensors[name].shape
+        # Dimensions of 1 are dropped by llama.cpp's converter.
+        if [n for n in stored if n > 1] != [n for n in record.shape if n > 1]:
+            raise CorruptCheckpoint(
+                f"{file.file}: {name} is {list(stored)}, but the file's keys give {list(record.shape)}"
+            )
     return Reading(facts.architecture.config, facts, tuple(expected.values()))
 
 
@@ -98,22 +105,6 @@ def _is_beyond(name: str, file: Metadata) -> bool:
     """Returns whether a tensor is of the multi-token-prediction layers, which come last and are left out."""
     match = _LAYER.match(name) if file.count("nextn_predict_layers") else None
     return match is not None and int(match[1]) >= file.layers
-
-
-def _interleaved(file: Metadata) -> QConvertError:
-    return UnsupportedModel(
-        f"{file.file}: blk.0.attn_qkv.weight: fused and interleaved", "split it in llama.cpp"
-    )
-
-
-def _check_shapes(expected: Mapping[str, Record], file: Metadata) -> None:
-    """Raises unless shapes agree up to dimensions of 1, which llama.cpp's converter drops."""
-    for name, record in expected.items():
-        stored = file.tensors[name].shape
-        if [n for n in stored if n > 1] != [n for n in record.shape if n > 1]:
-            raise CorruptCheckpoint(
-                f"{file.file}: {name} is {list(stored)}, but the file's keys give {list(record.shape)}"
-            )
 
 
 def _warnings(reading: Reading, file: Metadata) -> Iterator[str]:

@@ -147,11 +147,7 @@ for _op, _result, _emit in (
     (operator.eq, mask_type, lambda builder, a, b: builder.fcmp_ordered("==", a, b)),
     (operator.ne, mask_type, lambda builder, a, b: builder.fcmp_unordered("!=", a, b)),
 ):
-    for _operands in (
-        (lanes_type, lanes_type),
-        (lanes_type, types.float32),
-        (types.float32, lanes_type),
-    ):
+    for _operands in ((lanes_type, lanes_type), (lanes_type, types.float32), (types.float32, lanes_type)):
         _define(_op, _result, _emit, *_operands)
 _define(operator.and_, mask_type, lambda builder, a, b: builder.and_(a, b), mask_type, mask_type)
 _define(operator.neg, lanes_type, lambda builder, a: builder.fneg(a), lanes_type)

@@ -113,11 +113,7 @@ T5 = GGUFModel(
         k.count("decoder_start_token_id", "decoder_start_token_id"),
         k.read_only(_read_mlp),
     ),
-    defaults={
-        "n_positions": 512,
-        "layer_norm_epsilon": 1e-6,
-        "relative_attention_num_buckets": 32,
-    },
+    defaults={"n_positions": 512, "layer_norm_epsilon": 1e-6, "relative_attention_num_buckets": 32},
     roles={
         **t5_roles("encoder", "enc"),
         **t5_roles("decoder", "dec"),

@@ -258,11 +258,4 @@ OPENELM = GGUFModel(
     ),
 )
 
-MODELS = {
-    "phi3": PHI3,
-    "chatglm": CHATGLM,
-    "glm": GLM,
-    "glm4": GLM4,
-    "falcon": FALCON,
-    "openelm": OPENELM,
-}
+MODELS = {"phi3": PHI3, "chatglm": CHATGLM, "glm": GLM, "glm4": GLM4, "falcon": FALCON, "openelm": OPENELM}

@@ -28,10 +28,7 @@ GROK = GGUFModel(
         **{key: default for _, key, default in _MULTIPLIERS},
         "rms_norm_eps": 1e-5,
     },
-    roles={
-        "attn.post_norm": Written("attn_output_norm"),
-        "mlp.post_norm": Written("layer_output_norm"),
-    },
+    roles={"attn.post_norm": Written("attn_output_norm"), "mlp.post_norm": Written("layer_output_norm")},
     checks=(c.computes("hidden_act", "gelu"), c.square_attention),
 )
 
