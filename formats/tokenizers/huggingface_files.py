@@ -87,20 +87,27 @@ def token_text(entry: object) -> str | None:
 
 def expect_object(value: object, what: str) -> Json:
     """Returns `value` if it is a JSON object, {} for null; CorruptCheckpoint naming `what` otherwise."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
+    if value is not None and not isinstance(value, dict):
         raise CorruptCheckpoint(f"tokenizer: {what} is {shown(value)}, not an object")
-    return value
+    return value or {}
 
 
 def expect_list(value: object, what: str) -> list[Any]:
     """Returns `value` if it is a JSON list, [] for null; CorruptCheckpoint naming `what` otherwise."""
-    if value is None:
-        return []
-    if not isinstance(value, list):
+    if value is not None and not isinstance(value, list):
         raise CorruptCheckpoint(f"tokenizer: {what} is {shown(value)}, not a list")
-    return value
+    return value or []
+
+
+def steps_of(spec: object, what: str = "step") -> Iterator[Json]:
+    """Yields the steps of a normaliser, pre-tokenizer or decoder, sequences flattened."""
+    record = expect_object(spec, what)
+    keys = [key for key in ("normalizers", "pretokenizers", "decoders") if key in record]
+    if record and not keys:
+        yield record
+    for key in keys:
+        for step in expect_list(record[key], key):
+            yield from steps_of(step, what)
 
 
 def _optional_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> Json:
@@ -137,11 +144,9 @@ def _chatglm_tokens(settings: Json, pieces: int) -> dict[int, AddedToken]:
 
 def _special_texts(*sources: Json) -> frozenset[str]:
     """Returns the texts that tokenizer_config.json and special_tokens_map.json call special."""
-    entries: list[object] = []
-    for source in sources:
-        entries += [source.get(f"{kind}_token") for kind in SPECIAL_KINDS]
-        more = source.get("additional_special_tokens")
-        entries += more if isinstance(more, list) else []
+    entries = [source.get(f"{kind}_token") for source in sources for kind in SPECIAL_KINDS]
+    more = (source.get("additional_special_tokens") for source in sources)
+    entries += [entry for listed in more if isinstance(listed, list) for entry in listed]
     return frozenset(text for entry in entries if (text := token_text(entry)))
 
 
@@ -168,15 +173,15 @@ def _chat_template(path: Path, settings: Json) -> object:
     if main.is_file():
         more = sorted((path / "additional_chat_templates").glob("*.jinja"))
         if not more:
-            return _jinja(main)
+            return _read_text(main)
         named = [("default", main), *((file.stem, file) for file in more)]
-        return [{"name": name, "template": _jinja(file)} for name, file in named]
+        return [{"name": name, "template": _read_text(file)} for name, file in named]
     return _optional_json(path / "chat_template.json").get("chat_template")
 
 
-def _jinja(path: Path) -> str:
+def _read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     try:
-        return read_bounded(path, MAX_TEXT_BYTES).decode("utf-8")
+        return read_bounded(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CorruptCheckpoint(f"{shown(path.name)}: is not UTF-8 at byte {error.start}") from error
 
@@ -243,8 +248,4 @@ def _old_wordpiece(path: Path, settings: Json) -> Json:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        text = read_bounded(path, MAX_TOKENIZER_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptCheckpoint(f"{path.name}: is not UTF-8 at byte {error.start}") from error
-    return text.rstrip("\n").split("\n")
+    return _read_text(path, MAX_TOKENIZER_BYTES).rstrip("\n").split("\n")

@@ -21,7 +21,7 @@ from typing import Literal
 from qconvert.core.dtypes import Json
 from qconvert.errors import BadRecipe, UnsupportedModel, shown
 from qconvert.formats.tokenizers import pretokenizer_patterns as patterns
-from qconvert.formats.tokenizers.huggingface_files import expect_list, expect_object
+from qconvert.formats.tokenizers.huggingface_files import expect_list, expect_object, steps_of
 
 Normaliser = Literal["none", "NFC"]
 
@@ -187,18 +187,9 @@ def _steps(spec: object) -> Iterator[str]:
 
     The last byte-level step is implied; one before other steps is listed, because those see bytes.
     """
-    leaves = list(_leaves(spec))
+    leaves = list(steps_of(spec, "pre_tokenizer"))
     for i, leaf in enumerate(leaves):
         yield from _step(leaf, last=i == len(leaves) - 1)
-
-
-def _leaves(spec: object) -> Iterator[Json]:
-    record = expect_object(spec, "pre_tokenizer")
-    if record.get("type") == "Sequence":
-        for part in expect_list(record.get("pretokenizers"), "pretokenizers"):
-            yield from _leaves(part)
-    elif record:
-        yield record
 
 
 def _step(leaf: Json, *, last: bool) -> Iterator[str]:

@@ -24,6 +24,7 @@ from qconvert.formats.tokenizers.huggingface_files import (
     expect_list,
     expect_object,
     read_folder,
+    steps_of,
 )
 from qconvert.formats.tokenizers.pretokenizers import ADDS_BOS, prefer_cleaning, recognise
 from qconvert.formats.tokenizers.sentencepiece import PieceType
@@ -183,7 +184,7 @@ class _Builder:
         """Yields WordPiece's changes to letters; llama.cpp's default is lower case."""
         flags: dict[str, object] = {}
         named = {"Lowercase": {"lowercase": True}, "StripAccents": {"strip_accents": True}}
-        for step in _leaves(self.files.tokenizer.get("normalizer")):
+        for step in steps_of(self.files.tokenizer.get("normalizer")):
             flags |= step if step.get("type") == "BertNormalizer" else named.get(str(step.get("type")), {})
         for key in ("lowercase", "strip_accents"):
             if isinstance(value := flags.get(key), bool):
@@ -199,7 +200,7 @@ def _kind(files: TokenizerFolder, model: Json, *, llama: bool) -> str:
         return "t5"
     if kind == "WordPiece":
         return "bert"
-    steps = [*_leaves(files.tokenizer.get("pre_tokenizer")), *_leaves(files.tokenizer.get("decoder"))]
+    steps = [*steps_of(files.tokenizer.get("pre_tokenizer")), *steps_of(files.tokenizer.get("decoder"))]
     if any(step.get("type") == "ByteLevel" for step in steps):
         return "gpt2"
     if model.get("byte_fallback"):
@@ -208,17 +209,6 @@ def _kind(files: TokenizerFolder, model: Json, *, llama: bool) -> str:
         f"tokenizer.json: a {shown(kind)} model without bytes to fall back on",
         "keep this model in safetensors; llama.cpp has byte-level BPE, SentencePiece, unigram, WordPiece",
     )
-
-
-def _leaves(spec: object) -> Iterator[Json]:
-    """Yields the steps of a normaliser, pre-tokenizer or decoder, sequences flattened."""
-    record = expect_object(spec, "step")
-    parts = [record[key] for key in ("normalizers", "pretokenizers", "decoders") if key in record]
-    if record and not parts:
-        yield record
-    for part in parts:
-        for step in expect_list(part, "steps"):
-            yield from _leaves(step)
 
 
 def _token_keys(kind: str, pre: str, tokens: Tokens, *, scores: bool = False) -> Iterator[KV]:
@@ -242,7 +232,7 @@ def _merges(model: Json) -> Iterator[tuple[str, str]]:
 
 def _prepends_space(tokenizer: Json) -> bool:
     """Returns whether a space is prepended to a text before it is encoded."""
-    for step in (*_leaves(tokenizer.get("normalizer")), *_leaves(tokenizer.get("pre_tokenizer"))):
+    for step in (*steps_of(tokenizer.get("normalizer")), *steps_of(tokenizer.get("pre_tokenizer"))):
         if step.get("type") == "Prepend" and step.get("prepend") == SPACE:
             return True
         if step.get("type") == "Metaspace":
@@ -252,7 +242,7 @@ def _prepends_space(tokenizer: Json) -> bool:
 
 
 def _check_sentencepiece_normaliser(tokenizer: Json) -> None:
-    for step in _leaves(tokenizer.get("normalizer")):
+    for step in steps_of(tokenizer.get("normalizer")):
         replaces = step.get("type") == "Replace" and step.get("content") == SPACE
         if not replaces and step.get("type") != "Prepend":
             raise UnsupportedModel(
@@ -263,7 +253,7 @@ def _check_sentencepiece_normaliser(tokenizer: Json) -> None:
 
 def _charsmap(normaliser: object) -> bytes:
     """Returns the compiled character map of a SentencePiece normaliser, empty when there is none."""
-    for step in _leaves(normaliser):
+    for step in steps_of(normaliser):
         if step.get("type") == "Precompiled":
             try:
                 return base64.b64decode(step.get("precompiled_charsmap") or "", validate=True)

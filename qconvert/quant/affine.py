@@ -17,7 +17,6 @@ from qconvert.core.encodings import AffineInt
 from qconvert.core.values import AffineIntRows, DenseRows
 from qconvert.quant.affine_kernels import decode_rows, decode_rows_to_bfloat16, quantize_rows
 from qconvert.quant.casts import as_kernels_read, cast, compare, first_nonfinite
-from qconvert.quant.dequantize import zeros_of
 from qconvert.quant.group_scales import group_spec
 from qconvert.quant.packed_codes import codes_of
 from qconvert.quant.simd.lanes import LANES
@@ -92,7 +91,9 @@ def dequantize(value: AffineIntRows, dtype: DType) -> DenseRows:
     """Returns a dequantized weight: `(code - zero) * scale` in float32, rounded once to `dtype`."""
     assert value.groups_I is None
     scales, _ = cast(DenseRows(value.scales_RG, value.encoding.scale_dtype), DType.F32)
-    zeros_RG = zeros_of(value)
+    zeros_RG = value.zeros_RG
+    if zeros_RG is None:
+        zeros_RG = np.full(scales.rows_RI.shape, 1 << (value.encoding.bits - 1), np.uint8)
     rows, groups = zeros_RG.shape
     width = value.width
     codes_RGS = codes_of(value).reshape(rows, groups, width // groups)

@@ -20,7 +20,6 @@ from qconvert.models.gguf.declaration import (
     Keys,
     Llama3Scaling,
     Read,
-    derived,
     made_and_read,
     nothing,
     positive,
@@ -72,6 +71,11 @@ def _yielded(facts: Facts, keys: Sequence[Keys]) -> Iterator[KV]:
 def counted(name: str, value: Callable[[Facts], int], read: Read = nothing) -> Keys:
     """Declares an integer, from the facts of a model."""
     return Keys(lambda facts: iter([facts.u32(name, value(facts))]), read)
+
+
+def fixed(name: str, value: str | float) -> Keys:
+    """Declares a text or a number that never changes."""
+    return Keys(lambda f: iter([f.text(name, value) if isinstance(value, str) else f.f32(name, value)]))
 
 
 def size(name: str, key: str) -> Keys:
@@ -382,7 +386,5 @@ def decoder(*, rope: Keys = rope, norm: Keys = rms_epsilon, more: Sequence[Keys]
     )
 
 
-@derived
-def scaling_none(facts: Facts) -> Iterator[KV]:
-    """That the rotary embedding is not scaled, which the converter spells out for Cohere."""
-    yield facts.text("rope.scaling.type", "none")
+# That the rotary embedding is not scaled, which the converter spells out for Cohere.
+scaling_none = fixed("rope.scaling.type", "none")

@@ -32,12 +32,8 @@ class Reading:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Mismatch:
-    """Why a file is not of a model type, and the number of mismatches."""
-
-    error: QConvertError
-    wrong: float
+# Why a file is not of a model type, and the number of mismatches.
+_Mismatch = tuple[QConvertError, float]
 
 
 def read_model(file: Metadata) -> Reading:
@@ -53,13 +49,13 @@ def read_model(file: Metadata) -> Reading:
             facts = Facts(gguf_model(config), Architecture.of(config))
             readings = [_compared(each, file) for each in _fusion_variants(facts, file)]
         except QConvertError as error:
-            misfits.append(_Mismatch(error, float("inf")))
+            misfits.append((error, float("inf")))
             continue
         for found in readings:
             if isinstance(found, Reading):
                 return replace(found, warnings=tuple(_warnings(found, file)))
             misfits.append(found)
-    raise min(misfits, key=lambda misfit: misfit.wrong).error
+    raise min(misfits, key=lambda misfit: misfit[1])[0]
 
 
 def _fusion_variants(facts: Facts, file: Metadata) -> Iterator[Facts]:
@@ -84,13 +80,13 @@ def _compared(facts: Facts, file: Metadata) -> Reading | _Mismatch:
     if strange:
         what = f"{file.file}: {shown(strange[0])}: not a tensor of {family}"
         hint = "tell qconvert's makers which model this is; llama.cpp may read it"
-        return _Mismatch(UnsupportedModel(what, hint), len(missing) + len(strange))
+        return UnsupportedModel(what, hint), len(missing) + len(strange)
     if missing:
         what = f"{file.file}: {missing[0]} is missing"
-        return _Mismatch(CorruptCheckpoint(what, "fetch the file again: it is incomplete"), len(missing))
+        return CorruptCheckpoint(what, "fetch the file again: it is incomplete"), len(missing)
     if _QKV in facts.model.whole and "attn.q" in facts.model.roles:
         what = f"{file.file}: blk.0.attn_qkv.weight: fused and interleaved"
-        return _Mismatch(UnsupportedModel(what, "split it in llama.cpp"), 0)
+        return UnsupportedModel(what, "split it in llama.cpp"), 0
     for name, record in expected.items():
         stored = file.tensors[name].shape
         # Dimensions of 1 are dropped by llama.cpp's converter.

@@ -88,7 +88,7 @@ DEEPSEEK = GGUFModel(
         k.rope_dimensions(),
         k.vocab_size,
         dense_and_sparse,
-        Keys(lambda f: iter([f.f32("expert_weights_scale", 1.0)])),
+        k.fixed("expert_weights_scale", 1.0),
     ),
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "scoring_func": "softmax"},
     roles=ROTATED,

@@ -175,11 +175,6 @@ GLM = replace(
 GLM4 = replace(GLM, arch="glm4", keys=k.decoder(), late=(k.rope_dimensions(0.5),), checks=(SILU,))
 
 
-@derived
-def _falcon_layout(facts: Facts) -> Iterator[KV]:
-    yield facts.text("tensor_data_layout", "jploski")
-
-
 def _generation(file: Metadata) -> Json:
     """Reads which generation of Falcon has these heads and norms; rows have the same order in all."""
     heads, kv = file.size("attention.head_count"), k.kv_heads(file)
@@ -194,7 +189,7 @@ FALCON = GGUFModel(
     "falcon",
     keys=(
         k.context_length,
-        _falcon_layout,
+        k.fixed("tensor_data_layout", "jploski"),
         k.embedding_length,
         k.inner_width("ffn_hidden_size"),
         k.block_count,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
-from qconvert.models.gguf.declaration import GGUFModel, Keys, NoGraph, Written
+from qconvert.models.gguf.declaration import GGUFModel, NoGraph, Written
 
 # The multipliers that keep Grok's activations small: key of the file, key and default of the config.
 _MULTIPLIERS = (
@@ -19,7 +19,7 @@ GROK = GGUFModel(
     keys=k.decoder(more=(k.expert_counts,)),
     late=(
         k.number("attn_logit_softcapping", "max_attn_value", 30.0),
-        Keys(lambda facts: iter([facts.f32("router_logit_softcapping", 30.0)])),
+        k.fixed("router_logit_softcapping", 30.0),
         k.expert_widths,
         *(k.number(*each) for each in _MULTIPLIERS),
     ),
