@@ -101,8 +101,6 @@ _AFTER_DIMS = [struct.Struct(f"<{n_dims}qIQ") for n_dims in range(MAX_DIMS + 1)]
 
 
 class _Cursor:
-    """A position in a file's first bytes that cannot pass its end; errors name what was read."""
-
     def __init__(self, fd: int, name: str) -> None:
         self.fd = fd
         self.name = name
@@ -120,7 +118,6 @@ class _Cursor:
         return CorruptCheckpoint(f"{self.name}: {what}", hint)
 
     def take(self, count: int, what: str) -> bytes:
-        """Returns the next `count` bytes."""
         start = self.position - self._window_start
         stop = start + count
         if stop > len(self._window):
@@ -143,7 +140,6 @@ class _Cursor:
         self._window, self._window_start = bytes(buffer), self.position
 
     def unpack(self, format_: str, what: str) -> Any:
-        """Returns the next value of a struct format character."""
         number = _NUMBERS[format_]
         return number.unpack(self.take(number.size, what))[0]
 

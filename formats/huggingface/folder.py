@@ -164,7 +164,6 @@ def _config(folder: Path) -> Json:
 
 
 def _refuse_other_weights(folder: Path) -> None:
-    """Raises for a folder whose weights are of an unsupported kind; returns if it has none."""
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     if "adapter_config.json" in names:
         raise UnsupportedModel(

@@ -72,7 +72,6 @@ class SafetensorsFile:
     """An open safetensors file whose rows any thread may read."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file and checks its header (CorruptCheckpoint)."""
         self._fd = open_regular(path)
         self.close = weakref.finalize(self, os.close, self._fd)
         self.header = _header_of(self._fd, path)

@@ -81,7 +81,6 @@ class OutputDir:
             os.close(self._lock)
 
     def _finish(self) -> None:
-        """Waits until all bytes are on the disk, then renames."""
         for path in [*self.partial.rglob("*"), self.partial]:
             sync(path)
         check_target(self._out, overwrite=self._overwrite)  # it may have been taken meanwhile

@@ -123,7 +123,6 @@ def _pack(codes_RI: np.ndarray) -> np.ndarray:
 
 
 def _unpack(words_IW: np.ndarray) -> np.ndarray:
-    """The codes [rows, columns] of words [columns, rows / 8]."""
     from qconvert.quant.nibbles import unpack_nibbles
     from qconvert.quant.simd.transpose import transposed
 

@@ -192,7 +192,6 @@ def _state(tensor: ModelTensor, offset: float = 0.0) -> bytes:
 
 
 def _scales(tensor: ModelTensor, source: Source, first: int, last: int) -> np.ndarray:
-    """The absmax of blocks [first, last), float32."""
     import numpy as np
 
     encoding, name = tensor.encoding, tensor.name

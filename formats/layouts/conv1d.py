@@ -49,7 +49,6 @@ class InputMajor:
         return self.inside.stored_arrays(tensor)
 
     def row_alignment(self, tensor: ModelTensor) -> int:
-        """Columns of the file can be written one by one."""
         return 1 if self._turns(tensor) else self.inside.row_alignment(tensor)
 
     def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterable[ArrayRows]:

@@ -184,7 +184,6 @@ def _undone(value: Value, stretch: Stretch, want: Encoding) -> np.ndarray:
 
 
 def _restored(dense: DenseRows, step: RowTransform, width: int) -> DenseRows:
-    """The numbers before a step, which had rows of `width`."""
     from qconvert.quant import row_changes
     from qconvert.quant.rotary_rows import part_halves
 

@@ -93,7 +93,6 @@ class MLX(PassThrough[AffineMin | Codebook, AffineMinRows | CodebookRows]):
         )
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of these encodings: the commonest first, then each other."""
         encodings = list(quantized.values())
         default = max(dict.fromkeys(encodings), key=encodings.count)
         settings = _setting(default)

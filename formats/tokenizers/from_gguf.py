@@ -79,8 +79,6 @@ class _Token:
 
 
 class _Keys:
-    """The tokenizer keys of a file, checked on access."""
-
     def __init__(self, kv: Mapping[str, KV]) -> None:
         self.kv = kv
         texts = self.list("tokens", str)

@@ -67,7 +67,10 @@ def read_folder(path: Path, config: Json) -> TokenizerFolder:
     pieces = len(sentencepiece.pieces) if sentencepiece else 0
     named = _special_texts(settings, _optional_json(path / "special_tokens_map.json"))
     beside = {**_chatglm_tokens(settings, pieces), **dict(_side_tokens(path, settings, named))}
-    inside = dict(_main_tokens(tokenizer, named))
+    inside: dict[int, AddedToken] = {}
+    for entry in expect_list(tokenizer.get("added_tokens"), "added_tokens"):
+        text = _text(entry, "added_tokens")
+        inside[_id(entry.get("id"), text)] = AddedToken(text, bool(entry.get("special")) or text in named)
     return TokenizerFolder(
         path=path,
         tokenizer=tokenizer,
@@ -112,12 +115,6 @@ def steps_of(spec: object, what: str = "step") -> Iterator[Json]:
 
 def _optional_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> Json:
     return read_json_object(path, max_bytes) if path.is_file() else {}
-
-
-def _main_tokens(tokenizer: Json, named: frozenset[str]) -> Iterator[tuple[int, AddedToken]]:
-    for entry in expect_list(tokenizer.get("added_tokens"), "added_tokens"):
-        text = _text(entry, "added_tokens")
-        yield _id(entry.get("id"), text), AddedToken(text, bool(entry.get("special")) or text in named)
 
 
 def _side_tokens(path: Path, settings: Json, named: frozenset[str]) -> Iterator[tuple[int, AddedToken]]:
@@ -187,7 +184,6 @@ def _read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def _old_files(path: Path, settings: Json, config: Json) -> Json:
-    """Converts a vocab.json with merges.txt, a vocab.txt or a tiktoken file to a tokenizer.json."""
     if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         return _old_bpe(path, settings, config)
     if (path / "vocab.txt").is_file():

@@ -192,7 +192,6 @@ class _Builder:
 
 
 def _kind(files: TokenizerFolder, model: Json, *, llama: bool) -> str:
-    """Returns GGUF's name of the tokenizer's model."""
     if files.sentencepiece is not None:
         return "t5" if files.sentencepiece.is_unigram and not llama else "llama"
     kind = model.get("type")

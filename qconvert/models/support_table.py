@@ -22,7 +22,6 @@ def markdown() -> str:
 
 
 def _gguf(family: Family) -> str:
-    """Returns llama.cpp's names of a family, or why it has none."""
     found = [MODELS.get(name) for name in family.model_types]
     names = dict.fromkeys(f"`{model.arch}`" for model in found if isinstance(model, GGUFModel))
     reasons = dict.fromkeys(model.reason for model in found if isinstance(model, NoGraph))

@@ -122,7 +122,6 @@ def _difference(a: np.ndarray, b: np.ndarray) -> Difference:
 
 
 def _pieces(rows_RI: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields consecutive flat views of at most `_PIECE` elements."""
     flat = np.ascontiguousarray(rows_RI).reshape(-1)
     for start in range(0, flat.size, _PIECE):
         yield flat[start : start + _PIECE]
@@ -144,7 +143,6 @@ def _magnitudes(stored: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def _number(bits: int, dtype: DType) -> float:
-    """Returns the number with these bits."""
     stored = np.array([bits], f"<u{dtype.nbytes}").view(dtype.carrier)
     return float(_numbers(stored, dtype)[0])
 

@@ -59,7 +59,10 @@ def encode(
     table = _table(encoding.table, rounding, encoding.scale_dtype)
     size = encoding.group_size or width
     tally = codebook_kernels.encode_groups(words_RI, size, factors_RG, divide, steps_RG, table, codes_RI)
-    return CodebookRows(codes_RI, scales_RG, encoding, divisor), _error(block, tally)
+    squared_error, squares, largest, steps = tally.tolist()
+    nonfinite = first_nonfinite(block)
+    lost = QuantError(squared_error, squares, largest, steps, block.rows_RI.size, nonfinite)
+    return CodebookRows(codes_RI, scales_RG, encoding, divisor), lost
 
 
 def needs_whole(encoding: Codebook) -> bool:
@@ -80,7 +83,6 @@ def peaks(block: DenseRows, encoding: Codebook) -> np.ndarray:
 def _scales(
     peaks_BG: np.ndarray, encoding: Codebook, dtype: DType, rounding: RoundingRules, whole: float | None
 ) -> tuple[np.ndarray, float | None]:
-    """The stored scales of blocks with these largest magnitudes, and what they are divided by."""
     if encoding.table == "e4m3":
         scales_BG = peaks_BG / E4M3_MAX
         if rounding.rounds_scales:
@@ -166,10 +168,3 @@ def _nearest_float8(numbers_RG: np.ndarray) -> np.ndarray:
         np.ascontiguousarray(numbers_RG), width, ones_R1, False, ones_R1, table, codes_RG
     )
     return codes_RG
-
-
-def _error(block: DenseRows, tally: np.ndarray) -> QuantError:
-    squared_error, squares, largest, steps = tally.tolist()
-    return QuantError(
-        squared_error, squares, largest, steps, block.rows_RI.size, nonfinite=first_nonfinite(block)
-    )

@@ -87,7 +87,6 @@ def _weights_args(encoding: Quantized) -> Json:
 
 
 def _float_args(encoding: Codebook) -> Json:
-    """What float weights say about their scales."""
     if encoding.group_rows is None:
         return {"strategy": "tensor", "group_size": None}
     if encoding.group_rows > 1:

@@ -164,7 +164,6 @@ def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> 
 
 
 def _four_bit_floats(base: str, source: Source) -> ModelTensor:
-    """MXFP4 or NVFP4, told apart by the type of their scales."""
     packed = source.specs[f"{base}_packed"]
     scale = require(source, f"{base}_scale", f"{packed.name} is there")
     if base in source.specs:

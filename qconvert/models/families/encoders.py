@@ -12,6 +12,13 @@ from qconvert.models.parameters import Dimensions, Family, ParameterTemplate
 
 BERT_LAYER = "bert.encoder.layer.{layer}."
 EMBEDDINGS = "bert.embeddings."
+BERT_SIZES = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "positions": "max_position_embeddings",
+    "types": "type_vocab_size",
+}
 
 
 def bert_dimensions(config: Json, layer: int) -> Dimensions:
@@ -22,11 +29,7 @@ def bert_dimensions(config: Json, layer: int) -> Dimensions:
     classes = config.get("architectures") or ["BertModel"]
     masked = any(name in ("BertForMaskedLM", "BertForPreTraining") for name in classes)
     return {
-        "vocab": positive_int(config, "vocab_size"),
-        "hidden": positive_int(config, "hidden_size"),
-        "intermediate": positive_int(config, "intermediate_size"),
-        "positions": positive_int(config, "max_position_embeddings"),
-        "types": positive_int(config, "type_vocab_size"),
+        **{name: positive_int(config, key) for name, key in BERT_SIZES.items()},
         "two": 2,
         "masked_head": masked,
         "pooler": classes != ["BertForMaskedLM"] and flag(config, "add_pooling_layer", default=True),
@@ -68,13 +71,7 @@ BERT = Family(
         ParameterTemplate("pair_head", "cls.seq_relationship", ("two", "hidden"), "other", True, "pair_head"),
     ),
     dimensions=bert_dimensions,
-    named_by={
-        "vocab": "vocab_size",
-        "hidden": "hidden_size",
-        "intermediate": "intermediate_size",
-        "positions": "max_position_embeddings",
-        "types": "type_vocab_size",
-    },
+    named_by=BERT_SIZES,
     defaults={"tie_word_embeddings": True, "type_vocab_size": 2},
     spellings=({"bert.": ""}, {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}),
     ignored=(r"(bert\.)?embeddings\.position_ids", r"cls\.predictions\.decoder\.bias"),

@@ -57,7 +57,6 @@ class Facts:
         return positive_int(self.settings, key)
 
     def optional(self, key: str) -> int | None:
-        """Returns the positive integer under a config key, None when it is absent."""
         return optional_int(self.settings, key)
 
     def count(self, key: str) -> int:
@@ -65,11 +64,9 @@ class Facts:
         return count(self.settings, key)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """Returns the boolean under a config key."""
         return flag(self.settings, key, default=default)
 
     def number(self, key: str) -> float:
-        """Returns the positive number under a config key, which must be present."""
         return positive(self.settings, key)
 
     def u32(self, name: str, value: int) -> KV:

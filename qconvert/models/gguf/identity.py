@@ -139,7 +139,6 @@ def _sampling_keys(generation: Json) -> Iterator[KV]:
 
 
 def _typed(key: str, value: Any) -> KV:
-    """Returns a metadata value in the writer's type: text, a count, or a list of texts."""
     if isinstance(value, int):
         return KV.u32(key, value)
     if isinstance(value, str):

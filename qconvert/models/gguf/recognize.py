@@ -67,7 +67,6 @@ def _fusion_variants(facts: Facts, file: Metadata) -> Iterator[Facts]:
 
 
 def _compared(facts: Facts, file: Metadata) -> Reading | _Mismatch:
-    """Returns the file's records if they are exactly the model's, or why not."""
     expected = {record.name: record for record in records(facts)}
     if facts.architecture.tied and "output.weight" not in file.tensors:
         expected.pop("output.weight", None)

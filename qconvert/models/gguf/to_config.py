@@ -114,7 +114,6 @@ def _with_own_keys(family: Family, read: Json) -> Json:
 
 
 def _biases(family: Family, model: GGUFModel, file: Metadata) -> Json:
-    """Returns the config flags for biases, from whether the file has a bias of their linears."""
     first = {re.sub(r"(?<=blk\.)\d+(?=\.)", "0", name) for name in file.tensors}
     found: dict[str, bool] = {}
     for slot in family.slots:

@@ -79,7 +79,6 @@ def _read_factors(file: Metadata) -> Json:
 
 @made_and_read(_read_factors)
 def _phi3_factors(facts: Facts) -> Iterator[Constant]:
-    """Yields the divisors of the frequencies for long and for short texts."""
     rope = k.rope_of(facts)
     if rope["rope_type"] == "default":
         return

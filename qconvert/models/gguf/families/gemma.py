@@ -95,7 +95,6 @@ def _read_two_bases(file: Metadata) -> Json:
 
 @read_by(_read_two_bases)
 def _two_bases(facts: Facts) -> Iterator[KV]:
-    """Writes the rotary bases of the layers with full attention and of those with a window."""
     yield from k.rope_kinds("default", "linear")(facts)
     rope = facts.settings.get("rope_parameters")
     sliding = rope.get("sliding_attention") if isinstance(rope, dict) else None
