@@ -101,8 +101,6 @@ _AFTER_DIMS = [struct.Struct(f"<{n_dims}qIQ") for n_dims in range(MAX_DIMS + 1)]
 
 
 class _Cursor:
-    """A position in a file's first bytes that cannot pass its end; errors name what was read."""
-
     def __init__(self, fd: int, name: str) -> None:
         self.fd = fd
         self.name = name
@@ -120,7 +118,6 @@ class _Cursor:
         return CorruptCheckpoint(f"{self.name}: {what}", hint)
 
     def take(self, count: int, what: str) -> bytes:
-        """Returns the next `count` bytes."""
         start = self.position - self._window_start
         stop = start + count
         if stop > len(self._window):
@@ -143,7 +140,6 @@ class _Cursor:
         self._window, self._window_start = bytes(buffer), self.position
 
     def unpack(self, format_: str, what: str) -> Any:
-        """Returns the next value of a struct format character."""
         number = _NUMBERS[format_]
         return number.unpack(self.take(number.size, what))[0]
 
@@ -198,7 +194,12 @@ def parse_header(fd: int, name: str) -> GGUFHeader:
         _check_bounds(cursor, tensor, offset, alignment, data_start)
         tensors[tensor.name] = tensor
         offsets[tensor.name] = data_start + offset
-    _check_overlap(cursor, tensors, offsets)
+    end, previous = 0, ""
+    for tensor_name in sorted(tensors, key=offsets.__getitem__):  # stable: ties stay in file order
+        if offsets[tensor_name] < end:
+            where = f"{shown(previous)} (byte {offsets[tensor_name]:,})"
+            raise cursor.fail(f"{shown(tensor_name)} starts inside {where}")
+        end, previous = offsets[tensor_name] + tensors[tensor_name].nbytes, tensor_name
     return GGUFHeader(name, version, alignment, kv, tensors, offsets, data_start)
 
 
@@ -237,7 +238,9 @@ def _read_kv(cursor: _Cursor, where: str) -> KV:
         item = _kv_type(cursor, what, cursor.unpack("I", what), nested=True)
         return KV(key, ArrayOf(item), _read_array(cursor, what, item))
     kind = _kv_type(cursor, what, number, nested=False)
-    return KV(key, kind, _read_scalar(cursor, what, kind))
+    if kind is KVType.TEXT:
+        return KV(key, kind, cursor.raw_text(what).decode("utf-8", "surrogateescape"))
+    return KV(key, kind, cursor.unpack(kind.format, what))
 
 
 def _kv_type(cursor: _Cursor, what: str, number: int, *, nested: bool) -> KVType:
@@ -247,13 +250,6 @@ def _kv_type(cursor: _Cursor, what: str, number: int, *, nested: bool) -> KVType
     if nested and number == ARRAY_NUMBER:
         raise cursor.fail(f"{what} is an array of arrays, which no GGUF reader takes")
     raise cursor.fail(f"{what} has value type {number}, which does not exist")
-
-
-def _read_scalar(cursor: _Cursor, what: str, kind: KVType) -> Scalar:
-    if kind is KVType.TEXT:
-        return cursor.raw_text(what).decode("utf-8", "surrogateescape")
-    value: Scalar = cursor.unpack(kind.format, what)
-    return value
 
 
 def _read_array(cursor: _Cursor, what: str, item: KVType) -> tuple[Scalar, ...]:
@@ -312,11 +308,3 @@ def _check_bounds(cursor: _Cursor, tensor: GGUFTensor, offset: int, alignment: i
             f"{what} ends at byte {end:,}, past the end of the file ({cursor.size:,} bytes)",
             "the file is cut short or damaged; fetch it again",
         )
-
-
-def _check_overlap(cursor: _Cursor, tensors: Mapping[str, GGUFTensor], offsets: Mapping[str, int]) -> None:
-    end, previous = 0, ""
-    for name in sorted(tensors, key=lambda name: offsets[name]):  # stable: ties stay in file order
-        if offsets[name] < end:
-            raise cursor.fail(f"{shown(name)} starts inside {shown(previous)} (byte {offsets[name]:,})")
-        end, previous = offsets[name] + tensors[name].nbytes, name

@@ -88,15 +88,10 @@ def _from_gguf(path: Path) -> _Entries:
             raise CorruptCheckpoint(f"{path.name}: holds no {_SUMS} tensors", _MADE_BY)
         _check_size(path, sum(tensor.nbytes for tensor in file.tensors.values()))
         datasets = file.kv.get("imatrix.datasets")
-        first = (
-            datasets.value[0] if datasets and isinstance(datasets.value, tuple) and datasets.value else None
-        )
+        listed = datasets.value if datasets and isinstance(datasets.value, tuple) else ()
+        first = next((text for text in listed[:1] if isinstance(text, str)), None)
         chunks = file.headers[0].number("imatrix.chunk_count") or 0
-        return (
-            {n: _checked(path, n, _mean(file, path.name, n)) for n in names},
-            first if isinstance(first, str) else None,
-            chunks,
-        )
+        return {n: _checked(path, n, _mean(file, path.name, n)) for n in names}, first, chunks
 
 
 def _mean(file: GGUFFile, origin: str, name: str) -> np.ndarray:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from qconvert.core.ggml_types import ARRAY_NUMBER, KV, ArrayOf, GGUFTensor, KVType, Scalar
+from qconvert.core.ggml_types import ARRAY_NUMBER, KV, ArrayOf, GGUFTensor, KVType
 from qconvert.errors import BadRecipe, OutputExists, shown
 from qconvert.formats.gguf.header import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME_BYTES
 from qconvert.formats.gguf.reader import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, split_name
@@ -107,7 +107,8 @@ def _plan_part(name: str, kv: Sequence[KV], tensors: Sequence[GGUFTensor]) -> Fi
     pieces = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(kv)), *map(pack_kv, kv)]
     starts, end = [], 0
     for tensor in tensors:
-        pieces.append(_pack_tensor(tensor, end))
+        dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])
+        pieces += [_pack_text(tensor.name), dims, struct.pack("<IQ", tensor.type.number, end)]
         starts.append(end)
         end = _padded(end + tensor.nbytes)
     head = b"".join(pieces)
@@ -130,10 +131,6 @@ def _pack_text(text: str) -> bytes:
     return struct.pack("<Q", len(raw)) + raw
 
 
-def _pack_scalar(kind: KVType, value: Scalar) -> bytes:
-    return _pack_text(str(value)) if kind is KVType.TEXT else struct.pack(f"<{kind.format}", value)
-
-
 def pack_kv(entry: KV) -> bytes:
     """Packs one metadata entry. Raises BadRecipe when the value does not fit."""
     try:
@@ -146,19 +143,16 @@ def pack_kv(entry: KV) -> bytes:
 
 def _pack_value(entry: KV) -> bytes:
     if isinstance(entry.type, KVType) and not isinstance(entry.value, tuple):
-        return struct.pack("<I", entry.type.number) + _pack_scalar(entry.type, entry.value)
+        is_text = entry.type is KVType.TEXT
+        kind, value = entry.type, entry.value
+        packed = _pack_text(str(value)) if is_text else struct.pack(f"<{kind.format}", value)
+        return struct.pack("<I", kind.number) + packed
     assert isinstance(entry.type, ArrayOf) and isinstance(entry.value, tuple)
     item = entry.type.item
     head = struct.pack("<IIQ", ARRAY_NUMBER, item.number, len(entry.value))
     if item is KVType.TEXT:
         return b"".join(chain([head], (_pack_text(str(value)) for value in entry.value)))
     return head + struct.pack(f"<{len(entry.value)}{item.format}", *entry.value)
-
-
-def _pack_tensor(tensor: GGUFTensor, offset: int) -> bytes:
-    shape = tensor.shape[::-1]
-    dims = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
-    return _pack_text(tensor.name) + dims + struct.pack("<IQ", tensor.type.number, offset)
 
 
 def check_target(path: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> None:

@@ -111,7 +111,10 @@ def open_hf_folder(path: Path, headers: Mapping[str, TensorSpec] | None = None) 
     if path.suffix == ".json":
         return _assemble(path.parent, read_json_object(path), _Weights())
     if path.suffix == ".safetensors":
-        return _open_single(path)
+        if _is_there(path.parent / CONFIG_FILE):
+            return _assemble(path.parent, _config(path.parent), _Weights((path,)))
+        no_config = f"{shown(path.name)}: no {CONFIG_FILE} beside it"
+        return _assemble(path.parent, {}, _Weights((path,), warnings=(no_config,)))
     raise UnsupportedModel(
         f"{shown(path.name)}: neither a safetensors nor a GGUF file",
         f"name a folder with {CONFIG_FILE} and safetensors",
@@ -150,13 +153,6 @@ def _weights_in(folder: Path) -> _Weights:
     return _Weights()
 
 
-def _open_single(file: Path) -> HFCheckpoint:
-    if _is_there(file.parent / CONFIG_FILE):
-        return _assemble(file.parent, _config(file.parent), _Weights((file,)))
-    no_config = f"{shown(file.name)}: no {CONFIG_FILE} beside it"
-    return _assemble(file.parent, {}, _Weights((file,), warnings=(no_config,)))
-
-
 def _is_there(path: Path) -> bool:
     return path.exists() or path.is_symlink()  # a dangling link is an error, not an absence
 
@@ -168,7 +164,6 @@ def _config(folder: Path) -> Json:
 
 
 def _refuse_other_weights(folder: Path) -> None:
-    """Raises for a folder whose weights are of an unsupported kind; returns if it has none."""
     names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     if "adapter_config.json" in names:
         raise UnsupportedModel(

@@ -44,6 +44,5 @@ def read_pooling(folder: Path) -> int | None:
             return _MODES[mode]
     said = ", ".join(map(shown, modes)) or "no mode"
     raise UnsupportedModel(
-        f"{shown(name)}/config.json: {said}, a pooling that llama.cpp lacks",
-        f"known: {', '.join(_MODES)}",
+        f"{shown(name)}/config.json: {said}, a pooling that llama.cpp lacks", f"known: {', '.join(_MODES)}"
     )

@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -72,7 +72,6 @@ class SafetensorsFile:
     """An open safetensors file whose rows any thread may read."""
 
     def __init__(self, path: Path) -> None:
-        """Opens the file and checks its header (CorruptCheckpoint)."""
         self._fd = open_regular(path)
         self.close = weakref.finalize(self, os.close, self._fd)
         self.header = _header_of(self._fd, path)
@@ -154,28 +153,31 @@ def parse_header(raw: bytes, path: Path, size: int) -> SafetensorsHeader:
     name = shown(path.name)
     fields = parse_json_object(raw, name)
     metadata = _metadata(fields.pop(METADATA_KEY, None), name)
-    extents = sorted((_extent(name, *field) for field in fields.items()), key=lambda e: (e.begin, e.end))
+    extents = sorted((_extent(name, *field) for field in fields.items()), key=lambda extent: extent[:2])
     data_start = 8 + len(raw)
+    warnings = []
+    if not raw.startswith(b"{"):
+        warnings.append(f"{name}: its header starts with white space, the format asks for '{{'")
+    odd = [tensor for tensor, entry in fields.items() if len(entry) > 3]
+    if odd:
+        warnings.append(
+            f"{name}: unknown header fields of {len(odd)} tensors ignored, first in {shown(odd[0])}"
+        )
     _check_cover(extents, size - data_start, name)
     return SafetensorsHeader(
         path=path,
-        specs={e.spec.name: e.spec for e in extents},
-        offsets={e.spec.name: data_start + e.begin for e in extents},
+        specs={spec.name: spec for _, _, spec in extents},
+        offsets={spec.name: data_start + begin for begin, _, spec in extents},
         metadata=metadata,
-        warnings=tuple(_oddities(raw, fields, name)),
+        warnings=tuple(warnings),
         data_start=data_start,
         size=size,
         header_sha256=hashlib.sha256(raw).hexdigest(),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Extent:
-    """The byte range [begin, end) of a tensor in the data section."""
-
-    begin: int
-    end: int
-    spec: TensorSpec
+# The byte range [begin, end) of a tensor in the data section.
+_Extent = tuple[int, int, TensorSpec]
 
 
 def _extent(file: str, tensor: str, entry: object) -> _Extent:
@@ -192,7 +194,7 @@ def _extent(file: str, tensor: str, entry: object) -> _Extent:
             f"{where}: {spec.dtype.code} {list(spec.shape)} takes {spec.nbytes} bytes,"
             f" its data_offsets {offsets} hold {end - begin}"
         )
-    return _Extent(begin, end, spec)
+    return begin, end, spec
 
 
 def tensor_spec(file: str, tensor: str, dtype: object, shape: object) -> TensorSpec:
@@ -231,34 +233,22 @@ def _metadata(value: object, file: str) -> dict[str, str]:
 
 def _check_cover(extents: Sequence[_Extent], data_size: int, file: str) -> None:
     """Raises unless the extents, sorted, cover every byte of the data section exactly once."""
-    for extent in extents:
-        if extent.end > data_size:
-            raise CorruptCheckpoint(
-                f"{file}: {shown(extent.spec.name)} ends at byte {extent.end} of the data,"
-                f" the file holds {data_size}",
-                _CUT_OFF,
-            )
-    if extents and extents[0].begin > 0:
-        raise CorruptCheckpoint(
-            f"{file}: {extents[0].begin} unused bytes before {shown(extents[0].spec.name)}"
-        )
-    for before, after in pairwise(extents):
-        names = f"{shown(before.spec.name)} and {shown(after.spec.name)}"
-        if after.begin < before.end:
-            raise CorruptCheckpoint(f"{file}: {names} share bytes from {after.begin} on")
-        if after.begin > before.end:
-            raise CorruptCheckpoint(f"{file}: {after.begin - before.end} unused bytes between {names}")
-    end = extents[-1].end if extents else 0
-    if end < data_size:
-        raise CorruptCheckpoint(f"{file}: {data_size - end} bytes after the last tensor")
-
-
-def _oddities(raw: bytes, fields: Mapping[str, Mapping[str, object]], file: str) -> Iterator[str]:
-    if not raw.startswith(b"{"):
-        yield f"{file}: its header starts with white space, the format asks for '{{'"
-    odd = [name for name, entry in fields.items() if len(entry) > 3]
-    if odd:
-        yield f"{file}: unknown header fields of {len(odd)} tensors ignored, first in {shown(odd[0])}"
+    for _, end, spec in extents:
+        if end > data_size:
+            what = f"{shown(spec.name)} ends at byte {end} of the data, the file holds {data_size}"
+            raise CorruptCheckpoint(f"{file}: {what}", _CUT_OFF)
+    if extents and extents[0][0] > 0:
+        first, _, spec = extents[0]
+        raise CorruptCheckpoint(f"{file}: {first} unused bytes before {shown(spec.name)}")
+    for (_, end, before), (begin, _, after) in pairwise(extents):
+        names = f"{shown(before.name)} and {shown(after.name)}"
+        if begin < end:
+            raise CorruptCheckpoint(f"{file}: {names} share bytes from {begin} on")
+        if begin > end:
+            raise CorruptCheckpoint(f"{file}: {begin - end} unused bytes between {names}")
+    covered = extents[-1][1] if extents else 0
+    if covered < data_size:
+        raise CorruptCheckpoint(f"{file}: {data_size - covered} bytes after the last tensor")
 
 
 def plan_files(

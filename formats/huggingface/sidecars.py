@@ -26,11 +26,11 @@ _NEVER_COPIED = (".py", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".gguf", ".safet
 def sidecars_of(folder: Path, read: Container[str]) -> Sidecars:
     """Returns the entries of a folder that are not in `read`, sorted by name into copied and skipped."""
     entries = sorted(entry for entry in folder.iterdir() if entry.name not in read)
-    copied = tuple(entry for entry in entries if _is_copied(entry))
+
+    def is_copied(entry: Path) -> bool:
+        name = entry.name.lower()
+        known = any(fnmatchcase(name, pattern) for pattern in _COPIED)
+        return known and not name.endswith(_NEVER_COPIED) and entry.is_file()
+
+    copied = tuple(filter(is_copied, entries))
     return Sidecars(copied, tuple(entry for entry in entries if entry not in copied))
-
-
-def _is_copied(entry: Path) -> bool:
-    name = entry.name.lower()
-    known = any(fnmatchcase(name, pattern) for pattern in _COPIED)
-    return known and not name.endswith(_NEVER_COPIED) and entry.is_file()

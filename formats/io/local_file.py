@@ -13,6 +13,8 @@ import fcntl
 import os
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -30,18 +32,23 @@ def amount(nbytes: int) -> str:
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 10_000_000 else f"{nbytes:,} bytes"
 
 
+@contextmanager
+def explained(what: str, kind: type[QConvertError] = QConvertError) -> Iterator[None]:
+    """Turns the error of a system call into one that begins with `what`, with a hint."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror}", remedy(error)) from error
+
+
 def open_regular(path: Path) -> int:
     """Opens a regular file (or a link to one) for reading; returns the descriptor.
 
     Raises CorruptCheckpoint when there is none under that name, or when it may not be read.
     """
-    try:
+    with explained(f"{shown(path.name)}: cannot be opened", CorruptCheckpoint):
         # Without O_NONBLOCK, opening a named pipe waits for a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError as error:
-        raise CorruptCheckpoint(
-            f"{shown(path.name)}: cannot be opened: {error.strerror}", remedy(error)
-        ) from error
     mode = os.fstat(fd).st_mode
     if not stat.S_ISREG(mode):
         os.close(fd)
@@ -91,20 +98,12 @@ def claim(path: Path) -> int:
 
     Raises QConvertError while another run is alive, and where no file can be written.
     """
-    try:
+    with explained(f"{shown(path.name)}: cannot be created"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    except OSError as error:
-        raise QConvertError(
-            f"{shown(path.name)}: cannot be created: {error.strerror}", remedy(error)
-        ) from error
     try:
-        lock_or_refuse(fd, path)
-        os.ftruncate(fd, 0)
-    except OSError as error:
-        os.close(fd)
-        raise QConvertError(
-            f"{shown(path.name)}: cannot be emptied: {error.strerror}", remedy(error)
-        ) from error
+        with explained(f"{shown(path.name)}: cannot be emptied"):
+            lock_or_refuse(fd, path)
+            os.ftruncate(fd, 0)
     except BaseException:
         os.close(fd)
         raise
@@ -131,12 +130,8 @@ def create(path: Path, size: int, *, claimed: bool = False) -> int:
     A `claimed` one exists already, empty (see `claim`). Raises QConvertError when the disk cannot hold it or
     the folder cannot be written.
     """
-    try:
+    with explained(f"{shown(path.name)}: cannot be created"):
         fd = os.open(path, os.O_RDWR | (os.O_NOFOLLOW if claimed else os.O_CREAT | os.O_EXCL), 0o666)
-    except OSError as error:
-        raise QConvertError(
-            f"{shown(path.name)}: cannot be created: {error.strerror}", remedy(error)
-        ) from error
     try:
         if hasattr(os, "posix_fallocate"):  # not on macOS
             os.posix_fallocate(fd, 0, size)
@@ -160,15 +155,13 @@ def write_whole(path: Path, data: bytes) -> None:
     """
     beside, fd = _create_beside(path)
     try:
-        try:
-            write_exactly(fd, memoryview(data), 0, str(path))
-            flush(fd, str(path))
-        finally:
-            os.close(fd)
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise QConvertError(f"{path}: cannot be written: {error.strerror}", remedy(error)) from error
+        with explained(f"{path}: cannot be written"):
+            try:
+                write_exactly(fd, memoryview(data), 0, str(path))
+                flush(fd, str(path))
+            finally:
+                os.close(fd)
+            beside.replace(path)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
@@ -184,15 +177,13 @@ def require_writable(path: Path) -> None:
 def _create_beside(path: Path) -> tuple[Path, int]:
     """Creates a temporary file in the folder of `path`; returns its path and descriptor."""
     beside = path.with_name(f".{path.name[:200]}.{os.getpid()}")
-    try:
+    with explained(f"{path}: cannot be created"):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if path.parent.exists() and not path.parent.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         path.parent.mkdir(parents=True, exist_ok=True)
         return beside, os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    except OSError as error:
-        raise QConvertError(f"{path}: cannot be created: {error.strerror}", remedy(error)) from error
 
 
 def copy_whole(source: Path, target: Path) -> None:
@@ -227,9 +218,5 @@ def sync(path: Path) -> None:
 
 def flush(fd: int, name: str) -> None:
     """Waits until what was written to a descriptor is on the disk; QConvertError if that fails."""
-    try:
+    with explained(f"{shown(name)}: cannot be written to disk"):
         os.fsync(fd)
-    except OSError as error:
-        raise QConvertError(
-            f"{shown(name)}: cannot be written to disk: {error.strerror}", remedy(error)
-        ) from error

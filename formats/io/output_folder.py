@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-from qconvert.errors import BadRecipe, OutputExists, QConvertError, remedy
-from qconvert.formats.io.local_file import lock_or_refuse, sync
+from qconvert.errors import BadRecipe, OutputExists
+from qconvert.formats.io.local_file import explained, lock_or_refuse, sync
 
 MANIFEST_FILE = "qconvert.json"
 _MARKER = ".qconvert-partial"  # marks a .partial folder as ours, to be cleared
@@ -62,12 +62,8 @@ class OutputDir:
         self.partial = _partial(self._out)
 
     def __enter__(self) -> Path:
-        try:
+        with explained(f"{self.partial}: cannot be created"):
             self._lock = _claim(self.partial)
-        except OSError as error:
-            raise QConvertError(
-                f"{self.partial}: cannot be created: {error.strerror}", remedy(error)
-            ) from error
         return self.partial
 
     def __exit__(
@@ -76,19 +72,15 @@ class OutputDir:
         renamed = False
         try:
             if kind is None:
-                self._finish()
+                with explained(f"{self._out}: cannot be finished"):
+                    self._finish()
                 renamed = True
-        except OSError as error:
-            raise QConvertError(
-                f"{self._out}: cannot be finished: {error.strerror}", remedy(error)
-            ) from error
         finally:
             if not renamed:
                 shutil.rmtree(self.partial, ignore_errors=True)
             os.close(self._lock)
 
     def _finish(self) -> None:
-        """Waits until all bytes are on the disk, then renames."""
         for path in [*self.partial.rglob("*"), self.partial]:
             sync(path)
         check_target(self._out, overwrite=self._overwrite)  # it may have been taken meanwhile

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,17 +92,14 @@ def _strict_object(name: str, pairs: list[tuple[str, Any]]) -> Json:
     """Builds one JSON object, refusing what Python's parser accepts beyond the standard."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        raise CorruptCheckpoint(f"{name}: {shown(_first_repeated(key for key, _ in pairs))} appears twice")
+        seen: set[str] = set()
+        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise CorruptCheckpoint(f"{name}: {shown(repeated)} appears twice")
     for key, value in pairs:
         flaw = _flaw(key) or _flaw(value)
         if flaw:
             raise CorruptCheckpoint(f"{name}: {shown(key)} {flaw}")
     return fields
-
-
-def _first_repeated(keys: Iterable[str]) -> str:
-    seen: set[str] = set()
-    return next(key for key in keys if key in seen or seen.add(key))  # type: ignore[func-returns-value]
 
 
 def _flaw(value: object) -> str | None:

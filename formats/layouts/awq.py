@@ -17,17 +17,8 @@ from qconvert.core.layout_traits import PLAIN_HEAD, IntegerSchemes, LayoutTraits
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.layouts import config_checks as checks
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
-from qconvert.formats.layouts.config_checks import (
-    APART,
-    claim,
-    contradiction,
-    gathered,
-    matrix_shape,
-    only_encoding,
-    part,
-    settings_of,
-)
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
 from qconvert.ops import Op, Transcode
 from qconvert.quant.packed_codes import codes_of
@@ -63,8 +54,8 @@ class AWQ(PassThrough[AffineInt, AffineIntRows]):
     transposed = True
 
     def arrays(self, tensor: ModelTensor, encoding: AffineInt) -> tuple[TensorSpec, ...]:
-        rows, width = matrix_shape(tensor, NAME)
-        groups, base = encoding.groups(width), _base(tensor)
+        rows, width = checks.matrix_shape(tensor, NAME)
+        groups, base = encoding.groups(width), checks.base_of(tensor)
         if rows % _PER_WORD:
             raise BadRecipe(
                 f"{tensor.name}: {rows} rows, AWQ packs eight to a word", "keep this weight plain"
@@ -83,7 +74,7 @@ class AWQ(PassThrough[AffineInt, AffineIntRows]):
         from qconvert.quant.dequantize import zeros_of
         from qconvert.quant.simd.transpose import transposed
 
-        base, column = _base(tensor), start // _PER_WORD
+        base, column = checks.base_of(tensor), start // _PER_WORD
         yield ArrayRows(f"{base}.qweight", 0, _pack(codes_of(value)), column)
         yield ArrayRows(f"{base}.scales", 0, transposed(value.scales_RG), start)
         yield ArrayRows(f"{base}.qzeros", 0, _pack(zeros_of(value)), column)
@@ -92,7 +83,7 @@ class AWQ(PassThrough[AffineInt, AffineIntRows]):
         """Read rows back; CorruptCheckpoint for zeros that symmetric integers cannot have."""
         from qconvert.quant.simd.transpose import transposed
 
-        base, groups = _base(tensor), encoding.groups(tensor.width)
+        base, groups = checks.base_of(tensor), encoding.groups(tensor.width)
         aligned = rows.start - rows.start % _PER_WORD
         columns = (aligned // _PER_WORD, -(-rows.stop // _PER_WORD))
         asked = slice(rows.start - aligned, rows.stop - aligned)
@@ -109,8 +100,7 @@ class AWQ(PassThrough[AffineInt, AffineIntRows]):
         return AffineIntRows(codes_RI, transposed(scales_GR), zeros, encoding)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of this encoding, which all linears share."""
-        encoding = only_encoding(quantized, NAME)
+        encoding = checks.only_encoding(quantized, NAME)
         assert isinstance(encoding, AffineInt)
         settings = {
             "quant_method": NAME,
@@ -123,10 +113,6 @@ class AWQ(PassThrough[AffineInt, AffineIntRows]):
         return {"quantization_config": settings}
 
 
-def _base(tensor: ModelTensor) -> str:
-    return tensor.name.removesuffix(".weight")
-
-
 def _pack(codes_RI: np.ndarray) -> np.ndarray:
     """Codes [rows, columns], rows a multiple of eight, as words int32 [columns, rows / 8]."""
     from qconvert.quant.nibbles import pack_nibbles
@@ -137,7 +123,6 @@ def _pack(codes_RI: np.ndarray) -> np.ndarray:
 
 
 def _unpack(words_IW: np.ndarray) -> np.ndarray:
-    """The codes [rows, columns] of words [columns, rows / 8]."""
     from qconvert.quant.nibbles import unpack_nibbles
     from qconvert.quant.simd.transpose import transposed
 
@@ -150,31 +135,24 @@ def open_awq(source: Source, config: Json) -> tuple[AWQ, dict[str, ModelTensor]]
 
     CorruptCheckpoint names array and key where shapes and quantization_config disagree.
     """
-    settings = settings_of(config)
-    version, bits = str(settings.get("version") or "gemm").lower(), claim(settings, "bits", int, _BITS)
+    settings = checks.settings_of(config)
+    version, bits = str(settings.get("version") or "gemm").lower(), checks.claim(settings, "bits", int, _BITS)
     if version != "gemm" or bits != _BITS:
         raise UnsupportedModel(
             f"config.json: AWQ version {shown(version)!r} with bits {bits} is not read here",
             "save it again as version gemm with 4 bits, which is read",
         )
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
-    return gathered(AWQ(), source, (_logical(base, source, settings) for base in bases), "qweight")
+    return checks.gathered(AWQ(), source, (_logical(base, source, settings) for base in bases), "qweight")
 
 
 def _logical(base: str, source: Source, settings: Json) -> ModelTensor:
-    qweight = part(source, f"{base}.qweight", "it holds codes of AWQ", dims=(2,), dtypes=(DType.I32,))
-    scales = part(source, f"{base}.scales", f"{base}.qweight is there", dims=(2,))
-    width, groups = qweight.shape[0], scales.shape[0]
-    if width % groups:
-        raise CorruptCheckpoint(
-            f"{scales.name}: {scales.dtype.label} {list(scales.shape)} fits no {width} input columns",
-            APART,
-        )
-    claimed, size = claim(settings, "group_size", int, -1), width // groups
-    if size not in (claimed, width):
-        raise contradiction(scales.name, f"groups of {size} columns", "group_size", claimed)
-    symmetric = claim(settings, "zero_point", bool, default=True) is False
-    encoding = AffineInt(_BITS, None if groups == 1 else size, symmetric, scales.dtype)
+    qweight = checks.part(source, f"{base}.qweight", "it holds codes of AWQ", dims=(2,), dtypes=(DType.I32,))
+    scales = checks.part(source, f"{base}.scales", f"{base}.qweight is there", dims=(2,))
+    width = qweight.shape[0]
+    size = checks.group_size(scales, width, [checks.claim(settings, "group_size", int, -1)])
+    symmetric = checks.claim(settings, "zero_point", bool, default=True) is False
+    encoding = AffineInt(_BITS, size, symmetric, scales.dtype)
     return ModelTensor(f"{base}.weight", (qweight.shape[-1] * _PER_WORD, width), encoding)
 
 

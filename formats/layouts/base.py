@@ -60,13 +60,11 @@ class PassThrough(Generic[E, V]):
         return self.traits.name
 
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
-        """The arrays that store a tensor, in the order they are written."""
         if isinstance(tensor.encoding, Unquantized):
             return (TensorSpec(tensor.name, tensor.encoding.dtype, tensor.shape),)
         return self.arrays(tensor, cast(E, tensor.encoding))
 
     def row_alignment(self, tensor: ModelTensor) -> int:
-        """How many rows are written together."""
         return 1 if isinstance(tensor.encoding, Unquantized) else self.rows(tensor, cast(E, tensor.encoding))
 
     def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterable[ArrayRows]:
@@ -76,7 +74,6 @@ class PassThrough(Generic[E, V]):
         return self.store(tensor, start, cast(V, value))
 
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
-        """Read rows [start, stop) back."""
         if isinstance(tensor.encoding, Unquantized):
             return DenseRows(source.read(tensor.name, start, stop), tensor.encoding.dtype)
         return self.load(tensor, cast(E, tensor.encoding), source, range(start, stop))

@@ -16,27 +16,12 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized
-from qconvert.core.layout_traits import (
-    PLAIN_HEAD,
-    CodebookScheme,
-    IntegerSchemes,
-    LayoutTraits,
-    LoaderLimit,
-)
+from qconvert.core.layout_traits import PLAIN_HEAD, CodebookScheme, IntegerSchemes, LayoutTraits, LoaderLimit
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.layouts import config_checks as checks
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
-from qconvert.formats.layouts.config_checks import (
-    APART,
-    check_claimed,
-    dtype_of,
-    matrix_shape,
-    only_encoding,
-    part,
-    plain_rest,
-    require,
-)
 from qconvert.formats.layouts.transcoding import refused
 from qconvert.ops import Op, Transcode
 
@@ -93,7 +78,7 @@ class BitsAndBytes(PassThrough[Codebook, CodebookRows]):
 
     def arrays(self, tensor: ModelTensor, encoding: Codebook) -> tuple[TensorSpec, ...]:
         name = tensor.name
-        matrix_shape(tensor, NAME)
+        checks.matrix_shape(tensor, NAME)
         if encoding.table == "int8":
             base = name.removesuffix(".weight")
             return (
@@ -165,8 +150,7 @@ class BitsAndBytes(PassThrough[Codebook, CodebookRows]):
         )
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of this encoding, which all linears share."""
-        encoding = only_encoding(quantized, NAME)
+        encoding = checks.only_encoding(quantized, NAME)
         assert isinstance(encoding, Codebook)
         eight = encoding.table == "int8"
         settings = {
@@ -208,7 +192,6 @@ def _state(tensor: ModelTensor, offset: float = 0.0) -> bytes:
 
 
 def _scales(tensor: ModelTensor, source: Source, first: int, last: int) -> np.ndarray:
-    """The absmax of blocks [first, last), float32."""
     import numpy as np
 
     encoding, name = tensor.encoding, tensor.name
@@ -253,8 +236,8 @@ def open_bitsandbytes(source: Source, config: Json) -> tuple[BitsAndBytes, dict[
         else:
             continue
         used |= {array, *(spec.name for spec in BitsAndBytes().stored_arrays(found[name]))}
-    found = plain_rest(source, used, found)
-    check_claimed(found, NAME, "quant_state and no SCB")
+    found = checks.plain_rest(source, used, found)
+    checks.check_claimed(found, NAME, "quant_state and no SCB")
     return BitsAndBytes(), found
 
 
@@ -271,8 +254,7 @@ def _four_bits(name: str, table: str, source: Source) -> ModelTensor:
     assert isinstance(shape, list)
     if shape[1] % block:
         raise UnsupportedModel(
-            f"{name}: blocks of {block} span rows of {shape[1]} columns, which is not read here",
-            _DEQUANTIZE,
+            f"{name}: blocks of {block} span rows of {shape[1]} columns, which is not read here", _DEQUANTIZE
         )
     nested = "nested_blocksize" in state
     offset = state.get("nested_offset")
@@ -283,12 +265,12 @@ def _four_bits(name: str, table: str, source: Source) -> ModelTensor:
     encoding = Codebook(table, block, DType.F32, dtype, second="nested" if nested else None)
     tensor = ModelTensor(name, (shape[0], shape[1]), encoding)
     for spec in BitsAndBytes().stored_arrays(tensor):
-        stored = require(source, spec.name, f"{encoding.label} of shape {shape} needs it")
+        stored = checks.require(source, spec.name, f"{encoding.label} of shape {shape} needs it")
         if "quant_state" not in spec.name and _of(stored) != _of(spec):
             raise CorruptCheckpoint(
                 f"{spec.name}: {stored.dtype.label} {list(stored.shape)}, but {encoding.label} of shape "
                 f"{shape} needs {spec.dtype.label} {list(spec.shape)}",
-                APART,
+                checks.APART,
             )
     if not np.array_equal(source.read(f"{name}.quant_map", 0, 16).ravel(), TABLES[table]):
         raise UnsupportedModel(
@@ -304,14 +286,14 @@ def _of(spec: TensorSpec) -> tuple[DType, int, int]:
 
 
 def _int8(name: str, source: Source, config: Json) -> ModelTensor:
-    weight = part(source, name, "its SCB is there", dims=(2,), dtypes=(DType.I8,))
-    tensor = ModelTensor(name, weight.shape, Codebook("int8", None, DType.F32, dtype_of(config)))
+    weight = checks.part(source, name, "its SCB is there", dims=(2,), dtypes=(DType.I8,))
+    tensor = ModelTensor(name, weight.shape, Codebook("int8", None, DType.F32, checks.dtype_of(config)))
     for spec in BitsAndBytes().stored_arrays(tensor):
-        stored = require(source, spec.name, f"{name} is int8")
+        stored = checks.require(source, spec.name, f"{name} is int8")
         if _of(stored) != _of(spec):
             raise CorruptCheckpoint(
                 f"{spec.name}: {stored.dtype.label} {list(stored.shape)} beside int8 {list(weight.shape)}",
-                APART,
+                checks.APART,
             )
     order = f"{name.removesuffix('.weight')}.weight_format"
     if source.has_weights and source.read(order, 0, 1)[0, 0] != 0:

@@ -77,12 +77,10 @@ class CodedArrays:
         return tensor + codes, tensor + scales, tensor + divisor
 
     def row_alignment(self, tensor: ModelTensor) -> int:
-        """Rows that share their scales are written together."""
         assert isinstance(tensor.encoding, Codebook)
         return tensor.encoding.group_rows or 1
 
     def encode(self, tensor: ModelTensor, start: int, value: CodebookRows) -> Iterator[ArrayRows]:
-        """Rows [start, start + value.rows) as they are stored; `start` is a multiple of the row alignment."""
         import numpy as np
 
         from qconvert.quant.nibbles import pack_nibbles
@@ -103,7 +101,6 @@ class CodedArrays:
             yield ArrayRows(divisor[0].name, 0, np.array([[value.divisor]], "<f4"))
 
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> CodebookRows:
-        """Read rows [start, stop) back, their scales one row for each."""
         import numpy as np
 
         from qconvert.quant.nibbles import unpack_nibbles

@@ -6,7 +6,7 @@ asks for, and does the config say the same. The answers name the array and the c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -68,6 +68,29 @@ def part(
             APART,
         )
     return spec
+
+
+def base_of(tensor: ModelTensor) -> str:
+    """The name of a weight's module, which the names of its arrays begin with."""
+    return tensor.name.removesuffix(".weight")
+
+
+def listed(said: Sequence[object]) -> object:
+    """A single claim as itself, several as a list."""
+    return said[0] if len(said) == 1 else said
+
+
+def group_size(scales: TensorSpec, width: int, said: Sequence[object]) -> int | None:
+    """The columns that share a scale, None for a whole row: what the config says, or a row in one group."""
+    groups = scales.shape[0]
+    if width % groups:
+        raise CorruptCheckpoint(
+            f"{scales.name}: {scales.dtype.label} {list(scales.shape)} fits no {width} input columns", APART
+        )
+    size = width // groups
+    if size not in (*said, width):
+        raise contradiction(scales.name, f"groups of {size} columns", "group_size", listed(said))
+    return None if groups == 1 else size
 
 
 def matrix_shape(tensor: ModelTensor, layout: str) -> tuple[int, int]:

@@ -44,13 +44,11 @@ class InputMajor:
         return True
 
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
-        """The arrays that store a tensor, in the order they are written."""
         if self._turns(tensor) and isinstance(tensor.encoding, Unquantized):
             return (TensorSpec(tensor.name, tensor.encoding.dtype, self._stored(tensor)),)
         return self.inside.stored_arrays(tensor)
 
     def row_alignment(self, tensor: ModelTensor) -> int:
-        """Columns of the file can be written one by one."""
         return 1 if self._turns(tensor) else self.inside.row_alignment(tensor)
 
     def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterable[ArrayRows]:
@@ -84,7 +82,6 @@ class InputMajor:
             yield which, max(start - which * each, 0), min(stop - which * each, each)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says of quantized modules; their orientation is that of any linear."""
         return self.inside.settings(quantized, kept)
 
     def _turns(self, tensor: ModelTensor) -> bool:

@@ -17,15 +17,9 @@ from qconvert.core.layout_traits import CodebookScheme, LayoutTraits
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.layouts import config_checks as checks
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
 from qconvert.formats.layouts.codebook_arrays import CodedArrays
-from qconvert.formats.layouts.config_checks import (
-    dtype_of,
-    gathered,
-    only_encoding,
-    require,
-    settings_of,
-)
 from qconvert.formats.layouts.transcoding import refused
 from qconvert.ops import Op, Transcode
 
@@ -63,8 +57,7 @@ class FP8(PassThrough[Codebook, CodebookRows]):
         return _CODED.decode(tensor, source, rows.start, rows.stop)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of this encoding, which all linears share."""
-        encoding = only_encoding(quantized, NAME)
+        encoding = checks.only_encoding(quantized, NAME)
         settings = {
             "quant_method": NAME,
             "fmt": "e4m3",
@@ -77,7 +70,7 @@ class FP8(PassThrough[Codebook, CodebookRows]):
 
 def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its logical tensors, by HF weight name."""
-    settings = settings_of(config)
+    settings = checks.settings_of(config)
     block = settings.get("weight_block_size")
     square = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     if not square or settings.get("fmt", "e4m3") != "e4m3":
@@ -87,14 +80,16 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, ModelTensor]]
             "save it again as e4m3 in blocks such as [128, 128], which are read",
         )
     assert isinstance(block, list)
-    return gathered(FP8(), source, _quantized(source, block, dtype_of(config)), "weight_scale_inv")
+    return checks.gathered(
+        FP8(), source, _quantized(source, block, checks.dtype_of(config)), "weight_scale_inv"
+    )
 
 
 def _quantized(source: Source, block: list[int], decoded: DType) -> Iterator[ModelTensor]:
     for name, spec in source.specs.items():
         if spec.dtype is not DType.F8_E4M3:
             continue
-        scales = require(source, f"{name}_scale_inv", f"{name} is {spec.dtype.label}")
+        scales = checks.require(source, f"{name}_scale_inv", f"{name} is {spec.dtype.label}")
         if len(spec.shape) not in (2, 3) or not scales.dtype.is_float:
             raise CorruptCheckpoint(
                 f"{scales.name}: {scales.dtype.label} scales of {list(spec.shape)} weights"

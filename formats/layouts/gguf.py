@@ -86,7 +86,6 @@ class GGUFLayout:
         return found
 
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
-        """The arrays that hold a tensor, possibly among others."""
         home = self.homes.get(tensor.name)
         if home is None:
             return (stored(tensor).stored,)
@@ -97,7 +96,6 @@ class GGUFLayout:
         return 1
 
     def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
-        """Rows [start, start + value.rows) as they are stored."""
         assert isinstance(value, DenseRows | GgmlRows), value
         yield ArrayRows(tensor.name, start, value.rows_RI if isinstance(value, DenseRows) else value.bytes_RB)
 
@@ -160,16 +158,13 @@ def _read(stretch: Stretch, want: Encoding, source: Source, first: int, last: in
     begin, end = (stretch.start + first) // per, -(-(stretch.start + last) // per)
     transposed = step is not None and step.change == "transpose"
     each, width = (stretch.width, per) if transposed else (per, stretch.width)
-    value = _value(_rows(stretch, source, begin * each, end * each, width), stretch.encoding)
-    rows = _undone(value, stretch, want)
-    return rows[stretch.start + first - begin * per : stretch.start + last - begin * per]
-
-
-def _rows(stretch: Stretch, source: Source, start: int, stop: int, width: int) -> np.ndarray:
     spec = stretch.array
     if spec.width != width and isinstance(stretch.encoding, Unquantized):  # a vector that stands for a matrix
-        return source.read(spec.name, 0, spec.rows).reshape(-1, width)[start:stop]
-    return source.read(spec.name, start, stop)
+        stored_rows = source.read(spec.name, 0, spec.rows).reshape(-1, width)[begin * each : end * each]
+    else:
+        stored_rows = source.read(spec.name, begin * each, end * each)
+    rows = _undone(_value(stored_rows, stretch.encoding), stretch, want)
+    return rows[stretch.start + first - begin * per : stretch.start + last - begin * per]
 
 
 def _undone(value: Value, stretch: Stretch, want: Encoding) -> np.ndarray:
@@ -189,7 +184,6 @@ def _undone(value: Value, stretch: Stretch, want: Encoding) -> np.ndarray:
 
 
 def _restored(dense: DenseRows, step: RowTransform, width: int) -> DenseRows:
-    """The numbers before a step, which had rows of `width`."""
     from qconvert.quant import row_changes
     from qconvert.quant.rotary_rows import part_halves
 
@@ -229,8 +223,4 @@ def llama3_scaling(theta: float, factor: float, factors_F: np.ndarray) -> Json |
     if found is None:
         return None
     low, high, context = found
-    return {
-        "low_freq_factor": low,
-        "high_freq_factor": high,
-        "original_max_position_embeddings": context,
-    }
+    return {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": context}

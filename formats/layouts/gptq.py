@@ -20,16 +20,8 @@ from qconvert.core.layout_traits import IntegerSchemes, LayoutTraits, LoaderLimi
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.layouts import config_checks as checks
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
-from qconvert.formats.layouts.config_checks import (
-    APART,
-    claim,
-    contradiction,
-    gathered,
-    matrix_shape,
-    part,
-    settings_of,
-)
 from qconvert.formats.layouts.gptq_dynamic import claimed, settings_of_forms, symmetric
 from qconvert.formats.layouts.transcoding import refused, to_integers
 from qconvert.ops import Op, Transcode
@@ -41,14 +33,6 @@ if TYPE_CHECKING:
 NAME = "gptq"
 BITS = (2, 3, 4, 8)
 _WORD = 32
-
-
-def _outside_marlin(encoding: Quantized) -> bool:
-    return isinstance(encoding, AffineInt) and (not encoding.symmetric or encoding.bits not in (4, 8))
-
-
-def _groups_in_order(encoding: Quantized) -> bool:
-    return isinstance(encoding, AffineInt) and encoding.act_order and encoding.group_size is not None
 
 
 TRAITS = LayoutTraits(
@@ -68,14 +52,14 @@ TRAITS = LayoutTraits(
             "error",
             "vLLM runs symmetric GPTQ of 4 and 8 bits only",
             "`qconvert convert --to compressed-tensors`",
-            _outside_marlin,
+            lambda e: isinstance(e, AffineInt) and (not e.symmetric or e.bits not in (4, 8)),
         ),
         LoaderLimit(
             ("vllm",),
             "error",
             "vLLM refuses desc_act unless group_size is -1",
             "quantize without",
-            _groups_in_order,
+            lambda e: isinstance(e, AffineInt) and e.act_order and e.group_size is not None,
         ),
         LoaderLimit(
             ("vllm",),
@@ -103,8 +87,8 @@ class GPTQ(PassThrough[AffineInt, AffineIntRows]):
         return TRAITS if self.version == 1 else TRAITS_V2
 
     def arrays(self, tensor: ModelTensor, encoding: AffineInt) -> tuple[TensorSpec, ...]:
-        rows, width = matrix_shape(tensor, self.name)
-        groups, base = encoding.groups(width), _base(tensor)
+        rows, width = checks.matrix_shape(tensor, self.name)
+        groups, base = encoding.groups(width), checks.base_of(tensor)
         made = (
             TensorSpec(f"{base}.qweight", DType.I32, (width * encoding.bits // _WORD, rows)),
             TensorSpec(f"{base}.scales", encoding.scale_dtype, (groups, rows)),
@@ -117,9 +101,11 @@ class GPTQ(PassThrough[AffineInt, AffineIntRows]):
         return _WORD // gcd(encoding.bits, _WORD)
 
     def store(self, tensor: ModelTensor, start: int, value: AffineIntRows) -> Iterator[ArrayRows]:
+        import numpy as np
+
         from qconvert.quant.simd.transpose import transposed
 
-        bits, base = value.encoding.bits, _base(tensor)
+        bits, base = value.encoding.bits, checks.base_of(tensor)
         if self.version == 1 and value.zeros_RG is not None and (value.zeros_RG == 0).any():
             raise BadRecipe(
                 f"{tensor.name}: has zeros of 0, which gptq (v1) stores as -1; not every loader undoes that",
@@ -129,14 +115,15 @@ class GPTQ(PassThrough[AffineInt, AffineIntRows]):
         yield ArrayRows(f"{base}.scales", 0, transposed(value.scales_RG), column=start)
         yield ArrayRows(f"{base}.qzeros", 0, self._zero_words(value), column=start * bits // _WORD)
         if start == 0 and not self.groupless:
-            order_I = _in_sequence(value.width, value.encoding) if value.groups_I is None else value.groups_I
+            in_order_I = np.arange(value.width) // (value.encoding.group_size or value.width)
+            order_I = in_order_I.astype(np.int32) if value.groups_I is None else value.groups_I
             yield ArrayRows(f"{base}.g_idx", 0, order_I.reshape(-1, 1))
 
     def load(self, tensor: ModelTensor, encoding: AffineInt, source: Source, rows: range) -> AffineIntRows:
         """Read rows back; CorruptCheckpoint for zeros that symmetric integers cannot have."""
         from qconvert.quant.simd.transpose import transposed
 
-        base, width, columns = _base(tensor), tensor.width, (rows.start, rows.stop)
+        base, width, columns = checks.base_of(tensor), tensor.width, (rows.start, rows.stop)
         words_WR = source.read(f"{base}.qweight", 0, width * encoding.bits // _WORD, columns=columns)
         scales_GR = source.read(f"{base}.scales", 0, encoding.groups(width), columns=columns)
         zeros_RG = self._zeros(tensor, source, rows.start, rows.stop)
@@ -149,7 +136,9 @@ class GPTQ(PassThrough[AffineInt, AffineIntRows]):
         assert isinstance(encoding, AffineInt)
         aligned = start - start % self.row_alignment(tensor)
         columns = (aligned * encoding.bits // _WORD, -(-stop * encoding.bits // _WORD))
-        words_GW = source.read(f"{_base(tensor)}.qzeros", 0, encoding.groups(tensor.width), columns=columns)
+        words_GW = source.read(
+            f"{checks.base_of(tensor)}.qzeros", 0, encoding.groups(tensor.width), columns=columns
+        )
         if encoding.symmetric and (words_GW == self._middle_words(encoding.bits, words_GW.shape[1])).all():
             return None
         from qconvert.quant.simd.packing import unpack_stream
@@ -159,7 +148,13 @@ class GPTQ(PassThrough[AffineInt, AffineIntRows]):
         zeros_RG = transposed(self._shifted(stored_GR, encoding.bits, 1))
         if not encoding.symmetric:
             return zeros_RG
-        _check_symmetric(f"{_base(tensor)}.qzeros", zeros_RG, encoding, self.version)
+        middle = 1 << (encoding.bits - 1)
+        if (zeros_RG != middle).any():
+            raise CorruptCheckpoint(
+                f"{checks.base_of(tensor)}.qzeros: holds a zero of {zeros_RG[zeros_RG != middle][0]}, but "
+                f"quantization_config says sym true, where all are {middle}",
+                f"set sym to false, or correct checkpoint_format (read as version {self.version})",
+            )
         return None
 
     def _zero_words(self, value: AffineIntRows) -> np.ndarray:
@@ -186,7 +181,6 @@ class GPTQ(PassThrough[AffineInt, AffineIntRows]):
         return (zeros + by % 256) & ((1 << bits) - 1) if self.version == 1 else zeros
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of these encodings."""
         settings = {
             "quant_method": NAME,
             **settings_of_forms(quantized, kept),
@@ -198,32 +192,12 @@ class GPTQ(PassThrough[AffineInt, AffineIntRows]):
         return {"quantization_config": settings}
 
 
-def _base(tensor: ModelTensor) -> str:
-    return tensor.name.removesuffix(".weight")
-
-
-def _in_sequence(width: int, encoding: AffineInt) -> np.ndarray:
-    import numpy as np
-
-    return (np.arange(width) // (encoding.group_size or width)).astype(np.int32)
-
-
-def _check_symmetric(name: str, zeros_RG: np.ndarray, encoding: AffineInt, version: int) -> None:
-    middle = 1 << (encoding.bits - 1)
-    if (zeros_RG != middle).any():
-        other = int(zeros_RG[zeros_RG != middle][0])
-        raise CorruptCheckpoint(
-            f"{name}: holds a zero of {other}, but quantization_config says sym true, where all are {middle}",
-            f"set sym to false, or correct checkpoint_format (read as version {version})",
-        )
-
-
 def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its logical tensors, by HF weight name.
 
     CorruptCheckpoint names array and key where shapes, g_idx and quantization_config disagree.
     """
-    settings = settings_of(config)
+    settings = checks.settings_of(config)
     version = str(settings.get("checkpoint_format") or settings.get("format") or NAME)
     if version not in (NAME, f"{NAME}_v2"):
         raise UnsupportedModel(
@@ -233,31 +207,22 @@ def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, ModelTensor
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
     groupless = bool(bases) and not any(f"{base}.g_idx" in source.specs for base in bases)
     layout = GPTQ(2 if version.endswith("v2") else 1, groupless)
-    return gathered(layout, source, (_logical(base, source, settings) for base in bases), "qweight", NAME)
+    return checks.gathered(
+        layout, source, (_logical(base, source, settings) for base in bases), "qweight", NAME
+    )
 
 
 def _logical(base: str, source: Source, settings: Json) -> ModelTensor:
     why = f"{base}.qweight is there"
-    qweight = part(source, f"{base}.qweight", "it holds codes of GPTQ", dims=(2,), dtypes=(DType.I32,))
-    scales = part(source, f"{base}.scales", why, dims=(2,))
+    qweight = checks.part(source, f"{base}.qweight", "it holds codes of GPTQ", dims=(2,), dtypes=(DType.I32,))
+    scales = checks.part(source, f"{base}.scales", why, dims=(2,))
     if f"{base}.g_idx" in source.specs:
-        part(source, f"{base}.g_idx", why, dims=(1,), dtypes=(DType.I32,))
+        checks.part(source, f"{base}.g_idx", why, dims=(1,), dtypes=(DType.I32,))
     bits, width = _bits(base, qweight, source, settings)
-    groups = scales.shape[0]
-    if width % groups:
-        raise CorruptCheckpoint(
-            f"{scales.name}: {scales.dtype.label} {list(scales.shape)} fits no {width} input columns",
-            APART,
-        )
-    said = claimed(settings, "group_size", int, -1)
-    size = width // groups
-    if size not in (*said, width):
-        raise contradiction(scales.name, f"groups of {size} columns", "group_size", _listed(said))
-    act_order = _act_order(f"{base}.g_idx", source, width, groups, settings)
+    size = checks.group_size(scales, width, claimed(settings, "group_size", int, -1))
+    act_order = _act_order(f"{base}.g_idx", source, width, scales.shape[0], settings)
     # A layer's output adds products up, and a sum that begins with +0 never becomes -0.
-    encoding = AffineInt(
-        bits, None if groups == 1 else size, symmetric(settings, base), scales.dtype, act_order, True
-    )
+    encoding = AffineInt(bits, size, symmetric(settings, base), scales.dtype, act_order, signless_zero=True)
     return ModelTensor(f"{base}.weight", (qweight.shape[-1], width), encoding)
 
 
@@ -267,7 +232,7 @@ def _bits(base: str, qweight: TensorSpec, source: Source, settings: Json) -> tup
     g_idx = source.specs.get(f"{base}.g_idx")
     if not set(said) <= set(BITS):
         raise UnsupportedModel(
-            f"{qweight.name}: bits {shown(_listed(said))} is not read here",
+            f"{qweight.name}: bits {shown(checks.listed(said))} is not read here",
             "save it again with 2, 3, 4 or 8 bits, which are read",
         )
     width = g_idx.count if g_idx is not None else qweight.shape[0] * _WORD // int(str(said[0]))
@@ -275,22 +240,17 @@ def _bits(base: str, qweight: TensorSpec, source: Source, settings: Json) -> tup
     if bits not in BITS or qweight.shape[0] * _WORD != width * bits:
         raise CorruptCheckpoint(
             f"{qweight.name}: {list(qweight.shape)} holds no whole number of bits for {width} input columns",
-            APART,
+            checks.APART,
         )
     if bits not in said:
-        raise contradiction(qweight.name, f"codes of {bits} bits", "bits", _listed(said))
+        raise checks.contradiction(qweight.name, f"codes of {bits} bits", "bits", checks.listed(said))
     return bits, width
-
-
-def _listed(said: list[object]) -> object:
-    """A single claim as itself, several as a list."""
-    return said[0] if len(said) == 1 else said
 
 
 def _act_order(name: str, source: Source, width: int, groups: int, settings: Json) -> bool:
     """Whether the columns are in another order than that of their groups, read from g_idx itself."""
     if name not in source.specs or not source.has_weights:
-        return claim(settings, "desc_act", bool, default=False) is True
+        return checks.claim(settings, "desc_act", bool, default=False) is True
     import numpy as np
 
     order_I = source.read(name, 0, width).ravel()

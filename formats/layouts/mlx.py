@@ -17,15 +17,9 @@ from qconvert.core.layout_traits import CodebookScheme, IntegerSchemes, LayoutTr
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineMinRows, CodebookRows
 from qconvert.errors import UnsupportedModel, shown
+from qconvert.formats.layouts import config_checks as checks
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
 from qconvert.formats.layouts.codebook_arrays import CodedArrays
-from qconvert.formats.layouts.config_checks import (
-    contradiction,
-    dtype_of,
-    gathered,
-    part,
-    settings_of,
-)
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
 from qconvert.ops import Op, Transcode
 from qconvert.quant.packed_codes import from_words, words_of
@@ -66,7 +60,7 @@ class MLX(PassThrough[AffineMin | Codebook, AffineMinRows | CodebookRows]):
         if isinstance(encoding, Codebook):
             return _CODED.stored_arrays(tensor)
         *rows, width = tensor.shape
-        base, shape = _base(tensor.name), (*rows, encoding.groups(width))
+        base, shape = checks.base_of(tensor), (*rows, encoding.groups(width))
         return (
             TensorSpec(tensor.name, DType.U32, (*rows, width * encoding.bits // 32)),
             TensorSpec(f"{base}.scales", encoding.scale_dtype, shape),
@@ -79,7 +73,7 @@ class MLX(PassThrough[AffineMin | Codebook, AffineMinRows | CodebookRows]):
         if isinstance(value, CodebookRows):
             yield from _CODED.encode(tensor, start, value)
             return
-        base = _base(tensor.name)
+        base = checks.base_of(tensor)
         yield ArrayRows(tensor.name, start, words_of(value).view("<u4"))
         yield ArrayRows(f"{base}.scales", start, value.scales_RG)
         yield ArrayRows(f"{base}.biases", start, value.mins_RG)
@@ -90,7 +84,7 @@ class MLX(PassThrough[AffineMin | Codebook, AffineMinRows | CodebookRows]):
         start, stop = rows.start, rows.stop
         if isinstance(encoding, Codebook):
             return _CODED.decode(tensor, source, start, stop)
-        base, words = _base(tensor.name), source.read(tensor.name, start, stop)
+        base, words = checks.base_of(tensor), source.read(tensor.name, start, stop)
         return AffineMinRows(
             from_words(words.view("<i4"), encoding.bits, tensor.width),
             source.read(f"{base}.scales", start, stop),
@@ -99,19 +93,12 @@ class MLX(PassThrough[AffineMin | Codebook, AffineMinRows | CodebookRows]):
         )
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of these encodings: the commonest first, then each other."""
         encodings = list(quantized.values())
         default = max(dict.fromkeys(encodings), key=encodings.count)
         settings = _setting(default)
-        settings |= {
-            module: _setting(encoding) for module, encoding in quantized.items() if encoding != default
-        }
+        settings |= {module: _setting(other) for module, other in quantized.items() if other != default}
         settings |= {module: False for module in sorted(kept) if module != "lm_head"}
         return {KEY: settings, "quantization_config": settings}
-
-
-def _base(name: str) -> str:
-    return name.removesuffix(".weight")
 
 
 def _setting(encoding: Quantized) -> Json:
@@ -125,14 +112,16 @@ def open_mlx(source: Source, config: Json) -> tuple[MLX, dict[str, ModelTensor]]
 
     CorruptCheckpoint names array and key where shapes and `quantization` disagree.
     """
-    settings = settings_of(config, KEY)
+    settings = checks.settings_of(config, KEY)
     bases = [
         name.removesuffix(".scales")
         for name in source.specs
         if name.endswith(".scales") and name.removesuffix(".scales") + ".weight" in source.specs
     ]
-    tensors = (_logical(base, source, settings, dtype_of(config)) for base in bases)
-    return gathered(MLX(), source, tensors, "scales", f"(quantization) bits {shown(settings.get('bits'))}")
+    tensors = (_logical(base, source, settings, checks.dtype_of(config)) for base in bases)
+    return checks.gathered(
+        MLX(), source, tensors, "scales", f"(quantization) bits {shown(settings.get('bits'))}"
+    )
 
 
 def _logical(base: str, source: Source, settings: Json, decoded: DType) -> ModelTensor:
@@ -153,11 +142,11 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Model
             f"{base}.global_scale: one scale for a whole tensor is not read here",
             "mlx-lm quantizes without one unless asked for it",
         )
-    part(source, weight.name, "its scales are there", dims=(2, 3), dtypes=(DType.U32,))
-    part(source, scales.name, f"{weight.name} is there", dims=(len(weight.shape),), dtypes=_SCALES)
+    checks.part(source, weight.name, "its scales are there", dims=(2, 3), dtypes=(DType.U32,))
+    checks.part(source, scales.name, f"{weight.name} is there", dims=(len(weight.shape),), dtypes=_SCALES)
     width = weight.shape[-1] * 32 // bits
     if scales.shape[-1] * size != width:
-        raise contradiction(
+        raise checks.contradiction(
             f"{weight.name}",
             f"{weight.shape[-1]} words and {scales.shape[-1]} scales a row",
             "bits, group_size",

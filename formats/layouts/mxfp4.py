@@ -72,7 +72,6 @@ class MXFP4(PassThrough[Codebook, CodebookRows]):
         return CodebookRows(codes_RI, source.read(f"{tensor.name}_scales", rows.start, rows.stop), encoding)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says: everything but the experts is as it is."""
         return {"quantization_config": {"quant_method": NAME, "modules_to_not_convert": sorted(kept)}}
 
 

@@ -44,8 +44,7 @@ class TorchAO(PassThrough[AffineInt, AffineIntRows]):
     def store(self, tensor: ModelTensor, start: int, value: AffineIntRows) -> Iterable[ArrayRows]:
         """Raise BadRecipe: the class of a quantized weight would have to be rebuilt by torchao."""
         raise BadRecipe(
-            f"{tensor.name}: torchao's layout is read, not written",
-            "`qconvert convert --to` another layout",
+            f"{tensor.name}: torchao's layout is read, not written", "`qconvert convert --to` another layout"
         )
 
     def load(self, tensor: ModelTensor, encoding: AffineInt, source: Source, rows: range) -> AffineIntRows:

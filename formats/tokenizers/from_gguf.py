@@ -58,9 +58,8 @@ def tokenizer_files(kv: Mapping[str, KV]) -> dict[str, str]:
 
 def lost_tokenizer(kv: Mapping[str, KV]) -> str | None:
     """Returns why no tokenizer.json can be rebuilt, from two keys alone; None if it probably can."""
-    kind, pre = (
-        kv[f"{_PREFIX}{name}"].value if f"{_PREFIX}{name}" in kv else None for name in ("model", "pre")
-    )
+    entries = (kv.get(_PREFIX + name) for name in ("model", "pre"))
+    kind, pre = (entry and entry.value for entry in entries)
     if isinstance(kind, str) and kind not in _KINDS:
         return f"{_PREFIX}model: {shown(kind)} tokenizers are not rebuilt"
     if kind == "gpt2" and isinstance(pre, str) and _rule(pre) is None:
@@ -80,8 +79,6 @@ class _Token:
 
 
 class _Keys:
-    """The tokenizer keys of a file, checked on access."""
-
     def __init__(self, kv: Mapping[str, KV]) -> None:
         self.kv = kv
         texts = self.list("tokens", str)
@@ -140,7 +137,12 @@ def utf8(text: str, what: str) -> str:
 
 
 def _header(keys: _Keys) -> Json:
-    added = [_added(token) for token in keys.tokens if token.type in _ADDED]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [
+        {"id": token.id, "content": token.text, **flags, "special": token.type != PieceType.USER_DEFINED}
+        for token in keys.tokens
+        if token.type in _ADDED
+    ]
     return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added}
 
 
@@ -290,7 +292,12 @@ def _unigram_normalisers(keys: _Keys) -> Iterator[Json]:
 
 def _wordpiece(keys: _Keys) -> Json:
     """Rebuilds BERT's WordPiece, which marks continuations of words where llama.cpp marks beginnings."""
-    texts = {token.id: _wordpiece_text(token) for token in keys.tokens}
+
+    def text_of(token: _Token) -> str:
+        if token.type in _ADDED or (token.text.startswith("[") and token.text.endswith("]")):
+            return token.text
+        return token.text[1:] if token.text.startswith(SPACE) else f"##{token.text}"
+
     unknown = keys.special("unk")
     return {
         **_header(keys),
@@ -309,16 +316,9 @@ def _wordpiece(keys: _Keys) -> Json:
             "unk_token": unknown.text if unknown else "[UNK]",
             "continuing_subword_prefix": "##",
             "max_input_chars_per_word": 100,
-            "vocab": {text: row for row, text in texts.items()},
+            "vocab": {text_of(token): token.id for token in keys.tokens},
         },
     }
-
-
-def _wordpiece_text(token: _Token) -> str:
-    text = token.text
-    if token.type in _ADDED or (text.startswith("[") and text.endswith("]")):
-        return text
-    return text[1:] if text.startswith(SPACE) else f"##{text}"
 
 
 def _pair_frame(keys: _Keys) -> Json | None:
@@ -328,26 +328,22 @@ def _pair_frame(keys: _Keys) -> Json | None:
     if not keys.flag("add_bos_token", default=True) or first is None or last is None:
         return None
 
-    def special(token: _Token, type_id: int) -> Json:
-        return {"SpecialToken": {"id": token.text, "type_id": type_id}}
-
-    single = [special(first, 0), {"Sequence": {"id": "A", "type_id": 0}}, special(last, 0)]
-    return {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}, special(last, 1)],
-        "special_tokens": _named(first, last),
-    }
+    single, second = _pieces("A", first, last), _pieces("B", None, last)
+    return _template(single, [*single, *second], first, last)
 
 
-def _named(*tokens: _Token | None) -> Json:
-    return {t.text: {"id": t.text, "ids": [t.id], "tokens": [t.text]} for t in tokens if t}
+def _pieces(name: str, first: _Token | None, last: _Token | None) -> list[Json]:
+    """Returns the template of text A or B between two special tokens."""
+    type_id = "AB".index(name)
+    before, after = (
+        [{"SpecialToken": {"id": token.text, "type_id": type_id}}] if token else [] for token in (first, last)
+    )
+    return [*before, {"Sequence": {"id": name, "type_id": type_id}}, *after]
 
 
-def _added(token: _Token) -> Json:
-    special = token.type != PieceType.USER_DEFINED
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": token.id, "content": token.text, **flags, "special": special}
+def _template(single: list[Json], pair: list[Json], *tokens: _Token | None) -> Json:
+    named = {t.text: {"id": t.text, "ids": [t.id], "tokens": [t.text]} for t in tokens if t}
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": named}
 
 
 def _frame(keys: _Keys, *, bos: bool = False, eos: bool = False) -> Json | None:
@@ -357,18 +353,8 @@ def _frame(keys: _Keys, *, bos: bool = False, eos: bool = False) -> Json | None:
     if first is None and last is None:
         return None
 
-    def pieces(name: str, type_id: int) -> list[Json]:
-        text = {"Sequence": {"id": name, "type_id": type_id}}
-        before = [{"SpecialToken": {"id": first.text, "type_id": type_id}}] if first else []
-        after = [{"SpecialToken": {"id": last.text, "type_id": type_id}}] if last else []
-        return [*before, text, *after]
-
-    return {
-        "type": "TemplateProcessing",
-        "single": pieces("A", 0),
-        "pair": [*pieces("A", 0), *pieces("B", 1)],
-        "special_tokens": _named(first, last),
-    }
+    single = _pieces("A", first, last)
+    return _template(single, [*single, *_pieces("B", first, last)], first, last)
 
 
 def _settings(keys: _Keys) -> Json:

@@ -16,11 +16,7 @@ from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.io.strict_json import read_bounded, read_json_object
 from qconvert.formats.tokenizers.pretokenizer_patterns import QWEN2
-from qconvert.formats.tokenizers.sentencepiece import (
-    SentencePieceModel,
-    is_sentencepiece,
-    read_sentencepiece,
-)
+from qconvert.formats.tokenizers.sentencepiece import SentencePieceModel, is_sentencepiece, read_sentencepiece
 from qconvert.formats.tokenizers.tiktoken import find_tiktoken, read_tiktoken
 
 MAX_TOKENIZER_BYTES = 128 << 20  # gemma's, the largest in use, has 34 MB
@@ -71,7 +67,10 @@ def read_folder(path: Path, config: Json) -> TokenizerFolder:
     pieces = len(sentencepiece.pieces) if sentencepiece else 0
     named = _special_texts(settings, _optional_json(path / "special_tokens_map.json"))
     beside = {**_chatglm_tokens(settings, pieces), **dict(_side_tokens(path, settings, named))}
-    inside = dict(_main_tokens(tokenizer, named))
+    inside: dict[int, AddedToken] = {}
+    for entry in expect_list(tokenizer.get("added_tokens"), "added_tokens"):
+        text = _text(entry, "added_tokens")
+        inside[_id(entry.get("id"), text)] = AddedToken(text, bool(entry.get("special")) or text in named)
     return TokenizerFolder(
         path=path,
         tokenizer=tokenizer,
@@ -91,30 +90,31 @@ def token_text(entry: object) -> str | None:
 
 def expect_object(value: object, what: str) -> Json:
     """Returns `value` if it is a JSON object, {} for null; CorruptCheckpoint naming `what` otherwise."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
+    if value is not None and not isinstance(value, dict):
         raise CorruptCheckpoint(f"tokenizer: {what} is {shown(value)}, not an object")
-    return value
+    return value or {}
 
 
 def expect_list(value: object, what: str) -> list[Any]:
     """Returns `value` if it is a JSON list, [] for null; CorruptCheckpoint naming `what` otherwise."""
-    if value is None:
-        return []
-    if not isinstance(value, list):
+    if value is not None and not isinstance(value, list):
         raise CorruptCheckpoint(f"tokenizer: {what} is {shown(value)}, not a list")
-    return value
+    return value or []
+
+
+def steps_of(spec: object, what: str = "step") -> Iterator[Json]:
+    """Yields the steps of a normaliser, pre-tokenizer or decoder, sequences flattened."""
+    record = expect_object(spec, what)
+    keys = [key for key in ("normalizers", "pretokenizers", "decoders") if key in record]
+    if record and not keys:
+        yield record
+    for key in keys:
+        for step in expect_list(record[key], key):
+            yield from steps_of(step, what)
 
 
 def _optional_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> Json:
     return read_json_object(path, max_bytes) if path.is_file() else {}
-
-
-def _main_tokens(tokenizer: Json, named: frozenset[str]) -> Iterator[tuple[int, AddedToken]]:
-    for entry in expect_list(tokenizer.get("added_tokens"), "added_tokens"):
-        text = _text(entry, "added_tokens")
-        yield _id(entry.get("id"), text), AddedToken(text, bool(entry.get("special")) or text in named)
 
 
 def _side_tokens(path: Path, settings: Json, named: frozenset[str]) -> Iterator[tuple[int, AddedToken]]:
@@ -141,11 +141,9 @@ def _chatglm_tokens(settings: Json, pieces: int) -> dict[int, AddedToken]:
 
 def _special_texts(*sources: Json) -> frozenset[str]:
     """Returns the texts that tokenizer_config.json and special_tokens_map.json call special."""
-    entries: list[object] = []
-    for source in sources:
-        entries += [source.get(f"{kind}_token") for kind in SPECIAL_KINDS]
-        more = source.get("additional_special_tokens")
-        entries += more if isinstance(more, list) else []
+    entries = [source.get(f"{kind}_token") for source in sources for kind in SPECIAL_KINDS]
+    more = (source.get("additional_special_tokens") for source in sources)
+    entries += [entry for listed in more if isinstance(listed, list) for entry in listed]
     return frozenset(text for entry in entries if (text := token_text(entry)))
 
 
@@ -172,21 +170,20 @@ def _chat_template(path: Path, settings: Json) -> object:
     if main.is_file():
         more = sorted((path / "additional_chat_templates").glob("*.jinja"))
         if not more:
-            return _jinja(main)
+            return _read_text(main)
         named = [("default", main), *((file.stem, file) for file in more)]
-        return [{"name": name, "template": _jinja(file)} for name, file in named]
+        return [{"name": name, "template": _read_text(file)} for name, file in named]
     return _optional_json(path / "chat_template.json").get("chat_template")
 
 
-def _jinja(path: Path) -> str:
+def _read_text(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
     try:
-        return read_bounded(path, MAX_TEXT_BYTES).decode("utf-8")
+        return read_bounded(path, max_bytes).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CorruptCheckpoint(f"{shown(path.name)}: is not UTF-8 at byte {error.start}") from error
 
 
 def _old_files(path: Path, settings: Json, config: Json) -> Json:
-    """Converts a vocab.json with merges.txt, a vocab.txt or a tiktoken file to a tokenizer.json."""
     if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         return _old_bpe(path, settings, config)
     if (path / "vocab.txt").is_file():
@@ -247,8 +244,4 @@ def _old_wordpiece(path: Path, settings: Json) -> Json:
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        text = read_bounded(path, MAX_TOKENIZER_BYTES).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise CorruptCheckpoint(f"{path.name}: is not UTF-8 at byte {error.start}") from error
-    return text.rstrip("\n").split("\n")
+    return _read_text(path, MAX_TOKENIZER_BYTES).rstrip("\n").split("\n")

@@ -20,29 +20,8 @@ from typing import Literal
 
 from qconvert.core.dtypes import Json
 from qconvert.errors import BadRecipe, UnsupportedModel, shown
-from qconvert.formats.tokenizers.huggingface_files import expect_list, expect_object
-from qconvert.formats.tokenizers.pretokenizer_patterns import (
-    BAILING,
-    BLOOM,
-    DEEPSEEK_CODER,
-    DEEPSEEK_LLM,
-    DEEPSEEK_V3,
-    DIGITS_GPT2,
-    EXAONE_MOE,
-    FALCON,
-    GPT2,
-    JAIS2,
-    LLAMA3,
-    MINICPM5,
-    O200K,
-    PUNCTUATION,
-    QWEN2,
-    QWEN35,
-    SEED_CODER,
-    SPARK,
-    TEKKEN,
-    TINY_AYA,
-)
+from qconvert.formats.tokenizers import pretokenizer_patterns as patterns
+from qconvert.formats.tokenizers.huggingface_files import expect_list, expect_object, steps_of
 
 Normaliser = Literal["none", "NFC"]
 
@@ -66,36 +45,39 @@ class Rule:
 
 
 RULES = (
-    Rule("qwen2", QWEN2, "NFC"),
-    Rule("qwen35", QWEN35, "NFC"),
+    Rule("qwen2", patterns.QWEN2, "NFC"),
+    Rule("qwen35", patterns.QWEN35, "NFC"),
     Rule(
-        "glm4", LLAMA3, whole_words=True, model_types=("chatglm", "glm", "glm4", "glm4_moe", "glm4_moe_lite")
+        "glm4",
+        patterns.LLAMA3,
+        whole_words=True,
+        model_types=("chatglm", "glm", "glm4", "glm4_moe", "glm4_moe_lite"),
     ),
-    Rule("chatglm-bpe", LLAMA3, model_types=("chatglm", "glm")),
-    Rule("llama-bpe", LLAMA3, whole_words=True, cleans=True),
-    Rule("smaug-bpe", LLAMA3, cleans=True),
-    Rule("phi-2", GPT2, cleans=True, model_types=("phi",)),
-    Rule("gpt-2", GPT2, cleans=True),
-    Rule("mpt", GPT2, "NFC", cleans=True, model_types=("mpt",)),
-    Rule("olmo", GPT2, "NFC", cleans=True),  # and GPT-NeoX
-    Rule("refact", DIGITS_GPT2, cleans=True, model_types=("gpt_refact",)),
-    Rule("command-r", DIGITS_GPT2, "NFC"),
-    Rule("starcoder", DIGITS_GPT2, cleans=True),
-    Rule("smollm", DIGITS_GPT2),
-    Rule("falcon", FALCON, cleans=True),
-    Rule("deepseek-llm", DEEPSEEK_LLM),  # and DeepSeek-V2
-    Rule("deepseek-coder", DEEPSEEK_CODER),
-    Rule("deepseek-v3", DEEPSEEK_V3),
-    Rule("tekken", TEKKEN, whole_words=True),  # Mistral-Nemo
-    Rule("gpt-4o", O200K, whole_words=None),  # gpt-oss; its merges reach every token
-    Rule("tiny_aya", TINY_AYA),  # Cohere2
-    Rule("bloom", BLOOM, cleans=True),
-    Rule("bailingmoe", BAILING),  # and LLaDA
-    Rule("seed-coder", SEED_CODER),
-    Rule("exaone-moe", EXAONE_MOE, cleans=True),
-    Rule("jais-2", JAIS2, cleans=True),
-    Rule("minicpm5", MINICPM5, whole_words=True, cleans=True),
-    Rule("spark2_5", SPARK),
+    Rule("chatglm-bpe", patterns.LLAMA3, model_types=("chatglm", "glm")),
+    Rule("llama-bpe", patterns.LLAMA3, whole_words=True, cleans=True),
+    Rule("smaug-bpe", patterns.LLAMA3, cleans=True),
+    Rule("phi-2", patterns.GPT2, cleans=True, model_types=("phi",)),
+    Rule("gpt-2", patterns.GPT2, cleans=True),
+    Rule("mpt", patterns.GPT2, "NFC", cleans=True, model_types=("mpt",)),
+    Rule("olmo", patterns.GPT2, "NFC", cleans=True),  # and GPT-NeoX
+    Rule("refact", patterns.DIGITS_GPT2, cleans=True, model_types=("gpt_refact",)),
+    Rule("command-r", patterns.DIGITS_GPT2, "NFC"),
+    Rule("starcoder", patterns.DIGITS_GPT2, cleans=True),
+    Rule("smollm", patterns.DIGITS_GPT2),
+    Rule("falcon", patterns.FALCON, cleans=True),
+    Rule("deepseek-llm", patterns.DEEPSEEK_LLM),  # and DeepSeek-V2
+    Rule("deepseek-coder", patterns.DEEPSEEK_CODER),
+    Rule("deepseek-v3", patterns.DEEPSEEK_V3),
+    Rule("tekken", patterns.TEKKEN, whole_words=True),  # Mistral-Nemo
+    Rule("gpt-4o", patterns.O200K, whole_words=None),  # gpt-oss; its merges reach every token
+    Rule("tiny_aya", patterns.TINY_AYA),  # Cohere2
+    Rule("bloom", patterns.BLOOM, cleans=True),
+    Rule("bailingmoe", patterns.BAILING),  # and LLaDA
+    Rule("seed-coder", patterns.SEED_CODER),
+    Rule("exaone-moe", patterns.EXAONE_MOE, cleans=True),
+    Rule("jais-2", patterns.JAIS2, cleans=True),
+    Rule("minicpm5", patterns.MINICPM5, whole_words=True, cleans=True),
+    Rule("spark2_5", patterns.SPARK),
 )
 
 # Names that llama.cpp accepts besides those in the table, for `--pre-tokenizer`.
@@ -205,18 +187,9 @@ def _steps(spec: object) -> Iterator[str]:
 
     The last byte-level step is implied; one before other steps is listed, because those see bytes.
     """
-    leaves = list(_leaves(spec))
+    leaves = list(steps_of(spec, "pre_tokenizer"))
     for i, leaf in enumerate(leaves):
         yield from _step(leaf, last=i == len(leaves) - 1)
-
-
-def _leaves(spec: object) -> Iterator[Json]:
-    record = expect_object(spec, "pre_tokenizer")
-    if record.get("type") == "Sequence":
-        for part in expect_list(record.get("pretokenizers"), "pretokenizers"):
-            yield from _leaves(part)
-    elif record:
-        yield record
 
 
 def _step(leaf: Json, *, last: bool) -> Iterator[str]:
@@ -226,12 +199,12 @@ def _step(leaf: Json, *, last: bool) -> Iterator[str]:
     elif kind == "Digits":
         yield r"\p{N}" if leaf.get("individual_digits") else r"\p{N}+"
     elif kind == "Punctuation":
-        yield PUNCTUATION.format(leaf.get("behavior", "Isolated"))
+        yield patterns.PUNCTUATION.format(leaf.get("behavior", "Isolated"))
     elif kind == "ByteLevel":
         if leaf.get("add_prefix_space"):
             yield "a space before the first word"
         if leaf.get("use_regex", True):
-            yield from GPT2
+            yield from patterns.GPT2
         if not last:
             yield "bytes"
     else:

@@ -66,8 +66,9 @@ def find_special_tokens(tokenizer: Json, settings: Json, config: Json) -> Specia
     for kind, stand_in in (("bos", "cls"), ("eos", "sep")):
         if kind not in found.texts and stand_in in found.texts:
             found.texts[kind] = found.texts[stand_in]
-    for step in _processors(tokenizer.get("post_processor")):
-        _apply_processor(found, step)
+    record = expect_object(tokenizer.get("post_processor"), "post_processor")
+    for step in expect_list(record.get("processors", [record]), "processors"):
+        _apply_processor(found, expect_object(step, "processors"))
     entries = tokenizer.get("added_tokens") or []
     by_text = {entry["content"]: entry["id"] for entry in reversed(entries)}
     for kind in (*SPECIAL_KINDS, "eot"):
@@ -81,12 +82,6 @@ def find_special_tokens(tokenizer: Json, settings: Json, config: Json) -> Specia
         if isinstance(token, int) and not isinstance(token, bool):
             found.ids.setdefault(kind, token)
     return found
-
-
-def _processors(spec: object) -> Iterator[Json]:
-    record = expect_object(spec, "post_processor")
-    for step in expect_list(record.get("processors", [record]), "processors"):
-        yield expect_object(step, "processors")
 
 
 def _apply_processor(found: SpecialTokens, step: Json) -> None:
@@ -133,12 +128,9 @@ def _apply_template(found: SpecialTokens, single: list[str | None], pair: list[s
     if last is not None and pair[-1:] == [last]:
         pair = pair[:-1]
     if len(pair) > 2 and pair[0] is None and pair[-1] is None:  # text A, separators, text B
-        found.added["sep"] = _separates(pair[1:-1], {texts.get("sep"), texts.get("eos")} - {None}, last)
-
-
-def _separates(between: list[str | None], ends: set[str | None], last: str | None) -> bool:
-    """Returns whether two texts have a separator (or end) token between them."""
-    return (last is None and between[0] in ends) or (len(between) == 2 and between[1] in ends)
+        between, ends = pair[1:-1], {texts.get("sep"), texts.get("eos")} - {None}
+        after_first = last is None and between[0] in ends
+        found.added["sep"] = after_first or (len(between) == 2 and between[1] in ends)
 
 
 def chat_template_keys(template: object, warnings: list[str]) -> Iterator[KV]:
@@ -153,11 +145,8 @@ def chat_template_keys(template: object, warnings: list[str]) -> Iterator[KV]:
         return
     named = {}
     for entry in template:
-        if (
-            isinstance(entry, dict)
-            and isinstance(entry.get("name"), str)
-            and isinstance(entry.get("template"), str)
-        ):
+        known = isinstance(entry, dict) and (entry.get("name"), entry.get("template"))
+        if known and all(isinstance(text, str) for text in known):
             named["".join(c if c in _NAME_CHARACTERS else "_" for c in entry["name"])] = entry["template"]
     main = named.pop("default", None)
     for name, text in named.items():

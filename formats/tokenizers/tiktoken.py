@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +23,14 @@ from qconvert.formats.tokenizers.pretokenizer_patterns import LLAMA3, QWEN2, Spl
 MAX_FILE_BYTES = 32 << 20  # the largest in use, with 200,000 tokens, has 4 MB
 
 
-@dataclass(frozen=True, slots=True)
-class _Class:
-    """What the Python file of a tokenizer class defines besides the ranks."""
-
-    splits: Splits
-    normaliser: str | None
-    special: tuple[str, ...]
-
-
-_CLASSES = {
-    "QWenTokenizer": _Class(
+# What the Python file of a tokenizer class defines besides the ranks: splits, normaliser, special tokens.
+_CLASSES: Mapping[str, tuple[Splits, str | None, tuple[str, ...]]] = {
+    "QWenTokenizer": (
         QWEN2,
         "NFC",
         ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))),
     ),
-    "ChatGLM4Tokenizer": _Class(LLAMA3, None, ()),  # whose tokenizer_config.json lists them
+    "ChatGLM4Tokenizer": (LLAMA3, None, ()),  # whose tokenizer_config.json lists them
 }
 _CLASS_OF_MODEL = {"qwen": "QWenTokenizer", "chatglm": "ChatGLM4Tokenizer"}
 
@@ -69,6 +60,7 @@ def read_tiktoken(path: Path, settings: Json, config: Json) -> Json:
             f"{shown(path.name)}: its class, {shown(name)}, has splitting rules that are not known here",
             "save the tokenizer with transformers' fast class, which writes a tokenizer.json",
         )
+    splits, normaliser, special = kind
     ranks = read_ranks(path)
     merges, whole = [], False
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -77,13 +69,13 @@ def read_tiktoken(path: Path, settings: Json, config: Json) -> Json:
             whole |= len(parts) != 2
             merges += [[_spelled(parts[0]), _spelled(parts[1])]] if len(parts) == 2 else []
     level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-    steps = [{"type": "Split", "pattern": {"Regex": s}, "behavior": "Isolated"} for s in kind.splits]
+    steps = [{"type": "Split", "pattern": {"Regex": s}, "behavior": "Isolated"} for s in splits]
     first = max(ranks.values()) + 1
     return {
         "added_tokens": [
-            {"id": first + i, "content": text, "special": True} for i, text in enumerate(kind.special)
+            {"id": first + i, "content": text, "special": True} for i, text in enumerate(special)
         ],
-        "normalizer": kind.normaliser and {"type": kind.normaliser},
+        "normalizer": normaliser and {"type": normaliser},
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, level]},
         "model": {
             "type": "BPE",
@@ -134,14 +126,9 @@ def parts_before(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
     return parts
 
 
-def _byte_letters() -> dict[int, str]:
-    """Returns byte-level BPE's letter for every byte. Source: bytes_to_unicode in GPT-2's encoder.py."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    rest = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(rest)}
-
-
-_LETTERS: dict[int, Any] = dict(_byte_letters())
+# Byte-level BPE's letters for bytes that are not their own. Source: bytes_to_unicode in GPT-2's encoder.py.
+_UNPRINTABLE = (*range(0x21), *range(0x7F, 0xA1), 0xAD)
+_LETTERS: dict[int, Any] = {byte: chr(256 + i) for i, byte in enumerate(_UNPRINTABLE)}
 
 
 def _spelled(token: bytes) -> str:

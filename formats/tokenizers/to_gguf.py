@@ -24,6 +24,7 @@ from qconvert.formats.tokenizers.huggingface_files import (
     expect_list,
     expect_object,
     read_folder,
+    steps_of,
 )
 from qconvert.formats.tokenizers.pretokenizers import ADDS_BOS, prefer_cleaning, recognise
 from qconvert.formats.tokenizers.sentencepiece import PieceType
@@ -98,11 +99,7 @@ class _Builder:
             )
         if kind == "gpt2":
             return self._byte_level(model, pre_tokenizer)
-        if kind == "llama":
-            return self._sentencepiece(model)
-        if kind == "t5":
-            return self._unigram(model)
-        return self._wordpiece(model)
+        return {"llama": self._sentencepiece, "t5": self._unigram, "bert": self._wordpiece}[kind](model)
 
     def _byte_level(self, model: Json, pre_tokenizer: str | None) -> Iterator[KV]:
         found = recognise(self.files.tokenizer, self.config, pre_tokenizer)
@@ -112,9 +109,7 @@ class _Builder:
         if pre_tokenizer is None and isinstance(cleans, bool):
             name = prefer_cleaning(name, cleans=cleans)
         tokens = bpe_tokens(vocabulary(model.get("vocab")), self.files.added, self.rows)
-        yield KV.text("tokenizer.ggml.model", "gpt2")
-        yield KV.text("tokenizer.ggml.pre", name)
-        yield from _token_keys(tokens, scores=False)
+        yield from _token_keys("gpt2", name, tokens)
         yield KV.texts("tokenizer.ggml.merges", [" ".join(pair) for pair in _merges(model)])
         yield from self._special(adds_bos=name in ADDS_BOS)
 
@@ -134,9 +129,7 @@ class _Builder:
             _check_sentencepiece_normaliser(self.files.tokenizer)
             vocab, unknown = vocabulary(model.get("vocab")), model.get("unk_token")
             tokens = merged_tokens(vocab, list(_merges(model)), unknown, self.files.added, self.rows)
-        yield KV.text("tokenizer.ggml.model", "llama")
-        yield KV.text("tokenizer.ggml.pre", "default")
-        yield from _token_keys(tokens, scores=True)
+        yield from _token_keys("llama", "default", tokens, scores=True)
         yield from self._special()
 
     def _unigram(self, model: Json) -> Iterator[KV]:
@@ -151,9 +144,7 @@ class _Builder:
             tokens = unigram_tokens(entries, model.get("unk_id"), self.files.added, self.rows)
             prefix, squeeze = _prepends_space(self.files.tokenizer), True
             charsmap = _charsmap(self.files.tokenizer.get("normalizer"))
-        yield KV.text("tokenizer.ggml.model", "t5")
-        yield KV.text("tokenizer.ggml.pre", "default")
-        yield from _token_keys(tokens, scores=True)
+        yield from _token_keys("t5", "default", tokens, scores=True)
         yield KV.flag("tokenizer.ggml.add_space_prefix", prefix)
         yield KV.flag("tokenizer.ggml.remove_extra_whitespaces", squeeze)
         if charsmap:
@@ -161,19 +152,12 @@ class _Builder:
         yield from self._special()
 
     def _wordpiece(self, model: Json) -> Iterator[KV]:
-        flags = {
-            entry.key: entry.value for entry in _normaliser_flags(self.files.tokenizer.get("normalizer"))
-        }
-        if flags.get("tokenizer.ggml.normalizer.lowercase") is False:
+        if KV.flag("tokenizer.ggml.normalizer.lowercase", value=False) in self._normaliser_flags():
             self.warnings.append(_CASED)
         tokens = wordpiece_tokens(vocabulary(model.get("vocab")), self.files.added, self.rows)
-        yield KV.u32(
-            "tokenizer.ggml.token_type_count",
-            positive_int({"type_vocab_size": 1, **self.config}, "type_vocab_size"),
-        )
-        yield KV.text("tokenizer.ggml.model", "bert")
-        yield KV.text("tokenizer.ggml.pre", "bert-bge")  # llama.cpp reads no pre-tokenizer for WordPiece
-        yield from _token_keys(tokens, scores=False)
+        types = positive_int({"type_vocab_size": 1, **self.config}, "type_vocab_size")
+        yield KV.u32("tokenizer.ggml.token_type_count", types)
+        yield from _token_keys("bert", "bert-bge", tokens)  # llama.cpp reads no pre-tokenizer for WordPiece
         yield from self._special()
 
     def _special(self, *, adds_bos: bool = False) -> Iterator[KV]:
@@ -193,12 +177,21 @@ class _Builder:
             special.added.setdefault("bos", False)
         yield from special.keys(self.rows)
         yield from chat_template_keys(self.files.chat_template, special.warnings)
-        yield from _normaliser_flags(self.files.tokenizer.get("normalizer"))
+        yield from self._normaliser_flags()
         self.warnings += special.warnings
+
+    def _normaliser_flags(self) -> Iterator[KV]:
+        """Yields WordPiece's changes to letters; llama.cpp's default is lower case."""
+        flags: dict[str, object] = {}
+        named = {"Lowercase": {"lowercase": True}, "StripAccents": {"strip_accents": True}}
+        for step in steps_of(self.files.tokenizer.get("normalizer")):
+            flags |= step if step.get("type") == "BertNormalizer" else named.get(str(step.get("type")), {})
+        for key in ("lowercase", "strip_accents"):
+            if isinstance(value := flags.get(key), bool):
+                yield KV.flag(f"tokenizer.ggml.normalizer.{key}", value)
 
 
 def _kind(files: TokenizerFolder, model: Json, *, llama: bool) -> str:
-    """Returns GGUF's name of the tokenizer's model."""
     if files.sentencepiece is not None:
         return "t5" if files.sentencepiece.is_unigram and not llama else "llama"
     kind = model.get("type")
@@ -206,7 +199,7 @@ def _kind(files: TokenizerFolder, model: Json, *, llama: bool) -> str:
         return "t5"
     if kind == "WordPiece":
         return "bert"
-    steps = [*_leaves(files.tokenizer.get("pre_tokenizer")), *_leaves(files.tokenizer.get("decoder"))]
+    steps = [*steps_of(files.tokenizer.get("pre_tokenizer")), *steps_of(files.tokenizer.get("decoder"))]
     if any(step.get("type") == "ByteLevel" for step in steps):
         return "gpt2"
     if model.get("byte_fallback"):
@@ -217,18 +210,9 @@ def _kind(files: TokenizerFolder, model: Json, *, llama: bool) -> str:
     )
 
 
-def _leaves(spec: object) -> Iterator[Json]:
-    """Yields the steps of a normaliser, pre-tokenizer or decoder, sequences flattened."""
-    record = expect_object(spec, "step")
-    parts = [record[key] for key in ("normalizers", "pretokenizers", "decoders") if key in record]
-    if record and not parts:
-        yield record
-    for part in parts:
-        for step in expect_list(part, "steps"):
-            yield from _leaves(step)
-
-
-def _token_keys(tokens: Tokens, *, scores: bool) -> Iterator[KV]:
+def _token_keys(kind: str, pre: str, tokens: Tokens, *, scores: bool = False) -> Iterator[KV]:
+    yield KV.text("tokenizer.ggml.model", kind)
+    yield KV.text("tokenizer.ggml.pre", pre)
     yield KV.texts("tokenizer.ggml.tokens", tokens.texts)
     if scores:
         yield KV.f32s("tokenizer.ggml.scores", tokens.scores)
@@ -247,7 +231,7 @@ def _merges(model: Json) -> Iterator[tuple[str, str]]:
 
 def _prepends_space(tokenizer: Json) -> bool:
     """Returns whether a space is prepended to a text before it is encoded."""
-    for step in (*_leaves(tokenizer.get("normalizer")), *_leaves(tokenizer.get("pre_tokenizer"))):
+    for step in (*steps_of(tokenizer.get("normalizer")), *steps_of(tokenizer.get("pre_tokenizer"))):
         if step.get("type") == "Prepend" and step.get("prepend") == SPACE:
             return True
         if step.get("type") == "Metaspace":
@@ -257,7 +241,7 @@ def _prepends_space(tokenizer: Json) -> bool:
 
 
 def _check_sentencepiece_normaliser(tokenizer: Json) -> None:
-    for step in _leaves(tokenizer.get("normalizer")):
+    for step in steps_of(tokenizer.get("normalizer")):
         replaces = step.get("type") == "Replace" and step.get("content") == SPACE
         if not replaces and step.get("type") != "Prepend":
             raise UnsupportedModel(
@@ -268,7 +252,7 @@ def _check_sentencepiece_normaliser(tokenizer: Json) -> None:
 
 def _charsmap(normaliser: object) -> bytes:
     """Returns the compiled character map of a SentencePiece normaliser, empty when there is none."""
-    for step in _leaves(normaliser):
+    for step in steps_of(normaliser):
         if step.get("type") == "Precompiled":
             try:
                 return base64.b64decode(step.get("precompiled_charsmap") or "", validate=True)
@@ -277,18 +261,3 @@ def _charsmap(normaliser: object) -> bytes:
                     f"tokenizer.json: precompiled_charsmap is damaged ({error})"
                 ) from error
     return b""
-
-
-def _normaliser_flags(normaliser: object) -> Iterator[KV]:
-    """Yields WordPiece's changes to letters; llama.cpp's default is lower case."""
-    flags: dict[str, object] = {}
-    for step in _leaves(normaliser):
-        if step.get("type") == "Lowercase":
-            flags["lowercase"] = True
-        elif step.get("type") == "StripAccents":
-            flags["strip_accents"] = True
-        elif step.get("type") == "BertNormalizer":
-            flags |= {key: step[key] for key in ("lowercase", "strip_accents") if key in step}
-    for key in ("lowercase", "strip_accents"):
-        if isinstance(value := flags.get(key), bool):
-            yield KV.flag(f"tokenizer.ggml.normalizer.{key}", value)

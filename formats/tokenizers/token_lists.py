@@ -33,7 +33,6 @@ class Tokens:
 
     @classmethod
     def unused(cls, rows: int) -> Tokens:
-        """Returns a vocabulary of unused rows."""
         texts = [f"[PAD{row}]" for row in range(rows)]
         return cls(texts, [UNUSED_SCORE] * rows, [int(PieceType.UNUSED)] * rows)
 

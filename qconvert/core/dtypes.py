@@ -76,12 +76,10 @@ def width_of(shape: tuple[int, ...]) -> int:
     return shape[-1] if len(shape) >= 2 else 1
 
 
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """The name, element type and shape of one stored array."""
+class Shaped:
+    """What follows from a shape."""
 
-    name: str
-    dtype: DType
+    __slots__ = ()
     shape: tuple[int, ...]
 
     @property
@@ -96,6 +94,15 @@ class TensorSpec:
     def count(self) -> int:
         """The number of elements."""
         return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec(Shaped):
+    """The name, element type and shape of one stored array."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:

@@ -7,9 +7,8 @@ with a scale and a minimum (`AffineMin`), codes of a table (`Codebook`), or GGML
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
-from qconvert.core.dtypes import DType, rows_of, width_of
+from qconvert.core.dtypes import DType, Shaped, rows_of, width_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,21 +171,9 @@ Encoding = Unquantized | Quantized | GgmlBlocks
 
 
 @dataclass(frozen=True, slots=True)
-class ModelTensor:
+class ModelTensor(Shaped):
     """A tensor of the model, however many arrays store it: name, shape as computed with, encoding."""
 
     name: str
     shape: tuple[int, ...]
     encoding: Encoding
-
-    @property
-    def rows(self) -> int:
-        return rows_of(self.shape)
-
-    @property
-    def width(self) -> int:
-        return width_of(self.shape)
-
-    @property
-    def count(self) -> int:
-        return prod(self.shape)

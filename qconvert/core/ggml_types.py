@@ -84,11 +84,9 @@ class GGMLType(Enum):
     @property
     def encoding(self) -> Encoding:
         """The encoding of a tensor of this element type."""
-        return (
-            GgmlBlocks(self.name, self.block, self.block_bytes)
-            if self.is_quantized
-            else Unquantized(self.dtype)
-        )
+        if not self.is_quantized:
+            return Unquantized(self.dtype)
+        return GgmlBlocks(self.name, self.block, self.block_bytes)
 
     @property
     def label(self) -> str:
@@ -99,25 +97,10 @@ class GGMLType(Enum):
 TYPE_BY_NUMBER = {kind.number: kind for kind in GGMLType}
 
 # The block types that `quant.ggml.encode_rows` writes; named here so that asking imports no kernels.
-WRITTEN = frozenset(
-    [
-        "Q4_0",
-        "Q4_1",
-        "Q5_0",
-        "Q5_1",
-        "Q8_0",
-        "Q2_K",
-        "Q3_K",
-        "Q4_K",
-        "Q5_K",
-        "Q6_K",
-        "IQ4_NL",
-        "IQ4_XS",
-        "MXFP4",
-        "TQ1_0",
-        "TQ2_0",
-    ]
-)
+WRITTEN = frozenset((
+    "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS",
+    "MXFP4", "TQ1_0", "TQ2_0",
+))  # fmt: skip
 # The encoding equal to a block type, where other formats have one; two-level scales are multiplied out.
 GRIDS: Mapping[str, Quantized] = {
     "Q4_0": AffineInt(4, 32, symmetric=True, scale_dtype=DType.F16),

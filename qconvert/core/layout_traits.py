@@ -207,7 +207,6 @@ class LayoutTraits:
 
     @property
     def described(self) -> str:
-        """The schemes that can be asked for, as one line of a help text."""
         integers = [self.integers.label] if self.integers else []
         return self.schemes or ", ".join([*integers, *(scheme.name for scheme in self.codebooks)])
 

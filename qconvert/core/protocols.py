@@ -104,9 +104,7 @@ class ArrayRows:
 
 @dataclass(frozen=True, slots=True)
 class Sidecars:
-    """What lies beside the weights: files copied as they are, what was left behind, and files to be
-    made, text by name.
-    """
+    """What lies beside the weights: files to copy, files left behind, and files to make, text by name."""
 
     copied: tuple[Path, ...]
     skipped: tuple[Path, ...]

@@ -6,8 +6,8 @@ All have `rows`, `width` (weights per row), `arrays` (those cut by rows, the mai
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, AffineMin, Codebook, GgmlBlocks
@@ -27,31 +27,44 @@ def width_of_codes(codes_RX: np.ndarray, bits: int) -> int:
     return stored * 32 // bits if is_packed(codes_RX) else stored
 
 
+V = TypeVar("V", bound="_Rows")
+
+
+class _Rows:
+    """The arrays of a value by their names in `_names`; those that are None are not there."""
+
+    __slots__ = ()
+    _names: ClassVar[tuple[str, ...]]
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        found = (getattr(self, name) for name in self._names)
+        return tuple(array for array in found if array is not None)
+
+    @property
+    def rows(self) -> int:
+        return int(self.arrays[0].shape[0])
+
+    def with_arrays(self: V, arrays: tuple[np.ndarray, ...]) -> V:
+        named = dict(zip(self._names, arrays, strict=False))
+        return cast(V, replace(cast(Any, self), **named))
+
+
 @dataclass(frozen=True, slots=True)
-class DenseRows:
+class DenseRows(_Rows):
     """Unquantized rows: `rows_RI` [rows, width] in the carrier type of `dtype`."""
 
     rows_RI: np.ndarray
     dtype: DType
-
-    @property
-    def rows(self) -> int:
-        return int(self.rows_RI.shape[0])
+    _names = ("rows_RI",)
 
     @property
     def width(self) -> int:
         return int(self.rows_RI.shape[1])
 
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        return (self.rows_RI,)
-
-    def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> DenseRows:
-        return DenseRows(arrays[0], self.dtype)
-
 
 @dataclass(frozen=True, slots=True)
-class AffineIntRows:
+class AffineIntRows(_Rows):
     """Rows of a group-quantized weight: `(codes - zeros) * scales`.
 
     codes_RX are the codes, packed or not (see `quant.packed_codes`); scales_RG [rows, groups] in the carrier
@@ -65,27 +78,15 @@ class AffineIntRows:
     zeros_RG: np.ndarray | None
     encoding: AffineInt
     groups_I: np.ndarray | None = None
-
-    @property
-    def rows(self) -> int:
-        return int(self.codes_RX.shape[0])
+    _names = ("codes_RX", "scales_RG", "zeros_RG")
 
     @property
     def width(self) -> int:
         return width_of_codes(self.codes_RX, self.encoding.bits)
 
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        both = (self.codes_RX, self.scales_RG)
-        return both if self.zeros_RG is None else (*both, self.zeros_RG)
-
-    def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> AffineIntRows:
-        zeros_RG = arrays[2] if len(arrays) == 3 else None
-        return AffineIntRows(arrays[0], arrays[1], zeros_RG, self.encoding, self.groups_I)
-
 
 @dataclass(frozen=True, slots=True)
-class AffineMinRows:
+class AffineMinRows(_Rows):
     """Rows of a weight quantized with mins: `codes * scales + mins`.
 
     codes_RX are the codes, packed or not (see `quant.packed_codes`); scales_RG and mins_RG [rows, groups] in
@@ -96,21 +97,11 @@ class AffineMinRows:
     scales_RG: np.ndarray
     mins_RG: np.ndarray
     encoding: AffineMin
-
-    @property
-    def rows(self) -> int:
-        return int(self.codes_RX.shape[0])
+    _names = ("codes_RX", "scales_RG", "mins_RG")
 
     @property
     def width(self) -> int:
         return width_of_codes(self.codes_RX, self.encoding.bits)
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        return self.codes_RX, self.scales_RG, self.mins_RG
-
-    def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> AffineMinRows:
-        return AffineMinRows(arrays[0], arrays[1], arrays[2], self.encoding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +117,7 @@ class Nested:
 
 
 @dataclass(frozen=True, slots=True)
-class CodebookRows:
+class CodebookRows(_Rows):
     """Rows of a weight as codes of a table: `table[codes] * scales`.
 
     codes_RI uint8 [rows, width]; scales_RG [rows, groups] in the carrier type of `encoding.scale_dtype`, also
@@ -139,44 +130,27 @@ class CodebookRows:
     encoding: Codebook
     divisor: float | None = None
     nested: Nested | None = None
-
-    @property
-    def rows(self) -> int:
-        return int(self.codes_RI.shape[0])
+    _names = ("codes_RI", "scales_RG")
 
     @property
     def width(self) -> int:
         return int(self.codes_RI.shape[1])
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        return self.codes_RI, self.scales_RG
 
     def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> CodebookRows:
         return CodebookRows(arrays[0], arrays[1], self.encoding, self.divisor)
 
 
 @dataclass(frozen=True, slots=True)
-class GgmlRows:
+class GgmlRows(_Rows):
     """Rows of GGML blocks as stored: `bytes_RB` uint8 [rows, encoding.row_bytes(width)]."""
 
     bytes_RB: np.ndarray
     encoding: GgmlBlocks
-
-    @property
-    def rows(self) -> int:
-        return int(self.bytes_RB.shape[0])
+    _names = ("bytes_RB",)
 
     @property
     def width(self) -> int:
         return int(self.bytes_RB.shape[1]) // self.encoding.block_bytes * self.encoding.block
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        return (self.bytes_RB,)
-
-    def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> GgmlRows:
-        return GgmlRows(arrays[0], self.encoding)
 
 
 Value = DenseRows | AffineIntRows | AffineMinRows | CodebookRows | GgmlRows

@@ -224,20 +224,20 @@ class Architecture:
 
     def ignores(self, name: str) -> bool:
         """Returns whether the name is a stored buffer that the family's class recomputes."""
-        return any(re.fullmatch(self._pattern(text), name) for text in self.family.ignored)
+        return any(self._matches(pattern, name) for pattern in self.family.ignored)
 
     def carries(self, name: str) -> str | None:
         """Returns what a tensor outside the language model belongs to ("vision"), None if it is not known."""
         carried = self.family.carried.items()
-        return next((what for text, what in carried if re.fullmatch(self._pattern(text), name)), None)
+        return next((what for pattern, what in carried if self._matches(pattern, name)), None)
 
     def config_key(self, dimension: str) -> str:
         """Returns the family's config keys that a dimension comes from."""
         named = self.family.named_by.get(dimension, dimension)
         return " ".join(self.family.keys.get(word, word) for word in named.split(" "))
 
-    def _pattern(self, text: str) -> str:
-        return text.replace("{layers}", str(self.layers))
+    def _matches(self, pattern: str, name: str) -> bool:
+        return re.fullmatch(pattern.replace("{layers}", str(self.layers)), name) is not None
 
     def _name(self, text: str, layer: int | None, expert: int) -> str:
         return self._spell(text).format(layer=layer, expert=expert)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from qconvert.core.encodings import ModelTensor
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.models.architecture import Architecture, FusedParameter, Parameter
+from qconvert.models.architecture import Architecture, Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,11 @@ def _check_complete(architecture: Architecture, parameters: Mapping[str, Paramet
     for name in parameters:
         fused = architecture.fused.get(name)
         if fused is not None:
-            _check_once(fused, parameters)
+            twice = next((p.name for p in fused.members if p.name in parameters), None)
+            if twice is not None:
+                raise CorruptCheckpoint(
+                    f"{name}: stored beside {twice}, which it contains", "remove one of the two"
+                )
             covered.update(p.name for p in fused.members)
     native = {p.name: name for name, e in architecture.fused.items() if e.fusion.native for p in e.members}
     for name, parameter in architecture.parameters.items():
@@ -122,12 +126,4 @@ def _check_complete(architecture: Architecture, parameters: Mapping[str, Paramet
             + (f" ({_layer_keys(architecture)})" if parameter.layer is not None else "")
             + (f" ({architecture.family.tied_by} is not true)" if parameter.role == "lm_head" else ""),
             "download the missing shard, or correct config.json",
-        )
-
-
-def _check_once(fused: FusedParameter, parameters: Mapping[str, Parameter]) -> None:
-    twice = next((p.name for p in fused.members if p.name in parameters), None)
-    if twice is not None:
-        raise CorruptCheckpoint(
-            f"{fused.whole.name}: stored beside {twice}, which it contains", "remove one of the two"
         )

@@ -5,7 +5,7 @@ The names of the family are then checked against the checkpoint like any other's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
@@ -13,7 +13,7 @@ from qconvert.core.dtypes import Json
 from qconvert.errors import BadRecipe
 from qconvert.models.architecture import Architecture
 from qconvert.models.families import FAMILIES
-from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
+from qconvert.models.parameters import Family, ParameterTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,7 @@ class Declaration:
         for role in self.without:
             _require(role, roles, "architecture: without:")
         kept = [self._renamed(slot) for slot in base.slots if slot.role not in self.without]
+        numbers = {d: int(d) for slot in self.slots for d in slot.shape if d.isdecimal()}
         last = max(i for i, slot in enumerate(kept) if slot.per_layer) + 1
         inner = tuple(slot for slot in self.slots if slot.per_layer)
         outer = tuple(slot for slot in self.slots if not slot.per_layer)
@@ -68,8 +69,8 @@ class Declaration:
             base,
             name=f"declared like {base.name}",
             slots=(*kept[:last], *inner, *kept[last:], *outer),
-            dimensions=_with_numbers(base, self.slots),
-            fusions=tuple(self._renamed_fusion(fusion) for fusion in base.fusions),
+            dimensions=lambda config, layer: {**base.dimensions(config, layer), **numbers},
+            fusions=tuple(replace(f, module=self._rename(f.module)) for f in base.fusions),
             keys={**base.keys, **dict(self.keys)},
             spellings=(),
         )
@@ -79,23 +80,10 @@ class Declaration:
         suffix = slot.suffix if name.endswith(slot.suffix) else ""
         return replace(slot, module=name.removesuffix(suffix), suffix=suffix)
 
-    def _renamed_fusion(self, fusion: Fusion) -> Fusion:
-        return replace(fusion, module=self._rename(fusion.module))
-
     def _rename(self, name: str) -> str:
         for ours, theirs in self.rename:
             name = name.replace(ours, theirs, 1)
         return name
-
-
-def _with_numbers(base: Family, slots: tuple[ParameterTemplate, ...]) -> Callable[[Json, int], Dimensions]:
-    """Returns the family's dimensions, and every literal number in a template's shape."""
-    numbers = {d: int(d) for slot in slots for d in slot.shape if d.isdecimal()}
-
-    def dimensions(config: Json, layer: int) -> Dimensions:
-        return {**base.dimensions(config, layer), **numbers}
-
-    return dimensions
 
 
 def _require(word: str, known: Mapping[str, object] | set[str], where: str) -> str:

@@ -7,7 +7,7 @@ layers are linears unless a part of their name excludes it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 
 from qconvert.core.config_json import MAX_LAYERS
 from qconvert.core.dtypes import Json
@@ -77,22 +77,19 @@ def _slot(pattern: str, shapes: Shapes) -> ParameterTemplate:
     suffix = f".{last}" if dot and last == "weight" else ""
     module = module if suffix else pattern
     sizes = next(iter(shapes.values()))
+    numbered = "{layer}" in pattern or _LAYER.search(pattern)
+    inside = numbered and pattern.endswith(".weight") and all(len(s) == 2 for s in shapes.values())
+    kind: ParameterKind = "linear" if inside and not _EXCLUDED.search(pattern.lower()) else "other"
+    if pattern.endswith("bias"):
+        kind = "bias"
     return ParameterTemplate(
         role=module.replace(".{layer}", ""),
         module=module,
         shape=tuple(f"{pattern} {axis}" for axis in range(len(sizes))),
-        kind=_kind(pattern, shapes.values()),
+        kind=kind,
         only_if=pattern,
         suffix=suffix,
     )
-
-
-def _kind(pattern: str, shapes: Iterable[tuple[int, ...]]) -> ParameterKind:
-    if pattern.endswith("bias"):
-        return "bias"
-    numbered = "{layer}" in pattern or _LAYER.search(pattern)
-    inside = numbered and pattern.endswith(".weight") and all(len(s) == 2 for s in shapes)
-    return "linear" if inside and not _EXCLUDED.search(pattern.lower()) else "other"
 
 
 def _dimensions(found: Mapping[str, Shapes]) -> Callable[[Json, int], Dimensions]:

@@ -126,7 +126,12 @@ def table_of_outputs(
     outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: LayoutTraits = NO_LAYOUT
 ) -> ParameterTable:
     """The table of a plan's outputs, written in a layout."""
-    entries = ((_label(architecture, n), t.shape, t.encoding) for n, t in outputs.items())
+
+    def label(name: str) -> str:
+        parameter = architecture.parameter(name)
+        return _group(parameter) if parameter is not None else architecture.carries(name) or _UNKNOWN
+
+    entries = ((label(name), t.shape, t.encoding) for name, t in outputs.items())
     return _gather(architecture, entries, layout)
 
 
@@ -142,11 +147,6 @@ def _gather(
         groups.setdefault(group, []).append((shape, encoding))
     ordered = sorted(groups, key=lambda group: order.get(group, len(order) + len(group)))
     return ParameterTable(tuple(_row(group, groups[group], layout) for group in ordered))
-
-
-def _label(architecture: Architecture, name: str) -> str:
-    parameter = architecture.parameter(name)
-    return _group(parameter) if parameter is not None else architecture.carries(name) or _UNKNOWN
 
 
 def _group(parameter: Parameter) -> str:

@@ -83,12 +83,6 @@ class Fusion:
         return tuple(part.replace("{expert}.", "") for part in self.members)
 
 
-def _mlx_stack(slot: ParameterTemplate, module: str) -> Fusion:
-    before, name = slot.module.split("experts.{expert}")[0], slot.role.rsplit(".", 1)[1]
-    role = slot.role.replace("{expert}.", "")
-    return Fusion(role, f"{before}{module}.{name}_proj", (slot.role,), layout="mlx")
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """The declaration of models built alike.
@@ -129,7 +123,12 @@ class Family:
     @property
     def mlx_stacks(self) -> tuple[Fusion, ...]:
         """The experts of a layer in mlx-lm's files: a stack for each projection (`SwitchGLU`)."""
-        return tuple(_mlx_stack(slot, self.mlx_experts) for slot in self.slots if slot.per_expert)
+        stacks = []
+        for slot in filter(lambda slot: slot.per_expert, self.slots):
+            before, role = slot.module.split("experts.{expert}")[0], slot.role.replace("{expert}.", "")
+            module = f"{before}{self.mlx_experts}.{role.rsplit('.', 1)[1]}_proj"
+            stacks.append(Fusion(role, module, (slot.role,), layout="mlx"))
+        return tuple(stacks)
 
     @property
     def native_fused(self) -> bool:

@@ -125,15 +125,11 @@ def read_rope(settings: Json, *, interleaved: bool = False) -> Rope:
     context = settings.get("max_position_embeddings")
     length = settings.get("original_max_position_embeddings")
     length = length or fields.get("original_max_position_embeddings")
-    completed = {
-        **fields,
-        "max_position_embeddings": context,
-        "original_max_position_embeddings": length or context,
-    }
+    lengths = {"max_position_embeddings": context, "original_max_position_embeddings": length or context}
     share = _positive({**settings, **fields}, "partial_rotary_factor", 1.0)
     if share > 1:
         raise CorruptCheckpoint(f"config.json: partial_rotary_factor is {share}, more than a whole head")
-    return Rope(theta, _SCALINGS[kind](completed), share, interleaved)
+    return Rope(theta, _SCALINGS[kind]({**fields, **lengths}), share, interleaved)
 
 
 def _positive(fields: Json, key: str, default: float | None = None) -> float:

@@ -10,21 +10,18 @@ from qconvert.models.parameters import Family
 
 def markdown() -> str:
     """Returns the table as Markdown lines, without a final newline."""
-    head = [
+    lines = [
         "| family | `model_type` | GGUF | its class stores fused | `fuse` can make | remarks |",
         "|---|---|---|---|---|---|",
     ]
-    return "\n".join([*head, *(_row(family) for family in FAMILIES)])
-
-
-def _row(family: Family) -> str:
-    types = ", ".join(f"`{name}`" for name in family.model_types)
-    native, possible = _modules(family, native=True), _modules(family, native=False)
-    return f"| {family.name} | {types} | {_gguf(family)} | {native} | {possible} | {family.note} |"
+    for family in FAMILIES:
+        types = ", ".join(f"`{name}`" for name in family.model_types)
+        native, possible = _modules(family, native=True), _modules(family, native=False)
+        lines.append(f"| {family.name} | {types} | {_gguf(family)} | {native} | {possible} | {family.note} |")
+    return "\n".join(lines)
 
 
 def _gguf(family: Family) -> str:
-    """Returns llama.cpp's names of a family, or why it has none."""
     found = [MODELS.get(name) for name in family.model_types]
     names = dict.fromkeys(f"`{model.arch}`" for model in found if isinstance(model, GGUFModel))
     reasons = dict.fromkeys(model.reason for model in found if isinstance(model, NoGraph))

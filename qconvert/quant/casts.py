@@ -53,7 +53,11 @@ def cast(block: DenseRows, dtype: DType) -> tuple[DenseRows, int]:
     rows_RI = np.empty(block.rows_RI.shape, dtype.carrier)
     overflow = 0
     for stored, rounded in zip(_pieces(block.rows_RI), _pieces(rows_RI), strict=True):
-        rounded[:] = _rounded(_numbers(stored, block.dtype), dtype)
+        numbers = _numbers(stored, block.dtype)
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded[:] = (
+                _to_bfloat16(numbers) if dtype is DType.BF16 else numbers.astype(dtype.carrier, copy=False)
+            )
         infinite = np.count_nonzero(_nonfinite(rounded, dtype))
         if infinite:
             overflow += infinite - np.count_nonzero(_nonfinite(stored, block.dtype))
@@ -118,7 +122,6 @@ def _difference(a: np.ndarray, b: np.ndarray) -> Difference:
 
 
 def _pieces(rows_RI: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields consecutive flat views of at most `_PIECE` elements."""
     flat = np.ascontiguousarray(rows_RI).reshape(-1)
     for start in range(0, flat.size, _PIECE):
         yield flat[start : start + _PIECE]
@@ -140,7 +143,6 @@ def _magnitudes(stored: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def _number(bits: int, dtype: DType) -> float:
-    """Returns the number with these bits."""
     stored = np.array([bits], f"<u{dtype.nbytes}").view(dtype.carrier)
     return float(_numbers(stored, dtype)[0])
 
@@ -152,14 +154,6 @@ def _numbers(stored: np.ndarray, dtype: DType) -> np.ndarray:
     bits = stored.astype(np.uint32)
     bits <<= 16
     return bits.view(np.float32)
-
-
-def _rounded(numbers: np.ndarray, dtype: DType) -> np.ndarray:
-    """Returns the numbers in the carrier type of `dtype`."""
-    if dtype is DType.BF16:
-        return _to_bfloat16(numbers)
-    with np.errstate(over="ignore", invalid="ignore"):
-        return numbers.astype(dtype.carrier, copy=False)
 
 
 def _to_bfloat16(numbers: np.ndarray) -> np.ndarray:

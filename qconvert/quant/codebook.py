@@ -41,15 +41,6 @@ def _e5m2() -> np.ndarray:
     return table
 
 
-def _e8m0() -> np.ndarray:
-    return np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan)).astype(np.float32)
-
-
-def _fp4() -> np.ndarray:
-    positive = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
-    return np.concatenate([positive, 0 - positive])  # both zeros are positive
-
-
 # Quantiles of the normal distribution, the same number of them on each side of an exact zero.
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -58,17 +49,20 @@ _NF4 = (
     0.7229568362236023, 1.0,
 )  # fmt: skip
 
+_POSITIVE_FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
+
 TABLES: Mapping[str, np.ndarray] = MappingProxyType(
     {
         "e2m1": _small_float(2, 1, 1),
         "e4m3": _e4m3(),
         "e5m2": _e5m2(),
         "nf4": np.array(_NF4, np.float32),
-        "fp4": _fp4(),
+        "fp4": np.concatenate([_POSITIVE_FP4, 0 - _POSITIVE_FP4]),  # both zeros are positive
         "int8": np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32),
     }
 )
-_SCALES = {DType.F8_E8M0: _e8m0(), DType.F8_E4M3: TABLES["e4m3"]}
+_E8M0 = np.append(np.ldexp(np.float32(1), np.arange(-127, 128)), np.float32(np.nan)).astype(np.float32)
+_SCALES = {DType.F8_E8M0: _E8M0, DType.F8_E4M3: TABLES["e4m3"]}
 
 
 def wide(array: np.ndarray, dtype: DType) -> np.ndarray:

@@ -59,7 +59,10 @@ def encode(
     table = _table(encoding.table, rounding, encoding.scale_dtype)
     size = encoding.group_size or width
     tally = codebook_kernels.encode_groups(words_RI, size, factors_RG, divide, steps_RG, table, codes_RI)
-    return CodebookRows(codes_RI, scales_RG, encoding, divisor), _error(block, tally)
+    squared_error, squares, largest, steps = tally.tolist()
+    nonfinite = first_nonfinite(block)
+    lost = QuantError(squared_error, squares, largest, steps, block.rows_RI.size, nonfinite)
+    return CodebookRows(codes_RI, scales_RG, encoding, divisor), lost
 
 
 def needs_whole(encoding: Codebook) -> bool:
@@ -68,10 +71,7 @@ def needs_whole(encoding: Codebook) -> bool:
 
 
 def peaks(block: DenseRows, encoding: Codebook) -> np.ndarray:
-    """The largest magnitude of every block of `encoding.group_rows` rows (None: all) and
-    `encoding.group_size`
-    columns, float32 [blocks of rows, groups]; not of numbers that are none.
-    """
+    """The largest magnitude (NaN aside) in every block of an encoding, float32 [blocks of rows, groups]."""
     words_RI, _ = as_kernels_read(block)
     rows, width = words_RI.shape
     per = encoding.group_rows or max(1, rows)
@@ -83,7 +83,6 @@ def peaks(block: DenseRows, encoding: Codebook) -> np.ndarray:
 def _scales(
     peaks_BG: np.ndarray, encoding: Codebook, dtype: DType, rounding: RoundingRules, whole: float | None
 ) -> tuple[np.ndarray, float | None]:
-    """The stored scales of blocks with these largest magnitudes, and what they are divided by."""
     if encoding.table == "e4m3":
         scales_BG = peaks_BG / E4M3_MAX
         if rounding.rounds_scales:
@@ -98,9 +97,8 @@ def _scales(
         return _nearest_float8(peaks_BG / E2M1_MAX), None
     assert whole is not None
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        over = _rounded(
-            np.full((1, 1), 1 / np.float32(whole)), dtype
-        )  # torch divides a number by a tensor so
+        # So does torch divide a number by a tensor.
+        over = _rounded(np.full((1, 1), 1 / np.float32(whole)), dtype)
         divisor = _rounded(E4M3_MAX * E2M1_MAX * over, dtype)[0, 0]
     if not np.isfinite(divisor):
         divisor = np.float32(1)
@@ -170,16 +168,3 @@ def _nearest_float8(numbers_RG: np.ndarray) -> np.ndarray:
         np.ascontiguousarray(numbers_RG), width, ones_R1, False, ones_R1, table, codes_RG
     )
     return codes_RG
-
-
-def _error(block: DenseRows, tally: np.ndarray) -> QuantError:
-    squared_error, squares, largest, steps = (float(number) for number in tally)
-    return QuantError(
-        sum_sq_error=squared_error,
-        sum_sq=squares,
-        max_abs=largest,
-        max_steps=steps,
-        count=block.rows_RI.size,
-        nonfinite=first_nonfinite(block),
-        overflow=0,
-    )

@@ -62,7 +62,6 @@ def zeros_of(value: AffineIntRows) -> np.ndarray:
 
 
 def _dequantize_act_order(value: AffineIntRows) -> np.ndarray:
-    """Dequantizes act-order columns: every column has the scale and zero point of its own group."""
     scales_RG = wide(value.scales_RG, value.encoding.scale_dtype)
     zeros_RI = zeros_of(value)[:, value.groups_I].astype(np.float32)
     weights_RI: np.ndarray = (codes_of(value).astype(np.float32) - zeros_RI) * scales_RG[:, value.groups_I]

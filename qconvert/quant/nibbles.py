@@ -6,9 +6,7 @@ import numpy as np
 
 
 def pack_nibbles(codes_RI: np.ndarray, *, high_first: bool = False) -> np.ndarray:
-    """Packs uint8 codes [rows, width], width even, to bytes [rows, width / 2]; the first code is the low
-    nibble.
-    """
+    """Packs uint8 codes [rows, width], width even, to bytes [rows, width / 2], the first code low."""
     first, second = codes_RI[:, 0::2], codes_RI[:, 1::2]
     low, high = (second, first) if high_first else (first, second)
     packed: np.ndarray = low | (high << 4)

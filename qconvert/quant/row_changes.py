@@ -14,44 +14,29 @@ from qconvert.core.values import DenseRows
 from qconvert.quant.casts import cast
 
 
-def _plus_one(rows_RI: np.ndarray) -> np.ndarray:
-    """Adds 1 to a norm used as `1 + weight` (Gemma's), for a graph that multiplies by `weight`."""
-    changed_RI: np.ndarray = rows_RI + np.float32(1)
-    return changed_RI
-
-
 def _unit_rows(rows_RI: np.ndarray) -> np.ndarray:
     """Normalizes rows to length 1 (Baichuan 2's head), as torch.nn.functional.normalize with its epsilon."""
     lengths_R = np.sqrt((rows_RI.astype(np.float64) ** 2).sum(axis=1, keepdims=True))
     return np.asarray(rows_RI / np.maximum(lengths_R, 1e-12).astype(np.float32))
 
 
-def _minus_exp(rows_RI: np.ndarray) -> np.ndarray:
-    """Returns a decay rate from its stored logarithm (A_log of Mamba and DeltaNet)."""
-    changed_RI: np.ndarray = -np.exp(rows_RI)
-    return changed_RI
-
-
-def _minus_one(rows_RI: np.ndarray) -> np.ndarray:
-    """Undoes `_plus_one`, up to low bits of small weights, which the sum rounds away."""
-    changed_RI: np.ndarray = rows_RI - np.float32(1)
-    return changed_RI
-
-
 def _log_minus(rows_RI: np.ndarray) -> np.ndarray:
-    """Undoes `_minus_exp`, rounded once from float64; numbers that are not negative become NaN or Inf."""
+    """Undoes "minus_exp", rounded once from float64; numbers that are not negative become NaN or Inf."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.log(-rows_RI.astype(np.float64)), np.float32)
 
 
 CHANGES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "plus_one": _plus_one,
+    # A norm used as `1 + weight` (Gemma's), for a graph that multiplies by `weight`.
+    "plus_one": lambda rows_RI: rows_RI + np.float32(1),
     "unit_rows": _unit_rows,
-    "minus_exp": _minus_exp,
+    # A decay rate from its stored logarithm (A_log of Mamba and DeltaNet).
+    "minus_exp": lambda rows_RI: -np.exp(rows_RI),
 }
-# Rows of length 1 are kept: a model that normalizes them computes the same.
+# Rows of length 1 are kept: a model that normalizes them computes the same. The sum with 1 has rounded away
+# low bits of small weights.
 INVERSES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "plus_one": _minus_one,
+    "plus_one": lambda rows_RI: rows_RI - np.float32(1),
     "unit_rows": lambda rows_RI: rows_RI,
     "minus_exp": _log_minus,
 }

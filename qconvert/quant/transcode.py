@@ -19,9 +19,7 @@ from qconvert.quant.packed_codes import codes_of
 
 
 def to_mins(value: AffineIntRows) -> tuple[AffineMinRows, float]:
-    """Converts zero points to mins, `-zero * scale` rounded to the scales' dtype; returns the largest error
-    in steps with them.
-    """
+    """Converts zero points to mins, rounded to the scales' dtype; returns the largest error in steps too."""
     encoding = value.encoding
     assert not encoding.act_order
     group = encoding.group_size or value.width
@@ -34,9 +32,7 @@ def to_mins(value: AffineIntRows) -> tuple[AffineMinRows, float]:
 
 
 def to_zeros(value: AffineMinRows) -> tuple[AffineIntRows, float]:
-    """Converts mins to the nearest zero points in the range of the codes; returns the largest error in steps
-    with them.
-    """
+    """Converts mins to the nearest zero points among the codes; returns the largest error in steps too."""
     encoding = value.encoding
     scales_RG = wide(value.scales_RG, encoding.scale_dtype)
     mins_RG = wide(value.mins_RG, encoding.scale_dtype)

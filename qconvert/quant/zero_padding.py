@@ -29,7 +29,9 @@ def zero_rows(row: Value, count: int) -> Value:
     blank: Value
     match row:
         case DenseRows() | GgmlRows():
-            return row.with_arrays(tuple(_blank(array, (count, array.shape[1])) for array in row.arrays))
+            return row.with_arrays(
+                tuple(np.zeros((count, array.shape[1]), array.dtype) for array in row.arrays)
+            )
         case AffineMinRows():
             blank = replace(row, codes_RX=np.zeros_like(row.codes_RX), mins_RG=np.zeros_like(row.mins_RG))
         case AffineIntRows():
@@ -46,7 +48,9 @@ def pad_columns(value: Value, width: int) -> Value:
     rows, have = value.rows, value.width
     match value:
         case DenseRows():
-            return value.with_arrays((_append(value.rows_RI, _blank(value.rows_RI, (rows, width - have))),))
+            return value.with_arrays(
+                (_append(value.rows_RI, np.zeros((rows, width - have), value.rows_RI.dtype)),)
+            )
         case GgmlRows():
             raise AssertionError("blocks are not padded")
         case AffineMinRows():
@@ -54,7 +58,9 @@ def pad_columns(value: Value, width: int) -> Value:
             return AffineMinRows(
                 _append(codes_of(value), np.zeros((rows, width - have), np.uint8)),
                 _repeat_last(value.scales_RG, groups),
-                _append(value.mins_RG, _blank(value.mins_RG, (rows, groups - value.mins_RG.shape[1]))),
+                _append(
+                    value.mins_RG, np.zeros((rows, groups - value.mins_RG.shape[1]), value.mins_RG.dtype)
+                ),
                 value.encoding,
             )
         case AffineIntRows():
@@ -92,10 +98,6 @@ def _zero_codes(value: AffineIntRows, width: int) -> np.ndarray:
 def _zero_code(value: CodebookRows) -> int:
     """Returns the first code of a table whose value is 0."""
     return int(np.flatnonzero(TABLES[value.encoding.table] == 0)[0])
-
-
-def _blank(like: np.ndarray, shape: tuple[int, int]) -> np.ndarray:
-    return np.zeros(shape, like.dtype)
 
 
 def _append(array: np.ndarray, more: np.ndarray) -> np.ndarray:

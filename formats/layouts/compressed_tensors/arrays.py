@@ -49,20 +49,12 @@ class EightBits:
         return isinstance(encoding, AffineInt) and encoding.bits == 8
 
 
-def _runs_over_words(encoding: Quantized) -> bool:
-    return isinstance(encoding, AffineInt) and encoding.bits in (3, 5, 6, 7)
-
-
 def _misread_by_mlx(encoding: Quantized) -> bool:
     if isinstance(encoding, Codebook):
         return encoding.bits != 4
     return not isinstance(encoding, AffineInt) or (
         (encoding.bits, encoding.group_size, encoding.symmetric) != (4, 32, True)
     )
-
-
-def _asymmetric(encoding: Quantized) -> bool:
-    return isinstance(encoding, AffineInt) and not encoding.symmetric
 
 
 _E4M3, _E2M1 = Codebook("e4m3", None, DType.BF16, DType.BF16), Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
@@ -90,7 +82,7 @@ TRAITS = LayoutTraits(
             "warning",
             "{bits}-bit codes run over words: readers before compressed-tensors 0.18 misread them",
             "4 or 8 bits are read by all",
-            _runs_over_words,
+            lambda e: isinstance(e, AffineInt) and e.bits in (3, 5, 6, 7),
         ),
         LoaderLimit(
             ("mlx",),
@@ -104,7 +96,7 @@ TRAITS = LayoutTraits(
             "warning",
             "transformers fails on packed zero points",
             "load with CompressedTensorsConfig(dequantize=True)",
-            _asymmetric,
+            lambda e: isinstance(e, AffineInt) and not e.symmetric,
         ),
     ),
 )
@@ -125,9 +117,7 @@ UNPACKED_TRAITS = replace(
 
 
 class CompressedTensors(PassThrough[AffineInt | Codebook, AffineIntRows | CodebookRows]):
-    """Stores integers packed into words, but those of the `loose` encodings with a byte for each code, and
-    small floats.
-    """
+    """Stores integers packed into words, those of `loose` encodings a byte each; and small floats."""
 
     traits = TRAITS
 
@@ -219,7 +209,6 @@ class CompressedTensors(PassThrough[AffineInt | Codebook, AffineIntRows | Codebo
         return unpack_rows(packed, bits, stop - aligned)[start - aligned :]
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """What config.json says about modules of these encodings (see `quantization_config`)."""
         return {"quantization_config": quantization_config(quantized, kept, self.loose)}
 
 

@@ -62,7 +62,7 @@ def quantization_config(
         "version": LIBRARY_VERSION,
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
-        "ignore": _numbered(ignore) if len(ignore) > 8 else ignore,
+        "ignore": patterns(ignore) if len(ignore) > 8 else ignore,
         "config_groups": groups,
     }
 
@@ -87,7 +87,6 @@ def _weights_args(encoding: Quantized) -> Json:
 
 
 def _float_args(encoding: Codebook) -> Json:
-    """What float weights say about their scales."""
     if encoding.group_rows is None:
         return {"strategy": "tensor", "group_size": None}
     if encoding.group_rows > 1:
@@ -117,12 +116,10 @@ def _activations(encoding: Quantized, loose: Container[AffineInt]) -> Json | Non
 
 
 def patterns(modules: Iterable[str]) -> list[str]:
-    """Regular expressions (`re:` targets) that match exactly these modules, layers gathered."""
-    return _numbered(list(modules))
+    """Regular expressions (`re:` targets) that match exactly these modules.
 
-
-def _numbered(modules: list[str]) -> list[str]:
-    """Modules that differ only in their first number share one pattern that lists the numbers."""
+    Modules that differ only in their first number share one pattern that lists the numbers.
+    """
     gathered: dict[tuple[str, str], list[str]] = {}
     plain: list[str] = []
     for module in modules:

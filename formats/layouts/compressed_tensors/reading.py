@@ -147,7 +147,12 @@ def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> 
     elif scale.shape == (*weight.shape[:-1], 1):
         encoding = Codebook("e4m3", None, scale.dtype, DType.BF16)
     else:
-        fitting = [b for b in _blocks(quantization) if scale.shape == _cells(weight.shape, b)]
+
+        def cells(block: list[int]) -> tuple[int, ...]:
+            sides = zip(weight.shape[-2:], block, strict=True)
+            return (*weight.shape[:-2], *(-(-size // side) for size, side in sides))
+
+        fitting = [b for b in _blocks(quantization) if scale.shape == cells(b)]
         if not fitting:
             raise CorruptCheckpoint(
                 f"{scale.name}: {list(scale.shape)} scales are neither one per tensor, row, nor block of "
@@ -158,13 +163,7 @@ def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> 
     return check_parts(CompressedTensors(), ModelTensor(base, weight.shape, encoding), source)
 
 
-def _cells(shape: tuple[int, ...], block: list[int]) -> tuple[int, ...]:
-    cells = (-(-size // side) for size, side in zip(shape[-2:], block, strict=True))
-    return (*shape[:-2], *cells)
-
-
 def _four_bit_floats(base: str, source: Source) -> ModelTensor:
-    """MXFP4 or NVFP4, told apart by the type of their scales."""
     packed = source.specs[f"{base}_packed"]
     scale = require(source, f"{base}_scale", f"{packed.name} is there")
     if base in source.specs:
@@ -198,8 +197,7 @@ def _logical(base: str, source: Source, declared: set[int]) -> ModelTensor:
     stored = part(source, f"{base}_shape", f"{packed.name} is there", dims=(1,), dtypes=(DType.I64,))
     if stored.count not in (2, 3):
         raise CorruptCheckpoint(
-            f"{base}_shape: not two int64 numbers, nor three of a stack of experts",
-            APART,
+            f"{base}_shape: not two int64 numbers, nor three of a stack of experts", APART
         )
     shape = _stored_shape(base, source, packed, declared)
     bits = _bits(packed, shape, declared)
@@ -232,8 +230,7 @@ def _bits(packed: TensorSpec, shape: tuple[int, ...], declared: set[int]) -> int
     if len(agreed) != 1:
         found = " or ".join(map(str, sorted(agreed))) or "no number of"
         raise CorruptCheckpoint(
-            f"{packed.name}: {list(packed.shape)} holds {found} bits for each weight of {list(shape)}",
-            APART,
+            f"{packed.name}: {list(packed.shape)} holds {found} bits for each weight of {list(shape)}", APART
         )
     return agreed.pop()
 
@@ -243,7 +240,6 @@ def _encoding(bits: int, shape: tuple[int, ...], scale: TensorSpec, *, symmetric
     groups = scale.shape[-1] if len(scale.shape) in (2, 3) else 0
     if min(shape) < 1 or groups < 1 or width % groups or not scale.dtype.is_float:
         raise CorruptCheckpoint(
-            f"{scale.name}: {scale.dtype.label} {list(scale.shape)} fits no {list(shape)} weight",
-            APART,
+            f"{scale.name}: {scale.dtype.label} {list(scale.shape)} fits no {list(shape)} weight", APART
         )
     return AffineInt(bits, None if groups == 1 else width // groups, symmetric, scale.dtype)

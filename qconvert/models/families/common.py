@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from qconvert.core.config_json import count, divided, optional_int, positive_int, whole_numbers
 from qconvert.core.dtypes import Json
@@ -22,14 +22,37 @@ EXPERT_STACKS = (
     Fusion("mlp.experts.down", LAYER + "mlp.experts.down_proj", ("mlp.experts.{expert}.down",), suffix=""),
 )
 
-EMBED = ParameterTemplate("embed", "model.embed_tokens", ("vocab", "hidden"), "embedding")
-FINAL_NORM = ParameterTemplate("final_norm", "model.norm", ("hidden",), "norm")
-LM_HEAD = ParameterTemplate("lm_head", "lm_head", ("vocab", "hidden"))
-ATTN_NORM = ParameterTemplate("attn.norm", LAYER + "input_layernorm", ("hidden",), "norm")
-MLP_NORM = ParameterTemplate("mlp.norm", LAYER + "post_attention_layernorm", ("hidden",), "norm")
-Q_NORM = ParameterTemplate("attn.q_norm", LAYER + "self_attn.q_norm", ("head_dim",), "norm")
-K_NORM = ParameterTemplate("attn.k_norm", LAYER + "self_attn.k_norm", ("head_dim",), "norm")
-ROUTER = ParameterTemplate("mlp.router", LAYER + "mlp.gate", ("experts", "hidden"), "router")
+
+def norm(
+    role: str, module: str, size: str = "hidden", *, bias: bool = False, only_if: str | None = None
+) -> ParameterTemplate:
+    """Returns the template of a norm over `size` elements."""
+    return ParameterTemplate(role, module, (size,), "norm", bias, only_if)
+
+
+def embedding(module: str) -> ParameterTemplate:
+    """Returns the template of the embedding of tokens."""
+    return ParameterTemplate("embed", module, ("vocab", "hidden"), "embedding")
+
+
+def head(module: str) -> ParameterTemplate:
+    """Returns the template of the head."""
+    return ParameterTemplate("lm_head", module, ("vocab", "hidden"))
+
+
+def router(module: str, *, bias: bool = False) -> ParameterTemplate:
+    """Returns the template of the linear that chooses experts."""
+    return ParameterTemplate("mlp.router", module, ("experts", "hidden"), "router", bias)
+
+
+EMBED = embedding("model.embed_tokens")
+FINAL_NORM = norm("final_norm", "model.norm")
+LM_HEAD = head("lm_head")
+ATTN_NORM = norm("attn.norm", LAYER + "input_layernorm")
+MLP_NORM = norm("mlp.norm", LAYER + "post_attention_layernorm")
+Q_NORM = norm("attn.q_norm", LAYER + "self_attn.q_norm", "head_dim")
+K_NORM = norm("attn.k_norm", LAYER + "self_attn.k_norm", "head_dim")
+ROUTER = router(LAYER + "mlp.gate")
 
 ROTARY_BUFFERS = (
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",
@@ -50,15 +73,23 @@ NAMED_BY = {
 
 
 def attention(
-    *, qkv_bias: bool | str = False, o_bias: bool | str = False, layer: str = LAYER
+    module: str = LAYER + "self_attn.",
+    names: tuple[str, str, str, str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
+    *,
+    qkv_bias: bool | str = False,
+    o_bias: bool | str = False,
 ) -> tuple[ParameterTemplate, ...]:
-    """Returns separate q, k, v and output projections, with Llama's names."""
+    """Returns separate q, k, v and output projections."""
+    q, k, v, o = names
     return (
-        ParameterTemplate("attn.q", layer + "self_attn.q_proj", ("q_rows", "hidden"), bias=qkv_bias),
-        ParameterTemplate("attn.k", layer + "self_attn.k_proj", ("kv_rows", "hidden"), bias=qkv_bias),
-        ParameterTemplate("attn.v", layer + "self_attn.v_proj", ("kv_rows", "hidden"), bias=qkv_bias),
-        ParameterTemplate("attn.o", layer + "self_attn.o_proj", ("hidden", "q_rows"), bias=o_bias),
+        ParameterTemplate("attn.q", module + q, ("q_rows", "hidden"), bias=qkv_bias),
+        ParameterTemplate("attn.k", module + k, ("kv_rows", "hidden"), bias=qkv_bias),
+        ParameterTemplate("attn.v", module + v, ("kv_rows", "hidden"), bias=qkv_bias),
+        ParameterTemplate("attn.o", module + o, ("hidden", "q_rows"), bias=o_bias),
     )
+
+
+BIASED_ATTENTION = attention(qkv_bias="attention_bias", o_bias="attention_bias")
 
 
 def gated_mlp(
@@ -86,6 +117,15 @@ def experts(
 ) -> tuple[ParameterTemplate, ...]:
     """Returns one gated block for each expert of a layer."""
     return gated_mlp(module, "mlp.experts.{expert}.", "expert_rows", names, bias=bias)
+
+
+def decoder(
+    attention: Iterable[ParameterTemplate],
+    mlp: Iterable[ParameterTemplate],
+    mlp_norm: ParameterTemplate = MLP_NORM,
+) -> tuple[ParameterTemplate, ...]:
+    """Returns a decoder of these two blocks in every layer, with Llama's norm before each."""
+    return (EMBED, ATTN_NORM, *attention, mlp_norm, *mlp, FINAL_NORM, LM_HEAD)
 
 
 def attention_dimensions(config: Json) -> dict[str, int]:

@@ -10,44 +10,23 @@ from dataclasses import replace
 
 from qconvert.core.config_json import count, flag, optional_int, positive_int
 from qconvert.core.dtypes import Json
-from qconvert.models.families.common import (
-    ATTN_NORM,
-    EMBED,
-    EXPERT_STACKS,
-    FINAL_NORM,
-    GATE_UP,
-    K_NORM,
-    LAYER,
-    LM_HEAD,
-    MLP_NORM,
-    NAMED_BY,
-    Q_NORM,
-    QKV,
-    ROUTER,
-    attention,
-    attention_dimensions,
-    experts,
-    gated_mlp,
-    sparse_dimensions,
-)
+from qconvert.models.families import common as c
 from qconvert.models.families.llama import MISTRAL
 from qconvert.models.parameters import Dimensions, ParameterTemplate
 
-SHARED_EXPERTS = gated_mlp(LAYER + "mlp.shared_experts.", "mlp.shared.", "shared_rows")
-SPARSE_MLP = (*gated_mlp(), ROUTER, *experts(), *SHARED_EXPERTS)
+SHARED_EXPERTS = c.gated_mlp(c.LAYER + "mlp.shared_experts.", "mlp.shared.", "shared_rows")
+SPARSE_MLP = (*c.gated_mlp(), c.ROUTER, *c.experts(), *SHARED_EXPERTS)
 
 
 def after_the_first(config: Json, layer: int) -> bool:
     """Applies DeepSeek's rule: dense blocks in the first layers, then experts in every n-th."""
-    return (
-        layer >= count(config, "first_k_dense_replace")
-        and layer % (optional_int(config, "moe_layer_freq") or 1) == 0
-    )
+    step = optional_int(config, "moe_layer_freq") or 1
+    return layer >= count(config, "first_k_dense_replace") and layer % step == 0
 
 
 def deepseek_dimensions(config: Json, layer: int) -> Dimensions:
     """Returns a sparse decoder's dimensions; all shared experts of a layer are one block."""
-    dims = sparse_dimensions(after_the_first)(config, layer)
+    dims = c.sparse_dimensions(after_the_first)(config, layer)
     shared = count(config, "n_shared_experts")
     return {**dims, "shared_rows": shared * dims["expert_rows"]}
 
@@ -57,31 +36,23 @@ DEEPSEEK_MOE = replace(
     name="DeepSeek-MoE",
     model_types=("deepseek",),
     classes=("DeepseekForCausalLM",),
-    slots=(
-        EMBED,
-        ATTN_NORM,
-        *attention(qkv_bias="attention_bias", o_bias="attention_bias"),
-        MLP_NORM,
-        *SPARSE_MLP,
-        FINAL_NORM,
-        LM_HEAD,
-    ),
+    slots=c.decoder(c.BIASED_ATTENTION, SPARSE_MLP),
     dimensions=deepseek_dimensions,
-    named_by={**NAMED_BY, "shared_rows": "n_shared_experts x moe_intermediate_size"},
+    named_by={**c.NAMED_BY, "shared_rows": "n_shared_experts x moe_intermediate_size"},
     keys={"num_experts": "n_routed_experts"},
-    fusions=(QKV, GATE_UP, *EXPERT_STACKS),
+    fusions=(c.QKV, c.GATE_UP, *c.EXPERT_STACKS),
 )
 
-MLA = LAYER + "self_attn."
+MLA = c.LAYER + "self_attn."
 LATENT_ATTENTION = (
     ParameterTemplate("attn.q", MLA + "q_proj", ("full_q_rows", "hidden")),
     ParameterTemplate("attn.q_a", MLA + "q_a_proj", ("q_rank", "hidden"), bias="attention_bias"),
-    ParameterTemplate("attn.q_a_norm", MLA + "q_a_layernorm", ("q_rank",), "norm"),
+    c.norm("attn.q_a_norm", MLA + "q_a_layernorm", "q_rank"),
     ParameterTemplate("attn.q_b", MLA + "q_b_proj", ("latent_q_rows", "q_rank")),
     ParameterTemplate(
         "attn.kv_a", MLA + "kv_a_proj_with_mqa", ("kv_a_rows", "hidden"), bias="attention_bias"
     ),
-    ParameterTemplate("attn.kv_a_norm", MLA + "kv_a_layernorm", ("kv_rank",), "norm"),
+    c.norm("attn.kv_a_norm", MLA + "kv_a_layernorm", "kv_rank"),
     ParameterTemplate("attn.kv_b", MLA + "kv_b_proj", ("kv_b_rows", "kv_rank")),
     ParameterTemplate("attn.o", MLA + "o_proj", ("hidden", "v_rows"), bias="attention_bias"),
 )
@@ -90,9 +61,8 @@ LATENT_ATTENTION = (
 def latent_dimensions(config: Json, layer: int) -> Dimensions:
     """Adds the dimensions of latent attention, with or without a low-rank q, to `deepseek_dimensions`."""
     heads = positive_int(config, "num_attention_heads")
-    plain, rotary, value = (
-        positive_int(config, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    )
+    sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    plain, rotary, value = (positive_int(config, key) for key in sizes)
     q_rank, kv_rank = count(config, "q_lora_rank"), positive_int(config, "kv_lora_rank")
     q_rows = heads * (plain + rotary)
     return {
@@ -112,7 +82,7 @@ DEEPSEEK_V2 = replace(
     name="DeepSeek-V2",
     model_types=("deepseek_v2",),
     classes=("DeepseekV2ForCausalLM",),
-    slots=(EMBED, ATTN_NORM, *LATENT_ATTENTION, MLP_NORM, *SPARSE_MLP, FINAL_NORM, LM_HEAD),
+    slots=c.decoder(LATENT_ATTENTION, SPARSE_MLP),
     dimensions=latent_dimensions,
     named_by={
         **DEEPSEEK_MOE.named_by,
@@ -124,11 +94,11 @@ DEEPSEEK_V2 = replace(
         "kv_b_rows": "num_attention_heads x (qk_nope_head_dim + v_head_dim)",
         "v_rows": "num_attention_heads x v_head_dim",
     },
-    fusions=(GATE_UP, *EXPERT_STACKS),
+    fusions=(c.GATE_UP, *c.EXPERT_STACKS),
 )
 
 ROUTER_CORRECTION = ParameterTemplate(
-    "mlp.router_correction", LAYER + "mlp.gate", ("experts",), "other", suffix=".e_score_correction_bias"
+    "mlp.router_correction", c.LAYER + "mlp.gate", ("experts",), "other", suffix=".e_score_correction_bias"
 )
 
 DEEPSEEK_V3 = replace(
@@ -136,18 +106,8 @@ DEEPSEEK_V3 = replace(
     name="DeepSeek-V3, R1, Kimi-K2",
     model_types=("deepseek_v3", "kimi_k2"),
     classes=("DeepseekV3ForCausalLM",),
-    slots=(
-        EMBED,
-        ATTN_NORM,
-        *LATENT_ATTENTION,
-        MLP_NORM,
-        *gated_mlp(),
-        ROUTER,
-        ROUTER_CORRECTION,
-        *experts(),
-        *SHARED_EXPERTS,
-        FINAL_NORM,
-        LM_HEAD,
+    slots=c.decoder(
+        LATENT_ATTENTION, (*c.gated_mlp(), c.ROUTER, ROUTER_CORRECTION, *c.experts(), *SHARED_EXPERTS)
     ),
     carried={r"model\.layers\.{layers}\..*": "next-token prediction"},
 )
@@ -158,25 +118,16 @@ GLM4_MOE = replace(
     name="GLM-4.5, 4.6, 4.7",
     model_types=("glm4_moe",),
     classes=("Glm4MoeForCausalLM",),
-    slots=(
-        EMBED,
-        ATTN_NORM,
-        *attention(qkv_bias="attention_bias"),
-        replace(Q_NORM, only_if="qk_norm"),
-        replace(K_NORM, only_if="qk_norm"),
-        MLP_NORM,
-        *gated_mlp(),
-        ROUTER,
-        ROUTER_CORRECTION,
-        *experts(),
-        *SHARED_EXPERTS,
-        FINAL_NORM,
-        LM_HEAD,
+    slots=c.decoder(
+        (
+            *c.attention(qkv_bias="attention_bias"),
+            *(replace(norm, only_if="qk_norm") for norm in (c.Q_NORM, c.K_NORM)),
+        ),
+        (*c.gated_mlp(), c.ROUTER, ROUTER_CORRECTION, *c.experts(), *SHARED_EXPERTS),
     ),
-    dimensions=lambda config, layer: {
-        **deepseek_dimensions(config, layer),
-        "qk_norm": flag(config, "use_qk_norm"),
-    },
+    dimensions=lambda config, layer: (
+        {**deepseek_dimensions(config, layer), "qk_norm": flag(config, "use_qk_norm")}
+    ),
     defaults={"n_shared_experts": 1, "first_k_dense_replace": 1},
     carried={r"model\.layers\.{layers}\..*": "next-token prediction"},
 )
@@ -185,7 +136,7 @@ GLM4_MOE = replace(
 def gpt_oss_dimensions(config: Json, layer: int) -> Dimensions:
     """Returns gpt-oss's dimensions: every layer has experts, of width `intermediate_size`."""
     return {
-        **attention_dimensions(config),
+        **c.attention_dimensions(config),
         "heads": positive_int(config, "num_attention_heads"),
         "experts": positive_int(config, "num_local_experts"),
         "expert_rows": positive_int(config, "intermediate_size"),
@@ -195,30 +146,26 @@ def gpt_oss_dimensions(config: Json, layer: int) -> Dimensions:
 # The class has [experts, in, out] parameters with the columns of gate and up interleaved. The names of single
 # experts are llm-compressor's (its pull request 3100).
 GPT_OSS_STACKS = tuple(
-    replace(stack, native=True, transposed=True, bias_suffix="_bias", interleaved=stack is EXPERT_STACKS[0])
-    for stack in EXPERT_STACKS
+    replace(stack, native=True, transposed=True, bias_suffix="_bias", interleaved=stack is c.EXPERT_STACKS[0])
+    for stack in c.EXPERT_STACKS
 )
 GPT_OSS = replace(
     MISTRAL,
     name="gpt-oss",
     model_types=("gpt_oss",),
     classes=("GptOssForCausalLM",),
-    slots=(
-        EMBED,
-        ATTN_NORM,
-        *attention(qkv_bias="attention_bias", o_bias="attention_bias"),
-        ParameterTemplate("attn.sinks", LAYER + "self_attn.sinks", ("heads",), "other", suffix=""),
-        MLP_NORM,
-        ParameterTemplate("mlp.router", LAYER + "mlp.router", ("experts", "hidden"), "router", bias=True),
-        *experts(bias=True),
-        FINAL_NORM,
-        LM_HEAD,
+    slots=c.decoder(
+        (
+            *c.BIASED_ATTENTION,
+            ParameterTemplate("attn.sinks", c.LAYER + "self_attn.sinks", ("heads",), "other", suffix=""),
+        ),
+        (c.router(c.LAYER + "mlp.router", bias=True), *c.experts(bias=True)),
     ),
     dimensions=gpt_oss_dimensions,
-    named_by={**NAMED_BY, "experts": "num_local_experts", "expert_rows": "intermediate_size"},
+    named_by={**c.NAMED_BY, "experts": "num_local_experts", "expert_rows": "intermediate_size"},
     defaults={"attention_bias": True, "head_dim": 64},
     keys={"num_experts": "num_local_experts"},
-    fusions=(QKV, *GPT_OSS_STACKS),
+    fusions=(c.QKV, *GPT_OSS_STACKS),
     mlx_experts="experts",
     note="experts are stored [in, out], columns of gate and up in turns; quantized, each is a linear",
 )

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from qconvert.core.config_json import flag, positive_int
 from qconvert.core.dtypes import Json
+from qconvert.models.families import common as c
 from qconvert.models.parameters import Dimensions, Family, ParameterTemplate
 
 BERT_LAYER = "bert.encoder.layer.{layer}."
 EMBEDDINGS = "bert.embeddings."
+BERT_SIZES = {
+    "vocab": "vocab_size",
+    "hidden": "hidden_size",
+    "intermediate": "intermediate_size",
+    "positions": "max_position_embeddings",
+    "types": "type_vocab_size",
+}
 
 
 def bert_dimensions(config: Json, layer: int) -> Dimensions:
@@ -21,11 +29,7 @@ def bert_dimensions(config: Json, layer: int) -> Dimensions:
     classes = config.get("architectures") or ["BertModel"]
     masked = any(name in ("BertForMaskedLM", "BertForPreTraining") for name in classes)
     return {
-        "vocab": positive_int(config, "vocab_size"),
-        "hidden": positive_int(config, "hidden_size"),
-        "intermediate": positive_int(config, "intermediate_size"),
-        "positions": positive_int(config, "max_position_embeddings"),
-        "types": positive_int(config, "type_vocab_size"),
+        **{name: positive_int(config, key) for name, key in BERT_SIZES.items()},
         "two": 2,
         "masked_head": masked,
         "pooler": classes != ["BertForMaskedLM"] and flag(config, "add_pooling_layer", default=True),
@@ -38,20 +42,18 @@ BERT = Family(
     model_types=("bert",),
     classes=("BertModel", "BertForMaskedLM", "BertForPreTraining"),
     slots=(
-        ParameterTemplate("embed", EMBEDDINGS + "word_embeddings", ("vocab", "hidden"), "embedding"),
+        c.embedding(EMBEDDINGS + "word_embeddings"),
         ParameterTemplate("positions", EMBEDDINGS + "position_embeddings", ("positions", "hidden"), "other"),
         ParameterTemplate("types", EMBEDDINGS + "token_type_embeddings", ("types", "hidden"), "other"),
-        ParameterTemplate("embed.norm", EMBEDDINGS + "LayerNorm", ("hidden",), "norm", bias=True),
+        c.norm("embed.norm", EMBEDDINGS + "LayerNorm", bias=True),
         ParameterTemplate("attn.q", BERT_LAYER + "attention.self.query", ("hidden", "hidden"), bias=True),
         ParameterTemplate("attn.k", BERT_LAYER + "attention.self.key", ("hidden", "hidden"), bias=True),
         ParameterTemplate("attn.v", BERT_LAYER + "attention.self.value", ("hidden", "hidden"), bias=True),
         ParameterTemplate("attn.o", BERT_LAYER + "attention.output.dense", ("hidden", "hidden"), bias=True),
-        ParameterTemplate(
-            "attn.norm", BERT_LAYER + "attention.output.LayerNorm", ("hidden",), "norm", bias=True
-        ),
+        c.norm("attn.norm", BERT_LAYER + "attention.output.LayerNorm", bias=True),
         ParameterTemplate("mlp.up", BERT_LAYER + "intermediate.dense", ("intermediate", "hidden"), bias=True),
         ParameterTemplate("mlp.down", BERT_LAYER + "output.dense", ("hidden", "intermediate"), bias=True),
-        ParameterTemplate("mlp.norm", BERT_LAYER + "output.LayerNorm", ("hidden",), "norm", bias=True),
+        c.norm("mlp.norm", BERT_LAYER + "output.LayerNorm", bias=True),
         ParameterTemplate("pooler", "bert.pooler.dense", ("hidden", "hidden"), "other", True, "pooler"),
         ParameterTemplate(
             "head.bias", "cls.predictions", ("vocab",), "bias", only_if="masked_head", suffix=".bias"
@@ -64,20 +66,12 @@ BERT = Family(
             True,
             "masked_head",
         ),
-        ParameterTemplate(
-            "head.norm", "cls.predictions.transform.LayerNorm", ("hidden",), "norm", True, "masked_head"
-        ),
+        c.norm("head.norm", "cls.predictions.transform.LayerNorm", bias=True, only_if="masked_head"),
         ParameterTemplate("lm_head", "cls.predictions.decoder", ("vocab", "hidden"), only_if="masked_head"),
         ParameterTemplate("pair_head", "cls.seq_relationship", ("two", "hidden"), "other", True, "pair_head"),
     ),
     dimensions=bert_dimensions,
-    named_by={
-        "vocab": "vocab_size",
-        "hidden": "hidden_size",
-        "intermediate": "intermediate_size",
-        "positions": "max_position_embeddings",
-        "types": "type_vocab_size",
-    },
+    named_by=BERT_SIZES,
     defaults={"tie_word_embeddings": True, "type_vocab_size": 2},
     spellings=({"bert.": ""}, {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}),
     ignored=(r"(bert\.)?embeddings\.position_ids", r"cls\.predictions\.decoder\.bias"),
@@ -119,7 +113,7 @@ def t5_mlp(role: str, layer: str) -> tuple[ParameterTemplate, ...]:
         ParameterTemplate(f"{role}.gate", module + "wi_0", ("gated_inner", "hidden")),
         ParameterTemplate(f"{role}.up", module + "wi_1", ("gated_inner", "hidden")),
         ParameterTemplate(f"{role}.down", module + "wo", ("hidden", "inner")),
-        ParameterTemplate(f"{role}.norm", layer + "layer_norm", ("hidden",), "norm"),
+        c.norm(f"{role}.norm", layer + "layer_norm"),
     )
 
 
@@ -134,7 +128,7 @@ def t5_self_attention(stack: str) -> tuple[ParameterTemplate, ...]:
             ("buckets", "heads"),
             "other",
         ),
-        ParameterTemplate(f"{stack}.attn.norm", layer + "layer_norm", ("hidden",), "norm"),
+        c.norm(f"{stack}.attn.norm", layer + "layer_norm"),
     )
 
 
@@ -143,18 +137,16 @@ T5 = Family(
     model_types=("t5", "mt5"),
     classes=("T5ForConditionalGeneration", "MT5ForConditionalGeneration"),
     slots=(
-        ParameterTemplate("embed", "shared", ("vocab", "hidden"), "embedding"),
+        c.embedding("shared"),
         *t5_self_attention("encoder"),
         *t5_mlp("encoder.mlp", "encoder.block.{layer}.layer.1."),
-        ParameterTemplate("encoder.final_norm", "encoder.final_layer_norm", ("hidden",), "norm"),
+        c.norm("encoder.final_norm", "encoder.final_layer_norm"),
         *t5_self_attention("decoder"),
         *t5_attention("decoder.cross", "decoder.block.{layer}.layer.1.EncDecAttention."),
-        ParameterTemplate(
-            "decoder.cross.norm", "decoder.block.{layer}.layer.1.layer_norm", ("hidden",), "norm"
-        ),
+        c.norm("decoder.cross.norm", "decoder.block.{layer}.layer.1.layer_norm"),
         *t5_mlp("decoder.mlp", "decoder.block.{layer}.layer.2."),
-        ParameterTemplate("decoder.final_norm", "decoder.final_layer_norm", ("hidden",), "norm"),
-        ParameterTemplate("lm_head", "lm_head", ("vocab", "hidden")),
+        c.norm("decoder.final_norm", "decoder.final_layer_norm"),
+        c.head("lm_head"),
     ),
     dimensions=t5_dimensions,
     named_by={

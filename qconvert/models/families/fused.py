@@ -11,24 +11,16 @@ from dataclasses import replace
 
 from qconvert.core.config_json import flag, optional_int, positive_int
 from qconvert.core.dtypes import Json
-from qconvert.models.families.common import (
-    GATE_UP,
-    LAYER,
-    NAMED_BY,
-    QKV,
-    attention_dimensions,
-    dense_dimensions,
-    gated_mlp,
-)
+from qconvert.models.families import common as c
 from qconvert.models.families.llama import MISTRAL
-from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
+from qconvert.models.parameters import Dimensions, Family, ParameterTemplate
 
 BAICHUAN = replace(
     MISTRAL,
     name="Baichuan, Baichuan2",
     model_types=("baichuan",),
     classes=("BaichuanForCausalLM", "BaiChuanForCausalLM"),
-    fusions=(replace(QKV, module=LAYER + "self_attn.W_pack", native=True), GATE_UP),
+    fusions=(replace(c.QKV, module=c.LAYER + "self_attn.W_pack", native=True), c.GATE_UP),
 )
 
 PHI3 = replace(
@@ -36,7 +28,7 @@ PHI3 = replace(
     name="Phi-3, Phi-4",
     model_types=("phi3",),
     classes=("Phi3ForCausalLM",),
-    fusions=(replace(QKV, native=True), replace(GATE_UP, native=True)),
+    fusions=(replace(c.QKV, native=True), replace(c.GATE_UP, native=True)),
 )
 
 INTERNLM2 = Family(
@@ -44,39 +36,31 @@ INTERNLM2 = Family(
     model_types=("internlm2",),
     classes=("InternLM2ForCausalLM",),
     slots=(
-        ParameterTemplate("embed", "model.tok_embeddings", ("vocab", "hidden"), "embedding"),
-        ParameterTemplate("attn.norm", LAYER + "attention_norm", ("hidden",), "norm"),
-        ParameterTemplate("attn.q", LAYER + "attention.wq", ("q_rows", "hidden"), bias="bias"),
-        ParameterTemplate("attn.k", LAYER + "attention.wk", ("kv_rows", "hidden"), bias="bias"),
-        ParameterTemplate("attn.v", LAYER + "attention.wv", ("kv_rows", "hidden"), bias="bias"),
-        ParameterTemplate("attn.o", LAYER + "attention.wo", ("hidden", "q_rows"), bias="bias"),
-        ParameterTemplate("mlp.norm", LAYER + "ffn_norm", ("hidden",), "norm"),
-        *gated_mlp(LAYER + "feed_forward.", names=("w1", "w3", "w2")),
-        ParameterTemplate("final_norm", "model.norm", ("hidden",), "norm"),
-        ParameterTemplate("lm_head", "output", ("vocab", "hidden")),
+        c.embedding("model.tok_embeddings"),
+        c.norm("attn.norm", c.LAYER + "attention_norm"),
+        *c.attention(c.LAYER + "attention.", ("wq", "wk", "wv", "wo"), qkv_bias="bias", o_bias="bias"),
+        c.norm("mlp.norm", c.LAYER + "ffn_norm"),
+        *c.gated_mlp(c.LAYER + "feed_forward.", names=("w1", "w3", "w2")),
+        c.norm("final_norm", "model.norm"),
+        c.head("output"),
     ),
-    dimensions=dense_dimensions,
-    named_by=NAMED_BY,
+    dimensions=c.dense_dimensions,
+    named_by=c.NAMED_BY,
     fusions=(
-        Fusion(
-            "attn.qkv",
-            LAYER + "attention.wqkv",
-            ("attn.q", "attn.k", "attn.v"),
-            groups="kv_heads",
-            native=True,
-        ),
-        Fusion("mlp.gate_up", LAYER + "feed_forward.gate_up_proj", ("mlp.gate", "mlp.up")),
+        replace(c.QKV, module=c.LAYER + "attention.wqkv", groups="kv_heads", native=True),
+        replace(c.GATE_UP, module=c.LAYER + "feed_forward.gate_up_proj"),
     ),
 )
 
 CHATGLM_LAYER = "transformer.encoder.layers.{layer}."
+NAMES = ("query", "key", "value", "dense")
 
 
 def chatglm_dimensions(config: Json, layer: int) -> Dimensions:
     """Returns a dense decoder's dimensions; without multi-query attention q, k and v interleave by head."""
     shared = flag(config, "multi_query_attention")
     heads = {} if shared else {"num_key_value_heads": positive_int(config, "num_attention_heads")}
-    dense = dense_dimensions({**config, **heads}, layer)
+    dense = c.dense_dimensions({**config, **heads}, layer)
     return {**dense, "qkv_groups": 1 if shared else dense["kv_heads"]}
 
 
@@ -85,29 +69,20 @@ CHATGLM = Family(
     model_types=("chatglm",),
     classes=("ChatGLMModel", "ChatGLMForConditionalGeneration", "ChatGLMForCausalLM"),
     slots=(
-        ParameterTemplate("embed", "transformer.embedding.word_embeddings", ("vocab", "hidden"), "embedding"),
-        ParameterTemplate("attn.norm", CHATGLM_LAYER + "input_layernorm", ("hidden",), "norm"),
-        ParameterTemplate(
-            "attn.q", CHATGLM_LAYER + "self_attention.query", ("q_rows", "hidden"), bias="add_qkv_bias"
+        c.embedding("transformer.embedding.word_embeddings"),
+        c.norm("attn.norm", CHATGLM_LAYER + "input_layernorm"),
+        *c.attention(
+            CHATGLM_LAYER + "self_attention.", NAMES, qkv_bias="add_qkv_bias", o_bias="add_bias_linear"
         ),
-        ParameterTemplate(
-            "attn.k", CHATGLM_LAYER + "self_attention.key", ("kv_rows", "hidden"), bias="add_qkv_bias"
-        ),
-        ParameterTemplate(
-            "attn.v", CHATGLM_LAYER + "self_attention.value", ("kv_rows", "hidden"), bias="add_qkv_bias"
-        ),
-        ParameterTemplate(
-            "attn.o", CHATGLM_LAYER + "self_attention.dense", ("hidden", "q_rows"), bias="add_bias_linear"
-        ),
-        ParameterTemplate("mlp.norm", CHATGLM_LAYER + "post_attention_layernorm", ("hidden",), "norm"),
-        *gated_mlp(
+        c.norm("mlp.norm", CHATGLM_LAYER + "post_attention_layernorm"),
+        *c.gated_mlp(
             CHATGLM_LAYER + "mlp.", names=("gate_proj", "up_proj", "dense_4h_to_h"), bias="add_bias_linear"
         ),
-        ParameterTemplate("final_norm", "transformer.encoder.final_layernorm", ("hidden",), "norm"),
-        ParameterTemplate("lm_head", "transformer.output_layer", ("vocab", "hidden")),
+        c.norm("final_norm", "transformer.encoder.final_layernorm"),
+        c.head("transformer.output_layer"),
     ),
     dimensions=chatglm_dimensions,
-    named_by=NAMED_BY,
+    named_by=c.NAMED_BY,
     keys={
         "vocab_size": "padded_vocab_size",
         "intermediate_size": "ffn_hidden_size",
@@ -116,19 +91,16 @@ CHATGLM = Family(
         "head_dim": "kv_channels",
     },
     fusions=(
-        Fusion(
-            "attn.qkv",
-            CHATGLM_LAYER + "self_attention.query_key_value",
-            ("attn.q", "attn.k", "attn.v"),
-            groups="qkv_groups",
-            native=True,
+        replace(
+            c.QKV, module=CHATGLM_LAYER + "self_attention.query_key_value", groups="qkv_groups", native=True
         ),
-        Fusion("mlp.gate_up", CHATGLM_LAYER + "mlp.dense_h_to_4h", ("mlp.gate", "mlp.up"), native=True),
+        replace(c.GATE_UP, module=CHATGLM_LAYER + "mlp.dense_h_to_4h", native=True),
     ),
     ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
 )
 
-FALCON_LAYER = "transformer.h.{layer}."
+# Falcon's and the first Qwen's, as GPT-2's.
+GPT_LAYER = "transformer.h.{layer}."
 
 
 def falcon_dimensions(config: Json, layer: int) -> Dimensions:
@@ -137,7 +109,7 @@ def falcon_dimensions(config: Json, layer: int) -> Dimensions:
     heads = positive_int(config, "num_attention_heads")
     grouped = optional_int(config, "num_kv_heads") or heads
     kv_heads = grouped if new else 1 if flag(config, "multi_query", default=True) else heads
-    base = attention_dimensions({**config, "num_key_value_heads": kv_heads})
+    base = c.attention_dimensions({**config, "num_key_value_heads": kv_heads})
     norms = optional_int(config, "num_ln_in_parallel_attn") or (2 if new else 1)
     serial = not flag(config, "parallel_attn", default=True)
     two = norms == 2 and not serial
@@ -150,51 +122,32 @@ FALCON = Family(
     model_types=("falcon",),
     classes=("FalconForCausalLM",),
     slots=(
-        ParameterTemplate("embed", "transformer.word_embeddings", ("vocab", "hidden"), "embedding"),
+        c.embedding("transformer.word_embeddings"),
+        c.norm("attn.norm", GPT_LAYER + "input_layernorm", bias=True, only_if="one_norm"),
+        c.norm("attn.norm_2", GPT_LAYER + "ln_attn", bias=True, only_if="two_norms"),
+        c.norm("mlp.norm_2", GPT_LAYER + "ln_mlp", bias=True, only_if="two_norms"),
+        *c.attention(GPT_LAYER + "self_attention.", NAMES, qkv_bias="bias", o_bias="bias"),
+        c.norm("mlp.norm", GPT_LAYER + "post_attention_layernorm", bias=True, only_if="serial"),
+        ParameterTemplate("mlp.up", GPT_LAYER + "mlp.dense_h_to_4h", ("intermediate", "hidden"), bias="bias"),
         ParameterTemplate(
-            "attn.norm", FALCON_LAYER + "input_layernorm", ("hidden",), "norm", True, "one_norm"
+            "mlp.down", GPT_LAYER + "mlp.dense_4h_to_h", ("hidden", "intermediate"), bias="bias"
         ),
-        ParameterTemplate("attn.norm_2", FALCON_LAYER + "ln_attn", ("hidden",), "norm", True, "two_norms"),
-        ParameterTemplate("mlp.norm_2", FALCON_LAYER + "ln_mlp", ("hidden",), "norm", True, "two_norms"),
-        ParameterTemplate("attn.q", FALCON_LAYER + "self_attention.query", ("q_rows", "hidden"), bias="bias"),
-        ParameterTemplate("attn.k", FALCON_LAYER + "self_attention.key", ("kv_rows", "hidden"), bias="bias"),
-        ParameterTemplate(
-            "attn.v", FALCON_LAYER + "self_attention.value", ("kv_rows", "hidden"), bias="bias"
-        ),
-        ParameterTemplate("attn.o", FALCON_LAYER + "self_attention.dense", ("hidden", "q_rows"), bias="bias"),
-        ParameterTemplate(
-            "mlp.norm", FALCON_LAYER + "post_attention_layernorm", ("hidden",), "norm", True, "serial"
-        ),
-        ParameterTemplate(
-            "mlp.up", FALCON_LAYER + "mlp.dense_h_to_4h", ("intermediate", "hidden"), bias="bias"
-        ),
-        ParameterTemplate(
-            "mlp.down", FALCON_LAYER + "mlp.dense_4h_to_h", ("hidden", "intermediate"), bias="bias"
-        ),
-        ParameterTemplate("final_norm", "transformer.ln_f", ("hidden",), "norm", True),
-        ParameterTemplate("lm_head", "lm_head", ("vocab", "hidden")),
+        c.norm("final_norm", "transformer.ln_f", bias=True),
+        c.head("lm_head"),
     ),
     dimensions=falcon_dimensions,
-    named_by={**NAMED_BY, "intermediate": "ffn_hidden_size"},
+    named_by={**c.NAMED_BY, "intermediate": "ffn_hidden_size"},
     defaults={"tie_word_embeddings": True},
     fusions=(
-        Fusion(
-            "attn.qkv",
-            FALCON_LAYER + "self_attention.query_key_value",
-            ("attn.q", "attn.k", "attn.v"),
-            groups="kv_heads",
-            native=True,
-        ),
+        replace(c.QKV, module=GPT_LAYER + "self_attention.query_key_value", groups="kv_heads", native=True),
     ),
     ignored=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
 )
 
-QWEN1_LAYER = "transformer.h.{layer}."
-
 
 def qwen1_dimensions(config: Json, layer: int) -> Dimensions:
     """Returns a dense decoder's dimensions; the config counts the gate and up projections together."""
-    return {**attention_dimensions(config), "intermediate": positive_int(config, "intermediate_size") // 2}
+    return {**c.attention_dimensions(config), "intermediate": positive_int(config, "intermediate_size") // 2}
 
 
 QWEN1 = Family(
@@ -202,24 +155,21 @@ QWEN1 = Family(
     model_types=("qwen",),
     classes=("QWenLMHeadModel",),
     slots=(
-        ParameterTemplate("embed", "transformer.wte", ("vocab", "hidden"), "embedding"),
-        ParameterTemplate("attn.norm", QWEN1_LAYER + "ln_1", ("hidden",), "norm"),
-        ParameterTemplate("attn.q", QWEN1_LAYER + "attn.q_proj", ("q_rows", "hidden"), bias=True),
-        ParameterTemplate("attn.k", QWEN1_LAYER + "attn.k_proj", ("kv_rows", "hidden"), bias=True),
-        ParameterTemplate("attn.v", QWEN1_LAYER + "attn.v_proj", ("kv_rows", "hidden"), bias=True),
-        ParameterTemplate("attn.o", QWEN1_LAYER + "attn.c_proj", ("hidden", "q_rows")),
-        ParameterTemplate("mlp.norm", QWEN1_LAYER + "ln_2", ("hidden",), "norm"),
+        c.embedding("transformer.wte"),
+        c.norm("attn.norm", GPT_LAYER + "ln_1"),
+        *c.attention(GPT_LAYER + "attn.", ("q_proj", "k_proj", "v_proj", "c_proj"), qkv_bias=True),
+        c.norm("mlp.norm", GPT_LAYER + "ln_2"),
         # The class activates w2, not w1.
-        *gated_mlp(QWEN1_LAYER + "mlp.", names=("w2", "w1", "c_proj")),
-        ParameterTemplate("final_norm", "transformer.ln_f", ("hidden",), "norm"),
-        ParameterTemplate("lm_head", "lm_head", ("vocab", "hidden")),
+        *c.gated_mlp(GPT_LAYER + "mlp.", names=("w2", "w1", "c_proj")),
+        c.norm("final_norm", "transformer.ln_f"),
+        c.head("lm_head"),
     ),
     dimensions=qwen1_dimensions,
-    named_by={**NAMED_BY, "intermediate": "intermediate_size / 2"},
+    named_by={**c.NAMED_BY, "intermediate": "intermediate_size / 2"},
     keys={"head_dim": "kv_channels"},
     fusions=(
-        Fusion("attn.qkv", QWEN1_LAYER + "attn.c_attn", ("attn.q", "attn.k", "attn.v"), native=True),
-        Fusion("mlp.gate_up", QWEN1_LAYER + "mlp.gate_up_proj", ("mlp.gate", "mlp.up")),
+        replace(c.QKV, module=GPT_LAYER + "attn.c_attn", native=True),
+        replace(c.GATE_UP, module=GPT_LAYER + "mlp.gate_up_proj"),
     ),
     ignored=(
         r"transformer\.(h\.\d+\.attn\.)?rotary_emb\.inv_freq",

@@ -6,36 +6,21 @@ from dataclasses import replace
 
 from qconvert.core.config_json import flag, positive_int
 from qconvert.core.dtypes import Json
-from qconvert.models.families.common import (
-    ATTN_NORM,
-    EMBED,
-    FINAL_NORM,
-    GATE_UP,
-    K_NORM,
-    LAYER,
-    LM_HEAD,
-    MLP_NORM,
-    Q_NORM,
-    QKV,
-    attention,
-    dense_dimensions,
-    gated_mlp,
-)
+from qconvert.models.families import common as c
 from qconvert.models.families.llama import MISTRAL
 from qconvert.models.parameters import Dimensions, ParameterTemplate
 
-BIASED = attention(qkv_bias="attention_bias", o_bias="attention_bias")
 # Gemma 2 has norms after both blocks too; Llama's name for the second norm is another norm here.
-AFTER_ATTN = ParameterTemplate("attn.post_norm", LAYER + "post_attention_layernorm", ("hidden",), "norm")
-BEFORE_MLP = ParameterTemplate("mlp.norm", LAYER + "pre_feedforward_layernorm", ("hidden",), "norm")
-AFTER_MLP = ParameterTemplate("mlp.post_norm", LAYER + "post_feedforward_layernorm", ("hidden",), "norm")
+AFTER_ATTN = c.norm("attn.post_norm", c.LAYER + "post_attention_layernorm")
+BEFORE_MLP = c.norm("mlp.norm", c.LAYER + "pre_feedforward_layernorm")
+AFTER_MLP = c.norm("mlp.post_norm", c.LAYER + "post_feedforward_layernorm")
 
 GEMMA = replace(
     MISTRAL,
     name="Gemma",
     model_types=("gemma",),
     classes=("GemmaForCausalLM",),
-    slots=(EMBED, ATTN_NORM, *BIASED, MLP_NORM, *gated_mlp(), FINAL_NORM, LM_HEAD),
+    slots=c.decoder(c.BIASED_ATTENTION, c.gated_mlp()),
     defaults={"head_dim": 256, "tie_word_embeddings": True},
 )
 
@@ -44,7 +29,7 @@ GEMMA2 = replace(
     name="Gemma 2",
     model_types=("gemma2",),
     classes=("Gemma2ForCausalLM",),
-    slots=(EMBED, ATTN_NORM, *BIASED, AFTER_ATTN, BEFORE_MLP, *gated_mlp(), AFTER_MLP, FINAL_NORM, LM_HEAD),
+    slots=c.decoder((*c.BIASED_ATTENTION, AFTER_ATTN), (*c.gated_mlp(), AFTER_MLP), BEFORE_MLP),
 )
 
 GEMMA3 = replace(
@@ -52,18 +37,8 @@ GEMMA3 = replace(
     name="Gemma 3",
     model_types=("gemma3", "gemma3_text"),
     classes=("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM"),
-    slots=(
-        EMBED,
-        ATTN_NORM,
-        *BIASED,
-        Q_NORM,
-        K_NORM,
-        AFTER_ATTN,
-        BEFORE_MLP,
-        *gated_mlp(),
-        AFTER_MLP,
-        FINAL_NORM,
-        LM_HEAD,
+    slots=c.decoder(
+        (*c.BIASED_ATTENTION, c.Q_NORM, c.K_NORM, AFTER_ATTN), (*c.gated_mlp(), AFTER_MLP), BEFORE_MLP
     ),
     defaults={
         "head_dim": 256,
@@ -84,7 +59,7 @@ GEMMA3 = replace(
 def command_r_dimensions(config: Json, layer: int) -> Dimensions:
     """Returns a dense decoder's dimensions, and whether each head of q and k has a norm of its own."""
     heads = positive_int(config, "num_attention_heads") if flag(config, "use_qk_norm") else 0
-    dense = dense_dimensions(config, layer)
+    dense = c.dense_dimensions(config, layer)
     return {**dense, "q_norm_heads": heads, "k_norm_heads": dense["kv_heads"] if heads else 0}
 
 
@@ -94,14 +69,14 @@ COMMAND_R = replace(
     model_types=("cohere", "cohere2"),
     classes=("CohereForCausalLM", "Cohere2ForCausalLM"),
     slots=(
-        EMBED,
-        ATTN_NORM,
-        *BIASED,
-        ParameterTemplate("attn.q_norm", LAYER + "self_attn.q_norm", ("q_norm_heads", "head_dim"), "norm"),
-        ParameterTemplate("attn.k_norm", LAYER + "self_attn.k_norm", ("k_norm_heads", "head_dim"), "norm"),
-        *gated_mlp(),
-        FINAL_NORM,
-        LM_HEAD,
+        c.EMBED,
+        c.ATTN_NORM,
+        *c.BIASED_ATTENTION,
+        ParameterTemplate("attn.q_norm", c.LAYER + "self_attn.q_norm", ("q_norm_heads", "head_dim"), "norm"),
+        ParameterTemplate("attn.k_norm", c.LAYER + "self_attn.k_norm", ("k_norm_heads", "head_dim"), "norm"),
+        *c.gated_mlp(),
+        c.FINAL_NORM,
+        c.LM_HEAD,
     ),
     dimensions=command_r_dimensions,
     defaults={"tie_word_embeddings": True},
@@ -112,17 +87,9 @@ GLM = replace(
     name="GLM-4 (transformers' own class)",
     model_types=("glm",),
     classes=("GlmForCausalLM",),
-    slots=(
-        EMBED,
-        ATTN_NORM,
-        *attention(qkv_bias="attention_bias"),
-        MLP_NORM,
-        *gated_mlp(),
-        FINAL_NORM,
-        LM_HEAD,
-    ),
+    slots=c.decoder(c.attention(qkv_bias="attention_bias"), c.gated_mlp()),
     defaults={"head_dim": 128, "attention_bias": True},
-    fusions=(QKV, replace(GATE_UP, native=True)),
+    fusions=(c.QKV, replace(c.GATE_UP, native=True)),
 )
 
 GLM4 = replace(
@@ -130,16 +97,12 @@ GLM4 = replace(
     name="GLM-4-0414",
     model_types=("glm4",),
     classes=("Glm4ForCausalLM",),
-    slots=(
-        EMBED,
-        ATTN_NORM,
-        *attention(qkv_bias="attention_bias"),
-        ParameterTemplate("attn.post_norm", LAYER + "post_self_attn_layernorm", ("hidden",), "norm"),
-        MLP_NORM,
-        *gated_mlp(),
-        ParameterTemplate("mlp.post_norm", LAYER + "post_mlp_layernorm", ("hidden",), "norm"),
-        FINAL_NORM,
-        LM_HEAD,
+    slots=c.decoder(
+        (
+            *c.attention(qkv_bias="attention_bias"),
+            c.norm("attn.post_norm", c.LAYER + "post_self_attn_layernorm"),
+        ),
+        (*c.gated_mlp(), c.norm("mlp.post_norm", c.LAYER + "post_mlp_layernorm")),
     ),
 )
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from qconvert.core.config_json import optional_int, positive_int
 from qconvert.core.dtypes import Json
+from qconvert.models.families import common as c
 from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
 
 LAYER = "transformer.h.{layer}."
@@ -24,9 +25,9 @@ MLP = (
         "mlp.down", LAYER + "mlp.c_proj", ("hidden", "intermediate"), bias=True, transposed=True
     ),
 )
-ATTN_NORM = ParameterTemplate("attn.norm", LAYER + "ln_1", ("hidden",), "norm", bias=True)
-MLP_NORM = ParameterTemplate("mlp.norm", LAYER + "ln_2", ("hidden",), "norm", bias=True)
-LM_HEAD = ParameterTemplate("lm_head", "lm_head", ("vocab", "hidden"))
+ATTN_NORM = c.norm("attn.norm", LAYER + "ln_1", bias=True)
+MLP_NORM = c.norm("mlp.norm", LAYER + "ln_2", bias=True)
+LM_HEAD = c.head("lm_head")
 
 
 def gpt_dimensions(config: Json, layer: int) -> Dimensions:
@@ -45,13 +46,13 @@ GPT2 = Family(
     model_types=("gpt2",),
     classes=("GPT2LMHeadModel",),
     slots=(
-        ParameterTemplate("embed", "transformer.wte", ("vocab", "hidden"), "embedding"),
+        c.embedding("transformer.wte"),
         ParameterTemplate("positions", "transformer.wpe", ("positions", "hidden"), "other"),
         ATTN_NORM,
         *ATTENTION,
         MLP_NORM,
         *MLP,
-        ParameterTemplate("final_norm", "transformer.ln_f", ("hidden",), "norm", bias=True),
+        c.norm("final_norm", "transformer.ln_f", bias=True),
         LM_HEAD,
     ),
     dimensions=gpt_dimensions,
@@ -75,7 +76,7 @@ OPENAI_GPT = replace(
     model_types=("openai-gpt",),
     classes=("OpenAIGPTLMHeadModel",),
     slots=(
-        ParameterTemplate("embed", "transformer.tokens_embed", ("vocab", "hidden"), "embedding"),
+        c.embedding("transformer.tokens_embed"),
         ParameterTemplate("positions", "transformer.positions_embed", ("positions", "hidden"), "other"),
         *ATTENTION,
         ATTN_NORM,

@@ -4,44 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from qconvert.models.families.common import (
-    ATTN_NORM,
-    EMBED,
-    EXPERT_STACKS,
-    FINAL_NORM,
-    GATE_UP,
-    LAYER,
-    LM_HEAD,
-    MLP_NORM,
-    NAMED_BY,
-    QKV,
-    ROTARY_BUFFERS,
-    attention,
-    dense_dimensions,
-    every_layer,
-    experts,
-    gated_mlp,
-    sparse_dimensions,
-)
-from qconvert.models.parameters import Family, ParameterTemplate
+from qconvert.models.families import common as c
+from qconvert.models.parameters import Family
 
 LLAMA = Family(
     name="Llama 1, 2, 3",
     model_types=("llama",),
     classes=("LlamaForCausalLM",),
-    slots=(
-        EMBED,
-        ATTN_NORM,
-        *attention(qkv_bias="attention_bias", o_bias="attention_bias"),
-        MLP_NORM,
-        *gated_mlp(bias="mlp_bias"),
-        FINAL_NORM,
-        LM_HEAD,
-    ),
-    dimensions=dense_dimensions,
-    named_by=NAMED_BY,
-    fusions=(QKV, GATE_UP),
-    ignored=ROTARY_BUFFERS,
+    slots=c.decoder(c.BIASED_ATTENTION, c.gated_mlp(bias="mlp_bias")),
+    dimensions=c.dense_dimensions,
+    named_by=c.NAMED_BY,
+    fusions=(c.QKV, c.GATE_UP),
+    ignored=c.ROTARY_BUFFERS,
     note="also Yi, DeepSeek 7B and DeepSeek-Coder, which are declared as Llama",
 )
 
@@ -50,7 +24,7 @@ MISTRAL = replace(
     name="Mistral",
     model_types=("mistral",),
     classes=("MistralForCausalLM",),
-    slots=(EMBED, ATTN_NORM, *attention(), MLP_NORM, *gated_mlp(), FINAL_NORM, LM_HEAD),
+    slots=c.decoder(c.attention(), c.gated_mlp()),
     note="",
 )
 
@@ -70,15 +44,7 @@ INTERNLM = replace(
     name="InternLM",
     model_types=("internlm",),
     classes=("InternLMForCausalLM",),
-    slots=(
-        EMBED,
-        ATTN_NORM,
-        *attention(qkv_bias="bias", o_bias="bias"),
-        MLP_NORM,
-        *gated_mlp(),
-        FINAL_NORM,
-        LM_HEAD,
-    ),
+    slots=c.decoder(c.attention(qkv_bias="bias", o_bias="bias"), c.gated_mlp()),
     defaults={"bias": True},
 )
 
@@ -87,12 +53,7 @@ OLMO = replace(
     name="OLMo",
     model_types=("olmo",),
     classes=("OlmoForCausalLM",),
-    slots=(
-        EMBED,
-        *attention(qkv_bias="attention_bias", o_bias="attention_bias"),
-        *gated_mlp(),
-        LM_HEAD,
-    ),
+    slots=(c.EMBED, *c.BIASED_ATTENTION, *c.gated_mlp(), c.LM_HEAD),
 )
 
 # Norms stand behind the blocks, and those of q and k are over all heads together.
@@ -102,15 +63,15 @@ OLMO2 = replace(
     model_types=("olmo2",),
     classes=("Olmo2ForCausalLM",),
     slots=(
-        EMBED,
-        *attention(qkv_bias="attention_bias", o_bias="attention_bias"),
-        ParameterTemplate("attn.q_norm", LAYER + "self_attn.q_norm", ("q_rows",), "norm"),
-        ParameterTemplate("attn.k_norm", LAYER + "self_attn.k_norm", ("kv_rows",), "norm"),
-        ParameterTemplate("attn.post_norm", LAYER + "post_attention_layernorm", ("hidden",), "norm"),
-        *gated_mlp(),
-        ParameterTemplate("mlp.post_norm", LAYER + "post_feedforward_layernorm", ("hidden",), "norm"),
-        FINAL_NORM,
-        LM_HEAD,
+        c.EMBED,
+        *c.BIASED_ATTENTION,
+        c.norm("attn.q_norm", c.LAYER + "self_attn.q_norm", "q_rows"),
+        c.norm("attn.k_norm", c.LAYER + "self_attn.k_norm", "kv_rows"),
+        c.norm("attn.post_norm", c.LAYER + "post_attention_layernorm"),
+        *c.gated_mlp(),
+        c.norm("mlp.post_norm", c.LAYER + "post_feedforward_layernorm"),
+        c.FINAL_NORM,
+        c.LM_HEAD,
     ),
 )
 
@@ -119,19 +80,16 @@ MIXTRAL = replace(
     name="Mixtral",
     model_types=("mixtral",),
     classes=("MixtralForCausalLM",),
-    slots=(
-        EMBED,
-        ATTN_NORM,
-        *attention(),
-        MLP_NORM,
-        ParameterTemplate("mlp.router", LAYER + "block_sparse_moe.gate", ("experts", "hidden"), "router"),
-        *experts(LAYER + "block_sparse_moe.experts.{expert}.", ("w1", "w3", "w2")),
-        FINAL_NORM,
-        LM_HEAD,
+    slots=c.decoder(
+        c.attention(),
+        (
+            c.router(c.LAYER + "block_sparse_moe.gate"),
+            *c.experts(c.LAYER + "block_sparse_moe.experts.{expert}.", ("w1", "w3", "w2")),
+        ),
     ),
-    dimensions=sparse_dimensions(every_layer),
+    dimensions=c.sparse_dimensions(c.every_layer),
     keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
-    fusions=(QKV, *EXPERT_STACKS),
+    fusions=(c.QKV, *c.EXPERT_STACKS),
     spellings=({"block_sparse_moe.": "mlp."},),
 )
 

@@ -11,25 +11,9 @@ from math import floor
 
 from qconvert.core.config_json import divide, flag, optional_int, per_layer, positive_int
 from qconvert.core.dtypes import Json
-from qconvert.models.families.common import (
-    ATTN_NORM,
-    EMBED,
-    FINAL_NORM,
-    GATE_UP,
-    LAYER,
-    LM_HEAD,
-    MLP_NORM,
-    NAMED_BY,
-    QKV,
-    attention,
-    dense_dimensions,
-    every_layer,
-    experts,
-    gated_mlp,
-    sparse_dimensions,
-)
+from qconvert.models.families import common as c
 from qconvert.models.families.llama import MISTRAL
-from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
+from qconvert.models.parameters import Dimensions, Family, ParameterTemplate
 
 OPENELM_LAYER = "transformer.layers.{layer}."
 
@@ -39,10 +23,8 @@ def openelm_dimensions(config: Json, layer: int) -> Dimensions:
     hidden, head_dim = positive_int(config, "model_dim"), positive_int(config, "head_dim")
     q_heads = int(per_layer(config, "num_query_heads", layer))
     kv_heads = int(per_layer(config, "num_kv_heads", layer))
-    wanted, step = (
-        per_layer(config, "ffn_multipliers", layer) * hidden,
-        positive_int(config, "ffn_dim_divisor"),
-    )
+    wanted = per_layer(config, "ffn_multipliers", layer) * hidden
+    step = positive_int(config, "ffn_dim_divisor")
     inner = max(step, floor(wanted + step / 2) // step * step)
     return {
         "vocab": positive_int(config, "vocab_size"),
@@ -60,22 +42,18 @@ OPENELM = Family(
     model_types=("openelm",),
     classes=("OpenELMForCausalLM",),
     slots=(
-        ParameterTemplate("embed", "transformer.token_embeddings", ("vocab", "hidden"), "embedding"),
+        c.embedding("transformer.token_embeddings"),
         ParameterTemplate("attn.q", OPENELM_LAYER + "attn.q_proj", ("q_rows", "hidden")),
         ParameterTemplate("attn.k", OPENELM_LAYER + "attn.k_proj", ("kv_rows", "hidden")),
         ParameterTemplate("attn.v", OPENELM_LAYER + "attn.v_proj", ("kv_rows", "hidden")),
-        ParameterTemplate(
-            "attn.q_norm", OPENELM_LAYER + "attn.q_norm", ("head_dim",), "norm", only_if="qk_norm"
-        ),
-        ParameterTemplate(
-            "attn.k_norm", OPENELM_LAYER + "attn.k_norm", ("head_dim",), "norm", only_if="qk_norm"
-        ),
+        c.norm("attn.q_norm", OPENELM_LAYER + "attn.q_norm", "head_dim", only_if="qk_norm"),
+        c.norm("attn.k_norm", OPENELM_LAYER + "attn.k_norm", "head_dim", only_if="qk_norm"),
         ParameterTemplate("attn.o", OPENELM_LAYER + "attn.out_proj", ("hidden", "q_rows")),
-        *gated_mlp(OPENELM_LAYER + "ffn.", names=("gate_proj", "up_proj", "proj_2")),
-        ParameterTemplate("mlp.norm", OPENELM_LAYER + "ffn_norm", ("hidden",), "norm"),
-        ParameterTemplate("attn.norm", OPENELM_LAYER + "attn_norm", ("hidden",), "norm"),
-        ParameterTemplate("final_norm", "transformer.norm", ("hidden",), "norm"),
-        LM_HEAD,
+        *c.gated_mlp(OPENELM_LAYER + "ffn.", names=("gate_proj", "up_proj", "proj_2")),
+        c.norm("mlp.norm", OPENELM_LAYER + "ffn_norm"),
+        c.norm("attn.norm", OPENELM_LAYER + "attn_norm"),
+        c.norm("final_norm", "transformer.norm"),
+        c.LM_HEAD,
     ),
     dimensions=openelm_dimensions,
     named_by={
@@ -86,8 +64,8 @@ OPENELM = Family(
         "intermediate": "ffn_multipliers x model_dim",
     },
     fusions=(
-        Fusion("attn.qkv", OPENELM_LAYER + "attn.qkv_proj", ("attn.q", "attn.k", "attn.v"), native=True),
-        Fusion("mlp.gate_up", OPENELM_LAYER + "ffn.proj_1", ("mlp.gate", "mlp.up"), native=True),
+        replace(c.QKV, module=OPENELM_LAYER + "attn.qkv_proj", native=True),
+        replace(c.GATE_UP, module=OPENELM_LAYER + "ffn.proj_1", native=True),
     ),
     layers=("num_transformer_layers",),
     tied_by="share_input_output_layers",
@@ -120,10 +98,10 @@ RWKV = Family(
     model_types=("rwkv",),
     classes=("RwkvForCausalLM",),
     slots=(
-        ParameterTemplate("embed", "rwkv.embeddings", ("vocab", "hidden"), "embedding"),
-        ParameterTemplate("first_norm", BLOCK + "pre_ln", ("hidden",), "norm", True, "first"),
-        ParameterTemplate("attn.norm", BLOCK + "ln1", ("hidden",), "norm", True),
-        ParameterTemplate("mlp.norm", BLOCK + "ln2", ("hidden",), "norm", True),
+        c.embedding("rwkv.embeddings"),
+        c.norm("first_norm", BLOCK + "pre_ln", bias=True, only_if="first"),
+        c.norm("attn.norm", BLOCK + "ln1", bias=True),
+        c.norm("mlp.norm", BLOCK + "ln2", bias=True),
         ParameterTemplate("attn.decay", TIME + "time_decay", ("rows",), "other", suffix=""),
         ParameterTemplate("attn.first", TIME + "time_first", ("rows",), "other", suffix=""),
         mix("attn.mix_k", TIME + "time_mix_key"),
@@ -138,11 +116,11 @@ RWKV = Family(
         ParameterTemplate("mlp.k", CHANNEL + "key", ("intermediate", "hidden")),
         ParameterTemplate("mlp.r", CHANNEL + "receptance", ("hidden", "hidden")),
         ParameterTemplate("mlp.v", CHANNEL + "value", ("hidden", "intermediate")),
-        ParameterTemplate("final_norm", "rwkv.ln_out", ("hidden",), "norm", True),
-        ParameterTemplate("lm_head", "head", ("vocab", "hidden")),
+        c.norm("final_norm", "rwkv.ln_out", bias=True),
+        c.head("head"),
     ),
     dimensions=rwkv_dimensions,
-    named_by={**NAMED_BY, "rows": "attention_hidden_size"},
+    named_by={**c.NAMED_BY, "rows": "attention_hidden_size"},
 )
 
 
@@ -161,7 +139,7 @@ def _fifth(slot: ParameterTemplate) -> tuple[ParameterTemplate, ...]:
         name = "time_decay" if slot.role == "attn.decay" else "time_faaaa"
         return (ParameterTemplate(slot.role, TIME + name, ("heads", "head_size"), "other", suffix=""),)
     gate = (ParameterTemplate("attn.g", TIME + "gate", ("rows", "hidden")),)
-    norm = (ParameterTemplate("attn.out_norm", TIME + "ln_x", ("rows",), "norm", True),)
+    norm = (c.norm("attn.out_norm", TIME + "ln_x", "rows", bias=True),)
     before = {"attn.mix_k": (mix("attn.mix_g", TIME + "time_mix_gate"),), "attn.o": gate, "mlp.mix_k": norm}
     return (*before.get(slot.role, ()), slot)
 
@@ -180,7 +158,7 @@ RWKV5 = replace(
 
 def grok_norm(role: str, name: str) -> ParameterTemplate:
     """Returns the template of a norm, whose weight this model calls its scale."""
-    return ParameterTemplate(role, LAYER + name, ("hidden",), "norm", suffix=".scale")
+    return ParameterTemplate(role, c.LAYER + name, ("hidden",), "norm", suffix=".scale")
 
 
 GROK = replace(
@@ -189,18 +167,18 @@ GROK = replace(
     model_types=("grok-1",),
     classes=("Grok1ModelForCausalLM", "Grok1ForCausalLM"),
     slots=(
-        EMBED,
-        *(replace(s, module=s.module.replace("self_attn", "attn")) for s in attention()),
-        ParameterTemplate("mlp.router", LAYER + "moe_block.gate", ("experts", "hidden"), "router"),
-        *experts(LAYER + "moe_block.experts.{expert}.", ("linear", "linear_v", "linear_1")),
+        c.EMBED,
+        *c.attention(c.LAYER + "attn."),
+        c.router(c.LAYER + "moe_block.gate"),
+        *c.experts(c.LAYER + "moe_block.experts.{expert}.", ("linear", "linear_v", "linear_1")),
         grok_norm("attn.norm", "pre_attn_norm"),
         grok_norm("attn.post_norm", "post_attn_norm"),
         grok_norm("mlp.norm", "pre_moe_norm"),
         grok_norm("mlp.post_norm", "post_moe_norm"),
         ParameterTemplate("final_norm", "model.norm", ("hidden",), "norm", suffix=".scale"),
-        LM_HEAD,
+        c.LM_HEAD,
     ),
-    dimensions=sparse_dimensions(every_layer),
+    dimensions=c.sparse_dimensions(c.every_layer),
     keys={"moe_intermediate_size": "intermediate_size"},
     fusions=(),
     spellings=(
@@ -226,36 +204,36 @@ GROK = replace(
 
 def yuan_dimensions(config: Json, layer: int) -> Dimensions:
     """Returns a dense decoder's dimensions, and half the hidden width between the two convolutions."""
-    dense = dense_dimensions(config, layer)
+    dense = c.dense_dimensions(config, layer)
     return {**dense, "half": dense["hidden"] // 2, "two": 2}
 
 
-FILTER = LAYER + "self_attn.lf_gate."
+FILTER = c.LAYER + "self_attn.lf_gate."
 YUAN2 = replace(
     MISTRAL,
     name="Yuan2",
     model_types=("yuan",),
     classes=("YuanForCausalLM",),
     slots=(
-        EMBED,
-        *attention(),
+        c.EMBED,
+        *c.attention(),
         ParameterTemplate(
             "attn.filter.conv1", FILTER + "conv1", ("half", "hidden", "two", "one"), "other", True
         ),
         ParameterTemplate(
             "attn.filter.conv2", FILTER + "conv2", ("hidden", "half", "two", "one"), "other", True
         ),
-        ParameterTemplate("attn.filter.norm", FILTER + "output_layernorm", ("hidden",), "norm"),
+        c.norm("attn.filter.norm", FILTER + "output_layernorm"),
         # The class activates up_proj and multiplies by gate_proj.
-        *gated_mlp(names=("up_proj", "gate_proj", "down_proj")),
-        ATTN_NORM,
-        MLP_NORM,
-        FINAL_NORM,
-        LM_HEAD,
+        *c.gated_mlp(names=("up_proj", "gate_proj", "down_proj")),
+        c.ATTN_NORM,
+        c.MLP_NORM,
+        c.FINAL_NORM,
+        c.LM_HEAD,
     ),
     dimensions=yuan_dimensions,
-    named_by={**NAMED_BY, "half": "hidden_size / 2"},
-    fusions=(QKV, replace(GATE_UP, members=("mlp.up", "mlp.gate"))),
+    named_by={**c.NAMED_BY, "half": "hidden_size / 2"},
+    fusions=(c.QKV, replace(c.GATE_UP, members=("mlp.up", "mlp.gate"))),
 )
 
 FAMILIES = (OPENELM, RWKV, RWKV5, GROK, YUAN2)

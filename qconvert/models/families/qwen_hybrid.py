@@ -12,60 +12,32 @@ from dataclasses import replace
 from qconvert.core.config_json import optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint
-from qconvert.models.families.common import (
-    ATTN_NORM,
-    EMBED,
-    EXPERT_STACKS,
-    FINAL_NORM,
-    GATE_UP,
-    K_NORM,
-    LAYER,
-    LM_HEAD,
-    MLP_NORM,
-    NAMED_BY,
-    Q_NORM,
-    QKV,
-    ROUTER,
-    attention,
-    dense_dimensions,
-    every_layer,
-    experts,
-    gated_mlp,
-    sparse_dimensions,
-)
+from qconvert.models.families import common as c
 from qconvert.models.families.qwen import QWEN3, SHARED_EXPERT
 from qconvert.models.parameters import Dimensions, ParameterTemplate
 
-DELTA = LAYER + "linear_attn."
+DELTA = c.LAYER + "linear_attn."
 # The query projection also makes an output gate, so it has twice the rows that the output reads.
 GATED_ATTENTION = (
     ParameterTemplate(
-        "attn.q", LAYER + "self_attn.q_proj", ("gated_q_rows", "hidden"), bias="attention_bias"
+        "attn.q", c.LAYER + "self_attn.q_proj", ("gated_q_rows", "hidden"), bias="attention_bias"
     ),
-    *(replace(slot, only_if="full_attention") for slot in attention(qkv_bias="attention_bias")[1:3]),
-    ParameterTemplate(
-        "attn.o",
-        LAYER + "self_attn.o_proj",
-        ("hidden", "q_rows"),
-        bias="attention_bias",
-        only_if="full_attention",
-    ),
-    replace(Q_NORM, only_if="full_attention"),
-    replace(K_NORM, only_if="full_attention"),
+    *(replace(slot, only_if="full_attention") for slot in (*c.BIASED_ATTENTION[1:], c.Q_NORM, c.K_NORM)),
 )
 DELTA_NET = (
     ParameterTemplate("delta.dt_bias", DELTA + "dt_bias", ("delta_heads",), "other", suffix=""),
     ParameterTemplate("delta.A_log", DELTA + "A_log", ("delta_heads",), "other", suffix=""),
     ParameterTemplate("delta.conv", DELTA + "conv1d", ("delta_qkv_rows", "one", "kernel"), "other"),
-    ParameterTemplate("delta.norm", DELTA + "norm", ("delta_head_dim",), "norm"),
+    c.norm("delta.norm", DELTA + "norm", "delta_head_dim"),
     ParameterTemplate("delta.o", DELTA + "out_proj", ("hidden", "delta_rows")),
     ParameterTemplate("delta.qkv", DELTA + "in_proj_qkv", ("delta_qkv_rows", "hidden")),
     ParameterTemplate("delta.z", DELTA + "in_proj_z", ("delta_rows", "hidden")),
     ParameterTemplate("delta.b", DELTA + "in_proj_b", ("delta_heads", "hidden"), "router"),
     ParameterTemplate("delta.a", DELTA + "in_proj_a", ("delta_heads", "hidden"), "router"),
 )
+NORMS = (c.ATTN_NORM, c.MLP_NORM, c.FINAL_NORM)
 NAMED_BY_HYBRID = {
-    **NAMED_BY,
+    **c.NAMED_BY,
     "gated_q_rows": "2 x num_attention_heads x head_dim",
     "delta_heads": "linear_num_value_heads",
     "delta_head_dim": "linear_value_head_dim",
@@ -90,16 +62,8 @@ def hybrid(base: Callable[[Json, int], Dimensions]) -> Callable[[Json, int], Dim
 
     def dimensions(config: Json, layer: int) -> Dimensions:
         dims, full = base(config, layer), full_attention(config, layer)
-        heads, keys, head_dim, key_dim, kernel = (
-            positive_int(config, f"linear_{key}")
-            for key in (
-                "num_value_heads",
-                "num_key_heads",
-                "value_head_dim",
-                "key_head_dim",
-                "conv_kernel_dim",
-            )
-        )
+        sizes = ("num_value_heads", "num_key_heads", "value_head_dim", "key_head_dim", "conv_kernel_dim")
+        heads, keys, head_dim, key_dim, kernel = (positive_int(config, f"linear_{key}") for key in sizes)
         delta = {
             "delta_heads": heads,
             "delta_head_dim": head_dim,
@@ -118,8 +82,8 @@ HYBRID = replace(
     name="Qwen3.5",
     model_types=("qwen3_5", "qwen3_5_text"),
     classes=("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM"),
-    slots=(EMBED, *DELTA_NET, *GATED_ATTENTION, *gated_mlp(), ATTN_NORM, MLP_NORM, FINAL_NORM, LM_HEAD),
-    dimensions=hybrid(dense_dimensions),
+    slots=(c.EMBED, *DELTA_NET, *GATED_ATTENTION, *c.gated_mlp(), *NORMS, c.LM_HEAD),
+    dimensions=hybrid(c.dense_dimensions),
     named_by=NAMED_BY_HYBRID,
     defaults={
         "head_dim": 256,
@@ -131,7 +95,7 @@ HYBRID = replace(
     },
     spellings=({"model.": "model.language_model."},),
     carried={r"model\.visual\..*": "vision", r"mtp\..*": "next-token prediction"},
-    fusions=(QKV, GATE_UP),
+    fusions=(c.QKV, c.GATE_UP),
     note="also 3.6 and 3.8; vision and next-token prediction are copied as they are",
 )
 
@@ -140,20 +104,9 @@ HYBRID_MOE = replace(
     name="Qwen3.5-MoE",
     model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
     classes=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
-    slots=(
-        EMBED,
-        *DELTA_NET,
-        *GATED_ATTENTION,
-        ROUTER,
-        *experts(),
-        *SHARED_EXPERT,
-        ATTN_NORM,
-        MLP_NORM,
-        FINAL_NORM,
-        LM_HEAD,
-    ),
-    dimensions=hybrid(sparse_dimensions(every_layer)),
-    fusions=(QKV, *(replace(stack, native=True) for stack in EXPERT_STACKS)),
+    slots=(c.EMBED, *DELTA_NET, *GATED_ATTENTION, c.ROUTER, *c.experts(), *SHARED_EXPERT, *NORMS, c.LM_HEAD),
+    dimensions=hybrid(c.sparse_dimensions(c.every_layer)),
+    fusions=(c.QKV, *(replace(stack, native=True) for stack in c.EXPERT_STACKS)),
 )
 
 FAMILIES = (HYBRID, HYBRID_MOE)

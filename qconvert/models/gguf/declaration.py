@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 from qconvert.core.config_json import count, flag, optional_int, positive_int
 from qconvert.core.dtypes import Json
@@ -30,7 +30,10 @@ LOST: Mapping[TransformKind, str] = {
 
 @dataclass(frozen=True)
 class Facts:
-    """One model as a declaration sees it: its config with the class's defaults, and its dimensions."""
+    """One model as a declaration sees it: its config with the class's defaults, and its dimensions.
+
+    `u32` and the methods after it return an entry under a key of this architecture.
+    """
 
     model: GGUFModel
     architecture: Architecture
@@ -47,7 +50,6 @@ class Facts:
 
     @property
     def dimensions(self) -> tuple[Dimensions, ...]:
-        """The dimensions of the family's table, by layer."""
         return self.architecture.dimensions
 
     def size(self, key: str) -> int:
@@ -55,7 +57,6 @@ class Facts:
         return positive_int(self.settings, key)
 
     def optional(self, key: str) -> int | None:
-        """Returns the positive integer under a config key, None when it is absent."""
         return optional_int(self.settings, key)
 
     def count(self, key: str) -> int:
@@ -63,31 +64,24 @@ class Facts:
         return count(self.settings, key)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """Returns the boolean under a config key."""
         return flag(self.settings, key, default=default)
 
     def number(self, key: str) -> float:
-        """Returns the positive number under a config key, which must be present."""
         return positive(self.settings, key)
 
     def u32(self, name: str, value: int) -> KV:
-        """Returns a count under a key of this architecture."""
         return KV.u32(f"{self.model.arch}.{name}", value)
 
     def f32(self, name: str, value: float) -> KV:
-        """Returns a number under a key of this architecture."""
         return KV.f32(f"{self.model.arch}.{name}", value)
 
     def text(self, name: str, value: str) -> KV:
-        """Returns a text under a key of this architecture."""
         return KV.text(f"{self.model.arch}.{name}", value)
 
     def flagged(self, name: str, *, value: bool) -> KV:
-        """Returns a boolean under a key of this architecture."""
         return KV.flag(f"{self.model.arch}.{name}", value)
 
     def by_layer(self, name: str, values: Iterable[int]) -> KV:
-        """Returns a count for each layer under a key of this architecture."""
         return KV.i32s(f"{self.model.arch}.{name}", tuple(values))
 
 
@@ -100,7 +94,7 @@ def positive(settings: Json, key: str) -> float:
     return number
 
 
-Write = Callable[[Facts], Iterator[KV]]
+T = TypeVar("T")
 Read = Callable[[Metadata], Json]
 Check = Callable[[Facts], str | None]
 
@@ -110,61 +104,37 @@ def nothing(file: Metadata) -> Json:
     return {}
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
-    """A group of metadata entries in both directions.
+@dataclass(frozen=True)
+class BothWays(Generic[T]):
+    """Entries of the file, a check or tensors, in both directions.
 
-    `write` yields its entries for a config; `read` returns the config.json entries they determine, under the
-    key names that declarations share (those of `Facts`), and includes what the class would assume otherwise.
+    `write` makes them of a config; `read` returns the config.json entries they determine (of a check: those
+    of every model that passes it), under the key names that declarations share (those of `Facts`), and
+    includes what the class would assume otherwise.
     """
 
-    write: Write
+    write: Callable[[Facts], T]
     read: Read = nothing
 
-    def __call__(self, facts: Facts) -> Iterator[KV]:
+    def __call__(self, facts: Facts) -> T:
         return self.write(facts)
 
 
-def read_by(read: Read) -> Callable[[Write], Keys]:
-    """Decorates the function that writes the keys which `read` reads."""
-    return lambda write: Keys(write, read)
+Keys = BothWays[Iterator[KV]]
 
 
-def derived(write: Write) -> Keys:
+def read_by(read: Read) -> Callable[[Callable[[Facts], T]], BothWays[T]]:
+    """Decorates the function that writes what `read` reads."""
+    return lambda write: BothWays(write, read)
+
+
+# Of checks, and of tensors that come from config.json.
+implying = made_and_read = read_by
+
+
+def derived(write: Callable[[Facts], Iterator[KV]]) -> Keys:
     """Declares keys that determine nothing in config.json: they follow from others, or never change."""
     return Keys(write)
-
-
-@dataclass(frozen=True, slots=True)
-class Implying:
-    """A check of the graph's assumptions, and the config entries of every model that passes it."""
-
-    why: Check
-    implies: Read
-
-    def __call__(self, facts: Facts) -> str | None:
-        return self.why(facts)
-
-
-def implying(implies: Read) -> Callable[[Check], Implying]:
-    """Decorates a check with the config entries of the models that pass it."""
-    return lambda why: Implying(why, implies)
-
-
-@dataclass(frozen=True, slots=True)
-class Constants:
-    """Tensors that come from config.json: how they are made, and the config entries they determine."""
-
-    write: Callable[[Facts], Iterator[Constant]]
-    read: Read
-
-    def __call__(self, facts: Facts) -> Iterator[Constant]:
-        return self.write(facts)
-
-
-def made_and_read(read: Read) -> Callable[[Callable[[Facts], Iterator[Constant]]], Constants]:
-    """Decorates the function that makes the constants which `read` reads."""
-    return lambda write: Constants(write, read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +205,7 @@ class GGUFModel:
     defaults: Json = field(default_factory=dict)
     roles: Mapping[str, Written | tuple[Written, ...]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
-    constants: Constants | None = None
+    constants: BothWays[Iterator[Constant]] | None = None
     head: Head = "optional"
     checks: tuple[Check, ...] = ()
     remarks: tuple[Check, ...] = ()

@@ -12,14 +12,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV, ArrayOf, KVType
 from qconvert.errors import CorruptCheckpoint
-
-if TYPE_CHECKING:
-    import gguf
 
 # generation_config.json -> general.sampling.*, in the order they are written.
 _SAMPLING = (
@@ -121,7 +118,11 @@ def identify(
         ) from error
     found.name = found.name or folder or "model"
     found.size_label = found.size_label or (counts.label if counts.total else None)
-    kv = (*_sampling_keys(generation or {}), *_metadata_keys(found))
+    # The keys that the gguf package would write, taken from its writer instead of a file.
+    writer = gguf.GGUFWriter(path=None, arch="")
+    found.set_gguf_meta_model(writer)
+    general = (_typed(key, entry.value) for key, entry in writer.kv_data[0].items())
+    kv = (*_sampling_keys(generation or {}), *general)
     return Identity(kv, found.name, found.basename, found.finetune, found.version, found.size_label)
 
 
@@ -137,18 +138,7 @@ def _sampling_keys(generation: Json) -> Iterator[KV]:
             yield KV.i32(key, int(value)) if kind is int else KV.f32(key, float(value))
 
 
-def _metadata_keys(metadata: gguf.Metadata) -> Iterator[KV]:
-    """Yields the keys that the gguf package would write, taken from its writer instead of a file."""
-    import gguf
-
-    writer = gguf.GGUFWriter(path=None, arch="")
-    metadata.set_gguf_meta_model(writer)
-    for key, entry in writer.kv_data[0].items():
-        yield _typed(key, entry.value)
-
-
 def _typed(key: str, value: Any) -> KV:
-    """Returns a metadata value in the writer's type: text, a count, or a list of texts."""
     if isinstance(value, int):
         return KV.u32(key, value)
     if isinstance(value, str):

@@ -8,7 +8,7 @@ defaults that transformers fills in). `Keys` write a group of entries and read c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from qconvert.core.config_json import optional_int, positive_int
 from qconvert.core.dtypes import Json
@@ -20,8 +20,8 @@ from qconvert.models.gguf.declaration import (
     Keys,
     Llama3Scaling,
     Read,
-    derived,
     made_and_read,
+    nothing,
     positive,
     read_by,
 )
@@ -68,16 +68,63 @@ def _yielded(facts: Facts, keys: Sequence[Keys]) -> Iterator[KV]:
         yield from each(facts)
 
 
+def counted(name: str, value: Callable[[Facts], int], read: Read = nothing) -> Keys:
+    """Declares an integer, from the facts of a model."""
+    return Keys(lambda facts: iter([facts.u32(name, value(facts))]), read)
+
+
+def fixed(name: str, value: str | float) -> Keys:
+    """Declares a text or a number that never changes."""
+    return Keys(lambda f: iter([f.text(name, value) if isinstance(value, str) else f.f32(name, value)]))
+
+
 def size(name: str, key: str) -> Keys:
     """Declares a positive integer that a config key holds, too."""
-    return Keys(lambda facts: iter([facts.u32(name, facts.size(key))]), lambda file: {key: file.size(name)})
+    return counted(name, lambda facts: facts.size(key), lambda file: {key: file.size(name)})
 
 
-def number(name: str, key: str) -> Keys:
-    """Declares a positive number that a config key holds, too."""
-    return Keys(
-        lambda facts: iter([facts.f32(name, facts.number(key))]), lambda file: {key: file.number(name)}
+def count(name: str, key: str) -> Keys:
+    """Declares an integer that a config key holds, too: 0 where it is absent."""
+    return counted(name, lambda facts: facts.count(key), lambda file: {key: file.count(name)})
+
+
+def inner_width(key: str) -> Keys:
+    """Declares the inner width of the dense blocks, which a config need not state under its key."""
+    name = "feed_forward_length"
+    return counted(
+        name, lambda facts: facts.dimensions[0]["intermediate"], lambda file: {key: file.size(name)}
     )
+
+
+def number(name: str, key: str, default: float | None = None) -> Keys:
+    """Declares a positive number that a config key holds, too; files without it have the default."""
+
+    @read_by(lambda file: {key: file.number(name, default)})
+    def keys(facts: Facts) -> Iterator[KV]:
+        yield facts.f32(name, facts.number(key))
+
+    return keys
+
+
+def optional_number(name: str, key: str) -> Keys:
+    """Declares a positive number that a config may leave out, or have as null."""
+
+    @read_by(lambda file: {key: file.number(name) if file.has(name) else None})
+    def keys(facts: Facts) -> Iterator[KV]:
+        if facts.settings.get(key) is not None:
+            yield facts.f32(name, facts.number(key))
+
+    return keys
+
+
+def flag(name: str, key: str) -> Keys:
+    """Declares a boolean that a config key holds, too."""
+
+    @read_by(lambda file: {key: file.flag(name)})
+    def keys(facts: Facts) -> Iterator[KV]:
+        yield facts.flagged(name, value=facts.flag(key))
+
+    return keys
 
 
 def read_only(read: Read) -> Keys:
@@ -97,13 +144,10 @@ def together(*parts: Keys, read: Read | None = None) -> Keys:
     return Keys(write, read or read_all)
 
 
-@read_by(lambda file: {"num_hidden_layers": file.layers})
-def block_count(facts: Facts) -> Iterator[KV]:
-    """Writes the number of layers."""
-    yield facts.u32("block_count", facts.layers)
-
-
-# The maximum context, the hidden width, the inner width of a dense block, query heads.
+# The number of layers, the maximum context, the hidden width, the inner width of a dense block, query heads.
+block_count = counted(
+    "block_count", lambda facts: facts.layers, lambda file: {"num_hidden_layers": file.layers}
+)
 context_length = size("context_length", "max_position_embeddings")
 embedding_length = size("embedding_length", "hidden_size")
 feed_forward_length = size("feed_forward_length", "intermediate_size")
@@ -115,13 +159,13 @@ def kv_heads(file: Metadata) -> int:
     return file.optional("attention.head_count_kv") or file.size("attention.head_count")
 
 
-@read_by(lambda file: {"num_key_value_heads": kv_heads(file)})
-def head_count_kv(facts: Facts) -> Iterator[KV]:
-    """Writes the number of key and value heads: as many as query heads where the config has no key."""
-    yield facts.u32(
-        "attention.head_count_kv",
-        facts.optional("num_key_value_heads") or facts.size("num_attention_heads"),
-    )
+# As many as query heads where the config has no key.
+head_count_kv = counted(
+    "attention.head_count_kv",
+    lambda facts: facts.optional("num_key_value_heads") or facts.size("num_attention_heads"),
+    lambda file: {"num_key_value_heads": kv_heads(file)},
+)
+sliding_window = size("attention.sliding_window", "sliding_window")
 
 
 def rms_epsilon_of(key: str) -> Keys:
@@ -170,11 +214,8 @@ def rope_dimensions(share: float | None = None) -> Keys:
 
     @read_by(lambda file: rotated(file) if share is not None else {})
     def keys(facts: Facts) -> Iterator[KV]:
-        factor = 1.0
-        if share is not None:
-            factor = positive(
-                {"partial_rotary_factor": share, **facts.settings, **rope_of(facts)}, "partial_rotary_factor"
-            )
+        stated = {"partial_rotary_factor": share, **facts.settings, **rope_of(facts)}
+        factor = 1.0 if share is None else positive(stated, "partial_rotary_factor")
         yield facts.u32("rope.dimension_count", int(head_size(facts.settings) * factor))
 
     return keys
@@ -191,12 +232,7 @@ def rotated(file: Metadata) -> Json:
     return {"partial_rotary_factor": share}
 
 
-@derived
-def vocab_size(facts: Facts) -> Iterator[KV]:
-    """Writes the number of rows of the embedding."""
-    yield facts.u32("vocab_size", facts.size("vocab_size"))
-
-
+vocab_size = counted("vocab_size", lambda facts: facts.size("vocab_size"))
 # The number of experts of a layer, and of those each token uses.
 expert_counts = together(
     size("expert_count", "num_experts"), size("expert_used_count", "num_experts_per_tok")
@@ -208,22 +244,17 @@ def _widths(file: Metadata) -> Json:
     shared = file.optional("expert_shared_feed_forward_length")
     if shared is None and "blk.0.ffn_up_shexp.weight" in file.tensors:
         shared = file.rows("blk.0.ffn_up_shexp.weight")
-    return {
-        "moe_intermediate_size": expert,
-        **({"shared_expert_intermediate_size": shared} if shared else {}),
-    }
+    both = {"moe_intermediate_size": expert, "shared_expert_intermediate_size": shared}
+    return {key: width for key, width in both.items() if width}
 
 
 @read_by(_widths)
 def expert_widths(facts: Facts) -> Iterator[KV]:
     """Writes the inner widths of an expert, and of the shared one, where the config has them."""
-    for key, name in (
-        ("moe_intermediate_size", "expert_feed_forward_length"),
-        ("shared_expert_intermediate_size", "expert_shared_feed_forward_length"),
-    ):
-        size = facts.optional(key)
-        if size is not None:
-            yield facts.u32(name, size)
+    names = {"moe_intermediate_size": "expert", "shared_expert_intermediate_size": "expert_shared"}
+    for key, name in names.items():
+        if facts.optional(key) is not None:
+            yield facts.u32(f"{name}_feed_forward_length", facts.size(key))
 
 
 def head_size(settings: Json) -> int:
@@ -288,7 +319,12 @@ def _rope(facts: Facts, known: Sequence[str]) -> Iterator[KV]:
         yield facts.text("rope.scaling.type", kind)
         yield facts.f32("rope.scaling.factor", positive(found, "factor"))
     if kind == "yarn":
-        yield from _yarn(facts, found)
+        context = {"original_max_position_embeddings": facts.settings.get("max_position_embeddings"), **found}
+        original = positive_int(context, "original_max_position_embeddings")
+        yield facts.u32("rope.scaling.original_context_length", original)
+        for key, name in _YARN:
+            if found.get(key) is not None:
+                yield facts.f32(name, positive(found, key))
     yield facts.f32("rope.freq_base", positive(found, "rope_theta"))
 
 
@@ -301,18 +337,6 @@ llama_rope = rope_kinds(*ROPES, "llama3")
 def unscaled_rope_unless_default(facts: Facts) -> Iterator[KV]:
     """The base of the rotary embedding where it is not the one that llama.cpp assumes."""
     yield from (entry for entry in rope_kinds("default")(facts) if entry.value != 10000.0)
-
-
-def _yarn(facts: Facts, found: Json) -> Iterator[KV]:
-    context = {
-        "original_max_position_embeddings": facts.settings.get("max_position_embeddings"),
-        **found,
-    }
-    original = positive_int(context, "original_max_position_embeddings")
-    yield facts.u32("rope.scaling.original_context_length", original)
-    for key, name in _YARN:
-        if found.get(key) is not None:
-            yield facts.f32(name, positive(found, key))
 
 
 def _read_freqs(file: Metadata) -> Json:
@@ -362,7 +386,5 @@ def decoder(*, rope: Keys = rope, norm: Keys = rms_epsilon, more: Sequence[Keys]
     )
 
 
-@derived
-def scaling_none(facts: Facts) -> Iterator[KV]:
-    """That the rotary embedding is not scaled, which the converter spells out for Cohere."""
-    yield facts.text("rope.scaling.type", "none")
+# That the rotary embedding is not scaled, which the converter spells out for Cohere.
+scaling_none = fixed("rope.scaling.type", "none")

@@ -70,7 +70,6 @@ class Metadata:
         return found
 
     def optional(self, name: str) -> int | None:
-        """Returns a positive integer, None where it is absent or 0."""
         return self.count(name) or None
 
     def count(self, name: str) -> int:
@@ -110,7 +109,6 @@ class Metadata:
         return shortest(number)
 
     def flag(self, name: str, *, default: bool = False) -> bool:
-        """Returns a boolean."""
         value = self._value(name)
         if value is None:
             return default
@@ -119,12 +117,10 @@ class Metadata:
         return value
 
     def word(self, name: str) -> str | None:
-        """Returns a text, None where there is none."""
         value = self._value(name)
         return value if isinstance(value, str) else None
 
     def has(self, name: str) -> bool:
-        """Returns whether the file has this key."""
         return f"{self.arch}.{name}" in self.kv
 
     def rows(self, tensor: str) -> int:
@@ -141,7 +137,6 @@ class Metadata:
         )
 
     def wrong(self, name: str, what: str) -> CorruptCheckpoint:
-        """Returns the error about a key."""
         return CorruptCheckpoint(f"{self.file}: {self.arch}.{name} is {what}")
 
     def _value(self, name: str) -> object:

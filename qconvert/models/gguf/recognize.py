@@ -6,7 +6,7 @@ Pure. Several model types share a graph of llama.cpp; the first whose tensors ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from qconvert.core.dtypes import Json
@@ -32,12 +32,8 @@ class Reading:
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Mismatch:
-    """Why a file is not of a model type, and the number of mismatches."""
-
-    error: QConvertError
-    wrong: float
+# Why a file is not of a model type, and the number of mismatches.
+_Mismatch = tuple[QConvertError, float]
 
 
 def read_model(file: Metadata) -> Reading:
@@ -53,13 +49,13 @@ def read_model(file: Metadata) -> Reading:
             facts = Facts(gguf_model(config), Architecture.of(config))
             readings = [_compared(each, file) for each in _fusion_variants(facts, file)]
         except QConvertError as error:
-            misfits.append(_Mismatch(error, float("inf")))
+            misfits.append((error, float("inf")))
             continue
         for found in readings:
             if isinstance(found, Reading):
                 return replace(found, warnings=tuple(_warnings(found, file)))
             misfits.append(found)
-    raise min(misfits, key=lambda misfit: misfit.wrong).error
+    raise min(misfits, key=lambda misfit: misfit[1])[0]
 
 
 def _fusion_variants(facts: Facts, file: Metadata) -> Iterator[Facts]:
@@ -71,7 +67,6 @@ def _fusion_variants(facts: Facts, file: Metadata) -> Iterator[Facts]:
 
 
 def _compared(facts: Facts, file: Metadata) -> Reading | _Mismatch:
-    """Returns the file's records if they are exactly the model's, or why not."""
     expected = {record.name: record for record in records(facts)}
     if facts.architecture.tied and "output.weight" not in file.tensors:
         expected.pop("output.weight", None)
@@ -84,13 +79,20 @@ def _compared(facts: Facts, file: Metadata) -> Reading | _Mismatch:
     if strange:
         what = f"{file.file}: {shown(strange[0])}: not a tensor of {family}"
         hint = "tell qconvert's makers which model this is; llama.cpp may read it"
-        return _Mismatch(UnsupportedModel(what, hint), len(missing) + len(strange))
+        return UnsupportedModel(what, hint), len(missing) + len(strange)
     if missing:
         what = f"{file.file}: {missing[0]} is missing"
-        return _Mismatch(CorruptCheckpoint(what, "fetch the file again: it is incomplete"), len(missing))
+        return CorruptCheckpoint(what, "fetch the file again: it is incomplete"), len(missing)
     if _QKV in facts.model.whole and "attn.q" in facts.model.roles:
-        return _Mismatch(_interleaved(file), 0)
-    _check_shapes(expected, file)
+        what = f"{file.file}: blk.0.attn_qkv.weight: fused and interleaved"
+        return UnsupportedModel(what, "split it in llama.cpp"), 0
+    for name, record in expected.items():
+        stored = file.tensors[name].shape
+        # Dimensions of 1 are dropped by llama.cpp's converter.
+        if [n for n in stored if n > 1] != [n for n in record.shape if n > 1]:
+            raise CorruptCheckpoint(
+                f"{file.file}: {name} is {list(stored)}, but the file's keys give {list(record.shape)}"
+            )
     return Reading(facts.architecture.config, facts, tuple(expected.values()))
 
 
@@ -98,22 +100,6 @@ def _is_beyond(name: str, file: Metadata) -> bool:
     """Returns whether a tensor is of the multi-token-prediction layers, which come last and are left out."""
     match = _LAYER.match(name) if file.count("nextn_predict_layers") else None
     return match is not None and int(match[1]) >= file.layers
-
-
-def _interleaved(file: Metadata) -> QConvertError:
-    return UnsupportedModel(
-        f"{file.file}: blk.0.attn_qkv.weight: fused and interleaved", "split it in llama.cpp"
-    )
-
-
-def _check_shapes(expected: Mapping[str, Record], file: Metadata) -> None:
-    """Raises unless shapes agree up to dimensions of 1, which llama.cpp's converter drops."""
-    for name, record in expected.items():
-        stored = file.tensors[name].shape
-        if [n for n in stored if n > 1] != [n for n in record.shape if n > 1]:
-            raise CorruptCheckpoint(
-                f"{file.file}: {name} is {list(stored)}, but the file's keys give {list(record.shape)}"
-            )
 
 
 def _warnings(reading: Reading, file: Metadata) -> Iterator[str]:

@@ -8,21 +8,21 @@ expert weights, activations) is written out, as the declaration's checks state i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from math import isclose
 
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.models.families import FAMILIES
-from qconvert.models.gguf.declaration import Facts, GGUFModel, Implying
+from qconvert.models.gguf.declaration import BothWays, Facts, GGUFModel
 from qconvert.models.gguf.families import MODELS
 from qconvert.models.gguf.keys import model_keys
 from qconvert.models.gguf.metadata import Metadata
 from qconvert.models.gguf.names import gguf_name
-from qconvert.models.parameters import Family, ParameterTemplate
+from qconvert.models.parameters import Family
 
 _EMBEDDING = "token_embd.weight"
+_SPECIAL = (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
 
 
 def candidates(file: Metadata) -> tuple[str, ...]:
@@ -53,20 +53,23 @@ def config_of(model_type: str, file: Metadata) -> Json:
         raise CorruptCheckpoint(f"{file.file}: {_EMBEDDING} is missing")
     read: Json = {}
     for check in model.checks:
-        read |= check.implies(file) if isinstance(check, Implying) else {}
+        read |= check.read(file) if isinstance(check, BothWays) else {}
     for keys in (*model.keys, *model.late):
         read |= keys.read(file)
     if model.constants is not None:
         read |= model.constants.read(file)
     if "head_dim" in family.defaults:  # where a class has its own default, and llama.cpp this one
         read.setdefault("head_dim", file.head_size)
+    # The class at the position of the type, where the family has as many.
+    beside = len(family.classes) == len(family.model_types)
+    special = {f"{name}_token_id": file.kv.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL}
     return {
-        "architectures": [_class(family, model_type)],
+        "architectures": [family.classes[family.model_types.index(model_type) if beside else 0]],
         "model_type": model_type,
         family.tied_by: "output.weight" not in file.tensors,
         **_biases(family, model, file),
         **_with_own_keys(family, {"vocab_size": file.tensors[_EMBEDDING].shape[0], **read}),
-        **_special_tokens(file),
+        **{key: entry.value for key, entry in special.items() if entry and isinstance(entry.value, int)},
     }
 
 
@@ -103,12 +106,6 @@ def _same(one: KV, other: KV) -> bool:
     return a == b
 
 
-def _class(family: Family, model_type: str) -> str:
-    """Returns the class of a model type: the one at the same position, where the family has as many."""
-    beside = len(family.classes) == len(family.model_types)
-    return family.classes[family.model_types.index(model_type) if beside else 0]
-
-
 def _with_own_keys(family: Family, read: Json) -> Json:
     """Renames the entries to this family's keys; a key of both names is kept."""
     names = {"num_hidden_layers": family.layers[0], **family.keys}
@@ -117,29 +114,13 @@ def _with_own_keys(family: Family, read: Json) -> Json:
 
 
 def _biases(family: Family, model: GGUFModel, file: Metadata) -> Json:
-    """Returns the config flags for biases, from whether the file has a bias of their linears."""
     first = {re.sub(r"(?<=blk\.)\d+(?=\.)", "0", name) for name in file.tensors}
     found: dict[str, bool] = {}
     for slot in family.slots:
         if isinstance(slot.bias, str):
-            present = any(name in first for name in _names(slot, family, model))
-            found[slot.bias] = found.get(slot.bias, False) or present
-    return found
-
-
-def _names(slot: ParameterTemplate, family: Family, model: GGUFModel) -> Iterator[str]:
-    """Yields the names of the biases of a template in the first layer, unfused and fused."""
-    role = slot.role.replace("{expert}.", "")
-    wholes = (f.role for f in family.fusions if role in f.part_groups and f.role in model.whole)
-    role = next(wholes, role)
-    for written in model.written(role):
-        yield gguf_name(role, 0 if slot.per_layer else None, "bias", written)
-
-
-def _special_tokens(file: Metadata) -> Json:
-    found: Json = {}
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        entry = file.kv.get(f"tokenizer.ggml.{key}_token_id")
-        if entry is not None and isinstance(entry.value, int):
-            found[f"{name}_token_id"] = entry.value
+            own, layer = slot.role.replace("{expert}.", ""), 0 if slot.per_layer else None
+            wholes = (f.role for f in family.fusions if own in f.part_groups and f.role in model.whole)
+            role = next(wholes, own)
+            names = {gguf_name(role, layer, "bias", written) for written in model.written(role)}
+            found[slot.bias] = found.get(slot.bias, False) or bool(names & first)
     return found

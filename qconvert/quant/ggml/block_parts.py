@@ -74,25 +74,9 @@ def _small(stored_NG: np.ndarray, blocks: np.ndarray, at: int, sign: int = 1) ->
     return Numbers(stored_NG.astype(np.int8), upper_N * np.float32(sign))
 
 
-def _q4_0(blocks: np.ndarray) -> Parts:
-    return Parts(fields(blocks[:, 2:], 4, 16), _stored(blocks, 0))
-
-
-def _q4_1(blocks: np.ndarray) -> Parts:
-    return Parts(fields(blocks[:, 4:], 4, 16), _stored(blocks, 0), _stored(blocks, 2))
-
-
-def _q5_0(blocks: np.ndarray) -> Parts:
-    return Parts(fields(blocks[:, 6:], 4, 16) | _fifth_bits(blocks[:, 2:6]), _stored(blocks, 0))
-
-
 def _q5_1(blocks: np.ndarray) -> Parts:
     codes = fields(blocks[:, 8:], 4, 16) | _fifth_bits(blocks[:, 4:8])
     return Parts(codes, _stored(blocks, 0), _stored(blocks, 2))
-
-
-def _q8_0(blocks: np.ndarray) -> Parts:
-    return Parts(blocks[:, 2:] ^ np.uint8(0x80), _stored(blocks, 0))
 
 
 def _q2_k(blocks: np.ndarray) -> Parts:
@@ -112,21 +96,9 @@ def _with_mins(blocks: np.ndarray, codes: np.ndarray) -> Parts:
     return Parts(codes, _small(s, blocks, 0), _small(m, blocks, 2, -1))
 
 
-def _q4_k(blocks: np.ndarray) -> Parts:
-    return _with_mins(blocks, fields(blocks[:, 16:], 4, 32))
-
-
-def _q5_k(blocks: np.ndarray) -> Parts:
-    return _with_mins(blocks, fields(blocks[:, 48:], 4, 32) | fields(blocks[:, 16:48], 1, 32) << 4)
-
-
 def _q6_k(blocks: np.ndarray) -> Parts:
     codes = fields(blocks[:, :128], 4, 64) | fields(blocks[:, 128:192], 2, 32) << 4
     return Parts(codes, _small(blocks[:, 192:208].view(np.int8), blocks, 208))
-
-
-def _iq4_nl(blocks: np.ndarray) -> Parts:
-    return Parts(fields(blocks[:, 2:], 4, 16), _stored(blocks, 0))
 
 
 def _iq4_xs(blocks: np.ndarray) -> Parts:
@@ -139,35 +111,29 @@ def _tq1_0(blocks: np.ndarray) -> Parts:
     return Parts(np.concatenate(runs, axis=1).astype(np.uint8), _stored(blocks, 52))
 
 
-def _tq2_0(blocks: np.ndarray) -> Parts:
-    return Parts(fields(blocks[:, :64], 2, 32), _stored(blocks, 64))
-
-
-def _q1_0(blocks: np.ndarray) -> Parts:
-    return Parts(np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") << 1, _stored(blocks, 0))
-
-
-def _q2_0(blocks: np.ndarray) -> Parts:
-    return Parts(fields(blocks[:, 2:], 2, 1), _stored(blocks, 0))
-
-
 PARTS: Mapping[str, Callable[[np.ndarray], Parts]] = {
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
+    "Q4_0": lambda blocks: Parts(fields(blocks[:, 2:], 4, 16), _stored(blocks, 0)),
+    "Q4_1": lambda blocks: Parts(fields(blocks[:, 4:], 4, 16), _stored(blocks, 0), _stored(blocks, 2)),
+    "Q5_0": lambda blocks: Parts(
+        fields(blocks[:, 6:], 4, 16) | _fifth_bits(blocks[:, 2:6]), _stored(blocks, 0)
+    ),
     "Q5_1": _q5_1,
-    "Q8_0": _q8_0,
+    "Q8_0": lambda blocks: Parts(blocks[:, 2:] ^ np.uint8(0x80), _stored(blocks, 0)),
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
+    "Q4_K": lambda blocks: _with_mins(blocks, fields(blocks[:, 16:], 4, 32)),
+    "Q5_K": lambda blocks: _with_mins(
+        blocks, fields(blocks[:, 48:], 4, 32) | fields(blocks[:, 16:48], 1, 32) << 4
+    ),
     "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
+    "IQ4_NL": lambda blocks: Parts(fields(blocks[:, 2:], 4, 16), _stored(blocks, 0)),
     "IQ4_XS": _iq4_xs,
     "TQ1_0": _tq1_0,
-    "TQ2_0": _tq2_0,
-    "Q1_0": _q1_0,
-    "Q2_0": _q2_0,
+    "TQ2_0": lambda blocks: Parts(fields(blocks[:, :64], 2, 32), _stored(blocks, 64)),
+    "Q1_0": lambda blocks: Parts(
+        np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") << 1, _stored(blocks, 0)
+    ),
+    "Q2_0": lambda blocks: Parts(fields(blocks[:, 2:], 2, 1), _stored(blocks, 0)),
 }
 """The function that unpacks blocks, uint8 [N, block bytes], by the name of their type."""
 

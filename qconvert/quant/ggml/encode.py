@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -35,34 +36,24 @@ class _Encoder:
     halves: tuple[int, ...] = (0,)
 
 
-def _legacy_symmetric(five: bool) -> _Encoder:
-    return _Encoder(partial(legacy.encode_symmetric, five), partial(legacy.encode_symmetric_weighted, five))
+def _variant(which: bool | int, plain: Any, weighted: Any, halves: tuple[int, ...] = (0,)) -> _Encoder:
+    """Returns the kernels of one of the types that share them: with five bits or not, or by their bits."""
+    return _Encoder(partial(plain, which), partial(weighted, which), halves)
 
 
-def _legacy_affine(five: bool) -> _Encoder:
-    return _Encoder(
-        partial(legacy.encode_affine, five), partial(legacy.encode_affine_weighted, five), halves=(0, 2)
-    )
-
-
-def _affine_k(bits: int, first: int) -> _Encoder:
-    return _Encoder(
-        partial(kquants_affine.encode_affine, bits),
-        partial(kquants_affine.encode_affine_weighted, bits),
-        halves=(first, first + 2),
-    )
-
-
+_SYMMETRIC = legacy.encode_symmetric, legacy.encode_symmetric_weighted
+_AFFINE = legacy.encode_affine, legacy.encode_affine_weighted
+_AFFINE_K = kquants_affine.encode_affine, kquants_affine.encode_affine_weighted
 _ENCODERS: Mapping[str, _Encoder] = {
-    "Q4_0": _legacy_symmetric(five=False),
-    "Q4_1": _legacy_affine(five=False),
-    "Q5_0": _legacy_symmetric(five=True),
-    "Q5_1": _legacy_affine(five=True),
+    "Q4_0": _variant(False, *_SYMMETRIC),
+    "Q4_1": _variant(False, *_AFFINE, (0, 2)),
+    "Q5_0": _variant(True, *_SYMMETRIC),
+    "Q5_1": _variant(True, *_AFFINE, (0, 2)),
     "Q8_0": _Encoder(legacy.encode_q8_0),
-    "Q2_K": _affine_k(2, 80),
+    "Q2_K": _variant(2, *_AFFINE_K, (80, 82)),
     "Q3_K": _Encoder(kquants_symmetric.encode_q3_k, kquants_symmetric.encode_q3_k_weighted, (108,)),
-    "Q4_K": _affine_k(4, 0),
-    "Q5_K": _affine_k(5, 0),
+    "Q4_K": _variant(4, *_AFFINE_K, (0, 2)),
+    "Q5_K": _variant(5, *_AFFINE_K, (0, 2)),
     "Q6_K": _Encoder(kquants_symmetric.encode_q6_k, kquants_symmetric.encode_q6_k_weighted, (208,)),
     "IQ4_NL": _Encoder(iq4.encode_iq4_nl, iq4.encode_iq4_nl_weighted),
     "IQ4_XS": _Encoder(iq4.encode_iq4_xs, iq4.encode_iq4_xs_weighted),

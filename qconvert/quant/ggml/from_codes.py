@@ -97,7 +97,6 @@ def _with_mins(value: AffineIntRows | AffineMinRows) -> tuple[np.ndarray, float,
 
 
 def _half(numbers: np.ndarray) -> tuple[np.ndarray, int]:
-    """Returns the numbers in half precision, and how many of them overflow."""
     with np.errstate(over="ignore"):
         half = numbers.astype("<f2")
     return half, int(np.isinf(half).sum() - np.isinf(numbers).sum())

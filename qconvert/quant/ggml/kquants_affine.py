@@ -14,12 +14,7 @@ import numpy as np
 
 from qconvert.quant.ggml.pack import put_nibbles, put_pairs, put_scales_4, put_scales_6, put_top_bits
 from qconvert.quant.ggml.scalars import put_half
-from qconvert.quant.ggml.search import (
-    affine_trials,
-    fit_affine,
-    fit_nonnegative,
-    nonnegative_trials,
-)
+from qconvert.quant.ggml.search import affine_trials, fit_affine, fit_nonnegative, nonnegative_trials
 from qconvert.quant.ggml.tiles import (
     add_squares,
     consecutive,

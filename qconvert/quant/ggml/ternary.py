@@ -30,9 +30,7 @@ _BYTE, _DIGITS, _LAST_DIGITS = np.float32(256), np.float32(243), np.float32(242)
 
 @kernel
 def encode_tq2_0(rows: np.ndarray, out: np.ndarray) -> None:
-    """Writes TQ2_0 of the flat array of whole rows: 64 bytes of 2-bit fields, the quarters of each 128, then
-    d.
-    """
+    """Writes TQ2_0 of the array of whole rows: 64 bytes of 2-bit fields, the quarters of each 128, then d."""
     for block in range(rows.size // BLOCK):
         start, at = block * BLOCK, block * 66
         d = _peak(rows, start)
@@ -87,9 +85,7 @@ def _put_digits(
 
 @routine
 def _scaled(number: Any) -> Any:
-    """Returns ceil(number * 256 / 243): the digits are then the integer parts of repeated multiplication by
-    3.
-    """
+    """Returns ceil(number * 256 / 243): its digits are the integer parts of repeated products with 3."""
     return truncated((number * _BYTE + _LAST_DIGITS) / _DIGITS)
 
 

@@ -11,16 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.quant.simd.lanes import (
-    LANES,
-    absolute,
-    load,
-    load_columns,
-    routine,
-    splat,
-    square_root,
-    store,
-)
+from qconvert.quant.simd.lanes import LANES, absolute, load, load_columns, routine, splat, square_root, store
 
 _ZERO = np.float32(0)
 _RUNS = np.arange(LANES, dtype=np.intp) * LANES

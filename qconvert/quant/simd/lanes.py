@@ -29,9 +29,7 @@ LANES = 16
 
 @lru_cache
 def _sources(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Returns what changes with the source of kernels in a folder, or of the routines here: names, times,
-    sizes.
-    """
+    """Returns names, times and sizes of the sources of kernels in a folder, and of the routines here."""
     paths = sorted({*Path(__file__).parent.rglob("*.py"), *folder.rglob("*.py")})
     return tuple((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in paths)
 
@@ -147,11 +145,7 @@ for _op, _result, _emit in (
     (operator.eq, mask_type, lambda builder, a, b: builder.fcmp_ordered("==", a, b)),
     (operator.ne, mask_type, lambda builder, a, b: builder.fcmp_unordered("!=", a, b)),
 ):
-    for _operands in (
-        (lanes_type, lanes_type),
-        (lanes_type, types.float32),
-        (types.float32, lanes_type),
-    ):
+    for _operands in ((lanes_type, lanes_type), (lanes_type, types.float32), (types.float32, lanes_type)):
         _define(_op, _result, _emit, *_operands)
 _define(operator.and_, mask_type, lambda builder, a, b: builder.and_(a, b), mask_type, mask_type)
 _define(operator.neg, lanes_type, lambda builder, a: builder.fneg(a), lanes_type)
@@ -261,14 +255,20 @@ def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
     return rows
 
 
-@primitive
-def splat(typing: Any, value: Any) -> Any:
-    """Returns the same float32 in every lane."""
+def _unary(result: Any, operand: Any, instructions: Callable[[Any, Any], Any]) -> Any:
+    """Declares a function of one value that is written as LLVM instructions."""
 
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _spread(builder, args[0], _FLOATS)
+    def unary(typing: Any, value: Any) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            return instructions(builder, args[0])
 
-    return lanes_type(types.float32), emit
+        return result(operand), emit
+
+    return primitive(unary)
+
+
+# The same float32 in every lane.
+splat = _unary(lanes_type, types.float32, lambda builder, value: _spread(builder, value, _FLOATS))
 
 
 @primitive
@@ -281,26 +281,19 @@ def where(typing: Any, mask: Any, yes: Any, no: Any) -> Any:
     return lanes_type(mask_type, lanes_type, lanes_type), emit
 
 
-@primitive
-def first(typing: Any, mask: Any) -> Any:
-    """Returns the index of the first lane where the mask is set, 16 when there is none."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        bits = builder.zext(builder.bitcast(args[0], ir.IntType(LANES)), ir.IntType(64))
-        marked = builder.or_(bits, ir.Constant(bits.type, 1 << LANES))
-        return builder.cttz(marked, ir.Constant(ir.IntType(1), 1))
-
-    return types.intp(mask_type), emit
+def _bits(builder: Any, mask: Any) -> Any:
+    return builder.zext(builder.bitcast(mask, ir.IntType(LANES)), ir.IntType(64))
 
 
-@primitive
-def mask_bits(typing: Any, mask: Any) -> Any:
-    """Returns the mask as a 16-bit integer: bit k is lane k."""
+def _first(builder: Any, mask: Any) -> Any:
+    bits = _bits(builder, mask)
+    marked = builder.or_(bits, ir.Constant(bits.type, 1 << LANES))
+    return builder.cttz(marked, ir.Constant(ir.IntType(1), 1))
 
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.zext(builder.bitcast(args[0], ir.IntType(LANES)), ir.IntType(64))
 
-    return types.intp(mask_type), emit
+# The mask as a 16-bit integer (bit k is lane k), and the index of the first lane that is set (16: none).
+mask_bits = _unary(types.intp, mask_type, _bits)
+first = _unary(types.intp, mask_type, _first)
 
 
 @primitive
@@ -313,33 +306,27 @@ def lane(typing: Any, value: Any, index: Any) -> Any:
     return types.float32(lanes_type, types.intp), emit
 
 
-@primitive
-def peak(typing: Any, value: Any) -> Any:
-    """Returns the largest magnitude among the lanes."""
+def _peak(builder: Any, value: Any) -> Any:
+    # Without the sign bit, floats sort as their bits do.
+    magnitudes = builder.and_(builder.bitcast(value, _INTS), _ints(0x7FFFFFFF))
+    return builder.bitcast(call_llvm(builder, "llvm.vector.reduce.umax.v16i32", _I32, magnitudes), _F32)
 
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        # Without the sign bit, floats sort as their bits do.
-        magnitudes = builder.and_(builder.bitcast(args[0], _INTS), _ints(0x7FFFFFFF))
-        return builder.bitcast(call_llvm(builder, "llvm.vector.reduce.umax.v16i32", _I32, magnitudes), _F32)
 
-    return types.float32(lanes_type), emit
+# The largest magnitude among the lanes.
+peak = _unary(types.float32, lanes_type, _peak)
 
 
 def _reduction(sign: str) -> Any:
     """Defines the number among the lanes that compares so with all others (either zero if that is zero)."""
 
-    def reduction(typing: Any, value: Any) -> Any:
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            (value,) = args
-            for step in (8, 4, 2, 1):
-                swapped = ir.Constant(_INTS, [lane ^ step for lane in range(LANES)])
-                other = builder.shuffle_vector(value, value, swapped)
-                value = builder.select(builder.fcmp_ordered(sign, value, other), value, other)
-            return builder.extract_element(value, ir.Constant(_I32, 0))
+    def reduce(builder: Any, value: Any) -> Any:
+        for step in (8, 4, 2, 1):
+            swapped = ir.Constant(_INTS, [lane ^ step for lane in range(LANES)])
+            other = builder.shuffle_vector(value, value, swapped)
+            value = builder.select(builder.fcmp_ordered(sign, value, other), value, other)
+        return builder.extract_element(value, ir.Constant(_I32, 0))
 
-        return types.float32(lanes_type), emit
-
-    return primitive(reduction)
+    return _unary(types.float32, lanes_type, reduce)
 
 
 lowest = _reduction("<")
@@ -348,14 +335,7 @@ highest = _reduction(">")
 
 def _lanewise(name: str) -> Any:
     """Defines the LLVM intrinsic of this name on lanes."""
-
-    def lanewise(typing: Any, value: Any) -> Any:
-        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-            return call_llvm(builder, name, _FLOATS, args[0])
-
-        return lanes_type(lanes_type), emit
-
-    return primitive(lanewise)
+    return _unary(lanes_type, lanes_type, lambda builder, value: call_llvm(builder, name, _FLOATS, value))
 
 
 absolute = _lanewise("llvm.fabs.v16f32")
@@ -364,32 +344,26 @@ rounded_even = _lanewise("llvm.rint.v16f32")  # C's rintf
 rounded_away = _lanewise("llvm.round.v16f32")  # C's roundf
 
 
-@primitive
-def nearest(typing: Any, value: Any) -> Any:
+def _nearest(builder: Any, value: Any) -> Any:
     """Rounds as ggml's `nearest_int`: half to even, from the mantissa bits of value + 1.5 * 2**23.
 
     Beyond +-4194303 those bits are nonsense, but the same nonsense as the reference (its searches do get
     there, when a block's minimum is next to its maximum).
     """
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        shifted = builder.bitcast(builder.fadd(args[0], _floats(12582912.0)), _INTS)
-        whole = builder.sub(builder.and_(shifted, _ints(0x7FFFFF)), _ints(0x400000))
-        return builder.sitofp(whole, _FLOATS)
-
-    return lanes_type(lanes_type), emit
+    shifted = builder.bitcast(builder.fadd(value, _floats(12582912.0)), _INTS)
+    whole = builder.sub(builder.and_(shifted, _ints(0x7FFFFF)), _ints(0x400000))
+    return builder.sitofp(whole, _FLOATS)
 
 
-@primitive
-def truncated(typing: Any, value: Any) -> Any:
+def _truncated(builder: Any, value: Any) -> Any:
     """Rounds towards zero; 0 for NaN and magnitudes of 2**31 or more, as cvttss2si's low byte."""
+    whole = call_llvm(builder, "llvm.trunc.v16f32", _FLOATS, value)
+    size = call_llvm(builder, "llvm.fabs.v16f32", _FLOATS, value)
+    return builder.select(builder.fcmp_ordered("<", size, _floats(2.0**31)), whole, _floats(0.0))
 
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        whole = call_llvm(builder, "llvm.trunc.v16f32", _FLOATS, args[0])
-        size = call_llvm(builder, "llvm.fabs.v16f32", _FLOATS, args[0])
-        return builder.select(builder.fcmp_ordered("<", size, _floats(2.0**31)), whole, _floats(0.0))
 
-    return lanes_type(lanes_type), emit
+nearest = _unary(lanes_type, lanes_type, _nearest)
+truncated = _unary(lanes_type, lanes_type, _truncated)
 
 
 @routine

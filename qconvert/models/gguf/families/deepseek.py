@@ -61,32 +61,17 @@ def expert_groups(facts: Facts) -> Iterator[KV]:
             yield facts.u32(name, facts.size(key))
 
 
-def _read_weights(file: Metadata) -> Json:
-    scale = file.number("expert_weights_scale", 1.0)
-    return {"routed_scaling_factor": scale, "norm_topk_prob": file.flag("expert_weights_norm")}
-
-
-@read_by(_read_weights)
-def expert_weights(facts: Facts) -> Iterator[KV]:
-    """Writes the scale and normalisation of the chosen experts' weights."""
-    yield facts.f32("expert_weights_scale", facts.number("routed_scaling_factor"))
-    yield facts.flagged("expert_weights_norm", value=facts.flag("norm_topk_prob"))
-
-
-def _read_layers(file: Metadata) -> Json:
-    return {
-        "first_k_dense_replace": file.count("leading_dense_block_count"),
-        "moe_intermediate_size": file.size("expert_feed_forward_length"),
-        "n_shared_experts": file.count("expert_shared_count"),
-    }
-
-
-@read_by(_read_layers)
-def dense_and_sparse(facts: Facts) -> Iterator[KV]:
-    """Writes the number of dense layers, and the shape of the experts in the others."""
-    yield facts.u32("leading_dense_block_count", facts.count("first_k_dense_replace"))
-    yield facts.u32("expert_feed_forward_length", facts.size("moe_intermediate_size"))
-    yield facts.u32("expert_shared_count", facts.count("n_shared_experts"))
+# The scale and normalisation of the chosen experts' weights.
+expert_weights = k.together(
+    k.number("expert_weights_scale", "routed_scaling_factor", 1.0),
+    k.flag("expert_weights_norm", "norm_topk_prob"),
+)
+# The number of dense layers, and the shape of the experts in the others.
+dense_and_sparse = k.together(
+    k.count("leading_dense_block_count", "first_k_dense_replace"),
+    k.size("expert_feed_forward_length", "moe_intermediate_size"),
+    k.count("expert_shared_count", "n_shared_experts"),
+)
 
 
 @implying(lambda file: {"moe_layer_freq": 1})
@@ -103,7 +88,7 @@ DEEPSEEK = GGUFModel(
         k.rope_dimensions(),
         k.vocab_size,
         dense_and_sparse,
-        Keys(lambda f: iter([f.f32("expert_weights_scale", 1.0)])),
+        k.fixed("expert_weights_scale", 1.0),
     ),
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "scoring_func": "softmax"},
     roles=ROTATED,
@@ -131,10 +116,8 @@ def key_rows(facts: Facts) -> Iterator[range]:
 
 def value_rows(facts: Facts) -> Iterator[range]:
     """Yields the rows of `kv_b` that make values, head by head."""
-    each = head_rows(facts) + facts.size("v_head_dim")
-    return (
-        range(h * each + head_rows(facts), (h + 1) * each) for h in range(facts.size("num_attention_heads"))
-    )
+    size = facts.size("v_head_dim")
+    return (range(keys.stop, keys.stop + size) for keys in key_rows(facts))
 
 
 def value_shape(facts: Facts) -> tuple[int, ...]:
@@ -183,10 +166,12 @@ def latent_rope(facts: Facts) -> Iterator[KV]:
         yield facts.f32("rope.scaling.yarn_log_multiplier", 0.1 * positive(rope, "mscale_all_dim"))
 
 
-@read_by(lambda file: {"num_key_value_heads": file.size("attention.head_count")})
-def one_head_kv(facts: Facts) -> Iterator[KV]:
-    """Writes one head of keys and values, that of absorbed attention."""
-    yield facts.u32("attention.head_count_kv", 1)
+# The one head of keys and values of absorbed attention.
+one_head_kv = k.counted(
+    "attention.head_count_kv",
+    lambda facts: 1,
+    lambda file: {"num_key_value_heads": file.size("attention.head_count")},
+)
 
 
 def known_scaling(facts: Facts) -> str | None:
@@ -297,10 +282,6 @@ GLM4_MOE = GGUFModel(
 )
 
 
-# The window of every other layer, beginning with the first.
-sliding_window = k.size("attention.sliding_window", "sliding_window")
-
-
 def _alternating(layers: int) -> list[str]:
     return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
 
@@ -308,12 +289,9 @@ def _alternating(layers: int) -> list[str]:
 @implying(lambda file: {"layer_types": _alternating(file.layers)})
 def alternating_windows(facts: Facts) -> str | None:
     """Refuses other windows than those of every even layer, as in the graph."""
-    types = facts.settings.get("layer_types")
-    return (
-        None
-        if types in (None, _alternating(facts.layers))
-        else "layer_types is not a window in every other layer, as llama.cpp has it"
-    )
+    if facts.settings.get("layer_types") in (None, _alternating(facts.layers)):
+        return None
+    return "layer_types is not a window in every other layer, as llama.cpp has it"
 
 
 def whole_dimensions(facts: Facts) -> str | None:
@@ -325,9 +303,7 @@ def whole_dimensions(facts: Facts) -> str | None:
 
 
 def _read_rope(file: Metadata) -> Json:
-    """Reads rope entries, and "no scaling" where the class would assume YaRN; of YaRN what no key holds, with
-    the values of every gpt-oss (see `whole_dimensions`).
-    """
+    """Reads "no scaling" where the class would assume YaRN; its own truncation is in no key."""
     rope = {"rope_scaling": {"rope_type": "default"}, **k.read_rope(file)}
     yarn = {"truncate": False} if rope["rope_scaling"]["rope_type"] == "yarn" else {}
     return {**rope, "rope_scaling": {**rope["rope_scaling"], **yarn}}
@@ -336,7 +312,7 @@ def _read_rope(file: Metadata) -> Json:
 GPT_OSS = GGUFModel(
     "gpt-oss",
     keys=k.decoder(rope=Keys(k.rope.write, _read_rope), more=(k.expert_counts,)),
-    late=(sliding_window, k.size("expert_feed_forward_length", "intermediate_size")),
+    late=(k.sliding_window, k.size("expert_feed_forward_length", "intermediate_size")),
     defaults={
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 131072,

@@ -9,7 +9,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
-from qconvert.models.gguf.declaration import NOT_WRITTEN, Facts, GGUFModel, Written, read_by
+from qconvert.models.gguf.declaration import NOT_WRITTEN, Facts, GGUFModel, Keys, Written, read_by
 from qconvert.models.gguf.metadata import Metadata
 
 
@@ -66,41 +66,24 @@ def head_scale(facts: Facts) -> float:
     return float(facts.size("d_model") ** -0.5) if facts.flag("scale_decoder_outputs", default=tied) else 1.0
 
 
-def _read_t5(file: Metadata) -> Json:
+def _read_stacks(file: Metadata) -> Json:
+    decoder = file.optional("decoder_block_count") or file.layers
+    return {"num_layers": file.layers, "num_decoder_layers": decoder}
+
+
+@read_by(_read_stacks)
+def stacks(facts: Facts) -> Iterator[KV]:
+    """Writes the numbers of layers of the encoder and of the decoder."""
+    for name, layers in zip(("block_count", "decoder_block_count"), facts.architecture.stacks, strict=True):
+        yield facts.u32(name, layers)
+
+
+def _read_mlp(file: Metadata) -> Json:
     gated = "enc.blk.0.ffn_gate.weight" in file.tensors
-    buckets = file.size("attention.relative_buckets_count")
-    return {
-        "n_positions": file.size("context_length"),
-        "d_model": file.size("embedding_length"),
-        "d_ff": file.size("feed_forward_length"),
-        "num_layers": file.layers,
-        "num_decoder_layers": file.optional("decoder_block_count") or file.layers,
-        "num_heads": file.size("attention.head_count"),
-        "d_kv": file.size("attention.key_length"),
-        "layer_norm_epsilon": file.number("attention.layer_norm_rms_epsilon"),
-        "relative_attention_num_buckets": buckets,
-        "decoder_start_token_id": file.count("decoder_start_token_id"),
-        "feed_forward_proj": "gated-gelu" if gated else "relu",
-        "is_encoder_decoder": True,
-    }
+    return {"feed_forward_proj": "gated-gelu" if gated else "relu", "is_encoder_decoder": True}
 
 
-@read_by(_read_t5)
-def t5_keys(facts: Facts) -> Iterator[KV]:
-    """Writes T5's sizes, in its own keys."""
-    encoder, decoder = facts.architecture.stacks
-    yield facts.u32("context_length", facts.size("n_positions"))
-    yield facts.u32("embedding_length", facts.size("d_model"))
-    yield facts.u32("feed_forward_length", facts.size("d_ff"))
-    yield facts.u32("block_count", encoder)
-    yield facts.u32("decoder_block_count", decoder)
-    yield facts.u32("attention.head_count", facts.size("num_heads"))
-    yield facts.u32("attention.key_length", facts.size("d_kv"))
-    yield facts.u32("attention.value_length", facts.size("d_kv"))
-    yield facts.f32("attention.layer_norm_epsilon", facts.number("layer_norm_epsilon"))
-    yield facts.u32("attention.relative_buckets_count", facts.size("relative_attention_num_buckets"))
-    yield facts.f32("attention.layer_norm_rms_epsilon", facts.number("layer_norm_epsilon"))
-    yield facts.u32("decoder_start_token_id", facts.count("decoder_start_token_id"))
+_RMS_EPSILON = k.rms_epsilon_of("layer_norm_epsilon")
 
 
 def no_deeper_decoder(facts: Facts) -> str | None:
@@ -116,12 +99,21 @@ def no_deeper_decoder(facts: Facts) -> str | None:
 
 T5 = GGUFModel(
     "t5",
-    keys=(t5_keys,),
-    defaults={
-        "n_positions": 512,
-        "layer_norm_epsilon": 1e-6,
-        "relative_attention_num_buckets": 32,
-    },
+    keys=(
+        k.size("context_length", "n_positions"),
+        k.size("embedding_length", "d_model"),
+        k.size("feed_forward_length", "d_ff"),
+        stacks,
+        k.size("attention.head_count", "num_heads"),
+        k.size("attention.key_length", "d_kv"),
+        k.counted("attention.value_length", lambda facts: facts.size("d_kv")),
+        Keys(k.norm_epsilon("layer_norm_epsilon").write, _RMS_EPSILON.read),
+        k.size("attention.relative_buckets_count", "relative_attention_num_buckets"),
+        Keys(_RMS_EPSILON.write),
+        k.count("decoder_start_token_id", "decoder_start_token_id"),
+        k.read_only(_read_mlp),
+    ),
+    defaults={"n_positions": 512, "layer_norm_epsilon": 1e-6, "relative_attention_num_buckets": 32},
     roles={
         **t5_roles("encoder", "enc"),
         **t5_roles("decoder", "dec"),

@@ -51,9 +51,11 @@ def _phi3_context(facts: Facts) -> Iterator[KV]:
 _phi3_rope = k.together(k.rope_dimensions(1.0), k.rope_kinds("default", "su", "longrope"))
 
 
-@read_by(lambda file: {"sliding_window": file.optional("attention.sliding_window")})
-def _phi3_window(facts: Facts) -> Iterator[KV]:
-    yield facts.u32("attention.sliding_window", facts.count("sliding_window"))
+_phi3_window = k.counted(
+    "attention.sliding_window",
+    lambda facts: facts.count("sliding_window"),
+    lambda file: {"sliding_window": file.optional("attention.sliding_window")},
+)
 
 
 @derived
@@ -77,7 +79,6 @@ def _read_factors(file: Metadata) -> Json:
 
 @made_and_read(_read_factors)
 def _phi3_factors(facts: Facts) -> Iterator[Constant]:
-    """Yields the divisors of the frequencies for long and for short texts."""
     rope = k.rope_of(facts)
     if rope["rope_type"] == "default":
         return
@@ -173,16 +174,6 @@ GLM = replace(
 GLM4 = replace(GLM, arch="glm4", keys=k.decoder(), late=(k.rope_dimensions(0.5),), checks=(SILU,))
 
 
-@derived
-def _falcon_layout(facts: Facts) -> Iterator[KV]:
-    yield facts.text("tensor_data_layout", "jploski")
-
-
-@read_by(lambda file: {"ffn_hidden_size": file.size("feed_forward_length")})
-def _falcon_inner(facts: Facts) -> Iterator[KV]:
-    yield facts.u32("feed_forward_length", facts.dimensions[0]["intermediate"])
-
-
 def _generation(file: Metadata) -> Json:
     """Reads which generation of Falcon has these heads and norms; rows have the same order in all."""
     heads, kv = file.size("attention.head_count"), k.kv_heads(file)
@@ -197,9 +188,9 @@ FALCON = GGUFModel(
     "falcon",
     keys=(
         k.context_length,
-        _falcon_layout,
+        k.fixed("tensor_data_layout", "jploski"),
         k.embedding_length,
-        _falcon_inner,
+        k.inner_width("ffn_hidden_size"),
         k.block_count,
         k.head_count,
         Keys(_kv_heads.write, _generation),
@@ -261,11 +252,4 @@ OPENELM = GGUFModel(
     ),
 )
 
-MODELS = {
-    "phi3": PHI3,
-    "chatglm": CHATGLM,
-    "glm": GLM,
-    "glm4": GLM4,
-    "falcon": FALCON,
-    "openelm": OPENELM,
-}
+MODELS = {"phi3": PHI3, "chatglm": CHATGLM, "glm": GLM, "glm4": GLM4, "falcon": FALCON, "openelm": OPENELM}

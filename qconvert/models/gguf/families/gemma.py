@@ -50,17 +50,7 @@ def _queries_scaled(largest: int) -> Check:
     return check
 
 
-_window = k.size("attention.sliding_window", "sliding_window")
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
-
-
-@read_by(lambda file: {key: file.number(key) if file.has(key) else None for key in _CAPS})
-def _caps(facts: Facts) -> Iterator[KV]:
-    for key in _CAPS:
-        if facts.settings.get(key) is not None:
-            yield facts.f32(key, facts.number(key))
-
-
 # Gemma's class computes this whatever an older config has under hidden_act.
 _GELU = c.computes("hidden_activation", "gelu_pytorch_tanh")
 _CAUSAL = c.computes("use_bidirectional_attention", False, None)
@@ -86,7 +76,7 @@ GEMMA = GGUFModel(
 GEMMA2 = replace(
     GEMMA,
     arch="gemma2",
-    late=(_caps, _window),
+    late=(*(k.optional_number(key, key) for key in _CAPS), k.sliding_window),
     defaults={
         **GEMMA.defaults,
         "num_key_value_heads": 4,
@@ -105,7 +95,6 @@ def _read_two_bases(file: Metadata) -> Json:
 
 @read_by(_read_two_bases)
 def _two_bases(facts: Facts) -> Iterator[KV]:
-    """Writes the rotary bases of the layers with full attention and of those with a window."""
     yield from k.rope_kinds("default", "linear")(facts)
     rope = facts.settings.get("rope_parameters")
     sliding = rope.get("sliding_attention") if isinstance(rope, dict) else None
@@ -162,7 +151,7 @@ COMMAND_R = GGUFModel(
 COMMAND_R7B = replace(
     COMMAND_R,
     arch="cohere2",
-    late=(_logit_scale, _window, k.vocab_size, k.rope_dimensions(), k.scaling_none),
+    late=(_logit_scale, k.sliding_window, k.vocab_size, k.rope_dimensions(), k.scaling_none),
     defaults={**_COHERE, "sliding_window": 4096},
     checks=(
         SILU,

@@ -5,14 +5,12 @@ Their rotary embedding rotates neighbouring rows, not halves, so the rows of q a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from qconvert.core.dtypes import Json
-from qconvert.core.ggml_types import KV
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
-from qconvert.models.gguf.declaration import Facts, GGUFModel, Keys, Written, derived, read_by
+from qconvert.models.gguf.declaration import Facts, GGUFModel, Keys, Written
 from qconvert.models.gguf.metadata import Metadata
 
 
@@ -56,36 +54,16 @@ INTERNLM2 = GGUFModel(
 )
 
 
-def _read_clamp(file: Metadata) -> Json:
-    clamped = file.has("attention.clamp_kqv")
-    return {"clip_qkv": file.number("attention.clamp_kqv") if clamped else None}
-
-
-@read_by(_read_clamp)
-def _clamp(facts: Facts) -> Iterator[KV]:
-    if facts.settings.get("clip_qkv") is not None:
-        yield facts.f32("attention.clamp_kqv", facts.number("clip_qkv"))
-
-
-@derived
-def _fixed_epsilon(facts: Facts) -> Iterator[KV]:
-    """Writes OLMo's epsilon, which no config has; its norms have no weights."""
-    yield facts.f32("attention.layer_norm_epsilon", 1e-5)
-
-
+# Its norms have no weights, and no config has their epsilon.
+_FIXED_EPSILON = k.fixed("attention.layer_norm_epsilon", 1e-5)
 OLMO = GGUFModel(
     "olmo",
     keys=tuple(keys for keys in k.decoder() if keys is not k.rms_epsilon),
-    late=(_fixed_epsilon, _clamp),
+    late=(_FIXED_EPSILON, k.optional_number("attention.clamp_kqv", "clip_qkv")),
     defaults={"max_position_embeddings": 2048},
     roles=ROTATED,
     checks=(SILU, c.square_attention, c.computes("attention_bias", False)),
 )
-
-
-@derived
-def _layout(facts: Facts) -> Iterator[KV]:
-    yield facts.text("tensor_data_layout", "Meta AI original pth")
 
 
 # llama.cpp's graph tells the 7B model, which is rotary, from the 13B one, which has ALiBi, by their layers.
@@ -100,7 +78,7 @@ def _context(file: Metadata) -> Json:
 BAICHUAN = GGUFModel(
     "baichuan",
     keys=(k.block_count, Keys(k.context_length.write, _context), *k.decoder()[2:]),
-    late=(_layout, k.rope_dimensions()),
+    late=(k.fixed("tensor_data_layout", "Meta AI original pth"), k.rope_dimensions()),
     defaults={"rms_norm_eps": 1e-6},
     roles=ROTATED,
     head="required",

@@ -60,35 +60,32 @@ def conv_shape(facts: Facts) -> tuple[int, ...]:
     return key_rows(facts) + values, facts.size("linear_conv_kernel_dim")
 
 
-def _read_state_space(file: Metadata) -> Json:
-    heads_of_values, step = file.size("ssm.time_step_rank"), file.size("full_attention_interval")
-    layers = range(1, file.layers + 1)
-    return {
-        "linear_conv_kernel_dim": file.size("ssm.conv_kernel"),
-        "linear_key_head_dim": file.size("ssm.state_size"),
-        "linear_num_key_heads": file.size("ssm.group_count"),
-        "linear_num_value_heads": heads_of_values,
-        "linear_value_head_dim": file.size("ssm.inner_size") // heads_of_values,
-        "layer_types": ["linear_attention" if layer % step else "full_attention" for layer in layers],
-    }
-
-
-@read_by(_read_state_space)
-def state_space(facts: Facts) -> Iterator[KV]:
-    """Writes the sizes of the DeltaNet."""
-    heads_of_values = facts.size("linear_num_value_heads")
-    yield facts.u32("ssm.conv_kernel", facts.size("linear_conv_kernel_dim"))
-    yield facts.u32("ssm.state_size", facts.size("linear_key_head_dim"))
-    yield facts.u32("ssm.group_count", facts.size("linear_num_key_heads"))
-    yield facts.u32("ssm.time_step_rank", heads_of_values)
-    yield facts.u32("ssm.inner_size", facts.size("linear_value_head_dim") * heads_of_values)
-    yield facts.u32("full_attention_interval", interval(facts))
-
-
 def interval(facts: Facts) -> int:
     """Returns the first attention layer, counted from 1."""
     found = (i + 1 for i in range(facts.layers) if full_attention(facts.settings, i))
     return next(found, facts.layers + 1)
+
+
+def _read_layers(file: Metadata) -> Json:
+    step, layers = file.size("full_attention_interval"), range(1, file.layers + 1)
+    return {"layer_types": ["linear_attention" if layer % step else "full_attention" for layer in layers]}
+
+
+# The sizes of the DeltaNet, and which layers have attention instead.
+STATE_SPACE = (
+    k.size("ssm.conv_kernel", "linear_conv_kernel_dim"),
+    k.size("ssm.state_size", "linear_key_head_dim"),
+    k.size("ssm.group_count", "linear_num_key_heads"),
+    k.size("ssm.time_step_rank", "linear_num_value_heads"),
+    k.counted(
+        "ssm.inner_size",
+        lambda facts: facts.size("linear_value_head_dim") * facts.size("linear_num_value_heads"),
+        lambda file: {
+            "linear_value_head_dim": file.size("ssm.inner_size") // file.size("ssm.time_step_rank")
+        },
+    ),
+    k.counted("full_attention_interval", interval, _read_layers),
+)
 
 
 def _read_sections(file: Metadata) -> Json:
@@ -112,28 +109,24 @@ def attention_at_intervals(facts: Facts) -> str | None:
     step = interval(facts)
     odd = (i for i in range(facts.layers) if full_attention(facts.settings, i) != ((i + 1) % step == 0))
     layer = next(odd, None)
-    return (
-        None
-        if layer is None
-        else f"layer_types has layer {layer} out of turn; llama.cpp takes every {step}th"
-    )
+    if layer is None:
+        return None
+    return f"layer_types has layer {layer} out of turn; llama.cpp takes every {step}th"
 
 
 def heads_alike(facts: Facts) -> str | None:
     """Refuses heads of different sizes: the graph has one size."""
     keys, values = facts.size("linear_key_head_dim"), facts.size("linear_value_head_dim")
-    return (
-        None
-        if keys == values
-        else f"linear_key_head_dim is {keys}, linear_value_head_dim {values}; llama.cpp has one"
-    )
+    if keys == values:
+        return None
+    return f"linear_key_head_dim is {keys}, linear_value_head_dim {values}; llama.cpp has one"
 
 
 SHIFTED = Written(change="plus_one")
 HYBRID = GGUFModel(
     "qwen35",
     keys=k.decoder(),
-    late=(state_space, k.rope_dimensions(0.25), sections),
+    late=(*STATE_SPACE, k.rope_dimensions(0.25), sections),
     defaults={
         "max_position_embeddings": 32768,
         "num_key_value_heads": 4,
