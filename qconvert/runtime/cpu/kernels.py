@@ -10,49 +10,36 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import from_dtype, types
+from numba.core.registry import cpu_target
 
-from qconvert.quant.simd.lanes import entry, primitive
+from qconvert.quant.simd.lanes import entry
 from qconvert.runtime.cpu import dots
 from qconvert.runtime.cpu.kernel_args import LINEAR
-from qconvert.runtime.cpu.simd import float_at, put_float, routine
+from qconvert.runtime.cpu.simd import float_at, instructions, put_float, routine
 
 _SIGNATURE = types.void(*[types.intp] * 5)
 _RECORD = from_dtype(LINEAR)
 
 
-@primitive
-def _linear_at(typing: Any, address: Any) -> Any:
+@instructions(_RECORD, types.intp)
+def _linear_at(builder: Any, address: Any) -> Any:
     """The record at a byte address."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(_RECORD))
-
-    return _RECORD(types.intp), emit
+    return builder.inttoptr(address, cpu_target.target_context.get_value_type(_RECORD))
 
 
-@primitive
-def _address_of(typing: Any, record: Any) -> Any:
+@instructions(types.intp, _RECORD)
+def _address_of(builder: Any, record: Any) -> Any:
     """Where a record lies."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.ptrtoint(args[0], context.get_value_type(types.intp))
-
-    return types.intp(record), emit
+    return builder.ptrtoint(record, cpu_target.target_context.get_value_type(types.intp))
 
 
-@primitive
-def _call(typing: Any, kernel: Any, record: Any, x: Any, y: Any, start: Any, stop: Any) -> Any:
-    """Call the code at an address."""
-    from llvmlite import ir  # type: ignore[import-untyped]
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        kernel, *rest = args
-        kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in rest])
-        builder.call(builder.inttoptr(kernel, kind.as_pointer()), rest)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 6), emit
+@instructions(types.void, *[types.intp] * 6)
+def _call(builder: Any, kernel: Any, *args: Any) -> None:
+    """Call the code at an address with the address of a record, x, y, start and stop."""
+    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+    builder.call(builder.inttoptr(kernel, kind.as_pointer()), args)
 
 
 @routine
@@ -84,11 +71,6 @@ KERNELS = {name: _entry(name) for name in ("float32", "bfloat16", *_BY_BLOCKS, *
 
 
 @lru_cache
-def _compiled(name: str) -> Any:
+def compiled(name: str) -> Any:
+    """A kernel by its name in `dots.py`; its `address` stays what it is."""
     return entry(KERNELS[name], _SIGNATURE)
-
-
-def kernel_address(name: str) -> int:
-    """The address of a kernel by its name in `dots.py`; it stays where it is."""
-    address: int = _compiled(name).address
-    return address
