@@ -33,7 +33,7 @@ from qconvert.runtime.cuda.attention import (
 from qconvert.runtime.cuda.decode_step import CudaStep, obstacle, open_step, read, read_greedily
 from qconvert.runtime.cuda.head import HiddenStates, score_hidden_states, score_reference
 from qconvert.runtime.cuda.norm import add_norm, add_norm_reference
-from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8
+from qconvert.runtime.cuda.packing import MmaWeight
 from qconvert.runtime.cuda.swiglu import swiglu, swiglu_reference
 from qconvert.runtime.cuda.triton_language import INTERPRET
 from qconvert.runtime.device_layout import Layout
@@ -280,8 +280,8 @@ def test_a_step_with_quantized_weights(encoding: AffineInt, tied: bool, head_bit
         load_decoder(config, Grids(model, encoding, tied), dtype=dtype, layout=layout, head_bits=head_bits)
         for dtype, layout in ((torch.float32, Layout.REFERENCE), (torch.bfloat16, Layout.AUTO))
     )
-    kind = {4: MmaInt4, 8: MmaInt8}[encoding.bits]
-    assert all(isinstance(linear.weight, kind) for linear in decoder.layers[0].attention.qkv)
+    (qkv,) = decoder.layers[0].attention.qkv
+    assert isinstance(qkv.weight, MmaWeight) and qkv.weight.bits == encoding.bits
     assert isinstance(decoder.head, IntWeight)
     caches = [wide.cache(2, 4), decoder.cache(2, 4)]
     step = open_step(decoder, caches[1])

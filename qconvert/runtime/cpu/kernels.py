@@ -36,8 +36,9 @@ def _address_of(builder: Any, record: Any) -> Any:
 
 
 @instructions(types.void, *[types.intp] * 6)
-def _call(builder: Any, kernel: Any, *args: Any) -> None:
-    """Call the code at an address with the address of a record, x, y, start and stop."""
+def _call(builder: Any, kernel: Any, record: Any, x: Any, y: Any, start: Any, stop: Any) -> None:
+    """Call the code at an address."""
+    args = (record, x, y, start, stop)
     kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
     builder.call(builder.inttoptr(kernel, kind.as_pointer()), args)
 

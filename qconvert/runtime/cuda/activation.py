@@ -82,3 +82,18 @@ def total(parts, bias, at, mask, stride, SPLITS: tl.constexpr, HAS_BIAS: tl.cons
     if HAS_BIAS:
         x += tl.load(bias + bias_at, mask=mask, other=0.0).to(tl.float32)
     return x
+
+
+@triton.jit
+def store_rows(  # type: ignore[no-untyped-def]
+    x, y, sums, row, rows, width, first, stop,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Columns [first, stop) of a row, the beginning of x [BLOCK], rounded; and the sums of their groups."""
+    column = first + tl.arange(0, BLOCK)
+    x = rounded(x, UPCAST)
+    tl.store(y + row * width + column, x.to(tl.bfloat16), mask=column < stop)
+    if GROUP:
+        group = first // GROUP + tl.arange(0, BLOCK // GROUP)
+        group_sums = tl.sum(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
+        tl.store(sums + group * rows + row, group_sums, mask=group * GROUP < stop)

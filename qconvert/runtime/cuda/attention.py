@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qconvert.runtime.cuda.activation import Parts, Rows, fill_rows, rounded, total
+from qconvert.runtime.cuda.activation import Parts, Rows, fill_rows, rounded, store_rows, total
 from qconvert.runtime.cuda.triton_language import INTERPRET
 from qconvert.runtime.rope import rotate
 
@@ -147,60 +147,25 @@ def attend(
     parts, bias = qkv.parts_SMN, qkv.bias_N
     keys = cache_2MKTE[0]
     _attend[(stretches, shape.kv_heads, rows)](
-        parts,
-        parts if bias is None else bias,
-        parts if norms is None else norms.q_E,
-        parts if norms is None else norms.k_E,
-        place.position_1,
-        place.cos_TE,
-        place.sin_TE,
-        keys,
-        cache_2MKTE[1],
-        out.max_MHP,
-        out.sum_MHP,
-        out.value_MHPE,
-        parts.stride(0),
-        parts.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        1e-6 if norms is None else norms.eps,
+        parts, parts if bias is None else bias, parts if norms is None else norms.q_E,
+        parts if norms is None else norms.k_E, place.position_1, place.cos_TE, place.sin_TE, keys,
+        cache_2MKTE[1], out.max_MHP, out.sum_MHP, out.value_MHPE, parts.stride(0), parts.stride(1),
+        keys.stride(0), keys.stride(1), 1e-6 if norms is None else norms.eps,
         _LOG2_E / math.sqrt(shape.head_dim),
-        SPLITS=len(parts),
-        HAS_BIAS=bias is not None,
-        HAS_NORMS=norms is not None,
-        HEADS=shape.heads,
-        SHARED=shape.shared,
-        KV_HEADS=shape.kv_heads,
-        WIDTH=shape.head_dim,
-        WINDOW=shape.window or 0,
-        STRETCHES=stretches,
-        BLOCK_Q=max(16, triton.next_power_of_2(shape.shared)),
-        BLOCK_E=max(16, triton.next_power_of_2(shape.head_dim)),
-        BLOCK_T=BLOCK_POSITIONS,
-        UPCAST=INTERPRET,
+        SPLITS=len(parts), HAS_BIAS=bias is not None, HAS_NORMS=norms is not None, HEADS=shape.heads,
+        SHARED=shape.shared, KV_HEADS=shape.kv_heads, WIDTH=shape.head_dim, WINDOW=shape.window or 0,
+        STRETCHES=stretches, BLOCK_Q=max(16, triton.next_power_of_2(shape.shared)),
+        BLOCK_E=max(16, triton.next_power_of_2(shape.head_dim)), BLOCK_T=BLOCK_POSITIONS, UPCAST=INTERPRET,
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
 def _rotated_head(  # type: ignore[no-untyped-def]
-    parts,
-    bias,
-    norm,
-    head_column,
-    row_at,
-    mask,
-    cos,
-    sin,
-    stride,
-    eps,
-    SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    parts, bias, norm, head_column, row_at, mask, cos, sin, stride, eps,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_E: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Heads [R, BLOCK_E] that begin at the columns `head_column` [R, 1], normalised and rotated."""
     e = tl.arange(0, BLOCK_E)[None, :]
     opposite = tl.where(e < WIDTH // 2, e + WIDTH // 2, e - WIDTH // 2)
@@ -224,38 +189,13 @@ def _product(a, b, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    parts,
-    bias,
-    q_norm,
-    k_norm,
-    position_at,
-    cos_at,
-    sin_at,
-    keys,
-    values,
-    max_out,
-    sum_out,
-    value_out,
-    split_stride,
-    row_stride,
-    cache_row_stride,
-    cache_head_stride,
-    eps,
-    scale,
-    SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr,
-    STRETCHES: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    parts, bias, q_norm, k_norm, position_at, cos_at, sin_at, keys, values, max_out, sum_out, value_out,
+    split_stride, row_stride, cache_row_stride, cache_head_stride, eps, scale,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr, HEADS: tl.constexpr,
+    SHARED: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    STRETCHES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
     UPCAST: tl.constexpr,
-):
+):  # fmt: skip
     stretch, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(position_at).to(tl.int32)
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
@@ -331,43 +271,24 @@ def combine(softmaxes: Softmaxes, out: Rows) -> None:
     span = math.lcm(head_dim, _COLUMNS)
     block = triton.next_power_of_2(span)
     _combine[(triton.cdiv(width, span), rows)](
-        softmaxes.max_MHP,
-        softmaxes.sum_MHP,
-        softmaxes.value_MHPE,
-        out.x_MK,
-        out.x_MK if out.sums_GM is None else out.sums_GM,
-        rows,
-        width,
-        WIDTH=head_dim,
-        STRETCHES=stretches,
-        SPAN=span,
-        GROUP=out.group,
-        BLOCK=block,
-        UPCAST=INTERPRET,
+        softmaxes.max_MHP, softmaxes.sum_MHP, softmaxes.value_MHPE, out.x_MK,
+        out.x_MK if out.sums_GM is None else out.sums_GM, rows, width,
+        WIDTH=head_dim, STRETCHES=stretches, SPAN=span, GROUP=out.group, BLOCK=block, UPCAST=INTERPRET,
         num_warps=min(16, max(4, block * stretches // 1024)),
-    )
+    )  # fmt: skip
 
 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
-    maxima,
-    sums,
-    values,
-    y,
-    group_sums,
-    rows,
-    width,
-    WIDTH: tl.constexpr,
-    STRETCHES: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    maxima, sums, values, y, group_sums, rows, width,
+    WIDTH: tl.constexpr, STRETCHES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1)
-    inner = tl.arange(0, BLOCK)
-    column = tl.program_id(0) * SPAN + inner
-    inside = (inner < SPAN) & (column < width)
+    first = tl.program_id(0) * SPAN
+    stop = tl.minimum(first + SPAN, width)
+    column = first + tl.arange(0, BLOCK)
+    inside = column < stop
     head_at = (row * (width // WIDTH) + column // WIDTH) * STRETCHES
     at = head_at[None, :] + tl.arange(0, STRETCHES)[:, None]
     # The first stretch holds the token itself, so a maximum is finite; that of padding must be too.
@@ -377,11 +298,5 @@ def _combine(  # type: ignore[no-untyped-def]
     whole = tl.sum(weight * tl.load(sums + at, mask=there, other=0.0), 0)
     held = tl.load(values + at * WIDTH + (column % WIDTH)[None, :], mask=there, other=0.0)
     value = tl.sum(weight * held, 0)
-    x = rounded(value / tl.where(inside, whole, 1.0), UPCAST)
-    tl.store(y + row * width + column, x.to(tl.bfloat16), mask=inside)
-    if GROUP:
-        group = tl.arange(0, BLOCK // GROUP)
-        parts = tl.sum(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
-        first = tl.program_id(0) * (SPAN // GROUP)
-        there = (group < SPAN // GROUP) & ((first + group) * GROUP < width)
-        tl.store(group_sums + (first + group) * rows + row, parts, mask=there)
+    x = value / tl.where(inside, whole, 1.0)
+    store_rows(x, y, group_sums, row, rows, width, first, stop, GROUP, BLOCK, UPCAST)

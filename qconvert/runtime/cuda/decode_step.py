@@ -32,7 +32,7 @@ from qconvert.runtime.cuda.attention import (
 )
 from qconvert.runtime.cuda.matmul import multiply_partials
 from qconvert.runtime.cuda.norm import add_norm
-from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8, mma_table, tile_group
+from qconvert.runtime.cuda.packing import MmaWeight, mma_table, tile_group
 from qconvert.runtime.cuda.reference import FewRowWeight
 from qconvert.runtime.cuda.swiglu import swiglu
 from qconvert.runtime.cuda.triton_language import available
@@ -320,7 +320,7 @@ def _product(
     weight: FewRowWeight, bias_O: Tensor | None, rows: int, device: torch.device, parts: int | None = None
 ) -> Product:
     out, width = weight.shape
-    group = weight.sum_group if isinstance(weight, MmaInt4 | MmaInt8) else None
+    group = weight.sum_group if isinstance(weight, MmaWeight) else None
     parts_SMN = torch.empty(parts or splits(weight.kind, weight.shape), rows, out, device=device)
     return Product(weight, empty_rows(rows, width, group or 0, device), Parts(parts_SMN, bias_O))
 

@@ -108,17 +108,9 @@ def _scores(folded: Folded, kl_N: Tensor | None) -> Scores:
 
 @triton.jit
 def _logits(  # type: ignore[no-untyped-def]
-    h,
-    w,
-    n,
-    v,
-    vocab,
-    width,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    h, w, n, v, vocab, width,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """`h w^T` for tokens n [BLOCK_N] and words v [BLOCK_V], float32."""
     d = tl.arange(0, BLOCK_D)
     h_at = n.to(tl.int64)[:, None] * width + d[None, :]

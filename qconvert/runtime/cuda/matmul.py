@@ -50,30 +50,12 @@ def spread(part_NJ: tl.tensor, N: tl.constexpr, C: tl.constexpr, J: tl.constexpr
 
 @triton.jit
 def multiply_tiles(  # noqa: PLR0912, PLR0915
-    x_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    words_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    zeros_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    outs: tl.tensor,
-    width: tl.tensor,
-    tiles: tl.tensor,
-    x_row: tl.tensor,
-    out_split: tl.tensor,
-    out_row: tl.tensor,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    ZEROS: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    J: tl.constexpr,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    UPCAST: tl.constexpr,
-) -> None:
+    x_ptr: tl.tensor, sums_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor,
+    out_ptr: tl.tensor, rows: tl.tensor, outs: tl.tensor, width: tl.tensor, tiles: tl.tensor,
+    x_row: tl.tensor, out_split: tl.tensor, out_row: tl.tensor,
+    BITS: tl.constexpr, SCALE: tl.constexpr, ZEROS: tl.constexpr, CHANNEL: tl.constexpr, J: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+) -> None:  # fmt: skip
     """N rows of a tile by all rows of x over one split of the columns, to out [S, M, N].
 
     Strides are arguments of their own: only so does the compiler see that they divide by 16, and copy 16
@@ -149,23 +131,11 @@ def multiply_tiles(  # noqa: PLR0912, PLR0915
 
 @triton.jit
 def multiply_rows(
-    x_ptr: tl.tensor,
-    w_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    outs: tl.tensor,
-    width: tl.tensor,
-    tiles: tl.tensor,
-    x_row: tl.tensor,
-    w_row: tl.tensor,
-    out_split: tl.tensor,
+    x_ptr: tl.tensor, w_ptr: tl.tensor, out_ptr: tl.tensor, rows: tl.tensor, outs: tl.tensor,
+    width: tl.tensor, tiles: tl.tensor, x_row: tl.tensor, w_row: tl.tensor, out_split: tl.tensor,
     out_row: tl.tensor,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    UPCAST: tl.constexpr,
-) -> None:
+    N: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+) -> None:  # fmt: skip
     """The same for a bfloat16 weight [N, K] as it is, 64 columns at a time."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     first, last = 2 * (split * tiles // splits), 2 * ((split + 1) * tiles // splits)
@@ -223,22 +193,13 @@ def multiply_partials(
         return out_SMN
     scales = weight.scales if weight.scales.dtype == torch.float32 else weight.scales.view(torch.int32)
     multiply_tiles[grid](
-        x_MK,
-        x_MK if sums_GM is None else sums_GM,
-        weight.words,
-        scales,
-        weight.words if weight.zeros is None else weight.zeros.view(torch.int32),
-        out_SMN,
-        *sizes,
-        out_SMN.stride(0),
-        out_SMN.stride(1),
-        BITS=weight.bits,
-        SCALE=SCALES[weight.scales.dtype],
-        ZEROS=weight.zeros is not None,
-        CHANNEL=weight.group is None,
-        J=groups_of(weight),
+        x_MK, x_MK if sums_GM is None else sums_GM, weight.words, scales,
+        weight.words if weight.zeros is None else weight.zeros.view(torch.int32), out_SMN, *sizes,
+        out_SMN.stride(0), out_SMN.stride(1),
+        BITS=weight.bits, SCALE=SCALES[weight.scales.dtype], ZEROS=weight.zeros is not None,
+        CHANNEL=weight.group is None, J=groups_of(weight),
         **common,
-    )
+    )  # fmt: skip
     return out_SMN
 
 
