@@ -38,8 +38,7 @@ from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.cuda.decode_step import open_step, read_greedily
 from qconvert.runtime.cuda.dequantize import multiply_many
 from qconvert.runtime.cuda.matmul import multiply, multiply_partials
-from qconvert.runtime.cuda.packing import MmaWeight
-from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.cuda.packing import FewRowWeight, MmaWeight
 from qconvert.runtime.cuda.tiles import sums_for
 
 OURS = "qconvert"

@@ -15,8 +15,7 @@ from torch import Tensor
 from evals.synthetic import SHAPES
 from qconvert.core.dtypes import Json
 from qconvert.runtime.config import DecoderConfig
-from qconvert.runtime.cuda.packing import MmaWeight, pack_scales
-from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.cuda.packing import FewRowWeight, MmaWeight, pack_scales
 from qconvert.runtime.cuda.tiles import TILE
 from qconvert.runtime.device_layout import Layout
 from qconvert.runtime.linear import Linear, Table

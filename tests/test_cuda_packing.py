@@ -24,10 +24,10 @@ from qconvert.runtime.cuda.packing import (
     unpack_scales,
     unpack_zeros,
 )
-from qconvert.runtime.cuda.reference import multiply_partials, split_columns
 from qconvert.runtime.cuda.tiles import group_sums, sums_for
 from qconvert.runtime.device_layout import place_rows
 from qconvert.runtime.storage import DenseWeight
+from tests.cuda_reference import multiply_partials, split_columns
 from tests.test_decoder_linear import random_value, worth
 
 CPU = torch.device("cpu")

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qconvert.runtime.cuda.activation import Parts, Rows, fill_rows, rounded, store_rows, total
+from qconvert.runtime.cuda.activation import Parts, Rows, rounded, store_rows, total
 from qconvert.runtime.cuda.triton_language import INTERPRET
-from qconvert.runtime.rope import rotate
 
 BLOCK_POSITIONS = 64
 """Positions that a program reads at a time; a stretch is a multiple of them."""
@@ -95,54 +94,15 @@ def stretches_for(shape: HeadShape, rows: int, processors: int) -> int:
     return min(64, 1 << (wanted.bit_length() - 1))
 
 
-def bounds(position: int, window: int | None, stretches: int) -> list[tuple[int, int]]:
-    """The positions [start, stop) of every stretch: together, those before `position` that it sees."""
-    first = max(0, position - window + 1) if window is not None else 0
-    blocks = -(-(position - first) // BLOCK_POSITIONS)
-    length = -(-blocks // stretches) * BLOCK_POSITIONS
-    starts = [min(first + p * length, position) for p in range(stretches)]
-    return [(start, min(start + length, position)) for start in starts]
-
-
-def attend_reference(
+def attend(
     qkv: Parts, norms: HeadNorms | None, shape: HeadShape, place: Place, cache_2MKTE: Tensor, out: Softmaxes
 ) -> None:
     """Heads from `qkv`, normalised and rotated; key and value into the cache; a softmax per stretch.
 
     Query, key and value are rounded to bfloat16 once, after their rotation; `score = q . k / sqrt(E)
-    log2(e)`. Writes the cache at the position.
+    log2(e)`. Writes the cache at the position. One launch, a program per stretch, key-value head and
+    sequence.
     """
-    position, shared = int(place.position_1), shape.shared
-    rows = out.max_MHP.shape[0]
-    heads_MHE = qkv.total().view(rows, -1, shape.head_dim)
-    counts = (shape.heads, shape.kv_heads, shape.kv_heads)
-    q, k, v = torch.split_with_sizes(heads_MHE, counts, dim=1)
-    if norms is not None:
-        q, k = _norm(q, norms.q_E, norms.eps), _norm(k, norms.k_E, norms.eps)
-    turn = place.cos_TE[position, None], place.sin_TE[position, None]
-    q, k = rotate(q[:, None], *turn)[:, 0].bfloat16().float(), rotate(k[:, None], *turn)[:, 0]
-    cache_2MKTE[0, :, :, position] = k
-    cache_2MKTE[1, :, :, position] = v
-    keys_MHTE, values_MHTE = (x.float().repeat_interleave(shared, 1) for x in cache_2MKTE)
-    score_MHT = (keys_MHTE @ q[..., None])[..., 0] * (_LOG2_E / math.sqrt(shape.head_dim))
-    for p, (start, stop) in enumerate(bounds(position, shape.window, out.max_MHP.shape[2])):
-        seen = [*range(start, stop), *([position] if p == 0 else [])]
-        out.max_MHP[:, :, p] = -torch.inf
-        if seen:
-            out.max_MHP[:, :, p] = score_MHT[:, :, seen].amax(-1)
-            weight_MHT = torch.exp2(score_MHT[:, :, seen] - out.max_MHP[:, :, p, None])
-            out.sum_MHP[:, :, p] = weight_MHT.sum(-1)
-            out.value_MHPE[:, :, p] = (weight_MHT[..., None, :] @ values_MHTE[:, :, seen])[..., 0, :]
-
-
-def _norm(x_MHE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    return x_MHE * (x_MHE.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_E.float()
-
-
-def attend(
-    qkv: Parts, norms: HeadNorms | None, shape: HeadShape, place: Place, cache_2MKTE: Tensor, out: Softmaxes
-) -> None:
-    """`attend_reference` in one launch, a program per stretch, key-value head and sequence."""
     rows, _, stretches = out.max_MHP.shape
     parts, bias = qkv.parts_SMN, qkv.bias_N
     keys = cache_2MKTE[0]
@@ -255,17 +215,11 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(value_out + out_at[:, None] * WIDTH + e[None, :], value_QE, mask=q_mask)
 
 
-def combine_reference(softmaxes: Softmaxes, out: Rows) -> None:
-    """`out = sum_p 2^(max_p - max) value_p / sum_p 2^(max_p - max) sum_p`, heads side by side, rounded."""
-    weight_MHP = torch.exp2(softmaxes.max_MHP - softmaxes.max_MHP.amax(-1, keepdim=True))
-    there_MHP = weight_MHP > 0
-    sum_MH = torch.where(there_MHP, weight_MHP * softmaxes.sum_MHP, 0).sum(-1)
-    value_MHPE = torch.where(there_MHP[..., None], weight_MHP[..., None] * softmaxes.value_MHPE, 0)
-    fill_rows(out, (value_MHPE.sum(-2) / sum_MH[..., None]).flatten(1))
-
-
 def combine(softmaxes: Softmaxes, out: Rows) -> None:
-    """`combine_reference` in one launch, a program per row and block of whole heads and groups."""
+    """`out = sum_p 2^(max_p - max) value_p / sum_p 2^(max_p - max) sum_p`, heads side by side, rounded.
+
+    One launch, a program per row and block of whole heads and groups.
+    """
     stretches, head_dim = softmaxes.value_MHPE.shape[2:]
     rows, width = out.x_MK.shape
     span = math.lcm(head_dim, _COLUMNS)

@@ -32,8 +32,7 @@ from qconvert.runtime.cuda.attention import (
 )
 from qconvert.runtime.cuda.matmul import multiply_partials
 from qconvert.runtime.cuda.norm import add_norm
-from qconvert.runtime.cuda.packing import MmaWeight, mma_table, tile_group
-from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.cuda.packing import FewRowWeight, MmaWeight, mma_table, tile_group
 from qconvert.runtime.cuda.swiglu import swiglu
 from qconvert.runtime.cuda.triton_language import available
 from qconvert.runtime.cuda.tuning import FEW_ROWS, splits

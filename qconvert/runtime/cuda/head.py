@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qconvert.runtime.blockwise_scores import Scores, score
+from qconvert.runtime.blockwise_scores import Scores
 from qconvert.runtime.cuda.triton_language import INTERPRET
 
 _TOKENS = 128
@@ -44,14 +44,11 @@ class Folded:
     target_PN: Tensor
 
 
-def score_reference(models: Sequence[HiddenStates], targets_N: Tensor) -> list[Scores]:
-    """Scores from the logits `h w^T` in float32; the first model is the reference of the second."""
-    heads = [lambda start, stop, m=model: m.h_ND.float() @ m.w_VD[start:stop].float().T for model in models]
-    return score(heads, targets_N, len(models[0].w_VD))
-
-
 def score_hidden_states(models: Sequence[HiddenStates], targets_N: Tensor) -> list[Scores]:
-    """`score_reference` for one model or two, in one launch and sums over parts in float64."""
+    """Scores from the logits `h w^T` in float32; the first model is the reference of the second, if any.
+
+    One launch, and sums over parts in float64.
+    """
     first, other = models[0], models[-1]
     paired = len(models) == 2
     vocab, tokens = len(first.w_VD), len(targets_N)

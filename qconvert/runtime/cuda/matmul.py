@@ -163,8 +163,11 @@ def multiply_partials(
 ) -> Tensor:
     """`x W^T` as `splits` float32 summands [S, M, N], each over a part of the columns.
 
-    The contract is `reference.multiply_partials`'s. x is bfloat16, its columns contiguous, of at most
-    `most_rows(weight)` rows; `sums_GM` is contiguous. Nothing is allocated when `out_SMN` is given.
+    The product is their sum in ascending order of S. For a quantized weight a summand is, over its groups g,
+    `scale_g (sum_{k in g} q_k x_k - zero_g sums_g)`, in which scales are as stored and nothing is rounded
+    to less than float32. x is bfloat16, its columns contiguous, of at most `most_rows(weight)` rows;
+    `sums_GM` is `group_sums(x, weight.sum_group)`, None where that is. Nothing is allocated when `out_SMN`
+    is given (contiguous, float32).
     """
     rows, width = x_MK.shape
     outs = weight.shape[0]

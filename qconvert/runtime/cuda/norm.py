@@ -10,25 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qconvert.runtime.cuda.activation import Parts, Rows, fill_rows, store_rows, total
+from qconvert.runtime.cuda.activation import Parts, Rows, store_rows, total
 from qconvert.runtime.cuda.triton_language import INTERPRET
 
 
-def add_norm_reference(
-    added: Parts | None, residual_MD: Tensor, weight_D: Tensor, eps: float, out: Rows
-) -> None:
+def add_norm(added: Parts | None, residual_MD: Tensor, weight_D: Tensor, eps: float, out: Rows) -> None:
     """`residual += added` in place; `out = residual / sqrt(mean(residual^2) + eps) * weight`.
 
-    All in float32 but for `out`, which is rounded and carries its group sums.
+    All in float32 but for `out`, which is rounded and carries its group sums. One launch, a program per row.
     """
-    if added is not None:
-        residual_MD += added.total()
-    scale_M1 = (residual_MD.square().mean(-1, keepdim=True) + eps).rsqrt()
-    fill_rows(out, residual_MD * scale_M1 * weight_D.float())
-
-
-def add_norm(added: Parts | None, residual_MD: Tensor, weight_D: Tensor, eps: float, out: Rows) -> None:
-    """`add_norm_reference` in one launch, a program per row."""
     rows, width = residual_MD.shape
     block = max(triton.next_power_of_2(width), out.group)
     parts = residual_MD[None] if added is None else added.parts_SMN

@@ -31,7 +31,7 @@ from torch import Tensor
 from qconvert.core.values import AffineIntRows
 from qconvert.quant.packed_codes import codes_of
 from qconvert.runtime.cuda.tiles import TILE, TiledGrid
-from qconvert.runtime.storage import IntWeight, as_tensor
+from qconvert.runtime.storage import DenseWeight, IntWeight, as_tensor
 
 GROUPS = (128, 64, 32)
 """Columns that may share one scale; larger groups that these divide are spelled as several."""
@@ -73,6 +73,10 @@ class MmaWeight(TiledGrid):
         w_RGS -= zeros_RG if isinstance(zeros_RG, int) else zeros_RG[..., None]
         w_RGS *= scales_RG[..., None]
         return w_RGS.flatten(1)[:, : self.shape[1]].to(self.dtype)
+
+
+FewRowWeight = MmaWeight | DenseWeight
+"""Weights that the few-row kernels multiply by: int4, int8, bf16."""
 
 
 def pack_codes(codes_NK: Tensor, bits: int) -> Tensor:

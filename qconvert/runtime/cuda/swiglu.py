@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from qconvert.runtime.cuda.activation import Parts, Rows, fill_rows, store_rows, total
+from qconvert.runtime.cuda.activation import Parts, Rows, store_rows, total
 from qconvert.runtime.cuda.triton_language import INTERPRET
 
 _COLUMNS = 512
 """Columns of a program: enough programs to fill the device where the MLP is wide."""
 
 
-def swiglu_reference(gate_up: Parts, out: Rows) -> None:
-    """`out = silu(gate) * up`, where the rows of gate and up lie side by side; float32, rounded once."""
-    gate_MI, up_MI = gate_up.total().chunk(2, dim=-1)
-    fill_rows(out, F.silu(gate_MI) * up_MI)
-
-
 def swiglu(gate_up: Parts, out: Rows) -> None:
-    """`swiglu_reference` in one launch, a program per row and block of whole groups."""
+    """`out = silu(gate) * up`, where the rows of gate and up lie side by side; float32, rounded once.
+
+    One launch, a program per row and block of whole groups.
+    """
     rows, width = out.x_MK.shape
     parts, bias = gate_up.parts_SMN, gate_up.bias_N
     _swiglu[(triton.cdiv(width, _COLUMNS), rows)](
