@@ -15,7 +15,7 @@ from numba import from_dtype, types
 from numba.core.registry import cpu_target
 
 from qconvert.quant.simd.lanes import entry
-from qconvert.runtime.cpu import dots
+from qconvert.runtime.cpu.dots import ROUTINES
 from qconvert.runtime.cpu.kernel_args import LINEAR
 from qconvert.runtime.cpu.simd import float_at, instructions, put_float, routine
 
@@ -52,9 +52,8 @@ def multiply_rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
             put_float(y + 4 * row, float_at(y + 4 * row) + float_at(linear.bias + 4 * row))
 
 
-def _entry(name: str) -> Callable[..., None]:
-    """The routine of that name in `dots.py`, called with the address of its LINEAR record."""
-    dot = getattr(dots, name)
+def _entry(name: str, dot: Any) -> Callable[..., None]:
+    """A routine of `dots.py`, called with the address of its LINEAR record."""
 
     def kernel(record, x, y, start, stop):  # type: ignore[no-untyped-def]
         dot(_linear_at(record), x, y, start, stop)
@@ -63,11 +62,7 @@ def _entry(name: str) -> Callable[..., None]:
     return kernel
 
 
-_BY_BLOCKS = tuple(f"{kind}_by_blocks" for kind in ("int4", "int6", "int8"))
-_BY_PARTS = tuple(
-    f"{kind}_by_{part}" for kind in ("int4", "int6", "lut", "int8") for part in ("parts", "half_parts")
-)
-KERNELS = {name: _entry(name) for name in ("float32", "bfloat16", *_BY_BLOCKS, *_BY_PARTS, "e4m3", "e5m2")}
+KERNELS = {name: _entry(name, dot) for name, dot in ROUTINES.items()}
 """Entry points by the names of their routines in `dots.py`."""
 
 

@@ -93,7 +93,10 @@ def _decode(linears, kind, rows, out, as_bf16):  # type: ignore[no-untyped-def]
                     worth = worth * linear.factor
                 if linear.mins:
                     worth = _rounded(linear, _rounded(linear, worth) + least)
-                _put(out, r * width + column, worth, as_bf16)
+                if as_bf16:
+                    store_bf16(out + 2 * (r * width + column), worth)
+                else:
+                    store_f32(out + 4 * (r * width + column), worth)
 
 
 @routine
@@ -118,11 +121,3 @@ def _codes(linear, kind, at):  # type: ignore[no-untyped-def]
     if kind == _E4M3:
         return e4m3_floats(linear.codes + at) * linear.unit
     return e5m2_floats(linear.codes + at)
-
-
-@routine
-def _put(out, at, value, as_bf16):  # type: ignore[no-untyped-def]
-    if as_bf16:
-        store_bf16(out + 2 * at, value)
-    else:
-        store_f32(out + 4 * at, value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -54,8 +55,10 @@ def score_hidden_states(models: Sequence[HiddenStates], targets_N: Tensor) -> li
     vocab, tokens = len(first.w_VD), len(targets_N)
     words = 128 if paired else 256
     parts, blocks = _parts(tokens, -(-vocab // words), targets_N.device)
-    folded = [_empty(parts, tokens, targets_N.device) for _ in models]
-    cross_PN = torch.empty(parts, tokens, dtype=torch.float64, device=targets_N.device)
+    kinds = (torch.float32, torch.int32, torch.float64, torch.float32)
+    empty = partial(torch.empty, parts, tokens, device=targets_N.device)
+    folded = [Folded(*(empty(dtype=kind) for kind in kinds)) for _ in models]
+    cross_PN = empty(dtype=torch.float64)
     a, b = folded[0], folded[-1]
     _fold[(triton.cdiv(tokens, _TOKENS), parts)](
         first.h_ND, first.w_VD, other.h_ND, other.w_VD, targets_N,
@@ -85,11 +88,6 @@ def _parts(tokens: int, blocks: int, device: torch.device) -> tuple[int, int]:
 
     length = -(-blocks // min(range(1, min(_MOST_PARTS, blocks) + 1), key=idle))
     return -(-blocks // length), length
-
-
-def _empty(parts: int, tokens: int, device: torch.device) -> Folded:
-    kinds = (torch.float32, torch.int32, torch.float64, torch.float32)
-    return Folded(*(torch.empty(parts, tokens, dtype=kind, device=device) for kind in kinds))
 
 
 def _logsumexp(folded: Folded) -> Tensor:

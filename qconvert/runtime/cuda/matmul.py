@@ -31,7 +31,7 @@ from qconvert.runtime.storage import DenseWeight
 
 FewRow = TiledGrid | DenseWeight
 """Weights that the kernels multiply few rows by."""
-SCALES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_SCALES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 @triton.jit
@@ -194,16 +194,25 @@ def multiply_partials(
             x_MK, weight.w_OI, out_SMN, *sizes, w_row, out_SMN.stride(0), out_SMN.stride(1), **common
         )
         return out_SMN
-    scales = weight.scales if weight.scales.dtype == torch.float32 else weight.scales.view(torch.int32)
-    multiply_tiles[grid](
-        x_MK, x_MK if sums_GM is None else sums_GM, weight.words, scales,
-        weight.words if weight.zeros is None else weight.zeros.view(torch.int32), out_SMN, *sizes,
-        out_SMN.stride(0), out_SMN.stride(1),
-        BITS=weight.bits, SCALE=SCALES[weight.scales.dtype], ZEROS=weight.zeros is not None,
-        CHANNEL=weight.group is None, J=groups_of(weight),
-        **common,
-    )  # fmt: skip
+    stored, how = kernel_arguments(weight)
+    sums = x_MK if sums_GM is None else sums_GM
+    strides = out_SMN.stride(0), out_SMN.stride(1)
+    multiply_tiles[grid](x_MK, sums, *stored, out_SMN, *sizes, *strides, **how, **common)
     return out_SMN
+
+
+def kernel_arguments(weight: TiledGrid) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Words, scales and zeros as kernels read them, and the constants that say how they are stored."""
+    scales = weight.scales if weight.scales.dtype == torch.float32 else weight.scales.view(torch.int32)
+    zeros = weight.words if weight.zeros is None else weight.zeros.view(torch.int32)
+    constants = {
+        "BITS": weight.bits,
+        "SCALE": _SCALES[weight.scales.dtype],
+        "ZEROS": weight.zeros is not None,
+        "CHANNEL": weight.group is None,
+        "J": groups_of(weight),
+    }
+    return (weight.words, scales, zeros), constants
 
 
 def groups_of(weight: FewRow) -> int:
