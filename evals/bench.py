@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +33,11 @@ class Bench:
 
     def add(self, **fields: object) -> None:
         """Write a record, at once."""
-        record = {"section": self.section, **{k: _rounded(v) for k, v in fields.items()}}
+        record = {"section": self.section}
+        for key, value in fields.items():
+            # To four digits, which is more than repeats; what is no number as null.
+            finite = isinstance(value, float) and math.isfinite(value)
+            record[key] = float(f"{value:.4g}") if finite else None if isinstance(value, float) else value
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         click.echo("  ".join(str(each) for each in record.values()))
@@ -106,20 +110,13 @@ def markdown(records: Sequence[Json]) -> str:
         mine = [record for record in records if record["section"] == section]
         blocks.append(f"## {section}")
         for head in dict.fromkeys(tuple(record)[1:] for record in mine if "note" not in record):
-            blocks.append("\n".join(_grid(head, [each for each in mine if tuple(each)[1:] == head])))
+            lines = [
+                "| " + " | ".join(each.replace("_", " ") for each in head) + " |",
+                "|" + "---|" * len(head),
+            ]
+            for record in (each for each in mine if tuple(each)[1:] == head):
+                cells = ("" if record[key] is None else str(record[key]) for key in head)
+                lines.append("| " + " | ".join(cells) + " |")
+            blocks.append("\n".join(lines))
         blocks += [f"- {record['note']}" for record in mine if "note" in record]
     return "\n\n".join(blocks) + "\n"
-
-
-def _grid(head: Sequence[str], records: Sequence[Json]) -> Iterator[str]:
-    yield "| " + " | ".join(each.replace("_", " ") for each in head) + " |"
-    yield "|" + "---|" * len(head)
-    for record in records:
-        yield "| " + " | ".join("" if record[key] is None else str(record[key]) for key in head) + " |"
-
-
-def _rounded(value: object) -> object:
-    """A number to four digits, which is more than repeats; what is no number as null."""
-    if not isinstance(value, float):
-        return value
-    return float(f"{value:.4g}") if math.isfinite(value) else None

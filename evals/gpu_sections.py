@@ -38,8 +38,7 @@ from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.cuda.decode_step import open_step, read_greedily
 from qconvert.runtime.cuda.dequantize import multiply_many
 from qconvert.runtime.cuda.matmul import multiply, multiply_partials
-from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8
-from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.cuda.packing import FewRowWeight, MmaWeight
 from qconvert.runtime.cuda.tiles import sums_for
 
 OURS = "qconvert"
@@ -140,7 +139,7 @@ def crossings(bench: Bench) -> None:
 
 
 def _crossing(bench: Bench, what: str, form: str, shape: tuple[int, int]) -> None:
-    weights = [w for w in _rotation(bench, form, shape) if isinstance(w, MmaInt4 | MmaInt8)]
+    weights = [w for w in _rotation(bench, form, shape) if isinstance(w, MmaWeight)]
     for rows in SWEEP[:5:4] if bench.dry else SWEEP:
         x_MK = Maker(bench.device).normal(rows, shape[1])
         error = _distance(multiply(x_MK, weights[0], None), multiply_many(x_MK, weights[0], None))

@@ -6,6 +6,7 @@ exactly what its users run. Random weights have no tokenizer; llama.cpp's "no_vo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from qconvert.checkpoint.open import open_checkpoint
@@ -33,7 +34,18 @@ _ROLES = {
 }
 
 
-def write_bf16(folder: Path, out: Path) -> Path:
+def gguf_files(folder: Path, stem: Path, types: Sequence[str]) -> dict[str, Path]:
+    """A checkpoint as `STEM-TYPE.gguf` of every type, bf16 or one of `FILE_TYPES`; made once."""
+    files = {name: stem.with_name(f"{stem.name}-{name.lower()}.gguf") for name in ("bf16", *types)}
+    if any(not files[name].is_file() for name in types) and not files["bf16"].is_file():
+        _write_bf16(folder, files["bf16"])
+    for name in types:
+        if not files[name].is_file():
+            _quantize(files["bf16"], files[name], name)
+    return {name: files[name] for name in types}
+
+
+def _write_bf16(folder: Path, out: Path) -> None:
     """A dense Qwen2 or Qwen3 checkpoint in bfloat16 as GGUF; vectors in float32, as llama.cpp wants them."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
@@ -69,10 +81,9 @@ def write_bf16(folder: Path, out: Path) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return out
 
 
-def quantize(source: Path, out: Path, name: str) -> Path:
+def _quantize(source: Path, out: Path, name: str) -> None:
     """The file as llama-quantize makes a type of `FILE_TYPES` of it."""
     from cyllama.llama import llama_cpp as api  # type: ignore[import-untyped]
 
@@ -81,4 +92,3 @@ def quantize(source: Path, out: Path, name: str) -> Path:
     params.ftype = FILE_TYPES[name]
     params.nthread = 2
     api.model_quantize(str(source), str(out), params)
-    return out

@@ -9,16 +9,18 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import click
 
+from evals.synthetic import SHAPES
 from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
 from qconvert.report.tables import size, table
@@ -33,6 +35,21 @@ class Run:
 
 
 Runs = dict[str, list[Run]]
+max_memory = click.option("--max-memory", default="512MB", show_default=True)
+
+
+def options(shape: str, rounds: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options that all commands share, with these defaults."""
+    kept = "Keep what is measured here for reuse."
+    declared = (
+        click.option("--shape", type=click.Choice(list(SHAPES)), default=shape, show_default=True),
+        click.option("--rounds", type=click.IntRange(1), default=rounds, show_default=True),
+        click.option("--dir", "folder", type=click.Path(path_type=Path), help=kept),
+        click.option(
+            "-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too."
+        ),
+    )
+    return lambda command: reduce(lambda inner, option: option(inner), reversed(declared), command)
 
 
 def timed(command: list[str]) -> Run:
@@ -55,22 +72,6 @@ def copied(shards: Sequence[Path], target: Path) -> Run:
     return run
 
 
-def beside_copying(
-    shards: Sequence[Path], command: list[str], variants: Mapping[str, list[str]], work: Path, rounds: int
-) -> Runs:
-    """Rounds of copying the shards and of each variant of a command that writes the folder `work/out`."""
-    out = work / "out"
-    command = [*command, "-o", str(out)]
-    timed([*command, *next(iter(variants.values()))])  # compiles the kernels and warms the page cache
-    rows: Runs = {"copy": [], **{name: [] for name in variants}}
-    for _ in range(rounds):
-        rows["copy"].append(copied(shards, work / "copy"))
-        for name, flags in variants.items():
-            shutil.rmtree(out, ignore_errors=True)
-            rows[name].append(timed([*command, *flags]))
-    return rows
-
-
 def record(out: Path, asked: Json, rows: Runs) -> None:
     """Write what was asked, the machine, and every run as JSON."""
     runs = {name: [asdict(run) for run in done] for name, done in rows.items()}
@@ -78,14 +79,20 @@ def record(out: Path, asked: Json, rows: Runs) -> None:
     out.write_text(json.dumps({**asked, **machine, "runs": runs}, indent=1) + "\n", encoding="utf-8")
 
 
-def print_ratios(title: str, rows: Runs) -> None:
-    """Print medians of all rows: seconds, the ratio to the copy of the same round, peak memory."""
+def print_ratios(title: str, rows: Runs, faster: Mapping[str, str] | None = None) -> None:
+    """Print medians of all rows: seconds, the ratio to the copy of the same round, peak memory.
+
+    `faster` adds how many times faster a row is than two steps are.
+    """
     cells = []
     for name, runs in rows.items():
         ratio = statistics.median(
             run.seconds / copy.seconds for run, copy in zip(runs, rows["copy"], strict=True)
         )
         seconds = statistics.median(run.seconds for run in runs)
-        cells.append([name, f"{seconds:.2f}", f"{ratio:.2f}", size(max(run.peak_bytes for run in runs))])
+        column = [] if faster is None else [faster.get(name, "")]
+        peak = size(max(run.peak_bytes for run in runs))
+        cells.append([name, f"{seconds:.2f}", f"{ratio:.2f}", *column, peak])
     click.echo(f"{title}, {os.cpu_count()} cores, {len(rows['copy'])} rounds")
-    click.echo("\n".join(table(["what", "seconds", "times copy", "peak memory"], cells)))
+    head = ["what", "seconds", "times copy", *([] if faster is None else ["times two steps"]), "peak memory"]
+    click.echo("\n".join(table(head, cells)))

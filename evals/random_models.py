@@ -15,8 +15,7 @@ from torch import Tensor
 from evals.synthetic import SHAPES
 from qconvert.core.dtypes import Json
 from qconvert.runtime.config import DecoderConfig
-from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8, pack_int4, pack_int8, pack_scales
-from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.cuda.packing import FewRowWeight, MmaWeight, pack_scales
 from qconvert.runtime.cuda.tiles import TILE
 from qconvert.runtime.device_layout import Layout
 from qconvert.runtime.linear import Linear, Table
@@ -102,14 +101,14 @@ class Maker:
         """Several weights of one shape, `encoding` of FORMS; groups of 128, symmetric, bfloat16 scales."""
         if encoding == "bf16":
             return [DenseWeight(w) for w in self.normal(copies, out, width, deviation=_DEVIATION)]
-        make, pack = (MmaInt4, pack_int4) if encoding == "int4" else (MmaInt8, pack_int8)
-        tile = pack(torch.zeros(TILE, TILE, dtype=torch.uint8)).shape[2:]
+        bits = 4 if encoding == "int4" else 8
         tiles, across = -(-out // TILE), -(-width // TILE)
-        words = self._bits(copies, tiles, across, *tile)
+        words = torch.empty(copies, tiles, across, bits, TILE, 4, dtype=torch.int32, device=self.device)
+        words.random_(-(1 << 31), 1 << 31, generator=self._generator)
         scales_CNG = self._scales(encoding, copies, tiles * TILE, across)
         scales_CNG[:, out:] = 0
         return [
-            make(each, pack_scales(scales_NG, 1), None, GROUP, (out, width))
+            MmaWeight(each, pack_scales(scales_NG, 1), None, GROUP, (out, width), bits)
             for each, scales_NG in zip(words, scales_CNG, strict=True)
         ]
 
@@ -119,10 +118,6 @@ class Maker:
         codes_OI.random_(0, 256, generator=self._generator)
         scales_O1 = self._scales("int8", out, 1).float()
         return IntWeight(codes_OI, scales_O1, 128, width, torch.float32, "int8")
-
-    def _bits(self, *shape: int) -> Tensor:
-        words = torch.empty(shape, dtype=torch.int32, device=self.device)
-        return words.random_(-(1 << 31), 1 << 31, generator=self._generator)
 
     def _scales(self, encoding: str, *shape: int) -> Tensor:
         """Within a factor of three of each other, as in real checkpoints."""
@@ -177,7 +172,7 @@ def make_decoder(config: Json, recipe: Recipe, maker: Maker) -> Decoder:
 
 def dense(weight: object, dtype: torch.dtype) -> Tensor:
     """All rows of any weight in `dtype`, decoded in float32."""
-    if isinstance(weight, MmaInt4 | MmaInt8):
+    if isinstance(weight, MmaWeight):
         weight = replace(weight, dtype=torch.float32)
     rows: Callable[[slice], Tensor] = weight.rows  # type: ignore[attr-defined]
     return rows(slice(None)).to(dtype)

@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from evals.random_models import weight_bytes
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
 from qconvert.runtime.load import load_decoder
-from qconvert.runtime.model import Decoder, Layer
 from qconvert.runtime.scoring import score_hidden
 
 
@@ -61,13 +60,10 @@ def ours(name: str, folder: Path, room: int, *, head_bits: int | None = None) ->
         h_ND = decoder.hidden(ids_1T)[0, :-1]
         score_hidden([decoder.outputs(h_ND)], ids_1T[0, 1:])
 
-    return Runner(
-        name,
-        _token_bytes(decoder),
-        start,
-        lambda token: _drop(decoder.decode(torch.tensor([token]), cache)),
-        read,
-    )
+    def step(token: int) -> None:
+        decoder.decode(torch.tensor([token]), cache)
+
+    return Runner(name, weight_bytes(decoder), start, step, read)
 
 
 def transformers_bf16(folder: Path) -> Runner:
@@ -128,16 +124,3 @@ def llama_cpp(name: str, gguf: Path, room: int, threads: int) -> Runner:
         lambda token: feed([token], False),
         lambda tokens: restart(tokens, True),
     )
-
-
-def _token_bytes(decoder: Decoder) -> int:
-    def linears(layer: Layer) -> int:
-        mlp: Any = layer.mlp
-        used = [*layer.attention.qkv, layer.attention.o, *mlp.gate_up, mlp.down]
-        return sum(linear.weight.nbytes for linear in used)
-
-    return decoder.head.nbytes + sum(map(linears, decoder.layers))
-
-
-def _drop(logits: Tensor) -> None:
-    """Results are not kept: what is measured is making them."""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
-from evals.processes import Runs, beside_copying, print_ratios, record, timed
-from evals.synthetic import SHAPES, make_checkpoint
+from evals.processes import Runs, copied, max_memory, options, print_ratios, record, timed
+from evals.synthetic import converted, make_checkpoint
+from qconvert.core.dtypes import Json
 from qconvert.report.tables import size
 
 QUANTIZED = {
@@ -19,97 +23,73 @@ QUANTIZED = {
     "scale search, verified": [],
 }
 REPACKED = {"repacked": ["--no-verify"], "repacked, verified": []}
-_QCONVERT = [sys.executable, "-m", "qconvert"]
-
-_shape = click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen2.5-1.5b", show_default=True)
-_max_memory = click.option("--max-memory", default="512MB", show_default=True)
-_folder = click.option(
-    "--dir", "folder", type=click.Path(path_type=Path), help="Keep the checkpoint here for reuse."
-)
-_out = click.option(
-    "-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too."
-)
 
 
 @click.command("convert")
-@_shape
+@options(shape="qwen2.5-1.5b", rounds=3)
 @click.option("--layer-factor", type=click.IntRange(1, 8), default=1, help="That many times the layers.")
 @click.option("--bits", type=click.IntRange(2, 8), default=4, show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@_max_memory
-@_folder
-@_out
-def convert(
-    shape: str,
-    layer_factor: int,
-    bits: int,
-    rounds: int,
-    max_memory: str,
-    folder: Path | None,
-    out: Path | None,
-) -> None:
+@max_memory
+def convert(layer_factor: int, bits: int, **measured: Any) -> None:
     """Time `quantize` on a checkpoint of a real model's shapes against copying its files."""
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        work = Path(scratch)
-        source = make_checkpoint(
-            (folder or work) / f"{shape}-x{layer_factor}", shape, layer_factor=layer_factor
-        )
-        command = [*_QCONVERT, "quantize", str(source), "--bits", str(bits)]
-        rows, title = _measure(source, command, QUANTIZED, work, rounds, max_memory)
-    print_ratios(f"{shape} {title}", rows)
-    if out is not None:
-        record(
-            out, {"shape": shape, "layer_factor": layer_factor, "bits": bits, "max_memory": max_memory}, rows
-        )
+
+    def make(folder: Path, shape: str) -> Path:
+        return make_checkpoint(folder / f"{shape}-x{layer_factor}", shape, layer_factor=layer_factor)
+
+    words = ("quantize", "--bits", str(bits))
+    _measure("", make, words, QUANTIZED, {"layer_factor": layer_factor, "bits": bits}, **measured)
 
 
 @click.command("repack")
-@_shape
+@options(shape="qwen2.5-1.5b", rounds=5)
 @click.option("--bits", type=click.Choice(["2", "3", "4", "8"]), default="4", show_default=True)
 @click.option("--to", "layout", default="compressed-tensors", show_default=True, help="Layout of the output.")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
-@_max_memory
-@_folder
-@_out
-def repack(
-    shape: str,
-    bits: str,
-    layout: str,
-    rounds: int,
-    max_memory: str,
-    folder: Path | None,
-    out: Path | None,
-) -> None:
+@max_memory
+def repack(bits: str, layout: str, **measured: Any) -> None:
     """Time `qconvert convert` of a GPTQ checkpoint of a real model's shapes against copying its files.
 
     To compressed-tensors it turns every matrix of words, so it is the dearest exact conversion.
     """
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        work = Path(scratch)
-        source = _gptq(folder or work, shape, bits)
-        command = [*_QCONVERT, "convert", str(source), "--to", layout]
-        rows, title = _measure(source, command, REPACKED, work, rounds, max_memory)
-    print_ratios(f"{shape}, GPTQ {bits} bits to {layout} {title}", rows)
-    if out is not None:
-        record(out, {"shape": shape, "bits": int(bits), "to": layout, "max_memory": max_memory}, rows)
+
+    def make(folder: Path, shape: str) -> Path:
+        made = folder / f"{shape}-gptq-int{bits}"
+        if not made.is_dir():
+            plain = make_checkpoint(folder / f"{shape}-x1", shape)
+            converted(plain, made, "quantize", "--scheme", f"int{bits}-g128", "--layout", "gptq", "--min-max")
+        return made
+
+    what = f", GPTQ {bits} bits to {layout}"
+    _measure(what, make, ("convert", "--to", layout), REPACKED, {"bits": int(bits), "to": layout}, **measured)
 
 
 def _measure(
-    source: Path, command: list[str], variants: dict[str, list[str]], work: Path, rounds: int, max_memory: str
-) -> tuple[Runs, str]:
-    """The runs of all variants, and what the heading says of them."""
-    shards = sorted(source.glob("*.safetensors"))
-    command = [*command, "-q", "--overwrite", "--max-memory", max_memory]
-    rows = beside_copying(shards, command, variants, work, rounds)
-    nbytes = sum(shard.stat().st_size for shard in shards)
-    return rows, f"({size(nbytes)}), --max-memory {max_memory}"
-
-
-def _gptq(folder: Path, shape: str, bits: str) -> Path:
-    """A GPTQ checkpoint of a named shape, made from seeded random weights unless it is there."""
-    made = folder / f"{shape}-gptq-int{bits}"
-    if not made.is_dir():
-        plain = make_checkpoint(folder / f"{shape}-x1", shape)
-        scheme = ["--scheme", f"int{bits}-g128", "--layout", "gptq", "--min-max"]
-        timed([*_QCONVERT, "quantize", str(plain), *scheme, "-q", "-o", str(made)])
-    return made
+    what: str,
+    make: Callable[[Path, str], Path],
+    words: Sequence[str],
+    variants: dict[str, list[str]],
+    asked: Json,
+    *,
+    shape: str,
+    rounds: int,
+    max_memory: str,
+    folder: Path | None,
+    out: Path | None,
+) -> None:
+    """Rounds of copying the shards of a checkpoint and of each variant of a command that reads it."""
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        work = Path(scratch)
+        source, made = make(folder or work, shape), work / "out"
+        shards = sorted(source.glob("*.safetensors"))
+        command = [sys.executable, "-m", "qconvert", words[0], str(source), *words[1:], "-q", "--overwrite"]
+        command += ["--max-memory", max_memory, "-o", str(made)]
+        timed([*command, *next(iter(variants.values()))])  # compiles the kernels and warms the page cache
+        rows: Runs = {"copy": [], **{name: [] for name in variants}}
+        for _ in range(rounds):
+            rows["copy"].append(copied(shards, work / "copy"))
+            for name, flags in variants.items():
+                shutil.rmtree(made, ignore_errors=True)
+                rows[name].append(timed([*command, *flags]))
+        nbytes = sum(shard.stat().st_size for shard in shards)
+    print_ratios(f"{shape}{what} ({size(nbytes)}), --max-memory {max_memory}", rows)
+    if out is not None:
+        record(out, {"shape": shape, **asked, "max_memory": max_memory}, rows)

@@ -13,16 +13,18 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from evals.processes import options
 from evals.speed_layouts import INT4, layout_runners
-from evals.synthetic import SHAPES, converted, make_checkpoint
+from evals.synthetic import converted, make_checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
 from qconvert.report.tables import size, table
@@ -47,19 +49,7 @@ class Pace(NamedTuple):
     processor_seconds: float
 
 
-_OPTIONS = (
-    click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen2.5-0.5b", show_default=True),
-    click.option("--threads", type=click.IntRange(1), default=2, show_default=True),
-    click.option("--rounds", type=click.IntRange(1), default=5, show_default=True),
-    click.option("--dir", "folder", type=click.Path(path_type=Path), help="Keep the models here for reuse."),
-    click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too."),
-)
-
-
-def _options(command: Callable[..., Any]) -> Callable[..., Any]:
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+_threads = click.option("--threads", type=click.IntRange(1), default=2, show_default=True)
 
 
 @click.command("decode")
@@ -70,8 +60,9 @@ def _options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Weights of other layouts beside int4's, GGUF's beside llama.cpp on the same files. "
     "K-quants want widths of whole 256 (qwen3-0.6b).",
 )
-@_options
-def decode(tokens: int, layouts: bool, **options: Any) -> None:
+@_threads
+@options(shape="qwen2.5-0.5b", rounds=5)
+def decode(tokens: int, layouts: bool, **measured: Any) -> None:
     """Tokens per second at batch 1, a few tokens into a text."""
 
     def one_round(runner: Runner) -> Pace:
@@ -83,13 +74,14 @@ def decode(tokens: int, layouts: bool, **options: Any) -> None:
 
     make, peers = (layout_runners, (INT4, LLAMA, LLAMA_K)) if layouts else (_runners, (BASE, LLAMA))
     room = PROMPT + tokens + 1
-    _measure("decode", one_round, make, peers, room=room, tokens=tokens, **options)
+    _measure("decode", one_round, make, peers, room=room, tokens=tokens, **measured)
 
 
 @click.command("prefill")
 @click.option("--tokens", type=click.IntRange(2), default=2048, show_default=True, help="In the window.")
-@_options
-def prefill(tokens: int, **options: Any) -> None:
+@_threads
+@options(shape="qwen2.5-0.5b", rounds=5)
+def prefill(tokens: int, **measured: Any) -> None:
     """Tokens per second of reading a window for its perplexity.
 
     Ours computes logits and losses in float32, as `eval perplexity` does; transformers logits in
@@ -100,7 +92,7 @@ def prefill(tokens: int, **options: Any) -> None:
         wall, processor = _timed(lambda: runner.read([i % 1000 for i in range(tokens)]))
         return Pace(tokens / wall, processor / tokens)
 
-    _measure("prefill", one_round, _runners, (BASE, LLAMA), room=tokens, tokens=tokens, **options)
+    _measure("prefill", one_round, _runners, (BASE, LLAMA), room=tokens, tokens=tokens, **measured)
 
 
 def _measure(
@@ -120,8 +112,9 @@ def _measure(
     import torch
 
     torch.set_num_threads(threads)
-    with _workplace(folder) as work:
-        runners = make(work, shape, room, threads)
+    with nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory() as work:
+        Path(work).mkdir(parents=True, exist_ok=True)
+        runners = make(Path(work), shape, room, threads)
         rates: Rates = {runner.name: [] for runner in runners}
         processor: dict[str, list[float]] = {runner.name: [] for runner in runners}
         copies = []
@@ -134,6 +127,7 @@ def _measure(
                     processor[runner.name].append(pace.processor_seconds)
             if number:
                 copies.append(copy)
+    peers_here = [name for name in ("torch", "transformers", "cyllama") if find_spec(name)]
     record = {
         "measurement": what,
         "shape": shape,
@@ -141,7 +135,7 @@ def _measure(
         "threads": threads,
         "rounds": rounds,
         "machine": f"{machine()}, {torch.backends.cpu.get_cpu_capability()}",
-        "versions": _versions(),
+        "versions": {"qconvert": __version__, **{name: version(name) for name in peers_here}},
         "copy_bytes_per_second": copies,
         "token_bytes": {runner.name: runner.token_bytes for runner in runners},
         "tokens_per_second": rates,
@@ -151,16 +145,6 @@ def _measure(
     _print(record, peers)
     if out is not None:
         out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _workplace(folder: Path | None) -> Iterator[Path]:
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as scratch:
-        yield Path(scratch)
 
 
 def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
@@ -178,19 +162,11 @@ def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
     if find_spec("transformers"):
         runners.append(transformers_bf16(source))
     if find_spec("cyllama") and find_spec("gguf"):
-        runners += [
-            llama_cpp(name, path, room, threads) for name, path in _ggufs(work, shape, source).items()
-        ]
+        from evals.peer_gguf import gguf_files
+
+        files = gguf_files(source, work / shape, ("Q4_0", "bf16"))
+        runners += [llama_cpp(f"llama.cpp {name}", path, room, threads) for name, path in files.items()]
     return runners
-
-
-def _ggufs(work: Path, shape: str, source: Path) -> Mapping[str, Path]:
-    from evals.peer_gguf import quantize, write_bf16
-
-    bf16, q4_0 = (work / f"{shape}-{kind}.gguf" for kind in ("bf16", "q4_0"))
-    if not q4_0.is_file():
-        quantize(write_bf16(source, bf16), q4_0, "Q4_0")
-    return {LLAMA: q4_0, "llama.cpp bf16": bf16}
 
 
 def _copy_bandwidth() -> float:
@@ -198,11 +174,7 @@ def _copy_bandwidth() -> float:
     import torch
 
     source, target = torch.ones(_COPY_BYTES, dtype=torch.uint8), torch.zeros(_COPY_BYTES, dtype=torch.uint8)
-    return 2 * _COPY_BYTES / min(_seconds(lambda: target.copy_(source)) for _ in range(5))
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    return _timed(work)[0]
+    return 2 * _COPY_BYTES / min(_timed(lambda: target.copy_(source))[0] for _ in range(5))
 
 
 def _timed(work: Callable[[], object]) -> tuple[float, float]:
@@ -224,13 +196,6 @@ def machine() -> str:
     return f"{os.cpu_count()} cores, {model}"
 
 
-def _versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    peers = [name for name in ("torch", "transformers", "cyllama") if find_spec(name)]
-    return {"qconvert": __version__, **{name: version(name) for name in peers}}
-
-
 def _print(record: Json, peers: tuple[str, ...]) -> None:
     rates: Rates = record["tokens_per_second"]
     bandwidth = statistics.median(record["copy_bytes_per_second"])
@@ -241,7 +206,9 @@ def _print(record: Json, peers: tuple[str, ...]) -> None:
     cells = []
     for name, values in rates.items():
         row = [name, f"{statistics.median(values):.1f}"]
-        row += [f"{_ratio(values, rates[peer]):.2f}" for peer in peers if peer in rates]
+        for peer in peers:
+            ratios = [value / other for value, other in zip(values, rates.get(peer, ()), strict=False)]
+            row += [f"{statistics.median(ratios):.2f}"] if ratios else []
         row += [f"{1e3 * statistics.median(record['processor_seconds_per_token'][name]):.2f}"]
         if decoding:
             floor = bandwidth / record["token_bytes"][name]
@@ -260,7 +227,3 @@ def _print(record: Json, peers: tuple[str, ...]) -> None:
     for peer, package in ((BASE, "transformers"), (LLAMA, "cyllama and gguf")):
         if peer in peers and peer not in rates:
             click.echo(f"{peer} left out: install {package}", err=True)
-
-
-def _ratio(values: list[float], base: list[float]) -> float:
-    return statistics.median(value / other for value, other in zip(values, base, strict=True))

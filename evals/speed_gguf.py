@@ -17,12 +17,11 @@ from pathlib import Path
 
 import click
 
-from evals.processes import Run, copied, record, timed
-from evals.synthetic import SHAPES, make_checkpoint
+from evals.processes import Run, copied, max_memory, options, print_ratios, record, timed
+from evals.synthetic import make_checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.formats.tokenizers.pretokenizer_patterns import QWEN2
 from qconvert.plan.gguf.mixture import find_file_type
-from qconvert.report.tables import size, table
 
 _QUANTIZE = """
 import sys
@@ -35,13 +34,10 @@ api.model_quantize(sys.argv[1], sys.argv[2], params)
 
 
 @click.command("gguf")
-@click.option("--shape", type=click.Choice(list(SHAPES)), default="qwen2.5-1.5b", show_default=True)
+@options(shape="qwen2.5-1.5b", rounds=3)
 @click.option("--type", "types", multiple=True, default=("q4_k_m", "q6_k", "q4_0", "q8_0"), show_default=True)
-@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
-@click.option("--max-memory", default="512MB", show_default=True)
+@max_memory
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="A folder with one; else a stand-in.")
-@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Keep the checkpoint here for reuse.")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too.")
 def gguf(
     shape: str,
     types: tuple[str, ...],
@@ -62,7 +58,13 @@ def gguf(
             timed([*command, "--no-verify", "--type", type_, "-o", str(work / "ours.gguf")])
         found = [_round(work, source, command, types) for _ in range(rounds)]
     rows = {name: [one[name] for one in found] for name in found[0]}
-    _print(rows, types, f"{shape}, {os.cpu_count()} cores, --max-memory {max_memory}, {rounds} rounds")
+    faster = {}
+    for type_ in types:
+        for name in (type_, f"{type_}, verified"):
+            runs = zip(rows["bf16"], rows[f"{type_}, llama.cpp"], rows[name], strict=True)
+            times = [(bf16.seconds + second.seconds) / ours.seconds for bf16, second, ours in runs]
+            faster[name] = f"{statistics.median(times):.2f}"
+    print_ratios(f"{shape}, --max-memory {max_memory}", rows, faster)
     if out is not None:
         record(out, {"shape": shape, "max_memory": max_memory}, rows)
 
@@ -116,20 +118,3 @@ def stand_in_tokenizer() -> Json:
             "merges": [],
         },
     }
-
-
-def _print(rows: dict[str, list[Run]], types: tuple[str, ...], title: str) -> None:
-    rounds = range(len(rows["copy"]))
-    cells = []
-    for name, runs in rows.items():
-        seconds = statistics.median(run.seconds for run in runs)
-        copies = statistics.median(runs[i].seconds / rows["copy"][i].seconds for i in rounds)
-        faster = ""
-        type_ = name.partition(",")[0]
-        if type_ in types and not name.endswith("llama.cpp"):
-            two = [rows["bf16"][i].seconds + rows[f"{type_}, llama.cpp"][i].seconds for i in rounds]
-            faster = f"{statistics.median(two[i] / runs[i].seconds for i in rounds):.2f}"
-        peak = size(max(run.peak_bytes for run in runs))
-        cells.append([name, f"{seconds:.2f}", f"{copies:.2f}", faster, peak])
-    click.echo(title)
-    click.echo("\n".join(table(["what", "seconds", "times copy", "times two steps", "peak memory"], cells)))

@@ -36,17 +36,8 @@ def layout_runners(work: Path, shape: str, room: int, threads: int) -> list[Runn
         folder = converted(source, out, "convert", "--to", layout, "--scheme", scheme)
         runners.append(ours(name, folder, room, head_bits=8))
     if find_spec("cyllama") and find_spec("gguf"):
-        for name, path in _ggufs(work, shape, source).items():
+        from evals.peer_gguf import FILE_TYPES, gguf_files
+
+        for name, path in gguf_files(source, work / shape, tuple(FILE_TYPES)).items():
             runners += [ours(f"GGUF {name}", path, room), llama_cpp(f"llama.cpp {name}", path, room, threads)]
     return runners
-
-
-def _ggufs(work: Path, shape: str, source: Path) -> dict[str, Path]:
-    from evals.peer_gguf import FILE_TYPES, quantize, write_bf16
-
-    files = {name: work / f"{shape}-{name.lower()}.gguf" for name in FILE_TYPES}
-    bf16 = work / f"{shape}-bf16.gguf"
-    for name, path in files.items():
-        if not path.is_file():
-            quantize(bf16 if bf16.is_file() else write_bf16(source, bf16), path, name)
-    return files

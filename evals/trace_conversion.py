@@ -36,7 +36,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
@@ -60,6 +60,7 @@ CONVERSIONS = {
     "gguf": ["to-gguf", "--type", "q4_k_m"],
     "int4": ["quantize", "--bits", "4", "--fuse", "qkv"],
 }
+_NUMBERS = ("ndarray", "memoryview", "bytes", "bytearray")
 _FEW, _DEPTH = 4, 3
 """A record is small when it nests no deeper and holds no longer sequences."""
 
@@ -104,7 +105,9 @@ class Trace:
         if event == "call":
             arguments = frame.f_code.co_argcount + frame.f_code.co_kwonlyargcount
             names = frame.f_code.co_varnames[:arguments]
-            self.enter(frame.f_code, [frame.f_locals.get(name) for name in names], _is_foreign(frame))
+            module = "" if frame.f_back is None else frame.f_back.f_globals.get("__name__", "")
+            foreign = module.startswith(("numba", "importlib"))
+            self.enter(frame.f_code, [frame.f_locals.get(name) for name in names], foreign)
         else:
             self.leave(frame.f_code, value)
 
@@ -133,41 +136,24 @@ class Trace:
             stack.pop()
 
     def _judge(self, stack: list[Call], values: Iterable[object]) -> None:
-        call, values = stack[-1], list(values)
-        call.named = call.named or any(_holds(value, _is_name) for value in values)
-        if call.named or (call.below and any(_holds(value, _is_numbers) for value in values)):
+        call, parts = stack[-1], [part for value in values for part in _parts(value)]
+        call.named = call.named or any(isinstance(part, str) and part.startswith(NAMES) for part in parts)
+        if call.named or (call.below and any(type(part).__name__ in _NUMBERS for part in parts)):
             for each in stack:
                 where = place(each.code)
                 self.passed[where] = min(each.number, self.passed.get(where, each.number))
 
 
-def _is_foreign(frame: FrameType) -> bool:
-    caller = frame.f_back
-    module = "" if caller is None else caller.f_globals.get("__name__", "")
-    return module.startswith(("numba", "importlib"))
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and value.startswith(NAMES)
-
-
-def _is_numbers(value: object) -> bool:
-    return type(value).__name__ in ("ndarray", "memoryview") or isinstance(value, bytes | bytearray)
-
-
-def _holds(value: object, wanted: Callable[[object], bool], depth: int = _DEPTH) -> bool:
-    """Whether a value, or a part of a small record, is what is wanted."""
-    if wanted(value):
-        return True
-    if depth == 0:
-        return False
+def _parts(value: object, depth: int = _DEPTH) -> Iterator[object]:
+    """A value, and the parts of a small record."""
+    yield value
+    parts: Iterable[object] = ()
     if isinstance(value, tuple | list):
-        parts: Iterable[object] = value if len(value) <= _FEW else ()
+        parts = value if len(value) <= _FEW else ()
     elif is_dataclass(value):
         parts = [getattr(value, each.name, None) for each in fields(value)]
-    else:
-        return False
-    return any(_holds(part, wanted, depth - 1) for part in parts)
+    for part in parts if depth else ():
+        yield from _parts(part, depth - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +206,7 @@ def _minor(file: str) -> frozenset[int]:
     for node in ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef):
             decorators = {ast.unparse(each).split("(")[0] for each in node.decorator_list}
-            body = [each for each in node.body if not _is_docstring(each)]
+            body = node.body[ast.get_docstring(node) is not None :]
             alone = len(body) == 1 and not isinstance(body[0], _BLOCKS)
             if alone or decorators & {"property", "cached_property", "functools.cached_property"}:
                 found.add(min([node.lineno, *(each.lineno for each in node.decorator_list)]))
@@ -228,10 +214,6 @@ def _minor(file: str) -> frozenset[int]:
 
 
 _BLOCKS = (ast.For, ast.While, ast.If, ast.With, ast.Try, ast.Match)
-
-
-def _is_docstring(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def trace(arguments: list[str], root: Path) -> Trace:

@@ -11,16 +11,15 @@ import torch
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt
 from qconvert.quant.packed_codes import codes_of
-from qconvert.runtime.cuda import reference
 from qconvert.runtime.cuda.dequantize import dequantize
 from qconvert.runtime.cuda.matmul import most_rows, multiply_partials
-from qconvert.runtime.cuda.packing import mma_weight
-from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.cuda.packing import FewRowWeight, mma_weight
 from qconvert.runtime.cuda.tiles import sums_for
 from qconvert.runtime.cuda.triton_language import INTERPRET
 from qconvert.runtime.device_layout import Layout, place_weight
 from qconvert.runtime.linear import Linear
 from qconvert.runtime.storage import DenseWeight
+from tests import cuda_reference as reference
 from tests.test_decoder_linear import random_value, worth
 
 CPU = torch.device("cpu")

@@ -18,28 +18,35 @@ from qconvert.core.encodings import AffineInt
 from qconvert.core.values import Value
 from qconvert.errors import QConvertError
 from qconvert.runtime.config import DecoderConfig
-from qconvert.runtime.cuda.activation import Parts, Rows, empty_rows, fill_rows
+from qconvert.runtime.cuda.activation import Parts, Rows, empty_rows
 from qconvert.runtime.cuda.attention import (
     HeadNorms,
     HeadShape,
     Place,
     attend,
-    attend_reference,
-    bounds,
     combine,
-    combine_reference,
     empty_softmaxes,
 )
 from qconvert.runtime.cuda.decode_step import CudaStep, obstacle, open_step, read, read_greedily
-from qconvert.runtime.cuda.head import HiddenStates, score_hidden_states, score_reference
-from qconvert.runtime.cuda.norm import add_norm, add_norm_reference
-from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8
-from qconvert.runtime.cuda.swiglu import swiglu, swiglu_reference
+from qconvert.runtime.cuda.head import HiddenStates, score_hidden_states
+from qconvert.runtime.cuda.norm import add_norm
+from qconvert.runtime.cuda.packing import MmaWeight
+from qconvert.runtime.cuda.swiglu import swiglu
 from qconvert.runtime.cuda.triton_language import INTERPRET
 from qconvert.runtime.device_layout import Layout
 from qconvert.runtime.load import load_decoder
 from qconvert.runtime.rope import rotate
 from qconvert.runtime.storage import IntWeight
+from tests.cuda_reference import (
+    add_norm_reference,
+    attend_reference,
+    bounds,
+    combine_reference,
+    fill_rows,
+    score_reference,
+    swiglu_reference,
+    whole,
+)
 from tests.decoder_models import StateDict, decoder_of, tiny, tokens
 from tests.test_decoder_linear import random_value
 
@@ -181,7 +188,7 @@ def test_an_attention_of_stretches_is_attention() -> None:
     softmaxes, out = empty_softmaxes(rows, shape, 4, CPU), empty_rows(rows, 96, 0, CPU)
     attend_reference(qkv, None, shape, place, cache, softmaxes)
     combine_reference(softmaxes, out)
-    q_MHE = qkv.total().view(rows, 10, 16)[:, :6]
+    q_MHE = whole(qkv).view(rows, 10, 16)[:, :6]
     q_MHE = (
         rotate(q_MHE[:, None], place.cos_TE[[position]], place.sin_TE[[position]])[:, 0].bfloat16().float()
     )
@@ -280,8 +287,8 @@ def test_a_step_with_quantized_weights(encoding: AffineInt, tied: bool, head_bit
         load_decoder(config, Grids(model, encoding, tied), dtype=dtype, layout=layout, head_bits=head_bits)
         for dtype, layout in ((torch.float32, Layout.REFERENCE), (torch.bfloat16, Layout.AUTO))
     )
-    kind = {4: MmaInt4, 8: MmaInt8}[encoding.bits]
-    assert all(isinstance(linear.weight, kind) for linear in decoder.layers[0].attention.qkv)
+    (qkv,) = decoder.layers[0].attention.qkv
+    assert isinstance(qkv.weight, MmaWeight) and qkv.weight.bits == encoding.bits
     assert isinstance(decoder.head, IntWeight)
     caches = [wide.cache(2, 4), decoder.cache(2, 4)]
     step = open_step(decoder, caches[1])

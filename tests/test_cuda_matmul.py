@@ -18,8 +18,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt
 from qconvert.runtime.cuda import dequantize, matmul, tuning
-from qconvert.runtime.cuda.packing import mma_weight
-from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.cuda.packing import FewRowWeight, mma_weight
 from qconvert.runtime.cuda.tiles import sums_for
 from qconvert.runtime.storage import DenseWeight
 from tests.commands import run_interpreted

@@ -79,8 +79,8 @@ def stable(run: Callable[[], Tensor]) -> Tensor:
 def test_products(form: str, shape: tuple[int, int]) -> None:
     """Against float64, in outputs that are full of NaN before."""
     from qconvert.runtime.cuda.matmul import multiply_partials
-    from qconvert.runtime.cuda.reference import multiply_partials as reference
     from qconvert.runtime.cuda.tiles import sums_for
+    from tests.cuda_reference import multiply_partials as reference
 
     maker = Maker(DEVICE)
     (weight,) = maker.weights(form, *shape, copies=1)

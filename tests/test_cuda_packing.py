@@ -15,27 +15,23 @@ from qconvert.core.encodings import AffineInt
 from qconvert.core.values import AffineIntRows
 from qconvert.quant.packed_codes import codes_of
 from qconvert.runtime.cuda.packing import (
-    MmaInt4,
-    MmaInt8,
+    MmaWeight,
     mma_weight,
-    pack_int4,
-    pack_int8,
+    pack_codes,
     pack_scales,
     pack_zeros,
-    unpack_int4,
-    unpack_int8,
+    unpack_codes,
     unpack_scales,
     unpack_zeros,
 )
-from qconvert.runtime.cuda.reference import multiply_partials, split_columns
 from qconvert.runtime.cuda.tiles import group_sums, sums_for
 from qconvert.runtime.device_layout import place_rows
 from qconvert.runtime.storage import DenseWeight
+from tests.cuda_reference import multiply_partials, split_columns
 from tests.test_decoder_linear import random_value, worth
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
-LAYOUTS = {4: (pack_int4, unpack_int4), 8: (pack_int8, unpack_int8)}
 FORMS = [
     (AffineInt(4, 128, True, DType.BF16), (256, 256)),
     (AffineInt(4, 32, False, DType.F16), (130, 160)),
@@ -62,20 +58,18 @@ def random_codes(bits: int, rows: int, width: int, seed: int = 0) -> torch.Tenso
 )
 @settings(max_examples=20, deadline=None)
 def test_unpacking_undoes_packing(bits: int, tiles: tuple[int, int], seed: int) -> None:
-    pack, unpack = LAYOUTS[bits]
     codes = random_codes(bits, 128 * tiles[0], 128 * tiles[1], seed)
-    words = pack(codes)
+    words = pack_codes(codes, bits)
     assert words.shape == (*tiles, bits, 128, 4) and words.dtype == torch.int32 and words.is_contiguous()
-    assert torch.equal(unpack(words), codes)
-    assert torch.equal(pack(unpack(words.flip(3))), words.flip(3))
+    assert torch.equal(unpack_codes(words), codes)
+    assert torch.equal(pack_codes(unpack_codes(words.flip(3)), bits), words.flip(3))
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_word_holds_the_columns_that_the_diagram_says(bits: int) -> None:
     """Every code written where its column belongs by the formula of the layout, one by one."""
-    pack, _ = LAYOUTS[bits]
     codes = random_codes(bits, 128, 256)
-    words = pack(codes)
+    words = pack_codes(codes, bits)
     block = 32 if bits == 4 else 16
     for row, column in ((0, 0), (1, 1), (5, 9), (77, 30), (127, 127), (3, 128), (90, 255), (64, 178)):
         tile, k = divmod(column, 128)
@@ -101,7 +95,8 @@ def test_scales_and_zeros_lie_by_the_rows_of_a_thread(groups: int) -> None:
 def test_rows_are_those_of_the_reference_layout(encoding: AffineInt, shape: tuple[int, int]) -> None:
     value = random_value(encoding, *shape)
     weight = mma_weight(value, CPU)
-    assert isinstance(weight, MmaInt4 if encoding.bits <= 4 else MmaInt8) and weight.shape == shape
+    assert isinstance(weight, MmaWeight) and weight.shape == shape
+    assert weight.bits == (4 if encoding.bits <= 4 else 8)
     want = place_rows(value, CPU, BF16).rows(slice(None))
     assert torch.equal(weight.rows(slice(None)), want)
     assert torch.equal(weight.rows(slice(2, shape[0] - 1)), want[2:-1])

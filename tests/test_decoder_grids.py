@@ -16,7 +16,7 @@ from qconvert.quant.codebook import wide
 from qconvert.quant.ggml import encode_rows
 from qconvert.quant.packed_codes import codes_of
 from qconvert.runtime.config import DecoderConfig
-from qconvert.runtime.cpu import dots
+from qconvert.runtime.cpu.dots import ROUTINES
 from qconvert.runtime.cpu.kernels import KERNELS
 from qconvert.runtime.cpu.packed_weights import PackedGrid, pack_grid
 from qconvert.runtime.cpu.products import multiply_few
@@ -234,7 +234,7 @@ def test_packing_holds_a_bounded_part_unpacked(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_two_kernels_share_a_name_by_which_stored_code_is_linked() -> None:
-    names = [getattr(dots, name).__qualname__ for name in KERNELS]
+    names = [routine.__qualname__ for routine in ROUTINES.values()]
     assert len(set(names)) == len(KERNELS) == 15
 
 

@@ -8,16 +8,16 @@ a checkpoint; the same command resumes an interrupted run. On a machine that doe
 OMP_WAIT_POLICY=PASSIVE: threads that spin while they wait for each other cost up to two thirds of the speed.
 """
 
-import argparse
 import json
 import math
 import platform
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import click
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -48,6 +48,7 @@ SECONDS_BETWEEN_CHECKPOINTS: Final = 120.0
 LOG_LINES: Final = 100
 
 IDS = npt.NDArray[np.int64]
+Optimizers = list[torch.optim.Optimizer]
 
 
 @dataclass(slots=True)
@@ -123,7 +124,7 @@ def schedule(share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
 
 
-def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+def make_optimizers(model: torch.nn.Module) -> Optimizers:
     """Muon for the matrices of the layers, AdamW for the embedding and the norms; "peak" is the full rate."""
     layers = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
@@ -133,26 +134,24 @@ def make_optimizers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
-def save_checkpoint(
-    path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], done: Progress
-) -> None:
+def save_checkpoint(path: Path, model: torch.nn.Module, optimizers: Optimizers, done: Progress) -> None:
     """Replace the checkpoint in one step: an interrupted save leaves the previous one."""
     state = {"model": model.state_dict(), "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
     partial = path.with_suffix(".partial")
-    torch.save({**state, "step": done.step, "seconds": done.seconds, "log": done.log}, partial)
+    torch.save({**state, "progress": asdict(done)}, partial)
     partial.replace(path)
 
 
-def load_checkpoint(path: Path, model: torch.nn.Module, optimizers: list[torch.optim.Optimizer]) -> Progress:
+def load_checkpoint(path: Path, model: torch.nn.Module, optimizers: Optimizers) -> Progress:
     """Progress of the run in `path`, with its weights and optimizer states put in place."""
     state = torch.load(path, weights_only=True)
     model.load_state_dict(state["model"])
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-    return Progress(state["step"], state["seconds"], state["log"])
+    return Progress(**state["progress"])
 
 
-def update(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], factor: float) -> None:
+def update(model: torch.nn.Module, optimizers: Optimizers, factor: float) -> None:
     """One step down the gradients in `model`, which it clips and then clears."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
@@ -163,11 +162,7 @@ def update(model: torch.nn.Module, optimizers: list[torch.optim.Optimizer], fact
 
 
 def train(
-    model: Qwen3ForCausalLM,
-    optimizers: list[torch.optim.Optimizer],
-    stream: IDS,
-    done: Progress,
-    minutes: float,
+    model: Qwen3ForCausalLM, optimizers: Optimizers, stream: IDS, done: Progress, minutes: float
 ) -> Iterator[None]:
     """Train until `minutes` have passed in `done`; yields after every step, with `done` up to date."""
     compiled = torch.compile(model, dynamic=False)
@@ -252,8 +247,16 @@ held-out perplexity, model (bf16 weights, float32 arithmetic): {perplexity(folde
 held-out perplexity, unigram (training counts plus one): {unigram_perplexity(stream, windows):.1f}"""
 
 
-def run(work_dir: Path, minutes: float, out: Path) -> None:
-    """Train, or continue the training in `work_dir`; write the model folder `out` and the log beside it."""
+@click.command()
+@click.option(
+    "--work-dir", type=click.Path(path_type=Path), required=True, help="Where the checkpoint is kept."
+)
+@click.option("--minutes", type=float, default=45.0, show_default=True, help="Length of the run.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), default=MODEL_DIR, help="Model folder; the log goes beside it."
+)
+def main(work_dir: Path, minutes: float, out: Path) -> None:
+    """Train the embedded model, or continue the training in the folder of the checkpoint."""
     torch.set_num_threads(THREADS)
     torch.manual_seed(SEED)
     tokenizer = train_tokenizer(demo_documents("train").values())
@@ -278,16 +281,6 @@ def run(work_dir: Path, minutes: float, out: Path) -> None:
     export(model, tokenizer, out)
     done.say(closing(out, tokenizer, stream, done))
     (out.parent / "training.log").write_text("\n".join(done.log) + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    """Command line of the training run."""
-    parser = argparse.ArgumentParser(description="Train the embedded model of qconvert.")
-    parser.add_argument("--work-dir", type=Path, required=True, help="where the checkpoint is kept")
-    parser.add_argument("--minutes", type=float, default=45.0, help="length of the run (default: 45)")
-    parser.add_argument("--out", type=Path, default=MODEL_DIR, help="model folder; the log goes beside it")
-    args = parser.parse_args()
-    run(args.work_dir, args.minutes, args.out)
 
 
 if __name__ == "__main__":

@@ -88,26 +88,19 @@ def demo_text(kind: Kind) -> CorpusText:
 def demo_documents(kind: Kind) -> dict[str, str]:
     """Text by module name, in list order, for the modules whose sources exist here."""
     stdlib = Path(sysconfig.get_path("stdlib"))
-    texts = ((name, "\n\n".join(map(_read, _files(stdlib, name)))) for name in _MODULES[kind])
-    return {name: text for name, text in texts if text}
-
-
-def _files(stdlib: Path, name: str) -> list[Path]:
-    """Source files of a module, which is a file in some Python versions and a package in others."""
-    module = stdlib / f"{name}.py"
-    if module.is_file():
-        return [module]
-    package = stdlib / name
-    sources = sorted(package.rglob("*.py"))
-    return [path for path in sources if _TESTS.isdisjoint(path.relative_to(package).parts)]
+    found = {}
+    for name in _MODULES[kind]:
+        # A module is a file in some Python versions and a package in others.
+        module, package = stdlib / f"{name}.py", stdlib / name
+        inside = (p for p in sorted(package.rglob("*.py")) if _TESTS.isdisjoint(p.relative_to(package).parts))
+        found[name] = "\n\n".join(map(_read, [module] if module.is_file() else inside))
+    return {name: text for name, text in found.items() if text}
 
 
 def _read(path: Path) -> str:
     text = path.read_text(encoding="utf-8", errors="replace")
-    return _topics(text) if path.parent.name == "pydoc_data" and path.stem == "topics" else text
-
-
-def _topics(source: str) -> str:
-    """The language reference as prose: up to Python 3.12 the file spells it in quoted one-line pieces."""
-    values = [node.value for node in ast.parse(source).body if isinstance(node, ast.Assign)]
-    return "\n\n".join(text for value in values for text in ast.literal_eval(value).values())
+    if path.parent.name != "pydoc_data" or path.stem != "topics":
+        return text
+    # The language reference as prose: up to Python 3.12 the file spells it in quoted one-line pieces.
+    values = [node.value for node in ast.parse(text).body if isinstance(node, ast.Assign)]
+    return "\n\n".join(prose for value in values for prose in ast.literal_eval(value).values())

@@ -146,7 +146,11 @@ def tokenize(text: Text, model: Path) -> Tokens:
     """
     path, data = _tokenizer_json(model)
     tokenizer = _parse_tokenizer(path, data)
-    return Tokens(_encode(tokenizer, text), _bos(tokenizer), text, hashlib.sha256(data).hexdigest())
+    # The token that the tokenizer's own template puts before a text, if any.
+    plain, framed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+    begins = len(framed) > len(plain) and framed[1 : 1 + len(plain)] == plain
+    bos = int(framed[0]) if begins else None
+    return Tokens(_encode(tokenizer, text), bos, text, hashlib.sha256(data).hexdigest())
 
 
 class NoTokenizer(QConvertError):
@@ -214,10 +218,3 @@ def _parse_tokenizer(path: Path, data: bytes) -> Tokenizer:
             f"{path}: {error}",
             "fetch the file again, or update tokenizers: it is damaged, or newer than that",
         ) from error
-
-
-def _bos(tokenizer: Tokenizer) -> int | None:
-    """The token that the tokenizer's own template puts before a text, if any."""
-    plain, framed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
-    begins = len(framed) > len(plain) and framed[1 : 1 + len(plain)] == plain
-    return int(framed[0]) if begins else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from qconvert.evaluate.paired_statistics import CURVE_PERCENTILES
 from qconvert.evaluate.records import Comparison, ModelResult, WeightError
@@ -69,14 +69,10 @@ def _size_against_perplexity(models: Sequence[ModelResult]) -> Figure:
         for model in models
     ]
     x = linear_axis("MB on disk", [mark.x for mark in marks], from_zero=True)
-    y = linear_axis("perplexity", list(_ends(marks)))
+    ends = [mark.y + sign * (mark.error or 0.0) for mark in marks for sign in (-1, 1)]
+    y = linear_axis("perplexity", ends)
     caption = "Down and to the left is better. Without a reference, ± 1 SE is the spread of the text."
     return Figure("Size against quality", scatter("Size against perplexity", marks, x, y), caption)
-
-
-def _ends(marks: list[Mark]) -> Iterator[float]:
-    for mark in marks:
-        yield from (mark.y - (mark.error or 0.0), mark.y + (mark.error or 0.0))
 
 
 def _distribution(compared: list[tuple[str, Comparison]]) -> Figure:

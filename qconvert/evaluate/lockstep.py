@@ -65,24 +65,17 @@ class Track:
         decoder = self.model.decoder
         tokens_BT = tokens_BT.to(decoder.device)
         begin = time.perf_counter()
-        h_BTD = self._regrouped(tokens_BT) if self.echo else decoder.hidden(tokens_BT)
+        if not self.echo:
+            h_BTD = decoder.hidden(tokens_BT)
+        elif len(tokens_BT) == 1:  # beside a copy of itself
+            h_BTD = decoder.hidden(tokens_BT.repeat(2, 1))[:1]
+        else:  # windows one by one
+            h_BTD = torch.cat([decoder.hidden(row_T[None]) for row_T in tokens_BT])
         if decoder.device.type == "cuda":
             torch.cuda.synchronize(decoder.device)
         self.seconds += time.perf_counter() - begin
         self.tokens += tokens_BT.numel()
         return h_BTD
-
-    def forget_after(self, batches: int) -> None:
-        """Drop the scores of a batch that not all tracks have seen."""
-        for scores in (self.nll, self.top, self.kl):
-            del scores[batches:]
-
-    def _regrouped(self, tokens_BT: Tensor) -> Tensor:
-        """Windows one by one; a single window beside a copy of itself."""
-        hidden = self.model.decoder.hidden
-        if len(tokens_BT) == 1:
-            return hidden(tokens_BT.repeat(2, 1))[:1]
-        return torch.cat([hidden(row_T[None]) for row_T in tokens_BT])
 
 
 def run_lockstep(
@@ -119,7 +112,8 @@ def run_lockstep(
         if done == before:
             raise
         for track in tracks:
-            track.forget_after(held)
+            for scores in (track.nll, track.top, track.kl):
+                del scores[held:]  # those of a batch that not all tracks have seen
     return done
 
 

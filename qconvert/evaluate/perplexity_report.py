@@ -72,19 +72,15 @@ class PerplexityReport:
             ("arithmetic", "; ".join(dict.fromkeys(model.arithmetic for model in self.models))),
             ("environment", environment),
         )
-        grids = (self._quality(), self._distance()) if self.reference is not None else (self._quality(),)
-        return Page(f"Perplexity on {self.text}", facts, grids, self.notes)
-
-    def _quality(self) -> Grid:
-        head = ("model", "size", "bpw", "perplexity", "ratio", "bits/byte", "tokens/s")
-        return Grid("Quality", head, tuple(_quality_row(model) for model in self.models))
-
-    def _distance(self) -> Grid:
-        head = ("model", "KL mean", "median", "p90", "p99", "p99.9", "max", "same top-1", "RMS dp")
-        compared = [(model.label, model.versus) for model in self.models]
-        compared.append((f"{self.reference}, again", self.noise_floor))
-        rows = tuple(_distance_row(label, versus) for label, versus in compared if versus is not None)
-        return Grid(f"Distance from {self.reference}, in nats", head, rows)
+        head: tuple[str, ...] = ("model", "size", "bpw", "perplexity", "ratio", "bits/byte", "tokens/s")
+        grids = [Grid("Quality", head, tuple(_quality_row(model) for model in self.models))]
+        if self.reference is not None:
+            head = ("model", "KL mean", "median", "p90", "p99", "p99.9", "max", "same top-1", "RMS dp")
+            compared = [(model.label, model.versus) for model in self.models]
+            compared.append((f"{self.reference}, again", self.noise_floor))
+            rows = tuple(_distance_row(label, versus) for label, versus in compared if versus is not None)
+            grids.append(Grid(f"Distance from {self.reference}, in nats", head, rows))
+        return Page(f"Perplexity on {self.text}", facts, tuple(grids), self.notes)
 
 
 def _estimate(estimate: Estimate, percent: bool = False) -> str:

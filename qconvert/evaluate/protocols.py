@@ -70,14 +70,8 @@ class Protocol:
         return windows
 
 
-def _gptq(tokens: int, context: int) -> list[Window]:
-    """Disjoint windows, remainder dropped; all but the first token of each count."""
-    return [Window(at, at + context, at + 1) for at in range(0, tokens - context + 1, context)]
-
-
-def _llamacpp(tokens: int, context: int) -> list[Window]:
-    """Disjoint windows; the predictions made at positions context/2 to context - 2 count."""
-    skipped = context // 2 + 1
+def _disjoint(tokens: int, context: int, skipped: int = 1) -> list[Window]:
+    """Disjoint windows, remainder dropped; all but the first `skipped` tokens of each count."""
     return [Window(at, at + context, at + skipped) for at in range(0, tokens - context + 1, context)]
 
 
@@ -97,16 +91,16 @@ PROTOCOLS: Mapping[str, Protocol] = {
     protocol.name: protocol
     for protocol in (
         # GPTQ's and most papers' tables: exp of the token mean.
-        Protocol("gptq2048", 2048, _gptq, wikitext="hf-join", words="disjoint windows of {context}"),
+        Protocol("gptq2048", 2048, _disjoint, wikitext="hf-join", words="disjoint windows of {context}"),
         # "Perplexity of fixed-length models" in the transformers documentation, at stride 512.
         Protocol(
             "hf-stride", 1024, _strided, wikitext="hf-join", words="windows of {context} at stride {half}"
         ),
-        # llama-perplexity at its default context.
+        # llama-perplexity at its default context: predictions at positions context/2 to context - 2 count.
         Protocol(
             "llamacpp512",
             512,
-            _llamacpp,
+            lambda tokens, context: _disjoint(tokens, context, context // 2 + 1),
             wikitext="raw",
             words="second halves of disjoint windows of {context}",
             bos=True,

@@ -32,23 +32,14 @@ def fingerprint(tracks: Sequence[Track], *conditions: str) -> str:
     Files of weights are told apart by size and time, to the nanosecond: two quantizations of one model are
     equal in everything that a header holds.
     """
-    models = [
-        [
-            *(track.model.label, track.model.size_bytes, str(track.model.decoder.dtype), track.echo),
-            _files(track.model.path),
-        ]
-        for track in tracks
-    ]
+    models = []
+    for track in tracks:
+        model, path = track.model, track.model.path
+        names = () if path is None else (path,) if path.is_file() else path.iterdir()
+        held = sorted(p for p in names if p.suffix in (".safetensors", ".gguf") or p.name == MANIFEST_FILE)
+        files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in held]
+        models.append([model.label, model.size_bytes, str(model.decoder.dtype), track.echo, files])
     return hashlib.sha256(json.dumps([models, conditions]).encode()).hexdigest()
-
-
-def _files(path: Path | None) -> list[tuple[str, int, int]]:
-    """The name, size and time of last change of the weights of a model, and of its manifest."""
-    if path is None:
-        return []
-    names = (path,) if path.is_file() else path.iterdir()
-    held = sorted(p for p in names if p.suffix in (".safetensors", ".gguf") or p.name == MANIFEST_FILE)
-    return [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in held]
 
 
 def save_scores(path: Path, tracks: Sequence[Track], done: int, mark: str) -> None:

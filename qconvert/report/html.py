@@ -21,15 +21,20 @@ class Figure:
 
 def to_html(page: Page, figures: Sequence[Figure]) -> str:
     """The page and its pictures as a whole HTML document."""
+    pictures = "\n".join(
+        f"<figure><h2>{escape(figure.title)}</h2>{figure.svg}"
+        f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
+        for figure in figures
+    )
+    facts = "\n".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in page.facts)
     blocks = [
         *(_grid(grid) for grid in page.grids),
-        '<div class="figures">' + "\n".join(map(_figure, figures)) + "</div>" if figures else "",
-        _facts(page),
+        f'<div class="figures">{pictures}</div>' if figures else "",
+        f"<section><h2>How it was measured</h2><dl>{facts}</dl></section>",
         "\n".join(f'<p class="note">{escape(note)}</p>' for note in page.notes),
     ]
     body = "\n".join(block for block in blocks if block)
-    title = escape(page.title)
-    return _DOCUMENT.format(title=title, style=_STYLE, body=body)
+    return _DOCUMENT.format(title=escape(page.title), style=_STYLE, body=body)
 
 
 def _grid(grid: Grid) -> str:
@@ -45,16 +50,6 @@ def _grid(grid: Grid) -> str:
 def _cell(tag: str, text: str, left: bool) -> str:
     opening = f'{tag} class="left"' if left else tag
     return f"<{opening}>{escape(text)}</{tag}>"
-
-
-def _figure(figure: Figure) -> str:
-    title, caption = escape(figure.title), escape(figure.caption)
-    return f"<figure><h2>{title}</h2>{figure.svg}<figcaption>{caption}</figcaption></figure>"
-
-
-def _facts(page: Page) -> str:
-    rows = "\n".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in page.facts)
-    return f"<section><h2>How it was measured</h2><dl>{rows}</dl></section>"
 
 
 # Series colours keep 3:1 against both backgrounds; the first six of Okabe and Ito's palette, darkened

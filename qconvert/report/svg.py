@@ -36,11 +36,9 @@ class Axis:
 
     def at(self, value: float) -> float:
         """The place of a number, 0 at the low end and 1 at the high end; others lie at the nearer end."""
-        low, high, value = (self._scaled(x) for x in (self.low, self.high, max(value, self.low)))
+        scaled = math.log10 if self.log else float
+        low, high, value = (scaled(x) for x in (self.low, self.high, max(value, self.low)))
         return min(1.0, (value - low) / (high - low))
-
-    def _scaled(self, value: float) -> float:
-        return math.log10(value) if self.log else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,8 @@ def linear_axis(label: str, values: Sequence[float], *, from_zero: bool = False)
     low, high = 0.0 if from_zero else min(values), max(values)
     room = (high - low or abs(high) or 1.0) * 0.12
     low, high = low if from_zero else low - room, high + room
-    step = _round_step((high - low) / 4)
+    power = 10.0 ** math.floor(math.log10((high - low) / 4))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= (high - low) / 4)
     ticks = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
     return Axis(label, low, high, tuple((tick, f"{tick:.10g}") for tick in ticks))
 
@@ -77,8 +76,11 @@ def log_axis(label: str, values: Sequence[float], floor: float = 1e-9) -> Axis:
     first, last = math.floor(math.log10(min(kept))), math.ceil(math.log10(max(kept)))
     last = max(last, first + 1)
     step = max(1, (last - first) // 5)
-    ticks = tuple((10.0**power, _power(power)) for power in range(first, last + 1, step))
-    return Axis(label, 10.0**first, 10.0**last, ticks, log=True)
+    ticks = []
+    for power in range(first, last + 1, step):
+        far = f"10{str(power).translate(_SUPERSCRIPTS)}"
+        ticks.append((10.0**power, f"{10.0**power:g}" if -2 <= power <= 2 else far))
+    return Axis(label, 10.0**first, 10.0**last, tuple(ticks), log=True)
 
 
 def scatter(title: str, marks: Sequence[Mark], x: Axis, y: Axis) -> str:
@@ -118,7 +120,8 @@ def heatmap(title: str, rows: Sequence[str], values: Sequence[Sequence[float | N
     """
     known = [value for line in values for value in line if value is not None]
     low, high, columns = min(known), max(known), max(map(len, values))
-    left, wide = _cells(rows, columns)
+    left = 10 + _LETTER * max(map(len, rows))  # room for the longest label
+    wide = (WIDTH - left - 2) / columns
     parts = []
     for r, (label, line) in enumerate(zip(rows, values, strict=True)):
         top = _CELL * r
@@ -131,17 +134,12 @@ def heatmap(title: str, rows: Sequence[str], values: Sequence[Sequence[float | N
             strength = _FAINTEST + (1 - _FAINTEST) * ((value - low) / (high - low) if high > low else 1)
             parts.append(f'<rect class="cell" {parameter} fill-opacity="{strength:.3f}">{said}</rect>')
     foot = _CELL * len(rows) + 14
-    middles = ((c, left + wide * (c + 0.5)) for c in range(0, columns, _round_columns(columns)))
+    step = next(step for step in (1, 2, 5, 10, 20, 50, columns) if columns / step <= 13 or step == columns)
+    middles = ((c, left + wide * (c + 0.5)) for c in range(0, columns, step))
     parts += [f'<text x="{at:.1f}" y="{foot}" text-anchor="middle">{c}</text>' for c, at in middles]
     parts += _scale(f"{low:.3g}", f"{high:.3g}", foot + 12)
     parts.append(f'<text x="{left:.1f}" y="{foot + 23}">{escape(across)}</text>')
     return _svg(title, parts, foot + 30)
-
-
-def _cells(rows: Sequence[str], columns: int) -> tuple[float, float]:
-    """The left edge of the cells, right of the longest label, and the width of a cell."""
-    left = 10 + _LETTER * max(map(len, rows))
-    return left, (WIDTH - left - 2) / columns
 
 
 def _scale(low: str, high: str, y: float) -> Iterator[str]:
@@ -193,18 +191,3 @@ def _apart(heights: Sequence[float]) -> list[float]:
     for upper, lower in pairwise(order):
         moved[lower] = max(moved[lower], moved[upper] + _LINE)
     return moved
-
-
-def _power(power: int) -> str:
-    """A power of ten in the usual notation: 0.01, 0.1, 1, 10, 100, and 10 with an exponent further out."""
-    return f"{10.0**power:g}" if -2 <= power <= 2 else f"10{str(power).translate(_SUPERSCRIPTS)}"
-
-
-def _round_step(step: float) -> float:
-    """The next number of the form 1, 2 or 5 times a power of ten."""
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step)
-
-
-def _round_columns(columns: int) -> int:
-    return next(step for step in (1, 2, 5, 10, 20, 50, columns) if columns / step <= 13 or step == columns)

@@ -39,21 +39,19 @@ def parameter_table_lines(parameter_table: ParameterTable) -> list[str]:
     """The table by role, with its totals; columns of bytes only where the encodings are known."""
     stored = any(row.encodings for row in parameter_table.rows)
     head = ["role", "shape", "tensors", "parameters", *(["form", "bytes", "bpw"] if stored else [])]
-    rows = [_cells(row, stored) for row in parameter_table.rows]
+    rows = []
+    for row in parameter_table.rows:
+        shapes = ", ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes[:2])
+        more = f" +{len(row.shapes) - 2}" if len(row.shapes) > 2 else ""
+        cells = [row.role, shapes + more, str(row.tensors), f"{row.parameters:,}"]
+        if stored:
+            bpw = row.bits_per_weight
+            cells += [" ".join(row.encodings), size(row.nbytes), f"{bpw:.2f}" if bpw is not None else ""]
+        rows.append(cells)
     total = ["total", "", str(parameter_table.tensors), f"{parameter_table.parameters:,}"]
     if stored:
         total += ["", size(parameter_table.nbytes), f"{parameter_table.bits_per_weight:.2f}"]
     return table(head, [*rows, total], left=2)
-
-
-def _cells(row: Row, stored: bool) -> list[str]:
-    shapes = ", ".join("x".join(map(str, shape)) or "scalar" for shape in row.shapes[:2])
-    more = f" +{len(row.shapes) - 2}" if len(row.shapes) > 2 else ""
-    cells = [row.role, shapes + more, str(row.tensors), f"{row.parameters:,}"]
-    if stored:
-        bpw = row.bits_per_weight
-        cells += [" ".join(row.encodings), size(row.nbytes), f"{bpw:.2f}" if bpw is not None else ""]
-    return cells
 
 
 def found_lines(model: str, found: Json) -> list[str]:
@@ -61,18 +59,11 @@ def found_lines(model: str, found: Json) -> list[str]:
     heads = "head tied to the embedding" if found["tied"] else "head of its own"
     layers = count(found["layers"], "layer")
     lines = [f"{model}: {found['family']}; {layers}, {heads} (from {found['from']})", ""]
-    rows = tuple(
-        Row(
-            r["role"],
-            r["tensors"],
-            r["parameters"],
-            tuple(tuple(s) for s in r["shapes"]),
-            tuple(r["forms"]),
-            r["bytes"],
-        )
-        for r in found["rows"]
-    )
-    lines += parameter_table_lines(ParameterTable(rows))
+    rows = []
+    for r in found["rows"]:
+        shapes = tuple(tuple(shape) for shape in r["shapes"])
+        rows.append(Row(r["role"], r["tensors"], r["parameters"], shapes, tuple(r["forms"]), r["bytes"]))
+    lines += parameter_table_lines(ParameterTable(tuple(rows)))
     facts = {
         "quantization": found["quantization"],
         "fused": ", ".join(found["fusions"]),

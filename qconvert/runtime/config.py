@@ -204,7 +204,8 @@ def _activation(settings: Json, graph: Graph) -> str:
 
 def _windows(settings: Json, layers: int, graph: Graph) -> tuple[int | None, ...]:
     """The attention window of every layer."""
-    window = optional_int(settings, "sliding_window") if _slides(settings, graph) else None
+    counts = bool(settings.get("use_sliding_window")) or not graph.window_flag
+    window = optional_int(settings, "sliding_window") if counts else None
     kinds = settings.get("layer_types") if graph.explicit_layers else None
     if window is None or kinds is None:
         return tuple(window if graph.slides(settings, i) else None for i in range(layers))
@@ -215,10 +216,6 @@ def _windows(settings: Json, layers: int, graph: Graph) -> tuple[int | None, ...
             f"{_ELSEWHERE}; known kinds: {', '.join(known)}",
         )
     return tuple(known[kind] for kind in kinds)
-
-
-def _slides(settings: Json, graph: Graph) -> bool:
-    return bool(settings.get("use_sliding_window")) or not graph.window_flag
 
 
 def _experts(architecture: Architecture, settings: Json, graph: Graph) -> Experts | None:

@@ -163,19 +163,17 @@ def _place_codes(value: AffineIntRows, device: torch.device, dtype: torch.dtype)
     zeros: Tensor | int = 1 << (value.encoding.bits - 1)
     if value.zeros_RG is not None:
         zeros = torch.from_numpy(value.zeros_RG).to(device)
+    codes_OB = codes_of(value)
+    if packs:  # two codes to a byte, as IntWeight describes
+        half = (value.width + 1) // 2
+        low, high = codes_OB[:, :half].copy(), codes_OB[:, half:]
+        low[:, : high.shape[1]] |= high << 4
+        codes_OB = low
     return IntWeight(
-        codes_OB=torch.from_numpy(_pack(codes_of(value)) if packs else codes_of(value)).to(device),
+        codes_OB=torch.from_numpy(codes_OB).to(device),
         scales_OG=as_tensor(value.scales_RG, value.encoding.scale_dtype).to(device),
         zeros_OG=zeros,
         width=value.width,
         dtype=dtype,
         kind="int4" if packs else "int8",
     )
-
-
-def _pack(codes_RI: np.ndarray) -> np.ndarray:
-    """Two codes of at most 4 bits to a byte, as IntWeight describes."""
-    half = (codes_RI.shape[1] + 1) // 2
-    packed: np.ndarray = codes_RI[:, :half].copy()
-    packed[:, : codes_RI.shape[1] - half] |= codes_RI[:, half:] << 4
-    return packed

@@ -14,32 +14,13 @@ from dataclasses import dataclass, field, replace
 from qconvert.core.config_json import optional_int
 from qconvert.core.dtypes import Json
 
-
-def never(settings: Json, layer: int) -> bool:
-    """Every layer attends to all positions."""
-    return False
+Slides = Callable[[Json, int], bool]
+"""Whether a layer of a model with these settings has the window; else it attends to all positions."""
 
 
-def always(settings: Json, layer: int) -> bool:
-    """Every layer has the window."""
-    return True
-
-
-def all_but_every(n: int) -> Callable[[Json, int], bool]:
+def all_but_every(n: int) -> Slides:
     """Every n-th layer attends to all positions, the others have the window."""
-
-    def slides(settings: Json, layer: int) -> bool:
-        return (layer + 1) % (optional_int(settings, "sliding_window_pattern") or n) != 0
-
-    return slides
-
-
-def _from_edge(settings: Json, layer: int) -> bool:
-    return layer >= _edge(settings)
-
-
-def _even_below_edge(settings: Json, layer: int) -> bool:
-    return layer % 2 == 0 and layer < _edge(settings)
+    return lambda settings, i: (i + 1) % (optional_int(settings, "sliding_window_pattern") or n) != 0
 
 
 def _edge(settings: Json) -> int:
@@ -75,7 +56,7 @@ class Graph:
     interleaved_rope: bool = False
     rope_with_window: bool = False
     partial_rope: bool = False
-    slides: Callable[[Json, int], bool] = never
+    slides: Slides = lambda settings, i: False
     explicit_layers: bool = False
     window_flag: bool = False
     normalise_experts: bool | None = None
@@ -83,8 +64,8 @@ class Graph:
 
 
 LLAMA = Graph()
-MISTRAL = Graph(slides=always)
-QWEN2 = Graph(slides=_from_edge, explicit_layers=True, window_flag=True)
+MISTRAL = Graph(slides=lambda settings, i: True)
+QWEN2 = Graph(slides=lambda settings, i: i >= _edge(settings), explicit_layers=True, window_flag=True)
 GEMMA = Graph(
     gelu_is_tanh=True,
     norm_offset=1.0,
@@ -156,8 +137,8 @@ GRAPHS: Mapping[str, Graph] = {
     "mixtral": replace(MISTRAL, normalise_experts=True, defaults={"rms_norm_eps": 1e-5}),
     "qwen2": QWEN2,
     "qwen3": QWEN2,
-    "qwen2_moe": replace(QWEN2, slides=_even_below_edge),
-    "qwen3_moe": replace(QWEN2, slides=always, explicit_layers=False),
+    "qwen2_moe": replace(QWEN2, slides=lambda settings, i: i % 2 == 0 and i < _edge(settings)),
+    "qwen3_moe": replace(QWEN2, slides=MISTRAL.slides, explicit_layers=False),
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,

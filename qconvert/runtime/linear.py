@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from qconvert.runtime.cpu.packed_weights import PackedGrid
-from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8
+from qconvert.runtime.cuda.packing import MmaWeight
 from qconvert.runtime.observers import Tap
 from qconvert.runtime.storage import Readable
 
 Table = Readable | PackedGrid
 """Weights whose rows can be read, one by one or in blocks."""
-Weight = Table | MmaInt4 | MmaInt8
+Weight = Table | MmaWeight
 """Weights multiply themselves: `multiply(x, bias)` chooses the kernel by the number of rows."""
 
 

@@ -29,7 +29,6 @@ from qconvert.runtime.linear import Linear, Weight
 from qconvert.runtime.model import (
     Attention,
     Decoder,
-    Gate,
     Layer,
     Mlp,
     Norm,
@@ -99,6 +98,7 @@ def _step(decoder: Decoder) -> Step | None:
     return cpu_step(decoder)
 
 
+_GATES = {"silu": swiglu, "gelu": gelu_glu, "gelu_tanh": gelu_tanh_glu}
 _EXPERT = re.compile(r"(?<=\.experts)\.(\d+)")
 
 
@@ -151,10 +151,11 @@ class _Loader:
         return 0 if self.config.local_rope is None else 1
 
     def mlp(self, prefix: str, i: int) -> Mlp:
+        clamped = self.config.activation == "clamped"
         return Mlp(
             gate_up=self.stacked(f"{prefix}.gate_up", i, (f"{prefix}.gate", f"{prefix}.up")),
             down=self.linear(f"{prefix}.down", i),
-            activation=_activation(self.config),
+            activation=clamped_swiglu(*self.config.clamp) if clamped else _GATES[self.config.activation],
         )
 
     def sparse_mlp(self, i: int) -> SparseMlp:
@@ -252,12 +253,6 @@ class _Loader:
         if vector.numel() != math.prod(wanted):
             _check_shape(role, i, tuple(vector.shape), wanted)
         return vector.view(wanted)
-
-
-def _activation(config: DecoderConfig) -> Gate:
-    if config.activation == "clamped":
-        return clamped_swiglu(*config.clamp)
-    return {"silu": swiglu, "gelu": gelu_glu, "gelu_tanh": gelu_tanh_glu}[config.activation]
 
 
 def _place(role: str, layer: int | None) -> str:

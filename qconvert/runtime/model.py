@@ -310,7 +310,12 @@ class Decoder:
         start = 0 if cache is None else cache.length
         if cache is not None:
             self._check_room(cache, new)
-        rotations = self._rotations(start, start + new)
+        both = ((self.config.rope, self.frequencies_F), (self.config.local_rope, self.local_frequencies_F))
+        rotations = [
+            cos_sin(rope, frequencies_F, start, start + new)
+            for rope, frequencies_F in both
+            if rope is not None and frequencies_F is not None
+        ]
         x_BTD = self.embed.rows(tokens_BT.flatten()).view(batch, new, -1)
         if self.embed_scale != 1:
             x_BTD = x_BTD * torch.tensor(self.embed_scale, dtype=x_BTD.dtype)
@@ -323,12 +328,6 @@ class Decoder:
         if self.observers.linears:
             Tap(InputKey(("lm_head",)), self.observers.linears).show(h_BTD)
         return h_BTD
-
-    def _rotations(self, start: int, stop: int) -> list[Rotation]:
-        rotations = [cos_sin(self.config.rope, self.frequencies_F, start, stop)]
-        if self.config.local_rope is not None and self.local_frequencies_F is not None:
-            rotations.append(cos_sin(self.config.local_rope, self.local_frequencies_F, start, stop))
-        return rotations
 
     @torch.inference_mode()
     def logits(self, h_XD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:

@@ -27,12 +27,16 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
             return 1.0 / base_F
         case LinearScaling(factor):
             return 1.0 / base_F / factor
-        case Llama3Scaling():
-            return _llama3(rope.scaling, 1.0 / base_F)
+        case Llama3Scaling() as scaling:
+            plain_F = 1.0 / base_F
+            turns_F = scaling.original_context * plain_F / (2 * math.pi)
+            low, high = scaling.low_freq_factor, scaling.high_freq_factor
+            kept_F = ((turns_F - low) / (high - low)).clamp(0, 1)
+            return (1 - kept_F) * plain_F / scaling.factor + kept_F * plain_F
         case YarnScaling():
             return _yarn(rope.scaling, base_F, rope.theta)
-        case LongScaling():
-            return _long(rope.scaling, base_F)
+        case LongScaling(short=short, long=long):
+            return 1.0 / (torch.tensor((short, long), dtype=torch.float32) * base_F)
 
 
 def cos_sin(rope: Rope, frequencies_F: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -69,18 +73,6 @@ def apart(x_BTHE: Tensor, rotated: int) -> Tensor:
     """
     pairs = x_BTHE[..., :rotated]
     return torch.cat((pairs[..., ::2], pairs[..., 1::2], x_BTHE[..., rotated:]), dim=-1)
-
-
-def _llama3(scaling: Llama3Scaling, plain_F: Tensor) -> Tensor:
-    turns_F = scaling.original_context * plain_F / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept_F = ((turns_F - low) / (high - low)).clamp(0, 1)
-    return (1 - kept_F) * plain_F / scaling.factor + kept_F * plain_F
-
-
-def _long(scaling: LongScaling, base_F: Tensor) -> Tensor:
-    divisors = torch.tensor((scaling.short, scaling.long), dtype=torch.float32)
-    return 1.0 / (divisors * base_F)
 
 
 def _yarn(scaling: YarnScaling, base_F: Tensor, theta: float) -> Tensor:

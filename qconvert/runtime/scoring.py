@@ -41,21 +41,15 @@ def score_hidden(models: Sequence[Outputs | tuple[Tensor, Table]], targets_N: Te
     products of the numbers as they are, summed in float32.
     """
     outputs = [Outputs(*model) for model in models]
-    if targets_N.device.type == "cuda" and all(map(_is_bf16, outputs)) and available(targets_N.device):
+    heads = [each.head.w_OI for each in outputs if isinstance(each.head, DenseWeight)]
+    states = [each.h_ND for each in outputs if each.logit_cap is None]
+    bf16 = all(x.dtype == torch.bfloat16 for x in (*heads, *states))
+    held = bf16 and len(heads) == len(states) == len(outputs)
+    if targets_N.device.type == "cuda" and held and available(targets_N.device):
         from qconvert.runtime.cuda.head import HiddenStates, score_hidden_states
 
-        reference, *others = (HiddenStates(each.h_ND, _dense(each.head)) for each in outputs)
+        reference, *others = map(HiddenStates, states, heads)
         pairs = [score_hidden_states([reference, other], targets_N) for other in others]
         first = pairs[0][:1] if pairs else score_hidden_states([reference], targets_N)
         return [*first, *(b for _, b in pairs)]
     return score([each.logits for each in outputs], targets_N, outputs[0].head.shape[0])
-
-
-def _is_bf16(model: Outputs) -> bool:
-    h_ND, head, cap = model
-    return cap is None and isinstance(head, DenseWeight) and h_ND.dtype == head.w_OI.dtype == torch.bfloat16
-
-
-def _dense(head: Table) -> Tensor:
-    assert isinstance(head, DenseWeight)
-    return head.w_OI

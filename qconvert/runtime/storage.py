@@ -68,8 +68,22 @@ def multiply_decoded(x: Tensor, weight: Decodable, bias_O: Tensor | None) -> Ten
     return y_NO.view(*x.shape[:-1], out)
 
 
+class _Decoded:
+    """Products by decoded rows: what a weight without a kernel does."""
+
+    __slots__ = ()
+
+    def multiplies_codes(self, rows: int) -> bool:
+        """No: codes are decoded first."""
+        return False
+
+    def multiply(self: Decodable, x: Tensor, bias_O: Tensor | None) -> Tensor:
+        """`x W^T + b`, [..., O] in the dtype of x."""
+        return multiply_decoded(x, self, bias_O)
+
+
 @dataclass(frozen=True, slots=True)
-class DenseWeight:
+class DenseWeight(_Decoded):
     """A weight as numbers, [O, I]; computed with as `dtype` where that is not its own.
 
     So bf16 weights that are computed with in float32 stay bf16: the same numbers in half the memory.
@@ -105,10 +119,6 @@ class DenseWeight:
         """Some of the rows as a weight of their own; no copy."""
         return DenseWeight(self.w_OI[index], self.dtype)
 
-    def multiplies_codes(self, rows: int) -> bool:
-        """No: there are none."""
-        return False
-
     def multiply(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
         """`x W^T + b`, [..., O] in the dtype of x."""
         if not self.widens:
@@ -120,20 +130,6 @@ class DenseWeight:
     def kernel_args(self, bias_O: Tensor | None = None) -> np.ndarray:
         """Its fields of `kernel_args.LINEAR`; the caller keeps weight and bias alive."""
         return dense_args(self.w_OI, bias_O)
-
-
-class _Decoded:
-    """Products of weights without a kernel: by decoded rows."""
-
-    __slots__ = ()
-
-    def multiplies_codes(self, rows: int) -> bool:
-        """No: codes are decoded first."""
-        return False
-
-    def multiply(self: Decodable, x: Tensor, bias_O: Tensor | None) -> Tensor:
-        """`x W^T + b`, [..., O] in the dtype of x."""
-        return multiply_decoded(x, self, bias_O)
 
 
 @dataclass(frozen=True, slots=True)

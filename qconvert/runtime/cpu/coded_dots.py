@@ -18,8 +18,9 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
+from numba.core.registry import cpu_target
 
-from qconvert.quant.simd.lanes import LANES, call_llvm, lanes_type, primitive, widen_halves
+from qconvert.quant.simd.lanes import LANES, call_llvm, lanes_type, widen_halves
 from qconvert.runtime.cpu.simd import (
     BYTES,
     FLOATS,
@@ -31,6 +32,7 @@ from qconvert.runtime.cpu.simd import (
     PART,
     SHORTS,
     constant,
+    instructions,
     picked,
     read,
     words_type,
@@ -42,13 +44,15 @@ TABLE_BYTES, TABLE_NUMBERS = 64, 16
 """A table is the lower bytes of its 16 whole numbers, twice, the upper bytes, twice, and 16 float32."""
 
 
-def _features(context: Any) -> list[str]:
-    return str(context.codegen().magic_tuple()[2]).split(",")
+def _processor() -> tuple[str, list[str]]:
+    """What code is compiled for: the target, and the features of the processor."""
+    target, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return str(target), str(features).split(",")
 
 
-def _pairs(context: Any, builder: Any, a: Any, b: Any) -> Any:
+def _pairs(builder: Any, a: Any, b: Any) -> Any:
     """Products of int16 numbers, neighbours added: sixteen int32."""
-    features = _features(context)
+    _, features = _processor()
     for feature, name, width in (
         ("+avx512bw", "llvm.x86.avx512.pmaddw.d.512", 32),
         ("+avx2", "llvm.x86.avx2.pmadd.wd", 16),
@@ -114,9 +118,9 @@ def _woven(builder: Any, low: Any, high: Any) -> Any:
     return builder.shuffle_vector(*parts, _order(PART))
 
 
-def _lut(context: Any, builder: Any, table: Any, index: Any) -> Any:
+def _lut(builder: Any, table: Any, index: Any) -> Any:
     """Bytes of a table of 16 bytes, which lies twice at an address, at 32 indices."""
-    features, target = _features(context), str(context.codegen().magic_tuple()[0])
+    target, features = _processor()
     if "+avx2" in features:
         return call_llvm(builder, "llvm.x86.avx2.pshuf.b", BYTES, read(builder, table, BYTES), index)
     sixteen = ir.VectorType(I8, LANES)
@@ -132,56 +136,36 @@ def _lut(context: Any, builder: Any, table: Any, index: Any) -> Any:
     return found
 
 
-@primitive
-def dot_nibbles(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
+@instructions(words_type, *[types.intp] * 4)
+def dot_nibbles(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """Products of the 32 nibbles of a part with 32 int16 at `x`, neighbours added: lane l has columns 2l
     and 2l + 1. `quant.packed_codes` is the address of a block; there is no table.
     """
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        codes, part, _, x = args
-        wide = _woven(builder, _part(builder, codes, part), constant(0, BYTES))
-        return _pairs(context, builder, wide, read(builder, x, SHORTS))
-
-    return words_type(types.intp, types.intp, types.intp, types.intp), emit
+    wide = _woven(builder, _part(builder, codes, part), constant(0, BYTES))
+    return _pairs(builder, wide, read(builder, x, SHORTS))
 
 
-@primitive
-def dot_int6(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
+@instructions(words_type, *[types.intp] * 4)
+def dot_int6(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """The same with codes of 6 bits."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        codes, part, _, x = args
-        wide = _woven(builder, _with_pairs(builder, codes, part), constant(0, BYTES))
-        return _pairs(context, builder, wide, read(builder, x, SHORTS))
-
-    return words_type(types.intp, types.intp, types.intp, types.intp), emit
+    wide = _woven(builder, _with_pairs(builder, codes, part), constant(0, BYTES))
+    return _pairs(builder, wide, read(builder, x, SHORTS))
 
 
-@primitive
-def dot_lut(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
+@instructions(words_type, *[types.intp] * 4)
+def dot_lut(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """The same with what a table has for the nibbles."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        codes, part, table, x = args
-        nibbles, upper = _part(builder, codes, part), builder.add(table, ir.Constant(I64, PART))
-        low, high = (_lut(context, builder, at, nibbles) for at in (table, upper))
-        return _pairs(context, builder, _woven(builder, low, high), read(builder, x, SHORTS))
-
-    return words_type(types.intp, types.intp, types.intp, types.intp), emit
+    nibbles, upper = _part(builder, codes, part), builder.add(table, ir.Constant(I64, PART))
+    low, high = (_lut(builder, at, nibbles) for at in (table, upper))
+    return _pairs(builder, _woven(builder, low, high), read(builder, x, SHORTS))
 
 
-@primitive
-def dot_bytes(typing: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
+@instructions(words_type, *[types.intp] * 4)
+def dot_bytes(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """The same with int8 as they are."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        codes, part, _, x = args
-        at = builder.add(codes, builder.mul(part, ir.Constant(I64, PART)))
-        wide = builder.sext(read(builder, at, BYTES), SHORTS)
-        return _pairs(context, builder, wide, read(builder, x, SHORTS))
-
-    return words_type(types.intp, types.intp, types.intp, types.intp), emit
+    at = builder.add(codes, builder.mul(part, ir.Constant(I64, PART)))
+    wide = builder.sext(read(builder, at, BYTES), SHORTS)
+    return _pairs(builder, wide, read(builder, x, SHORTS))
 
 
 def _half_as_floats(builder: Any, codes: Any, high: Any) -> Any:
@@ -191,118 +175,82 @@ def _half_as_floats(builder: Any, codes: Any, high: Any) -> Any:
     return builder.uitofp(builder.select(second, high_half, low_half), FLOATS)
 
 
-@primitive
-def nibble_floats(typing: Any, codes: Any, part: Any, high: Any) -> Any:
+@instructions(lanes_type, types.intp, types.intp, types.intp)
+def nibble_floats(builder: Any, codes: Any, part: Any, high: Any) -> Any:
     """The first 16 nibbles of a part, or if `high` the others, as float32."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        codes, part, high = args
-        return _half_as_floats(builder, _part(builder, codes, part), high)
-
-    return lanes_type(types.intp, types.intp, types.intp), emit
+    return _half_as_floats(builder, _part(builder, codes, part), high)
 
 
-@primitive
-def int6_floats(typing: Any, codes: Any, part: Any, high: Any) -> Any:
+@instructions(lanes_type, types.intp, types.intp, types.intp)
+def int6_floats(builder: Any, codes: Any, part: Any, high: Any) -> Any:
     """The same of codes of 6 bits."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        codes, part, high = args
-        return _half_as_floats(builder, _with_pairs(builder, codes, part), high)
-
-    return lanes_type(types.intp, types.intp, types.intp), emit
+    return _half_as_floats(builder, _with_pairs(builder, codes, part), high)
 
 
-@primitive
-def named_floats(typing: Any, table: Any, codes: Any) -> Any:
+@instructions(lanes_type, types.intp, lanes_type)
+def named_floats(builder: Any, table: Any, codes: Any) -> Any:
     """What a table has, as float32, for sixteen whole numbers below 16."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        table, codes = args
-        index, found = builder.fptoui(codes, INTS), ir.Constant(FLOATS, ir.Undefined)
-        first = builder.add(table, ir.Constant(I64, TABLE_BYTES))
-        for i in range(LANES):
-            place = ir.Constant(I32, i)
-            at = builder.zext(builder.shl(builder.extract_element(index, place), ir.Constant(I32, 2)), I64)
-            number = read(builder, builder.add(first, at), ir.FloatType())
-            found = builder.insert_element(found, number, place)
-        return found
-
-    return lanes_type(types.intp, lanes_type), emit
+    index, found = builder.fptoui(codes, INTS), ir.Constant(FLOATS, ir.Undefined)
+    first = builder.add(table, ir.Constant(I64, TABLE_BYTES))
+    for i in range(LANES):
+        place = ir.Constant(I32, i)
+        at = builder.zext(builder.shl(builder.extract_element(index, place), ir.Constant(I32, 2)), I64)
+        number = read(builder, builder.add(first, at), ir.FloatType())
+        found = builder.insert_element(found, number, place)
+    return found
 
 
-def _widened(context: Any, builder: Any, halves: Any) -> Any:
+def _widened(builder: Any, halves: Any) -> Any:
     """Sixteen half-precision numbers, given as int16, as float32."""
-    features, target = _features(context), str(context.codegen().magic_tuple()[0])
+    target, features = _processor()
     if "+f16c" in features or target.startswith(("aarch64", "arm64")):
         return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
     return widen_halves(builder, builder.zext(halves, INTS))
 
 
-@primitive
-def half_floats(typing: Any, address: Any) -> Any:
+@instructions(lanes_type, types.intp)
+def half_floats(builder: Any, address: Any) -> Any:
     """Sixteen half-precision numbers, widened."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _widened(context, builder, read(builder, args[0], ir.VectorType(I16, LANES)))
-
-    return lanes_type(types.intp), emit
+    return _widened(builder, read(builder, address, ir.VectorType(I16, LANES)))
 
 
-@primitive
-def e4m3_floats(typing: Any, address: Any) -> Any:
+@instructions(lanes_type, types.intp)
+def e4m3_floats(builder: Any, address: Any) -> Any:
     """Sixteen finite numbers of E4M3, times 2**-8: as half precision they have another bias."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        sixteen = ir.VectorType(I16, LANES)
-        wide = builder.sext(read(builder, args[0], ir.VectorType(I8, LANES)), sixteen)
-        halves = builder.and_(builder.shl(wide, constant(7, sixteen)), constant(-0x4080, sixteen))
-        return _widened(context, builder, halves)
-
-    return lanes_type(types.intp), emit
+    sixteen = ir.VectorType(I16, LANES)
+    wide = builder.sext(read(builder, address, ir.VectorType(I8, LANES)), sixteen)
+    halves = builder.and_(builder.shl(wide, constant(7, sixteen)), constant(-0x4080, sixteen))
+    return _widened(builder, halves)
 
 
-@primitive
-def e5m2_floats(typing: Any, address: Any) -> Any:
+@instructions(lanes_type, types.intp)
+def e5m2_floats(builder: Any, address: Any) -> Any:
     """Sixteen numbers of E5M2: half precision without its lower byte."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        sixteen = ir.VectorType(I16, LANES)
-        wide = builder.zext(read(builder, args[0], ir.VectorType(I8, LANES)), sixteen)
-        return _widened(context, builder, builder.shl(wide, constant(8, sixteen)))
-
-    return lanes_type(types.intp), emit
+    sixteen = ir.VectorType(I16, LANES)
+    wide = builder.zext(read(builder, address, ir.VectorType(I8, LANES)), sixteen)
+    return _widened(builder, builder.shl(wide, constant(8, sixteen)))
 
 
-@primitive
-def byte_floats(typing: Any, address: Any) -> Any:
+@instructions(lanes_type, types.intp)
+def byte_floats(builder: Any, address: Any) -> Any:
     """Sixteen int8 as float32."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.sitofp(read(builder, args[0], ir.VectorType(I8, LANES)), FLOATS)
-
-    return lanes_type(types.intp), emit
+    return builder.sitofp(read(builder, address, ir.VectorType(I8, LANES)), FLOATS)
 
 
-@primitive
-def rounded_to(typing: Any, value: Any, bits: Any, least: Any) -> Any:
+@instructions(lanes_type, lanes_type, types.intp, lanes_type)
+def rounded_to(builder: Any, value: Any, bits: Any, least: Any) -> Any:
     """Numbers rounded half to even to a float type of so many bits of fraction, still as float32.
 
     `least` is the type's smallest normal number, below which its steps get no finer. Adding and taking
     away 1.5 * 2**(23 - bits) times the number's power of two leaves no bits behind those.
     """
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        value, bits, least = args
-        power = builder.and_(builder.bitcast(value, INTS), constant(0x7F800000))
-        power = builder.bitcast(power, FLOATS)
-        small = builder.fcmp_ordered("<", power, least)
-        power = builder.select(small, least, power)
-        shift = builder.sub(ir.Constant(I64, 127 + 23), bits)
-        exponent = builder.trunc(builder.shl(shift, ir.Constant(I64, 23)), I32)
-        two = builder.insert_element(ir.Constant(INTS, ir.Undefined), exponent, ir.Constant(I32, 0))
-        two = builder.bitcast(builder.shuffle_vector(two, two, constant(0)), FLOATS)
-        magic = builder.fmul(builder.fmul(power, two), constant(1.5, FLOATS))
-        return builder.fsub(builder.fadd(value, magic), magic)
-
-    return lanes_type(lanes_type, types.intp, lanes_type), emit
+    power = builder.and_(builder.bitcast(value, INTS), constant(0x7F800000))
+    power = builder.bitcast(power, FLOATS)
+    small = builder.fcmp_ordered("<", power, least)
+    power = builder.select(small, least, power)
+    shift = builder.sub(ir.Constant(I64, 127 + 23), bits)
+    exponent = builder.trunc(builder.shl(shift, ir.Constant(I64, 23)), I32)
+    two = builder.insert_element(ir.Constant(INTS, ir.Undefined), exponent, ir.Constant(I32, 0))
+    two = builder.bitcast(builder.shuffle_vector(two, two, constant(0)), FLOATS)
+    magic = builder.fmul(builder.fmul(power, two), constant(1.5, FLOATS))
+    return builder.fsub(builder.fadd(value, magic), magic)

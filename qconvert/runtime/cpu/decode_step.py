@@ -121,13 +121,10 @@ class CpuStep:
             "down": mlp.down,  # type: ignore[union-attr]
         }
         for name, linear in linears.items():
-            record[name] = self._linear(linear)
+            bias = None if linear.bias_O is None else linear.bias_O.float().contiguous()
+            record[name] = self._described(linear.weight, bias)
         record["window"] = attention.window or 0
         return record
-
-    def _linear(self, linear: Linear) -> np.ndarray:
-        bias = None if linear.bias_O is None else linear.bias_O.float().contiguous()
-        return self._described(linear.weight, bias)
 
     def _described(self, weight: object, bias_O: Tensor | None = None) -> np.ndarray:
         assert isinstance(weight, _READABLE)

@@ -101,60 +101,38 @@ def _named(function: Callable[..., None], name: str) -> Any:
     return routine(function)
 
 
-def _by_blocks(name: str, dot: Any, block_bytes: int) -> Any:
-    """Rows whose scales hold for whole blocks."""
+@routine
+def _add_block(dot, w, table, at, scale, a, b):  # type: ignore[no-untyped-def]
+    """Add the products of a block whose scale holds for all of it to the sums a."""
+    low = added(dot(w, 0, table, at), dot(w, 1, table, at + 64))
+    high = added(dot(w, 2, table, at + 128), dot(w, 3, table, at + 192))
+    return fused(as_floats(added(low, high)), splat(float_at(scale)), a), b
+
+
+@routine
+def _add_parts(dot, w, table, at, scale, a, b):  # type: ignore[no-untyped-def]
+    """The same where scales hold for 32 columns, what a `dot` takes; to the sums a and b."""
+    low = folded(dot(w, 0, table, at), dot(w, 1, table, at + 64))
+    high = folded(dot(w, 2, table, at + 128), dot(w, 3, table, at + 192))
+    a = fused(as_floats(low), two_floats(scale), a)
+    return a, fused(as_floats(high), two_floats(scale + 8), b)
+
+
+@routine
+def _add_half_parts(dot, w, table, at, scale, a, b):  # type: ignore[no-untyped-def]
+    """The same where scales hold for 16 columns, half of what a `dot` takes."""
+    a = fused(as_floats(dot(w, 0, table, at)), two_floats(scale), a)
+    b = fused(as_floats(dot(w, 1, table, at + 64)), two_floats(scale + 8), b)
+    a = fused(as_floats(dot(w, 2, table, at + 128)), two_floats(scale + 16), a)
+    return a, fused(as_floats(dot(w, 3, table, at + 192)), two_floats(scale + 24), b)
+
+
+def _by_codes(name: str, dot: Any, block_bytes: int, add: Any, columns: int) -> Any:
+    """Rows of codes whose scales hold for any multiple of `columns` columns."""
 
     def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
-        blocks, groups, each = _sizes(linear, BLOCK)
-        shorts, steps, sums = _fixed(linear, x, BLOCK)
-        scales, x16, table = np.zeros(len(steps), np.float32), address(shorts), linear.table
-        for row in range(start, stop):
-            away = spread(linear, row, groups, each, address(steps), address(sums), address(scales))
-            w, at, scale = linear.codes + row * blocks * block_bytes, x16, address(scales)
-            sum_ = splat(np.float32(0))
-            for _ in range(blocks):
-                a = added(dot(w, 0, table, at), dot(w, 1, table, at + 64))
-                b = added(dot(w, 2, table, at + 128), dot(w, 3, table, at + 192))
-                sum_ = fused(as_floats(added(a, b)), splat(float_at(scale)), sum_)
-                w += block_bytes
-                at += 2 * BLOCK
-                scale += 4
-            put_float(y + 4 * row, total(sum_) - away)
-
-    return _named(rows, name)
-
-
-def _by_parts(name: str, dot: Any, block_bytes: int) -> Any:
-    """Rows whose scales hold for any multiple of 32 columns, what a `dot` takes."""
-
-    def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
-        blocks, groups, each = _sizes(linear, PART)
-        shorts, steps, sums = _fixed(linear, x, PART)
-        scales, x16, table = np.zeros(len(steps), np.float32), address(shorts), linear.table
-        for row in range(start, stop):
-            away = spread(linear, row, groups, each, address(steps), address(sums), address(scales))
-            w, at, scale = linear.codes + row * blocks * block_bytes, x16, address(scales)
-            a = splat(np.float32(0))
-            b = a
-            for _ in range(blocks):
-                low = folded(dot(w, 0, table, at), dot(w, 1, table, at + 64))
-                high = folded(dot(w, 2, table, at + 128), dot(w, 3, table, at + 192))
-                a = fused(as_floats(low), two_floats(scale), a)
-                b = fused(as_floats(high), two_floats(scale + 8), b)
-                w += block_bytes
-                at += 2 * BLOCK
-                scale += 16
-            put_float(y + 4 * row, total(a + b) - away)
-
-    return _named(rows, name)
-
-
-def _by_half_parts(name: str, dot: Any, block_bytes: int) -> Any:
-    """Rows whose scales hold for any multiple of 16 columns: half of what a `dot` takes."""
-
-    def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
-        blocks, groups, each = _sizes(linear, LANES)
-        shorts, steps, sums = _fixed(linear, x, LANES)
+        blocks, groups, each = _sizes(linear, columns)
+        shorts, steps, sums = _fixed(linear, x, columns)
         scales, x16, table = np.zeros(len(steps), np.float32), address(shorts), linear.table
         for row in range(start, stop):
             away = spread(linear, row, groups, each, address(steps), address(sums), address(scales))
@@ -162,13 +140,10 @@ def _by_half_parts(name: str, dot: Any, block_bytes: int) -> Any:
             a = splat(np.float32(0))
             b = a
             for _ in range(blocks):
-                a = fused(as_floats(dot(w, 0, table, at)), two_floats(scale), a)
-                b = fused(as_floats(dot(w, 1, table, at + 64)), two_floats(scale + 8), b)
-                a = fused(as_floats(dot(w, 2, table, at + 128)), two_floats(scale + 16), a)
-                b = fused(as_floats(dot(w, 3, table, at + 192)), two_floats(scale + 24), b)
+                a, b = add(dot, w, table, at, scale, a, b)
                 w += block_bytes
                 at += 2 * BLOCK
-                scale += 32
+                scale += 4 * (BLOCK // columns)
             put_float(y + 4 * row, total(a + b) - away)
 
     return _named(rows, name)
@@ -233,18 +208,23 @@ def _dense(name: str, number: Any, size: int) -> Any:
     return _named(rows, name)
 
 
-int4_by_blocks = _by_blocks("int4_by_blocks", dot_nibbles, BLOCK // 2)
-int4_by_parts = _by_parts("int4_by_parts", dot_nibbles, BLOCK // 2)
-int4_by_half_parts = _by_half_parts("int4_by_half_parts", dot_nibbles, BLOCK // 2)
-int6_by_blocks = _by_blocks("int6_by_blocks", dot_int6, BLOCK * 3 // 4)
-int6_by_parts = _by_parts("int6_by_parts", dot_int6, BLOCK * 3 // 4)
-int6_by_half_parts = _by_half_parts("int6_by_half_parts", dot_int6, BLOCK * 3 // 4)
-lut_by_parts = _by_parts("lut_by_parts", dot_lut, BLOCK // 2)
-lut_by_half_parts = _by_half_parts("lut_by_half_parts", dot_lut, BLOCK // 2)
-int8_by_blocks = _by_blocks("int8_by_blocks", dot_bytes, BLOCK)
-int8_by_parts = _by_parts("int8_by_parts", dot_bytes, BLOCK)
-int8_by_half_parts = _by_half_parts("int8_by_half_parts", dot_bytes, BLOCK)
-e4m3 = _by_floats("e4m3", e4m3_floats)
-e5m2 = _by_floats("e5m2", e5m2_floats)
-bfloat16 = _dense("bfloat16", load_bf16, 2)
-float32 = _dense("float32", floats, 4)
+_DOTS = {
+    "int4": (dot_nibbles, BLOCK // 2),
+    "int6": (dot_int6, BLOCK * 3 // 4),
+    "int8": (dot_bytes, BLOCK),
+    "lut": (dot_lut, BLOCK // 2),
+}
+_SCALES = {"blocks": (_add_block, BLOCK), "parts": (_add_parts, PART), "half_parts": (_add_half_parts, LANES)}
+ROUTINES = {
+    "float32": _dense("float32", floats, 4),
+    "bfloat16": _dense("bfloat16", load_bf16, 2),
+    "e4m3": _by_floats("e4m3", e4m3_floats),
+    "e5m2": _by_floats("e5m2", e5m2_floats),
+    **{
+        f"{kind}_by_{by}": _by_codes(f"{kind}_by_{by}", dot, block_bytes, add, columns)
+        for kind, (dot, block_bytes) in _DOTS.items()
+        for by, (add, columns) in _SCALES.items()
+        if (kind, by) != ("lut", "blocks")  # whose sums would not fit 32 bits
+    },
+}
+"""How rows of each kind of weight are multiplied, by the names under which the machine code is cached."""

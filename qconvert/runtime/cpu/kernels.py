@@ -10,49 +10,37 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import from_dtype, types
+from numba.core.registry import cpu_target
 
-from qconvert.quant.simd.lanes import entry, primitive
-from qconvert.runtime.cpu import dots
+from qconvert.quant.simd.lanes import entry
+from qconvert.runtime.cpu.dots import ROUTINES
 from qconvert.runtime.cpu.kernel_args import LINEAR
-from qconvert.runtime.cpu.simd import float_at, put_float, routine
+from qconvert.runtime.cpu.simd import float_at, instructions, put_float, routine
 
 _SIGNATURE = types.void(*[types.intp] * 5)
 _RECORD = from_dtype(LINEAR)
 
 
-@primitive
-def _linear_at(typing: Any, address: Any) -> Any:
+@instructions(_RECORD, types.intp)
+def _linear_at(builder: Any, address: Any) -> Any:
     """The record at a byte address."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(_RECORD))
-
-    return _RECORD(types.intp), emit
+    return builder.inttoptr(address, cpu_target.target_context.get_value_type(_RECORD))
 
 
-@primitive
-def _address_of(typing: Any, record: Any) -> Any:
+@instructions(types.intp, _RECORD)
+def _address_of(builder: Any, record: Any) -> Any:
     """Where a record lies."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.ptrtoint(args[0], context.get_value_type(types.intp))
-
-    return types.intp(record), emit
+    return builder.ptrtoint(record, cpu_target.target_context.get_value_type(types.intp))
 
 
-@primitive
-def _call(typing: Any, kernel: Any, record: Any, x: Any, y: Any, start: Any, stop: Any) -> Any:
+@instructions(types.void, *[types.intp] * 6)
+def _call(builder: Any, kernel: Any, record: Any, x: Any, y: Any, start: Any, stop: Any) -> None:
     """Call the code at an address."""
-    from llvmlite import ir  # type: ignore[import-untyped]
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        kernel, *rest = args
-        kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in rest])
-        builder.call(builder.inttoptr(kernel, kind.as_pointer()), rest)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 6), emit
+    args = (record, x, y, start, stop)
+    kind = ir.FunctionType(ir.VoidType(), [arg.type for arg in args])
+    builder.call(builder.inttoptr(kernel, kind.as_pointer()), args)
 
 
 @routine
@@ -64,9 +52,8 @@ def multiply_rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
             put_float(y + 4 * row, float_at(y + 4 * row) + float_at(linear.bias + 4 * row))
 
 
-def _entry(name: str) -> Callable[..., None]:
-    """The routine of that name in `dots.py`, called with the address of its LINEAR record."""
-    dot = getattr(dots, name)
+def _entry(name: str, dot: Any) -> Callable[..., None]:
+    """A routine of `dots.py`, called with the address of its LINEAR record."""
 
     def kernel(record, x, y, start, stop):  # type: ignore[no-untyped-def]
         dot(_linear_at(record), x, y, start, stop)
@@ -75,20 +62,11 @@ def _entry(name: str) -> Callable[..., None]:
     return kernel
 
 
-_BY_BLOCKS = tuple(f"{kind}_by_blocks" for kind in ("int4", "int6", "int8"))
-_BY_PARTS = tuple(
-    f"{kind}_by_{part}" for kind in ("int4", "int6", "lut", "int8") for part in ("parts", "half_parts")
-)
-KERNELS = {name: _entry(name) for name in ("float32", "bfloat16", *_BY_BLOCKS, *_BY_PARTS, "e4m3", "e5m2")}
+KERNELS = {name: _entry(name, dot) for name, dot in ROUTINES.items()}
 """Entry points by the names of their routines in `dots.py`."""
 
 
 @lru_cache
-def _compiled(name: str) -> Any:
+def compiled(name: str) -> Any:
+    """A kernel by its name in `dots.py`; its `address` stays what it is."""
     return entry(KERNELS[name], _SIGNATURE)
-
-
-def kernel_address(name: str) -> int:
-    """The address of a kernel by its name in `dots.py`; it stays where it is."""
-    address: int = _compiled(name).address
-    return address

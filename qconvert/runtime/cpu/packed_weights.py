@@ -19,7 +19,7 @@ from qconvert.core.values import Value
 from qconvert.quant.simd.lanes import LANES
 from qconvert.runtime.cpu.coded_dots import TABLE_NUMBERS
 from qconvert.runtime.cpu.kernel_args import BF16, F16, F32, I8, LINEAR
-from qconvert.runtime.cpu.kernels import kernel_address
+from qconvert.runtime.cpu.kernels import compiled
 from qconvert.runtime.cpu.packed_spec import Levels, Recipe, recipe_for
 from qconvert.runtime.cpu.products import decode_rows, multiply_few
 from qconvert.runtime.cpu.simd import BLOCK, PART
@@ -143,7 +143,7 @@ class PackedGrid:
             "rows": self.shape[0],
             "width": self.width,
             "bias": _address(bias_O),
-            "kernel": kernel_address(_kernel_of(recipe)),
+            "kernel": compiled(_kernel_of(recipe)).address,
             "codes": self.codes_OB.data_ptr(),
             "table": _address(self.table),
             "group": recipe.group,

@@ -23,7 +23,7 @@ from qconvert.runtime.cpu.coded_dots import (
 )
 from qconvert.runtime.cpu.group_scales import mins_at, scales_at, zeros_at
 from qconvert.runtime.cpu.kernel_args import LINEAR
-from qconvert.runtime.cpu.kernels import kernel_address
+from qconvert.runtime.cpu.kernels import compiled
 from qconvert.runtime.cpu.simd import BLOCK, PART, routine, store_bf16, store_f32
 from qconvert.runtime.cpu.step_kernel import multiply
 from qconvert.runtime.cpu.thread_barrier import ThreadTeam
@@ -57,7 +57,7 @@ def dense_args(w_OI: Tensor, bias_O: Tensor | None) -> np.ndarray:
     """The kernel arguments of a float32 or bf16 weight; the caller keeps weight and bias alive."""
     args = np.zeros(1, LINEAR)
     args["rows"], args["width"] = w_OI.shape
-    args["kernel"] = kernel_address(str(w_OI.dtype).removeprefix("torch."))
+    args["kernel"] = compiled(str(w_OI.dtype).removeprefix("torch.")).address
     args["codes"], args["bias"] = w_OI.data_ptr(), 0 if bias_O is None else bias_O.data_ptr()
     return args
 
@@ -93,7 +93,10 @@ def _decode(linears, kind, rows, out, as_bf16):  # type: ignore[no-untyped-def]
                     worth = worth * linear.factor
                 if linear.mins:
                     worth = _rounded(linear, _rounded(linear, worth) + least)
-                _put(out, r * width + column, worth, as_bf16)
+                if as_bf16:
+                    store_bf16(out + 2 * (r * width + column), worth)
+                else:
+                    store_f32(out + 4 * (r * width + column), worth)
 
 
 @routine
@@ -118,11 +121,3 @@ def _codes(linear, kind, at):  # type: ignore[no-untyped-def]
     if kind == _E4M3:
         return e4m3_floats(linear.codes + at) * linear.unit
     return e5m2_floats(linear.codes + at)
-
-
-@routine
-def _put(out, at, value, as_bf16):  # type: ignore[no-untyped-def]
-    if as_bf16:
-        store_bf16(out + 2 * at, value)
-    else:
-        store_f32(out + 4 * at, value)

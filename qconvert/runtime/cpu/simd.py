@@ -9,6 +9,8 @@ Legend: `words` are sixteen int32, `lanes` sixteen float32.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -40,10 +42,20 @@ class _Words(types.Type):
 words_type = _Words("words")
 
 
-@register_model(_Words)
-class _WordsModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, INTS)  # type: ignore[no-untyped-call]
+register_model(_Words)(lambda manager, kind: models.PrimitiveModel(manager, kind, INTS))  # type: ignore[no-untyped-call]
+
+
+def instructions(result: Any, *operands: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Declare a function of numba code, by its types, whose body emits the LLVM instructions of a call."""
+
+    def declare(function: Callable[..., Any]) -> Any:
+        def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
+            value = function(builder, *args)
+            return context.get_dummy_value() if result == types.void else value
+
+        return primitive(wraps(function)(lambda typing, *args: (result(*operands), emit)))
+
+    return declare
 
 
 def constant(value: float, vector: Any = INTS) -> Any:
@@ -56,10 +68,9 @@ def read(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=1)
 
 
-def write(context: Any, builder: Any, address: Any, value: Any) -> Any:
+def write(builder: Any, address: Any, value: Any) -> None:
     """Put a value at a byte address, for code that emits instructions."""
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
-    return context.get_dummy_value()
 
 
 def picked(builder: Any, x: Any, places: Any) -> Any:
@@ -74,229 +85,149 @@ def address(array):  # type: ignore[no-untyped-def]
     return np.intp(array.ctypes.data)
 
 
-@primitive
-def floats(typing: Any, address: Any) -> Any:
+@instructions(lanes_type, types.intp)
+def floats(builder: Any, address: Any) -> Any:
     """Sixteen float32."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return read(builder, args[0], FLOATS)
-
-    return lanes_type(types.intp), emit
+    return read(builder, address, FLOATS)
 
 
-@primitive
-def load_bf16(typing: Any, address: Any) -> Any:
+@instructions(lanes_type, types.intp)
+def load_bf16(builder: Any, address: Any) -> Any:
     """Sixteen bfloat16, widened."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        bits = builder.zext(read(builder, args[0], ir.VectorType(I16, LANES)), INTS)
-        return builder.bitcast(builder.shl(bits, constant(16)), FLOATS)
-
-    return lanes_type(types.intp), emit
+    bits = builder.zext(read(builder, address, ir.VectorType(I16, LANES)), INTS)
+    return builder.bitcast(builder.shl(bits, constant(16)), FLOATS)
 
 
-@primitive
-def float_at(typing: Any, address: Any) -> Any:
+@instructions(types.float32, types.intp)
+def float_at(builder: Any, address: Any) -> Any:
     """One float32."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return read(builder, args[0], ir.FloatType())
-
-    return types.float32(types.intp), emit
+    return read(builder, address, ir.FloatType())
 
 
-@primitive
-def two_floats(typing: Any, address: Any) -> Any:
+@instructions(lanes_type, types.intp)
+def two_floats(builder: Any, address: Any) -> Any:
     """Two float32, each in eight lanes."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        eight = ir.VectorType(ir.FloatType(), LANES // 2)
-        spread = []  # from memory one by one, which costs no shuffle
-        for offset in (0, 4):
-            number = read(builder, builder.add(args[0], ir.Constant(I64, offset)), ir.FloatType())
-            first = builder.insert_element(ir.Constant(eight, ir.Undefined), number, ir.Constant(I32, 0))
-            spread.append(picked(builder, first, [0] * (LANES // 2)))
-        return builder.shuffle_vector(*spread, ir.Constant(INTS, list(range(LANES))))
-
-    return lanes_type(types.intp), emit
+    eight = ir.VectorType(ir.FloatType(), LANES // 2)
+    spread = []  # from memory one by one, which costs no shuffle
+    for offset in (0, 4):
+        number = read(builder, builder.add(address, ir.Constant(I64, offset)), ir.FloatType())
+        first = builder.insert_element(ir.Constant(eight, ir.Undefined), number, ir.Constant(I32, 0))
+        spread.append(picked(builder, first, [0] * (LANES // 2)))
+    return builder.shuffle_vector(*spread, ir.Constant(INTS, list(range(LANES))))
 
 
-@primitive
-def put_float(typing: Any, address: Any, value: Any) -> Any:
+@instructions(types.void, types.intp, types.float32)
+def put_float(builder: Any, address: Any, value: Any) -> None:
     """Write one float32."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return write(context, builder, *args)
-
-    return types.void(types.intp, types.float32), emit
+    write(builder, address, value)
 
 
-@primitive
-def store_f32(typing: Any, address: Any, value: Any) -> Any:
+@instructions(types.void, types.intp, lanes_type)
+def store_f32(builder: Any, address: Any, value: Any) -> None:
     """Write sixteen float32."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return write(context, builder, *args)
-
-    return types.void(types.intp, lanes_type), emit
+    write(builder, address, value)
 
 
-@primitive
-def store_bf16(typing: Any, address: Any, value: Any) -> Any:
+@instructions(types.void, types.intp, lanes_type)
+def store_bf16(builder: Any, address: Any, value: Any) -> None:
     """Write sixteen numbers as bfloat16, rounded half to even; no NaNs."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[1], INTS)
-        odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-        rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
-        halves = builder.trunc(builder.lshr(rounded, constant(16)), ir.VectorType(I16, LANES))
-        return write(context, builder, args[0], halves)
-
-    return types.void(types.intp, lanes_type), emit
+    bits = builder.bitcast(value, INTS)
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
+    halves = builder.trunc(builder.lshr(rounded, constant(16)), ir.VectorType(I16, LANES))
+    write(builder, address, halves)
 
 
-@primitive
-def put_shorts(typing: Any, address: Any, value: Any) -> Any:
+@instructions(types.void, types.intp, lanes_type)
+def put_shorts(builder: Any, address: Any, value: Any) -> None:
     """Write sixteen whole numbers below 2**15 as int16."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        whole = builder.fptosi(args[1], INTS)
-        return write(context, builder, args[0], builder.trunc(whole, ir.VectorType(I16, LANES)))
-
-    return types.void(types.intp, lanes_type), emit
+    whole = builder.fptosi(value, INTS)
+    write(builder, address, builder.trunc(whole, ir.VectorType(I16, LANES)))
 
 
-@primitive
-def added(typing: Any, a: Any, b: Any) -> Any:
+@instructions(words_type, words_type, words_type)
+def added(builder: Any, a: Any, b: Any) -> Any:
     """The sum of words."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.add(*args)
-
-    return words_type(words_type, words_type), emit
+    return builder.add(a, b)
 
 
-@primitive
-def folded(typing: Any, a: Any, b: Any) -> Any:
+@instructions(words_type, words_type, words_type)
+def folded(builder: Any, a: Any, b: Any) -> Any:
     """Eight sums of lanes l and l + 8 of one, then of another."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        low, high = (
-            builder.shuffle_vector(
-                *args, ir.Constant(INTS, [first + i + LANES * half for half in (0, 1) for i in range(8)])
-            )
-            for first in (0, LANES // 2)
+    low, high = (
+        builder.shuffle_vector(
+            a, b, ir.Constant(INTS, [first + i + LANES * half for half in (0, 1) for i in range(8)])
         )
-        return builder.add(low, high)
+        for first in (0, LANES // 2)
+    )
+    return builder.add(low, high)
 
-    return words_type(words_type, words_type), emit
 
-
-@primitive
-def as_floats(typing: Any, value: Any) -> Any:
+@instructions(lanes_type, words_type)
+def as_floats(builder: Any, value: Any) -> Any:
     """Words as float32."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.sitofp(args[0], FLOATS)
-
-    return lanes_type(words_type), emit
+    return builder.sitofp(value, FLOATS)
 
 
-@primitive
-def paired(typing: Any, even: Any, odd: Any, high: Any) -> Any:
+@instructions(lanes_type, lanes_type, lanes_type, types.intp)
+def paired(builder: Any, even: Any, odd: Any, high: Any) -> Any:
     """Lanes of `even` and `odd` by turns: those of the first eight, or if `high` of the last eight."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        even, odd, high = args
-        low_half, high_half = (
-            builder.shuffle_vector(
-                even, odd, ir.Constant(INTS, [first + i // 2 + LANES * (i % 2) for i in range(LANES)])
-            )
-            for first in (0, LANES // 2)
+    low_half, high_half = (
+        builder.shuffle_vector(
+            even, odd, ir.Constant(INTS, [first + i // 2 + LANES * (i % 2) for i in range(LANES)])
         )
-        return builder.select(
-            builder.icmp_unsigned("!=", high, ir.Constant(high.type, 0)), high_half, low_half
-        )
-
-    return lanes_type(lanes_type, lanes_type, types.intp), emit
+        for first in (0, LANES // 2)
+    )
+    return builder.select(builder.icmp_unsigned("!=", high, ir.Constant(high.type, 0)), high_half, low_half)
 
 
-@primitive
-def fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
+@instructions(lanes_type, lanes_type, lanes_type, lanes_type)
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """`a * b + c`, rounded once."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return call_llvm(builder, "llvm.fma.v16f32", FLOATS, *args)
-
-    return lanes_type(lanes_type, lanes_type, lanes_type), emit
+    return call_llvm(builder, "llvm.fma.v16f32", FLOATS, a, b, c)
 
 
-@primitive
-def total(typing: Any, value: Any) -> Any:
+@instructions(types.float32, lanes_type)
+def total(builder: Any, value: Any) -> Any:
     """The sum of the lanes, halves added to halves."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        value, width = args[0], LANES
-        while width > 1:
-            width //= 2
-            value = builder.fadd(
-                picked(builder, value, range(width)), picked(builder, value, range(width, 2 * width))
-            )
-        return builder.extract_element(value, ir.Constant(I32, 0))
-
-    return types.float32(lanes_type), emit
+    width = LANES
+    while width > 1:
+        width //= 2
+        value = builder.fadd(
+            picked(builder, value, range(width)), picked(builder, value, range(width, 2 * width))
+        )
+    return builder.extract_element(value, ir.Constant(I32, 0))
 
 
-@primitive
-def larger(typing: Any, a: Any, b: Any) -> Any:
+@instructions(lanes_type, lanes_type, lanes_type)
+def larger(builder: Any, a: Any, b: Any) -> Any:
     """The larger magnitude of each lane; NaN counts as larger than all."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        bits = [builder.and_(builder.bitcast(x, INTS), constant(0x7FFFFFFF)) for x in args]
-        return builder.bitcast(builder.select(builder.icmp_unsigned(">", *bits), *bits), FLOATS)
-
-    return lanes_type(lanes_type, lanes_type), emit
+    bits = [builder.and_(builder.bitcast(x, INTS), constant(0x7FFFFFFF)) for x in (a, b)]
+    return builder.bitcast(builder.select(builder.icmp_unsigned(">", *bits), *bits), FLOATS)
 
 
-@primitive
-def power_of_two(typing: Any, exponent: Any) -> Any:
+@instructions(lanes_type, lanes_type)
+def power_of_two(builder: Any, exponent: Any) -> Any:
     """2 to whole numbers from -126 to 127."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        whole = builder.add(builder.fptosi(args[0], INTS), constant(127))
-        return builder.bitcast(builder.shl(whole, constant(23)), FLOATS)
-
-    return lanes_type(lanes_type), emit
+    whole = builder.add(builder.fptosi(exponent, INTS), constant(127))
+    return builder.bitcast(builder.shl(whole, constant(23)), FLOATS)
 
 
-@primitive
-def add_and_fetch(typing: Any, address: Any, value: Any) -> Any:
+@instructions(types.int64, types.intp, types.int64)
+def add_and_fetch(builder: Any, address: Any, value: Any) -> Any:
     """Add to an int64 in one step that all threads see in one order; returns the sum."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], I64.as_pointer())
-        return builder.add(builder.atomic_rmw("add", pointer, args[1], "seq_cst"), args[1])
-
-    return types.int64(types.intp, types.int64), emit
+    pointer = builder.inttoptr(address, I64.as_pointer())
+    return builder.add(builder.atomic_rmw("add", pointer, value, "seq_cst"), value)
 
 
-@primitive
-def fetch(typing: Any, address: Any) -> Any:
+@instructions(types.int64, types.intp)
+def fetch(builder: Any, address: Any) -> Any:
     """An int64 as other threads have left it, with all that they wrote before."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
-
-    return types.int64(types.intp), emit
+    return builder.load_atomic(builder.inttoptr(address, I64.as_pointer()), "acquire", 8)
 
 
-@primitive
-def rest(typing: Any) -> Any:
+@instructions(types.void)
+def rest(builder: Any) -> None:
     """Let another thread have the processor, if one waits for it."""
-
-    def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        if sys.platform != "win32":
-            call_llvm(builder, "sched_yield", I32)
-        return context.get_dummy_value()
-
-    return types.void(), emit
+    if sys.platform != "win32":
+        call_llvm(builder, "sched_yield", I32)

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,27 +39,12 @@ def empty_rows(rows: int, width: int, group: int, device: torch.device, groups: 
     return Rows(x_MK, torch.zeros(groups or -(-width // group), rows, device=device), group)
 
 
-def fill_rows(out: Rows, x_MK: Tensor) -> None:
-    """The reference of what every kernel stores: x rounded to bfloat16, and the sums of that."""
-    out.x_MK.copy_(x_MK)
-    if out.sums_GM is not None:
-        x_MK = F.pad(out.x_MK.float(), (0, len(out.sums_GM) * out.group - x_MK.shape[1]))
-        out.sums_GM.copy_(x_MK.view(len(x_MK), -1, out.group).sum(-1).T)
-
-
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The output of a matmul: the float32 sum over S of `parts_SMN`, plus `bias_N` where there is one."""
 
     parts_SMN: Tensor
     bias_N: Tensor | None = None
-
-    def total(self) -> Tensor:
-        """The output, float32 [M, N], its parts added in ascending order."""
-        total_MN = self.parts_SMN[0].clone()
-        for part_MN in self.parts_SMN[1:]:
-            total_MN += part_MN
-        return total_MN if self.bias_N is None else total_MN + self.bias_N.float()
 
 
 @triton.jit
@@ -82,3 +66,18 @@ def total(parts, bias, at, mask, stride, SPLITS: tl.constexpr, HAS_BIAS: tl.cons
     if HAS_BIAS:
         x += tl.load(bias + bias_at, mask=mask, other=0.0).to(tl.float32)
     return x
+
+
+@triton.jit
+def store_rows(  # type: ignore[no-untyped-def]
+    x, y, sums, row, rows, width, first, stop,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Columns [first, stop) of a row, the beginning of x [BLOCK], rounded; and the sums of their groups."""
+    column = first + tl.arange(0, BLOCK)
+    x = rounded(x, UPCAST)
+    tl.store(y + row * width + column, x.to(tl.bfloat16), mask=column < stop)
+    if GROUP:
+        group = first // GROUP + tl.arange(0, BLOCK // GROUP)
+        group_sums = tl.sum(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
+        tl.store(sums + group * rows + row, group_sums, mask=group * GROUP < stop)

@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qconvert.runtime.cuda.activation import Parts, Rows, fill_rows, rounded, total
+from qconvert.runtime.cuda.activation import Parts, Rows, rounded, store_rows, total
 from qconvert.runtime.cuda.triton_language import INTERPRET
-from qconvert.runtime.rope import rotate
 
 BLOCK_POSITIONS = 64
 """Positions that a program reads at a time; a stretch is a multiple of them."""
@@ -95,112 +94,38 @@ def stretches_for(shape: HeadShape, rows: int, processors: int) -> int:
     return min(64, 1 << (wanted.bit_length() - 1))
 
 
-def bounds(position: int, window: int | None, stretches: int) -> list[tuple[int, int]]:
-    """The positions [start, stop) of every stretch: together, those before `position` that it sees."""
-    first = max(0, position - window + 1) if window is not None else 0
-    blocks = -(-(position - first) // BLOCK_POSITIONS)
-    length = -(-blocks // stretches) * BLOCK_POSITIONS
-    starts = [min(first + p * length, position) for p in range(stretches)]
-    return [(start, min(start + length, position)) for start in starts]
-
-
-def attend_reference(
+def attend(
     qkv: Parts, norms: HeadNorms | None, shape: HeadShape, place: Place, cache_2MKTE: Tensor, out: Softmaxes
 ) -> None:
     """Heads from `qkv`, normalised and rotated; key and value into the cache; a softmax per stretch.
 
     Query, key and value are rounded to bfloat16 once, after their rotation; `score = q . k / sqrt(E)
-    log2(e)`. Writes the cache at the position.
+    log2(e)`. Writes the cache at the position. One launch, a program per stretch, key-value head and
+    sequence.
     """
-    position, shared = int(place.position_1), shape.shared
-    rows = out.max_MHP.shape[0]
-    heads_MHE = qkv.total().view(rows, -1, shape.head_dim)
-    counts = (shape.heads, shape.kv_heads, shape.kv_heads)
-    q, k, v = torch.split_with_sizes(heads_MHE, counts, dim=1)
-    if norms is not None:
-        q, k = _norm(q, norms.q_E, norms.eps), _norm(k, norms.k_E, norms.eps)
-    turn = place.cos_TE[position, None], place.sin_TE[position, None]
-    q, k = rotate(q[:, None], *turn)[:, 0].bfloat16().float(), rotate(k[:, None], *turn)[:, 0]
-    cache_2MKTE[0, :, :, position] = k
-    cache_2MKTE[1, :, :, position] = v
-    keys_MHTE, values_MHTE = (x.float().repeat_interleave(shared, 1) for x in cache_2MKTE)
-    score_MHT = (keys_MHTE @ q[..., None])[..., 0] * (_LOG2_E / math.sqrt(shape.head_dim))
-    for p, (start, stop) in enumerate(bounds(position, shape.window, out.max_MHP.shape[2])):
-        seen = [*range(start, stop), *([position] if p == 0 else [])]
-        out.max_MHP[:, :, p] = -torch.inf
-        if seen:
-            out.max_MHP[:, :, p] = score_MHT[:, :, seen].amax(-1)
-            weight_MHT = torch.exp2(score_MHT[:, :, seen] - out.max_MHP[:, :, p, None])
-            out.sum_MHP[:, :, p] = weight_MHT.sum(-1)
-            out.value_MHPE[:, :, p] = (weight_MHT[..., None, :] @ values_MHTE[:, :, seen])[..., 0, :]
-
-
-def _norm(x_MHE: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    return x_MHE * (x_MHE.square().mean(-1, keepdim=True) + eps).rsqrt() * weight_E.float()
-
-
-def attend(
-    qkv: Parts, norms: HeadNorms | None, shape: HeadShape, place: Place, cache_2MKTE: Tensor, out: Softmaxes
-) -> None:
-    """`attend_reference` in one launch, a program per stretch, key-value head and sequence."""
     rows, _, stretches = out.max_MHP.shape
     parts, bias = qkv.parts_SMN, qkv.bias_N
     keys = cache_2MKTE[0]
     _attend[(stretches, shape.kv_heads, rows)](
-        parts,
-        parts if bias is None else bias,
-        parts if norms is None else norms.q_E,
-        parts if norms is None else norms.k_E,
-        place.position_1,
-        place.cos_TE,
-        place.sin_TE,
-        keys,
-        cache_2MKTE[1],
-        out.max_MHP,
-        out.sum_MHP,
-        out.value_MHPE,
-        parts.stride(0),
-        parts.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        1e-6 if norms is None else norms.eps,
+        parts, parts if bias is None else bias, parts if norms is None else norms.q_E,
+        parts if norms is None else norms.k_E, place.position_1, place.cos_TE, place.sin_TE, keys,
+        cache_2MKTE[1], out.max_MHP, out.sum_MHP, out.value_MHPE, parts.stride(0), parts.stride(1),
+        keys.stride(0), keys.stride(1), 1e-6 if norms is None else norms.eps,
         _LOG2_E / math.sqrt(shape.head_dim),
-        SPLITS=len(parts),
-        HAS_BIAS=bias is not None,
-        HAS_NORMS=norms is not None,
-        HEADS=shape.heads,
-        SHARED=shape.shared,
-        KV_HEADS=shape.kv_heads,
-        WIDTH=shape.head_dim,
-        WINDOW=shape.window or 0,
-        STRETCHES=stretches,
-        BLOCK_Q=max(16, triton.next_power_of_2(shape.shared)),
-        BLOCK_E=max(16, triton.next_power_of_2(shape.head_dim)),
-        BLOCK_T=BLOCK_POSITIONS,
-        UPCAST=INTERPRET,
+        SPLITS=len(parts), HAS_BIAS=bias is not None, HAS_NORMS=norms is not None, HEADS=shape.heads,
+        SHARED=shape.shared, KV_HEADS=shape.kv_heads, WIDTH=shape.head_dim, WINDOW=shape.window or 0,
+        STRETCHES=stretches, BLOCK_Q=max(16, triton.next_power_of_2(shape.shared)),
+        BLOCK_E=max(16, triton.next_power_of_2(shape.head_dim)), BLOCK_T=BLOCK_POSITIONS, UPCAST=INTERPRET,
         num_warps=4,
-    )
+    )  # fmt: skip
 
 
 @triton.jit
 def _rotated_head(  # type: ignore[no-untyped-def]
-    parts,
-    bias,
-    norm,
-    head_column,
-    row_at,
-    mask,
-    cos,
-    sin,
-    stride,
-    eps,
-    SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    parts, bias, norm, head_column, row_at, mask, cos, sin, stride, eps,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_E: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """Heads [R, BLOCK_E] that begin at the columns `head_column` [R, 1], normalised and rotated."""
     e = tl.arange(0, BLOCK_E)[None, :]
     opposite = tl.where(e < WIDTH // 2, e + WIDTH // 2, e - WIDTH // 2)
@@ -224,38 +149,13 @@ def _product(a, b, UPCAST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    parts,
-    bias,
-    q_norm,
-    k_norm,
-    position_at,
-    cos_at,
-    sin_at,
-    keys,
-    values,
-    max_out,
-    sum_out,
-    value_out,
-    split_stride,
-    row_stride,
-    cache_row_stride,
-    cache_head_stride,
-    eps,
-    scale,
-    SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    HEADS: tl.constexpr,
-    SHARED: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr,
-    STRETCHES: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    parts, bias, q_norm, k_norm, position_at, cos_at, sin_at, keys, values, max_out, sum_out, value_out,
+    split_stride, row_stride, cache_row_stride, cache_head_stride, eps, scale,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORMS: tl.constexpr, HEADS: tl.constexpr,
+    SHARED: tl.constexpr, KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    STRETCHES: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr,
     UPCAST: tl.constexpr,
-):
+):  # fmt: skip
     stretch, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(position_at).to(tl.int32)
     first = tl.maximum(position - WINDOW + 1, 0) if WINDOW else position * 0
@@ -315,59 +215,34 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(value_out + out_at[:, None] * WIDTH + e[None, :], value_QE, mask=q_mask)
 
 
-def combine_reference(softmaxes: Softmaxes, out: Rows) -> None:
-    """`out = sum_p 2^(max_p - max) value_p / sum_p 2^(max_p - max) sum_p`, heads side by side, rounded."""
-    weight_MHP = torch.exp2(softmaxes.max_MHP - softmaxes.max_MHP.amax(-1, keepdim=True))
-    there_MHP = weight_MHP > 0
-    sum_MH = torch.where(there_MHP, weight_MHP * softmaxes.sum_MHP, 0).sum(-1)
-    value_MHPE = torch.where(there_MHP[..., None], weight_MHP[..., None] * softmaxes.value_MHPE, 0)
-    fill_rows(out, (value_MHPE.sum(-2) / sum_MH[..., None]).flatten(1))
-
-
 def combine(softmaxes: Softmaxes, out: Rows) -> None:
-    """`combine_reference` in one launch, a program per row and block of whole heads and groups."""
+    """`out = sum_p 2^(max_p - max) value_p / sum_p 2^(max_p - max) sum_p`, heads side by side, rounded.
+
+    One launch, a program per row and block of whole heads and groups.
+    """
     stretches, head_dim = softmaxes.value_MHPE.shape[2:]
     rows, width = out.x_MK.shape
     span = math.lcm(head_dim, _COLUMNS)
     block = triton.next_power_of_2(span)
     _combine[(triton.cdiv(width, span), rows)](
-        softmaxes.max_MHP,
-        softmaxes.sum_MHP,
-        softmaxes.value_MHPE,
-        out.x_MK,
-        out.x_MK if out.sums_GM is None else out.sums_GM,
-        rows,
-        width,
-        WIDTH=head_dim,
-        STRETCHES=stretches,
-        SPAN=span,
-        GROUP=out.group,
-        BLOCK=block,
-        UPCAST=INTERPRET,
+        softmaxes.max_MHP, softmaxes.sum_MHP, softmaxes.value_MHPE, out.x_MK,
+        out.x_MK if out.sums_GM is None else out.sums_GM, rows, width,
+        WIDTH=head_dim, STRETCHES=stretches, SPAN=span, GROUP=out.group, BLOCK=block, UPCAST=INTERPRET,
         num_warps=min(16, max(4, block * stretches // 1024)),
-    )
+    )  # fmt: skip
 
 
 @triton.jit
 def _combine(  # type: ignore[no-untyped-def]
-    maxima,
-    sums,
-    values,
-    y,
-    group_sums,
-    rows,
-    width,
-    WIDTH: tl.constexpr,
-    STRETCHES: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    maxima, sums, values, y, group_sums, rows, width,
+    WIDTH: tl.constexpr, STRETCHES: tl.constexpr, SPAN: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(1)
-    inner = tl.arange(0, BLOCK)
-    column = tl.program_id(0) * SPAN + inner
-    inside = (inner < SPAN) & (column < width)
+    first = tl.program_id(0) * SPAN
+    stop = tl.minimum(first + SPAN, width)
+    column = first + tl.arange(0, BLOCK)
+    inside = column < stop
     head_at = (row * (width // WIDTH) + column // WIDTH) * STRETCHES
     at = head_at[None, :] + tl.arange(0, STRETCHES)[:, None]
     # The first stretch holds the token itself, so a maximum is finite; that of padding must be too.
@@ -377,11 +252,5 @@ def _combine(  # type: ignore[no-untyped-def]
     whole = tl.sum(weight * tl.load(sums + at, mask=there, other=0.0), 0)
     held = tl.load(values + at * WIDTH + (column % WIDTH)[None, :], mask=there, other=0.0)
     value = tl.sum(weight * held, 0)
-    x = rounded(value / tl.where(inside, whole, 1.0), UPCAST)
-    tl.store(y + row * width + column, x.to(tl.bfloat16), mask=inside)
-    if GROUP:
-        group = tl.arange(0, BLOCK // GROUP)
-        parts = tl.sum(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
-        first = tl.program_id(0) * (SPAN // GROUP)
-        there = (group < SPAN // GROUP) & ((first + group) * GROUP < width)
-        tl.store(group_sums + (first + group) * rows + row, parts, mask=there)
+    x = value / tl.where(inside, whole, 1.0)
+    store_rows(x, y, group_sums, row, rows, width, first, stop, GROUP, BLOCK, UPCAST)

@@ -32,12 +32,11 @@ from qconvert.runtime.cuda.attention import (
 )
 from qconvert.runtime.cuda.matmul import multiply_partials
 from qconvert.runtime.cuda.norm import add_norm
-from qconvert.runtime.cuda.packing import MmaInt4, MmaInt8, mma_table, tile_group
-from qconvert.runtime.cuda.reference import FewRowWeight
+from qconvert.runtime.cuda.packing import FewRowWeight, MmaWeight, mma_table, tile_group
 from qconvert.runtime.cuda.swiglu import swiglu
 from qconvert.runtime.cuda.triton_language import available
 from qconvert.runtime.cuda.tuning import FEW_ROWS, splits
-from qconvert.runtime.linear import Linear, Table
+from qconvert.runtime.linear import Linear, Table, Weight
 from qconvert.runtime.model import Attention, Cache, Decoder, Layer, Mlp, Norm
 from qconvert.runtime.rope import cos_sin
 from qconvert.runtime.storage import DenseWeight, EncodedWeight, IntWeight
@@ -254,8 +253,12 @@ def _bind(decoder: Decoder, cache: Cache, greedy: bool) -> Step:
     rows, room = cache.kv.shape[2], cache.kv.shape[-2]
     config, device = decoder.config, decoder.device
     shapes = [_head_shape(layer.attention) for layer in decoder.layers]
-    stretches = stretches_for(shapes[0], rows, _processors(device))
-    head = _few_row_head(decoder.head)
+    processors = 4  # few where programs run one after the other
+    if device.type == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    stretches = stretches_for(shapes[0], rows, processors)
+    # Packed anew where the decoder has it in rows, for whole prompts.
+    head = mma_table(decoder.head) if isinstance(decoder.head, IntWeight) else decoder.head
     return Step(
         decoder=decoder,
         cache=cache,
@@ -277,7 +280,7 @@ def _bind_layer(layer: Layer, cache: Cache, rows: int) -> StepLayer:
     q_norm, k_norm = attention.q_norm, attention.k_norm
     norms = HeadNorms(_weight(q_norm), _weight(k_norm), q_norm.eps) if q_norm and k_norm else None
     qkv, o, gate_up, down = (
-        _product(_few_rows(linear), linear.bias_O, rows, device) for linear in _linears(layer)
+        _product(linear.weight, linear.bias_O, rows, device) for linear in _linears(layer)
     )
     return StepLayer(
         attention_norm=_present(layer.attention_norm),
@@ -302,31 +305,15 @@ def _weight(norm: Norm) -> Tensor:
     return norm.weight
 
 
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; few elsewhere, where programs run one after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def _head_shape(attention: Attention) -> HeadShape:
     return HeadShape(attention.heads, attention.kv_heads, attention.head_dim, attention.window)
 
 
-def _few_rows(linear: Linear) -> FewRowWeight:
-    assert isinstance(linear.weight, FewRowWeight)
-    return linear.weight
-
-
 def _product(
-    weight: FewRowWeight, bias_O: Tensor | None, rows: int, device: torch.device, parts: int | None = None
+    weight: Weight | None, bias_O: Tensor | None, rows: int, device: torch.device, parts: int | None = None
 ) -> Product:
+    assert isinstance(weight, FewRowWeight)
     out, width = weight.shape
-    group = weight.sum_group if isinstance(weight, MmaInt4 | MmaInt8) else None
+    group = weight.sum_group if isinstance(weight, MmaWeight) else None
     parts_SMN = torch.empty(parts or splits(weight.kind, weight.shape), rows, out, device=device)
     return Product(weight, empty_rows(rows, width, group or 0, device), Parts(parts_SMN, bias_O))
-
-
-def _few_row_head(head: Table) -> FewRowWeight:
-    """The head for the kernels: packed anew where the decoder has it in rows, for whole prompts."""
-    weight = mma_table(head) if isinstance(head, IntWeight) else head
-    assert isinstance(weight, FewRowWeight)
-    return weight

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qconvert.runtime.cuda.matmul import SCALES, groups_of
+from qconvert.runtime.cuda.matmul import kernel_arguments
 from qconvert.runtime.cuda.tiles import TILE, TiledGrid
 from qconvert.runtime.cuda.triton_language import INTERPRET
 from qconvert.runtime.cuda.unpack import low_bits, nibbles, scales_of, sign_bits, zeros_of
@@ -30,22 +30,11 @@ def by_column(part_NJ: tl.tensor, N: tl.constexpr, J: tl.constexpr) -> tl.tensor
 
 @triton.jit
 def dequantize_tile(
-    words_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    zeros_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    width: tl.tensor,
-    first: tl.tensor,
-    tiles: tl.tensor,
-    out_row: tl.tensor,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    ZEROS: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    J: tl.constexpr,
+    words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, out_ptr: tl.tensor, rows: tl.tensor,
+    width: tl.tensor, first: tl.tensor, tiles: tl.tensor, out_row: tl.tensor,
+    BITS: tl.constexpr, SCALE: tl.constexpr, ZEROS: tl.constexpr, CHANNEL: tl.constexpr, J: tl.constexpr,
     UPCAST: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One tile, to out [rows, K]: `scale * (code - zero)` in float32, rounded once to the type of out."""
     N: tl.constexpr = 128
     WORDS: tl.constexpr = 4 * BITS
@@ -89,26 +78,11 @@ def dequantize(
         out_RK = torch.empty(shape, dtype=weight.dtype, device=weight.words.device)
     rows, width = out_RK.shape
     tiles = weight.words.shape[1]
-    scales = weight.scales if weight.scales.dtype == torch.float32 else weight.scales.view(torch.int32)
+    stored, how = kernel_arguments(weight)
     dequantize_tile[-(-rows // TILE), tiles](
-        weight.words,
-        scales,
-        weight.words if weight.zeros is None else weight.zeros.view(torch.int32),
-        out_RK,
-        rows,
-        width,
-        start // TILE,
-        tiles,
-        out_RK.stride(0),
-        BITS=weight.bits,
-        SCALE=SCALES[weight.scales.dtype],
-        ZEROS=weight.zeros is not None,
-        CHANNEL=weight.group is None,
-        J=groups_of(weight),
-        UPCAST=INTERPRET,
-        num_warps=_WARPS,
-        enable_fp_fusion=True,
-    )
+        *stored, out_RK, rows, width, start // TILE, tiles, out_RK.stride(0),
+        **how, UPCAST=INTERPRET, num_warps=_WARPS, enable_fp_fusion=True,
+    )  # fmt: skip
     return out_RK
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from qconvert.runtime.blockwise_scores import Scores, score
+from qconvert.runtime.blockwise_scores import Scores
 from qconvert.runtime.cuda.triton_language import INTERPRET
 
 _TOKENS = 128
@@ -44,21 +45,20 @@ class Folded:
     target_PN: Tensor
 
 
-def score_reference(models: Sequence[HiddenStates], targets_N: Tensor) -> list[Scores]:
-    """Scores from the logits `h w^T` in float32; the first model is the reference of the second."""
-    heads = [lambda start, stop, m=model: m.h_ND.float() @ m.w_VD[start:stop].float().T for model in models]
-    return score(heads, targets_N, len(models[0].w_VD))
-
-
 def score_hidden_states(models: Sequence[HiddenStates], targets_N: Tensor) -> list[Scores]:
-    """`score_reference` for one model or two, in one launch and sums over parts in float64."""
+    """Scores from the logits `h w^T` in float32; the first model is the reference of the second, if any.
+
+    One launch, and sums over parts in float64.
+    """
     first, other = models[0], models[-1]
     paired = len(models) == 2
     vocab, tokens = len(first.w_VD), len(targets_N)
     words = 128 if paired else 256
     parts, blocks = _parts(tokens, -(-vocab // words), targets_N.device)
-    folded = [_empty(parts, tokens, targets_N.device) for _ in models]
-    cross_PN = torch.empty(parts, tokens, dtype=torch.float64, device=targets_N.device)
+    kinds = (torch.float32, torch.int32, torch.float64, torch.float32)
+    empty = partial(torch.empty, parts, tokens, device=targets_N.device)
+    folded = [Folded(*(empty(dtype=kind) for kind in kinds)) for _ in models]
+    cross_PN = empty(dtype=torch.float64)
     a, b = folded[0], folded[-1]
     _fold[(triton.cdiv(tokens, _TOKENS), parts)](
         first.h_ND, first.w_VD, other.h_ND, other.w_VD, targets_N,
@@ -90,11 +90,6 @@ def _parts(tokens: int, blocks: int, device: torch.device) -> tuple[int, int]:
     return -(-blocks // length), length
 
 
-def _empty(parts: int, tokens: int, device: torch.device) -> Folded:
-    kinds = (torch.float32, torch.int32, torch.float64, torch.float32)
-    return Folded(*(torch.empty(parts, tokens, dtype=kind, device=device) for kind in kinds))
-
-
 def _logsumexp(folded: Folded) -> Tensor:
     max_N = folded.max_PN.amax(0)
     sum_N = ((folded.max_PN - max_N).double().exp() * folded.sum_PN).sum(0)
@@ -108,17 +103,9 @@ def _scores(folded: Folded, kl_N: Tensor | None) -> Scores:
 
 @triton.jit
 def _logits(  # type: ignore[no-untyped-def]
-    h,
-    w,
-    n,
-    v,
-    vocab,
-    width,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    h, w, n, v, vocab, width,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
     """`h w^T` for tokens n [BLOCK_N] and words v [BLOCK_V], float32."""
     d = tl.arange(0, BLOCK_D)
     h_at = n.to(tl.int64)[:, None] * width + d[None, :]

@@ -31,7 +31,7 @@ from qconvert.runtime.storage import DenseWeight
 
 FewRow = TiledGrid | DenseWeight
 """Weights that the kernels multiply few rows by."""
-SCALES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+_SCALES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 @triton.jit
@@ -50,30 +50,12 @@ def spread(part_NJ: tl.tensor, N: tl.constexpr, C: tl.constexpr, J: tl.constexpr
 
 @triton.jit
 def multiply_tiles(  # noqa: PLR0912, PLR0915
-    x_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    words_ptr: tl.tensor,
-    scales_ptr: tl.tensor,
-    zeros_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    outs: tl.tensor,
-    width: tl.tensor,
-    tiles: tl.tensor,
-    x_row: tl.tensor,
-    out_split: tl.tensor,
-    out_row: tl.tensor,
-    BITS: tl.constexpr,
-    SCALE: tl.constexpr,
-    ZEROS: tl.constexpr,
-    CHANNEL: tl.constexpr,
-    J: tl.constexpr,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    UPCAST: tl.constexpr,
-) -> None:
+    x_ptr: tl.tensor, sums_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor,
+    out_ptr: tl.tensor, rows: tl.tensor, outs: tl.tensor, width: tl.tensor, tiles: tl.tensor,
+    x_row: tl.tensor, out_split: tl.tensor, out_row: tl.tensor,
+    BITS: tl.constexpr, SCALE: tl.constexpr, ZEROS: tl.constexpr, CHANNEL: tl.constexpr, J: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+) -> None:  # fmt: skip
     """N rows of a tile by all rows of x over one split of the columns, to out [S, M, N].
 
     Strides are arguments of their own: only so does the compiler see that they divide by 16, and copy 16
@@ -149,23 +131,11 @@ def multiply_tiles(  # noqa: PLR0912, PLR0915
 
 @triton.jit
 def multiply_rows(
-    x_ptr: tl.tensor,
-    w_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: tl.tensor,
-    outs: tl.tensor,
-    width: tl.tensor,
-    tiles: tl.tensor,
-    x_row: tl.tensor,
-    w_row: tl.tensor,
-    out_split: tl.tensor,
+    x_ptr: tl.tensor, w_ptr: tl.tensor, out_ptr: tl.tensor, rows: tl.tensor, outs: tl.tensor,
+    width: tl.tensor, tiles: tl.tensor, x_row: tl.tensor, w_row: tl.tensor, out_split: tl.tensor,
     out_row: tl.tensor,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-    UPCAST: tl.constexpr,
-) -> None:
+    N: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr, UPCAST: tl.constexpr,
+) -> None:  # fmt: skip
     """The same for a bfloat16 weight [N, K] as it is, 64 columns at a time."""
     split, splits = tl.program_id(1), tl.num_programs(1)
     first, last = 2 * (split * tiles // splits), 2 * ((split + 1) * tiles // splits)
@@ -193,8 +163,11 @@ def multiply_partials(
 ) -> Tensor:
     """`x W^T` as `splits` float32 summands [S, M, N], each over a part of the columns.
 
-    The contract is `reference.multiply_partials`'s. x is bfloat16, its columns contiguous, of at most
-    `most_rows(weight)` rows; `sums_GM` is contiguous. Nothing is allocated when `out_SMN` is given.
+    The product is their sum in ascending order of S. For a quantized weight a summand is, over its groups g,
+    `scale_g (sum_{k in g} q_k x_k - zero_g sums_g)`, in which scales are as stored and nothing is rounded
+    to less than float32. x is bfloat16, its columns contiguous, of at most `most_rows(weight)` rows;
+    `sums_GM` is `group_sums(x, weight.sum_group)`, None where that is. Nothing is allocated when `out_SMN`
+    is given (contiguous, float32).
     """
     rows, width = x_MK.shape
     outs = weight.shape[0]
@@ -221,25 +194,25 @@ def multiply_partials(
             x_MK, weight.w_OI, out_SMN, *sizes, w_row, out_SMN.stride(0), out_SMN.stride(1), **common
         )
         return out_SMN
-    scales = weight.scales if weight.scales.dtype == torch.float32 else weight.scales.view(torch.int32)
-    multiply_tiles[grid](
-        x_MK,
-        x_MK if sums_GM is None else sums_GM,
-        weight.words,
-        scales,
-        weight.words if weight.zeros is None else weight.zeros.view(torch.int32),
-        out_SMN,
-        *sizes,
-        out_SMN.stride(0),
-        out_SMN.stride(1),
-        BITS=weight.bits,
-        SCALE=SCALES[weight.scales.dtype],
-        ZEROS=weight.zeros is not None,
-        CHANNEL=weight.group is None,
-        J=groups_of(weight),
-        **common,
-    )
+    stored, how = kernel_arguments(weight)
+    sums = x_MK if sums_GM is None else sums_GM
+    strides = out_SMN.stride(0), out_SMN.stride(1)
+    multiply_tiles[grid](x_MK, sums, *stored, out_SMN, *sizes, *strides, **how, **common)
     return out_SMN
+
+
+def kernel_arguments(weight: TiledGrid) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """Words, scales and zeros as kernels read them, and the constants that say how they are stored."""
+    scales = weight.scales if weight.scales.dtype == torch.float32 else weight.scales.view(torch.int32)
+    zeros = weight.words if weight.zeros is None else weight.zeros.view(torch.int32)
+    constants = {
+        "BITS": weight.bits,
+        "SCALE": _SCALES[weight.scales.dtype],
+        "ZEROS": weight.zeros is not None,
+        "CHANNEL": weight.group is None,
+        "J": groups_of(weight),
+    }
+    return (weight.words, scales, zeros), constants
 
 
 def groups_of(weight: FewRow) -> int:

@@ -10,67 +10,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qconvert.runtime.cuda.activation import Parts, Rows, fill_rows, rounded, total
+from qconvert.runtime.cuda.activation import Parts, Rows, store_rows, total
 from qconvert.runtime.cuda.triton_language import INTERPRET
 
 
-def add_norm_reference(
-    added: Parts | None, residual_MD: Tensor, weight_D: Tensor, eps: float, out: Rows
-) -> None:
+def add_norm(added: Parts | None, residual_MD: Tensor, weight_D: Tensor, eps: float, out: Rows) -> None:
     """`residual += added` in place; `out = residual / sqrt(mean(residual^2) + eps) * weight`.
 
-    All in float32 but for `out`, which is rounded and carries its group sums.
+    All in float32 but for `out`, which is rounded and carries its group sums. One launch, a program per row.
     """
-    if added is not None:
-        residual_MD += added.total()
-    scale_M1 = (residual_MD.square().mean(-1, keepdim=True) + eps).rsqrt()
-    fill_rows(out, residual_MD * scale_M1 * weight_D.float())
-
-
-def add_norm(added: Parts | None, residual_MD: Tensor, weight_D: Tensor, eps: float, out: Rows) -> None:
-    """`add_norm_reference` in one launch, a program per row."""
     rows, width = residual_MD.shape
     block = max(triton.next_power_of_2(width), out.group)
     parts = residual_MD[None] if added is None else added.parts_SMN
     bias_D = None if added is None else added.bias_N
     _add_norm[(rows,)](
-        parts,
-        weight_D if bias_D is None else bias_D,
-        residual_MD,
-        weight_D,
-        out.x_MK,
-        out.x_MK if out.sums_GM is None else out.sums_GM,
-        parts.stride(0),
-        rows,
-        width,
-        eps,
-        SPLITS=0 if added is None else len(parts),
-        HAS_BIAS=bias_D is not None,
-        GROUP=out.group,
-        BLOCK=block,
+        parts, weight_D if bias_D is None else bias_D, residual_MD, weight_D, out.x_MK,
+        out.x_MK if out.sums_GM is None else out.sums_GM, parts.stride(0), rows, width, eps,
+        SPLITS=0 if added is None else len(parts), HAS_BIAS=bias_D is not None, GROUP=out.group, BLOCK=block,
         UPCAST=INTERPRET,
         num_warps=min(16, max(4, block // 256)),
-    )
+    )  # fmt: skip
 
 
 @triton.jit
 def _add_norm(  # type: ignore[no-untyped-def]
-    parts,
-    bias,
-    residual,
-    weight,
-    y,
-    sums,
-    split_stride,
-    rows,
-    width,
-    eps,
-    SPLITS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    parts, bias, residual, weight, y, sums, split_stride, rows, width, eps,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
     UPCAST: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -81,9 +48,4 @@ def _add_norm(  # type: ignore[no-untyped-def]
         x += total(parts, bias, at, inside, split_stride, SPLITS, HAS_BIAS, column)
         tl.store(residual + at, x, mask=inside)
     scale = tl.rsqrt(tl.sum(x * x, 0) / width + eps)
-    x = rounded(x * scale * weight_D, UPCAST)
-    tl.store(y + at, x.to(tl.bfloat16), mask=inside)
-    if GROUP:
-        group = tl.arange(0, BLOCK // GROUP)
-        group_sums = tl.sum(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
-        tl.store(sums + group * rows + row, group_sums, mask=group * GROUP < width)
+    store_rows(x * scale * weight_D, y, sums, row, rows, width, 0, width, GROUP, BLOCK, UPCAST)

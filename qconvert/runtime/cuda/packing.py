@@ -22,7 +22,7 @@ Legend: N out features (rows), K in features, G groups, T x U tiles, J groups of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,8 @@ from torch import Tensor
 
 from qconvert.core.values import AffineIntRows
 from qconvert.quant.packed_codes import codes_of
-from qconvert.runtime.cuda.tiles import TILE
-from qconvert.runtime.storage import IntWeight, as_tensor
+from qconvert.runtime.cuda.tiles import TILE, TiledGrid
+from qconvert.runtime.storage import DenseWeight, IntWeight, as_tensor
 
 GROUPS = (128, 64, 32)
 """Columns that may share one scale; larger groups that these divide are spelled as several."""
@@ -46,133 +46,61 @@ MOST_FEW_ROWS = 64
 """The most rows of x that the kernels of few rows multiply; more are for the dequantized weight."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """What both widths of codes share: see MmaInt4."""
+class MmaWeight(TiledGrid):
+    """Quantized weights that the kernels of this package multiply by."""
 
-    words: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    group: int | None
-    shape: tuple[int, int]
-    dtype: torch.dtype = torch.bfloat16
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held in memory."""
-        return self.words.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+    __slots__ = ()
 
     def multiplies_codes(self, rows: int) -> bool:
         """Whether products with so many rows are made of codes; of numbers rounded to `dtype` otherwise."""
         return rows <= MOST_FEW_ROWS
 
+    def multiply(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
+        """`x W^T + b`, [..., N] in bf16: few rows by the codes, more by the dequantized weight."""
+        # Imported here, where there is triton.
+        if self.multiplies_codes(x.numel() // x.shape[-1]):
+            from qconvert.runtime.cuda.matmul import multiply
 
-@dataclass(frozen=True, slots=True)
-class MmaInt4(_Tiles):
-    """A grid of up to 4 bits, `(code - zero) * scale`, exactly as it is stored.
+            return multiply(x, self, bias_O)
+        from qconvert.runtime.cuda.dequantize import multiply_many
 
-    `words` int32 [T, U, 4, 128, 4], by tile, block, row and word. `scales` [T, U, 64, J, 2] in the dtype
-    they are stored in, by tile, pair of rows, group and row of the pair; `zeros` uint8
-    [T, U, 32, J, 4], or None for a symmetric grid, whose zero is 8 (codes of fewer bits are moved up).
-    Where `group` is None, a row has one scale and one zero, and they are as for U = 1, J = 1.
-    """
-
-    kind: str = "int4-mma"
-    bits: int = 4
-
-    @property
-    def sum_group(self) -> int:
-        """The columns per sum that `group_sums` takes for products with this weight."""
-        return self.group or TILE
+        return multiply_many(x, self, bias_O)
 
     def rows(self, index: slice) -> Tensor:
         """Dequantized rows, [R, K] in the compute dtype; float32 scratch of the same shape."""
-        return _rows(self, index).to(self.dtype)
-
-    def multiply(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
-        """`x W^T + b`, [..., N] in bf16."""
-        return _multiply(x, self, bias_O)
-
-
-@dataclass(frozen=True, slots=True)
-class MmaInt8(_Tiles):
-    """A grid of 5 to 8 bits, `(code - zero) * scale`, exactly as it is stored.
-
-    `words` int32 [T, U, 8, 128, 4]; the rest as in MmaInt4, the zero of a symmetric grid being 128.
-    """
-
-    kind: str = "int8-mma"
-    bits: int = 8
-
-    @property
-    def sum_group(self) -> int | None:
-        """The columns per sum that `group_sums` takes; None for a symmetric grid, which wants none."""
-        return None if self.zeros is None else self.group or TILE
-
-    def rows(self, index: slice) -> Tensor:
-        """Dequantized rows, [R, K] in the compute dtype; float32 scratch of the same shape."""
-        return _rows(self, index).to(self.dtype)
-
-    def multiply(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
-        """`x W^T + b`, [..., N] in bf16."""
-        return _multiply(x, self, bias_O)
+        codes_RK, scales_RG, zeros_RG = mma_codes(self, index)
+        w_RGS = codes_RK.float().view(*scales_RG.shape, codes_RK.shape[1] // scales_RG.shape[1])
+        w_RGS -= zeros_RG if isinstance(zeros_RG, int) else zeros_RG[..., None]
+        w_RGS *= scales_RG[..., None]
+        return w_RGS.flatten(1)[:, : self.shape[1]].to(self.dtype)
 
 
-MmaWeight = MmaInt4 | MmaInt8
-"""Quantized weights that the kernels of this package multiply by."""
+FewRowWeight = MmaWeight | DenseWeight
+"""Weights that the few-row kernels multiply by: int4, int8, bf16."""
 
 
-def _multiply(x: Tensor, weight: MmaWeight, bias_O: Tensor | None) -> Tensor:
-    """Few rows by the codes, more by the dequantized weight. Imported here, where there is triton."""
-    if weight.multiplies_codes(x.numel() // x.shape[-1]):
-        from qconvert.runtime.cuda.matmul import multiply
-
-        return multiply(x, weight, bias_O)
-    from qconvert.runtime.cuda.dequantize import multiply_many
-
-    return multiply_many(x, weight, bias_O)
-
-
-def pack_int4(codes_NK: Tensor) -> Tensor:
-    """Codes of 0 to 15, uint8 [N, K] of whole tiles, as int32 words [T, U, 4, 128, 4]."""
-    return _gathered(codes_NK, per_half=4, bits=4)
-
-
-def unpack_int4(words: Tensor) -> Tensor:
-    """The inverse of `pack_int4`: uint8 [N, K]."""
-    return _spread(words, per_half=4, bits=4)
-
-
-def pack_int8(codes_NK: Tensor) -> Tensor:
-    """Codes of 0 to 255, uint8 [N, K] of whole tiles, as int32 words [T, U, 8, 128, 4]."""
-    return _gathered(codes_NK ^ 128, per_half=2, bits=8)
-
-
-def unpack_int8(words: Tensor) -> Tensor:
-    """The inverse of `pack_int8`: uint8 [N, K]."""
-    return _spread(words, per_half=2, bits=8) ^ 128
-
-
-def _gathered(codes_NK: Tensor, *, per_half: int, bits: int) -> Tensor:
+def pack_codes(codes_NK: Tensor, bits: int) -> Tensor:
+    """Codes of 4 or 8 bits, uint8 [N, K] of whole tiles, as int32 words [T, U, bits, 128, 4]."""
     out, width = codes_NK.shape
+    codes_NK = codes_NK ^ 128 if bits == 8 else codes_NK
     # By tile, row, tile across, block, place in a half, word and half.
-    codes = codes_NK.view(out // TILE, TILE, width // TILE, -1, per_half, 4, 2)
+    codes = codes_NK.view(out // TILE, TILE, width // TILE, bits, 16 // bits, 4, 2)
     words = torch.zeros((), dtype=torch.int32, device=codes.device)
-    for a in range(per_half):
-        for half in range(2):
-            words = words | (codes[:, :, :, :, a, :, half].int() << (bits * a + 16 * half))
+    for a, half in product(range(16 // bits), range(2)):
+        words = words | (codes[:, :, :, :, a, :, half].int() << (bits * a + 16 * half))
     return words.permute(0, 2, 3, 1, 4).contiguous()
 
 
-def _spread(words: Tensor, *, per_half: int, bits: int) -> Tensor:
-    tiles, across, blocks = words.shape[:3]
+def unpack_codes(words: Tensor) -> Tensor:
+    """The inverse of `pack_codes`: uint8 [N, K]."""
+    tiles, across, bits = words.shape[:3]
     by_row = words.permute(0, 3, 1, 2, 4)
-    shape = (tiles, TILE, across, blocks, per_half, 4, 2)
+    shape = (tiles, TILE, across, bits, 16 // bits, 4, 2)
     codes = torch.empty(shape, dtype=torch.uint8, device=words.device)
-    for a in range(per_half):
-        for half in range(2):
-            codes[:, :, :, :, a, :, half] = (by_row >> (bits * a + 16 * half)) & ((1 << bits) - 1)
-    return codes.view(tiles * TILE, across * TILE)
+    for a, half in product(range(16 // bits), range(2)):
+        codes[:, :, :, :, a, :, half] = (by_row >> (bits * a + 16 * half)) & ((1 << bits) - 1)
+    codes_NK = codes.view(tiles * TILE, across * TILE)
+    return codes_NK ^ 128 if bits == 8 else codes_NK
 
 
 def pack_scales(scales_NG: Tensor, groups: int) -> Tensor:
@@ -212,13 +140,14 @@ def mma_weight(value: AffineIntRows, device: torch.device) -> MmaWeight | None:
     if value.zeros_RG is not None:
         zeros = torch.from_numpy(value.zeros_RG)
     scales_NG = as_tensor(value.scales_RG, value.encoding.scale_dtype)
-    return _mma_grid(torch.from_numpy(codes_of(value)), scales_NG, zeros, value.encoding.bits <= 4, device)
+    bits = 4 if value.encoding.bits <= 4 else 8
+    return _mma_grid(torch.from_numpy(codes_of(value)), scales_NG, zeros, bits, device)
 
 
 def mma_table(weight: IntWeight) -> MmaWeight | None:
     """The same for a weight that is on its device, in the layout whose rows are read."""
-    small, device = weight.kind == "int4", weight.codes_OB.device
-    return _mma_grid(weight.codes(), weight.scales_OG, weight.zeros_OG, small, device)
+    bits = 4 if weight.kind == "int4" else 8
+    return _mma_grid(weight.codes(), weight.scales_OG, weight.zeros_OG, bits, weight.codes_OB.device)
 
 
 def tile_group(width: int, groups: int) -> int | None:
@@ -227,42 +156,37 @@ def tile_group(width: int, groups: int) -> int | None:
 
 
 def _mma_grid(
-    codes_NK: Tensor, scales_NG: Tensor, zeros_NG: Tensor | int, small: bool, device: torch.device
+    codes_NK: Tensor, scales_NG: Tensor, zeros_NG: Tensor | int, bits: int, device: torch.device
 ) -> MmaWeight | None:
-    """`(code - zero) * scale` by groups; `small` for codes of up to 4 bits."""
+    """`(code - zero) * scale` by groups."""
     out, width = codes_NK.shape
     stored, group = width // scales_NG.shape[1], tile_group(width, scales_NG.shape[1])
     # The kernel holds 128 + zero in the 8 bits of a bfloat16's precision.
-    if group == 0 or (small and isinstance(zeros_NG, Tensor) and bool((zeros_NG >= 128).any())):
+    if group == 0 or (bits == 4 and isinstance(zeros_NG, Tensor) and bool((zeros_NG >= 128).any())):
         return None
-    # Moving the codes of a symmetric grid up moves its zero, 2**(bits - 1), to that of the widest.
-    shift = (8 if small else 128) - zeros_NG if isinstance(zeros_NG, int) else 0
 
     def padded(part_NG: Tensor) -> Tensor:
         part_NG = part_NG.to(device).repeat_interleave(1 if group is None else stored // group, dim=1)
         more = 0 if group is None else -width % TILE // group
         return F.pad(part_NG, (0, more, 0, -out % TILE))
 
-    groups = 1 if group is None else TILE // group
-    zeros = None if isinstance(zeros_NG, int) else padded(zeros_NG)
-    return (MmaInt4 if small else MmaInt8)(
-        words=_packed(codes_NK, shift, small, device),
-        scales=pack_scales(padded(scales_NG), groups),
-        zeros=None if zeros is None else pack_zeros(zeros, groups),
-        group=group,
-        shape=(out, width),
-    )
-
-
-def _packed(codes_NK: Tensor, shift: int, small: bool, device: torch.device) -> Tensor:
-    out, width = codes_NK.shape
+    # Moving the codes of a symmetric grid up moves its zero, 2**(bits - 1), to that of the widest.
+    shift = (1 << (bits - 1)) - zeros_NG if isinstance(zeros_NG, int) else 0
     rows = max(1, _PACK_BYTES // (width * TILE)) * TILE
     parts = []
     for start in range(0, out, rows):
         block = codes_NK[start : start + rows].to(device) + shift
         whole = F.pad(block, (0, -width % TILE, 0, -len(block) % TILE))
-        parts.append(pack_int4(whole) if small else pack_int8(whole))
-    return torch.cat(parts)
+        parts.append(pack_codes(whole, bits))
+    groups = 1 if group is None else TILE // group
+    return MmaWeight(
+        words=torch.cat(parts),
+        scales=pack_scales(padded(scales_NG), groups),
+        zeros=None if isinstance(zeros_NG, int) else pack_zeros(padded(zeros_NG), groups),
+        group=group,
+        shape=(out, width),
+        bits=bits,
+    )
 
 
 def mma_codes(weight: MmaWeight, index: slice) -> tuple[Tensor, Tensor, Tensor | int]:
@@ -270,19 +194,8 @@ def mma_codes(weight: MmaWeight, index: slice) -> tuple[Tensor, Tensor, Tensor |
     start, stop, _ = index.indices(weight.shape[0])
     first = start // TILE
     tiles, rows = slice(first, -(-stop // TILE)), slice(start - first * TILE, stop - first * TILE)
-    unpack = unpack_int4 if isinstance(weight, MmaInt4) else unpack_int8
     scales_RG = unpack_scales(weight.scales[tiles])[rows].float()
-    zeros_RG: Tensor | int = 8 if isinstance(weight, MmaInt4) else 128
+    zeros_RG: Tensor | int = 1 << (weight.bits - 1)
     if weight.zeros is not None:
         zeros_RG = unpack_zeros(weight.zeros[tiles])[rows].float()
-    return unpack(weight.words[tiles])[rows], scales_RG, zeros_RG
-
-
-def _rows(weight: MmaWeight, index: slice) -> Tensor:
-    """Dequantized rows in float32, [R, K]."""
-    codes_RK, scales_RG, zeros_RG = mma_codes(weight, index)
-    rows, groups = scales_RG.shape
-    w_RGS = codes_RK.float().view(rows, groups, codes_RK.shape[1] // groups)
-    w_RGS -= zeros_RG if isinstance(zeros_RG, int) else zeros_RG[..., None]
-    w_RGS *= scales_RG[..., None]
-    return w_RGS.flatten(1)[:, : weight.shape[1]]
+    return unpack_codes(weight.words[tiles])[rows], scales_RG, zeros_RG

@@ -5,7 +5,7 @@ Legend: M rows of x, K in features, G groups.
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,27 +17,37 @@ TILE = 128
 """Rows, and columns, of a tile; also the columns that a kernel multiplies by in one step."""
 
 
-class TiledGrid(Protocol):
-    """A quantized weight in tiles; `packing.MmaInt4` says what the arrays hold."""
+@dataclass(frozen=True, slots=True)
+class TiledGrid:
+    """A grid of up to 4 bits, or of 5 to 8, `(code - zero) * scale`, exactly as it is stored.
+
+    `bits` are 4 or 8; `words` int32 [T, U, bits, 128, 4], by tile, block, row and word. `scales`
+    [T, U, 64, J, 2] in the dtype they are stored in, by tile, pair of rows, group and row of the pair;
+    `zeros` uint8 [T, U, 32, J, 4], or None for a symmetric grid, whose zero is 8 or 128 (codes of fewer
+    bits are moved up). Where `group` is None, a row has one scale and one zero, and they are as for U = 1,
+    J = 1.
+    """
+
+    words: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int | None
+    shape: tuple[int, int]
+    bits: int
+    dtype: torch.dtype = torch.bfloat16
 
     @property
-    def words(self) -> Tensor: ...
+    def kind(self) -> str:
+        return f"int{self.bits}-mma"
+
     @property
-    def scales(self) -> Tensor: ...
+    def nbytes(self) -> int:
+        return self.words.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
     @property
-    def zeros(self) -> Tensor | None: ...
-    @property
-    def group(self) -> int | None: ...
-    @property
-    def shape(self) -> tuple[int, int]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def bits(self) -> int: ...
-    @property
-    def sum_group(self) -> int | None: ...
+    def sum_group(self) -> int | None:
+        """The columns per sum that `group_sums` takes; None for symmetric bytes, which want none."""
+        return None if self.bits == 8 and self.zeros is None else self.group or TILE
 
 
 def group_sums(x_MK: Tensor, group: int) -> Tensor:
