@@ -13,6 +13,7 @@ from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.row_transforms import RowTransform
 from qconvert.core.values import CodebookRows, DenseRows, GgmlRows, Value
+from qconvert.ops import op_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -171,32 +172,17 @@ def _undone(value: Value, stretch: Stretch, want: Encoding) -> np.ndarray:
     """The rows in the model's order and as its numbers, in the encoding that is wanted."""
     from qconvert.quant.casts import cast
     from qconvert.quant.dequantize import numbers
-    from qconvert.quant.rotary_rows import part_halves
 
-    step = stretch.step
-    if not isinstance(want, Unquantized):
-        (rows,) = value.arrays
-        return part_halves(rows, step.rows) if step else rows
-    dense = value if isinstance(value, DenseRows) else numbers(value, DType.F32)
-    if stretch.factor != 1:
-        dense = DenseRows(dense.rows_RI * dense.rows_RI.dtype.type(stretch.factor), dense.dtype)
-    return cast(_restored(dense, step, stretch.width) if step else dense, want.dtype)[0].rows_RI
-
-
-def _restored(dense: DenseRows, step: RowTransform, width: int) -> DenseRows:
-    from qconvert.quant import row_changes
-    from qconvert.quant.rotary_rows import part_halves
-
-    if step.change == "interleave_halves":
-        return DenseRows(part_halves(dense.rows_RI, step.rows), dense.dtype)
-    if step.change == "transpose":
-        return DenseRows(row_changes.transposed(dense.rows_RI, width), dense.dtype)
-    if step.change == "swap_groups":
-        outer, inner = step.groups
-        return DenseRows(row_changes.swapped(dense.rows_RI, inner, outer), dense.dtype)
-    if step.change == "scale":
-        return row_changes.unscaled(dense, step.factor)
-    return row_changes.restored(dense, step.change)
+    undo = op_of(stretch.step, stretch.width).inverse() if stretch.step else None
+    if isinstance(want, Unquantized) and not isinstance(value, DenseRows):
+        value = numbers(value, DType.F32)
+    if isinstance(value, DenseRows) and stretch.factor != 1:
+        value = DenseRows(value.rows_RI * value.rows_RI.dtype.type(stretch.factor), value.dtype)
+    if undo is not None:
+        value, _ = undo.apply(value)
+    if isinstance(want, Unquantized) and isinstance(value, DenseRows):
+        value, _ = cast(value, want.dtype)
+    return value.arrays[0]
 
 
 def type_of(encoding: Encoding) -> GGMLType:
