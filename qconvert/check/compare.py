@@ -38,10 +38,9 @@ class TensorDifference:
     """How one tensor of A stands to its counterpart in B.
 
     `status` is "equal", "differs", "shape", "only in A" or "only in B". `max_steps` is the largest
-    difference in units of B's quantization scale, None when B's tensor has none of its own (plain
-    numbers, and GGML blocks with scales of scales); `quantized` tells whether B's numbers are coded,
-    `encoding`
-    what as; `rounded` that B's plain numbers are A's, rounded to B's type.
+    difference in units of B's quantization scale, None when B's tensor has none of its own (plain numbers,
+    and GGML blocks with scales of scales); `quantized` tells whether B's numbers are coded, `encoding` what
+    as; `rounded` that B's plain numbers are A's, rounded to B's type.
     """
 
     name: str

@@ -140,9 +140,9 @@ def run(
     """Make every tensor of the plan and write it to the sink; yields an event per block.
 
     `order` sorts the units, for sources that are faster in sequence; `statistics` are what the units name.
-    Raises CorruptCheckpoint naming the
-    tensor that holds NaN or Inf, BadRecipe when a value does not fit the target dtype or codes would move
-    too far. The caller commits or aborts the sink, and closes the generator first: no thread outlives it.
+    Raises CorruptCheckpoint naming the tensor that holds NaN or Inf, BadRecipe when a value does not fit
+    the target dtype or codes would move too far. The caller commits or aborts the sink, and closes the
+    generator first: no thread outlives it.
     """
     jobs, max_memory = terms.jobs, terms.max_memory
     units = sorted(plan.units, key=order) if order else list(plan.units)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Computes logits: the one product that leaves the decoder in float32, whatever it computes in.
 
 Rounding logits to bfloat16 alone costs 4e-4 to 6e-4 nats of KL divergence, as much as a good 8-bit
-quantization, and changes 3 to 4 % of the likeliest tokens.
-Legend: O words (rows of the head), I hidden width, N rows of the input.
+quantization, and changes 3 to 4 % of the likeliest tokens. Legend: O words (rows of the head), I hidden
+width, N rows of the input.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ class Weights(Protocol):
     Roles without a layer: `embed`, `lm_head`, `final_norm`. Roles of a layer: `attn.norm`, `attn.q`,
     `attn.k`, `attn.v` or `attn.qkv` (rows of q, k, v stacked), `attn.o`, `attn.q_norm`, `attn.k_norm`,
     `mlp.norm`, `mlp.gate` and `mlp.up` or `mlp.gate_up` (stacked), `mlp.down`, `attn.post_norm`,
-    `mlp.post_norm`, `attn.sinks`; in a sparse layer
-    `mlp.router`, `mlp.experts.<n>.gate`, `.up`, `.gate_up`, `.down`, `mlp.shared.gate`, `.up`,
-    `.gate_up`, `.down`, `mlp.shared_gate`.
+    `mlp.post_norm`, `attn.sinks`; in a sparse layer `mlp.router`, `mlp.experts.<n>.gate`, `.up`,
+    `.gate_up`, `.down`, `mlp.shared.gate`, `.up`, `.gate_up`, `.down`, `mlp.shared_gate`.
     """
 
     def get(self, role: str, layer: int | None = None, kind: str = "weight") -> Value | None:

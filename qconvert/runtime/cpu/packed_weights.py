@@ -76,9 +76,9 @@ class PackedGrid:
 
     `codes_OB` uint8 [O, bytes]: nibbles of kind `int4-cpu`, or `table4-cpu` where a number of a table
     stands for `code - zero`; nibbles and pairs of bits (`int6-cpu`); else bytes, signed ones (`int8-cpu`)
-    or floats (`e4m3-cpu`, `e5m2-cpu`).
-    `table` is that of the kernels, uint8. `zeros_OG` int8, or None where `zero` is that of all groups.
-    Decoding rounds product and sum to `rounding`, the type that the layout's own tools compute in.
+    or floats (`e4m3-cpu`, `e5m2-cpu`). `table` is that of the kernels, uint8. `zeros_OG` int8, or None
+    where `zero` is that of all groups. Decoding rounds product and sum to `rounding`, the type that the
+    layout's own tools compute in.
     """
 
     codes_OB: Tensor
