@@ -1,5 +1,4 @@
-"""`verify` and `diff` as a user meets them: damage is seen, and equal numbers are seen as
-equal."""
+"""`verify` and `diff` as a user meets them: damage is seen, and equal numbers are seen as equal."""
 
 from __future__ import annotations
 
