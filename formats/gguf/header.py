@@ -14,16 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qconvert.core.ggml_types import (
-    ARRAY_NUMBER,
-    KV,
-    KV_TYPE_BY_NUMBER,
-    TYPE_BY_NUMBER,
-    ArrayOf,
-    GGUFTensor,
-    KVType,
-    Scalar,
-)
+from qconvert.core import ggml_types
 from qconvert.errors import FETCH, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.io.local_file import amount, open_regular, read_exactly
 
@@ -51,8 +42,8 @@ class GGUFHeader:
     name: str
     version: int
     alignment: int
-    kv: Mapping[str, KV]
-    tensors: Mapping[str, GGUFTensor]
+    kv: Mapping[str, ggml_types.KV]
+    tensors: Mapping[str, ggml_types.GGUFTensor]
     offsets: Mapping[str, int]
     data_start: int
 
@@ -101,6 +92,8 @@ _AFTER_DIMS = [struct.Struct(f"<{n_dims}qIQ") for n_dims in range(MAX_DIMS + 1)]
 
 
 class _Cursor:
+    """A position in a file's first bytes that cannot pass its end; errors name what was read."""
+
     def __init__(self, fd: int, name: str) -> None:
         self.fd = fd
         self.name = name
@@ -177,7 +170,7 @@ def parse_header(fd: int, name: str) -> GGUFHeader:
     version = _check_version(cursor)
     n_tensors = _count(cursor, "the tensor count", smallest=24)
     n_kv = _count(cursor, "the metadata count", smallest=13)
-    kv: dict[str, KV] = {}
+    kv: dict[str, ggml_types.KV] = {}
     for i in range(n_kv):
         entry = _read_kv(cursor, f"metadata key {i + 1} of {n_kv}")
         if entry.key in kv:
@@ -186,7 +179,7 @@ def parse_header(fd: int, name: str) -> GGUFHeader:
     records = [_read_tensor(cursor, f"tensor {i + 1} of {n_tensors}") for i in range(n_tensors)]
     alignment = _alignment(cursor, kv)
     data_start = -(-cursor.position // alignment) * alignment
-    tensors: dict[str, GGUFTensor] = {}
+    tensors: dict[str, ggml_types.GGUFTensor] = {}
     offsets: dict[str, int] = {}
     for tensor, offset in records:
         if tensor.name in tensors:
@@ -230,52 +223,52 @@ def _count(cursor: _Cursor, what: str, smallest: int) -> int:
     return count
 
 
-def _read_kv(cursor: _Cursor, where: str) -> KV:
+def _read_kv(cursor: _Cursor, where: str) -> ggml_types.KV:
     key = cursor.name_text(where)
     what = shown(key)
     number: int = cursor.unpack("I", what)
-    if number == ARRAY_NUMBER:
+    if number == ggml_types.ARRAY_NUMBER:
         item = _kv_type(cursor, what, cursor.unpack("I", what), nested=True)
-        return KV(key, ArrayOf(item), _read_array(cursor, what, item))
+        return ggml_types.KV(key, ggml_types.ArrayOf(item), _read_array(cursor, what, item))
     kind = _kv_type(cursor, what, number, nested=False)
-    if kind is KVType.TEXT:
-        return KV(key, kind, cursor.raw_text(what).decode("utf-8", "surrogateescape"))
-    return KV(key, kind, cursor.unpack(kind.format, what))
+    if kind is ggml_types.KVType.TEXT:
+        return ggml_types.KV(key, kind, cursor.raw_text(what).decode("utf-8", "surrogateescape"))
+    return ggml_types.KV(key, kind, cursor.unpack(kind.format, what))
 
 
-def _kv_type(cursor: _Cursor, what: str, number: int, *, nested: bool) -> KVType:
-    kind = KV_TYPE_BY_NUMBER.get(number)
+def _kv_type(cursor: _Cursor, what: str, number: int, *, nested: bool) -> ggml_types.KVType:
+    kind = ggml_types.KV_TYPE_BY_NUMBER.get(number)
     if kind is not None:
         return kind
-    if nested and number == ARRAY_NUMBER:
+    if nested and number == ggml_types.ARRAY_NUMBER:
         raise cursor.fail(f"{what} is an array of arrays, which no GGUF reader takes")
     raise cursor.fail(f"{what} has value type {number}, which does not exist")
 
 
-def _read_array(cursor: _Cursor, what: str, item: KVType) -> tuple[Scalar, ...]:
+def _read_array(cursor: _Cursor, what: str, item: ggml_types.KVType) -> tuple[ggml_types.Scalar, ...]:
     length: int = cursor.unpack("Q", what)
-    width = 8 if item is KVType.TEXT else struct.calcsize(item.format)
+    width = 8 if item is ggml_types.KVType.TEXT else struct.calcsize(item.format)
     if length * width > cursor.left:
         raise cursor.fail(f"{what} claims {length:,} items, but {cursor.left:,} bytes are left")
     cursor.items += length
     if cursor.items > MAX_ARRAY_ITEMS:
         raise cursor.fail(f"{what} brings the metadata to {cursor.items:,} items (limit {MAX_ARRAY_ITEMS:,})")
-    if item is KVType.TEXT:
+    if item is ggml_types.KVType.TEXT:
         return tuple(cursor.texts(length, what))
     return struct.unpack(f"<{length}{item.format}", cursor.take(length * width, what))
 
 
-def _alignment(cursor: _Cursor, kv: Mapping[str, KV]) -> int:
+def _alignment(cursor: _Cursor, kv: Mapping[str, ggml_types.KV]) -> int:
     entry = kv.get("general.alignment")
     value = entry.value if entry else DEFAULT_ALIGNMENT
-    if entry and entry.type is not KVType.U32:
+    if entry and entry.type is not ggml_types.KVType.U32:
         raise cursor.fail(f"general.alignment is {shown(value)}, not an unsigned 32-bit number")
     if not isinstance(value, int) or not 0 < value <= MAX_ALIGNMENT or value & (value - 1):
         raise cursor.fail(f"general.alignment is {value}, not a power of two up to {MAX_ALIGNMENT:,}")
     return value
 
 
-def _read_tensor(cursor: _Cursor, where: str) -> tuple[GGUFTensor, int]:
+def _read_tensor(cursor: _Cursor, where: str) -> tuple[ggml_types.GGUFTensor, int]:
     name = cursor.name_text(where)
     what = shown(name)
     if len(name.encode()) > MAX_NAME_BYTES:
@@ -287,10 +280,10 @@ def _read_tensor(cursor: _Cursor, where: str) -> tuple[GGUFTensor, int]:
     *dims, number, offset = rest.unpack(cursor.take(rest.size, what))
     if dims and min(dims) <= 0:
         raise cursor.fail(f"{what} has dimensions {dims}; each must be at least 1")
-    kind = TYPE_BY_NUMBER.get(number)
+    kind = ggml_types.TYPE_BY_NUMBER.get(number)
     if kind is None:
         raise cursor.fail(f"{what} has tensor type {number}, which does not exist")
-    tensor = GGUFTensor(name, kind, tuple(dims[::-1]))
+    tensor = ggml_types.GGUFTensor(name, kind, tuple(dims[::-1]))
     if tensor.width % kind.block:
         raise cursor.fail(
             f"{what} has rows of {tensor.width} elements, not a multiple of {kind.name}'s {kind.block}"
@@ -298,7 +291,9 @@ def _read_tensor(cursor: _Cursor, where: str) -> tuple[GGUFTensor, int]:
     return tensor, offset
 
 
-def _check_bounds(cursor: _Cursor, tensor: GGUFTensor, offset: int, alignment: int, data_start: int) -> None:
+def _check_bounds(
+    cursor: _Cursor, tensor: ggml_types.GGUFTensor, offset: int, alignment: int, data_start: int
+) -> None:
     what = shown(tensor.name)
     if offset % alignment:
         raise cursor.fail(f"{what} starts at data offset {offset}, not a multiple of {alignment}")

@@ -60,7 +60,11 @@ def parse_json_object(raw: bytes, name: str) -> Json:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CorruptCheckpoint(f"{name}: is not UTF-8 at byte {error.start}") from error
-    _refuse_dense(text, name)
+    # What is nearly all brackets and commas takes 30 times its size when parsed. A safetensors header has 3
+    # brackets and 5 to 12 commas in about 100 bytes of each tensor.
+    brackets = text.count("{") + text.count("[")
+    if brackets > 1_000_000 + len(text) // 24 or text.count(",") > 4_000_000 + len(text) // 5:
+        raise CorruptCheckpoint(f"{name}: holds more brackets or commas than any model needs")
     try:
         value = json.loads(text, object_pairs_hook=partial(_strict_object, name))
     except RecursionError:
@@ -70,16 +74,6 @@ def parse_json_object(raw: bytes, name: str) -> Json:
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{name}: holds a JSON {kind_of(value)}, not an object")
     return value
-
-
-def _refuse_dense(text: str, name: str) -> None:
-    """Raises for text that is nearly all brackets and commas: parsed, it takes 30 times its size.
-
-    A safetensors header has 3 brackets and 5 to 12 commas in about 100 bytes of each tensor.
-    """
-    brackets = text.count("{") + text.count("[")
-    if brackets > 1_000_000 + len(text) // 24 or text.count(",") > 4_000_000 + len(text) // 5:
-        raise CorruptCheckpoint(f"{name}: holds more brackets or commas than any model needs")
 
 
 def kind_of(value: object) -> str:
@@ -93,7 +87,8 @@ def _strict_object(name: str, pairs: list[tuple[str, Any]]) -> Json:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         seen: set[str] = set()
-        repeated = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        again = (key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        repeated = next(again)
         raise CorruptCheckpoint(f"{name}: {shown(repeated)} appears twice")
     for key, value in pairs:
         flaw = _flaw(key) or _flaw(value)

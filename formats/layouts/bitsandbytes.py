@@ -205,8 +205,7 @@ def _scales(tensor: ModelTensor, source: Source, first: int, last: int) -> np.nd
         f"{name}.nested_absmax", first // _NESTED_BLOCK, -(-last // _NESTED_BLOCK)
     ).ravel()
     nested = per_block[np.arange(first, last) // _NESTED_BLOCK - first // _NESTED_BLOCK]
-    scales: np.ndarray = table[stored] * nested + offset
-    return scales
+    return np.asarray(table[stored] * nested + offset)
 
 
 def _stored_state(source: Source, name: str, table: str) -> Json:

@@ -107,7 +107,10 @@ class GGUFLayout:
             return _value(source.read(stored(tensor).name, start, stop), tensor.encoding)
         found: list[tuple[range, np.ndarray]] = []
         for stretch in home:
-            first, last = _within(stretch.rows, start, stop)
+            # Which of its rows lie in [start, stop): the first of them, and the one behind the last.
+            own = stretch.rows
+            first = min(len(own), max(0, -((own.start - start) // own.step)))
+            last = max(first, min(len(own), -((own.start - stop) // own.step)))
             if first < last or (start == stop and not found):
                 rows = _read(stretch, tensor.encoding, source, first, last)
                 found.append((stretch.rows[first:last], rows))
@@ -131,12 +134,6 @@ def _value(rows: np.ndarray, encoding: Encoding, factor: float = 1.0) -> Value:
         return replace(codes, encoding=encoding, divisor=1 / factor)
     assert isinstance(encoding, GgmlBlocks), encoding
     return GgmlRows(rows, encoding)
-
-
-def _within(rows: range, start: int, stop: int) -> tuple[int, int]:
-    """Which of these rows lie in [start, stop): the first of them, and the one behind the last."""
-    first = min(len(rows), max(0, -((rows.start - start) // rows.step)))
-    return first, max(first, min(len(rows), -((rows.start - stop) // rows.step)))
 
 
 def _in_order(found: list[tuple[range, np.ndarray]], start: int, stop: int) -> np.ndarray:

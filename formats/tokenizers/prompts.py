@@ -20,12 +20,7 @@ from qconvert.core.dtypes import Json
 from qconvert.errors import BadRecipe, QConvertError, UnsupportedModel
 from qconvert.formats.io.strict_json import parse_json_object, read_json_object
 from qconvert.formats.tokenizers import chat_template
-from qconvert.formats.tokenizers.huggingface_files import (
-    SPECIAL_KINDS,
-    TokenizerFolder,
-    read_folder,
-    token_text,
-)
+from qconvert.formats.tokenizers import huggingface_files as files
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,7 +42,7 @@ class Dialogue:
 
     tokenizer: Tokenizer
     stops: frozenset[int]
-    folder: TokenizerFolder
+    folder: files.TokenizerFolder
     rows: int | None = None
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -67,7 +62,8 @@ class Dialogue:
     def render(self, messages: Messages) -> str:
         """Renders the chat as text. Raises UnsupportedModel without a template, or when it fails."""
         special = {
-            f"{kind}_token": token_text(self.folder.settings.get(f"{kind}_token")) for kind in SPECIAL_KINDS
+            f"{kind}_token": files.token_text(self.folder.settings.get(f"{kind}_token"))
+            for kind in files.SPECIAL_KINDS
         }
         known = {name: text for name, text in special.items() if text is not None}
         variables = {"messages": messages, "add_generation_prompt": True, **known}
@@ -101,7 +97,7 @@ def open_dialogue(path: Path, config: Json) -> Dialogue:
     """Opens the tokenizer of a checkpoint's folder. Raises UnsupportedModel without a tokenizer.json."""
     from tokenizers import Tokenizer
 
-    folder = read_folder(path, config)
+    folder = files.read_folder(path, config)
     file = path / "tokenizer.json"
     if not file.is_file():
         raise UnsupportedModel(
@@ -170,7 +166,7 @@ class Detokenizer:
         return new
 
 
-def _template(folder: TokenizerFolder) -> str:
+def _template(folder: files.TokenizerFolder) -> str:
     """Returns the folder's template; of several, the one called default."""
     found = folder.chat_template
     if isinstance(found, list):
@@ -188,6 +184,6 @@ def _stops(path: Path, config: Json, tokenizer: Tokenizer, settings: Json) -> fr
     found: set[int] = set()
     for value in (config.get("eos_token_id"), generation.get("eos_token_id")):
         found.update(v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int))
-    text = token_text(settings.get("eos_token"))
+    text = files.token_text(settings.get("eos_token"))
     own = tokenizer.token_to_id(text) if text else None
     return frozenset(found if own is None else found | {own})

@@ -14,12 +14,7 @@ from string import ascii_letters, digits
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.errors import shown
-from qconvert.formats.tokenizers.huggingface_files import (
-    SPECIAL_KINDS,
-    expect_list,
-    expect_object,
-    token_text,
-)
+from qconvert.formats.tokenizers import huggingface_files as files
 
 # GGUF has no key for a classification token; it writes "seperator".
 ID_KEYS = {
@@ -61,23 +56,25 @@ def find_special_tokens(tokenizer: Json, settings: Json, config: Json) -> Specia
     """Finds the special tokens of tokenizer.json, tokenizer_config.json and config.json (any may be {})."""
     found = SpecialTokens()
     found.texts = {
-        kind: text for kind in SPECIAL_KINDS if (text := token_text(settings.get(f"{kind}_token")))
+        kind: text
+        for kind in files.SPECIAL_KINDS
+        if (text := files.token_text(settings.get(f"{kind}_token")))
     }
     for kind, stand_in in (("bos", "cls"), ("eos", "sep")):
         if kind not in found.texts and stand_in in found.texts:
             found.texts[kind] = found.texts[stand_in]
-    record = expect_object(tokenizer.get("post_processor"), "post_processor")
-    for step in expect_list(record.get("processors", [record]), "processors"):
-        _apply_processor(found, expect_object(step, "processors"))
+    record = files.expect_object(tokenizer.get("post_processor"), "post_processor")
+    for step in files.expect_list(record.get("processors", [record]), "processors"):
+        _apply_processor(found, files.expect_object(step, "processors"))
     entries = tokenizer.get("added_tokens") or []
     by_text = {entry["content"]: entry["id"] for entry in reversed(entries)}
-    for kind in (*SPECIAL_KINDS, "eot"):
+    for kind in (*files.SPECIAL_KINDS, "eot"):
         flag = settings.get(f"add_{kind}_token")
         if isinstance(flag, bool):
             found.added.setdefault(kind, flag)
         if settings and kind in found.texts and found.texts[kind] in by_text:
             found.ids[kind] = by_text[found.texts[kind]]
-    for kind in SPECIAL_KINDS:
+    for kind in files.SPECIAL_KINDS:
         token = config.get(f"{kind}_token_id")
         if isinstance(token, int) and not isinstance(token, bool):
             found.ids.setdefault(kind, token)
@@ -103,8 +100,10 @@ def _apply_processor(found: SpecialTokens, step: Json) -> None:
 def _template(spec: object) -> list[str | None]:
     """Returns the special tokens of a template in order, None for a text."""
     names: list[str | None] = []
-    for entry in expect_list(spec, "template"):
-        token = expect_object(expect_object(entry, "template").get("SpecialToken"), "SpecialToken")
+    for entry in files.expect_list(spec, "template"):
+        token = files.expect_object(
+            files.expect_object(entry, "template").get("SpecialToken"), "SpecialToken"
+        )
         name = token.get("id")
         names.append(name if isinstance(name, str) else None)
     return names

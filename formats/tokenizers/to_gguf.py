@@ -19,6 +19,7 @@ from qconvert.core.config_json import positive_int
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.tokenizers import token_lists
 from qconvert.formats.tokenizers.huggingface_files import (
     TokenizerFolder,
     expect_list,
@@ -29,16 +30,6 @@ from qconvert.formats.tokenizers.huggingface_files import (
 from qconvert.formats.tokenizers.pretokenizers import ADDS_BOS, prefer_cleaning, recognise
 from qconvert.formats.tokenizers.sentencepiece import PieceType
 from qconvert.formats.tokenizers.special_tokens import chat_template_keys, find_special_tokens
-from qconvert.formats.tokenizers.token_lists import (
-    SPACE,
-    Tokens,
-    bpe_tokens,
-    merged_tokens,
-    sentencepiece_tokens,
-    unigram_tokens,
-    vocabulary,
-    wordpiece_tokens,
-)
 from qconvert.models.gguf.families import find_model
 
 _UNNORMALISED = (
@@ -108,7 +99,9 @@ class _Builder:
         cleans = self.files.settings.get("clean_up_tokenization_spaces")
         if pre_tokenizer is None and isinstance(cleans, bool):
             name = prefer_cleaning(name, cleans=cleans)
-        tokens = bpe_tokens(vocabulary(model.get("vocab")), self.files.added, self.rows)
+        tokens = token_lists.bpe_tokens(
+            token_lists.vocabulary(model.get("vocab")), self.files.added, self.rows
+        )
         yield from _token_keys("gpt2", name, tokens)
         yield KV.texts("tokenizer.ggml.merges", [" ".join(pair) for pair in _merges(model)])
         yield from self._special(adds_bos=name in ADDS_BOS)
@@ -124,24 +117,26 @@ class _Builder:
         if spec is not None:
             if spec.charsmap:
                 self.warnings.append(_UNNORMALISED)
-            tokens = sentencepiece_tokens(spec, self.files.added_beside, self.rows)
+            tokens = token_lists.sentencepiece_tokens(spec, self.files.added_beside, self.rows)
         else:
             _check_sentencepiece_normaliser(self.files.tokenizer)
-            vocab, unknown = vocabulary(model.get("vocab")), model.get("unk_token")
-            tokens = merged_tokens(vocab, list(_merges(model)), unknown, self.files.added, self.rows)
+            vocab, unknown = token_lists.vocabulary(model.get("vocab")), model.get("unk_token")
+            tokens = token_lists.merged_tokens(
+                vocab, list(_merges(model)), unknown, self.files.added, self.rows
+            )
         yield from _token_keys("llama", "default", tokens, scores=True)
         yield from self._special()
 
     def _unigram(self, model: Json) -> Iterator[KV]:
         spec = self.files.sentencepiece
         if spec is not None:
-            tokens = sentencepiece_tokens(spec, self.files.added_beside, self.rows)
+            tokens = token_lists.sentencepiece_tokens(spec, self.files.added_beside, self.rows)
             prefix, squeeze, charsmap = spec.add_dummy_prefix, spec.remove_extra_whitespaces, spec.charsmap
             if any(piece.type is PieceType.BYTE for piece in spec.pieces):
                 self.warnings.append(_NO_BYTES)
         else:
             entries = expect_list(model.get("vocab"), "vocab")
-            tokens = unigram_tokens(entries, model.get("unk_id"), self.files.added, self.rows)
+            tokens = token_lists.unigram_tokens(entries, model.get("unk_id"), self.files.added, self.rows)
             prefix, squeeze = _prepends_space(self.files.tokenizer), True
             charsmap = _charsmap(self.files.tokenizer.get("normalizer"))
         yield from _token_keys("t5", "default", tokens, scores=True)
@@ -154,7 +149,9 @@ class _Builder:
     def _wordpiece(self, model: Json) -> Iterator[KV]:
         if KV.flag("tokenizer.ggml.normalizer.lowercase", value=False) in self._normaliser_flags():
             self.warnings.append(_CASED)
-        tokens = wordpiece_tokens(vocabulary(model.get("vocab")), self.files.added, self.rows)
+        tokens = token_lists.wordpiece_tokens(
+            token_lists.vocabulary(model.get("vocab")), self.files.added, self.rows
+        )
         types = positive_int({"type_vocab_size": 1, **self.config}, "type_vocab_size")
         yield KV.u32("tokenizer.ggml.token_type_count", types)
         yield from _token_keys("bert", "bert-bge", tokens)  # llama.cpp reads no pre-tokenizer for WordPiece
@@ -210,7 +207,7 @@ def _kind(files: TokenizerFolder, model: Json, *, llama: bool) -> str:
     )
 
 
-def _token_keys(kind: str, pre: str, tokens: Tokens, *, scores: bool = False) -> Iterator[KV]:
+def _token_keys(kind: str, pre: str, tokens: token_lists.Tokens, *, scores: bool = False) -> Iterator[KV]:
     yield KV.text("tokenizer.ggml.model", kind)
     yield KV.text("tokenizer.ggml.pre", pre)
     yield KV.texts("tokenizer.ggml.tokens", tokens.texts)
@@ -232,7 +229,7 @@ def _merges(model: Json) -> Iterator[tuple[str, str]]:
 def _prepends_space(tokenizer: Json) -> bool:
     """Returns whether a space is prepended to a text before it is encoded."""
     for step in (*steps_of(tokenizer.get("normalizer")), *steps_of(tokenizer.get("pre_tokenizer"))):
-        if step.get("type") == "Prepend" and step.get("prepend") == SPACE:
+        if step.get("type") == "Prepend" and step.get("prepend") == token_lists.SPACE:
             return True
         if step.get("type") == "Metaspace":
             default = "always" if step.get("add_prefix_space") else "never"
@@ -242,7 +239,7 @@ def _prepends_space(tokenizer: Json) -> bool:
 
 def _check_sentencepiece_normaliser(tokenizer: Json) -> None:
     for step in steps_of(tokenizer.get("normalizer")):
-        replaces = step.get("type") == "Replace" and step.get("content") == SPACE
+        replaces = step.get("type") == "Replace" and step.get("content") == token_lists.SPACE
         if not replaces and step.get("type") != "Prepend":
             raise UnsupportedModel(
                 f"tokenizer.json: normaliser {shown(step.get('type'))}, which llama.cpp lacks",

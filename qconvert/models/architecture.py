@@ -110,7 +110,7 @@ class Architecture:
 
         def hits(candidate: Architecture) -> int:
             firsts = (slot.module + slot.suffix for slot in candidate.family.slots)
-            return sum(candidate._spell(name).format(layer=0, expert=0) in known for name in firsts)
+            return sum(candidate._name(name, 0, 0) in known for name in firsts)
 
         return max((self, *(replace(self, spelling=s) for s in self.family.spellings)), key=hits)
 
@@ -240,12 +240,9 @@ class Architecture:
         return re.fullmatch(pattern.replace("{layers}", str(self.layers)), name) is not None
 
     def _name(self, text: str, layer: int | None, expert: int) -> str:
-        return self._spell(text).format(layer=layer, expert=expert)
-
-    def _spell(self, text: str) -> str:
         for ours, theirs in self.spelling.items():
             text = text.replace(ours, theirs, 1)
-        return text
+        return text.format(layer=layer, expert=expert)
 
     @cached_property
     def dimensions(self) -> tuple[Dimensions, ...]:

@@ -24,7 +24,7 @@ def markdown() -> str:
 def _gguf(family: Family) -> str:
     found = [MODELS.get(name) for name in family.model_types]
     names = dict.fromkeys(f"`{model.arch}`" for model in found if isinstance(model, GGUFModel))
-    reasons = dict.fromkeys(model.reason for model in found if isinstance(model, NoGraph))
+    reasons = dict.fromkeys(model for model in found if isinstance(model, NoGraph))
     return ", ".join(names) or "; ".join(f"none: {reason}" for reason in reasons) or "none"
 
 

@@ -138,8 +138,7 @@ def _nonfinite(stored: np.ndarray, dtype: DType) -> np.ndarray:
 def _magnitudes(stored: np.ndarray, dtype: DType) -> np.ndarray:
     """Returns the bits of a piece without the sign bits; they sort as the magnitudes do."""
     bits = stored.view(f"<u{dtype.nbytes}")
-    without: np.ndarray = bits & bits.dtype.type((1 << (dtype.bits - 1)) - 1)
-    return without
+    return np.asarray(bits & bits.dtype.type((1 << (dtype.bits - 1)) - 1))
 
 
 def _number(bits: int, dtype: DType) -> float:

@@ -27,20 +27,10 @@ def _small_float(exponent_bits: int, mantissa_bits: int, bias: int) -> np.ndarra
     return (sign * size).astype(np.float32)
 
 
-def _e4m3() -> np.ndarray:
-    table = _small_float(4, 3, 7)
-    table[[0x7F, 0xFF]] = np.nan
-    return table
-
-
-def _e5m2() -> np.ndarray:
-    table = _small_float(5, 2, 15)
-    for sign, infinity in ((0x00, np.inf), (0x80, -np.inf)):
-        table[sign + 0x7C] = infinity
-        table[sign + 0x7D : sign + 0x80] = np.nan
-    return table
-
-
+_E4M3, _E5M2 = _small_float(4, 3, 7), _small_float(5, 2, 15)
+_E4M3[[0x7F, 0xFF]] = np.nan
+_E5M2[[0x7C, 0xFC]] = np.inf, -np.inf
+_E5M2[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
 # Quantiles of the normal distribution, the same number of them on each side of an exact zero.
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -54,8 +44,8 @@ _POSITIVE_FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float3
 TABLES: Mapping[str, np.ndarray] = MappingProxyType(
     {
         "e2m1": _small_float(2, 1, 1),
-        "e4m3": _e4m3(),
-        "e5m2": _e5m2(),
+        "e4m3": _E4M3,
+        "e5m2": _E5M2,
         "nf4": np.array(_NF4, np.float32),
         "fp4": np.concatenate([_POSITIVE_FP4, 0 - _POSITIVE_FP4]),  # both zeros are positive
         "int8": np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32),

@@ -119,8 +119,7 @@ def _exponents(peaks_BG: np.ndarray, rounding: RoundingRules) -> np.ndarray:
     else:  # 6 is 1.5 * 2**2; from 7/4 of a power of two on, the next one
         exponents_BG = ((peaks_BG.view(np.uint32).astype(np.int64) + (1 << 21)) >> 23) - 2
     exponents_BG[peaks_BG == 0] = rounding.zero_exponent
-    codes_BG: np.ndarray = exponents_BG.clip(0, 254).astype(np.uint8)
-    return codes_BG
+    return np.asarray(exponents_BG.clip(0, 254).astype(np.uint8))
 
 
 def _rounded(numbers: np.ndarray, dtype: DType) -> np.ndarray:

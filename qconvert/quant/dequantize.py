@@ -34,11 +34,8 @@ def numbers(value: Value, dtype: DType) -> DenseRows:
         case AffineIntRows(groups_I=None) if not value.encoding.signless_zero:
             return dequantize(value, dtype)
         case AffineIntRows():
-            wide_RI = (
-                _dequantize_act_order(value)
-                if value.encoding.act_order
-                else dequantize(value, DType.F32).rows_RI
-            )
+            in_order = not value.encoding.act_order
+            wide_RI = dequantize(value, DType.F32).rows_RI if in_order else _dequantize_act_order(value)
             wide_RI += np.float32(0)  # turns -0 into +0 and nothing else
         case AffineMinRows():
             wide_RI = _dequantize_mins(value)
@@ -64,8 +61,7 @@ def zeros_of(value: AffineIntRows) -> np.ndarray:
 def _dequantize_act_order(value: AffineIntRows) -> np.ndarray:
     scales_RG = wide(value.scales_RG, value.encoding.scale_dtype)
     zeros_RI = zeros_of(value)[:, value.groups_I].astype(np.float32)
-    weights_RI: np.ndarray = (codes_of(value).astype(np.float32) - zeros_RI) * scales_RG[:, value.groups_I]
-    return weights_RI
+    return np.asarray((codes_of(value).astype(np.float32) - zeros_RI) * scales_RG[:, value.groups_I])
 
 
 def _dequantize_mins(value: AffineMinRows) -> np.ndarray:
@@ -147,5 +143,4 @@ def _nonfinite_rows(array_RG: np.ndarray, dtype: DType) -> np.ndarray:
     """Returns which rows of an array of any float type hold a NaN or Inf, bool [rows]."""
     if dtype.is_float and first_nonfinite(DenseRows(array_RG, dtype)) < 0:  # tests bits: four times as fast
         return np.zeros(len(array_RG), np.bool_)
-    rows_R: np.ndarray = ~np.isfinite(wide(array_RG, dtype)).all(axis=1)
-    return rows_R
+    return np.asarray(~np.isfinite(wide(array_RG, dtype)).all(axis=1))

@@ -29,8 +29,7 @@ def llama3_factors(
         smooth = (f32(context) / lengths - f32(low)) / f32(high - low)
         between = f32(1) / ((f32(1) - smooth) / f32(factor) + smooth)
     long = np.where(lengths > context / low, f32(factor), between)
-    factors: np.ndarray = np.where(lengths < context / high, f32(1), long).astype(f32)
-    return factors
+    return np.asarray(np.where(lengths < context / high, f32(1), long).astype(f32))
 
 
 def llama3_parameters(theta: float, factor: float, factors_F: np.ndarray) -> tuple[float, float, int] | None:

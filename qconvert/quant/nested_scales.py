@@ -40,8 +40,7 @@ def _linspace(count: int) -> np.ndarray:
     step = np.float64(np.float32(np.float32(last - first) / np.float32(count - 1)))
     index = np.arange(count)
     numbers = np.where(index < count // 2, first + step * index, last - step * (count - 1 - index))
-    rounded: np.ndarray = numbers.astype(np.float32)
-    return rounded
+    return np.asarray(numbers.astype(np.float32))
 
 
 TABLE = _table()

@@ -9,8 +9,7 @@ def pack_nibbles(codes_RI: np.ndarray, *, high_first: bool = False) -> np.ndarra
     """Packs uint8 codes [rows, width], width even, to bytes [rows, width / 2], the first code low."""
     first, second = codes_RI[:, 0::2], codes_RI[:, 1::2]
     low, high = (second, first) if high_first else (first, second)
-    packed: np.ndarray = low | (high << 4)
-    return packed
+    return np.asarray(low | (high << 4))
 
 
 def unpack_nibbles(bytes_RB: np.ndarray, *, high_first: bool = False) -> np.ndarray:

@@ -117,8 +117,7 @@ def _reach(value: AffineIntRows) -> np.ndarray:
     if value.groups_I is not None:
         return np.full((rows, groups), 1 << value.encoding.bits)
     codes_RGg = codes_of(value).reshape(rows, groups, -1)
-    reach_RG: np.ndarray = np.maximum(codes_RGg.max(axis=2) - zeros_RG, zeros_RG - codes_RGg.min(axis=2))
-    return reach_RG
+    return np.asarray(np.maximum(codes_RGg.max(axis=2) - zeros_RG, zeros_RG - codes_RGg.min(axis=2)))
 
 
 def most_steps(moved: np.ndarray, scales: np.ndarray) -> float:

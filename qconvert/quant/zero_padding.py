@@ -10,52 +10,46 @@ from dataclasses import replace
 
 import numpy as np
 
-from qconvert.core.values import (
-    AffineIntRows,
-    AffineMinRows,
-    CodebookRows,
-    DenseRows,
-    GgmlRows,
-    Value,
-    is_packed,
-)
+from qconvert.core import values
 from qconvert.quant.codebook import TABLES
 from qconvert.quant.dequantize import zeros_of
 from qconvert.quant.packed_codes import codes_of, words_of
 
 
-def zero_rows(row: Value, count: int) -> Value:
+def zero_rows(row: values.Value, count: int) -> values.Value:
     """Returns `count` rows of zeros in the encoding of `row`, a value of one row whose scales they repeat."""
-    blank: Value
+    blank: values.Value
     match row:
-        case DenseRows() | GgmlRows():
+        case values.DenseRows() | values.GgmlRows():
             return row.with_arrays(
                 tuple(np.zeros((count, array.shape[1]), array.dtype) for array in row.arrays)
             )
-        case AffineMinRows():
+        case values.AffineMinRows():
             blank = replace(row, codes_RX=np.zeros_like(row.codes_RX), mins_RG=np.zeros_like(row.mins_RG))
-        case AffineIntRows():
+        case values.AffineIntRows():
             blank = replace(row, codes_RX=_zero_codes(row, row.width))
-            if is_packed(row.codes_RX):  # so that the rows they are stacked with have the same array type
+            if values.is_packed(
+                row.codes_RX
+            ):  # so that the rows they are stacked with have the same array type
                 blank = replace(blank, codes_RX=words_of(blank))
-        case CodebookRows():
+        case values.CodebookRows():
             blank = replace(row, codes_RI=np.full_like(row.codes_RI, _zero_code(row)))
     return blank.with_arrays(tuple(np.repeat(array, count, axis=0) for array in blank.arrays))
 
 
-def pad_columns(value: Value, width: int) -> Value:
+def pad_columns(value: values.Value, width: int) -> values.Value:
     """Returns the rows padded with zeros to `width` columns, which must be whole groups."""
     rows, have = value.rows, value.width
     match value:
-        case DenseRows():
+        case values.DenseRows():
             return value.with_arrays(
                 (_append(value.rows_RI, np.zeros((rows, width - have), value.rows_RI.dtype)),)
             )
-        case GgmlRows():
+        case values.GgmlRows():
             raise AssertionError("blocks are not padded")
-        case AffineMinRows():
+        case values.AffineMinRows():
             groups = value.encoding.groups(width)
-            return AffineMinRows(
+            return values.AffineMinRows(
                 _append(codes_of(value), np.zeros((rows, width - have), np.uint8)),
                 _repeat_last(value.scales_RG, groups),
                 _append(
@@ -63,15 +57,15 @@ def pad_columns(value: Value, width: int) -> Value:
                 ),
                 value.encoding,
             )
-        case AffineIntRows():
+        case values.AffineIntRows():
             return _pad_integers(value, width)
-        case CodebookRows():
+        case values.CodebookRows():
             more = np.full((rows, width - have), _zero_code(value), np.uint8)
             scales_RG = _repeat_last(value.scales_RG, value.encoding.groups(width))
             return replace(value, codes_RI=_append(value.codes_RI, more), scales_RG=scales_RG)
 
 
-def _pad_integers(value: AffineIntRows, width: int) -> AffineIntRows:
+def _pad_integers(value: values.AffineIntRows, width: int) -> values.AffineIntRows:
     encoding, have = value.encoding, value.width
     groups = encoding.groups(width)
     order_I = value.groups_I
@@ -87,7 +81,7 @@ def _pad_integers(value: AffineIntRows, width: int) -> AffineIntRows:
     return replace(grown, codes_RX=_append(codes_of(value), _zero_codes(grown, width)[:, have:]))
 
 
-def _zero_codes(value: AffineIntRows, width: int) -> np.ndarray:
+def _zero_codes(value: values.AffineIntRows, width: int) -> np.ndarray:
     """Returns the code of 0 in every column, the zero point of its group: [rows, width]."""
     zeros_RG = zeros_of(value)
     if value.groups_I is not None:
@@ -95,7 +89,7 @@ def _zero_codes(value: AffineIntRows, width: int) -> np.ndarray:
     return np.repeat(zeros_RG, width // zeros_RG.shape[1], axis=1)
 
 
-def _zero_code(value: CodebookRows) -> int:
+def _zero_code(value: values.CodebookRows) -> int:
     """Returns the first code of a table whose value is 0."""
     return int(np.flatnonzero(TABLES[value.encoding.table] == 0)[0])
 

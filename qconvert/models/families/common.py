@@ -35,6 +35,13 @@ def embedding(module: str) -> ParameterTemplate:
     return ParameterTemplate("embed", module, ("vocab", "hidden"), "embedding")
 
 
+def linear(
+    role: str, module: str, rows: str, columns: str, *, bias: bool | str = False, transposed: bool = False
+) -> ParameterTemplate:
+    """Returns the template of a linear with these numbers of outputs and inputs."""
+    return ParameterTemplate(role, module, (rows, columns), bias=bias, transposed=transposed)
+
+
 def head(module: str) -> ParameterTemplate:
     """Returns the template of the head."""
     return ParameterTemplate("lm_head", module, ("vocab", "hidden"))
@@ -150,7 +157,9 @@ def dense_dimensions(config: Json, layer: int) -> Dimensions:
     return {**attention_dimensions(config), "intermediate": positive_int(config, "intermediate_size")}
 
 
-def sparse_dimensions(is_sparse: Callable[[Json, int], bool]) -> Callable[[Json, int], Dimensions]:
+def sparse_dimensions(
+    is_sparse: Callable[[Json, int], bool] = lambda config, layer: True,
+) -> Callable[[Json, int], Dimensions]:
     """Returns the dimensions of a decoder with experts in the layers that `is_sparse` selects.
 
     A sparse layer has no dense block ("intermediate" is 0), a dense one no experts.
@@ -174,8 +183,3 @@ def every_nth_layer(config: Json, layer: int) -> bool:
     """Applies Qwen's rule: every `decoder_sparse_step`-th layer, except those in `mlp_only_layers`."""
     step = optional_int(config, "decoder_sparse_step") or 1
     return layer not in whole_numbers(config, "mlp_only_layers") and (layer + 1) % step == 0
-
-
-def every_layer(config: Json, layer: int) -> bool:
-    """Applies Mixtral's rule: experts in every layer."""
-    return True

@@ -45,16 +45,14 @@ DEEPSEEK_MOE = replace(
 
 MLA = c.LAYER + "self_attn."
 LATENT_ATTENTION = (
-    ParameterTemplate("attn.q", MLA + "q_proj", ("full_q_rows", "hidden")),
-    ParameterTemplate("attn.q_a", MLA + "q_a_proj", ("q_rank", "hidden"), bias="attention_bias"),
+    c.linear("attn.q", MLA + "q_proj", "full_q_rows", "hidden"),
+    c.linear("attn.q_a", MLA + "q_a_proj", "q_rank", "hidden", bias="attention_bias"),
     c.norm("attn.q_a_norm", MLA + "q_a_layernorm", "q_rank"),
-    ParameterTemplate("attn.q_b", MLA + "q_b_proj", ("latent_q_rows", "q_rank")),
-    ParameterTemplate(
-        "attn.kv_a", MLA + "kv_a_proj_with_mqa", ("kv_a_rows", "hidden"), bias="attention_bias"
-    ),
+    c.linear("attn.q_b", MLA + "q_b_proj", "latent_q_rows", "q_rank"),
+    c.linear("attn.kv_a", MLA + "kv_a_proj_with_mqa", "kv_a_rows", "hidden", bias="attention_bias"),
     c.norm("attn.kv_a_norm", MLA + "kv_a_layernorm", "kv_rank"),
-    ParameterTemplate("attn.kv_b", MLA + "kv_b_proj", ("kv_b_rows", "kv_rank")),
-    ParameterTemplate("attn.o", MLA + "o_proj", ("hidden", "v_rows"), bias="attention_bias"),
+    c.linear("attn.kv_b", MLA + "kv_b_proj", "kv_b_rows", "kv_rank"),
+    c.linear("attn.o", MLA + "o_proj", "hidden", "v_rows", bias="attention_bias"),
 )
 
 

@@ -46,13 +46,13 @@ BERT = Family(
         ParameterTemplate("positions", EMBEDDINGS + "position_embeddings", ("positions", "hidden"), "other"),
         ParameterTemplate("types", EMBEDDINGS + "token_type_embeddings", ("types", "hidden"), "other"),
         c.norm("embed.norm", EMBEDDINGS + "LayerNorm", bias=True),
-        ParameterTemplate("attn.q", BERT_LAYER + "attention.self.query", ("hidden", "hidden"), bias=True),
-        ParameterTemplate("attn.k", BERT_LAYER + "attention.self.key", ("hidden", "hidden"), bias=True),
-        ParameterTemplate("attn.v", BERT_LAYER + "attention.self.value", ("hidden", "hidden"), bias=True),
-        ParameterTemplate("attn.o", BERT_LAYER + "attention.output.dense", ("hidden", "hidden"), bias=True),
+        c.linear("attn.q", BERT_LAYER + "attention.self.query", "hidden", "hidden", bias=True),
+        c.linear("attn.k", BERT_LAYER + "attention.self.key", "hidden", "hidden", bias=True),
+        c.linear("attn.v", BERT_LAYER + "attention.self.value", "hidden", "hidden", bias=True),
+        c.linear("attn.o", BERT_LAYER + "attention.output.dense", "hidden", "hidden", bias=True),
         c.norm("attn.norm", BERT_LAYER + "attention.output.LayerNorm", bias=True),
-        ParameterTemplate("mlp.up", BERT_LAYER + "intermediate.dense", ("intermediate", "hidden"), bias=True),
-        ParameterTemplate("mlp.down", BERT_LAYER + "output.dense", ("hidden", "intermediate"), bias=True),
+        c.linear("mlp.up", BERT_LAYER + "intermediate.dense", "intermediate", "hidden", bias=True),
+        c.linear("mlp.down", BERT_LAYER + "output.dense", "hidden", "intermediate", bias=True),
         c.norm("mlp.norm", BERT_LAYER + "output.LayerNorm", bias=True),
         ParameterTemplate("pooler", "bert.pooler.dense", ("hidden", "hidden"), "other", True, "pooler"),
         ParameterTemplate(
@@ -98,10 +98,10 @@ def t5_dimensions(config: Json, layer: int) -> Dimensions:
 def t5_attention(role: str, module: str) -> tuple[ParameterTemplate, ...]:
     """Returns the four projections of an attention block."""
     return (
-        ParameterTemplate(f"{role}.q", module + "q", ("rows", "hidden")),
-        ParameterTemplate(f"{role}.k", module + "k", ("rows", "hidden")),
-        ParameterTemplate(f"{role}.v", module + "v", ("rows", "hidden")),
-        ParameterTemplate(f"{role}.o", module + "o", ("hidden", "rows")),
+        c.linear(f"{role}.q", module + "q", "rows", "hidden"),
+        c.linear(f"{role}.k", module + "k", "rows", "hidden"),
+        c.linear(f"{role}.v", module + "v", "rows", "hidden"),
+        c.linear(f"{role}.o", module + "o", "hidden", "rows"),
     )
 
 
@@ -109,10 +109,10 @@ def t5_mlp(role: str, layer: str) -> tuple[ParameterTemplate, ...]:
     """Returns a feed-forward block, gated (T5 1.1) or not, and its norm."""
     module = layer + "DenseReluDense."
     return (
-        ParameterTemplate(f"{role}.up", module + "wi", ("plain_inner", "hidden")),
-        ParameterTemplate(f"{role}.gate", module + "wi_0", ("gated_inner", "hidden")),
-        ParameterTemplate(f"{role}.up", module + "wi_1", ("gated_inner", "hidden")),
-        ParameterTemplate(f"{role}.down", module + "wo", ("hidden", "inner")),
+        c.linear(f"{role}.up", module + "wi", "plain_inner", "hidden"),
+        c.linear(f"{role}.gate", module + "wi_0", "gated_inner", "hidden"),
+        c.linear(f"{role}.up", module + "wi_1", "gated_inner", "hidden"),
+        c.linear(f"{role}.down", module + "wo", "hidden", "inner"),
         c.norm(f"{role}.norm", layer + "layer_norm"),
     )
 

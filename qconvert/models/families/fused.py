@@ -13,7 +13,7 @@ from qconvert.core.config_json import flag, optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.models.families import common as c
 from qconvert.models.families.llama import MISTRAL
-from qconvert.models.parameters import Dimensions, Family, ParameterTemplate
+from qconvert.models.parameters import Dimensions, Family
 
 BAICHUAN = replace(
     MISTRAL,
@@ -128,10 +128,8 @@ FALCON = Family(
         c.norm("mlp.norm_2", GPT_LAYER + "ln_mlp", bias=True, only_if="two_norms"),
         *c.attention(GPT_LAYER + "self_attention.", NAMES, qkv_bias="bias", o_bias="bias"),
         c.norm("mlp.norm", GPT_LAYER + "post_attention_layernorm", bias=True, only_if="serial"),
-        ParameterTemplate("mlp.up", GPT_LAYER + "mlp.dense_h_to_4h", ("intermediate", "hidden"), bias="bias"),
-        ParameterTemplate(
-            "mlp.down", GPT_LAYER + "mlp.dense_4h_to_h", ("hidden", "intermediate"), bias="bias"
-        ),
+        c.linear("mlp.up", GPT_LAYER + "mlp.dense_h_to_4h", "intermediate", "hidden", bias="bias"),
+        c.linear("mlp.down", GPT_LAYER + "mlp.dense_4h_to_h", "hidden", "intermediate", bias="bias"),
         c.norm("final_norm", "transformer.ln_f", bias=True),
         c.head("lm_head"),
     ),

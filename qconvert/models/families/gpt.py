@@ -14,16 +14,14 @@ from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemp
 
 LAYER = "transformer.h.{layer}."
 ATTENTION = (
-    ParameterTemplate("attn.q", LAYER + "attn.q_proj", ("hidden", "hidden"), bias=True, transposed=True),
-    ParameterTemplate("attn.k", LAYER + "attn.k_proj", ("hidden", "hidden"), bias=True, transposed=True),
-    ParameterTemplate("attn.v", LAYER + "attn.v_proj", ("hidden", "hidden"), bias=True, transposed=True),
-    ParameterTemplate("attn.o", LAYER + "attn.c_proj", ("hidden", "hidden"), bias=True, transposed=True),
+    c.linear("attn.q", LAYER + "attn.q_proj", "hidden", "hidden", bias=True, transposed=True),
+    c.linear("attn.k", LAYER + "attn.k_proj", "hidden", "hidden", bias=True, transposed=True),
+    c.linear("attn.v", LAYER + "attn.v_proj", "hidden", "hidden", bias=True, transposed=True),
+    c.linear("attn.o", LAYER + "attn.c_proj", "hidden", "hidden", bias=True, transposed=True),
 )
 MLP = (
-    ParameterTemplate("mlp.up", LAYER + "mlp.c_fc", ("intermediate", "hidden"), bias=True, transposed=True),
-    ParameterTemplate(
-        "mlp.down", LAYER + "mlp.c_proj", ("hidden", "intermediate"), bias=True, transposed=True
-    ),
+    c.linear("mlp.up", LAYER + "mlp.c_fc", "intermediate", "hidden", bias=True, transposed=True),
+    c.linear("mlp.down", LAYER + "mlp.c_proj", "hidden", "intermediate", bias=True, transposed=True),
 )
 ATTN_NORM = c.norm("attn.norm", LAYER + "ln_1", bias=True)
 MLP_NORM = c.norm("mlp.norm", LAYER + "ln_2", bias=True)

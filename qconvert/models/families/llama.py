@@ -87,7 +87,7 @@ MIXTRAL = replace(
             *c.experts(c.LAYER + "block_sparse_moe.experts.{expert}.", ("w1", "w3", "w2")),
         ),
     ),
-    dimensions=c.sparse_dimensions(c.every_layer),
+    dimensions=c.sparse_dimensions(),
     keys={"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"},
     fusions=(c.QKV, *c.EXPERT_STACKS),
     spellings=({"block_sparse_moe.": "mlp."},),

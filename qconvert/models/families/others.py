@@ -43,12 +43,12 @@ OPENELM = Family(
     classes=("OpenELMForCausalLM",),
     slots=(
         c.embedding("transformer.token_embeddings"),
-        ParameterTemplate("attn.q", OPENELM_LAYER + "attn.q_proj", ("q_rows", "hidden")),
-        ParameterTemplate("attn.k", OPENELM_LAYER + "attn.k_proj", ("kv_rows", "hidden")),
-        ParameterTemplate("attn.v", OPENELM_LAYER + "attn.v_proj", ("kv_rows", "hidden")),
+        c.linear("attn.q", OPENELM_LAYER + "attn.q_proj", "q_rows", "hidden"),
+        c.linear("attn.k", OPENELM_LAYER + "attn.k_proj", "kv_rows", "hidden"),
+        c.linear("attn.v", OPENELM_LAYER + "attn.v_proj", "kv_rows", "hidden"),
         c.norm("attn.q_norm", OPENELM_LAYER + "attn.q_norm", "head_dim", only_if="qk_norm"),
         c.norm("attn.k_norm", OPENELM_LAYER + "attn.k_norm", "head_dim", only_if="qk_norm"),
-        ParameterTemplate("attn.o", OPENELM_LAYER + "attn.out_proj", ("hidden", "q_rows")),
+        c.linear("attn.o", OPENELM_LAYER + "attn.out_proj", "hidden", "q_rows"),
         *c.gated_mlp(OPENELM_LAYER + "ffn.", names=("gate_proj", "up_proj", "proj_2")),
         c.norm("mlp.norm", OPENELM_LAYER + "ffn_norm"),
         c.norm("attn.norm", OPENELM_LAYER + "attn_norm"),
@@ -107,15 +107,15 @@ RWKV = Family(
         mix("attn.mix_k", TIME + "time_mix_key"),
         mix("attn.mix_v", TIME + "time_mix_value"),
         mix("attn.mix_r", TIME + "time_mix_receptance"),
-        ParameterTemplate("attn.k", TIME + "key", ("rows", "hidden")),
-        ParameterTemplate("attn.v", TIME + "value", ("rows", "hidden")),
-        ParameterTemplate("attn.r", TIME + "receptance", ("rows", "hidden")),
-        ParameterTemplate("attn.o", TIME + "output", ("hidden", "rows")),
+        c.linear("attn.k", TIME + "key", "rows", "hidden"),
+        c.linear("attn.v", TIME + "value", "rows", "hidden"),
+        c.linear("attn.r", TIME + "receptance", "rows", "hidden"),
+        c.linear("attn.o", TIME + "output", "hidden", "rows"),
         mix("mlp.mix_k", CHANNEL + "time_mix_key"),
         mix("mlp.mix_r", CHANNEL + "time_mix_receptance"),
-        ParameterTemplate("mlp.k", CHANNEL + "key", ("intermediate", "hidden")),
-        ParameterTemplate("mlp.r", CHANNEL + "receptance", ("hidden", "hidden")),
-        ParameterTemplate("mlp.v", CHANNEL + "value", ("hidden", "intermediate")),
+        c.linear("mlp.k", CHANNEL + "key", "intermediate", "hidden"),
+        c.linear("mlp.r", CHANNEL + "receptance", "hidden", "hidden"),
+        c.linear("mlp.v", CHANNEL + "value", "hidden", "intermediate"),
         c.norm("final_norm", "rwkv.ln_out", bias=True),
         c.head("head"),
     ),
@@ -138,7 +138,7 @@ def _fifth(slot: ParameterTemplate) -> tuple[ParameterTemplate, ...]:
     if slot.role in ("attn.decay", "attn.first"):
         name = "time_decay" if slot.role == "attn.decay" else "time_faaaa"
         return (ParameterTemplate(slot.role, TIME + name, ("heads", "head_size"), "other", suffix=""),)
-    gate = (ParameterTemplate("attn.g", TIME + "gate", ("rows", "hidden")),)
+    gate = (c.linear("attn.g", TIME + "gate", "rows", "hidden"),)
     norm = (c.norm("attn.out_norm", TIME + "ln_x", "rows", bias=True),)
     before = {"attn.mix_k": (mix("attn.mix_g", TIME + "time_mix_gate"),), "attn.o": gate, "mlp.mix_k": norm}
     return (*before.get(slot.role, ()), slot)
@@ -156,11 +156,13 @@ RWKV5 = replace(
 )
 
 
-def grok_norm(role: str, name: str) -> ParameterTemplate:
-    """Returns the template of a norm, whose weight this model calls its scale."""
-    return ParameterTemplate(role, c.LAYER + name, ("hidden",), "norm", suffix=".scale")
-
-
+# This model calls the weight of a norm its scale.
+GROK_NORMS = {
+    "attn.norm": "pre_attn_norm",
+    "attn.post_norm": "post_attn_norm",
+    "mlp.norm": "pre_moe_norm",
+    "mlp.post_norm": "post_moe_norm",
+}
 GROK = replace(
     MISTRAL,
     name="Grok-1",
@@ -171,14 +173,11 @@ GROK = replace(
         *c.attention(c.LAYER + "attn."),
         c.router(c.LAYER + "moe_block.gate"),
         *c.experts(c.LAYER + "moe_block.experts.{expert}.", ("linear", "linear_v", "linear_1")),
-        grok_norm("attn.norm", "pre_attn_norm"),
-        grok_norm("attn.post_norm", "post_attn_norm"),
-        grok_norm("mlp.norm", "pre_moe_norm"),
-        grok_norm("mlp.post_norm", "post_moe_norm"),
-        ParameterTemplate("final_norm", "model.norm", ("hidden",), "norm", suffix=".scale"),
+        *(replace(c.norm(role, c.LAYER + name), suffix=".scale") for role, name in GROK_NORMS.items()),
+        replace(c.FINAL_NORM, suffix=".scale"),
         c.LM_HEAD,
     ),
-    dimensions=c.sparse_dimensions(c.every_layer),
+    dimensions=c.sparse_dimensions(),
     keys={"moe_intermediate_size": "intermediate_size"},
     fusions=(),
     spellings=(

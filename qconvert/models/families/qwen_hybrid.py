@@ -19,9 +19,7 @@ from qconvert.models.parameters import Dimensions, ParameterTemplate
 DELTA = c.LAYER + "linear_attn."
 # The query projection also makes an output gate, so it has twice the rows that the output reads.
 GATED_ATTENTION = (
-    ParameterTemplate(
-        "attn.q", c.LAYER + "self_attn.q_proj", ("gated_q_rows", "hidden"), bias="attention_bias"
-    ),
+    c.linear("attn.q", c.LAYER + "self_attn.q_proj", "gated_q_rows", "hidden", bias="attention_bias"),
     *(replace(slot, only_if="full_attention") for slot in (*c.BIASED_ATTENTION[1:], c.Q_NORM, c.K_NORM)),
 )
 DELTA_NET = (
@@ -29,9 +27,9 @@ DELTA_NET = (
     ParameterTemplate("delta.A_log", DELTA + "A_log", ("delta_heads",), "other", suffix=""),
     ParameterTemplate("delta.conv", DELTA + "conv1d", ("delta_qkv_rows", "one", "kernel"), "other"),
     c.norm("delta.norm", DELTA + "norm", "delta_head_dim"),
-    ParameterTemplate("delta.o", DELTA + "out_proj", ("hidden", "delta_rows")),
-    ParameterTemplate("delta.qkv", DELTA + "in_proj_qkv", ("delta_qkv_rows", "hidden")),
-    ParameterTemplate("delta.z", DELTA + "in_proj_z", ("delta_rows", "hidden")),
+    c.linear("delta.o", DELTA + "out_proj", "hidden", "delta_rows"),
+    c.linear("delta.qkv", DELTA + "in_proj_qkv", "delta_qkv_rows", "hidden"),
+    c.linear("delta.z", DELTA + "in_proj_z", "delta_rows", "hidden"),
     ParameterTemplate("delta.b", DELTA + "in_proj_b", ("delta_heads", "hidden"), "router"),
     ParameterTemplate("delta.a", DELTA + "in_proj_a", ("delta_heads", "hidden"), "router"),
 )
@@ -105,7 +103,7 @@ HYBRID_MOE = replace(
     model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
     classes=("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForCausalLM"),
     slots=(c.EMBED, *DELTA_NET, *GATED_ATTENTION, c.ROUTER, *c.experts(), *SHARED_EXPERT, *NORMS, c.LM_HEAD),
-    dimensions=hybrid(c.sparse_dimensions(c.every_layer)),
+    dimensions=hybrid(c.sparse_dimensions()),
     fusions=(c.QKV, *(replace(stack, native=True) for stack in c.EXPERT_STACKS)),
 )
 

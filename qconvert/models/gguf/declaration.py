@@ -221,11 +221,8 @@ class GGUFModel:
 _AS_IT_IS = Written()
 
 
-@dataclass(frozen=True, slots=True)
-class NoGraph:
+class NoGraph(str):
     """Why a model type cannot be a GGUF file: the sentence that the user reads."""
-
-    reason: str
 
 
 def refuse_other_models(facts: Facts) -> None:

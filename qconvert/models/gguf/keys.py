@@ -154,6 +154,9 @@ feed_forward_length = size("feed_forward_length", "intermediate_size")
 head_count = size("attention.head_count", "num_attention_heads")
 
 
+SIZES = (block_count, context_length, embedding_length, feed_forward_length, head_count)
+
+
 def kv_heads(file: Metadata) -> int:
     """Returns the number of key and value heads: as many as query heads where the file has no key."""
     return file.optional("attention.head_count_kv") or file.size("attention.head_count")
@@ -372,18 +375,7 @@ def rope_freqs(facts: Facts) -> Iterator[Constant]:
 
 def decoder(*, rope: Keys = rope, norm: Keys = rms_epsilon, more: Sequence[Keys] = ()) -> tuple[Keys, ...]:
     """Returns the keys of a decoder in the converter's usual order, with `more` before the head sizes."""
-    return (
-        block_count,
-        context_length,
-        embedding_length,
-        feed_forward_length,
-        head_count,
-        head_count_kv,
-        rope,
-        norm,
-        *more,
-        head_sizes,
-    )
+    return (*SIZES, head_count_kv, rope, norm, *more, head_sizes)
 
 
 # That the rotary embedding is not scaled, which the converter spells out for Cohere.

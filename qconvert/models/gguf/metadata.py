@@ -70,6 +70,7 @@ class Metadata:
         return found
 
     def optional(self, name: str) -> int | None:
+        """Returns a positive integer, None where it is absent or 0."""
         return self.count(name) or None
 
     def count(self, name: str) -> int:

@@ -60,6 +60,9 @@ def config_of(model_type: str, file: Metadata) -> Json:
         read |= model.constants.read(file)
     if "head_dim" in family.defaults:  # where a class has its own default, and llama.cpp this one
         read.setdefault("head_dim", file.head_size)
+    # In this family's keys; a key of both names is kept.
+    read = {"vocab_size": file.tensors[_EMBEDDING].shape[0], **read}
+    names = {"num_hidden_layers": family.layers[0], **family.keys}
     # The class at the position of the type, where the family has as many.
     beside = len(family.classes) == len(family.model_types)
     special = {f"{name}_token_id": file.kv.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL}
@@ -68,7 +71,8 @@ def config_of(model_type: str, file: Metadata) -> Json:
         "model_type": model_type,
         family.tied_by: "output.weight" not in file.tensors,
         **_biases(family, model, file),
-        **_with_own_keys(family, {"vocab_size": file.tensors[_EMBEDDING].shape[0], **read}),
+        **{names.get(key, key): value for key, value in read.items()},
+        **{key: read[key] for key, own in family.keys.items() if key in read and own in read},
         **{key: entry.value for key, entry in special.items() if entry and isinstance(entry.value, int)},
     }
 
@@ -104,13 +108,6 @@ def _same(one: KV, other: KV) -> bool:
     if isinstance(a, tuple) != isinstance(b, tuple):  # one count for all layers, or one for each
         return set(a if isinstance(a, tuple) else (a,)) == set(b if isinstance(b, tuple) else (b,))
     return a == b
-
-
-def _with_own_keys(family: Family, read: Json) -> Json:
-    """Renames the entries to this family's keys; a key of both names is kept."""
-    names = {"num_hidden_layers": family.layers[0], **family.keys}
-    both = {key: read[key] for key, own in family.keys.items() if key in read and own in read}
-    return {names.get(key, key): value for key, value in read.items()} | both
 
 
 def _biases(family: Family, model: GGUFModel, file: Metadata) -> Json:

@@ -24,8 +24,7 @@ IQ4_VALUES = np.array(
 
 def mxfp4_scales(stored: np.ndarray) -> np.ndarray:
     """Returns the powers of two of E8M0 bytes, halved to go with `E2M1_DOUBLED`."""
-    scales: np.ndarray = np.ldexp(np.float32(1), stored.astype(np.int32) - 128)
-    return scales
+    return np.asarray(np.ldexp(np.float32(1), stored.astype(np.int32) - 128))
 
 
 def nvfp4_scales(stored: np.ndarray) -> np.ndarray:
@@ -81,5 +80,4 @@ def _scaled(codes_NI: np.ndarray, scales_NG: np.ndarray, mins_NG: np.ndarray | N
     weights_NGg = codes_NI.reshape(*scales_NG.shape, -1) * scales_NG[:, :, None]
     if mins_NG is not None:
         weights_NGg += mins_NG[:, :, None]
-    weights_NI: np.ndarray = weights_NGg.reshape(codes_NI.shape)
-    return weights_NI
+    return np.asarray(weights_NGg.reshape(codes_NI.shape))

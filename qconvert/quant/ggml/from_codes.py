@@ -105,8 +105,7 @@ def _half(numbers: np.ndarray) -> tuple[np.ndarray, int]:
 def _nibbles(codes_RI: np.ndarray) -> np.ndarray:
     """Packs two codes per byte: the first half of a block low, the second high."""
     halves = codes_RI.reshape(len(codes_RI), -1, 2, BLOCK // 2)
-    packed: np.ndarray = halves[:, :, 0] | halves[:, :, 1] << 4
-    return packed
+    return np.asarray(halves[:, :, 0] | halves[:, :, 1] << 4)
 
 
 def _blocks(fields_RG: list[np.ndarray], codes: np.ndarray, group: int) -> np.ndarray:

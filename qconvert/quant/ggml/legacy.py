@@ -35,12 +35,8 @@ from qconvert.quant.simd.lanes import (
 )
 
 BLOCK = 32
-_ZERO = np.float32(0)
-_HALF = np.float32(0.5)
-_SIXTEEN = np.float32(16)
-_TOP_4 = np.float32(15)
-_TOP_5 = np.float32(31)
-_Q8_TOP = np.float32(127)
+_ZERO, _HALF, _SIXTEEN = np.float32(0), np.float32(0.5), np.float32(16)
+_TOP_4, _TOP_5, _Q8_TOP = np.float32(15), np.float32(31), np.float32(127)
 _SYMMETRIC_TRIALS = (symmetric_trials(8), symmetric_trials(16))
 _AFFINE_TRIALS = (affine_trials(15, -0.9, 0.05, 36), affine_trials(31, -0.9, 0.05, 36))
 

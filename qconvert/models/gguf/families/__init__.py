@@ -76,7 +76,7 @@ def gguf_model(config: Json) -> GGUFModel:
     known = MODELS.get(str(model_type))
     if isinstance(known, NoGraph):
         raise UnsupportedModel(
-            f"config.json: model_type {model_type!r} cannot be written as GGUF: {known.reason}",
+            f"config.json: model_type {model_type!r} cannot be written as GGUF: {known}",
             "`qconvert quantize` writes it as safetensors",
         )
     raise UnsupportedModel(

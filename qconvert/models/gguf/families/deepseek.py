@@ -84,12 +84,7 @@ def dense_layers_first(facts: Facts) -> str | None:
 DEEPSEEK = GGUFModel(
     "deepseek",
     keys=k.decoder(more=(k.expert_counts,)),
-    late=(
-        k.rope_dimensions(),
-        k.vocab_size,
-        dense_and_sparse,
-        k.fixed("expert_weights_scale", 1.0),
-    ),
+    late=(k.rope_dimensions(), k.vocab_size, dense_and_sparse, k.fixed("expert_weights_scale", 1.0)),
     defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "scoring_func": "softmax"},
     roles=ROTATED,
     checks=(
@@ -208,19 +203,7 @@ def best_of_group(facts: Facts) -> str | None:
 
 DEEPSEEK_V2 = GGUFModel(
     "deepseek2",
-    keys=(
-        k.block_count,
-        k.context_length,
-        k.embedding_length,
-        k.feed_forward_length,
-        k.head_count,
-        one_head_kv,
-        k.rope,
-        k.rms_epsilon,
-        k.expert_counts,
-        expert_groups,
-        gating("softmax"),
-    ),
+    keys=(*k.SIZES, one_head_kv, k.rope, k.rms_epsilon, k.expert_counts, expert_groups, gating("softmax")),
     late=(dense_and_sparse, k.vocab_size, latent_heads, expert_weights, latent_rope),
     defaults={
         "rms_norm_eps": 1e-6,

@@ -27,14 +27,7 @@ def sees_everything(facts: Facts) -> Iterator[KV]:
 
 BERT = GGUFModel(
     "bert",
-    keys=(
-        k.block_count,
-        k.context_length,
-        k.embedding_length,
-        k.feed_forward_length,
-        k.head_count,
-        k.norm_epsilon("layer_norm_eps"),
-    ),
+    keys=(*k.SIZES, k.norm_epsilon("layer_norm_eps")),
     late=(sees_everything,),
     defaults={"layer_norm_eps": 1e-12},
     roles={

@@ -92,19 +92,10 @@ def _phi3_factors(facts: Facts) -> Iterator[Constant]:
         yield Constant(f"rope_factors_{kind}.weight", tuple(positive(numbers, key) for key in numbers))
 
 
+_USUAL = (k.embedding_length, k.feed_forward_length, k.block_count, k.head_count)
 PHI3 = GGUFModel(
     "phi3",
-    keys=(
-        _phi3_attention_factor,
-        _phi3_context,
-        k.embedding_length,
-        k.feed_forward_length,
-        k.block_count,
-        k.head_count,
-        k.head_count_kv,
-        k.rms_epsilon,
-        _phi3_rope,
-    ),
+    keys=(_phi3_attention_factor, _phi3_context, *_USUAL, k.head_count_kv, k.rms_epsilon, _phi3_rope),
     late=(_phi3_window,),
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     roles=_HALVED,
@@ -133,10 +124,7 @@ CHATGLM = GGUFModel(
     "chatglm",
     keys=(
         k.size("context_length", "seq_length"),
-        k.embedding_length,
-        k.feed_forward_length,
-        k.block_count,
-        k.head_count,
+        *_USUAL,
         _kv_heads,
         k.rms_epsilon_of("layernorm_epsilon"),
         # All of q comes before all of k, so the heads are not grouped.
@@ -157,15 +145,7 @@ CHATGLM = GGUFModel(
 )
 GLM = replace(
     CHATGLM,
-    keys=(
-        k.context_length,
-        k.embedding_length,
-        k.feed_forward_length,
-        k.block_count,
-        k.head_count,
-        k.head_count_kv,
-        k.rms_epsilon,
-    ),
+    keys=(k.context_length, *_USUAL, k.head_count_kv, k.rms_epsilon),
     late=(k.rope_dimensions(0.5), k.rope_kinds("default")),
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
     whole=(GATE_UP,),

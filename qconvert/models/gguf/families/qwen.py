@@ -58,15 +58,7 @@ def first_rope(facts: Facts) -> Iterator[KV]:
 # `intermediate_size` is twice the inner width, and llama.cpp halves it.
 QWEN = GGUFModel(
     "qwen",
-    keys=(
-        k.block_count,
-        k.context_length,
-        k.embedding_length,
-        k.feed_forward_length,
-        k.head_count,
-        first_rope,
-        k.rms_epsilon_of("layer_norm_epsilon"),
-    ),
+    keys=(*k.SIZES, first_rope, k.rms_epsilon_of("layer_norm_epsilon")),
     defaults={"max_position_embeddings": 8192, "rotary_emb_base": 10000.0, "layer_norm_epsilon": 1e-6},
     whole=("attn.qkv",),
     head="required",

@@ -154,17 +154,7 @@ HYBRID = GGUFModel(
 HYBRID_MOE = replace(
     HYBRID,
     arch="qwen35moe",
-    keys=(
-        k.block_count,
-        k.context_length,
-        k.embedding_length,
-        k.head_count,
-        k.head_count_kv,
-        k.rope,
-        k.rms_epsilon,
-        k.expert_counts,
-        k.head_sizes,
-    ),
+    keys=tuple(keys for keys in k.decoder(more=(k.expert_counts,)) if keys is not k.feed_forward_length),
     late=(k.expert_widths, *HYBRID.late),
     defaults={**HYBRID.defaults, "num_key_value_heads": 2},
 )
