@@ -41,7 +41,12 @@ def gguf_files(folder: Path, stem: Path, types: Sequence[str]) -> dict[str, Path
         _write_bf16(folder, files["bf16"])
     for name in types:
         if not files[name].is_file():
-            _quantize(files["bf16"], files[name], name)
+            from cyllama.llama import llama_cpp as api  # type: ignore[import-untyped]
+
+            api.disable_logging()
+            params = api.LlamaModelQuantizeParams()
+            params.ftype, params.nthread = FILE_TYPES[name], 2
+            api.model_quantize(str(files["bf16"]), str(files[name]), params)  # as llama-quantize does
     return {name: files[name] for name in types}
 
 
@@ -81,14 +86,3 @@ def _write_bf16(folder: Path, out: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _quantize(source: Path, out: Path, name: str) -> None:
-    """The file as llama-quantize makes a type of `FILE_TYPES` of it."""
-    from cyllama.llama import llama_cpp as api  # type: ignore[import-untyped]
-
-    api.disable_logging()
-    params = api.LlamaModelQuantizeParams()
-    params.ftype = FILE_TYPES[name]
-    params.nthread = 2
-    api.model_quantize(str(source), str(out), params)

@@ -52,12 +52,10 @@ class PerplexityReport:
         return self.chunks < self.planned_chunks
 
     def to_json(self) -> Json:
-        """All of it as plain JSON values."""
         head = {"report": "perplexity", "version": FORMAT_VERSION, "partial": self.partial}
         return head | asdict(self)
 
     def figures(self) -> list[Figure]:
-        """The pictures of the HTML page."""
         found = perplexity_figures(self.models, self.reference, self.noise_floor)
         return [*found, *(figure for report in self.weights for figure in report.figures())]
 

@@ -29,12 +29,11 @@ def attend(
     """
     new, seen = q_BHTE.shape[2], k_BKSE.shape[2]
     slides = window is not None and window < seen
-    mask_TS = None
+    special = cap is not None or sinks_H is not None
     # `is_causal` aligns the first query with the first key, not the last with the last.
-    if slides or 1 < new < seen:
-        mask_TS = _mask(new, seen, window, q_BHTE.device)
-    if cap is not None or sinks_H is not None:
-        mask_TS = _mask(new, seen, window, q_BHTE.device) if mask_TS is None else mask_TS
+    masked = slides or 1 < new < seen or special
+    mask_TS = _mask(new, seen, window, q_BHTE.device) if masked else None
+    if mask_TS is not None and special:
         rows = [
             _attend_one(q_HTE, k_KSE, v_KSE, mask_TS, scale, cap, sinks_H)
             for q_HTE, k_KSE, v_KSE in zip(q_BHTE, k_BKSE, v_BKSE, strict=True)

@@ -108,7 +108,6 @@ class DenseWeight(_Decoded):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
         return self.w_OI.nbytes
 
     def rows(self, index: slice | Tensor) -> Tensor:
@@ -154,7 +153,6 @@ class IntWeight(_Decoded):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
         zeros = 0 if isinstance(self.zeros_OG, int) else self.zeros_OG.nbytes
         return self.codes_OB.nbytes + self.scales_OG.nbytes + zeros
 
@@ -199,7 +197,6 @@ class EncodedWeight(_Decoded):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
         return sum(array.nbytes for array in self.value.arrays)
 
     def rows(self, index: slice | Tensor) -> Tensor:

@@ -62,7 +62,6 @@ class GroupNumbers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
         return self.stored_OG.nbytes + (0 if self.super_OS is None else self.super_OS.nbytes)
 
     def part(self, index: slice) -> GroupNumbers:
@@ -101,12 +100,10 @@ class PackedGrid:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
         held = [self.scales.nbytes, 0 if self.mins is None else self.mins.nbytes]
         return self.codes_OB.nbytes + sum(held) + (0 if self.zeros_OG is None else self.zeros_OG.nbytes)
 
     def part(self, index: slice) -> PackedGrid:
-        """Some of the rows as a weight of their own; no copy."""
         return replace(
             self,
             codes_OB=self.codes_OB[index],
@@ -273,17 +270,11 @@ def _table(numbers: np.ndarray) -> tuple[Tensor, float]:
 
 
 def _kernel_of(recipe: Recipe) -> str:
-    names = {"int4": "int4", "int6": "int6", "int8": "int8", "table4": "lut"}
-    if recipe.kind not in names:
+    if recipe.kind in _FLOAT_KINDS:
         return recipe.kind
-    by = (
-        "half_parts"
-        if recipe.group % PART
-        else "parts"
-        if recipe.group % BLOCK or recipe.table is not None
-        else "blocks"
-    )
-    return f"{names[recipe.kind]}_by_{by}"
+    whole = recipe.group % BLOCK == 0 and recipe.table is None
+    by = "half_parts" if recipe.group % PART else "blocks" if whole else "parts"
+    return f"{'lut' if recipe.kind == 'table4' else recipe.kind}_by_{by}"
 
 
 def _address(array: Tensor | None) -> int:
