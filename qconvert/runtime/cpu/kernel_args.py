@@ -38,20 +38,9 @@ decoding rounds product and sum to that many bits of fraction, numbers below `le
 
 LAYER = np.dtype(
     [
-        ("attention_norm", _NUMBER),
-        ("q", LINEAR),
-        ("k", LINEAR),
-        ("v", LINEAR),
-        ("q_norm", _NUMBER),
-        ("k_norm", _NUMBER),
-        ("o", LINEAR),
-        ("mlp_norm", _NUMBER),
-        ("gate", LINEAR),
-        ("up", LINEAR),
-        ("down", LINEAR),
-        ("window", _NUMBER),
-        ("keys", _NUMBER),
-        ("values", _NUMBER),
+        *((name, LINEAR) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, _NUMBER) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm")),
+        *((name, _NUMBER) for name in ("window", "keys", "values")),
     ],
     align=True,
 )

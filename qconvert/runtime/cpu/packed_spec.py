@@ -101,8 +101,10 @@ def _kind(bits: int) -> str:
 def _of_mins(value: AffineMinRows) -> Recipe | None:
     encoding, kind = value.encoding, _kind(value.encoding.bits)
     shift = _BYTE_ZERO if kind == "int8" else 0
-    if encoding.scale_dtype is DType.F16 and _beyond_f16(value):
-        return None
+    if encoding.scale_dtype is DType.F16:
+        scales, mins = (np.abs(x.astype(np.float32)).max(initial=0) for x in (value.scales_RG, value.mins_RG))
+        if not scales * (1 << encoding.bits) + mins < _HALF_MOST:
+            return None  # products of codes and scales may leave half precision
 
     def take(rows: Value) -> Lowered:
         assert isinstance(rows, AffineMinRows)
@@ -110,13 +112,6 @@ def _of_mins(value: AffineMinRows) -> Recipe | None:
         return Lowered(codes_of(rows) - np.uint8(shift) if shift else codes_of(rows), scales, mins)
 
     return Recipe(kind, encoding.group_size, take, -shift, rounding=encoding.scale_dtype)
-
-
-def _beyond_f16(value: AffineMinRows) -> bool:
-    """Whether products of codes and scales may leave half precision."""
-    scales_RG, mins_RG = (np.abs(array.astype(np.float32)) for array in (value.scales_RG, value.mins_RG))
-    most = scales_RG.max(initial=0) * (1 << value.encoding.bits) + mins_RG.max(initial=0)
-    return not most < _HALF_MOST
 
 
 def _of_table(value: CodebookRows) -> Recipe | None:

@@ -128,8 +128,7 @@ class PackedGrid:
         rows = x.numel() // x.shape[-1]
         if rows > (MOST_FLOAT_ROWS if self.recipe.kind in _FLOAT_KINDS else MOST_INTEGER_ROWS):
             return multiply_decoded(x, self, bias_O)
-        y_NO = multiply_few(x.reshape(-1, x.shape[-1]), self, bias_O)
-        return y_NO.to(x.dtype).view(*x.shape[:-1], -1)
+        return multiply_few(x, self, bias_O)
 
     def kernel_args(self, bias_O: Tensor | None = None) -> np.ndarray:
         """Its fields of LINEAR; the caller keeps weight and bias (float32, contiguous) alive."""
