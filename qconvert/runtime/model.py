@@ -155,14 +155,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def gelu_glu(gate: Tensor, up: Tensor) -> Tensor:
-    """`gelu(gate) * up`."""
-    return F.gelu(gate).mul_(up)
-
-
-def gelu_tanh_glu(gate: Tensor, up: Tensor) -> Tensor:
-    """`gelu(gate) * up`, gelu by its tanh approximation (Gemma)."""
-    return F.gelu(gate, approximate="tanh").mul_(up)
+def gelu_glu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """`gelu(gate) * up`, gelu exact or by its approximation (Gemma's: "tanh")."""
+    return F.gelu(gate, approximate=approximate).mul_(up)
 
 
 def clamped_swiglu(alpha: float, limit: float) -> Gate:

@@ -82,7 +82,7 @@ def _order(count: int) -> Any:
 
 
 def _part(builder: Any, codes: Any, part: Any) -> Any:
-    """The 32 nibbles of a part as bytes; `quant.packed_codes` is the address of its block."""
+    """The 32 nibbles of a part as bytes; `codes` is the address of its block."""
     one = ir.Constant(I64, 1)
     run = builder.mul(builder.lshr(part, one), ir.Constant(I64, PART))
     halves = ir.VectorType(I16, PART // 2)
@@ -93,7 +93,7 @@ def _part(builder: Any, codes: Any, part: Any) -> Any:
 
 
 def _with_pairs(builder: Any, codes: Any, part: Any) -> Any:
-    """The 32 codes of 6 bits of a part as bytes; `quant.packed_codes` is the address of its block."""
+    """The 32 codes of 6 bits of a part as bytes; `codes` is the address of its block."""
     halves = ir.VectorType(I16, PART // 2)
     stored = read(builder, builder.add(codes, ir.Constant(I64, 2 * PART)), halves)
     shift = builder.trunc(builder.shl(part, ir.Constant(I64, 1)), I16)
@@ -139,7 +139,7 @@ def _lut(builder: Any, table: Any, index: Any) -> Any:
 @instructions(words_type, *[types.intp] * 4)
 def dot_nibbles(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """Products of the 32 nibbles of a part with 32 int16 at `x`, neighbours added: lane l has columns 2l
-    and 2l + 1. `quant.packed_codes` is the address of a block; there is no table.
+    and 2l + 1. `codes` is the address of a block; there is no table.
     """
     wide = _woven(builder, _part(builder, codes, part), constant(0, BYTES))
     return _pairs(builder, wide, read(builder, x, SHORTS))

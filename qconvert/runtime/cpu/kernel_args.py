@@ -26,11 +26,9 @@ LINEAR = np.dtype(
 )
 """`y = W x + bias` with W [rows, width]; `kernel` is the address of the code that multiplies by it.
 
-Of a dense weight, `quant.packed_codes` are its numbers. Of a grid, `group` neighbours in a row share a
-scale, and a
+Of a dense weight, `codes` are its numbers. Of a grid, `group` neighbours in a row share a scale, and a
 weight is worth `(code - zero) * scale / divisor * factor + min`, or `number * scale / divisor` where a
-`table` (see `quant.packed_codes`) has numbers for codes; its whole numbers count `unit` each. `zeros` are
-int8,
+`table` (see `coded_dots.py`) has numbers for codes; its whole numbers count `unit` each. `zeros` are int8,
 one per group, or none: then `zero` holds for all. Scales and mins (or none) are of `number_type`; of
 `I8` ones, `shared` neighbours have one in `supers` and `super_mins`. Where `rounded_bits` is not 0,
 decoding rounds product and sum to that many bits of fraction, numbers below `least` to its steps.

@@ -1,7 +1,7 @@
 """Packs weights in the layout of the CPU kernels and multiplies by them; made at load, never saved.
 
 Legend: O out features (rows), I in features, G groups, B bytes of a row, N rows of the input, R rows
-asked for. Rows are padded to whole blocks of 128 columns; `quant.packed_codes` says how a block lies in
+asked for. Rows are padded to whole blocks of 128 columns; `coded_dots.py` says how a block lies in
 memory.
 """
 
@@ -180,9 +180,7 @@ def pack_grid(value: Value, dtype: torch.dtype) -> PackedGrid | None:
     padded = (width + BLOCK - 1) // BLOCK * BLOCK
     codes_OB = torch.empty(rows, padded * _BITS.get(recipe.kind, 8) // 8, dtype=torch.uint8)
     scales, mins = _room(first.scales, rows), None if first.mins is None else _room(first.mins, rows)
-    zeros_OG = None
-    if first.zeros_RG is not None:
-        zeros_OG = _slack(rows, first.zeros_RG.shape[1], torch.int8)
+    zeros_OG = None if first.zeros_RG is None else _slack(rows, first.zeros_RG.shape[1], torch.int8)
 
     def pack(start: int) -> None:
         block = slice(start, start + step)
@@ -230,7 +228,7 @@ def _fill(numbers: GroupNumbers, block: slice, levels: Levels) -> None:
 
 
 def _pack_int4(codes_RI: np.ndarray) -> np.ndarray:
-    """Codes of 4 bits in the order of `quant.packed_codes`: [rows, padded width / 2]."""
+    """Codes of 4 bits in the order of `coded_dots.py`: [rows, padded width / 2]."""
     rows, width = codes_RI.shape
     parts = _as_bytes_lie(codes_RI).reshape(rows, width // (2 * PART), 2, PART)
     packed: np.ndarray = parts[:, :, 0] | parts[:, :, 1] << 4

@@ -52,7 +52,6 @@ class Product:
     out: Parts
 
     def multiply(self) -> None:
-        """One launch."""
         parts_SMN = self.out.parts_SMN
         multiply_partials(self.rows.x_MK, self.rows.sums_GM, self.weight, len(parts_SMN), parts_SMN)
 
