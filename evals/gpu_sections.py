@@ -84,7 +84,8 @@ def _product(bench: Bench, name: str, form: str, shape: tuple[int, int], rows: i
         error = _distance(multiply_partials(x_MK, sums, weights[0], splits, out).double().sum(0), want)
         calls = [partial(multiply_partials, x_MK, sums, weight, splits, out) for weight in weights]
         seconds = bench.seconds(calls) if error <= PRODUCT_LIMIT else None
-        _add_product(bench, name, f"{OURS} {form}", shape, rows, splits, error, seconds, weights[0].nbytes)
+        what = {"product": name, "via": f"{OURS} {form}", "shape": f"{shape[0]} x {shape[1]}"}
+        _add_product(bench, {**what, "rows": rows, "splits": splits}, error, seconds, weights[0].nbytes)
 
 
 def _peer_product(bench: Bench, name: str, peer: Peer, shape: tuple[int, int], rows: int) -> None:
@@ -100,32 +101,16 @@ def _peer_product(bench: Bench, name: str, peer: Peer, shape: tuple[int, int], r
             seconds = bench.seconds(calls)
         except RuntimeError:  # cannot be captured in a graph
             seconds = bench.seconds(calls, graphed=False)
-    via = f"{peer.via} {peer.encoding}"
-    _add_product(bench, name, via, shape, rows, None, error, seconds, made[0].nbytes)
+    what = {"product": name, "via": f"{peer.via} {peer.encoding}", "shape": f"{shape[0]} x {shape[1]}"}
+    _add_product(bench, {**what, "rows": rows, "splits": None}, error, seconds, made[0].nbytes)
 
 
 def _add_product(
-    bench: Bench,
-    name: str,
-    via: str,
-    shape: tuple[int, int],
-    rows: int,
-    splits: int | None,
-    error: float,
-    seconds: float | None,
-    nbytes: int,
+    bench: Bench, what: dict[str, object], error: float, seconds: float | None, nbytes: int
 ) -> None:
-    fraction = nbytes / seconds / bench.ceilings["copy"] if seconds else None
-    bench.add(
-        product=name,
-        via=via,
-        shape=f"{shape[0]} x {shape[1]}",
-        rows=rows,
-        splits=splits,
-        error=error,
-        us="WRONG" if seconds is None else seconds / MICRO,
-        of_copy=fraction,
-    )
+    us = "WRONG" if seconds is None else seconds / MICRO
+    of_copy = nbytes / seconds / bench.ceilings["copy"] if seconds else None
+    bench.add(**what, error=error, us=us, of_copy=of_copy)
 
 
 def crossings(bench: Bench) -> None:
@@ -144,18 +129,12 @@ def _crossing(bench: Bench, what: str, form: str, shape: tuple[int, int]) -> Non
         x_MK = Maker(bench.device).normal(rows, shape[1])
         error = _distance(multiply(x_MK, weights[0], None), multiply_many(x_MK, weights[0], None))
         few, many = (
-            bench.seconds([partial(way, x_MK, weight, None) for weight in weights])
+            bench.seconds([partial(way, x_MK, weight, None) for weight in weights]) / MICRO
             for way in (multiply, multiply_many)
         )
-        bench.add(
-            product=what,
-            form=form,
-            rows=rows,
-            apart=error,
-            kernel_us=few / MICRO,
-            dequantize_us=many / MICRO,
-            ahead="kernel" if few <= many else "dequantize",
-        )
+        ahead = "kernel" if few <= many else "dequantize"
+        record = {"product": what, "form": form, "rows": rows, "apart": error}
+        bench.add(**record, kernel_us=few, dequantize_us=many, ahead=ahead)
 
 
 def decode(bench: Bench) -> None:

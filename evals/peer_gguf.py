@@ -16,23 +16,6 @@ from qconvert.core.values import DenseRows
 FILE_TYPES = {"Q4_0": 2, "Q4_K_M": 15}
 """LLAMA_FTYPE_MOSTLY_... of llama.h."""
 
-_ROLES = {
-    "embed": "token_embd",
-    "final_norm": "output_norm",
-    "lm_head": "output",
-    "attn.norm": "attn_norm",
-    "attn.q": "attn_q",
-    "attn.k": "attn_k",
-    "attn.v": "attn_v",
-    "attn.o": "attn_output",
-    "attn.q_norm": "attn_q_norm",
-    "attn.k_norm": "attn_k_norm",
-    "mlp.norm": "ffn_norm",
-    "mlp.gate": "ffn_gate",
-    "mlp.up": "ffn_up",
-    "mlp.down": "ffn_down",
-}
-
 
 def gguf_files(folder: Path, stem: Path, types: Sequence[str]) -> dict[str, Path]:
     """A checkpoint as `STEM-TYPE.gguf` of every type, bf16 or one of `FILE_TYPES`; made once."""
@@ -41,14 +24,19 @@ def gguf_files(folder: Path, stem: Path, types: Sequence[str]) -> dict[str, Path
         _write_bf16(folder, files["bf16"])
     for name in types:
         if not files[name].is_file():
-            _quantize(files["bf16"], files[name], name)
+            from cyllama.llama import llama_cpp as api  # type: ignore[import-untyped]
+
+            api.disable_logging()
+            params = api.LlamaModelQuantizeParams()
+            params.ftype, params.nthread = FILE_TYPES[name], 2
+            api.model_quantize(str(files["bf16"]), str(files[name]), params)  # as llama-quantize does
     return {name: files[name] for name in types}
 
 
 def _write_bf16(folder: Path, out: Path) -> None:
     """A dense Qwen2 or Qwen3 checkpoint in bfloat16 as GGUF; vectors in float32, as llama.cpp wants them."""
     import numpy as np
-    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 
     checkpoint = open_checkpoint(folder)
     config, binding = checkpoint.config, checkpoint.bind()
@@ -66,12 +54,12 @@ def _write_bf16(folder: Path, out: Path) -> None:
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    for name, place in binding.parameters.items():
+    names = get_tensor_name_map(MODEL_ARCH[config["model_type"].upper()], config["num_hidden_layers"])
+    for name in binding.parameters:
         tensor = checkpoint.tensors[name]
         value = checkpoint.reader.read(tensor, 0, tensor.rows)
         assert isinstance(value, DenseRows) and value.dtype is DType.BF16
-        layer = "" if place.layer is None else f"blk.{place.layer}."
-        spelled = f"{layer}{_ROLES[place.role]}.{place.param}"
+        spelled = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if len(tensor.shape) == 1:
             writer.add_tensor(spelled, (value.rows_RI.ravel().astype(np.uint32) << 16).view(np.float32))
         else:
@@ -81,14 +69,3 @@ def _write_bf16(folder: Path, out: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _quantize(source: Path, out: Path, name: str) -> None:
-    """The file as llama-quantize makes a type of `FILE_TYPES` of it."""
-    from cyllama.llama import llama_cpp as api  # type: ignore[import-untyped]
-
-    api.disable_logging()
-    params = api.LlamaModelQuantizeParams()
-    params.ftype = FILE_TYPES[name]
-    params.nthread = 2
-    api.model_quantize(str(source), str(out), params)

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from evals.processes import options
-from evals.speed_layouts import INT4, layout_runners
 from evals.synthetic import converted, make_checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
@@ -33,10 +32,17 @@ if TYPE_CHECKING:
     from evals.runners import Runner
 
 BASE = "transformers bf16"
+INT4 = "int4, int8 head"
 LLAMA = "llama.cpp Q4_0"
 LLAMA_K = "llama.cpp Q4_K_M"
 PROMPT = 16
 _COPY_BYTES = 256 << 20
+_CONVERTED = {
+    "MLX 4-bit g64, int8 head": ("mlx", "int4-asym-g64"),
+    "NF4, int8 head": ("bitsandbytes", "nf4"),
+    "MXFP4, int8 head": ("compressed-tensors", "mxfp4"),
+    "FP8 channel, int8 head": ("compressed-tensors", "fp8-channel"),
+}
 
 Rates = dict[str, list[float]]
 """Tokens per second of every runner, one figure per round."""
@@ -72,7 +78,7 @@ def decode(tokens: int, layouts: bool, **measured: Any) -> None:
         wall, processor = (statistics.median(times) for times in zip(*steps, strict=True))
         return Pace(1 / wall, processor)
 
-    make, peers = (layout_runners, (INT4, LLAMA, LLAMA_K)) if layouts else (_runners, (BASE, LLAMA))
+    make, peers = (_layout_runners, (INT4, LLAMA, LLAMA_K)) if layouts else (_runners, (BASE, LLAMA))
     room = PROMPT + tokens + 1
     _measure("decode", one_round, make, peers, room=room, tokens=tokens, **measured)
 
@@ -166,6 +172,29 @@ def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
 
         files = gguf_files(source, work / shape, ("Q4_0", "bf16"))
         runners += [llama_cpp(f"llama.cpp {name}", path, room, threads) for name, path in files.items()]
+    return runners
+
+
+def _layout_runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
+    """A decoder for every layout, int4 g128 first; llama.cpp for the GGUF files where it is installed.
+
+    Heads that a layout leaves in 16 bits are rounded to 8 at load, so that what differs is the layers.
+    GGUF files are llama-quantize's, read by both decoders.
+    """
+    from evals.runners import llama_cpp, ours
+
+    source = make_checkpoint(work / f"{shape}-x1", shape)
+    int4 = converted(source, work / f"{shape}-int4", "quantize", "--bits", "4", "--min-max")
+    runners = [ours(INT4, int4, room, head_bits=8)]
+    for name, (layout, scheme) in _CONVERTED.items():
+        out = work / f"{shape}-{layout}-{scheme}"
+        folder = converted(source, out, "convert", "--to", layout, "--scheme", scheme)
+        runners.append(ours(name, folder, room, head_bits=8))
+    if find_spec("cyllama") and find_spec("gguf"):
+        from evals.peer_gguf import FILE_TYPES, gguf_files
+
+        for name, path in gguf_files(source, work / shape, tuple(FILE_TYPES)).items():
+            runners += [ours(f"GGUF {name}", path, room), llama_cpp(f"llama.cpp {name}", path, room, threads)]
     return runners
 
 

@@ -21,24 +21,19 @@ _QWEN = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "torch_dt
 _QWEN3 = {**_QWEN, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 128,
           "attention_bias": False, "max_position_embeddings": 40960}  # fmt: skip
 
-# Sizes from the models' own config.json files.
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "vocab_size", "tie_word_embeddings")  # fmt: skip
+# From the models' own config.json files.
 SHAPES: dict[str, Json] = {
-    "qwen2.5-0.5b": {**_QWEN, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-                     "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936,
-                     "tie_word_embeddings": True},
-    "qwen2.5-1.5b": {**_QWEN, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-                     "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936,
-                     "tie_word_embeddings": True},
-    "qwen2.5-7b": {**_QWEN, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-                   "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
-                   "tie_word_embeddings": False},
-    "qwen3-0.6b": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-                   "num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 151936,
-                   "tie_word_embeddings": True},
-    "qwen3-8b": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-                 "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936,
-                 "tie_word_embeddings": False},
-}  # fmt: skip
+    name: {**family, **dict(zip(_SIZES, sizes, strict=True))}
+    for name, family, *sizes in (
+        ("qwen2.5-0.5b", _QWEN, 896, 4864, 24, 14, 2, 151936, True),
+        ("qwen2.5-1.5b", _QWEN, 1536, 8960, 28, 12, 2, 151936, True),
+        ("qwen2.5-7b", _QWEN, 3584, 18944, 28, 28, 4, 152064, False),
+        ("qwen3-0.6b", _QWEN3, 1024, 3072, 28, 16, 8, 151936, True),
+        ("qwen3-8b", _QWEN3, 4096, 12288, 36, 32, 8, 151936, False),
+    )
+}
 
 SHARD_BYTES = 2_000_000_000
 _BLOCK_ROWS = 2048
@@ -63,7 +58,12 @@ def make_checkpoint(folder: Path, shape: str, *, layer_factor: int = 1, seed: in
     sink = FileSink(folder, plan_files(specs, SHARD_BYTES, {"format": "pt"}))
     rng = np.random.default_rng(seed)
     for place, spec in zip(places, specs, strict=True):
-        _fill(sink, spec, rng, center=1.0 if place.kind == "norm" else 0.0)
+        center = np.float32(1.0 if place.kind == "norm" else 0.0)
+        for start in range(0, spec.rows, _BLOCK_ROWS):
+            shape_RI = (min(_BLOCK_ROWS, spec.rows - start), spec.width)
+            x = rng.standard_normal(shape_RI, dtype=np.float32) * np.float32(0.02) + center
+            # Truncation to bf16 is exact enough for random weights and needs no kernel.
+            sink.write(spec.name, start, (x.view(np.uint32) >> 16).astype("<u2"))
     sink.commit()
     marker.write_text(text, encoding="utf-8")
     return folder
@@ -75,11 +75,3 @@ def converted(source: Path, out: Path, command: str, *options: str) -> Path:
         words = [sys.executable, "-m", "qconvert", command, str(source), *options, "-q", "--no-verify"]
         subprocess.run([*words, "-o", str(out)], check=True, stdout=subprocess.DEVNULL)
     return out
-
-
-def _fill(sink: FileSink, spec: TensorSpec, rng: np.random.Generator, center: float) -> None:
-    for start in range(0, spec.rows, _BLOCK_ROWS):
-        rows = min(_BLOCK_ROWS, spec.rows - start)
-        x = rng.standard_normal((rows, spec.width), dtype=np.float32) * np.float32(0.02) + np.float32(center)
-        # Truncation to bf16 is exact enough for random weights and needs no kernel.
-        sink.write(spec.name, start, (x.view(np.uint32) >> 16).astype("<u2"))

@@ -112,11 +112,9 @@ class Trace:
             self.leave(frame.f_code, value)
 
     def is_ours(self, code: CodeType) -> bool:
-        """Whether it is code of the package."""
         return code.co_filename.startswith((f"{self.root}/qconvert/", f"{self.root}/formats/"))
 
     def enter(self, code: CodeType, values: Iterable[object], foreign: bool) -> None:
-        """A call begins."""
         stack = self._stacks.setdefault(threading.get_ident(), [])
         above = stack[-1] if stack else None
         self._calls += 1

@@ -57,10 +57,8 @@ def _size_against_divergence(models: Sequence[ModelResult], reference: str | Non
         for model in models
         if (versus := model.versus) is not None
     ]
-    x = linear_axis("MB on disk", [mark.x for mark in marks], from_zero=True)
     y = log_axis("mean KL, nats", [mark.y for mark in marks], _LEAST_KL)
-    caption = f"Down and to the left is better. KL divergence of {reference} from each model, ± 1 SE."
-    return Figure("Size against quality", scatter("Size against mean KL", marks, x, y), caption)
+    return _against_size("mean KL", marks, y, f"KL divergence of {reference} from each model, ± 1 SE.")
 
 
 def _size_against_perplexity(models: Sequence[ModelResult]) -> Figure:
@@ -68,11 +66,15 @@ def _size_against_perplexity(models: Sequence[ModelResult]) -> Figure:
         Mark(model.label, model.size_bytes / 1e6, model.perplexity.value, model.perplexity.se)
         for model in models
     ]
-    x = linear_axis("MB on disk", [mark.x for mark in marks], from_zero=True)
     ends = [mark.y + sign * (mark.error or 0.0) for mark in marks for sign in (-1, 1)]
-    y = linear_axis("perplexity", ends)
-    caption = "Down and to the left is better. Without a reference, ± 1 SE is the spread of the text."
-    return Figure("Size against quality", scatter("Size against perplexity", marks, x, y), caption)
+    caption = "Without a reference, ± 1 SE is the spread of the text."
+    return _against_size("perplexity", marks, linear_axis("perplexity", ends), caption)
+
+
+def _against_size(what: str, marks: Sequence[Mark], y: Axis, caption: str) -> Figure:
+    x = linear_axis("MB on disk", [mark.x for mark in marks], from_zero=True)
+    picture = scatter(f"Size against {what}", marks, x, y)
+    return Figure("Size against quality", picture, f"Down and to the left is better. {caption}")
 
 
 def _distribution(compared: list[tuple[str, Comparison]]) -> Figure:

@@ -112,7 +112,9 @@ def evaluate(
     elif scores is not None:
         scores.unlink(missing_ok=True)
     base = tracks[0] if reference else None
-    return _report(_Evaluation(tokens, protocol, windows[:done], len(windows), base), tracks, echoes)
+    window_N = np.repeat(np.arange(done), [window.stop - window.scored for window in windows[:done]])
+    shared = _Evaluation(tokens, protocol, windows[:done], len(windows), base, window_N)
+    return _report(shared, tracks, echoes)
 
 
 def _check_vocabulary(models: Sequence[EvalModel], tokens: Tokens) -> None:
@@ -128,24 +130,15 @@ def _check_vocabulary(models: Sequence[EvalModel], tokens: Tokens) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
-    """The inputs that all figures of a report share: tokens, finished windows of `planned` ones, and the
-    reference's scores."""
+    """The inputs that all figures of a report share: tokens, finished windows of `planned` ones, the
+    reference's scores, and the window of every token that counts."""
 
     tokens: Tokens
     protocol: Protocol
     windows: Sequence[Window]
     planned: int
     base: Track | None
-
-    @property
-    def least_rows(self) -> int:
-        """Tokens of the shortest window."""
-        return min(window.stop - window.start for window in self.windows)
-
-    @property
-    def window_N(self) -> np.ndarray:
-        """The window of every token that counts."""
-        return np.repeat(np.arange(len(self.windows)), [w.stop - w.scored for w in self.windows])
+    window_N: np.ndarray
 
 
 def _report(evaluation: _Evaluation, tracks: Sequence[Track], echoes: Sequence[Track]) -> PerplexityReport:
@@ -173,11 +166,12 @@ def _model_result(track: Track, evaluation: _Evaluation) -> ModelResult:
     nll_N, window_N = np.concatenate(track.nll), evaluation.window_N
     tokens_per_byte = len(evaluation.tokens.ids_N) / evaluation.tokens.text.nbytes
     base = evaluation.base
+    least_rows = min(window.stop - window.start for window in evaluation.windows)
     return ModelResult(
         label=track.model.label,
         size_bytes=track.model.size_bytes,
         bits_per_weight=track.model.bits_per_weight,
-        arithmetic=arithmetic(track.model.decoder, evaluation.least_rows),
+        arithmetic=arithmetic(track.model.decoder, least_rows),
         perplexity=exp_mean(nll_N, window_N),
         bits_per_byte=float(nll_N.mean()) / math.log(2) * tokens_per_byte,
         tokens_per_second=track.tokens / track.seconds,

@@ -52,12 +52,10 @@ class PerplexityReport:
         return self.chunks < self.planned_chunks
 
     def to_json(self) -> Json:
-        """All of it as plain JSON values."""
         head = {"report": "perplexity", "version": FORMAT_VERSION, "partial": self.partial}
         return head | asdict(self)
 
     def figures(self) -> list[Figure]:
-        """The pictures of the HTML page."""
         found = perplexity_figures(self.models, self.reference, self.noise_floor)
         return [*found, *(figure for report in self.weights for figure in report.figures())]
 
@@ -78,8 +76,8 @@ class PerplexityReport:
             head = ("model", "KL mean", "median", "p90", "p99", "p99.9", "max", "same top-1", "RMS dp")
             compared = [(model.label, model.versus) for model in self.models]
             compared.append((f"{self.reference}, again", self.noise_floor))
-            rows = tuple(_distance_row(label, versus) for label, versus in compared if versus is not None)
-            grids.append(Grid(f"Distance from {self.reference}, in nats", head, rows))
+            rows = (_distance_row(label, versus) for label, versus in compared if versus is not None)
+            grids.append(Grid(f"Distance from {self.reference}, in nats", head, tuple(rows)))
         return Page(f"Perplexity on {self.text}", facts, tuple(grids), self.notes)
 
 

@@ -43,7 +43,6 @@ class Protocol:
 
     @property
     def context(self) -> int:
-        """Tokens per window."""
         return self.context_override or self.default_context
 
     @property

@@ -34,26 +34,17 @@ class WeightReport:
     notes: tuple[str, ...]
 
     def to_json(self) -> Json:
-        """All of it as plain JSON values."""
         return {"report": "weights", "version": FORMAT_VERSION, **asdict(self)}
 
     def figures(self) -> list[Figure]:
-        """The pictures of the HTML page."""
         return weight_figures(self.errors, self.a, self.b)
-
-    @property
-    def by_role(self) -> dict[str, list[WeightError]]:
-        """The weights that differ, by role in the order of the model."""
-        found: dict[str, list[WeightError]] = {}
-        for error in self.errors:
-            found.setdefault(error.role, []).append(error)
-        return found
 
     def page(self) -> Page:
         """The page that people read: one row per role, with its worst layer."""
         head = ("role", "weights", "rel. RMS", "worst", "in layer", "max", "steps")
         facts = (("from", self.a), ("to", self.b), ("equal", f"{self.equal} tensors"))
-        rows = tuple(_row(role, errors) for role, errors in self.by_role.items())
+        roles = dict.fromkeys(error.role for error in self.errors)  # in the order of the model
+        rows = tuple(_row(role, [each for each in self.errors if each.role == role]) for role in roles)
         total = (_row("all", self.errors),) if len(rows) > 1 else ()
         return Page("Errors of the weights", facts, (Grid("By role", head, rows + total),), self.notes)
 

@@ -11,8 +11,7 @@ from qconvert.report.page import Grid, Page
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A picture with its heading and a sentence on how to read it; `report.svg` comes from
-    `qconvert.report.svg`."""
+    """A picture, of `qconvert.report.svg`, with its heading and a sentence on how to read it."""
 
     title: str
     svg: str

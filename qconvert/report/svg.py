@@ -87,7 +87,9 @@ def scatter(title: str, marks: Sequence[Mark], x: Axis, y: Axis) -> str:
     """Points with error bars and their labels beside them."""
     parts = list(_frame(x, y))
     spots = [(_x(x, mark.x), _y(y, mark.y)) for mark in marks]
-    heights = _apart([spot[1] for spot in spots])
+    heights = [height for _, height in spots]
+    for upper, lower in pairwise(sorted(range(len(heights)), key=heights.__getitem__)):
+        heights[lower] = max(heights[lower], heights[upper] + _LINE)  # no two labels share a line
     for i, (mark, (cx, cy), height) in enumerate(zip(marks, spots, heights, strict=True)):
         tone = f"s{i % SERIES}"
         if mark.error is not None:
@@ -182,12 +184,3 @@ def _x(axis: Axis, value: float) -> float:
 
 def _y(axis: Axis, value: float) -> float:
     return HEIGHT - _BOTTOM - axis.at(value) * (HEIGHT - _TOP - _BOTTOM)
-
-
-def _apart(heights: Sequence[float]) -> list[float]:
-    """The heights moved down where needed so that no two labels share a line."""
-    moved = list(heights)
-    order = sorted(range(len(moved)), key=moved.__getitem__)
-    for upper, lower in pairwise(order):
-        moved[lower] = max(moved[lower], moved[upper] + _LINE)
-    return moved

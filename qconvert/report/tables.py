@@ -25,14 +25,9 @@ def size(nbytes: float) -> str:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Lines of a table with a heading; the first `left` columns are flush left, the rest right."""
     widths = [max(len(str(row[i])) for row in [head, *rows]) for i in range(len(head))]
-
-    def line(cells: Sequence[str]) -> str:
-        padded = (
-            c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(padded).rstrip()
-
-    return [line(head), *(line(row) for row in rows)]
+    sides = ["<" if i < left else ">" for i in range(len(head))]
+    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
+    return [form.format(*row).rstrip() for row in [head, *rows]]
 
 
 def parameter_table_lines(parameter_table: ParameterTable) -> list[str]:

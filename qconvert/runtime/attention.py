@@ -29,12 +29,14 @@ def attend(
     """
     new, seen = q_BHTE.shape[2], k_BKSE.shape[2]
     slides = window is not None and window < seen
+    special = cap is not None or sinks_H is not None
     mask_TS = None
     # `is_causal` aligns the first query with the first key, not the last with the last.
-    if slides or 1 < new < seen:
-        mask_TS = _mask(new, seen, window, q_BHTE.device)
-    if cap is not None or sinks_H is not None:
-        mask_TS = _mask(new, seen, window, q_BHTE.device) if mask_TS is None else mask_TS
+    if slides or 1 < new < seen or special:
+        position = torch.arange(seen, device=q_BHTE.device)
+        age_TS = position[seen - new :, None] - position
+        mask_TS = (age_TS >= 0) & (age_TS < (window if window is not None else seen))
+    if mask_TS is not None and special:
         rows = [
             _attend_one(q_HTE, k_KSE, v_KSE, mask_TS, scale, cap, sinks_H)
             for q_HTE, k_KSE, v_KSE in zip(q_BHTE, k_BKSE, v_BKSE, strict=True)
@@ -48,13 +50,6 @@ def attend(
     return F.scaled_dot_product_attention(
         q_BHTE, k_BKSE, v_BKSE, attn_mask=mask_TS, is_causal=causal, scale=scale, enable_gqa=True
     )
-
-
-def _mask(new: int, seen: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of all positions each of the last `new` ones attends to, bool [T, S]."""
-    position = torch.arange(seen, device=device)
-    age_TS = position[seen - new :, None] - position
-    return (age_TS >= 0) & (age_TS < (window if window is not None else seen))
 
 
 def _attend_one(

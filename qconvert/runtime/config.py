@@ -70,7 +70,6 @@ class DecoderConfig:
 
     @property
     def layers(self) -> int:
-        """The number of layers."""
         return len(self.windows)
 
     @property
@@ -80,7 +79,6 @@ class DecoderConfig:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normalised."""
         return self.has("attn.q_norm", 0)
 
     @property
@@ -90,7 +88,6 @@ class DecoderConfig:
         return frozenset(roles | {"attn.qkv"} if "attn.q" in roles else roles)
 
     def has(self, role: str, layer: int | None, param: str = "weight") -> bool:
-        """Whether the model has this parameter."""
         return (role, layer, param) in self.shapes
 
     @staticmethod

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import Encoding
 from qconvert.core.values import AffineIntRows, DenseRows, Value
 from qconvert.errors import BadRecipe
 from qconvert.quant.packed_codes import codes_of
@@ -143,14 +142,10 @@ def stack(values: Sequence[Value]) -> Value | None:
     first = values[0]
     if not all(isinstance(value, DenseRows) or _is_grid(value) for value in values):
         return None
-    if any(_kind(value) != _kind(first) for value in values):
+    if len({value.dtype if isinstance(value, DenseRows) else value.encoding for value in values}) > 1:
         return None
     columns = zip(*(value.arrays for value in values), strict=True)
     return first.with_arrays(tuple(np.concatenate(column) for column in columns))
-
-
-def _kind(value: Value) -> DType | Encoding:
-    return value.dtype if isinstance(value, DenseRows) else value.encoding
 
 
 def _is_grid(value: Value) -> TypeGuard[AffineIntRows]:

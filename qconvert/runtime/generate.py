@@ -37,7 +37,6 @@ class Sampler:
         self._generator.manual_seed(self.seed)
 
     def choose(self, logits_V: Tensor) -> int:
-        """The next token, given the logits of all."""
         if self.temperature == 0:
             # On a CPU not by torch: its threads would spin for a while beside those of the next step.
             return int(logits_V.numpy().argmax() if logits_V.device.type == "cpu" else logits_V.argmax())

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from qconvert.runtime.linear import Linear, Weight
 from qconvert.runtime.model import (
     Attention,
     Decoder,
+    Gate,
     Layer,
     Mlp,
     Norm,
@@ -36,7 +38,6 @@ from qconvert.runtime.model import (
     Step,
     clamped_swiglu,
     gelu_glu,
-    gelu_tanh_glu,
     swiglu,
 )
 from qconvert.runtime.observers import InputKey, Observers, Tap
@@ -98,7 +99,11 @@ def _step(decoder: Decoder) -> Step | None:
     return cpu_step(decoder)
 
 
-_GATES = {"silu": swiglu, "gelu": gelu_glu, "gelu_tanh": gelu_tanh_glu}
+_GATES: dict[str, Gate] = {
+    "silu": swiglu,
+    "gelu": gelu_glu,
+    "gelu_tanh": partial(gelu_glu, approximate="tanh"),
+}
 _EXPERT = re.compile(r"(?<=\.experts)\.(\d+)")
 
 

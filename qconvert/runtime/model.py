@@ -145,14 +145,6 @@ class Attention:
         x_BTHE = x_BTR.view(*x_BTR.shape[:2], -1, self.head_dim)
         return x_BTHE if norm is None else norm(x_BTHE)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is Llama's or Qwen3's: nothing but head norms, a rotation and a window."""
-        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
-        by_head = all(norm.is_plain and norm.width == self.head_dim for norm in norms)
-        special = any(each is not None for each in (self.scale, self.cap, self.limit, self.sinks_H))
-        return by_head and self.rope == 0 and not self.interleaved and not special
-
 
 Gate = Callable[[Tensor, Tensor], Tensor]
 """What a gated block makes of the outputs of `gate` and `up`; may overwrite them."""
@@ -163,14 +155,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def gelu_glu(gate: Tensor, up: Tensor) -> Tensor:
-    """`gelu(gate) * up`."""
-    return F.gelu(gate).mul_(up)
-
-
-def gelu_tanh_glu(gate: Tensor, up: Tensor) -> Tensor:
-    """`gelu(gate) * up`, gelu by its tanh approximation (Gemma)."""
-    return F.gelu(gate, approximate="tanh").mul_(up)
+def gelu_glu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """`gelu(gate) * up`, gelu exact or by its approximation (Gemma's: "tanh")."""
+    return F.gelu(gate, approximate=approximate).mul_(up)
 
 
 def clamped_swiglu(alpha: float, limit: float) -> Gate:
@@ -255,11 +242,18 @@ class Layer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the compiled decode steps compute it: as Llama, Mistral, Qwen2 and Qwen3 do."""
+        """Whether the compiled decode steps compute it: as Llama, Mistral, Qwen2 and Qwen3 do.
+
+        Their attention has nothing but head norms, a rotation and a window.
+        """
+        a = self.attention
+        head_norms = [norm for norm in (a.q_norm, a.k_norm) if norm is not None]
+        by_head = all(norm.is_plain and norm.width == a.head_dim for norm in head_norms)
+        special = a.interleaved or any(each is not None for each in (a.scale, a.cap, a.limit, a.sinks_H))
         before = all(norm is not None and norm.is_plain for norm in (self.attention_norm, self.mlp_norm))
         after = self.attention_post_norm is not None or self.mlp_post_norm is not None
         dense = isinstance(self.mlp, Mlp) and self.mlp.activation is swiglu
-        return before and not after and dense and self.attention.is_plain
+        return before and not after and dense and by_head and a.rope == 0 and not special
 
 
 def _normalised(norm: Norm | None, x: Tensor) -> Tensor:

@@ -53,5 +53,4 @@ class Observers:
 
     @property
     def present(self) -> bool:
-        """Whether anybody observes."""
         return bool(self.linears or self.norms)

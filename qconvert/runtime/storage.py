@@ -18,7 +18,9 @@ from torch import Tensor
 
 from qconvert.core.dtypes import DType
 from qconvert.core.values import Value
-from qconvert.runtime.cpu.products import dense_args, multiply_few
+from qconvert.runtime.cpu.kernel_args import LINEAR
+from qconvert.runtime.cpu.kernels import compiled
+from qconvert.runtime.cpu.products import multiply_few
 
 _TORCH = {
     DType.BF16: torch.bfloat16,
@@ -108,7 +110,6 @@ class DenseWeight(_Decoded):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
         return self.w_OI.nbytes
 
     def rows(self, index: slice | Tensor) -> Tensor:
@@ -125,11 +126,15 @@ class DenseWeight(_Decoded):
             return F.linear(x, self.w_OI, bias_O)
         if x.device.type != "cpu" or x.numel() // x.shape[-1] > MOST_FLOAT_ROWS:
             return multiply_decoded(x, self, bias_O)
-        return multiply_few(x.reshape(-1, x.shape[-1]), self, bias_O).to(x.dtype).view(*x.shape[:-1], -1)
+        return multiply_few(x, self, bias_O)
 
     def kernel_args(self, bias_O: Tensor | None = None) -> np.ndarray:
-        """Its fields of `kernel_args.LINEAR`; the caller keeps weight and bias alive."""
-        return dense_args(self.w_OI, bias_O)
+        """Its fields of LINEAR, of float32 or bf16; the caller keeps weight and bias alive."""
+        args = np.zeros(1, LINEAR)
+        args["rows"], args["width"] = self.w_OI.shape
+        args["kernel"] = compiled(str(self.w_OI.dtype).removeprefix("torch.")).address
+        args["codes"], args["bias"] = self.w_OI.data_ptr(), 0 if bias_O is None else bias_O.data_ptr()
+        return args
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,6 @@ class IntWeight(_Decoded):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
         zeros = 0 if isinstance(self.zeros_OG, int) else self.zeros_OG.nbytes
         return self.codes_OB.nbytes + self.scales_OG.nbytes + zeros
 
@@ -199,7 +203,6 @@ class EncodedWeight(_Decoded):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
         return sum(array.nbytes for array in self.value.arrays)
 
     def rows(self, index: slice | Tensor) -> Tensor:

@@ -6,7 +6,7 @@ bfloat16 costs. Products are exact, their sums over what shares a scale too, up 
 zeros and mins are applied in float32, as `scale * (sum of code * x - zero * sum of x) + min * sum of x`.
 Numbers of a table are whole multiples of a unit (all but NF4's exactly, those within 2**-14 of the
 largest). Dense weights and those of 8-bit floats are multiplied in float32.
-All arguments named `x`, `y`, `w`, ... are byte addresses (see `words.py`). `spread` of `scales.py` makes
+All arguments named `x`, `y`, `w`, ... are byte addresses (see `simd.py`). `spread` of `group_scales.py` makes
 one float32 of everything that 128, 32 or 16 columns are multiplied with.
 """
 

@@ -28,28 +28,24 @@ LINEAR = np.dtype(
 
 Of a dense weight, `codes` are its numbers. Of a grid, `group` neighbours in a row share a scale, and a
 weight is worth `(code - zero) * scale / divisor * factor + min`, or `number * scale / divisor` where a
+<<<<<<< HEAD
 `table` (see `coded_dots`) has numbers for codes; its whole numbers count `unit` each. `zeros` are int8, one
 per group, or none: then `zero` holds for all. Scales and mins (or none) are of `number_type`; of `I8` ones,
 `shared` neighbours have one in `supers` and `super_mins`. Where `rounded_bits` is not 0, decoding rounds
 product and sum to that many bits of fraction, numbers below `least` to its steps.
+=======
+`table` (see `coded_dots.py`) has numbers for codes; its whole numbers count `unit` each. `zeros` are int8,
+one per group, or none: then `zero` holds for all. Scales and mins (or none) are of `number_type`; of
+`I8` ones, `shared` neighbours have one in `supers` and `super_mins`. Where `rounded_bits` is not 0,
+decoding rounds product and sum to that many bits of fraction, numbers below `least` to its steps.
+>>>>>>> trimrun
 """
 
 LAYER = np.dtype(
     [
-        ("attention_norm", _NUMBER),
-        ("q", LINEAR),
-        ("k", LINEAR),
-        ("v", LINEAR),
-        ("q_norm", _NUMBER),
-        ("k_norm", _NUMBER),
-        ("o", LINEAR),
-        ("mlp_norm", _NUMBER),
-        ("gate", LINEAR),
-        ("up", LINEAR),
-        ("down", LINEAR),
-        ("window", _NUMBER),
-        ("keys", _NUMBER),
-        ("values", _NUMBER),
+        *((name, LINEAR) for name in ("q", "k", "v", "o", "gate", "up", "down")),
+        *((name, _NUMBER) for name in ("attention_norm", "q_norm", "k_norm", "mlp_norm")),
+        *((name, _NUMBER) for name in ("window", "keys", "values")),
     ],
     align=True,
 )

@@ -1,7 +1,11 @@
 """Lowers every grid to one that the CPU kernels know: small whole codes or a table, and group numbers.
 
 A `Recipe` says of a whole weight what is the same for all of its rows, and how rows of it come apart
+<<<<<<< HEAD
 into codes and the numbers of their groups; `packed_weights` packs what that gives, some rows at a time.
+=======
+into codes and the numbers of their groups; `packed_weights.py` packs what that gives, some rows at a time.
+>>>>>>> trimrun
 Legend: R rows, I columns, G groups of a row, S runs of groups that share a number.
 """
 
@@ -101,8 +105,10 @@ def _kind(bits: int) -> str:
 def _of_mins(value: AffineMinRows) -> Recipe | None:
     encoding, kind = value.encoding, _kind(value.encoding.bits)
     shift = _BYTE_ZERO if kind == "int8" else 0
-    if encoding.scale_dtype is DType.F16 and _beyond_f16(value):
-        return None
+    if encoding.scale_dtype is DType.F16:
+        scales, mins = (np.abs(x.astype(np.float32)).max(initial=0) for x in (value.scales_RG, value.mins_RG))
+        if not scales * (1 << encoding.bits) + mins < _HALF_MOST:
+            return None  # products of codes and scales may leave half precision
 
     def take(rows: Value) -> Lowered:
         assert isinstance(rows, AffineMinRows)
@@ -110,13 +116,6 @@ def _of_mins(value: AffineMinRows) -> Recipe | None:
         return Lowered(codes_of(rows) - np.uint8(shift) if shift else codes_of(rows), scales, mins)
 
     return Recipe(kind, encoding.group_size, take, -shift, rounding=encoding.scale_dtype)
-
-
-def _beyond_f16(value: AffineMinRows) -> bool:
-    """Whether products of codes and scales may leave half precision."""
-    scales_RG, mins_RG = (np.abs(array.astype(np.float32)) for array in (value.scales_RG, value.mins_RG))
-    most = scales_RG.max(initial=0) * (1 << value.encoding.bits) + mins_RG.max(initial=0)
-    return not most < _HALF_MOST
 
 
 def _of_table(value: CodebookRows) -> Recipe | None:

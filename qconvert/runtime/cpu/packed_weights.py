@@ -1,7 +1,11 @@
 """Packs weights in the layout of the CPU kernels and multiplies by them; made at load, never saved.
 
 Legend: O out features (rows), I in features, G groups, B bytes of a row, N rows of the input, R rows
+<<<<<<< HEAD
 asked for. Rows are padded to whole blocks of 128 columns; `coded_dots` says how a block lies in
+=======
+asked for. Rows are padded to whole blocks of 128 columns; `coded_dots.py` says how a block lies in
+>>>>>>> trimrun
 memory.
 """
 
@@ -62,7 +66,6 @@ class GroupNumbers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
         return self.stored_OG.nbytes + (0 if self.super_OS is None else self.super_OS.nbytes)
 
     def part(self, index: slice) -> GroupNumbers:
@@ -101,12 +104,10 @@ class PackedGrid:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in memory."""
         held = [self.scales.nbytes, 0 if self.mins is None else self.mins.nbytes]
         return self.codes_OB.nbytes + sum(held) + (0 if self.zeros_OG is None else self.zeros_OG.nbytes)
 
     def part(self, index: slice) -> PackedGrid:
-        """Some of the rows as a weight of their own; no copy."""
         return replace(
             self,
             codes_OB=self.codes_OB[index],
@@ -131,8 +132,7 @@ class PackedGrid:
         rows = x.numel() // x.shape[-1]
         if rows > (MOST_FLOAT_ROWS if self.recipe.kind in _FLOAT_KINDS else MOST_INTEGER_ROWS):
             return multiply_decoded(x, self, bias_O)
-        y_NO = multiply_few(x.reshape(-1, x.shape[-1]), self, bias_O)
-        return y_NO.to(x.dtype).view(*x.shape[:-1], -1)
+        return multiply_few(x, self, bias_O)
 
     def kernel_args(self, bias_O: Tensor | None = None) -> np.ndarray:
         """Its fields of LINEAR; the caller keeps weight and bias (float32, contiguous) alive."""
@@ -184,9 +184,7 @@ def pack_grid(value: Value, dtype: torch.dtype) -> PackedGrid | None:
     padded = (width + BLOCK - 1) // BLOCK * BLOCK
     codes_OB = torch.empty(rows, padded * _BITS.get(recipe.kind, 8) // 8, dtype=torch.uint8)
     scales, mins = _room(first.scales, rows), None if first.mins is None else _room(first.mins, rows)
-    zeros_OG = None
-    if first.zeros_RG is not None:
-        zeros_OG = _slack(rows, first.zeros_RG.shape[1], torch.int8)
+    zeros_OG = None if first.zeros_RG is None else _slack(rows, first.zeros_RG.shape[1], torch.int8)
 
     def pack(start: int) -> None:
         block = slice(start, start + step)
@@ -234,7 +232,11 @@ def _fill(numbers: GroupNumbers, block: slice, levels: Levels) -> None:
 
 
 def _pack_int4(codes_RI: np.ndarray) -> np.ndarray:
+<<<<<<< HEAD
     """Codes of 4 bits in the order of `coded_dots`: [rows, padded width / 2]."""
+=======
+    """Codes of 4 bits in the order of `coded_dots.py`: [rows, padded width / 2]."""
+>>>>>>> trimrun
     rows, width = codes_RI.shape
     parts = _as_bytes_lie(codes_RI).reshape(rows, width // (2 * PART), 2, PART)
     packed: np.ndarray = parts[:, :, 0] | parts[:, :, 1] << 4
@@ -273,17 +275,11 @@ def _table(numbers: np.ndarray) -> tuple[Tensor, float]:
 
 
 def _kernel_of(recipe: Recipe) -> str:
-    names = {"int4": "int4", "int6": "int6", "int8": "int8", "table4": "lut"}
-    if recipe.kind not in names:
+    if recipe.kind in _FLOAT_KINDS:
         return recipe.kind
-    by = (
-        "half_parts"
-        if recipe.group % PART
-        else "parts"
-        if recipe.group % BLOCK or recipe.table is not None
-        else "blocks"
-    )
-    return f"{names[recipe.kind]}_by_{by}"
+    whole = recipe.group % BLOCK == 0 and recipe.table is None
+    by = "half_parts" if recipe.group % PART else "blocks" if whole else "parts"
+    return f"{'lut' if recipe.kind == 'table4' else recipe.kind}_by_{by}"
 
 
 def _address(array: Tensor | None) -> int:

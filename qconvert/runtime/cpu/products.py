@@ -22,8 +22,6 @@ from qconvert.runtime.cpu.coded_dots import (
     rounded_to,
 )
 from qconvert.runtime.cpu.group_scales import mins_at, scales_at, zeros_at
-from qconvert.runtime.cpu.kernel_args import LINEAR
-from qconvert.runtime.cpu.kernels import compiled
 from qconvert.runtime.cpu.simd import BLOCK, PART, routine, store_bf16, store_f32
 from qconvert.runtime.cpu.step_kernel import multiply
 from qconvert.runtime.cpu.thread_barrier import ThreadTeam
@@ -40,26 +38,17 @@ class Multipliable(Protocol):
     def kernel_args(self, bias_O: Tensor | None = None) -> np.ndarray: ...
 
 
-def multiply_few(x_NI: Tensor, weight: Multipliable, bias_O: Tensor | None = None) -> Tensor:
-    """`x W^T + bias`, float32 [N, O]: every row of x reads the weight once.
+def multiply_few(x: Tensor, weight: Multipliable, bias_O: Tensor | None = None) -> Tensor:
+    """`x W^T + bias`, [..., O] in the dtype of x, computed in float32: every row of x reads the weight once.
 
     Of a dense weight the width must be a multiple of 16.
     """
-    x_NI = x_NI.float().contiguous()
+    x_NI = x.reshape(-1, x.shape[-1]).float().contiguous()
     y_NO = torch.empty(len(x_NI), weight.shape[0])
     bias_O = None if bias_O is None else bias_O.float().contiguous()
     args, team = weight.kernel_args(bias_O), ThreadTeam(torch.get_num_threads())
     team.run(lambda rank: multiply(args, x_NI.data_ptr(), y_NO.data_ptr(), len(x_NI), rank, team.size))
-    return y_NO
-
-
-def dense_args(w_OI: Tensor, bias_O: Tensor | None) -> np.ndarray:
-    """The kernel arguments of a float32 or bf16 weight; the caller keeps weight and bias alive."""
-    args = np.zeros(1, LINEAR)
-    args["rows"], args["width"] = w_OI.shape
-    args["kernel"] = compiled(str(w_OI.dtype).removeprefix("torch.")).address
-    args["codes"], args["bias"] = w_OI.data_ptr(), 0 if bias_O is None else bias_O.data_ptr()
-    return args
+    return y_NO.to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def decode_rows(args: np.ndarray, kind: str, rows_R: Tensor, out_RI: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Adds SIMD operations on bare memory for the CPU kernels: what `quant.simd.lanes` lacks for products.
 
 One compiled function reads weights of every kind and layer. So memory is named by byte addresses,
-plain integers out of the records of `records.py`, not by numba arrays, each of whose element types
+plain integers out of the records of `kernel_args.py`, not by numba arrays, each of whose element types
 would need a function of its own. Nothing is checked here: who makes a record vouches for it.
 Legend: `words` are sixteen int32, `lanes` sixteen float32.
 """

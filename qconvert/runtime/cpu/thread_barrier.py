@@ -12,7 +12,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from qconvert.quant.simd.lanes import kernel
 from qconvert.runtime.cpu.simd import add_and_fetch, fetch, rest, routine
 
 _RELEASED = 1 << 62
@@ -35,11 +34,6 @@ def wait_for_all(arrived, size):  # type: ignore[no-untyped-def]
             rest()
 
 
-@kernel
-def _wait_for_all(arrived, size):  # type: ignore[no-untyped-def]
-    wait_for_all(arrived, size)
-
-
 class ThreadTeam:
     """As many threads as torch uses, this one among them."""
 
@@ -56,10 +50,6 @@ class ThreadTeam:
         finally:
             for job in jobs:
                 job.result()
-
-    def wait(self) -> None:
-        """Wait for the others from Python."""
-        _wait_for_all(self.arrived.ctypes.data, self.size)
 
     def _guarded(self, work: Callable[[int], None], rank: int) -> None:
         try:

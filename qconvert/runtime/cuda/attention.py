@@ -39,7 +39,6 @@ class HeadShape:
 
     @property
     def shared(self) -> int:
-        """Heads that share a key-value head."""
         return self.heads // self.kv_heads
 
 

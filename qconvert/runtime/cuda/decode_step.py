@@ -12,8 +12,9 @@ Legend: M sequences, D hidden, V vocabulary, K in features, N out features, S pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -51,32 +52,17 @@ class Product:
     out: Parts
 
     def multiply(self) -> None:
-        """One launch."""
         parts_SMN = self.out.parts_SMN
         multiply_partials(self.rows.x_MK, self.rows.sums_GM, self.weight, len(parts_SMN), parts_SMN)
-
-
-@dataclass(frozen=True, slots=True)
-class StepLayer:
-    """One layer, bound to its buffers and its part of the cache, `cache_2MKTE`."""
-
-    attention_norm: Norm
-    qkv: Product
-    heads: HeadShape
-    head_norms: HeadNorms | None
-    cache_2MKTE: Tensor
-    o: Product
-    mlp_norm: Norm
-    gate_up: Product
-    down: Product
 
 
 @dataclass(slots=True)
 class Step:
     """A model bound to a cache and to its buffers. `position` is what the device's position holds.
 
-    `token_M` int64 are the tokens read next; the logits of what follows come in `logits_MV`. With
-    `greedy`, the likeliest of them replaces `token_M` at the end of a step.
+    `token_M` int64 are the tokens read next; the logits of what follows come in `logits_MV`, float32. With
+    `greedy`, the likeliest of them replaces `token_M` at the end of a step. `launches` are bound to their
+    buffers and to their layers' parts of the cache.
     """
 
     decoder: Decoder
@@ -85,16 +71,10 @@ class Step:
     token_M: Tensor
     place: Place
     residual_MD: Tensor
-    layers: Sequence[StepLayer]
-    softmaxes: Softmaxes
-    head: Product
+    logits_MV: Tensor
+    launches: Sequence[Callable[[], None]]
     position: int = -1
     graph: torch.cuda.CUDAGraph | None = None
-
-    @property
-    def logits_MV(self) -> Tensor:
-        """Logits after the last step, float32: overwritten by the next one."""
-        return self.head.out.parts_SMN[0]
 
 
 def obstacle(decoder: Decoder, rows: int) -> str | None:
@@ -227,23 +207,9 @@ def _capture(step: Step) -> None:
 
 def _launch(step: Step) -> None:
     """All launches of a step, in order."""
-    added: Parts | None = None
-    residual_MD = step.residual_MD
-    residual_MD.copy_(step.decoder.embed.rows(step.token_M))
-    for layer in step.layers:
-        add_norm(added, residual_MD, _weight(layer.attention_norm), layer.attention_norm.eps, layer.qkv.rows)
-        layer.qkv.multiply()
-        attend(layer.qkv.out, layer.head_norms, layer.heads, step.place, layer.cache_2MKTE, step.softmaxes)
-        combine(step.softmaxes, layer.o.rows)
-        layer.o.multiply()
-        add_norm(layer.o.out, residual_MD, _weight(layer.mlp_norm), layer.mlp_norm.eps, layer.gate_up.rows)
-        layer.gate_up.multiply()
-        swiglu(layer.gate_up.out, layer.down.rows)
-        layer.down.multiply()
-        added = layer.down.out
-    norm = step.decoder.norm
-    add_norm(added, residual_MD, _weight(norm), norm.eps, step.head.rows)
-    step.head.multiply()
+    step.residual_MD.copy_(step.decoder.embed.rows(step.token_M))
+    for launch in step.launches:
+        launch()
     step.place.position_1.add_(1)
     if step.greedy:
         torch.argmax(step.logits_MV, dim=-1, out=step.token_M)
@@ -252,52 +218,60 @@ def _launch(step: Step) -> None:
 def _bind(decoder: Decoder, cache: Cache, greedy: bool) -> Step:
     rows, room = cache.kv.shape[2], cache.kv.shape[-2]
     config, device = decoder.config, decoder.device
-    shapes = [_head_shape(layer.attention) for layer in decoder.layers]
+    shape = _head_shape(decoder.layers[0].attention)
     processors = 4  # few where programs run one after the other
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    stretches = stretches_for(shapes[0], rows, processors)
+    softmaxes = empty_softmaxes(rows, shape, stretches_for(shape, rows, processors), device)
+    position_1 = torch.zeros(1, dtype=torch.int64, device=device)
+    place = Place(position_1, *cos_sin(config.rope, decoder.frequencies_F, 0, room))
+    residual_MD = torch.empty(rows, config.hidden, device=device)
     # Packed anew where the decoder has it in rows, for whole prompts.
-    head = mma_table(decoder.head) if isinstance(decoder.head, IntWeight) else decoder.head
-    return Step(
-        decoder=decoder,
-        cache=cache,
-        greedy=greedy,
-        token_M=torch.zeros(rows, dtype=torch.int64, device=device),
-        place=Place(
-            torch.zeros(1, dtype=torch.int64, device=device),
-            *cos_sin(config.rope, decoder.frequencies_F, 0, room),
-        ),
-        residual_MD=torch.empty(rows, config.hidden, device=device),
-        layers=[_bind_layer(layer, cache, rows) for layer in decoder.layers],
-        softmaxes=empty_softmaxes(rows, shapes[0], stretches, device),
-        head=_product(head, None, rows, device, parts=1),
-    )
+    weight = mma_table(decoder.head) if isinstance(decoder.head, IntWeight) else decoder.head
+    head = _product(weight, None, rows, device, parts=1)
+    launches, added = list[Callable[[], None]](), None
+    for layer in decoder.layers:
+        added = _bind_layer(layer, added, residual_MD, place, cache, softmaxes, launches)
+    launches += [_bind_norm(decoder.norm, added, residual_MD, head.rows), head.multiply]
+    token_M = torch.zeros(rows, dtype=torch.int64, device=device)
+    logits_MV = head.out.parts_SMN[0]
+    return Step(decoder, cache, greedy, token_M, place, residual_MD, logits_MV, launches)
 
 
-def _bind_layer(layer: Layer, cache: Cache, rows: int) -> StepLayer:
-    attention, device = layer.attention, cache.kv.device
+def _bind_layer(
+    layer: Layer,
+    added: Parts | None,
+    residual_MD: Tensor,
+    place: Place,
+    cache: Cache,
+    softmaxes: Softmaxes,
+    launches: list[Callable[[], None]],
+) -> Parts:
+    """Append the launches of a layer; takes and returns what is to be added to the residual first."""
+    attention, rows, device = layer.attention, len(residual_MD), cache.kv.device
     q_norm, k_norm = attention.q_norm, attention.k_norm
     norms = HeadNorms(_weight(q_norm), _weight(k_norm), q_norm.eps) if q_norm and k_norm else None
+    cache_2MKTE = cache.kv[attention.layer]
     qkv, o, gate_up, down = (
         _product(linear.weight, linear.bias_O, rows, device) for linear in _linears(layer)
     )
-    return StepLayer(
-        attention_norm=_present(layer.attention_norm),
-        qkv=qkv,
-        heads=_head_shape(attention),
-        head_norms=norms,
-        cache_2MKTE=cache.kv[attention.layer],
-        o=o,
-        mlp_norm=_present(layer.mlp_norm),
-        gate_up=gate_up,
-        down=down,
-    )
+    launches += [
+        _bind_norm(layer.attention_norm, added, residual_MD, qkv.rows),
+        qkv.multiply,
+        partial(attend, qkv.out, norms, _head_shape(attention), place, cache_2MKTE, softmaxes),
+        partial(combine, softmaxes, o.rows),
+        o.multiply,
+        _bind_norm(layer.mlp_norm, o.out, residual_MD, gate_up.rows),
+        gate_up.multiply,
+        partial(swiglu, gate_up.out, down.rows),
+        down.multiply,
+    ]
+    return down.out
 
 
-def _present(norm: Norm | None) -> Norm:
+def _bind_norm(norm: Norm | None, added: Parts | None, residual_MD: Tensor, out: Rows) -> Callable[[], None]:
     assert norm is not None
-    return norm
+    return partial(add_norm, added, residual_MD, _weight(norm), norm.eps, out)
 
 
 def _weight(norm: Norm) -> Tensor:
