@@ -46,11 +46,7 @@ def convert(layer_factor: int, bits: int, **measured: Any) -> None:
 @click.option("--to", "layout", default="compressed-tensors", show_default=True, help="Layout of the output.")
 @max_memory
 def repack(bits: str, layout: str, **measured: Any) -> None:
-<<<<<<< HEAD
     """Time `qconvert convert` of a GPTQ checkpoint of a real model's shapes against copying its files.
-=======
-    """Time `convert` of a GPTQ checkpoint of a real model's shapes against copying its files.
->>>>>>> trimrun
 
     To compressed-tensors it turns every matrix of words, so it is the dearest exact conversion.
     """

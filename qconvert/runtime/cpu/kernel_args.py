@@ -28,17 +28,10 @@ LINEAR = np.dtype(
 
 Of a dense weight, `codes` are its numbers. Of a grid, `group` neighbours in a row share a scale, and a
 weight is worth `(code - zero) * scale / divisor * factor + min`, or `number * scale / divisor` where a
-<<<<<<< HEAD
-`table` (see `coded_dots`) has numbers for codes; its whole numbers count `unit` each. `zeros` are int8, one
-per group, or none: then `zero` holds for all. Scales and mins (or none) are of `number_type`; of `I8` ones,
-`shared` neighbours have one in `supers` and `super_mins`. Where `rounded_bits` is not 0, decoding rounds
-product and sum to that many bits of fraction, numbers below `least` to its steps.
-=======
 `table` (see `coded_dots.py`) has numbers for codes; its whole numbers count `unit` each. `zeros` are int8,
 one per group, or none: then `zero` holds for all. Scales and mins (or none) are of `number_type`; of
 `I8` ones, `shared` neighbours have one in `supers` and `super_mins`. Where `rounded_bits` is not 0,
 decoding rounds product and sum to that many bits of fraction, numbers below `least` to its steps.
->>>>>>> trimrun
 """
 
 LAYER = np.dtype(

@@ -1,11 +1,7 @@
 """Lowers every grid to one that the CPU kernels know: small whole codes or a table, and group numbers.
 
 A `Recipe` says of a whole weight what is the same for all of its rows, and how rows of it come apart
-<<<<<<< HEAD
-into codes and the numbers of their groups; `packed_weights` packs what that gives, some rows at a time.
-=======
 into codes and the numbers of their groups; `packed_weights.py` packs what that gives, some rows at a time.
->>>>>>> trimrun
 Legend: R rows, I columns, G groups of a row, S runs of groups that share a number.
 """
 

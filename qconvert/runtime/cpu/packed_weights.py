@@ -1,11 +1,7 @@
 """Packs weights in the layout of the CPU kernels and multiplies by them; made at load, never saved.
 
 Legend: O out features (rows), I in features, G groups, B bytes of a row, N rows of the input, R rows
-<<<<<<< HEAD
-asked for. Rows are padded to whole blocks of 128 columns; `coded_dots` says how a block lies in
-=======
 asked for. Rows are padded to whole blocks of 128 columns; `coded_dots.py` says how a block lies in
->>>>>>> trimrun
 memory.
 """
 
@@ -232,11 +228,7 @@ def _fill(numbers: GroupNumbers, block: slice, levels: Levels) -> None:
 
 
 def _pack_int4(codes_RI: np.ndarray) -> np.ndarray:
-<<<<<<< HEAD
-    """Codes of 4 bits in the order of `coded_dots`: [rows, padded width / 2]."""
-=======
     """Codes of 4 bits in the order of `coded_dots.py`: [rows, padded width / 2]."""
->>>>>>> trimrun
     rows, width = codes_RI.shape
     parts = _as_bytes_lie(codes_RI).reshape(rows, width // (2 * PART), 2, PART)
     packed: np.ndarray = parts[:, :, 0] | parts[:, :, 1] << 4
