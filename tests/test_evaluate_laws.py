@@ -153,9 +153,13 @@ def test_batches_do_not_matter_and_progress_counts_windows(batch_tokens: int) ->
     one, many = track("base"), track("base")
     run_lockstep([one], IDS_N, WINDOWS, compared=False, batch_tokens=64)
     told: list[tuple[int, int]] = []
+
+    def tell(done: int, total: int) -> None:
+        told.append((done, total))
+
     run_lockstep(
         [many], IDS_N, WINDOWS, compared=False, batch_tokens=batch_tokens,
-        progress=lambda *counts: told.append(counts),
+        progress=tell,
     )  # fmt: skip
     np.testing.assert_allclose(np.concatenate(many.nll), np.concatenate(one.nll), rtol=1e-4)
     assert told[-1] == (len(WINDOWS), len(WINDOWS)) and {total for _, total in told} == {len(WINDOWS)}
