@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -157,13 +158,13 @@ def test_batches_do_not_matter_and_progress_counts_windows(batch_tokens: int) ->
     def tell(done: int, total: int) -> None:
         told.append((done, total))
 
-    run_lockstep(
-        [many], IDS_N, WINDOWS, compared=False, batch_tokens=batch_tokens,
-        progress=tell,
-    )  # fmt: skip
+    run_lockstep([many], IDS_N, WINDOWS, compared=False, batch_tokens=batch_tokens, progress=tell)
     np.testing.assert_allclose(np.concatenate(many.nll), np.concatenate(one.nll), rtol=1e-4)
     assert told[-1] == (len(WINDOWS), len(WINDOWS)) and {total for _, total in told} == {len(WINDOWS)}
     assert [done for done, _ in told] == sorted({done for done, _ in told})
+
+
+_SINGLE = SimpleNamespace(dtype=torch.float32)
 
 
 @dataclass
@@ -171,7 +172,7 @@ class _Model:
     label: str = "m"
     size_bytes: int = 10
     path: Path | None = None
-    decoder: Any = field(default_factory=lambda: type("D", (), {"dtype": torch.float32})())
+    decoder: Any = _SINGLE
 
 
 def scored(chunks: int) -> Track:
@@ -217,7 +218,7 @@ def test_every_condition_of_an_evaluation_counts(tmp_path: Path) -> None:
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"x")
     (tmp_path / "README.md").write_text("a")
-    half = type("D", (), {"dtype": torch.bfloat16})()
+    half = SimpleNamespace(dtype=torch.bfloat16)
     marks = [
         mark("a"), mark("b"), mark("a", "b"), mark("a", echo=True), mark("a", label="n"),
         mark("a", size_bytes=11), mark("a", decoder=half), mark("a", path=tmp_path),
