@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,7 +164,8 @@ def test_batches_do_not_matter_and_progress_counts_windows(batch_tokens: int) ->
     assert [done for done, _ in told] == sorted({done for done, _ in told})
 
 
-_SINGLE = SimpleNamespace(dtype=torch.float32)
+def _single() -> SimpleNamespace:
+    return SimpleNamespace(dtype=torch.float32)
 
 
 @dataclass
@@ -172,7 +173,7 @@ class _Model:
     label: str = "m"
     size_bytes: int = 10
     path: Path | None = None
-    decoder: Any = _SINGLE
+    decoder: Any = field(default_factory=_single)
 
 
 def scored(chunks: int) -> Track:
