@@ -344,3 +344,8 @@ def test_a_gguf_is_read_by_every_reading_command(gguf: Path, models: Path) -> No
     found = qconvert("diff", models / "plain", gguf, "--json").json
     assert found["summary"]["differs"] >= 7 and HEAD not in {row["name"] for row in found["tensors"]}
     assert qconvert("eval", "weights", models / "plain", gguf, "-q").code == 0
+
+
+def test_quiet_check_prints_what_is_in_the_way_alone(models: Path) -> None:
+    ran = qconvert("check", models / "plain", "--for", "vllm", "-q")
+    assert (ran.code, ran.out) == (0, "")

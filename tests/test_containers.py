@@ -283,3 +283,27 @@ def test_two_runs_write_the_same_bytes(models: Path, here: Path) -> None:
     a, b = files_of(one), files_of(two)
     assert a.keys() == b.keys() and {n for n in a if a[n] != b[n]} <= {"README.md"}
     assert a["README.md"].replace(b"# one", b"# two") == b["README.md"]
+
+
+def test_a_rename_that_fails_takes_the_other_parts_back(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GGUF in parts the first is named last."""
+    source = tiny(here.parent / "m", hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    request = library.Request("to-gguf", target=library.GGUFTarget("f16"))
+    job = library.prepare(library.open_model(str(source)), request, library.RunOptions(shard_size=50_000))
+    link, rename = os.link, Path.rename
+
+    def linked(a: Path, b: Path) -> None:
+        if "-00001-of-" in str(b):
+            raise OSError(5, "Input/output error", str(b))
+        link(a, b)
+
+    def renamed(self: Path, target: Path) -> Path:
+        if "-00001-of-" in str(target):
+            raise OSError(5, "Input/output error", str(target))
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "link", linked)
+    monkeypatch.setattr(Path, "rename", renamed)
+    with pytest.raises(QConvertError, match="cannot be named"):
+        library.execute(job, here / "m.gguf")
+    assert list(here.iterdir()) == []

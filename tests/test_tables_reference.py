@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file
 
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, AffineMin, Codebook
@@ -19,8 +21,11 @@ from qconvert.quant.dequantize import INT8_STEP, column_scales, numbers, reach
 from qconvert.quant.llama3_rope import llama3_factors, llama3_parameters
 from qconvert.quant.packed_codes import codes_of
 from qconvert.quant.rotary_rows import interleave_halves, part_halves
+from tests.commands import made
+from tests.models import tiny
 from tests.values import ENCODINGS, as_type, decoded, value_of
 
+Q = "model.layers.0.self_attn.q_proj.weight"
 WRITTEN = (
     Codebook("nf4", 64, DType.F32, DType.BF16),
     Codebook("fp4", 64, DType.F32, DType.BF16),
@@ -180,3 +185,14 @@ def test_the_parameters_of_llama_3_are_found_in_its_factors(
     again = llama3_factors(head_dim, theta, factor, *found)
     np.testing.assert_allclose(again, factors, rtol=1e-5)
     assert llama3_parameters(theta, factor, factors * np.linspace(1, 2, len(factors))) is None
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4", "fp8-tensor"])
+def test_one_infinite_number_does_not_cost_the_whole_tensor(scheme: str, here: Path) -> None:
+    weight = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+    weight[0, 0] = np.inf
+    tiny(here / "m", num_hidden_layers=1, changes={Q: weight})
+    how = ("--to", "compressed-tensors", "--scheme", scheme, "--allow-nonfinite")
+    out = made("convert", "m", *how, "-o", "out")
+    plain = made("dequantize", out, "--allow-nonfinite", "--dtype", "f32", "-o", "plain")
+    assert np.isfinite(load_file(plain / "model.safetensors")[Q][1:]).all()

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from qconvert.core.ggml_types import ARRAY_NUMBER, KV, ArrayOf, GGUFTensor, KVType
-from qconvert.errors import BadRecipe, OutputExists, shown
+from qconvert.errors import BadRecipe, OutputExists, QConvertError, remedy, shown
 from qconvert.formats.gguf.header import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME_BYTES
 from qconvert.formats.gguf.reader import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, split_name
 from qconvert.formats.io.local_file import amount, claim, sync
@@ -201,7 +201,8 @@ class GGUFSink(FileSink):
     def publish(self) -> None:
         """Renames the committed files to their final names.
 
-        OutputExists if another process took one meanwhile, unless `overwrite`. Of several parts the old first
+        OutputExists if another process took one meanwhile, unless `overwrite`; QConvertError if the system
+        refuses one. Either takes back what it has named. Of several parts the old first
         one is removed before any is replaced: a kill in between leaves no mixture of two models.
         """
         if self._overwrite and len(self.final) > 1 and self.final[0].exists():
@@ -212,11 +213,13 @@ class GGUFSink(FileSink):
             for partial, final in reversed(tuple(zip(self.partial, self.final, strict=True))):
                 partial.replace(final) if self._overwrite else _rename_to_new(partial, final)
                 named.append(final)
-        except FileExistsError:
+        except OSError as error:
             for final in named:
                 final.unlink()
-            check_target(self.final[-1 - len(named)])
-            raise
+            refused = self.final[-1 - len(named)]
+            if isinstance(error, FileExistsError):
+                check_target(refused)
+            raise QConvertError(f"{refused}: cannot be named: {error.strerror}", remedy(error)) from error
         sync(self.final[0].parent)
         self._release()
 

@@ -31,7 +31,7 @@ _TOKENIZER = "tokenizer.json"
     help="Ranks of tensor parallelism.",
 )
 @json_option
-@quiet_option("what is in the way alone")
+@quiet_option("errors and warnings alone")
 @revision_option
 def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revision: str | None) -> None:
     """Hold MODEL against the rules of a loader: layout, fused groups, parallelism, names, vocabulary.
@@ -40,7 +40,7 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
     fail or compute something else.
     """
     from qconvert.check.loader_rules import lint
-    from qconvert.check.subject import ERROR, Subject
+    from qconvert.check.subject import ERROR, NOTE, Subject
     from qconvert.checkpoint.hub import resolve
     from qconvert.checkpoint.open import open_checkpoint
     from qconvert.formats.layouts.config_checks import dtype_of
@@ -65,6 +65,8 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
         click.echo(json.dumps({"schema": 1, "model": model, "for": loader, "tp": tp, "problems": found}))
         raise click.exceptions.Exit(CheckFailed.exit_code if errors else 0)
     for problem in problems:
+        if quiet and problem.severity == NOTE:
+            continue
         click.echo(f"{problem.severity}: {problem.subject}: {problem.fact}")
         if problem.hint:
             click.echo(f"  {problem.hint}")

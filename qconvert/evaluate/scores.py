@@ -74,5 +74,5 @@ def load_scores(path: Path, tracks: Sequence[Track], mark: str) -> int:
                     scores = arrays[f"{i}.{kind}"]
                     getattr(track, kind).append(scores.astype(np.int64) if kind == "top" else scores)
             return int(arrays["done"])
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise BadRecipe(f"{path}: no scores to go on from", "leave out --resume") from error

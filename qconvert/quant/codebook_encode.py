@@ -71,7 +71,7 @@ def needs_whole(encoding: Codebook) -> bool:
 
 
 def peaks(block: DenseRows, encoding: Codebook) -> np.ndarray:
-    """The largest magnitude (NaN aside) in every block of an encoding, float32 [blocks of rows, groups]."""
+    """The largest finite magnitude in every block of an encoding, float32 [blocks of rows, groups]."""
     words_RI, _ = as_kernels_read(block)
     rows, width = words_RI.shape
     per = encoding.group_rows or max(1, rows)

@@ -28,7 +28,7 @@ from qconvert.quant.simd.lanes import (
     where,
 )
 
-_ZERO, _ONE, _EIGHT = np.float32(0), np.float32(1), np.float32(8)
+_ZERO, _ONE, _EIGHT, _INFINITE = np.float32(0), np.float32(1), np.float32(8), np.float32(np.inf)
 _INT8_ENDS = np.float32(-127), np.float32(127)
 MIDDLES, MAGNITUDES, FLOAT8, INT8 = range(4)
 
@@ -52,7 +52,7 @@ class Table(NamedTuple):
 
 @kernel
 def find_peaks(words_RI: Any, group_rows: Any, size: Any, peaks_BG: Any) -> None:
-    """Fills the largest magnitude of every block of `group_rows` rows and `size` columns (fewer at the
+    """Fills the largest finite magnitude of every block of `group_rows` rows and `size` columns (fewer at the
     edges).
 
     The words are floats in the dtypes of `lanes.load`; `peaks_BG` must be zeros.
@@ -67,6 +67,7 @@ def find_peaks(words_RI: Any, group_rows: Any, size: Any, peaks_BG: Any) -> None
             largest = splat(_ZERO)
             for i in range(0, padded, LANES):
                 size_of = absolute(load(words_P, i))
+                size_of = where(size_of < splat(_INFINITE), size_of, largest)
                 largest = where(size_of > largest, size_of, largest)
             peaks_BG[block, group] = max(peaks_BG[block, group], peak(largest))
 

@@ -105,7 +105,8 @@ def _per_column(scales_RG: np.ndarray, group_size: int | None, width: int) -> np
 
 
 def reach(value: Value) -> float:
-    """Returns an upper bound of the dequantized magnitudes; infinite or NaN where none is cheap."""
+    """Returns an upper bound of the dequantized magnitudes, up to a rounding of float32; infinite or NaN
+    where none is cheap."""
     match value:
         case AffineIntRows():
             return 2.0**value.encoding.bits * _peak(value.scales_RG, value.encoding.scale_dtype)

@@ -1,7 +1,8 @@
 """Converts GGML blocks to codes and scales of an encoding that other formats have too.
 
 Two-level scales (K-quants) are multiplied out, which float32 holds exactly: a half-precision number times one
-of at most 8 bits. So both dequantize to the same bits.
+of at most 8 bits. So both dequantize to the same bits, but for q4_1 and q5_1: their scales and mins stay
+float16, for which `AffineMin` rounds product and sum to float16, as mlx does.
 
 Axes: N blocks, R rows, I columns, G groups of a row.
 """
