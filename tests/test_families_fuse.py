@@ -155,7 +155,7 @@ def test_unfused_native_tensors_fuse_back_to_the_same_bytes(name: str) -> None:
     architecture, plan = planned(NATIVE[name], arrays)
     native = [fusion.role for fusion in architecture.family.fusions if fusion.native]
     cut = unfused(plan, architecture)
-    assert architecture.family.native_fused
+    assert any(fusion.native for fusion in architecture.family.fusions)
     assert not set(cut.outputs) & set(architecture.fused)
     assert set(cut.outputs) <= set(architecture.parameters)
     whole = made(fused(cut, architecture, native), arrays)

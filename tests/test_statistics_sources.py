@@ -158,8 +158,8 @@ def test_the_demo_is_one_object_and_leaves_what_it_names(here: Path, monkeypatch
     found = strict_json(ran.out)
     assert (ran.code, found["schema"], found["out"]) == (0, 1, "d")
     report = found["report"]
-    assert report["chunks"] == 2 and report["reference"] == "bf16" and report["noise_floor"]
-    assert [model["label"] for model in report["models"]] == ["bf16", "int8-g128", "int4-g128-fused"]
+    assert report["chunks"] == 2 and report["reference"] == "embedded" and report["noise_floor"]
+    assert [model["label"] for model in report["models"]] == ["embedded", "int8-g128", "int4-g128-fused"]
     names = {path.name for path in (here / "d").iterdir()}
     assert names == {"int8-g128", "int4-g128-fused", "report.json", "report.md", "report.html"}
     assert json.loads((here / "d" / "report.json").read_text()) == report

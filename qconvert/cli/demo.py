@@ -8,7 +8,6 @@ import time
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -17,9 +16,6 @@ from qconvert.cli.options import examples, json_option, quiet_option
 from qconvert.cli.run_conversion import Flags, write
 from qconvert.core.schemes import Scheme
 from qconvert.plan.recipe import SAME_INPUT, Recipe
-
-if TYPE_CHECKING:
-    pass
 
 OUTPUTS = {
     "int8-g128": Recipe(scheme=Scheme(8)),

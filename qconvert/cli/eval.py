@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from qconvert.evaluate.weights_report import WeightReport
 
 
-REPORT_SUFFIXES = (".json", ".md", ".html")
-
-
 @click.group(
     "eval",
     epilog=examples(

@@ -130,11 +130,6 @@ class Family:
             stacks.append(Fusion(role, module, (slot.role,), layout="mlx"))
         return tuple(stacks)
 
-    @property
-    def native_fused(self) -> bool:
-        """True if the family's own class computes with fused linears."""
-        return any(fusion.native for fusion in self.fusions)
-
     def slot(self, role: str) -> ParameterTemplate:
         """Returns the template of this role, which must be declared."""
         return next(slot for slot in self.slots if slot.role == role)
