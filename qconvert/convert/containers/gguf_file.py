@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +53,9 @@ class GGUFFileContainer:
     compiled: Compiled
     options: RunOptions
     pre_tokenizer: str | None = None
+    _planned: dict[str, tuple[FilePlan, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def layout(self) -> Layout:
@@ -142,7 +145,10 @@ class GGUFFileContainer:
 
     def files(self, out: Path) -> tuple[FilePlan, ...]:
         """The file, or parts of at most `shard_size` bytes of tensors, to the byte."""
-        return plan_files(out.name, self.keys(), self.tensors, max_part_bytes=self.options.shard_size)
+        if out.name not in self._planned:  # once: the vocabulary alone can have 150,000 strings
+            limit = self.options.shard_size
+            self._planned[out.name] = plan_files(out.name, self.keys(), self.tensors, max_part_bytes=limit)
+        return self._planned[out.name]
 
     @property
     def bytes_needed(self) -> int:
