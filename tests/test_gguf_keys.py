@@ -241,8 +241,9 @@ def test_llama_3_frequencies_are_the_converters() -> None:
         },
     }
     (constant,) = rope_freqs(facts_of(Architecture.of(config)))
-    assert constant.name == "rope_freqs.weight" and constant.scaling is not None
-    factors = llama3_factors(*astuple(constant.scaling))
+    assert constant.name == "rope_freqs.weight" and constant.rope is not None
+    rope = constant.rope
+    factors = llama3_factors(rope.head_dim, rope.theta, *astuple(rope.scaling))
     assert factors.dtype == np.float32
     digest = hashlib.sha256(factors.tobytes()).hexdigest()
     assert digest == "8b516af9cb5db26ed32831eb6f493dd620843d1cd69ca7bbad760c76061cd565"

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from qconvert.check.loader_rules import lint
-from qconvert.check.subject import ERROR, LOADERS, NOTE, WARNING, Problem, Subject
+from qconvert.check.subject import ERROR, NOTE, WARNING, Problem, Subject
 from qconvert.cli.check import LOADERS as SPELLED
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Codebook, Encoding, ModelTensor, Unquantized
+from qconvert.core.layout_traits import LOADERS
 from qconvert.models import Architecture
 from tests.commands import made, qconvert
 from tests.family_models import ROWS

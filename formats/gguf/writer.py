@@ -202,8 +202,8 @@ class GGUFSink(FileSink):
         """Renames the committed files to their final names.
 
         OutputExists if another process took one meanwhile, unless `overwrite`; QConvertError if the system
-        refuses one. Either takes back what it has named. Of several parts the old first
-        one is removed before any is replaced: a kill in between leaves no mixture of two models.
+        refuses one; either takes back what it has named. Of several parts the old first one is removed before
+        any is replaced: a kill in between leaves no mixture of two models.
         """
         if self._overwrite and len(self.final) > 1 and self.final[0].exists():
             self.final[0].unlink()

@@ -11,7 +11,6 @@ from qconvert.core.layout_traits import LayoutTraits
 from qconvert.formats.layouts import registry
 from qconvert.models import Architecture, Parameter
 
-LOADERS = ("vllm", "sglang", "transformers", "llama.cpp", "mlx")
 ERROR, WARNING, NOTE = "error", "warning", "note"
 # Loaders that stack q, k, v and gate, up into one matrix with one scheme.
 FUSING = ("vllm", "sglang")

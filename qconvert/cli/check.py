@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from qconvert.cli.options import examples, json_option, model_argument, quiet_option, revision_option
+from qconvert.core.layout_traits import LOADERS
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.open import Checkpoint
 
-LOADERS = ("vllm", "sglang", "transformers", "llama.cpp", "mlx")
 _TOKENIZER = "tokenizer.json"
 
 

@@ -75,8 +75,8 @@ class PermuteColumns(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class InterleaveHalves(Op):
-    """Put the rows of every head in the order of llama.cpp's rotary embedding (`quant.rotary_rows`)."""
+class _HeadRows(Op):
+    """Rows move within their heads of `head_dim` rows."""
 
     head_dim: int
     moves_rows: ClassVar[bool] = True
@@ -84,6 +84,11 @@ class InterleaveHalves(Op):
     @property
     def granule(self) -> int:
         return self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class InterleaveHalves(_HeadRows):
+    """Put the rows of every head in the order of llama.cpp's rotary embedding (`quant.rotary_rows`)."""
 
     def inverse(self) -> Op:
         return PartHalves(self.head_dim)
@@ -95,15 +100,8 @@ class InterleaveHalves(Op):
 
 
 @dataclass(frozen=True, slots=True)
-class PartHalves(Op):
+class PartHalves(_HeadRows):
     """The inverse of `InterleaveHalves`."""
-
-    head_dim: int
-    moves_rows: ClassVar[bool] = True
-
-    @property
-    def granule(self) -> int:
-        return self.head_dim
 
     def inverse(self) -> Op:
         return InterleaveHalves(self.head_dim)

@@ -20,6 +20,7 @@ from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.models.architecture import Architecture
 from qconvert.models.gguf.metadata import Metadata
 from qconvert.models.parameters import Dimensions
+from qconvert.models.rope import Llama3Scaling
 
 Head = Literal["optional", "required", "tied"]
 # What cannot be recovered of a changed tensor, and why the model computes the same without it.
@@ -164,23 +165,20 @@ NOT_WRITTEN: tuple[Written, ...] = ()
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A float32 vector of the file that comes from config.json: `values`, or Llama 3's `scaling`."""
+    """A float32 vector of the file that comes from config.json: `values`, or the factors of `rope`."""
 
     name: str
     values: tuple[float, ...] = ()
-    scaling: Llama3Scaling | None = None
+    rope: RopeFactors | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3Scaling:
-    """The parameters of Llama 3.1's rotary embedding, from which `quant.llama3_rope` computes its factors."""
+class RopeFactors:
+    """What `quant.llama3_rope` computes the factors of a rotary embedding from."""
 
     head_dim: int
     theta: float
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    context: int
+    scaling: Llama3Scaling
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from qconvert.models.gguf.declaration import (
     Constant,
     Facts,
     Keys,
-    Llama3Scaling,
     Read,
+    RopeFactors,
     made_and_read,
     nothing,
     positive,
@@ -27,7 +27,7 @@ from qconvert.models.gguf.declaration import (
 )
 from qconvert.models.gguf.metadata import Metadata
 from qconvert.models.gguf.names import ROPE_FREQS
-from qconvert.models.rope import rope_fields
+from qconvert.models.rope import Llama3Scaling, rope_fields
 
 QUANTIZATION_VERSION = KV.u32("general.quantization_version", 2)  # GGML_QNT_VERSION
 FILE_TYPE = "general.file_type"
@@ -362,15 +362,17 @@ def rope_freqs(facts: Facts) -> Iterator[Constant]:
         return
     given = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **found}
     context = {"original_max_position_embeddings": 8192, **found}
-    scaling = Llama3Scaling(
+    factors = RopeFactors(
         head_size(facts.settings),
         positive(found, "rope_theta"),
-        positive(given, "factor"),
-        positive(given, "low_freq_factor"),
-        positive(given, "high_freq_factor"),
-        positive_int(context, "original_max_position_embeddings"),
+        Llama3Scaling(
+            positive(given, "factor"),
+            positive(given, "low_freq_factor"),
+            positive(given, "high_freq_factor"),
+            positive_int(context, "original_max_position_embeddings"),
+        ),
     )
-    yield Constant(ROPE_FREQS, scaling=scaling)
+    yield Constant(ROPE_FREQS, rope=factors)
 
 
 def decoder(*, rope: Keys = rope, norm: Keys = rms_epsilon, more: Sequence[Keys] = ()) -> tuple[Keys, ...]:

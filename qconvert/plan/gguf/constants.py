@@ -21,14 +21,15 @@ def _values(constant: Constant) -> np.ndarray:
 
     from qconvert.quant.llama3_rope import llama3_factors
 
-    llama3 = constant.scaling
-    if llama3 is None:
+    rope = constant.rope
+    if rope is None:
         return np.array(constant.values, np.float32)
+    scaling = rope.scaling
     return llama3_factors(
-        llama3.head_dim,
-        llama3.theta,
-        llama3.factor,
-        llama3.low_freq_factor,
-        llama3.high_freq_factor,
-        llama3.context,
+        rope.head_dim,
+        rope.theta,
+        scaling.factor,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+        scaling.original_context,
     )
