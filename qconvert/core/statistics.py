@@ -43,9 +43,32 @@ class StatisticsSource(Protocol):
 class RowStatistics:
     """Statistics of the inputs of rows [first, last) of a block of rows.
 
-    `second_moments_I` float32 [I]: the mean square of every input column.
+    `second_moments_I` float32 [I]: the mean square of every input column. `rounding` is there where codes
+    are to be chosen with error feedback.
     """
 
     first: int
     last: int
     second_moments_I: np.ndarray
+    rounding: InputHessian | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputHessian:
+    """What choosing the codes of a linear together needs to know of its input x, of I columns.
+
+    Where the layers before are quantized already, x~ is what they make of the same tokens, else x.
+
+    `hessian_II` float32: E[x~ x~^T]. `order_I` int64: the columns, the first to be rounded first.
+    `factor_II` float32: M, unit upper triangular, of the damped Hessian H = M D M^T, its rows and columns in
+    that order. `shift_II` float32: what weights are multiplied by so that the quantized linear gives for x~
+    what the linear gave for x; None where the two are one. `held_hessian_II` and `held_cross_II` float32:
+    E[x~ x~^T] and E[x x~^T] of tokens that are in none of the above.
+    """
+
+    hessian_II: np.ndarray
+    order_I: np.ndarray
+    factor_II: np.ndarray
+    shift_II: np.ndarray | None
+    held_hessian_II: np.ndarray
+    held_cross_II: np.ndarray

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -53,11 +54,13 @@ def load_decoder(
     dtype: torch.dtype | None = torch.float32,
     layout: Layout = Layout.REFERENCE,
     head_bits: int | None = None,
+    on_demand: bool = False,
 ) -> Decoder:
     """A decoder with the given weights, computing in `dtype` (float32 or bfloat16) on `device`.
 
     No dtype stands for the device's fastest. Quantized weights stay packed, each in one `layout`;
-    `head_bits` rounds the head to 8 or 4 bits (beside the embedding, where the two are tied). Raises
+    `head_bits` rounds the head to 8 or 4 bits (beside the embedding, where the two are tied). Layers that
+    are loaded `on_demand` are read whenever they are asked for, and not kept. Raises
     CorruptCheckpoint for a weight that is missing or has another shape than the config implies, and
     BadRecipe for a device that is not here.
     """
@@ -78,7 +81,7 @@ def load_decoder(
         dtype=loader.dtype,
         layout=layout,
         embed=embed,
-        layers=tuple(loader.layer(i) for i in range(config.layers)),
+        layers=LayersOnDemand(loader) if on_demand else tuple(loader.layer(i) for i in range(config.layers)),
         norm=norm,
         head=head,
         frequencies_F=frequencies(config.rope, config.head_dim).to(device),
@@ -86,7 +89,27 @@ def load_decoder(
         embed_scale=config.hidden**0.5 if config.graph.scaled_embedding else 1.0,
         observers=loader.observers,
     )
-    return replace(decoder, step=_step(decoder)) if layout is Layout.AUTO else decoder
+    return replace(decoder, step=_step(decoder)) if layout is Layout.AUTO and not on_demand else decoder
+
+
+class LayersOnDemand(Sequence[Layer]):
+    """The layers of a model, each read from the checkpoint whenever it is asked for."""
+
+    def __init__(self, loader: _Loader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return self._loader.config.layers
+
+    @overload
+    def __getitem__(self, index: int) -> Layer: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Layer]: ...
+    def __getitem__(self, index: int | slice) -> Layer | Sequence[Layer]:
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return [self._loader.layer(i) for i in numbers]
+        return self._loader.layer(numbers)
 
 
 def _step(decoder: Decoder) -> Step | None:

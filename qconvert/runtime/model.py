@@ -300,19 +300,11 @@ class Decoder:
 
         Positions count from 0, or from the end of the cache, which then holds these tokens too.
         """
-        batch, new = tokens_BT.shape
+        new = tokens_BT.shape[1]
         start = 0 if cache is None else cache.length
         if cache is not None:
             self._check_room(cache, new)
-        both = ((self.config.rope, self.frequencies_F), (self.config.local_rope, self.local_frequencies_F))
-        rotations = [
-            cos_sin(rope, frequencies_F, start, start + new)
-            for rope, frequencies_F in both
-            if rope is not None and frequencies_F is not None
-        ]
-        x_BTD = self.embed.rows(tokens_BT.flatten()).view(batch, new, -1)
-        if self.embed_scale != 1:
-            x_BTD = x_BTD * torch.tensor(self.embed_scale, dtype=x_BTD.dtype)
+        rotations, x_BTD = self.rotations(start, start + new), self.embedded(tokens_BT)
         with exact_products():
             for layer in self.layers:
                 x_BTD = layer(x_BTD, rotations, cache)
@@ -322,6 +314,22 @@ class Decoder:
         if self.observers.linears:
             Tap(InputKey(("lm_head",)), self.observers.linears).show(h_BTD)
         return h_BTD
+
+    def embedded(self, tokens_BT: Tensor) -> Tensor:
+        """What the first layer reads, [B, T, D] in the compute dtype."""
+        x_BTD = self.embed.rows(tokens_BT.flatten()).view(*tokens_BT.shape, -1)
+        if self.embed_scale == 1:
+            return x_BTD
+        return x_BTD * torch.tensor(self.embed_scale, dtype=x_BTD.dtype)
+
+    def rotations(self, start: int, stop: int) -> list[Rotation]:
+        """The rotations of positions [start, stop), which every layer reads."""
+        both = ((self.config.rope, self.frequencies_F), (self.config.local_rope, self.local_frequencies_F))
+        return [
+            cos_sin(rope, frequencies_F, start, stop)
+            for rope, frequencies_F in both
+            if rope is not None and frequencies_F is not None
+        ]
 
     @torch.inference_mode()
     def logits(self, h_XD: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
