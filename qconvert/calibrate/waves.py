@@ -26,7 +26,7 @@ from qconvert.calibrate.input_sums import InputSums
 from qconvert.core.dtypes import Json
 from qconvert.core.statistics import InputHessian, StatisticsKey
 from qconvert.errors import QConvertError
-from qconvert.quant.hessian import NotFactored
+from qconvert.quant.hessian import NotPositiveDefinite
 from qconvert.runtime.model import Decoder
 from qconvert.runtime.observers import InputKey
 
@@ -165,7 +165,7 @@ class Waves:
             wave.moments |= dict.fromkeys(own, moments_I)
             try:
                 hessian, share = summed.hessian(self._calibration.damping)
-            except NotFactored:
+            except NotPositiveDefinite:
                 continue
             wave.hessians |= dict.fromkeys(own, hessian)
             wave.shares |= dict.fromkeys(own, share)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    from qconvert.calibrate.calibration import Calibration
-    from qconvert.checkpoint.open import Checkpoint
+    pass
 
 F = TypeVar("F", bound=Callable[..., Any])
 
