@@ -29,7 +29,8 @@ def factor(
     `h_II`: float32 or float64 [I, I], symmetric; only its upper triangle is read where an input is live.
     lambda is `damping` times the mean of the diagonal, ten times more after each of up to three failures. An
     input that was always 0 gets the mean on the diagonal and 0 elsewhere: it is rounded to the nearest and
-    no other column makes up for it. Working memory is 8 I^2 bytes beside 4 I^2 for M; `dtype` float32 halves it.
+    no other column makes up for it. Working memory is 8 I^2 bytes beside 4 I^2 for M; `dtype` float32 halves
+    it.
 
     Returns the order of the columns int64 [I], those of the largest second moment first (act-order: the
     earlier a column, the more others can still make up for it); M float32 [I, I], rows and columns in that
@@ -110,8 +111,8 @@ def target_shift(
     min E|W x - W' x~|^2 has W' = W G H^-1 with H = E[x~ x~^T], G = E[x x~^T] (GPTAQ, arXiv 2504.02692, and
     Qronos, arXiv 2505.11695, reach the same target column by column). Damped on both sides and blended:
     S = I + alpha (G - H) (H + lambda I)^-1. `mismatch_II` float32 or float64 [I, I] is G - H, or
-    E[(x - x~) x~^T]: small numbers, better summed than subtracted. Returns float32 [I, I], identity for inputs
-    that were always 0. Raises `NotPositiveDefinite`; more damping is tried as in `factor`.
+    E[(x - x~) x~^T]: small numbers, better summed than subtracted. Returns float32 [I, I], identity for
+    inputs that were always 0. Raises `NotPositiveDefinite`; more damping is tried as in `factor`.
     """
     order_I = column_order(h_II)
     for attempt in range(_ATTEMPTS):

@@ -69,12 +69,3 @@ def point(code: Any, step: Any, shift: Any, points: Any, scratch: Any) -> Any:
     for i in range(LANES):
         scratch[LANES + i] = points.levels_T[int(scratch[i])]
     return load(scratch, LANES) * step + shift
-
-
-@routine
-def spread_groups(numbers_RG: Any, first: Any, tile: Any, out: Any) -> None:
-    """Makes rows of a tile lanes: `out[g * tile + r] = numbers_RG[first + r, g]`, 0 beyond the last row."""
-    rows, groups = numbers_RG.shape
-    for row in range(tile):
-        for group in range(groups):
-            out[group * tile + row] = numbers_RG[first + row, group] if first + row < rows else _ZERO

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.quant.nearest_points import spread_groups
 from qconvert.quant.simd.lanes import kernel
-from qconvert.quant.simd.products import COLUMNS, PANEL, ROWS, add_product, pack, packed_starts
+from qconvert.quant.simd.products import COLUMNS, PANEL, ROWS, add_product, pack, rows_as_lanes
 
 _BLOCK = 128  # columns of the matrix that are multiplied at once
 _TILE = 128  # rows that share what is read of the matrix
@@ -32,14 +31,13 @@ def _add_row_products(a_RI: Any, matrix_II: Any, b_RI: Any, totals_R: Any) -> No
     a, sums = np.empty(width * tile, np.float32), np.empty(_BLOCK * tile, np.float32)
     packed, starts = np.empty(_BLOCK * PANEL, np.float32), np.empty(_BLOCK, np.intp)
     for first in range(0, rows, tile):
-        spread_groups(a_RI, first, tile, a)
+        rows_as_lanes(a_RI, first, tile, a)
         for start in range(0, width, _BLOCK):
             stop = min(start + _BLOCK, width)
             for panel in range(0, width, PANEL):
                 count = min(PANEL, width - panel)
                 sums[:] = 0
-                pack(matrix_II, panel, count, start, stop, packed)
-                packed_starts(count, starts)
+                pack(matrix_II, panel, count, start, stop, packed, starts)
                 add_product(sums, 0, tile, a, panel * tile, packed, starts, COLUMNS, count)
                 for row in range(min(tile, rows - first)):
                     total = 0.0

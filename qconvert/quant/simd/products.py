@@ -105,10 +105,10 @@ def add_product(
 
 
 @routine
-def pack(matrix_KJ: Any, first: Any, count: Any, start: Any, stop: Any, packed: Any) -> None:
+def pack(matrix_KJ: Any, first: Any, count: Any, start: Any, stop: Any, packed: Any, starts: Any) -> None:
     """Copies rows [first, first + count) and columns [start, stop) for `add_product`; columns beyond are 0.
 
-    `COLUMNS` columns lie together: `packed[(c // COLUMNS * count + k) * COLUMNS + c % COLUMNS]`.
+    `COLUMNS` columns lie together, so that the step is `COLUMNS`. Fills `starts` too.
     """
     for column in range(start, stop, COLUMNS):
         at, width = (column - start) * count, min(COLUMNS, stop - column)
@@ -119,10 +119,20 @@ def pack(matrix_KJ: Any, first: Any, count: Any, start: Any, stop: Any, packed: 
             else:
                 for c in range(COLUMNS):
                     packed[at + COLUMNS * k + c] = matrix_KJ[first + k, column + c] if c < width else _ZERO
+    packed_starts(count, starts)
 
 
 @routine
 def packed_starts(count: Any, starts: Any) -> None:
-    """Fills where the columns start that `pack` copied; their step is `COLUMNS`."""
+    """Fills where columns of `count` numbers start that are packed as `pack` does it."""
     for c in range(starts.size):
-        starts[c] = (c // COLUMNS * count) * COLUMNS + c % COLUMNS
+        starts[c] = c // COLUMNS * COLUMNS * count + c % COLUMNS
+
+
+@routine
+def rows_as_lanes(numbers_RC: Any, first: Any, tile: Any, out: Any) -> None:
+    """Transposes rows: `out[c * tile + r] = numbers_RC[first + r, c]`, 0 for rows beyond the last one."""
+    rows, columns = numbers_RC.shape
+    for row in range(tile):
+        for c in range(columns):
+            out[c * tile + row] = numbers_RC[first + row, c] if first + row < rows else _ZERO
