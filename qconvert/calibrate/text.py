@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qconvert.calibrate.sources import Document, Source, open_source, plain_chat
+from qconvert.calibrate.sources import HUB, Document, Source, open_source, plain_chat
 from qconvert.checkpoint.dialogue import dialogue_of
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.core.dtypes import Json
@@ -119,7 +119,8 @@ def calibration_windows(
     if dialogue.rows is not None:
         check_ids(int(tokens_BT.max()), dialogue.rows)
     files = tuple(TextRecord(f.name, f.sha256, f.nbytes) for source in sources for f in source.files)
-    return CalibrationText(tokens_BT, tuple(texts), files, protocol)
+    names = tuple(name if name.startswith(HUB) else Path(name).name for name in texts)
+    return CalibrationText(tokens_BT, names, files, protocol)
 
 
 @dataclass
@@ -173,9 +174,11 @@ class _Cutter:
             pieces = [piece for text in documents for piece in _cut(text, self.window)]
             documents = iter([pieces[i] for i in rng.permutation(len(pieces))])
         ordinary = drawn = 0
-        end = [self.dialogue.eos] if self.packed and self.dialogue.eos is not None else []
+        end = self.dialogue.eos if self.packed else None
         for text, plain in documents:
-            ids = self._encode(text, plain=plain) + end
+            ids = self._encode(text, plain=plain)
+            if end is not None and end not in ids[-2:]:  # a chat ends with its own, maybe in a line
+                ids.append(end)
             ordinary += len(ids)
             yield np.array(ids, np.int64)
             while drawn + _RANDOM_RUN / 2 < source.random_share * (ordinary + drawn):
