@@ -80,7 +80,8 @@ def weight_gradients(
         found[key] = found.get(key, 0) + (g_NO.T @ x_NI).numpy()
 
     with backward_pass(decoder, ids, scratch=scratch, batch_tokens=1) as run:
-        head = run.forward()
+        run.forward()
+        head = run.top()
         with decoder.observing(keep_input):
             for i in reversed(range(len(decoder.layers))):
                 run.follow(i, add)
@@ -152,7 +153,8 @@ def hooked_squares(model: Any, ids: torch.Tensor, words: torch.Tensor) -> dict[s
 
 def sampled_words(decoder: Decoder, ids: torch.Tensor, scratch: Path) -> torch.Tensor:
     with backward_pass(decoder, ids, scratch=scratch) as run:
-        return run.forward().words_WT
+        run.forward()
+        return run.top().words_WT
 
 
 def test_squares_are_means_over_all_tokens_an_experts_too(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from qconvert.calibrate.sampled_gradient import sample_gradient
 from qconvert.core.statistics import StatisticsKey
 from qconvert.errors import CheckFailed
 from qconvert.runtime.model import Decoder
+from qconvert.runtime.observers import InputKey, Tap
 from qconvert.runtime.precision import exact_products
 from qconvert.runtime.reverse import GradientObserver, differentiable
 
@@ -41,7 +42,7 @@ def measure_gradients(
     scratch: Path,
     block_rows: int | None = None,
     stored_as: torch.dtype = torch.float32,
-    progress: Progress | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Gradients:
     """What a backward pass over windows of tokens, int64 [W, T], finds of every linear and table.
 
@@ -50,10 +51,11 @@ def measure_gradients(
     seed, tokens and machine give the same bytes. Raises QConvertError where the disk is too small,
     CheckFailed for hidden states that are no numbers.
     """
-    with backward_pass(decoder, tokens_WT, seed=seed, scratch=scratch, stored_as=stored_as) as run:
-        if progress is not None:
-            run.progress = progress
-        head = run.forward()
+    with backward_pass(
+        decoder, tokens_WT, seed=seed, scratch=scratch, stored_as=stored_as, progress=progress
+    ) as run:
+        run.forward()
+        head = run.top()
         linears: dict[StatisticsKey, OutputGradients] = {}
         for layer in reversed(range(len(decoder.layers))):
             sums = GradientSums(block_rows)
@@ -73,7 +75,7 @@ class HeadSums:
 
 @dataclass(slots=True)
 class BackwardPass:
-    """The steps of a backward pass: `forward`, then `follow` every layer from the last to the first.
+    """The steps of a backward pass: `forward`, `top`, then `follow` every layer, the last first; `tables`.
 
     Slot i of `file` holds the input of layer i, the last slot the output of the last layer; each is
     overwritten by the gradient to it.
@@ -84,11 +86,11 @@ class BackwardPass:
     uniform_WT: Tensor
     file: ActivationFile
     batch: int
-    progress: Progress = lambda done, total: None
+    progress: Progress
     done: int = field(default=0)
 
-    def forward(self) -> HeadSums:
-        """Compute and store every layer's input, and the gradient to the output of the last layer."""
+    def forward(self) -> None:
+        """Compute and store every layer's input, and the output of the last."""
         decoder = self.decoder
         with torch.no_grad(), exact_products():
             for first, tokens_BT in self._batches():
@@ -98,7 +100,32 @@ class BackwardPass:
                 for first, x_BTD in self._stored(i):
                     self.file.write(i + 1, first, layer(x_BTD, self._rotations, None))
                 self._tell()
-        return self._top()
+
+    def top(self) -> HeadSums:
+        """Sample a word everywhere, and store the gradient to the output of the last layer.
+
+        Observers of the decoder see what the head reads, under the role `lm_head`.
+        """
+        decoder, last = self.decoder, len(self.decoder.layers)
+        curvature_V = torch.zeros(decoder.head.shape[0], dtype=torch.float64, device=decoder.device)
+        squares_D = torch.zeros(self.file.width, dtype=torch.float64, device=decoder.device)
+        words: list[Tensor] = []
+        with exact_products():
+            for first, x_BTD in self._stored(last):
+                x_BTD.requires_grad_()
+                h_BTD = decoder.norm(x_BTD)
+                uniform_BT = self.uniform_WT[first : first + len(x_BTD)].to(decoder.device)
+                Tap(InputKey(("lm_head",)), decoder.observers.linears).show(h_BTD)
+                with torch.no_grad():
+                    found = sample_gradient(decoder.outputs(h_BTD.flatten(0, 1)), uniform_BT.flatten())
+                    squares_D += h_BTD.flatten(0, 1).square().sum(0)
+                _check_finite(squares_D)
+                curvature_V += found.curvature_V
+                words.append(found.words_N.view(uniform_BT.shape).cpu())
+                g_BTD = torch.autograd.grad(h_BTD, x_BTD, found.g_ND.view_as(h_BTD))[0]
+                self.file.write(last, first, g_BTD)
+        self._tell()
+        return HeadSums(curvature_V, squares_D, torch.cat(words))
 
     def follow(self, i: int, observer: GradientObserver) -> None:
         """Follow the gradient back through layer i, batch by batch.
@@ -125,28 +152,6 @@ class BackwardPass:
             head_V=_float32(head.curvature_V / total),
             head_inputs_D=_float32(head.squares_D / total),
         )
-
-    def _top(self) -> HeadSums:
-        """Sample a word everywhere, and store the gradient to the output of the last layer."""
-        decoder, last = self.decoder, len(self.decoder.layers)
-        curvature_V = torch.zeros(decoder.head.shape[0], dtype=torch.float64, device=decoder.device)
-        squares_D = torch.zeros(self.file.width, dtype=torch.float64, device=decoder.device)
-        words: list[Tensor] = []
-        with exact_products():
-            for first, x_BTD in self._stored(last):
-                x_BTD.requires_grad_()
-                h_BTD = decoder.norm(x_BTD)
-                uniform_BT = self.uniform_WT[first : first + len(x_BTD)].to(decoder.device)
-                with torch.no_grad():
-                    found = sample_gradient(decoder.outputs(h_BTD.flatten(0, 1)), uniform_BT.flatten())
-                    squares_D += h_BTD.flatten(0, 1).square().sum(0)
-                _check_finite(squares_D)
-                curvature_V += found.curvature_V
-                words.append(found.words_N.view(uniform_BT.shape).cpu())
-                g_BTD = torch.autograd.grad(h_BTD, x_BTD, found.g_ND.view_as(h_BTD))[0]
-                self.file.write(last, first, g_BTD)
-        self._tell()
-        return HeadSums(curvature_V, squares_D, torch.cat(words))
 
     @property
     def _rotations(self) -> list[tuple[Tensor, Tensor]]:
@@ -175,6 +180,7 @@ def backward_pass(
     scratch: Path,
     stored_as: torch.dtype = torch.float32,
     batch_tokens: int | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Iterator[BackwardPass]:
     """A backward pass to be taken layer by layer; the arguments are those of `measure_gradients`."""
     windows, length = tokens_WT.shape
@@ -183,7 +189,7 @@ def backward_pass(
     most = batch_tokens or BATCH_TOKENS.get(decoder.device.type, BATCH_TOKENS["cpu"])
     slots, width = len(decoder.layers) + 1, decoder.config.hidden
     with activation_file(scratch, slots, windows, length, width, stored_as) as file:
-        yield BackwardPass(decoder, tokens_WT, uniform_WT, file, max(1, most // length))
+        yield BackwardPass(decoder, tokens_WT, uniform_WT, file, max(1, most // length), progress)
 
 
 def _check_finite(squares_D: Tensor) -> None:
