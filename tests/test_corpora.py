@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from qconvert.errors import BadRecipe, QConvertError
 from qconvert.evaluate import corpora
-from qconvert.evaluate.corpora import check_tokenizer, hf_join, load_text, tokenize
+from qconvert.evaluate.corpora import hf_join, load_text
 from qconvert.evaluate.protocols import protocol_named
+from qconvert.formats.tokenizers.tokenized_text import check_tokenizer, tokenize
 
 
 def write_tokenizer(folder: Path, *, bos: bool) -> Path:

@@ -14,7 +14,7 @@ import pytest
 
 from qconvert.cli import cli
 from qconvert.errors import CorruptCheckpoint, QConvertError, remedy
-from qconvert.evaluate.corpora import NoTokenizer
+from qconvert.formats.tokenizers.tokenized_text import NoTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS = [path for room in ("qconvert", "formats", "evals") for path in sorted((ROOT / room).rglob("*.py"))]

@@ -51,7 +51,7 @@ LIBRARIES = {
     "numba": "quant runtime.cpu evals",
     "numpy": "core quant ops runtime formats checkpoint calibrate check convert evaluate plan.gguf evals",
     "safetensors": "formats.io.read_back evals",
-    "tokenizers": "evaluate formats.tokenizers cli.generate evals",
+    "tokenizers": "formats.tokenizers cli.generate evals",
     "torch": "runtime calibrate evaluate cli.env cli.eval cli.generate evals",
     "tqdm": "cli",
     "transformers": "evals",

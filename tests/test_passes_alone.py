@@ -261,6 +261,9 @@ class Measured:
     def second_moments(self, key: StatisticsKey) -> np.ndarray:
         raise AssertionError("a plan reads no statistics")
 
+    def rounding(self, key: StatisticsKey) -> None:
+        return None
+
 
 def keys_of(state: Compiled) -> dict[str, tuple[StatisticsKey, ...]]:
     return {unit.output.name: unit.statistics for unit in state.plan.units if unit.quantizes}

@@ -13,11 +13,11 @@ import safetensors.torch
 import torch
 
 from qconvert.errors import BadRecipe, CheckFailed
-from qconvert.evaluate.corpora import Text, Tokens
 from qconvert.evaluate.lockstep import EvalModel
 from qconvert.evaluate.perplexity import evaluate, run
 from qconvert.evaluate.perplexity_report import PerplexityReport
 from qconvert.evaluate.protocols import protocol_named
+from qconvert.formats.tokenizers.tokenized_text import Text, Tokens
 from qconvert.report.page import to_markdown, to_terminal
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder

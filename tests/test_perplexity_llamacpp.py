@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from qconvert.evaluate.corpora import load_text, tokenize
+from qconvert.evaluate.corpora import load_text
 from qconvert.evaluate.models import open_model
 from qconvert.evaluate.perplexity import run
+from qconvert.formats.tokenizers.tokenized_text import tokenize
 from tests.commands import qconvert
 from tests.gguf_models import llama_cpp_logits, log_probabilities
 

@@ -33,6 +33,9 @@ class Counting:
     def second_moments(self, key: StatisticsKey) -> np.ndarray:
         return np.full(4, float(key.expert or 0), np.float32)
 
+    def rounding(self, key: StatisticsKey) -> None:
+        return None
+
 
 def test_rows_of_a_stack_of_experts_get_the_statistics_of_their_expert() -> None:
     stack = ModelTensor("w", (3, 5, 4), Unquantized(DType.F32))

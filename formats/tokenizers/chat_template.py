@@ -2,21 +2,25 @@
 
 A template is a program that came with a checkpoint. jinja's sandbox gives it no access to Python, but one
 line of it (`'a' * 10**11`) takes all the memory of the process. So this file is run as a script, which
-imports nothing of the package: stdin holds {"template", "variables"}, stdout one of {"text"} and {"error"}.
+imports nothing of the package: stdin holds {"template", "chats": [the variables of each]}, stdout
+{"answers"}, for each chat one of {"text"} and {"error"}.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from functools import cache
 
 MAX_BYTES = 512 << 20
 MAX_SECONDS = 5
 MAX_CHARACTERS = 16 << 20
 
 
-def render(template: str, variables: dict[str, object]) -> str:
-    """Returns the text that a template renders from its variables; whatever it raises is raised."""
+@cache
+def compiled(template: str) -> Callable[..., str]:
+    """Returns what renders a template from variables; whatever it raises is raised."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -27,7 +31,7 @@ def render(template: str, variables: dict[str, object]) -> str:
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
     environment.globals["raise_exception"] = refuse
-    return environment.from_string(template).render(**variables)
+    return environment.from_string(template).render
 
 
 def limit() -> None:
@@ -41,20 +45,24 @@ def limit() -> None:
         return
 
 
+def answer(template: str, chat: dict[str, object]) -> dict[str, str]:
+    """Returns the text of one chat, or what its template did wrong."""
+    try:
+        text = compiled(template)(**chat)
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"it makes {len(text):,} characters, over {MAX_CHARACTERS:,}")
+        return {"text": text}
+    except MemoryError:
+        return {"error": f"it takes more than {MAX_BYTES >> 20} MiB of memory"}
+    except Exception as error:  # whatever the program does wrong becomes its error text
+        return {"error": str(error)[:500] or type(error).__name__}
+
+
 def main() -> None:
     """Answers the one request on stdin."""
     request = json.load(sys.stdin)
     limit()
-    try:
-        text = render(request["template"], request["variables"])
-        if len(text) > MAX_CHARACTERS:
-            raise ValueError(f"it makes {len(text):,} characters, over {MAX_CHARACTERS:,}")
-        answer = {"text": text}
-    except MemoryError:
-        answer = {"error": f"it takes more than {MAX_BYTES >> 20} MiB of memory"}
-    except Exception as error:  # whatever the program does wrong becomes its error text
-        answer = {"error": str(error)[:500] or type(error).__name__}
-    json.dump(answer, sys.stdout)
+    json.dump({"answers": [answer(request["template"], chat) for chat in request["chats"]]}, sys.stdout)
 
 
 if __name__ == "__main__":

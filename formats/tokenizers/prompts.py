@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,7 @@ from qconvert.errors import BadRecipe, QConvertError, UnsupportedModel
 from qconvert.formats.io.strict_json import parse_json_object, read_json_object
 from qconvert.formats.tokenizers import chat_template
 from qconvert.formats.tokenizers import huggingface_files as files
+from qconvert.formats.tokenizers.tokenized_text import parse_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -61,55 +62,71 @@ class Dialogue:
 
     def render(self, messages: Messages) -> str:
         """Renders the chat as text. Raises UnsupportedModel without a template, or when it fails."""
-        special = {
-            f"{kind}_token": files.token_text(self.folder.settings.get(f"{kind}_token"))
-            for kind in files.SPECIAL_KINDS
-        }
-        known = {name: text for name, text in special.items() if text is not None}
-        variables = {"messages": messages, "add_generation_prompt": True, **known}
-        answer = _rendered(_template(self.folder), variables)
+        chat = {"messages": messages, "add_generation_prompt": True, **self._special}
+        (answer,) = _rendered(_template(self.folder), [chat])
         if "text" not in answer:
             raise UnsupportedModel(
                 f"{self.folder.path}: the chat template does not run: {answer['error']}", "leave out --chat"
             )
         return str(answer["text"])
 
+    def render_finished(self, chats: Sequence[Json]) -> list[str | None]:
+        """Renders chats as they are, the assistant's turns included; None for one that the template refuses.
 
-def _rendered(template: str, variables: Json) -> Json:
-    """Returns the answer of `formats.tokenizers.chat_template`, run as a script."""
+        Each has `messages`, and may have other variables of the template, such as `tools`.
+        """
+        variables = [{**self._special, "add_generation_prompt": False, **chat} for chat in chats]
+        return [answer.get("text") for answer in _rendered(_template(self.folder), variables)]
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template."""
+        return isinstance(_default_template(self.folder), str)
+
+    @property
+    def eos(self) -> int | None:
+        """The token that ends a text: that of tokenizer_config.json, else the first that stops generation."""
+        text = files.token_text(self.folder.settings.get("eos_token"))
+        own = self.tokenizer.token_to_id(text) if text else None
+        return min(self.stops, default=None) if own is None else own
+
+    @property
+    def _special(self) -> dict[str, str]:
+        named = {
+            f"{kind}_token": files.token_text(self.folder.settings.get(f"{kind}_token"))
+            for kind in files.SPECIAL_KINDS
+        }
+        return {name: text for name, text in named.items() if text is not None}
+
+
+def _rendered(template: str, chats: Sequence[Json]) -> list[Json]:
+    """Returns the answers of `formats.tokenizers.chat_template`, run as a script."""
     if find_spec("jinja2") is None:
         raise QConvertError("chat: jinja2 is not installed", "pip install jinja2")
     # Not with -m, which would import modules of the current folder instead of Python's.
     command = [sys.executable, chat_template.__file__]
-    request = json.dumps({"template": template, "variables": variables})
+    request = json.dumps({"template": template, "chats": chats})
     try:
         done = subprocess.run(
             command, input=request, capture_output=True, text=True, timeout=_PATIENCE, check=False
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"it takes more than {_PATIENCE} s"}
+        return [{"error": f"it takes more than {_PATIENCE} s"} for _ in chats]
     if done.returncode:  # killed by the limit of processor time
-        return {"error": f"it takes more than {chat_template.MAX_SECONDS} s of processor time"}
-    return parse_json_object(done.stdout.encode(), "chat template")
+        return [{"error": f"it takes over {chat_template.MAX_SECONDS} s of processor time"} for _ in chats]
+    answers: list[Json] = parse_json_object(done.stdout.encode(), "chat template")["answers"]
+    return answers
 
 
 def open_dialogue(path: Path, config: Json) -> Dialogue:
     """Opens the tokenizer of a checkpoint's folder. Raises UnsupportedModel without a tokenizer.json."""
-    from tokenizers import Tokenizer
-
     folder = files.read_folder(path, config)
     file = path / "tokenizer.json"
     if not file.is_file():
         raise UnsupportedModel(
             f"{path}: has no tokenizer.json", "save the tokenizer with transformers 4 or later"
         )
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more specific
-        raise QConvertError(
-            f"{file}: {error}",
-            "fetch the file again, or update tokenizers: it is damaged, or newer than that",
-        ) from error
+    tokenizer = parse_tokenizer(file, file.read_bytes())
     rows = config.get("vocab_size")
     stops = _stops(path, config, tokenizer, folder.settings)
     return Dialogue(tokenizer, stops, folder, rows if isinstance(rows, int) else None)
@@ -166,12 +183,18 @@ class Detokenizer:
         return new
 
 
-def _template(folder: files.TokenizerFolder) -> str:
+def _default_template(folder: files.TokenizerFolder) -> object:
     """Returns the folder's template; of several, the one called default."""
     found = folder.chat_template
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        found = named.get("default")
+        return named.get("default")
+    return found
+
+
+def _template(folder: files.TokenizerFolder) -> str:
+    """Returns the folder's template; UnsupportedModel where it has none."""
+    found = _default_template(folder)
     if not isinstance(found, str):
         raise UnsupportedModel(f"{folder.path}: the model has no chat template", "leave out --chat")
     return found

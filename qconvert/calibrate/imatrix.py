@@ -46,6 +46,9 @@ class ImatrixStatistics:
         name, first, width = self.entries[key]
         return np.asarray(self.imatrix.means[name], np.float32)[first : first + width]
 
+    def rounding(self, key: StatisticsKey) -> None:
+        """Nothing: an importance matrix has no Hessians."""
+
 
 def open_imatrix(path: Path, architecture: Architecture) -> ImatrixStatistics:
     """Read an importance matrix as the statistics of a model.

@@ -37,7 +37,7 @@ EMBED, HEAD = StatisticsKey("embed"), StatisticsKey("lm_head")
 
 
 @dataclass(frozen=True, slots=True)
-class InputMoments:
+class SecondMoments:
     """Of one input: E[x^2], float32 [I], and where it was kept H = E[x x^T], float32 [I, I]."""
 
     second_moments_I: np.ndarray
@@ -63,7 +63,7 @@ class Sensitivity:
 
     layer: int | None
     outputs: Mapping[StatisticsKey, np.ndarray]
-    inputs: Mapping[str, InputMoments]
+    inputs: Mapping[str, SecondMoments]
 
     def cost(self, delta_RI: np.ndarray, squares_R: np.ndarray, role: str) -> float:
         """What changing rows of a role by `delta_RI` costs in nats per token; `squares_R` E[g_o^2]."""
@@ -71,7 +71,7 @@ class Sensitivity:
 
 
 @dataclass(slots=True)
-class InputSums:
+class SecondMomentSums:
     """Sums of x x^T over the inputs that observers see, those of a layer's experts as one.
 
     Where all Hessians together would take more than `most_bytes`, those that come last are diagonals.
@@ -97,12 +97,12 @@ class InputSums:
         if key in self.hessians:
             self.hessians[key].addmm_(x_NI.T, x_NI)
 
-    def moments(self) -> dict[str, InputMoments]:
+    def moments(self) -> dict[str, SecondMoments]:
         """The means, for every role that reads the input."""
-        found: dict[str, InputMoments] = {}
+        found: dict[str, SecondMoments] = {}
         for key, rows in self.rows.items():
             hessian_II = self.hessians.get(key)
-            moments = InputMoments(
+            moments = SecondMoments(
                 (self.squares[key] / rows).float().cpu().numpy(),
                 None if hessian_II is None else (hessian_II / rows).cpu().numpy(),
             )
@@ -158,11 +158,11 @@ def sensitivities(
     """
     with backward_pass(decoder, tokens_WT, seed=seed, scratch=scratch, progress=progress) as run:
         run.forward()
-        at_head = InputSums(most_bytes)
+        at_head = SecondMomentSums(most_bytes)
         with decoder.observing(at_head):
             head = run.top()
         for layer in reversed(range(len(decoder.layers))):
-            inputs, gradients = InputSums(most_bytes), GradientSums()
+            inputs, gradients = SecondMomentSums(most_bytes), GradientSums()
             with decoder.observing(inputs):
                 run.follow(layer, gradients)
             means = gradients.means(tokens_WT.numel())
@@ -178,7 +178,7 @@ def stored_sensitivities(
     """The same from statistics that were stored: Hessians are their diagonals, experts share their mean."""
     for layer in range(layers):
         found = {key: each for key, each in gradients.linears.items() if key.layer == layer}
-        inputs: dict[str, InputMoments] = {}
+        inputs: dict[str, SecondMoments] = {}
         for role in {key.role for key in found}:
             measured = [
                 (key, each.rows) for key, each in found.items() if key.role == role and key in statistics
@@ -186,14 +186,14 @@ def stored_sensitivities(
             if measured:
                 total = sum(rows for _, rows in measured)
                 sums_I = sum(rows * statistics.second_moments(key) for key, rows in measured)
-                inputs[role] = InputMoments(np.asarray(sums_I / total, np.float32))
+                inputs[role] = SecondMoments(np.asarray(sums_I / total, np.float32))
         yield Sensitivity(layer, {key: each.squares_O for key, each in found.items()}, inputs)
-    yield _of_tables(gradients.tables, InputMoments(gradients.tables.head_inputs_D))
+    yield _of_tables(gradients.tables, SecondMoments(gradients.tables.head_inputs_D))
 
 
-def _of_tables(tables: TableGradients, head_input: InputMoments) -> Sensitivity:
+def _of_tables(tables: TableGradients, head_input: SecondMoments) -> Sensitivity:
     frequencies_V = word_frequencies(tables.counts_V)
-    inputs = {"embed": InputMoments(tables.embedding_D), "lm_head": head_input}
+    inputs = {"embed": SecondMoments(tables.embedding_D), "lm_head": head_input}
     return Sensitivity(None, {EMBED: frequencies_V, HEAD: tables.head_V}, inputs)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.encodings import ModelTensor
+from qconvert.core.protocols import Rows
 from qconvert.core.values import Value
 from qconvert.models import FusedParameter
 
@@ -29,10 +30,13 @@ class CheckpointWeights:
     `gate_up`); members that are interleaved are taken apart.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """Hold the checkpoint's tensors against its architecture; raises what `bind` raises."""
+    def __init__(self, checkpoint: Checkpoint, reader: Rows | None = None) -> None:
+        """Hold the checkpoint's tensors against its architecture; raises what `bind` raises.
+
+        `reader` gives their rows, where it is not the checkpoint's own.
+        """
         binding = checkpoint.bind()
-        self._reader = checkpoint.reader
+        self._reader = reader or checkpoint.reader
         self._stored: dict[_Key, _Stored] = {}
         for name, parameter in binding.parameters.items():
             tensor = checkpoint.tensors[name]

@@ -89,6 +89,27 @@ def resolve(model: str, *, revision: str | None = None, weights: bool = True) ->
     return ResolvedModel(folder, repo_id, asked, folder.name, headers)
 
 
+def resolve_texts(name: str, suffixes: Sequence[str]) -> Path:
+    """The cached snapshot of a dataset on the Hub (`org/name` or `org/name@revision`) with its text files.
+
+    Files of these suffixes are downloaded, in folders as well. Raises QConvertError as `resolve` does.
+    """
+    from huggingface_hub import snapshot_download
+
+    match = _HUB_NAME.fullmatch(name)
+    if match is None:
+        raise QConvertError(f"{shown(name)}: no name for a dataset on the Hub", "write hub:org/name")
+    with _explained(name):
+        return Path(
+            snapshot_download(
+                match["repo"],
+                repo_type="dataset",
+                revision=match["revision"],
+                allow_patterns=[f"*{suffix}" for suffix in suffixes],
+            )
+        )
+
+
 def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
     """Returns the cached snapshot with the matching top-level files; its name is the commit."""
     from huggingface_hub import snapshot_download

@@ -258,17 +258,13 @@ def _require_utf8(text: str) -> None:
 
 
 def _prompt(checkpoint: Checkpoint, prompt: str, options: dict[str, Any]) -> tuple[Dialogue, list[int]]:
-    from qconvert.formats.tokenizers.prompts import open_dialogue, open_made_dialogue
+    from qconvert.checkpoint.dialogue import dialogue_of
 
     text = prompt
     if prompt == "-":
         text = sys.stdin.read().removesuffix("\n")
         _require_utf8(text)
-    made = checkpoint.files.sidecars.made  # by a GGUF file, which has no folder of its own
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    dialogue = (
-        open_made_dialogue(made, checkpoint.config) if made else open_dialogue(folder, checkpoint.config)
-    )
+    dialogue = dialogue_of(checkpoint)
     if not options["chat"]:
         return dialogue, dialogue.encode(text)
     messages = [{"role": "user", "content": text}]

@@ -9,21 +9,23 @@ from math import inf
 from pathlib import Path
 from zlib import crc32
 
+from qconvert.calibrate.calibration import Calibration, PlannedStatistics
 from qconvert.checkpoint.facts import gather_facts
 from qconvert.checkpoint.hub import resolve
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
-from qconvert.convert.runner import MOST_CODE_ERROR, BlockDone, Outcome, Terms, WrittenRows, run
+from qconvert.convert.runner import MOST_CODE_ERROR, BlockDone, Made, Outcome, Terms, WrittenRows, run
 from qconvert.core.protocols import Layout
+from qconvert.core.statistics import StatisticsSource
 from qconvert.errors import QConvertError
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import Hashes
 from qconvert.formats.layouts import registry
 from qconvert.models.declared import Declaration
 from qconvert.plan.compile import compile_request
-from qconvert.plan.plan import Unit
+from qconvert.plan.plan import Plan, Unit
 from qconvert.plan.request import GGUFTarget, Request
 
 Listener = Callable[[BlockDone], None]
@@ -46,13 +48,14 @@ def prepare(
     options: RunOptions,
     *,
     imatrix: Path | None = None,
+    calibration: Calibration | None = None,
     pre_tokenizer: str | None = None,
 ) -> Job:
     """Compile a request for an opened model.
 
-    `imatrix` is an importance matrix, whose statistics weigh the errors of new codes; `pre_tokenizer`
-    llama.cpp's name of a GGUF's pre-tokenizer. Raises BadRecipe for a request that contradicts the model,
-    UnsupportedModel for a model that the output cannot hold.
+    `imatrix` is an importance matrix, whose statistics weigh the errors of new codes; with a `calibration`,
+    codes are chosen together; `pre_tokenizer` is llama.cpp's name of a GGUF's pre-tokenizer. Raises BadRecipe
+    for a request that contradicts the model, UnsupportedModel for a model that the output cannot hold.
     """
     checkpoint = source.checkpoint
     if not checkpoint.files.has_weights:
@@ -64,16 +67,18 @@ def prepare(
         from qconvert.calibrate.imatrix import open_imatrix
 
         request = replace(request, statistics=open_imatrix(imatrix, checkpoint.architecture))
+    if calibration is not None:
+        request = replace(request, statistics=PlannedStatistics(calibration.record))
     layout = _layout(source, request)
     facts = gather_facts(checkpoint, binding, request)
     compiled = compile_request(request, binding, facts, layout)
     if not compiled.is_gguf:
-        return Job(source, compiled, SafetensorsFolder(source, compiled, options), options)
+        return Job(source, compiled, SafetensorsFolder(source, compiled, options), options, calibration)
     from qconvert.convert.containers.gguf_file import GGUFFileContainer
 
     container = GGUFFileContainer(source, compiled, options, pre_tokenizer)
     container.check()
-    return Job(source, compiled, container, options)
+    return Job(source, compiled, container, options, calibration)
 
 
 def _layout(source: OpenedModel, request: Request) -> Layout:
@@ -125,12 +130,14 @@ def _run(job: Job, output: OpenOutput) -> Generator[BlockDone, None, None]:
         first = checkpoint.layout.stored_arrays(unit.source)[0]
         return checkpoint.files.source_offset(first.name)
 
-    return run(
-        job.compiled.plan,
-        checkpoint.reader,
-        job.container.layout,
-        output.sink,
-        terms,
-        order=position,
-        statistics=request.statistics,
-    )
+    def run_plan(
+        plan: Plan, statistics: StatisticsSource | None, made: Made | None = None
+    ) -> Generator[BlockDone, None, None]:
+        sink, layout = output.sink, job.container.layout
+        return run(plan, checkpoint.reader, layout, sink, terms, position, statistics, made)
+
+    if job.calibration is None:
+        return run_plan(job.compiled.plan, request.statistics)
+    from qconvert.convert.calibrated import run_in_waves
+
+    return run_in_waves(job.compiled.plan, run_plan, checkpoint, job.calibration, output.path.parent)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.calibration import Calibration
 from qconvert.checkpoint.hub import ResolvedModel
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.runner import Outcome
@@ -43,12 +44,13 @@ class OpenedModel:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A conversion that is ready to run."""
+    """A conversion that is ready to run; with a `calibration`, codes are chosen together."""
 
     source: OpenedModel
     compiled: Compiled
     container: Container
     options: RunOptions
+    calibration: Calibration | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from functools import reduce
 from math import inf, isfinite, sqrt
+from operator import add
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.calibration import PlannedStatistics
 from qconvert.checkpoint.hub import ResolvedModel
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.job import OpenedModel, RunOptions
@@ -19,6 +22,7 @@ from qconvert.core.protocols import Layout
 from qconvert.core.version import __version__
 from qconvert.formats.io.read_back import Hashes, file_sha256
 from qconvert.models.parameter_table import linear_bits, table_of_outputs
+from qconvert.ops import OutputError
 from qconvert.plan.passes.activation_order import reordered
 from qconvert.plan.passes.tensor_parallel_padding import zeros_added
 from qconvert.plan.passes.transcode import Target
@@ -52,7 +56,7 @@ def manifest(
         "source": source_record(source.location, source.checkpoint, hash_sources=options.hash_sources),
         "recipe": request.recipe.to_json(),
         **({"conversion": _conversion(target)} if target else {}),
-        **({"statistics": _statistics(compiled)} if request.statistics else {}),
+        **_measured(compiled, outcome),
         "totals": {
             "tensors": table.tensors,
             "parameters": table.parameters,
@@ -93,11 +97,28 @@ def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources:
     }
 
 
-def _statistics(compiled: Compiled) -> Json:
-    """What weighed the errors of new codes, and of how many tensors."""
+def _measured(compiled: Compiled, outcome: Outcome) -> Json:
+    """What weighed the errors of new codes or chose them together, and of how many tensors."""
     source = compiled.request.statistics
-    assert source is not None
-    return {**source.record, "tensors": sum(bool(unit.statistics) for unit in compiled.plan.units)}
+    if source is None:
+        return {}
+    if not isinstance(source, PlannedStatistics):
+        return {
+            "statistics": {**source.record, "tensors": sum(bool(u.statistics) for u in compiled.plan.units)}
+        }
+    errors = outcome.output_errors
+    lost = _output_error(reduce(add, errors.values())) if errors else None
+    return {"calibration": {**source.record, "tensors": len(errors), "output_error": lost}}
+
+
+def _output_error(error: OutputError) -> Json:
+    """The relative error of linears' outputs on held-out tokens: of nearest codes, and of those written."""
+    energy = error.energy or 1.0
+    return {
+        "nearest": finite(float(f"{sqrt(error.plain / energy):.9g}")),
+        "written": finite(float(f"{sqrt(error.made / energy):.9g}")),
+        "rows_kept_nearest": error.kept,
+    }
 
 
 def _conversion(target: Target) -> Json:
@@ -135,6 +156,9 @@ def _tensor(unit: Unit, request: Request, layout: Layout, outcome: Outcome, hash
             "max_abs": error.max_abs,
             "max_steps": error.max_steps,
         }
+    output_error = outcome.output_errors.get(output.name)
+    if output_error is not None:
+        entry["output_error"] = _output_error(output_error)
     return entry
 
 

@@ -93,7 +93,21 @@ def _loss(manifest: Json) -> list[str]:
         text = f", measured on `{weighed['dataset']}`" if weighed["dataset"] else ""
         what = f"Errors of {weighed['tensors']} tensors are weighed by the importance matrix"
         lines.append(f"{what} `{weighed['file']}`{text}.")
-    return lines
+    return lines + _calibration(manifest)
+
+
+def _calibration(manifest: Json) -> list[str]:
+    """The text on which codes were chosen together, and what that won."""
+    if "calibration" not in manifest or manifest["calibration"]["output_error"] is None:
+        return []
+    calibration = manifest["calibration"]
+    error, texts = calibration["output_error"], calibration["text"].get("texts", [])
+    named = ", ".join(f"`{text['name']}` (SHA-256 {text['sha256'][:12]})" for text in texts)
+    return [
+        f"Codes are chosen with error feedback on {calibration['tokens']:,} tokens"
+        f"{f' of {named}' if named else ''}: the relative error of the linears' outputs on tokens held out "
+        f"falls from {error['nearest']:.4f} to {error['written']:.4f}.",
+    ]
 
 
 _PLAIN_LOADS = "transformers (`from_pretrained`) and vLLM load"

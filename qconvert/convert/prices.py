@@ -16,7 +16,7 @@ from qconvert.convert.job import Job
 from qconvert.convert.runner import BLOCK_BYTES, Block, bounded, cut, gather, rows_read, rows_statistics
 from qconvert.core.dtypes import DType, Json
 from qconvert.core.encodings import ModelTensor
-from qconvert.core.statistics import StatisticsKey, StatisticsSource
+from qconvert.core.statistics import InputHessian, StatisticsKey, StatisticsSource
 from qconvert.core.values import DenseRows, Value
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, Parameter
@@ -124,6 +124,10 @@ class _Moments:
 
     def second_moments(self, key: StatisticsKey) -> np.ndarray:
         return self.sensitivity.inputs[key.role].second_moments_I
+
+    def rounding(self, key: StatisticsKey) -> InputHessian | None:
+        """None: options are priced as they are rounded without error feedback."""
+        return None
 
 
 def _prices(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from math import lcm
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from qconvert.convert.run_errors import (
     refuse_code_error,
@@ -21,12 +21,12 @@ from qconvert.convert.run_errors import (
     refuse_overflow,
     require_same_constants,
 )
-from qconvert.core.encodings import ModelTensor, Unquantized
-from qconvert.core.protocols import ArrayRows, Layout, Reader, Sink
+from qconvert.core.encodings import Unquantized
+from qconvert.core.protocols import ArrayRows, Layout, Reader, Rows, Sink
 from qconvert.core.statistics import RowStatistics, StatisticsSource
-from qconvert.core.values import DenseRows, Value
+from qconvert.core.values import DenseRows, Value, stack_rows
 from qconvert.formats.io.local_file import octets
-from qconvert.ops import Op
+from qconvert.ops import Op, OutputError
 from qconvert.plan.plan import Plan, RowSlice, Unit
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from qconvert.quant.affine import QuantError
 
 T = TypeVar("T")
+Made = Callable[[Unit, int, Value], None]
+"""Is shown what rows of a unit, from that number on, became; called from any thread."""
 
 # Working memory of one block: large enough to amortise a Python call, small enough to stay near
 # the cache and to leave room for many blocks in a small budget.
@@ -82,7 +84,8 @@ class BlockDone:
     """One block of a unit is written; `last` marks the unit's last one to finish.
 
     `code_error` is how far a weight has moved at most, in units of its quantization step, on the way to
-    another quantization format.
+    another quantization format, `output_error` what the output of its linear loses, where codes were chosen
+    together.
     """
 
     unit: Unit
@@ -91,17 +94,20 @@ class BlockDone:
     error: QuantError | None
     last: bool
     code_error: float = 0.0
+    output_error: OutputError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of a run, gathered from its events, by name: every part written of an array, and for
-    outputs the error of quantizing and the most that kept codes moved a weight (0 is exact).
+    outputs the error of quantizing, the most that kept codes moved a weight (0 is exact), and the error of
+    a linear's output where codes were chosen together.
     """
 
     written: dict[str, list[WrittenRows]] = field(default_factory=lambda: defaultdict(list))
     errors: dict[str, QuantError] = field(default_factory=dict)
     code_errors: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    output_errors: dict[str, OutputError] = field(default_factory=dict)
 
     def add(self, done: BlockDone) -> None:
         """Take in the event of one block."""
@@ -111,6 +117,9 @@ class Outcome:
         if done.error is not None:
             self.errors[name] = self.errors[name] + done.error if name in self.errors else done.error
         self.code_errors[name] = max(self.code_errors[name], done.code_error)
+        if done.output_error is not None:
+            known = self.output_errors.get(name)
+            self.output_errors[name] = known + done.output_error if known else done.output_error
 
     def certificates(self, units: Iterable[Unit]) -> dict[str, int]:
         """How many tensors are exact, measured, quantized, requantized and so on, by name."""
@@ -136,10 +145,12 @@ def run(
     terms: Terms,
     order: Callable[[Unit], object] | None = None,
     statistics: StatisticsSource | None = None,
+    made: Made | None = None,
 ) -> Generator[BlockDone, None, None]:
     """Make every tensor of the plan and write it to the sink; yields an event per block.
 
-    `order` sorts the units, for sources that are faster in sequence; `statistics` are what the units name.
+    `order` sorts the units, for sources that are faster in sequence; `statistics` are what the units name;
+    `made` is shown the rows of every block, from any thread.
     Raises CorruptCheckpoint naming the tensor that holds NaN or Inf, BadRecipe when a value does not fit
     the target dtype or codes would move too far. The caller commits or aborts the sink, and closes the
     generator first: no thread outlives it.
@@ -156,7 +167,7 @@ def run(
         left[block.unit.output.name] += 1
 
     def make(block: Block) -> BlockDone:
-        return _make(block, reader, layout, sink, terms, statistics)
+        return _make(block, reader, layout, sink, terms, statistics, made)
 
     for done in bounded(blocks, make, jobs, max_memory):
         left[done.unit.output.name] -= 1
@@ -251,6 +262,7 @@ def _make(
     sink: Sink,
     terms: Terms,
     statistics: StatisticsSource | None,
+    made: Made | None,
 ) -> BlockDone:
     unit = block.unit
     if block.start == 0 and len(unit.inputs) > 1:
@@ -258,11 +270,11 @@ def _make(
     first, last = rows_read(unit, block.start), rows_read(unit, block.stop)
     value, nbytes = gather(unit.inputs, reader, first, last)
     given = rows_statistics(unit, block.start, block.stop, statistics) if statistics is not None else ()
-    error, code_error = None, 0.0
+    error, code_error, output_error = None, 0.0, None
     for op in unit.ops:
         width = value.width if isinstance(value, DenseRows) else unit.source.width
         value, finding = op.apply(value, given if op.quantizes else ())
-        error = finding.error or error
+        error, output_error = finding.error or error, finding.output_error or output_error
         code_error += finding.code_error
         if not terms.allow_nonfinite and (finding.nonfinite >= 0 or finding.bad_row >= 0):
             refuse_nonfinite(unit, first, finding, reader.layout, max(1, width))
@@ -270,8 +282,10 @@ def _make(
             refuse_overflow(unit, value, finding.overflow)
     if code_error > terms.most_code_error:
         refuse_code_error(unit, code_error)
+    if made is not None:
+        made(unit, block.start, value)
     written = tuple(_write(rows, sink, terms) for rows in layout.encode(unit.output, block.start, value))
-    return BlockDone(unit, nbytes, written, error, last=False, code_error=code_error)
+    return BlockDone(unit, nbytes, written, error, False, code_error, output_error)
 
 
 def _write(rows: ArrayRows, sink: Sink, terms: Terms) -> WrittenRows:
@@ -293,6 +307,7 @@ def rows_statistics(unit: Unit, start: int, stop: int, source: StatisticsSource)
             max(i * each, start) - start,
             min((i + 1) * each, stop) - start,
             source.second_moments(unit.statistics[i]),
+            source.rounding(unit.statistics[i]),
         )
         for i in range(start // each, -(-stop // each))
     )
@@ -311,14 +326,7 @@ def gather(inputs: tuple[RowSlice, ...], reader: Rows, start: int, stop: int) ->
         if first < last or start == stop:
             pieces.append(read_slice(reader, piece.within(first - offset, last - offset)))
         offset += piece.rows
-    value = pieces[0] if len(pieces) == 1 else stack(pieces)
-    return value, sum(piece.arrays[0].nbytes for piece in pieces)
-
-
-class Rows(Protocol):
-    """Whatever gives rows of logical tensors."""
-
-    def read(self, tensor: ModelTensor, start: int, stop: int) -> Value: ...
+    return stack_rows(pieces), sum(piece.arrays[0].nbytes for piece in pieces)
 
 
 def read_slice(reader: Rows, piece: RowSlice) -> Value:
@@ -333,12 +341,3 @@ def read_slice(reader: Rows, piece: RowSlice) -> Value:
     if piece.step == 1:
         return value
     return value.with_arrays(tuple(np.ascontiguousarray(array[:: piece.step]) for array in value.arrays))
-
-
-def stack(pieces: list[Value]) -> Value:
-    """Values of one form stacked by rows; what a tensor has only once is the first one's."""
-    import numpy as np
-
-    first = pieces[0]
-    columns = zip(*(piece.arrays for piece in pieces), strict=True)
-    return first.with_arrays(tuple(np.concatenate(column) for column in columns))

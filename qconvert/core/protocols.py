@@ -81,6 +81,12 @@ class Layout(Protocol):
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json: ...
 
 
+class Rows(Protocol):
+    """Whatever gives rows of logical tensors."""
+
+    def read(self, tensor: ModelTensor, start: int, stop: int) -> Value: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Reader:
     """A source seen through its layout: rows of logical tensors."""

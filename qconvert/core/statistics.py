@@ -38,6 +38,10 @@ class StatisticsSource(Protocol):
         """The mean square of every input column, float32 [I]."""
         ...
 
+    def rounding(self, key: StatisticsKey) -> InputHessian | None:
+        """What choosing codes together needs, where that was measured."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RowStatistics:
@@ -62,13 +66,13 @@ class InputHessian:
     `hessian_II` float32: E[x~ x~^T]. `order_I` int64: the columns, the first to be rounded first.
     `factor_II` float32: M, unit upper triangular, of the damped Hessian H = M D M^T, its rows and columns in
     that order. `shift_II` float32: what weights are multiplied by so that the quantized linear gives for x~
-    what the linear gave for x; None where the two are one. `held_hessian_II` and `held_cross_II` float32:
-    E[x~ x~^T] and E[x x~^T] of tokens that are in none of the above.
+    what the linear gave for x; None where the two are one. `held_NI` float32: x of tokens that are in none of
+    the above, `held_read_NI` their x~.
     """
 
     hessian_II: np.ndarray
     order_I: np.ndarray
     factor_II: np.ndarray
     shift_II: np.ndarray | None
-    held_hessian_II: np.ndarray
-    held_cross_II: np.ndarray
+    held_NI: np.ndarray
+    held_read_NI: np.ndarray

@@ -6,6 +6,7 @@ All have `rows`, `width` (weights per row), `arrays` (those cut by rows, the mai
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -154,3 +155,13 @@ class GgmlRows(_Rows):
 
 
 Value = DenseRows | AffineIntRows | AffineMinRows | CodebookRows | GgmlRows
+
+
+def stack_rows(values: Sequence[Value]) -> Value:
+    """Values of one encoding stacked by rows; what a tensor has only once is the first one's."""
+    import numpy as np
+
+    if len(values) == 1:
+        return values[0]
+    columns = zip(*(value.arrays for value in values), strict=True)
+    return values[0].with_arrays(tuple(np.concatenate(column) for column in columns))

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from qconvert.errors import BadRecipe
-from qconvert.evaluate.corpora import WIKITEXT, Text, Tokens, check_tokenizer, load_text, tokenize
+from qconvert.evaluate.corpora import WIKITEXT, load_text
 from qconvert.evaluate.lockstep import EvalModel, Progress, Track, run_lockstep
 from qconvert.evaluate.paired_statistics import divergence, exp_mean, mean, root_mean_square
 from qconvert.evaluate.perplexity_report import PerplexityReport
@@ -22,6 +22,7 @@ from qconvert.evaluate.protocols import LEAST_CONTEXT, Protocol, Window, protoco
 from qconvert.evaluate.records import Comparison, ModelResult
 from qconvert.evaluate.scores import fingerprint, load_scores, save_scores
 from qconvert.formats.tokenizers.prompts import check_ids
+from qconvert.formats.tokenizers.tokenized_text import Text, Tokens, check_tokenizer, tokenize
 from qconvert.runtime.run_info import arithmetic, device_name, versions
 
 

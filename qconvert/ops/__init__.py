@@ -1,6 +1,6 @@
 """Defines the steps of a unit: what each makes of an encoding, and of rows."""
 
-from qconvert.ops.base import Certificate, Finding, Op, Order
+from qconvert.ops.base import Certificate, Finding, Op, Order, OutputError
 from qconvert.ops.encode import EncodeBlocks, EncodeTable, NestScales, Quantize
 from qconvert.ops.numbers import Cast, ChangeNumbers, CheckFinite, Dequantize, Scale
 from qconvert.ops.rows import (
@@ -29,6 +29,7 @@ __all__ = [
     "NestScales",
     "Op",
     "Order",
+    "OutputError",
     "PadColumns",
     "PermuteColumns",
     "PermuteRows",

@@ -27,13 +27,38 @@ Order = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class OutputError:
+    """The squared error of a linear's output on tokens held out, summed over rows, per token.
+
+    `plain` is that of codes chosen one by one, `made` that of those written, `energy` the squared output;
+    `kept` of `rows` rows keep their plain codes.
+    """
+
+    plain: float
+    made: float
+    energy: float
+    kept: int
+    rows: int
+
+    def __add__(self, other: OutputError) -> OutputError:
+        return OutputError(
+            self.plain + other.plain,
+            self.made + other.made,
+            self.energy + other.energy,
+            self.kept + other.kept,
+            self.rows + other.rows,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What an operation noticed in the rows it was given.
 
     `nonfinite` is the flat index of the first NaN or Inf, -1 if there is none; `bad_row` the first row
     whose scales hold a NaN or Inf; `overflow` counts finite numbers that the target dtype cannot hold;
     `error` is what quantizing lost; `code_error` the largest change of a weight whose code was kept, in
-    units of its quantization step.
+    units of its quantization step; `output_error` what the linear's output loses, where codes were chosen
+    together.
     """
 
     nonfinite: int = -1
@@ -41,6 +66,7 @@ class Finding:
     error: QuantError | None = None
     bad_row: int = -1
     code_error: float = 0.0
+    output_error: OutputError | None = None
 
 
 CLEAN = Finding()
@@ -64,6 +90,8 @@ class Op:
     """Whether it carries codes over to another quantization format."""
     moves_rows: ClassVar[bool] = False
     """Whether it moves whole rows, whatever they are stored as."""
+    keeps_rows: ClassVar[bool] = False
+    """Whether every row that comes out is the one that went in, at most rounded."""
     joins_members: ClassVar[bool] = False
     """Whether it is part of stacking the members of a fusion, so that cutting them apart undoes it."""
 

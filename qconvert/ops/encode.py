@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import inf
+from operator import add
 from typing import TYPE_CHECKING, ClassVar
 
 from qconvert.core.encodings import AffineInt, Codebook, Encoding, GgmlBlocks, Unquantized
 from qconvert.core.layout_traits import NEAREST, RoundingRules
 from qconvert.core.statistics import RowStatistics
-from qconvert.core.values import CodebookRows, DenseRows, GgmlRows, Value
+from qconvert.core.values import CodebookRows, DenseRows, GgmlRows, Value, stack_rows
 from qconvert.ops.base import Certificate, Finding, Op
 
 if TYPE_CHECKING:
@@ -18,13 +20,52 @@ if TYPE_CHECKING:
 
 
 class Encode(Op):
-    """An operation that gives plain numbers new codes."""
+    """An operation that gives plain numbers new codes: one by one, or together where statistics say how."""
 
     __slots__ = ()
     quantizes: ClassVar[bool] = True
+    keeps_rows: ClassVar[bool] = True
 
     def certificate(self, source: Encoding) -> Certificate:
         return "quantized"
+
+    def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+        assert isinstance(value, DenseRows)
+        if all(each.rounding is None for each in statistics):
+            return self.nearest(value, statistics)
+        pieces = [self._run(value, each) for each in statistics]
+        return stack_rows([made for made, _ in pieces]), _joined(
+            [found for _, found in pieces], statistics, value.width
+        )
+
+    def _run(self, value: DenseRows, given: RowStatistics) -> tuple[Value, Finding]:
+        """The rows of one linear."""
+        from qconvert.ops.calibrated import round_together
+
+        rows = DenseRows(value.rows_RI[given.first : given.last], value.dtype)
+        own = (replace(given, first=0, last=rows.rows),)
+        if given.rounding is None:
+            return self.nearest(rows, own)
+        return round_together(rows, given.rounding, lambda each: self.nearest(each, own))
+
+    def nearest(self, value: DenseRows, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+        """The rows with every number at the nearest one that can be stored, and what was noticed."""
+        raise NotImplementedError
+
+
+def _joined(findings: Sequence[Finding], statistics: Sequence[RowStatistics], width: int) -> Finding:
+    """What was noticed in the rows of several linears, one below the other."""
+    flaws = [
+        s.first * width + f.nonfinite for f, s in zip(findings, statistics, strict=True) if f.nonfinite >= 0
+    ]
+    errors = [f.error for f in findings if f.error is not None]
+    output_errors = [f.output_error for f in findings if f.output_error is not None]
+    return Finding(
+        nonfinite=flaws[0] if flaws else -1,
+        overflow=sum(f.overflow for f in findings),
+        error=reduce(add, errors) if errors else None,
+        output_error=reduce(add, output_errors) if output_errors else None,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +82,10 @@ class Quantize(Encode):
         assert isinstance(encoding, Unquantized), encoding
         return self.encoding
 
-    def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+    def nearest(self, value: DenseRows, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
         from qconvert.quant.affine import quantize
 
-        assert isinstance(value, DenseRows) and len(statistics) <= 1, "one linear has one input"
+        assert len(statistics) <= 1, "one linear has one input"
         weights_I = statistics[0].second_moments_I if statistics else None
         quantized, error = quantize(value, self.encoding, search=self.search, weights_I=weights_I)
         return quantized, Finding(error.nonfinite, error.overflow, error)
@@ -64,13 +105,12 @@ class EncodeBlocks(Encode):
         assert isinstance(encoding, Unquantized), encoding
         return self.encoding
 
-    def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+    def nearest(self, value: DenseRows, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
         import numpy as np
 
         from qconvert.quant.casts import flaw_and_peak
         from qconvert.quant.ggml import encode_rows, overflowed
 
-        assert isinstance(value, DenseRows)
         name = self.encoding.type
         pieces = [
             encode_rows(
@@ -126,10 +166,9 @@ class EncodeTable(Encode):
         assert isinstance(encoding, Unquantized), encoding
         return self.encoding
 
-    def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+    def nearest(self, value: DenseRows, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
         from qconvert.quant.codebook_encode import encode
 
-        assert isinstance(value, DenseRows)
         made, error = encode(value, self.encoding, rounding=self.rounding, whole=self.whole)
         return made, Finding(error.nonfinite, error=error)
 
@@ -143,6 +182,7 @@ class NestScales(Op):
 
     width: int
     offset: float | None = None
+    keeps_rows: ClassVar[bool] = True
 
     @property
     def granule(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import Encoding, Unquantized
@@ -21,6 +22,8 @@ _WIDER = {DType.BF16: (DType.F32, DType.F64), DType.F16: (DType.F32, DType.F64),
 class CheckFinite(Op):
     """Pass rows through; find the first NaN or Inf of a float tensor or of an encoding's scales."""
 
+    keeps_rows: ClassVar[bool] = True
+
     def apply(self, value: Value, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
         from qconvert.quant.casts import first_nonfinite
         from qconvert.quant.dequantize import first_bad_row
@@ -37,6 +40,7 @@ class Cast(Op):
     """Round a dense float tensor to another float dtype, half to even."""
 
     dtype: DType
+    keeps_rows: ClassVar[bool] = True
 
     def infer(self, encoding: Encoding) -> Encoding:
         plain = isinstance(encoding, Unquantized) and encoding.dtype.is_float

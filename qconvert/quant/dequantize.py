@@ -88,14 +88,20 @@ def _dequantize_codebook(value: CodebookRows) -> np.ndarray:
     return weights_RI
 
 
-def column_scales(value: AffineIntRows | AffineMinRows | CodebookRows) -> np.ndarray:
-    """Returns the scale (quantization step) of every weight as float32, broadcastable to [rows, width]."""
+def group_scales(value: AffineIntRows | AffineMinRows | CodebookRows) -> np.ndarray:
+    """Returns the scale (quantization step) of every group as float32 [rows, groups]."""
     scales_RG = wide(value.scales_RG, value.encoding.scale_dtype)
-    if isinstance(value, AffineIntRows) and value.groups_I is not None:
-        return scales_RG[:, value.groups_I]
     if isinstance(value, CodebookRows):
         scales_RG = scales_RG / np.float32(value.divisor or 1)
         scales_RG *= INT8_STEP if value.encoding.table == "int8" else np.float32(1)
+    return scales_RG
+
+
+def column_scales(value: AffineIntRows | AffineMinRows | CodebookRows) -> np.ndarray:
+    """Returns the scale (quantization step) of every weight as float32, broadcastable to [rows, width]."""
+    scales_RG = group_scales(value)
+    if isinstance(value, AffineIntRows) and value.groups_I is not None:
+        return scales_RG[:, value.groups_I]
     return _per_column(scales_RG, value.encoding.group_size, value.width)
 
 

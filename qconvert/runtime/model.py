@@ -233,12 +233,32 @@ class Layer:
     parallel: bool = False
 
     def __call__(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
-        read_BTD = _normalised(self.attention_norm, x_BTD)
-        mixed_BTD = self.attention(read_BTD, rotations, cache)
-        x_BTD = x_BTD + _normalised(self.attention_post_norm, mixed_BTD)
-        if not self.parallel:
-            read_BTD = _normalised(self.mlp_norm, x_BTD)
-        return x_BTD + _normalised(self.mlp_post_norm, self.mlp(read_BTD))
+        for step in self.steps(rotations, cache):
+            x_BTD = step(x_BTD)
+        return x_BTD
+
+    def steps(
+        self, rotations: Sequence[Rotation], cache: Cache | None = None
+    ) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """What the layer does, one after the other: attention, then MLP; both in one where they are parallel.
+
+        Each step takes and gives [B, T, D].
+        """
+
+        def attend(x_BTD: Tensor) -> Tensor:
+            mixed_BTD = self.attention(_normalised(self.attention_norm, x_BTD), rotations, cache)
+            return x_BTD + _normalised(self.attention_post_norm, mixed_BTD)
+
+        def feed(x_BTD: Tensor) -> Tensor:
+            return x_BTD + _normalised(self.mlp_post_norm, self.mlp(_normalised(self.mlp_norm, x_BTD)))
+
+        def both(x_BTD: Tensor) -> Tensor:
+            read_BTD = _normalised(self.attention_norm, x_BTD)
+            mixed_BTD = self.attention(read_BTD, rotations, cache)
+            x_BTD = x_BTD + _normalised(self.attention_post_norm, mixed_BTD)
+            return x_BTD + _normalised(self.mlp_post_norm, self.mlp(read_BTD))
+
+        return (both,) if self.parallel else (attend, feed)
 
     @property
     def is_plain(self) -> bool:

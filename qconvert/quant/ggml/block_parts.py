@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qconvert.quant.ggml.code_fields import fields, read_codes
+
 _POWERS_OF_3 = np.array([1, 3, 9, 27, 81], np.uint8)
 
 
@@ -39,16 +41,7 @@ class Parts:
     mins: Numbers | None = None
 
 
-def fields(stored: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Splits bytes into fields of `bits`: of each `run` bytes the lowest fields first, then the next."""
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    runs = stored.reshape(len(stored), -1, 1, run)
-    return ((runs >> shifts) & ((1 << bits) - 1)).reshape(len(stored), -1)
-
-
-def _fifth_bits(stored: np.ndarray) -> np.ndarray:
-    """Returns the bits of 4 bytes, lowest first, as 16 where set."""
-    return np.unpackbits(stored, axis=1, bitorder="little") << 4
+_Scales = tuple[Numbers, Numbers | None]
 
 
 def _scales_6(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -74,68 +67,65 @@ def _small(stored_NG: np.ndarray, blocks: np.ndarray, at: int, sign: int = 1) ->
     return Numbers(stored_NG.astype(np.int8), upper_N * np.float32(sign))
 
 
-def _q5_1(blocks: np.ndarray) -> Parts:
-    codes = fields(blocks[:, 8:], 4, 16) | _fifth_bits(blocks[:, 4:8])
-    return Parts(codes, _stored(blocks, 0), _stored(blocks, 2))
+def _half_scale(blocks: np.ndarray) -> _Scales:
+    return _stored(blocks, 0), None
 
 
-def _q2_k(blocks: np.ndarray) -> Parts:
-    scales, mins = _small(blocks[:, :16] & 15, blocks, 80), _small(blocks[:, :16] >> 4, blocks, 82, -1)
-    return Parts(fields(blocks[:, 16:80], 2, 32), scales, mins)
+def _half_scale_and_min(blocks: np.ndarray) -> _Scales:
+    return _stored(blocks, 0), _stored(blocks, 2)
 
 
-def _q3_k(blocks: np.ndarray) -> Parts:
+def _q2_k(blocks: np.ndarray) -> _Scales:
+    return _small(blocks[:, :16] & 15, blocks, 80), _small(blocks[:, :16] >> 4, blocks, 82, -1)
+
+
+def _q3_k(blocks: np.ndarray) -> _Scales:
     low = np.concatenate([blocks[:, 96:104] & 15, blocks[:, 96:104] >> 4], axis=1)
     s = (low | fields(blocks[:, 104:108], 2, 4) << 4).view(np.int8) - 32
-    codes = fields(blocks[:, 32:96], 2, 32) | fields(blocks[:, :32], 1, 32) << 2
-    return Parts(codes, _small(s, blocks, 108))
+    return _small(s, blocks, 108), None
 
 
-def _with_mins(blocks: np.ndarray, codes: np.ndarray) -> Parts:
+def _with_mins(blocks: np.ndarray) -> _Scales:
     s, m = _scales_6(blocks[:, 4:16])
-    return Parts(codes, _small(s, blocks, 0), _small(m, blocks, 2, -1))
+    return _small(s, blocks, 0), _small(m, blocks, 2, -1)
 
 
-def _q6_k(blocks: np.ndarray) -> Parts:
-    codes = fields(blocks[:, :128], 4, 64) | fields(blocks[:, 128:192], 2, 32) << 4
-    return Parts(codes, _small(blocks[:, 192:208].view(np.int8), blocks, 208))
-
-
-def _iq4_xs(blocks: np.ndarray) -> Parts:
+def _iq4_xs(blocks: np.ndarray) -> _Scales:
     s = (fields(blocks[:, 4:8], 4, 1) | fields(blocks[:, 2:4], 2, 1) << 4).view(np.int8) - 32
-    return Parts(fields(blocks[:, 8:], 4, 16), _small(s, blocks, 0))
+    return _small(s, blocks, 0), None
 
 
-def _tq1_0(blocks: np.ndarray) -> Parts:
+def _tq1_0(blocks: np.ndarray) -> np.ndarray:
     runs = [_trits(blocks[:, :32], 5), _trits(blocks[:, 32:48], 5), _trits(blocks[:, 48:52], 4)]
-    return Parts(np.concatenate(runs, axis=1).astype(np.uint8), _stored(blocks, 52))
+    return np.concatenate(runs, axis=1).astype(np.uint8)
 
 
-PARTS: Mapping[str, Callable[[np.ndarray], Parts]] = {
-    "Q4_0": lambda blocks: Parts(fields(blocks[:, 2:], 4, 16), _stored(blocks, 0)),
-    "Q4_1": lambda blocks: Parts(fields(blocks[:, 4:], 4, 16), _stored(blocks, 0), _stored(blocks, 2)),
-    "Q5_0": lambda blocks: Parts(
-        fields(blocks[:, 6:], 4, 16) | _fifth_bits(blocks[:, 2:6]), _stored(blocks, 0)
-    ),
-    "Q5_1": _q5_1,
-    "Q8_0": lambda blocks: Parts(blocks[:, 2:] ^ np.uint8(0x80), _stored(blocks, 0)),
+SCALES: Mapping[str, Callable[[np.ndarray], _Scales]] = {
+    "Q4_0": _half_scale,
+    "Q4_1": _half_scale_and_min,
+    "Q5_0": _half_scale,
+    "Q5_1": _half_scale_and_min,
+    "Q8_0": _half_scale,
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
-    "Q4_K": lambda blocks: _with_mins(blocks, fields(blocks[:, 16:], 4, 32)),
-    "Q5_K": lambda blocks: _with_mins(
-        blocks, fields(blocks[:, 48:], 4, 32) | fields(blocks[:, 16:48], 1, 32) << 4
-    ),
-    "Q6_K": _q6_k,
-    "IQ4_NL": lambda blocks: Parts(fields(blocks[:, 2:], 4, 16), _stored(blocks, 0)),
+    "Q4_K": _with_mins,
+    "Q5_K": _with_mins,
+    "Q6_K": lambda blocks: (_small(blocks[:, 192:208].view(np.int8), blocks, 208), None),
+    "IQ4_NL": _half_scale,
     "IQ4_XS": _iq4_xs,
-    "TQ1_0": _tq1_0,
-    "TQ2_0": lambda blocks: Parts(fields(blocks[:, :64], 2, 32), _stored(blocks, 64)),
-    "Q1_0": lambda blocks: Parts(
-        np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") << 1, _stored(blocks, 0)
-    ),
-    "Q2_0": lambda blocks: Parts(fields(blocks[:, 2:], 2, 1), _stored(blocks, 0)),
+    "TQ1_0": lambda blocks: (_stored(blocks, 52), None),
+    "TQ2_0": lambda blocks: (_stored(blocks, 64), None),
+    "Q1_0": _half_scale,
+    "Q2_0": _half_scale,
 }
-"""The function that unpacks blocks, uint8 [N, block bytes], by the name of their type."""
+"""The function that unpacks scales and mins of blocks, uint8 [N, block bytes], by the name of their type."""
+
+
+def unpacked(type_name: str, blocks: np.ndarray) -> Parts:
+    """Returns the parts of blocks, uint8 [N, block bytes], of a type in `SCALES`."""
+    codes_NI = _tq1_0(blocks) if type_name == "TQ1_0" else read_codes(type_name, blocks)
+    return Parts(codes_NI, *SCALES[type_name](blocks))
+
 
 ZEROS: Mapping[str, int] = {
     "Q4_0": 8, "Q5_0": 16, "Q8_0": 128, "Q3_K": 4, "Q6_K": 32,

@@ -12,7 +12,8 @@ from functools import partial
 import numpy as np
 
 from qconvert.core.ggml_types import GGMLType
-from qconvert.quant.ggml.block_parts import PARTS, ZEROS, fields
+from qconvert.quant.ggml.block_parts import SCALES, ZEROS, unpacked
+from qconvert.quant.ggml.code_fields import read_codes
 
 _PIECE = 1 << 16  # elements decoded at a time, so that temporaries stay in the cache
 # The doubled values of E2M1 by code: kvalues_mxfp4 in ggml-common.h.
@@ -53,12 +54,12 @@ def decode_rows(rows_RB: np.ndarray, type_name: str, width: int) -> np.ndarray:
 
 
 def _decoder(kind: GGMLType) -> Callable[[np.ndarray], np.ndarray]:
-    if kind.name in PARTS:
+    if kind.name in SCALES:
         return partial(_decode_parts, kind.name)
     if kind is GGMLType.MXFP4:
-        return lambda blocks: E2M1_DOUBLED[fields(blocks[:, 1:], 4, 16)] * mxfp4_scales(blocks[:, :1])
+        return lambda blocks: E2M1_DOUBLED[read_codes("MXFP4", blocks)] * mxfp4_scales(blocks[:, :1])
     if kind is GGMLType.NVFP4:
-        return lambda blocks: _scaled(E2M1_DOUBLED[fields(blocks[:, 4:], 4, 8)], nvfp4_scales(blocks[:, :4]))
+        return lambda blocks: _scaled(E2M1_DOUBLED[read_codes("NVFP4", blocks)], nvfp4_scales(blocks[:, :4]))
     from gguf import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -66,7 +67,7 @@ def _decoder(kind: GGMLType) -> Callable[[np.ndarray], np.ndarray]:
 
 
 def _decode_parts(type_name: str, blocks: np.ndarray) -> np.ndarray:
-    parts = PARTS[type_name](blocks)
+    parts = unpacked(type_name, blocks)
     codes = parts.codes_NI
     if type_name.startswith("IQ4"):
         codes = IQ4_VALUES[codes]

@@ -14,7 +14,8 @@ import numpy as np
 from qconvert.core.encodings import AffineMin, Codebook
 from qconvert.core.ggml_types import GRIDS, GGMLType
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, GgmlRows
-from qconvert.quant.ggml.block_parts import PARTS, fields
+from qconvert.quant.ggml.block_parts import unpacked
+from qconvert.quant.ggml.code_fields import read_codes
 
 
 def grid_of_blocks(value: GgmlRows) -> AffineIntRows | AffineMinRows | CodebookRows:
@@ -25,9 +26,9 @@ def grid_of_blocks(value: GgmlRows) -> AffineIntRows | AffineMinRows | CodebookR
     if isinstance(encoding, Codebook):
         assert encoding.group_size is not None
         scales = GGMLType[name].block // encoding.group_size
-        codes_RI = fields(blocks[:, scales:], 4, encoding.group_size // 2).reshape(rows, -1)
+        codes_RI = read_codes(name, blocks).reshape(rows, -1)
         return CodebookRows(codes_RI, np.ascontiguousarray(blocks[:, :scales]).reshape(rows, -1), encoding)
-    parts = PARTS[name](blocks)
+    parts = unpacked(name, blocks)
     codes_RI = np.ascontiguousarray(parts.codes_NI).reshape(rows, -1)
     numbers = [n.values_NG for n in (parts.scales, parts.mins) if n is not None]
     arrays = [n.astype(encoding.scale_dtype.carrier).reshape(rows, -1) for n in numbers]

@@ -92,7 +92,8 @@ register_model(_Lanes)(lambda manager, kind: models.PrimitiveModel(manager, kind
 register_model(_Mask)(lambda manager, kind: models.PrimitiveModel(manager, kind, _BITS))  # type: ignore[no-untyped-call]
 
 
-def _spread(builder: Any, value: Any, vector: Any) -> Any:
+def spread(builder: Any, value: Any, vector: Any) -> Any:
+    """Emits instructions that copy a number to every lane."""
     empty = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(empty, value, ir.Constant(_I32, 0))
     return builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
@@ -123,7 +124,7 @@ def _define(op: Callable[..., Any], result: Any, emit: Callable[..., Any], *oper
 
     def lower(context: Any, builder: Any, sig: Any, args: Any) -> Any:
         wide = [
-            _spread(builder, arg, _FLOATS) if kind == types.float32 else arg
+            spread(builder, arg, _FLOATS) if kind == types.float32 else arg
             for kind, arg in zip(sig.args, args, strict=True)
         ]
         return emit(builder, *wide)
@@ -268,7 +269,7 @@ def _unary(result: Any, operand: Any, instructions: Callable[[Any, Any], Any]) -
 
 
 # The same float32 in every lane.
-splat = _unary(lanes_type, types.float32, lambda builder, value: _spread(builder, value, _FLOATS))
+splat = _unary(lanes_type, types.float32, lambda builder, value: spread(builder, value, _FLOATS))
 
 
 @primitive

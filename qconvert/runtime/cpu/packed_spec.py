@@ -17,7 +17,8 @@ from qconvert.core.ggml_types import GGMLType
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, GgmlRows, Value
 from qconvert.quant.codebook import TABLES, wide
 from qconvert.quant.dequantize import INT8_STEP
-from qconvert.quant.ggml.block_parts import PARTS, ZEROS, Numbers, fields
+from qconvert.quant.ggml.block_parts import SCALES, ZEROS, Numbers, unpacked
+from qconvert.quant.ggml.code_fields import read_codes
 from qconvert.quant.ggml.decode import E2M1_DOUBLED, IQ4_VALUES, mxfp4_scales, nvfp4_scales
 from qconvert.quant.packed_codes import codes_of
 
@@ -148,16 +149,16 @@ def _of_blocks(value: GgmlRows) -> Recipe | None:
     kind = GGMLType[value.encoding.type]
     if kind in (GGMLType.MXFP4, GGMLType.NVFP4):
         return _of_float_blocks(kind)
-    if kind.name not in PARTS:
+    if kind.name not in SCALES:
         return None
-    probe = PARTS[kind.name](np.zeros((1, kind.block_bytes), np.uint8))
+    probe = unpacked(kind.name, np.zeros((1, kind.block_bytes), np.uint8))
     table = IQ4_VALUES if kind in (GGMLType.IQ4_NL, GGMLType.IQ4_XS) else None
     zero = ZEROS.get(kind.name, 0)
     shift = _BYTE_ZERO if kind is GGMLType.Q8_0 else 0
 
     def take(rows: Value) -> Lowered:
         assert isinstance(rows, GgmlRows)
-        parts = PARTS[kind.name](np.ascontiguousarray(rows.bytes_RB).reshape(-1, kind.block_bytes))
+        parts = unpacked(kind.name, np.ascontiguousarray(rows.bytes_RB).reshape(-1, kind.block_bytes))
         codes_RI = parts.codes_NI.reshape(rows.rows, -1)
         mins = None if parts.mins is None else _by_rows(parts.mins, rows.rows)
         return Lowered(
@@ -178,12 +179,12 @@ def _by_rows(numbers: Numbers, rows: int) -> Levels:
 
 def _of_float_blocks(kind: GGMLType) -> Recipe:
     """MXFP4 and NVFP4: E2M1, its numbers doubled and the scales halved."""
-    heads, run, scales = (1, 16, mxfp4_scales) if kind is GGMLType.MXFP4 else (4, 8, nvfp4_scales)
+    heads, scales = (1, mxfp4_scales) if kind is GGMLType.MXFP4 else (4, nvfp4_scales)
 
     def take(rows: Value) -> Lowered:
         assert isinstance(rows, GgmlRows)
         blocks = np.ascontiguousarray(rows.bytes_RB).reshape(-1, kind.block_bytes)
-        codes_RI = fields(blocks[:, heads:], 4, run).reshape(rows.rows, -1)
+        codes_RI = read_codes(kind.name, blocks).reshape(rows.rows, -1)
         stored_RG = _upper(scales(blocks[:, :heads])).reshape(rows.rows, -1)
         return Lowered(codes_RI, Levels(stored_RG, DType.BF16))
 

@@ -1,0 +1,76 @@
+"""Options that say how codes are chosen: one by one, or together on a calibration text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    pass
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DEFAULT_TOKENS = "32k"
+DEFAULT_WINDOW = 2048
+
+
+class TokensType(click.ParamType):  # type: ignore[type-arg]  # no generic class before click 8.4
+    """A number of tokens written like 65536, 64k or 1M (1k is 1024)."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        factor = {"k": 1024, "m": 1024**2}.get(value[-1:].lower(), 1)
+        digits = value[:-1] if factor > 1 else value
+        if not digits.isdigit() or not int(digits):
+            self.fail(f"{value!r} is no number of tokens; write 65536, 64k or 1M", param, ctx)
+        return int(digits) * factor
+
+
+TOKENS = TokensType()
+
+_OPTIONS = (
+    click.option(
+        "--method",
+        type=click.Choice(["nearest", "feedback", "gptq"]),
+        default="nearest",
+        show_default=True,
+        help="Choose every code by itself, or those of a row together on a text (gptq: another name).",
+    ),
+    click.option(
+        "--text",
+        "texts",
+        multiple=True,
+        metavar="TEXT",
+        show_default="default",
+        help="Calibration text: default (bundled), a file, a folder or hub:DATASET; repeat to mix.",
+    ),
+    click.option(
+        "--tokens", type=TOKENS, metavar="N", show_default=DEFAULT_TOKENS, help="Tokens of calibration text."
+    ),
+    click.option(
+        "--window",
+        type=click.IntRange(16, 1 << 20),
+        metavar="N",
+        show_default=str(DEFAULT_WINDOW),
+        help="Tokens that see one another.",
+    ),
+    click.option(
+        "--inputs",
+        type=click.Choice(["quantized", "original"]),
+        default="quantized",
+        show_default=True,
+        help="Inputs of a linear: from the layers quantized before it, or from the original ones.",
+    ),
+)
+
+
+def calibration_options(command: F) -> F:
+    """Add the options of calibrated quantization."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command

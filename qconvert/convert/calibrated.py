@@ -1,0 +1,125 @@
+"""Runs a plan whose codes are chosen together: wave after wave, each before its statistics are measured.
+
+waves of `calibrate.waves`  ->  the units that read the wave's input  ->  runner  ->  files
+             ^                                                               |
+             +----  layers read their weights as quantized  <----------------+
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from qconvert.calibrate.calibration import Calibration
+from qconvert.calibrate.waves import Waves, on_disk
+from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.checkpoint.open import Checkpoint
+from qconvert.convert.runner import BlockDone, Made
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import ModelTensor
+from qconvert.core.protocols import Rows
+from qconvert.core.statistics import StatisticsSource
+from qconvert.core.values import DenseRows, Value
+from qconvert.plan.plan import Plan, Unit
+from qconvert.quant.dequantize import numbers
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.load import load_decoder
+from qconvert.runtime.model import Decoder
+
+RunPlan = Callable[[Plan, StatisticsSource | None, Made | None], Generator[BlockDone, None, None]]
+"""Runs the units of a plan with these statistics, and shows what their blocks became."""
+
+
+def run_in_waves(
+    plan: Plan, run_plan: RunPlan, checkpoint: Checkpoint, calibration: Calibration, scratch: Path
+) -> Generator[BlockDone, None, None]:
+    """Make every tensor of the plan; yields what `runner.run` does, linears in the order of the layers.
+
+    Activations lie in files without a name in the folder `scratch`. Raises UnsupportedModel for a family
+    that does not run here, and what `runner.run` raises.
+    """
+    replaced = ReplacedRows(checkpoint.reader, scratch)
+    calibrated = {unit.output.name: unit for unit in plan.units if unit.statistics and keeps_rows(unit)}
+    others = [replace(unit, statistics=()) for unit in plan.units if unit.output.name not in calibrated]
+    embeddings = [unit for unit in others if unit.quantizes and keeps_rows(unit)]
+    # First, since what the quantized embedding gives is what the first layer reads.
+    yield from run_plan(Plan(tuple(embeddings)), None, replaced.keep)
+    yield from run_plan(Plan(tuple(unit for unit in others if unit not in embeddings)), None, None)
+    waves = Waves(
+        _decoder(checkpoint, checkpoint.reader),
+        _decoder(checkpoint, replaced),
+        calibration,
+        {key for unit in calibrated.values() for key in unit.statistics},
+        scratch,
+    )
+    layer = None
+    for wave in waves:
+        if wave.layer != layer:
+            layer = wave.layer
+            replaced.forget()
+        units = [unit for unit in calibrated.values() if all(key in wave.keys for key in unit.statistics)]
+        yield from run_plan(Plan(tuple(units)), wave, replaced.keep)
+
+
+def _decoder(checkpoint: Checkpoint, rows: Rows) -> Decoder:
+    weights = CheckpointWeights(checkpoint, rows)
+    return load_decoder(DecoderConfig.of(checkpoint.architecture), weights, on_demand=True)
+
+
+def keeps_rows(unit: Unit) -> bool:
+    """Whether every row of the output is one that was read, rounded, and its columns are in their order."""
+    return all(op.keeps_rows or op.moves_rows for op in unit.ops)
+
+
+class ReplacedRows:
+    """Reads the rows of a source, but those that were quantized as the numbers they became."""
+
+    def __init__(self, reader: Rows, scratch: Path) -> None:
+        self._reader, self._scratch = reader, scratch
+        self._rows: dict[str, np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    def read(self, tensor: ModelTensor, start: int, stop: int) -> Value:
+        """Rows [start, stop) of a source tensor."""
+        rows_RI = self._rows.get(tensor.name)
+        if rows_RI is None:
+            return self._reader.read(tensor, start, stop)
+        return DenseRows(rows_RI[start:stop], DType.F32)
+
+    def keep(self, unit: Unit, start: int, value: Value) -> None:
+        """Let the source rows of a unit's rows from `start` on be read as `value`."""
+        made_RI, rows_R = numbers(value, DType.F32).rows_RI, rows_read(unit, start, value.rows)
+        offset = 0
+        for piece in unit.inputs:
+            own_R = (rows_R >= offset) & (rows_R < offset + piece.rows)
+            if piece.zeros_like is None and own_R.any():
+                rows = piece.start + (rows_R[own_R] - offset) * piece.step
+                self._of(piece.tensor)[rows] = made_RI[own_R]
+            offset += piece.rows
+
+    def forget(self) -> None:
+        """Read everything from the source again."""
+        self._rows.clear()
+
+    def _of(self, tensor: ModelTensor) -> np.ndarray:
+        with self._lock:
+            if tensor.name not in self._rows:
+                self._rows[tensor.name] = on_disk(self._scratch, (tensor.rows, tensor.width)).numpy()
+                # Units may make a tensor's rows one after the other.
+                self._rows[tensor.name][:] = numbers(
+                    self._reader.read(tensor, 0, tensor.rows), DType.F32
+                ).rows_RI
+            return self._rows[tensor.name]
+
+
+def rows_read(unit: Unit, start: int, count: int) -> np.ndarray:
+    """Of the unit's stacked inputs, the row that each of `count` output rows from `start` on is."""
+    order: Value = DenseRows(np.arange(start, start + count, dtype=np.float64)[:, None], DType.F64)
+    for op in unit.ops:
+        if op.moves_rows:
+            order, _ = op.apply(order)
+    return order.arrays[0][:, 0].astype(np.int64)

@@ -1,0 +1,105 @@
+"""Chooses the codes of a linear together, so that the errors of its columns make up for one another.
+
+Scales and zero points are chosen first, as without calibration; then codes are chosen column after column
+with error feedback (GPTQ, arXiv 2210.17323), and reconsidered one by one. A row that gets worse by this on
+tokens held out of the statistics keeps its plain codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from qconvert.core.dtypes import DType
+from qconvert.core.statistics import InputHessian
+from qconvert.core.values import DenseRows, Value
+from qconvert.ops.base import Finding, OutputError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SWEEPS = 2
+# Rows of a product: always as many, so that a row's sums do not depend on the block it is in.
+_PRODUCT_ROWS = 64
+
+
+def round_together(
+    value: DenseRows, given: InputHessian, encode: Callable[[DenseRows], tuple[Value, Finding]]
+) -> tuple[Value, Finding]:
+    """Rows as `encode` stores them, but with codes chosen together.
+
+    The finding is that of the plain codes, with the error of the output (None of a tensor with NaN or Inf).
+    """
+    import numpy as np
+
+    from qconvert.quant.casts import cast
+
+    plain, finding = encode(value)
+    if finding.nonfinite >= 0:
+        return plain, finding
+    wide_RI = np.ascontiguousarray(cast(value, DType.F32)[0].rows_RI)
+    made = _fed_back(wide_RI, given, encode)
+    energy_R = np.square(_product(wide_RI, given.held_NI.T), dtype=np.float64).mean(axis=1)
+    plain_R, made_R = (_output_errors(wide_RI, _numbers(each), given) for each in (plain, made))
+    worse_R = ~(made_R < plain_R)
+    chosen = plain if worse_R.all() else _rows_where(worse_R, plain, made)
+    error = OutputError(
+        float(plain_R.sum()),
+        float(np.where(worse_R, plain_R, made_R).sum()),
+        float(energy_R.sum()),
+        int(worse_R.sum()),
+        len(worse_R),
+    )
+    return chosen, replace(finding, output_error=error)
+
+
+def _fed_back(
+    w_RI: np.ndarray, given: InputHessian, encode: Callable[[DenseRows], tuple[Value, Finding]]
+) -> Value:
+    from qconvert.quant.feedback import round_with_feedback, sweep
+    from qconvert.quant.point_grid import point_grid, with_codes
+
+    if given.shift_II is not None:
+        w_RI = _product(w_RI, given.shift_II)
+    start, _ = encode(DenseRows(w_RI, DType.F32))
+    grid = point_grid(start)
+    codes_RI = round_with_feedback(w_RI, given.order_I, given.factor_II, grid)
+    codes_RI = sweep(w_RI, codes_RI, given.hessian_II, given.order_I, grid, SWEEPS)
+    return with_codes(start, codes_RI)
+
+
+def _product(w_RI: np.ndarray, by_IO: np.ndarray) -> np.ndarray:
+    """Rows times a matrix, float32 [R, O]; a row's sums do not depend on the rows beside it."""
+    import numpy as np
+
+    made_RO = np.empty((len(w_RI), by_IO.shape[1]), np.float32)
+    chunk_RI = np.zeros((_PRODUCT_ROWS, w_RI.shape[1]), np.float32)
+    for start in range(0, len(w_RI), _PRODUCT_ROWS):
+        rows = w_RI[start : start + _PRODUCT_ROWS]
+        chunk_RI[: len(rows)] = rows
+        made_RO[start : start + len(rows)] = (chunk_RI @ by_IO)[: len(rows)]
+    return made_RO
+
+
+def _output_errors(w_RI: np.ndarray, q_RI: np.ndarray, given: InputHessian) -> np.ndarray:
+    """The mean of (w x - q x~)^2 of each row over the tokens held out, float64 [R]."""
+    import numpy as np
+
+    target_RN = _product(w_RI, given.held_NI.T)
+    target_RN -= _product(q_RI, given.held_read_NI.T)
+    return np.square(target_RN, dtype=np.float64).mean(axis=1)
+
+
+def _numbers(value: Value) -> np.ndarray:
+    from qconvert.quant.dequantize import numbers
+
+    return numbers(value, DType.F32).rows_RI
+
+
+def _rows_where(mask_R: np.ndarray, one: Value, other: Value) -> Value:
+    """The rows of one value where the mask is set, those of another elsewhere."""
+    import numpy as np
+
+    pairs = zip(one.arrays, other.arrays, strict=True)
+    return one.with_arrays(tuple(np.where(mask_R[:, None], a, b) for a, b in pairs))

@@ -1,0 +1,197 @@
+"""Factors second moments of a linear's inputs, and moves weights to where quantized inputs want them.
+
+H = E[x x^T] is the Hessian of a linear's squared output error: an error delta in a row of weights costs
+delta H delta^T. It is damped (H + lambda I, lambda a fraction of its mean diagonal) before anything is solved
+with it, so that directions that the calibration text hardly visits are not moved for its noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qconvert.quant.row_products import row_products
+
+_ATTEMPTS = 4
+_BLOCK = 256  # columns that are factored at once
+
+
+class NotPositiveDefinite(ValueError):
+    """A Hessian is not finite, or has no factor even with a thousand times the damping."""
+
+
+def factor(
+    h_II: np.ndarray, damping: float = 0.01, *, dtype: type[np.floating] = np.float64
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """Factors a Hessian for `feedback`: H + lambda I = M D M^T, M unit upper triangular.
+
+    `h_II`: float32 or float64 [I, I], symmetric; only its upper triangle is read where an input is live.
+    lambda is `damping` times the mean of the diagonal, ten times more after each of up to three failures. An
+    input that was always 0 gets the mean on the diagonal and 0 elsewhere: it is rounded to the nearest and
+    no other column makes up for it. Working memory is 8 I^2 bytes beside 4 I^2 for M; `dtype` float32 halves
+    it.
+
+    Returns the order of the columns int64 [I], those of the largest second moment first (act-order: the
+    earlier a column, the more others can still make up for it); M float32 [I, I], rows and columns in that
+    order; and the damping used. Raises `NotPositiveDefinite`.
+    """
+    order_I = column_order(h_II)
+    for attempt in range(_ATTEMPTS):
+        used = damping * 10.0**attempt
+        upper_II = _damped(h_II, order_I, used, dtype)
+        try:
+            _factor_in_place(upper_II)
+        except np.linalg.LinAlgError:
+            del upper_II
+            continue
+        return order_I, _unit_columns(upper_II), used
+    raise NotPositiveDefinite(f"no Cholesky factor with damping {damping} to {used}")
+
+
+def column_order(h_II: np.ndarray) -> np.ndarray:
+    """The columns by their second moment, the largest first, equal ones as they come: int64 [I].
+
+    Raises `NotPositiveDefinite` where a second moment is negative or not finite.
+    """
+    diagonal_I = h_II.diagonal()
+    if not np.isfinite(diagonal_I).all() or (diagonal_I < 0).any():
+        raise NotPositiveDefinite("a mean square is negative or not finite")
+    return np.argsort(-diagonal_I, kind="stable").astype(np.int64)
+
+
+def _damped(h_II: np.ndarray, order_I: np.ndarray, damping: float, dtype: type[np.floating]) -> np.ndarray:
+    """A copy of H + lambda I in the given order, always-0 inputs apart."""
+    diagonal_I = h_II.diagonal().astype(np.float64)
+    mean = diagonal_I.mean() or 1.0
+    damped_II = np.empty(h_II.shape, dtype)
+    for row, column in enumerate(order_I):
+        damped_II[row] = h_II[column][order_I]
+        if not np.isfinite(damped_II[row]).all():
+            raise NotPositiveDefinite(f"row {column} is not finite")
+    live = np.count_nonzero(diagonal_I)  # in order, the others are last
+    damped_II[live:] = 0
+    damped_II[:, live:] = 0
+    diagonal_I[diagonal_I == 0] = mean
+    np.fill_diagonal(damped_II, diagonal_I[order_I] + damping * mean)
+    return damped_II
+
+
+def _factor_in_place(a_II: np.ndarray) -> None:
+    """Makes the upper triangle of A the upper triangular U of A = U U^T; the lower one is left undefined.
+
+    The last columns are first: a Cholesky factor of reversed rows and columns. A block of columns is
+    factored, solved for the rows above, and its square subtracted from what is left.
+    """
+    for start in reversed(range(0, len(a_II), _BLOCK)):
+        block = slice(start, min(start + _BLOCK, len(a_II)))
+        corner = np.linalg.cholesky(a_II[block, block][::-1, ::-1])[::-1, ::-1]
+        a_II[block, block] = corner
+        above = a_II[:start, block] @ np.linalg.inv(corner).T
+        a_II[:start, block] = above
+        for row in range(0, start, _BLOCK):
+            rows = slice(row, min(row + _BLOCK, start))
+            a_II[rows, row:start] -= above[rows] @ above[row:start].T
+
+
+def _unit_columns(upper_II: np.ndarray) -> np.ndarray:
+    """M of U = M sqrt(D) in float32."""
+    diagonal_I = upper_II.diagonal().copy()
+    unit_II = np.zeros(upper_II.shape, np.float32)
+    for row in range(len(upper_II)):
+        unit_II[row, row:] = upper_II[row, row:] / diagonal_I[row:]
+    return unit_II
+
+
+def target_shift(
+    h_II: np.ndarray, mismatch_II: np.ndarray, damping: float = 0.01, alpha: float = 1.0
+) -> np.ndarray:
+    """What weights are multiplied by so that quantized inputs x~ give what the inputs x gave: S of W' = W S.
+
+    min E|W x - W' x~|^2 has W' = W G H^-1 with H = E[x~ x~^T], G = E[x x~^T] (GPTAQ, arXiv 2504.02692, and
+    Qronos, arXiv 2505.11695, reach the same target column by column). Damped on both sides and blended:
+    S = I + alpha (G - H) (H + lambda I)^-1. `mismatch_II` float32 or float64 [I, I] is G - H, or
+    E[(x - x~) x~^T]: small numbers, better summed than subtracted. Returns float32 [I, I], identity for
+    inputs that were always 0. Raises `NotPositiveDefinite`; more damping is tried as in `factor`.
+    """
+    order_I = column_order(h_II)
+    for attempt in range(_ATTEMPTS):
+        upper_II = _damped(h_II, order_I, damping * 10.0**attempt, np.float64)
+        try:
+            _factor_in_place(upper_II)
+        except np.linalg.LinAlgError:
+            continue
+        live_I = h_II.diagonal() > 0
+        return _shift(upper_II, mismatch_II, order_I, live_I, alpha)
+    raise NotPositiveDefinite(
+        f"no Cholesky factor with damping {damping} to {damping * 10.0 ** (_ATTEMPTS - 1)}"
+    )
+
+
+def _shift(
+    upper_II: np.ndarray, mismatch_II: np.ndarray, order_I: np.ndarray, live_I: np.ndarray, alpha: float
+) -> np.ndarray:
+    shift_II = np.empty(mismatch_II.shape, np.float32)
+    for start in range(0, len(shift_II), 2 * _BLOCK):
+        rows = slice(start, start + 2 * _BLOCK)
+        solved_RI = mismatch_II[rows][:, order_I].astype(np.float64)
+        _solve_in_place(upper_II, solved_RI)
+        shift_II[rows, order_I] = alpha * solved_RI
+    shift_II *= live_I
+    shift_II[np.diag_indices_from(shift_II)] += 1
+    return shift_II
+
+
+def _solve_in_place(upper_II: np.ndarray, x_RI: np.ndarray) -> None:
+    """Makes X what solves X' U U^T = X: first for U^T from the last columns, then for U from the first."""
+    starts = range(0, len(upper_II), _BLOCK)
+    for start in reversed(starts):
+        block = slice(start, start + _BLOCK)
+        x_RI[:, block] = np.linalg.solve(np.triu(upper_II[block, block]), x_RI[:, block].T).T
+        x_RI[:, :start] -= x_RI[:, block] @ upper_II[:start, block].T
+    for start in starts:
+        block = slice(start, start + _BLOCK)
+        x_RI[:, block] -= x_RI[:, :start] @ upper_II[:start, block]
+        x_RI[:, block] = np.linalg.solve(np.triu(upper_II[block, block]).T, x_RI[:, block].T).T
+
+
+def row_errors(w_RI: np.ndarray, q_RI: np.ndarray, h_II: np.ndarray) -> np.ndarray:
+    """What rounding rows of weights costs, delta H delta^T with delta = w - q: float64 [R].
+
+    `w_RI` and `q_RI` (the numbers that codes store) float32 [R, I]; `h_II` float32 [I, I], in their order.
+    """
+    delta_RI = np.subtract(w_RI, q_RI, dtype=np.float32)
+    return row_products(delta_RI, h_II, delta_RI)
+
+
+def held_out_errors(
+    w_RI: np.ndarray, q_RI: np.ndarray, held_hessian_II: np.ndarray, held_cross_II: np.ndarray
+) -> np.ndarray:
+    """What storing q for the original weights w costs on inputs held out, beside storing w: float64 [R].
+
+    E|w x - q x~|^2 - E|w x - w x~|^2 = delta H delta^T + 2 w (G - H) delta^T, where delta = w - q, and
+    H = E[x~ x~^T] and G = E[x x~^T] are float32 [I, I]. Below 0 where q makes up for the errors in x~ also.
+    Weights and stored numbers are float32 [R, I]. Without quantized inputs G is H, and this is `row_errors`.
+    """
+    delta_RI = np.subtract(w_RI, q_RI, dtype=np.float32)
+    errors_R = row_products(delta_RI, held_hessian_II, delta_RI)
+    if held_cross_II is not held_hessian_II:
+        errors_R += 2 * row_products(w_RI, held_cross_II - held_hessian_II, delta_RI)
+    return errors_R
+
+
+def alpha_from_halves(
+    weights: Sequence[np.ndarray], shift_II: np.ndarray, h_II: np.ndarray, mismatch_II: np.ndarray
+) -> float:
+    """How much of a target shift holds on other tokens: the best alpha there, within 0 and 1.
+
+    `shift_II`: S of `target_shift` with alpha 1, from one half of the tokens. `h_II` and `mismatch_II`: H and
+    G - H of the other half. `weights`: float32 [R, I] of every linear that has this input. With D = W S - W,
+    the squared error of W + alpha D there is least for alpha = <D, W (G - H)> / tr(D H D^T).
+    """
+    gain = cost = 0.0
+    for w_RI in weights:
+        moved_RI = w_RI @ shift_II - w_RI
+        gain += float(row_products(w_RI, mismatch_II, moved_RI).sum())
+        cost += float(row_products(moved_RI, h_II, moved_RI).sum())
+    return min(1.0, max(0.0, gain / cost)) if cost > 0 else 0.0

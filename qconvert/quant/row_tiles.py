@@ -1,0 +1,125 @@
+"""Holds a tile of rows as lanes while the codes of its columns are chosen one after another."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qconvert.quant.nearest_points import Points, as_points
+from qconvert.quant.point_grid import PointGrid
+from qconvert.quant.simd.lanes import LANES, routine
+from qconvert.quant.simd.products import COLUMNS, PANEL, ROWS, add_product, pack, rows_as_lanes
+
+BLOCK = 128
+"""Columns between two products with all columns before."""
+_ROWS = 128  # rows that share what is read of a matrix
+
+
+class GridRows(NamedTuple):
+    """Rows of weights, their codes, and the points that the codes can be, for kernels.
+
+    `w_RI`, `steps_RG`, `shifts_RG` float32, `codes_RI` uint8, all contiguous; `group` columns have one step.
+    """
+
+    w_RI: np.ndarray
+    codes_RI: np.ndarray
+    steps_RG: np.ndarray
+    shifts_RG: np.ndarray
+    group: int
+    points: Points
+
+
+def grid_rows(w_RI: np.ndarray, codes_RI: np.ndarray, grid: PointGrid) -> GridRows:
+    """Takes rows, contiguous codes that are to be changed in place, and their grid."""
+    rows, width = w_RI.shape
+    assert grid.steps_RG.shape == grid.shifts_RG.shape == (rows, -(-width // grid.size))
+    w_RI, steps_RG, shifts_RG = (
+        np.ascontiguousarray(numbers, np.float32) for numbers in (w_RI, grid.steps_RG, grid.shifts_RG)
+    )
+    return GridRows(w_RI, codes_RI, steps_RG, shifts_RG, grid.size, as_points(grid))
+
+
+class Tile(NamedTuple):
+    """Working memory for `size` rows as lanes, flat arrays [..., size].
+
+    `delta` has the errors of all columns, `sums` and `changes` numbers of the columns of a block, `steps` and
+    `shifts` those of all groups, `w` and `codes` those of one column. `packed`, `starts`: for `pack`.
+    """
+
+    size: int
+    delta: np.ndarray
+    sums: np.ndarray
+    changes: np.ndarray
+    steps: np.ndarray
+    shifts: np.ndarray
+    w: np.ndarray
+    codes: np.ndarray
+    packed: np.ndarray
+    starts: np.ndarray
+    scratch: np.ndarray
+
+
+@routine
+def make_tile(rows: Any, width: Any, groups: Any) -> Any:
+    """Allocates a tile for up to this many rows of this width and number of groups."""
+    size = min(_ROWS, (rows + ROWS - 1) // ROWS * ROWS)
+    return Tile(
+        size,
+        np.empty(width * size, np.float32),
+        np.empty(BLOCK * size, np.float32),
+        np.empty(BLOCK * size, np.float32),
+        np.empty(groups * size, np.float32),
+        np.empty(groups * size, np.float32),
+        np.zeros(size, np.float32),
+        np.zeros(size, np.uint8),
+        np.empty(BLOCK * PANEL, np.float32),
+        np.empty(BLOCK, np.intp),
+        np.empty(2 * LANES, np.float32),
+    )
+
+
+@routine
+def load_scales(rows: Any, first: Any, tile: Any) -> None:
+    """Fills the steps and shifts of the rows from `first` on; those of rows that are not there are 0."""
+    rows_as_lanes(rows.steps_RG, first, tile.size, tile.steps)
+    rows_as_lanes(rows.shifts_RG, first, tile.size, tile.shifts)
+
+
+@routine
+def load_column(rows: Any, first: Any, k: Any, tile: Any) -> None:
+    """Reads the weights and codes of one column."""
+    for row in range(min(tile.size, rows.w_RI.shape[0] - first)):
+        tile.w[row], tile.codes[row] = rows.w_RI[first + row, k], rows.codes_RI[first + row, k]
+
+
+@routine
+def store_column(rows: Any, first: Any, k: Any, tile: Any) -> None:
+    """Writes the codes of one column."""
+    for row in range(min(tile.size, rows.w_RI.shape[0] - first)):
+        rows.codes_RI[first + row, k] = tile.codes[row]
+
+
+@routine
+def sum_columns_before(factor_II: Any, start: Any, stop: Any, tile: Any) -> None:
+    """Makes the sums of columns [start, stop) the errors of all columns before `start`, times the factor."""
+    tile.sums[:] = 0
+    starts = tile.starts[: (stop - start + COLUMNS - 1) // COLUMNS * COLUMNS]
+    for panel in range(0, start, PANEL):
+        count = min(PANEL, start - panel)
+        pack(factor_II, panel, count, start, stop, tile.packed, starts)
+        x_at = panel * tile.size
+        add_product(tile.sums, 0, tile.size, tile.delta, x_at, tile.packed, starts, COLUMNS, count)
+
+
+@routine
+def add_columns_of_block(factor_II: Any, start: Any, column: Any, stop: Any, tile: Any) -> None:
+    """Adds the errors of columns [start, column), times the factor, to the sums of [column, stop).
+
+    The sums are those of a block that begins at `start`.
+    """
+    count = column - start
+    starts = tile.starts[: (stop - column + COLUMNS - 1) // COLUMNS * COLUMNS]
+    pack(factor_II, start, count, column, stop, tile.packed, starts)
+    at, x_at = count * tile.size, start * tile.size
+    add_product(tile.sums, at, tile.size, tile.delta, x_at, tile.packed, starts, COLUMNS, count)
