@@ -169,7 +169,7 @@ def run(
     def make(block: Block) -> BlockDone:
         return _make(block, reader, layout, sink, terms, statistics, made)
 
-    for done in _bounded(blocks, make, jobs, max_memory):
+    for done in bounded(blocks, make, jobs, max_memory):
         left[done.unit.output.name] -= 1
         yield replace(done, last=left[done.unit.output.name] == 0)
 
@@ -188,7 +188,7 @@ def _finalized(
 
     def look(block: Block) -> tuple[Block, np.ndarray]:
         unit = block.unit
-        value, _ = gather(unit.inputs, reader, _rows_read(unit, block.start), _rows_read(unit, block.stop))
+        value, _ = gather(unit.inputs, reader, rows_read(unit, block.start), rows_read(unit, block.stop))
         for op in unit.ops:
             if op.needs_reduction:
                 return block, op.reduce(value)
@@ -196,7 +196,7 @@ def _finalized(
         raise AssertionError("a unit without a reduction")
 
     seen: dict[str, dict[int, np.ndarray]] = {name: {} for name in reductions}
-    for block, found in _bounded(blocks, look, jobs, max_memory):
+    for block, found in bounded(blocks, look, jobs, max_memory):
         seen[block.unit.output.name][block.start] = found
     groups: dict[str, list[np.ndarray]] = {}
     for name, op in reductions.items():
@@ -231,7 +231,7 @@ def cut(unit: Unit, layout: Layout, limit: int) -> list[Block]:
     ]
 
 
-def _bounded(
+def bounded(
     blocks: Iterable[Block], make: Callable[[Block], T], jobs: int, max_memory: int
 ) -> Generator[T, None, None]:
     """Run `make` on every block with `jobs` threads, never admitting more than the budget at once."""
@@ -267,7 +267,7 @@ def _make(
     unit = block.unit
     if block.start == 0 and len(unit.inputs) > 1:
         require_same_constants(unit, reader)
-    first, last = _rows_read(unit, block.start), _rows_read(unit, block.stop)
+    first, last = rows_read(unit, block.start), rows_read(unit, block.stop)
     value, nbytes = gather(unit.inputs, reader, first, last)
     given = rows_statistics(unit, block.start, block.stop, statistics) if statistics is not None else ()
     error, code_error, output_error = None, 0.0, None
@@ -313,12 +313,12 @@ def rows_statistics(unit: Unit, start: int, stop: int, source: StatisticsSource)
     )
 
 
-def _rows_read(unit: Unit, row: int) -> int:
+def rows_read(unit: Unit, row: int) -> int:
     """The row of the inputs at which the rows before `row` of the output end."""
     return row * unit.rows // unit.output.rows if unit.output.rows else 0
 
 
-def gather(inputs: tuple[RowSlice, ...], reader: Reader, start: int, stop: int) -> tuple[Value, int]:
+def gather(inputs: tuple[RowSlice, ...], reader: Rows, start: int, stop: int) -> tuple[Value, int]:
     """Rows [start, stop) of the stacked inputs, and the bytes that were read for them."""
     pieces, offset = [], 0
     for piece in inputs:

@@ -1,0 +1,67 @@
+"""Keeps activations of a text on disk: one slot per layer, read and written by windows.
+
+The file is read and written at positions, not mapped: mapped pages would count as memory, and a full disk
+would kill the process. It has no name once it is open, so a killed run leaves nothing behind.
+Legend: S slots, W windows of the text, B of them at once, T tokens of a window, D hidden width.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qconvert.formats.io.local_file import create, octets, read_exactly, write_exactly
+
+_NAME = "activations"
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationFile:
+    """Activations [S, W, T, D], stored as `dtype` (float32 or bfloat16) under the descriptor `fd`."""
+
+    fd: int
+    windows: int
+    tokens: int
+    width: int
+    dtype: torch.dtype
+
+    def read(self, slot: int, first: int, count: int) -> Tensor:
+        """Windows [first, first + count) of a slot, float32 [B, T, D]."""
+        x_BTD = torch.empty(count, self.tokens, self.width, dtype=self.dtype)
+        read_exactly(self.fd, _octets(x_BTD), self._offset(slot, first), _NAME)
+        return x_BTD.float()
+
+    def write(self, slot: int, first: int, x_BTD: Tensor) -> None:
+        """Store windows from `first` on; QConvertError if the disk fails."""
+        stored = x_BTD.detach().to("cpu", self.dtype).contiguous()
+        write_exactly(self.fd, _octets(stored), self._offset(slot, first), _NAME)
+
+    def _offset(self, slot: int, window: int) -> int:
+        return (slot * self.windows + window) * self.tokens * self.width * self.dtype.itemsize
+
+
+@contextmanager
+def activation_file(
+    folder: Path, slots: int, windows: int, tokens: int, width: int, dtype: torch.dtype = torch.float32
+) -> Iterator[ActivationFile]:
+    """An empty file in `folder`, which must exist, its disk space allocated at once.
+
+    Raises QConvertError where the disk has not that much room.
+    """
+    path = folder / f".{_NAME}.{os.getpid()}"
+    fd = create(path, slots * windows * tokens * width * dtype.itemsize)
+    try:
+        path.unlink()
+        yield ActivationFile(fd, windows, tokens, width, dtype)
+    finally:
+        os.close(fd)
+
+
+def _octets(x: Tensor) -> memoryview:
+    return octets(x.view(torch.uint8).numpy())

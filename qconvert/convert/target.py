@@ -1,0 +1,173 @@
+"""Turns a target, a size or a divergence, into an ordinary request: rules of a recipe, or tensor types.
+
+Every encoding to choose among is planned for the whole model; what each weight would take and cost in each of
+these plans is put to `plan.budget`, and its answer written as rules. So planning itself stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from qconvert.calibrate.sensitivity import Sensitivity
+from qconvert.convert.job import Job
+from qconvert.convert.prices import priced_groups
+from qconvert.core.ggml_types import GGMLType, parse_ggml_type
+from qconvert.core.schemes import parse_scheme
+from qconvert.errors import BadRecipe
+from qconvert.models.parameter_table import table_of_outputs
+from qconvert.plan.budget import Group, Mix, SizeTarget, fewest_bytes, selectors, smallest_cost, uniform
+from qconvert.plan.gguf.mixture import FILE_TYPES
+from qconvert.plan.recipe import Rule
+from qconvert.plan.request import GGUFTarget, Request
+
+Prepare = Callable[[Request], Job]
+"""Compiles a request for the model at hand (`execute.prepare`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is aimed at, either a size or nats per token, and the encodings to choose among."""
+
+    labels: tuple[str, ...]
+    size: SizeTarget | None = None
+    divergence: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be aimed at."""
+        if (self.size is None) == (self.divergence is None):
+            raise BadRecipe("--target-size, --target-kl: both, or none", "aim at one of the two")
+        if len(set(self.labels)) < 2:
+            raise BadRecipe(
+                f"target: one encoding to choose among ({', '.join(self.labels) or 'none'})",
+                "name two or more",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The request that a target became, and why.
+
+    `nbytes` are those of the output, of its files where the target is in bytes, else of its tensors;
+    `weights` the numbers it holds; `uniform` the best of the mixes of one encoding that reach the target,
+    None where none does.
+    """
+
+    request: Request
+    groups: tuple[Group, ...]
+    mix: Mix
+    nbytes: int
+    weights: int
+    uniform: Mix | None
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8 * self.nbytes / self.weights
+
+
+def choose(
+    target: Target,
+    request: Request,
+    found: Iterable[Sensitivity],
+    prepared: Prepare,
+    *,
+    weighted: bool = False,
+) -> Chosen:
+    """The request that reaches a target: the least cost of a size, or the least size of a cost.
+
+    `found` are the sensitivities of the model, `prepared` compiles requests for it, `weighted` is as in
+    `prices.priced_groups`. Raises BadRecipe for a target that no mix reaches.
+    """
+    jobs = {label: prepared(_uniform_request(request, label)) for label in target.labels}
+    groups = priced_groups(jobs, found, weighted=weighted)
+    if not groups:
+        raise BadRecipe("target: nothing to choose, no weight would be quantized", "leave out some --keep")
+    first = next(iter(jobs.values()))
+    weights = table_of_outputs(first.compiled.outputs, first.compiled.architecture).parameters
+    if target.size is None:
+        assert target.divergence is not None
+        mix = fewest_bytes(groups, target.divergence)
+        made = _request_of(request, mix, jobs)
+        return Chosen(
+            made, tuple(groups), mix, _tensor_bytes(prepared(made)), weights, _best(groups, target, 0)
+        )
+    measure = _file_bytes if target.size.nbytes is not None else _tensor_bytes
+    most = target.size.most_bytes(weights)
+    fixed = measure(first) - sum(option.nbytes for group in groups for option in group.options[:1])
+    room = most - fixed
+    while True:
+        mix = smallest_cost(groups, room)
+        made = _request_of(request, mix, jobs)
+        nbytes = measure(prepared(made))
+        if nbytes <= most:
+            return Chosen(made, tuple(groups), mix, nbytes, weights, _best(groups, target, room))
+        room -= nbytes - most  # headers, and the padding of tensors, differ a little with the mix
+
+
+def _best(groups: Sequence[Group], target: Target, room: int) -> Mix | None:
+    """The best mix of one encoding that reaches the target."""
+    mixes = [mix for label in target.labels if (mix := uniform(groups, label)) is not None]
+    if target.divergence is not None:
+        return min((m for m in mixes if m.cost <= target.divergence), key=lambda m: m.nbytes, default=None)
+    return min((m for m in mixes if m.nbytes <= room), key=lambda m: m.cost, default=None)
+
+
+def _file_bytes(job: Job) -> int:
+    return sum(file.size for file in job.container.files(Path("model.gguf")))
+
+
+def _tensor_bytes(job: Job) -> int:
+    layout, units = job.container.layout, job.compiled.plan.units
+    return sum(spec.nbytes for unit in units for spec in layout.stored_arrays(unit.output))
+
+
+def _uniform_request(request: Request, label: str) -> Request:
+    """The request with one encoding for everything that the target chooses for."""
+    if isinstance(request.target, GGUFTarget):
+        return replace(request, target=replace(request.target, file_type=_file_type(label), pure=True))
+    recipe, target = request.recipe, request.layout_target
+    # What is written last wins, so that what the user asks for stays as it is.
+    quantized = target is not None and target.traits.embeddings != "plain"
+    tables = tuple(Rule(role, parse_scheme(label)) for role in ("embed", "lm_head") if quantized)
+    return replace(request, recipe=recipe.with_(scheme=parse_scheme(label), rules=(*tables, *recipe.rules)))
+
+
+def _request_of(request: Request, mix: Mix, jobs: Mapping[str, Job]) -> Request:
+    """The request that gives every weight the label which a mix has for it."""
+    labels = mix.labels
+    most = Counter(labels.values()).most_common(1)[0][0]
+    if isinstance(request.target, GGUFTarget):
+        types = (*request.target.tensor_types, *_tensor_types(labels))
+        target = replace(request.target, file_type=_file_type(most), pure=True, tensor_types=types)
+        return replace(request, target=target)
+    made = _uniform_request(request, most)
+    own = selectors(labels, jobs[most].compiled.architecture)
+    rules = tuple(Rule(select, parse_scheme(label)) for select, label in own if label != most)
+    before = made.recipe.rules[: len(made.recipe.rules) - len(request.recipe.rules)]
+    return replace(made, recipe=made.recipe.with_(rules=(*before, *rules, *request.recipe.rules)))
+
+
+def _file_type(label: str) -> str:
+    """The name of a file type whose base is a type: the first of them, which mixes the least."""
+    kind = parse_ggml_type(label)
+    found = next((each.name for each in FILE_TYPES.values() if each.base is kind), None)
+    if found is None:
+        raise BadRecipe(f"type {label}: no file type is named after it", "`qconvert to-gguf --type list`")
+    return found
+
+
+def _tensor_types(labels: Mapping[str, str]) -> Iterator[tuple[str, GGMLType]]:
+    """Patterns of GGUF names and their types, the layers of one kind of tensor together."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for name, label in labels.items():
+        match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+        if match is None:
+            yield f"^{re.escape(name)}$", parse_ggml_type(label)
+        else:
+            layers.setdefault((match[2], label), []).append(int(match[1]))
+    for (kind, label), numbers in layers.items():
+        listed = "|".join(map(str, sorted(numbers)))
+        yield rf"^blk\.({listed})\.{re.escape(kind)}$", parse_ggml_type(label)
