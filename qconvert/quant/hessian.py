@@ -26,11 +26,10 @@ def factor(
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Factors a Hessian for `feedback`: H + lambda I = M D M^T, M unit upper triangular.
 
-    `h_II`: float32 or float64 [I, I], symmetric; only its upper triangle is read where an input is live.
-    lambda is `damping` times the mean of the diagonal, ten times more after each of up to three failures. An
-    input that was always 0 gets the mean on the diagonal and 0 elsewhere: it is rounded to the nearest and
-    no other column makes up for it. Working memory is 8 I^2 bytes beside 4 I^2 for M; `dtype` float32 halves
-    it.
+    `h_II`: float32 or float64 [I, I], symmetric. lambda is `damping` times the `mean_square`, ten times more
+    after each of up to three failures. An input that was always 0 gets the mean on the diagonal and 0
+    elsewhere: it is rounded to the nearest and changes no other column. Working memory is 8 I^2 bytes beside
+    4 I^2 for M; `dtype` float32 halves it.
 
     Returns the order of the columns int64 [I], those of the largest second moment first (act-order: the
     earlier a column, the more others can still make up for it); M float32 [I, I], rows and columns in that
@@ -60,10 +59,16 @@ def column_order(h_II: np.ndarray) -> np.ndarray:
     return np.argsort(-diagonal_I, kind="stable").astype(np.int64)
 
 
+def mean_square(h_II: np.ndarray) -> float:
+    """The mean of the diagonal over the inputs that were not always 0; 1 if all were."""
+    diagonal_I = h_II.diagonal()
+    live = diagonal_I > 0
+    return float(diagonal_I[live].mean(dtype=np.float64)) if live.any() else 1.0
+
+
 def _damped(h_II: np.ndarray, order_I: np.ndarray, damping: float, dtype: type[np.floating]) -> np.ndarray:
     """A copy of H + lambda I in the given order, always-0 inputs apart."""
-    diagonal_I = h_II.diagonal().astype(np.float64)
-    mean = diagonal_I.mean() or 1.0
+    diagonal_I, mean = h_II.diagonal().astype(np.float64), mean_square(h_II)
     damped_II = np.empty(h_II.shape, dtype)
     for row, column in enumerate(order_I):
         damped_II[row] = h_II[column][order_I]
