@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 
@@ -133,6 +136,32 @@ def test_rows_may_be_cut_anywhere(levels):
         cut = list(pool.map(codes, parts))
     for i in range(2):
         assert np.array_equal(np.concatenate([part[i] for part in cut]), whole[i])
+
+
+def test_processors_without_fused_instructions_choose_the_same_codes(tmp_path):
+    w_RI, h_II, grid = rounding_case(33, 140)
+    order_I, factor_II, _ = factor(h_II)
+    arrays = {
+        "w": w_RI,
+        "order": order_I,
+        "factor": factor_II,
+        "steps": grid.steps_RG,
+        "shifts": grid.shifts_RG,
+    }
+    np.savez(tmp_path / "case.npz", levels=grid.levels_T, **arrays)
+    script = f"""
+import numpy as np
+from qconvert.quant.feedback import round_with_feedback
+from qconvert.quant.point_grid import PointGrid
+case = np.load({str(tmp_path / "case.npz")!r})
+grid = PointGrid(case["levels"], case["steps"], case["shifts"], {grid.size})
+codes = round_with_feedback(case["w"], case["order"], case["factor"], grid)
+np.save({str(tmp_path / "codes.npy")!r}, codes)
+"""
+    plainest = {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], env=os.environ | plainest, check=True)
+    codes_RI = round_with_feedback(w_RI, order_I, factor_II, grid)
+    assert np.array_equal(np.load(tmp_path / "codes.npy"), codes_RI)
 
 
 def test_dead_inputs_are_rounded_to_the_nearest():

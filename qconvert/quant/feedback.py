@@ -63,7 +63,9 @@ def sweep(
     `w_RI` float32 [R, I], `codes_RI` uint8 [R, I]; `h_II` float32 [I, I], symmetric, in the order of the
     weights' columns. `damping` times its `mean_square` is added to the diagonal, as `hessian.factor` does,
     so that sweeps go on lowering what feedback lowered, delta (H + lambda I) delta^T; they never raise it.
-    Returns uint8 [R, I].
+    Where tokens are few, sweeps with H alone fit their noise: in a Qwen3 of linears with up to 768 inputs,
+    the loss on other tokens went from 0.694 to 0.724 of that of nearest codes after 1,024 tokens, but with
+    damping to 0.693; after 16,384 tokens it went from 0.246 to 0.239 with either. Returns uint8 [R, I].
     """
     swept_RI = np.array(codes_RI, np.uint8, order="C")
     h_II = np.ascontiguousarray(h_II, np.float32)

@@ -94,17 +94,15 @@ def _damped(h_II: np.ndarray, order_I: np.ndarray, damping: float, dtype: type[n
 def _factor_in_place(a_II: np.ndarray) -> None:
     """Makes the upper triangle of A the upper triangular U of A = U U^T; the lower one is left undefined.
 
-    The last columns are first: a Cholesky factor of reversed rows and columns. A block of columns is
-    factored, solved for the rows above, and its square subtracted from what is left.
+    The last columns are first: a Cholesky factor of reversed rows and columns. From a block of columns the
+    products of those behind are subtracted; then its corner is factored, and the rows above are solved for.
     """
     for block in reversed(_blocks(len(a_II))):
-        start = block.start
+        start, stop = block.start, block.stop
+        a_II[:stop, block] -= a_II[:stop, stop:] @ a_II[block, stop:].T
         corner = np.linalg.cholesky(a_II[block, block][::-1, ::-1])[::-1, ::-1]
         a_II[block, block] = corner
-        above = a_II[:start, block] @ np.linalg.inv(corner).T
-        a_II[:start, block] = above
-        for rows in _blocks(start):
-            a_II[rows, rows.start : start] -= above[rows] @ above[rows.start :].T
+        a_II[:start, block] = a_II[:start, block] @ np.linalg.inv(corner).T
 
 
 def _blocks(width: int) -> list[slice]:
@@ -150,8 +148,8 @@ def _solve_in_place(upper_II: np.ndarray, inverses: list[np.ndarray], x_RI: np.n
     """Makes X what solves X' U U^T = X: first for U^T from the last columns, then for U from the first."""
     blocks = list(zip(_blocks(len(upper_II)), inverses, strict=True))
     for block, inverse in reversed(blocks):
-        x_RI[:, block] = x_RI[:, block] @ inverse.T
-        x_RI[:, : block.start] -= x_RI[:, block] @ upper_II[: block.start, block].T
+        behind = x_RI[:, block.stop :] @ upper_II[block, block.stop :].T
+        x_RI[:, block] = (x_RI[:, block] - behind) @ inverse.T
     for block, inverse in blocks:
         before = x_RI[:, : block.start] @ upper_II[: block.start, block]
         x_RI[:, block] = (x_RI[:, block] - before) @ inverse
