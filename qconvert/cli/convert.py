@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.exit_codes import typed
-from qconvert.cli.options import LayoutChoice, examples, model_argument, pad_option, writing_options
+from qconvert.cli.options import (
+    LayoutChoice,
+    examples,
+    imatrix_option,
+    model_argument,
+    pad_option,
+    writing_options,
+)
 from qconvert.cli.run_conversion import Flags, write
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
@@ -65,6 +72,7 @@ class _WithLayouts(click.Command):
 @click.option(
     "--undo-act-order", is_flag=True, help="Fold GPTQ's g_idx into the weights before, where that is exact."
 )
+@imatrix_option
 @pad_option
 @writing_options
 def command(
@@ -94,7 +102,7 @@ def command(
             )
     if layout in PLAIN:
         with typed():
-            _refuse(layout, {**own, "--dtype": flags.dtype})
+            _refuse(layout, {**own, "--imatrix": flags.imatrix, "--dtype": flags.dtype})
         plain = replace(flags, dtype=layout)
         write(model, plain.request("convert", Recipe(pad_to_tp=pad_to_tp), dequantize=True), layout, plain)
     elif layout == GGUF:
@@ -117,6 +125,12 @@ def _to_layout(
     with typed():
         table, integers = _parse(layout, scheme)
     target, recipe = Target(layout, integers, table, **allowed), Recipe(layout=layout, pad_to_tp=pad_to_tp)
+    with typed():
+        if flags.imatrix and target.codebook and not target.codebook.codebook.group_rows:
+            raise BadRecipe(
+                f"--imatrix: {target.codebook.name} has one scale for a whole weight, which is not searched",
+                f"leave it out, or choose another of {', '.join(target.traits.described)}",
+            )
 
     def ask(checkpoint: Checkpoint) -> Request:
         quantizes = integers and checkpoint.quantization is None
