@@ -129,7 +129,7 @@ def _to_layout(
         if flags.imatrix and target.codebook and not target.codebook.codebook.group_rows:
             raise BadRecipe(
                 f"--imatrix: {target.codebook.name} has one scale for a whole weight, which is not searched",
-                f"leave it out, or choose another of {', '.join(target.traits.described)}",
+                f"leave it out; {layout} holds {target.traits.described}",
             )
 
     def ask(checkpoint: Checkpoint) -> Request:

@@ -53,6 +53,8 @@ _POWERS = np.array([0, 1, -1] + [0] * 13)  # E8M0
 _NEIGHBOURS = np.array([0, *range(-5, 0), *range(1, 11)])  # E4M3: from 0.65 to 2.4 times as large
 _OCTAVE = np.exp2(np.arange(LANES) / LANES).astype(np.float32)
 _LADDER = np.append(1, np.geomspace(1.4, 0.5, LANES - 1)).astype(np.float32)
+# Less than float32 makes of products: nothing is left to fit.
+_EXACT = np.float32(1e-12)
 _LARGEST_CODES = {DType.F8_E8M0: 254, DType.F8_E4M3: 126}
 
 
@@ -143,7 +145,8 @@ def choose_steps(
     """Fills the candidate of least error of every block, and by how much least squares would scale it.
 
     A candidate is a step: codes are dequantized to `numbers_T[code] * step`. Without `fits` errors are those
-    of the candidates as they are, and the factor is 1. Where no error is finite the first candidate stays.
+    of the candidates as they are, and the factor is 1. Where no error is finite, or the first candidate is
+    exact, it stays.
     """
     rows, width = words_RI.shape
     padded = importance_GP.shape[1]
@@ -167,8 +170,9 @@ def choose_steps(
             errors = ratios * ratios * (squares - shift * products)
             errors = where(absolute(errors) < _INFINITE, errors, splat(_INFINITE))
             k = first(errors == splat(lowest(errors)))
-            lanes_BG[block, group] = k
-            fitted_BG[block, group] = _ONE + lane(shift, k)
+            if not lane(errors, k) < _INFINITE or lane(squares, 0) <= _EXACT * lane(codes, 0):
+                k, shift = 0, splat(_ZERO)
+            lanes_BG[block, group], fitted_BG[block, group] = k, _ONE + lane(shift, k)
 
 
 @routine
