@@ -9,7 +9,14 @@ import click
 
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
-from qconvert.cli.options import LayoutChoice, examples, model_argument, pad_option, writing_options
+from qconvert.cli.options import (
+    LayoutChoice,
+    examples,
+    imatrix_option,
+    model_argument,
+    pad_option,
+    writing_options,
+)
 from qconvert.cli.run_conversion import Flags, write
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
@@ -66,6 +73,7 @@ class _WithLayouts(click.Command):
 @click.option(
     "--undo-act-order", is_flag=True, help="Fold GPTQ's g_idx into the weights before, where that is exact."
 )
+@imatrix_option
 @pad_option
 @calibration_options
 @writing_options
@@ -96,7 +104,7 @@ def command(
             )
     if layout in PLAIN:
         with typed():
-            _refuse(layout, {**own, "--dtype": flags.dtype})
+            _refuse(layout, {**own, "--imatrix": flags.imatrix, "--dtype": flags.dtype})
         plain = replace(flags, dtype=layout)
         write(model, plain.request("convert", Recipe(pad_to_tp=pad_to_tp), dequantize=True), layout, plain)
     elif layout == GGUF:
@@ -119,6 +127,12 @@ def _to_layout(
     with typed():
         table, integers = _parse(layout, scheme)
     target, recipe = Target(layout, integers, table, **allowed), Recipe(layout=layout, pad_to_tp=pad_to_tp)
+    with typed():
+        if flags.imatrix and target.codebook and not target.codebook.codebook.group_rows:
+            raise BadRecipe(
+                f"--imatrix: {target.codebook.name} has one scale for a whole weight, which is not searched",
+                f"leave it out; {layout} holds {target.traits.described}",
+            )
 
     def ask(checkpoint: Checkpoint) -> Request:
         quantizes = integers and checkpoint.quantization is None
