@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from tempfile import NamedTemporaryFile
 
@@ -17,36 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.calibrate.moments import InputMoments
-from qconvert.core.statistics import StatisticsKey
+from qconvert.calibrate.moments import InputMoments, InputStatistics
+from qconvert.core.statistics import InputKey
 from qconvert.errors import BadRecipe, QConvertError
 from qconvert.formats.tokenizers.prompts import check_ids
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.model import Decoder
-from qconvert.runtime.observers import InputKey
 from qconvert.runtime.precision import exact_products
 
 Progress = Callable[[int, int], None]
 """Called with the tokens done and those to do, each counted once per layer."""
 BATCH_BYTES = 256 << 20
 IN_MEMORY_BYTES = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class InputStatistics:
-    """The moments of every input, once per input, and how often each token was read (int64 [V])."""
-
-    inputs: Mapping[InputKey, InputMoments]
-    token_counts_V: np.ndarray
-
-    @property
-    def by_linear(self) -> dict[StatisticsKey, InputMoments]:
-        """The same moments by the linear that reads them."""
-        return {
-            StatisticsKey(role, key.layer, key.expert): moments
-            for key, moments in self.inputs.items()
-            for role in key.roles
-        }
 
 
 def collect_statistics(
