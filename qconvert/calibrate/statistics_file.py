@@ -18,9 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
+from qconvert.calibrate.imatrix import open_imatrix
 from qconvert.calibrate.moments import InputMoments, InputStatistics
 from qconvert.core.dtypes import DType, Json, TensorSpec
-from qconvert.core.statistics import InputKey, StatisticsKey
+from qconvert.core.statistics import InputKey, StatisticsKey, StatisticsSource
 from qconvert.core.version import __version__
 from qconvert.errors import BadRecipe, CorruptCheckpoint, shown
 from qconvert.formats.huggingface.safetensors_file import SafetensorsFile, plan_files
@@ -202,3 +203,16 @@ def check_model(stored: StoredStatistics, architecture: Architecture) -> None:
                 f" {parameter.shape[-1]}",
                 hint,
             )
+
+
+def open_statistics(path: Path, architecture: Architecture) -> StatisticsSource:
+    """The statistics in a file or folder of `qconvert calibrate`, or in llama.cpp's GGUF or .dat.
+
+    Raises CorruptCheckpoint for a damaged file, BadRecipe for statistics of another model, UnsupportedModel
+    for an importance matrix of a family without GGUF names.
+    """
+    if path.is_dir() or path.suffix == ".safetensors":
+        stored = read_statistics(path)
+        check_model(stored, architecture)
+        return stored
+    return open_imatrix(path, architecture)

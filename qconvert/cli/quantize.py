@@ -13,8 +13,8 @@ import click
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     LayoutChoice,
+    calibration_option,
     examples,
-    imatrix_option,
     model_argument,
     pad_option,
     writing_options,
@@ -79,7 +79,7 @@ from qconvert.plan.recipe import FUSIONS, Recipe, Rule, load_recipe, parse_rule
     show_default=registry.DEFAULT,
     help="Layout of the output.",
 )
-@imatrix_option
+@calibration_option
 @pad_option
 @click.option(
     "--recipe",
@@ -109,8 +109,8 @@ def command(model: str, **flags: Any) -> None:
     recipe = build_recipe(**asked)
     values = Flags(**flags)
     with typed():
-        if values.imatrix and not recipe.search:
-            raise BadRecipe("--imatrix: --min-max does not weigh errors", "leave out one of the two")
+        if values.calibration and not recipe.search:
+            raise BadRecipe("--calibration: --min-max does not weigh errors", "leave out one of the two")
     target = Target(recipe.layout) if recipe.layout != registry.DEFAULT else None
     write(model, values.request("quantize", recipe, target=target), _suffix(recipe), values)
 

@@ -41,7 +41,7 @@ class Flags:
     revision: str | None = None
     allow_unknown: bool = False
     allow_nonfinite: bool = False
-    imatrix: Path | None = None
+    calibration: Path | None = None
     pre_tokenizer: str | None = None
 
     @property
@@ -90,7 +90,9 @@ def write(model: str, ask: Request | Callable[[Checkpoint], Request], suffix: st
     declared = None if callable(ask) else ask.recipe.architecture
     source = open_model(model, revision=flags.revision, declared=declared)
     request = ask(source.checkpoint) if callable(ask) else ask
-    job = prepare(source, request, flags.options, imatrix=flags.imatrix, pre_tokenizer=flags.pre_tokenizer)
+    job = prepare(
+        source, request, flags.options, calibration=flags.calibration, pre_tokenizer=flags.pre_tokenizer
+    )
     out = flags.out or job.container.default_out(suffix or (request.dtype.label if request.dtype else ""))
     if not flags.dry_run:
         job.container.check_target(out)

@@ -10,9 +10,9 @@ import click
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     SIZE,
+    calibration_option,
     dry_run_option,
     examples,
-    imatrix_option,
     jobs_option,
     json_option,
     memory_option,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Where blocks do not divide a row, take a bigger type, or stop.",
 )
-@imatrix_option
+@calibration_option
 @click.option("--allow-requantize", is_flag=True, help="Quantize again what already is; that loses twice.")
 @click.option("--split-max-size", "shard_size", type=SIZE, help="Write numbered parts of at most this size.")
 @click.option(

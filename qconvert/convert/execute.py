@@ -45,14 +45,14 @@ def prepare(
     request: Request,
     options: RunOptions,
     *,
-    imatrix: Path | None = None,
+    calibration: Path | None = None,
     pre_tokenizer: str | None = None,
 ) -> Job:
     """Compile a request for an opened model.
 
-    `imatrix` is an importance matrix, whose statistics weigh the errors of new codes; `pre_tokenizer`
-    llama.cpp's name of a GGUF's pre-tokenizer. Raises BadRecipe for a request that contradicts the model,
-    UnsupportedModel for a model that the output cannot hold.
+    `calibration` is a file or folder of statistics that weigh the errors of new codes (`open_statistics`);
+    `pre_tokenizer` is llama.cpp's name of a GGUF's pre-tokenizer. Raises BadRecipe for a request that
+    contradicts the model, UnsupportedModel for a model that the output cannot hold.
     """
     checkpoint = source.checkpoint
     if not checkpoint.files.has_weights:
@@ -60,10 +60,10 @@ def prepare(
             f"{source.location.name}: no weights beside the config.json", "give the whole model folder"
         )
     binding = checkpoint.bind(allow_unknown=request.allow_unknown)
-    if imatrix is not None:
-        from qconvert.calibrate.imatrix import open_imatrix
+    if calibration is not None:
+        from qconvert.calibrate.statistics_file import open_statistics
 
-        request = replace(request, statistics=open_imatrix(imatrix, checkpoint.architecture))
+        request = replace(request, statistics=open_statistics(calibration, checkpoint.architecture))
     layout = _layout(source, request)
     facts = gather_facts(checkpoint, binding, request)
     compiled = compile_request(request, binding, facts, layout)
