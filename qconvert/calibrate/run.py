@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from qconvert.calibrate.collect import Progress, collect_statistics
 from qconvert.calibrate.statistics_file import StoredStatistics, model_record
 from qconvert.calibrate.text import PACKED, CalibrationText, calibration_windows
@@ -53,6 +51,6 @@ def calibrate(
     """
     config = DecoderConfig.of(checkpoint.architecture)
     weights, place = CheckpointWeights(checkpoint), find_device(device)
-    decoder = load_decoder(config, weights, device=place, dtype=torch.float32, on_demand=True)
+    decoder = load_decoder(config, weights, device=place, on_demand=True)  # in float32
     found = collect_statistics(decoder, text.tokens_BT, progress)
     return StoredStatistics(found, model_record(name, config), (text.record,))
