@@ -379,3 +379,14 @@ def test_nothing_is_replaced_unasked_and_little_text_is_told(tmp_path: Path, her
     other = model_with_tokenizer(tmp_path / "other", num_hidden_layers=1)
     ran = qconvert("quantize", other, "--bits", 4, "--calibration", "stats", "-o", "x")
     assert ran.code == 1 and "has the statistics of 2 layers (m), the model 1" in ran.err
+
+
+def test_measuring_on_the_text_of_calibration_is_told(tmp_path: Path, here: Path) -> None:
+    model = model_with_tokenizer(tmp_path / "m")
+    (here / "same.txt").write_text("A text of some words. " * 40)
+    (here / "other.txt").write_text("Another text of words. " * 40)
+    made("calibrate", model, "--text", "same.txt", "--window", 64, "-o", "stats")
+    out = made("quantize", model, "--bits", 8, "--calibration", "stats", "-o", "out")
+    for name, told in (("same.txt", True), ("other.txt", False)):
+        ran = qconvert("eval", "perplexity", out, "--text", name, "--context", 64, "--chunks", 2)
+        assert ran.code == 0 and ("out was calibrated on this text, which flatters it" in ran.out) is told
