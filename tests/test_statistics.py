@@ -225,4 +225,4 @@ def test_what_weighs_nothing_is_refused(tmp_path: Path) -> None:
         "give one that llama-imatrix measured on this model",
     )
     ran = qconvert("quantize", model, "--bits", 4, "--min-max", "--imatrix", file)
-    failed(ran, "--imatrix: --min-max does not weigh errors", "leave out one of the two", code=2)
+    failed(ran, "--calibration: --min-max does not weigh errors", "leave out one of the two", code=2)

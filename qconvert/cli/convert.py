@@ -12,9 +12,9 @@ from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     LayoutChoice,
     examples,
-    imatrix_option,
     model_argument,
     pad_option,
+    statistics_option,
     writing_options,
 )
 from qconvert.cli.run_conversion import Flags, write
@@ -73,7 +73,7 @@ class _WithLayouts(click.Command):
 @click.option(
     "--undo-act-order", is_flag=True, help="Fold GPTQ's g_idx into the weights before, where that is exact."
 )
-@imatrix_option
+@statistics_option
 @pad_option
 @calibration_options
 @writing_options
@@ -104,7 +104,7 @@ def command(
             )
     if layout in PLAIN:
         with typed():
-            _refuse(layout, {**own, "--imatrix": flags.imatrix, "--dtype": flags.dtype})
+            _refuse(layout, {**own, "--calibration": flags.statistics, "--dtype": flags.dtype})
         plain = replace(flags, dtype=layout)
         write(model, plain.request("convert", Recipe(pad_to_tp=pad_to_tp), dequantize=True), layout, plain)
     elif layout == GGUF:
@@ -128,9 +128,9 @@ def _to_layout(
         table, integers = _parse(layout, scheme)
     target, recipe = Target(layout, integers, table, **allowed), Recipe(layout=layout, pad_to_tp=pad_to_tp)
     with typed():
-        if flags.imatrix and target.codebook and not target.codebook.codebook.group_rows:
+        if flags.statistics and target.codebook and not target.codebook.codebook.group_rows:
             raise BadRecipe(
-                f"--imatrix: {target.codebook.name} has one scale for a whole weight, which is not searched",
+                f"--calibration: {target.codebook.name} has one scale for a whole weight, which is not searched",
                 f"leave it out; {layout} holds {target.traits.described}",
             )
 

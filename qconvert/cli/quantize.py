@@ -15,9 +15,9 @@ from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     LayoutChoice,
     examples,
-    imatrix_option,
     model_argument,
     pad_option,
+    statistics_option,
     writing_options,
 )
 from qconvert.cli.run_conversion import Flags, write
@@ -80,7 +80,7 @@ from qconvert.plan.recipe import FUSIONS, Recipe, Rule, load_recipe, parse_rule
     show_default=registry.DEFAULT,
     help="Layout of the output.",
 )
-@imatrix_option
+@statistics_option
 @calibration_options
 @pad_option
 @click.option(
@@ -111,8 +111,8 @@ def command(model: str, **flags: Any) -> None:
     recipe = build_recipe(**asked)
     values = Flags(**flags)
     with typed():
-        if values.imatrix and not recipe.search:
-            raise BadRecipe("--imatrix: --min-max does not weigh errors", "leave out one of the two")
+        if values.statistics and not recipe.search:
+            raise BadRecipe("--calibration: --min-max does not weigh errors", "leave out one of the two")
     target = Target(recipe.layout) if recipe.layout != registry.DEFAULT else None
     write(model, values.request("quantize", recipe, target=target), _suffix(recipe), values)
 

@@ -42,7 +42,7 @@ class Flags:
     revision: str | None = None
     allow_unknown: bool = False
     allow_nonfinite: bool = False
-    imatrix: Path | None = None
+    statistics: Path | None = None
     method: str = "nearest"
     texts: tuple[str, ...] = ()
     tokens: int | None = None
@@ -106,7 +106,7 @@ def write(model: str, ask: Request | Callable[[Checkpoint], Request], suffix: st
         source,
         request,
         flags.options,
-        imatrix=flags.imatrix,
+        statistics=flags.statistics,
         calibration=flags.calibration(source.checkpoint.path),
         pre_tokenizer=flags.pre_tokenizer,
     )

@@ -13,12 +13,12 @@ from qconvert.cli.options import (
     SIZE,
     dry_run_option,
     examples,
-    imatrix_option,
     jobs_option,
     json_option,
     memory_option,
     nonfinite_option,
     revision_option,
+    statistics_option,
     verify_option,
     written_option,
 )
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Where blocks do not divide a row, take a bigger type, or stop.",
 )
-@imatrix_option
+@statistics_option
 @calibration_options
 @click.option("--allow-requantize", is_flag=True, help="Quantize again what already is; that loses twice.")
 @click.option("--split-max-size", "shard_size", type=SIZE, help="Write numbered parts of at most this size.")

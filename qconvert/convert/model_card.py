@@ -91,7 +91,8 @@ def _loss(manifest: Json) -> list[str]:
     if "statistics" in manifest:
         weighed = manifest["statistics"]
         text = f", measured on `{weighed['dataset']}`" if weighed["dataset"] else ""
-        what = f"Errors of {weighed['tensors']} tensors are weighed by the importance matrix"
+        kind = "statistics of their inputs" if "texts" in weighed else "importance matrix"
+        what = f"Errors of {weighed['tensors']} tensors are weighed by the {kind}"
         lines.append(f"{what} `{weighed['file']}`{text}.")
     return lines + _calibration(manifest)
 
