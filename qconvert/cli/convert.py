@@ -16,7 +16,7 @@ from qconvert.formats.layouts import registry
 from qconvert.plan.recipe import Recipe
 
 if TYPE_CHECKING:
-    from qconvert.checkpoint.open import Checkpoint
+    from qconvert.convert.job import OpenedModel
     from qconvert.plan.request import Request
 
 PLAIN = ("bf16", "f16", "f32")
@@ -118,8 +118,8 @@ def _to_layout(
         table, integers = _parse(layout, scheme)
     target, recipe = Target(layout, integers, table, **allowed), Recipe(layout=layout, pad_to_tp=pad_to_tp)
 
-    def ask(checkpoint: Checkpoint) -> Request:
-        quantizes = integers and checkpoint.quantization is None
+    def ask(source: OpenedModel) -> Request:
+        quantizes = integers and source.checkpoint.quantization is None
         scheme_of_all = recipe.with_(scheme=integers) if quantizes else recipe
         return flags.request("convert", scheme_of_all, target=target)
 

@@ -14,11 +14,11 @@ import click
 from qconvert.cli.exit_codes import after_the_work
 from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
 from qconvert.cli.progress import compile_kernels, progress
+from qconvert.cli.target import Aiming
 from qconvert.core.sizes import parse_size
 
 if TYPE_CHECKING:
-    from qconvert.checkpoint.open import Checkpoint
-    from qconvert.convert.job import RunOptions
+    from qconvert.convert.job import OpenedModel, RunOptions
     from qconvert.plan.recipe import Recipe
     from qconvert.plan.request import Request
 
@@ -76,20 +76,25 @@ class Flags:
         )
 
 
-def write(model: str, ask: Request | Callable[[Checkpoint], Request], suffix: str, flags: Flags) -> None:
+Ask = Callable[["OpenedModel"], "Request"]
+"""Makes a request for an opened model."""
+
+
+def write(model: str, ask: Request | Ask | Aiming, suffix: str, flags: Flags) -> None:
     """Carry out a writing command and print its result.
 
-    `ask` is the request, or what makes it of the opened checkpoint; `suffix` completes the derived name,
-    the name of the dtype where it is empty.
+    `ask` is the request, or what makes it of the opened model; `suffix` completes the derived name, the name
+    of the dtype where it is empty.
     """
     from qconvert.cli.conversion_report import report_of
     from qconvert.convert.execute import execute, open_model, prepare
     from qconvert.formats.io.local_file import require_free_disk
 
     _check_before_download(model, ask, flags)
-    declared = None if callable(ask) else ask.recipe.architecture
-    source = open_model(model, revision=flags.revision, declared=declared)
-    request = ask(source.checkpoint) if callable(ask) else ask
+    aiming = ask if isinstance(ask, Aiming) else None
+    known = aiming.request if aiming else None if callable(ask) else ask
+    source = open_model(model, revision=flags.revision, declared=known.recipe.architecture if known else None)
+    request = ask(source) if callable(ask) else ask
     job = prepare(source, request, flags.options, imatrix=flags.imatrix, pre_tokenizer=flags.pre_tokenizer)
     out = flags.out or job.container.default_out(suffix or (request.dtype.label if request.dtype else ""))
     if not flags.dry_run:
@@ -98,8 +103,10 @@ def write(model: str, ask: Request | Callable[[Checkpoint], Request], suffix: st
     if not flags.as_json:
         for warning in report.warnings():
             click.echo(f"Warning: {warning}", err=True)
+    chosen = aiming.lines() if aiming else []
+    lines, extra = [*chosen, *report.lines()], {"target": aiming.to_json()} if aiming else {}
     if flags.dry_run:
-        _print(report.lines(), report.plan_json, "dry run: nothing was written", report.path, flags)
+        _print(lines, lambda: report.plan_json() | extra, "dry run: nothing was written", report.path, flags)
         return
     require_free_disk(out, job.container.bytes_needed)
     compile_kernels(job.compiled.plan, talks=flags.talks)
@@ -108,18 +115,19 @@ def write(model: str, ask: Request | Callable[[Checkpoint], Request], suffix: st
         result = execute(job, out, listen)
     seconds = time.perf_counter() - started
     with after_the_work():
-        found = report.result_json(result, seconds)
-        _print(report.lines(), lambda: found, report.verdict(result, seconds), report.path, flags)
+        found = report.result_json(result, seconds) | extra
+        _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags)
 
 
-def _check_before_download(model: str, ask: Request | Callable[[Checkpoint], Request], flags: Flags) -> None:
+def _check_before_download(model: str, ask: Request | Ask | Aiming, flags: Flags) -> None:
     if flags.out is None or flags.dry_run:
         return
     from qconvert.formats.gguf import writer
     from qconvert.formats.io import output_folder
 
     local = [path for path in (Path(model),) if path.exists()]
-    to_file = not callable(ask) and ask.is_gguf
+    known = ask.request if isinstance(ask, Aiming) else ask
+    to_file = not callable(known) and known.is_gguf
     check = writer.check_target if to_file else output_folder.check_target
     check(flags.out, overwrite=flags.overwrite, sources=local)
 
