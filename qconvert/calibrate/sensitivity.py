@@ -10,7 +10,7 @@ Legend: N rows of an input, I in features, O out features, R rows of a weight, V
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import gettempdir
@@ -23,7 +23,8 @@ from qconvert.calibrate.backward import Progress, backward_pass
 from qconvert.calibrate.gradients import Gradients, GradientSums, TableGradients
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
-from qconvert.core.statistics import StatisticsKey, StatisticsSource
+from qconvert.core.dtypes import Json
+from qconvert.core.statistics import InputHessian, StatisticsKey, StatisticsSource
 from qconvert.errors import BadRecipe
 from qconvert.formats.tokenizers.prompts import check_ids
 from qconvert.runtime.config import DecoderConfig
@@ -68,6 +69,35 @@ class Sensitivity:
     def cost(self, delta_RI: np.ndarray, squares_R: np.ndarray, role: str) -> float:
         """What changing rows of a role by `delta_RI` costs in nats per token; `squares_R` E[g_o^2]."""
         return float(self.inputs[role].row_errors(delta_RI) @ squares_R.astype(np.float64)) / 2
+
+
+@dataclass(slots=True)
+class TextStatistics:
+    """The mean squares of the inputs of all linears, which are known once their layer was followed.
+
+    Whoever plans with it is told that every linear will have them; the embedding, which is looked up, has
+    none. `record` says of which text they are.
+    """
+
+    record: Json = field(default_factory=dict)
+    moments: dict[tuple[str, int | None], np.ndarray] = field(default_factory=dict)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, StatisticsKey) and (key.layer is not None or key == HEAD)
+
+    def second_moments(self, key: StatisticsKey) -> np.ndarray:
+        """The mean square of every input column, float32 [I]; experts of a layer share theirs."""
+        return self.moments[key.role, key.layer]
+
+    def rounding(self, key: StatisticsKey) -> InputHessian | None:
+        """None: Hessians are gone with their layer."""
+        return None
+
+    def keeping(self, found: Iterable[Sensitivity]) -> Iterator[Sensitivity]:
+        """The same sensitivities, their moments kept."""
+        for each in found:
+            self.moments |= {(role, each.layer): m.second_moments_I for role, m in each.inputs.items()}
+            yield each
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from qconvert.formats.layouts import registry
 from qconvert.plan.recipe import Recipe
 
 if TYPE_CHECKING:
-    from qconvert.checkpoint.open import Checkpoint
+    from qconvert.convert.job import OpenedModel
     from qconvert.plan.request import Request
 
 PLAIN = ("bf16", "f16", "f32")
@@ -130,12 +130,12 @@ def _to_layout(
     with typed():
         if flags.statistics and target.codebook and not target.codebook.codebook.group_rows:
             raise BadRecipe(
-                f"--calibration: {target.codebook.name} has one scale for a whole weight, which is not searched",
+                f"--calibration: {target.codebook.name} has one scale for all, which is not searched",
                 f"leave it out; {layout} holds {target.traits.described}",
             )
 
-    def ask(checkpoint: Checkpoint) -> Request:
-        quantizes = integers and checkpoint.quantization is None
+    def ask(source: OpenedModel) -> Request:
+        quantizes = integers and source.checkpoint.quantization is None
         scheme_of_all = recipe.with_(scheme=integers) if quantizes else recipe
         return flags.request("convert", scheme_of_all, target=target)
 

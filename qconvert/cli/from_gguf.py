@@ -13,7 +13,7 @@ from qconvert.errors import UnsupportedModel
 from qconvert.plan.recipe import Recipe
 
 if TYPE_CHECKING:
-    from qconvert.checkpoint.open import Checkpoint
+    from qconvert.convert.job import OpenedModel
     from qconvert.plan.request import Request
 
 _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
@@ -32,9 +32,10 @@ def command(file: str, **values: Any) -> None:
     """
     flags = Flags(**values)
 
-    def ask(checkpoint: Checkpoint) -> Request:
+    def ask(source: OpenedModel) -> Request:
         from qconvert.checkpoint.gguf_model import GGUFModel
 
+        checkpoint = source.checkpoint
         if not isinstance(checkpoint.files, GGUFModel):
             raise UnsupportedModel(f"{file}: not a GGUF file", "name the .gguf file itself")
         dtype = flags.dtype or _DTYPES[checkpoint.config["torch_dtype"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,14 @@ from qconvert.cli.options import (
     writing_options,
 )
 from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.target import Aiming, Wanted, target_options
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
 from qconvert.formats.layouts import registry
 from qconvert.plan.recipe import FUSIONS, Recipe, Rule, load_recipe, parse_rule
+
+# Integers that transformers and vLLM load; fewer bits load in fewer places.
+TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
 
 
 @click.command(
@@ -80,6 +84,7 @@ from qconvert.plan.recipe import FUSIONS, Recipe, Rule, load_recipe, parse_rule
     show_default=registry.DEFAULT,
     help="Layout of the output.",
 )
+@target_options("schemes", TARGET_SCHEMES)
 @statistics_option
 @calibration_options
 @pad_option
@@ -105,16 +110,36 @@ def command(model: str, **flags: Any) -> None:
     """
     from qconvert.plan.passes.transcode import Target
 
+    wanted = Wanted.taken_from(flags, TARGET_SCHEMES)
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
     with typed():
         _send_tables_on(model, asked, flags["out"])
-    recipe = build_recipe(**asked)
+        aim = wanted.target
+        if aim is not None:
+            _check_choices(aim.labels, asked)
+    recipe = build_recipe(**asked, chosen_later=aim is not None)
     values = Flags(**flags)
     with typed():
         if values.statistics and not recipe.search:
             raise BadRecipe("--calibration: --min-max does not weigh errors", "leave out one of the two")
     target = Target(recipe.layout) if recipe.layout != registry.DEFAULT else None
-    write(model, values.request("quantize", recipe, target=target), _suffix(recipe), values)
+    request = values.request("quantize", recipe, target=target)
+    if aim is None:
+        write(model, request, _suffix(recipe), values)
+    else:
+        write(model, Aiming(wanted, aim, request, values), f"{wanted.suffix}-mixed", values)
+
+
+def _check_choices(labels: Sequence[str], asked: Mapping[str, Any]) -> None:
+    """Raise BadRecipe for encodings that are no schemes, or a scheme that a target would not choose."""
+    for label in labels:
+        if parse_scheme(label) is None:
+            raise BadRecipe(f"--schemes {label}: is no scheme of integers", "write for example int4-g128")
+    given = [f"--{name.replace('_', '-')}" for name in ("bits", "group_size", "scheme") if asked[name]]
+    given += ["--asym"] if asked["symmetric"] is not None else []
+    given += ["--pad-to-tp"] if asked["pad_to_tp"] else []
+    if given:
+        raise BadRecipe(f"{given[0]}: given beside a target", "name what it chooses among with --schemes")
 
 
 def _send_tables_on(model: str, asked: Mapping[str, Any], out: Path | None) -> None:
@@ -157,8 +182,12 @@ def build_recipe(
     layout: str | None,
     pad_to_tp: int | None,
     recipe_file: Path | None,
+    chosen_later: bool = False,
 ) -> Recipe:
-    """The recipe that a file and the flags ask for together; flags win, their rules come last."""
+    """The recipe that a file and the flags ask for together; flags win, their rules come last.
+
+    Where schemes are `chosen_later`, for a target, the recipe need not have one.
+    """
     recipe = load_recipe(recipe_file) if recipe_file else Recipe()
     with typed():
         if scheme and (bits or group_size or symmetric is not None):
@@ -181,7 +210,8 @@ def build_recipe(
             layout=layout or recipe.layout,
             pad_to_tp=pad_to_tp or recipe.pad_to_tp,
         )
-        _check_schemes(recipe)
+        if not chosen_later:
+            _check_schemes(recipe)
     return recipe
 
 

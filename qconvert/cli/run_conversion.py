@@ -14,12 +14,13 @@ import click
 from qconvert.cli.exit_codes import after_the_work
 from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
 from qconvert.cli.progress import compile_kernels, progress
+from qconvert.cli.target import Aiming
 from qconvert.core.sizes import parse_size
 
 if TYPE_CHECKING:
     from qconvert.calibrate.calibration import Calibration
-    from qconvert.checkpoint.open import Checkpoint
-    from qconvert.convert.job import RunOptions
+    from qconvert.calibrate.text import CalibrationText
+    from qconvert.convert.job import OpenedModel, RunOptions
     from qconvert.plan.recipe import Recipe
     from qconvert.plan.request import Request
 
@@ -45,7 +46,7 @@ class Flags:
     statistics: Path | None = None
     method: str = "nearest"
     texts: tuple[str, ...] = ()
-    tokens: int | None = None
+    tokens: int | None = 0
     window: int | None = None
     inputs: str = "quantized"
     pre_tokenizer: str | None = None
@@ -63,11 +64,28 @@ class Flags:
             hash_sources=self.hash_sources,
         )
 
-    def calibration(self, model: Path) -> Calibration | None:
-        """The calibration that is asked for, on the tokens of a model; None where there is none."""
-        from qconvert.cli.calibration_options import calibration_of
+    def calibration(self, source: OpenedModel, *, aims: bool) -> Calibration | None:
+        """The calibration that is asked for, on the tokens of a model; None where there is none.
 
-        return calibration_of(model, self.method, self.texts, self.tokens, self.window, self.inputs)
+        Raises BadRecipe for a text that neither a method nor a target (`aims`) would read.
+        """
+        from qconvert.cli.calibration_options import DEFAULT_TOKENS, check_idle, method_named
+
+        method = method_named(self.method)
+        if method == "nearest":
+            check_idle({"--text": self.texts, "--tokens": self.tokens, "--window": self.window}, aims=aims)
+            return None
+        from qconvert.calibrate.calibration import Calibration
+
+        text = self.read_text(source, DEFAULT_TOKENS)
+        return Calibration(text.tokens_BT, text.record, method, shift=self.inputs == "quantized")
+
+    def read_text(self, source: OpenedModel, most: int) -> CalibrationText:
+        """The calibration text in the tokens of a model: `most` where no number was asked for."""
+        from qconvert.calibrate.run import read_text
+
+        tokens = most if self.tokens == 0 else self.tokens
+        return read_text(source.checkpoint, self.texts or ("default",), tokens, self.window)
 
     @property
     def talks(self) -> bool:
@@ -88,26 +106,31 @@ class Flags:
         )
 
 
-def write(model: str, ask: Request | Callable[[Checkpoint], Request], suffix: str, flags: Flags) -> None:
+Ask = Callable[["OpenedModel"], "Request"]
+"""Makes a request for an opened model."""
+
+
+def write(model: str, ask: Request | Ask | Aiming, suffix: str, flags: Flags) -> None:
     """Carry out a writing command and print its result.
 
-    `ask` is the request, or what makes it of the opened checkpoint; `suffix` completes the derived name,
-    the name of the dtype where it is empty.
+    `ask` is the request, or what makes it of the opened model; `suffix` completes the derived name, the name
+    of the dtype where it is empty.
     """
     from qconvert.cli.conversion_report import report_of
     from qconvert.convert.execute import execute, open_model, prepare
     from qconvert.formats.io.local_file import require_free_disk
 
     _check_before_download(model, ask, flags)
-    declared = None if callable(ask) else ask.recipe.architecture
-    source = open_model(model, revision=flags.revision, declared=declared)
-    request = ask(source.checkpoint) if callable(ask) else ask
+    aiming = ask if isinstance(ask, Aiming) else None
+    known = aiming.request if aiming else None if callable(ask) else ask
+    source = open_model(model, revision=flags.revision, declared=known.recipe.architecture if known else None)
+    request = ask(source) if callable(ask) else ask
     job = prepare(
         source,
         request,
         flags.options,
         statistics=flags.statistics,
-        calibration=flags.calibration(source.checkpoint.path),
+        calibration=flags.calibration(source, aims=aiming is not None),
         pre_tokenizer=flags.pre_tokenizer,
     )
     out = flags.out or job.container.default_out(suffix or (request.dtype.label if request.dtype else ""))
@@ -117,8 +140,10 @@ def write(model: str, ask: Request | Callable[[Checkpoint], Request], suffix: st
     if not flags.as_json:
         for warning in report.warnings():
             click.echo(f"Warning: {warning}", err=True)
+    chosen = aiming.lines() if aiming else []
+    lines, extra = [*chosen, *report.lines()], {"target": aiming.to_json()} if aiming else {}
     if flags.dry_run:
-        _print(report.lines(), report.plan_json, "dry run: nothing was written", report.path, flags)
+        _print(lines, lambda: report.plan_json() | extra, "dry run: nothing was written", report.path, flags)
         return
     require_free_disk(out, job.container.bytes_needed)
     compile_kernels(job.compiled.plan, talks=flags.talks)
@@ -127,18 +152,19 @@ def write(model: str, ask: Request | Callable[[Checkpoint], Request], suffix: st
         result = execute(job, out, listen)
     seconds = time.perf_counter() - started
     with after_the_work():
-        found = report.result_json(result, seconds)
-        _print(report.lines(), lambda: found, report.verdict(result, seconds), report.path, flags)
+        found = report.result_json(result, seconds) | extra
+        _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags)
 
 
-def _check_before_download(model: str, ask: Request | Callable[[Checkpoint], Request], flags: Flags) -> None:
+def _check_before_download(model: str, ask: Request | Ask | Aiming, flags: Flags) -> None:
     if flags.out is None or flags.dry_run:
         return
     from qconvert.formats.gguf import writer
     from qconvert.formats.io import output_folder
 
     local = [path for path in (Path(model),) if path.exists()]
-    to_file = not callable(ask) and ask.is_gguf
+    known = ask.request if isinstance(ask, Aiming) else ask
+    to_file = not callable(known) and known.is_gguf
     check = writer.check_target if to_file else output_folder.check_target
     check(flags.out, overwrite=flags.overwrite, sources=local)
 

@@ -23,6 +23,7 @@ from qconvert.cli.options import (
     written_option,
 )
 from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.target import Aiming, Wanted, target_options
 from qconvert.errors import BadRecipe
 from qconvert.plan.recipe import Recipe
 
@@ -30,13 +31,20 @@ if TYPE_CHECKING:
     from qconvert.core.ggml_types import GGMLType
     from qconvert.plan.request import GGUFTarget
 
+# What llama.cpp runs fast everywhere, from 3.4 to 8.5 bits.
+TARGET_TYPES = "q3_k,q4_k,q5_k,q6_k,q8_0"
+UNTIL_CHOSEN = "F32"
+_TYPE_OR_TARGET = {
+    "neither": ("to-gguf: no type was asked for", "add --type q4_k_m, or --target-size 4.8bpw"),
+    "both": ("--type: given beside a target", "name what it chooses among with --types"),
+}
+
 
 @click.command("to-gguf", epilog=examples("qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m"))
 @click.argument("model", required=False)
 @click.option(
     "--type",
     "file_type",
-    required=True,
     metavar="TYPE",
     help="Type of the file: q4_k_m, q8_0, ...; `list` shows all, `keep` keeps codes.",
 )
@@ -56,6 +64,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Where blocks do not divide a row, take a bigger type, or stop.",
 )
+@target_options("types", TARGET_TYPES)
 @statistics_option
 @calibration_options
 @click.option("--allow-requantize", is_flag=True, help="Quantize again what already is; that loses twice.")
@@ -83,7 +92,7 @@ if TYPE_CHECKING:
 @nonfinite_option
 def command(
     model: str | None,
-    file_type: str,
+    file_type: str | None,
     tensor_types: tuple[str, ...],
     token_embedding_type: str | None,
     output_tensor_type: str | None,
@@ -100,15 +109,21 @@ def command(
     """
     from qconvert.plan.request import GGUFTarget
 
-    if file_type.lower() == "list":
+    if file_type is not None and file_type.lower() == "list":
         _print_types()
         return
     if model is None:
         raise click.UsageError("Missing argument 'MODEL'.")
+    wanted = Wanted.taken_from(values, TARGET_TYPES)
     with typed():
+        aim = wanted.target
+        if (aim is None) == (file_type is None):
+            raise BadRecipe(*_TYPE_OR_TARGET["neither" if aim is None else "both"])
+        for label in aim.labels if aim else ():
+            _written(label)
         check_out(values["out"], values["pre_tokenizer"])
         target = GGUFTarget(
-            checked_file_type(file_type),
+            checked_file_type(file_type or UNTIL_CHOSEN),
             tensor_types=tuple(map(_override, tensor_types)),
             token_embedding_type=_written(token_embedding_type) if token_embedding_type else None,
             output_tensor_type=_written(output_tensor_type) if output_tensor_type else None,
@@ -116,7 +131,12 @@ def command(
             fallback=fallback,
             allow_requantize=allow_requantize,
         )
-    write_gguf(model, target, Flags(**values))
+    flags = Flags(**values)
+    if aim is None:
+        write_gguf(model, target, flags)
+    else:
+        request = flags.request("to-gguf", Recipe(), target=target)
+        write(model, Aiming(wanted, aim, request, flags), "", flags)
 
 
 def write_gguf(model: str, target: GGUFTarget, flags: Flags) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 from qconvert.calibrate.sensitivity import Sensitivity
 from qconvert.convert.job import Job
 from qconvert.convert.runner import BLOCK_BYTES, Block, bounded, cut, gather, rows_read, rows_statistics
-from qconvert.core.dtypes import DType, Json
+from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor
-from qconvert.core.statistics import InputHessian, StatisticsKey, StatisticsSource
+from qconvert.core.statistics import StatisticsKey
 from qconvert.core.values import DenseRows, Value
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, Parameter
@@ -39,14 +39,11 @@ class _Weight:
     layer: int | None
 
 
-def priced_groups(
-    jobs: Mapping[str, Job], sensitivities: Iterable[Sensitivity], *, weighted: bool = False
-) -> list[Group]:
+def priced_groups(jobs: Mapping[str, Job], sensitivities: Iterable[Sensitivity]) -> list[Group]:
     """The weights that some of the jobs quantize, grouped as they must be alike; an option for every job.
 
-    The jobs are of one model and differ in the encodings of its weights. `weighted` gives encoders of units
-    that name statistics the inputs' mean squares that the sensitivities hold, in place of the statistics of
-    the request. Raises BadRecipe for an operation that depends on more than its own rows.
+    The jobs are of one model and differ in the encodings of its weights; their statistics weigh the errors
+    of encoders. Raises BadRecipe for an operation that depends on more than its own rows.
     """
     first = next(iter(jobs.values()))
     weights = _weights(jobs)
@@ -54,9 +51,7 @@ def priced_groups(
     for sensitivity in sensitivities:
         for weight in weights:
             if weight.layer == sensitivity.layer:
-                prices |= {
-                    (weight.name, label): c for label, c in _prices(weight, jobs, sensitivity, weighted)
-                }
+                prices |= {(weight.name, label): c for label, c in _prices(weight, jobs, sensitivity)}
     by_name = {weight.name: weight for weight in weights}
     architecture = first.compiled.architecture
     names = alike(list(by_name), architecture) if not first.compiled.is_gguf else [(n,) for n in by_name]
@@ -109,29 +104,8 @@ def parameters_of(tensor: ModelTensor, architecture: Architecture) -> Sequence[P
     return (parameter,)
 
 
-@dataclass(frozen=True, slots=True)
-class _Moments:
-    """The mean squares of a layer's inputs as the statistics of units."""
-
-    sensitivity: Sensitivity
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, StatisticsKey) and key.role in self.sensitivity.inputs
-
-    @property
-    def record(self) -> Json:
-        return {}
-
-    def second_moments(self, key: StatisticsKey) -> np.ndarray:
-        return self.sensitivity.inputs[key.role].second_moments_I
-
-    def rounding(self, key: StatisticsKey) -> InputHessian | None:
-        """None: options are priced as they are rounded without error feedback."""
-        return None
-
-
 def _prices(
-    weight: _Weight, jobs: Mapping[str, Job], sensitivity: Sensitivity, weighted: bool
+    weight: _Weight, jobs: Mapping[str, Job], sensitivity: Sensitivity
 ) -> Iterator[tuple[str, float]]:
     """The cost of every option; those that are made alike are made once."""
     known: dict[tuple[object, ...], float] = {}
@@ -141,14 +115,11 @@ def _prices(
             continue
         made = (unit.ops, unit.output.encoding, unit.inputs)
         if made not in known:
-            source = _Moments(sensitivity) if weighted else jobs[label].compiled.request.statistics
-            known[made] = _price(weight, unit, jobs[label], sensitivity, source)
+            known[made] = _price(weight, unit, jobs[label], sensitivity)
         yield label, known[made]
 
 
-def _price(
-    weight: _Weight, unit: Unit, job: Job, sensitivity: Sensitivity, source: StatisticsSource | None
-) -> float:
+def _price(weight: _Weight, unit: Unit, job: Job, sensitivity: Sensitivity) -> float:
     if any(op.needs_reduction for op in unit.ops):
         raise BadRecipe(
             f"{unit.output.name}: {unit.output.encoding.label} takes its scales from the whole tensor",
@@ -156,7 +127,7 @@ def _price(
         )
     architecture, options = job.source.checkpoint.architecture, job.options
     weights = [(role, _squares(unit, role, architecture, sensitivity)) for role in weight.roles]
-    reader = job.source.checkpoint.reader
+    reader, source = job.source.checkpoint.reader, job.compiled.request.statistics
 
     def price(block: Block) -> float:
         start, stop = block.start, block.stop

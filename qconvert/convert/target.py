@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from qconvert.calibrate.sensitivity import Sensitivity
+from qconvert.calibrate.sensitivity import Sensitivity, TextStatistics
 from qconvert.convert.job import Job
 from qconvert.convert.prices import priced_groups
+from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import GGMLType, parse_ggml_type
 from qconvert.core.schemes import parse_scheme
 from qconvert.errors import BadRecipe
@@ -74,15 +75,19 @@ def choose(
     found: Iterable[Sensitivity],
     prepared: Prepare,
     *,
-    weighted: bool = False,
+    record: Json | None = None,
 ) -> Chosen:
     """The request that reaches a target: the least cost of a size, or the least size of a cost.
 
-    `found` are the sensitivities of the model, `prepared` compiles requests for it, `weighted` is as in
-    `prices.priced_groups`. Raises BadRecipe for a target that no mix reaches.
+    `found` are the sensitivities of the model; `prepared` compiles requests for it. Where the request has no
+    statistics, encoders weigh errors by those of the text that the sensitivities are of, which `record`
+    describes. Raises BadRecipe for a target that no mix reaches.
     """
+    if request.statistics is None:
+        measured = TextStatistics(record or {})
+        request, found = replace(request, statistics=measured), measured.keeping(found)
     jobs = {label: prepared(_uniform_request(request, label)) for label in target.labels}
-    groups = priced_groups(jobs, found, weighted=weighted)
+    groups = priced_groups(jobs, found)
     if not groups:
         raise BadRecipe("target: nothing to choose, no weight would be quantized", "leave out some --keep")
     first = next(iter(jobs.values()))

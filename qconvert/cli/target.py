@@ -1,0 +1,223 @@
+"""Lets a command aim at a size or a divergence: its options, the run before planning, what is told of it."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from qconvert.errors import BadRecipe
+
+if TYPE_CHECKING:
+    from qconvert.calibrate.text import CalibrationText
+    from qconvert.cli.run_conversion import Flags
+    from qconvert.convert.job import OpenedModel
+    from qconvert.convert.target import Chosen, Target
+    from qconvert.core.dtypes import Json
+    from qconvert.plan.budget import Mix
+    from qconvert.plan.request import Request
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DEFAULT_TOKENS = 16 << 10
+"""Of calibration text, for the costs of encodings."""
+
+
+def target_options(choices: str, default: str) -> Callable[[F], F]:
+    """The options of a target; `choices` names the option that lists the encodings to choose among."""
+    options = (
+        click.option(
+            "--target-size",
+            metavar="SIZE",
+            help="Mix encodings for least loss at this size: 4.5bpw (of all weights), 3.2GB.",
+        ),
+        click.option(
+            "--target-kl",
+            metavar="NATS",
+            help="Mix encodings for the least size that is expected to diverge so much per token.",
+        ),
+        click.option(
+            f"--{choices}",
+            "choices",
+            metavar="LIST",
+            show_default=default,
+            help="Encodings that a target chooses among, separated by commas.",
+        ),
+    )
+
+    def add(command: F) -> F:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The values of `target_options`; `default` are the encodings where none are named."""
+
+    default: str
+    target_size: str | None = None
+    target_kl: str | None = None
+    choices: str | None = None
+
+    @staticmethod
+    def taken_from(values: dict[str, Any], default: str) -> Wanted:
+        """Take the values of these options out of a command's."""
+        names = ("target_size", "target_kl", "choices")
+        return Wanted(default, **{name: values.pop(name) for name in names})
+
+    @property
+    def target(self) -> Target | None:
+        """What is aimed at; None for nothing. Raises BadRecipe for what cannot be aimed at."""
+        from qconvert.convert.target import Target
+        from qconvert.plan.budget import parse_target_kl, parse_target_size
+
+        if self.target_size is None and self.target_kl is None:
+            if self.choices:
+                raise BadRecipe(
+                    "--schemes, --types: given without a target", "add --target-size 4.5bpw, or leave it out"
+                )
+            return None
+        labels = tuple(label.strip() for label in (self.choices or self.default).split(",") if label.strip())
+        return Target(
+            tuple(dict.fromkeys(labels)),
+            None if self.target_size is None else parse_target_size(self.target_size),
+            None if self.target_kl is None else parse_target_kl(self.target_kl),
+        )
+
+    @property
+    def suffix(self) -> str:
+        """What the derived name of an output says of the target."""
+        text = self.target_size or f"kl{self.target_kl}"
+        return re.sub(r"[^\w.]+", "", text).lower()
+
+
+@dataclass
+class Aiming:
+    """Makes the request that reaches a target, once the model is opened; then tells what it chose."""
+
+    wanted: Wanted
+    target: Target
+    request: Request
+    flags: Flags
+    chosen: Chosen | None = field(default=None, init=False)
+    text: CalibrationText | None = field(default=None, init=False)
+
+    def __call__(self, source: OpenedModel) -> Request:
+        """The request; runs the model over the text, forwards and backwards."""
+        from dataclasses import replace
+
+        from qconvert.calibrate.sensitivity import sensitivities_of
+        from qconvert.calibrate.statistics_file import open_statistics
+        from qconvert.convert.execute import prepare
+        from qconvert.convert.target import choose
+
+        checkpoint, flags, request = source.checkpoint, self.flags, self.request
+        text = self.text = flags.read_text(source, DEFAULT_TOKENS)
+        if flags.statistics is not None:
+            request = replace(request, statistics=open_statistics(flags.statistics, checkpoint.architecture))
+
+        def prepared(request: Request) -> Any:
+            return prepare(source, request, flags.options, pre_tokenizer=flags.pre_tokenizer)
+
+        with _told(text.tokens, talks=flags.talks) as progress:
+            found = sensitivities_of(
+                checkpoint, text.tokens_BT, most_bytes=flags.max_memory // 2, progress=progress
+            )
+            self.chosen = choose(self.target, request, found, prepared, record=text.record)
+        return self.chosen.request
+
+    def lines(self) -> list[str]:
+        """What was chosen, as a table for people."""
+        from qconvert.report.tables import size, table
+
+        assert self.chosen is not None and self.text is not None
+        chosen, labels = self.chosen, self.target.labels
+        rows: dict[str, tuple[Counter[str], int, float]] = {}
+        for group, option in chosen.mix.chosen:
+            kind = re.sub(r"\.\d+\.", ".N.", group.name)
+            counts, nbytes, cost = rows.get(kind, (Counter(), 0, 0.0))
+            counts[option.label] += 1
+            rows[kind] = (counts, nbytes + option.nbytes, cost + option.cost)
+        cells = [
+            [kind, *(str(counts[label] or "") for label in labels), size(nbytes), f"{cost:.5f}"]
+            for kind, (counts, nbytes, cost) in rows.items()
+        ]
+        return [
+            *table(["weights loaded alike", *labels, "bytes", "expected KL"], cells),
+            f"{size(chosen.nbytes)}, {chosen.bits_per_weight:.3f} bits for each of {chosen.weights:,} "
+            f"weights; expected KL {chosen.mix.cost:.5f} nats per token (on {self.text.tokens:,} tokens of "
+            f"{', '.join(self.text.names)})",
+            self._compared(),
+        ]
+
+    def _compared(self) -> str:
+        assert self.chosen is not None
+        same = self.chosen.uniform
+        if same is None:
+            return "no single encoding reaches the target"
+        fewer = 1 - self.chosen.mix.nbytes / same.nbytes
+        return (
+            f"with {_label(same)} throughout: expected KL {same.cost:.5f}, and {abs(fewer):.1%} "
+            f"{'more' if fewer > 0 else 'fewer'} bytes of these weights"
+        )
+
+    def to_json(self) -> Json:
+        """The same as plain data, every option of every weight with it."""
+        assert self.chosen is not None and self.text is not None
+        chosen, same = self.chosen, self.chosen.uniform
+        return {
+            "target": {"size": self.wanted.target_size, "kl": self.wanted.target_kl},
+            "choices": list(self.target.labels),
+            "text": self.text.record,
+            "bytes": chosen.nbytes,
+            "weights": chosen.weights,
+            "expected_kl": chosen.mix.cost,
+            "uniform": None
+            if same is None
+            else {"choice": _label(same), "bytes": same.nbytes, "expected_kl": same.cost},
+            "groups": [
+                {
+                    "weights": list(group.members),
+                    "choice": option.label,
+                    "options": [
+                        {"choice": each.label, "bytes": each.nbytes, "expected_kl": each.cost}
+                        for each in group.options
+                    ],
+                }
+                for group, option in chosen.mix.chosen
+            ],
+        }
+
+
+def _label(mix: Mix) -> str:
+    return mix.chosen[0][1].label
+
+
+@contextmanager
+def _told(tokens: int, *, talks: bool) -> Iterator[Callable[[int, int], None]]:
+    """A line before the run, and a bar over the layers when somebody is watching."""
+    if talks:
+        click.echo(
+            f"weighing encodings: {tokens:,} tokens forwards and backwards through the model", err=True
+        )
+    if not talks or not sys.stderr.isatty():
+        yield lambda done, total: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit="layer", file=sys.stderr, leave=False) as bar:
+
+        def listen(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield listen
