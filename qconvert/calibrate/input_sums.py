@@ -36,6 +36,7 @@ class InputSums:
         self.squares_II = torch.zeros(width, width, device=device)
         self.moved_II = torch.zeros(width, width, device=device) if pairs else None
         self.count = 0
+        self.divided = False
         self.held: list[tuple[Tensor, Tensor]] = []
 
     def add(self, read_NI: Tensor, original_NI: Tensor | None) -> None:
@@ -57,17 +58,28 @@ class InputSums:
     @property
     def moments_I(self) -> np.ndarray:
         """The mean square of every column, float32 [I]."""
-        moments: np.ndarray = self.squares_II.diagonal().div(max(1, self.count)).cpu().numpy()
+        sums_I = self.squares_II.diagonal()
+        moments: np.ndarray = (sums_I if self.divided else sums_I / max(1, self.count)).cpu().numpy()
         return moments
+
+    def _divide(self) -> None:
+        """Make means of the sums, in place, and the whole matrix of a triangle."""
+        if self.divided:
+            return
+        self.divided = True
+        _symmetric(self.squares_II.div_(max(1, self.count)))
+        if self.moved_II is not None:
+            self.moved_II.div_(max(1, self.count))
 
     def hessian(self, damping: float) -> tuple[InputHessian, float]:
         """The Hessian with its factor and target shift, and how much of the shift is applied, 0 to 1.
 
         Raises what `quant.hessian.factor` raises. The share of the shift is the one of least error on the
-        rows held out, for weights whose rows point anywhere. The sums are used up.
+        rows held out, for weights whose rows point anywhere. Nothing can be added to the sums afterwards.
         """
-        width, count = len(self.squares_II), max(1, self.count)
-        hessian_II = _symmetric(self.squares_II.div_(count)).cpu().numpy()
+        width = len(self.squares_II)
+        self._divide()
+        hessian_II = self.squares_II.cpu().numpy()
         empty = torch.empty(0, width)
         held_NI, held_read_NI = (
             torch.cat([pair[i] for pair in self.held] or [empty]).numpy() for i in (0, 1)
@@ -75,7 +87,7 @@ class InputSums:
         order_I, factor_II, used_damping = factor(hessian_II, damping)
         shift_II, share = None, 0.0
         if self.moved_II is not None:
-            moved_II = self.moved_II.div_(count).cpu().numpy()
+            moved_II = self.moved_II.cpu().numpy()
             shift_II = target_shift(hessian_II, moved_II, used_damping, 1.0)
             share = _share(shift_II, held_NI, held_read_NI)
             shift_II *= np.float32(share)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +20,11 @@ from qconvert.calibrate.calibration import Calibration
 from qconvert.calibrate.waves import waves
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
-from qconvert.convert.runner import BlockDone, Made
+from qconvert.convert.runner import BlockDone, Made, gather
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.protocols import Rows
-from qconvert.core.statistics import StatisticsSource
+from qconvert.core.statistics import InputHessian, RowStatistics, StatisticsKey, StatisticsSource
 from qconvert.core.values import DenseRows, Value
 from qconvert.plan.plan import Plan, Unit
 from qconvert.quant.dequantize import numbers
@@ -31,6 +32,9 @@ from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
 from qconvert.runtime.load import load_decoder
 from qconvert.runtime.model import Decoder
+
+# Rows of a linear that the damping of its Hessian is chosen with.
+_SAMPLE_ROWS = 64
 
 RunPlan = Callable[[Plan, StatisticsSource | None, Made | None], Generator[BlockDone, None, None]]
 """Runs the units of a plan with these statistics, and shows what their blocks became."""
@@ -54,9 +58,18 @@ def run_in_waves(
     wanted = {key for unit in calibrated.values() for key in unit.statistics}
     if not wanted:
         return
+
+    def loss(key: StatisticsKey, hessian: InputHessian) -> float:
+        return _loss(
+            next(unit for unit in calibrated.values() if key in unit.statistics),
+            key,
+            hessian,
+            checkpoint.reader,
+        )
+
     layer = None
     original, current = (partial(_decoder, checkpoint, rows) for rows in (checkpoint.reader, replaced))
-    for wave in waves(original, current, calibration, wanted, scratch):
+    for wave in waves(original, current, calibration, wanted, scratch, loss):
         if wave.layer != layer:
             layer = wave.layer
             replaced.forget()
@@ -68,6 +81,23 @@ def _decoder(checkpoint: Checkpoint, rows: Rows) -> Decoder:
     weights = CheckpointWeights(checkpoint, rows)
     config = DecoderConfig.of(checkpoint.architecture)
     return load_decoder(config, weights, layout=Layout.AUTO, on_demand=True)
+
+
+def _loss(unit: Unit, key: StatisticsKey, hessian: InputHessian, reader: Rows) -> float:
+    """What the outputs of some rows of a linear lose on tokens held out, if its codes are chosen so."""
+    each = unit.rows // len(unit.statistics)
+    first = unit.statistics.index(key) * each
+    value, _ = gather(unit.inputs, reader, first, first + min(each, _SAMPLE_ROWS))
+    moments_I = np.ascontiguousarray(hessian.hessian_II.diagonal())
+    for op in unit.ops:
+        if op.moves_rows or op.needs_reduction:
+            continue
+        value, finding = op.apply(
+            value, (RowStatistics(0, value.rows, moments_I, hessian),) if op.quantizes else ()
+        )
+        if op.quantizes:
+            return finding.output_error.made if finding.output_error else inf
+    return inf
 
 
 def keeps_rows(unit: Unit) -> bool:

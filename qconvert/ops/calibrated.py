@@ -29,14 +29,16 @@ def round_together(
 ) -> tuple[Value, Finding]:
     """Rows as `encode` stores them, but with codes chosen together.
 
-    The finding is that of the plain codes, with the error of the output (None of a tensor with NaN or Inf).
+    The finding is that of the plain codes, with the error of the output. Rows with NaN or Inf, and encodings
+    whose codes cannot be chosen one after another (`has_points`), keep their plain codes and have none.
     """
     import numpy as np
 
     from qconvert.quant.casts import cast
+    from qconvert.quant.point_grid import has_points
 
     plain, finding = encode(value)
-    if finding.nonfinite >= 0:
+    if finding.nonfinite >= 0 or isinstance(plain, DenseRows) or not has_points(plain.encoding):
         return plain, finding
     wide_RI = np.ascontiguousarray(cast(value, DType.F32)[0].rows_RI)
     made = _fed_back(wide_RI, given, encode)

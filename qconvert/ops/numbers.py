@@ -66,6 +66,7 @@ class Dequantize(Op):
     """Compute the numbers of a quantized tensor, rounded as its format asks (`quant.dequantize.numbers`)."""
 
     dtype: DType
+    keeps_rows: ClassVar[bool] = True
 
     def infer(self, encoding: Encoding) -> Encoding:
         return Unquantized(self.dtype)
