@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from qconvert.evaluate.corpora import load_text
 from qconvert.formats.tokenizers.prompts import Dialogue, open_dialogue
 from tests.test_hub import COMMIT, Hub, ask
 
+SUM = r"(?:What is|Add|Compute)\D*(\d+)(?: \+ |\+| and )(\d+)\b(?!/)"
 BOS, EOS, SPECIAL = 256, 257, 258
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
@@ -265,3 +267,28 @@ def test_a_dataset_of_the_hub_gives_its_text_files(tmp_path: Path) -> None:
         assert none["fact"] == "org/none: no such dataset on the Hub"
         assert nonsense["fact"] == "nonsense: no name for a dataset on the Hub"
         server.shutdown()
+
+
+def test_made_chats_are_right_and_repeat() -> None:
+    import random
+
+    from evals.calibration_dialogues import arithmetic, queries, records, tool_chats
+
+    made = [list(arithmetic(random.Random(5), 80)) for _ in range(2)]
+    assert made[0] == made[1]
+    sums = 0
+    for chat in made[0]:
+        turns = chat["messages"]
+        assert [turn["role"] for turn in turns] == ["user", "assistant"] * (len(turns) // 2)
+        for question, answer in zip(turns[::2], turns[1::2], strict=True):
+            if terms := re.match(
+                r"(?:What is|Add|Compute)\D*(\d+)(?: \+ |\+| and )(\d+)\b(?!/)", question["content"]
+            ):
+                sums += 1
+                assert f"**{int(terms[1]) + int(terms[2])}**" in answer["content"]
+    assert sums > 4
+    for chat in tool_chats(random.Random(5), 10):
+        (call,) = chat["messages"][1]["tool_calls"]
+        assert call["function"]["name"] in {tool["function"]["name"] for tool in chat["tools"]}
+    assert all("SELECT" in text for text in queries(random.Random(5), 3))
+    assert json.loads(next(records(random.Random(5), 1)))["total"] >= 3
