@@ -88,7 +88,7 @@ ENCODED = frozenset(_ENCODERS)
 
 
 def encode_rows(block: DenseRows, type_name: str, *, importance_I: np.ndarray | None = None) -> np.ndarray:
-    """Returns rows as GGML blocks, byte for byte as llama-quantize writes them on x86-64.
+    """Returns rows as GGML blocks, byte for byte as llama-quantize writes them on x86-64 (but see `iq3`).
 
     `block` holds [R, I] finite numbers, I a multiple of the type's block (ValueError otherwise); `type_name`
     is a GGMLType name in `ENCODED`; `importance_I` the mean squared activation of every column (an imatrix
