@@ -215,7 +215,26 @@ def test_a_real_model_in_every_recorded_file(assets: Path) -> None:
     assert weighted >= {"Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS", *lattices}
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "TQ1_0"])
+@pytest.mark.parametrize("name", ["IQ1_M", "IQ2_S", "IQ3_XXS", "IQ3_S"])
+def test_neighbours_of_a_lattice(name: str) -> None:
+    """They are all points at the smallest distances (1 to 3 of them), by distance, then by index."""
+    found = lattice(name)
+    cell, levels, distances = {"IQ3_XXS": (4, 8, 2), "IQ3_S": (4, 8, 3)}.get(name, (8, 3, 1))
+    distances = 3 if name == "IQ1_M" else distances
+    digits_PC = np.arange(levels**cell)[:, None] // levels ** np.arange(cell) % levels
+    points_GC = digits_PC[np.argsort(np.where(found.index_P < 0, 1 << 20, found.index_P))]
+    points_GC = points_GC[: np.count_nonzero(found.index_P >= 0)]
+    for p in np.random.default_rng(0).choice(np.flatnonzero(found.index_P < 0), 50):
+        squares_G = ((points_GC - digits_PC[p]) ** 2).sum(axis=1)
+        near_G = squares_G <= np.unique(squares_G)[distances - 1]
+        order = np.lexsort((np.flatnonzero(near_G), squares_G[near_G]))
+        odds_NCL = found.odds.reshape(-1, cell, 16)[found.runs_P1[p] : found.runs_P1[p + 1]]
+        listed = odds_NCL.transpose(0, 2, 1).reshape(-1, cell)[: len(order)]
+        np.testing.assert_array_equal(listed, 2 * points_GC[near_G][order] + 1)
+    assert np.diff(found.runs_P1)[found.index_P >= 0].max() == 0
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "TQ1_0", "IQ3_S"])
 def test_the_carrier_makes_no_difference(name: str) -> None:
     halves = kinds()["heavy tails"].astype(np.float16)
     wide = encode_rows(f32(halves.astype(np.float32)), name)
