@@ -270,14 +270,14 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "kernel",
-    [kquants_affine.encode_affine_weighted, kquants_symmetric.encode_q6_k, iq4.encode_iq4_nl, iq3._encode_s],
+    [kquants_affine.encode_affine_weighted, kquants_symmetric.encode_q6_k, iq4.encode_iq4_nl, iq3._encode],
 )
 def test_nothing_is_fused(kernel: Any) -> None:
     """A fused multiply-add rounds once where C rounds twice. (Code from the cache shows no assembly.)"""
     fresh = njit(nogil=True, error_model="numpy")(kernel.py_func)
     rows, out, importance = np.zeros(256, np.uint16), np.zeros(256, np.uint8), np.zeros(256, np.float32)
     takes = {"bits": 4, "rows": rows, "out": out, "importance": importance}
-    takes |= {"width": 256, "points": lattice("IQ3_S")}
+    takes |= {"even": False, "width": 256, "points": lattice("IQ3_S")}
     fresh(*(takes[name] for name in inspect.signature(kernel.py_func).parameters))
     (assembly,) = fresh.inspect_asm().values()
     assert "mulps" in assembly or "fmul" in assembly

@@ -50,17 +50,17 @@ def encode_iq2_xxs_weighted(rows: np.ndarray, importance: np.ndarray, out: np.nd
 
 def encode_iq2_xs_weighted(rows: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:
     """Writes IQ2_XS of rows, flat; `importance` is the mean squared activation of every column."""
-    _encode_xs(rows, importance, out, lattice("IQ2_XS"))
+    _encode(True, rows, importance, importance.size, out, lattice("IQ2_XS"))
 
 
 def encode_iq2_s(rows: np.ndarray, out: np.ndarray) -> None:
     """Writes IQ2_S of the flat array of whole rows to the flat `out`."""
-    _encode_s(rows, _NO_IMPORTANCE, BLOCK, out, lattice("IQ2_S"))
+    _encode(False, rows, _NO_IMPORTANCE, BLOCK, out, lattice("IQ2_S"))
 
 
 def encode_iq2_s_weighted(rows: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:
     """Does the same with weights: `importance` is the mean squared activation of every column."""
-    _encode_s(rows, importance, importance.size, out, lattice("IQ2_S"))
+    _encode(False, rows, importance, importance.size, out, lattice("IQ2_S"))
 
 
 @kernel
@@ -106,51 +106,32 @@ def _encode_xxs(rows: np.ndarray, importance: np.ndarray, out: np.ndarray, point
 
 
 @kernel
-def _encode_xs(rows: np.ndarray, importance: np.ndarray, out: np.ndarray, points: Any) -> None:
+def _encode(
+    even: bool, rows: np.ndarray, importance: np.ndarray, width: int, out: np.ndarray, points: Any
+) -> None:
+    """Writes XS, whose signs are `even` per 8 elements, or S; without importance a row is one block wide."""
     starts, indices = np.empty(LANES, np.intp), np.empty(32 * LANES, np.int32)
     signs, codes = np.empty(32 * LANES, np.uint8), np.empty(16 * LANES, np.uint8)
-    x, scales, d, work = tile(BLOCK), tile(16), tile(1), tile(_WORK)
-    width = importance.size
+    x, scales, d, work = tile(BLOCK), tile(16), tile(1), tile(5 * 16 + 4 + 2)
+    share = _ONE if even else _TWO
     count = rows.size // width
     for row in range(0, count, LANES):
         for column in range(0, width, BLOCK):
             stacked(starts, row, count, width, column)
             gather(rows, starts, BLOCK, x)
-            variance = add_squares(splat(_ZERO), x, BLOCK) / np.float32(BLOCK)
+            variance = share * add_squares(splat(_ZERO), x, BLOCK) / np.float32(BLOCK)
             greatest = splat(_ZERO)
             for group in range(16):
-                scale = _fit_16(x, importance, column, group, variance, True, points, indices, signs, work)
+                scale = _fit_16(x, importance, column, group, variance, even, points, indices, signs, work)
                 store(scales, group * LANES, scale)
                 greatest = where(greatest > scale, greatest, scale)
-            store(d, 0, greatest / _STEPS)
+            store(d, 0, greatest / _STEPS * (_ONE if even else _SHRUNK_S))
             put_scale_codes(scales, 16, 15, greatest / _STEPS, codes)
             for k in range(LANES):
-                _put_xs(indices, signs, codes, d[k], k, out, starts[k] // BLOCK * 74)
-
-
-@kernel
-def _encode_s(rows: np.ndarray, importance: np.ndarray, width: int, out: np.ndarray, points: Any) -> None:
-    starts, indices = np.empty(LANES, np.intp), np.empty(32 * LANES, np.int32)
-    signs, codes = np.empty(32 * LANES, np.uint8), np.empty(16 * LANES, np.uint8)
-    x, scales, d, work = tile(BLOCK), tile(16), tile(1), tile(_WORK)
-    count = rows.size // width
-    for row in range(0, count, LANES):
-        for column in range(0, width, BLOCK):
-            stacked(starts, row, count, width, column)
-            gather(rows, starts, BLOCK, x)
-            variance = _TWO * add_squares(splat(_ZERO), x, BLOCK) / np.float32(BLOCK)
-            greatest = splat(_ZERO)
-            for group in range(16):
-                scale = _fit_16(x, importance, column, group, variance, False, points, indices, signs, work)
-                store(scales, group * LANES, scale)
-                greatest = where(greatest > scale, greatest, scale)
-            store(d, 0, greatest / _STEPS * _SHRUNK_S)
-            put_scale_codes(scales, 16, 15, greatest / _STEPS, codes)
-            for k in range(LANES):
-                _put_s(indices, signs, codes, d[k], k, out, starts[k] // BLOCK * 82)
-
-
-_WORK = 5 * 16 + 4 + 2
+                if even:
+                    _put_xs(indices, signs, codes, d[k], k, out, starts[k] // BLOCK * 74)
+                else:
+                    _put_s(indices, signs, codes, d[k], k, out, starts[k] // BLOCK * 82)
 
 
 @routine

@@ -54,26 +54,29 @@ _WORK = 5 * _SIZE + 2 * 8 + 2
 
 def encode_iq3_xxs(rows: np.ndarray, out: np.ndarray) -> None:
     """Writes IQ3_XXS of the flat array of whole rows to the flat `out`."""
-    _encode_xxs(rows, _NO_IMPORTANCE, BLOCK, out, lattice("IQ3_XXS"))
+    _encode(True, rows, _NO_IMPORTANCE, BLOCK, out, lattice("IQ3_XXS"))
 
 
 def encode_iq3_xxs_weighted(rows: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:
     """Does the same with weights: `importance` is the mean squared activation of every column."""
-    _encode_xxs(rows, importance, importance.size, out, lattice("IQ3_XXS"))
+    _encode(True, rows, importance, importance.size, out, lattice("IQ3_XXS"))
 
 
 def encode_iq3_s(rows: np.ndarray, out: np.ndarray) -> None:
     """Writes IQ3_S of the flat array of whole rows to the flat `out`."""
-    _encode_s(rows, _NO_IMPORTANCE, BLOCK, out, lattice("IQ3_S"))
+    _encode(False, rows, _NO_IMPORTANCE, BLOCK, out, lattice("IQ3_S"))
 
 
 def encode_iq3_s_weighted(rows: np.ndarray, importance: np.ndarray, out: np.ndarray) -> None:
     """Does the same with weights: `importance` is the mean squared activation of every column."""
-    _encode_s(rows, importance, importance.size, out, lattice("IQ3_S"))
+    _encode(False, rows, importance, importance.size, out, lattice("IQ3_S"))
 
 
 @kernel
-def _encode_xxs(rows: np.ndarray, importance: np.ndarray, width: int, out: np.ndarray, points: Any) -> None:
+def _encode(
+    even: bool, rows: np.ndarray, importance: np.ndarray, width: int, out: np.ndarray, points: Any
+) -> None:
+    """Writes XXS, whose signs are `even` per 8 elements, or S; without importance a row is one block wide."""
     starts, indices = np.empty(LANES, np.intp), np.empty(64 * LANES, np.int32)
     signs, codes = np.empty(32 * LANES, np.uint8), np.empty(_GROUPS * LANES, np.uint8)
     x, scales, d, work = tile(BLOCK), tile(_GROUPS), tile(1), tile(_WORK)
@@ -85,45 +88,22 @@ def _encode_xxs(rows: np.ndarray, importance: np.ndarray, width: int, out: np.nd
             variance = _TWO * add_squares(splat(_ZERO), x, BLOCK) / np.float32(BLOCK)
             greatest = splat(_ZERO)
             for group in range(_GROUPS):
-                scale = _fit(
-                    x, importance, column, group, variance, True, _TRIALS_XXS, points, indices, signs, work
-                )
+                scale = _fit(x, importance, column, group, variance, even, points, indices, signs, work)
                 store(scales, group * LANES, scale)
                 greatest = where(greatest > scale, greatest, scale)
-            store(d, 0, greatest / _STEPS * _GROWN_XXS)
+            store(d, 0, greatest / _STEPS * (_GROWN_XXS if even else _GROWN_S))
             put_scale_codes(scales, _GROUPS, 15, greatest / _STEPS, codes)
             for k in range(LANES):
-                _put_xxs(indices, signs, codes, d[k], k, out, starts[k] // BLOCK * 98)
-
-
-@kernel
-def _encode_s(rows: np.ndarray, importance: np.ndarray, width: int, out: np.ndarray, points: Any) -> None:
-    starts, indices = np.empty(LANES, np.intp), np.empty(64 * LANES, np.int32)
-    signs, codes = np.empty(32 * LANES, np.uint8), np.empty(_GROUPS * LANES, np.uint8)
-    x, scales, d, work = tile(BLOCK), tile(_GROUPS), tile(1), tile(_WORK)
-    count = rows.size // width
-    for row in range(0, count, LANES):
-        for column in range(0, width, BLOCK):
-            stacked(starts, row, count, width, column)
-            gather(rows, starts, BLOCK, x)
-            variance = _TWO * add_squares(splat(_ZERO), x, BLOCK) / np.float32(BLOCK)
-            greatest = splat(_ZERO)
-            for group in range(_GROUPS):
-                scale = _fit(
-                    x, importance, column, group, variance, False, _TRIALS_S, points, indices, signs, work
-                )
-                store(scales, group * LANES, scale)
-                greatest = where(greatest > scale, greatest, scale)
-            store(d, 0, greatest / _STEPS * _GROWN_S)
-            put_scale_codes(scales, _GROUPS, 15, greatest / _STEPS, codes)
-            for k in range(LANES):
-                _put_s(indices, signs, codes, d[k], k, out, starts[k] // BLOCK * 110)
+                if even:
+                    _put_xxs(indices, signs, codes, d[k], k, out, starts[k] // BLOCK * 98)
+                else:
+                    _put_s(indices, signs, codes, d[k], k, out, starts[k] // BLOCK * 110)
 
 
 @routine
 def _fit(
     all_x: np.ndarray, importance: np.ndarray, column: int, group: int, variance: Any, even: bool,
-    trials: np.ndarray, points: Any, indices: np.ndarray, all_signs: np.ndarray, work: np.ndarray,
+    points: Any, indices: np.ndarray, all_signs: np.ndarray, work: np.ndarray,
 ) -> Any:  # fmt: skip
     """Fits the 32 elements of a group: writes indices and signs, returns the scale as lanes, at least 0."""
     size = _SIZE * LANES
@@ -140,7 +120,7 @@ def _fit(
     split_signs(x, w, sizes, signs, _SIZE, even)
     peak = largest(sizes, _SIZE)
     scale = fit_to_lattice(
-        sizes, w, root, _SIZE, _CELL, _LEVELS, trials, peak, peak / _FIFTEEN,
+        sizes, w, root, _SIZE, _CELL, _LEVELS, _TRIALS_XXS if even else _TRIALS_S, peak, peak / _FIFTEEN,
         OFF_LATTICE if even else ALL_IF_ANY, points, odds, new, on, lanes,
     )  # fmt: skip
     used = above(peak, _NOTHING_XXS if even else _SMALLEST)
