@@ -222,7 +222,6 @@ def test_rows_that_blocks_do_not_divide_can_be_refused(model: Path, tmp_path: Pa
     ("flags", "says"),
     [
         (["--type", "q4_k_n"], "did you mean 'q4_k_"),
-        (["--type", "iq1_s"], "type iq1_s: is read here, but not written"),
         (["--type", "f16", "--tensor-type", "ffn_down"], "write PATTERN=TYPE"),
         (["--type", "f16", "--tensor-type", "ffn_down=q4_9"], "'q4_9': no such tensor type"),
         (["--type", "f16", "--tensor-type", "(=q8_0"], "not a regular expression"),
