@@ -58,3 +58,10 @@ def bf16(x: np.ndarray) -> DenseRows:
 
 def f32(x: np.ndarray) -> DenseRows:
     return DenseRows(x, DType.F32)
+
+
+def misplaced(x: np.ndarray) -> np.ndarray:
+    """bool [blocks of 256]: 32 elements are zero and others are not, which llama.cpp misplaces in IQ3_S."""
+    zero_NG = (x.reshape(-1, 8, 32) == 0).all(axis=2)
+    found: np.ndarray = zero_NG.any(axis=1) & ~zero_NG.all(axis=1)
+    return found

@@ -121,7 +121,8 @@ CONVERT = (
 )
 TYPES = (
     "f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k_s", "q3_k_m", "q3_k_l",
-    "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0",
+    "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "iq3_s", "iq3_m", "iq4_nl", "iq4_xs", "tq1_0",
+    "tq2_0", "q1_0", "q2_0", "nvfp4",
 )  # fmt: skip
 FAMILIES = (
     "llama-f16", "qwen2", "qwen3-moe", "mixtral", "phi", "gemma3", "gpt2", "falcon", "deepseek-v2", "bert",
@@ -131,7 +132,7 @@ GGUF = (
     *(Command(f"gguf-{kind}", f"to-gguf {{wide}} --type {kind}") for kind in TYPES),
     *(
         Command(f"gguf-{kind}-imatrix", f"to-gguf {{wide}} --type {kind} --imatrix {{imatrix}}")
-        for kind in ("q2_k_s", "q3_k_m", "q4_k_m", "iq4_xs")
+        for kind in ("q2_k_s", "q3_k_m", "q4_k_m", "iq1_s", "iq1_m", "iq2_xxs", "iq2_m", "iq3_xs", "iq4_xs")
     ),
     *(Command(f"gguf-{kind}-pure", f"to-gguf {{wide}} --type {kind} --pure") for kind in ("q4_0", "q4_k_s")),
     Command("gguf-embedded", "to-gguf embedded --type q4_k_m", plan=True),

@@ -7,7 +7,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from qconvert.core.ggml_types import GGMLType
+from qconvert.core.ggml_types import WEIGHED, GGMLType
 from qconvert.quant.ggml import ENCODED, decode_rows, encode_rows
 from tests.ggml_blocks import WIDTH, bf16, kinds, noise
 
@@ -52,6 +52,16 @@ def test_signs_and_pairs() -> None:
 
 # Relative root mean square error on normal numbers that an encoder may have at most.
 ERRORS = {
+    "IQ1_M": 0.6,
+    "IQ1_S": 0.49,
+    "IQ2_S": 0.27,
+    "IQ2_XS": 0.31,
+    "IQ2_XXS": 0.36,
+    "IQ3_S": 0.17,
+    "IQ3_XXS": 0.22,
+    "NVFP4": 0.11,
+    "Q1_0": 0.6,
+    "Q2_0": 0.72,
     "Q8_0": 0.006,
     "Q6_K": 0.02,
     "Q5_K": 0.04,
@@ -73,7 +83,8 @@ def test_encoding_loses_as_little_as_the_bits_allow(name: str) -> None:
     x = noise("normal", 64 * WIDTH).reshape(64, WIDTH) * np.float32(0.02)
     block = bf16(x)
     numbers = (block.rows_RI.astype(np.uint32) << 16).view(np.float32)
-    back = decode_rows(encode_rows(block, name), name, WIDTH)
+    weights_I = np.ones(WIDTH, np.float32) if name in WEIGHED else None
+    back = decode_rows(encode_rows(block, name, importance_I=weights_I), name, WIDTH)
     error = np.sqrt(np.mean((back - numbers) ** 2) / np.mean(numbers**2))
     assert 0.5 * ERRORS[name] < error < ERRORS[name]
 
@@ -88,4 +99,5 @@ def test_ternary_weights_survive(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(ENCODED))
 def test_zeros_stay_zeros_where_the_type_has_one(name: str) -> None:
     zeros = np.zeros((3, WIDTH), np.float32)
-    assert not decode_rows(encode_rows(bf16(zeros), name), name, WIDTH).any()
+    blocks = encode_rows(bf16(zeros), name, importance_I=np.ones(WIDTH, np.float32))
+    assert not decode_rows(blocks, name, WIDTH).any()

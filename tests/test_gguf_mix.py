@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qconvert.core.ggml_types import KV, GGMLType, GGUFTensor
@@ -20,6 +21,7 @@ from qconvert.plan.gguf.mixture import (
 )
 from qconvert.plan.gguf.mixture_rules import LOWEST
 from tests.gguf_models import write_gguf
+from tests.llama_quantize import quantize_as_llama_cpp
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 T = GGMLType
@@ -87,24 +89,30 @@ MODELS = {
 }
 
 
+def ones(shapes: Shapes) -> dict[str, np.ndarray]:
+    """An importance matrix in which every column of every matrix is as important, of all experts."""
+    sizes = {name: shape[-1] * (shape[0] if len(shape) == 3 else 1) for name, shape in shapes}
+    return {name: np.ones(size, np.float32) for name, size in sizes.items()}
+
+
+@pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_llama_quantize_chooses_the_same(tmp_path: Path, name: str) -> None:
-    llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
+def test_llama_quantize_chooses_the_same(tmp_path: Path, name: str, weighed: bool) -> None:
     facts, width, down, tied = MODELS[name]
     shapes = model(facts, width, down, tied=tied)
     source = write_model(tmp_path / "in.gguf", facts, shapes)
+    imatrix = ones(shapes) if weighed else None
     compared = 0
     for file_type in FILE_TYPES.values():
         try:
-            ours = choose_types(file_type.name, shapes, facts)
+            ours = choose_types(file_type.name, shapes, facts, imatrix=weighed)
         except BadRecipe as error:  # llama-quantize refuses these as well
-            assert "importance matrix" in error.fact
+            assert "importance matrix" in error.fact and not weighed
+            with pytest.raises(RuntimeError):
+                quantize_as_llama_cpp(source, tmp_path / "out.gguf", file_type.number)
             continue
-        params = llama_cpp.LlamaModelQuantizeParams()
-        params.nthread = 1
-        params.ftype = file_type.number
         try:
-            llama_cpp.model_quantize(str(source), str(tmp_path / "out.gguf"), params)
+            quantize_as_llama_cpp(source, tmp_path / "out.gguf", file_type.number, imatrix=imatrix)
         except RuntimeError:
             # Types newer than the wheel's quantizer, and rows that no fallback of its llama.cpp fits.
             assert file_type.base in (T.Q1_0, T.Q2_0, T.NVFP4) or name == "odd-rows"
@@ -114,7 +122,7 @@ def test_llama_quantize_chooses_the_same(tmp_path: Path, name: str) -> None:
         assert list(ours) == list(theirs)
         assert {n: choice.type for n, choice in ours.items()} == theirs, file_type.name
         compared += 1
-    assert compared >= (17 if name == "odd-rows" else 25)
+    assert compared >= (17 if name == "odd-rows" else 32 if weighed else 25)
 
 
 def test_llama_quantize_golden_files(assets: Path) -> None:
@@ -223,6 +231,9 @@ def test_types_that_need_an_importance_matrix_say_so() -> None:
         choose_types("iq2_xs", model(facts, 256), facts)
     with pytest.raises(BadRecipe, match="q2_k needs an importance matrix"):
         choose_types("q2_k_s", model(facts, 256), facts)
+    assert choose_types("q8_0", model(facts, 256), facts, token_embedding_type=T.IQ2_S)
+    with pytest.raises(BadRecipe, match=r"token_embd\.weight: iq2_xs needs an importance matrix"):
+        choose_types("q8_0", model(facts, 256), facts, token_embedding_type=T.IQ2_XS)
     assert choose_types("q2_k", model(facts, 256), facts)
 
 

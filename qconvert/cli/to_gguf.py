@@ -155,12 +155,12 @@ def check_out(out: Path | None, pre_tokenizer: str | None) -> None:
 
 
 def checked_file_type(file_type: str) -> str:
-    """The file type; BadRecipe for one that does not exist or is not written here."""
+    """The file type; BadRecipe for one that does not exist."""
     from qconvert.plan.gguf.mixture import find_file_type
     from qconvert.plan.request import KEEP
 
     if file_type != KEEP:
-        _require_written(find_file_type(file_type).base)
+        find_file_type(file_type)
     return file_type
 
 
@@ -176,26 +176,20 @@ def _override(text: str) -> tuple[str, GGMLType]:
 
 
 def _written(text: str) -> GGMLType:
-    from qconvert.core.ggml_types import parse_ggml_type
+    """The element type of this name; BadRecipe for one that does not exist or is not written here."""
+    from qconvert.core.ggml_types import WRITTEN, parse_ggml_type
 
     kind = parse_ggml_type(text)
-    _require_written(kind)
-    return kind
-
-
-def _require_written(kind: GGMLType) -> None:
-    from qconvert.core.ggml_types import WRITTEN
-
     if kind.is_quantized and kind.name not in WRITTEN:
         known = ", ".join(name.lower() for name in sorted(WRITTEN))
         raise BadRecipe(f"type {kind.label}: is read here, but not written", f"f32, f16, bf16, or {known}")
+    return kind
 
 
 def _print_types() -> None:
-    from qconvert.core.ggml_types import WRITTEN
     from qconvert.plan.gguf.mixture import FILE_TYPES
     from qconvert.report.tables import table
 
-    written = [t for t in FILE_TYPES.values() if not t.base.is_quantized or t.base.name in WRITTEN]
-    rows = [[t.name.lower(), t.base.label, f"{t.base.bits_per_weight:.2f}"] for t in written]
+    types = FILE_TYPES.values()
+    rows = [[t.name.lower(), t.base.label, f"{t.base.bits_per_weight:.2f}"] for t in types]
     click.echo("\n".join(table(["type", "base", "bpw of base"], rows, left=2)))

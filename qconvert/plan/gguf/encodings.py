@@ -25,6 +25,7 @@ from qconvert.errors import BadRecipe
 from qconvert.models.gguf.names import FACTOR
 from qconvert.models.statistics_keys import measured
 from qconvert.ops import Cast, Dequantize, EncodeBlocks, Transcode
+from qconvert.plan.gguf.mixture import needs_imatrix
 from qconvert.plan.plan import Unit
 from qconvert.plan.state import Compiled, GGUFPlan
 
@@ -70,7 +71,15 @@ def _encoded(unit: Unit, type_: GGMLType, state: Compiled) -> Unit:
             raise _loses_twice(unit.output, type_)
         unit = unit.then(Dequantize(DType.F32))
     unit, statistics = unit.then(EncodeBlocks(want)), state.request.statistics
-    return unit if statistics is None else replace(unit, statistics=measured(keys, statistics))
+    if statistics is None:
+        return unit
+    found = measured(keys, statistics)
+    if not found and needs_imatrix(unit.output.name, type_, _gguf(state).file_type):
+        raise BadRecipe(
+            f"{unit.output.name}: {type_.label} needs importances, and the importance matrix has none for it",
+            "give one measured on this model, or another type with --tensor-type PATTERN=TYPE",
+        )
+    return replace(unit, statistics=found)
 
 
 def carry_nvfp4_factors(state: Compiled) -> Compiled:

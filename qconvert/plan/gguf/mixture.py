@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from enum import Enum
 
-from qconvert.core.ggml_types import KV, GGMLType
+from qconvert.core.ggml_types import KV, WEIGHED, GGMLType
 from qconvert.errors import BadRecipe
 from qconvert.plan.gguf import mixture_rules
 
@@ -86,6 +86,7 @@ FALLBACK = {
 _SEVENTY_B_LAYERS = {"llama": 80, "qwen2": 80, "deci": 80, "olmo": 80, "jais2": 68}
 
 _NEEDS_IMATRIX = frozenset({T.IQ3_XXS, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ1_M, T.IQ1_S})
+_MEASURED = "`qconvert calibrate MODEL --imatrix FILE` measures one; give it as --imatrix FILE"
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 
 # What stays as it is: norms, routers, and what is small or looked up by position.
@@ -249,10 +250,8 @@ def choose_types(
             choice = Choice(stored[name], "stored so")
         choice = choice or Choice(mix.file_type.base, "base type")
         choice = _fitting(name, shapes[name], choice, fallback=fallback)
-        if not imatrix and _needs_imatrix(name, choice.type, mix.file_type):
-            raise BadRecipe(
-                f"{name}: {choice.type.label} needs an importance matrix", "give one with --imatrix FILE"
-            )
+        if not imatrix and needs_imatrix(name, choice.type, mix.file_type):
+            raise BadRecipe(f"{name}: {choice.type.label} needs an importance matrix", _MEASURED)
         chosen[name] = choice
     return chosen
 
@@ -287,9 +286,13 @@ def _by_hand(name: str, embedding: GGMLType | None, head: GGMLType | None) -> Ch
     return None
 
 
-def _needs_imatrix(name: str, kind: GGMLType, file_type: FileType) -> bool:
+def needs_imatrix(name: str, kind: GGMLType, file_type: FileType) -> bool:
+    """Whether llama-quantize refuses to write a tensor in this type when nothing is known of its inputs.
+
+    Embeddings and heads are exempt (tensor_requires_imatrix), except from the types whose kernels insist.
+    """
     if name in _EMBEDDINGS or name == "output.weight":
-        return False
+        return kind.name in WEIGHED
     return kind in _NEEDS_IMATRIX or (kind is T.Q2_K and file_type.name == "Q2_K_S")
 
 
