@@ -22,7 +22,8 @@ from qconvert.quant import nested_scales
 from qconvert.quant.codebook_encode import encode
 from qconvert.quant.dequantize import numbers
 from tests.commands import made, qconvert
-from tests.models import stored, tiny
+from tests.gguf_models import imatrix_dat
+from tests.models import stored, tiny, tiny_config
 from tests.test_loads_elsewhere import IDS, WHOLE, decoded, loaded, logits, widened
 
 # The codebook schemes of every layout that has any.
@@ -46,6 +47,21 @@ def silence() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny(tmp_path_factory.mktemp("model") / "m", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def importance(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An importance matrix of the MLPs of the tiny model."""
+    means = np.random.default_rng(3).lognormal(0, 2, 4096)
+    widths = {"ffn_gate": 256, "ffn_up": 256, "ffn_down": tiny_config("qwen3")["intermediate_size"]}
+    entries = {
+        f"blk.{layer}.{name}.weight": (1, means[:width].tolist())
+        for layer in range(2)
+        for name, width in widths.items()
+    }
+    path = tmp_path_factory.mktemp("importance") / "i.dat"
+    path.write_bytes(imatrix_dat(entries))
+    return path
 
 
 def encoded(model: Path, layout: str, scheme: str, out: Path, *flags: object) -> Path:
@@ -98,10 +114,27 @@ def test_transformers_decodes_compressed_tensors_as_we_do(model: Path, tmp_path:
     assert torch.equal(logits(network), logits(loaded(plain, torch.bfloat16)))
 
 
+@pytest.mark.parametrize(
+    ("layout", "scheme"), [("compressed-tensors", "mxfp4"), ("compressed-tensors", "nvfp4")]
+)
+def test_transformers_decodes_what_importance_weighed(
+    model: Path, importance: Path, tmp_path: Path, layout: str, scheme: str
+) -> None:
+    out = encoded(model, layout, scheme, tmp_path / "out", "--imatrix", importance)
+    theirs = loaded(out, torch.bfloat16, quantization_config=WHOLE).get_parameter(DOWN).detach()
+    ours = decoded(out, DOWN, DType.BF16)
+    np.testing.assert_array_equal(theirs.view(torch.uint16).numpy(), ours)
+    assert (decoded(encoded(model, layout, scheme, tmp_path / "plain"), DOWN, DType.BF16) != ours).any()
+
+
+@pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("scheme", TABLES["bitsandbytes"])
-def test_bitsandbytes_decodes_as_we_do(model: Path, tmp_path: Path, scheme: str) -> None:
+def test_bitsandbytes_decodes_as_we_do(
+    model: Path, importance: Path, tmp_path: Path, scheme: str, weighed: bool
+) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
-    out = encoded(model, "bitsandbytes", scheme, tmp_path / "out")
+    flags = ("--imatrix", importance) if weighed else ()
+    out = encoded(model, "bitsandbytes", scheme, tmp_path / "out", *flags)
     module = loaded(out, torch.bfloat16).model.layers[1].mlp.down_proj
     if scheme == "int8":
         theirs = functional.int8_vectorwise_dequant(module.weight.data, module.weight.SCB).numpy()

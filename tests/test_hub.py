@@ -52,8 +52,9 @@ class _Answers(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        api = re.fullmatch(r"/api/models/(\w+/\w+)/(revision|tree)/([^/?]+)(\?.*)?", self.path)
-        file = re.fullmatch(r"/(\w+/\w+)/resolve/([^/]+)/(.+)", self.path)
+        path = self.path.replace("/api/models/", "/api/")
+        api = re.fullmatch(r"/api/((?:datasets/)?\w+/\w+)/(revision|tree)/([^/?]+)(\?.*)?", path)
+        file = re.fullmatch(r"/((?:datasets/)?\w+/\w+)/resolve/([^/]+)/(.+)", path)
         name = (api or file)[1] if api or file else ""
         repo = self.server.repos.get(name)
         if name == "org/broken":
@@ -134,11 +135,13 @@ for model, options in json.loads(sys.argv[1]):
 """
 
 
-def ask(url: str, home: Path, *calls: tuple[str, dict[str, Any]], **env: str) -> list[Any]:
+def ask(
+    url: str, home: Path, *calls: tuple[str, dict[str, Any]], script: str = SCRIPT, **env: str
+) -> list[Any]:
     """What `resolve` answers to each call, in one new process of this Hub and this cache."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     variables = {"HF_ENDPOINT": url, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **env}
-    command = [sys.executable, "-c", SCRIPT, json.dumps(calls)]
+    command = [sys.executable, "-c", script, json.dumps(calls)]
     done = subprocess.run(command, env=kept | variables, capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -15,7 +15,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ("qconvert", "formats")
-DATA = {"qconvert/py.typed", "qconvert/manifest.schema.json"}
+DATA = {"qconvert/py.typed", "qconvert/manifest.schema.json"} | {
+    f"qconvert/calibrate/default_text/{name}" for name in ("documents.jsonl.xz", "LICENSES.txt", "README.md")
+}
 
 
 @pytest.fixture(scope="module")

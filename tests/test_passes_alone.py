@@ -26,6 +26,7 @@ from qconvert.plan.passes.quantize import quantize
 from qconvert.plan.passes.tensor_parallel_padding import pad_to_ranks
 from qconvert.plan.passes.tie import tie_head
 from qconvert.plan.passes.transcode import Target
+from qconvert.plan.passes.weigh import weigh_errors
 from qconvert.plan.recipe import FUSIONS, Recipe
 from qconvert.plan.request import GGUFTarget
 from qconvert.plan.state import Compiled, Pass
@@ -76,6 +77,7 @@ EVERY_PASS: tuple[Pass, ...] = (
     cast_plain,
     quantize,
     bring_into_layout,
+    weigh_errors,
     refuse_ggml_blocks,
 )
 
@@ -266,7 +268,8 @@ class Measured:
 
 
 def keys_of(state: Compiled) -> dict[str, tuple[StatisticsKey, ...]]:
-    return {unit.output.name: unit.statistics for unit in state.plan.units if unit.quantizes}
+    units = weigh_errors(state).plan.units
+    return {unit.output.name: unit.statistics for unit in units if unit.quantizes}
 
 
 def test_a_fused_weight_is_measured_once_and_an_expert_by_itself() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,15 @@ import pytest
 from qconvert.calibrate.imatrix import open_imatrix
 from qconvert.convert.runner import rows_statistics
 from qconvert.core.dtypes import DType, Json
-from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.core.encodings import AffineInt, ModelTensor, Unquantized
 from qconvert.core.statistics import StatisticsKey
+from qconvert.formats.layouts.registry import traits_of
 from qconvert.models import Architecture
+from qconvert.ops import Dequantize, PadColumns, PermuteColumns, Quantize
 from qconvert.plan.plan import Unit, whole
 from tests.commands import failed, files_of, made, qconvert
 from tests.gguf_models import imatrix_dat
-from tests.models import tiny, tiny_config
+from tests.models import stored, tiny, tiny_config
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -58,6 +61,21 @@ def imatrix(path: Path, config: dict[str, object], value: np.ndarray | None = No
     return path
 
 
+def losses(plain: Path, weighed: Path, model: Path, importance_I: np.ndarray) -> list[float]:
+    """Weighted squared errors of a q projection in two outputs."""
+    from qconvert.checkpoint.facts import numbers_of
+    from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.quant.casts import cast
+
+    def rows(folder: Path) -> np.ndarray:
+        checkpoint = open_checkpoint(folder)
+        name = next(n for n in checkpoint.tensors if "layers.0.self_attn.q" in n and "norm" not in n)
+        value = numbers_of(checkpoint.reader.read(checkpoint.tensors[name], 0, 256))
+        return cast(value, DType.F32)[0].rows_RI
+
+    return [float((importance_I * (rows(folder) - rows(model)) ** 2).sum()) for folder in (plain, weighed)]
+
+
 def test_keys_are_roles_and_layers(tmp_path: Path) -> None:
     config = tiny_config("qwen3")
     value = np.arange(256, dtype=np.float32)
@@ -78,10 +96,6 @@ def test_equal_importance_changes_no_byte(tmp_path: Path, scheme: str) -> None:
 
 @pytest.mark.parametrize("fuse", [(), ("--fuse", "qkv")])
 def test_errors_are_weighed_by_the_importance_of_their_column(tmp_path: Path, fuse: tuple[str, ...]) -> None:
-    from qconvert.checkpoint.facts import numbers_of
-    from qconvert.checkpoint.open import open_checkpoint
-    from qconvert.quant.casts import cast
-
     model = tiny(tmp_path / "m", dtype="f32")
     importance_I = np.random.default_rng(3).lognormal(0, 2, 256).astype(np.float32)
     file = imatrix(tmp_path / "i.dat", tiny_config("qwen3"), importance_I)
@@ -91,18 +105,114 @@ def test_errors_are_weighed_by_the_importance_of_their_column(tmp_path: Path, fu
         made("quantize", model, *how, "--imatrix", file, "-o", tmp_path / "weighed"),
     ]
 
-    def rows(folder: Path) -> np.ndarray:
-        checkpoint = open_checkpoint(folder)
-        name = next(n for n in checkpoint.tensors if "layers.0.self_attn.q" in n and "norm" not in n)
-        value = numbers_of(checkpoint.reader.read(checkpoint.tensors[name], 0, 256))
-        return cast(value, DType.F32)[0].rows_RI
-
     manifest = json.loads((folders[1] / "qconvert.json").read_text())
     weighed = {"file": "i.dat", "dataset": None, "chunks": 0, "tensors": 2 if fuse else 6}
     assert manifest["statistics"] == weighed
     assert f"Errors of {weighed['tensors']} tensors" in (folders[1] / "README.md").read_text()
-    losses = [float((importance_I * (rows(folder) - rows(model)) ** 2).sum()) for folder in folders]
-    assert losses[1] < 0.8 * losses[0]
+    plain, weighted = losses(*folders, model, importance_I)
+    assert weighted < 0.8 * plain
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        ("convert", "--to", "compressed-tensors", "--scheme", "mxfp4"),
+        ("convert", "--to", "compressed-tensors", "--scheme", "nvfp4"),
+        ("convert", "--to", "compressed-tensors", "--scheme", "fp8-channel"),
+        ("convert", "--to", "fp8"),
+        ("convert", "--to", "mlx", "--scheme", "nvfp4"),
+        ("convert", "--to", "mlx", "--scheme", "mxfp4"),
+        ("convert", "--to", "mlx", "--scheme", "int4-asym-g64"),
+        ("convert", "--to", "gptq", "--scheme", "int4-g128"),
+        ("convert", "--to", "bitsandbytes", "--scheme", "nf4"),
+        ("convert", "--to", "bitsandbytes", "--scheme", "fp4-nested"),
+        ("quantize", "--layout", "mlx", "--bits", "4", "--group-size", "64", "--asym"),
+        ("quantize", "--layout", "awq", "--bits", "4", "--asym"),
+    ],
+    ids=lambda how: "-".join(part.strip("-") for part in how),
+)
+def test_every_layout_weighs_new_codes(tmp_path: Path, how: tuple[str, ...]) -> None:
+    model = tiny(tmp_path / "m", dtype="bf16")
+    importance_I = np.random.default_rng(3).lognormal(0, 2, 256).astype(np.float32)
+    file = imatrix(tmp_path / "i.dat", tiny_config("qwen3"), importance_I)
+    command, *options = how
+    plain = made(command, model, *options, "-o", tmp_path / "plain")
+    weighed = made(command, model, *options, "--imatrix", file, "-o", tmp_path / "weighed")
+    assert json.loads((weighed / "qconvert.json").read_text())["statistics"]["tensors"] == 6
+    before, after = losses(plain, weighed, model, importance_I)
+    assert after < 0.97 * before
+    kept = "model.layers.0.mlp.down_proj.weight"  # nothing was measured for it
+    assert stored_bytes(plain, kept) == stored_bytes(weighed, kept)
+
+
+def stored_bytes(folder: Path, name: str) -> dict[str, bytes]:
+    """The arrays of a weight, but for its numbers that depend on others."""
+    prefix = name.removesuffix("weight")
+    return {key: data for key, (_, _, data) in stored(folder).items() if key.startswith(prefix)}
+
+
+def test_columns_take_their_importance_along() -> None:
+    """Where a layout moves columns, or pads them, before they get codes."""
+    moments_I = np.array([1, 2, 3, 4], np.float32)
+
+    class Source(Counting):
+        def second_moments(self, key: StatisticsKey) -> np.ndarray:
+            return moments_I
+
+    plain = ModelTensor("w", (2, 4), Unquantized(DType.F32))
+    int4 = AffineInt(4, 2, True, DType.F32, act_order=True)
+    key = (StatisticsKey("mlp.down", 0),)
+    encode = Quantize(AffineInt(4, 2, True, DType.F32), True)
+    padded = Unit((whole(plain),), (), plain, key).then(PadColumns(6)).then(encode)
+    moved = Unit((whole(plain),), (), replace(plain, encoding=int4), key)
+    moved = moved.then(PermuteColumns((3, 1, 0, 2))).then(Dequantize(DType.F32)).then(encode)
+    for unit, wanted in ((padded, [1, 2, 3, 4, 0, 0]), (moved, [4, 2, 1, 3])):
+        (found,) = rows_statistics(unit, 0, 2, Source())
+        np.testing.assert_array_equal(found.second_moments_I, wanted)
+
+
+def test_padded_columns_weigh_nothing(tmp_path: Path) -> None:
+    model = tiny(tmp_path / "m")
+    shape = tiny_config("qwen3")
+    entries = {
+        f"blk.{layer}.ffn_down.weight": (1, [1.0] * int(str(shape["intermediate_size"])))
+        for layer in range(2)
+    }
+    file = tmp_path / "i.dat"
+    file.write_bytes(imatrix_dat(entries))
+    how = ("quantize", model, "--bits", 4, "--group-size", 64, "--pad-to-tp", 5)
+    plain, weighed = (
+        made(*how, *more, "-o", tmp_path / name)
+        for name, more in (("plain", ()), ("weighed", ("--imatrix", file)))
+    )
+    assert files_of(plain)["model.safetensors"] == files_of(weighed)["model.safetensors"]
+    assert json.loads((weighed / "qconvert.json").read_text())["statistics"]["tensors"] == 2
+
+
+def test_statistics_that_weigh_nothing_are_refused(tmp_path: Path) -> None:
+    model = tiny(tmp_path / "m")
+    file = imatrix(tmp_path / "i.dat", tiny_config("qwen3"))
+    how = ("--imatrix", file, "-o", tmp_path / "out")
+    held = traits_of("compressed-tensors").described
+    ran = qconvert("convert", model, "--to", "compressed-tensors", "--scheme", "fp8-tensor", *how)
+    failed(
+        ran,
+        "--imatrix: fp8-tensor has one scale for a whole weight, which is not searched",
+        f"leave it out; compressed-tensors holds {held}",
+        code=2,
+    )
+    ran = qconvert("convert", model, "--to", "bf16", *how)
+    failed(ran, "--imatrix: is not for --to bf16", "leave it out", code=2)
+    quantized = made("quantize", model, "--bits", 4, "-o", tmp_path / "q")
+    ran = qconvert("convert", quantized, "--to", "gptq", *how)
+    failed(
+        ran,
+        "no weight gets new codes, whose errors statistics could weigh",
+        "leave them out, or name a scheme for a 16-bit model",
+    )
+    (tmp_path / "none.dat").write_bytes(imatrix_dat({"blk.9.attn_q.weight": (1, [1.0])}))
+    ran = qconvert("quantize", model, "--bits", 4, "--imatrix", tmp_path / "none.dat", "-o", tmp_path / "out")
+    failed(ran, "the statistics have none of the weights that are quantized", "give those of this model")
 
 
 def test_what_weighs_nothing_is_refused(tmp_path: Path) -> None:
@@ -115,4 +225,4 @@ def test_what_weighs_nothing_is_refused(tmp_path: Path) -> None:
         "give one that llama-imatrix measured on this model",
     )
     ran = qconvert("quantize", model, "--bits", 4, "--min-max", "--imatrix", file)
-    failed(ran, "--imatrix: --min-max does not weigh errors", "leave out one of the two", code=2)
+    failed(ran, "--calibration: --min-max does not weigh errors", "leave out one of the two", code=2)

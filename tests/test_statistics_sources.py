@@ -22,7 +22,7 @@ from qconvert.models import Architecture
 from qconvert.models.gguf.families import facts_of
 from qconvert.models.gguf.tensors import records
 from qconvert.models.statistics_keys import input_keys, measured
-from qconvert.plan.passes.quantize import input_keys_of
+from qconvert.plan.passes.weigh import input_keys_of
 from qconvert.plan.plan import Plan, Unit, whole
 from tests.commands import made, qconvert, strict_json
 from tests.family_models import EXPERTS, small

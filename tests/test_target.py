@@ -38,7 +38,7 @@ TYPES = ("--types", "q4_0,q5_0,q8_0")
 
 @pytest.mark.parametrize(
     ("command", "choices", "targets"),
-    [("quantize", SCHEMES, ("9bpw", "10bpw", "11bpw")), ("to-gguf", TYPES, ("4.7bpw", "5.6bpw", "7bpw"))],
+    [("quantize", SCHEMES, ("6.5bpw", "8bpw", "9bpw")), ("to-gguf", TYPES, ("4.9bpw", "5.6bpw", "7bpw"))],
 )
 def test_a_target_is_kept_and_no_encoding_alone_costs_less(
     command: str, choices: tuple[str, str], targets: tuple[str, ...], model: Path
@@ -135,7 +135,7 @@ def refused(*args: object) -> Ran:
         (["--target-size", "4.5bpw", "--schemes", "int4"], "one encoding to choose among (int4)"),
         (["--target-size", "4.5bpw", "--schemes", "int4,keep"], "--schemes keep: is no scheme"),
         (["--target-size", "4.5bpw", "--schemes", "int4,nf4"], "scheme 'nf4': not a scheme"),
-        (["--bits", "4", "--tokens", "1k"], "--tokens: given without a target"),
+        (["--bits", "4", "--schemes", "int4,int8"], "int4,int8: to be chosen among, for no target"),
     ],
 )
 def test_what_cannot_be_aimed_at_is_told_before_anything_is_read(
@@ -161,6 +161,6 @@ def test_a_gguf_has_a_type_or_a_target(args: list[str], fact: str, model: Path) 
 def test_a_size_that_no_mix_has_is_told_with_the_least(model: Path) -> None:
     text = model.parent / "text.txt"
     ran = refused(
-        "quantize", model, "--text", text, *CALIBRATION, *SCHEMES, "--target-size", "5bpw", "--dry-run"
+        "quantize", model, "--text", text, *CALIBRATION, *SCHEMES, "--target-size", "4bpw", "--dry-run"
     )
     assert "bytes, and take" in ran.err and "fewer bits" in ran.err  # the tables alone are more

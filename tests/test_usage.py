@@ -12,6 +12,12 @@ from tests.commands import qconvert
 # What is typed, about a model that is nowhere: the words alone decide.
 WRONG = [
     ("inspect", "inspect --tensors=yes nowhere"),
+    ("calibrate", "calibrate nowhere --tokens some"),
+    ("calibrate", "calibrate nowhere --window 8"),
+    ("calibrate", "calibrate nowhere --imatrix i.dat"),
+    ("calibrate", "calibrate nowhere --process-output"),
+    ("calibrate", "calibrate nowhere --merge a --text default"),
+    ("calibrate", "calibrate nowhere --imatrix i.gguf -o i.gguf"),
     ("quantize", "quantize nowhere"),
     ("quantize", "quantize nowhere --scheme int9"),
     ("quantize", "quantize nowhere --scheme int4 --recipe nowhere.yaml --bits"),
@@ -77,6 +83,9 @@ REFUSED = [
     "quantize {model} --bits 4 --group-size 64 -o {model}",
     "convert {model} --to gptq",
     "to-gguf {model} --type q8_0 --imatrix nowhere.dat",
+    "quantize {model} --bits 4 --calibration nowhere.safetensors",
+    "calibrate nowhere",
+    "calibrate {model} --merge nowhere -o out",
     "from-gguf {model}",
     "verify nowhere",
     "generate nowhere -p x",

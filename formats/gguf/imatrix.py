@@ -1,4 +1,4 @@
-"""Reads importance matrices written by llama-imatrix: mean squared activations by GGUF tensor name.
+"""Reads and writes llama-imatrix's importance matrices: mean squared activations by GGUF tensor name.
 
 Two containers: GGUF with `NAME.in_sum2` and `NAME.counts` tensors, and the older binary `.dat`. Source:
 tools/imatrix/imatrix.cpp and load_imatrix in tools/quantize/quantize.cpp of llama.cpp (commit 0c1e57098).
@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import struct
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from qconvert.core.ggml_types import KV
+from qconvert.core.ggml_types import KV, GGMLType, GGUFTensor
 from qconvert.errors import CorruptCheckpoint, shown
 from qconvert.formats.gguf.header import MAX_RECORDS
 from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.formats.gguf.writer import GGUFSink, plan_files
 from qconvert.formats.io.local_file import amount, octets, open_regular, read_exactly
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -50,6 +51,57 @@ class Imatrix:
             KV.u32("quantize.imatrix.entries_count", len(self.means)),
             *chunks,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class ImatrixEntry:
+    """Sums of squares of a tensor's input columns, float32 [E, I], and rows summed up, int64 [E].
+
+    E is 1 but for stacks of experts.
+    """
+
+    squares_EI: np.ndarray
+    counts_E: np.ndarray
+
+
+def write_imatrix(
+    path: Path,
+    entries: Mapping[str, ImatrixEntry],
+    *,
+    datasets: Sequence[str],
+    window: int,
+    overwrite: bool = False,
+) -> None:
+    """Writes what llama-imatrix would: sums and counts by tensor, its texts and the tokens of a chunk.
+
+    Source: IMatrixCollector::save_imatrix in tools/imatrix/imatrix.cpp. Raises OutputExists when the name is
+    taken, unless `overwrite`.
+    """
+    most = max((int(entry.counts_E.max()) for entry in entries.values()), default=0)
+    kv = (
+        KV.text("general.type", "imatrix"),
+        KV.texts("imatrix.datasets", tuple(datasets)),
+        KV.u32("imatrix.chunk_count", most // window),
+        KV.u32("imatrix.chunk_size", window),
+    )
+    tensors, rows = [], {}
+    for name, entry in sorted(entries.items()):
+        squares_EI = entry.squares_EI.astype(np.float32)
+        counts_E1 = entry.counts_E.astype(np.float32)[:, None]
+        for suffix, values in ((_SUMS, squares_EI), (_COUNTS, counts_E1)):
+            shape = values.shape if len(values) > 1 else values.shape[1:]
+            tensor = GGUFTensor(name + suffix, GGMLType.F32, shape)
+            tensors.append(tensor)
+            rows[tensor.name] = values.reshape(tensor.stored.rows, tensor.stored.width)
+    sink = GGUFSink(path.parent, plan_files(path.name, kv, tensors), overwrite=overwrite)
+    try:
+        for name, values in rows.items():
+            sink.write(name, 0, values)
+        sink.commit()
+        sink.publish()
+    except BaseException:
+        sink.abort()
+        raise
 
 
 def read_imatrix(path: Path) -> Imatrix:

@@ -1,4 +1,4 @@
-"""Gives the statistics of llama.cpp's importance matrices by role, layer and expert.
+"""Gives the statistics of llama.cpp's importance matrices by role, layer and expert, and the other way.
 
 The file names tensors of a GGUF; a model's own declaration says which linear each of them is, so that one
 file serves GGUF and safetensors alike.
@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
+from qconvert.calibrate.moments import InputMoments
 from qconvert.core.dtypes import Json
 from qconvert.core.statistics import StatisticsKey
 from qconvert.errors import BadRecipe
-from qconvert.formats.gguf.imatrix import Imatrix, read_imatrix
+from qconvert.formats.gguf.imatrix import Imatrix, ImatrixEntry, read_imatrix
 from qconvert.models import Architecture
 from qconvert.models.gguf.families import facts_of
 from qconvert.models.gguf.tensors import records
@@ -48,6 +49,29 @@ class ImatrixStatistics:
 
     def rounding(self, key: StatisticsKey) -> None:
         """Nothing: an importance matrix has no Hessians."""
+
+
+HEAD = "output.weight"
+
+
+def imatrix_entries(
+    moments: Mapping[StatisticsKey, InputMoments], architecture: Architecture, *, head: bool = False
+) -> dict[str, ImatrixEntry]:
+    """What llama-imatrix would have of these inputs, by the names of the GGUF tensors that read them.
+
+    Every tensor has its own entry, also where several read one input; a stack of experts has a row for
+    each. The head's is left out unless `head`, as `--process-output` has it; a tied head has none. Raises
+    UnsupportedModel for a family without GGUF names.
+    """
+    entries = {}
+    for record in records(facts_of(architecture)):
+        keys = input_keys(architecture.parameters[piece.name] for piece in record.pieces)
+        if not keys or not all(key in moments for key in keys) or (record.name == HEAD and not head):
+            continue
+        found = [moments[key] for key in keys]
+        squares_EI = np.stack([each.squares_I for each in found])
+        entries[record.name] = ImatrixEntry(squares_EI, np.array([each.count for each in found]))
+    return entries
 
 
 def open_imatrix(path: Path, architecture: Architecture) -> ImatrixStatistics:

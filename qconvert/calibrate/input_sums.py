@@ -5,6 +5,9 @@ Legend: N rows (tokens), I columns of the linear.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,6 +17,12 @@ from qconvert.quant.hessian import factor, target_shift
 
 # Rows held out of a Hessian; a relative error of sqrt(2 / 2048) = 3 % in what is decided with them.
 MOST_HELD = 2048
+# Columns of a block of a Hessian; what lies below the diagonal is not computed.
+_BLOCK = 512
+# An expert's Hessian counts as much as that of all experts together after I / 2 rows.
+_POOL_SHARE = 0.5
+# Held rows below which an expert is judged by those of all experts.
+_FEWEST_HELD = 64
 
 
 class InputSums:
@@ -31,7 +40,9 @@ class InputSums:
 
     def add(self, read_NI: Tensor, original_NI: Tensor | None) -> None:
         """Take in rows, float32 [N, I]."""
-        self.squares_II.addmm_(read_NI.T, read_NI)
+        for start in range(0, len(self.squares_II), _BLOCK):  # the upper triangle, by blocks
+            part = slice(start, start + _BLOCK)
+            self.squares_II[part, start:].addmm_(read_NI[:, part].T, read_NI[:, start:])
         if self.moved_II is not None and original_NI is not None:
             # Of the difference, which is small: products of x would lose it in their rounding.
             self.moved_II.addmm_((original_NI - read_NI).T, read_NI)
@@ -56,7 +67,7 @@ class InputSums:
         rows held out, for weights whose rows point anywhere. The sums are used up.
         """
         width, count = len(self.squares_II), max(1, self.count)
-        hessian_II = self.squares_II.div_(count).cpu().numpy()
+        hessian_II = _symmetric(self.squares_II.div_(count)).cpu().numpy()
         empty = torch.empty(0, width)
         held_NI, held_read_NI = (
             torch.cat([pair[i] for pair in self.held] or [empty]).numpy() for i in (0, 1)
@@ -78,3 +89,51 @@ def _share(shift_II: np.ndarray, held_NI: np.ndarray, held_read_NI: np.ndarray) 
     cost = float((moved_NI.astype(np.float64) ** 2).sum())
     gain = float((moved_NI.astype(np.float64) * (held_NI - held_read_NI)).sum())
     return min(1.0, max(0.0, gain / cost)) if cost > 0 else 0.0
+
+
+def _symmetric(upper_II: Tensor) -> Tensor:
+    """The matrix whose upper triangle is given, in place."""
+    width = len(upper_II)
+    for start in range(0, width, _BLOCK):
+        rows = slice(start, start + _BLOCK)
+        corner = upper_II[rows, rows].triu()
+        upper_II[rows, rows] = corner + corner.triu(1).T
+        upper_II[start + _BLOCK :, rows] = upper_II[rows, start + _BLOCK :].T
+    return upper_II
+
+
+@dataclass(frozen=True, slots=True)
+class PooledSums:
+    """The sums of all experts of a layer together."""
+
+    sums: InputSums
+
+    def shrunk(self, own: InputSums | None) -> InputSums:
+        """The sums of an expert, drawn towards those of all: the more, the fewer rows it was given.
+
+        H = (n H_own + k H_all) / (n + k) with k half the width; one that no row was routed to has H_all.
+        """
+        pool, width = self.sums, len(self.sums.squares_II)
+        made = InputSums(width, pool.squares_II.device, pairs=False)
+        weight = max(1.0, _POOL_SHARE * width)
+        made.squares_II += pool.squares_II * (weight / max(1, pool.count))
+        made.count = round(weight)
+        made.held = pool.held
+        if own is not None:
+            made.squares_II += own.squares_II
+            made.count += own.count
+            made.held = own.held if sum(len(rows) for rows, _ in own.held) >= _FEWEST_HELD else pool.held
+        return made
+
+
+def pooled(experts: Iterable[InputSums]) -> PooledSums:
+    """The sums of some experts together; of each, as many held rows as there is room for."""
+    listed = list(experts)
+    total = InputSums(len(listed[0].squares_II), listed[0].squares_II.device, pairs=False)
+    for each in listed:
+        total.squares_II += each.squares_II
+        total.count += each.count
+        for original_NI, read_NI in each.held:
+            few = max(1, MOST_HELD // len(listed))
+            total.hold(read_NI[:few], original_NI[:few])
+    return PooledSums(total)

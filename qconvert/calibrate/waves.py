@@ -2,8 +2,8 @@
 
 A wave is what reads one kind of input in one layer: q, k and v; the output projection; gate and up; down. Its
 statistics are measured when everything before it is quantized already, so that its codes make up for errors
-made before (the target shift of section 2.5, arXiv 2504.02692, 2505.11695). The activations of all tokens
-before a layer lie on disk, once as the original layers make them and once as the quantized ones do; in memory
+made before (the target shift: GPTAQ, arXiv 2504.02692; Qronos, arXiv 2505.11695). The activations of all
+tokens before a layer lie on disk, as the original layers make them and as the quantized ones do; in memory
 are one layer, one batch and the sums of one wave.
 
 Legend: B windows, T tokens of a window, D hidden width, N rows, I columns of a linear.
@@ -12,7 +12,6 @@ Legend: B windows, T tokens of a window, D hidden width, N rows, I columns of a 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,28 +20,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qconvert.calibrate.activation_file import ActivationFile, activation_file
 from qconvert.calibrate.calibration import Calibration
-from qconvert.calibrate.input_sums import InputSums
+from qconvert.calibrate.input_sums import InputSums, pooled
 from qconvert.core.dtypes import Json
 from qconvert.core.statistics import InputHessian, StatisticsKey
-from qconvert.errors import QConvertError
+from qconvert.errors import CheckFailed
 from qconvert.quant.hessian import NotPositiveDefinite
-from qconvert.runtime.model import Decoder
+from qconvert.runtime.model import Decoder, Rotation
 from qconvert.runtime.observers import InputKey
+from qconvert.runtime.precision import fast_products
 
-# Rows of activations in a batch: enough to amortise reading a layer's weights from memory.
+# Tokens of a batch: enough to amortise reading a layer's weights from memory.
 BATCH_TOKENS = 4096
 # One window of this many is held out of the Hessians, to decide what is written.
 HELD_OUT_OF = 16
+_ORIGINAL, _CURRENT = 0, 1
+"""Slots of the activations' file."""
 
 _Step = Callable[[Tensor], Tensor]
+LoadDecoder = Callable[[], Decoder]
 
 
 @dataclass(slots=True)
 class Wave:
     """The linears that read one kind of input in a layer, and the statistics of these inputs.
 
-    Of an input whose Hessian could not be factored there are second moments only.
+    Of an input whose Hessian could not be factored there are second moments only. `shares` are how much
+    of the target shift is applied, 0 to 1.
     """
 
     layer: int | None
@@ -64,173 +69,205 @@ class Wave:
         return self.hessians.get(key)
 
 
-class Waves:
+def waves(
+    original: LoadDecoder,
+    current: LoadDecoder,
+    calibration: Calibration,
+    wanted: Collection[StatisticsKey],
+    scratch: Path,
+) -> Iterator[Wave]:
     """The waves of a model in their order.
 
-    `original` and `current` are one model, its layers loaded on demand; while the waves are walked,
-    whoever walks them lets `current` read the weights that were quantized in their place. `wanted` are the
-    inputs of the linears to be quantized.
+    `original` and `current` load one model, its layers on demand. While the waves are walked, whoever
+    walks them lets `current` read the weights that were quantized in their place: what the linears of a
+    wave became must be there before the next wave is asked for. `wanted` are the inputs of the linears to
+    be quantized; activations lie in a file without a name in the folder `scratch`. Raises CheckFailed for
+    inputs that are no numbers, QConvertError where the disk has not enough room.
     """
-
-    def __init__(
-        self,
-        original: Decoder,
-        current: Decoder,
-        calibration: Calibration,
-        wanted: Collection[StatisticsKey],
-        scratch: Path,
-    ) -> None:
-        self._original, self._current, self._calibration = original, current, calibration
-        self._tokens_BT = tokens_BT = calibration.tokens_BT
-        self._wanted, self._scratch = frozenset(wanted), scratch
-        windows = range(len(tokens_BT))
-        held = {i for i in windows if i % HELD_OUT_OF == HELD_OUT_OF // 2} or {windows[-1]}
-        per = max(1, BATCH_TOKENS // tokens_BT.shape[1])
-        self._batches = [
-            (batch, kept)
-            for kept in (False, True)
-            for batch in _cut([i for i in windows if (i in held) == kept], per)
-        ]
-
-    def __iter__(self) -> Iterator[Wave]:
-        """The waves; what a wave's linears became must be in place before the next one is asked for."""
-        rotations = self._original.rotations(0, self._tokens_BT.shape[1])
-        streams = self._streams()
-        layers = {key.layer for key in self._wanted if key.layer is not None}
-        head = frozenset(key for key in self._wanted if key.layer is None)
-        for i in range(len(self._original.layers) if head else max(layers, default=-1) + 1):
-            wanted = {key for key in self._wanted if key.layer == i}
-            for number, original in enumerate(self._original.layers[i].steps(rotations)):
-                for stage in self._stages(original, streams.original, wanted):
-                    current = self._current.layers[i].steps(rotations)[number]
-                    yield self._wave(original, current, streams, stage, wanted)
-                current = self._current.layers[i].steps(rotations)[number]
-                streams.advance(original, current, self._batches, self._placed)
+    held_last_BT, used = _held_out_last(calibration.tokens_BT)
+    windows, tokens = held_last_BT.shape
+    decoder = original()
+    slots = 2 if calibration.shift else 1
+    with (
+        activation_file(scratch, slots, windows, tokens, decoder.config.hidden) as file,
+        torch.inference_mode(),
+        fast_products(),
+    ):
+        walk = _Walk(calibration, file, used, decoder.rotations(0, file.tokens))
+        walk.start(_ORIGINAL, decoder, held_last_BT)
+        decoder = decoder.without_tables()
+        if calibration.shift:
+            changed = current()
+            walk.start(_CURRENT, changed, held_last_BT)
+            changed = changed.without_tables()
+        else:
+            changed = decoder
+        head = frozenset(key for key in wanted if key.layer is None)
+        last = len(decoder.layers) if head else 1 + max(key.layer or 0 for key in wanted)
+        for i in range(last):
+            yield from walk.layer(i, decoder, changed, {key for key in wanted if key.layer == i})
         if head:
-            yield self._head_wave(streams, head)
+            yield walk.head(decoder, changed, head)
 
-    def _streams(self) -> _Streams:
-        with torch.inference_mode():
-            shape = (*self._tokens_BT.shape, self._original.config.hidden)
-            streams = _Streams(self._scratch, shape, shifts=self._calibration.shift)
-            for batch, _ in self._batches:
-                tokens = torch.from_numpy(self._tokens_BT[batch])
-                streams.original[batch] = self._original.embedded(tokens).float().cpu()
-                if streams.shifts:
-                    streams.current[batch] = self._current.embedded(tokens).float().cpu()
-        return streams
 
-    def _stages(self, step: _Step, x_BTD: Tensor, wanted: Collection[StatisticsKey]) -> list[tuple[str, ...]]:
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """What all waves share. The first `used` windows of the file make Hessians, the others are held out."""
+
+    calibration: Calibration
+    file: ActivationFile
+    used: int
+    rotations: Sequence[Rotation]
+
+    def start(self, slot: int, decoder: Decoder, tokens_BT: np.ndarray) -> None:
+        """Store what the first layer reads."""
+        for first, count, _ in self._batches():
+            tokens = torch.from_numpy(tokens_BT[first : first + count]).to(decoder.device)
+            self.file.write(slot, first, decoder.embedded(tokens))
+
+    def layer(
+        self, i: int, original: Decoder, current: Decoder, wanted: Collection[StatisticsKey]
+    ) -> Iterator[Wave]:
+        """The waves of a layer; afterwards the file holds what the next layer reads."""
+        layer = original.layers[i]
+        for number, step in enumerate(layer.steps(self.rotations)):
+            stages = self._stages(original, step, wanted)
+            for stage in stages:
+                changed = step
+                if self.calibration.shift:
+                    changed = current.layers[i].steps(self.rotations)[number]
+                keys = frozenset(key for key in wanted if key.role in stage)
+                reading = _Reading(original, step, current, changed, whole=stage is stages[-1])
+                yield self._wave(reading, stage, keys)
+            if not stages:
+                self._advance(original, step, _ORIGINAL)
+            if self.calibration.shift:
+                self._advance(current, current.layers[i].steps(self.rotations)[number], _CURRENT)
+
+    def head(self, original: Decoder, current: Decoder, keys: frozenset[StatisticsKey]) -> Wave:
+        """The wave of a head that is quantized."""
+        sums = InputSums(self.file.width, original.device, pairs=self.calibration.shift)
+        for first, count, held in self._batches():
+            origin = original.norm(self._read(original, _ORIGINAL, first, count)).flatten(0, 1).float()
+            read = origin
+            if self.calibration.shift:
+                read = current.norm(self._read(current, _CURRENT, first, count)).flatten(0, 1).float()
+            (sums.hold if held else sums.add)(read, origin)
+        return self._finished(keys, {InputKey(("lm_head",)): sums})
+
+    def _stages(
+        self, decoder: Decoder, step: _Step, wanted: Collection[StatisticsKey]
+    ) -> list[tuple[str, ...]]:
         """The roles that read one input each, in the order in which a step computes them."""
         seen: dict[tuple[str, ...], None] = {}
-        with self._original.observing(lambda key, rows: seen.setdefault(key.roles)), torch.inference_mode():
-            step(self._placed(x_BTD[:1]))
+        with decoder.observing(lambda key, rows: seen.setdefault(key.roles)):
+            step(self._read(decoder, _ORIGINAL, 0, 1))
         return [roles for roles in seen if any(key.role in roles for key in wanted)]
 
-    def _wave(
-        self,
-        original: _Step,
-        current: _Step,
-        streams: _Streams,
-        roles: tuple[str, ...],
-        wanted: Collection[StatisticsKey],
-    ) -> Wave:
-        keys = frozenset(key for key in wanted if key.role in roles)
+    def _wave(self, reading: _Reading, roles: tuple[str, ...], keys: frozenset[StatisticsKey]) -> Wave:
         layer = next(iter(keys)).layer
         inputs = {InputKey(roles, layer, key.expert) for key in keys}
+        # Experts are chosen anew for changed inputs, so that their rows would not pair up.
+        pairs = self.calibration.shift and all(key.expert is None for key in inputs)
         sums: dict[InputKey, InputSums] = {}
-        for batch, held in self._batches:
-            read = self._shown(self._current, current, streams.current[batch], inputs)
-            # Experts are chosen anew for changed inputs, so that rows would not pair up.
-            pairs = streams.shifts and all(key.expert is None for key in inputs)
-            origin = self._shown(self._original, original, streams.original[batch], inputs) if pairs else {}
+        for first, count, held in self._batches():
+            x_BTD = self._read(reading.original, _ORIGINAL, first, count)
+            origin, y_BTD = _shown(reading.original, reading.step, x_BTD, inputs, whole=reading.whole)
+            read = origin
+            if self.calibration.shift:
+                x_BTD = self._read(reading.current, _CURRENT, first, count)
+                read, _ = _shown(reading.current, reading.changed, x_BTD, inputs, whole=False)
             for key, rows_NI in read.items():
                 if key not in sums:
                     sums[key] = InputSums(rows_NI.shape[1], rows_NI.device, pairs=pairs)
-                (sums[key].hold if held else sums[key].add)(rows_NI, origin.get(key))
-        return self._finished(layer, keys, {key: sums.pop(key) for key in list(sums)})
+                (sums[key].hold if held else sums[key].add)(rows_NI, origin[key] if pairs else None)
+            if y_BTD is not None:
+                self.file.write(_ORIGINAL, first, y_BTD)
+        return self._finished(keys, sums)
 
-    def _finished(
-        self, layer: int | None, keys: frozenset[StatisticsKey], sums: dict[InputKey, InputSums]
-    ) -> Wave:
+    def _finished(self, keys: frozenset[StatisticsKey], sums: dict[InputKey, InputSums]) -> Wave:
+        """The wave of these sums, which are used up."""
+        layer = next(iter(keys)).layer
         wave = Wave(layer, keys)
-        for shown, summed in sums.items():
-            own = [key for key in keys if key.role in shown.roles and key.expert == shown.expert]
-            moments_I = summed.moments_I
-            if not np.isfinite(moments_I).all():
-                raise QConvertError(
+        shared = pooled(sums.values()) if any(key.expert is not None for key in keys) else None
+        roles = next(iter(sums)).roles
+        for shown in {InputKey(roles, layer, key.expert) for key in keys}:
+            own = [key for key in keys if key.expert == shown.expert]
+            summed = sums.pop(shown, None)
+            if shared is not None:
+                summed = shared.shrunk(summed)
+            assert summed is not None
+            if not np.isfinite(summed.moments_I).all():
+                raise CheckFailed(
                     f"layer {layer}, {own[0].role}: its input holds NaN or infinity on the calibration text",
-                    "the weights are damaged, or need --device cuda; try `qconvert eval perplexity` first",
+                    "the weights are damaged: `qconvert check MODEL` looks for what is not finite",
                 )
-            wave.moments |= dict.fromkeys(own, moments_I)
-            try:
-                hessian, share = summed.hessian(self._calibration.damping)
-            except NotPositiveDefinite:
-                continue
-            wave.hessians |= dict.fromkeys(own, hessian)
-            wave.shares |= dict.fromkeys(own, share)
+            wave.moments |= dict.fromkeys(own, summed.moments_I)
+            with contextlib.suppress(NotPositiveDefinite):
+                hessian, share = summed.hessian(self.calibration.damping)
+                wave.hessians |= dict.fromkeys(own, hessian)
+                wave.shares |= dict.fromkeys(own, share)
         return wave
 
-    def _head_wave(self, streams: _Streams, keys: frozenset[StatisticsKey]) -> Wave:
-        shown = InputKey(("lm_head",))
-        sums = InputSums(self._original.config.hidden, self._original.device, pairs=streams.shifts)
-        with torch.inference_mode():
-            for batch, held in self._batches:
-                read = self._current.norm(self._placed(streams.current[batch])).flatten(0, 1).float()
-                origin = self._original.norm(self._placed(streams.original[batch])).flatten(0, 1).float()
-                (sums.hold if held else sums.add)(read, origin if streams.shifts else None)
-        return self._finished(None, keys, {shown: sums})
+    def _advance(self, decoder: Decoder, step: _Step, slot: int) -> None:
+        for first, count, _ in self._batches():
+            self.file.write(slot, first, step(self._read(decoder, slot, first, count)))
 
-    def _shown(
-        self, decoder: Decoder, step: _Step, x_BTD: Tensor, wanted: Collection[InputKey]
-    ) -> dict[InputKey, Tensor]:
-        """The inputs that a step shows of those wanted, float32 [N, I]; it ends when all were seen."""
-        found: dict[InputKey, Tensor] = {}
+    def _read(self, decoder: Decoder, slot: int, first: int, count: int) -> Tensor:
+        return self.file.read(slot, first, count).to(decoder.device, decoder.dtype)
 
-        def see(key: InputKey, rows_NI: Tensor) -> None:
-            if key in wanted:
-                found[key] = rows_NI.float()
-                if len(found) == len(wanted):
-                    raise _AllSeen
+    def _batches(self) -> Iterator[tuple[int, int, bool]]:
+        """Windows that are computed together: the first, how many, and whether they are held out."""
+        per = max(1, BATCH_TOKENS // self.file.tokens)
+        for begin, end, held in ((0, self.used, False), (self.used, self.file.windows, True)):
+            for first in range(begin, end, per):
+                yield first, min(per, end - first), held
 
-        with decoder.observing(see), torch.inference_mode(), contextlib.suppress(_AllSeen):
-            step(self._placed(x_BTD))
-        return found
 
-    def _placed(self, x_BTD: Tensor) -> Tensor:
-        return x_BTD.to(self._original.device, self._original.dtype)
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A step of a layer as the original computes it, and as it is so far.
+
+    With `whole`, the original one is computed to its end, since nothing will read its input again.
+    """
+
+    original: Decoder
+    step: _Step
+    current: Decoder
+    changed: _Step
+    whole: bool
 
 
 class _AllSeen(Exception):
     """Ends a step whose remaining products nobody needs."""
 
 
-class _Streams:
-    """The activations before a layer, float32 [B, T, D] in files without a name.
+def _shown(
+    decoder: Decoder, step: _Step, x_BTD: Tensor, wanted: Collection[InputKey], *, whole: bool
+) -> tuple[dict[InputKey, Tensor], Tensor | None]:
+    """The inputs that a step shows of those wanted, float32 [N, I]; if it is `whole`, what it gives."""
+    found: dict[InputKey, Tensor] = {}
 
-    `current` is `original` where the layers before are not quantized.
+    def see(key: InputKey, rows_NI: Tensor) -> None:
+        if key in wanted:
+            found[key] = rows_NI.float()
+            if len(found) == len(wanted) and not whole:
+                raise _AllSeen
+
+    y_BTD = None
+    with decoder.observing(see), contextlib.suppress(_AllSeen):
+        y_BTD = step(x_BTD)
+    return found, y_BTD if whole else None
+
+
+def _held_out_last(tokens_BT: np.ndarray) -> tuple[np.ndarray, int]:
+    """The windows with those that are held out at the end, and the number of the others.
+
+    Of a single window nothing is held out: it serves for both.
     """
-
-    def __init__(self, folder: Path, shape: tuple[int, ...], *, shifts: bool) -> None:
-        self.shifts = shifts
-        self.original = on_disk(folder, shape)
-        self.current = on_disk(folder, shape) if shifts else self.original
-
-    def advance(
-        self, original: _Step, current: _Step, batches: Sequence[tuple[list[int], bool]], place: _Step
-    ) -> None:
-        """Let both pass through a step."""
-        with torch.inference_mode():
-            for batch, _ in batches:
-                for x_BTD, step in ((self.original, original), (self.current, current))[: 1 + self.shifts]:
-                    x_BTD[batch] = step(place(x_BTD[batch])).float().cpu()
-
-
-def on_disk(folder: Path, shape: tuple[int, ...]) -> Tensor:
-    """A float32 tensor of zeros in a file without a name, which is gone with the process."""
-    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (the mapping keeps it)
-    return torch.from_numpy(np.memmap(file, np.float32, "w+", shape=shape))
-
-
-def _cut(items: Sequence[int], size: int) -> list[list[int]]:
-    return [list(items[i : i + size]) for i in range(0, len(items), size)]
+    held_B = np.arange(len(tokens_BT)) % HELD_OUT_OF == HELD_OUT_OF // 2
+    if not held_B.any():
+        held_B[-1] = True
+    if held_B.all():
+        return np.concatenate((tokens_BT, tokens_BT)), len(tokens_BT)
+    return np.concatenate((tokens_BT[~held_B], tokens_BT[held_B])), int((~held_B).sum())

@@ -99,7 +99,7 @@ def resolve_texts(name: str, suffixes: Sequence[str]) -> Path:
     match = _HUB_NAME.fullmatch(name)
     if match is None:
         raise QConvertError(f"{shown(name)}: no name for a dataset on the Hub", "write hub:org/name")
-    with _explained(name):
+    with _explained(name, "dataset"):
         return Path(
             snapshot_download(
                 match["repo"],
@@ -136,7 +136,7 @@ def _remote_headers(repo_id: str, commit: str) -> dict[str, TensorSpec] | None:
 
 
 @contextmanager
-def _explained(model: str) -> Iterator[None]:
+def _explained(model: str, kind: str = "model") -> Iterator[None]:
     """Converts exceptions of huggingface_hub to one sentence and a hint."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, SafetensorsParsingError
 
@@ -147,14 +147,15 @@ def _explained(model: str) -> Iterator[None]:
     except SafetensorsParsingError as error:
         raise CorruptCheckpoint(f"{model}: {_first_line(error)}") from error
     except (network, OSError, HFValidationError, RuntimeError) as error:  # RuntimeError: hf_xet's downloads
-        fact, hint = _explanation(error)
+        fact, hint = _explanation(error, kind)
         raise QConvertError(f"{model}: {fact}", hint) from error
 
 
-def _explanation(error: BaseException) -> tuple[str, str]:
-    """Returns what went wrong with the Hub, and what the user can do."""
+def _explanation(error: BaseException, kind: str = "model") -> tuple[str, str]:
+    """Returns what went wrong with the Hub, and what the user can do; only models can be folders instead."""
     from huggingface_hub import constants, errors
 
+    missing = "no such folder, and no" if kind == "model" else "no"
     log_in = "run `hf auth login` or set HF_TOKEN"
     again = "check the connection and HF_ENDPOINT, then run it again: what has arrived is kept"
     answers = {  # the first match; a gated repository is also one not found
@@ -163,19 +164,19 @@ def _explanation(error: BaseException) -> tuple[str, str]:
             f"accept its terms on its page, then {log_in}",
         ),
         errors.RepositoryNotFoundError: (
-            "no such folder, and no such model on the Hub",
+            f"{missing} such {kind} on the Hub",
             f"check the name; if it is private, {log_in}",
         ),
         errors.RevisionNotFoundError: ("has no such revision on the Hub", "name a branch, a tag or a commit"),
-        errors.HFValidationError: ("no such folder, and no name for a model on the Hub", _WRITTEN),
+        errors.HFValidationError: (f"{missing} name for a {kind} on the Hub", _WRITTEN),
     }
-    for kind, answer in answers.items():
-        if isinstance(error, kind):
+    for cause, answer in answers.items():
+        if isinstance(error, cause):
             return answer
     if isinstance(error, errors.LocalEntryNotFoundError):
         why = "while offline" if constants.HF_HUB_OFFLINE else f"({_first_line(error.__cause__ or error)})"
         hint = "unset HF_HUB_OFFLINE to download it" if constants.HF_HUB_OFFLINE else again
-        return f"no such folder, and not whole in the cache {why}", hint
+        return f"{missing.removesuffix('no')}not whole in the cache {why}", hint
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         fact = f"the cache {constants.HF_HUB_CACHE} cannot be written: {error.strerror}"
         return fact, "free some space, or set HF_HOME to a folder that can be written"

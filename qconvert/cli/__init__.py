@@ -19,6 +19,7 @@ from qconvert.core.version import __version__
 # In the order of the help page, which is printed without importing any of them.
 COMMANDS: Mapping[str, str] = {
     "inspect": "Show parameters by role, ties, fusions and quantization.",
+    "calibrate": "Measure what linears read, so that errors can be weighed.",
     "quantize": "Quantize the linears to 2 to 8 bits, by groups.",
     "fuse-qkv": "Stack q, k, v into one linear, exactly.",
     "fuse": "Stack q, k, v and gate, up, or experts, exactly.",

@@ -7,8 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
-from qconvert.cli.options import LayoutChoice, examples, model_argument, pad_option, writing_options
+from qconvert.cli.options import (
+    LayoutChoice,
+    examples,
+    model_argument,
+    pad_option,
+    statistics_option,
+    writing_options,
+)
 from qconvert.cli.run_conversion import Flags, write
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
@@ -65,7 +73,9 @@ class _WithLayouts(click.Command):
 @click.option(
     "--undo-act-order", is_flag=True, help="Fold GPTQ's g_idx into the weights before, where that is exact."
 )
+@statistics_option
 @pad_option
+@calibration_options
 @writing_options
 def command(
     model: str,
@@ -94,7 +104,7 @@ def command(
             )
     if layout in PLAIN:
         with typed():
-            _refuse(layout, {**own, "--dtype": flags.dtype})
+            _refuse(layout, {**own, "--calibration": flags.statistics, "--dtype": flags.dtype})
         plain = replace(flags, dtype=layout)
         write(model, plain.request("convert", Recipe(pad_to_tp=pad_to_tp), dequantize=True), layout, plain)
     elif layout == GGUF:
@@ -117,6 +127,12 @@ def _to_layout(
     with typed():
         table, integers = _parse(layout, scheme)
     target, recipe = Target(layout, integers, table, **allowed), Recipe(layout=layout, pad_to_tp=pad_to_tp)
+    with typed():
+        if flags.statistics and target.codebook and not target.codebook.codebook.group_rows:
+            raise BadRecipe(
+                f"--calibration: {target.codebook.name} has one scale for a whole weight, which is not searched",
+                f"leave it out; {layout} holds {target.traits.described}",
+            )
 
     def ask(source: OpenedModel) -> Request:
         quantizes = integers and source.checkpoint.quantization is None

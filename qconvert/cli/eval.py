@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +11,11 @@ import click
 
 from qconvert.cli.exit_codes import INTERRUPTED, typed
 from qconvert.cli.options import device_option, examples, json_option, quiet_option, revision_option
+from qconvert.cli.progress import counted
 from qconvert.errors import BadRecipe, CheckFailed, QConvertError
 from qconvert.evaluate.protocols import LEAST_CONTEXT, PROTOCOLS
 
 if TYPE_CHECKING:
-    from qconvert.evaluate.lockstep import Progress
     from qconvert.evaluate.perplexity_report import PerplexityReport
     from qconvert.evaluate.weights_report import WeightReport
 
@@ -188,7 +185,7 @@ def _measure(
     from qconvert.evaluate.measure import perplexity
 
     scores = None if out is None else _scores(out, resume=resume, quiet=quiet)
-    with _bar(quiet) as progress:
+    with counted("chunk", talks=not quiet) as progress:
         return perplexity(
             names,
             reference=reference,
@@ -218,23 +215,6 @@ def _scores(out: Path, *, resume: bool, quiet: bool) -> Path:
         if not quiet:
             click.echo("note: nothing was measured yet, so it starts from the beginning", err=True)
     return scores
-
-
-@contextmanager
-def _bar(quiet: bool) -> Iterator[Progress | None]:
-    """A bar over windows on stderr, when somebody is watching."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(unit="chunk", file=sys.stderr, leave=False) as bar:
-
-        def progress(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield progress
 
 
 def show_report(

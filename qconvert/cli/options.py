@@ -16,6 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DTYPES = ("bf16", "f16", "f32")
 DEFAULT_MAX_MEMORY = "1GB"
 DEFAULT_SHARD_SIZE = "5GB"
+ALL = "all"
 
 
 class SizeType(click.ParamType):  # type: ignore[type-arg]  # no generic class before click 8.4
@@ -36,6 +37,20 @@ class SizeType(click.ParamType):  # type: ignore[type-arg]  # no generic class b
         if nbytes < parse_size(self.least):
             self.fail(f"{value} is too little; at least {self.least}", param, ctx)
         return nbytes
+
+
+class TokensType(click.ParamType):  # type: ignore[type-arg]
+    """A number of tokens written like 4096, 32k or 1M (k is 1,024), or `all`: None, as many as there are."""
+
+    name = "tokens"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"([1-9]\d{0,11})([kKmM]?)", str(value))
+        if match is None and value != ALL:
+            self.fail(f"{value!r} is no number of tokens; write 4096, 32k, 1M or {ALL}", param, ctx)
+        return None if match is None else int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
 
 
 class DeviceType(click.ParamType):  # type: ignore[type-arg]
@@ -118,8 +133,13 @@ only_option = click.option(
     type=click.Choice(["qkv", "gate_up", "experts"]),
     help="Only these linears, or stacks of experts.",
 )
-imatrix_option = click.option(
-    "--imatrix", type=click.Path(path_type=Path), metavar="FILE", help="Importance matrix (GGUF or .dat)."
+statistics_option = click.option(
+    "--calibration",
+    "--imatrix",
+    "statistics",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Weigh errors by statistics of `qconvert calibrate`, or an importance matrix (GGUF or .dat).",
 )
 
 # What every command that writes takes, in the order of its help page: what becomes of the output, how the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,26 @@ def explained_if_slow(*, talks: bool) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def counted(unit: str, *, talks: bool, scaled: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar that is told how much is done of how much, when somebody is watching; else None.
+
+    `scaled` numbers are written like 1.2M.
+    """
+    if not talks or not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(unit=unit, unit_scale=scaled, file=sys.stderr, leave=False) as bar:
+
+        def tell(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield tell
 
 
 @contextmanager

@@ -10,13 +10,14 @@ from typing import Any
 
 import click
 
+from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     LayoutChoice,
     examples,
-    imatrix_option,
     model_argument,
     pad_option,
+    statistics_option,
     writing_options,
 )
 from qconvert.cli.run_conversion import Flags, write
@@ -84,7 +85,8 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
     help="Layout of the output.",
 )
 @target_options("schemes", TARGET_SCHEMES)
-@imatrix_option
+@statistics_option
+@calibration_options
 @pad_option
 @click.option(
     "--recipe",
@@ -118,8 +120,8 @@ def command(model: str, **flags: Any) -> None:
     recipe = build_recipe(**asked, chosen_later=aim is not None)
     values = Flags(**flags)
     with typed():
-        if values.imatrix and not recipe.search:
-            raise BadRecipe("--imatrix: --min-max does not weigh errors", "leave out one of the two")
+        if values.statistics and not recipe.search:
+            raise BadRecipe("--calibration: --min-max does not weigh errors", "leave out one of the two")
     target = Target(recipe.layout) if recipe.layout != registry.DEFAULT else None
     request = values.request("quantize", recipe, target=target)
     if aim is None:

@@ -18,6 +18,7 @@ from qconvert.cli.target import Aiming
 from qconvert.core.sizes import parse_size
 
 if TYPE_CHECKING:
+    from qconvert.calibrate.calibration import Calibration
     from qconvert.convert.job import OpenedModel, RunOptions
     from qconvert.plan.recipe import Recipe
     from qconvert.plan.request import Request
@@ -41,7 +42,12 @@ class Flags:
     revision: str | None = None
     allow_unknown: bool = False
     allow_nonfinite: bool = False
-    imatrix: Path | None = None
+    statistics: Path | None = None
+    method: str = "nearest"
+    texts: tuple[str, ...] = ()
+    tokens: int | None = None
+    window: int | None = None
+    inputs: str = "quantized"
     pre_tokenizer: str | None = None
 
     @property
@@ -56,6 +62,12 @@ class Flags:
             overwrite=self.overwrite,
             hash_sources=self.hash_sources,
         )
+
+    def calibration(self, model: Path) -> Calibration | None:
+        """The calibration that is asked for, on the tokens of a model; None where there is none."""
+        from qconvert.cli.calibration_options import calibration_of
+
+        return calibration_of(model, self.method, self.texts, self.tokens, self.window, self.inputs)
 
     @property
     def talks(self) -> bool:
@@ -95,7 +107,14 @@ def write(model: str, ask: Request | Ask | Aiming, suffix: str, flags: Flags) ->
     known = aiming.request if aiming else None if callable(ask) else ask
     source = open_model(model, revision=flags.revision, declared=known.recipe.architecture if known else None)
     request = ask(source) if callable(ask) else ask
-    job = prepare(source, request, flags.options, imatrix=flags.imatrix, pre_tokenizer=flags.pre_tokenizer)
+    job = prepare(
+        source,
+        request,
+        flags.options,
+        statistics=None if aiming else flags.statistics,  # which its request has already
+        calibration=flags.calibration(source.checkpoint.path),
+        pre_tokenizer=flags.pre_tokenizer,
+    )
     out = flags.out or job.container.default_out(suffix or (request.dtype.label if request.dtype else ""))
     if not flags.dry_run:
         job.container.check_target(out)

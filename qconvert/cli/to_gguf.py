@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     SIZE,
     dry_run_option,
     examples,
-    imatrix_option,
     jobs_option,
     json_option,
     memory_option,
     nonfinite_option,
     revision_option,
+    statistics_option,
     verify_option,
     written_option,
 )
@@ -64,7 +65,8 @@ _TYPE_OR_TARGET = {
     help="Where blocks do not divide a row, take a bigger type, or stop.",
 )
 @target_options("types", TARGET_TYPES)
-@imatrix_option
+@statistics_option
+@calibration_options
 @click.option("--allow-requantize", is_flag=True, help="Quantize again what already is; that loses twice.")
 @click.option("--split-max-size", "shard_size", type=SIZE, help="Write numbered parts of at most this size.")
 @click.option(

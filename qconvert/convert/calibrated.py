@@ -10,12 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from qconvert.calibrate.calibration import Calibration
-from qconvert.calibrate.waves import Waves, on_disk
+from qconvert.calibrate.waves import waves
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.runner import BlockDone, Made
@@ -27,6 +28,7 @@ from qconvert.core.values import DenseRows, Value
 from qconvert.plan.plan import Plan, Unit
 from qconvert.quant.dequantize import numbers
 from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.device_layout import Layout
 from qconvert.runtime.load import load_decoder
 from qconvert.runtime.model import Decoder
 
@@ -42,22 +44,19 @@ def run_in_waves(
     Activations lie in files without a name in the folder `scratch`. Raises UnsupportedModel for a family
     that does not run here, and what `runner.run` raises.
     """
-    replaced = ReplacedRows(checkpoint.reader, scratch)
+    replaced = ReplacedRows(checkpoint.reader)
     calibrated = {unit.output.name: unit for unit in plan.units if unit.statistics and keeps_rows(unit)}
     others = [replace(unit, statistics=()) for unit in plan.units if unit.output.name not in calibrated]
     embeddings = [unit for unit in others if unit.quantizes and keeps_rows(unit)]
     # First, since what the quantized embedding gives is what the first layer reads.
     yield from run_plan(Plan(tuple(embeddings)), None, replaced.keep)
     yield from run_plan(Plan(tuple(unit for unit in others if unit not in embeddings)), None, None)
-    waves = Waves(
-        _decoder(checkpoint, checkpoint.reader),
-        _decoder(checkpoint, replaced),
-        calibration,
-        {key for unit in calibrated.values() for key in unit.statistics},
-        scratch,
-    )
+    wanted = {key for unit in calibrated.values() for key in unit.statistics}
+    if not wanted:
+        return
     layer = None
-    for wave in waves:
+    original, current = (partial(_decoder, checkpoint, rows) for rows in (checkpoint.reader, replaced))
+    for wave in waves(original, current, calibration, wanted, scratch):
         if wave.layer != layer:
             layer = wave.layer
             replaced.forget()
@@ -67,7 +66,8 @@ def run_in_waves(
 
 def _decoder(checkpoint: Checkpoint, rows: Rows) -> Decoder:
     weights = CheckpointWeights(checkpoint, rows)
-    return load_decoder(DecoderConfig.of(checkpoint.architecture), weights, on_demand=True)
+    config = DecoderConfig.of(checkpoint.architecture)
+    return load_decoder(config, weights, layout=Layout.AUTO, on_demand=True)
 
 
 def keeps_rows(unit: Unit) -> bool:
@@ -78,8 +78,8 @@ def keeps_rows(unit: Unit) -> bool:
 class ReplacedRows:
     """Reads the rows of a source, but those that were quantized as the numbers they became."""
 
-    def __init__(self, reader: Rows, scratch: Path) -> None:
-        self._reader, self._scratch = reader, scratch
+    def __init__(self, reader: Rows) -> None:
+        self._reader = reader
         self._rows: dict[str, np.ndarray] = {}
         self._lock = threading.Lock()
 
@@ -108,11 +108,9 @@ class ReplacedRows:
     def _of(self, tensor: ModelTensor) -> np.ndarray:
         with self._lock:
             if tensor.name not in self._rows:
-                self._rows[tensor.name] = on_disk(self._scratch, (tensor.rows, tensor.width)).numpy()
-                # Units may make a tensor's rows one after the other.
-                self._rows[tensor.name][:] = numbers(
-                    self._reader.read(tensor, 0, tensor.rows), DType.F32
-                ).rows_RI
+                # Units may make a tensor's rows one after the other, or not all of them.
+                source = self._reader.read(tensor, 0, tensor.rows)
+                self._rows[tensor.name] = np.array(numbers(source, DType.F32).rows_RI)
             return self._rows[tensor.name]
 
 

@@ -47,15 +47,16 @@ def prepare(
     request: Request,
     options: RunOptions,
     *,
-    imatrix: Path | None = None,
+    statistics: Path | None = None,
     calibration: Calibration | None = None,
     pre_tokenizer: str | None = None,
 ) -> Job:
     """Compile a request for an opened model.
 
-    `imatrix` is an importance matrix, whose statistics weigh the errors of new codes; with a `calibration`,
-    codes are chosen together; `pre_tokenizer` is llama.cpp's name of a GGUF's pre-tokenizer. Raises BadRecipe
-    for a request that contradicts the model, UnsupportedModel for a model that the output cannot hold.
+    `statistics` is a file or folder of statistics that weigh the errors of new codes (`open_statistics`);
+    with a `calibration`, codes are chosen together; `pre_tokenizer` is llama.cpp's name of a GGUF's
+    pre-tokenizer. Raises BadRecipe for a request that contradicts the model, UnsupportedModel for a model
+    that the output cannot hold.
     """
     checkpoint = source.checkpoint
     if not checkpoint.files.has_weights:
@@ -63,10 +64,10 @@ def prepare(
             f"{source.location.name}: no weights beside the config.json", "give the whole model folder"
         )
     binding = checkpoint.bind(allow_unknown=request.allow_unknown)
-    if imatrix is not None:
-        from qconvert.calibrate.imatrix import open_imatrix
+    if statistics is not None:
+        from qconvert.calibrate.statistics_file import open_statistics
 
-        request = replace(request, statistics=open_imatrix(imatrix, checkpoint.architecture))
+        request = replace(request, statistics=open_statistics(statistics, checkpoint.architecture))
     if calibration is not None:
         request = replace(request, statistics=PlannedStatistics(calibration.record))
     layout = _layout(source, request)

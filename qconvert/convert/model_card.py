@@ -91,7 +91,8 @@ def _loss(manifest: Json) -> list[str]:
     if "statistics" in manifest:
         weighed = manifest["statistics"]
         text = f", measured on `{weighed['dataset']}`" if weighed["dataset"] else ""
-        what = f"Errors of {weighed['tensors']} tensors are weighed by the importance matrix"
+        kind = "statistics of their inputs" if "texts" in weighed else "importance matrix"
+        what = f"Errors of {weighed['tensors']} tensors are weighed by the {kind}"
         lines.append(f"{what} `{weighed['file']}`{text}.")
     return lines + _calibration(manifest)
 
@@ -101,7 +102,7 @@ def _calibration(manifest: Json) -> list[str]:
     if "calibration" not in manifest or manifest["calibration"]["output_error"] is None:
         return []
     calibration = manifest["calibration"]
-    error, texts = calibration["output_error"], calibration["text"].get("texts", [])
+    error, texts = calibration["output_error"], calibration["text"].get("files", [])
     named = ", ".join(f"`{text['name']}` (SHA-256 {text['sha256'][:12]})" for text in texts)
     return [
         f"Codes are chosen with error feedback on {calibration['tokens']:,} tokens"

@@ -6,6 +6,7 @@ block by block of rows, and what comes out is compared with the plain numbers th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,16 +46,26 @@ def priced_groups(jobs: Mapping[str, Job], sensitivities: Iterable[Sensitivity])
     The jobs are of one model and differ in the encodings of its weights; their statistics weigh the errors
     of encoders. Raises BadRecipe for an operation that depends on more than its own rows.
     """
-    first = next(iter(jobs.values()))
     weights = _weights(jobs)
     prices: dict[tuple[str, str], float] = {}
     for sensitivity in sensitivities:
         for weight in weights:
             if weight.layer == sensitivity.layer:
                 prices |= {(weight.name, label): c for label, c in _prices(weight, jobs, sensitivity)}
-    by_name = {weight.name: weight for weight in weights}
-    architecture = first.compiled.architecture
-    names = alike(list(by_name), architecture) if not first.compiled.is_gguf else [(n,) for n in by_name]
+    return _groups(jobs, weights, prices)
+
+
+def sized_groups(jobs: Mapping[str, Job]) -> list[Group]:
+    """The same groups and bytes, all options for nothing: what is known before a text is run."""
+    return _groups(jobs, _weights(jobs), defaultdict(float))
+
+
+def _groups(
+    jobs: Mapping[str, Job], weights: Sequence[_Weight], prices: Mapping[tuple[str, str], float]
+) -> list[Group]:
+    compiled, by_name = next(iter(jobs.values())).compiled, {weight.name: weight for weight in weights}
+    alone = [(name,) for name in by_name]
+    names = alone if compiled.is_gguf else alike(list(by_name), compiled.architecture)
     return [_group(members, by_name, jobs, prices) for members in names]
 
 

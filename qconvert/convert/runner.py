@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from math import lcm
 from typing import TYPE_CHECKING, TypeVar
 
@@ -160,7 +161,7 @@ def run(
     transposed = reader.layout.transposed or layout.transposed
     block_bytes = TRANSPOSED_BLOCK_BYTES if transposed else BLOCK_BYTES
     limit = min(block_bytes, max(1, max_memory // (2 * jobs)))
-    units = _finalized(units, reader, layout, limit, jobs, max_memory)
+    units = _finalized(units, reader, layout, limit, terms, statistics)
     blocks = [block for unit in units for block in cut(unit, layout, limit)]
     left = {unit.output.name: 0 for unit in units}
     for block in blocks:
@@ -175,7 +176,12 @@ def run(
 
 
 def _finalized(
-    units: list[Unit], reader: Reader, layout: Layout, limit: int, jobs: int, max_memory: int
+    units: list[Unit],
+    reader: Reader,
+    layout: Layout,
+    limit: int,
+    terms: Terms,
+    statistics: StatisticsSource | None,
 ) -> list[Unit]:
     """The units with their reductions done: those that need one are read once more for it.
 
@@ -189,14 +195,15 @@ def _finalized(
     def look(block: Block) -> tuple[Block, np.ndarray]:
         unit = block.unit
         value, _ = gather(unit.inputs, reader, rows_read(unit, block.start), rows_read(unit, block.stop))
+        given = rows_statistics(unit, block.start, block.stop, statistics)
         for op in unit.ops:
             if op.needs_reduction:
                 return block, op.reduce(value)
-            value, _ = op.apply(value)
+            value, _ = op.apply(value, given if op.quantizes else ())
         raise AssertionError("a unit without a reduction")
 
     seen: dict[str, dict[int, np.ndarray]] = {name: {} for name in reductions}
-    for block, found in bounded(blocks, look, jobs, max_memory):
+    for block, found in bounded(blocks, look, terms.jobs, terms.max_memory):
         seen[block.unit.output.name][block.start] = found
     groups: dict[str, list[np.ndarray]] = {}
     for name, op in reductions.items():
@@ -269,7 +276,7 @@ def _make(
         require_same_constants(unit, reader)
     first, last = rows_read(unit, block.start), rows_read(unit, block.stop)
     value, nbytes = gather(unit.inputs, reader, first, last)
-    given = rows_statistics(unit, block.start, block.stop, statistics) if statistics is not None else ()
+    given = rows_statistics(unit, block.start, block.stop, statistics)
     error, code_error, output_error = None, 0.0, None
     for op in unit.ops:
         width = value.width if isinstance(value, DenseRows) else unit.source.width
@@ -297,20 +304,34 @@ def _write(rows: ArrayRows, sink: Sink, terms: Terms) -> WrittenRows:
     return WrittenRows(rows.name, rows.start, len(array), array.shape[1], crc32, rows.column)
 
 
-def rows_statistics(unit: Unit, start: int, stop: int, source: StatisticsSource) -> tuple[RowStatistics, ...]:
+def rows_statistics(
+    unit: Unit, start: int, stop: int, source: StatisticsSource | None
+) -> tuple[RowStatistics, ...]:
     """The statistics of the inputs of rows [start, stop) of a unit's output, by runs of rows."""
-    if not unit.statistics:
+    if source is None or not unit.statistics:
         return ()
     each = max(1, unit.output.rows // len(unit.statistics))
     return tuple(
         RowStatistics(
             max(i * each, start) - start,
             min((i + 1) * each, stop) - start,
-            source.second_moments(unit.statistics[i]),
+            _moved_with_columns(source.second_moments(unit.statistics[i]), unit.ops),
             source.rounding(unit.statistics[i]),
         )
         for i in range(start // each, -(-stop // each))
     )
+
+
+def _moved_with_columns(moments_I: np.ndarray, ops: tuple[Op, ...]) -> np.ndarray:
+    """What was measured of columns, where operations move them before codes are chosen, or append zeros."""
+    import numpy as np
+
+    for op in takewhile(lambda op: not op.quantizes, ops):
+        if op.column_order:
+            moments_I = moments_I[list(op.column_order)]
+        if op.padded_width is not None:
+            moments_I = np.pad(moments_I, (0, op.padded_width - len(moments_I)))
+    return moments_I
 
 
 def rows_read(unit: Unit, row: int) -> int:

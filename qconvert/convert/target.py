@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qconvert.calibrate.sensitivity import Sensitivity, TextStatistics
 from qconvert.convert.job import Job
-from qconvert.convert.prices import priced_groups
+from qconvert.convert.prices import priced_groups, sized_groups
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import GGMLType, parse_ggml_type
 from qconvert.core.schemes import parse_scheme
@@ -87,13 +87,13 @@ def choose(
         measured = TextStatistics(record or {})
         request, found = replace(request, statistics=measured), measured.keeping(found)
     jobs = {label: prepared(_uniform_request(request, label)) for label in target.labels}
-    groups = priced_groups(jobs, found)
+    first, groups = next(iter(jobs.values())), sized_groups(jobs)
     if not groups:
         raise BadRecipe("target: nothing to choose, no weight would be quantized", "leave out some --keep")
-    first = next(iter(jobs.values()))
     weights = table_of_outputs(first.compiled.outputs, first.compiled.architecture).parameters
     if target.size is None:
         assert target.divergence is not None
+        groups = priced_groups(jobs, found)
         mix = fewest_bytes(groups, target.divergence)
         made = _request_of(request, mix, jobs)
         return Chosen(
@@ -101,8 +101,9 @@ def choose(
         )
     measure = _file_bytes if target.size.nbytes is not None else _tensor_bytes
     most = target.size.most_bytes(weights)
-    fixed = measure(first) - sum(option.nbytes for group in groups for option in group.options[:1])
-    room = most - fixed
+    room = most - measure(first) + sum(option.nbytes for group in groups for option in group.options[:1])
+    smallest_cost(groups, room)  # which says at once if there is none
+    groups = priced_groups(jobs, found)
     while True:
         mix = smallest_cost(groups, room)
         made = _request_of(request, mix, jobs)

@@ -24,6 +24,18 @@ class StatisticsKey:
     expert: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class InputKey:
+    """Whose input it is: all roles that read it, as `Parameter.group` names them, their layer and expert.
+
+    Linears that share an input, such as `attn.q`, `attn.k` and `attn.v`, are one key, stored fused or not.
+    """
+
+    roles: tuple[str, ...]
+    layer: int | None = None
+    expert: int | None = None
+
+
 class StatisticsSource(Protocol):
     """Statistics of a model's activations."""
 

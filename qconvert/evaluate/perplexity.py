@@ -16,6 +16,7 @@ import numpy as np
 from qconvert.errors import BadRecipe
 from qconvert.evaluate.corpora import WIKITEXT, load_text
 from qconvert.evaluate.lockstep import EvalModel, Progress, Track, run_lockstep
+from qconvert.evaluate.models import calibrated_on
 from qconvert.evaluate.paired_statistics import divergence, exp_mean, mean, root_mean_square
 from qconvert.evaluate.perplexity_report import PerplexityReport
 from qconvert.evaluate.protocols import LEAST_CONTEXT, Protocol, Window, protocol_named
@@ -159,7 +160,10 @@ def _report(evaluation: _Evaluation, tracks: Sequence[Track], echoes: Sequence[T
         models=tuple(_model_result(track, evaluation) for track in tracks),
         noise_floor=_compare(echoes[0], base, evaluation.window_N) if base and echoes else None,
         environment={**versions(), "device": device_name(tracks[0].model.decoder)},
-        notes=_notes(evaluation, min(track.model.decoder.config.max_positions for track in tracks)),
+        notes=(
+            *_notes(evaluation, min(track.model.decoder.config.max_positions for track in tracks)),
+            *_flattered(tracks, tokens.text),
+        ),
     )
 
 
@@ -189,6 +193,12 @@ def _compare(track: Track, base: Track, window_N: np.ndarray) -> Comparison:
         top1_agreement=mean(same_N.astype(float), window_N),
         rms_delta_p=root_mean_square(np.exp(-nll_N) - np.exp(-base_N), window_N),
     )
+
+
+def _flattered(tracks: Sequence[Track], text: Text) -> list[str]:
+    """What to say of models that were calibrated on the very text that they are measured on."""
+    labels = [t.model.label for t in tracks if text.sha256 in calibrated_on(t.model.path)]
+    return [f"{label} was calibrated on this text, which flatters it" for label in labels]
 
 
 def _notes(evaluation: _Evaluation, positions: int) -> tuple[str, ...]:

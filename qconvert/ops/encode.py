@@ -131,6 +131,8 @@ class EncodeTable(Encode):
 
     `rounding` are the rules of its scales and ties. `whole` is the largest magnitude of the
     whole tensor, or of its shared scale group, once it is known, for encodings that need it.
+    Where statistics are given, scales are searched, and the error of a column is weighed by its mean square;
+    not where two experts share a scale.
     """
 
     encoding: Codebook
@@ -167,9 +169,23 @@ class EncodeTable(Encode):
         return self.encoding
 
     def nearest(self, value: DenseRows, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
+        if any(each.last % self.granule for each in statistics[:-1]):
+            return self._encode(value)
+        pieces = [
+            self._encode(DenseRows(value.rows_RI[s.first : s.last], value.dtype), s.second_moments_I)
+            for s in statistics
+        ]
+        if not pieces:
+            return self._encode(value)
+        found = _joined([found for _, found in pieces], statistics, value.width)
+        return stack_rows([made for made, _ in pieces]), found
+
+    def _encode(self, value: DenseRows, weights_I: np.ndarray | None = None) -> tuple[Value, Finding]:
         from qconvert.quant.codebook_encode import encode
 
-        made, error = encode(value, self.encoding, rounding=self.rounding, whole=self.whole)
+        made, error = encode(
+            value, self.encoding, rounding=self.rounding, whole=self.whole, weights_I=weights_I
+        )
         return made, Finding(error.nonfinite, error=error)
 
 

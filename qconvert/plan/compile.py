@@ -22,6 +22,7 @@ from qconvert.plan.passes.output_layout import bring_into_layout, restack_for_cl
 from qconvert.plan.passes.quantize import quantize
 from qconvert.plan.passes.tensor_parallel_padding import pad_to_ranks
 from qconvert.plan.passes.tie import tie_head
+from qconvert.plan.passes.weigh import weigh_errors
 from qconvert.plan.plan import copy_of
 from qconvert.plan.request import Request
 from qconvert.plan.state import Compiled, Pass
@@ -39,6 +40,7 @@ FOLDER: tuple[Pass, ...] = (
     cast_plain,
     quantize,
     bring_into_layout,
+    weigh_errors,
     refuse_ggml_blocks,
     check_finite,
     write_config,

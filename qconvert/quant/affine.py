@@ -18,8 +18,8 @@ from qconvert.core.values import AffineIntRows, DenseRows
 from qconvert.quant.affine_kernels import decode_rows, decode_rows_to_bfloat16, quantize_rows
 from qconvert.quant.casts import as_kernels_read, cast, compare, first_nonfinite
 from qconvert.quant.group_scales import group_spec
+from qconvert.quant.importance import by_groups
 from qconvert.quant.packed_codes import codes_of
-from qconvert.quant.simd.lanes import LANES
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def quantize(
     codes_RI = np.empty((rows, width), np.uint8)
     scales_RG, zeros_RG = np.empty(shape[:2], np.float32), np.empty(shape[:2], np.uint8)
     tally_4, too_large, not_finite = quantize_rows(
-        words_RI.reshape(shape), group_spec(encoding), search, _importance(weights_I, shape[1:]),
+        words_RI.reshape(shape), group_spec(encoding), search, by_groups(weights_I, *shape[1:]),
         codes_RI.reshape(shape), scales_RG, zeros_RG,
     )  # fmt: skip
     stored, _ = cast(DenseRows(scales_RG, DType.F32), encoding.scale_dtype)
@@ -104,20 +104,3 @@ def dequantize(value: AffineIntRows, dtype: DType) -> DenseRows:
     weights_RGS = np.empty(codes_RGS.shape, np.float32)
     decode_rows(codes_RGS, scales.rows_RI, zeros_RG, weights_RGS)
     return cast(DenseRows(weights_RGS.reshape(rows, width), DType.F32), dtype)[0]
-
-
-def _importance(weights_I: np.ndarray | None, shape: tuple[int, int]) -> np.ndarray:
-    """Returns the importances for the kernels, float32 [groups, group size padded to whole lanes].
-
-    Each group is scaled to mean 1, so that no sum overflows; a group without a positive one gets ones.
-    """
-    groups, size = shape
-    importance_GP = np.zeros((groups, size + -size % LANES), np.float32)
-    if weights_I is None:
-        importance_GP[:, :size] = 1
-        return importance_GP
-    weights_GS = weights_I.astype(np.float64).reshape(shape)
-    means_G1 = weights_GS.mean(axis=1, keepdims=True)
-    ones_GS = np.ones_like(weights_GS)
-    importance_GP[:, :size] = np.divide(weights_GS, means_G1, out=ones_GS, where=means_G1 > 0)
-    return importance_GP

@@ -10,6 +10,7 @@ Axes as in `table_kernels`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -23,6 +24,7 @@ from qconvert.quant.affine import QuantError
 from qconvert.quant.casts import as_kernels_read, cast, first_nonfinite
 from qconvert.quant.codebook import TABLES, wide
 from qconvert.quant.codebook_kernels import FLOAT8, INT8, MAGNITUDES, MIDDLES, Table
+from qconvert.quant.codebook_search import search_scales, weighs
 from qconvert.quant.dequantize import INT8_STEP
 
 E4M3_MAX, E2M1_MAX = np.float32(448), np.float32(6)
@@ -31,13 +33,20 @@ _EIGHTH = np.uint8(0x20)
 
 
 def encode(
-    block: DenseRows, encoding: Codebook, *, rounding: RoundingRules = NEAREST, whole: float | None = None
+    block: DenseRows,
+    encoding: Codebook,
+    *,
+    rounding: RoundingRules = NEAREST,
+    whole: float | None = None,
+    weights_I: np.ndarray | None = None,
 ) -> tuple[CodebookRows, QuantError]:
     """Rows of numbers as codes of `encoding.table`, and what that loses.
 
     The rows must be whole blocks of `encoding.group_rows`, but for the last rows of a tensor. `rounding` is a
     trait of the layout they are for; `whole` is the largest magnitude of the whole tensor, for encodings
-    with a number that serves all of it (`needs_whole`).
+    with a number that serves all of it (`needs_whole`). `weights_I` is the importance of every column
+    (finite, not negative): it weighs errors in a search for scales where the encoding has one
+    (`codebook_search.weighs`), and codes are the nearest ones.
     """
     words_RI, _ = as_kernels_read(block)
     width = words_RI.shape[1]
@@ -47,6 +56,10 @@ def encode(
     else:
         peaks_BG = peaks(block, encoding)
     scales_BG, divisor = _scales(peaks_BG, encoding, block.dtype, rounding, whole)
+    searched = weights_I is not None and weighs(encoding)
+    table = _table(encoding.table, _plain(rounding) if searched else rounding, encoding.scale_dtype)
+    if weights_I is not None and searched:
+        scales_BG = search_scales(words_RI, encoding, scales_BG, divisor, table, weights_I)
     per = encoding.group_rows or len(words_RI)
     scales_RG = np.repeat(scales_BG, per, axis=0)[: len(words_RI)]
     steps_RG = wide(scales_RG, encoding.scale_dtype)
@@ -56,7 +69,6 @@ def encode(
     if encoding.table == "int8":
         steps_RG = steps_RG * INT8_STEP
     codes_RI = np.empty(words_RI.shape, np.uint8)
-    table = _table(encoding.table, rounding, encoding.scale_dtype)
     size = encoding.group_size or width
     tally = codebook_kernels.encode_groups(words_RI, size, factors_RG, divide, steps_RG, table, codes_RI)
     squared_error, squares, largest, steps = tally.tolist()
@@ -139,6 +151,11 @@ def _factors(steps_RG: np.ndarray, table: str) -> tuple[np.ndarray, bool]:
     if table == "int8":  # as torch divides 127 by a tensor
         over_RG *= np.float32(127)
     return np.where(zero, np.float32(0), over_RG), False
+
+
+def _plain(rounding: RoundingRules) -> RoundingRules:
+    """Returns the rules without what keeps codes from being the nearest ones."""
+    return replace(rounding, rounds_scales=False)
 
 
 @cache

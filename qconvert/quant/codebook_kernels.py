@@ -29,7 +29,7 @@ from qconvert.quant.simd.lanes import (
 )
 
 _ZERO, _ONE, _EIGHT, _INFINITE = np.float32(0), np.float32(1), np.float32(8), np.float32(np.inf)
-_INT8_ENDS = np.float32(-127), np.float32(127)
+INT8_ENDS = np.float32(-127), np.float32(127)
 MIDDLES, MAGNITUDES, FLOAT8, INT8 = range(4)
 
 
@@ -63,7 +63,7 @@ def find_peaks(words_RI: Any, group_rows: Any, size: Any, peaks_BG: Any) -> None
     for row in range(rows):
         block = row // group_rows
         for group in range(peaks_BG.shape[1]):
-            _copy_group(words_RI[row], group * size, min(size, width - group * size), words_P)
+            copy_group(words_RI[row], group * size, min(size, width - group * size), words_P)
             largest = splat(_ZERO)
             for i in range(0, padded, LANES):
                 size_of = absolute(load(words_P, i))
@@ -90,7 +90,7 @@ def encode_groups(
         sums = splat(_ZERO), splat(_ZERO)
         for group in range(factors_RG.shape[1]):
             count = min(size, width - group * size)
-            _copy_group(words_RI[row], group * size, count, words_P)
+            copy_group(words_RI[row], group * size, count, words_P)
             _scale(words_P, w_P, factors_RG[row, group], divide, t_P)
             _find_codes(t_P, table, codes_P)
             for i in range(count):
@@ -113,7 +113,8 @@ def encode_groups(
 
 
 @routine
-def _copy_group(words_I: Any, first: Any, count: Any, words_P: Any) -> None:
+def copy_group(words_I: Any, first: Any, count: Any, words_P: Any) -> None:
+    """Writes `count` words from `first` on to scratch memory, and zeros after them."""
     for i in range(count):
         words_P[i] = words_I[first + i]
     for i in range(count, words_P.size):
@@ -137,7 +138,7 @@ def _find_codes(t_P: Any, table: Any, codes_P: Any) -> None:
     if table.kind == FLOAT8:
         _round_to_float8(t_P, table.dropped, codes_P)
     elif table.kind == INT8:
-        low, high = _INT8_ENDS
+        low, high = INT8_ENDS
         for i in range(0, t_P.size, LANES):
             store(codes_P, i, rounded_even(clamp(load(t_P, i), low, high)))
     elif table.kind == MAGNITUDES:

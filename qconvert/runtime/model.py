@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from qconvert.runtime.observers import InputKey, Observer, Observers, Tap
 from qconvert.runtime.precision import exact_products
 from qconvert.runtime.rope import apart, cos_sin, rotate
 from qconvert.runtime.scoring import Outputs
+from qconvert.runtime.storage import DenseWeight
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines of the positions at hand, float32 [T, R] each."""
@@ -301,6 +302,11 @@ class Decoder:
     local_frequencies_F: Tensor | None = None
     embed_scale: float = 1.0
     observers: Observers = field(default_factory=Observers)
+
+    def without_tables(self) -> Decoder:
+        """This model without its embedding and head, to follow activations from layer to layer."""
+        none = DenseWeight(torch.empty(0, self.config.hidden))
+        return replace(self, embed=none, head=none)
 
     @property
     def device(self) -> torch.device:

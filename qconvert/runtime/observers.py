@@ -11,18 +11,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from qconvert.core.statistics import InputKey
 
-@dataclass(frozen=True, slots=True)
-class InputKey:
-    """Whose input it is: all roles that read it, as `Parameter.group` names them, their layer and expert.
-
-    Linears that share an input, such as `attn.q`, `attn.k` and `attn.v`, are one key, stored fused or not.
-    """
-
-    roles: tuple[str, ...]
-    layer: int | None = None
-    expert: int | None = None
-
+__all__ = ["InputKey", "Observer", "Observers", "Tap"]
 
 Observer = Callable[[InputKey, Tensor], None]
 """Called with the rows that are about to be read, [N, I] in the compute dtype; must not change them.

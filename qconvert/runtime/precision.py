@@ -32,3 +32,20 @@ def exact_products() -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(matmul, name, value)
+
+
+@contextmanager
+def fast_products() -> Iterator[None]:
+    """Float32 products on CPUs with factors rounded to bfloat16 where the processor multiplies these.
+
+    Sums stay in float32. 1.7 times as fast on a core with AVX-512; for statistics of many tokens, whose own
+    noise is larger. What was set is restored.
+    """
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # not in torch's own stubs
+    before = matmul.fp32_precision
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

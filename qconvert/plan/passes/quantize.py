@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import Unquantized
 from qconvert.core.schemes import fitting
-from qconvert.core.statistics import StatisticsKey
 from qconvert.errors import BadRecipe
-from qconvert.models import Architecture
-from qconvert.models.statistics_keys import input_keys, measured
 from qconvert.ops import Cast, Quantize
 from qconvert.plan.passes.fuse import unstack_experts
 from qconvert.plan.plan import Unit
@@ -36,7 +31,7 @@ def quantize(state: Compiled) -> Compiled:
             )
     plan, architecture = unstack_experts(state.plan, state.architecture), state.architecture
     schemes = decide(recipe, architecture, parameters_of(plan, architecture), tied=state.tied)
-    scale_dtype, statistics = target.traits.scale_dtype if target else None, state.request.statistics
+    scale_dtype = target.traits.scale_dtype if target else None
 
     def one(unit: Unit) -> Unit:
         scheme = schemes.get(unit.output.name)
@@ -47,16 +42,6 @@ def quantize(state: Compiled) -> Compiled:
         if encoding.dtype is DType.F64:  # the quantizer's own arithmetic is float32
             unit, encoding = unit.then(Cast(DType.F32)), Unquantized(DType.F32)
         wanted = fitting(scheme, unit.output, scale_dtype or encoding.dtype)
-        unit = unit.then(Quantize(wanted, recipe.search))
-        if statistics is None:
-            return unit
-        keys = input_keys_of(unit.output.name, architecture)
-        return replace(unit, statistics=measured(keys, statistics))
+        return unit.then(Quantize(wanted, recipe.search))
 
     return state.with_plan(plan.each(one))
-
-
-def input_keys_of(name: str, architecture: Architecture) -> tuple[StatisticsKey, ...]:
-    """The keys of what the weight of this name, fused or not, is multiplied by."""
-    entry, parameter = architecture.fused.get(name), architecture.parameter(name)
-    return input_keys(entry.members if entry else [parameter] if parameter else [])

@@ -1,0 +1,261 @@
+"""Runs `qconvert calibrate`: statistics of what every linear reads, on a text."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qconvert.cli.exit_codes import after_the_work, typed
+from qconvert.cli.options import (
+    TokensType,
+    device_option,
+    examples,
+    json_option,
+    model_argument,
+    overwrite_option,
+    quiet_option,
+    revision_option,
+)
+from qconvert.cli.progress import counted
+from qconvert.errors import BadRecipe
+
+if TYPE_CHECKING:
+    from qconvert.calibrate.statistics_file import StoredStatistics
+    from qconvert.checkpoint.open import Checkpoint
+
+PROTOCOLS = ("packed", "whole")
+_CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
+
+
+@click.command(
+    "calibrate",
+    epilog=examples(
+        "qconvert calibrate ./model -o stats",
+        "qconvert calibrate ./model --text default --text my-chats.jsonl --tokens 128k -o stats",
+        "qconvert calibrate ./model --text cal.txt --tokens all --imatrix imatrix.gguf",
+        "qconvert calibrate ./model --merge stats-a --merge stats-b -o stats",
+    ),
+)
+@model_argument()
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    default=("default",),
+    show_default="default",
+    metavar="default|FILE|FOLDER|hub:ID",
+    help="Text to run on; given again, they share the tokens equally.",
+)
+@click.option(
+    "--tokens",
+    type=TokensType(),
+    show_default="32k on a CPU, 128k on a GPU",
+    help="How many tokens to run on, such as 64k, or `all`.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(16, 1 << 20),
+    metavar="N",
+    show_default="2048; 512 of `whole` texts",
+    help="Tokens that are read together.",
+)
+@click.option(
+    "--protocol",
+    type=click.Choice(PROTOCOLS),
+    show_default="packed; whole with --imatrix alone",
+    help="Pieces in random order, EOS between them; or files from their beginning, as llama-imatrix reads.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0), metavar="N", default=0, show_default=True, help="Of that order."
+)
+@device_option
+@click.option(
+    "--merge",
+    "merged",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="STATS",
+    help="Run nothing: add up these statistics of earlier runs.",
+)
+@click.option(
+    "--imatrix",
+    type=click.Path(path_type=Path),
+    metavar="FILE.gguf",
+    help="Write an importance matrix for llama-quantize.",
+)
+@click.option(
+    "--process-output", is_flag=True, help="Let the importance matrix have an entry for an untied head."
+)
+@click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    show_default="derived, unless --imatrix",
+    help="Folder of the statistics, or a file ending in .safetensors.",
+)
+@overwrite_option
+@json_option
+@quiet_option("the paths of the outputs alone")
+@revision_option
+def command(model: str, **flags: Any) -> None:
+    """Measure what every linear of MODEL reads, by running it on text.
+
+    The means of the squares weigh rounding errors: give them to `quantize` or `to-gguf` as
+    --calibration. One layer is in memory at a time. Texts are UTF-8; a line of a .jsonl file has a
+    "text", or "messages" for the model's own chat template; `default` is a mixture of prose, code, languages
+    and chats that comes with qconvert.
+    """
+    with typed():
+        _check_words(flags)
+    from qconvert.calibrate.statistics_file import check_model, merge, read_statistics
+    from qconvert.checkpoint.hub import resolve
+    from qconvert.checkpoint.open import open_checkpoint
+
+    targets = Targets.of(model, flags)
+    targets.check()
+    resolved = resolve(model, revision=flags["revision"])
+    checkpoint = open_checkpoint(resolved.path)
+    started = time.perf_counter()
+    if flags["merged"]:
+        stored = merge([read_statistics(path) for path in flags["merged"]])
+        check_model(stored, checkpoint.architecture)
+    else:
+        stored = _run(checkpoint, resolved.name, flags)
+    seconds = time.perf_counter() - started
+    targets.write(stored, checkpoint, head=flags["process_output"])
+    with after_the_work():
+        _print(stored, targets, seconds, flags)
+
+
+def _check_words(flags: dict[str, Any]) -> None:
+    """Raise BadRecipe for options that do not go together, whatever the files hold."""
+    imatrix, out = flags["imatrix"], flags["out"]
+    if imatrix is not None and imatrix.suffix != ".gguf":
+        raise BadRecipe(f"{imatrix}: does not end in .gguf", f"write --imatrix {imatrix}.gguf")
+    if flags["process_output"] and imatrix is None:
+        raise BadRecipe("--process-output: no importance matrix is written", "add --imatrix FILE.gguf")
+    context = click.get_current_context()
+    given = [
+        name
+        for name in ("texts", "tokens", "window", "protocol", "seed")
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    ]
+    if flags["merged"] and given:
+        name = "text" if given[0] == "texts" else given[0]
+        raise BadRecipe(f"--{name}: nothing is run with --merge", "leave out one of the two")
+    if out is not None and out == imatrix:
+        raise BadRecipe(f"{out}: both outputs have this name", "choose another one")
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The files to write: the statistics, llama.cpp's importance matrix, or both."""
+
+    statistics: Path | None
+    imatrix: Path | None
+    overwrite: bool
+
+    @staticmethod
+    def of(model: str, flags: dict[str, Any]) -> Targets:
+        """The files that are asked for; without any, statistics in a folder named after the model."""
+        from qconvert.calibrate.statistics_file import FILE_NAME
+
+        out, imatrix = flags["out"], flags["imatrix"]
+        if out is None and imatrix is None:
+            out = Path(f"{model.rstrip('/').rsplit('/', 1)[-1].partition('@')[0]}-statistics")
+        if out is not None and out.suffix != ".safetensors":
+            out = out / FILE_NAME
+        return Targets(out, imatrix, flags["overwrite"])
+
+    @property
+    def paths(self) -> list[Path]:
+        """The files, those of the statistics first."""
+        return [path for path in (self.statistics, self.imatrix) if path is not None]
+
+    def check(self) -> None:
+        """Raise OutputExists for a file that is there, QConvertError for one that cannot be written."""
+        from qconvert.formats.gguf.writer import check_target
+        from qconvert.formats.io.local_file import explained, require_writable
+
+        for path in self.paths:
+            check_target(path, overwrite=self.overwrite)
+            with explained(f"{path.parent}: cannot be created"):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            require_writable(path)
+
+    def write(self, stored: StoredStatistics, checkpoint: Checkpoint, *, head: bool) -> None:
+        """Write what was asked for."""
+        from qconvert.calibrate.imatrix import imatrix_entries
+        from qconvert.calibrate.statistics_file import write_statistics
+        from qconvert.formats.gguf.imatrix import write_imatrix
+
+        if self.imatrix is not None:
+            entries = imatrix_entries(stored.statistics.by_linear, checkpoint.architecture, head=head)
+            write_imatrix(
+                self.imatrix,
+                entries,
+                datasets=stored.datasets,
+                window=stored.window,
+                overwrite=self.overwrite,
+            )
+        if self.statistics is not None:
+            write_statistics(self.statistics, stored)
+
+
+def _run(checkpoint: Checkpoint, name: str, flags: dict[str, Any]) -> StoredStatistics:
+    """Read the texts and run the model on them."""
+    from qconvert.calibrate.run import calibrate, read_text
+
+    talks = not flags["quiet"] and not flags["as_json"]
+    tokens, asked = flags["tokens"], click.get_current_context().get_parameter_source("tokens")
+    if asked is click.core.ParameterSource.DEFAULT:
+        tokens = _CPU_TOKENS if flags["device"] == "cpu" else _GPU_TOKENS
+    alone = flags["imatrix"] is not None and flags["out"] is None
+    protocol = flags["protocol"] or PROTOCOLS[alone]
+    text = read_text(
+        checkpoint, flags["texts"], tokens, flags["window"], protocol=protocol, seed=flags["seed"]
+    )
+    if tokens is not None and text.tokens < tokens - tokens % text.window:
+        note = f"note: the text has {text.tokens:,} tokens in whole windows, fewer than {tokens:,}"
+        click.echo(note, err=True) if talks else None
+    with counted("tokens", talks=talks, scaled=True) as progress:
+        return calibrate(checkpoint, name, text, device=flags["device"], progress=progress)
+
+
+def _print(stored: StoredStatistics, targets: Targets, seconds: float, flags: dict[str, Any]) -> None:
+    """The report on stdout and the time on stderr; or one JSON object, or the paths alone."""
+    from qconvert.report.tables import table
+
+    found = stored.statistics
+    unrouted, experts = found.unrouted, {(k.layer, k.expert) for k in found.inputs if k.expert is not None}
+    if flags["as_json"]:
+        record = {
+            "schema": 1,
+            "outputs": [str(path) for path in targets.paths],
+            "model": dict(stored.model),
+            "texts": list(stored.texts),
+            "tokens": found.tokens,
+            "inputs": len(found.inputs),
+            "linears": len(found.by_linear),
+            "experts": len(experts),
+            "experts_never_chosen": [list(pair) for pair in unrouted],
+            "seconds": seconds,
+        }
+        click.echo(json.dumps(record))
+        return
+    if flags["quiet"]:
+        click.echo("\n".join(map(str, targets.paths)))
+        return
+    rows = [["text", ", ".join(stored.datasets)]]
+    rows.append(["tokens", f"{found.tokens:,} in windows of {stored.window:,}"])
+    rows.append(["inputs", f"{len(found.inputs):,}, read by {len(found.by_linear):,} linears"])
+    if experts:
+        rows.append(["experts", f"{len(experts):,}, of which {len(unrouted):,} were never chosen"])
+    rows += [["written", str(path)] for path in targets.paths]
+    click.echo("\n".join(table(["model", stored.model.get("name", "")], rows, left=2)))
+    click.echo(f"done in {seconds:.1f} s", err=True)
