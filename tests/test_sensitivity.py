@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from qconvert.calibrate.backward import measure_gradients
+from qconvert.calibrate.measure_sensitivity import SecondMomentSums, sensitivities_of
 from qconvert.calibrate.sensitivity import (
     SecondMoments,
-    SecondMomentSums,
     Sensitivity,
-    sensitivities_of,
     stored_sensitivities,
     word_frequencies,
 )

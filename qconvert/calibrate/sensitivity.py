@@ -12,28 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import gettempdir
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from qconvert.calibrate.backward import Progress, backward_pass
-from qconvert.calibrate.gradients import Gradients, GradientSums, TableGradients
-from qconvert.checkpoint.by_role import CheckpointWeights
-from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.core.statistics import InputHessian, StatisticsKey, StatisticsSource
-from qconvert.errors import BadRecipe
-from qconvert.formats.tokenizers.prompts import check_ids
-from qconvert.runtime.config import DecoderConfig
-from qconvert.runtime.load import load_decoder
-from qconvert.runtime.model import Decoder
-from qconvert.runtime.observers import InputKey
 
-HESSIAN_BYTES = 1 << 30
-"""What the Hessians of one layer's inputs may take; an input that has no room has its diagonal."""
+if TYPE_CHECKING:
+    from qconvert.calibrate.gradients import Gradients, TableGradients
+
 EMBED, HEAD = StatisticsKey("embed"), StatisticsKey("lm_head")
 
 
@@ -100,108 +88,6 @@ class TextStatistics:
             yield each
 
 
-@dataclass(slots=True)
-class SecondMomentSums:
-    """Sums of x x^T over the inputs that observers see, those of a layer's experts as one.
-
-    Where all Hessians together would take more than `most_bytes`, those that come last are diagonals.
-    """
-
-    most_bytes: int = HESSIAN_BYTES
-    hessians: dict[InputKey, Tensor] = field(default_factory=dict)
-    squares: dict[InputKey, Tensor] = field(default_factory=dict)
-    rows: dict[InputKey, int] = field(default_factory=dict)
-
-    def __call__(self, key: InputKey, x_NI: Tensor) -> None:
-        """Take in the rows of one batch."""
-        key, x_NI = InputKey(key.roles, key.layer), x_NI.float()
-        width = x_NI.shape[1]
-        if key not in self.rows:
-            held = sum(each.nbytes for each in self.hessians.values())
-            if held + 4 * width * width <= self.most_bytes:
-                self.hessians[key] = x_NI.new_zeros(width, width)
-            self.squares[key] = torch.zeros(width, dtype=torch.float64, device=x_NI.device)
-            self.rows[key] = 0
-        self.rows[key] += len(x_NI)
-        self.squares[key] += x_NI.square().sum(0)
-        if key in self.hessians:
-            self.hessians[key].addmm_(x_NI.T, x_NI)
-
-    def moments(self) -> dict[str, SecondMoments]:
-        """The means, for every role that reads the input."""
-        found: dict[str, SecondMoments] = {}
-        for key, rows in self.rows.items():
-            hessian_II = self.hessians.get(key)
-            moments = SecondMoments(
-                (self.squares[key] / rows).float().cpu().numpy(),
-                None if hessian_II is None else (hessian_II / rows).cpu().numpy(),
-            )
-            found |= dict.fromkeys(key.roles, moments)
-        return found
-
-
-def sensitivities_of(
-    checkpoint: Checkpoint,
-    tokens_WT: np.ndarray,
-    *,
-    seed: int = 0,
-    scratch: Path | None = None,
-    most_bytes: int = HESSIAN_BYTES,
-    progress: Progress = lambda done, total: None,
-) -> Iterator[Sensitivity]:
-    """Run a model backwards over windows of tokens, int64 [W, T], its layers read as they are needed.
-
-    Activations lie in `scratch`, by default the folder of temporary files; the rest is as in
-    `sensitivities`. Raises UnsupportedModel for a family that is not run here, BadRecipe for windows longer
-    than the model's positions and tokens beyond its vocabulary.
-    """
-    config = DecoderConfig.of(checkpoint.architecture)
-    if tokens_WT.shape[1] > config.max_positions:
-        raise BadRecipe(
-            f"window {tokens_WT.shape[1]}: exceeds the {config.max_positions} positions of the model",
-            f"take --window {config.max_positions} or less",
-        )
-    check_ids(int(tokens_WT.max()), config.vocab)
-    yield from sensitivities(
-        load_decoder(config, CheckpointWeights(checkpoint), on_demand=True),
-        torch.from_numpy(tokens_WT),
-        seed=seed,
-        scratch=scratch or Path(gettempdir()),
-        most_bytes=most_bytes,
-        progress=progress,
-    )
-
-
-def sensitivities(
-    decoder: Decoder,
-    tokens_WT: Tensor,
-    *,
-    seed: int = 0,
-    scratch: Path,
-    most_bytes: int = HESSIAN_BYTES,
-    progress: Progress = lambda done, total: None,
-) -> Iterator[Sensitivity]:
-    """What a backward pass finds of every layer, the last first, then of the tables.
-
-    One layer's weights and Hessians are held at a time, those of at most `most_bytes`; the rest is as in
-    `backward.measure_gradients`.
-    """
-    with backward_pass(decoder, tokens_WT, seed=seed, scratch=scratch, progress=progress) as run:
-        run.forward()
-        at_head = SecondMomentSums(most_bytes)
-        with decoder.observing(at_head):
-            head = run.top()
-        for layer in reversed(range(len(decoder.layers))):
-            inputs, gradients = SecondMomentSums(most_bytes), GradientSums()
-            with decoder.observing(inputs):
-                run.follow(layer, gradients)
-            means = gradients.means(tokens_WT.numel())
-            squares = {key: each.squares_O for key, each in means.items()}
-            yield Sensitivity(layer, squares, inputs.moments())
-        tables = run.tables(head)
-        yield _of_tables(tables, at_head.moments()["lm_head"])
-
-
 def stored_sensitivities(
     gradients: Gradients, statistics: StatisticsSource, layers: int
 ) -> Iterator[Sensitivity]:
@@ -218,10 +104,11 @@ def stored_sensitivities(
                 sums_I = sum(rows * statistics.second_moments(key) for key, rows in measured)
                 inputs[role] = SecondMoments(np.asarray(sums_I / total, np.float32))
         yield Sensitivity(layer, {key: each.squares_O for key, each in found.items()}, inputs)
-    yield _of_tables(gradients.tables, SecondMoments(gradients.tables.head_inputs_D))
+    yield sensitivity_of_tables(gradients.tables, SecondMoments(gradients.tables.head_inputs_D))
 
 
-def _of_tables(tables: TableGradients, head_input: SecondMoments) -> Sensitivity:
+def sensitivity_of_tables(tables: TableGradients, head_input: SecondMoments) -> Sensitivity:
+    """That of embedding and head."""
     frequencies_V = word_frequencies(tables.counts_V)
     inputs = {"embed": SecondMoments(tables.embedding_D), "lm_head": head_input}
     return Sensitivity(None, {EMBED: frequencies_V, HEAD: tables.head_V}, inputs)

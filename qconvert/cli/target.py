@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from qconvert.calibrate.text import CalibrationText
     from qconvert.cli.run_conversion import Flags
     from qconvert.convert.job import OpenedModel
-    from qconvert.convert.target import Chosen, Target
+    from qconvert.convert.target import Chosen
     from qconvert.core.dtypes import Json
-    from qconvert.plan.budget import Mix
+    from qconvert.plan.budget import Mix, Target
     from qconvert.plan.request import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -79,15 +79,14 @@ class Wanted:
     @property
     def target(self) -> Target | None:
         """What is aimed at; None for nothing. Raises BadRecipe for what cannot be aimed at."""
-        from qconvert.convert.target import Target
-        from qconvert.plan.budget import parse_target_kl, parse_target_size
-
         if self.target_size is None and self.target_kl is None:
             if self.choices:
                 raise BadRecipe(
                     f"{self.choices}: to be chosen among, for no target", "add --target-size 4.5bpw"
                 )
             return None
+        from qconvert.plan.budget import Target, parse_target_kl, parse_target_size
+
         labels = tuple(label.strip() for label in (self.choices or self.default).split(",") if label.strip())
         return Target(
             tuple(dict.fromkeys(labels)),
@@ -117,7 +116,7 @@ class Aiming:
         """The request; runs the model over the text, forwards and backwards."""
         from dataclasses import replace
 
-        from qconvert.calibrate.sensitivity import sensitivities_of
+        from qconvert.calibrate.measure_sensitivity import sensitivities_of
         from qconvert.calibrate.statistics_file import open_statistics
         from qconvert.convert.execute import prepare
         from qconvert.convert.target import choose
@@ -136,7 +135,7 @@ class Aiming:
                     checkpoint, text.tokens_BT, most_bytes=flags.max_memory // 2, progress=progress
                 )
 
-        record = {"file": ", ".join(text.names), "dataset": None, "chunks": len(text.tokens_BT)}
+        record: dict[str, Any] = {"file": ", ".join(text.names), "dataset": None, "chunks": len(text.tokens_BT)}
         record |= {"texts": [text.record]}
         self.chosen = choose(self.target, request, found(), prepared, record=record)
         return self.chosen.request

@@ -20,32 +20,13 @@ from qconvert.core.ggml_types import GGMLType, parse_ggml_type
 from qconvert.core.schemes import parse_scheme
 from qconvert.errors import BadRecipe
 from qconvert.models.parameter_table import table_of_outputs
-from qconvert.plan.budget import Group, Mix, SizeTarget, fewest_bytes, selectors, smallest_cost, uniform
+from qconvert.plan.budget import Group, Mix, Target, fewest_bytes, selectors, smallest_cost, uniform
 from qconvert.plan.gguf.mixture import FILE_TYPES
 from qconvert.plan.recipe import Rule
 from qconvert.plan.request import GGUFTarget, Request
 
 Prepare = Callable[[Request], Job]
 """Compiles a request for the model at hand (`execute.prepare`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What is aimed at, either a size or nats per token, and the encodings to choose among."""
-
-    labels: tuple[str, ...]
-    size: SizeTarget | None = None
-    divergence: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be aimed at."""
-        if (self.size is None) == (self.divergence is None):
-            raise BadRecipe("--target-size, --target-kl: both, or none", "aim at one of the two")
-        if len(set(self.labels)) < 2:
-            raise BadRecipe(
-                f"target: one encoding to choose among ({', '.join(self.labels) or 'none'})",
-                "name two or more",
-            )
 
 
 @dataclass(frozen=True, slots=True)
