@@ -135,7 +135,7 @@ def refused(*args: object) -> Ran:
         (["--target-size", "4.5bpw", "--schemes", "int4"], "one encoding to choose among (int4)"),
         (["--target-size", "4.5bpw", "--schemes", "int4,keep"], "--schemes keep: is no scheme"),
         (["--target-size", "4.5bpw", "--schemes", "int4,nf4"], "scheme 'nf4': not a scheme"),
-        (["--bits", "4", "--schemes", "int4,int8"], "int4,int8: to be chosen among, for no target"),
+        (["--bits", "4", "--schemes", "int4,int8"], "--schemes, --types: given without a target"),
     ],
 )
 def test_what_cannot_be_aimed_at_is_told_before_anything_is_read(

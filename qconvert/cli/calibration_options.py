@@ -2,44 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from qconvert.cli.options import TokensType
+from qconvert.errors import BadRecipe
 
-    from qconvert.calibrate.calibration import Calibration
+if TYPE_CHECKING:
+    from qconvert.calibrate.calibration import Method
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DEFAULT_TOKENS = "32k"
-DEFAULT_WINDOW = 2048
+DEFAULT_TOKENS = 32 << 10
+"""Of calibration text, where none are asked for."""
 
-
-class TokensType(click.ParamType):  # type: ignore[type-arg]  # no generic class before click 8.4
-    """A number of tokens written like 65536, 64k or 1M (1k is 1024)."""
-
-    name = "tokens"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        try:
-            return value if isinstance(value, int) else parse_tokens(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-def parse_tokens(text: str) -> int:
-    """A number of tokens written like 65536, 64k or 1M; ValueError for another text."""
-    factor = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
-    digits = text[:-1] if factor > 1 else text
-    if not digits.isdecimal() or not int(digits):
-        raise ValueError(f"{text!r} is no number of tokens; write 65536, 64k or 1M")
-    return int(digits) * factor
-
-
-TOKENS = TokensType()
 
 _OPTIONS = (
     click.option(
@@ -58,13 +36,13 @@ _OPTIONS = (
         help="Calibration text: default (bundled), a file, a folder or hub:DATASET; repeat to mix.",
     ),
     click.option(
-        "--tokens", type=TOKENS, metavar="N", show_default=DEFAULT_TOKENS, help="Tokens of calibration text."
+        "--tokens", type=TokensType(), default=0, show_default="32k", help="Tokens of calibration text."
     ),
     click.option(
         "--window",
         type=click.IntRange(16, 1 << 20),
         metavar="N",
-        show_default=str(DEFAULT_WINDOW),
+        show_default="2048",
         help="Tokens that see one another.",
     ),
     click.option(
@@ -84,19 +62,15 @@ def calibration_options(command: F) -> F:
     return command
 
 
-def calibration_of(
-    model: Path, method: str, texts: tuple[str, ...], tokens: int | None, window: int | None, inputs: str
-) -> Calibration | None:
-    """What the options ask for, of the model in this folder or file; None where codes are chosen one by one.
+def method_named(name: str) -> Method:
+    """The method of this name, which may be another tool's."""
+    from qconvert.calibrate.calibration import METHODS
 
-    Raises BadRecipe for options that need a method, and what `calibrate.text.calibration_windows` raises.
-    """
-    from qconvert.calibrate.calibration import METHODS, Calibration
-    from qconvert.calibrate.text import calibration_windows
+    return METHODS[name]
 
-    if METHODS[method] == "nearest":
-        return None
-    read = calibration_windows(
-        model, texts or ("default",), tokens or parse_tokens(DEFAULT_TOKENS), window or DEFAULT_WINDOW
-    )
-    return Calibration(read.tokens_BT, read.record, METHODS[method], shift=inputs == "quantized")
+
+def check_idle(given: Mapping[str, object], *, aims: bool) -> None:
+    """Raise BadRecipe for the first option that has a value, although nothing reads the text."""
+    idle = next((name for name, value in given.items() if value), None)
+    if idle and not aims:
+        raise BadRecipe(f"{idle}: --method nearest reads no text", "add --method feedback, or leave it out")

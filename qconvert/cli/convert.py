@@ -130,7 +130,7 @@ def _to_layout(
     with typed():
         if flags.statistics and target.codebook and not target.codebook.codebook.group_rows:
             raise BadRecipe(
-                f"--calibration: {target.codebook.name} has one scale for a whole weight, which is not searched",
+                f"--calibration: {target.codebook.name} has one scale for all, which is not searched",
                 f"leave it out; {layout} holds {target.traits.described}",
             )
 

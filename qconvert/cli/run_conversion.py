@@ -18,6 +18,7 @@ from qconvert.core.sizes import parse_size
 
 if TYPE_CHECKING:
     from qconvert.calibrate.calibration import Calibration
+    from qconvert.calibrate.text import CalibrationText
     from qconvert.convert.job import OpenedModel, RunOptions
     from qconvert.core.dtypes import Json
     from qconvert.plan.recipe import Recipe
@@ -45,7 +46,7 @@ class Flags:
     statistics: Path | None = None
     method: str = "nearest"
     texts: tuple[str, ...] = ()
-    tokens: int | None = None
+    tokens: int | None = 0
     window: int | None = None
     inputs: str = "quantized"
     pre_tokenizer: str | None = None
@@ -63,11 +64,28 @@ class Flags:
             hash_sources=self.hash_sources,
         )
 
-    def calibration(self, model: Path) -> Calibration | None:
-        """The calibration that is asked for, on the tokens of a model; None where there is none."""
-        from qconvert.cli.calibration_options import calibration_of
+    def calibration(self, source: OpenedModel, *, aims: bool) -> Calibration | None:
+        """The calibration that is asked for, on the tokens of a model; None where there is none.
 
-        return calibration_of(model, self.method, self.texts, self.tokens, self.window, self.inputs)
+        Raises BadRecipe for a text that neither a method nor a target (`aims`) would read.
+        """
+        from qconvert.cli.calibration_options import DEFAULT_TOKENS, check_idle, method_named
+
+        method = method_named(self.method)
+        if method == "nearest":
+            check_idle({"--text": self.texts, "--tokens": self.tokens, "--window": self.window}, aims=aims)
+            return None
+        from qconvert.calibrate.calibration import Calibration
+
+        text = self.read_text(source, DEFAULT_TOKENS)
+        return Calibration(text.tokens_BT, text.record, method, shift=self.inputs == "quantized")
+
+    def read_text(self, source: OpenedModel, most: int) -> CalibrationText:
+        """The calibration text in the tokens of a model: `most` where no number was asked for."""
+        from qconvert.calibrate.run import read_text
+
+        tokens = most if self.tokens == 0 else self.tokens
+        return read_text(source.checkpoint, self.texts or ("default",), tokens, self.window)
 
     @property
     def talks(self) -> bool:
@@ -128,8 +146,8 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
         source,
         request,
         flags.options,
-        statistics=None if chooser else flags.statistics,  # which its request has already
-        calibration=flags.calibration(source.checkpoint.path),
+        statistics=flags.statistics,
+        calibration=flags.calibration(source, aims=chooser is not None),
         pre_tokenizer=flags.pre_tokenizer,
     )
     out = flags.out or job.container.default_out(suffix or (request.dtype.label if request.dtype else ""))
