@@ -16,6 +16,7 @@ from qconvert.calibrate.measure_sensitivity import SecondMomentSums, sensitiviti
 from qconvert.calibrate.sensitivity import (
     SecondMoments,
     Sensitivity,
+    TextStatistics,
     stored_sensitivities,
     word_frequencies,
 )
@@ -75,6 +76,23 @@ def test_a_hessian_without_room_is_its_diagonal_and_experts_share_one() -> None:
     assert found["mlp.experts.down"].hessian_II is not None and found["attn.o"].hessian_II is None
     for each in found.values():
         np.testing.assert_allclose(each.second_moments_I, x_NI.square().mean(0), rtol=1e-5)
+
+
+def test_rows_that_are_held_out_are_in_no_sum_and_price_errors() -> None:
+    draw = np.random.default_rng(0)
+    x_NI = draw.standard_normal((64, 6)).astype(np.float32)
+    sums = SecondMomentSums(holds=True)
+    for batch in np.split(x_NI, 2):
+        sums(InputKey(("attn.o",), 0), torch.from_numpy(batch))
+    found = sums.moments()["attn.o"]
+    kept_NI, held_NI = (np.concatenate([x_NI[a], x_NI[b]]) for a, b in (
+        (slice(0, 28), slice(32, 60)), (slice(28, 32), slice(60, 64))))  # fmt: skip
+    assert found.held_NI is not None and found.hessian_II is not None
+    np.testing.assert_array_equal(found.held_NI, held_NI)
+    np.testing.assert_allclose(found.hessian_II, kept_NI.T @ kept_NI / 56, rtol=1e-4, atol=1e-6)
+    delta_RI = draw.standard_normal((3, 6)).astype(np.float32)
+    want_R = np.square(held_NI @ delta_RI.T).mean(0)
+    np.testing.assert_allclose(found.row_errors(delta_RI), want_R, rtol=1e-5)
 
 
 def test_words_that_were_not_there_are_expected_as_often_as_words_that_were_there_once() -> None:
@@ -156,7 +174,7 @@ def gguf_job(source: OpenedModel, kind: str) -> Job:
     return prepare(source, Request("to-gguf", Recipe(), target=GGUFTarget(kind, pure=True)), OPTIONS)
 
 
-class Held:
+class Stored:
     """Statistics of one number for every input, scaled by its layer."""
 
     record: Json = {}  # noqa: RUF012
@@ -175,7 +193,7 @@ def test_stored_statistics_give_the_diagonal(tmp_path: Path) -> None:
     source = opened("Llama", tmp_path)
     config, weights = DecoderConfig.of(source.checkpoint.architecture), CheckpointWeights(source.checkpoint)
     gradients = measure_gradients(load_decoder(config, weights), torch.from_numpy(TEXT), scratch=tmp_path)
-    first, second, tables = stored_sensitivities(gradients, Held(), 2)
+    first, second, tables = stored_sensitivities(gradients, Stored(), 2)
     key = StatisticsKey("mlp.down", 1)
     assert second.outputs[key] is gradients.linears[key].squares_O and key not in first.outputs
     assert second.inputs["mlp.down"].hessian_II is None and set(
@@ -276,3 +294,40 @@ def test_a_weight_that_a_rule_names_is_no_choice(tmp_path: Path) -> None:
     assert fixed[0].cost == fixed[1].cost and fixed[0].nbytes == fixed[1].nbytes
     free = by_name["mlp.gate_proj.weight"].options
     assert free[0].cost > 2 * free[1].cost and free[0].nbytes < free[1].nbytes
+
+
+def test_many_rows_are_priced_by_some_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = opened("Llama", tmp_path)
+    found = list(sensitivities_of(source.checkpoint, TEXT))
+    jobs = {kind: gguf_job(source, kind) for kind in ("Q4_0", "Q8_0")}
+    monkeypatch.setattr("qconvert.convert.prices.MOST_ROWS", 24)
+    groups = {group.name: group.options[1].cost for group in priced_groups(jobs, found)}
+    last = {each.layer: each for each in found}[1]
+    w_RI = rows_of_role(source.checkpoint, "mlp.gate")
+    f_R = last.outputs[StatisticsKey("mlp.gate", 1)]
+    some = last.cost((q8_0(w_RI) - w_RI)[::4], f_R[::4], "mlp.gate")  # of 96 rows
+    assert groups["blk.1.ffn_gate.weight"] == pytest.approx(some * f_R.sum() / f_R[::4].sum(), rel=1e-4)
+
+
+def rows_of_role(checkpoint: Checkpoint, role: str) -> np.ndarray:
+    value = CheckpointWeights(checkpoint).get(role, 1)
+    assert value is not None
+    return numbers(value, DType.F32).rows_RI
+
+
+def test_error_feedback_is_priced_as_it_rounds(assets: Path) -> None:
+    """Its codes cost less on tokens that they were not chosen for; mean squares stay, Hessians go."""
+    source = open_model(str(assets / "models" / "tiny-qwen3"))
+    text = str(assets / "text" / "calibration-novels.txt")
+    tokens_WT = calibration_windows(source.location.path, [text], 1024, 256).tokens_BT
+    found = list(sensitivities_of(source.checkpoint, tokens_WT, holds=True))
+    costs = []
+    for damping in (None, 0.01):
+        statistics = TextStatistics(damping=damping)
+        ask = Request("quantize", Recipe(scheme=parse_scheme("int4")), statistics=statistics)
+        jobs = {"int4": prepare(source, ask, OPTIONS)}
+        groups = priced_groups(jobs, statistics.keeping(found))
+        costs.append(sum(group.options[0].cost for group in groups))
+        key = StatisticsKey("mlp.down", 7)
+        assert statistics.second_moments(key).shape == (768,) and statistics.rounding(key) is None
+    assert costs[1] < 0.8 * costs[0]

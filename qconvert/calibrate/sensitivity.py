@@ -18,6 +18,7 @@ import numpy as np
 
 from qconvert.core.dtypes import Json
 from qconvert.core.statistics import InputHessian, StatisticsKey, StatisticsSource
+from qconvert.quant.hessian import NotPositiveDefinite, factor
 
 if TYPE_CHECKING:
     from qconvert.calibrate.gradients import Gradients, TableGradients
@@ -27,15 +28,22 @@ EMBED, HEAD = StatisticsKey("embed"), StatisticsKey("lm_head")
 
 @dataclass(frozen=True, slots=True)
 class SecondMoments:
-    """Of one input: E[x^2], float32 [I], and where it was kept H = E[x x^T], float32 [I, I]."""
+    """Of one input: E[x^2], float32 [I], and where it was kept H = E[x x^T], float32 [I, I].
+
+    `held_NI` float32: rows that are in none of them. Where there are some, errors are measured on them, as
+    those of codes that were chosen for H are not the errors on other tokens.
+    """
 
     second_moments_I: np.ndarray
     hessian_II: np.ndarray | None = None
+    held_NI: np.ndarray | None = None
 
     def row_errors(self, delta_RI: np.ndarray) -> np.ndarray:
         """D_o H D_o^T of every row, float64 [R]: the mean square by which a row's product changes."""
         if self.hessian_II is None:
             squares_R: np.ndarray = np.square(delta_RI) @ self.second_moments_I
+        elif self.held_NI is not None:
+            squares_R = np.square(delta_RI @ self.held_NI.T).mean(axis=1, dtype=np.float64)
         else:
             squares_R = np.einsum("ri,ri->r", delta_RI @ self.hessian_II, delta_RI)
         return np.maximum(squares_R.astype(np.float64), 0)
@@ -61,14 +69,17 @@ class Sensitivity:
 
 @dataclass(slots=True)
 class TextStatistics:
-    """The mean squares of the inputs of all linears, which are known once their layer was followed.
+    """Statistics of the inputs of all linears, which are known once their layer was followed.
 
-    Whoever plans with it is told that every linear will have them; the embedding, which is looked up, has
-    none. `record` says of which text they are.
+    Whoever plans with it is told that every linear will have mean squares; the embedding, which is looked up,
+    has none. With a `damping`, what error feedback needs is there as well, while its layer is the last that
+    came. `record` says of which text they are.
     """
 
     record: Json = field(default_factory=dict)
+    damping: float | None = None
     moments: dict[tuple[str, int | None], np.ndarray] = field(default_factory=dict)
+    hessians: dict[tuple[str, int | None], InputHessian] = field(default_factory=dict)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, StatisticsKey) and (key.layer is not None or key == HEAD)
@@ -78,14 +89,32 @@ class TextStatistics:
         return self.moments[key.role, key.layer]
 
     def rounding(self, key: StatisticsKey) -> InputHessian | None:
-        """None: Hessians are gone with their layer."""
-        return None
+        """What choosing codes together needs, that of all experts for an expert."""
+        return self.hessians.get((key.role, key.layer))
 
     def keeping(self, found: Iterable[Sensitivity]) -> Iterator[Sensitivity]:
-        """The same sensitivities, their moments kept."""
+        """The same sensitivities, their moments kept, and Hessians until the next one comes."""
         for each in found:
             self.moments |= {(role, each.layer): m.second_moments_I for role, m in each.inputs.items()}
+            self.hessians = {}
+            if self.damping is not None:
+                by_input = {id(m): _factored(m, self.damping) for m in each.inputs.values()}
+                made = {(role, each.layer): by_input[id(m)] for role, m in each.inputs.items()}
+                self.hessians = {key: hessian for key, hessian in made.items() if hessian is not None}
             yield each
+        self.hessians = {}
+
+
+def _factored(moments: SecondMoments, damping: float) -> InputHessian | None:
+    """The Hessian of an input with its factor; None where it was not kept, or has none."""
+    if moments.hessian_II is None or moments.held_NI is None:
+        return None
+    try:
+        order_I, factor_II, _ = factor(moments.hessian_II, damping)
+    except NotPositiveDefinite:
+        return None
+    held_NI = moments.held_NI
+    return InputHessian(moments.hessian_II, order_I, factor_II, None, held_NI, held_NI)
 
 
 def stored_sensitivities(

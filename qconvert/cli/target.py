@@ -115,8 +115,10 @@ class Aiming:
         """The request; runs the model over the text, forwards and backwards."""
         from dataclasses import replace
 
+        from qconvert.calibrate.calibration import DAMPING
         from qconvert.calibrate.measure_sensitivity import sensitivities_of
         from qconvert.calibrate.statistics_file import open_statistics
+        from qconvert.cli.calibration_options import method_named
         from qconvert.convert.execute import prepare
         from qconvert.convert.target import choose
 
@@ -125,13 +127,17 @@ class Aiming:
         if flags.statistics is not None:
             request = replace(request, statistics=open_statistics(flags.statistics, checkpoint.architecture))
 
+        together = method_named(flags.method) != "nearest" and request.statistics is None
+        damping = DAMPING if together else None
+
         def prepared(request: Request) -> Any:
             return prepare(source, request, flags.options, pre_tokenizer=flags.pre_tokenizer)
 
         def found() -> Iterator[Sensitivity]:
             with _told(text.tokens, talks=flags.talks) as progress:
+                room, holds = flags.max_memory // 2, damping is not None
                 yield from sensitivities_of(
-                    checkpoint, text.tokens_BT, most_bytes=flags.max_memory // 2, progress=progress
+                    checkpoint, text.tokens_BT, most_bytes=room, holds=holds, progress=progress
                 )
 
         record: dict[str, Any] = {
@@ -140,7 +146,7 @@ class Aiming:
             "chunks": len(text.tokens_BT),
         }
         record |= {"texts": [text.record]}
-        self.chosen = choose(self.target, request, found(), prepared, record=record)
+        self.chosen = choose(self.target, request, found(), prepared, record=record, damping=damping)
         return self.chosen.request
 
     def lines(self) -> list[str]:

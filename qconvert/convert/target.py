@@ -57,15 +57,17 @@ def choose(
     prepared: Prepare,
     *,
     record: Json | None = None,
+    damping: float | None = None,
 ) -> Chosen:
     """The request that reaches a target: the least cost of a size, or the least size of a cost.
 
     `found` are the sensitivities of the model; `prepared` compiles requests for it. Where the request has no
     statistics, encoders weigh errors by those of the text that the sensitivities are of, which `record`
-    describes. Raises BadRecipe for a target that no mix reaches.
+    describes; with a `damping`, they are priced with error feedback, for which the sensitivities must hold
+    rows out. Raises BadRecipe for a target that no mix reaches.
     """
     if request.statistics is None:
-        measured = TextStatistics(record or {})
+        measured = TextStatistics(record or {}, damping)
         request, found = replace(request, statistics=measured), measured.keeping(found)
     jobs = {label: prepared(_uniform_request(request, label)) for label in target.labels}
     first, groups = next(iter(jobs.values())), sized_groups(jobs)
