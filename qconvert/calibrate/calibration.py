@@ -15,6 +15,8 @@ Method = Literal["nearest", "feedback"]
 """How codes are chosen: each at the nearest number, or together, so that errors make up for one another."""
 METHODS: dict[str, Method] = {"nearest": "nearest", "feedback": "feedback", "gptq": "feedback"}
 """Methods by the names that users know them by."""
+DAMPING = 0.01
+"""What most tools of error feedback add to a Hessian's diagonal, as a share of its mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Calibration:
     tokens_BT: np.ndarray
     text: Json = field(default_factory=dict)
     method: Method = "feedback"
-    damping: float = 0.01
+    damping: float = DAMPING
     shift: bool = True
 
     @property

@@ -12,42 +12,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import gettempdir
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from qconvert.calibrate.backward import Progress, backward_pass
-from qconvert.calibrate.gradients import Gradients, GradientSums, TableGradients
-from qconvert.checkpoint.by_role import CheckpointWeights
-from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.core.statistics import InputHessian, StatisticsKey, StatisticsSource
-from qconvert.errors import BadRecipe
-from qconvert.formats.tokenizers.prompts import check_ids
-from qconvert.runtime.config import DecoderConfig
-from qconvert.runtime.load import load_decoder
-from qconvert.runtime.model import Decoder
-from qconvert.runtime.observers import InputKey
+from qconvert.quant.hessian import NotPositiveDefinite, factor
 
-HESSIAN_BYTES = 1 << 30
-"""What the Hessians of one layer's inputs may take; an input that has no room has its diagonal."""
+if TYPE_CHECKING:
+    from qconvert.calibrate.gradients import Gradients, TableGradients
+
 EMBED, HEAD = StatisticsKey("embed"), StatisticsKey("lm_head")
 
 
 @dataclass(frozen=True, slots=True)
 class SecondMoments:
-    """Of one input: E[x^2], float32 [I], and where it was kept H = E[x x^T], float32 [I, I]."""
+    """Of one input: E[x^2], float32 [I], and where it was kept H = E[x x^T], float32 [I, I].
+
+    `held_NI` float32: rows that are in none of them. Where there are some, errors are measured on them, as
+    those of codes that were chosen for H are not the errors on other tokens.
+    """
 
     second_moments_I: np.ndarray
     hessian_II: np.ndarray | None = None
+    held_NI: np.ndarray | None = None
 
     def row_errors(self, delta_RI: np.ndarray) -> np.ndarray:
         """D_o H D_o^T of every row, float64 [R]: the mean square by which a row's product changes."""
         if self.hessian_II is None:
             squares_R: np.ndarray = np.square(delta_RI) @ self.second_moments_I
+        elif self.held_NI is not None:
+            squares_R = np.square(delta_RI @ self.held_NI.T).mean(axis=1, dtype=np.float64)
         else:
             squares_R = np.einsum("ri,ri->r", delta_RI @ self.hessian_II, delta_RI)
         return np.maximum(squares_R.astype(np.float64), 0)
@@ -73,14 +69,17 @@ class Sensitivity:
 
 @dataclass(slots=True)
 class TextStatistics:
-    """The mean squares of the inputs of all linears, which are known once their layer was followed.
+    """Statistics of the inputs of all linears, which are known once their layer was followed.
 
-    Whoever plans with it is told that every linear will have them; the embedding, which is looked up, has
-    none. `record` says of which text they are.
+    Whoever plans with it is told that every linear will have mean squares; the embedding, which is looked up,
+    has none. With a `damping`, what error feedback needs is there as well, while its layer is the last that
+    came. `record` says of which text they are.
     """
 
     record: Json = field(default_factory=dict)
+    damping: float | None = None
     moments: dict[tuple[str, int | None], np.ndarray] = field(default_factory=dict)
+    hessians: dict[tuple[str, int | None], InputHessian] = field(default_factory=dict)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, StatisticsKey) and (key.layer is not None or key == HEAD)
@@ -90,116 +89,32 @@ class TextStatistics:
         return self.moments[key.role, key.layer]
 
     def rounding(self, key: StatisticsKey) -> InputHessian | None:
-        """None: Hessians are gone with their layer."""
-        return None
+        """What choosing codes together needs, that of all experts for an expert."""
+        return self.hessians.get((key.role, key.layer))
 
     def keeping(self, found: Iterable[Sensitivity]) -> Iterator[Sensitivity]:
-        """The same sensitivities, their moments kept."""
+        """The same sensitivities, their moments kept, and Hessians until the next one comes."""
         for each in found:
             self.moments |= {(role, each.layer): m.second_moments_I for role, m in each.inputs.items()}
+            self.hessians = {}
+            if self.damping is not None:
+                by_input = {id(m): _factored(m, self.damping) for m in each.inputs.values()}
+                made = {(role, each.layer): by_input[id(m)] for role, m in each.inputs.items()}
+                self.hessians = {key: hessian for key, hessian in made.items() if hessian is not None}
             yield each
+        self.hessians = {}
 
 
-@dataclass(slots=True)
-class SecondMomentSums:
-    """Sums of x x^T over the inputs that observers see, those of a layer's experts as one.
-
-    Where all Hessians together would take more than `most_bytes`, those that come last are diagonals.
-    """
-
-    most_bytes: int = HESSIAN_BYTES
-    hessians: dict[InputKey, Tensor] = field(default_factory=dict)
-    squares: dict[InputKey, Tensor] = field(default_factory=dict)
-    rows: dict[InputKey, int] = field(default_factory=dict)
-
-    def __call__(self, key: InputKey, x_NI: Tensor) -> None:
-        """Take in the rows of one batch."""
-        key, x_NI = InputKey(key.roles, key.layer), x_NI.float()
-        width = x_NI.shape[1]
-        if key not in self.rows:
-            held = sum(each.nbytes for each in self.hessians.values())
-            if held + 4 * width * width <= self.most_bytes:
-                self.hessians[key] = x_NI.new_zeros(width, width)
-            self.squares[key] = torch.zeros(width, dtype=torch.float64, device=x_NI.device)
-            self.rows[key] = 0
-        self.rows[key] += len(x_NI)
-        self.squares[key] += x_NI.square().sum(0)
-        if key in self.hessians:
-            self.hessians[key].addmm_(x_NI.T, x_NI)
-
-    def moments(self) -> dict[str, SecondMoments]:
-        """The means, for every role that reads the input."""
-        found: dict[str, SecondMoments] = {}
-        for key, rows in self.rows.items():
-            hessian_II = self.hessians.get(key)
-            moments = SecondMoments(
-                (self.squares[key] / rows).float().cpu().numpy(),
-                None if hessian_II is None else (hessian_II / rows).cpu().numpy(),
-            )
-            found |= dict.fromkeys(key.roles, moments)
-        return found
-
-
-def sensitivities_of(
-    checkpoint: Checkpoint,
-    tokens_WT: np.ndarray,
-    *,
-    seed: int = 0,
-    scratch: Path | None = None,
-    most_bytes: int = HESSIAN_BYTES,
-    progress: Progress = lambda done, total: None,
-) -> Iterator[Sensitivity]:
-    """Run a model backwards over windows of tokens, int64 [W, T], its layers read as they are needed.
-
-    Activations lie in `scratch`, by default the folder of temporary files; the rest is as in
-    `sensitivities`. Raises UnsupportedModel for a family that is not run here, BadRecipe for windows longer
-    than the model's positions and tokens beyond its vocabulary.
-    """
-    config = DecoderConfig.of(checkpoint.architecture)
-    if tokens_WT.shape[1] > config.max_positions:
-        raise BadRecipe(
-            f"window {tokens_WT.shape[1]}: exceeds the {config.max_positions} positions of the model",
-            f"take --window {config.max_positions} or less",
-        )
-    check_ids(int(tokens_WT.max()), config.vocab)
-    yield from sensitivities(
-        load_decoder(config, CheckpointWeights(checkpoint), on_demand=True),
-        torch.from_numpy(tokens_WT),
-        seed=seed,
-        scratch=scratch or Path(gettempdir()),
-        most_bytes=most_bytes,
-        progress=progress,
-    )
-
-
-def sensitivities(
-    decoder: Decoder,
-    tokens_WT: Tensor,
-    *,
-    seed: int = 0,
-    scratch: Path,
-    most_bytes: int = HESSIAN_BYTES,
-    progress: Progress = lambda done, total: None,
-) -> Iterator[Sensitivity]:
-    """What a backward pass finds of every layer, the last first, then of the tables.
-
-    One layer's weights and Hessians are held at a time, those of at most `most_bytes`; the rest is as in
-    `backward.measure_gradients`.
-    """
-    with backward_pass(decoder, tokens_WT, seed=seed, scratch=scratch, progress=progress) as run:
-        run.forward()
-        at_head = SecondMomentSums(most_bytes)
-        with decoder.observing(at_head):
-            head = run.top()
-        for layer in reversed(range(len(decoder.layers))):
-            inputs, gradients = SecondMomentSums(most_bytes), GradientSums()
-            with decoder.observing(inputs):
-                run.follow(layer, gradients)
-            means = gradients.means(tokens_WT.numel())
-            squares = {key: each.squares_O for key, each in means.items()}
-            yield Sensitivity(layer, squares, inputs.moments())
-        tables = run.tables(head)
-        yield _of_tables(tables, at_head.moments()["lm_head"])
+def _factored(moments: SecondMoments, damping: float) -> InputHessian | None:
+    """The Hessian of an input with its factor; None where it was not kept, or has none."""
+    if moments.hessian_II is None or moments.held_NI is None:
+        return None
+    try:
+        order_I, factor_II, _ = factor(moments.hessian_II, damping)
+    except NotPositiveDefinite:
+        return None
+    held_NI = moments.held_NI
+    return InputHessian(moments.hessian_II, order_I, factor_II, None, held_NI, held_NI)
 
 
 def stored_sensitivities(
@@ -218,10 +133,11 @@ def stored_sensitivities(
                 sums_I = sum(rows * statistics.second_moments(key) for key, rows in measured)
                 inputs[role] = SecondMoments(np.asarray(sums_I / total, np.float32))
         yield Sensitivity(layer, {key: each.squares_O for key, each in found.items()}, inputs)
-    yield _of_tables(gradients.tables, SecondMoments(gradients.tables.head_inputs_D))
+    yield sensitivity_of_tables(gradients.tables, SecondMoments(gradients.tables.head_inputs_D))
 
 
-def _of_tables(tables: TableGradients, head_input: SecondMoments) -> Sensitivity:
+def sensitivity_of_tables(tables: TableGradients, head_input: SecondMoments) -> Sensitivity:
+    """That of embedding and head."""
     frequencies_V = word_frequencies(tables.counts_V)
     inputs = {"embed": SecondMoments(tables.embedding_D), "lm_head": head_input}
     return Sensitivity(None, {EMBED: frequencies_V, HEAD: tables.head_V}, inputs)

@@ -7,20 +7,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import click
 
 from qconvert.cli.exit_codes import after_the_work
 from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
 from qconvert.cli.progress import compile_kernels, progress
-from qconvert.cli.target import Aiming
 from qconvert.core.sizes import parse_size
 
 if TYPE_CHECKING:
     from qconvert.calibrate.calibration import Calibration
     from qconvert.calibrate.text import CalibrationText
     from qconvert.convert.job import OpenedModel, RunOptions
+    from qconvert.core.dtypes import Json
     from qconvert.plan.recipe import Recipe
     from qconvert.plan.request import Request
 
@@ -110,7 +110,24 @@ Ask = Callable[["OpenedModel"], "Request"]
 """Makes a request for an opened model."""
 
 
-def write(model: str, ask: Request | Ask | Aiming, suffix: str, flags: Flags) -> None:
+@runtime_checkable
+class Explained(Protocol):
+    """Makes a request for an opened model of one that leaves something open, and tells what it chose."""
+
+    request: Request
+
+    def __call__(self, source: OpenedModel) -> Request: ...
+
+    def lines(self) -> list[str]:
+        """What was chosen and why, for people; once it was called."""
+        ...
+
+    def to_json(self) -> Json:
+        """The same as plain data."""
+        ...
+
+
+def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags) -> None:
     """Carry out a writing command and print its result.
 
     `ask` is the request, or what makes it of the opened model; `suffix` completes the derived name, the name
@@ -121,8 +138,8 @@ def write(model: str, ask: Request | Ask | Aiming, suffix: str, flags: Flags) ->
     from qconvert.formats.io.local_file import require_free_disk
 
     _check_before_download(model, ask, flags)
-    aiming = ask if isinstance(ask, Aiming) else None
-    known = aiming.request if aiming else None if callable(ask) else ask
+    chooser = ask if isinstance(ask, Explained) else None
+    known = chooser.request if chooser else None if callable(ask) else ask
     source = open_model(model, revision=flags.revision, declared=known.recipe.architecture if known else None)
     request = ask(source) if callable(ask) else ask
     job = prepare(
@@ -130,7 +147,7 @@ def write(model: str, ask: Request | Ask | Aiming, suffix: str, flags: Flags) ->
         request,
         flags.options,
         statistics=flags.statistics,
-        calibration=flags.calibration(source, aims=aiming is not None),
+        calibration=flags.calibration(source, aims=chooser is not None),
         pre_tokenizer=flags.pre_tokenizer,
     )
     out = flags.out or job.container.default_out(suffix or (request.dtype.label if request.dtype else ""))
@@ -140,8 +157,8 @@ def write(model: str, ask: Request | Ask | Aiming, suffix: str, flags: Flags) ->
     if not flags.as_json:
         for warning in report.warnings():
             click.echo(f"Warning: {warning}", err=True)
-    chosen = aiming.lines() if aiming else []
-    lines, extra = [*chosen, *report.lines()], {"target": aiming.to_json()} if aiming else {}
+    chosen = chooser.lines() if chooser else []
+    lines, extra = [*chosen, *report.lines()], {"target": chooser.to_json()} if chooser else {}
     if flags.dry_run:
         _print(lines, lambda: report.plan_json() | extra, "dry run: nothing was written", report.path, flags)
         return
@@ -156,14 +173,14 @@ def write(model: str, ask: Request | Ask | Aiming, suffix: str, flags: Flags) ->
         _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags)
 
 
-def _check_before_download(model: str, ask: Request | Ask | Aiming, flags: Flags) -> None:
+def _check_before_download(model: str, ask: Request | Ask | Explained, flags: Flags) -> None:
     if flags.out is None or flags.dry_run:
         return
     from qconvert.formats.gguf import writer
     from qconvert.formats.io import output_folder
 
     local = [path for path in (Path(model),) if path.exists()]
-    known = ask.request if isinstance(ask, Aiming) else ask
+    known = ask.request if isinstance(ask, Explained) else ask
     to_file = not callable(known) and known.is_gguf
     check = writer.check_target if to_file else output_folder.check_target
     check(flags.out, overwrite=flags.overwrite, sources=local)

@@ -15,12 +15,13 @@ import click
 from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
+    from qconvert.calibrate.sensitivity import Sensitivity
     from qconvert.calibrate.text import CalibrationText
     from qconvert.cli.run_conversion import Flags
     from qconvert.convert.job import OpenedModel
-    from qconvert.convert.target import Chosen, Target
+    from qconvert.convert.target import Chosen
     from qconvert.core.dtypes import Json
-    from qconvert.plan.budget import Mix
+    from qconvert.plan.budget import Mix, Target
     from qconvert.plan.request import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -77,15 +78,14 @@ class Wanted:
     @property
     def target(self) -> Target | None:
         """What is aimed at; None for nothing. Raises BadRecipe for what cannot be aimed at."""
-        from qconvert.convert.target import Target
-        from qconvert.plan.budget import parse_target_kl, parse_target_size
-
         if self.target_size is None and self.target_kl is None:
             if self.choices:
                 raise BadRecipe(
                     "--schemes, --types: given without a target", "add --target-size 4.5bpw, or leave it out"
                 )
             return None
+        from qconvert.plan.budget import Target, parse_target_kl, parse_target_size
+
         labels = tuple(label.strip() for label in (self.choices or self.default).split(",") if label.strip())
         return Target(
             tuple(dict.fromkeys(labels)),
@@ -115,8 +115,10 @@ class Aiming:
         """The request; runs the model over the text, forwards and backwards."""
         from dataclasses import replace
 
-        from qconvert.calibrate.sensitivity import sensitivities_of
+        from qconvert.calibrate.calibration import DAMPING
+        from qconvert.calibrate.measure_sensitivity import sensitivities_of
         from qconvert.calibrate.statistics_file import open_statistics
+        from qconvert.cli.calibration_options import method_named
         from qconvert.convert.execute import prepare
         from qconvert.convert.target import choose
 
@@ -125,14 +127,26 @@ class Aiming:
         if flags.statistics is not None:
             request = replace(request, statistics=open_statistics(flags.statistics, checkpoint.architecture))
 
+        together = method_named(flags.method) != "nearest" and request.statistics is None
+        damping = DAMPING if together else None
+
         def prepared(request: Request) -> Any:
             return prepare(source, request, flags.options, pre_tokenizer=flags.pre_tokenizer)
 
-        with _told(text.tokens, talks=flags.talks) as progress:
-            found = sensitivities_of(
-                checkpoint, text.tokens_BT, most_bytes=flags.max_memory // 2, progress=progress
-            )
-            self.chosen = choose(self.target, request, found, prepared, record=text.record)
+        def found() -> Iterator[Sensitivity]:
+            with _told(text.tokens, talks=flags.talks) as progress:
+                room, holds = flags.max_memory // 2, damping is not None
+                yield from sensitivities_of(
+                    checkpoint, text.tokens_BT, most_bytes=room, holds=holds, progress=progress
+                )
+
+        record: dict[str, Any] = {
+            "file": ", ".join(text.names),
+            "dataset": None,
+            "chunks": len(text.tokens_BT),
+        }
+        record |= {"texts": [text.record]}
+        self.chosen = choose(self.target, request, found(), prepared, record=record, damping=damping)
         return self.chosen.request
 
     def lines(self) -> list[str]:

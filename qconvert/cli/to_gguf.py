@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from qconvert.core.ggml_types import GGMLType
     from qconvert.plan.request import GGUFTarget
 
-# What llama.cpp runs fast everywhere, from 3.4 to 8.5 bits.
-TARGET_TYPES = "q3_k,q4_k,q5_k,q6_k,q8_0"
+# What llama.cpp runs fast everywhere, from 2.6 to 8.5 bits.
+TARGET_TYPES = "q2_k,q3_k,q4_k,q5_k,q6_k,q8_0"
 UNTIL_CHOSEN = "F32"
 _TYPE_OR_TARGET = {
     "neither": ("to-gguf: no type was asked for", "add --type q4_k_m, or --target-size 4.8bpw"),

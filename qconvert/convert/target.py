@@ -14,38 +14,19 @@ from pathlib import Path
 
 from qconvert.calibrate.sensitivity import Sensitivity, TextStatistics
 from qconvert.convert.job import Job
-from qconvert.convert.prices import priced_groups
+from qconvert.convert.prices import priced_groups, sized_groups
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import GGMLType, parse_ggml_type
 from qconvert.core.schemes import parse_scheme
 from qconvert.errors import BadRecipe
 from qconvert.models.parameter_table import table_of_outputs
-from qconvert.plan.budget import Group, Mix, SizeTarget, fewest_bytes, selectors, smallest_cost, uniform
+from qconvert.plan.budget import Group, Mix, Target, fewest_bytes, selectors, smallest_cost, uniform
 from qconvert.plan.gguf.mixture import FILE_TYPES
 from qconvert.plan.recipe import Rule
 from qconvert.plan.request import GGUFTarget, Request
 
 Prepare = Callable[[Request], Job]
 """Compiles a request for the model at hand (`execute.prepare`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What is aimed at, either a size or nats per token, and the encodings to choose among."""
-
-    labels: tuple[str, ...]
-    size: SizeTarget | None = None
-    divergence: float | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot be aimed at."""
-        if (self.size is None) == (self.divergence is None):
-            raise BadRecipe("--target-size, --target-kl: both, or none", "aim at one of the two")
-        if len(set(self.labels)) < 2:
-            raise BadRecipe(
-                f"target: one encoding to choose among ({', '.join(self.labels) or 'none'})",
-                "name two or more",
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +57,26 @@ def choose(
     prepared: Prepare,
     *,
     record: Json | None = None,
+    damping: float | None = None,
 ) -> Chosen:
     """The request that reaches a target: the least cost of a size, or the least size of a cost.
 
     `found` are the sensitivities of the model; `prepared` compiles requests for it. Where the request has no
     statistics, encoders weigh errors by those of the text that the sensitivities are of, which `record`
-    describes. Raises BadRecipe for a target that no mix reaches.
+    describes; with a `damping`, they are priced with error feedback, for which the sensitivities must hold
+    rows out. Raises BadRecipe for a target that no mix reaches.
     """
     if request.statistics is None:
-        measured = TextStatistics(record or {})
+        measured = TextStatistics(record or {}, damping)
         request, found = replace(request, statistics=measured), measured.keeping(found)
     jobs = {label: prepared(_uniform_request(request, label)) for label in target.labels}
-    groups = priced_groups(jobs, found)
+    first, groups = next(iter(jobs.values())), sized_groups(jobs)
     if not groups:
         raise BadRecipe("target: nothing to choose, no weight would be quantized", "leave out some --keep")
-    first = next(iter(jobs.values()))
     weights = table_of_outputs(first.compiled.outputs, first.compiled.architecture).parameters
     if target.size is None:
         assert target.divergence is not None
+        groups = priced_groups(jobs, found)
         mix = fewest_bytes(groups, target.divergence)
         made = _request_of(request, mix, jobs)
         return Chosen(
@@ -101,8 +84,9 @@ def choose(
         )
     measure = _file_bytes if target.size.nbytes is not None else _tensor_bytes
     most = target.size.most_bytes(weights)
-    fixed = measure(first) - sum(option.nbytes for group in groups for option in group.options[:1])
-    room = most - fixed
+    room = most - measure(first) + sum(option.nbytes for group in groups for option in group.options[:1])
+    smallest_cost(groups, room)  # which says at once if there is none
+    groups = priced_groups(jobs, found)
     while True:
         mix = smallest_cost(groups, room)
         made = _request_of(request, mix, jobs)

@@ -72,6 +72,25 @@ class SizeTarget:
         return int(self.bits_per_weight * weights / 8)
 
 
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is aimed at, either a size or nats per token, and the encodings to choose among."""
+
+    labels: tuple[str, ...]
+    size: SizeTarget | None = None
+    divergence: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be aimed at."""
+        if (self.size is None) == (self.divergence is None):
+            raise BadRecipe("--target-size, --target-kl: both, or none", "aim at one of the two")
+        if len(set(self.labels)) < 2:
+            raise BadRecipe(
+                f"target: one encoding to choose among ({', '.join(self.labels) or 'none'})",
+                "name two or more",
+            )
+
+
 def parse_target_size(text: str) -> SizeTarget:
     """Read `4.5bpw`, `3.2GB` or `900MB`; bpw counts all weights, the embedding too. Raises BadRecipe."""
     match = _BITS.fullmatch(text.strip())
