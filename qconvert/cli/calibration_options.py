@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
-    pass
+    from pathlib import Path
+
+    from qconvert.calibrate.calibration import Calibration
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,13 +24,19 @@ class TokensType(click.ParamType):  # type: ignore[type-arg]  # no generic class
     name = "tokens"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        if isinstance(value, int):
-            return value
-        factor = {"k": 1024, "m": 1024**2}.get(value[-1:].lower(), 1)
-        digits = value[:-1] if factor > 1 else value
-        if not digits.isdigit() or not int(digits):
-            self.fail(f"{value!r} is no number of tokens; write 65536, 64k or 1M", param, ctx)
-        return int(digits) * factor
+        try:
+            return value if isinstance(value, int) else parse_tokens(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens written like 65536, 64k or 1M; ValueError for another text."""
+    factor = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
+    digits = text[:-1] if factor > 1 else text
+    if not digits.isdecimal() or not int(digits):
+        raise ValueError(f"{text!r} is no number of tokens; write 65536, 64k or 1M")
+    return int(digits) * factor
 
 
 TOKENS = TokensType()
@@ -74,3 +82,21 @@ def calibration_options(command: F) -> F:
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
+
+
+def calibration_of(
+    model: Path, method: str, texts: tuple[str, ...], tokens: int | None, window: int | None, inputs: str
+) -> Calibration | None:
+    """What the options ask for, of the model in this folder or file; None where codes are chosen one by one.
+
+    Raises BadRecipe for options that need a method, and what `calibrate.text.calibration_windows` raises.
+    """
+    from qconvert.calibrate.calibration import METHODS, Calibration
+    from qconvert.calibrate.text import calibration_windows
+
+    if METHODS[method] == "nearest":
+        return None
+    read = calibration_windows(
+        model, texts or ("default",), tokens or parse_tokens(DEFAULT_TOKENS), window or DEFAULT_WINDOW
+    )
+    return Calibration(read.tokens_BT, read.record, METHODS[method], shift=inputs == "quantized")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import LayoutChoice, examples, model_argument, pad_option, writing_options
 from qconvert.cli.run_conversion import Flags, write
@@ -66,6 +67,7 @@ class _WithLayouts(click.Command):
     "--undo-act-order", is_flag=True, help="Fold GPTQ's g_idx into the weights before, where that is exact."
 )
 @pad_option
+@calibration_options
 @writing_options
 def command(
     model: str,

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     LayoutChoice,
@@ -80,6 +81,7 @@ from qconvert.plan.recipe import FUSIONS, Recipe, Rule, load_recipe, parse_rule
     help="Layout of the output.",
 )
 @imatrix_option
+@calibration_options
 @pad_option
 @click.option(
     "--recipe",

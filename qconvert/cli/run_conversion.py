@@ -17,6 +17,7 @@ from qconvert.cli.progress import compile_kernels, progress
 from qconvert.core.sizes import parse_size
 
 if TYPE_CHECKING:
+    from qconvert.calibrate.calibration import Calibration
     from qconvert.checkpoint.open import Checkpoint
     from qconvert.convert.job import RunOptions
     from qconvert.plan.recipe import Recipe
@@ -42,6 +43,11 @@ class Flags:
     allow_unknown: bool = False
     allow_nonfinite: bool = False
     imatrix: Path | None = None
+    method: str = "nearest"
+    texts: tuple[str, ...] = ()
+    tokens: int | None = None
+    window: int | None = None
+    inputs: str = "quantized"
     pre_tokenizer: str | None = None
 
     @property
@@ -56,6 +62,12 @@ class Flags:
             overwrite=self.overwrite,
             hash_sources=self.hash_sources,
         )
+
+    def calibration(self, model: Path) -> Calibration | None:
+        """The calibration that is asked for, on the tokens of a model; None where there is none."""
+        from qconvert.cli.calibration_options import calibration_of
+
+        return calibration_of(model, self.method, self.texts, self.tokens, self.window, self.inputs)
 
     @property
     def talks(self) -> bool:
@@ -90,7 +102,14 @@ def write(model: str, ask: Request | Callable[[Checkpoint], Request], suffix: st
     declared = None if callable(ask) else ask.recipe.architecture
     source = open_model(model, revision=flags.revision, declared=declared)
     request = ask(source.checkpoint) if callable(ask) else ask
-    job = prepare(source, request, flags.options, imatrix=flags.imatrix, pre_tokenizer=flags.pre_tokenizer)
+    job = prepare(
+        source,
+        request,
+        flags.options,
+        imatrix=flags.imatrix,
+        calibration=flags.calibration(source.checkpoint.path),
+        pre_tokenizer=flags.pre_tokenizer,
+    )
     out = flags.out or job.container.default_out(suffix or (request.dtype.label if request.dtype else ""))
     if not flags.dry_run:
         job.container.check_target(out)

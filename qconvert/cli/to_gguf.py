@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     SIZE,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     help="Where blocks do not divide a row, take a bigger type, or stop.",
 )
 @imatrix_option
+@calibration_options
 @click.option("--allow-requantize", is_flag=True, help="Quantize again what already is; that loses twice.")
 @click.option("--split-max-size", "shard_size", type=SIZE, help="Write numbered parts of at most this size.")
 @click.option(

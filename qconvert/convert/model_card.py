@@ -101,7 +101,7 @@ def _calibration(manifest: Json) -> list[str]:
     if "calibration" not in manifest or manifest["calibration"]["output_error"] is None:
         return []
     calibration = manifest["calibration"]
-    error, texts = calibration["output_error"], calibration["text"].get("texts", [])
+    error, texts = calibration["output_error"], calibration["text"].get("files", [])
     named = ", ".join(f"`{text['name']}` (SHA-256 {text['sha256'][:12]})" for text in texts)
     return [
         f"Codes are chosen with error feedback on {calibration['tokens']:,} tokens"

@@ -88,7 +88,7 @@ def _output_errors(w_RI: np.ndarray, q_RI: np.ndarray, given: InputHessian) -> n
 
     target_RN = _product(w_RI, given.held_NI.T)
     target_RN -= _product(q_RI, given.held_read_NI.T)
-    return np.square(target_RN, dtype=np.float64).mean(axis=1)
+    return np.asarray(np.square(target_RN, dtype=np.float64).mean(axis=1))
 
 
 def _numbers(value: Value) -> np.ndarray:
