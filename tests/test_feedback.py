@@ -11,39 +11,7 @@ import pytest
 from qconvert.quant.feedback import nearest_codes, round_with_feedback, sweep
 from qconvert.quant.hessian import factor, row_errors
 from qconvert.quant.point_grid import PointGrid
-
-NF4 = np.array([-1, -0.7, -0.53, -0.39, -0.28, -0.18, -0.09, 0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1])
-LEVELS = {
-    "unsigned": np.arange(16),
-    "signed": np.arange(-4, 4),
-    "table": NF4,
-    "long": np.sort(np.tan(np.linspace(-1.5, 1.5, 253))),
-}
-
-
-def rounding_case(rows, width, levels="signed", size=32, seed=0):
-    """Weights, correlated inputs' Hessian, and a grid that clips a little."""
-    rng = np.random.default_rng(seed)
-    w_RI = rng.standard_normal((rows, width)).astype(np.float32)
-    factors = rng.standard_normal((6, width))
-    x = rng.standard_normal((4 * width, 6)) @ factors + 0.7 * rng.standard_normal((4 * width, width))
-    x *= np.exp(0.7 * rng.standard_normal(width))
-    h_II = (x.T @ x / len(x)).astype(np.float32)
-    levels_T = LEVELS[levels].astype(np.float32)
-    groups = -(-width // size)
-    steps_RG = (4.4 / (levels_T[-1] - levels_T[0]) * rng.uniform(0.8, 1.3, (rows, groups))).astype(np.float32)
-    shifts_RG = -steps_RG * (levels_T[0] + levels_T[-1]) / 2 + rng.uniform(-0.1, 0.1, (rows, groups))
-    return w_RI, h_II, PointGrid(levels_T, steps_RG, shifts_RG.astype(np.float32), size)
-
-
-def stored(grid, codes_RI):
-    """The numbers that codes store."""
-    groups = np.arange(codes_RI.shape[1]) // grid.size
-    return grid.levels_T[codes_RI] * grid.steps_RG[:, groups] + grid.shifts_RG[:, groups]
-
-
-def rows_of(grid, rows):
-    return PointGrid(grid.levels_T, grid.steps_RG[rows], grid.shifts_RG[rows], grid.size)
+from tests.rounding import LEVELS, rounding_case, rows_of, stored
 
 
 @pytest.mark.parametrize("levels", LEVELS)
@@ -204,7 +172,7 @@ def test_steps_of_zero_and_below_have_valid_codes(levels):
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_weights_that_are_not_finite_spoil_only_their_row():
+def test_weights_that_are_not_finite_spoil_no_other():
     w_RI, h_II, grid = rounding_case(40, 64)
     order_I, factor_II, _ = factor(h_II)
     codes_RI = round_with_feedback(w_RI, order_I, factor_II, grid)
@@ -213,8 +181,11 @@ def test_weights_that_are_not_finite_spoil_only_their_row():
     swept_RI = sweep(w_RI, spoilt_RI, h_II, order_I, grid, 1)
     others = np.setdiff1d(np.arange(40), [7, 9])
     assert np.array_equal(spoilt_RI[others], codes_RI[others])
-    assert (spoilt_RI < 8).all()
-    assert (swept_RI < 8).all()
+    for codes in (spoilt_RI, swept_RI):
+        assert (codes < 8).all()
+        assert codes[9, 60] == 7
+        delta = np.where(np.isfinite(w_RI), w_RI - stored(grid, codes), 0)
+        assert np.abs(delta[[7, 9]]).max() < 4
 
 
 @pytest.mark.parametrize("width", [2, 4, 6])

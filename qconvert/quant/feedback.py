@@ -18,11 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from qconvert.quant.nearest_points import nearest_point, point
+from qconvert.quant.hessian import mean_square
+from qconvert.quant.nearest_points import finite, nearest_point, point
 from qconvert.quant.point_grid import PointGrid
 from qconvert.quant.row_tiles import (
     BLOCK,
     add_columns_of_block,
+    add_to_sums,
     grid_rows,
     load_column,
     load_scales,
@@ -31,7 +33,7 @@ from qconvert.quant.row_tiles import (
     sum_columns_before,
 )
 from qconvert.quant.simd.lanes import LANES, absolute, kernel, load, routine, splat, store, where
-from qconvert.quant.simd.products import COLUMNS, PANEL, add_product, fused, packed_starts
+from qconvert.quant.simd.products import COLUMNS, PANEL, fused, packed_starts
 
 
 def round_with_feedback(
@@ -59,13 +61,13 @@ def sweep(
     """Improves the codes of rows, one column after another in the given order, `sweeps` times.
 
     `w_RI` float32 [R, I], `codes_RI` uint8 [R, I]; `h_II` float32 [I, I], symmetric, in the order of the
-    weights' columns. `damping` times the mean of its diagonal is added to it, as `hessian.factor` does, so
-    that sweeps go on lowering what feedback lowered, delta (H + lambda I) delta^T; they never raise it.
+    weights' columns. `damping` times its `mean_square` is added to the diagonal, as `hessian.factor` does,
+    so that sweeps go on lowering what feedback lowered, delta (H + lambda I) delta^T; they never raise it.
     Returns uint8 [R, I].
     """
     swept_RI = np.array(codes_RI, np.uint8, order="C")
     h_II = np.ascontiguousarray(h_II, np.float32)
-    damped = np.float32(damping * h_II.diagonal().mean(dtype=np.float64))
+    damped = np.float32(damping * mean_square(h_II))
     _sweep_rows(grid_rows(w_RI, swept_RI, grid), order_I, h_II, damped, sweeps)
     return swept_RI
 
@@ -105,7 +107,7 @@ def _round_column(rows: Any, first: Any, k: Any, j: Any, start: Any, tile: Any) 
         wanted = w + load(tile.sums, at + row)
         code, stored = nearest_point(wanted, step, shift, rows.points, tile.scratch)
         store(tile.codes, row, code)
-        store(tile.delta, j * tile.size + row, w - stored)
+        store(tile.delta, j * tile.size + row, finite(w - stored))
     store_column(rows, first, k, tile)
 
 
@@ -146,7 +148,7 @@ def _find_errors(rows: Any, first: Any, k: Any, tile: Any) -> None:
     for row in range(0, tile.size, LANES):
         step, shift = load(tile.steps, scale + row), load(tile.shifts, scale + row)
         stored = point(load(tile.codes, row), step, shift, rows.points, tile.scratch)
-        store(tile.delta, k * tile.size + row, load(tile.w, row) - stored)
+        store(tile.delta, k * tile.size + row, finite(load(tile.w, row) - stored))
 
 
 @routine
@@ -159,7 +161,7 @@ def _sum_all_columns(h_II: Any, order: Any, tile: Any) -> None:
         for c in range(starts.size):  # sums beyond the last column are not used
             starts[c] = order[min(c, order.size - 1)] * width + panel
         count = min(PANEL, width - panel)
-        add_product(tile.sums, 0, tile.size, tile.delta, panel * tile.size, h_II.ravel(), starts, 1, count)
+        add_to_sums(0, tile.delta, panel, h_II.ravel(), starts, 1, count, tile)
 
 
 @routine
@@ -170,8 +172,7 @@ def _add_changes(h_II: Any, order: Any, column: Any, end: Any, tile: Any) -> Non
     for k in range(column):
         for c in range(COLUMNS):
             tile.packed[k * COLUMNS + c] = h_II[order[k], order[min(column + c, end - 1)]]
-    at = column * tile.size
-    add_product(tile.sums, at, tile.size, tile.changes, 0, tile.packed, starts, COLUMNS, column)
+    add_to_sums(column, tile.changes, 0, tile.packed, starts, COLUMNS, column, tile)
 
 
 @routine

@@ -15,6 +15,7 @@ from qconvert.quant.row_products import row_products
 
 _ATTEMPTS = 4
 _BLOCK = 256  # columns that are factored at once
+_ROWS = 512  # rows that are solved for at once
 
 
 class NotPositiveDefinite(ValueError):
@@ -26,16 +27,23 @@ def factor(
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """Factors a Hessian for `feedback`: H + lambda I = M D M^T, M unit upper triangular.
 
-    `h_II`: float32 or float64 [I, I], symmetric; only its upper triangle is read where an input is live.
-    lambda is `damping` times the mean of the diagonal, ten times more after each of up to three failures. An
-    input that was always 0 gets the mean on the diagonal and 0 elsewhere: it is rounded to the nearest and
-    no other column makes up for it. Working memory is 8 I^2 bytes beside 4 I^2 for M; `dtype` float32 halves
-    it.
+    `h_II`: float32 or float64 [I, I], symmetric. lambda is `damping` times the `mean_square`, ten times more
+    after each of up to three failures. An input that was always 0 gets the mean on the diagonal and 0
+    elsewhere: it is rounded to the nearest and changes no other column. Working memory is 8 I^2 bytes beside
+    4 I^2 for M; `dtype` float32 halves it.
 
     Returns the order of the columns int64 [I], those of the largest second moment first (act-order: the
     earlier a column, the more others can still make up for it); M float32 [I, I], rows and columns in that
     order; and the damping used. Raises `NotPositiveDefinite`.
     """
+    order_I, upper_II, used = _factored(h_II, damping, dtype)
+    return order_I, _unit_columns(upper_II), used
+
+
+def _factored(
+    h_II: np.ndarray, damping: float, dtype: type[np.floating]
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """The order of the columns, U of H + lambda I = U U^T in that order, and the damping used."""
     order_I = column_order(h_II)
     for attempt in range(_ATTEMPTS):
         used = damping * 10.0**attempt
@@ -43,9 +51,9 @@ def factor(
         try:
             _factor_in_place(upper_II)
         except np.linalg.LinAlgError:
-            del upper_II
+            del upper_II  # before the next one is made
             continue
-        return order_I, _unit_columns(upper_II), used
+        return order_I, upper_II, used
     raise NotPositiveDefinite(f"no Cholesky factor with damping {damping} to {used}")
 
 
@@ -60,10 +68,16 @@ def column_order(h_II: np.ndarray) -> np.ndarray:
     return np.argsort(-diagonal_I, kind="stable").astype(np.int64)
 
 
+def mean_square(h_II: np.ndarray) -> float:
+    """The mean of the diagonal over the inputs that were not always 0; 1 if all were."""
+    diagonal_I = h_II.diagonal()
+    live = diagonal_I > 0
+    return float(diagonal_I[live].mean(dtype=np.float64)) if live.any() else 1.0
+
+
 def _damped(h_II: np.ndarray, order_I: np.ndarray, damping: float, dtype: type[np.floating]) -> np.ndarray:
     """A copy of H + lambda I in the given order, always-0 inputs apart."""
-    diagonal_I = h_II.diagonal().astype(np.float64)
-    mean = diagonal_I.mean() or 1.0
+    diagonal_I, mean = h_II.diagonal().astype(np.float64), mean_square(h_II)
     damped_II = np.empty(h_II.shape, dtype)
     for row, column in enumerate(order_I):
         damped_II[row] = h_II[column][order_I]
@@ -83,15 +97,18 @@ def _factor_in_place(a_II: np.ndarray) -> None:
     The last columns are first: a Cholesky factor of reversed rows and columns. A block of columns is
     factored, solved for the rows above, and its square subtracted from what is left.
     """
-    for start in reversed(range(0, len(a_II), _BLOCK)):
-        block = slice(start, min(start + _BLOCK, len(a_II)))
+    for block in reversed(_blocks(len(a_II))):
+        start = block.start
         corner = np.linalg.cholesky(a_II[block, block][::-1, ::-1])[::-1, ::-1]
         a_II[block, block] = corner
         above = a_II[:start, block] @ np.linalg.inv(corner).T
         a_II[:start, block] = above
-        for row in range(0, start, _BLOCK):
-            rows = slice(row, min(row + _BLOCK, start))
-            a_II[rows, row:start] -= above[rows] @ above[row:start].T
+        for rows in _blocks(start):
+            a_II[rows, rows.start : start] -= above[rows] @ above[rows.start :].T
+
+
+def _blocks(width: int) -> list[slice]:
+    return [slice(start, min(start + _BLOCK, width)) for start in range(0, width, _BLOCK)]
 
 
 def _unit_columns(upper_II: np.ndarray) -> np.ndarray:
@@ -114,45 +131,30 @@ def target_shift(
     E[(x - x~) x~^T]: small numbers, better summed than subtracted. Returns float32 [I, I], identity for
     inputs that were always 0. Raises `NotPositiveDefinite`; more damping is tried as in `factor`.
     """
-    order_I = column_order(h_II)
-    for attempt in range(_ATTEMPTS):
-        upper_II = _damped(h_II, order_I, damping * 10.0**attempt, np.float64)
-        try:
-            _factor_in_place(upper_II)
-        except np.linalg.LinAlgError:
-            continue
-        live_I = h_II.diagonal() > 0
-        return _shift(upper_II, mismatch_II, order_I, live_I, alpha)
-    raise NotPositiveDefinite(
-        f"no Cholesky factor with damping {damping} to {damping * 10.0 ** (_ATTEMPTS - 1)}"
-    )
-
-
-def _shift(
-    upper_II: np.ndarray, mismatch_II: np.ndarray, order_I: np.ndarray, live_I: np.ndarray, alpha: float
-) -> np.ndarray:
+    order_I, upper_II, _ = _factored(h_II, damping, np.float64)
+    # S - I is a correction: solved in float32, it is 2e-6 off where the Hessian's condition is 1e5.
+    upper_II = upper_II.astype(np.float32)
+    inverses = [np.linalg.inv(np.triu(upper_II[block, block])) for block in _blocks(len(upper_II))]
     shift_II = np.empty(mismatch_II.shape, np.float32)
-    for start in range(0, len(shift_II), 2 * _BLOCK):
-        rows = slice(start, start + 2 * _BLOCK)
-        solved_RI = mismatch_II[rows][:, order_I].astype(np.float64)
-        _solve_in_place(upper_II, solved_RI)
-        shift_II[rows, order_I] = alpha * solved_RI
-    shift_II *= live_I
+    for start in range(0, len(shift_II), _ROWS):
+        rows = slice(start, start + _ROWS)
+        solved_RI = mismatch_II[rows][:, order_I].astype(np.float32)
+        _solve_in_place(upper_II, inverses, solved_RI)
+        shift_II[rows, order_I] = np.float32(alpha) * solved_RI
+    shift_II *= h_II.diagonal() > 0
     shift_II[np.diag_indices_from(shift_II)] += 1
     return shift_II
 
 
-def _solve_in_place(upper_II: np.ndarray, x_RI: np.ndarray) -> None:
+def _solve_in_place(upper_II: np.ndarray, inverses: list[np.ndarray], x_RI: np.ndarray) -> None:
     """Makes X what solves X' U U^T = X: first for U^T from the last columns, then for U from the first."""
-    starts = range(0, len(upper_II), _BLOCK)
-    for start in reversed(starts):
-        block = slice(start, start + _BLOCK)
-        x_RI[:, block] = np.linalg.solve(np.triu(upper_II[block, block]), x_RI[:, block].T).T
-        x_RI[:, :start] -= x_RI[:, block] @ upper_II[:start, block].T
-    for start in starts:
-        block = slice(start, start + _BLOCK)
-        x_RI[:, block] -= x_RI[:, :start] @ upper_II[:start, block]
-        x_RI[:, block] = np.linalg.solve(np.triu(upper_II[block, block]).T, x_RI[:, block].T).T
+    blocks = list(zip(_blocks(len(upper_II)), inverses, strict=True))
+    for block, inverse in reversed(blocks):
+        x_RI[:, block] = x_RI[:, block] @ inverse.T
+        x_RI[:, : block.start] -= x_RI[:, block] @ upper_II[: block.start, block].T
+    for block, inverse in blocks:
+        before = x_RI[:, : block.start] @ upper_II[: block.start, block]
+        x_RI[:, block] = (x_RI[:, block] - before) @ inverse
 
 
 def row_errors(w_RI: np.ndarray, q_RI: np.ndarray, h_II: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qconvert.quant.point_grid import PointGrid
-from qconvert.quant.simd.lanes import LANES, clamp, load, rounded_even, routine, splat, store, where
+from qconvert.quant.simd.lanes import LANES, absolute, clamp, load, rounded_even, routine, splat, store, where
 
 _ZERO = np.float32(0)
 
@@ -58,6 +58,12 @@ def nearest_point(wanted: Any, step: Any, shift: Any, points: Any, scratch: Any)
             half >>= 1
         scratch[i], scratch[LANES + i] = np.float32(code), points.levels_T[code]
     return load(scratch, 0), load(scratch, LANES) * step + shift
+
+
+@routine
+def finite(lanes: Any) -> Any:
+    """Returns finite numbers, and 0 for others: the error of a weight that no code can come near to."""
+    return where(absolute(lanes) < np.float32(np.inf), lanes, splat(_ZERO))
 
 
 @routine

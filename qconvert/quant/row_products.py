@@ -38,7 +38,7 @@ def _add_row_products(a_RI: Any, matrix_II: Any, b_RI: Any, totals_R: Any) -> No
                 count = min(PANEL, width - panel)
                 sums[:] = 0
                 pack(matrix_II, panel, count, start, stop, packed, starts)
-                add_product(sums, 0, tile, a, panel * tile, packed, starts, COLUMNS, count)
+                add_product(sums, 0, a, panel * tile, tile, tile, packed, starts, COLUMNS, count)
                 for row in range(min(tile, rows - first)):
                     total = 0.0
                     for j in range(start, stop):

@@ -101,6 +101,15 @@ def store_column(rows: Any, first: Any, k: Any, tile: Any) -> None:
 
 
 @routine
+def add_to_sums(
+    column: Any, x: Any, first: Any, m: Any, starts: Any, step: Any, count: Any, tile: Any
+) -> None:
+    """Adds `count` columns of x from `first` on, times m, to the tile's sums from `column` on."""
+    at, x_at = column * tile.size, first * tile.size
+    add_product(tile.sums, at, x, x_at, tile.size, tile.size, m, starts, step, count)
+
+
+@routine
 def sum_columns_before(factor_II: Any, start: Any, stop: Any, tile: Any) -> None:
     """Makes the sums of columns [start, stop) the errors of all columns before `start`, times the factor."""
     tile.sums[:] = 0
@@ -108,8 +117,7 @@ def sum_columns_before(factor_II: Any, start: Any, stop: Any, tile: Any) -> None
     for panel in range(0, start, PANEL):
         count = min(PANEL, start - panel)
         pack(factor_II, panel, count, start, stop, tile.packed, starts)
-        x_at = panel * tile.size
-        add_product(tile.sums, 0, tile.size, tile.delta, x_at, tile.packed, starts, COLUMNS, count)
+        add_to_sums(0, tile.delta, panel, tile.packed, starts, COLUMNS, count, tile)
 
 
 @routine
@@ -121,5 +129,4 @@ def add_columns_of_block(factor_II: Any, start: Any, column: Any, stop: Any, til
     count = column - start
     starts = tile.starts[: (stop - column + COLUMNS - 1) // COLUMNS * COLUMNS]
     pack(factor_II, start, count, column, stop, tile.packed, starts)
-    at, x_at = count * tile.size, start * tile.size
-    add_product(tile.sums, at, tile.size, tile.delta, x_at, tile.packed, starts, COLUMNS, count)
+    add_to_sums(count, tile.delta, start, tile.packed, starts, COLUMNS, count, tile)

@@ -90,14 +90,23 @@ def _accumulate(
 
 @routine
 def add_product(
-    sums: Any, at: Any, tile: Any, x: Any, x_at: Any, m: Any, starts: Any, step: Any, count: Any
+    sums: Any,
+    at: Any,
+    x: Any,
+    x_at: Any,
+    tile: Any,
+    rows: Any,
+    m: Any,
+    starts: Any,
+    step: Any,
+    count: Any,
 ) -> None:
     """Adds x @ m to as many columns of sums as there are `starts`, `COLUMNS` at a time.
 
     `sums[at + tile * c + r] += x[x_at + tile * k + r] * m[starts[c] + step * k]` for k below `count`, in that
-    order, and all rows r below `tile`. All but `starts` are flat float32 arrays.
+    order, and all r below `rows`, a multiple of `ROWS`. All but `starts` are flat float32 arrays.
     """
-    for row in range(0, tile, ROWS):
+    for row in range(0, rows, ROWS):
         for c in range(0, starts.size, COLUMNS):
             _accumulate(
                 sums, at + tile * c + row, tile, x, x_at + row, m, starts[c : c + COLUMNS], step, count

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from qconvert.quant.simd.lanes import LANES, peak, rounded_even, splat
+from qconvert.quant.simd.products import fused
 from qconvert.runtime.cpu.coded_dots import (
     dot_bytes,
     dot_int6,
@@ -36,7 +37,6 @@ from qconvert.runtime.cpu.simd import (
     float_at,
     floats,
     folded,
-    fused,
     larger,
     load_bf16,
     put_float,

@@ -181,12 +181,6 @@ def paired(builder: Any, even: Any, odd: Any, high: Any) -> Any:
     return builder.select(builder.icmp_unsigned("!=", high, ir.Constant(high.type, 0)), high_half, low_half)
 
 
-@instructions(lanes_type, lanes_type, lanes_type, lanes_type)
-def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """`a * b + c`, rounded once."""
-    return call_llvm(builder, "llvm.fma.v16f32", FLOATS, a, b, c)
-
-
 @instructions(types.float32, lanes_type)
 def total(builder: Any, value: Any) -> Any:
     """The sum of the lanes, halves added to halves."""

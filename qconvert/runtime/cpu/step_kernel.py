@@ -11,11 +11,11 @@ from __future__ import annotations
 import numpy as np
 
 from qconvert.quant.simd.lanes import LANES, highest, kernel, rounded_even, splat, where
+from qconvert.quant.simd.products import fused
 from qconvert.runtime.cpu.kernels import multiply_rows
 from qconvert.runtime.cpu.simd import (
     float_at,
     floats,
-    fused,
     load_bf16,
     power_of_two,
     put_float,
