@@ -44,10 +44,11 @@ TOKENS = TokensType()
 _OPTIONS = (
     click.option(
         "--method",
-        type=click.Choice(["nearest", "feedback", "gptq"]),
+        type=click.Choice(["nearest", "feedback", "gptq", "two-sided", "yaqa"]),
         default="nearest",
         show_default=True,
-        help="Choose every code by itself, or those of a row together on a text (gptq: another name).",
+        help="Choose every code by itself, the codes of a row together on a text (feedback, also called gptq), "
+        "or those of many rows (two-sided, also called yaqa).",
     ),
     click.option(
         "--text",

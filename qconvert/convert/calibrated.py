@@ -8,9 +8,11 @@ waves of `calibrate.waves`  ->  the units that read the wave's input  ->  runner
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -18,11 +20,11 @@ from qconvert.calibrate.calibration import Calibration
 from qconvert.calibrate.waves import Waves, on_disk
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
-from qconvert.convert.runner import BlockDone, Made
+from qconvert.convert.output_hessians import OutputHessians
+from qconvert.convert.runner import BlockDone, Granule, Made, RowsStatistics, rows_statistics
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.protocols import Rows
-from qconvert.core.statistics import StatisticsSource
 from qconvert.core.values import DenseRows, Value
 from qconvert.plan.plan import Plan, Unit
 from qconvert.quant.dequantize import numbers
@@ -30,8 +32,17 @@ from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder
 from qconvert.runtime.model import Decoder
 
-RunPlan = Callable[[Plan, StatisticsSource | None, Made | None], Generator[BlockDone, None, None]]
-"""Runs the units of a plan with these statistics, and shows what their blocks became."""
+
+class RunPlan(Protocol):
+    """Runs the units of a plan with these statistics, and shows what their blocks became (`runner.run`)."""
+
+    def __call__(
+        self,
+        plan: Plan,
+        statistics: RowsStatistics | None = None,
+        made: Made | None = None,
+        granule: Granule = ...,
+    ) -> Generator[BlockDone, None, None]: ...
 
 
 def run_in_waves(
@@ -47,10 +58,14 @@ def run_in_waves(
     others = [replace(unit, statistics=()) for unit in plan.units if unit.output.name not in calibrated]
     embeddings = [unit for unit in others if unit.quantizes and keeps_rows(unit)]
     # First, since what the quantized embedding gives is what the first layer reads.
-    yield from run_plan(Plan(tuple(embeddings)), None, replaced.keep)
-    yield from run_plan(Plan(tuple(unit for unit in others if unit not in embeddings)), None, None)
+    yield from run_plan(Plan(tuple(embeddings)), made=replaced.keep)
+    yield from run_plan(Plan(tuple(unit for unit in others if unit not in embeddings)))
+    original = _decoder(checkpoint, checkpoint.reader)
+    outputs = None
+    if calibration.method == "two-sided":
+        outputs = OutputHessians.measured(original, checkpoint, calibration, scratch)
     waves = Waves(
-        _decoder(checkpoint, checkpoint.reader),
+        original,
         _decoder(checkpoint, replaced),
         calibration,
         {key for unit in calibrated.values() for key in unit.statistics},
@@ -62,7 +77,12 @@ def run_in_waves(
             layer = wave.layer
             replaced.forget()
         units = [unit for unit in calibrated.values() if all(key in wave.keys for key in unit.statistics)]
-        yield from run_plan(Plan(tuple(units)), wave, replaced.keep)
+        statistics = partial(rows_statistics, source=wave)
+        if outputs is None:
+            yield from run_plan(Plan(tuple(units)), statistics, replaced.keep)
+        else:
+            given = outputs.added_to(statistics)
+            yield from run_plan(Plan(tuple(units)), given, replaced.keep, outputs.granule)
 
 
 def _decoder(checkpoint: Checkpoint, rows: Rows) -> Decoder:

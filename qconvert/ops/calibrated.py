@@ -1,8 +1,9 @@
 """Chooses the codes of a linear together, so that the errors of its columns make up for one another.
 
 Scales and zero points are chosen first, as without calibration; then codes are chosen column after column
-with error feedback (GPTQ, arXiv 2210.17323), and reconsidered one by one. A row that gets worse by this on
-tokens held out of the statistics keeps its plain codes.
+with error feedback (GPTQ, arXiv 2210.17323), and reconsidered one by one. With gradients at the outputs,
+rows make up for one another's errors too (YAQA, arXiv 2505.22988). Rows that get worse by this on tokens
+held out of the statistics keep their plain codes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType
-from qconvert.core.statistics import InputHessian
+from qconvert.core.statistics import InputHessian, OutputHessian
 from qconvert.core.values import DenseRows, Value
 from qconvert.ops.base import Finding, OutputError
 
@@ -25,10 +26,14 @@ _PRODUCT_ROWS = 64
 
 
 def round_together(
-    value: DenseRows, given: InputHessian, encode: Callable[[DenseRows], tuple[Value, Finding]]
+    value: DenseRows,
+    given: InputHessian,
+    outputs: OutputHessian | None,
+    encode: Callable[[DenseRows], tuple[Value, Finding]],
 ) -> tuple[Value, Finding]:
     """Rows as `encode` stores them, but with codes chosen together.
 
+    With `outputs`, whose blocks begin at the first row, blocks of rows are kept or not, else single rows.
     The finding is that of the plain codes, with the error of the output (None of a tensor with NaN or Inf).
     """
     import numpy as np
@@ -39,10 +44,10 @@ def round_together(
     if finding.nonfinite >= 0:
         return plain, finding
     wide_RI = np.ascontiguousarray(cast(value, DType.F32)[0].rows_RI)
-    made = _fed_back(wide_RI, given, encode)
+    made = _rounded(wide_RI, given, outputs, encode)
     energy_R = np.square(_product(wide_RI, given.held_NI.T), dtype=np.float64).mean(axis=1)
     plain_R, made_R = (_output_errors(wide_RI, _numbers(each), given) for each in (plain, made))
-    worse_R = ~(made_R < plain_R)
+    worse_R = _worse(plain_R, made_R, outputs)
     chosen = plain if worse_R.all() else _rows_where(worse_R, plain, made)
     error = OutputError(
         float(plain_R.sum()),
@@ -54,16 +59,39 @@ def round_together(
     return chosen, replace(finding, output_error=error)
 
 
-def _fed_back(
-    w_RI: np.ndarray, given: InputHessian, encode: Callable[[DenseRows], tuple[Value, Finding]]
+def _worse(plain_R: np.ndarray, made_R: np.ndarray, outputs: OutputHessian | None) -> np.ndarray:
+    """Which rows are to keep their plain codes, by the errors of both.
+
+    Rows of a block made up for one another: all of them or none, by their errors times E[g^2].
+    """
+    import numpy as np
+
+    if outputs is None:
+        return np.asarray(~(made_R < plain_R))
+    count, size = len(made_R), outputs.squares_BR.shape[1]
+    weights_R = outputs.squares_BR.ravel()[:count].astype(np.float64)
+    starts = range(0, count, size)
+    plain_B, made_B = (np.add.reduceat(errors_R * weights_R, starts) for errors_R in (plain_R, made_R))
+    return np.repeat(~(made_B < plain_B), size)[:count]
+
+
+def _rounded(
+    w_RI: np.ndarray,
+    given: InputHessian,
+    outputs: OutputHessian | None,
+    encode: Callable[[DenseRows], tuple[Value, Finding]],
 ) -> Value:
     from qconvert.quant.feedback import round_with_feedback, sweep
     from qconvert.quant.point_grid import point_grid, with_codes
+    from qconvert.quant.two_sided import round_row_blocks
 
     if given.shift_II is not None:
         w_RI = _product(w_RI, given.shift_II)
     start, _ = encode(DenseRows(w_RI, DType.F32))
     grid = point_grid(start)
+    if outputs is not None:
+        both = (given.order_I, given.factor_II, outputs.order_BR, outputs.factor_BRR)
+        return with_codes(start, round_row_blocks(w_RI, *both, grid))
     codes_RI = round_with_feedback(w_RI, given.order_I, given.factor_II, grid)
     codes_RI = sweep(w_RI, codes_RI, given.hessian_II, given.order_I, grid, SWEEPS)
     return with_codes(start, codes_RI)

@@ -1,0 +1,132 @@
+"""Gives units what gradients say of their rows, so that rows make up for one another's errors.
+
+Before any weight is quantized, one backward pass through the original model sums E[g g^T] of every R
+consecutive outputs of every linear (`calibrate.backward`); the sums lie on disk. What a unit writes side by
+side may come from several linears, or in another order: entries are gathered by written rows, those of rows
+that were not summed together are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qconvert.calibrate.backward import measure_gradients
+from qconvert.calibrate.calibration import Calibration
+from qconvert.calibrate.gradients import OutputGradients
+from qconvert.calibrate.waves import on_disk
+from qconvert.checkpoint.open import Checkpoint
+from qconvert.convert.runner import RowsStatistics
+from qconvert.convert.written_rows import WrittenRows, written_rows
+from qconvert.core.statistics import OutputHessian, RowStatistics, StatisticsKey
+from qconvert.models import Architecture
+from qconvert.models.statistics_keys import input_key
+from qconvert.plan.plan import Unit
+from qconvert.quant.hessian import mean_square
+from qconvert.quant.two_sided import factor_row_blocks
+from qconvert.runtime.model import Decoder
+
+
+class OutputHessians:
+    """E[g g^T] within blocks of consecutive outputs of every linear, by the key of its weight.
+
+    `blocks` float32 [B, R, R], as `OutputGradients.blocks_BRR` is; `rows` consecutive written rows make up
+    for one another; `damping` is what `quant.hessian.factor` takes.
+    """
+
+    def __init__(
+        self,
+        blocks: Mapping[StatisticsKey, np.ndarray],
+        architecture: Architecture,
+        rows: int,
+        damping: float,
+    ) -> None:
+        self._blocks, self._architecture = blocks, architecture
+        self._rows, self._damping = rows, damping
+
+    @classmethod
+    def measured(
+        cls, decoder: Decoder, checkpoint: Checkpoint, calibration: Calibration, scratch: Path
+    ) -> OutputHessians:
+        """Those of a decoder, its layers loaded on demand, on the first windows of the calibration text.
+
+        Activations and blocks lie in files without a name in the folder `scratch`. Raises what
+        `measure_gradients` does.
+        """
+
+        def on_scratch(found: OutputGradients) -> OutputGradients:
+            assert found.blocks_BRR is not None
+            stored = on_disk(scratch, found.blocks_BRR.shape).numpy()
+            stored[:] = found.blocks_BRR
+            return replace(found, blocks_BRR=stored)
+
+        found = measure_gradients(
+            decoder,
+            torch.from_numpy(calibration.gradient_windows_WT),
+            scratch=scratch,
+            block_rows=calibration.output_rows,
+            keep=on_scratch,
+        )
+        blocks = {key: each.blocks_BRR for key, each in found.linears.items() if each.blocks_BRR is not None}
+        return cls(blocks, checkpoint.architecture, calibration.output_rows, calibration.output_damping)
+
+    def granule(self, unit: Unit) -> int:
+        """The rows of a unit that are made together: whole blocks, or whole experts of a stack."""
+        return self._rows if len(unit.statistics) < 2 else unit.output.rows // len(unit.statistics)
+
+    def added_to(self, statistics: RowsStatistics) -> RowsStatistics:
+        """The same statistics, with output Hessians where rows are rounded together.
+
+        Rows without gradients, as those of an expert that no token was routed to, get none.
+        """
+
+        def given(unit: Unit, start: int, stop: int) -> tuple[RowStatistics, ...]:
+            return tuple(
+                replace(each, outputs=self._of(unit, start + each.first, start + each.last))
+                if each.rounding is not None
+                else each
+                for each in statistics(unit, start, stop)
+            )
+
+        return given
+
+    def _of(self, unit: Unit, start: int, stop: int) -> OutputHessian | None:
+        """Of rows [start, stop) of a unit that read one input."""
+        rows = written_rows(unit, self._architecture, start, stop)
+        found = [self._blocks.get(input_key(parameter)) for parameter in rows.parameters]
+        if all(found[parameter] is None for parameter in np.unique(rows.parameter_R[rows.parameter_R >= 0])):
+            return None
+        # Of one size however the unit is cut: sums of a factor depend on it.
+        size = min(self._rows, unit.output.rows // max(1, len(unit.statistics)))
+        h_BRR = np.zeros((-(-(stop - start) // size), size, size), np.float32)
+        squares_BR = np.zeros(h_BRR.shape[:2], np.float32)
+        for block, first in enumerate(range(0, stop - start, size)):
+            own = slice(first, first + size)
+            part = WrittenRows(rows.parameters, rows.parameter_R[own], rows.row_R[own])
+            _gather_block(part, found, h_BRR[block], squares_BR[block])
+        return OutputHessian(*factor_row_blocks(h_BRR, self._damping), squares_BR)
+
+
+def _gather_block(
+    rows: WrittenRows, found: list[np.ndarray | None], h_RR: np.ndarray, squares_R: np.ndarray
+) -> None:
+    """Fill in the moments of rows, all 0 before: of every two that were summed together.
+
+    Rows of each sum are brought to a mean square of 1: one damping does for all of them, and whatever
+    several linears side by side weigh, their rows do not depend on each other.
+    """
+    for number, blocks_BRR in enumerate(found):
+        if blocks_BRR is None:
+            continue
+        size = blocks_BRR.shape[1]
+        places = np.flatnonzero(rows.parameter_R == number)
+        for block in np.unique(rows.row_R[places] // size):
+            at = places[rows.row_R[places] // size == block]
+            inside = rows.row_R[at] % size
+            part_RR = blocks_BRR[block][np.ix_(inside, inside)]
+            squares_R[at] = part_RR.diagonal()
+            h_RR[np.ix_(at, at)] = part_RR / np.float32(mean_square(part_RR))
