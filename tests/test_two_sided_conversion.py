@@ -20,15 +20,21 @@ from qconvert.convert.job import Job, RunOptions
 from qconvert.convert.output_hessians import OutputHessians
 from qconvert.convert.runner import rows_statistics
 from qconvert.convert.written_rows import written_rows
-from qconvert.core.dtypes import Json
+from qconvert.core.dtypes import DType, Json
 from qconvert.core.schemes import parse_scheme
-from qconvert.core.statistics import InputHessian, StatisticsKey
+from qconvert.core.statistics import InputHessian, OutputHessian, StatisticsKey
+from qconvert.core.values import DenseRows
 from qconvert.formats.gguf.reader import GGUFFile
 from qconvert.models.statistics_keys import input_key
+from qconvert.ops import Quantize
+from qconvert.ops.calibrated import round_together
 from qconvert.plan.plan import Unit
 from qconvert.plan.recipe import Recipe
 from qconvert.plan.request import GGUFTarget, Request
-from qconvert.quant.two_sided import factor_row_blocks
+from qconvert.quant.dequantize import numbers
+from qconvert.quant.hessian import factor
+from qconvert.quant.point_grid import point_grid, with_codes
+from qconvert.quant.two_sided import factor_row_blocks, round_row_blocks
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder
 from qconvert.runtime.observers import InputKey
@@ -50,6 +56,16 @@ CASES = {
 }
 
 
+def with_few_directions(model: Path) -> Path:
+    """The model with a head of nearly low rank, so that gradients are correlated as those of real ones."""
+    state, generator = load_file(model / "model.safetensors"), torch.Generator().manual_seed(0)
+    rows, width = state["lm_head.weight"].shape
+    a, b = torch.randn(rows, 4, generator=generator), torch.randn(4, width, generator=generator)
+    state["lm_head.weight"] = 0.1 * state["lm_head.weight"] + 0.2 * a @ b
+    save_file(state, model / "model.safetensors", {"format": "pt"})
+    return model
+
+
 @pytest.fixture(scope="module", params=CASES)
 def case(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -57,7 +73,7 @@ def case(
     """A model, the same as it is stored before it is quantized, and what is asked of that."""
     name, fuse, asked = CASES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    model = transformers_model(folder / "m", name, "float32")
+    model = with_few_directions(transformers_model(folder / "m", name, "float32"))
     return model, made(*fuse, model, "-o", folder / "s") if fuse else model, asked
 
 
@@ -208,7 +224,9 @@ def test_rows_of_one_linear_that_were_summed_together_are_coupled(case: tuple[Pa
                         if (key, row // ROWS) == (other, column // ROWS):
                             h_RR[0, i, j] = moments[key][row, column] / mean
                 squares_R = [moments[key][row, row] for key, row in own]
-                assert np.array_equal(run.outputs.squares_BR[block, : len(own)], squares_R)
+                damped_RR = run.outputs.hessian_BRR[block]
+                assert ((damped_RR != 0) == (h_RR[0] != 0)).all()
+                assert (damped_RR.diagonal()[: len(own)] > squares_R).all()
                 _, factor_RR = (x[0] for x in factor_row_blocks(h_RR))
                 m_RR = run.outputs.factor_BRR[block]
                 order_R = run.outputs.order_BR[block]
@@ -228,7 +246,7 @@ def test_blocks_do_not_depend_on_how_a_unit_is_cut(case: tuple[Path, Path, Reque
         parts = [
             run for start in range(0, rows, step) for run in statistics(unit, start, min(start + step, rows))
         ]
-        for name in ("order_BR", "factor_BRR", "squares_BR"):
+        for name in ("order_BR", "factor_BRR", "hessian_BRR"):
             want, found = ([getattr(run.outputs, name) for run in runs] for runs in (whole, parts))
             assert np.array_equal(np.concatenate(want), np.concatenate(found))
 
@@ -243,6 +261,50 @@ def test_experts_without_gradients_are_rounded_by_rows_alone(tmp_path: Path) -> 
     for unit in calibrated(job):
         runs = statistics(unit, 0, unit.output.rows)
         assert [run.outputs is None for run in runs] == [key == gone for key in unit.statistics]
+
+
+# Blocks that get worse
+
+
+def test_blocks_of_rows_are_kept_or_not_by_what_their_errors_cost_together() -> None:
+    rng = np.random.default_rng(1)
+    rows, width, size = 40, 64, 16
+    w_RI = rng.standard_normal((rows, width)).astype(np.float32)
+    x_NI = (rng.standard_normal((300, 3)) @ rng.standard_normal((3, width))).astype(np.float32)
+    # Held out are other inputs than the Hessian is made of: columns make up for little.
+    held_NI = (0.5 * x_NI[:100] + rng.standard_normal((100, width))).astype(np.float32)
+    hessian_II = x_NI.T @ x_NI / len(x_NI)
+    order_I, factor_II, _ = factor(hessian_II)
+    g_NR = rng.standard_normal((60, 4)) @ rng.standard_normal((4, 48)) + 0.2 * rng.standard_normal((60, 48))
+    h_BRR = cut_up((g_NR[:, :rows].T @ g_NR[:, :rows]).astype(np.float32), size)
+    given = InputHessian(hessian_II, order_I, factor_II, None, held_NI, held_NI)
+    factors = factor_row_blocks(h_BRR)
+    h_BRR[1] = np.eye(size)  # by which rows of the second block should not have made up for each other
+    outputs = OutputHessian(*factors, h_BRR)
+    encoding = parse_scheme("int4-g32").encoding(DType.BF16)
+
+    def encode(value: DenseRows) -> Any:
+        return Quantize(encoding, search=True).nearest(value)
+
+    value = DenseRows(w_RI, DType.F32)
+    plain, _ = encode(value)
+    grid, both = point_grid(plain), (outputs.order_BR, outputs.factor_BRR)
+    made = with_codes(plain, round_row_blocks(w_RI, order_I, factor_II, *both, grid))
+    plain_RI, made_RI = (numbers(each, DType.F32).rows_RI for each in (plain, made))
+    found, finding = round_together(value, given, outputs, encode)
+    better = []
+    for i in range(0, rows, size):
+        plain_cost, made_cost = (
+            np.einsum(
+                "an,ab,bn->", e_RN[i : i + size], h_BRR[i // size][: rows - i, : rows - i], e_RN[i : i + size]
+            )
+            for e_RN in ((w_RI - plain_RI) @ held_NI.T, (w_RI - made_RI) @ held_NI.T)
+        )
+        better.append(bool(made_cost < plain_cost))
+    assert True in better and False in better
+    want_RI = np.where(np.repeat(better, size)[:rows, None], made_RI, plain_RI)
+    assert np.array_equal(numbers(found, DType.F32).rows_RI, want_RI)
+    assert finding.output_error.kept == sum(min(size, rows - size * i) for i in range(3) if not better[i])
 
 
 # What becomes of weights
@@ -261,8 +323,8 @@ def test_the_same_bytes_for_any_threads_and_memory(case: tuple[Path, Path, Reque
 
 def in_plain_numbers(out: Path, folder: Path) -> dict[str, np.ndarray]:
     """The weights of an output by their names in the model, unfused."""
-    how = ("from-gguf",) if out.is_file() else ("dequantize", "--dtype", "f32")
-    plain = made(*how, out, "-o", folder / "d")
+    command = "from-gguf" if out.is_file() else "dequantize"
+    plain = made(command, out, "--dtype", "f32", "-o", folder / "d")
     if open_checkpoint(plain).bind().fusions_found:
         plain = made("unfuse", plain, "-o", folder / "u")
     return {name: tensor.numpy() for name, tensor in load_file(plain / "model.safetensors").items()}
@@ -310,6 +372,5 @@ def test_it_costs_the_model_less_than_rows_alone(case: tuple[Path, Path, Request
             )
             delta_RI = source[name].numpy() - made_of[name]
             losses[method][name] = float(np.sum(outputs[key] * (delta_RI @ h_II @ delta_RI.T)))
-    ratios = {name: losses["two-sided"][name] / loss for name, loss in losses["feedback"].items() if loss}
-    print(ratios)
-    assert max(ratios.values()) < 0.9
+    ratios = [losses["two-sided"][name] / loss for name, loss in losses["feedback"].items() if loss]
+    assert max(ratios) < 1 and np.mean(ratios) < 0.85

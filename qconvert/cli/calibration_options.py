@@ -47,8 +47,8 @@ _OPTIONS = (
         type=click.Choice(["nearest", "feedback", "gptq", "two-sided", "yaqa"]),
         default="nearest",
         show_default=True,
-        help="Choose every code by itself, the codes of a row together on a text (feedback, also called gptq), "
-        "or those of many rows (two-sided, also called yaqa).",
+        help="Choose every code by itself, those of a row together on a text (feedback, or gptq), "
+        "or those of many rows (two-sided, or yaqa).",
     ),
     click.option(
         "--text",

@@ -103,21 +103,26 @@ class OutputHessians:
         # Of one size however the unit is cut: sums of a factor depend on it.
         size = min(self._rows, unit.output.rows // max(1, len(unit.statistics)))
         h_BRR = np.zeros((-(-(stop - start) // size), size, size), np.float32)
-        squares_BR = np.zeros(h_BRR.shape[:2], np.float32)
+        damped_BRR = np.zeros_like(h_BRR)
         for block, first in enumerate(range(0, stop - start, size)):
             own = slice(first, first + size)
             part = WrittenRows(rows.parameters, rows.parameter_R[own], rows.row_R[own])
-            _gather_block(part, found, h_BRR[block], squares_BR[block])
-        return OutputHessian(*factor_row_blocks(h_BRR, self._damping), squares_BR)
+            _gather_block(part, found, h_BRR[block], damped_BRR[block], self._damping)
+        return OutputHessian(*factor_row_blocks(h_BRR, self._damping), damped_BRR)
 
 
 def _gather_block(
-    rows: WrittenRows, found: list[np.ndarray | None], h_RR: np.ndarray, squares_R: np.ndarray
+    rows: WrittenRows,
+    found: list[np.ndarray | None],
+    h_RR: np.ndarray,
+    damped_RR: np.ndarray,
+    damping: float,
 ) -> None:
     """Fill in the moments of rows, all 0 before: of every two that were summed together.
 
-    Rows of each sum are brought to a mean square of 1: one damping does for all of them, and whatever
-    several linears side by side weigh, their rows do not depend on each other.
+    In `h_RR` rows of each sum are brought to a mean square of 1: one damping does for all of them, and
+    whatever several linears side by side weigh, their rows do not depend on each other. `damped_RR` holds
+    the moments as they were found, with that damping.
     """
     for number, blocks_BRR in enumerate(found):
         if blocks_BRR is None:
@@ -128,5 +133,7 @@ def _gather_block(
             at = places[rows.row_R[places] // size == block]
             inside = rows.row_R[at] % size
             part_RR = blocks_BRR[block][np.ix_(inside, inside)]
-            squares_R[at] = part_RR.diagonal()
-            h_RR[np.ix_(at, at)] = part_RR / np.float32(mean_square(part_RR))
+            mean = np.float32(mean_square(part_RR))
+            h_RR[np.ix_(at, at)] = part_RR / mean
+            damped_RR[np.ix_(at, at)] = part_RR
+            damped_RR[at, at] += np.float32(damping) * mean

@@ -85,9 +85,9 @@ class OutputHessian:
 
     Blocks of R consecutive rows; the last may lack rows, whose moments are 0. `order_BR` int64 and
     `factor_BRR` float32: of the damped E[g g^T] of every block, as `quant.two_sided.factor_row_blocks`
-    returns them. `squares_BR` float32: E[g^2] of the rows.
+    returns them. `hessian_BRR` float32: E[g g^T] itself, damped likewise.
     """
 
     order_BR: np.ndarray
     factor_BRR: np.ndarray
-    squares_BR: np.ndarray
+    hessian_BRR: np.ndarray

@@ -46,8 +46,9 @@ def round_together(
     wide_RI = np.ascontiguousarray(cast(value, DType.F32)[0].rows_RI)
     made = _rounded(wide_RI, given, outputs, encode)
     energy_R = np.square(_product(wide_RI, given.held_NI.T), dtype=np.float64).mean(axis=1)
-    plain_R, made_R = (_output_errors(wide_RI, _numbers(each), given) for each in (plain, made))
-    worse_R = _worse(plain_R, made_R, outputs)
+    errors = [_output_errors(wide_RI, _numbers(each), given) for each in (plain, made)]
+    plain_R, made_R = (np.square(each_RN, dtype=np.float64).mean(axis=1) for each_RN in errors)
+    worse_R = ~(made_R < plain_R) if outputs is None else _worse(*errors, outputs)
     chosen = plain if worse_R.all() else _rows_where(worse_R, plain, made)
     error = OutputError(
         float(plain_R.sum()),
@@ -59,20 +60,25 @@ def round_together(
     return chosen, replace(finding, output_error=error)
 
 
-def _worse(plain_R: np.ndarray, made_R: np.ndarray, outputs: OutputHessian | None) -> np.ndarray:
-    """Which rows are to keep their plain codes, by the errors of both.
+def _worse(plain_RN: np.ndarray, made_RN: np.ndarray, outputs: OutputHessian) -> np.ndarray:
+    """Which rows are to keep their plain codes, by the output errors of both: whole blocks.
 
-    Rows of a block made up for one another: all of them or none, by their errors times E[g^2].
+    Rows of a block made up for one another's errors e. Each may well have more of them, so that what counts
+    is e^T E[g g^T] e of all.
     """
     import numpy as np
 
-    if outputs is None:
-        return np.asarray(~(made_R < plain_R))
-    count, size = len(made_R), outputs.squares_BR.shape[1]
-    weights_R = outputs.squares_BR.ravel()[:count].astype(np.float64)
-    starts = range(0, count, size)
-    plain_B, made_B = (np.add.reduceat(errors_R * weights_R, starts) for errors_R in (plain_R, made_R))
-    return np.repeat(~(made_B < plain_B), size)[:count]
+    worse_R = np.empty(len(made_RN), bool)
+    size = outputs.hessian_BRR.shape[1]
+    for block, whole_RR in enumerate(outputs.hessian_BRR):
+        rows = slice(block * size, (block + 1) * size)
+        count = len(made_RN[rows])
+        h_RR = whole_RR[:count, :count]
+        plain, made = (
+            float(np.sum((h_RR @ e_RN) * e_RN, dtype=np.float64)) for e_RN in (plain_RN[rows], made_RN[rows])
+        )
+        worse_R[rows] = not made < plain
+    return worse_R
 
 
 def _rounded(
@@ -111,12 +117,10 @@ def _product(w_RI: np.ndarray, by_IO: np.ndarray) -> np.ndarray:
 
 
 def _output_errors(w_RI: np.ndarray, q_RI: np.ndarray, given: InputHessian) -> np.ndarray:
-    """The mean of (w x - q x~)^2 of each row over the tokens held out, float64 [R]."""
-    import numpy as np
-
+    """w x - q x~ of each row for the tokens held out, float32 [R, N]."""
     target_RN = _product(w_RI, given.held_NI.T)
     target_RN -= _product(q_RI, given.held_read_NI.T)
-    return np.asarray(np.square(target_RN, dtype=np.float64).mean(axis=1))
+    return target_RN
 
 
 def _numbers(value: Value) -> np.ndarray:
