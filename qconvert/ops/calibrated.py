@@ -46,9 +46,9 @@ def round_together(
     wide_RI = np.ascontiguousarray(cast(value, DType.F32)[0].rows_RI)
     made = _rounded(wide_RI, given, outputs, encode)
     energy_R = np.square(_product(wide_RI, given.held_NI.T), dtype=np.float64).mean(axis=1)
-    errors = [_output_errors(wide_RI, _numbers(each), given) for each in (plain, made)]
-    plain_R, made_R = (np.square(each_RN, dtype=np.float64).mean(axis=1) for each_RN in errors)
-    worse_R = ~(made_R < plain_R) if outputs is None else _worse(*errors, outputs)
+    plain_RN, made_RN = (_output_errors(wide_RI, _numbers(each), given) for each in (plain, made))
+    plain_R, made_R = (np.square(e_RN, dtype=np.float64).mean(axis=1) for e_RN in (plain_RN, made_RN))
+    worse_R = ~(made_R < plain_R) if outputs is None else _worse(plain_RN, made_RN, outputs)
     chosen = plain if worse_R.all() else _rows_where(worse_R, plain, made)
     error = OutputError(
         float(plain_R.sum()),
