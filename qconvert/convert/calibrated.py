@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from qconvert.calibrate.calibration import Calibration
+from qconvert.calibrate.output_moments import output_moments
 from qconvert.calibrate.waves import Waves, on_disk
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
@@ -63,7 +64,8 @@ def run_in_waves(
     original = _decoder(checkpoint, checkpoint.reader)
     outputs = None
     if calibration.method == "two-sided":
-        outputs = OutputHessians.measured(original, checkpoint, calibration, scratch)
+        moments, damping = output_moments(original, calibration, scratch), calibration.output_damping
+        outputs = OutputHessians(moments, checkpoint.architecture, calibration.output_rows, damping)
     waves = Waves(
         original,
         _decoder(checkpoint, replaced),

@@ -1,7 +1,7 @@
 """Gives units what gradients say of their rows, so that rows make up for one another's errors.
 
 Before any weight is quantized, one backward pass through the original model sums E[g g^T] of every R
-consecutive outputs of every linear (`calibrate.backward`); the sums lie on disk. What a unit writes side by
+consecutive outputs of every linear (`calibrate.output_moments`); the sums lie on disk. What a unit writes side by
 side may come from several linears, or in another order: entries are gathered by written rows, those of rows
 that were not summed together are 0.
 """
@@ -10,16 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
-import torch
 
-from qconvert.calibrate.backward import measure_gradients
-from qconvert.calibrate.calibration import Calibration
-from qconvert.calibrate.gradients import OutputGradients
-from qconvert.calibrate.waves import on_disk
-from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.runner import RowsStatistics
 from qconvert.convert.written_rows import WrittenRows, written_rows
 from qconvert.core.statistics import OutputHessian, RowStatistics, StatisticsKey
@@ -28,7 +21,6 @@ from qconvert.models.statistics_keys import input_key
 from qconvert.plan.plan import Unit
 from qconvert.quant.hessian import mean_square
 from qconvert.quant.two_sided import factor_row_blocks
-from qconvert.runtime.model import Decoder
 
 
 class OutputHessians:
@@ -47,32 +39,6 @@ class OutputHessians:
     ) -> None:
         self._blocks, self._architecture = blocks, architecture
         self._rows, self._damping = rows, damping
-
-    @classmethod
-    def measured(
-        cls, decoder: Decoder, checkpoint: Checkpoint, calibration: Calibration, scratch: Path
-    ) -> OutputHessians:
-        """Those of a decoder, its layers loaded on demand, on the first windows of the calibration text.
-
-        Activations and blocks lie in files without a name in the folder `scratch`. Raises what
-        `measure_gradients` does.
-        """
-
-        def on_scratch(found: OutputGradients) -> OutputGradients:
-            assert found.blocks_BRR is not None
-            stored = on_disk(scratch, found.blocks_BRR.shape).numpy()
-            stored[:] = found.blocks_BRR
-            return replace(found, blocks_BRR=stored)
-
-        found = measure_gradients(
-            decoder,
-            torch.from_numpy(calibration.gradient_windows_WT),
-            scratch=scratch,
-            block_rows=calibration.output_rows,
-            keep=on_scratch,
-        )
-        blocks = {key: each.blocks_BRR for key, each in found.linears.items() if each.blocks_BRR is not None}
-        return cls(blocks, checkpoint.architecture, calibration.output_rows, calibration.output_damping)
 
     def granule(self, unit: Unit) -> int:
         """The rows of a unit that are made together: whole blocks, or whole experts of a stack."""
