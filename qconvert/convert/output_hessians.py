@@ -1,9 +1,8 @@
 """Gives units what gradients say of their rows, so that rows make up for one another's errors.
 
-Before any weight is quantized, one backward pass through the original model sums E[g g^T] of every R
-consecutive outputs of every linear (`calibrate.output_moments`); the sums lie on disk. What a unit writes side by
-side may come from several linears, or in another order: entries are gathered by written rows, those of rows
-that were not summed together are 0.
+Before any weight is quantized, E[g g^T] of every R consecutive outputs of every linear is measured
+(`calibrate.output_moments`). What a unit writes side by side may come from several linears, or in another
+order: entries are gathered by written rows, those of rows that were not summed together are 0.
 """
 
 from __future__ import annotations
