@@ -42,12 +42,14 @@ def measure_gradients(
     scratch: Path,
     block_rows: int | None = None,
     stored_as: torch.dtype = torch.float32,
+    keep: Callable[[OutputGradients], OutputGradients] = lambda found: found,
     progress: Progress = lambda done, total: None,
 ) -> Gradients:
     """What a backward pass over windows of tokens, int64 [W, T], finds of every linear and table.
 
     The decoder computes in float32, its layers best loaded on demand. `scratch` is a folder for
-    W T D (L + 1) numbers, float32 or bfloat16 (`stored_as`); `block_rows` as in `GradientSums`. The same
+    W T D (L + 1) numbers, float32 or bfloat16 (`stored_as`); `block_rows` as in `GradientSums`. What `keep`
+    makes of a linear's gradients is kept until the end: the same with its arrays on disk, say. The same
     seed, tokens and machine give the same bytes. Raises QConvertError where the disk is too small,
     CheckFailed for hidden states that are no numbers.
     """
@@ -60,7 +62,7 @@ def measure_gradients(
         for layer in reversed(range(len(decoder.layers))):
             sums = GradientSums(block_rows)
             run.follow(layer, sums)
-            linears |= sums.means(tokens_WT.numel())
+            linears |= {key: keep(found) for key, found in sums.means(tokens_WT.numel()).items()}
         return Gradients(tokens_WT.numel(), seed, linears, run.tables(head))
 
 

@@ -11,9 +11,16 @@ from qconvert.core.statistics import StatisticsKey
 if TYPE_CHECKING:
     import numpy as np
 
-Method = Literal["nearest", "feedback"]
-"""How codes are chosen: each at the nearest number, or together, so that errors make up for one another."""
-METHODS: dict[str, Method] = {"nearest": "nearest", "feedback": "feedback", "gptq": "feedback"}
+Method = Literal["nearest", "feedback", "two-sided"]
+"""How codes are chosen: each at the nearest number, or together, so that errors make up for one another:
+those of a row's columns, or those of rows too."""
+METHODS: dict[str, Method] = {
+    "nearest": "nearest",
+    "feedback": "feedback",
+    "gptq": "feedback",
+    "two-sided": "two-sided",
+    "yaqa": "two-sided",
+}
 """Methods by the names that users know them by."""
 DAMPING = 0.01
 """What most tools of error feedback add to a Hessian's diagonal, as a share of its mean."""
@@ -27,6 +34,9 @@ class Calibration:
     the manifest. `damping` times the mean diagonal is added to a Hessian's. With `shift`, the inputs of a
     linear are those that the layers quantized before it make, and it aims at what the original one gave
     for the original inputs; without, both are the original model's.
+
+    Two-sided: gradients come from the first windows, of `gradient_tokens` tokens at least; `output_rows`
+    consecutive rows of a weight make up for one another's errors; `output_damping` is that of E[g g^T].
     """
 
     tokens_BT: np.ndarray
@@ -34,6 +44,14 @@ class Calibration:
     method: Method = "feedback"
     damping: float = DAMPING
     shift: bool = True
+    gradient_tokens: int = 16384
+    output_damping: float = 0.1
+    output_rows: int = 256
+
+    @property
+    def gradient_windows_WT(self) -> np.ndarray:
+        """The windows that gradients are measured on."""
+        return self.tokens_BT[: -(-self.gradient_tokens // self.tokens_BT.shape[1])]
 
     @property
     def record(self) -> Json:
@@ -45,6 +63,15 @@ class Calibration:
             "window": int(self.tokens_BT.shape[1]),
             "damping": self.damping,
             "inputs": "quantized" if self.shift else "original",
+            **(self._outputs if self.method == "two-sided" else {}),
+        }
+
+    @property
+    def _outputs(self) -> Json:
+        return {
+            "gradient_tokens": int(self.gradient_windows_WT.size),
+            "output_damping": self.output_damping,
+            "output_rows": self.output_rows,
         }
 
 

@@ -22,10 +22,11 @@ DEFAULT_TOKENS = 32 << 10
 _OPTIONS = (
     click.option(
         "--method",
-        type=click.Choice(["nearest", "feedback", "gptq"]),
+        type=click.Choice(["nearest", "feedback", "gptq", "two-sided", "yaqa"]),
         default="nearest",
         show_default=True,
-        help="Choose every code by itself, or those of a row together on a text (gptq: another name).",
+        help="Choose every code by itself, those of a row together on a text (feedback, or gptq), "
+        "or those of many rows (two-sided, or yaqa).",
     ),
     click.option(
         "--text",

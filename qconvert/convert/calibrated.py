@@ -8,24 +8,28 @@ waves of `calibrate.waves`  ->  the units that read the wave's input  ->  runner
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from qconvert.calibrate.calibration import Calibration
+from qconvert.calibrate.output_moments import output_moments
 from qconvert.calibrate.waves import waves
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
-from qconvert.convert.runner import BlockDone, Made, gather
+from qconvert.convert.output_hessians import OutputHessians
+from qconvert.convert.runner import BlockDone, Granule, Made, RowsStatistics, gather, rows_statistics
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.protocols import Rows
-from qconvert.core.statistics import InputHessian, RowStatistics, StatisticsKey, StatisticsSource
+from qconvert.core.statistics import InputHessian, RowStatistics, StatisticsKey
 from qconvert.core.values import DenseRows, Value
+from qconvert.ops.calibrated import PRODUCT_ROWS
 from qconvert.plan.plan import Plan, Unit
 from qconvert.quant.dequantize import numbers
 from qconvert.runtime.config import DecoderConfig
@@ -36,8 +40,17 @@ from qconvert.runtime.model import Decoder
 # Rows of a linear that the damping of its Hessian is chosen with.
 _SAMPLE_ROWS = 64
 
-RunPlan = Callable[[Plan, StatisticsSource | None, Made | None], Generator[BlockDone, None, None]]
-"""Runs the units of a plan with these statistics, and shows what their blocks became."""
+
+class RunPlan(Protocol):
+    """Runs the units of a plan with these statistics, and shows what their blocks became (`runner.run`)."""
+
+    def __call__(
+        self,
+        plan: Plan,
+        statistics: RowsStatistics | None = None,
+        made: Made | None = None,
+        granule: Granule = ...,
+    ) -> Generator[BlockDone, None, None]: ...
 
 
 def run_in_waves(
@@ -53,28 +66,33 @@ def run_in_waves(
     others = [replace(unit, statistics=()) for unit in plan.units if unit.output.name not in calibrated]
     embeddings = [unit for unit in others if unit.quantizes and keeps_rows(unit)]
     # First, since what the quantized embedding gives is what the first layer reads.
-    yield from run_plan(Plan(tuple(embeddings)), None, replaced.keep)
-    yield from run_plan(Plan(tuple(unit for unit in others if unit not in embeddings)), None, None)
+    yield from run_plan(Plan(tuple(embeddings)), made=replaced.keep)
+    yield from run_plan(Plan(tuple(unit for unit in others if unit not in embeddings)))
     wanted = {key for unit in calibrated.values() for key in unit.statistics}
     if not wanted:
         return
+    original, current = (partial(_decoder, checkpoint, rows) for rows in (checkpoint.reader, replaced))
+    outputs = None
+    if calibration.method == "two-sided":
+        moments, damping = output_moments(original(), calibration, scratch), calibration.output_damping
+        outputs = OutputHessians(moments, checkpoint.architecture, calibration.output_rows, damping)
 
     def loss(key: StatisticsKey, hessian: InputHessian) -> float:
-        return _loss(
-            next(unit for unit in calibrated.values() if key in unit.statistics),
-            key,
-            hessian,
-            checkpoint.reader,
-        )
+        reading = next(unit for unit in calibrated.values() if key in unit.statistics)
+        return _loss(reading, key, hessian, checkpoint.reader)
 
     layer = None
-    original, current = (partial(_decoder, checkpoint, rows) for rows in (checkpoint.reader, replaced))
     for wave in waves(original, current, calibration, wanted, scratch, loss):
         if wave.layer != layer:
             layer = wave.layer
             replaced.forget()
         units = [unit for unit in calibrated.values() if all(key in wave.keys for key in unit.statistics)]
-        yield from run_plan(Plan(tuple(units)), wave, replaced.keep)
+        statistics = partial(rows_statistics, source=wave)
+        if outputs is None:
+            yield from run_plan(Plan(tuple(units)), statistics, replaced.keep, lambda unit: PRODUCT_ROWS)
+        else:
+            given = outputs.added_to(statistics)
+            yield from run_plan(Plan(tuple(units)), given, replaced.keep, outputs.granule)
 
 
 def _decoder(checkpoint: Checkpoint, rows: Rows) -> Decoder:
@@ -92,9 +110,8 @@ def _loss(unit: Unit, key: StatisticsKey, hessian: InputHessian, reader: Rows) -
     for op in unit.ops:
         if op.moves_rows or op.needs_reduction:
             continue
-        value, finding = op.apply(
-            value, (RowStatistics(0, value.rows, moments_I, hessian),) if op.quantizes else ()
-        )
+        given = (RowStatistics(0, value.rows, moments_I, hessian),) if op.quantizes else ()
+        value, finding = op.apply(value, given)
         if op.quantizes:
             return finding.output_error.made if finding.output_error else inf
     return inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from zlib import crc32
@@ -16,9 +17,20 @@ from qconvert.checkpoint.open import open_checkpoint
 from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
-from qconvert.convert.runner import MOST_CODE_ERROR, BlockDone, Made, Outcome, Terms, WrittenRows, run
+from qconvert.convert.runner import (
+    MOST_CODE_ERROR,
+    BlockDone,
+    Granule,
+    Made,
+    Outcome,
+    RowsStatistics,
+    Terms,
+    WrittenRows,
+    rows_statistics,
+    run,
+    single_rows,
+)
 from qconvert.core.protocols import Layout
-from qconvert.core.statistics import StatisticsSource
 from qconvert.errors import QConvertError
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import Hashes
@@ -132,13 +144,17 @@ def _run(job: Job, output: OpenOutput) -> Generator[BlockDone, None, None]:
         return checkpoint.files.source_offset(first.name)
 
     def run_plan(
-        plan: Plan, statistics: StatisticsSource | None, made: Made | None = None
+        plan: Plan,
+        statistics: RowsStatistics | None = None,
+        made: Made | None = None,
+        granule: Granule = single_rows,
     ) -> Generator[BlockDone, None, None]:
         sink, layout = output.sink, job.container.layout
-        return run(plan, checkpoint.reader, layout, sink, terms, position, statistics, made)
+        return run(plan, checkpoint.reader, layout, sink, terms, position, statistics, made, granule)
 
     if job.calibration is None:
-        return run_plan(job.compiled.plan, request.statistics)
+        source = request.statistics
+        return run_plan(job.compiled.plan, partial(rows_statistics, source=source) if source else None)
     from qconvert.convert.calibrated import run_in_waves
 
     return run_in_waves(job.compiled.plan, run_plan, checkpoint, job.calibration, output.path.parent)

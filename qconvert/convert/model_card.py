@@ -104,8 +104,11 @@ def _calibration(manifest: Json) -> list[str]:
     calibration = manifest["calibration"]
     error, texts = calibration["output_error"], calibration["text"].get("files", [])
     named = ", ".join(f"`{text['name']}` (SHA-256 {text['sha256'][:12]})" for text in texts)
+    how = "error feedback"
+    if calibration["method"] == "two-sided":
+        how = f"two-sided error feedback (gradients of {calibration['gradient_tokens']:,} tokens)"
     return [
-        f"Codes are chosen with error feedback on {calibration['tokens']:,} tokens"
+        f"Codes are chosen with {how} on {calibration['tokens']:,} tokens"
         f"{f' of {named}' if named else ''}: the relative error of the linears' outputs on tokens held out "
         f"falls from {error['nearest']:.4f} to {error['written']:.4f}.",
     ]

@@ -15,10 +15,11 @@ import numpy as np
 from qconvert.calibrate.sensitivity import Sensitivity
 from qconvert.convert.job import Job
 from qconvert.convert.runner import BLOCK_BYTES, Block, bounded, cut, gather, rows_read, rows_statistics
+from qconvert.convert.written_rows import parameters_of, written_rows
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.statistics import RowStatistics, StatisticsKey
-from qconvert.core.values import DenseRows, Value
+from qconvert.core.values import Value
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture, Parameter
 from qconvert.models.statistics_keys import input_key
@@ -109,15 +110,6 @@ def _roles(name: str, parameter: Parameter, outputs: Mapping[str, ModelTensor]) 
     return _TABLES
 
 
-def parameters_of(tensor: ModelTensor, architecture: Architecture) -> Sequence[Parameter]:
-    """The weights that a stored tensor holds."""
-    entry, parameter = architecture.fused.get(tensor.name), architecture.parameter(tensor.name)
-    if entry is not None:
-        return entry.members
-    assert parameter is not None, tensor.name
-    return (parameter,)
-
-
 def _prices(
     weight: _Weight, jobs: Mapping[str, Job], sensitivity: Sensitivity
 ) -> Iterator[tuple[str, float]]:
@@ -189,44 +181,23 @@ def _every(
     return value.with_arrays(picked), tuple(run for run in runs if run.first < run.last)
 
 
-@dataclass(frozen=True, slots=True)
-class _SquaresByRow:
-    """Gives E[g_o^2] of the rows of stored tensors as if they were weights, so that units can move them."""
-
-    architecture: Architecture
-    sensitivity: Sensitivity
-    role: str
-
-    def read(self, tensor: ModelTensor, start: int, stop: int) -> Value:
-        entry = self.architecture.fused.get(tensor.name)
-        if entry is None:
-            squares_O = self._of(parameters_of(tensor, self.architecture)[0])
-        else:
-            squares_O = np.empty(tensor.rows, np.float32)
-            for run, rows in zip(entry.runs, entry.rows, strict=True):
-                squares_O[rows.start : rows.stop : rows.step] = self._of(entry.members[run.member])[
-                    run.start : run.stop
-                ]
-        return DenseRows(np.ascontiguousarray(squares_O[start:stop, None]), DType.F32)
-
-    def _of(self, parameter: Parameter) -> np.ndarray:
-        """Of one weight; of an expert that no token was routed to, the mean of the others."""
-        table = self.role in _TABLES
-        key = StatisticsKey(self.role) if table else input_key(parameter)
-        found = self.sensitivity.outputs.get(key)
-        if found is not None:
-            return found
-        others = [each for k, each in self.sensitivity.outputs.items() if k.role == key.role]
-        squares_O: np.ndarray = np.mean(others or [np.zeros(parameter.shape[0])], axis=0)
-        return squares_O.astype(np.float32)
-
-
 def _squares(unit: Unit, role: str, architecture: Architecture, sensitivity: Sensitivity) -> np.ndarray:
-    """E[g_o^2] of every row of a unit's output, float32 [R]."""
-    rows = _SquaresByRow(architecture, sensitivity, role)
-    value, _ = gather(unit.inputs, rows, 0, unit.rows)
-    for op in unit.ops:
-        if op.moves_rows:
-            value, _ = op.apply(value)
-    squares_R1: np.ndarray = value.arrays[0]
-    return squares_R1[:, 0]
+    """E[g_o^2] of every row of a unit's output, float32 [R]; 0 of rows of zeros."""
+    rows = written_rows(unit, architecture, 0, unit.output.rows)
+    squares_R = np.zeros(unit.output.rows, np.float32)
+    for number, parameter in enumerate(rows.parameters):
+        own_R = rows.parameter_R == number
+        if own_R.any():
+            squares_R[own_R] = _squares_of(parameter, role, sensitivity)[rows.row_R[own_R]]
+    return squares_R
+
+
+def _squares_of(parameter: Parameter, role: str, sensitivity: Sensitivity) -> np.ndarray:
+    """Of one weight; of an expert that no token was routed to, the mean of the others."""
+    key = StatisticsKey(role) if role in _TABLES else input_key(parameter)
+    found = sensitivity.outputs.get(key)
+    if found is not None:
+        return found
+    others = [each for k, each in sensitivity.outputs.items() if k.role == key.role]
+    squares_O: np.ndarray = np.mean(others or [np.zeros(parameter.shape[0])], axis=0)
+    return squares_O.astype(np.float32)

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Made = Callable[[Unit, int, Value], None]
 """Is shown what rows of a unit, from that number on, became; called from any thread."""
+RowsStatistics = Callable[[Unit, int, int], tuple[RowStatistics, ...]]
+"""Gives the statistics of rows [start, stop) of a unit's output, by runs of rows; called from any thread."""
+Granule = Callable[[Unit], int]
+"""Says how many rows of a unit are made together."""
 
 # Working memory of one block: large enough to amortise a Python call, small enough to stay near
 # the cache and to leave room for many blocks in a small budget.
@@ -138,6 +142,11 @@ class Block:
     cost: int
 
 
+def single_rows(unit: Unit) -> int:
+    """The granule of units whose rows do not depend on each other."""
+    return 1
+
+
 def run(
     plan: Plan,
     reader: Reader,
@@ -145,13 +154,15 @@ def run(
     sink: Sink,
     terms: Terms,
     order: Callable[[Unit], object] | None = None,
-    statistics: StatisticsSource | None = None,
+    statistics: RowsStatistics | None = None,
     made: Made | None = None,
+    granule: Granule = single_rows,
 ) -> Generator[BlockDone, None, None]:
     """Make every tensor of the plan and write it to the sink; yields an event per block.
 
-    `order` sorts the units, for sources that are faster in sequence; `statistics` are what the units name;
-    `made` is shown the rows of every block, from any thread.
+    `order` sorts the units, for sources that are faster in sequence; `statistics` are those of the inputs
+    that units name; `made` is shown the rows of every block, from any thread; blocks of a unit are whole
+    multiples of its `granule` rows.
     Raises CorruptCheckpoint naming the tensor that holds NaN or Inf, BadRecipe when a value does not fit
     the target dtype or codes would move too far. The caller commits or aborts the sink, and closes the
     generator first: no thread outlives it.
@@ -162,7 +173,7 @@ def run(
     block_bytes = TRANSPOSED_BLOCK_BYTES if transposed else BLOCK_BYTES
     limit = min(block_bytes, max(1, max_memory // (2 * jobs)))
     units = _finalized(units, reader, layout, limit, terms, statistics)
-    blocks = [block for unit in units for block in cut(unit, layout, limit)]
+    blocks = [block for unit in units for block in cut(unit, layout, limit, granule(unit))]
     left = {unit.output.name: 0 for unit in units}
     for block in blocks:
         left[block.unit.output.name] += 1
@@ -181,7 +192,7 @@ def _finalized(
     layout: Layout,
     limit: int,
     terms: Terms,
-    statistics: StatisticsSource | None,
+    statistics: RowsStatistics | None,
 ) -> list[Unit]:
     """The units with their reductions done: those that need one are read once more for it.
 
@@ -195,7 +206,7 @@ def _finalized(
     def look(block: Block) -> tuple[Block, np.ndarray]:
         unit = block.unit
         value, _ = gather(unit.inputs, reader, rows_read(unit, block.start), rows_read(unit, block.stop))
-        given = rows_statistics(unit, block.start, block.stop, statistics)
+        given = statistics(unit, block.start, block.stop) if statistics is not None else ()
         for op in unit.ops:
             if op.needs_reduction:
                 return block, op.reduce(value)
@@ -222,15 +233,18 @@ def _finalized(
     ]
 
 
-def cut(unit: Unit, layout: Layout, limit: int) -> list[Block]:
-    """Blocks of a unit whose working memory stays near `limit` bytes, aligned as the layout asks."""
+def cut(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> list[Block]:
+    """Blocks of a unit whose working memory stays near `limit` bytes, aligned as the layout asks.
+
+    They are whole multiples of `granule` rows too.
+    """
     output = unit.output
     if output.rows == 0:
         return [Block(unit, 0, 0, 0)]
     encoding = unit.source.encoding
     nbytes = encoding.dtype.nbytes if isinstance(encoding, Unquantized) else 1
     per_row = max(1, unit.source.width * (nbytes + SCRATCH_PER_WEIGHT))
-    step = lcm(layout.row_alignment(output), *(op.granule for op in unit.ops))
+    step = lcm(granule, layout.row_alignment(output), *(op.granule for op in unit.ops))
     rows = max(step, limit // per_row // step * step)
     return [
         Block(unit, start, min(start + rows, output.rows), per_row * (min(start + rows, output.rows) - start))
@@ -268,7 +282,7 @@ def _make(
     layout: Layout,
     sink: Sink,
     terms: Terms,
-    statistics: StatisticsSource | None,
+    statistics: RowsStatistics | None,
     made: Made | None,
 ) -> BlockDone:
     unit = block.unit
@@ -276,7 +290,7 @@ def _make(
         require_same_constants(unit, reader)
     first, last = rows_read(unit, block.start), rows_read(unit, block.stop)
     value, nbytes = gather(unit.inputs, reader, first, last)
-    given = rows_statistics(unit, block.start, block.stop, statistics)
+    given = statistics(unit, block.start, block.stop) if statistics is not None else ()
     error, code_error, output_error = None, 0.0, None
     for op in unit.ops:
         width = value.width if isinstance(value, DenseRows) else unit.source.width

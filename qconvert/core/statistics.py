@@ -60,13 +60,14 @@ class RowStatistics:
     """Statistics of the inputs of rows [first, last) of a block of rows.
 
     `second_moments_I` float32 [I]: the mean square of every input column. `rounding` is there where codes
-    are to be chosen with error feedback.
+    are to be chosen with error feedback, `outputs` where rows make up for one another's errors too.
     """
 
     first: int
     last: int
     second_moments_I: np.ndarray
     rounding: InputHessian | None = None
+    outputs: OutputHessian | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +89,17 @@ class InputHessian:
     shift_II: np.ndarray | None
     held_NI: np.ndarray
     held_read_NI: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHessian:
+    """What choosing the codes of rows together needs to know of the gradients g at their outputs.
+
+    Blocks of R consecutive rows; the last may lack rows, whose moments are 0. `order_BR` int64 and
+    `factor_BRR` float32: of the damped E[g g^T] of every block, as `quant.two_sided.factor_row_blocks`
+    returns them. `hessian_BRR` float32: E[g g^T] itself, damped likewise.
+    """
+
+    order_BR: np.ndarray
+    factor_BRR: np.ndarray
+    hessian_BRR: np.ndarray

@@ -1,8 +1,9 @@
 """Chooses the codes of a linear together, so that the errors of its columns make up for one another.
 
 Scales and zero points are chosen first, as without calibration; then codes are chosen column after column
-with error feedback (GPTQ, arXiv 2210.17323), and reconsidered one by one. A row that gets worse by this on
-tokens held out of the statistics keeps its plain codes.
+with error feedback (GPTQ, arXiv 2210.17323), and reconsidered one by one. With gradients at the outputs,
+rows make up for one another's errors too (YAQA, arXiv 2505.22988). Rows that get worse by this on tokens
+held out of the statistics keep their plain codes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType
-from qconvert.core.statistics import InputHessian
+from qconvert.core.statistics import InputHessian, OutputHessian
 from qconvert.core.values import DenseRows, Value
 from qconvert.ops.base import Finding, OutputError
 
@@ -21,14 +22,18 @@ if TYPE_CHECKING:
 
 SWEEPS = 2
 # Rows of a product: always as many, so that a row's sums do not depend on the block it is in.
-_PRODUCT_ROWS = 64
+PRODUCT_ROWS = 64
 
 
 def round_together(
-    value: DenseRows, given: InputHessian, encode: Callable[[DenseRows], tuple[Value, Finding]]
+    value: DenseRows,
+    given: InputHessian,
+    outputs: OutputHessian | None,
+    encode: Callable[[DenseRows], tuple[Value, Finding]],
 ) -> tuple[Value, Finding]:
     """Rows as `encode` stores them, but with codes chosen together.
 
+    With `outputs`, whose blocks begin at the first row, blocks of rows are kept or not, else single rows.
     The finding is that of the plain codes, with the error of the output. Rows with NaN or Inf, and encodings
     whose codes cannot be chosen one after another (`has_points`), keep their plain codes and have none.
     """
@@ -41,10 +46,11 @@ def round_together(
     if finding.nonfinite >= 0 or isinstance(plain, DenseRows) or not has_points(plain.encoding):
         return plain, finding
     wide_RI = np.ascontiguousarray(cast(value, DType.F32)[0].rows_RI)
-    made = _fed_back(wide_RI, given, encode)
+    made = _rounded(wide_RI, given, outputs, encode)
     energy_R = np.square(_product(wide_RI, given.held_NI.T), dtype=np.float64).mean(axis=1)
-    plain_R, made_R = (_output_errors(wide_RI, _numbers(each), given) for each in (plain, made))
-    worse_R = ~(made_R < plain_R)
+    plain_RN, made_RN = (_output_errors(wide_RI, _numbers(each), given) for each in (plain, made))
+    plain_R, made_R = (np.square(e_RN, dtype=np.float64).mean(axis=1) for e_RN in (plain_RN, made_RN))
+    worse_R = ~(made_R < plain_R) if outputs is None else _worse(plain_RN, made_RN, outputs)
     chosen = plain if worse_R.all() else _rows_where(worse_R, plain, made)
     error = OutputError(
         float(plain_R.sum()),
@@ -56,16 +62,44 @@ def round_together(
     return chosen, replace(finding, output_error=error)
 
 
-def _fed_back(
-    w_RI: np.ndarray, given: InputHessian, encode: Callable[[DenseRows], tuple[Value, Finding]]
+def _worse(plain_RN: np.ndarray, made_RN: np.ndarray, outputs: OutputHessian) -> np.ndarray:
+    """Which rows are to keep their plain codes, by the output errors of both: whole blocks.
+
+    Rows of a block made up for one another's errors e. Each may well have more of them, so that what counts
+    is e^T E[g g^T] e of all.
+    """
+    import numpy as np
+
+    worse_R = np.empty(len(made_RN), bool)
+    size = outputs.hessian_BRR.shape[1]
+    for block, whole_RR in enumerate(outputs.hessian_BRR):
+        rows = slice(block * size, (block + 1) * size)
+        count = len(made_RN[rows])
+        h_RR = whole_RR[:count, :count]
+        plain, made = (
+            float(np.sum((h_RR @ e_RN) * e_RN, dtype=np.float64)) for e_RN in (plain_RN[rows], made_RN[rows])
+        )
+        worse_R[rows] = not made < plain
+    return worse_R
+
+
+def _rounded(
+    w_RI: np.ndarray,
+    given: InputHessian,
+    outputs: OutputHessian | None,
+    encode: Callable[[DenseRows], tuple[Value, Finding]],
 ) -> Value:
     from qconvert.quant.feedback import round_with_feedback, sweep
     from qconvert.quant.point_grid import point_grid, with_codes
+    from qconvert.quant.two_sided import round_row_blocks
 
     if given.shift_II is not None:
         w_RI = _product(w_RI, given.shift_II)
     start, _ = encode(DenseRows(w_RI, DType.F32))
     grid = point_grid(start)
+    if outputs is not None:
+        both = (given.order_I, given.factor_II, outputs.order_BR, outputs.factor_BRR)
+        return with_codes(start, round_row_blocks(w_RI, *both, grid))
     codes_RI = round_with_feedback(w_RI, given.order_I, given.factor_II, grid)
     codes_RI = sweep(w_RI, codes_RI, given.hessian_II, given.order_I, grid, SWEEPS)
     return with_codes(start, codes_RI)
@@ -76,21 +110,19 @@ def _product(w_RI: np.ndarray, by_IO: np.ndarray) -> np.ndarray:
     import numpy as np
 
     made_RO = np.empty((len(w_RI), by_IO.shape[1]), np.float32)
-    chunk_RI = np.zeros((_PRODUCT_ROWS, w_RI.shape[1]), np.float32)
-    for start in range(0, len(w_RI), _PRODUCT_ROWS):
-        rows = w_RI[start : start + _PRODUCT_ROWS]
+    chunk_RI = np.zeros((PRODUCT_ROWS, w_RI.shape[1]), np.float32)
+    for start in range(0, len(w_RI), PRODUCT_ROWS):
+        rows = w_RI[start : start + PRODUCT_ROWS]
         chunk_RI[: len(rows)] = rows
         made_RO[start : start + len(rows)] = (chunk_RI @ by_IO)[: len(rows)]
     return made_RO
 
 
 def _output_errors(w_RI: np.ndarray, q_RI: np.ndarray, given: InputHessian) -> np.ndarray:
-    """The mean of (w x - q x~)^2 of each row over the tokens held out, float64 [R]."""
-    import numpy as np
-
+    """w x - q x~ of each row for the tokens held out, float32 [R, N]."""
     target_RN = _product(w_RI, given.held_NI.T)
     target_RN -= _product(q_RI, given.held_read_NI.T)
-    return np.asarray(np.square(target_RN, dtype=np.float64).mean(axis=1))
+    return target_RN
 
 
 def _numbers(value: Value) -> np.ndarray:

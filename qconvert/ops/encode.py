@@ -46,7 +46,7 @@ class Encode(Op):
         own = (replace(given, first=0, last=rows.rows),)
         if given.rounding is None:
             return self.nearest(rows, own)
-        return round_together(rows, given.rounding, lambda each: self.nearest(each, own))
+        return round_together(rows, given.rounding, given.outputs, lambda each: self.nearest(each, own))
 
     def nearest(self, value: DenseRows, statistics: Sequence[RowStatistics] = ()) -> tuple[Value, Finding]:
         """The rows with every number at the nearest one that can be stored, and what was noticed."""
