@@ -131,7 +131,8 @@ def test_what_is_said_of_a_layout_is_whole(name: str) -> None:
 
 
 def test_no_file_but_those_of_layouts_names_a_layout() -> None:
-    """MLX and compressed-tensors are libraries too: a loader, and a version that bug reports show."""
+    """MLX and compressed-tensors are libraries too: a loader, and a version that bug reports show; GPTQ is
+    a method."""
     names = {*registry.written(), *registry.read_only()} - {"mlx"}
     root = Path(__file__).resolve().parents[1]
     said = {
@@ -141,7 +142,10 @@ def test_no_file_but_those_of_layouts_names_a_layout() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
     }
-    assert said == {("qconvert/cli/env.py", "compressed-tensors")}
+    assert said == {
+        ("qconvert/cli/env.py", "compressed-tensors"),
+        ("qconvert/calibrate/calibration.py", "gptq"),
+    }
 
 
 def test_every_loader_has_a_first_choice_that_it_reads() -> None:

@@ -159,11 +159,11 @@ def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest
     options = ("eval", "perplexity", folder, *text, "-o", tmp_path / "r")
 
     @contextmanager
-    def bar(quiet: bool) -> Iterator[Progress]:
+    def bar(unit: str, *, talks: bool) -> Iterator[Progress]:
         yield stop_after(1)
 
     with monkeypatch.context() as patch:
-        patch.setattr(cli, "_bar", bar)
+        patch.setattr(cli, "counted", bar)
         patch.setattr("qconvert.evaluate.lockstep.BATCH_TOKENS", {"cpu": 512})
         ran = qconvert(*options)
     assert ran.code == 130 and "--resume goes on" in ran.err

@@ -197,12 +197,12 @@ def test_statistics_that_weigh_nothing_are_refused(tmp_path: Path) -> None:
     ran = qconvert("convert", model, "--to", "compressed-tensors", "--scheme", "fp8-tensor", *how)
     failed(
         ran,
-        "--imatrix: fp8-tensor has one scale for a whole weight, which is not searched",
+        "--calibration: fp8-tensor has one scale for all, which is not searched",
         f"leave it out; compressed-tensors holds {held}",
         code=2,
     )
     ran = qconvert("convert", model, "--to", "bf16", *how)
-    failed(ran, "--imatrix: is not for --to bf16", "leave it out", code=2)
+    failed(ran, "--calibration: is not for --to bf16", "leave it out", code=2)
     quantized = made("quantize", model, "--bits", 4, "-o", tmp_path / "q")
     ran = qconvert("convert", quantized, "--to", "gptq", *how)
     failed(

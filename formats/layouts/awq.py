@@ -34,6 +34,7 @@ _PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each row
 
 TRAITS = LayoutTraits(
     NAME,
+    method="AWQ",
     integers=IntegerSchemes((_BITS,)),
     scale_dtype=DType.F16,
     shared_zero_point=True,

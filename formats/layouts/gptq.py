@@ -37,6 +37,7 @@ _WORD = 32
 
 TRAITS = LayoutTraits(
     NAME,
+    method="GPTQ",
     integers=IntegerSchemes(BITS),
     scale_dtype=DType.F16,
     act_order=True,

@@ -113,7 +113,9 @@ def _rendered(template: str, chats: Sequence[Json]) -> list[Json]:
     except subprocess.TimeoutExpired:
         return [{"error": f"it takes more than {_PATIENCE} s"} for _ in chats]
     if done.returncode:  # killed by the limit of processor time
-        return [{"error": f"it takes over {chat_template.MAX_SECONDS} s of processor time"} for _ in chats]
+        return [
+            {"error": f"it takes more than {chat_template.MAX_SECONDS} s of processor time"} for _ in chats
+        ]
     answers: list[Json] = parse_json_object(done.stdout.encode(), "chat template")["answers"]
     return answers
 

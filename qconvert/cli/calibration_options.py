@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from qconvert.calibrate.calibration import METHODS
 from qconvert.cli.options import TokensType
 from qconvert.errors import BadRecipe
 
@@ -22,7 +23,7 @@ DEFAULT_TOKENS = 32 << 10
 _OPTIONS = (
     click.option(
         "--method",
-        type=click.Choice(["nearest", "feedback", "gptq", "two-sided", "yaqa"]),
+        type=click.Choice(list(METHODS)),
         default="nearest",
         show_default=True,
         help="Choose every code by itself, those of a row together on a text (feedback, or gptq), "
@@ -65,8 +66,6 @@ def calibration_options(command: F) -> F:
 
 def method_named(name: str) -> Method:
     """The method of this name, which may be another tool's."""
-    from qconvert.calibrate.calibration import METHODS
-
     return METHODS[name]
 
 

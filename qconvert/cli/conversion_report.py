@@ -14,6 +14,7 @@ from qconvert.convert.job import Job, Result
 from qconvert.convert.manifest import certificates, finite
 from qconvert.convert.runner import Outcome
 from qconvert.core.dtypes import Json
+from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import ParameterTable, table_of_outputs, table_of_tensors
 from qconvert.plan.loader_notices import notice_lines
 from qconvert.report.tables import count, parameter_table_lines, size, table
@@ -147,9 +148,10 @@ def advice(job: Job) -> str | None:
     if not quantized or request.statistics is not None or not runs:
         return None
     target = request.layout_target
-    if target is not None and target.layout in ("gptq", "awq"):
-        stored = f"note: {target.layout} is how the codes are stored; no {target.layout.upper()} was run"
-        return f"{stored}: add --method gptq to choose them on a text"
+    method = registry.traits_of(target.layout).method if target is not None else ""
+    if method:
+        stored = f"note: {method} names how the codes are stored; no {method} was run"
+        return f"{stored}: --method feedback chooses them on a text"
     return (
         "note: every code is the nearest one; --method feedback chooses codes together on a text "
         "(measured: a third to a half of the KL divergence is left)"

@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 # What llama.cpp runs fast everywhere, from 2.6 to 8.5 bits.
 TARGET_TYPES = "q2_k,q3_k,q4_k,q5_k,q6_k,q8_0"
 UNTIL_CHOSEN = "F32"
-_TYPE_OR_TARGET = {
-    "neither": ("to-gguf: no type was asked for", "add --type q4_k_m, or --target-size 4.8bpw"),
-    "both": ("--type: given beside a target", "name what it chooses among with --types"),
-}
 
 
 @click.command("to-gguf", epilog=examples("qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m"))
@@ -117,8 +113,10 @@ def command(
     wanted = Wanted.taken_from(values, TARGET_TYPES)
     with typed():
         aim = wanted.target
-        if (aim is None) == (file_type is None):
-            raise BadRecipe(*_TYPE_OR_TARGET["neither" if aim is None else "both"])
+        if aim is None and file_type is None:
+            raise BadRecipe("to-gguf: no type was asked for", "add --type q4_k_m, or --target-size 4.8bpw")
+        if aim is not None and file_type is not None:
+            raise BadRecipe("--type: given beside a target", "name what it chooses among with --types")
         for label in aim.labels if aim else ():
             _written(label)
         check_out(values["out"], values["pre_tokenizer"])
