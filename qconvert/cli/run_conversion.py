@@ -19,7 +19,7 @@ from qconvert.core.sizes import parse_size
 if TYPE_CHECKING:
     from qconvert.calibrate.calibration import Calibration
     from qconvert.calibrate.text import CalibrationText
-    from qconvert.convert.job import OpenedModel, RunOptions
+    from qconvert.convert.job import Job, OpenedModel, RunOptions
     from qconvert.core.dtypes import Json
     from qconvert.plan.recipe import Recipe
     from qconvert.plan.request import Request
@@ -159,6 +159,8 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
             click.echo(f"Warning: {warning}", err=True)
     chosen = chooser.lines() if chooser else []
     lines, extra = [*chosen, *report.lines()], {"target": chooser.to_json()} if chooser else {}
+    if job.calibration is not None:
+        _tell_needs(job, flags)
     if flags.dry_run:
         _print(lines, lambda: report.plan_json() | extra, "dry run: nothing was written", report.path, flags)
         return
@@ -171,6 +173,22 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     with after_the_work():
         found = report.result_json(result, seconds) | extra
         _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags)
+
+
+def _tell_needs(job: Job, flags: Flags) -> None:
+    """One line on what calibration will take; a warning where that is more than was asked for."""
+    from qconvert.calibrate.memory import needs
+    from qconvert.report.tables import size
+    from qconvert.runtime.config import DecoderConfig
+
+    assert job.calibration is not None
+    found = needs(DecoderConfig.of(job.source.checkpoint.architecture), job.calibration)
+    tokens = f"{job.calibration.tokens_BT.size:,} tokens of text"
+    told = f"calibrating on {tokens} takes about {size(found.memory)} of memory"
+    if found.memory > flags.max_memory:
+        click.echo(f"Warning: {told}, more than --max-memory {size(flags.max_memory)}", err=True)
+    elif flags.talks:
+        click.echo(f"{told} and {size(found.disk)} of disk", err=True)
 
 
 def _check_before_download(model: str, ask: Request | Ask | Explained, flags: Flags) -> None:
