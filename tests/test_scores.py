@@ -182,3 +182,18 @@ def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "r.json").unlink()
     ran = qconvert(*options, "--resume")
     assert ran.code == 0 and "starts from the beginning" in ran.err
+
+
+def test_several_texts_have_a_report_each(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    (tmp_path / "second.txt").write_text((folder / "text.txt").read_text()[::-1])
+    texts = ("--text", folder / "text.txt", "--text", tmp_path / "second.txt", "--context", 512)
+    ran = qconvert("eval", "perplexity", folder, *texts, "--chunks", 1, "--json", "-o", tmp_path / "r")
+    assert ran.code == 0, ran.err
+    reports = ran.json["reports"]
+    assert [report["text"] for report in reports] == ["text.txt", "second.txt"]
+    assert reports[0]["models"][0]["perplexity"] != reports[1]["models"][0]["perplexity"]
+    for name, report in zip(("r-text.json", "r-second.json"), reports, strict=True):
+        assert json.loads((tmp_path / name).read_text())["models"] == report["models"]
+    ran = qconvert("eval", "perplexity", folder, *texts[:2], *texts[:2])
+    assert ran.code == 2 and "given twice" in ran.err

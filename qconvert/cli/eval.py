@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,10 +40,12 @@ def command() -> None:
 @click.option("--reference", metavar="MODEL", help="Compare every MODEL with this one, on the same tokens.")
 @click.option(
     "--text",
-    default="wikitext2",
-    show_default=True,
+    "texts",
+    multiple=True,
+    default=("wikitext2",),
+    show_default="wikitext2",
     metavar="FILE|wikitext2|stdlib",
-    help="Text to measure on, in UTF-8; stdlib is held-out text for the embedded model.",
+    help="Text to measure on, in UTF-8; stdlib is held-out text for the embedded model. Repeat for several.",
 )
 @click.option(
     "--protocol",
@@ -90,22 +93,45 @@ def perplexity(models: tuple[str, ...], **options: Any) -> None:
     comparable only under the same protocol, text and tokenizer, which the report states.
     """
     _check_options(options)
-    _check_target(options["out"])
-    report = _measure(models, **{k: v for k, v in options.items() if k not in ("fail_above", "as_json")})
-    if options["out"] is not None:
-        if options["reference"] is not None and not report.partial:
-            compared = (_compare(options["reference"], name, options["revision"]) for name in models)
-            report = replace(report, weights=tuple(compared))
-        _write(report, options["out"], quiet=options["quiet"])
-    worse = None if options["fail_above"] is None or report.partial else _worse(report, options["fail_above"])
-    show_report(report, as_json=options["as_json"], failure=worse)
-    if report.partial:
+    fail_above, as_json = options.pop("fail_above"), options.pop("as_json")
+    texts, out = options.pop("texts"), options.pop("out")
+    stems = [out if out is None or len(texts) == 1 else _stem_of(out, text) for text in texts]
+    for stem in stems:
+        _check_target(stem)
+    reports: list[PerplexityReport] = []
+    for text, stem in zip(texts, stems, strict=True):
+        reports.append(_report(models, text, stem, options))
+        if reports[-1].partial:
+            break
+    worse = None
+    if fail_above is not None and not reports[-1].partial:
+        worse = next((found for report in reports if (found := _worse(report, fail_above))), None)
+    show_reports(reports, as_json=as_json, failure=worse)
+    if reports[-1].partial:
         click.echo("interrupted; the same command with --resume goes on", err=True)
         click.get_current_context().exit(INTERRUPTED)
     if worse is not None:
-        if not options["as_json"]:
+        if not as_json:
             raise worse
         click.get_current_context().exit(worse.exit_code)
+
+
+def _stem_of(out: Path, text: str) -> Path:
+    """The files of one of several texts: STEM-NAME."""
+    return out.with_name(f"{out.name}-{Path(text).stem}")
+
+
+def _report(
+    models: tuple[str, ...], text: str, stem: Path | None, options: dict[str, Any]
+) -> PerplexityReport:
+    """Measure on one text, and write the report where it is wanted."""
+    report = _measure(models, text=text, out=stem, **options)
+    if stem is not None:
+        if options["reference"] is not None and not report.partial:
+            compared = (_compare(options["reference"], name, options["revision"]) for name in models)
+            report = replace(report, weights=tuple(compared))
+        _write(report, stem, quiet=options["quiet"])
+    return report
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -117,6 +143,10 @@ def _check_options(options: dict[str, Any]) -> None:
             raise BadRecipe(f"{lonely}: there is no reference to compare with", "add --reference MODEL")
         if options["resume"] and options["out"] is None:
             raise BadRecipe("--resume: there is no STEM to go on with", "repeat the command with its -o STEM")
+        names = [Path(text).stem for text in options["texts"]]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice:
+            raise BadRecipe(f"--text {twice}: given twice", "name every text once; reports have their names")
 
 
 @command.command(
@@ -221,16 +251,27 @@ def show_report(
     report: PerplexityReport | WeightReport, *, as_json: bool, failure: CheckFailed | None = None
 ) -> None:
     """Print a report: one JSON object, with the error of a failed check, or the page as text."""
+    show_reports([report], as_json=as_json, failure=failure)
+
+
+def show_reports(
+    reports: Sequence[PerplexityReport | WeightReport], *, as_json: bool, failure: CheckFailed | None = None
+) -> None:
+    """Print reports: pages as text one after the other, or one JSON object, which lists several.
+
+    With the error of a failed check.
+    """
     from qconvert.report.page import to_terminal
 
     if as_json:
-        record = {"schema": 1, **report.to_json()}
+        found = [report.to_json() for report in reports]
+        record = {"schema": 1, **(found[0] if len(found) == 1 else {"reports": found})}
         if failure is not None:
             error = {"fact": failure.fact, "hint": failure.hint, "exit_code": failure.exit_code}
             record["error"] = error
         click.echo(json.dumps(record))
     else:
-        click.echo(to_terminal(report.page()), nl=False)
+        click.echo("\n".join(to_terminal(report.page()) for report in reports), nl=False)
 
 
 def _check_target(stem: Path | None) -> None:
