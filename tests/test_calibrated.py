@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -25,6 +26,7 @@ from qconvert.core.schemes import parse_scheme
 from qconvert.core.statistics import InputHessian, RowStatistics
 from qconvert.core.values import DenseRows
 from qconvert.errors import CheckFailed
+from qconvert.evaluate.models import calibrated_on
 from qconvert.ops import EncodeBlocks, Quantize
 from qconvert.plan.passes.transcode import Target
 from qconvert.plan.recipe import Recipe
@@ -188,6 +190,16 @@ def test_the_manifest_says_what_was_read_and_what_it_won(model: Path, tmp_path: 
     assert 0 < linear["written"] < linear["nearest"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert "error feedback on 3,072 tokens of `novel.txt`" in card
+
+
+def test_a_gguf_says_what_it_was_calibrated_on(model: Path, tmp_path: Path) -> None:
+    calibration = Calibration(text(6), {"files": [{"name": "novel.txt", "sha256": "ab" * 32, "bytes": 5}]})
+    convert(model, tmp_path / "out.gguf", request_of("gguf-q4_0"), calibration)
+    field = gguf.GGUFReader(tmp_path / "out.gguf").fields["qconvert.calibration"]
+    said = json.loads(field.contents())
+    assert said["method"] == "feedback" and said["text"]["files"][0]["name"] == "novel.txt"
+    convert(model, tmp_path / "out", request_of("int4-g128"), calibration)
+    assert calibrated_on(tmp_path / "out.gguf") == calibrated_on(tmp_path / "out") == {"ab" * 32}
 
 
 def test_every_expert_is_rounded_with_a_hessian(tmp_path: Path) -> None:

@@ -8,9 +8,13 @@ import torch
 
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import open_checkpoint
+from qconvert.convert.containers.gguf_file import CALIBRATION
+from qconvert.core.dtypes import Json
 from qconvert.evaluate.lockstep import EvalModel
+from qconvert.formats.gguf.header import is_gguf
+from qconvert.formats.gguf.reader import GGUFFile
 from qconvert.formats.io.output_folder import MANIFEST_FILE
-from qconvert.formats.io.strict_json import read_json_object
+from qconvert.formats.io.strict_json import parse_json_object, read_json_object
 from qconvert.models.parameter_table import table_of_tensors
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import evaluation_layout, find_device
@@ -38,9 +42,18 @@ def open_model(path: Path, label: str, *, device: str = "cpu", dtype: torch.dtyp
 
 
 def calibrated_on(path: Path | None) -> frozenset[str]:
-    """The SHA-256 of the texts whose statistics weighed a checkpoint's codes, as far as its manifest says."""
-    manifest = path / MANIFEST_FILE if path is not None else None
-    if manifest is None or not manifest.is_file():
-        return frozenset()
-    statistics = read_json_object(manifest).get("statistics") or {}
-    return frozenset(file["sha256"] for text in statistics.get("texts", ()) for file in text["files"])
+    """The SHA-256 of the texts that a checkpoint's codes were chosen on, as far as it says so."""
+    weighed, chosen = _records(path) if path is not None else ({}, {})
+    texts = [*weighed.get("texts", ()), chosen.get("text") or {}]
+    return frozenset(file["sha256"] for text in texts for file in text.get("files", ()))
+
+
+def _records(path: Path) -> tuple[Json, Json]:
+    """The manifest's `statistics` and `calibration`; a GGUF file has the latter among its keys."""
+    if path.is_file() and is_gguf(path):
+        with GGUFFile(path) as file:
+            entry = file.kv.get(CALIBRATION)
+        return {}, parse_json_object(str(entry.value).encode(), CALIBRATION) if entry else {}
+    manifest = path / MANIFEST_FILE
+    said = read_json_object(manifest) if manifest.is_file() else {}
+    return said.get("statistics") or {}, said.get("calibration") or {}

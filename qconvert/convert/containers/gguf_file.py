@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qconvert.calibrate.calibration import PlannedStatistics
 from qconvert.calibrate.imatrix import ImatrixStatistics
 from qconvert.checkpoint.gguf_model import GGUFModel
 from qconvert.convert.job import OpenedModel, RunOptions
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
 # Our own key: the tensors (by the source's names) whose rows or columns are in another order than there.
 REORDERED = "qconvert.reordered"
+# Our own key: the text on which codes were chosen together, and how, as JSON.
+CALIBRATION = "qconvert.calibration"
 # llama.cpp tells Phi-3 by its name, and looks these tokens up without asking whether they are there
 # (llama_vocab::impl::load in src/llama-vocab.cpp).
 _PHI3_NAMES = ("phi-3", "phi3")
@@ -128,7 +132,12 @@ class GGUFFileContainer:
         undone = self.compiled.plan.units if self.compiled.request.undo_act_order else ()
         moved = [unit.source.name for unit in undone if reordered(unit)]
         own = [KV.texts(REORDERED, moved)] if moved else []
-        measured = statistics.imatrix.kv if isinstance(statistics, ImatrixStatistics) else ()
+        measured: Sequence[KV] = ()
+        if isinstance(statistics, ImatrixStatistics):
+            measured = statistics.imatrix.kv
+        elif isinstance(statistics, PlannedStatistics):
+            # One string, as `calibration` in the manifest of a folder: keys that llama.cpp does not know.
+            measured = (KV.text(CALIBRATION, json.dumps(statistics.record)),)
         return (*keys, *measured, *own)
 
     def check(self) -> None:
