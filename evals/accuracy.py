@@ -18,6 +18,8 @@ from pathlib import Path
 
 import click
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `evals` is a folder of scripts, not installed
+
 from evals.processes import Run, timed
 from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
@@ -79,7 +81,7 @@ def accuracy(
                 suffix = ".gguf" if ENCODINGS[encoding][0] == "to-gguf" else ""
                 path = work / f"{encoding}-{method}{suffix}"
                 made[path] = method, _written(model, encoding, flags, path)
-            found = [_measured(model, list(made), text, context, chunks) for text in texts]
+            found = [measured(model, list(made), text, context, chunks) for text in texts]
             for path, (method, run) in made.items():
                 per_text = [figures[path.name] for figures in found]
                 rows.append(_row(encoding, method, run, per_text, texts))
@@ -106,7 +108,7 @@ def _written(model: str, encoding: str, flags: Sequence[str], path: Path) -> Run
     return timed(words)
 
 
-def _measured(model: str, paths: Sequence[Path], text: str, context: int, chunks: int) -> dict[str, Json]:
+def measured(model: str, paths: Sequence[Path], text: str, context: int, chunks: int) -> dict[str, Json]:
     """What `eval perplexity` says of files, by their names."""
     words = [sys.executable, "-m", "qconvert", "eval", "perplexity", *map(str, paths), "--reference", model]
     words += ["--text", text, "--context", str(context), "--chunks", str(chunks), "--json", "-q"]
