@@ -79,13 +79,15 @@ class Calibration:
 class PlannedStatistics:
     """Says, before anything is measured, that the input of every linear will be.
 
-    The embedding, which is looked up, has none; so has a head that is its embedding.
+    An embedding is looked up and has none, unless it is the head, too (`tied`).
     """
 
     record: Json
+    tied: bool = False
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, StatisticsKey) and (key.layer is not None or key.role == "lm_head")
+        outside = ("lm_head", "embed") if self.tied else ("lm_head",)
+        return isinstance(key, StatisticsKey) and (key.layer is not None or key.role in outside)
 
     def second_moments(self, key: StatisticsKey) -> np.ndarray:
         """Raises KeyError: nothing is measured yet."""

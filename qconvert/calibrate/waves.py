@@ -104,14 +104,21 @@ def waves(
         walk = _Walk(calibration, file, used, decoder.rotations(0, file.tokens), loss)
         walk.start(_ORIGINAL, decoder, held_last_BT)
         decoder = decoder.without_tables()
+        embedding = frozenset(key for key in wanted if key.role == "embed")
+        if embedding:
+            yield walk.tied_head(decoder, embedding)
+            walk.start(_ORIGINAL, original(), held_last_BT)
+        changed = decoder
         if calibration.shift:
             changed = current()
             walk.start(_CURRENT, changed, held_last_BT)
             changed = changed.without_tables()
-        else:
-            changed = decoder
-        head = frozenset(key for key in wanted if key.layer is None)
-        last = len(decoder.layers) if head else 1 + max(key.layer or 0 for key in wanted)
+        head = frozenset(key for key in wanted if key.role == "lm_head")
+        last = (
+            len(decoder.layers)
+            if head
+            else 1 + max((key.layer for key in wanted if key.layer is not None), default=-1)
+        )
         for i in range(last):
             yield from walk.layer(i, decoder, changed, {key for key in wanted if key.layer == i})
         if head:
@@ -153,6 +160,20 @@ class _Walk:
                 self._advance(original, step, _ORIGINAL)
             if self.calibration.shift:
                 self._advance(current, current.layers[i].steps(self.rotations)[number], _CURRENT)
+
+    def tied_head(self, original: Decoder, keys: frozenset[StatisticsKey]) -> Wave:
+        """The wave of a head that is the embedding, which is quantized before any layer.
+
+        So its input is the original model's; afterwards the file holds what the last layer gives.
+        """
+        for layer in original.layers:
+            for step in layer.steps(self.rotations):
+                self._advance(original, step, _ORIGINAL)
+        sums = InputSums(self.file.width, original.device, pairs=False)
+        for first, count, held in self._batches():
+            read = original.norm(self._read(original, _ORIGINAL, first, count)).flatten(0, 1).float()
+            (sums.hold if held else sums.add)(read, None)
+        return self._finished(keys, {InputKey(("embed",)): sums})
 
     def head(self, original: Decoder, current: Decoder, keys: frozenset[StatisticsKey]) -> Wave:
         """The wave of a head that is quantized."""

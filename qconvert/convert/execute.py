@@ -13,7 +13,7 @@ from zlib import crc32
 from qconvert.calibrate.calibration import Calibration, PlannedStatistics
 from qconvert.checkpoint.facts import gather_facts
 from qconvert.checkpoint.hub import resolve
-from qconvert.checkpoint.open import open_checkpoint
+from qconvert.checkpoint.open import Checkpoint, open_checkpoint
 from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
@@ -81,7 +81,9 @@ def prepare(
 
         request = replace(request, statistics=open_statistics(statistics, checkpoint.architecture))
     if calibration is not None:
-        request = replace(request, statistics=PlannedStatistics(calibration.record))
+        request = replace(
+            request, statistics=PlannedStatistics(calibration.record, tied=_tied(checkpoint, request))
+        )
     layout = _layout(source, request)
     facts = gather_facts(checkpoint, binding, request)
     compiled = compile_request(request, binding, facts, layout)
@@ -92,6 +94,12 @@ def prepare(
     container = GGUFFileContainer(source, compiled, options, pre_tokenizer)
     container.check()
     return Job(source, compiled, container, options, calibration)
+
+
+def _tied(checkpoint: Checkpoint, request: Request) -> bool:
+    """Whether the embedding of the output is its head, too."""
+    asked = request.recipe.tie
+    return checkpoint.architecture.tied if asked is None else asked
 
 
 def _layout(source: OpenedModel, request: Request) -> Layout:
