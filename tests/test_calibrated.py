@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -76,6 +79,8 @@ def request_of(kind: str, fuse: Sequence[str] = ()) -> Request:
     if kind.startswith("gguf-"):
         return Request("to-gguf", target=GGUFTarget(kind.removeprefix("gguf-")))
     layout, _, scheme = kind.partition(":")
+    if scheme.startswith("int"):
+        return Request("quantize", Recipe(scheme=parse_scheme(scheme), layout=layout), target=Target(layout))
     return Request("convert", target=Target(layout, table=scheme))
 
 
@@ -107,6 +112,11 @@ KINDS = (
     "gguf-iq4_xs",
     "compressed-tensors:mxfp4",
     "compressed-tensors:nvfp4",
+    "compressed-tensors:fp8-block",
+    "bitsandbytes:nf4",
+    "gptq:int4-g128",
+    "awq:int4-g128",
+    "mlx:int4-g64",
 )
 
 
@@ -175,6 +185,49 @@ def test_threads_and_memory_change_no_byte(kind: str, model: Path, tmp_path: Pat
         convert(model, out, request_of(kind), Calibration(text(6)), **options)
     one, two = (out if out.is_file() else out / "model.safetensors" for out in outs)
     assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_quantized_source_is_calibrated_as_it_is_read(model: Path, tmp_path: Path) -> None:
+    convert(model, tmp_path / "q8.gguf", request_of("gguf-q8_0"), None)
+    target = GGUFTarget("q4_0", allow_requantize=True)
+    result = convert(
+        tmp_path / "q8.gguf", tmp_path / "q4.gguf", Request("to-gguf", target=target), Calibration(text(6))
+    )
+    assert len(result.outcome.output_errors) == 15
+
+
+def test_two_processes_write_the_same_bytes(tmp_path: Path) -> None:
+    """Whatever the order of sets, which is another in each."""
+    (tmp_path / "words.txt").write_text("def add(a, b):\n    return a + b\n\n\n" * 400)
+    how = (
+        "quantize",
+        "embedded",
+        "--bits",
+        "4",
+        "--method",
+        "feedback",
+        "--text",
+        str(tmp_path / "words.txt"),
+    )
+    written = []
+    for seed in ("1", "2"):
+        out = tmp_path / seed
+        words = [
+            sys.executable,
+            "-m",
+            "qconvert",
+            *how,
+            "--tokens",
+            "1k",
+            "--window",
+            "64",
+            "-q",
+            "-o",
+            str(out),
+        ]
+        subprocess.run(words, check=True, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True)
+        written.append((out / "model.safetensors").read_bytes())
+    assert written[0] == written[1]
 
 
 def test_inputs_of_the_original_model_are_another_calibration(model: Path, tmp_path: Path) -> None:
@@ -280,7 +333,10 @@ def test_one_command(tmp_path: Path) -> None:
     [
         (("--text", "x.txt"), "--text: --method nearest reads no text"),
         (("--method", "feedback", "--text", "absent.txt"), "absent.txt"),
-        (("--method", "feedback", "--tokens", "1"), "fewer than"),
+        (("--method", "feedback", "--tokens", "1"), "1 tokens: fewer than"),
+        (("--method", "feedback", "--window", "100000"), "--window 100000: the model has"),
+        (("--method", "feedback", "--calibration", "stats"), "measures its own statistics"),
+        (("--inputs", "original"), "--inputs: --method nearest reads no text"),
     ],
 )
 def test_what_cannot_be_calibrated_is_refused(flags: tuple[str, ...], says: str, tmp_path: Path) -> None:

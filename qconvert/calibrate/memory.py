@@ -41,4 +41,10 @@ def needs(config: DecoderConfig, calibration: Calibration) -> Needs:
         + batch * max(tallest, widest) * _ALIVE * _FLOAT
     )
     streams = 2 if calibration.shift else 1
-    return Needs(memory, streams * calibration.tokens_BT.size * config.hidden * _FLOAT)
+    disk = streams * calibration.tokens_BT.size * config.hidden * _FLOAT
+    if calibration.method == "two-sided":
+        # The backward pass keeps what every layer reads, then E[g g^T] in blocks of rows.
+        read = calibration.gradient_windows_WT.size * config.hidden * (config.layers + 1)
+        blocks = sum(rows * min(rows, calibration.output_rows) for _, (rows, _) in linears)
+        disk = max(disk + blocks * _FLOAT, (read + blocks) * _FLOAT)
+    return Needs(memory, disk)

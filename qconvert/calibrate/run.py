@@ -10,6 +10,7 @@ from qconvert.calibrate.text import PACKED, CalibrationText, calibration_windows
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.dialogue import dialogue_of
 from qconvert.checkpoint.open import Checkpoint
+from qconvert.errors import BadRecipe
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import find_device
 from qconvert.runtime.load import load_decoder
@@ -34,6 +35,11 @@ def read_text(
     config = DecoderConfig.of(checkpoint.architecture)
     longest = LONG_WINDOW if protocol == PACKED else LLAMA_CPP_WINDOW
     window = window or min(longest, config.max_positions)
+    if window > config.max_positions:
+        raise BadRecipe(
+            f"--window {window}: the model has {config.max_positions} positions",
+            f"take --window {config.max_positions} or less",
+        )
     return calibration_windows(dialogue_of(checkpoint), texts, tokens, window, protocol=protocol, seed=seed)
 
 

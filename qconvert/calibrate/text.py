@@ -108,9 +108,9 @@ def calibration_windows(
     least = _LEAST_WINDOWS[protocol]
     if count < least:
         raise BadRecipe(
-            f"text {', '.join(texts)}: has {len(ids_N)} tokens, fewer than {least} windows of {window}"
+            f"text {', '.join(texts)}: has {len(ids_N)} tokens, {least * window} are needed"
             if tokens is None or len(ids_N) < wanted
-            else f"{tokens} tokens: fewer than {least} windows of {window}",
+            else f"{tokens} tokens: fewer than the {least * window} that are needed",
             "give more text, ask for more tokens, or take a shorter window",
         )
     tokens_BT = ids_N[: count * window].reshape(count, window).copy()

@@ -98,7 +98,7 @@ def waves(
     slots = 2 if calibration.shift else 1
     with (
         activation_file(scratch, slots, windows, tokens, decoder.config.hidden) as file,
-        torch.inference_mode(),
+        torch.no_grad(),
         fast_products(),
     ):
         walk = _Walk(calibration, file, used, decoder.rotations(0, file.tokens), loss)
@@ -223,7 +223,8 @@ class _Walk:
         shared = pooled(sums.values()) if any(key.expert is not None for key in keys) else None
         roles = next(iter(sums)).roles
         for shown in {InputKey(roles, layer, key.expert) for key in keys}:
-            own = [key for key in keys if key.expert == shown.expert]
+            # In an order that is the same in every process, as that of a set is not.
+            own = sorted((key for key in keys if key.expert == shown.expert), key=str)
             summed = sums.pop(shown, None)
             if shared is not None:
                 summed = shared.shrunk(summed)

@@ -93,6 +93,7 @@ class FolderReport:
             "out": str(result.path),
             "seconds": round(seconds, 3),
             **self._described(),
+            **({"calibration": result.record["calibration"]} if "calibration" in result.record else {}),
             "totals": result.record["totals"],
             "verified": self.job.options.verify,
         }
@@ -125,13 +126,17 @@ class FolderReport:
         error = result.record["totals"]["relative_rms_error"]
         lost = "" if error is None else f", relative RMS error {error:.4f}"
         checked = "verified" if self.job.options.verify else "not verified"
-        found = f"{certificate_line(result.record)}{lost}, {outputs_line(result.outcome)}"
+        found = f"{certificate_line(result.record)}{lost}, {outputs_line(self.job, result.outcome)}"
         return f"done in {seconds:.1f} s, {found}{checked}"
 
 
-def outputs_line(outcome: Outcome) -> str:
-    """What choosing codes together has won, as the beginning of more; empty where codes are nearest."""
-    if not outcome.output_errors:
+def outputs_line(job: Job, outcome: Outcome) -> str:
+    """What choosing codes together has won, as the beginning of more; empty where codes are nearest.
+
+    Two-sided codes lower the model's error, not that of each linear by itself.
+    """
+    two_sided = job.calibration is not None and job.calibration.method == "two-sided"
+    if not outcome.output_errors or two_sided:
         return ""
     error = reduce(add, outcome.output_errors.values())
     nearest, made = (sqrt(lost / error.energy) for lost in (error.plain, error.made))
@@ -240,7 +245,7 @@ class GGUFReport:
 
     def verdict(self, result: Result, seconds: float) -> str:
         checked = "verified" if self.job.options.verify else "not verified"
-        found = f"{self._certificate(result)}{outputs_line(result.outcome)}"
+        found = f"{self._certificate(result)}{outputs_line(self.job, result.outcome)}"
         return f"done in {seconds:.1f} s, {found}{checked}"
 
     def _certificate(self, result: Result) -> str:

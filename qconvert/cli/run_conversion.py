@@ -15,6 +15,7 @@ from qconvert.cli.exit_codes import after_the_work
 from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
 from qconvert.cli.progress import compile_kernels, progress
 from qconvert.core.sizes import parse_size
+from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
     from qconvert.calibrate.calibration import Calibration
@@ -74,7 +75,13 @@ class Flags:
         method = method_named(self.method)
         if method == "nearest":
             check_idle({"--text": self.texts, "--tokens": self.tokens, "--window": self.window}, aims=aims)
+            check_idle({"--inputs": self.inputs != "quantized"}, aims=False)
             return None
+        if self.statistics is not None:
+            raise BadRecipe(
+                f"--calibration: --method {self.method} measures its own statistics",
+                "leave out one of the two",
+            )
         from qconvert.calibrate.calibration import Calibration
 
         text = self.read_text(source, DEFAULT_TOKENS)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import torch
 
 from qconvert.calibrate.calibration import Calibration
 from qconvert.calibrate.output_moments import output_moments
@@ -29,9 +30,11 @@ from qconvert.core.encodings import ModelTensor
 from qconvert.core.protocols import Rows
 from qconvert.core.statistics import InputHessian, RowStatistics, StatisticsKey
 from qconvert.core.values import DenseRows, Value
+from qconvert.ops import EncodeBlocks, EncodeTable, Quantize
 from qconvert.ops.calibrated import PRODUCT_ROWS
 from qconvert.plan.plan import Plan, Unit
 from qconvert.quant.dequantize import numbers
+from qconvert.quant.point_grid import has_points
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
 from qconvert.runtime.load import load_decoder
@@ -117,6 +120,12 @@ def _loss(unit: Unit, key: StatisticsKey, hessian: InputHessian, reader: Rows) -
     return inf
 
 
+def chosen_together(unit: Unit) -> bool:
+    """Whether a unit's codes are chosen on a text."""
+    encodings = [op.encoding for op in unit.ops if isinstance(op, Quantize | EncodeBlocks | EncodeTable)]
+    return bool(unit.statistics) and keeps_rows(unit) and all(map(has_points, encodings))
+
+
 def keeps_rows(unit: Unit) -> bool:
     """Whether every row of the output is one that was read, rounded, and its columns are in their order."""
     return all(op.keeps_rows or op.moves_rows for op in unit.ops)
@@ -157,7 +166,10 @@ class ReplacedRows:
             if tensor.name not in self._rows:
                 # Units may make a tensor's rows one after the other, or not all of them.
                 source = self._reader.read(tensor, 0, tensor.rows)
-                self._rows[tensor.name] = np.array(numbers(source, DType.F32).rows_RI)
+                # Torch's memory begins at whole cache lines: sums of products depend on that.
+                rows_RI: np.ndarray = torch.empty(tensor.rows, tensor.width).numpy()
+                rows_RI[:] = numbers(source, DType.F32).rows_RI
+                self._rows[tensor.name] = rows_RI
             return self._rows[tensor.name]
 
 

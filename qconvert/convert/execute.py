@@ -31,7 +31,7 @@ from qconvert.convert.runner import (
     single_rows,
 )
 from qconvert.core.protocols import Layout
-from qconvert.errors import QConvertError
+from qconvert.errors import BadRecipe, QConvertError
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import Hashes
 from qconvert.formats.layouts import registry
@@ -87,6 +87,8 @@ def prepare(
     layout = _layout(source, request)
     facts = gather_facts(checkpoint, binding, request)
     compiled = compile_request(request, binding, facts, layout)
+    if calibration is not None:
+        _refuse_idle(compiled.plan, calibration)
     if not compiled.is_gguf:
         return Job(source, compiled, SafetensorsFolder(source, compiled, options), options, calibration)
     from qconvert.convert.containers.gguf_file import GGUFFileContainer
@@ -94,6 +96,17 @@ def prepare(
     container = GGUFFileContainer(source, compiled, options, pre_tokenizer)
     container.check()
     return Job(source, compiled, container, options, calibration)
+
+
+def _refuse_idle(plan: Plan, calibration: Calibration) -> None:
+    """Raise BadRecipe where no weight's codes would be chosen together."""
+    from qconvert.convert.calibrated import chosen_together
+
+    if not any(map(chosen_together, plan.units)):
+        raise BadRecipe(
+            f"--method {calibration.method}: no weight gets new codes that could be chosen together",
+            "leave it out, or name an encoding of integers, 4-bit floats or a GGUF type from Q2_K to Q8_0",
+        )
 
 
 def _tied(checkpoint: Checkpoint, request: Request) -> bool:

@@ -50,7 +50,10 @@ def round_together(
     energy_R = np.square(_product(wide_RI, given.held_NI.T), dtype=np.float64).mean(axis=1)
     plain_RN, made_RN = (_output_errors(wide_RI, _numbers(each), given) for each in (plain, made))
     plain_R, made_R = (np.square(e_RN, dtype=np.float64).mean(axis=1) for e_RN in (plain_RN, made_RN))
-    worse_R = ~(made_R < plain_R) if outputs is None else _worse(plain_RN, made_RN, outputs)
+    if outputs is None:
+        worse_R = _worse_rows(plain_R, made_R, getattr(plain.encoding, "group_rows", None) or 1)
+    else:
+        worse_R = _worse(plain_RN, made_RN, outputs)
     chosen = plain if worse_R.all() else _rows_where(worse_R, plain, made)
     error = OutputError(
         float(plain_R.sum()),
@@ -103,6 +106,16 @@ def _rounded(
     codes_RI = round_with_feedback(w_RI, given.order_I, given.factor_II, grid)
     codes_RI = sweep(w_RI, codes_RI, given.hessian_II, given.order_I, grid, SWEEPS)
     return with_codes(start, codes_RI)
+
+
+def _worse_rows(plain_R: np.ndarray, made_R: np.ndarray, together: int) -> np.ndarray:
+    """Whether rows lose more than with plain codes: bool [R], the same for all that share their scales."""
+    import numpy as np
+
+    starts = range(0, len(plain_R), together)
+    won = (np.add.reduceat(each, starts) for each in (made_R, plain_R))
+    worse_B = ~np.less(*won)
+    return np.repeat(worse_B, together)[: len(plain_R)]
 
 
 def _product(w_RI: np.ndarray, by_IO: np.ndarray) -> np.ndarray:

@@ -42,6 +42,7 @@ class Transcode(Op):
     argument: Any = None
 
     keeps_codes: ClassVar[bool] = True
+    keeps_rows: ClassVar[bool] = True
 
     def infer(self, encoding: Encoding) -> Encoding:
         return STEPS[self.step](encoding, self.argument)
