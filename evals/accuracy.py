@@ -88,8 +88,8 @@ def accuracy(
             click.echo("\n".join(_lines(rows[-len(made) :], texts)))
     if out is not None:
         asked = {"model": Path(model).name, "calibration": [Path(calibration_text).name, tokens, window]}
-        measured = {"texts": [Path(text).name for text in texts], "context": context, "chunks": chunks}
-        record = {**asked, **measured, "qconvert": __version__, "cores": os.cpu_count(), "rows": rows}
+        read_as = {"texts": [Path(text).name for text in texts], "context": context, "chunks": chunks}
+        record = {**asked, **read_as, "qconvert": __version__, "cores": os.cpu_count(), "rows": rows}
         out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
