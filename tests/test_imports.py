@@ -52,7 +52,7 @@ LIBRARIES = {
     "numpy": "core quant ops runtime formats checkpoint calibrate check convert evaluate plan.gguf evals",
     "safetensors": "formats.io.read_back evals",
     "tokenizers": "formats.tokenizers cli.generate evals",
-    "torch": "runtime calibrate evaluate cli.env cli.eval cli.generate evals",
+    "torch": "runtime calibrate convert.calibrated evaluate cli.env cli.eval cli.generate evals",
     "tqdm": "cli",
     "transformers": "evals",
     "triton": "runtime.cuda evals",
