@@ -140,7 +140,7 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     `ask` is the request, or what makes it of the opened model; `suffix` completes the derived name, the name
     of the dtype where it is empty.
     """
-    from qconvert.cli.conversion_report import report_of
+    from qconvert.cli.conversion_report import advice, report_of
     from qconvert.convert.execute import execute, open_model, prepare
     from qconvert.formats.io.local_file import require_free_disk
 
@@ -180,6 +180,8 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     with after_the_work():
         found = report.result_json(result, seconds) | extra
         _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags)
+        if flags.talks and (line := advice(job)):
+            click.echo(line, err=True)
 
 
 def _tell_needs(job: Job, flags: Flags) -> None:
