@@ -86,11 +86,14 @@ def accuracy(
                 per_text = [figures[path.name] for figures in found]
                 rows.append(_row(encoding, method, run, per_text, texts))
             click.echo("\n".join(_lines(rows[-len(made) :], texts)))
-    if out is not None:
-        asked = {"model": Path(model).name, "calibration": [Path(calibration_text).name, tokens, window]}
-        read_as = {"texts": [Path(text).name for text in texts], "context": context, "chunks": chunks}
-        record = {**asked, **read_as, "qconvert": __version__, "cores": os.cpu_count(), "rows": rows}
-        out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+            if out is not None:  # after every encoding, so that a run that is stopped leaves its figures
+                asked = {
+                    "model": Path(model).name,
+                    "calibration": [Path(calibration_text).name, tokens, window],
+                }
+                read_as = {"texts": [Path(text).name for text in texts], "context": context, "chunks": chunks}
+                record = {**asked, **read_as, "qconvert": __version__, "cores": os.cpu_count(), "rows": rows}
+                out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def _flags(encoding: str, method: str, statistics: Path, read: Sequence[str]) -> tuple[str, ...] | None:
