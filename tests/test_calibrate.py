@@ -370,7 +370,7 @@ def test_nothing_is_replaced_unasked_and_little_text_is_told(tmp_path: Path, her
     assert qconvert(*how, "-o", "stats", "--overwrite", "-q").out == "stats/statistics.safetensors\n"
     assert qconvert(*how, "-q").out == "m-statistics/statistics.safetensors\n"
     ran = qconvert(*how, "--window", 512, "--imatrix", "i.gguf")
-    fact = "text t.txt: has 300 tokens, fewer than 2 windows of 512"
+    fact = "text t.txt: has 300 tokens, 1024 are needed"
     failed(ran, fact, "give more text, ask for more tokens, or take a shorter window")
     ran = qconvert(
         "calibrate", model, "--merge", "stats", "--imatrix", "i.gguf", "--merge", tmp_path / "none"

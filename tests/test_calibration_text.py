@@ -127,7 +127,7 @@ def test_the_record_names_the_files_and_hashes_them_as_evaluation_does(tmp_path:
 @pytest.mark.parametrize(
     ("name", "data", "says"),
     [
-        ("t.txt", b"short", r"has 6 tokens, fewer than 1 windows of 16"),
+        ("t.txt", b"short", r"has 6 tokens, 16 are needed"),
         ("t.txt", b"", r"there is no text in it"),
         ("t.txt", b" \n\t ", r"there is no text in it"),
         ("t.txt", b"abc\0def" * 50, r"is binary: character 3 is NUL"),
@@ -156,9 +156,9 @@ def test_what_cannot_be_cut_is_told(tmp_path: Path) -> None:
         calibration_windows(model, [str(tmp_path / "empty")], None, 16)
     with pytest.raises(BadRecipe, match="window 8: too short"):
         calibration_windows(model, [text], None, 8)
-    with pytest.raises(BadRecipe, match="10 tokens: fewer than 1 windows of 16"):
+    with pytest.raises(BadRecipe, match="10 tokens: fewer than the 16 that are needed"):
         calibration_windows(model, [text], 10, 16)
-    with pytest.raises(BadRecipe, match="fewer than 2 windows of 64"):
+    with pytest.raises(BadRecipe, match="tokens, 128 are needed"):
         calibration_windows(model, [text], None, 64, protocol=WHOLE)
     with pytest.raises(BadRecipe, match=r"token 89 is beyond the model's 80 rows"):
         calibration_windows(dialogue(tmp_path / "small", rows=80), [text], None, 16)
