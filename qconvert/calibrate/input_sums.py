@@ -71,11 +71,11 @@ class InputSums:
         if self.moved_II is not None:
             self.moved_II.div_(max(1, self.count))
 
-    def hessian(self, damping: float) -> tuple[InputHessian, float]:
-        """The Hessian with its factor and target shift, and how much of the shift is applied, 0 to 1.
+    def hessian(self, damping: float) -> InputHessian:
+        """The Hessian with its factor and target shift.
 
-        Raises what `quant.hessian.factor` raises. The share of the shift is the one of least error on the
-        rows held out, for weights whose rows point anywhere. Nothing can be added to the sums afterwards.
+        Raises what `quant.hessian.factor` raises. Of the shift a share is applied, the one of least error on
+        the rows held out, for weights whose rows point anywhere. Nothing can be added to the sums afterwards.
         """
         width = len(self.squares_II)
         self._divide()
@@ -85,14 +85,14 @@ class InputSums:
             torch.cat([pair[i] for pair in self.held] or [empty]).numpy() for i in (0, 1)
         )
         order_I, factor_II, used_damping = factor(hessian_II, damping)
-        shift_II, share = None, 0.0
+        shift_II = None
         if self.moved_II is not None:
             moved_II = self.moved_II.cpu().numpy()
             shift_II = target_shift(hessian_II, moved_II, used_damping, 1.0)
             share = _share(shift_II, held_NI, held_read_NI)
             shift_II *= np.float32(share)
             shift_II[np.diag_indices(width)] += np.float32(1 - share)
-        return InputHessian(hessian_II, order_I, factor_II, shift_II, held_NI, held_read_NI), share
+        return InputHessian(hessian_II, order_I, factor_II, shift_II, held_NI, held_read_NI)
 
 
 def _share(shift_II: np.ndarray, held_NI: np.ndarray, held_read_NI: np.ndarray) -> float:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -52,15 +53,13 @@ Loss = Callable[[StatisticsKey, InputHessian], float]
 class Wave:
     """The linears that read one kind of input in a layer, and the statistics of these inputs.
 
-    Of an input whose Hessian could not be factored there are second moments only. `shares` are how much
-    of the target shift is applied, 0 to 1.
+    Of an input whose Hessian could not be factored there are second moments only.
     """
 
     layer: int | None
     keys: frozenset[StatisticsKey]
     hessians: dict[StatisticsKey, InputHessian] = field(default_factory=dict)
     moments: dict[StatisticsKey, np.ndarray] = field(default_factory=dict)
-    shares: dict[StatisticsKey, float] = field(default_factory=dict)
     record: Json = field(default_factory=dict)
 
     def __contains__(self, key: object) -> bool:
@@ -88,9 +87,9 @@ def waves(
     `original` and `current` load one model, its layers on demand. While the waves are walked, whoever
     walks them lets `current` read the weights that were quantized in their place: what the linears of a
     wave became must be there before the next wave is asked for. `wanted` are the inputs of the linears to
-    be quantized; activations lie in a file without a name in the folder `scratch`. `loss` says
-    how well a Hessian serves a linear. Raises CheckFailed for
-    inputs that are no numbers, QConvertError where the disk has not enough room.
+    be quantized; activations lie in a file without a name in the folder `scratch`. `loss` says how well a
+    Hessian serves a linear. Raises CheckFailed for inputs that are no numbers, QConvertError where the disk
+    has not enough room.
     """
     held_last_BT, used = _held_out_last(calibration.tokens_BT)
     windows, tokens = held_last_BT.shape
@@ -114,15 +113,11 @@ def waves(
             walk.start(_CURRENT, changed, held_last_BT)
             changed = changed.without_tables()
         head = frozenset(key for key in wanted if key.role == "lm_head")
-        last = (
-            len(decoder.layers)
-            if head
-            else 1 + max((key.layer for key in wanted if key.layer is not None), default=-1)
-        )
-        for i in range(last):
+        layers = [key.layer for key in wanted if key.layer is not None]
+        for i in range(len(decoder.layers) if head else 1 + max(layers, default=-1)):
             yield from walk.layer(i, decoder, changed, {key for key in wanted if key.layer == i})
         if head:
-            yield walk.head(decoder, changed, head)
+            yield walk.head(head, decoder, changed if calibration.shift else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,22 +164,17 @@ class _Walk:
         for layer in original.layers:
             for step in layer.steps(self.rotations):
                 self._advance(original, step, _ORIGINAL)
-        sums = InputSums(self.file.width, original.device, pairs=False)
-        for first, count, held in self._batches():
-            read = original.norm(self._read(original, _ORIGINAL, first, count)).flatten(0, 1).float()
-            (sums.hold if held else sums.add)(read, None)
-        return self._finished(keys, {InputKey(("embed",)): sums})
+        return self.head(keys, original, None)
 
-    def head(self, original: Decoder, current: Decoder, keys: frozenset[StatisticsKey]) -> Wave:
-        """The wave of a head that is quantized."""
-        sums = InputSums(self.file.width, original.device, pairs=self.calibration.shift)
+    def head(self, keys: frozenset[StatisticsKey], original: Decoder, current: Decoder | None) -> Wave:
+        """The wave of a head, after the last layer; of the original model's input alone without `current`."""
+        sums = InputSums(self.file.width, original.device, pairs=current is not None)
         for first, count, held in self._batches():
-            origin = original.norm(self._read(original, _ORIGINAL, first, count)).flatten(0, 1).float()
-            read = origin
-            if self.calibration.shift:
+            read = origin = original.norm(self._read(original, _ORIGINAL, first, count)).flatten(0, 1).float()
+            if current is not None:
                 read = current.norm(self._read(current, _CURRENT, first, count)).flatten(0, 1).float()
             (sums.hold if held else sums.add)(read, origin)
-        return self._finished(keys, {InputKey(("lm_head",)): sums})
+        return self._finished(keys, {InputKey(tuple(key.role for key in keys)): sums})
 
     def _stages(
         self, decoder: Decoder, step: _Step, wanted: Collection[StatisticsKey]
@@ -222,10 +212,11 @@ class _Walk:
         wave = Wave(layer, keys)
         shared = pooled(sums.values()) if any(key.expert is not None for key in keys) else None
         roles = next(iter(sums)).roles
-        for shown in {InputKey(roles, layer, key.expert) for key in keys}:
-            # In an order that is the same in every process, as that of a set is not.
-            own = sorted((key for key in keys if key.expert == shown.expert), key=str)
-            summed = sums.pop(shown, None)
+        # In an order that is the same in every process, as that of a set is not.
+        ordered = sorted(keys, key=lambda key: (-1 if key.expert is None else key.expert, key.role))
+        for expert, group in groupby(ordered, key=lambda key: key.expert):
+            own = list(group)
+            summed = sums.pop(InputKey(roles, layer, expert), None)
             if shared is not None:
                 summed = shared.shrunk(summed)
             assert summed is not None
@@ -236,9 +227,8 @@ class _Walk:
                 )
             wave.moments |= dict.fromkeys(own, summed.moments_I)
             with contextlib.suppress(NotPositiveDefinite):
-                hessian, share = summed.hessian(self._damping(own[0], roles, summed))
+                hessian = summed.hessian(self._damping(own[0], roles, summed))
                 wave.hessians |= dict.fromkeys(own, hessian)
-                wave.shares |= dict.fromkeys(own, share)
         return wave
 
     def _damping(self, key: StatisticsKey, roles: tuple[str, ...], sums: InputSums) -> float:
@@ -251,7 +241,7 @@ class _Walk:
         if roles not in self.dampings:
             stronger = (self.calibration.damping * factor for factor in STRONGER_DAMPING)
             self.dampings[roles] = min(
-                (self.calibration.damping, *stronger), key=lambda each: self.loss(key, sums.hessian(each)[0])
+                (self.calibration.damping, *stronger), key=lambda each: self.loss(key, sums.hessian(each))
             )
         return self.dampings[roles]
 
