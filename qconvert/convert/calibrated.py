@@ -25,6 +25,7 @@ from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.output_hessians import OutputHessians
 from qconvert.convert.runner import BlockDone, Granule, Made, RowsStatistics, gather, rows_statistics
+from qconvert.convert.written_rows import stored_rows
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.protocols import Rows
@@ -67,10 +68,10 @@ def run_in_waves(
     replaced = ReplacedRows(checkpoint.reader)
     calibrated = {unit.output.name: unit for unit in plan.units if unit.statistics and keeps_rows(unit)}
     others = [replace(unit, statistics=()) for unit in plan.units if unit.output.name not in calibrated]
-    embeddings = [unit for unit in others if unit.quantizes and keeps_rows(unit)]
+    embeddings = [unit for unit in others if _is_followed(unit)]
     # First, since what the quantized embedding gives is what the first layer reads.
     yield from run_plan(Plan(tuple(embeddings)), made=replaced.keep)
-    yield from run_plan(Plan(tuple(unit for unit in others if unit not in embeddings)))
+    yield from run_plan(Plan(tuple(unit for unit in others if not _is_followed(unit))))
     wanted = {key for unit in calibrated.values() for key in unit.statistics}
     if not wanted:
         return
@@ -96,6 +97,11 @@ def run_in_waves(
         else:
             given = outputs.added_to(statistics)
             yield from run_plan(Plan(tuple(units)), given, replaced.keep, outputs.granule)
+
+
+def _is_followed(unit: Unit) -> bool:
+    """Whether the decoder can read what a unit's new codes are worth."""
+    return unit.quantizes and keeps_rows(unit)
 
 
 def _decoder(checkpoint: Checkpoint, rows: Rows) -> Decoder:
@@ -148,14 +154,11 @@ class ReplacedRows:
 
     def keep(self, unit: Unit, start: int, value: Value) -> None:
         """Let the source rows of a unit's rows from `start` on be read as `value`."""
-        made_RI, rows_R = numbers(value, DType.F32).rows_RI, rows_read(unit, start, value.rows)
-        offset = 0
-        for piece in unit.inputs:
-            own_R = (rows_R >= offset) & (rows_R < offset + piece.rows)
-            if piece.zeros_like is None and own_R.any():
-                rows = piece.start + (rows_R[own_R] - offset) * piece.step
-                self._of(piece.tensor)[rows] = made_RI[own_R]
-            offset += piece.rows
+        made_RI, rows = numbers(value, DType.F32).rows_RI, stored_rows(unit, start, start + value.rows)
+        for number, tensor in enumerate(rows.tensors):
+            own_R = rows.tensor_R == number
+            if own_R.any():
+                self._of(tensor)[rows.row_R[own_R]] = made_RI[own_R]
 
     def forget(self) -> None:
         """Read everything from the source again."""
@@ -171,12 +174,3 @@ class ReplacedRows:
                 rows_RI[:] = numbers(source, DType.F32).rows_RI
                 self._rows[tensor.name] = rows_RI
             return self._rows[tensor.name]
-
-
-def rows_read(unit: Unit, start: int, count: int) -> np.ndarray:
-    """Of the unit's stacked inputs, the row that each of `count` output rows from `start` on is."""
-    order: Value = DenseRows(np.arange(start, start + count, dtype=np.float64)[:, None], DType.F64)
-    for op in unit.ops:
-        if op.moves_rows:
-            order, _ = op.apply(order)
-    return order.arrays[0][:, 0].astype(np.int64)

@@ -20,6 +20,18 @@ from qconvert.plan.plan import Unit
 
 
 @dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows of a unit's output: row i is row `row_R[i]` of the source tensor `tensors[tensor_R[i]]`.
+
+    Both int64 [R]; `tensor_R` is -1 where rows of zeros were added.
+    """
+
+    tensors: tuple[ModelTensor, ...]
+    tensor_R: np.ndarray
+    row_R: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
 class WrittenRows:
     """Rows of a unit's output: row i is row `row_R[i]` of the weight `parameters[parameter_R[i]]`.
 
@@ -31,15 +43,36 @@ class WrittenRows:
     row_R: np.ndarray
 
 
-def written_rows(unit: Unit, architecture: Architecture, start: int, stop: int) -> WrittenRows:
+def stored_rows(unit: Unit, start: int, stop: int) -> StoredRows:
     """Rows [start, stop) of the output of a unit, all of whose operations keep rows or move whole rows."""
-    numbers = _RowNumbers(architecture, unit)
+    tensors = {piece.tensor.name: piece.tensor for piece in unit.inputs}
+    numbers = _RowNumbers(tuple(tensors))
     value, _ = gather(unit.inputs, numbers, rows_read(unit, start), rows_read(unit, stop))
     for op in unit.ops:
         if op.moves_rows:
             value, _ = op.apply(value)
     found_R2 = value.arrays[0].astype(np.int64)
-    return WrittenRows(numbers.parameters, found_R2[:, 0] - 1, found_R2[:, 1])
+    return StoredRows(tuple(tensors.values()), found_R2[:, 0] - 1, found_R2[:, 1])
+
+
+def written_rows(unit: Unit, architecture: Architecture, start: int, stop: int) -> WrittenRows:
+    """The same rows by the weights that the source tensors hold."""
+    stored = stored_rows(unit, start, stop)
+    parameters: tuple[Parameter, ...] = ()
+    parameter_R, row_R = np.full_like(stored.tensor_R, -1), stored.row_R.copy()
+    for number, tensor in enumerate(stored.tensors):
+        own_R, first = stored.tensor_R == number, len(parameters)
+        parameters += tuple(parameters_of(tensor, architecture))
+        parameter_R[own_R] = first
+        entry = architecture.fused.get(tensor.name)
+        if entry is not None:
+            members_O, rows_O = np.empty((2, tensor.rows), np.int64)
+            for run, rows in zip(entry.runs, entry.rows, strict=True):
+                own = slice(rows.start, rows.stop, rows.step)
+                members_O[own], rows_O[own] = run.member, np.arange(run.start, run.stop)
+            parameter_R[own_R] += members_O[stored.row_R[own_R]]
+            row_R[own_R] = rows_O[stored.row_R[own_R]]
+    return WrittenRows(parameters, parameter_R, row_R)
 
 
 def parameters_of(tensor: ModelTensor, architecture: Architecture) -> Sequence[Parameter]:
@@ -51,25 +84,13 @@ def parameters_of(tensor: ModelTensor, architecture: Architecture) -> Sequence[P
     return (parameter,)
 
 
+@dataclass(frozen=True, slots=True)
 class _RowNumbers:
-    """Reads rows of stored tensors as two numbers each: one more than the weight's, and that of the row."""
+    """Reads rows of tensors as two numbers each: one more than the tensor's, and that of the row."""
 
-    def __init__(self, architecture: Architecture, unit: Unit) -> None:
-        self._fused = architecture.fused
-        self._first: dict[str, int] = {}
-        self.parameters: tuple[Parameter, ...] = ()
-        for piece in unit.inputs:
-            if piece.tensor.name not in self._first:
-                self._first[piece.tensor.name] = len(self.parameters)
-                self.parameters += tuple(parameters_of(piece.tensor, architecture))
+    names: tuple[str, ...]
 
     def read(self, tensor: ModelTensor, start: int, stop: int) -> Value:
-        found_R2, first = np.empty((tensor.rows, 2)), self._first[tensor.name] + 1
-        entry = self._fused.get(tensor.name)
-        if entry is None:
-            found_R2[:, 0], found_R2[:, 1] = first, np.arange(tensor.rows)
-        else:
-            for run, rows in zip(entry.runs, entry.rows, strict=True):
-                own = slice(rows.start, rows.stop, rows.step)
-                found_R2[own, 0], found_R2[own, 1] = first + run.member, np.arange(run.start, run.stop)
-        return DenseRows(found_R2[start:stop], DType.F64)
+        found_R2 = np.empty((stop - start, 2))
+        found_R2[:, 0], found_R2[:, 1] = self.names.index(tensor.name) + 1, np.arange(start, stop)
+        return DenseRows(found_R2, DType.F64)
