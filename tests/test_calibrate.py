@@ -366,7 +366,7 @@ def test_nothing_is_replaced_unasked_and_little_text_is_told(tmp_path: Path, her
         first.code == 0 and "note: the text has 256 tokens in whole windows, fewer than 32,768" in first.err
     )
     ran = qconvert(*how, "-o", "stats")
-    assert ran.code == 1 and "statistics.safetensors: is there already" in ran.err
+    assert ran.code == 1 and "statistics.safetensors: already exists" in ran.err
     assert qconvert(*how, "-o", "stats", "--overwrite", "-q").out == "stats/statistics.safetensors\n"
     assert qconvert(*how, "-q").out == "m-statistics/statistics.safetensors\n"
     ran = qconvert(*how, "--window", 512, "--imatrix", "i.gguf")

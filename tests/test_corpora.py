@@ -77,7 +77,9 @@ def hub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, data: b
     monkeypatch.setattr(corpora, "_archive", lambda: str(tmp_path / "wikitext.zip"))
 
 
-@pytest.mark.parametrize(("offline", "says"), [("0", "not to be had from"), ("1", "HF_HUB_OFFLINE is set")])
+@pytest.mark.parametrize(
+    ("offline", "says"), [("0", "cannot be downloaded from"), ("1", "HF_HUB_OFFLINE is set")]
+)
 def test_without_a_network_it_says_so_once_and_soon(tmp_path: Path, offline: str, says: str) -> None:
     program = "from qconvert.evaluate.corpora import load_text; load_text('wikitext2')"
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}

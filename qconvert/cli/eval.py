@@ -80,7 +80,7 @@ def command() -> None:
     "--fail-above",
     type=click.FloatRange(0),
     metavar="X",
-    help="Leave with 3 when a perplexity ratio exceeds 1 + X.",
+    help="Exit with 3 when a perplexity ratio exceeds 1 + X.",
 )
 @click.option("--resume", is_flag=True, help="Go on with an interrupted evaluation of the same -o STEM.")
 @json_option
@@ -239,7 +239,7 @@ def _scores(out: Path, *, resume: bool, quiet: bool) -> Path:
     if resume and not scores.exists():
         if record.exists():
             raise QConvertError(
-                f"{record}: there are no scores left to go on from; this evaluation is finished",
+                f"{record}: already complete",
                 "leave out --resume to measure again",
             )
         if not quiet:
