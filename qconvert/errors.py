@@ -26,6 +26,9 @@ class QConvertError(Exception):
         self.fact = fact
         self.hint = hint
 
+    def __reduce__(self) -> tuple[type[QConvertError], tuple[str, str]]:  # to pass between processes
+        return type(self), (self.fact, self.hint)
+
 
 class CorruptCheckpoint(QConvertError):
     """A file of the checkpoint breaks its own format, or two of them disagree."""

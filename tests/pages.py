@@ -22,7 +22,7 @@ PAGES = {str(page.relative_to(ROOT)): page for page in (README, *sorted(ROOT.glo
 """Every page, by its path."""
 _BLOCK = re.compile(r"```console\n(?P<body>\$ [^\n]*qconvert .*?)```", re.DOTALL)
 # Commands whose figures depend on the machine or on its Python version.
-_VARIABLE = ("eval", "demo")
+_VARIABLE = ("eval", "demo", "bench")
 
 
 @dataclass(frozen=True)

@@ -178,7 +178,7 @@ def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest
     assert ran.code == 0 and json.loads((tmp_path / "r.json").read_text())["partial"] is False
     assert not (tmp_path / "r.partial.npz").exists()
     ran = qconvert(*options, "--resume")
-    assert ran.code == 1 and "this evaluation is finished" in ran.err and "leave out --resume" in ran.err
+    assert ran.code == 1 and "already complete" in ran.err and "leave out --resume" in ran.err
     (tmp_path / "r.json").unlink()
     ran = qconvert(*options, "--resume")
     assert ran.code == 0 and "starts from the beginning" in ran.err

@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, str] = {
     "diff": "Show what differs between two checkpoints.",
     "generate": "Continue a prompt with a checkpoint.",
     "eval": "Measure what quantization costs in quality.",
+    "bench": "Time reading and generating with the decoder.",
     "demo": "Run the main commands on the embedded model.",
     "env": "Show versions and backends, for bug reports.",
 }
