@@ -47,6 +47,7 @@ LIBRARIES = {
     "gguf": "models.gguf.identity quant.ggml evals",
     "huggingface_hub": "checkpoint.hub evaluate evals",
     "jinja2": "formats.tokenizers.chat_template",
+    "lm_eval": "evaluate.lm_eval_adapter",
     "llvmlite": "quant runtime.cpu",
     "numba": "quant runtime.cpu evals",
     "numpy": "core quant ops runtime formats checkpoint calibrate check convert evaluate plan.gguf evals",
