@@ -29,7 +29,6 @@ from qconvert.formats.io.local_file import write_whole
 from qconvert.formats.io.strict_json import parse_json_object
 from qconvert.models import Architecture
 from qconvert.models.statistics_keys import input_key
-from qconvert.runtime.config import DecoderConfig
 
 FILE_NAME = "statistics.safetensors"
 """The name of the file in a folder of statistics."""
@@ -72,6 +71,11 @@ class StoredStatistics:
         return tuple(dict.fromkeys(name for text in self.texts for name in text["texts"]))
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """The inputs of the model that some run could not see (`InputKey.place`)."""
+        return tuple(dict.fromkeys(name for text in self.texts for name in text.get("left_out", ())))
+
+    @property
     def window(self) -> int:
         """Tokens of a window; of several runs, of the first."""
         return int(self.texts[0]["window"])
@@ -83,12 +87,13 @@ class StoredStatistics:
         return {"file": self.file, "dataset": ", ".join(self.datasets), "chunks": chunks, "texts": self.texts}
 
 
-def model_record(name: str, config: DecoderConfig) -> dict[str, str]:
+def model_record(name: str, architecture: Architecture) -> dict[str, str]:
     """What says which model statistics are of: its name, and a hash of the roles and shapes of its weights.
 
     The hash is that of the model in any container, and of every fine-tune of it.
     """
-    shapes = sorted(f"{layer} {role} {part} {shape}" for (role, layer, part), shape in config.shapes.items())
+    found = architecture.shapes.items()
+    shapes = sorted(f"{layer} {role} {part} {shape}" for (role, layer, part), shape in found)
     return {"name": name, "shapes_sha256": sha256("\n".join(shapes).encode()).hexdigest()}
 
 
@@ -122,8 +127,7 @@ def _stacks(inputs: Mapping[InputKey, InputMoments]) -> dict[str, list[tuple[Inp
     """The inputs of one place together, by its name: one, or those of all experts in their order."""
     found: dict[str, list[tuple[InputKey, InputMoments]]] = {}
     for key, moments in sorted(inputs.items(), key=lambda item: (item[0].roles, item[0].expert or 0)):
-        place = "model" if key.layer is None else f"layers.{key.layer}"
-        found.setdefault(f"{place}.{'+'.join(key.roles)}", []).append((key, moments))
+        found.setdefault(key.place, []).append((key, moments))
     return found
 
 

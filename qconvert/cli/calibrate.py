@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +28,12 @@ from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
     from qconvert.calibrate.statistics_file import StoredStatistics
+    from qconvert.calibrate.text import CalibrationText
+    from qconvert.calibrate.transformers_engine import TransformersModel
     from qconvert.checkpoint.open import Checkpoint
 
 PROTOCOLS = ("packed", "whole")
+ENGINES = ("auto", "transformers")
 _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
 
 
@@ -38,6 +43,7 @@ _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
         "qconvert calibrate ./model -o stats",
         "qconvert calibrate ./model --text default --text my-chats.jsonl --tokens 128k -o stats",
         "qconvert calibrate ./model --text cal.txt --tokens all --imatrix imatrix.gguf",
+        "qconvert calibrate ./model --engine transformers -o stats",
         "qconvert calibrate ./model --merge stats-a --merge stats-b -o stats",
     ),
 )
@@ -74,6 +80,13 @@ _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
     "--seed", type=click.IntRange(0), metavar="N", default=0, show_default=True, help="Of that order."
 )
 @device_option
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="auto",
+    show_default=True,
+    help="What runs the model: qconvert (auto), or transformers, if installed, the whole model in memory.",
+)
 @click.option(
     "--merge",
     "merged",
@@ -142,7 +155,7 @@ def _check_words(flags: dict[str, Any]) -> None:
     context = click.get_current_context()
     given = [
         name
-        for name in ("texts", "tokens", "window", "protocol", "seed")
+        for name in ("texts", "tokens", "window", "protocol", "seed", "engine")
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
     ]
     if flags["merged"] and given:
@@ -209,22 +222,52 @@ class Targets:
 
 def _run(checkpoint: Checkpoint, name: str, flags: dict[str, Any]) -> StoredStatistics:
     """Read the texts and run the model on them."""
-    from qconvert.calibrate.run import calibrate, read_text
+    from qconvert.calibrate.run import calibrate, calibrate_elsewhere, own_config, read_text
+    from qconvert.calibrate.transformers_engine import TransformersModel
 
+    model = TransformersModel.of(checkpoint) if flags["engine"] == "transformers" else None
+    positions = own_config(checkpoint).max_positions if model is None else model.positions
     talks = not flags["quiet"] and not flags["as_json"]
     tokens, asked = flags["tokens"], click.get_current_context().get_parameter_source("tokens")
     if asked is click.core.ParameterSource.DEFAULT:
         tokens = _CPU_TOKENS if flags["device"] == "cpu" else _GPU_TOKENS
     alone = flags["imatrix"] is not None and flags["out"] is None
     protocol = flags["protocol"] or PROTOCOLS[alone]
-    text = read_text(
-        checkpoint, flags["texts"], tokens, flags["window"], protocol=protocol, seed=flags["seed"]
-    )
+    how: dict[str, Any] = {"protocol": protocol, "seed": flags["seed"], "positions": positions}
+    text = read_text(checkpoint, flags["texts"], tokens, flags["window"], **how)
     if tokens is not None and text.tokens < tokens - tokens % text.window:
         note = f"note: the text has {text.tokens:,} tokens in whole windows, fewer than {tokens:,}"
         click.echo(note, err=True) if talks else None
-    with counted("tokens", talks=talks, scaled=True) as progress:
+    if talks:
+        for line in _told_before(text, checkpoint, model):
+            click.echo(line, err=True)
+    with _layers_passed(text.tokens, talks=talks) as progress:
+        if model is not None:
+            return calibrate_elsewhere(model, name, text, device=flags["device"], progress=progress)
         return calibrate(checkpoint, name, text, device=flags["device"], progress=progress)
+
+
+def _told_before(
+    text: CalibrationText, checkpoint: Checkpoint, model: TransformersModel | None
+) -> Iterator[str]:
+    """What is going to be run, and what runs it if that is not qconvert."""
+    from qconvert.report.tables import size
+
+    if model is not None:
+        yield f"transformers' {model.class_name} runs the model, whole in memory: {size(model.nbytes)} in float32"
+        if model.own_code:
+            yield "note: the code that comes with the checkpoint (auto_map) is not run"
+    yield (
+        f"running {text.tokens:,} tokens, {len(text.tokens_BT):,} windows of {text.window:,}, through"
+        f" {checkpoint.architecture.layers} layers"
+    )
+
+
+@contextmanager
+def _layers_passed(tokens: int, *, talks: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar over layers, with tenths of one for the windows that are through it."""
+    with counted("layer", talks=talks) as tell:
+        yield None if tell is None else lambda done, total: tell(round(done / tokens, 1), total // tokens)
 
 
 def _print(stored: StoredStatistics, targets: Targets, seconds: float, flags: dict[str, Any]) -> None:
@@ -245,6 +288,7 @@ def _print(stored: StoredStatistics, targets: Targets, seconds: float, flags: di
             "experts": len(experts),
             "experts_never_chosen": [list(pair) for pair in unrouted],
             "seconds": seconds,
+            **({"left_out": list(stored.left_out)} if stored.left_out else {}),
         }
         click.echo(json.dumps(record))
         return
@@ -258,4 +302,14 @@ def _print(stored: StoredStatistics, targets: Targets, seconds: float, flags: di
         rows.append(["experts", f"{len(experts):,}, of which {len(unrouted):,} were never chosen"])
     rows += [["written", str(path)] for path in targets.paths]
     click.echo("\n".join(table(["model", stored.model.get("name", "")], rows, left=2)))
+    if stored.left_out:
+        click.echo(f"note: {_told_left_out(stored.left_out)}", err=True)
     click.echo(f"done in {seconds:.1f} s", err=True)
+
+
+def _told_left_out(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return (
+        f"transformers showed no product with these weights, or not every token: {shown} ({len(names)} in all)."
+        " Their inputs are left out; what quantizes them weighs no errors"
+    )

@@ -35,6 +35,11 @@ class InputKey:
     layer: int | None = None
     expert: int | None = None
 
+    @property
+    def place(self) -> str:
+        """What it is called, all experts of a layer together: `layers.3.attn.q+attn.k+attn.v`."""
+        return f"{'model' if self.layer is None else f'layers.{self.layer}'}.{'+'.join(self.roles)}"
+
 
 class StatisticsSource(Protocol):
     """Statistics of a model's activations."""
