@@ -196,7 +196,8 @@ class _Shown:
 
 def _weights_of(model: Any, architecture: Architecture) -> dict[InputKey, torch.Tensor]:
     """One weight of every input: its own, the fused one that holds it, or its expert's part of a stack."""
-    keys, found = inputs_of(architecture), {}
+    keys = inputs_of(architecture)
+    found: dict[InputKey, torch.Tensor] = {}
     for name, tensor in model.named_parameters():
         for key, weight in _parts(name, tensor.detach(), architecture, keys):
             found.setdefault(key, weight)

@@ -254,7 +254,7 @@ def _told_before(
     from qconvert.report.tables import size
 
     if model is not None:
-        yield f"transformers' {model.class_name} runs the model, whole in memory: {size(model.nbytes)} in float32"
+        yield f"transformers' {model.class_name} runs, whole in memory: {size(model.nbytes)} in float32"
         if model.own_code:
             yield "note: the code that comes with the checkpoint (auto_map) is not run"
     yield (
@@ -310,6 +310,6 @@ def _print(stored: StoredStatistics, targets: Targets, seconds: float, flags: di
 def _told_left_out(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     return (
-        f"transformers showed no product with these weights, or not every token: {shown} ({len(names)} in all)."
-        " Their inputs are left out; what quantizes them weighs no errors"
+        f"transformers did not show what these weights read: {shown} ({len(names)} in all). These inputs are"
+        " left out, and errors of these weights will not be weighed"
     )

@@ -19,7 +19,6 @@ from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.models.families import FAMILIES
 from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
 
-
 ParameterKey = tuple[str, int | None, str]
 """Role, layer, and "weight" or "bias"."""
 
