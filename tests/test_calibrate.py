@@ -118,7 +118,7 @@ def test_inputs_that_are_no_numbers_are_told_by_their_place(value: float) -> Non
 
 def test_windows_that_the_model_cannot_read_are_told() -> None:
     decoder = decoder_of(tiny("qwen3", head_dim=16))
-    with pytest.raises(BadRecipe, match="window 65: exceeds the 64 positions"):
+    with pytest.raises(BadRecipe, match="--window 65: the model has 64 positions"):
         collect_statistics(decoder, ids(1, 65))
     with pytest.raises(BadRecipe, match="token 160 is beyond the model's 160 rows"):
         collect_statistics(decoder, np.full((1, 16), 160))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
+
+from qconvert.calibrate.backward import measure_gradients
 from qconvert.calibrate.collect import Progress, collect_statistics
+from qconvert.calibrate.moment_sums import MomentSums
 from qconvert.calibrate.statistics_file import StoredStatistics, model_record
-from qconvert.calibrate.text import PACKED, CalibrationText, calibration_windows, check_window
+from qconvert.calibrate.text import PACKED, CalibrationText, calibration_windows, check_tokens, check_window
 from qconvert.calibrate.transformers_engine import TransformersModel
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.dialogue import dialogue_of
@@ -61,16 +66,26 @@ def calibrate(
     *,
     device: str = "cpu",
     progress: Progress | None = None,
+    scratch: Path | None = None,
 ) -> StoredStatistics:
     """The statistics of a model, called `name`, on a text, computed in float32.
 
-    Raises UnsupportedModel for a family that is not run here, and what `collect_statistics` raises.
+    With `scratch`, a folder for the inputs of all layers, the model is run backwards too, and what is found
+    has its gradients. Raises UnsupportedModel for a family that is not run here, and what
+    `collect_statistics` and `measure_gradients` raise.
     """
     config = DecoderConfig.of(checkpoint.architecture)
     weights, place = CheckpointWeights(checkpoint), find_device(device)
     decoder = load_decoder(config, weights, device=place, on_demand=True)  # in float32
-    found = collect_statistics(decoder, text.tokens_BT, progress)
-    return StoredStatistics(found, model_record(name, checkpoint.architecture), (text.record,))
+    model, texts = model_record(name, checkpoint.architecture), (text.record,)
+    if scratch is None:
+        return StoredStatistics(collect_statistics(decoder, text.tokens_BT, progress), model, texts)
+    check_tokens(text.tokens_BT, config.max_positions, config.vocab)
+    sums, tell = MomentSums(), progress or (lambda done, total: None)
+    tokens_BT = torch.from_numpy(text.tokens_BT)
+    gradients = measure_gradients(decoder, tokens_BT, scratch=scratch, observe=sums, progress=tell)
+    found = sums.statistics(config.shapes, text.tokens_BT, config.vocab)
+    return StoredStatistics(found, model, texts, gradients=gradients.moments)
 
 
 def calibrate_elsewhere(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from qconvert.cli.options import (
     quiet_option,
     revision_option,
 )
-from qconvert.cli.progress import counted
+from qconvert.cli.progress import layers_passed
 from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
@@ -88,6 +87,11 @@ _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
     help="What runs the model: qconvert (auto), or transformers, if installed, the whole model in memory.",
 )
 @click.option(
+    "--sensitivities",
+    is_flag=True,
+    help="Run the text backwards too: what an error costs, which `--target-size` then need not measure.",
+)
+@click.option(
     "--merge",
     "merged",
     multiple=True,
@@ -138,7 +142,8 @@ def command(model: str, **flags: Any) -> None:
         stored = merge([read_statistics(path) for path in flags["merged"]])
         check_model(stored, checkpoint.architecture)
     else:
-        stored = _run(checkpoint, resolved.name, flags)
+        scratch = targets.statistics.parent if targets.statistics and flags["sensitivities"] else None
+        stored = _run(checkpoint, resolved.name, scratch, flags)
     seconds = time.perf_counter() - started
     targets.write(stored, checkpoint, head=flags["process_output"])
     with after_the_work():
@@ -155,12 +160,18 @@ def _check_words(flags: dict[str, Any]) -> None:
     context = click.get_current_context()
     given = [
         name
-        for name in ("texts", "tokens", "window", "protocol", "seed", "engine")
+        for name in ("texts", "tokens", "window", "protocol", "seed", "engine", "sensitivities")
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
     ]
     if flags["merged"] and given:
         name = "text" if given[0] == "texts" else given[0]
         raise BadRecipe(f"--{name}: nothing is run with --merge", "leave out one of the two")
+    if flags["sensitivities"] and flags["engine"] != "auto":
+        raise BadRecipe(
+            f"--sensitivities: --engine {flags['engine']} runs no model backwards", "leave out one of the two"
+        )
+    if flags["sensitivities"] and out is None and imatrix is not None:
+        raise BadRecipe("--sensitivities: an importance matrix has none", "add -o for the statistics")
     if out is not None and out == imatrix:
         raise BadRecipe(f"{out}: both outputs have this name", "choose another one")
 
@@ -220,8 +231,8 @@ class Targets:
             write_statistics(self.statistics, stored)
 
 
-def _run(checkpoint: Checkpoint, name: str, flags: dict[str, Any]) -> StoredStatistics:
-    """Read the texts and run the model on them."""
+def _run(checkpoint: Checkpoint, name: str, scratch: Path | None, flags: dict[str, Any]) -> StoredStatistics:
+    """Read the texts and run the model on them; backwards too where there is a folder for that."""
     from qconvert.calibrate.run import calibrate, calibrate_elsewhere, own_config, read_text
     from qconvert.calibrate.transformers_engine import TransformersModel
 
@@ -239,16 +250,16 @@ def _run(checkpoint: Checkpoint, name: str, flags: dict[str, Any]) -> StoredStat
         note = f"note: the text has {text.tokens:,} tokens in whole windows, fewer than {tokens:,}"
         click.echo(note, err=True) if talks else None
     if talks:
-        for line in _told_before(text, checkpoint, model):
+        for line in _told_before(text, checkpoint, model, backwards=scratch is not None):
             click.echo(line, err=True)
-    with _layers_passed(text.tokens, talks=talks) as progress:
+    with layers_passed(text.tokens, talks=talks) as progress:
         if model is not None:
             return calibrate_elsewhere(model, name, text, device=flags["device"], progress=progress)
-        return calibrate(checkpoint, name, text, device=flags["device"], progress=progress)
+        return calibrate(checkpoint, name, text, device=flags["device"], progress=progress, scratch=scratch)
 
 
 def _told_before(
-    text: CalibrationText, checkpoint: Checkpoint, model: TransformersModel | None
+    text: CalibrationText, checkpoint: Checkpoint, model: TransformersModel | None, *, backwards: bool
 ) -> Iterator[str]:
     """What is going to be run, and what runs it if that is not qconvert."""
     from qconvert.report.tables import size
@@ -259,15 +270,8 @@ def _told_before(
             yield "note: the code that comes with the checkpoint (auto_map) is not run"
     yield (
         f"running {text.tokens:,} tokens, {len(text.tokens_BT):,} windows of {text.window:,}, through"
-        f" {checkpoint.architecture.layers} layers"
+        f" {checkpoint.architecture.layers} layers{', forwards and backwards' if backwards else ''}"
     )
-
-
-@contextmanager
-def _layers_passed(tokens: int, *, talks: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar over layers, with tenths of one for the windows that are through it."""
-    with counted("layer", talks=talks) as tell:
-        yield None if tell is None else lambda done, total: tell(round(done / tokens, 1), total // tokens)
 
 
 def _print(stored: StoredStatistics, targets: Targets, seconds: float, flags: dict[str, Any]) -> None:
@@ -289,6 +293,7 @@ def _print(stored: StoredStatistics, targets: Targets, seconds: float, flags: di
             "experts_never_chosen": [list(pair) for pair in unrouted],
             "seconds": seconds,
             **({"left_out": list(stored.left_out)} if stored.left_out else {}),
+            **({"sensitivity_tokens": stored.gradients.tokens} if stored.gradients else {}),
         }
         click.echo(json.dumps(record))
         return
@@ -300,6 +305,8 @@ def _print(stored: StoredStatistics, targets: Targets, seconds: float, flags: di
     rows.append(["inputs", f"{len(found.inputs):,}, read by {len(found.by_linear):,} linears"])
     if experts:
         rows.append(["experts", f"{len(experts):,}, of which {len(unrouted):,} were never chosen"])
+    if stored.gradients is not None:
+        rows.append(["sensitivities", f"of {stored.gradients.tokens:,} tokens"])
     rows += [["written", str(path)] for path in targets.paths]
     click.echo("\n".join(table(["model", stored.model.get("name", "")], rows, left=2)))
     if stored.left_out:

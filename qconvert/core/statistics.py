@@ -24,6 +24,9 @@ class StatisticsKey:
     expert: int | None = None
 
 
+EMBED, HEAD = StatisticsKey("embed"), StatisticsKey("lm_head")
+
+
 @dataclass(frozen=True, slots=True)
 class InputKey:
     """Whose input it is: all roles that read it, as `Parameter.group` names them, their layer and expert.
