@@ -262,15 +262,16 @@ def _told_before(
     text: CalibrationText, checkpoint: Checkpoint, model: TransformersModel | None, *, backwards: bool
 ) -> Iterator[str]:
     """What is going to be run, and what runs it if that is not qconvert."""
-    from qconvert.report.tables import size
+    from qconvert.report.tables import count, size
 
     if model is not None:
         yield f"transformers' {model.class_name} runs, whole in memory: {size(model.nbytes)} in float32"
         if model.own_code:
             yield "note: the code that comes with the checkpoint (auto_map) is not run"
+    layers, windows = checkpoint.architecture.layers, count(len(text.tokens_BT), "window")
+    way = ", forwards and backwards" if backwards else ""
     yield (
-        f"running {text.tokens:,} tokens, {len(text.tokens_BT):,} windows of {text.window:,}, through"
-        f" {checkpoint.architecture.layers} layers{', forwards and backwards' if backwards else ''}"
+        f"running {text.tokens:,} tokens, {windows} of {text.window:,}, through {count(layers, 'layer')}{way}"
     )
 
 
