@@ -163,8 +163,8 @@ def read_statistics(path: Path) -> StoredStatistics:
     if not isinstance(texts, list) or not texts or not all(map(_is_record, texts)) or _TOKENS not in arrays:
         raise CorruptCheckpoint(f"{path.name}: does not say which texts it is of", _AGAIN)
     inputs = dict(pair for name in arrays for pair in _inputs_of(name, arrays, path.name))
-    found, gradients = InputStatistics(inputs, arrays[_TOKENS]), gradients_in(arrays, path.name)
-    return StoredStatistics(found, model, tuple(texts), path.name, gradients)
+    statistics, gradients = InputStatistics(inputs, arrays[_TOKENS]), gradients_in(arrays, path.name)
+    return StoredStatistics(statistics, model, tuple(texts), path.name, gradients)
 
 
 def _is_record(text: object) -> bool:
