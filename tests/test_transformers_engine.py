@@ -24,7 +24,7 @@ from qconvert.models import Architecture
 from qconvert.models.statistics_keys import inputs_of
 from tests.commands import failed, made, qconvert
 from tests.decoder_models import tiny
-from tests.family_models import LATENT, small
+from tests.family_models import LATENT, ROWS, small
 from tests.test_calibration_text import dialogue
 
 SIZES: dict[str, Any] = {
@@ -208,6 +208,22 @@ def test_experts_in_a_stack_have_what_is_routed_to_each(tmp_path: Path) -> None:
     ):
         moments = found.statistics.by_linear[StatisticsKey(role, 1)]
         np.testing.assert_allclose(moments.squares_I, dense[f"model.layers.1.{module}"], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "case", ["falcon-7b", "falcon-40b", "glm4-moe", "qwen3.5-moe", "openai-gpt", "rwkv", "bert-masked"]
+)
+def test_every_input_is_seen(case: str, tmp_path: Path) -> None:
+    """Classes of linears, routers and experts of many kinds: each as often as there are tokens."""
+    config = dict(ROWS[case].config)
+    (name,) = config.pop("architectures")
+    made_of = transformers.AutoConfig.for_model(**config)
+    getattr(transformers, name)(made_of).save_pretrained(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    found = TransformersModel.of(checkpoint).collect(np.arange(32).reshape(2, 16))
+    assert found.left_out == ()
+    assert set(found.statistics.inputs) == set(inputs_of(checkpoint.architecture).values())
+    assert {m.count for key, m in found.statistics.inputs.items() if key.expert is None} == {32}
 
 
 def test_an_expert_that_is_never_chosen_is_told_and_weighs_all_alike(tmp_path: Path) -> None:
