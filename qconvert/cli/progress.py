@@ -46,9 +46,7 @@ def compiling_explained(*, talks: bool) -> Iterator[None]:
 
 
 @contextmanager
-def counted(
-    unit: str, *, talks: bool, scaled: bool = False
-) -> Iterator[Callable[[float, int], None] | None]:
+def counted(unit: str, *, talks: bool, scaled: bool = False) -> Iterator[Callable[[float, int], None] | None]:
     """A bar that is told how much is done of how much; lines without a terminal; None under --quiet.
 
     `scaled` numbers are written like 1.2M.
