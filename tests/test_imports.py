@@ -55,7 +55,7 @@ LIBRARIES = {
     "tokenizers": "formats.tokenizers cli.generate evals",
     "torch": "runtime calibrate convert.calibrated evaluate cli.env cli.eval cli.generate evals",
     "tqdm": "cli",
-    "transformers": "evals",
+    "transformers": "calibrate.transformers_engine evals",
     "triton": "runtime.cuda evals",
     "yaml": "plan.recipe convert.model_card formats.huggingface.model_card_header",
 }

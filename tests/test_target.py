@@ -119,6 +119,55 @@ def test_people_see_the_mix(model: Path) -> None:
     assert "tokens forwards and backwards" in ran.err
 
 
+STATS = ("--text", "text.txt", "--tokens", 512, "--window", 64, "-o", "stats")
+
+
+def labels_of(plan: Any) -> dict[str, str]:
+    return {name: group["choice"] for group in plan["target"]["groups"] for name in group["weights"]}
+
+
+@pytest.mark.parametrize(
+    ("command", "choices", "targets"),
+    [("quantize", SCHEMES, ("6.5bpw", "9.5bpw")), ("to-gguf", TYPES, ("4.9bpw", "6bpw"))],
+)
+def test_stored_sensitivities_give_the_same_mix_and_read_no_text(
+    command: str, choices: tuple[str, str], targets: tuple[str, ...], model: Path, here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of the same text and tokens; prices lack what two inputs have in common, a few hundredths of them."""
+    (here / "text.txt").write_text((model.parent / "text.txt").read_text())
+    ran = qconvert("calibrate", model, *STATS, "--sensitivities")
+    assert ran.code == 0 and "sensitivities  of 512 tokens" in ran.out, ran.err
+    assert "through 2 layers, forwards and backwards" in ran.err
+    measured = [aimed(command, model, *choices, "--target-size", target) for target in targets]
+    monkeypatch.setattr("qconvert.calibrate.measure_sensitivity.sensitivities_of", None)
+    monkeypatch.setattr("qconvert.calibrate.run.read_text", None)
+    how = (*choices, "--calibration", "stats", "-j", 2, "--dry-run", "--json", "--target-size")
+    for target, want in zip(targets, measured, strict=True):
+        found = qconvert(command, model, *how, target)
+        assert found.code == 0, found.err
+        assert labels_of(found.json) == labels_of(want) and len(set(labels_of(want).values())) > 1
+        ours, theirs = (each["target"]["expected_kl"] for each in (found.json, want))
+        assert ours == pytest.approx(theirs, rel=0.1)
+        text, same = (each["target"]["text"] for each in (found.json, want))
+        assert text == same
+    told = qconvert(command, model, *how[:-3], "--dry-run", "--target-size", targets[0])
+    assert "weighing encodings: sensitivities of 512 tokens in stats" in told.err
+
+
+def test_a_text_that_is_named_is_run_and_statistics_without_sensitivities_go_on(
+    model: Path, here: Path
+) -> None:
+    (here / "text.txt").write_text((model.parent / "text.txt").read_text())
+    made("calibrate", model, *STATS, "--sensitivities")
+    made("calibrate", model, *STATS[:-1], "plain")
+    how = ("quantize", model, *SCHEMES, "--target-size", "8bpw", "--dry-run", "-j", 2, "--calibration")
+    asked = ("--text", "text.txt", "--tokens", "all", "--window", 64)
+    for more in (("stats", *asked), ("plain", *asked)):
+        ran = qconvert(*how, *more)
+        assert ran.code == 0 and "tokens forwards and backwards through the model" in ran.err, ran.err
+
+
 def refused(*args: object) -> Ran:
     ran = qconvert(*args)
     assert ran.code != 0 and not ran.out and ran.err.startswith("Error: "), ran

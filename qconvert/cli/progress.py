@@ -46,7 +46,7 @@ def compiling_explained(*, talks: bool) -> Iterator[None]:
 
 
 @contextmanager
-def counted(unit: str, *, talks: bool, scaled: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+def counted(unit: str, *, talks: bool, scaled: bool = False) -> Iterator[Callable[[float, int], None] | None]:
     """A bar that is told how much is done of how much; lines without a terminal; None under --quiet.
 
     `scaled` numbers are written like 1.2M.
@@ -61,11 +61,27 @@ def counted(unit: str, *, talks: bool, scaled: bool = False) -> Iterator[Callabl
 
     with tqdm(unit=unit, unit_scale=scaled, file=sys.stderr, leave=False, dynamic_ncols=True) as bar:
 
-        def tell(done: int, total: int) -> None:
+        def tell(done: float, total: int) -> None:
             bar.total = total
-            bar.update(done - bar.n)
+            bar.n = done
+            bar.update(0)
 
         yield tell
+
+
+@contextmanager
+def layers_passed(tokens: int, *, talks: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar over the layers that a text of so many tokens is through, in tenths as its batches pass.
+
+    It is told how many tokens are done of how many, each counted once for every visit of a layer.
+    """
+    with counted("layer", talks=talks) as tell:
+
+        def passed(done: int, total: int) -> None:
+            if tell is not None:
+                tell(round(done / tokens, 1), total // tokens)
+
+        yield passed
 
 
 @contextmanager
@@ -124,7 +140,7 @@ class Lines:
         self._unit, self._clock = unit, clock
         self._start = self._told = clock()
 
-    def tell(self, done: int, total: int) -> None:
+    def tell(self, done: float, total: int) -> None:
         """Take note of the work that is done, of `total`; prints nothing when the work ends."""
         now = self._clock()
         if now - self._told < self.EVERY or not 0 < done < total:
