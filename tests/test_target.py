@@ -182,7 +182,7 @@ def refused(*args: object) -> Ran:
         (["--target-kl", "minus"], "--target-kl minus: is no divergence"),
         (["--target-size", "4.5bpw", "--bits", "4"], "--bits: given beside a target"),
         (["--target-size", "4.5bpw", "--schemes", "int4"], "one encoding to choose among (int4)"),
-        (["--target-size", "4.5bpw", "--schemes", "int4,keep"], "--schemes keep: is no scheme"),
+        (["--target-size", "4.5bpw", "--schemes", "int4,keep"], "--schemes keep: is not an integer scheme"),
         (["--target-size", "4.5bpw", "--schemes", "int4,nf4"], "scheme 'nf4': not a scheme"),
         (["--bits", "4", "--schemes", "int4,int8"], "--schemes, --types: given without a target"),
     ],
