@@ -46,8 +46,8 @@ KL = Scale(
         (0.001, "not noticeable"),
         (0.01, "hard to notice"),
         (0.1, "visible in long texts"),
-        (0.5, "clearly worse"),
-        (inf, "damaged"),
+        (0.5, "easily visible"),
+        (inf, "severe"),
     ),
 )
 RMS_ERROR = Scale(

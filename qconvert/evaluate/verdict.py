@@ -24,7 +24,7 @@ def perplexity_verdict(models: Sequence[ModelResult], reference: str | None) -> 
         alike = [model for model, versus in compared if KL.grade(versus.kl.mean.value) == grade]
         if alike:
             labels = ", ".join(f"{model.label} ({size(model.size_bytes)})" for model in alike)
-            lines.append(f"{word[0].upper()}{word[1:]}: {labels}.")
+            lines.append(f"The loss is {word}: {labels}.")
     return tuple(lines)
 
 

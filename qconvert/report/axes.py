@@ -49,8 +49,8 @@ def linear_axis(label: str, values: Sequence[float]) -> Axis:
     room = (high - low) * _ROOM or abs(high) * 0.1 or 1.0
     bottom = low - room
     low, high = (0.0 if bottom < 0 < low else bottom), high + room
-    power = 10.0 ** math.floor(math.log10((high - low) / 4))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= (high - low) / 4)
+    power = 10.0 ** math.floor(math.log10((high - low) / 5))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= (high - low) / 5)
     ticks = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
     return Axis(label, low, high, tuple((tick, f"{tick:.10g}") for tick in ticks))
 
@@ -65,7 +65,7 @@ def log_axis(label: str, values: Sequence[float], floor: float = 1e-9) -> Axis:
     room = max((high - low) * _ROOM, 0.2)
     low, high = low - room, high + room
     decades = range(math.floor(low), math.ceil(high) + 1)
-    step = max(1, -(-len(decades) // 7))
+    step = max(1, -(-len(decades) // 9))
     factors = next(found for span, found in _FACTORS if high - low < span)
     numbers = [factor * 10.0**power for power in decades[::step] for factor in factors]
     ticks = [(x, power_text(x)) for x in numbers if low <= math.log10(x) <= high]
@@ -73,9 +73,9 @@ def log_axis(label: str, values: Sequence[float], floor: float = 1e-9) -> Axis:
 
 
 def power_text(value: float) -> str:
-    """A round number in few letters: `0.02`, `5·10⁻⁴`, `10⁴`."""
+    """A round number in few letters: `0.02`, `5·10⁻³`, `10⁴`."""
     power = math.floor(math.log10(value) + 1e-9)
-    if -3 <= power <= 3:
+    if -2 <= power <= 3:
         return f"{value:.6g}"
     factor, far = f"{value / 10.0**power:.3g}", f"10{str(power).translate(_SUPERSCRIPTS)}"
     return far if factor == "1" else f"{factor}·{far}"

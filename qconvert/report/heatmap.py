@@ -32,7 +32,8 @@ def strength(value: float) -> float:
 def percent(value: float) -> str:
     """A share in per cent, in at most five letters: `10.2`, `0.71`, `0.002`."""
     shown = 100 * value
-    return f"{shown:.0f}" if shown >= 99.5 else f"{shown:.3g}" if shown >= 0.995 else f"{shown:.2g}"
+    digits = 0 if shown >= 99.95 else 1 if shown >= 9.995 else 2
+    return f"{shown:.{digits}f}" if shown >= 0.0995 or not shown else f"{shown:.1g}"
 
 
 def heatmap(title: str, columns: Sequence[str], values: Sequence[Sequence[float | None]], down: str) -> str:

@@ -19,28 +19,26 @@ class Figure:
     caption: str
 
 
+_OPEN_PICTURES = 6
+"""So many pictures are shown; the others are folded, for who wants to see them."""
+
+
 def to_html(page: Page, figures: Sequence[Figure]) -> str:
     """The page and its pictures as a whole HTML document.
 
-    The verdict comes first, then tables and remarks, how it was measured, pictures, samples, the long tables
-    folded, and the glossary.
+    The verdict comes first, then tables and remarks, how it was measured, pictures, samples, what is long and
+    therefore folded, and the glossary.
     """
-    pictures = "\n".join(
-        f"<figure><h2>{escape(figure.title)}</h2>{figure.svg}"
-        f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
-        for figure in figures
-    )
+    pictures = "\n".join(map(_figure, figures[:_OPEN_PICTURES]))
     blocks = [
         "\n".join(f'<p class="verdict">{escape(line)}</p>' for line in page.verdict),
         *(_section(grid.title, _table(grid)) for grid in page.grids),
         "\n".join(f'<p class="note">{escape(note)}</p>' for note in page.notes),
         _section("How it was measured", _list(page.facts)),
         f'<div class="figures">{pictures}</div>' if figures else "",
+        *(_folded(figure.title, _drawn(figure)) for figure in figures[_OPEN_PICTURES:]),
         *(_section(sample.title, _sample(sample)) for sample in page.samples),
-        *(
-            f"<details><summary>{escape(grid.title)}</summary>{_table(grid)}</details>"
-            for grid in page.details
-        ),
+        *(_folded(grid.title, _table(grid)) for grid in page.details),
         _section("Words", _list(page.glossary)) if page.glossary else "",
     ]
     body = "\n".join(block for block in blocks if block)
@@ -49,6 +47,18 @@ def to_html(page: Page, figures: Sequence[Figure]) -> str:
 
 def _section(title: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{body}</section>"
+
+
+def _folded(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+
+
+def _figure(figure: Figure) -> str:
+    return f"<figure><h2>{escape(figure.title)}</h2>{_drawn(figure)}</figure>"
+
+
+def _drawn(figure: Figure) -> str:
+    return f"{figure.svg}<figcaption>{escape(figure.caption)}</figcaption>"
 
 
 def _list(entries: Sequence[tuple[str, str]]) -> str:

@@ -67,7 +67,8 @@ def number(value: float, se: float | None = None, digits: int = 5) -> str:
 
 def to_terminal(page: Page, *, glossary: bool = True) -> str:
     """The page as plain text in aligned columns; `glossary` says whether its glossary is shown."""
-    blocks = [[page.title], list(page.verdict), _aligned(page.facts)]
+    verdict = [line for sentence in page.verdict for line in textwrap.wrap(sentence, _COLUMNS)]
+    blocks = [[page.title], verdict, _aligned(page.facts)]
     blocks += [[grid.title, *table(grid.head, grid.rows, grid.left)] for grid in page.grids]
     blocks += [[f"Note: {note}" for note in page.notes]]
     if glossary and page.glossary:

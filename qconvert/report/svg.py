@@ -16,11 +16,11 @@ from qconvert.report.label_placement import Box, Placed, place
 
 WIDTH, HEIGHT = 400, 280
 COLOURS, DASHES = 6, 5
-LETTER = 7.6
-"""About the width of a letter at the 12 to 13.5 units that pages give them."""
+LETTER = 8.0
+"""About the width of a letter at the 12 to 14 units that pages give them."""
 LINE = 18
 """Height of a line of a legend."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 14, 46
+_LEFT, _RIGHT, _TOP, _BOTTOM = 68, 16, 14, 46
 _LETTER_HEIGHT = 14
 _RADIUS = 5.0
 _MOST_NAMES = 6
@@ -66,7 +66,8 @@ def scatter(title: str, marks: Sequence[Mark], x: Axis, y: Axis, *, front: bool 
         parts.append(_front_line([spots[i] for i in best]))
     for i, (mark, spot) in enumerate(zip(marks, spots, strict=True)):
         parts.append(_point(i, mark, spot, y, hollow=i not in best))
-    placed, names = _labels(marks, spots)
+    line = _segments([spots[i] for i in best]) if front else []
+    placed, names = _labels(marks, spots, line)
     parts += [line for label, name in zip(placed, names, strict=True) for line in _label(label, name)]
     if names == [mark.label for mark in marks]:
         return svg(title, parts)
@@ -130,15 +131,28 @@ def _front_line(spots: Sequence[tuple[float, float]]) -> str:
     return f'<path class="front" d="M{x:.1f} {_TOP}V{y:.1f}{steps}H{WIDTH - _RIGHT}"/>'
 
 
-def _labels(marks: Sequence[Mark], spots: Sequence[tuple[float, float]]) -> tuple[list[Placed], list[str]]:
+def _segments(spots: Sequence[tuple[float, float]]) -> list[Box]:
+    """What the front's line covers: down to the first point, right and down to each, and to the right."""
+    (x, y), boxes = spots[0], []
+    boxes.append(Box(x, _TOP, 0, y - _TOP))
+    for u, v in spots[1:]:
+        boxes += [Box(x, y, u - x, 0), Box(u, y, 0, v - y)]
+        x, y = u, v
+    return [*boxes, Box(x, y, WIDTH - _RIGHT - x, 0)]
+
+
+def _labels(
+    marks: Sequence[Mark], spots: Sequence[tuple[float, float]], taken: Sequence[Box]
+) -> tuple[list[Placed], list[str]]:
     """Where the labels go, and their texts: the names where these find room, else numbers from 1."""
     room = Box(_LEFT + 1, 1, WIDTH - _LEFT - 2, HEIGHT - _BOTTOM - 2)
     names = [mark.label for mark in marks]
-    if len(marks) <= _MOST_NAMES and (found := place(spots, [_size(n) for n in names], room, reach=45)):
+    whole = [_size(name) for name in names]
+    if len(marks) <= _MOST_NAMES and (found := place(spots, whole, room, reach=45, taken=taken)):
         return found, names
     names = [str(i + 1) for i in range(len(marks))]
     sizes = [_size(name) for name in names]
-    found = place(spots, sizes, room) or place(spots, sizes, room, radius=2, reach=2 * WIDTH)
+    found = place(spots, sizes, room, taken=taken) or place(spots, sizes, room, radius=2, reach=2 * WIDTH)
     # A picture can be fuller than full; then numbers lie on their points.
     return found or [Placed(Box(u, v - 7, 9, 14), None) for u, v in spots], names
 
@@ -178,7 +192,7 @@ def _frame(x: Axis, y: Axis) -> Iterator[str]:
         yield f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{text}</text>'
     yield f'<text x="{(_LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x.label)}</text>'
     middle = (_TOP + bottom) / 2
-    turned = f'transform="translate(13 {middle}) rotate(-90)"'
+    turned = f'transform="translate(12 {middle}) rotate(-90)"'
     yield f'<text {turned} text-anchor="middle">{escape(y.label)}</text>'
 
 
