@@ -33,8 +33,8 @@ def finished_report(path: Path, request: Json) -> PerplexityReport | None:
         before = report.request.get(name)
         if before != value:
             raise BadRecipe(
-                f"{path}: is complete, but of another command: {_shown(name, before)},"
-                f" now {_shown(name, value)}",
+                f"{path}: is complete, but of another command: {name} was {_shown(before)},"
+                f" now it is {_shown(value)}",
                 _AGAIN,
             )
     for model in report.models:
@@ -46,8 +46,9 @@ def finished_report(path: Path, request: Json) -> PerplexityReport | None:
     return report
 
 
-def _shown(name: str, value: Any) -> str:
-    return f"{name} {' '.join(value) if isinstance(value, list) else value}"
+def _shown(value: Any) -> str:
+    """A value as people type it; `not given` for none."""
+    return " ".join(value) if isinstance(value, list) else "not given" if value is None else str(value)
 
 
 def _hashes_now(report: PerplexityReport, name: str, label: str) -> object:

@@ -20,7 +20,7 @@ LETTER = 8.0
 """About the width of a letter at the 12 to 14 units that pages give them."""
 LINE = 18
 """Height of a line of a legend."""
-_LEFT, _RIGHT, _TOP, _BOTTOM = 68, 16, 14, 46
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 16, 14, 46
 _LETTER_HEIGHT = 14
 _RADIUS = 5.0
 _MOST_NAMES = 6
@@ -192,7 +192,7 @@ def _frame(x: Axis, y: Axis) -> Iterator[str]:
         yield f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{text}</text>'
     yield f'<text x="{(_LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x.label)}</text>'
     middle = (_TOP + bottom) / 2
-    turned = f'transform="translate(12 {middle}) rotate(-90)"'
+    turned = f'transform="translate(15 {middle}) rotate(-90)"'
     yield f'<text {turned} text-anchor="middle">{escape(y.label)}</text>'
 
 
