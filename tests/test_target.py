@@ -86,6 +86,7 @@ def test_the_folder_is_as_large_as_asked_and_says_what_was_chosen(model: Path, h
     grid = mix_grid("m", manifest["target"])
     assert grid is not None and "--target-size 410KB" in grid.title
     assert len(grid.rows) == len(plan["target"]["groups"])
+    assert any(row[1] == "self_attn.q_proj, k_proj, v_proj" for row in grid.rows)
     row = next(row for row in grid.rows if row[2] != "int3-g64")
     assert row[0].isdecimal() and row[5].split()[-1].startswith("(int") and row[6].startswith("+")
 

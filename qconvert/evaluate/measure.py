@@ -88,7 +88,9 @@ def perplexity(
         **how,
     )
     if samples and not report.partial:
-        made = continuations([model for model, _ in loaded], loaded[0][1], words.text)
+        places = [result.label for result in report.models]
+        order = sorted((model for model, _ in loaded), key=lambda model: places.index(model.label))
+        made = continuations(order, loaded[0][1], words.text)
         report = replace(report, samples=made)
     return report
 

@@ -39,8 +39,15 @@ def _row(group: Json) -> tuple[str, ...]:
         label = max(smaller, key=lambda label: smaller[label][0])
         saved, cost = f"{size(nbytes - smaller[label][0])} ({label})", f"{smaller[label][1] - nats:+.2g}"
     layer = _LAYER.search(names[0])
-    said = ", ".join(dict.fromkeys(_kind(name) for name in names))
+    said = _listed(list(dict.fromkeys(_kind(name) for name in names)))
     return ("" if layer is None else layer[1], said, choice, size(nbytes), f"{nats:.2g}", saved, cost)
+
+
+def _listed(kinds: list[str]) -> str:
+    """Names with what they share written once: `self_attn.q_proj, k_proj, v_proj`."""
+    parents = {kind.rpartition(".")[0] for kind in kinds}
+    first, *rest = kinds
+    return ", ".join([first, *(kind.rpartition(".")[2] if len(parents) == 1 else kind for kind in rest)])
 
 
 def _kind(name: str) -> str:

@@ -4,7 +4,7 @@ The file is a safetensors file. Of each of N tokens that count it holds the log-
 as 16-bit codes on an even grid (`low + step * code`) from the likeliest word's down to the least likely
 one's, but at most 32 nats; its loss and its likeliest token exactly; and the windows. A step is at most 32
 / 65535 = 4.9e-4 nats, so renormalised probabilities move a divergence by E[e^2] / 2 < 1e-8 nats plus terms
-whose signs are random and which vanish in the mean. Losses, ratios and agreements are exact.
+whose signs are random and which vanish in the mean. Losses, ratios and agreements are not touched.
 """
 
 from __future__ import annotations

@@ -30,9 +30,10 @@ class Scale:
 
     @property
     def sentence(self) -> str:
-        """The scale in one line: `below 0.001 ..., below 0.01 ..., more ...`."""
+        """The scale in one line: `below 0.001 ..., below 0.01 ..., from 0.01 on ...`."""
         *finite, (_, worst) = self.steps
-        return ", ".join([*(f"below {limit:g} {word}" for limit, word in finite), f"more {worst}"])
+        words = [f"below {limit:g} {word}" for limit, word in finite]
+        return ", ".join([*words, f"from {finite[-1][0]:g} on {worst}"])
 
     def to_json(self) -> Json:
         """The limits as data; the last step has none."""
