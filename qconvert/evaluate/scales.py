@@ -77,25 +77,18 @@ _BITS_PER_BYTE = (
 _ERROR = ("±", "one standard error; two numbers closer than twice that may be the same")
 _SPEED = (
     "eval tokens/s",
-    "how fast this evaluation read, beside the other models; not the speed of the model elsewhere",
+    "how fast this evaluation read, beside the other models; `qconvert bench` times a model alone",
 )
 GLOSSARY = (
     _PERPLEXITY,
-    ("ratio", "perplexity over the reference's: 1.01 is 1 % worse"),
+    ("ratio", "perplexity over the reference's: below 1.01 is good, above 1.05 bad"),
     (
         "KL mean",
         f"how far the next token's probabilities moved from the reference's, in nats per token: {KL.sentence}"
         " (rules of thumb)",
     ),
-    (
-        "same top-1",
-        "how often both models find the same token likeliest: above 97 % is hard to notice, below 85 %"
-        " clearly worse",
-    ),
-    (
-        "RMS dp",
-        "usual change of the true token's probability: below 2 % is hard to notice, above 10 % clearly worse",
-    ),
+    ("same top-1", "how often both models find the same token likeliest: above 97 % is good, below 90 % bad"),
+    ("RMS dp", "usual change of the true token's probability: below 1 % is good, above 5 % bad"),
     _BITS_PER_BYTE,
     _ERROR,
     _SPEED,
