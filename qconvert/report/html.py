@@ -23,6 +23,10 @@ _OPEN_PICTURES = 6
 """So many pictures are shown; the others are folded, for who wants to see them."""
 
 
+_LONG = 16
+"""Words of more letters than this take several lines of a cell, so that no two names look alike."""
+
+
 def to_html(page: Page, figures: Sequence[Figure]) -> str:
     """The page and its pictures as a whole HTML document.
 
@@ -77,7 +81,8 @@ def _table(grid: Grid) -> str:
 
 
 def _cell(tag: str, text: str, left: bool) -> str:
-    opening = f'{tag} class="left" title="{escape(text, quote=True)}"' if left else tag
+    kind = "left long" if len(text) > _LONG else "left"
+    opening = f'{tag} class="{kind}"' if left else tag
     return f"<{opening}>{escape(text)}</{tag}>"
 
 

@@ -36,7 +36,7 @@ th { color: var(--soft); font-weight: 600; }
 td { border-top: 1px solid var(--rule); }
 .left { text-align: left; }
 .left:first-child { padding-left: 0; position: sticky; left: 0; background: var(--panel); }
-td.left { max-width: 18em; overflow: hidden; text-overflow: ellipsis; }
+td.long { white-space: normal; overflow-wrap: break-word; min-width: 9em; max-width: 18em; }
 .figures { display: grid; gap: 0 16px; align-items: start;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
 figcaption { color: var(--soft); font-size: 0.88rem; margin-top: 8px; }
@@ -44,7 +44,7 @@ svg { display: block; width: 100%; max-width: 560px; height: auto; margin: 0 aut
 details svg { margin: 0; }
 svg text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--ink); }
 svg text.small, svg text.number { font-size: 11px; }
-@media (max-width: 480px) { svg text { font-size: 14px; } td.left { max-width: 11em; }
+@media (max-width: 480px) { svg text { font-size: 14px; }
   svg text.small, svg text.number { font-size: 12.5px; } }
 .grid { stroke: var(--rule); fill: none; }
 .line, .bar { fill: none; stroke-width: 2; stroke-linejoin: round; }
