@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
+import jsonschema
 import pytest
 
+import qconvert as qconvert_package
 from qconvert.checkpoint.open import open_checkpoint
+from qconvert.evaluate.mix_table import mix_grid
 from tests.commands import Ran, made, qconvert
 from tests.models import tiny
 
@@ -75,6 +79,27 @@ def test_the_folder_is_as_large_as_asked_and_says_what_was_chosen(model: Path, h
     assert len(set(chosen.values())) > 1
     manifest = json.loads((folder / "qconvert.json").read_text())
     assert manifest["recipe"] == plan["recipe"]  # rules like any others
+    check_record(manifest["target"], plan["target"])
+    assert manifest["target"]["size"] == "410KB" and manifest["target"]["kl"] is None
+    schema = json.loads((Path(qconvert_package.__file__).parent / "manifest.schema.json").read_text())
+    jsonschema.validate(manifest, schema)
+    grid = mix_grid("m", manifest["target"])
+    assert grid is not None and "--target-size 410KB" in grid.title
+    assert len(grid.rows) == len(plan["target"]["groups"])
+    assert any(row[1] == "self_attn.q_proj, k_proj, v_proj" for row in grid.rows)
+    row = next(row for row in grid.rows if row[2] != "int3-g64")
+    assert row[0].isdecimal() and row[5].split()[-1].startswith("(int") and row[6].startswith("+")
+
+
+def check_record(record: Any, planned: Any) -> None:
+    """What an output says of its target is what the plan printed, prices to four digits."""
+    assert record["choices"] == planned["choices"] and record["texts"] == [planned["text"]]
+    assert record["expected_kl"] == pytest.approx(planned["expected_kl"], rel=1e-3)
+    for found, group in zip(record["groups"], planned["groups"], strict=True):
+        assert (found["weights"], found["choice"]) == (group["weights"], group["choice"])
+        for option in group["options"]:
+            nbytes, nats = found["options"][option["choice"]]
+            assert nbytes == option["bytes"] and nats == pytest.approx(option["expected_kl"], rel=1e-3)
 
 
 def test_q_k_and_v_stay_alike_in_a_folder_and_are_free_in_a_gguf(model: Path) -> None:
@@ -94,6 +119,8 @@ def test_a_gguf_is_written_as_it_was_planned(model: Path, here: Path) -> None:
     file = made("to-gguf", model, *asked, "-o", here / "mixed.gguf")
     assert file.stat().st_size <= 300_000 and plan["target"]["bytes"] == file.stat().st_size
     assert {row["type"] for row in plan["types"]} >= {"q4_0", "f32"}
+    key = gguf.GGUFReader(file).fields["qconvert.target"]
+    check_record(json.loads(bytes(key.parts[-1]).decode()), plan["target"])
     again = made("to-gguf", model, *asked, "-o", here / "again.gguf")
     assert again.read_bytes() == file.read_bytes()
 

@@ -61,6 +61,11 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, does) for name, does in COMMANDS.items()])
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, and keep the words as they were typed: records of runs have them (`ctx.obj`)."""
+        ctx.obj = ("qconvert", *args)
+        return super().parse_args(ctx, args)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:

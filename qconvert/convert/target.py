@@ -78,7 +78,7 @@ def choose(
         assert target.divergence is not None
         groups = priced_groups(jobs, found)
         mix = fewest_bytes(groups, target.divergence)
-        made = _request_of(request, mix, jobs)
+        made = _recorded(_request_of(request, mix, jobs), target, mix, record)
         return Chosen(
             made, tuple(groups), mix, _tensor_bytes(prepared(made)), weights, _best(groups, target, 0)
         )
@@ -89,11 +89,37 @@ def choose(
     groups = priced_groups(jobs, found)
     while True:
         mix = smallest_cost(groups, room)
-        made = _request_of(request, mix, jobs)
+        made = _recorded(_request_of(request, mix, jobs), target, mix, record)
         nbytes = measure(prepared(made))
         if nbytes <= most:
             return Chosen(made, tuple(groups), mix, nbytes, weights, _best(groups, target, room))
-        room -= nbytes - most  # headers, and the padding of tensors, differ a little with the mix
+        room -= nbytes - most  # headers with the record, and the padding of tensors, differ with the mix
+
+
+def _recorded(request: Request, target: Target, mix: Mix, text: Json | None) -> Request:
+    """The request with a record of the mix: every group's choice, and bytes and price of every option."""
+    chosen = {
+        "size": None if target.size is None else target.size.text,
+        "kl": target.divergence,
+        "choices": list(target.labels),
+        "texts": (text or {}).get("texts", []),
+        "bytes": mix.nbytes,
+        "expected_kl": _rounded(mix.cost),
+        "groups": [
+            {
+                "weights": list(group.members),
+                "choice": option.label,
+                "options": {each.label: [each.nbytes, _rounded(each.cost)] for each in group.options},
+            }
+            for group, option in mix.chosen
+        ],
+    }
+    return replace(request, chosen=chosen)
+
+
+def _rounded(nats: float) -> float:
+    """A price to four digits: more would be of the text, not of the weights."""
+    return float(f"{nats:.4g}")
 
 
 def _best(groups: Sequence[Group], target: Target, room: int) -> Mix | None:
