@@ -100,7 +100,7 @@ def test_without_a_network_it_says_so_once_and_soon(tmp_path: Path, offline: str
     [
         ("wikitext-2-raw/wiki.test.raw", b"x", "1 bytes, not 1290590"),
         ("wikitext-2-raw/wiki.test.raw", b"x" * 1_290_590, "not the published ones"),
-        ("elsewhere.txt", b"x", "not to be had"),
+        ("elsewhere.txt", b"x", "cannot be downloaded"),
     ],
 )
 def test_other_bytes_from_the_hub_are_refused(
