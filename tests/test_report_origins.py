@@ -89,13 +89,13 @@ def test_the_verdict_says_the_loss_and_what_it_means() -> None:
     base = result("base", 9_000_000, None)
     models = [base, result("int4", 4_000_000, comparison(1.028, 0.003, 0.038))]
     (line,) = perplexity_verdict(models, "base")
-    assert line == "int4 loses 2.8 % in perplexity; KL 0.038: visible in long texts."
+    assert line == "int4 has a perplexity 2.8 % higher; KL 0.038: visible in long texts."
     models.append(result("int8", 5_000_000, comparison(0.9995, 0.001, 2e-4)))
     line = perplexity_verdict(models, "base")[1]
-    assert line.startswith("int8 has the reference's perplexity within the error (-0.05 %")
+    assert line.startswith("int8 has the same perplexity within the error (-0.05 %")
     assert line.endswith("KL 0.0002: not noticeable.")
     better = perplexity_verdict([base, result("x", 1, comparison(0.9, 0.001, 0.2))], "base")
-    assert better[0].startswith("x gains 10 % in perplexity; KL 0.2: easily visible")
+    assert better[0].startswith("x has a perplexity 10 % lower; KL 0.2: easily visible")
     (alone,) = perplexity_verdict([base, result("b", 1, None)], None)
     assert "a perplexity of 20, the lowest of 2 models; without a reference" in alone
 

@@ -37,12 +37,12 @@ def weights_verdict(a: str, b: str, errors: Sequence[WeightError], equal: int) -
 
 
 def _loss(versus: Comparison) -> str:
-    """`loses 2.8 % in perplexity`, or that there is no difference to be seen."""
+    """`has a perplexity 2.8 % higher`, or that there is no difference to be seen."""
     ratio = versus.perplexity_ratio
     change, error = 100 * (ratio.value - 1), 200 * (ratio.se or 0.0)
     if abs(change) <= error or f"{abs(change):.2g}" == "0":
-        return f"has the reference's perplexity within the error ({change:+.2g} % ± {error / 2:.1g} %)"
-    return f"{'loses' if change > 0 else 'gains'} {abs(change):.2g} % in perplexity"
+        return f"has the same perplexity within the error ({change:+.2g} % ± {error / 2:.1g} %)"
+    return f"has a perplexity {abs(change):.2g} % {'higher' if change > 0 else 'lower'}"
 
 
 def _meaning(versus: Comparison) -> str:
@@ -54,5 +54,5 @@ def _alone(models: Sequence[ModelResult], reference: str | None) -> str:
     best = min(models, key=lambda model: model.perplexity.value)
     said = f"{best.label} has a perplexity of {best.perplexity.value:.4g}"
     others = f", the lowest of {len(models)} models" if len(models) > 1 else ""
-    rest = "." if reference else "; without a reference, nobody can say what quantization cost."
+    rest = "." if reference else "; without a reference, the cost of quantization is unknown."
     return f"{said}{others}{rest}"
