@@ -10,7 +10,14 @@ import click
 
 from qconvert.cli.eval_output import check_target, command_line, show_report, show_reports, worse, write
 from qconvert.cli.exit_codes import INTERRUPTED, typed
-from qconvert.cli.options import device_option, examples, json_option, quiet_option, revision_option
+from qconvert.cli.options import (
+    device_option,
+    examples,
+    jobs_option,
+    json_option,
+    quiet_option,
+    revision_option,
+)
 from qconvert.cli.progress import counted
 from qconvert.errors import BadRecipe
 from qconvert.evaluate.protocols import LEAST_CONTEXT, PROTOCOLS
@@ -85,6 +92,7 @@ def command() -> None:
     help="Arithmetic; auto is f32 on a CPU and bf16 on a GPU.",
 )
 @device_option
+@jobs_option
 @click.option("--noise-floor", is_flag=True, help="Also compare the reference with itself.")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json, .md and .html."
@@ -108,13 +116,16 @@ def command() -> None:
 @json_option
 @quiet_option("the report alone")
 @revision_option
-def perplexity(models: tuple[str, ...], **options: Any) -> None:
+def perplexity(models: tuple[str, ...], jobs: int | None, **options: Any) -> None:
     """Measure perplexity, and the distance from a reference, with error bars.
 
     All models read the same tokens in lockstep, with the reference's tokenizer. Perplexities are
     comparable only under the same protocol, text and tokenizer, which the report states.
     """
+    from qconvert.runtime.run_info import use_threads
+
     _check_options(options | {"models": models})
+    use_threads(jobs)
     fail_above, as_json = options.pop("fail_above"), options.pop("as_json")
     texts, out = options.pop("texts"), options.pop("out")
     stems = [out if out is None or len(texts) == 1 else _stem_of(out, text) for text in texts]
