@@ -200,6 +200,15 @@ def _vocabulary(s: Subject) -> Iterator[Problem]:
             yield Problem(NOTE, tensor.name, fact)
 
 
+def _products(s: Subject) -> Iterator[Problem]:
+    """What is multiplied, where config.json has a say in it."""
+    if s.loader in _ROUNDING_INPUTS and s.products:
+        yield Problem(NOTE, "linears", f"{s.loader} computes {', '.join(map(str, s.products))}")
+
+
+_ROUNDING_INPUTS = ("vllm", "sglang", "transformers")
+
+
 def _leftovers(s: Subject) -> Iterator[Problem]:
     """What stayed in 16 or 32 bits, in bytes."""
     if not s.quantized:
@@ -223,6 +232,7 @@ RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _scales,
     _names,
     _vocabulary,
+    _products,
     _leftovers,
 )
 # The other rules are about safetensors: of GGUF files there is one reader, and it takes them as they are.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from qconvert.core.activations import Products
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor, Quantized
 from qconvert.core.layout_traits import LayoutTraits
@@ -31,7 +32,7 @@ class Subject:
     """A checkpoint and who is to load it: on `tp` ranks, computing in `dtype`.
 
     `tokens` is the number of tokens the tokenizer knows, None when that is not known; `unknown` are
-    tensors that the architecture does not declare.
+    tensors that the architecture does not declare; `products` what config.json makes loaders multiply.
     """
 
     tensors: Mapping[str, ModelTensor]
@@ -42,6 +43,7 @@ class Subject:
     dtype: DType | None = None
     tokens: int | None = None
     unknown: tuple[str, ...] = ()
+    products: tuple[Products, ...] = ()
 
     @property
     def traits(self) -> LayoutTraits:

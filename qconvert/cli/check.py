@@ -57,6 +57,7 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
         dtype_of(checkpoint.config),
         _tokens(checkpoint),
         checkpoint.bind(allow_unknown=True).unknown,
+        tuple(checkpoint.products),
     )
     problems = lint(subject)
     errors = [problem for problem in problems if problem.severity == ERROR]
