@@ -20,8 +20,8 @@ class ActivationScheme:
     ("group"). `dynamic` scales are of the numbers at hand; others are stored, one for each linear.
     `scale_dtype` is the type that scales are rounded to; E4M3 ones are of numbers times a stored global
     scale (NVFP4), E8M0 ones powers of two (MXFP4). `outliers` is, of LLM.int8, the magnitude from which on a
-    whole column stays as it is (infinity: none does). `stored` names the arrays, beside the weight's, of the scale (or the global
-    scale) and of the zero point, where there are some.
+    whole column stays as it is (infinity: none does). `stored` names the arrays, beside the weight's, of the
+    scale (or the global scale) and of the zero point, where there are some.
     """
 
     bits: int
