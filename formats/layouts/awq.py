@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
-from qconvert.core.layout_traits import PLAIN_HEAD, IntegerSchemes, LayoutTraits
+from qconvert.core.layout_traits import PLAIN_HEAD, IntegerSchemes, LayoutTraits, with_packages
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
@@ -44,7 +44,7 @@ TRAITS = LayoutTraits(
     readers=("vllm", "sglang", "transformers", "mlx"),
     marlin=True,
     loads="vLLM, and transformers with an AWQ backend, load",
-    limits=(PLAIN_HEAD,),
+    limits=(PLAIN_HEAD, with_packages("transformers", "gptqmodel", "accelerate")),
 )
 
 

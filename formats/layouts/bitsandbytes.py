@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING
 from qconvert.core.activations import ActivationScheme
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized
-from qconvert.core.layout_traits import PLAIN_HEAD, CodebookScheme, IntegerSchemes, LayoutTraits, LoaderLimit
+from qconvert.core.layout_traits import (
+    PLAIN_HEAD,
+    CodebookScheme,
+    IntegerSchemes,
+    LayoutTraits,
+    with_packages,
+)
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
@@ -61,13 +67,8 @@ TRAITS = LayoutTraits(
     readers=("vllm", "sglang", "transformers"),
     loads="transformers with bitsandbytes, and vLLM, load",
     limits=(
-        LoaderLimit(
-            ("vllm",),
-            "warning",
-            "vLLM 0.33 reads bitsandbytes with a plugin only",
-            "install it beside vLLM",
-            about="model",
-        ),
+        with_packages("vllm", "vllm-bnb-plugin"),  # since 0.28 (vllm#43529)
+        with_packages("transformers", "bitsandbytes", "accelerate"),
         PLAIN_HEAD,
     ),
     schemes="nf4, fp4, nf4-nested, fp4-nested and int8-channel",

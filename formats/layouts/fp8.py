@@ -14,7 +14,7 @@ from dataclasses import replace
 from qconvert.core.activations import ActivationScheme
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import Codebook, ModelTensor, Quantized
-from qconvert.core.layout_traits import CodebookScheme, LayoutTraits
+from qconvert.core.layout_traits import CodebookScheme, LayoutTraits, with_packages
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
@@ -35,6 +35,7 @@ TRAITS = LayoutTraits(
     default_codebook=True,
     readers=("vllm", "sglang", "transformers"),
     stack_readers=("transformers",),
+    limits=(with_packages("transformers", "accelerate"),),
     loads="vLLM, SGLang and transformers load",
     schemes="fp8 in blocks of 128 by 128",
 )

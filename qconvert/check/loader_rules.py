@@ -9,9 +9,10 @@ compressed-tensors 0.20, mlx-lm 0.32 (`utils.py`: load_model), read in source.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from qconvert.check.shape_rules import SHAPE_RULES
-from qconvert.check.subject import ERROR, FUSING, NOTE, WARNING, Problem, Subject
+from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Quantized, Unquantized
 from qconvert.core.layout_traits import LoaderLimit
@@ -27,7 +28,7 @@ def lint(subject: Subject) -> list[Problem]:
         for rule in (_GGUF_RULES if subject.layout == "gguf" else RULES)
         for problem in _gathered(rule(subject))
     ]
-    order = (ERROR, WARNING, NOTE)
+    order = (ERROR, NEEDS, WARNING, NOTE)
     return sorted(found, key=lambda problem: order.index(problem.severity))
 
 
@@ -39,7 +40,7 @@ def _gathered(problems: Iterator[Problem]) -> list[Problem]:
         more[key] = more.get(key, -1) + 1
         first.setdefault(key, problem)
     return [
-        Problem(p.severity, f"{p.subject} (and {more[key]} more)" if more[key] else p.subject, p.fact, p.hint)
+        replace(p, subject=f"{p.subject} (and {more[key]} more)") if more[key] else p
         for key, p in first.items()
     ]
 
@@ -73,7 +74,8 @@ def _limits(s: Subject) -> Iterator[Problem]:
             if limit.applies(encoding):
                 known = {"loader": s.loader, "layout": s.layout, "encoding": encoding.label}
                 fact = limit.fact.format(**known, bits=encoding.bits)
-                yield Problem(limit.severity, name, fact, limit.hint)
+                subject = "config.json" if limit.about == "model" else name
+                yield Problem(limit.severity, subject, fact, limit.hint, limit.needs)
 
 
 def _weights_of(s: Subject, limit: LoaderLimit) -> list[tuple[str, Quantized]]:

@@ -12,19 +12,23 @@ from qconvert.core.layout_traits import LayoutTraits
 from qconvert.formats.layouts import registry
 from qconvert.models import Architecture, Parameter
 
-ERROR, WARNING, NOTE = "error", "warning", "note"
+ERROR, NEEDS, WARNING, NOTE = "error", "needs", "warning", "note"
 # Loaders that stack q, k, v and gate, up into one matrix with one scheme.
 FUSING = ("vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that a loader trips over (error), may trip over (warning), or that is worth knowing."""
+    """Something that a loader trips over (error), may trip over (warning), or that is worth knowing.
+
+    Of severity "needs", it trips over it unless it has what is named: a package, or an argument.
+    """
 
     severity: str
     subject: str
     fact: str
     hint: str = ""
+    needs: str = ""
 
 
 @dataclass(frozen=True, slots=True)

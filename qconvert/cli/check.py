@@ -37,10 +37,11 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
     """Hold MODEL against the rules of a loader: layout, fused groups, parallelism, names, vocabulary.
 
     Reads headers, config.json and tokenizer.json; nothing is loaded. Exits with 3 if the loader would
-    fail or compute something else.
+    fail or compute something else, with 0 if it loads MODEL, or loads it with what is named: a package
+    that it does not bring itself, or an argument.
     """
     from qconvert.check.loader_rules import lint
-    from qconvert.check.subject import ERROR, NOTE, Subject
+    from qconvert.check.subject import ERROR, NEEDS, NOTE, Subject
     from qconvert.checkpoint.hub import resolve
     from qconvert.checkpoint.open import open_checkpoint
     from qconvert.formats.layouts.config_checks import dtype_of
@@ -51,7 +52,7 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
     subject = Subject(
         checkpoint.tensors,
         checkpoint.architecture,
-        checkpoint.layout.name,
+        _layout(checkpoint),
         loader,
         tp,
         dtype_of(checkpoint.config),
@@ -61,9 +62,11 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
     )
     problems = lint(subject)
     errors = [problem for problem in problems if problem.severity == ERROR]
+    needs = list(dict.fromkeys(problem.needs for problem in problems if problem.severity == NEEDS))
     if as_json:
-        found = [asdict(problem) for problem in problems]
-        click.echo(json.dumps({"schema": 1, "model": model, "for": loader, "tp": tp, "problems": found}))
+        verdict = "fails" if errors else "loads only with" if needs else "loads"
+        asked = {"schema": 1, "model": model, "for": loader, "tp": tp, "verdict": verdict, "needs": needs}
+        click.echo(json.dumps({**asked, "problems": [asdict(problem) for problem in problems]}))
         raise click.exceptions.Exit(CheckFailed.exit_code if errors else 0)
     for problem in problems:
         if quiet and problem.severity == NOTE:
@@ -78,7 +81,16 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
             "fix what the list above names, or ask for another loader with --for",
         )
     if not quiet:
-        click.echo(f"OK: {loader} should load this")
+        beside = f", but only with {' and '.join(needs)}" if needs else ""
+        click.echo(f"OK: {loader} should load this{beside}")
+
+
+def _layout(checkpoint: Checkpoint) -> str:
+    """The layout by its name in the registry: of integers a byte each it has another than packed ones'."""
+    settings = checkpoint.config.get("quantization_config")
+    said = settings.get("format") if isinstance(settings, dict) else None
+    name = checkpoint.layout.name
+    return said if name == "compressed-tensors" and said == "int-quantized" else name
 
 
 def _tokens(checkpoint: Checkpoint) -> int | None:

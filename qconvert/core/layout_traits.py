@@ -100,15 +100,25 @@ class LoaderLimit:
 
     `applies` says of which encodings. It is about every quantized weight, about the head alone (a quantized
     "head"), about weights stored "fused" that the class has apart, or about the whole "model" (said once).
-    `fact` may name {loader}, {layout}, {encoding} and {bits}.
+    `fact` may name {loader}, {layout}, {encoding} and {bits}. What loads only with something else than the
+    loader itself "needs" it: a package, or an argument.
     """
 
     loaders: tuple[str, ...]
-    severity: Literal["error", "warning", "note"]
+    severity: Literal["error", "needs", "warning", "note"]
     fact: str
     hint: str = ""
     applies: Callable[[Quantized], bool] = lambda encoding: True
     about: Literal["weight", "head", "fused", "model"] = "weight"
+    needs: str = ""
+
+
+def with_packages(loader: str, *packages: str) -> LoaderLimit:
+    """The limit of a layout that a loader reads with packages beside it, by their names on PyPI."""
+    named = " and ".join(packages)
+    hint = f"pip install {' '.join(packages)}"
+    fact = f"{{loader}} reads {{layout}} weights with {named}"
+    return LoaderLimit((loader,), "needs", fact, hint, about="model", needs=named)
 
 
 # Of the methods whose loaders leave heads out.

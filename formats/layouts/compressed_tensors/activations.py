@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Literal
 
 from qconvert.core.activations import ActivationScheme
 from qconvert.core.dtypes import DType, Json
 from qconvert.core.encodings import ModelTensor
-from qconvert.errors import UnsupportedModel, shown
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts.config_checks import base_of, settings_of
 
 SCALE, ZERO, GLOBAL = "input_scale", "input_zero_point", "input_global_scale"
@@ -24,6 +25,8 @@ _SHARED: dict[str, Literal["tensor", "token", "group"]] = {
     "tensor_group": "group",
 }
 _SCALES = {"None": DType.F32, "torch.uint8": DType.F8_E8M0, "torch.float8_e4m3fn": DType.F8_E4M3}
+_CLASS = "Linear"
+_MOST_REPETITIONS = 4
 _KINDS = ((8, "int"), (4, "int"), (8, "float"), (4, "float"))
 
 
@@ -47,16 +50,32 @@ def groups_of(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
     return sorted(found, key=lambda group: group.get("targets") == [_CLASS])
 
 
-_CLASS = "Linear"
-
-
 def _matches(module: str, targets: object) -> bool:
     """Whether a list of names, `re:` patterns and the class of all linears names a module."""
     named = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
-    return any(
-        re.match(target[3:], module) is not None if target.startswith("re:") else target in (module, _CLASS)
-        for target in named
-    )
+    return _CLASS in named or _pattern(tuple(named)).match(module) is not None
+
+
+@lru_cache(maxsize=64)
+def _pattern(targets: tuple[str, ...]) -> re.Pattern[str]:
+    """What any of these names and patterns matches.
+
+    A pattern of a file may take for ever; those that may not have few repetitions, and none of a group.
+    """
+    patterns = [target[3:] if target.startswith("re:") else re.escape(target) + "$" for target in targets]
+    for pattern in patterns:
+        if len(re.findall(r"(?<!\\)[*+?{]", pattern)) > _MOST_REPETITIONS or re.search(r"\)[*+{]", pattern):
+            raise UnsupportedModel(
+                f"config.json: the pattern {shown(pattern)} has too many repetitions to be tried here",
+                "name modules with at most four of * + ? { in a pattern, none of them after a group",
+            )
+    try:
+        return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
+    except (re.error, RecursionError, OverflowError):
+        raise CorruptCheckpoint(
+            f"config.json: quantization_config: {shown(list(targets))} are no regular expressions",
+            "correct quantization_config",
+        ) from None
 
 
 def scheme_of(args: Mapping[str, object]) -> ActivationScheme:

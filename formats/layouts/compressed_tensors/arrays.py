@@ -25,6 +25,7 @@ from qconvert.core.layout_traits import (
     LayoutTraits,
     LoaderLimit,
     RoundingRules,
+    with_packages,
 )
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows, CodebookRows
@@ -93,11 +94,13 @@ TRAITS = LayoutTraits(
         ),
         LoaderLimit(
             ("transformers",),
-            "warning",
-            "transformers fails on packed zero points",
-            "load with CompressedTensorsConfig(dequantize=True)",
+            "needs",
+            "transformers fails on packed zero points, unless it dequantizes",
+            "from_pretrained(..., quantization_config=CompressedTensorsConfig(dequantize=True))",
             lambda e: isinstance(e, AffineInt) and not e.symmetric,
+            needs="CompressedTensorsConfig(dequantize=True)",
         ),
+        with_packages("transformers", "compressed-tensors"),
     ),
 )
 UNPACKED_TRAITS = replace(
@@ -108,11 +111,20 @@ UNPACKED_TRAITS = replace(
     rounding=RoundingRules(),
     packs="no",
     embeddings="plain",
-    readers=(),
+    readers=("vllm", "sglang", "transformers"),
     first_choice_of=(),
     marlin=False,
     packed_zero_points=False,
-    limits=(),
+    limits=(
+        LoaderLimit(
+            ("vllm",),
+            "error",
+            "vLLM multiplies int8 inputs by symmetric weights only, and this is {encoding}",
+            "a scheme without zero points: int8-channel",
+            lambda e: isinstance(e, AffineInt) and not e.symmetric,
+        ),
+        with_packages("transformers", "compressed-tensors"),
+    ),
 )
 
 
