@@ -307,3 +307,14 @@ def test_fp8_has_a_scale_for_each_block_of_a_row_or_one_that_is_stored() -> None
     config["quantization_config"]["activation_scheme"] = "static"
     scheme = registry.activations(config, tensor)
     assert scheme is not None and (scheme.label, scheme.stored) == ("static fp8", ("activation_scale",))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "error"),
+    [("re:(a+)+$", UnsupportedModel), ("re:" + "a?" * 9, UnsupportedModel), ("re:(", CorruptCheckpoint)],
+)
+def test_patterns_of_a_file_that_may_take_for_ever_are_not_run(pattern: str, error: type[Exception]) -> None:
+    groups = {"g": {"targets": [pattern], "input_activations": INT8}}
+    tensor = ModelTensor("a" * 40 + "!.weight", (8, 8), AffineInt(8, None, True, DType.BF16))
+    with pytest.raises(error, match=r"^config\.json: "):
+        activations({"quantization_config": {"config_groups": groups}}, tensor)

@@ -99,6 +99,12 @@ def claimed_by(config: Json) -> RegisteredLayout | None:
     return layout
 
 
+def stored_as(config: Json, name: str) -> str:
+    """The layout as it is called when it is written: one method may have several formats, and so traits."""
+    form = settings_of(config).get("format")
+    return form if isinstance(form, str) and form in WRITTEN else name
+
+
 def read(source: Source, config: Json) -> tuple[Layout, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its tensors, by the names of the model.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from qconvert.check.scheme_rules import SCHEME_RULES
 from qconvert.check.shape_rules import SHAPE_RULES
 from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.core.dtypes import DType
@@ -168,9 +169,10 @@ def _scales(s: Subject) -> Iterator[Problem]:
     """vLLM keeps scales in the dtype that the model computes in."""
     if s.loader != "vllm" or not s.traits.marlin or s.dtype is None:
         return
+    dtype = DType.BF16 if s.dtype is DType.F32 else s.dtype  # "Downcast for float32 models", unless told
     for _, tensor, encoding in s.quantized:
-        if isinstance(encoding, AffineInt) and encoding.scale_dtype is not s.dtype:
-            fact = f"vLLM rounds its {encoding.scale_dtype.label} scales to {s.dtype.label} on loading"
+        if isinstance(encoding, AffineInt) and encoding.scale_dtype is not dtype:
+            fact = f"vLLM rounds its {encoding.scale_dtype.label} scales to {dtype.label} on loading"
             yield Problem(
                 WARNING, tensor.name, fact, f"serve with --dtype {_VLLM_NAMES[encoding.scale_dtype]}"
             )
@@ -230,6 +232,7 @@ RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _stored_fusions,
     _stacks,
     _embeddings,
+    *SCHEME_RULES,
     *SHAPE_RULES,
     _scales,
     _names,

@@ -44,6 +44,7 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
     from qconvert.check.subject import ERROR, NEEDS, NOTE, Subject
     from qconvert.checkpoint.hub import resolve
     from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.formats.layouts import registry
     from qconvert.formats.layouts.config_checks import dtype_of
     from qconvert.report.tables import count
 
@@ -52,7 +53,7 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
     subject = Subject(
         checkpoint.tensors,
         checkpoint.architecture,
-        _layout(checkpoint),
+        registry.stored_as(checkpoint.config, checkpoint.layout.name),
         loader,
         tp,
         dtype_of(checkpoint.config),
@@ -83,14 +84,6 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
     if not quiet:
         beside = f", but only with {' and '.join(needs)}" if needs else ""
         click.echo(f"OK: {loader} should load this{beside}")
-
-
-def _layout(checkpoint: Checkpoint) -> str:
-    """The layout by its name in the registry: of integers a byte each it has another than packed ones'."""
-    settings = checkpoint.config.get("quantization_config")
-    said = settings.get("format") if isinstance(settings, dict) else None
-    name = checkpoint.layout.name
-    return said if name == "compressed-tensors" and said == "int-quantized" else name
 
 
 def _tokens(checkpoint: Checkpoint) -> int | None:

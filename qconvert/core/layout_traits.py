@@ -151,8 +151,9 @@ class LayoutTraits:
     Loaders. `readers` read it; `first_choice_of` lists those for which it is the layout to convert to;
     `stack_readers` those that take quantized stacks of experts. `marlin` says that vLLM and SGLang run its
     integers with Marlin kernels, and compute scales in the model's dtype. `packed_zero_points` cannot be
-    unpacked by transformers. `method` is how the tool that it is named after chooses codes. `loads` begins
-    the sentence of a model card; `limits` are for `qconvert check`.
+    unpacked by transformers; loaders of `one_setting` read one for all linears of the layers, whatever else
+    the config says. `method` is how the tool that it is named after chooses codes. `loads` begins the
+    sentence of a model card; `limits` are for `qconvert check`.
 
     Texts. `schemes` says what it stores where the generated text (`described`) does not do; `instead` is the
     hint for a layout that is not written.
@@ -177,6 +178,7 @@ class LayoutTraits:
     stack_readers: tuple[str, ...] = ()
     marlin: bool = False
     packed_zero_points: bool = False
+    one_setting: tuple[str, ...] = ()
     method: str = ""
     loads: str = "qconvert reads"
     limits: tuple[LoaderLimit, ...] = ()

@@ -47,13 +47,17 @@ def groups_of(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
     """The `config_groups`, those that match by name before those that match by class, as loaders look."""
     groups = settings.get("config_groups")
     found = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    return sorted(found, key=lambda group: group.get("targets") == [_CLASS])
+    return sorted(found, key=lambda group: _CLASS in _names(group.get("targets")))
 
 
 def _matches(module: str, targets: object) -> bool:
     """Whether a list of names, `re:` patterns and the class of all linears names a module."""
-    named = [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
+    named = _names(targets)
     return _CLASS in named or _pattern(tuple(named)).match(module) is not None
+
+
+def _names(targets: object) -> list[str]:
+    return [target for target in targets if isinstance(target, str)] if isinstance(targets, list) else []
 
 
 @lru_cache(maxsize=64)

@@ -79,7 +79,7 @@ TRAITS = LayoutTraits(
     loads="transformers (`from_pretrained`) and vLLM load",
     limits=(
         LoaderLimit(
-            ("vllm", "sglang", "transformers"),
+            ("sglang", "transformers"),  # vLLM unpacks by itself
             "warning",
             "{bits}-bit codes run over words: readers before compressed-tensors 0.18 misread them",
             "4 or 8 bits are read by all",
@@ -91,14 +91,6 @@ TRAITS = LayoutTraits(
             "mlx-lm reads packed integers as 4 bits in groups of 32, and this is {encoding}",
             "`qconvert convert --to mlx`",
             _misread_by_mlx,
-        ),
-        LoaderLimit(
-            ("transformers",),
-            "needs",
-            "transformers fails on packed zero points, unless it dequantizes",
-            "from_pretrained(..., quantization_config=CompressedTensorsConfig(dequantize=True))",
-            lambda e: isinstance(e, AffineInt) and not e.symmetric,
-            needs="CompressedTensorsConfig(dequantize=True)",
         ),
         with_packages("transformers", "compressed-tensors"),
     ),
