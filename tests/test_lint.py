@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from qconvert.check.loader_rules import lint
 from qconvert.check.subject import ERROR, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.cli.check import LOADERS as SPELLED
+from qconvert.core.activations import Products
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Codebook, Encoding, ModelTensor, Unquantized
 from qconvert.core.layout_traits import LOADERS
@@ -267,7 +269,7 @@ TENSOR = Codebook("e4m3", None, DType.BF16, DType.BF16, group_rows=None)
             ERROR,
             "dequantizes models of one scheme only",
         ),
-        ({"_proj.weight": TENSOR}, {"loader": "vllm"}, WARNING, "quantizes them again, to the largest"),
+        ({"_proj.weight": TENSOR}, {"loader": "vllm"}, NOTE, "quantizes them again unless they have one"),
         (
             {"_proj.weight": AffineInt(8, None, False, DType.BF16)},
             {"loader": "vllm", "layout": "int-quantized"},
@@ -279,7 +281,7 @@ TENSOR = Codebook("e4m3", None, DType.BF16, DType.BF16, group_rows=None)
 def test_what_one_loader_takes_with_something_else_or_not_at_all(
     encodings: dict[str, Encoding], how: dict[str, object], severity: str, fact: str
 ) -> None:
-    found = serious(subject(encodings, **{"loader": "transformers", **how}))  # type: ignore[arg-type]
+    found = lint(subject(encodings, **{"loader": "transformers", **how}))  # type: ignore[arg-type]
     assert {problem.severity for problem in found if fact in problem.fact} == {severity}
 
 
@@ -328,3 +330,26 @@ def test_the_command_ends_with_one_of_three_answers(tmp_path: Path) -> None:
     )
     assert qconvert("check", eight, "--for", "vllm").code == 3
     assert "zero points" not in qconvert("check", eight, "--for", "transformers").out
+
+
+@pytest.mark.parametrize(
+    ("encoding", "how", "fact"),
+    [
+        (INT4, {}, None),
+        (AffineInt(4, 32, False, DType.BF16), {}, None),
+        (INT4, {"dtype": DType.F32}, "stops at the first prompt for int4 in float32"),
+        (AffineInt(8, 32, True, DType.BF16), {}, "no kernel for int8-g32 on a CPU"),
+        (AffineInt(8, None, True, DType.BF16), {"products": (Products("W8A8", ("int8 per token",)),)}, None),
+        (FP8, {"layout": "fp8"}, "no kernel for e4m3-g128x128 on a CPU"),
+        (TENSOR, {}, "no kernel for e4m3-tensor on a CPU"),
+        (replace(TENSOR, group_rows=1), {}, None),
+        (Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16), {}, "no kernel for e2m1-g32 on a CPU"),
+    ],
+)
+def test_what_vllm_has_kernels_for_on_a_cpu(
+    encoding: Encoding, how: dict[str, object], fact: str | None
+) -> None:
+    made = subject({"_proj.weight": encoding}, layout=str(how.pop("layout", "compressed-tensors")))
+    found = [p.fact for p in lint(replace(made, device="cpu", **how)) if p.severity == ERROR]  # type: ignore[arg-type]
+    assert found == [] if fact is None else fact in found[0]
+    assert not any("CPU" in p.fact for p in lint(replace(made, **how)))  # type: ignore[arg-type]

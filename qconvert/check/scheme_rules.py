@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qconvert.check.subject import ERROR, NEEDS, WARNING, Problem, Subject
+from qconvert.check.subject import ERROR, NEEDS, NOTE, Problem, Subject
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Codebook, Quantized, Unquantized
 
@@ -78,10 +78,30 @@ def _requantized(s: Subject) -> Iterator[Problem]:
         parts = [s.tensors[part.name].encoding for part in entry.members if part.name in s.tensors]
         apart = [e for e in parts if isinstance(e, Codebook) and e.table == "e4m3" and e.group_rows is None]
         if len(apart) > 1 and not entry.fusion.per_expert:
-            fact = (
-                f"vllm stacks its {len(apart)} parts and quantizes them again, to the largest of their scales"
-            )
-            yield Problem(WARNING, entry.whole.name, fact, "one scale per row instead: --scheme fp8-channel")
+            fact = f"vllm stacks its {len(apart)} parts, and quantizes them again unless they have one scale"
+            yield Problem(NOTE, entry.whole.name, fact)
 
 
-SCHEME_RULES = (_one_setting, _zero_points, _experts, _requantized)
+def _cpu_kernels(s: Subject) -> Iterator[Problem]:
+    """What vLLM's build for CPUs multiplies: int4, int8 with int8 inputs, and FP8 with a scale per row."""
+    if s.loader != "vllm" or s.device != "cpu":
+        return
+    eight_bit_inputs = any(product.widths == "W8A8" for product in s.products)
+    for parameter, tensor, encoding in s.quantized:
+        what = encoding.label
+        if parameter.kind == "embedding":
+            what = f"a quantized embedding ({what})"
+        elif isinstance(encoding, AffineInt):
+            if encoding.bits == 4 and s.dtype is DType.F32:
+                fact = "vllm on a CPU stops at the first prompt for int4 in float32"
+                yield Problem(ERROR, tensor.name, fact, "serve with --dtype bfloat16")
+                continue
+            if encoding.bits == 4 or (encoding.bits == 8 and eight_bit_inputs):
+                continue
+        elif isinstance(encoding, Codebook) and encoding.table == "e4m3" and encoding.label == "e4m3-channel":
+            continue
+        fact = f"vllm has no kernel for {what} on a CPU"
+        yield Problem(ERROR, tensor.name, fact, "`qconvert convert`, or `quantize --bits 4`: int4 runs")
+
+
+SCHEME_RULES = (_one_setting, _zero_points, _experts, _requantized, _cpu_kernels)

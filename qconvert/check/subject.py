@@ -36,7 +36,8 @@ class Subject:
     """A checkpoint and who is to load it: on `tp` ranks, computing in `dtype`.
 
     `tokens` is the number of tokens the tokenizer knows, None when that is not known; `unknown` are
-    tensors that the architecture does not declare; `products` what config.json makes loaders multiply.
+    tensors that the architecture does not declare; `products` what config.json makes loaders multiply;
+    `device` is "cuda" or "cpu".
     """
 
     tensors: Mapping[str, ModelTensor]
@@ -48,6 +49,7 @@ class Subject:
     tokens: int | None = None
     unknown: tuple[str, ...] = ()
     products: tuple[Products, ...] = ()
+    device: str = "cuda"
 
     @property
     def traits(self) -> LayoutTraits:

@@ -30,10 +30,19 @@ _TOKENIZER = "tokenizer.json"
     show_default=True,
     help="Ranks of tensor parallelism.",
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    show_default=True,
+    help="Where the loader computes: which kernels there are (known of vLLM).",
+)
 @json_option
 @quiet_option("errors and warnings alone")
 @revision_option
-def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revision: str | None) -> None:
+def command(
+    model: str, loader: str, tp: int, device: str, as_json: bool, quiet: bool, revision: str | None
+) -> None:
     """Hold MODEL against the rules of a loader: layout, fused groups, parallelism, names, vocabulary.
 
     Reads headers, config.json and tokenizer.json; nothing is loaded. Exits with 3 if the loader would
@@ -60,13 +69,22 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
         _tokens(checkpoint),
         checkpoint.bind(allow_unknown=True).unknown,
         tuple(checkpoint.products),
+        device,
     )
     problems = lint(subject)
     errors = [problem for problem in problems if problem.severity == ERROR]
     needs = list(dict.fromkeys(problem.needs for problem in problems if problem.severity == NEEDS))
     if as_json:
         verdict = "fails" if errors else "loads only with" if needs else "loads"
-        asked = {"schema": 1, "model": model, "for": loader, "tp": tp, "verdict": verdict, "needs": needs}
+        asked = {
+            "schema": 1,
+            "model": model,
+            "for": loader,
+            "tp": tp,
+            "device": device,
+            "verdict": verdict,
+            "needs": needs,
+        }
         click.echo(json.dumps({**asked, "problems": [asdict(problem) for problem in problems]}))
         raise click.exceptions.Exit(CheckFailed.exit_code if errors else 0)
     for problem in problems:
