@@ -60,7 +60,9 @@ def test_a_model_that_keeps_all_rules_passes_everywhere() -> None:
     assert set(SPELLED) == set(LOADERS)
     for loader in ("vllm", "sglang", "transformers"):
         found = serious(subject({"_proj.weight": INT4}, loader=loader))
-        assert [p.needs for p in found] == (["compressed-tensors"] if loader == "transformers" else [])
+        assert [p.needs for p in found] == (
+            ["the package compressed-tensors"] if loader == "transformers" else []
+        )
     assert {problem.severity for problem in serious(subject({"_proj.weight": INT4}, tp=2))} == {WARNING}
 
 
@@ -109,7 +111,7 @@ def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
             WARNING,
             "3-bit codes run over words",
         ),
-        ({"_proj.weight": NF4}, {"layout": "bitsandbytes"}, NEEDS, "with vllm-bnb-plugin"),
+        ({"_proj.weight": NF4}, {"layout": "bitsandbytes"}, NEEDS, "with the package vllm-bnb-plugin"),
         ({"_proj.weight": INT4, HEAD: INT4}, {"layout": "awq", "tied": False}, ERROR, "keeps the head plain"),
         ({}, {"tokens": 321}, ERROR, "knows 321 tokens, the table has 320 rows"),
         ({}, {"unknown": ("x.weight",)}, WARNING, "not a tensor of"),
@@ -241,10 +243,15 @@ TENSOR = Codebook("e4m3", None, DType.BF16, DType.BF16, group_rows=None)
             {"_proj.weight": INT4},
             {"layout": "gptq"},
             NEEDS,
-            "transformers reads gptq weights with optimum and",
+            "gptq weights with the packages optimum and",
         ),
-        ({"_proj.weight": INT4}, {"layout": "awq"}, NEEDS, "weights with gptqmodel and accelerate"),
-        ({"_proj.weight": INT4}, {}, NEEDS, "weights with compressed-tensors"),
+        (
+            {"_proj.weight": INT4},
+            {"layout": "awq"},
+            NEEDS,
+            "weights with the packages gptqmodel and accelerate",
+        ),
+        ({"_proj.weight": INT4}, {}, NEEDS, "weights with the package compressed-tensors"),
         (
             {"down_proj.weight": ASYM, "_proj.weight": INT4},
             {"layout": "gptq"},
@@ -311,15 +318,15 @@ def test_the_command_ends_with_one_of_three_answers(tmp_path: Path) -> None:
     assert (plain.code, plain.out.splitlines()[-1]) == (0, "OK: transformers should load this")
     gptq = made("quantize", model, "--scheme", "int4-g64", "--layout", "gptq", "-o", tmp_path / "gptq")
     ran = qconvert("check", gptq, "--for", "transformers")
-    said = "OK: transformers should load this, but only with optimum and gptqmodel"
+    said = "OK: transformers should load this, but only with the packages optimum and gptqmodel"
     assert (ran.code, ran.out.splitlines()[-1]) == (0, said)
     assert "needs: config.json: " in ran.out and "  pip install optimum gptqmodel\n" in ran.out
     told = qconvert("check", gptq, "--for", "transformers", "--json").json
-    assert (told["verdict"], told["needs"]) == ("loads only with", ["optimum and gptqmodel"])
+    assert (told["verdict"], told["needs"]) == ("loads only with", ["the packages optimum and gptqmodel"])
     asym = made("quantize", model, "--scheme", "int4-asym-g64", "-o", tmp_path / "asym")
     ran = qconvert("check", asym, "--for", "transformers")
     assert ran.code == 0 and "load this\n" not in ran.out
-    assert "only with compressed-tensors and CompressedTensorsConfig(dequantize=True)" in ran.out
+    assert "only with the package compressed-tensors and CompressedTensorsConfig(dequantize=True)" in ran.out
     mixed = made(
         "quantize", model, "--scheme", "int4-asym-g64", "--rule", "mlp.down=int8", "-o", tmp_path / "x"
     )

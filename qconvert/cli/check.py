@@ -14,6 +14,7 @@ from qconvert.core.layout_traits import LOADERS
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
+    from qconvert.check.subject import Subject
     from qconvert.checkpoint.open import Checkpoint
 
 _TOKENIZER = "tokenizer.json"
@@ -50,28 +51,14 @@ def command(
     that it does not bring itself, or an argument.
     """
     from qconvert.check.loader_rules import lint
-    from qconvert.check.subject import ERROR, NEEDS, NOTE, Subject
+    from qconvert.check.subject import ERROR, NEEDS, NOTE
     from qconvert.checkpoint.hub import resolve
     from qconvert.checkpoint.open import open_checkpoint
-    from qconvert.formats.layouts import registry
-    from qconvert.formats.layouts.config_checks import dtype_of
     from qconvert.report.tables import count
 
     resolved = resolve(model, revision=revision, weights=False)
     checkpoint = open_checkpoint(resolved.path, headers=resolved.headers)
-    subject = Subject(
-        checkpoint.tensors,
-        checkpoint.architecture,
-        registry.stored_as(checkpoint.config, checkpoint.layout.name),
-        loader,
-        tp,
-        dtype_of(checkpoint.config),
-        _tokens(checkpoint),
-        checkpoint.bind(allow_unknown=True).unknown,
-        tuple(checkpoint.products),
-        device,
-    )
-    problems = lint(subject)
+    problems = lint(_subject(checkpoint, loader, tp, device))
     errors = [problem for problem in problems if problem.severity == ERROR]
     needs = list(dict.fromkeys(problem.needs for problem in problems if problem.severity == NEEDS))
     if as_json:
@@ -102,6 +89,26 @@ def command(
     if not quiet:
         beside = f", but only with {' and '.join(needs)}" if needs else ""
         click.echo(f"OK: {loader} should load this{beside}")
+
+
+def _subject(checkpoint: Checkpoint, loader: str, tp: int, device: str) -> Subject:
+    """What the rules look at."""
+    from qconvert.check.subject import Subject
+    from qconvert.formats.layouts import registry
+    from qconvert.formats.layouts.config_checks import dtype_of
+
+    return Subject(
+        checkpoint.tensors,
+        checkpoint.architecture,
+        registry.stored_as(checkpoint.config, checkpoint.layout.name),
+        loader,
+        tp,
+        dtype_of(checkpoint.config),
+        _tokens(checkpoint),
+        checkpoint.bind(allow_unknown=True).unknown,
+        tuple(checkpoint.products),
+        device,
+    )
 
 
 def _tokens(checkpoint: Checkpoint) -> int | None:

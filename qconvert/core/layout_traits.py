@@ -115,7 +115,7 @@ class LoaderLimit:
 
 def with_packages(loader: str, *packages: str) -> LoaderLimit:
     """The limit of a layout that a loader reads with packages beside it, by their names on PyPI."""
-    named = " and ".join(packages)
+    named = f"the package{'s' if len(packages) > 1 else ''} {' and '.join(packages)}"
     hint = f"pip install {' '.join(packages)}"
     fact = f"{{loader}} reads {{layout}} weights with {named}"
     return LoaderLimit((loader,), "needs", fact, hint, about="model", needs=named)
