@@ -69,6 +69,8 @@ def _activations(state: Compiled, config: Json) -> list[str]:
 
     Raises UnsupportedModel where numbers are stored for them, and another layout was not asked for.
     """
+    if not state.binding.architecture.config.get("quantization_config"):
+        return []
     before = _schemes(state.binding.architecture.config, state.binding.tensors)
     after = _schemes(config, state.outputs)
     lost = sorted(scheme.label for scheme in before - after if scheme.stored)
@@ -79,8 +81,7 @@ def _activations(state: Compiled, config: Json) -> list[str]:
         )
     if lost and after:
         return [f"config.json: the source's {lost[0]} activations get scales of their own in this layout"]
-    quantized = state.binding.architecture.config.get("quantization_config")
-    if not state.request.target or not quantized or bool(before) == bool(after):
+    if not state.request.target or bool(before) == bool(after):
         return []
     bits = max(scheme.bits for scheme in before | after)
     if after:
