@@ -64,7 +64,8 @@ def perplexity(
     """Perplexity of models, and with a reference KL divergence and top-1 agreement, on the same tokens.
 
     Models are paths or Hub names; the reference may be a file that `save_reference` wrote. `activations`
-    rounds the inputs of linears as loaders do ("as-loaded"), or not ("exact"). `text` is a UTF-8 file, `wikitext2` or `stdlib`; with `samples` the models continue two prompts from it; `how` is as in
+    rounds the inputs of linears as loaders do ("as-loaded"), or not ("exact"). `text` is a UTF-8 file,
+    `wikitext2` or `stdlib`; with `samples` the models continue two prompts from it; `how` is as in
     `evaluate.perplexity.run` (`max_chunks`, `noise_floor`, `progress`, `scores`, `resume`,
     `save_reference`). Raises BadRecipe for a model whose tokenizer cuts the text into other tokens than the
     reference's.
