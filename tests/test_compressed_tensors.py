@@ -271,7 +271,7 @@ def test_a_weight_stored_twice_is_refused() -> None:
         {"format": "marlin-24"},
         {"format": ["pack-quantized"]},
         {"config_groups": {"g": {"format": "naive-quantized"}}},
-        {"config_groups": {"g": {"input_activations": {"num_bits": 8}}}},
+        {"config_groups": {"g": {"input_activations": {"num_bits": 6}}}},
         {"transform_config": {"config_groups": {"r": 1}}},
     ],
 )

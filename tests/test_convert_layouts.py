@@ -156,8 +156,8 @@ def test_gptq_says_which_modules_differ_from_the_rest(model: Path, tmp_path: Pat
     folder = made(*asked, "-o", tmp_path / "mixed")
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert (config["bits"], config["group_size"], config["sym"]) == (4, 64, True)
-    assert config["dynamic"][rf"+:^{DOWN}$".replace(".", "\\.")] == {"bits": 8, "group_size": -1}
-    assert config["dynamic"][r"-:^model\.layers\.0\.self_attn\.o_proj$"] == {}
+    assert config["dynamic"]["+:^" + DOWN.replace(".", "\\.") + r"(?:\.|$)"] == {"bits": 8, "group_size": -1}
+    assert config["dynamic"][r"-:^model\.layers\.0\.self_attn\.o_proj(?:\.|$)"] == {}
     for module in (Q, DOWN, "model.layers.1.self_attn.o_proj"):
         plain = dequantized(folder, tmp_path / module, module)
         np.testing.assert_array_equal(gptq_weight(folder, module), plain)

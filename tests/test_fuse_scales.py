@@ -4,28 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.commands import made, qconvert
-from tests.models import GATE_UP, stored, tiny
+from tests.models import stored, tiny
 
 UP = "model.layers.0.mlp.up_proj.weight"
 GATE = "model.layers.0.mlp.gate_proj.weight"
 
 
-def encoded(folder: Path, scheme: str, *, equal: bool = False, **sizes: object) -> Path:
-    """A model in a table of compressed-tensors; with `equal`, gate and up have the same largest number."""
-    changes = {}
-    if equal:
-        random = np.random.default_rng(0)
-        for layer in (0, 1):
-            for part in (*GATE_UP, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-                rows = 384 if "mlp" in part else 256 if "q_proj" in part else 128
-                weight = random.uniform(-0.1, 0.1, (rows, 256)).astype(np.float32)
-                weight[0, 0] = 0.125
-                changes[f"model.layers.{layer}.{part}.weight"] = weight
-    model = tiny(folder / "m", "qwen3", changes=changes, **sizes)  # type: ignore[arg-type]
+def encoded(folder: Path, scheme: str, **sizes: object) -> Path:
+    """A model in a table of compressed-tensors."""
+    model = tiny(folder / "m", "qwen3", **sizes)  # type: ignore[arg-type]
     return made("convert", model, "--to", "compressed-tensors", "--scheme", scheme, "-o", folder / scheme)
 
 
@@ -38,28 +28,24 @@ def test_scales_of_rows_and_whole_blocks_go_along(scheme: str, tmp_path: Path) -
     assert set(qconvert("diff", before, fused, "--json").json["summary"]) == {"equal"}
 
 
+@pytest.mark.parametrize("scheme", ["fp8-tensor", "nvfp4"])
+def test_linears_that_loaders_stack_have_one_scale_for_a_tensor(scheme: str, tmp_path: Path) -> None:
+    apart = encoded(tmp_path, scheme)
+    fused = made("fuse", apart, "-o", tmp_path / "f")
+    assert stored(made("unfuse", fused, "-o", tmp_path / "u")) == stored(apart)
+
+
 @pytest.mark.parametrize(("scheme", "what"), [("fp8-tensor", "scale"), ("nvfp4", "global scale")])
-def test_one_scale_for_a_tensor_is_kept_where_the_parts_agree(scheme: str, what: str, tmp_path: Path) -> None:
-    same = encoded(tmp_path / "same", scheme, equal=True)
-    fused = made("fuse", same, "-o", tmp_path / "f")
-    assert stored(made("unfuse", fused, "-o", tmp_path / "u")) == stored(same)
-    if scheme == "nvfp4":  # whose encoder gives linears that loaders stack one global scale
-        return
-    apart = encoded(tmp_path / "apart", scheme)
-    ran = qconvert("fuse", apart, "--only", "gate_up", "-o", tmp_path / "g", "--max-memory", "1MB")
-    assert ran.code == 1 and f"{UP}: has one {what} of 0.00" in ran.err and GATE in ran.err
-    assert not (tmp_path / "g").exists()
-
-
-def test_global_scales_that_differ_are_refused(tmp_path: Path) -> None:
+def test_scales_of_a_tensor_that_differ_are_refused(scheme: str, what: str, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    folder = encoded(tmp_path, "nvfp4")
+    folder = encoded(tmp_path, scheme)
     arrays = load_file(folder / "model.safetensors")
-    arrays[f"{UP}_global_scale"] *= 2
+    arrays[f"{UP}_{what.replace(' ', '_')}"] *= 2
     save_file(arrays, folder / "model.safetensors", {"format": "pt"})
-    ran = qconvert("fuse", folder, "--only", "gate_up", "-o", tmp_path / "g")
-    assert ran.code == 1 and f"{UP}: has one global scale of" in ran.err
+    ran = qconvert("fuse", folder, "--only", "gate_up", "-o", tmp_path / "g", "--max-memory", "1MB")
+    assert ran.code == 1 and f"{UP}: has one {what} of" in ran.err and GATE in ran.err
+    assert not (tmp_path / "g").exists()
 
 
 def test_a_block_that_would_hold_rows_of_two_linears_is_refused(tmp_path: Path) -> None:

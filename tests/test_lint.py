@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from qconvert.check.loader_rules import lint
-from qconvert.check.subject import ERROR, NOTE, WARNING, Problem, Subject
+from qconvert.check.subject import ERROR, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.cli.check import LOADERS as SPELLED
+from qconvert.core.activations import Products
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Codebook, Encoding, ModelTensor, Unquantized
 from qconvert.core.layout_traits import LOADERS
@@ -57,7 +59,10 @@ def serious(s: Subject) -> list[Problem]:
 def test_a_model_that_keeps_all_rules_passes_everywhere() -> None:
     assert set(SPELLED) == set(LOADERS)
     for loader in ("vllm", "sglang", "transformers"):
-        assert serious(subject({"_proj.weight": INT4}, loader=loader)) == []
+        found = serious(subject({"_proj.weight": INT4}, loader=loader))
+        assert [p.needs for p in found] == (
+            ["the package compressed-tensors"] if loader == "transformers" else []
+        )
     assert {problem.severity for problem in serious(subject({"_proj.weight": INT4}, tp=2))} == {WARNING}
 
 
@@ -89,7 +94,7 @@ def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
         ),
         ({"q_proj.weight": INT4}, {}, ERROR, "stacks its parts"),
         ({"_proj.weight": INT4, EMBED: INT4}, {}, ERROR, "does not load an embedding"),
-        ({"_proj.weight": ASYM}, {"loader": "transformers"}, WARNING, "fails on packed zero points"),
+        ({"_proj.weight": ASYM}, {"loader": "transformers"}, NEEDS, "fails on packed zero points"),
         ({"_proj.weight": AffineInt(4, 128, True, DType.BF16)}, {"tp": 4}, ERROR, "not a multiple of 128"),
         ({"_proj.weight": FP8}, {"layout": "fp8", "tp": 2}, ERROR, "not a multiple of 128"),
         ({"_proj.weight": INT4}, {"tp": 5}, ERROR, "do not divide among 5 ranks"),
@@ -100,8 +105,13 @@ def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
         ({"_proj.weight": INT4}, {"tp": 2}, WARNING, "192 columns on a rank: Marlin kernels want"),
         ({"_proj.weight": AffineInt(4, 16, True, DType.BF16)}, {}, WARNING, "groups of 16 columns have no"),
         ({"_proj.weight": FP8}, {"layout": "fp8", "intermediate": 320}, ERROR, "no whole blocks of 128"),
-        ({"_proj.weight": AffineInt(3, 32, True, DType.BF16)}, {}, WARNING, "3-bit codes run over words"),
-        ({"_proj.weight": NF4}, {"layout": "bitsandbytes"}, WARNING, "with a plugin only"),
+        (
+            {"_proj.weight": AffineInt(3, 32, True, DType.BF16)},
+            {"loader": "sglang"},
+            WARNING,
+            "3-bit codes run over words",
+        ),
+        ({"_proj.weight": NF4}, {"layout": "bitsandbytes"}, NEEDS, "with the package vllm-bnb-plugin"),
         ({"_proj.weight": INT4, HEAD: INT4}, {"layout": "awq", "tied": False}, ERROR, "keeps the head plain"),
         ({}, {"tokens": 321}, ERROR, "knows 321 tokens, the table has 320 rows"),
         ({}, {"unknown": ("x.weight",)}, WARNING, "not a tensor of"),
@@ -221,3 +231,132 @@ def test_the_command_leaves_with_3_where_the_loader_would_fail(tmp_path: Path) -
     assert ran.code == 3 and "`qconvert unfuse`" in ran.out
     (out / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"x": 400}}}))
     assert "knows 401 tokens" in qconvert("check", out, "--for", "vllm").out
+
+
+TENSOR = Codebook("e4m3", None, DType.BF16, DType.BF16, group_rows=None)
+
+
+@pytest.mark.parametrize(
+    ("encodings", "how", "severity", "fact"),
+    [
+        (
+            {"_proj.weight": INT4},
+            {"layout": "gptq"},
+            NEEDS,
+            "gptq weights with the packages optimum and",
+        ),
+        (
+            {"_proj.weight": INT4},
+            {"layout": "awq"},
+            NEEDS,
+            "weights with the packages gptqmodel and accelerate",
+        ),
+        ({"_proj.weight": INT4}, {}, NEEDS, "weights with the package compressed-tensors"),
+        (
+            {"down_proj.weight": ASYM, "_proj.weight": INT4},
+            {"layout": "gptq"},
+            ERROR,
+            "one setting for all linears in gptq, and this is int4-asym-g32",
+        ),
+        (
+            {"down_proj.weight": Unquantized(DType.BF16), "_proj.weight": INT4},
+            {"layout": "gptq_v2"},
+            ERROR,
+            "for quantized in gptq_v2, and this is plain",
+        ),
+        (
+            {"_proj.weight": INT4, HEAD: INT4},
+            {"layout": "gptq", "tied": False},
+            ERROR,
+            "no quantized head in gptq: it comes up with random numbers",
+        ),
+        (
+            {"down_proj.weight": ASYM, "_proj.weight": INT4},
+            {},
+            ERROR,
+            "dequantizes models of one scheme only",
+        ),
+        ({"_proj.weight": TENSOR}, {"loader": "vllm"}, NOTE, "quantizes them again unless they have one"),
+        (
+            {"_proj.weight": AffineInt(8, None, False, DType.BF16)},
+            {"loader": "vllm", "layout": "int-quantized"},
+            ERROR,
+            "by symmetric weights only, and this is int8-asym-channel",
+        ),
+    ],
+)
+def test_what_one_loader_takes_with_something_else_or_not_at_all(
+    encodings: dict[str, Encoding], how: dict[str, object], severity: str, fact: str
+) -> None:
+    found = lint(subject(encodings, **{"loader": "transformers", **how}))  # type: ignore[arg-type]
+    assert {problem.severity for problem in found if fact in problem.fact} == {severity}
+
+
+def test_int_quantized_weights_are_not_held_against_rules_of_packed_ones() -> None:
+    encodings: dict[str, Encoding] = {"_proj.weight": AffineInt(8, None, False, DType.F16)}
+    found = lint(subject(encodings, layout="int-quantized", loader="transformers"))
+    assert [p.severity for p in found if p.severity != NOTE] == [NEEDS]
+    assert not any("Marlin" in p.fact for p in lint(subject(encodings, layout="int-quantized")))
+
+
+def test_experts_of_a_layer_want_one_scheme_in_vllm() -> None:
+    architecture = Architecture.of(ROWS["qwen3-moe"].config)
+    part = "model.layers.0.mlp.experts.0.{}_proj.weight"
+    shapes = {"gate": (24, 32), "up": (24, 32), "down": (32, 24)}
+    for down, wrong in ((INT4, False), (AffineInt(4, None, True, DType.BF16), True)):
+        tensors = {
+            part.format(name): ModelTensor(part.format(name), shape, down if name == "down" else INT4)
+            for name, shape in shapes.items()
+        }
+        found = lint(Subject(tensors, architecture, "compressed-tensors", "vllm"))
+        assert any("one scheme for all linears of experts" in p.fact for p in found) is wrong
+
+
+def test_the_command_ends_with_one_of_three_answers(tmp_path: Path) -> None:
+    model = tiny(tmp_path / "m", "qwen2")
+    plain = qconvert("check", model, "--for", "transformers")
+    assert (plain.code, plain.out.splitlines()[-1]) == (0, "OK: transformers should load this")
+    gptq = made("quantize", model, "--scheme", "int4-g64", "--layout", "gptq", "-o", tmp_path / "gptq")
+    ran = qconvert("check", gptq, "--for", "transformers")
+    said = "OK: transformers should load this, but only with the packages optimum and gptqmodel"
+    assert (ran.code, ran.out.splitlines()[-1]) == (0, said)
+    assert "needs: config.json: " in ran.out and "  pip install optimum gptqmodel\n" in ran.out
+    told = qconvert("check", gptq, "--for", "transformers", "--json").json
+    assert (told["verdict"], told["needs"]) == ("loads only with", ["the packages optimum and gptqmodel"])
+    asym = made("quantize", model, "--scheme", "int4-asym-g64", "-o", tmp_path / "asym")
+    ran = qconvert("check", asym, "--for", "transformers")
+    assert ran.code == 0 and "load this\n" not in ran.out
+    assert "only with the package compressed-tensors and CompressedTensorsConfig(dequantize=True)" in ran.out
+    mixed = made(
+        "quantize", model, "--scheme", "int4-asym-g64", "--rule", "mlp.down=int8", "-o", tmp_path / "x"
+    )
+    ran = qconvert("check", mixed, "--for", "transformers", "--json")
+    assert (ran.code, ran.json["verdict"]) == (3, "fails")
+    eight = made(
+        "quantize", model, "--layout", "int-quantized", "--scheme", "int8-asym-channel", "-o", tmp_path / "8"
+    )
+    assert qconvert("check", eight, "--for", "vllm").code == 3
+    assert "zero points" not in qconvert("check", eight, "--for", "transformers").out
+
+
+@pytest.mark.parametrize(
+    ("encoding", "how", "fact"),
+    [
+        (INT4, {}, None),
+        (AffineInt(4, 32, False, DType.BF16), {}, None),
+        (INT4, {"dtype": DType.F32}, "stops at the first prompt for int4 in float32"),
+        (AffineInt(8, 32, True, DType.BF16), {}, "no kernel for int8-g32 on a CPU"),
+        (AffineInt(8, None, True, DType.BF16), {"products": (Products("W8A8", ("int8 per token",)),)}, None),
+        (FP8, {"layout": "fp8"}, "no kernel for e4m3-g128x128 on a CPU"),
+        (TENSOR, {}, "no kernel for e4m3-tensor on a CPU"),
+        (replace(TENSOR, group_rows=1), {}, None),
+        (Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16), {}, "no kernel for e2m1-g32 on a CPU"),
+    ],
+)
+def test_what_vllm_has_kernels_for_on_a_cpu(
+    encoding: Encoding, how: dict[str, object], fact: str | None
+) -> None:
+    made = subject({"_proj.weight": encoding}, layout=str(how.pop("layout", "compressed-tensors")))
+    found = [p.fact for p in lint(replace(made, device="cpu", **how)) if p.severity == ERROR]  # type: ignore[arg-type]
+    assert found == [] if fact is None else fact in found[0]
+    assert not any("CPU" in p.fact for p in lint(replace(made, **how)))  # type: ignore[arg-type]

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
-from qconvert.core.layout_traits import PLAIN_HEAD, IntegerSchemes, LayoutTraits
+from qconvert.core.layout_traits import PLAIN_HEAD, IntegerSchemes, LayoutTraits, with_packages
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts import config_checks as checks
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
+from qconvert.formats.layouts.gptq_dynamic import left_plain
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
 from qconvert.ops import Op, Transcode
 from qconvert.quant.packed_codes import codes_of
@@ -44,7 +45,7 @@ TRAITS = LayoutTraits(
     readers=("vllm", "sglang", "transformers", "mlx"),
     marlin=True,
     loads="vLLM, and transformers with an AWQ backend, load",
-    limits=(PLAIN_HEAD,),
+    limits=(PLAIN_HEAD, with_packages("transformers", "gptqmodel", "accelerate")),
 )
 
 
@@ -111,6 +112,9 @@ class AWQ(PassThrough[AffineInt, AffineIntRows]):
             "version": "gemm",
             "modules_to_not_convert": sorted(kept) or None,
         }
+        # GPTQModel looks here for them, and has no mind for the other key.
+        beside = left_plain(sorted(kept))
+        settings |= {"dynamic": beside} if beside else {}
         return {"quantization_config": settings}
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
+from qconvert.core.activations import ActivationScheme
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LayoutTraits
@@ -22,18 +23,22 @@ from qconvert.ops import Op
 Reader = Callable[[Source, Json], tuple[Layout, dict[str, ModelTensor]]]
 # The operations that bring a quantized tensor into a layout with its codes kept; BadRecipe where none do.
 Transcoder = Callable[[ModelTensor, Quantized], tuple[Op, ...]]
+# How loaders quantize the inputs of the linear with this weight, by config.json.
+Activations = Callable[[Json, ModelTensor], ActivationScheme | None]
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredLayout:
     """A layout as the registry knows it. Those without `writer` and `transcode` are only read; `reader` is
-    asked where config.json names this layout as its quantization method, or has its `config_key`.
+    asked where config.json names this layout as its quantization method, or has its `config_key`. Loaders of
+    those without `activations` quantize weights alone.
     """
 
     traits: LayoutTraits
     writer: Callable[[], Layout] | None = None
     reader: Reader | None = None
     transcode: Transcoder | None = None
+    activations: Activations | None = None
 
 
 E = TypeVar("E", bound=Quantized)

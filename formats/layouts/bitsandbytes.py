@@ -12,11 +12,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from math import inf
 from typing import TYPE_CHECKING
 
+from qconvert.core.activations import ActivationScheme
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized
-from qconvert.core.layout_traits import PLAIN_HEAD, CodebookScheme, IntegerSchemes, LayoutTraits, LoaderLimit
+from qconvert.core.layout_traits import (
+    PLAIN_HEAD,
+    CodebookScheme,
+    IntegerSchemes,
+    LayoutTraits,
+    with_packages,
+)
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
 NAME = "bitsandbytes"
 BLOCK = 64
 _NESTED_BLOCK = 256
+_THRESHOLD = 6.0
 _LONGEST_NUMBER = 24  # characters of a float64 as Python writes it: -1.2345678901234567e-123
 _DEQUANTIZE = "dequantize it with bitsandbytes, and convert what that saves"
 _STATE = ".quant_state.bitsandbytes__"
@@ -58,13 +67,8 @@ TRAITS = LayoutTraits(
     readers=("vllm", "sglang", "transformers"),
     loads="transformers with bitsandbytes, and vLLM, load",
     limits=(
-        LoaderLimit(
-            ("vllm",),
-            "warning",
-            "vLLM 0.33 reads bitsandbytes with a plugin only",
-            "install it beside vLLM",
-            about="model",
-        ),
+        with_packages("vllm", "vllm-bnb-plugin"),  # since 0.28 (vllm#43529)
+        with_packages("transformers", "bitsandbytes", "accelerate"),
         PLAIN_HEAD,
     ),
     schemes="nf4, fp4, nf4-nested, fp4-nested and int8-channel",
@@ -166,7 +170,7 @@ class BitsAndBytes(PassThrough[Codebook, CodebookRows]):
             "llm_int8_enable_fp32_cpu_offload": False,
             "llm_int8_has_fp16_weight": False,
             "llm_int8_skip_modules": sorted(kept) or None,
-            "llm_int8_threshold": 6.0,
+            "llm_int8_threshold": _THRESHOLD,
         }
         return {"quantization_config": settings}
 
@@ -311,4 +315,13 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     raise refused(tensor, "is none of bitsandbytes' grids (nf4, fp4, and int8 with one scale per row)")
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, BitsAndBytes, open_bitsandbytes, _transcode),)
+def _activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
+    """LLM.int8 multiplies int8 rows, but for columns with large numbers (arXiv 2208.07339)."""
+    if not isinstance(tensor.encoding, Codebook) or tensor.encoding.table != "int8":
+        return None
+    threshold = checks.settings_of(config).get("llm_int8_threshold", _THRESHOLD)
+    above = float(threshold) if isinstance(threshold, int | float) and threshold > 0 else inf
+    return ActivationScheme(8, False, "token", outliers=above)
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, BitsAndBytes, open_bitsandbytes, _transcode, _activations),)

@@ -118,15 +118,21 @@ def check_parts(layout: Layout, tensor: ModelTensor, source: Source) -> ModelTen
 
 
 def gathered(
-    layout: L, source: Source, quantized: Iterable[ModelTensor], missing: str, method: str = ""
+    layout: L,
+    source: Source,
+    quantized: Iterable[ModelTensor],
+    missing: str,
+    method: str = "",
+    beside: Iterable[str] = (),
 ) -> tuple[L, dict[str, ModelTensor]]:
     """The layout, and every tensor of a checkpoint: the quantized ones and, as they are, all other arrays.
 
     CorruptCheckpoint names an array of a quantized tensor that is not as its encoding asks, or, where no
-    tensor is quantized, what is `missing` of the layout (`method` is what the config says).
+    tensor is quantized, what is `missing` of the layout (`method` is what the config says). Arrays `beside`
+    the weights are no tensors of the model.
     """
     found: dict[str, ModelTensor] = {}
-    used: set[str] = set()
+    used = set(beside)
     for tensor in quantized:
         found[tensor.name] = check_parts(layout, tensor, source)
         used |= {spec.name for spec in layout.stored_arrays(tensor)}

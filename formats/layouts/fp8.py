@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from qconvert.core.activations import ActivationScheme
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import Codebook, ModelTensor, Quantized
-from qconvert.core.layout_traits import CodebookScheme, LayoutTraits
+from qconvert.core.layout_traits import CodebookScheme, LayoutTraits, with_packages
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
@@ -25,6 +26,7 @@ from qconvert.ops import Op, Transcode
 
 NAME = "fp8"
 BLOCK = 128
+STATIC_SCALE = "activation_scale"
 _CODED = CodedArrays("weight", "weight_scale_inv")
 
 TRAITS = LayoutTraits(
@@ -33,6 +35,7 @@ TRAITS = LayoutTraits(
     default_codebook=True,
     readers=("vllm", "sglang", "transformers"),
     stack_readers=("transformers",),
+    limits=(with_packages("transformers", "accelerate"),),
     loads="vLLM, SGLang and transformers load",
     schemes="fp8 in blocks of 128 by 128",
 )
@@ -80,9 +83,17 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, ModelTensor]]
             "save it again as e4m3 in blocks such as [128, 128], which are read",
         )
     assert isinstance(block, list)
-    return checks.gathered(
-        FP8(), source, _quantized(source, block, checks.dtype_of(config)), "weight_scale_inv"
-    )
+    scheme = settings.get("activation_scheme", "dynamic")
+    if scheme not in ("dynamic", "static"):
+        raise UnsupportedModel(
+            f"config.json: activation_scheme {shown(scheme)} is not read here", "dynamic and static ones are"
+        )
+    quantized = list(_quantized(source, block, checks.dtype_of(config)))
+    scales = [f"{checks.base_of(t)}.{STATIC_SCALE}" for t in quantized] if scheme == "static" else []
+    for name in scales:
+        if checks.require(source, name, "activation_scheme is static").count != 1:
+            raise CorruptCheckpoint(f"{name}: not one number, but activation_scheme is static", checks.APART)
+    return checks.gathered(FP8(), source, quantized, "weight_scale_inv", beside=scales)
 
 
 def _quantized(source: Source, block: list[int], decoded: DType) -> Iterator[ModelTensor]:
@@ -107,4 +118,12 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     raise refused(tensor, "is not FP8 in blocks of 128 by 128, which this layout holds")
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, FP8, open_fp8, _transcode),)
+def _activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
+    """FP8 too: a scale for each block of columns of a row, or one that is stored."""
+    if checks.settings_of(config).get("activation_scheme") == "static":
+        return ActivationScheme(8, True, "tensor", dynamic=False, stored=(STATIC_SCALE,))
+    size = tensor.encoding.group_size if isinstance(tensor.encoding, Codebook) else BLOCK
+    return ActivationScheme(8, True, "group", size)
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, FP8, open_fp8, _transcode, _activations),)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
-from qconvert.core.layout_traits import IntegerSchemes, LayoutTraits, LoaderLimit
+from qconvert.core.layout_traits import IntegerSchemes, LayoutTraits, LoaderLimit, with_packages
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
@@ -47,6 +47,7 @@ TRAITS = LayoutTraits(
     readers=("vllm", "sglang", "transformers"),
     marlin=True,
     loads="vLLM, and transformers with GPTQModel, load",
+    one_setting=("transformers",),
     limits=(
         LoaderLimit(
             ("vllm",),
@@ -69,6 +70,7 @@ TRAITS = LayoutTraits(
             "`qconvert unfuse`, or convert --to compressed-tensors",
             about="fused",
         ),
+        with_packages("transformers", "optimum", "gptqmodel"),
         LoaderLimit(("sglang",), "note", "SGLang 0.5 has its GPTQ kernels on CUDA only", about="model"),
     ),
 )

@@ -11,7 +11,7 @@ a file may take for ever, and so is never run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import AffineInt, Quantized
@@ -19,7 +19,9 @@ from qconvert.errors import CorruptCheckpoint, shown
 from qconvert.formats.layouts.config_checks import claim
 
 # A name with its dots escaped or not, from beginning to end.
-_LITERAL = re.compile(r"\^?((?:[\w-]|\\?\.)+)\$?")
+_LITERAL = re.compile(r"\^?((?:[\w-]|\\?\.)+?)(?:\$|\(\?:\\\.\|\$\))?")
+# onnxruntime-genai matches names of arrays, GPTQModel those of modules.
+_END = r"(?:\.|$)"
 
 
 def claimed(settings: Mapping[str, object], key: str, kind: type, default: object = None) -> list[object]:
@@ -62,12 +64,16 @@ def settings_of_forms(quantized: Mapping[str, Quantized], kept: list[str]) -> Js
     found = list(settings.values())
     usual = max(found, key=found.count)
     dynamic: Json = {
-        f"+:^{_escaped(module)}$": {key: value for key, value in own.items() if value != usual[key]}
+        f"+:^{_escaped(module)}{_END}": {key: value for key, value in own.items() if value != usual[key]}
         for module, own in settings.items()
         if own != usual
     }
-    dynamic |= {f"-:^{_escaped(module)}$": {} for module in kept if module != "lm_head"}
-    return {**usual, "dynamic": dynamic}
+    return {**usual, "dynamic": dynamic | left_plain(kept)}
+
+
+def left_plain(kept: Iterable[str]) -> Json:
+    """The entries of `dynamic` for linears of the layers that are left plain."""
+    return {f"-:^{_escaped(module)}{_END}": {} for module in kept if module != "lm_head"}
 
 
 def _setting(encoding: Quantized) -> Json:

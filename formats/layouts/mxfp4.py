@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import Codebook, ModelTensor, Quantized
-from qconvert.core.layout_traits import CodebookScheme, LayoutTraits, RoundingRules
+from qconvert.core.layout_traits import CodebookScheme, LayoutTraits, RoundingRules, with_packages
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint
@@ -33,6 +33,7 @@ TRAITS = LayoutTraits(
     experts="class",
     readers=("vllm", "sglang", "transformers", "mlx"),
     stack_readers=("vllm", "sglang", "transformers", "mlx", "llama.cpp"),
+    limits=(with_packages("transformers", "accelerate"),),
     schemes="stacks of experts in MXFP4",
 )
 

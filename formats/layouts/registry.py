@@ -5,10 +5,12 @@ The order of names is that of help texts, hints and the documentation's table.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 
+from qconvert.core.activations import ActivationScheme, Products
 from qconvert.core.dtypes import Json
-from qconvert.core.encodings import ModelTensor
+from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import Layout, Source
 from qconvert.errors import UnsupportedModel, shown
@@ -97,6 +99,12 @@ def claimed_by(config: Json) -> RegisteredLayout | None:
     return layout
 
 
+def stored_as(config: Json, name: str) -> str:
+    """The layout as it is called when it is written: one method may have several formats, and so traits."""
+    form = settings_of(config).get("format")
+    return form if isinstance(form, str) and form in WRITTEN else name
+
+
 def read(source: Source, config: Json) -> tuple[Layout, dict[str, ModelTensor]]:
     """The layout of a checkpoint and its tensors, by the names of the model.
 
@@ -105,6 +113,28 @@ def read(source: Source, config: Json) -> tuple[Layout, dict[str, ModelTensor]]:
     reader = (claimed_by(config) or find(DEFAULT)).reader
     assert reader is not None
     return reader(source, config)
+
+
+def activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
+    """How loaders of a model with this config.json quantize the inputs of the linear with this weight.
+
+    None where they do not.
+    """
+    if isinstance(tensor.encoding, Unquantized):
+        return None
+    layout = claimed_by(config)
+    return layout.activations(config, tensor) if layout is not None and layout.activations else None
+
+
+def products(config: Json, linears: Iterable[ModelTensor]) -> list[Products]:
+    """What loaders of a model with this config.json multiply in its quantized linears, by their widths."""
+    found: dict[str, set[str]] = {}
+    for tensor in linears:
+        if isinstance(tensor.encoding, Quantized):
+            scheme = activations(config, tensor)
+            widths = f"W{tensor.encoding.bits}A{scheme.bits if scheme else 16}"
+            found.setdefault(widths, set()).update([scheme.label] if scheme else [])
+    return [Products(widths, tuple(sorted(found[widths]))) for widths in sorted(found)]
 
 
 def writer(name: str) -> Layout:

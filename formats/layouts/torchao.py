@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
-from qconvert.core.layout_traits import LayoutTraits
+from qconvert.core.layout_traits import LayoutTraits, with_packages
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, UnsupportedModel
@@ -24,6 +24,7 @@ TRAITS = LayoutTraits(
     NAME,
     packs="no",
     readers=("vllm", "sglang", "transformers"),
+    limits=(with_packages("transformers", "torchao"),),
     instead="--to int-quantized holds the same integers; torchao.quantize_ makes its own from --to bf16",
 )
 

@@ -9,9 +9,11 @@ compressed-tensors 0.20, mlx-lm 0.32 (`utils.py`: load_model), read in source.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
+from qconvert.check.scheme_rules import SCHEME_RULES
 from qconvert.check.shape_rules import SHAPE_RULES
-from qconvert.check.subject import ERROR, FUSING, NOTE, WARNING, Problem, Subject
+from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Quantized, Unquantized
 from qconvert.core.layout_traits import LoaderLimit
@@ -27,7 +29,7 @@ def lint(subject: Subject) -> list[Problem]:
         for rule in (_GGUF_RULES if subject.layout == "gguf" else RULES)
         for problem in _gathered(rule(subject))
     ]
-    order = (ERROR, WARNING, NOTE)
+    order = (ERROR, NEEDS, WARNING, NOTE)
     return sorted(found, key=lambda problem: order.index(problem.severity))
 
 
@@ -39,7 +41,7 @@ def _gathered(problems: Iterator[Problem]) -> list[Problem]:
         more[key] = more.get(key, -1) + 1
         first.setdefault(key, problem)
     return [
-        Problem(p.severity, f"{p.subject} (and {more[key]} more)" if more[key] else p.subject, p.fact, p.hint)
+        replace(p, subject=f"{p.subject} (and {more[key]} more)") if more[key] else p
         for key, p in first.items()
     ]
 
@@ -73,7 +75,8 @@ def _limits(s: Subject) -> Iterator[Problem]:
             if limit.applies(encoding):
                 known = {"loader": s.loader, "layout": s.layout, "encoding": encoding.label}
                 fact = limit.fact.format(**known, bits=encoding.bits)
-                yield Problem(limit.severity, name, fact, limit.hint)
+                subject = "config.json" if limit.about == "model" else name
+                yield Problem(limit.severity, subject, fact, limit.hint, limit.needs)
 
 
 def _weights_of(s: Subject, limit: LoaderLimit) -> list[tuple[str, Quantized]]:
@@ -166,9 +169,10 @@ def _scales(s: Subject) -> Iterator[Problem]:
     """vLLM keeps scales in the dtype that the model computes in."""
     if s.loader != "vllm" or not s.traits.marlin or s.dtype is None:
         return
+    dtype = DType.BF16 if s.dtype is DType.F32 else s.dtype  # "Downcast for float32 models", unless told
     for _, tensor, encoding in s.quantized:
-        if isinstance(encoding, AffineInt) and encoding.scale_dtype is not s.dtype:
-            fact = f"vLLM rounds its {encoding.scale_dtype.label} scales to {s.dtype.label} on loading"
+        if isinstance(encoding, AffineInt) and encoding.scale_dtype is not dtype:
+            fact = f"vLLM rounds its {encoding.scale_dtype.label} scales to {dtype.label} on loading"
             yield Problem(
                 WARNING, tensor.name, fact, f"serve with --dtype {_VLLM_NAMES[encoding.scale_dtype]}"
             )
@@ -200,6 +204,15 @@ def _vocabulary(s: Subject) -> Iterator[Problem]:
             yield Problem(NOTE, tensor.name, fact)
 
 
+def _products(s: Subject) -> Iterator[Problem]:
+    """What is multiplied, where config.json has a say in it."""
+    if s.loader in _ROUNDING_INPUTS and s.products:
+        yield Problem(NOTE, "linears", f"{s.loader} computes {', '.join(map(str, s.products))}")
+
+
+_ROUNDING_INPUTS = ("vllm", "sglang", "transformers")
+
+
 def _leftovers(s: Subject) -> Iterator[Problem]:
     """What stayed in 16 or 32 bits, in bytes."""
     if not s.quantized:
@@ -219,10 +232,12 @@ RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _stored_fusions,
     _stacks,
     _embeddings,
+    *SCHEME_RULES,
     *SHAPE_RULES,
     _scales,
     _names,
     _vocabulary,
+    _products,
     _leftovers,
 )
 # The other rules are about safetensors: of GGUF files there is one reader, and it takes them as they are.

@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from qconvert.core.activations import Products
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor, Quantized
 from qconvert.core.layout_traits import LayoutTraits
 from qconvert.formats.layouts import registry
 from qconvert.models import Architecture, Parameter
 
-ERROR, WARNING, NOTE = "error", "warning", "note"
+ERROR, NEEDS, WARNING, NOTE = "error", "needs", "warning", "note"
 # Loaders that stack q, k, v and gate, up into one matrix with one scheme.
 FUSING = ("vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something that a loader trips over (error), may trip over (warning), or that is worth knowing."""
+    """Something that a loader trips over (error), may trip over (warning), or that is worth knowing.
+
+    Of severity "needs", it trips over it unless it has what is named: a package, or an argument.
+    """
 
     severity: str
     subject: str
     fact: str
     hint: str = ""
+    needs: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +36,8 @@ class Subject:
     """A checkpoint and who is to load it: on `tp` ranks, computing in `dtype`.
 
     `tokens` is the number of tokens the tokenizer knows, None when that is not known; `unknown` are
-    tensors that the architecture does not declare.
+    tensors that the architecture does not declare; `products` what config.json makes loaders multiply;
+    `device` is "cuda" or "cpu".
     """
 
     tensors: Mapping[str, ModelTensor]
@@ -42,6 +48,8 @@ class Subject:
     dtype: DType | None = None
     tokens: int | None = None
     unknown: tuple[str, ...] = ()
+    products: tuple[Products, ...] = ()
+    device: str = "cuda"
 
     @property
     def traits(self) -> LayoutTraits:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from qconvert.checkpoint.open import Checkpoint
+from qconvert.core.activations import InputQuantization
+from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.protocols import Rows
-from qconvert.core.values import Value
+from qconvert.core.values import DenseRows, Value
+from qconvert.formats.layouts.config_checks import base_of
 from qconvert.models import FusedParameter
+from qconvert.quant.casts import cast
 
+Activations = Literal["as-loaded", "exact"]
+AS_LOADED: Activations = "as-loaded"
+EXACT: Activations = "exact"
 _Key = tuple[str, int | None, str]
 
 
@@ -30,12 +38,16 @@ class CheckpointWeights:
     `gate_up`); members that are interleaved are taken apart.
     """
 
-    def __init__(self, checkpoint: Checkpoint, reader: Rows | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, reader: Rows | None = None, *, activations: Activations = AS_LOADED
+    ) -> None:
         """Hold the checkpoint's tensors against its architecture; raises what `bind` raises.
 
-        `reader` gives their rows, where it is not the checkpoint's own.
+        `reader` gives their rows, where it is not the checkpoint's own. `activations` says whether `inputs`
+        tells what loaders quantize ("as-loaded"), or nothing ("exact").
         """
         binding = checkpoint.bind()
+        self._checkpoint, self._activations = checkpoint, activations
         self._reader = reader or checkpoint.reader
         self._stored: dict[_Key, _Stored] = {}
         for name, parameter in binding.parameters.items():
@@ -55,6 +67,25 @@ class CheckpointWeights:
         parts = [self._read(found.tensor, rows) for rows in found.ranges]
         columns = zip(*(part.arrays for part in parts), strict=True)
         return parts[0] if len(parts) == 1 else parts[0].with_arrays(tuple(map(np.concatenate, columns)))
+
+    def inputs(self, role: str, layer: int | None = None) -> InputQuantization | None:
+        """How loaders quantize the inputs of a linear, with its stored numbers; None where they do not."""
+        found = self._stored.get((role, layer, "weight"))
+        scheme = None if found is None else self._checkpoint.activations(found.tensor)
+        if found is None or scheme is None or self._activations == EXACT:
+            return None
+        stored = (_number(self._checkpoint, f"{base_of(found.tensor)}.{name}") for name in scheme.stored)
+        return InputQuantization(scheme, *stored)
+
+    @property
+    def activations_in_words(self) -> str:
+        """What linears multiply: `exact`, or what inputs are rounded to, or would be by loaders."""
+        schemes = (self._checkpoint.activations(stored.tensor) for stored in self._stored.values())
+        labels = " and ".join(sorted({scheme.label for scheme in schemes if scheme is not None}))
+        if not labels:
+            return EXACT
+        as_loaded = self._activations == AS_LOADED
+        return f"{labels}, as loaders round them" if as_loaded else f"exact, though loaders use {labels}"
 
     def _read(self, tensor: ModelTensor, rows: range) -> Value:
         value = self._reader.read(tensor, rows.start, rows[-1] + 1)
@@ -76,3 +107,9 @@ def _members(stack: ModelTensor, entry: FusedParameter) -> dict[_Key, _Stored]:
         ranges.setdefault(run.member, []).append(rows)
     members = ((entry.members[number], tuple(found)) for number, found in ranges.items())
     return {(p.role, p.layer, p.param): _Stored(stack, found) for p, found in members}
+
+
+def _number(checkpoint: Checkpoint, name: str) -> float:
+    """The only number of an array."""
+    dtype, rows = checkpoint.files.specs[name].dtype, checkpoint.files.read(name, 0, 1)
+    return float(cast(DenseRows(rows, dtype), DType.F32)[0].rows_RI.item() if dtype.is_float else rows.item())

@@ -8,7 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qconvert.checkpoint.products import products_of
 from qconvert.checkpoint.stored_shapes import input_major, output_major
+from qconvert.core.activations import ActivationScheme, Products
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.core.protocols import Layout, Reader
@@ -103,6 +105,15 @@ class Checkpoint:
         """The role of a tensor, "unknown" for one that the architecture does not declare."""
         parameter = self.architecture.parameter(name)
         return parameter.role if parameter else "unknown"
+
+    def activations(self, tensor: ModelTensor) -> ActivationScheme | None:
+        """How loaders quantize the inputs of the linear with this weight; None where they do not."""
+        return registry.activations(self.config, tensor)
+
+    @property
+    def products(self) -> list[Products]:
+        """What loaders multiply in its quantized linears."""
+        return products_of(self.config, self.tensors, self.architecture)
 
     @property
     def quantization(self) -> str | None:

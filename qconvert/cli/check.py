@@ -14,6 +14,7 @@ from qconvert.core.layout_traits import LOADERS
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
+    from qconvert.check.subject import Subject
     from qconvert.checkpoint.open import Checkpoint
 
 _TOKENIZER = "tokenizer.json"
@@ -30,39 +31,48 @@ _TOKENIZER = "tokenizer.json"
     show_default=True,
     help="Ranks of tensor parallelism.",
 )
+@click.option(
+    "--device",
+    type=click.Choice(["cuda", "cpu"]),
+    default="cuda",
+    show_default=True,
+    help="Where the loader computes: which kernels there are (known of vLLM).",
+)
 @json_option
 @quiet_option("errors and warnings alone")
 @revision_option
-def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revision: str | None) -> None:
+def command(
+    model: str, loader: str, tp: int, device: str, as_json: bool, quiet: bool, revision: str | None
+) -> None:
     """Hold MODEL against the rules of a loader: layout, fused groups, parallelism, names, vocabulary.
 
     Reads headers, config.json and tokenizer.json; nothing is loaded. Exits with 3 if the loader would
-    fail or compute something else.
+    fail or compute something else, with 0 if it loads MODEL, or loads it with what is named: a package
+    that it does not bring itself, or an argument.
     """
     from qconvert.check.loader_rules import lint
-    from qconvert.check.subject import ERROR, NOTE, Subject
+    from qconvert.check.subject import ERROR, NEEDS, NOTE
     from qconvert.checkpoint.hub import resolve
     from qconvert.checkpoint.open import open_checkpoint
-    from qconvert.formats.layouts.config_checks import dtype_of
     from qconvert.report.tables import count
 
     resolved = resolve(model, revision=revision, weights=False)
     checkpoint = open_checkpoint(resolved.path, headers=resolved.headers)
-    subject = Subject(
-        checkpoint.tensors,
-        checkpoint.architecture,
-        checkpoint.layout.name,
-        loader,
-        tp,
-        dtype_of(checkpoint.config),
-        _tokens(checkpoint),
-        checkpoint.bind(allow_unknown=True).unknown,
-    )
-    problems = lint(subject)
+    problems = lint(_subject(checkpoint, loader, tp, device))
     errors = [problem for problem in problems if problem.severity == ERROR]
+    needs = list(dict.fromkeys(problem.needs for problem in problems if problem.severity == NEEDS))
     if as_json:
-        found = [asdict(problem) for problem in problems]
-        click.echo(json.dumps({"schema": 1, "model": model, "for": loader, "tp": tp, "problems": found}))
+        verdict = "fails" if errors else "loads only with" if needs else "loads"
+        asked = {
+            "schema": 1,
+            "model": model,
+            "for": loader,
+            "tp": tp,
+            "device": device,
+            "verdict": verdict,
+            "needs": needs,
+        }
+        click.echo(json.dumps({**asked, "problems": [asdict(problem) for problem in problems]}))
         raise click.exceptions.Exit(CheckFailed.exit_code if errors else 0)
     for problem in problems:
         if quiet and problem.severity == NOTE:
@@ -77,7 +87,28 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
             "fix what the list above names, or ask for another loader with --for",
         )
     if not quiet:
-        click.echo(f"OK: {loader} should load this")
+        beside = f", but only with {' and '.join(needs)}" if needs else ""
+        click.echo(f"OK: {loader} should load this{beside}")
+
+
+def _subject(checkpoint: Checkpoint, loader: str, tp: int, device: str) -> Subject:
+    """What the rules look at."""
+    from qconvert.check.subject import Subject
+    from qconvert.formats.layouts import registry
+    from qconvert.formats.layouts.config_checks import dtype_of
+
+    return Subject(
+        checkpoint.tensors,
+        checkpoint.architecture,
+        registry.stored_as(checkpoint.config, checkpoint.layout.name),
+        loader,
+        tp,
+        dtype_of(checkpoint.config),
+        _tokens(checkpoint),
+        checkpoint.bind(allow_unknown=True).unknown,
+        tuple(checkpoint.products),
+        device,
+    )
 
 
 def _tokens(checkpoint: Checkpoint) -> int | None:

@@ -11,6 +11,7 @@ import click
 from qconvert.cli.eval_output import check_target, command_line, show_report, show_reports, worse, write
 from qconvert.cli.exit_codes import INTERRUPTED, typed
 from qconvert.cli.options import (
+    activations_option,
     device_option,
     examples,
     jobs_option,
@@ -25,6 +26,7 @@ from qconvert.evaluate.protocols import LEAST_CONTEXT, PROTOCOLS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from qconvert.checkpoint.by_role import Activations
     from qconvert.core.dtypes import Json
     from qconvert.evaluate.perplexity_report import PerplexityReport
     from qconvert.evaluate.weights_report import WeightReport
@@ -93,6 +95,7 @@ def command() -> None:
 )
 @device_option
 @jobs_option
+@activations_option("as-loaded")
 @click.option("--noise-floor", is_flag=True, help="Also compare the reference with itself.")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json, .md and .html."
@@ -282,6 +285,7 @@ def _measure(
     chunks: int | None,
     dtype: str,
     device: str,
+    activations: Activations,
     noise_floor: bool,
     out: Path | None,
     resume: bool,
@@ -304,6 +308,7 @@ def _measure(
             context=context,
             device=device,
             dtype={"auto": None, "f32": torch.float32, "bf16": torch.bfloat16}[dtype],
+            activations=activations,
             revision=revision,
             max_chunks=chunks,
             noise_floor=noise_floor,

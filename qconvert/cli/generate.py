@@ -12,6 +12,7 @@ import click
 
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
+    activations_option,
     device_option,
     examples,
     jobs_option,
@@ -90,6 +91,7 @@ def _a_number(ctx: click.Context, parameter: click.Parameter, value: float) -> f
     help="Start of the random numbers.",
 )
 @device_option
+@activations_option("exact")
 @click.option(
     "--backend",
     type=click.Choice(["auto", "reference"]),
@@ -123,11 +125,13 @@ def command(model: str, prompt: str, jobs: int | None, as_json: bool, quiet: boo
 
     use_threads(jobs)
     clock = _Clock()
-    resolved, checkpoint, decoder = _open(model, options)
+    resolved, checkpoint, decoder, activations = _open(model, options)
     clock.tick()
     dialogue, ids = _prompt(checkpoint, prompt, options)
     if decodes_weights(decoder) and not quiet and options["backend"] == "auto":
         click.echo(_SLOW.format(device=decoder.device.type), err=True)
+    if activations.startswith("exact, ") and not quiet:
+        click.echo(f"note: inputs of linears are {activations}; see --activations", err=True)
     with compiling_explained(talks=not quiet and not as_json):
         warm_up(decoder, len(ids))
     sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
@@ -149,7 +153,7 @@ def command(model: str, prompt: str, jobs: int | None, as_json: bool, quiet: boo
             "tokens": count,
             **clock.figures(len(ids)),
             "context_full": full,
-            **_conditions(resolved, checkpoint, decoder, options),
+            **_conditions(resolved, checkpoint, decoder, options, activations),
         }
         click.echo(json.dumps(record))
         return
@@ -190,7 +194,11 @@ class _Clock:
 
 
 def _conditions(
-    resolved: ResolvedModel, checkpoint: Checkpoint, decoder: Decoder, options: dict[str, Any]
+    resolved: ResolvedModel,
+    checkpoint: Checkpoint,
+    decoder: Decoder,
+    options: dict[str, Any],
+    activations: str,
 ) -> Json:
     """What the same text and figures would take: the model's files, what was asked, what computed."""
     from qconvert.convert.manifest import source_record
@@ -203,7 +211,8 @@ def _conditions(
         },
         "asked": {name: value for name, value in options.items() if name != "revision"},
         "computed": {
-            "arithmetic": arithmetic(decoder, 1),
+            "arithmetic": arithmetic(decoder, 1, activations),
+            "activations": activations,
             "kv_cache": dtype_name(decoder.dtype),
             "head": _head_form(checkpoint, options["head"]),
             "step": type(decoder.step).__name__ if decoder.step else None,
@@ -223,7 +232,8 @@ def _head_form(checkpoint: Checkpoint, asked: str) -> str:
     )
 
 
-def _open(model: str, options: dict[str, Any]) -> tuple[ResolvedModel, Checkpoint, Decoder]:
+def _open(model: str, options: dict[str, Any]) -> tuple[ResolvedModel, Checkpoint, Decoder, str]:
+    """The model, ready to run, and what its linears multiply, in words."""
     import torch
 
     from qconvert.checkpoint.by_role import CheckpointWeights
@@ -236,15 +246,17 @@ def _open(model: str, options: dict[str, Any]) -> tuple[ResolvedModel, Checkpoin
     resolved = resolve(model, revision=options["revision"])
     checkpoint = open_checkpoint(resolved.path)
     layout = Layout(options["backend"])
+    weights = CheckpointWeights(checkpoint, activations=options["activations"])
     decoder = load_decoder(
         DecoderConfig.of(checkpoint.architecture),
-        CheckpointWeights(checkpoint),
+        weights,
         device=options["device"],
         dtype=None if layout is Layout.AUTO else torch.float32,
         layout=layout,
         head_bits={"int8": 8, "int4": 4}.get(options["head"]),
+        inputs=weights.inputs,
     )
-    return resolved, checkpoint, decoder
+    return resolved, checkpoint, decoder, weights.activations_in_words
 
 
 def _check_words(prompt: str, options: dict[str, Any]) -> None:

@@ -50,6 +50,10 @@ def command(
     e4m3, e5m2, e2m1  floats of 8 and 4 bits times scales: e4m3-channel, e4m3-tensor and blocks
                       e4m3-g128x128 (FP8), e2m1-g32 (MXFP4), e2m1-g16-divided (NVFP4)
     q4_k, q8_0, ...   blocks of GGUF, by llama.cpp's names
+    \b
+    PRODUCTS          what loaders multiply in quantized linears
+    W4A16             weights of 4 bits, inputs as they are
+    W8A8              weights of 8 bits, inputs rounded to 8 bits in a way that config.json says
     """
     found = [_opened(model, revision, list_tensors, show_metadata) for model in models]
     if as_json:
@@ -111,6 +115,7 @@ def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
         "stored_tied_head": binding.stored_tied_head if binding else None,
         "fusions": list(binding.fusions_found) if binding else [],
         "quantization": checkpoint.quantization,
+        "products": [str(product) for product in checkpoint.products],
         "unknown": [n for n in binding.unknown if not architecture.carries(n)] if binding else [],
         "ignored": list(binding.dropped) if binding else [],
         "warnings": [

@@ -117,6 +117,19 @@ device_option = click.option(
     show_default=True,
     help="Where to compute: cpu, cuda, cuda:1.",
 )
+
+
+def activations_option(default: str) -> Callable[[F], F]:
+    """Whether inputs of linears are rounded as loaders do."""
+    return click.option(
+        "--activations",
+        type=click.Choice(["as-loaded", "exact"]),
+        default=default,
+        show_default=True,
+        help="Inputs of linears: rounded as loaders do for this checkpoint (W8A8, W4A4), or exact.",
+    )
+
+
 dtype_option = click.option(
     "--dtype", type=click.Choice(DTYPES), help="Round plain float tensors, and store scales, as this."
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from qconvert.checkpoint.products import products_of
 from qconvert.core.dtypes import Json
 from qconvert.formats.huggingface.model_card_header import read_front_matter
 from qconvert.formats.layouts import registry
@@ -38,6 +39,7 @@ def model_card(
         "```",
         *parameter_table_lines(parameter_table),
         "```",
+        *_products(compiled),
         *_loss(manifest),
         *_loading(compiled),
         "",
@@ -73,6 +75,12 @@ def _metadata(upstream: Path | None, repo_id: str | None, manifest: Json) -> dic
         **({"base_model_relation": "quantized"} if repo_id and quantized else {}),
         "tags": ["qconvert", *([manifest["recipe"]["layout"]] if quantized else [])],
     }
+
+
+def _products(compiled: Compiled) -> list[str]:
+    """What loaders multiply in quantized linears."""
+    found = products_of(compiled.config, compiled.outputs, compiled.architecture)
+    return ["", f"Loaders compute {', '.join(map(str, found))} in the quantized linears."] if found else []
 
 
 def _loss(manifest: Json) -> list[str]:

@@ -100,15 +100,25 @@ class LoaderLimit:
 
     `applies` says of which encodings. It is about every quantized weight, about the head alone (a quantized
     "head"), about weights stored "fused" that the class has apart, or about the whole "model" (said once).
-    `fact` may name {loader}, {layout}, {encoding} and {bits}.
+    `fact` may name {loader}, {layout}, {encoding} and {bits}. What loads only with something else than the
+    loader itself "needs" it: a package, or an argument.
     """
 
     loaders: tuple[str, ...]
-    severity: Literal["error", "warning", "note"]
+    severity: Literal["error", "needs", "warning", "note"]
     fact: str
     hint: str = ""
     applies: Callable[[Quantized], bool] = lambda encoding: True
     about: Literal["weight", "head", "fused", "model"] = "weight"
+    needs: str = ""
+
+
+def with_packages(loader: str, *packages: str) -> LoaderLimit:
+    """The limit of a layout that a loader reads with packages beside it, by their names on PyPI."""
+    named = f"the package{'s' if len(packages) > 1 else ''} {' and '.join(packages)}"
+    hint = f"pip install {' '.join(packages)}"
+    fact = f"{{loader}} reads {{layout}} weights with {named}"
+    return LoaderLimit((loader,), "needs", fact, hint, about="model", needs=named)
 
 
 # Of the methods whose loaders leave heads out.
@@ -141,8 +151,9 @@ class LayoutTraits:
     Loaders. `readers` read it; `first_choice_of` lists those for which it is the layout to convert to;
     `stack_readers` those that take quantized stacks of experts. `marlin` says that vLLM and SGLang run its
     integers with Marlin kernels, and compute scales in the model's dtype. `packed_zero_points` cannot be
-    unpacked by transformers. `method` is how the tool that it is named after chooses codes. `loads` begins
-    the sentence of a model card; `limits` are for `qconvert check`.
+    unpacked by transformers; loaders of `one_setting` read one for all linears of the layers, whatever else
+    the config says. `method` is how the tool that it is named after chooses codes. `loads` begins the
+    sentence of a model card; `limits` are for `qconvert check`.
 
     Texts. `schemes` says what it stores where the generated text (`described`) does not do; `instead` is the
     hint for a layout that is not written.
@@ -167,6 +178,7 @@ class LayoutTraits:
     stack_readers: tuple[str, ...] = ()
     marlin: bool = False
     packed_zero_points: bool = False
+    one_setting: tuple[str, ...] = ()
     method: str = ""
     loads: str = "qconvert reads"
     limits: tuple[LoaderLimit, ...] = ()

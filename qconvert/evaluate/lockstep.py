@@ -36,7 +36,8 @@ _HOPELESS_NATS = 700.0
 class EvalModel:
     """A model to measure: what to call it, its decoder, what it weighs on disk, and where it lies.
 
-    Without a `path`, its tokenizer is taken to be that of the others.
+    Without a `path`, its tokenizer is taken to be that of the others. `activations` are the inputs of its
+    linears, in words.
     """
 
     label: str
@@ -45,6 +46,7 @@ class EvalModel:
     bits_per_weight: float
     path: Path | None = None
     origin: Origin | None = None
+    activations: str = "exact"
 
 
 class SavedScores(Protocol):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.checkpoint.by_role import AS_LOADED, Activations, CheckpointWeights
 from qconvert.checkpoint.hub import resolve
 from qconvert.checkpoint.open import Checkpoint, open_checkpoint
 from qconvert.evaluate.corpora import WIKITEXT, load_text
@@ -40,10 +40,11 @@ def load_runtime(
 ) -> Decoder:
     """The decoder of an opened checkpoint, its weights as they are stored, computing in `dtype`.
 
+    Inputs of linears are rounded as loaders do.
     Raises UnsupportedModel for a family that is not run here, QConvertError for a device that is absent.
     """
     config, weights = DecoderConfig.of(checkpoint.architecture), CheckpointWeights(checkpoint)
-    return load_decoder(config, weights, device=find_device(device), dtype=dtype)
+    return load_decoder(config, weights, device=find_device(device), dtype=dtype, inputs=weights.inputs)
 
 
 def perplexity(
@@ -55,14 +56,16 @@ def perplexity(
     context: int | None = None,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
+    activations: Activations = AS_LOADED,
     revision: str | None = None,
     samples: bool = False,
     **how: Any,
 ) -> PerplexityReport:
     """Perplexity of models, and with a reference KL divergence and top-1 agreement, on the same tokens.
 
-    Models are paths or Hub names; the reference may be a file that `save_reference` wrote. `text` is a UTF-8
-    file, `wikitext2` or `stdlib`; with `samples` the models continue two prompts from it; `how` is as in
+    Models are paths or Hub names; the reference may be a file that `save_reference` wrote. `activations`
+    rounds the inputs of linears as loaders do ("as-loaded"), or not ("exact"). `text` is a UTF-8 file,
+    `wikitext2` or `stdlib`; with `samples` the models continue two prompts from it; `how` is as in
     `evaluate.perplexity.run` (`max_chunks`, `noise_floor`, `progress`, `scores`, `resume`,
     `save_reference`). Raises BadRecipe for a model whose tokenizer cuts the text into other tokens than the
     reference's.
@@ -74,7 +77,7 @@ def perplexity(
     loaded: list[tuple[EvalModel, Path]] = []
     for name, label in zip(runs, labels_of(runs), strict=True):
         found = resolve(name, revision=revision)
-        how_read: dict[str, Any] = {"device": device, "dtype": dtype}
+        how_read: dict[str, Any] = {"device": device, "dtype": dtype, "activations": activations}
         model = open_model(found.path, label, **how_read, name=name, commit=found.commit)
         loaded.append((model, found.path))
     first = 1 if reference and saved is None else 0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.checkpoint.by_role import AS_LOADED, Activations, CheckpointWeights
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.convert.containers.gguf_file import CALIBRATION
 from qconvert.core.dtypes import Json
@@ -28,6 +28,7 @@ def open_model(
     *,
     device: str = "cpu",
     dtype: torch.dtype | None = None,
+    activations: Activations = AS_LOADED,
     name: str | None = None,
     commit: str | None = None,
 ) -> EvalModel:
@@ -35,20 +36,24 @@ def open_model(
 
     `name` is what it was asked for as, `commit` the Hub's; its weights are hashed (`origins`). No dtype
     stands for float32 on the CPU and bfloat16 on a GPU; `evaluation_layout` is the rule for what lies packed.
+    `activations` is as in `CheckpointWeights`.
     """
     checkpoint, place = open_checkpoint(path), find_device(device)
     parameter_table = table_of_tensors(checkpoint.tensors, checkpoint.bind(), checkpoint.layout.traits)
     dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
+    weights = CheckpointWeights(checkpoint, activations=activations)
     decoder = load_decoder(
         DecoderConfig.of(checkpoint.architecture),
-        CheckpointWeights(checkpoint),
+        weights,
         device=place,
         dtype=dtype,
         layout=evaluation_layout(parameter_table.parameters, place, dtype),
+        inputs=weights.inputs,
     )
     size_bytes = sum(file.size for file in checkpoint.files.files)
+    said = weights.activations_in_words
     origin = origin_of(checkpoint, name or str(path), commit)
-    return EvalModel(label, decoder, size_bytes, parameter_table.bits_per_weight, path, origin)
+    return EvalModel(label, decoder, size_bytes, parameter_table.bits_per_weight, path, origin, said)
 
 
 def calibrated_on(path: Path | None) -> frozenset[str]:

@@ -109,6 +109,7 @@ def evaluate(
     echoes = [Track(all_models[0], echo=True)] if runs and noise_floor else []
     all_tracks = [*tracks, *echoes]
     rules = [protocol.label, tokens.text.sha256, tokens.tokenizer_sha256, str(len(windows))]
+    rules += [model.activations for model in all_models if model.activations != "exact"]
     conditions = Conditions.of(tokens, protocol, bos, all_models[0].decoder.config.vocab)
     saved = reference if isinstance(reference, SavedReference) else None
     if saved is not None:
@@ -249,7 +250,8 @@ def _model_result(track: Track, evaluation: _Evaluation, *, compared: bool) -> M
         label=track.model.label,
         size_bytes=track.model.size_bytes,
         bits_per_weight=track.model.bits_per_weight,
-        arithmetic=arithmetic(track.model.decoder, least_rows),
+        arithmetic=arithmetic(track.model.decoder, least_rows, track.model.activations),
+        activations=track.model.activations,
         perplexity=exp_mean(nll_N, window_N),
         bits_per_byte=float(nll_N.mean()) / math.log(2) * evaluation.tokens_per_byte,
         tokens_per_second=track.tokens / track.seconds,

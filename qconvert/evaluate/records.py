@@ -64,7 +64,8 @@ class ModelResult:
     """One model's figures; `versus` is None for the reference, or where there is none.
 
     `bits_per_byte` is the mean loss in bits times the text's tokens per UTF-8 byte, comparable
-    between tokenizers. `tokens_per_second` counts the layers only, without head and statistics.
+    between tokenizers. `tokens_per_second` counts the layers only, without head and statistics. `activations`
+    are the inputs of linears, in words.
     """
 
     label: str
@@ -76,6 +77,7 @@ class ModelResult:
     tokens_per_second: float
     versus: Comparison | None
     origin: Origin | None = None
+    activations: str = "exact"
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ FUSED = Notice(
     "this family's classes have no fused qkv/gate_up linears, so not every loader reads this file:",
     (
         Verdict("qconvert", True, "decodes it, and `qconvert unfuse` restores the original bytes"),
-        Verdict("vLLM 0.33", True, "16-bit and compressed-tensors (stacks the same rows itself)"),
+        Verdict("vLLM 0.33", True, "16-bit, compressed-tensors, AWQ and FP8 (stacks the same rows itself)"),
         Verdict(
             "transformers 5",
             False,

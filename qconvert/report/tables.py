@@ -82,6 +82,7 @@ def found_lines(model: str, found: Json) -> list[str]:
     lines += parameter_table_lines(ParameterTable(tuple(rows)))
     facts = {
         "quantization": found["quantization"],
+        "products": ", ".join(found["products"]),
         "fused": ", ".join(found["fusions"]),
         "stored although tied": found["stored_tied_head"],
         "ignored buffers": ", ".join(found["ignored"][:3]),

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from qconvert.core.activations import InputQuantization
 from qconvert.runtime.cpu.packed_weights import PackedGrid
 from qconvert.runtime.cuda.packing import MmaWeight
+from qconvert.runtime.input_rounding import round_inputs
 from qconvert.runtime.observers import Tap
 from qconvert.runtime.storage import Readable
 
@@ -22,14 +24,20 @@ Weight = Table | MmaWeight
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """`y = x W^T + b`; observers see x first. Of linears that share an input, one has the tap of all."""
+    """`y = x W^T + b`; observers see x first, then it is rounded to what is multiplied, if that is quantized.
+
+    Of linears that share an input, one has the tap of all.
+    """
 
     weight: Weight
     bias_O: Tensor | None = None
     tap: Tap | None = None
+    inputs: InputQuantization | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O] in the dtype of x."""
         if self.tap is not None and self.tap.observers:
             self.tap.show(x)
+        if self.inputs is not None:
+            x = round_inputs(x, self.inputs)
         return self.weight.multiply(x, self.bias_O)

@@ -43,7 +43,7 @@ from qconvert.runtime.model import (
 )
 from qconvert.runtime.observers import InputKey, Observers, Tap
 from qconvert.runtime.rope import frequencies
-from qconvert.runtime.weight_source import Weights
+from qconvert.runtime.weight_source import Inputs, Weights, exact_inputs
 
 
 def load_decoder(
@@ -55,17 +55,18 @@ def load_decoder(
     layout: Layout = Layout.REFERENCE,
     head_bits: int | None = None,
     on_demand: bool = False,
+    inputs: Inputs = exact_inputs,
 ) -> Decoder:
     """A decoder with the given weights, computing in `dtype` (float32 or bfloat16) on `device`.
 
     No dtype stands for the device's fastest. Quantized weights stay packed, each in one `layout`;
     `head_bits` rounds the head to 8 or 4 bits (beside the embedding, where the two are tied). Layers that
-    are loaded `on_demand` are read whenever they are asked for, and not kept. Raises
-    CorruptCheckpoint for a weight that is missing or has another shape than the config implies, and
-    BadRecipe for a device that is not here.
+    are loaded `on_demand` are read whenever they are asked for, and not kept. `inputs` says what linears
+    round their inputs to. Raises CorruptCheckpoint for a weight that is missing or has another shape than the
+    config implies, and BadRecipe for a device that is not here.
     """
     device = find_device(device)
-    loader = _Loader(config, weights, device, dtype or preferred_dtype(device), layout)
+    loader = _Loader(config, weights, device, dtype or preferred_dtype(device), layout, inputs)
     embed = place_table(loader.value("embed", None), device, loader.dtype, layout)
     stored = loader.find("lm_head", None)
     if stored is None and not config.tied:
@@ -88,6 +89,7 @@ def load_decoder(
         local_frequencies_F=None if local is None else frequencies(local, config.head_dim).to(device),
         embed_scale=config.hidden**0.5 if config.graph.scaled_embedding else 1.0,
         observers=loader.observers,
+        head_inputs=inputs("lm_head", None),
     )
     return replace(decoder, step=_step(decoder)) if layout is Layout.AUTO and not on_demand else decoder
 
@@ -137,6 +139,7 @@ class _Loader:
     device: torch.device
     dtype: torch.dtype
     layout: Layout
+    inputs: Inputs
     observers: Observers = field(default_factory=Observers)
 
     def layer(self, i: int) -> Layer:
@@ -205,19 +208,21 @@ class _Loader:
         tap = self.tap(roles, i)
         value = self.find(fused, i, roles)
         if value is not None:
-            return (Linear(self.place(value), self.bias(fused, i, roles), tap),)
+            return (Linear(self.place(value), self.bias(fused, i, roles), tap, self.inputs(fused, i)),)
         values = [self.value(role, i) for role in roles]
         biases = [self.bias(role, i) for role in roles]
-        whole = stack(values) if self.layout is Layout.AUTO else None
+        inputs = [self.inputs(role, i) for role in roles]
+        whole = stack(values) if self.layout is Layout.AUTO and len(set(inputs)) == 1 else None
         present = [bias for bias in biases if bias is not None]
         if whole is None or len(present) not in (0, len(biases)):
             taps = (tap, *(None for _ in roles[1:]))
-            parts = zip(values, biases, taps, strict=True)
-            return tuple(Linear(self.place(value), bias, each) for value, bias, each in parts)
-        return (Linear(self.place(whole), torch.cat(present) if present else None, tap),)
+            parts = zip(map(self.place, values), biases, taps, inputs, strict=True)
+            return tuple(Linear(*part) for part in parts)
+        return (Linear(self.place(whole), torch.cat(present) if present else None, tap, inputs[0]),)
 
     def linear(self, role: str, i: int) -> Linear:
-        return Linear(self.place(self.value(role, i)), self.bias(role, i), self.tap([role], i))
+        weight, bias = self.place(self.value(role, i)), self.bias(role, i)
+        return Linear(weight, bias, self.tap([role], i), self.inputs(role, i))
 
     def tap(self, roles: Sequence[str], i: int) -> Tap:
         expert = _EXPERT.search(roles[0])

@@ -18,11 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qconvert.core.activations import InputQuantization
 from qconvert.errors import QConvertError
 from qconvert.models.rope import LongScaling
 from qconvert.runtime.attention import attend
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
+from qconvert.runtime.input_rounding import round_inputs
 from qconvert.runtime.linear import Linear, Table
 from qconvert.runtime.observers import InputKey, Observer, Observers, Tap
 from qconvert.runtime.precision import exact_products
@@ -262,10 +264,19 @@ class Layer:
         return (both,) if self.parallel else (attend, feed)
 
     @property
+    def linears(self) -> list[Linear]:
+        """All its linears."""
+        dense = [self.mlp] if isinstance(self.mlp, Mlp) else [*self.mlp.experts, self.mlp.shared]
+        blocks = [linear for mlp in dense if mlp is not None for linear in (*mlp.gate_up, mlp.down)]
+        routers = [] if isinstance(self.mlp, Mlp) else [self.mlp.router, self.mlp.shared_gate]
+        found = [*self.attention.qkv, self.attention.o, *routers, *blocks]
+        return [linear for linear in found if linear is not None]
+
+    @property
     def is_plain(self) -> bool:
         """Whether the compiled decode steps compute it: as Llama, Mistral, Qwen2 and Qwen3 do.
 
-        Their attention has nothing but head norms, a rotation and a window.
+        Their attention has nothing but head norms, a rotation and a window; inputs of linears are exact.
         """
         a = self.attention
         head_norms = [norm for norm in (a.q_norm, a.k_norm) if norm is not None]
@@ -274,7 +285,8 @@ class Layer:
         before = all(norm is not None and norm.is_plain for norm in (self.attention_norm, self.mlp_norm))
         after = self.attention_post_norm is not None or self.mlp_post_norm is not None
         dense = isinstance(self.mlp, Mlp) and self.mlp.activation is swiglu
-        return before and not after and dense and by_head and a.rope == 0 and not special
+        exact = all(linear.inputs is None for linear in self.linears)
+        return before and not after and dense and by_head and a.rope == 0 and not special and exact
 
 
 def _normalised(norm: Norm | None, x: Tensor) -> Tensor:
@@ -287,7 +299,8 @@ class Decoder:
 
     `hidden` and `logits` are apart so that evaluations can run many chunks through a layer at once,
     yet never hold [tokens, vocabulary] in full. Token ids must be below `config.vocab`. `step` is a
-    faster way to decode a single sequence, where there is one. `embed_scale` multiplies embeddings.
+    faster way to decode a single sequence, where there is one. `embed_scale` multiplies embeddings, and
+    `head_inputs` says what hidden states are rounded to before the head.
     """
 
     config: DecoderConfig
@@ -302,6 +315,7 @@ class Decoder:
     local_frequencies_F: Tensor | None = None
     embed_scale: float = 1.0
     observers: Observers = field(default_factory=Observers)
+    head_inputs: InputQuantization | None = None
 
     def without_tables(self) -> Decoder:
         """This model without its embedding and head, to follow activations from layer to layer."""
@@ -317,6 +331,7 @@ class Decoder:
     def is_plain(self) -> bool:
         """Whether the compiled decode steps compute it, given weights that they can read."""
         special = (self.embed_scale, self.config.logit_cap) != (1.0, None) or not self.norm.is_plain
+        special |= self.head_inputs is not None
         whole = self.config.rope.share == 1 and not isinstance(self.config.rope.scaling, LongScaling)
         return whole and not special and all(layer.is_plain for layer in self.layers)
 
@@ -365,6 +380,8 @@ class Decoder:
 
     def outputs(self, h_ND: Tensor) -> Outputs:
         """Hidden states beside the head that makes logits of them, for `score_hidden`."""
+        if self.head_inputs is not None:
+            h_ND = round_inputs(h_ND, self.head_inputs)
         return Outputs(h_ND, self.head, self.config.logit_cap)
 
     @contextmanager

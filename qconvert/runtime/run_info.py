@@ -10,15 +10,19 @@ from qconvert.core.version import __version__
 from qconvert.runtime.model import Decoder
 
 
-def arithmetic(decoder: Decoder, rows: int) -> str:
-    """What products with quantized weights are made of, in batches of at least so many tokens."""
+def arithmetic(decoder: Decoder, rows: int, activations: str = "exact") -> str:
+    """What products with quantized weights are made of, in batches of at least so many tokens.
+
+    `activations` are the inputs of linears in words, which are said where they are not exact alone.
+    """
     linears = [linear for layer in decoder.layers for linear in (*layer.attention.qkv, layer.attention.o)]
     packed = any(linear.weight.multiplies_codes(rows) for linear in linears)
     name = dtype_name(decoder.dtype)
     worth = (
         f"rounded to {name}" if not packed else "in exact products with inputs of 16 bits per block of 128"
     )
-    return f"{name}, quantized weights as scale * (code - zero) {worth}, logits in float32"
+    inputs = "" if activations == "exact" else f", inputs of linears {activations}"
+    return f"{name}, quantized weights as scale * (code - zero) {worth}{inputs}, logits in float32"
 
 
 def use_threads(threads: int | None) -> None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+from qconvert.core.activations import InputQuantization
 from qconvert.core.values import Value
+
+Inputs = Callable[[str, int | None], InputQuantization | None]
+"""How the inputs of the linear of a role in a layer are quantized before the product; None: they are not."""
+
+
+def exact_inputs(role: str, layer: int | None) -> InputQuantization | None:
+    """Multiply the inputs of every linear as they are."""
+    return None
 
 
 class Weights(Protocol):

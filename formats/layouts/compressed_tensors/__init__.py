@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized
 from qconvert.formats.layouts.base import RegisteredLayout
+from qconvert.formats.layouts.compressed_tensors.activations import activations
 from qconvert.formats.layouts.compressed_tensors.arrays import (
     TRAITS,
     UNPACKED_TRAITS,
@@ -39,8 +40,10 @@ def _integers(tensor: ModelTensor, made: AffineInt, layout: str) -> tuple[Op, ..
 
 
 LAYOUTS = (
-    RegisteredLayout(TRAITS, CompressedTensors, open_compressed_tensors, _transcode),
-    RegisteredLayout(UNPACKED_TRAITS, lambda: CompressedTensors(EightBits()), None, _transcode_unpacked),
+    RegisteredLayout(TRAITS, CompressedTensors, open_compressed_tensors, _transcode, activations),
+    RegisteredLayout(
+        UNPACKED_TRAITS, lambda: CompressedTensors(EightBits()), None, _transcode_unpacked, activations
+    ),
 )
 
 __all__ = ["LAYOUTS", "CompressedTensors"]

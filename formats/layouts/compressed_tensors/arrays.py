@@ -25,6 +25,7 @@ from qconvert.core.layout_traits import (
     LayoutTraits,
     LoaderLimit,
     RoundingRules,
+    with_packages,
 )
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows, CodebookRows
@@ -78,7 +79,7 @@ TRAITS = LayoutTraits(
     loads="transformers (`from_pretrained`) and vLLM load",
     limits=(
         LoaderLimit(
-            ("vllm", "sglang", "transformers"),
+            ("sglang", "transformers"),  # vLLM unpacks by itself
             "warning",
             "{bits}-bit codes run over words: readers before compressed-tensors 0.18 misread them",
             "4 or 8 bits are read by all",
@@ -91,13 +92,7 @@ TRAITS = LayoutTraits(
             "`qconvert convert --to mlx`",
             _misread_by_mlx,
         ),
-        LoaderLimit(
-            ("transformers",),
-            "warning",
-            "transformers fails on packed zero points",
-            "load with CompressedTensorsConfig(dequantize=True)",
-            lambda e: isinstance(e, AffineInt) and not e.symmetric,
-        ),
+        with_packages("transformers", "compressed-tensors"),
     ),
 )
 UNPACKED_TRAITS = replace(
@@ -108,11 +103,20 @@ UNPACKED_TRAITS = replace(
     rounding=RoundingRules(),
     packs="no",
     embeddings="plain",
-    readers=(),
+    readers=("vllm", "sglang", "transformers"),
     first_choice_of=(),
     marlin=False,
     packed_zero_points=False,
-    limits=(),
+    limits=(
+        LoaderLimit(
+            ("vllm",),
+            "error",
+            "vLLM multiplies int8 inputs by symmetric weights only, and this is {encoding}",
+            "a scheme without zero points: int8-channel",
+            lambda e: isinstance(e, AffineInt) and not e.symmetric,
+        ),
+        with_packages("transformers", "compressed-tensors"),
+    ),
 )
 
 

@@ -21,6 +21,7 @@ NVFP4 = "nvfp4-pack-quantized"
 FORMATS = (PACKED, INT, FLOAT, MXFP4, NVFP4)
 # The release whose field names and bit packing these modules follow.
 LIBRARY_VERSION = "0.20.0"
+_CLASS = "Linear"
 
 
 def format_of(encoding: Quantized, loose: Container[AffineInt] = ()) -> str:
@@ -36,8 +37,8 @@ def quantization_config(
     """The `quantization_config` of a checkpoint whose modules `quantized` have these encodings.
 
     `kept_linears` are the linear modules left in 16 bit; loaders need their names to ignore them.
-    One encoding for every linear is written as the class name "Linear"; anything else as one group per
-    encoding, with regular expressions that cover exactly its modules.
+    One encoding for every linear is written as the class name "Linear" and the names of heads; anything else
+    as one group per encoding, with regular expressions that cover exactly its modules.
     """
     ignore = sorted(set(kept_linears))
     by_encoding: dict[Quantized, list[str]] = {}
@@ -46,7 +47,7 @@ def quantization_config(
     uniform = len(by_encoding) == 1 and not any("embed" in module for module in quantized)
     groups = {
         f"group_{i}": {
-            "targets": ["Linear"] if uniform else patterns(modules),
+            "targets": [_CLASS, *patterns(_beside_layers(modules))] if uniform else patterns(modules),
             "format": format_of(encoding, loose),
             "input_activations": _activations(encoding, loose),
             "output_activations": None,
@@ -65,6 +66,11 @@ def quantization_config(
         "ignore": patterns(ignore) if len(ignore) > 8 else ignore,
         "config_groups": groups,
     }
+
+
+def _beside_layers(modules: Iterable[str]) -> list[str]:
+    """Those that belong to no layer, such as a head: vLLM's is none of the class that stands for linears."""
+    return [module for module in modules if not re.search(r"\.\d+\.", module)]
 
 
 def _weights_args(encoding: Quantized) -> Json:

@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
-from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Unquantized
+from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized, Unquantized
 from qconvert.core.protocols import Source
 from qconvert.errors import CorruptCheckpoint, NotDownloaded, UnsupportedModel, shown
+from qconvert.formats.layouts.compressed_tensors.activations import (
+    GLOBAL,
+    SCALE,
+    ZERO,
+    activations,
+    groups_of,
+    scheme_of,
+)
 from qconvert.formats.layouts.compressed_tensors.arrays import CompressedTensors, words
 from qconvert.formats.layouts.compressed_tensors.config import FORMATS, NAME
-from qconvert.formats.layouts.config_checks import APART, check_claimed, check_parts, part, require
+from qconvert.formats.layouts.config_checks import APART, base_of, check_claimed, check_parts, part, require
 
 _SUFFIXES = ("_packed", "_global_scale", "_scale", "_zero_point", "_shape")
 _MOST_BITS = 16
@@ -36,7 +44,7 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
     found: dict[str, ModelTensor] = {}
     for name, spec in specs.items():
         base = _base(name, source)
-        if base in found:
+        if base in found or _is_of_inputs(name, source):
             continue
         if base in specs and f"{base}_packed" not in specs and _is_unpacked(base, source):
             found[base] = _unpacked(base, source, quantization)
@@ -55,7 +63,29 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
             raise UnsupportedModel(
                 f"{name}: packed, while another {tensor.encoding.label} weight is not", _AGAIN
             )
+    _check_inputs(config, found, source)
     return CompressedTensors(frozenset(loose)), found
+
+
+def _is_of_inputs(name: str, source: Source) -> bool:
+    """Whether an array is a stored number of how a linear's inputs are quantized."""
+    module, _, kind = name.rpartition(".")
+    weights = (f"{module}.weight", f"{module}.weight_packed")
+    return kind in (SCALE, ZERO, GLOBAL) and any(weight in source.specs for weight in weights)
+
+
+def _check_inputs(config: Json, found: Mapping[str, ModelTensor], source: Source) -> None:
+    """Raise where a number is missing that the inputs of a linear are quantized with."""
+    if not any(
+        group.get("input_activations") for group in groups_of(config.get("quantization_config") or {})
+    ):
+        return
+    for tensor in found.values():
+        scheme = activations(config, tensor) if isinstance(tensor.encoding, Quantized) else None
+        for kind in () if scheme is None else scheme.stored:
+            why = f"its inputs are {scheme.label}" if scheme else ""
+            if require(source, f"{base_of(tensor)}.{kind}", why).count != 1:
+                raise CorruptCheckpoint(f"{base_of(tensor)}.{kind}: not one number, but {why}", APART)
 
 
 def _base(name: str, source: Source) -> str:
@@ -77,7 +107,7 @@ def _is_unpacked(base: str, source: Source) -> bool:
 
 def _check_format(quantization: Mapping[str, object]) -> None:
     """Raise UnsupportedModel for what would change the numbers and is not read here."""
-    groups = _groups(quantization)
+    groups = groups_of(quantization)
     formats = [quantization.get("format"), *(group.get("format") for group in groups)]
     other = [f for f in formats if f not in (None, *FORMATS, "mixed-precision")]
     if other:
@@ -89,23 +119,20 @@ def _check_format(quantization: Mapping[str, object]) -> None:
     for group in groups:
         lost["output_activations"] = lost.get("output_activations") or group.get("output_activations")
         inputs = group.get("input_activations")
-        if not (isinstance(inputs, dict) and inputs.get("dynamic") is True):
+        if isinstance(inputs, dict):
+            scheme_of(inputs)
+        else:
             lost["input_activations"] = lost.get("input_activations") or inputs
     for key, value in lost.items():
         if value:
             raise UnsupportedModel(
                 f"config.json: quantization_config has {key}, which qconvert would lose",
-                "save it again without, or with dynamic, input_activations",
+                f"save it again without {key}",
             )
 
 
-def _groups(quantization: Mapping[str, object]) -> list[Mapping[str, object]]:
-    groups = quantization.get("config_groups")
-    return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-
-
 def _declared_bits(quantization: Mapping[str, object]) -> set[int]:
-    weights = [group.get("weights") for group in _groups(quantization)]
+    weights = [group.get("weights") for group in groups_of(quantization)]
     found = {w["num_bits"] for w in weights if isinstance(w, dict) and type(w.get("num_bits")) is int}
     for bits in found:
         if not 1 <= bits <= _MOST_BITS:
@@ -118,7 +145,7 @@ def _declared_bits(quantization: Mapping[str, object]) -> set[int]:
 
 def _blocks(quantization: Mapping[str, object]) -> list[list[int]]:
     """The block structures that the config declares, [rows, columns] each."""
-    weights = [group.get("weights") for group in _groups(quantization)]
+    weights = [group.get("weights") for group in groups_of(quantization)]
     blocks = [w.get("block_structure") for w in weights if isinstance(w, dict)]
     return [b for b in blocks if isinstance(b, list) and [type(n) for n in b] == [int, int] and min(b) > 0]
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from qconvert.core.activations import ActivationScheme
 from qconvert.core.dtypes import DType, Json
-from qconvert.core.encodings import Quantized
+from qconvert.core.encodings import ModelTensor, Quantized
+from qconvert.errors import UnsupportedModel
+from qconvert.formats.layouts import registry
 from qconvert.plan.loader_notices import notices
 from qconvert.plan.selectors import parameters_of
 from qconvert.plan.state import Compiled
@@ -20,8 +24,7 @@ def write_config(state: Compiled) -> Compiled:
     config = _config(state)
     dropped = (f"{name}: a buffer the model recomputes; left out" for name in state.binding.dropped)
     state = state.warn(*dropped)
-    if state.request.target:
-        state = state.warn(*_activations(state.architecture.config, config))
+    state = state.warn(*_activations(state, config))
     found = notices(state.outputs, state.architecture, state.request.recipe.layout)
     return replace(state, config=config, notices=tuple(found))
 
@@ -61,21 +64,36 @@ def _module(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _activations(before: Json, after: Json) -> list[str]:
-    """What changes about activations when quantized weights go to another layout."""
-    if not before.get("quantization_config") or _eight_bit_inputs(before) == _eight_bit_inputs(after):
+def _activations(state: Compiled, config: Json) -> list[str]:
+    """What changes about the inputs of linears where quantized weights stay quantized.
+
+    Raises UnsupportedModel where numbers are stored for them, and another layout was not asked for.
+    """
+    if not state.binding.architecture.config.get("quantization_config"):
         return []
-    if _eight_bit_inputs(after):
-        return ["config.json: loaders of this layout quantize activations to 8 bits, the source's do not"]
-    return ["config.json: the source's loaders quantize activations to 8 bits, those of this layout do not"]
+    before = _schemes(state.binding.architecture.config, state.binding.tensors)
+    after = _schemes(config, state.outputs)
+    lost = sorted(scheme.label for scheme in before - after if scheme.stored)
+    if lost and config.get("quantization_config") and not state.request.target:
+        raise UnsupportedModel(
+            f"config.json: inputs of linears are {lost[0]}, with stored numbers, which would be lost",
+            "`qconvert convert --to` another layout, or `qconvert dequantize`",
+        )
+    if lost and after:
+        return [f"config.json: the source's {lost[0]} activations get scales of their own in this layout"]
+    if not state.request.target or bool(before) == bool(after):
+        return []
+    bits = max(scheme.bits for scheme in before | after)
+    if after:
+        return [
+            f"config.json: loaders of this layout quantize activations to {bits} bits, the source's do not"
+        ]
+    return [
+        f"config.json: the source's loaders quantize activations to {bits} bits, those of this layout do not"
+    ]
 
 
-def _eight_bit_inputs(config: Json) -> bool:
-    """Whether a config makes loaders multiply 8-bit activations, scaled as they come."""
-    settings = config.get("quantization_config")
-    if not isinstance(settings, dict):
-        return False
-    groups = settings.get("config_groups")
-    listed = groups.values() if isinstance(groups, dict) else ()
-    inputs = any(isinstance(group, dict) and group.get("input_activations") for group in listed)
-    return bool(inputs or settings.get("activation_scheme") or settings.get("load_in_8bit"))
+def _schemes(config: Json, tensors: Mapping[str, ModelTensor]) -> set[ActivationScheme]:
+    """How loaders quantize the inputs of the linears of a model with this config.json."""
+    found = (registry.activations(config, tensor) for tensor in tensors.values())
+    return {scheme for scheme in found if scheme is not None}

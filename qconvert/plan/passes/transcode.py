@@ -92,7 +92,8 @@ def check_integers(layout: str, scheme: Scheme) -> None:
 def encode(plan: Plan, target: Target, linears: frozenset[str], shared_scales: Mapping[str, str]) -> Plan:
     """Encode the plain weights of these names in the codebook scheme of the target.
 
-    `shared_scales` names what a weight is stacked into by loaders, which then want one global scale.
+    `shared_scales` names what a weight is stacked into by loaders, which then want one scale, or global
+    scale, for all of it: vLLM quantizes FP8 parts with a scale each a second time.
     """
 
     def one(unit: Unit) -> Unit:
@@ -123,7 +124,8 @@ def _encoding(target: Target, tensor: ModelTensor, dtype: DType, group: str = ""
             "another layout holds this model, for example compressed-tensors",
         )
     first = (Cast(scheme.cast_first),) if scheme.cast_first else ()
-    made = EncodeTable(encoding, target.traits.rounding, group if encoding.second == "divided" else "")
+    for_whole = encoding.second == "divided" or encoding.group_rows is None
+    made = EncodeTable(encoding, target.traits.rounding, group if for_whole else "")
     return (*first, made, *_nesting(target, tensor, encoding))
 
 

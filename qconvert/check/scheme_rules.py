@@ -1,0 +1,107 @@
+"""Checks schemes: which linears must have the same one, and what a loader makes of others.
+
+Sources: vLLM 0.32 and GPTQModel 7.7, tried on outputs of every layout; transformers 5.23 with optimum 2.3 and
+with compressed-tensors 0.20, tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from qconvert.check.subject import ERROR, NEEDS, NOTE, Problem, Subject
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import AffineInt, Codebook, Quantized, Unquantized
+
+_DEQUANTIZING = "CompressedTensorsConfig(dequantize=True)"
+
+
+def _one_setting(s: Subject) -> Iterator[Problem]:
+    """Loaders that know one setting for all linears of the layers, and no other linear."""
+    if s.loader not in s.traits.one_setting or not s.quantized:
+        return
+    found = [replace(e, scale_dtype=DType.F16) for _, _, e in s.quantized if isinstance(e, AffineInt)]
+    usual = max(found, key=found.count) if found else None
+    for parameter, tensor in s.weights:
+        encoding = tensor.encoding
+        linear = parameter.kind == "linear" and parameter.role != "mlp.router"
+        if linear and parameter.layer is None and isinstance(encoding, Quantized):
+            fact = f"{s.loader} reads no quantized head in {s.layout}: it comes up with random numbers"
+            yield Problem(ERROR, tensor.name, fact, "--keep lm_head, or convert --to compressed-tensors")
+        elif linear and parameter.layer is not None and isinstance(encoding, Unquantized):
+            fact = (
+                f"{s.loader} takes all linears of the layers for quantized in {s.layout}, and this is plain"
+            )
+            yield Problem(ERROR, tensor.name, fact, "`qconvert convert --to compressed-tensors`")
+        elif isinstance(encoding, AffineInt) and replace(encoding, scale_dtype=DType.F16) != usual:
+            fact = f"{s.loader} has one setting for all linears in {s.layout}, and this is {encoding.label}"
+            yield Problem(ERROR, tensor.name, fact, "`qconvert convert --to compressed-tensors`")
+
+
+def _zero_points(s: Subject) -> Iterator[Problem]:
+    """transformers cannot unpack zero points, and dequantizes models of one scheme alone."""
+    if s.loader != "transformers" or not s.traits.packed_zero_points:
+        return
+    several = len({encoding for _, _, encoding in s.quantized}) > 1
+    for _, tensor, encoding in s.quantized:
+        if not isinstance(encoding, AffineInt) or encoding.symmetric:
+            continue
+        if several:
+            fact = "transformers fails on packed zero points, and dequantizes models of one scheme only"
+            yield Problem(ERROR, tensor.name, fact, "a scheme without zero points, or serve with vLLM")
+        else:
+            fact = "transformers fails on packed zero points, unless it dequantizes"
+            hint = f"from_pretrained(..., quantization_config={_DEQUANTIZING})"
+            yield Problem(NEEDS, tensor.name, fact, hint, _DEQUANTIZING)
+
+
+def _experts(s: Subject) -> Iterator[Problem]:
+    """vLLM's experts of a layer have one scheme, that of down included."""
+    if s.loader != "vllm":
+        return
+    layers: dict[int | None, dict[Quantized, str]] = {}
+    for parameter, tensor, encoding in s.quantized:
+        if parameter.role.startswith("mlp.experts."):
+            layers.setdefault(parameter.layer, {}).setdefault(encoding, tensor.name)
+    for found in layers.values():
+        if len(found) > 1:
+            labels = ", ".join(sorted(encoding.label for encoding in found))
+            fact = f"vllm wants one scheme for all linears of experts, and there are {labels}"
+            yield Problem(ERROR, next(iter(found.values())), fact, "give all parts of experts one scheme")
+
+
+def _requantized(s: Subject) -> Iterator[Problem]:
+    """Stacked parts with a scale each get one for all."""
+    if s.loader != "vllm":
+        return
+    for entry in s.architecture.fused.values():
+        parts = [s.tensors[part.name].encoding for part in entry.members if part.name in s.tensors]
+        apart = [e for e in parts if isinstance(e, Codebook) and e.table == "e4m3" and e.group_rows is None]
+        if len(apart) > 1 and not entry.fusion.per_expert:
+            fact = f"vllm stacks its {len(apart)} parts, and quantizes them again unless they have one scale"
+            yield Problem(NOTE, entry.whole.name, fact)
+
+
+def _cpu_kernels(s: Subject) -> Iterator[Problem]:
+    """What vLLM's build for CPUs multiplies: int4, int8 with int8 inputs, and FP8 with a scale per row."""
+    if s.loader != "vllm" or s.device != "cpu":
+        return
+    eight_bit_inputs = any(product.widths == "W8A8" for product in s.products)
+    for parameter, tensor, encoding in s.quantized:
+        what = encoding.label
+        if parameter.kind == "embedding":
+            what = f"a quantized embedding ({what})"
+        elif isinstance(encoding, AffineInt):
+            if encoding.bits == 4 and s.dtype is DType.F32:
+                fact = "vllm on a CPU stops at the first prompt for int4 in float32"
+                yield Problem(ERROR, tensor.name, fact, "serve with --dtype bfloat16")
+                continue
+            if encoding.bits == 4 or (encoding.bits == 8 and eight_bit_inputs):
+                continue
+        elif isinstance(encoding, Codebook) and encoding.table == "e4m3" and encoding.label == "e4m3-channel":
+            continue
+        fact = f"vllm has no kernel for {what} on a CPU"
+        yield Problem(ERROR, tensor.name, fact, "`qconvert convert`, or `quantize --bits 4`: int4 runs")
+
+
+SCHEME_RULES = (_one_setting, _zero_points, _experts, _requantized, _cpu_kernels)

@@ -1,0 +1,67 @@
+"""Declares activation schemes: how loaders quantize the inputs of a linear before they multiply.
+
+A checkpoint's config says it of its linears; nothing of it is in the weights, but for scales that are stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from qconvert.core.dtypes import DType
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationScheme:
+    """How the rows that a linear multiplies are quantized: integers, or with `floats` E4M3 or E2M1.
+
+    One scale is shared by all rows ("tensor"), by a row ("token"), or by each `group_size` columns of a row
+    ("group"). `dynamic` scales are of the numbers at hand; others are stored, one for each linear.
+    `scale_dtype` is the type that scales are rounded to; E4M3 ones are of numbers times a stored global
+    scale (NVFP4), E8M0 ones powers of two (MXFP4). `outliers` is, of LLM.int8, the magnitude from which on a
+    whole column stays as it is (infinity: none does). `stored` names the arrays, beside the weight's, of the
+    scale (or the global scale) and of the zero point, where there are some.
+    """
+
+    bits: int
+    floats: bool
+    shared_by: Literal["tensor", "token", "group"]
+    group_size: int | None = None
+    dynamic: bool = True
+    symmetric: bool = True
+    scale_dtype: DType = DType.F32
+    outliers: float | None = None
+    stored: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What inputs are rounded to, in words: `int8 per token`, `fp8 per group of 128`, `static int8`."""
+        kind = f"{'fp' if self.floats else 'int'}{self.bits}{'' if self.symmetric else '-asym'}"
+        if not self.dynamic:
+            return f"static {kind}"
+        shared = f"group of {self.group_size}" if self.shared_by == "group" else self.shared_by
+        return f"{kind} per {shared}{'' if self.outliers in (None, inf) else ' but for outliers'}"
+
+
+@dataclass(frozen=True, slots=True)
+class InputQuantization:
+    """The scheme of one linear's inputs, and what is stored for it: a scale, or a global one, and a zero."""
+
+    scheme: ActivationScheme
+    scale: float = 1.0
+    zero: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """The products of some linears: `W8A8` for weights of 8 bits and inputs of 8 bits, A16 for exact inputs.
+
+    `inputs` are the labels of their schemes, none for exact ones.
+    """
+
+    widths: str
+    inputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.widths} (inputs {' and '.join(self.inputs)})" if self.inputs else self.widths
