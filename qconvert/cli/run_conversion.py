@@ -15,7 +15,7 @@ from qconvert.cli.exit_codes import after_the_work
 from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
 from qconvert.cli.progress import compile_kernels, progress
 from qconvert.core.sizes import parse_size
-from qconvert.errors import BadRecipe
+from qconvert.errors import BadRecipe, UnsupportedModel
 
 if TYPE_CHECKING:
     from qconvert.calibrate.calibration import Calibration
@@ -77,6 +77,15 @@ class Flags:
             check_idle({"--text": self.texts, "--tokens": self.tokens, "--window": self.window}, aims=aims)
             check_idle({"--inputs": self.inputs != "quantized"}, aims=False)
             return None
+        if method == "awq" and aims:
+            raise BadRecipe(
+                "--method awq: given beside a target, which would not know what scaling wins",
+                "leave out one of the two",
+            )
+        if method == "awq" and self.statistics is not None:
+            idle = {"--text": self.texts, "--tokens": self.tokens, "--window": self.window}
+            check_idle(idle, aims=False)
+            return None
         if self.statistics is not None:
             raise BadRecipe(
                 f"--calibration: --method {self.method} measures its own statistics",
@@ -84,6 +93,8 @@ class Flags:
             )
         from qconvert.calibrate.calibration import Calibration
 
+        if method == "awq":
+            _require_decoder(source)
         text = self.read_text(source, DEFAULT_TOKENS)
         return Calibration(text.tokens_BT, text.record, method, shift=self.inputs == "quantized")
 
@@ -100,6 +111,7 @@ class Flags:
 
     def request(self, command: str, recipe: Recipe, **more: Any) -> Request:
         """The request of a command with this recipe; `more` are other fields of it."""
+        from qconvert.calibrate.calibration import METHODS
         from qconvert.core.dtypes import DTYPE_BY_CODE
         from qconvert.plan.request import Request
 
@@ -109,8 +121,22 @@ class Flags:
             dtype=DTYPE_BY_CODE[self.dtype.upper()] if self.dtype else None,
             allow_unknown=self.allow_unknown,
             allow_nonfinite=self.allow_nonfinite,
+            scale_inputs=METHODS[self.method] == "awq",
             **more,
         )
+
+
+def _require_decoder(source: OpenedModel) -> None:
+    """Raise UnsupportedModel for a family whose inputs cannot be measured here."""
+    from qconvert.runtime.config import DecoderConfig
+
+    try:
+        DecoderConfig.of(source.checkpoint.architecture)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            f"{error.fact}, so what its weights read cannot be measured",
+            "give --calibration FILE: an importance matrix that llama-imatrix measured",
+        ) from error
 
 
 Ask = Callable[["OpenedModel"], "Request"]
@@ -166,7 +192,7 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
             click.echo(f"Warning: {warning}", err=True)
     chosen = chooser.lines() if chooser else []
     lines, extra = [*chosen, *report.lines()], {"target": chooser.to_json()} if chooser else {}
-    if job.calibration is not None:
+    if job.calibration is not None and job.calibration.method != "awq":
         _tell_needs(job, flags)
     if flags.dry_run:
         _print(lines, lambda: report.plan_json() | extra, "dry run: nothing was written", report.path, flags)

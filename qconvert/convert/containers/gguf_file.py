@@ -167,6 +167,9 @@ class GGUFFileContainer:
     def bytes_needed(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
 
+    def of(self, compiled: Compiled) -> GGUFFileContainer:
+        return replace(self, compiled=compiled)
+
     def default_out(self, suffix: str) -> Path:
         return Path(self.identity.file_name(self.gguf.file_type.name))
 

@@ -1,0 +1,131 @@
+"""Puts the factors of inputs into a plan: into every row slice of what makes them, and of what reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.models import Architecture, Parameter
+from qconvert.models.scale_pairs import ScalableInput
+from qconvert.ops import Cast
+from qconvert.plan.plan import Factors, Plan, RowSlice, Unit
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScaledInput:
+    """An input whose channels are scaled: columns of its readers times `factors_I`, its sources divided.
+
+    `factors_I` float32 [I]; `power` is the exponent of the input's magnitudes that they were chosen with,
+    `error` what the readers' outputs lose, as a share of what they lose without factors.
+    """
+
+    input: ScalableInput
+    factors_I: np.ndarray
+    power: float
+    error: float
+
+
+def parameters_in(piece: RowSlice, architecture: Architecture) -> Iterator[tuple[Parameter, RowSlice]]:
+    """The parameters that have rows in a slice, each with those rows."""
+    entry = architecture.fused.get(piece.tensor.name)
+    parameter = architecture.parameter(piece.tensor.name)
+    if entry is None:
+        if parameter is not None:
+            yield parameter, piece
+        return
+    for run, rows in zip(entry.runs, entry.rows, strict=True):
+        shared = _shared(rows, range(piece.start, piece.stop, piece.step))
+        if shared:
+            yield (
+                entry.members[run.member],
+                replace(piece, start=shared[0], stop=shared[-1] + 1, step=shared.step),
+            )
+
+
+def _shared(a: range, b: range) -> range:
+    """The numbers that two ranges share, one of which takes every number, or both the same steps."""
+    step = max(a.step, b.step)
+    first, last = max(a.start, b.start), min(a.stop, b.stop)
+    stepped = a if a.step == step else b
+    first += (stepped.start - first) % step
+    other = b if stepped is a else a
+    if first >= last or (first - other.start) % other.step:
+        return range(0)
+    return range(first, last, step)
+
+
+def with_factors(plan: Plan, architecture: Architecture, scaled: Iterable[ScaledInput]) -> Plan:
+    """The plan that reads every source divided, and every reader multiplied, by the factors of their input.
+
+    What stays plain is rounded to the type that it has in the plan.
+    """
+    tensors = {piece.tensor.name: piece.tensor for unit in plan.units for piece in unit.inputs}
+    found = factors_by_tensor(tensors.values(), architecture, scaled)
+
+    def one(unit: Unit) -> Unit:
+        factors = [found.get(piece.tensor.name) for piece in unit.inputs]
+        if not any(factors):
+            return unit
+        inputs = tuple(
+            replace(piece, factors=each or Factors())
+            for piece, each in zip(unit.inputs, factors, strict=True)
+        )
+        encoding = unit.output.encoding
+        ops = (*unit.ops, Cast(encoding.dtype)) if isinstance(encoding, Unquantized) else unit.ops
+        return replace(unit, inputs=inputs, ops=ops)
+
+    return plan.each(one)
+
+
+def factors_by_tensor(
+    tensors: Iterable[ModelTensor], architecture: Architecture, scaled: Iterable[ScaledInput]
+) -> dict[str, Factors]:
+    """What the numbers of stored tensors, fused or not, are scaled by, of those that are."""
+    columns: dict[str, np.ndarray] = {}
+    divisors: dict[str, tuple[np.ndarray, float]] = {}
+    for each in scaled:
+        columns |= {reader.name: each.factors_I for reader in each.input.readers}
+        for source in each.input.sources:
+            divisors[source.name] = each.factors_I, each.input.offset if source.param == "weight" else 0.0
+    found = {}
+    for tensor in tensors:
+        members = _members(tensor, architecture)
+        if any(member.name in columns or member.name in divisors for member in members):
+            found[tensor.name] = _factors(tensor, architecture, members, columns, divisors)
+    return found
+
+
+def _members(tensor: ModelTensor, architecture: Architecture) -> Sequence[Parameter]:
+    entry, parameter = architecture.fused.get(tensor.name), architecture.parameter(tensor.name)
+    return entry.members if entry else [parameter] if parameter else []
+
+
+def _factors(
+    tensor: ModelTensor,
+    architecture: Architecture,
+    members: Sequence[Parameter],
+    columns: Mapping[str, np.ndarray],
+    divisors: Mapping[str, tuple[np.ndarray, float]],
+) -> Factors:
+    import numpy as np
+
+    entry = architecture.fused.get(tensor.name)
+    each = len(entry.fusion.members) if entry is not None and entry.fusion.per_expert else len(members)
+    firsts = members[::each]  # of every expert; members that share an input have the same columns
+    offset, divisors_R, columns_KI = 0.0, None, None
+    if any(member.name in columns for member in members):
+        ones_I = np.ones(tensor.width, np.float32)
+        columns_KI = np.stack([columns.get(member.name, ones_I) for member in firsts])
+    if entry is None and members[0].name in divisors:
+        divisors_R, offset = divisors[members[0].name]
+    elif entry is not None and any(member.name in divisors for member in members):
+        divisors_R = np.ones(tensor.rows, np.float32)
+        for run, rows in zip(entry.runs, entry.rows, strict=True):
+            if (found := divisors.get(members[run.member].name)) is not None:
+                divisors_R[rows.start : rows.stop : rows.step] = found[0][run.start : run.stop]
+    return Factors(columns_KI, divisors_R, offset)
