@@ -137,7 +137,7 @@ def _mean_squares(each: ScalableInput, statistics: StatisticsSource) -> np.ndarr
     if key.expert is None:
         return statistics.second_moments(key)
     keys = [key for key in map(input_key, each.readers) if key in statistics]
-    return np.mean([statistics.second_moments(key) for key in keys], axis=0, dtype=np.float32)
+    return np.stack([statistics.second_moments(key) for key in keys]).mean(axis=0, dtype=np.float32)
 
 
 def _chosen(
@@ -151,9 +151,8 @@ def _chosen(
     if len(squares_I) != each.channels or not samples:
         return none
     plain, best = 0.0, none
-    for power, factors_I in candidates(squares_I):
-        if norm is not None:
-            factors_I = _as_stored(each, factors_I, norm, reader)
+    for power, asked_I in candidates(squares_I):
+        factors_I = asked_I if norm is None else _as_stored(each, asked_I, norm, reader)
         loss = sum(sample.share * _loss(sample, factors_I, squares_I) for sample in samples)
         if power == 0:
             plain = loss
@@ -182,10 +181,10 @@ def _loss(sample: _Sample, factors_I: np.ndarray, squares_I: np.ndarray) -> floa
             assert isinstance(made, DenseRows)
             value = made
             continue
-        if op.needs_reduction:
-            op = op.finalize(op.reduce(value))  # of these rows: nearly that of all
         given = (RowStatistics(0, value.rows, moments_I),) if sample.unit.statistics else ()
-        made, _ = op.apply(value, given)
+        # The reduction of these rows is nearly that of all.
+        encode = op.finalize(op.reduce(value)) if op.needs_reduction else op
+        made, _ = encode.apply(value, given)
         break
     lost_RI = numbers(value, DType.F32).rows_RI - numbers(made, DType.F32).rows_RI
     return float(np.einsum("ri,ri,i->", lost_RI, lost_RI, moments_I, dtype=np.float64))

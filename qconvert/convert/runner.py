@@ -331,7 +331,9 @@ def rows_statistics(
         RowStatistics(
             max(i * each, start) - start,
             min((i + 1) * each, stop) - start,
-            moved_with_columns(scaled_moments(source.second_moments(unit.statistics[i]), unit, i * each), unit.ops),
+            moved_with_columns(
+                scaled_moments(source.second_moments(unit.statistics[i]), unit, i * each), unit.ops
+            ),
             source.rounding(unit.statistics[i]),
         )
         for i in range(start // each, -(-stop // each))

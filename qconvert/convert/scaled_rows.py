@@ -26,7 +26,7 @@ def scaled_rows(value: Value, piece: RowSlice) -> Value:
 
 
 def scaled_moments(moments_I: np.ndarray, unit: Unit, row: int) -> np.ndarray:
-    """The mean squares of what a row of a unit reads, where its columns are scaled: the inputs are divided."""
+    """The mean squares of what a row of a unit reads: inputs are divided where its columns are scaled."""
     for piece in unit.inputs:
         if row >= piece.rows:
             row -= piece.rows
@@ -35,5 +35,6 @@ def scaled_moments(moments_I: np.ndarray, unit: Unit, row: int) -> np.ndarray:
         if columns_KI is None or columns_KI.shape[1] != len(moments_I):
             return moments_I
         run = (piece.start + row * piece.step) // (piece.tensor.rows // len(columns_KI))
-        return moments_I / columns_KI[run] ** 2
+        scaled_I: np.ndarray = moments_I / columns_KI[run] ** 2
+        return scaled_I
     return moments_I

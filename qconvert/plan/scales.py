@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.models import Architecture, Parameter
 from qconvert.models.scale_pairs import ScalableInput
@@ -28,6 +29,21 @@ class ScaledInput:
     factors_I: np.ndarray
     power: float
     error: float
+
+
+def record_of(scaled: Sequence[ScaledInput]) -> Json:
+    """What a manifest says of the inputs that could be scaled, and of each that is, by what makes it."""
+    sources = {
+        each.input.name: {
+            "power": each.power,
+            "factors": [float(f"{bound:.6g}") for bound in (each.factors_I.min(), each.factors_I.max())],
+            "readers": len(each.input.readers),
+            "error": float(f"{each.error:.6g}"),
+        }
+        for each in scaled
+        if each.power
+    }
+    return {"method": "awq", "inputs": len(scaled), "sources": sources}
 
 
 def parameters_in(piece: RowSlice, architecture: Architecture) -> Iterator[tuple[Parameter, RowSlice]]:

@@ -10,8 +10,8 @@ from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.protocols import Layout
 from qconvert.models import Architecture, Binding
-from qconvert.plan.facts import SourceFacts
 from qconvert.models.scale_pairs import ScalableInput
+from qconvert.plan.facts import SourceFacts
 from qconvert.plan.loader_notices import Notice
 from qconvert.plan.plan import Plan
 from qconvert.plan.request import Request

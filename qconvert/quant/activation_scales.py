@@ -34,9 +34,7 @@ def candidates(mean_squares_I: np.ndarray) -> Iterator[tuple[float, np.ndarray]]
         yield power, (factors_I / np.sqrt(factors_I.max() * factors_I.min())).astype(np.float32)
 
 
-def factors_of_norm(
-    weight_I: np.ndarray, factors_I: np.ndarray, offset: float, dtype: DType
-) -> np.ndarray:
+def factors_of_norm(weight_I: np.ndarray, factors_I: np.ndarray, offset: float, dtype: DType) -> np.ndarray:
     """The factors by which a norm's weights are really divided once they are stored as `dtype`.
 
     `(w + offset) / factors - offset` is rounded; readers whose columns are multiplied by what this returns,

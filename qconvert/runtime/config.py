@@ -36,10 +36,10 @@ class DecoderConfig:
 
     `shapes` has every parameter of the unfused model. `windows[i]` is the number of positions, its own
     included, that a token attends to in layer i; None stands for all of them. `norm_offset` is added to the
-    weights of norms. `local_rope` is the rotary embedding of layers with a window where it is another one. `score_scale` (None: 1 / sqrt(head_dim)) and
-    `score_cap` apply to attention scores, `qkv_limit` clamps queries, keys and values, `logit_scale`
-    multiplies and `logit_cap` bounds the logits. `activation` is `silu`, `gelu`, `gelu_tanh` or `clamped`,
-    whose `clamp` is (alpha, limit).
+    weights of norms. `local_rope` is the rotary embedding of layers with a window where it is another one.
+    `score_scale` (None: 1 / sqrt(head_dim)) and `score_cap` apply to attention scores, `qkv_limit` clamps
+    queries, keys and values, `logit_scale` multiplies and `logit_cap` bounds the logits. `activation` is
+    `silu`, `gelu`, `gelu_tanh` or `clamped`, whose `clamp` is (alpha, limit).
     """
 
     model_type: str

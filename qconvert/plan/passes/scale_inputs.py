@@ -76,7 +76,6 @@ def _refuse_codes(state: Compiled, inputs: list[ScalableInput]) -> None:
             encoding = piece.tensor.encoding
             if names & involved and not isinstance(encoding, Unquantized):
                 raise BadRecipe(
-                    f"{piece.tensor.name}: already quantized ({encoding.label}); its numbers would have to be "
-                    "scaled",
+                    f"{piece.tensor.name}: already quantized ({encoding.label}); its numbers would be scaled",
                     "start from the 16-bit model, or run `qconvert dequantize` first",
                 )
