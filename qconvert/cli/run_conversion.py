@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import click
 
-from qconvert.cli.exit_codes import after_the_work
+from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
 from qconvert.cli.progress import compile_kernels, progress
 from qconvert.core.sizes import parse_size
@@ -77,14 +77,7 @@ class Flags:
             check_idle({"--text": self.texts, "--tokens": self.tokens, "--window": self.window}, aims=aims)
             check_idle({"--inputs": self.inputs != "quantized"}, aims=False)
             return None
-        if method == "awq" and aims:
-            raise BadRecipe(
-                "--method awq: given beside a target, which would not know what scaling wins",
-                "leave out one of the two",
-            )
         if method == "awq" and self.statistics is not None:
-            idle = {"--text": self.texts, "--tokens": self.tokens, "--window": self.window}
-            check_idle(idle, aims=False)
             return None
         if self.statistics is not None:
             raise BadRecipe(
@@ -97,6 +90,20 @@ class Flags:
             _require_decoder(source)
         text = self.read_text(source, DEFAULT_TOKENS)
         return Calibration(text.tokens_BT, text.record, method, shift=self.inputs == "quantized")
+
+    def check(self, *, aims: bool) -> None:
+        """Raise BadRecipe for options that --method awq does not go with."""
+        if self.method != "awq":
+            return
+        if aims:
+            raise BadRecipe(
+                "--method awq: given beside a target, which would not know what scaling wins",
+                "leave out one of the two",
+            )
+        given = {"--text": self.texts, "--tokens": self.tokens, "--window": self.window}
+        idle = next((name for name, value in given.items() if value), None)
+        if self.statistics is not None and idle:
+            raise BadRecipe(f"{idle}: --calibration has what is measured", "leave out one of the two")
 
     def read_text(self, source: OpenedModel, most: int) -> CalibrationText:
         """The calibration text in the tokens of a model: `most` where no number was asked for."""
@@ -170,6 +177,8 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     from qconvert.convert.execute import execute, open_model, prepare
     from qconvert.formats.io.local_file import require_free_disk
 
+    with typed():
+        flags.check(aims=isinstance(ask, Explained))
     _check_before_download(model, ask, flags)
     chooser = ask if isinstance(ask, Explained) else None
     known = chooser.request if chooser else None if callable(ask) else ask

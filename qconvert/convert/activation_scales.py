@@ -56,7 +56,7 @@ def with_scales(job: Job) -> Job:
     architecture, jobs = compiled.architecture, job.options.jobs
     scaled = choose_factors(compiled.plan, compiled.scalable, architecture, statistics, reader, jobs)
     plan = with_factors(compiled.plan, architecture, [each for each in scaled if each.power])
-    compiled = replace(compiled, plan=plan, scaled=tuple(scaled))
+    compiled = replace(compiled, plan=plan, scalable=(), scaled=tuple(scaled))
     return replace(job, compiled=compiled, container=job.container.of(compiled))
 
 
