@@ -323,7 +323,7 @@ def test_what_cannot_be_scaled_is_refused(assets: Path, qwen: Path, tmp_path: Pa
     )
     failed(
         ran,
-        "model.layers.0.self_attn.q_proj.weight: already quantized (int8-g128); its numbers would be scaled",
+        "model.layers.0.mlp.down_proj.weight: already quantized (int8-g128); its numbers would be scaled",
         "start from the 16-bit model, or run `qconvert dequantize` first",
     )
     assert not (tmp_path / "out").exists()

@@ -19,12 +19,13 @@ from qconvert.checkpoint.facts import column_groups, numbers_of
 from qconvert.convert.runner import read_slice
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.core.factors import Factors
 from qconvert.core.protocols import Reader
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, Value
 from qconvert.ops import Order
 from qconvert.plan.passes.activation_order import orders_of, undo
 from qconvert.plan.passes.fuse import rows_of_part, rows_of_parts
-from qconvert.plan.plan import Factors, RowSlice, copy_of, rows_within, whole
+from qconvert.plan.plan import RowSlice, copy_of, rows_within, whole
 from qconvert.quant.casts import Difference, cast, compare
 from qconvert.quant.dequantize import column_scales, numbers
 

@@ -17,10 +17,11 @@ from qconvert.convert.runner import gather
 from qconvert.convert.scaled_rows import scaled_rows
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor
+from qconvert.core.factors import Factors
 from qconvert.core.protocols import Reader, Rows
 from qconvert.core.values import Value
 from qconvert.models.scale_pairs import ScalableInput, scalable_inputs
-from qconvert.plan.plan import Factors, RowSlice
+from qconvert.plan.plan import RowSlice
 from qconvert.plan.scales import ScaledInput, factors_by_tensor
 from qconvert.quant.casts import cast
 

@@ -11,8 +11,8 @@ from qconvert.check.compare import TensorDifference, compare_checkpoints, locate
 from qconvert.check.scaled import factors_between, mismatch
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.dtypes import Json
+from qconvert.core.factors import Factors
 from qconvert.plan.loader_notices import notice_lines, notices
-from qconvert.plan.plan import Factors
 from qconvert.plan.scales import factors_by_tensor
 
 

@@ -201,7 +201,9 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
             click.echo(f"Warning: {warning}", err=True)
     chosen = chooser.lines() if chooser else []
     lines, extra = [*chosen, *report.lines()], {"target": chooser.to_json()} if chooser else {}
-    if job.calibration is not None and job.calibration.method != "awq":
+    if job.compiled.scalable:
+        _tell_scaling(job, flags)
+    elif job.calibration is not None:
         _tell_needs(job, flags)
     if flags.dry_run:
         _print(lines, lambda: report.plan_json() | extra, "dry run: nothing was written", report.path, flags)
@@ -217,6 +219,14 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
         _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags)
         if flags.talks and (line := advice(job)):
             click.echo(line, err=True)
+
+
+def _tell_scaling(job: Job, flags: Flags) -> None:
+    """One line on the inputs that may be scaled, and on what they are measured."""
+    inputs, calibration = len(job.compiled.scalable), job.calibration
+    measured = f", measured on {calibration.tokens_BT.size:,} tokens of text" if calibration else ""
+    if flags.talks:
+        click.echo(f"{inputs} inputs whose channels may be scaled{measured}", err=True)
 
 
 def _tell_needs(job: Job, flags: Flags) -> None:

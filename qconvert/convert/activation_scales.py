@@ -137,7 +137,8 @@ def _mean_squares(each: ScalableInput, statistics: StatisticsSource) -> np.ndarr
     if key.expert is None:
         return statistics.second_moments(key)
     keys = [key for key in map(input_key, each.readers) if key in statistics]
-    return np.stack([statistics.second_moments(key) for key in keys]).mean(axis=0, dtype=np.float32)
+    squares_EI = np.stack([statistics.second_moments(key) for key in keys])
+    return np.asarray(squares_EI.mean(axis=0), np.float32)
 
 
 def _chosen(

@@ -24,12 +24,13 @@ from qconvert.convert.run_errors import (
 )
 from qconvert.convert.scaled_rows import scaled_moments, scaled_rows
 from qconvert.core.encodings import Unquantized
+from qconvert.core.factors import Factors
 from qconvert.core.protocols import ArrayRows, Layout, Reader, Rows, Sink
 from qconvert.core.statistics import RowStatistics, StatisticsSource
 from qconvert.core.values import DenseRows, Value, stack_rows
 from qconvert.formats.io.local_file import octets
 from qconvert.ops import Op, OutputError
-from qconvert.plan.plan import Factors, Plan, RowSlice, Unit
+from qconvert.plan.plan import Plan, RowSlice, Unit
 
 if TYPE_CHECKING:
     import numpy as np

@@ -19,10 +19,22 @@ def scaled_rows(value: Value, piece: RowSlice) -> Value:
 
     assert isinstance(value, DenseRows) and piece.factors is not None, piece
     factors, row_R = piece.factors, np.arange(piece.start, piece.stop, piece.step)
-    columns_KI, divisors_R = factors.columns_KI, factors.divisors_R
-    if columns_KI is not None and len(columns_KI) > 1:
-        columns_KI = columns_KI[row_R // (piece.tensor.rows // len(columns_KI))]
-    return rescaled(value, columns_KI, None if divisors_R is None else divisors_R[row_R], factors.offset)
+    columns_RI, divisors_R = None, None
+    if any(columns_I is not None for columns_I in factors.columns):
+        ones_I = np.ones(piece.tensor.width, np.float32)
+        columns_KI = np.stack([ones_I if each is None else each for each in factors.columns])
+        columns_RI = columns_KI[row_R // _rows_of_run(piece)] if len(columns_KI) > 1 else columns_KI
+    if factors.divisors:
+        whole_R = np.ones(piece.tensor.rows, np.float32)
+        for rows, divided in factors.divisors:
+            whole_R[rows.start : rows.stop : rows.step] = divided
+        divisors_R = whole_R[row_R]
+    return rescaled(value, columns_RI, divisors_R, factors.offset)
+
+
+def _rows_of_run(piece: RowSlice) -> int:
+    """The number of rows of a tensor that have the same factors of columns."""
+    return piece.tensor.rows // len(piece.factors.columns) if piece.factors else piece.tensor.rows
 
 
 def scaled_moments(moments_I: np.ndarray, unit: Unit, row: int) -> np.ndarray:
@@ -31,10 +43,10 @@ def scaled_moments(moments_I: np.ndarray, unit: Unit, row: int) -> np.ndarray:
         if row >= piece.rows:
             row -= piece.rows
             continue
-        columns_KI = piece.factors.columns_KI if piece.factors else None
-        if columns_KI is None or columns_KI.shape[1] != len(moments_I):
+        columns = piece.factors.columns if piece.factors else (None,)
+        columns_I = columns[(piece.start + row * piece.step) // _rows_of_run(piece)]
+        if columns_I is None or len(columns_I) != len(moments_I):
             return moments_I
-        run = (piece.start + row * piece.step) // (piece.tensor.rows // len(columns_KI))
-        scaled_I: np.ndarray = moments_I / columns_KI[run] ** 2
+        scaled_I: np.ndarray = moments_I / columns_I**2
         return scaled_I
     return moments_I

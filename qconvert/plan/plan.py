@@ -10,30 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from qconvert.core.encodings import Encoding, ModelTensor, Unquantized
+from qconvert.core.factors import Factors
 from qconvert.core.statistics import StatisticsKey
 from qconvert.models import Binding
 from qconvert.ops import Op
 
-if TYPE_CHECKING:
-    import numpy as np
-
 Certificate = Literal["exact", "measured", "cast", "folded", "dequantized", "quantized", "requantized"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Factors:
-    """What the numbers of a source tensor, of R rows of I columns, become as they are read, in float32.
-
-    `(w * columns + offset) / divisors - offset`. `columns_KI` float32: for K runs of R / K consecutive rows
-    (experts) each; `divisors_R` float32: of every row. None changes nothing.
-    """
-
-    columns_KI: np.ndarray | None = None
-    divisors_R: np.ndarray | None = None
-    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

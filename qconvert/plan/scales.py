@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.core.factors import Factors, Floats
 from qconvert.models import Architecture, Parameter
 from qconvert.models.scale_pairs import ScalableInput
 from qconvert.ops import Cast
-from qconvert.plan.plan import Factors, Plan, RowSlice, Unit
-
-if TYPE_CHECKING:
-    import numpy as np
+from qconvert.plan.plan import Plan, RowSlice, Unit
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +23,7 @@ class ScaledInput:
     """
 
     input: ScalableInput
-    factors_I: np.ndarray
+    factors_I: Floats
     power: float
     error: float
 
@@ -102,8 +99,8 @@ def factors_by_tensor(
     tensors: Iterable[ModelTensor], architecture: Architecture, scaled: Iterable[ScaledInput]
 ) -> dict[str, Factors]:
     """What the numbers of stored tensors, fused or not, are scaled by, of those that are."""
-    columns: dict[str, np.ndarray] = {}
-    divisors: dict[str, tuple[np.ndarray, float]] = {}
+    columns: dict[str, Floats] = {}
+    divisors: dict[str, tuple[Floats, float]] = {}
     for each in scaled:
         columns |= {reader.name: each.factors_I for reader in each.input.readers}
         for source in each.input.sources:
@@ -125,23 +122,23 @@ def _factors(
     tensor: ModelTensor,
     architecture: Architecture,
     members: Sequence[Parameter],
-    columns: Mapping[str, np.ndarray],
-    divisors: Mapping[str, tuple[np.ndarray, float]],
+    columns: Mapping[str, Floats],
+    divisors: Mapping[str, tuple[Floats, float]],
 ) -> Factors:
-    import numpy as np
-
     entry = architecture.fused.get(tensor.name)
-    each = len(entry.fusion.members) if entry is not None and entry.fusion.per_expert else len(members)
-    firsts = members[::each]  # of every expert; members that share an input have the same columns
-    offset, divisors_R, columns_KI = 0.0, None, None
-    if any(member.name in columns for member in members):
-        ones_I = np.ones(tensor.width, np.float32)
-        columns_KI = np.stack([columns.get(member.name, ones_I) for member in firsts])
-    if entry is None and members[0].name in divisors:
-        divisors_R, offset = divisors[members[0].name]
-    elif entry is not None and any(member.name in divisors for member in members):
-        divisors_R = np.ones(tensor.rows, np.float32)
-        for run, rows in zip(entry.runs, entry.rows, strict=True):
-            if (found := divisors.get(members[run.member].name)) is not None:
-                divisors_R[rows.start : rows.stop : rows.step] = found[0][run.start : run.stop]
-    return Factors(columns_KI, divisors_R, offset)
+    if entry is None:
+        name = members[0].name
+        if name not in divisors:
+            return Factors((columns.get(name),))
+        divided, offset = divisors[name]
+        return Factors((columns.get(name),), ((range(tensor.rows), divided),), offset)
+    each = len(entry.fusion.members) if entry.fusion.per_expert else len(members)
+    # Members that are fused read one input: the first of every expert has the columns of all.
+    of_runs = tuple(columns.get(member.name) for member in members[::each])
+    same = all(columns_I is of_runs[0] for columns_I in of_runs)
+    rows = tuple(
+        (rows, divisors[members[run.member].name][0][run.start : run.stop])
+        for run, rows in zip(entry.runs, entry.rows, strict=True)
+        if members[run.member].name in divisors
+    )
+    return Factors(of_runs[:1] if same else of_runs, rows)
