@@ -27,6 +27,7 @@ from qconvert.core.schemes import parse_scheme
 from qconvert.core.values import DenseRows
 from qconvert.models.scale_pairs import scalable_inputs
 from qconvert.models.statistics_keys import input_key
+from qconvert.plan.passes.scale_inputs import statistics_key
 from qconvert.plan.passes.transcode import Target
 from qconvert.plan.recipe import Recipe, parse_rule
 from qconvert.plan.request import GGUFTarget, Request
@@ -35,9 +36,10 @@ from qconvert.quant.activation_scales import POWERS, candidates, factors_of_norm
 from qconvert.quant.casts import cast
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder
+from tests import decoder_models
 from tests.commands import failed, files_of, made, qconvert
 from tests.gguf_models import imatrix_dat
-from tests.models import tiny, tiny_config, tiny_shapes
+from tests.models import byte_tokenizer, tiny, tiny_config, tiny_shapes
 from tests.test_calibrated import text
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -353,3 +355,39 @@ def test_weights_that_are_kept_are_scaled_with_the_others(qwen: Path, tmp_path: 
     kinds = {name: entry["certificate"]["kind"] for name, entry in manifest["tensors"].items()}
     assert kinds["model.layers.0.mlp.up_proj.weight"] == "folded"
     assert not verify(open_checkpoint(tmp_path / "out"), open_checkpoint(qwen)).problems
+
+
+@pytest.mark.parametrize("kind", ["int4-g32", "gguf-q4_0"])
+def test_experts_are_scaled_each_by_its_own(kind: str, tmp_path: Path) -> None:
+    """Stored as stacks by the class, as linears by layouts of integers, as stacks again in GGUF."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 320, "norm_topk_prob": True}
+    layers = {"num_hidden_layers": 2, "mlp_only_layers": []}
+    model = decoder_models.tiny("qwen3_moe", **sizes, **heads, **layers)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "layernorm" in name:
+                weight.mul_(torch.exp(torch.randn_like(weight)))
+    model.save_pretrained(tmp_path / "m")
+    byte_tokenizer().save(str(tmp_path / "m" / "tokenizer.json"))
+    job = with_scales(job_of(tmp_path / "m", kind))
+    statistics = job.compiled.request.statistics
+    assert statistics is not None
+    weighted = prepare(
+        open_model(str(tmp_path / "m")), replace(request_of(kind), statistics=statistics), RunOptions()
+    )
+    suffix = ".gguf" if kind.startswith("gguf-") else ""
+    outs = [tmp_path / f"{name}{suffix}" for name in ("weighted", "scaled")]
+    execute(weighted, outs[0])
+    execute(job, outs[1])
+    inputs = scalable_inputs(job.source.checkpoint.architecture)
+    keys = {each.name: statistics_key(each, statistics) for each in inputs}
+    squares = {name: statistics.second_moments(key) for name, key in keys.items() if key is not None}
+    # Each of two layers has six experts, whose up makes what their own down reads.
+    experts = [each for each in job.compiled.scaled if ".experts." in each.input.sources[0].role]
+    assert len(experts) == 12 and sum(bool(each.power) for each in experts) > 1
+    plain, scaled = (losses(each, out, squares) for each, out in zip((weighted, job), outs, strict=True))
+    for each in experts:
+        assert scaled[each.input.name] == pytest.approx(each.error * plain[each.input.name], rel=0.1)
+    assert sum(scaled.values()) < 0.97 * sum(plain.values())
+    assert not verify(open_checkpoint(outs[1]), open_checkpoint(tmp_path / "m")).problems
