@@ -37,8 +37,9 @@ ENCODINGS: dict[str, tuple[str, ...]] = {
     },
 }
 """The commands that write an encoding, by its name."""
-METHODS = ("nearest", "weighted", "feedback", "two-sided")
-"""`weighted` is nearest codes with scales weighed by statistics of `qconvert calibrate`."""
+METHODS = ("nearest", "weighted", "awq", "feedback", "two-sided")
+"""`weighted` is nearest codes with scales weighed by statistics of `qconvert calibrate`; `awq` reads the same
+statistics."""
 NEEDS_STATISTICS = ("iq2_xs",)
 
 
@@ -102,6 +103,8 @@ def _flags(encoding: str, method: str, statistics: Path, read: Sequence[str]) ->
         if method == "nearest" and encoding in NEEDS_STATISTICS:
             return None
         return () if method == "nearest" else ("--calibration", str(statistics))
+    if method == "awq":
+        return ("--method", method, "--calibration", str(statistics))
     return None if encoding in NEEDS_STATISTICS else ("--method", method, *read)
 
 

@@ -11,11 +11,12 @@ from qconvert.core.statistics import StatisticsKey
 if TYPE_CHECKING:
     import numpy as np
 
-Method = Literal["nearest", "feedback", "two-sided"]
-"""How codes are chosen: each at the nearest number, or together, so that errors make up for one another:
-those of a row's columns, or those of rows too."""
+Method = Literal["nearest", "awq", "feedback", "two-sided"]
+"""How codes are chosen: each at the nearest number, of columns that are scaled by what they read or not; or
+together, so that errors make up for one another: those of a row's columns, or those of rows too."""
 METHODS: dict[str, Method] = {
     "nearest": "nearest",
+    "awq": "awq",
     "feedback": "feedback",
     "gptq": "feedback",
     "two-sided": "two-sided",
@@ -37,6 +38,7 @@ class Calibration:
 
     Two-sided: gradients come from the first windows, of `gradient_tokens` tokens at least; `output_rows`
     consecutive rows of a weight make up for one another's errors; `output_damping` is that of E[g g^T].
+    AWQ needs the mean squares of the original model's inputs alone.
     """
 
     tokens_BT: np.ndarray

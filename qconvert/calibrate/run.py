@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from qconvert.calibrate.backward import measure_gradients
@@ -16,6 +17,7 @@ from qconvert.calibrate.transformers_engine import TransformersModel
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.dialogue import dialogue_of
 from qconvert.checkpoint.open import Checkpoint
+from qconvert.core.dtypes import Json
 from qconvert.errors import UnsupportedModel
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import find_device
@@ -86,6 +88,14 @@ def calibrate(
     gradients = measure_gradients(decoder, tokens_BT, scratch=scratch, observe=sums, progress=tell)
     found = sums.statistics(config.shapes, text.tokens_BT, config.vocab)
     return StoredStatistics(found, model, texts, gradients=gradients.moments)
+
+
+def statistics_on(checkpoint: Checkpoint, name: str, tokens_BT: np.ndarray, record: Json) -> StoredStatistics:
+    """The same on windows of tokens, int64 [B, T], which `record` describes (`CalibrationText.record`)."""
+    config = DecoderConfig.of(checkpoint.architecture)
+    decoder = load_decoder(config, CheckpointWeights(checkpoint), on_demand=True)
+    found = collect_statistics(decoder, tokens_BT)
+    return StoredStatistics(found, model_record(name, checkpoint.architecture), (record,))
 
 
 def calibrate_elsewhere(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from qconvert.checkpoint.gguf_model import GGUFModel
 from qconvert.checkpoint.open import Checkpoint
-from qconvert.convert.containers.gguf_file import REORDERED
+from qconvert.convert.containers.gguf_file import REORDERED, SCALING
 from qconvert.convert.manifest import FILE_NAME
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import GgmlBlocks, ModelTensor
@@ -16,7 +16,7 @@ from qconvert.core.values import DenseRows
 from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import file_sha256
-from qconvert.formats.io.strict_json import read_json_object
+from qconvert.formats.io.strict_json import parse_json_object, read_json_object
 from qconvert.quant.casts import first_nonfinite
 from qconvert.quant.dequantize import numbers
 from qconvert.report.tables import count
@@ -60,6 +60,44 @@ def reordered_in(checkpoint: Checkpoint) -> frozenset[str]:
     if not checkpoint.path.is_dir() or not path.is_file():
         return frozenset()
     return frozenset(name for name, entry in _recorded(path)[1].items() if entry.get("reordered"))
+
+
+def scaling_in(checkpoint: Checkpoint) -> Json:
+    """What the manifest, or a GGUF's own key, says of inputs whose channels are scaled (`plan.scales`).
+
+    `sources` of it are what makes them, by name; empty where nothing is scaled.
+    """
+    if isinstance(checkpoint.files, GGUFModel):
+        entry = checkpoint.files.kv.get(SCALING)
+        found = parse_json_object(str(entry.value).encode(), SCALING) if entry else {}
+    else:
+        path = checkpoint.path / FILE_NAME
+        exists = checkpoint.path.is_dir() and path.is_file()
+        found = (read_json_object(path, max_bytes=1 << 28) if exists else {}).get("scaling", {})
+    sources = found.get("sources", {}) if isinstance(found, dict) else None
+    if not isinstance(sources, dict) or not all(map(_is_scaled, sources.values())):
+        raise CorruptCheckpoint(
+            f"{checkpoint.path.name}: says of scaled inputs what qconvert does not write",
+            "write the output again, or remove the file",
+        )
+    return {"sources": sources}
+
+
+def errors_in(checkpoint: Checkpoint) -> dict[str, float]:
+    """The relative error of every quantized weight, as the manifest has it; of a GGUF file none are known."""
+    path = checkpoint.path / FILE_NAME
+    if not checkpoint.path.is_dir() or not path.is_file():
+        return {}
+    errors = {name: entry.get("error") for name, entry in _recorded(path)[1].items()}
+    found = {name: error.get("relative_rms") for name, error in errors.items() if isinstance(error, dict)}
+    return {name: error for name, error in found.items() if isinstance(error, float)}
+
+
+def _is_scaled(source: object) -> bool:
+    factors = source.get("factors") if isinstance(source, dict) else None
+    return (
+        isinstance(factors, list) and len(factors) == 2 and all(isinstance(f, float | int) for f in factors)
+    )
 
 
 def _recorded(path: Path) -> tuple[list[Json], dict[str, Json]]:

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qconvert.check.scaled import ScaledReader
 from qconvert.checkpoint.facts import column_groups, numbers_of
 from qconvert.convert.runner import read_slice
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.core.factors import Factors
 from qconvert.core.protocols import Reader
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, Value
 from qconvert.ops import Order
@@ -40,7 +42,8 @@ class TensorDifference:
     `status` is "equal", "differs", "shape", "only in A" or "only in B". `max_steps` is the largest
     difference in units of B's quantization scale, None when B's tensor has none of its own (plain numbers,
     and GGML blocks with scales of scales); `quantized` tells whether B's numbers are coded, `encoding` what
-    as; `rounded` that B's plain numbers are A's, rounded to B's type.
+    as; `rounded` that B's plain numbers are A's, rounded to B's type; `scaled` that A's numbers were scaled
+    as B's are before they were compared.
     """
 
     name: str
@@ -52,6 +55,7 @@ class TensorDifference:
     quantized: bool = False
     encoding: str = ""
     rounded: bool = False
+    scaled: bool = False
 
     @property
     def relative_rms(self) -> float:
@@ -70,18 +74,20 @@ def relative_rms(sum_sq_diff: float, sum_sq_a: float) -> float:
 
 
 def compare_checkpoints(
-    a: Checkpoint, b: Checkpoint, reordered: Collection[str] = ()
+    a: Checkpoint, b: Checkpoint, reordered: Collection[str] = (), scaled: Mapping[str, Factors] | None = None
 ) -> Iterator[TensorDifference]:
     """Every tensor of A in order, then those that only B has.
 
-    `reordered` are tensors of B whose rows or columns lie as they do after A's activation order is undone.
+    `reordered` are tensors of B whose rows or columns lie as they do after A's activation order is undone;
+    `scaled` are what tensors of A are multiplied by to be those of B.
     """
     used: set[str] = set()
     orders: dict[str, tuple[Order, Order]] = {}
     if reordered:
         plan, _, _ = undo(copy_of(a.bind(allow_unknown=True)), a.architecture, column_groups(a))
         orders = {u.output.name: orders_of(u) for u in plan.units if u.output.name in reordered}
-    reader_a = _Reordered(a.reader, orders)
+    scaled = scaled or {}
+    reader_a = _Reordered(ScaledReader(a.reader, scaled), orders)
     for name, tensor in a.tensors.items():
         if name in a.ignored:
             continue
@@ -98,7 +104,8 @@ def compare_checkpoints(
         else:
             found = _compare_pairs(reader_a, tensor, b.reader, pairs, role)
             names = (piece.tensor.name for pair in pairs for piece in pair.b)
-            yield _computed(found, [b.computed[n] for n in names if n in b.computed])
+            found = _computed(found, [b.computed[n] for n in names if n in b.computed])
+            yield replace(found, scaled=name in scaled)
     for name, tensor in b.tensors.items():
         if name in used or name in b.ignored:
             continue
@@ -115,7 +122,7 @@ def compare_checkpoints(
 class _Reordered:
     """A reader that gives the numbers of some tensors in other orders; one of them is kept whole."""
 
-    reader: Reader
+    reader: ScaledReader
     orders: Mapping[str, tuple[Order, Order]]
     kept: tuple[str, DenseRows | None] = ("", None)
 

@@ -26,8 +26,8 @@ _OPTIONS = (
         type=click.Choice(list(METHODS)),
         default="nearest",
         show_default=True,
-        help="Choose every code by itself, those of a row together on a text (feedback, or gptq), "
-        "or those of many rows (two-sided, or yaqa).",
+        help="Choose every code by itself, of plain columns or of scaled ones (awq), those of a row together "
+        "on a text (feedback, or gptq), or those of many rows (two-sided, or yaqa).",
     ),
     click.option(
         "--text",

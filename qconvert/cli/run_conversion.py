@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import click
 
-from qconvert.cli.exit_codes import after_the_work
+from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
 from qconvert.cli.progress import compile_kernels, progress
 from qconvert.core.sizes import parse_size
-from qconvert.errors import BadRecipe
+from qconvert.errors import BadRecipe, UnsupportedModel
 
 if TYPE_CHECKING:
     from qconvert.calibrate.calibration import Calibration
@@ -77,6 +77,8 @@ class Flags:
             check_idle({"--text": self.texts, "--tokens": self.tokens, "--window": self.window}, aims=aims)
             check_idle({"--inputs": self.inputs != "quantized"}, aims=False)
             return None
+        if method == "awq" and self.statistics is not None:
+            return None
         if self.statistics is not None:
             raise BadRecipe(
                 f"--calibration: --method {self.method} measures its own statistics",
@@ -84,8 +86,24 @@ class Flags:
             )
         from qconvert.calibrate.calibration import Calibration
 
+        if method == "awq":
+            _require_decoder(source)
         text = self.read_text(source, DEFAULT_TOKENS)
         return Calibration(text.tokens_BT, text.record, method, shift=self.inputs == "quantized")
+
+    def check(self, *, aims: bool) -> None:
+        """Raise BadRecipe for options that --method awq does not go with."""
+        if self.method != "awq":
+            return
+        if aims:
+            raise BadRecipe(
+                "--method awq: given beside a target, which would not know what scaling wins",
+                "leave out one of the two",
+            )
+        given = {"--text": self.texts, "--tokens": self.tokens, "--window": self.window}
+        idle = next((name for name, value in given.items() if value), None)
+        if self.statistics is not None and idle:
+            raise BadRecipe(f"{idle}: --calibration has what is measured", "leave out one of the two")
 
     def read_text(self, source: OpenedModel, most: int) -> CalibrationText:
         """The calibration text in the tokens of a model: `most` where no number was asked for."""
@@ -100,6 +118,7 @@ class Flags:
 
     def request(self, command: str, recipe: Recipe, **more: Any) -> Request:
         """The request of a command with this recipe; `more` are other fields of it."""
+        from qconvert.calibrate.calibration import METHODS
         from qconvert.core.dtypes import DTYPE_BY_CODE
         from qconvert.plan.request import Request
 
@@ -109,8 +128,22 @@ class Flags:
             dtype=DTYPE_BY_CODE[self.dtype.upper()] if self.dtype else None,
             allow_unknown=self.allow_unknown,
             allow_nonfinite=self.allow_nonfinite,
+            scale_inputs=METHODS[self.method] == "awq",
             **more,
         )
+
+
+def _require_decoder(source: OpenedModel) -> None:
+    """Raise UnsupportedModel for a family whose inputs cannot be measured here."""
+    from qconvert.runtime.config import DecoderConfig
+
+    try:
+        DecoderConfig.of(source.checkpoint.architecture)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(
+            f"{error.fact}, so what its weights read cannot be measured",
+            "give --calibration FILE: an importance matrix that llama-imatrix measured",
+        ) from error
 
 
 Ask = Callable[["OpenedModel"], "Request"]
@@ -144,6 +177,8 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     from qconvert.convert.execute import execute, open_model, prepare
     from qconvert.formats.io.local_file import require_free_disk
 
+    with typed():
+        flags.check(aims=isinstance(ask, Explained))
     _check_before_download(model, ask, flags)
     chooser = ask if isinstance(ask, Explained) else None
     known = chooser.request if chooser else None if callable(ask) else ask
@@ -166,7 +201,9 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
             click.echo(f"Warning: {warning}", err=True)
     chosen = chooser.lines() if chooser else []
     lines, extra = [*chosen, *report.lines()], {"target": chooser.to_json()} if chooser else {}
-    if job.calibration is not None:
+    if job.compiled.scalable:
+        _tell_scaling(job, flags)
+    elif job.calibration is not None:
         _tell_needs(job, flags)
     if flags.dry_run:
         _print(lines, lambda: report.plan_json() | extra, "dry run: nothing was written", report.path, flags)
@@ -182,6 +219,14 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
         _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags)
         if flags.talks and (line := advice(job)):
             click.echo(line, err=True)
+
+
+def _tell_scaling(job: Job, flags: Flags) -> None:
+    """One line on the inputs that may be scaled, and on what they are measured."""
+    inputs, calibration = len(job.compiled.scalable), job.calibration
+    measured = f", measured on {calibration.tokens_BT.size:,} tokens of text" if calibration else ""
+    if flags.talks:
+        click.echo(f"{inputs} inputs whose channels may be scaled{measured}", err=True)
 
 
 def _tell_needs(job: Job, flags: Flags) -> None:

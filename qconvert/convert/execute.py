@@ -82,12 +82,14 @@ def prepare(
         request = replace(request, statistics=open_statistics(statistics, checkpoint.architecture))
     if calibration is not None:
         request = replace(
-            request, statistics=PlannedStatistics(calibration.record, tied=_tied(checkpoint, request))
+            request,
+            statistics=PlannedStatistics(calibration.record, tied=_tied(checkpoint, request)),
+            scale_inputs=calibration.method == "awq",
         )
     layout = _layout(source, request)
     facts = gather_facts(checkpoint, binding, request)
     compiled = compile_request(request, binding, facts, layout)
-    if calibration is not None:
+    if calibration is not None and calibration.method != "awq":
         _refuse_idle(compiled.plan, calibration)
     if not compiled.is_gguf:
         return Job(source, compiled, SafetensorsFolder(source, compiled, options), options, calibration)
@@ -132,6 +134,10 @@ def execute(job: Job, out: Path, listen: Listener = lambda done: None) -> Result
     Raises what a run can refuse (`convert.run_errors`), CheckFailed when the disk holds other bytes than
     were written, OutputExists when the name is taken.
     """
+    if job.compiled.scalable:
+        from qconvert.convert.activation_scales import with_scales
+
+        job = with_scales(job)
     with job.container.create(out) as output:
         outcome = Outcome()
         for name, values in job.container.constants.items():
@@ -173,7 +179,7 @@ def _run(job: Job, output: OpenOutput) -> Generator[BlockDone, None, None]:
         sink, layout = output.sink, job.container.layout
         return run(plan, checkpoint.reader, layout, sink, terms, position, statistics, made, granule)
 
-    if job.calibration is None:
+    if job.calibration is None or job.calibration.method == "awq":
         source = request.statistics
         return run_plan(job.compiled.plan, partial(rows_statistics, source=source) if source else None)
     from qconvert.convert.calibrated import run_in_waves

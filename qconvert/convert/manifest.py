@@ -28,6 +28,7 @@ from qconvert.plan.passes.tensor_parallel_padding import zeros_added
 from qconvert.plan.passes.transcode import Target
 from qconvert.plan.plan import Unit
 from qconvert.plan.request import Request
+from qconvert.plan.scales import record_of
 from qconvert.plan.state import Compiled
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def manifest(
         **({"conversion": _conversion(target)} if target else {}),
         **_measured(compiled, outcome),
         **({"target": request.chosen} if request.chosen else {}),
+        **({"scaling": record_of(compiled.scaled)} if compiled.scaled else {}),
         "totals": {
             "tensors": table.tensors,
             "parameters": table.parameters,

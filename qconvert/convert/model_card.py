@@ -102,7 +102,21 @@ def _loss(manifest: Json) -> list[str]:
         kind = "statistics of their inputs" if "texts" in weighed else "importance matrix"
         what = f"Errors of {weighed['tensors']} tensors are weighed by the {kind}"
         lines.append(f"{what} `{weighed['file']}`{text}.")
-    return lines + _calibration(manifest)
+    return lines + _scaling(manifest) + _calibration(manifest)
+
+
+def _scaling(manifest: Json) -> list[str]:
+    """The inputs whose channels are scaled, and what their readers lose less for it."""
+    sources = manifest.get("scaling", {}).get("sources")
+    if not sources:
+        return []
+    bounds = [bound for source in sources.values() for bound in source["factors"]]
+    inputs = f"{len(sources)} of {manifest['scaling']['inputs']} inputs"
+    return [
+        f"Columns that read {inputs} are multiplied by {min(bounds):.3g} to {max(bounds):.3g}, and the norms "
+        "or linears before them divided (AWQ): the model computes what the source does, and columns that "
+        "matter lose less.",
+    ]
 
 
 def _calibration(manifest: Json) -> list[str]:

@@ -22,7 +22,9 @@ from qconvert.convert.run_errors import (
     refuse_overflow,
     require_same_constants,
 )
+from qconvert.convert.scaled_rows import scaled_moments, scaled_rows
 from qconvert.core.encodings import Unquantized
+from qconvert.core.factors import Factors
 from qconvert.core.protocols import ArrayRows, Layout, Reader, Rows, Sink
 from qconvert.core.statistics import RowStatistics, StatisticsSource
 from qconvert.core.values import DenseRows, Value, stack_rows
@@ -243,6 +245,7 @@ def cut(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> list[Block]
         return [Block(unit, 0, 0, 0)]
     encoding = unit.source.encoding
     nbytes = encoding.dtype.nbytes if isinstance(encoding, Unquantized) else 1
+    nbytes = max(nbytes, 4) if unit.is_scaled else nbytes
     per_row = max(1, unit.source.width * (nbytes + SCRATCH_PER_WEIGHT))
     step = lcm(granule, layout.row_alignment(output), *(op.granule for op in unit.ops))
     rows = max(step, limit // per_row // step * step)
@@ -329,14 +332,16 @@ def rows_statistics(
         RowStatistics(
             max(i * each, start) - start,
             min((i + 1) * each, stop) - start,
-            _moved_with_columns(source.second_moments(unit.statistics[i]), unit.ops),
+            moved_with_columns(
+                scaled_moments(source.second_moments(unit.statistics[i]), unit, i * each), unit.ops
+            ),
             source.rounding(unit.statistics[i]),
         )
         for i in range(start // each, -(-stop // each))
     )
 
 
-def _moved_with_columns(moments_I: np.ndarray, ops: tuple[Op, ...]) -> np.ndarray:
+def moved_with_columns(moments_I: np.ndarray, ops: tuple[Op, ...]) -> np.ndarray:
     """What was measured of columns, where operations move them before codes are chosen, or append zeros."""
     import numpy as np
 
@@ -371,8 +376,9 @@ def read_slice(reader: Rows, piece: RowSlice) -> Value:
     if piece.zeros_like is not None:
         from qconvert.quant.zero_padding import zero_rows
 
-        return zero_rows(reader.read(piece.tensor, piece.zeros_like, piece.zeros_like + 1), piece.rows)
+        zeros = zero_rows(reader.read(piece.tensor, piece.zeros_like, piece.zeros_like + 1), piece.rows)
+        return scaled_rows(zeros, replace(piece, factors=Factors())) if piece.factors is not None else zeros
     value = reader.read(piece.tensor, piece.start, piece.stop)
-    if piece.step == 1:
-        return value
-    return value.with_arrays(tuple(np.ascontiguousarray(array[:: piece.step]) for array in value.arrays))
+    if piece.step != 1:
+        value = value.with_arrays(tuple(np.ascontiguousarray(array[:: piece.step]) for array in value.arrays))
+    return value if piece.factors is None else scaled_rows(value, piece)

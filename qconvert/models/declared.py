@@ -73,6 +73,8 @@ class Declaration:
             fusions=tuple(replace(f, module=self._rename(f.module)) for f in base.fusions),
             keys={**base.keys, **dict(self.keys)},
             spellings=(),
+            # Another matrix may read what a norm makes.
+            scale_pairs=() if any(len(slot.shape) > 1 for slot in self.slots) else base.scale_pairs,
         )
 
     def _renamed(self, slot: ParameterTemplate) -> ParameterTemplate:

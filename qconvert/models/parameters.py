@@ -84,6 +84,26 @@ class Fusion:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalePair:
+    """What makes an input channel by channel, and every weight that reads it.
+
+    Channels of `source` may be divided by positive numbers and the columns of `readers` multiplied by them:
+    the model computes the same. `source` is the role of a norm, or of a linear whose outputs reach the
+    readers as they are or times something else. A pair has those of the readers that the layer has and no
+    earlier pair of the family does. Where the config sets one of the keys in `unless`, something else comes
+    between, and there is no pair.
+    """
+
+    source: str
+    readers: tuple[str, ...]
+    unless: tuple[str, ...] = ()
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.source
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """The declaration of models built alike.
 
@@ -99,7 +119,8 @@ class Family:
     outside the language model (they are copied) with what they belong to; `{layers}` in them is the number of
     layers. `tied_by` is the config key that ties the head to the embedding. `note` is a remark for the table
     of supported models. `guess` states what was assumed of an undeclared family. `mlx_experts` is the module
-    in which mlx-lm's class holds the experts of a layer.
+    in which mlx-lm's class holds the experts of a layer. `scale_pairs` are the inputs whose channels may be
+    scaled, each channel in one pair at most; `norm_offset` is added to the weights of norms (Gemma's 1).
     """
 
     name: str
@@ -119,6 +140,8 @@ class Family:
     note: str = ""
     guess: str = ""
     mlx_experts: str = "switch_mlp"
+    scale_pairs: tuple[ScalePair, ...] = ()
+    norm_offset: float = 0.0
 
     @property
     def mlx_stacks(self) -> tuple[Fusion, ...]:

@@ -20,6 +20,7 @@ from qconvert.plan.passes.fuse import fuse, unfuse
 from qconvert.plan.passes.output_config import write_config
 from qconvert.plan.passes.output_layout import bring_into_layout, restack_for_class
 from qconvert.plan.passes.quantize import quantize
+from qconvert.plan.passes.scale_inputs import find_scalable_inputs
 from qconvert.plan.passes.tensor_parallel_padding import pad_to_ranks
 from qconvert.plan.passes.tie import tie_head
 from qconvert.plan.passes.weigh import weigh_errors
@@ -41,6 +42,7 @@ FOLDER: tuple[Pass, ...] = (
     quantize,
     bring_into_layout,
     weigh_errors,
+    find_scalable_inputs,
     refuse_ggml_blocks,
     check_finite,
     write_config,
@@ -76,6 +78,7 @@ def _gguf_file() -> tuple[Pass, ...]:
         choose_block_types,
         order_as_stored,
         encode_blocks,
+        find_scalable_inputs,
         carry_nvfp4_factors,
         check_finite,
     )

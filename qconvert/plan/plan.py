@@ -13,18 +13,20 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from qconvert.core.encodings import Encoding, ModelTensor, Unquantized
+from qconvert.core.factors import Factors
 from qconvert.core.statistics import StatisticsKey
 from qconvert.models import Binding
 from qconvert.ops import Op
 
-Certificate = Literal["exact", "measured", "cast", "dequantized", "quantized", "requantized"]
+Certificate = Literal["exact", "measured", "cast", "folded", "dequantized", "quantized", "requantized"]
 
 
 @dataclass(frozen=True, slots=True)
 class RowSlice:
     """Rows [start, stop) of a source tensor, or every `step`-th of them.
 
-    With `zeros_like`, the number of a row, as many rows of zeros with that row's scales instead.
+    With `zeros_like`, the number of a row, as many rows of zeros with that row's scales instead. With
+    `factors`, those of the whole tensor, plain numbers are read as what they become.
     """
 
     tensor: ModelTensor
@@ -32,6 +34,7 @@ class RowSlice:
     stop: int
     step: int = 1
     zeros_like: int | None = None
+    factors: Factors | None = None
 
     @property
     def rows(self) -> int:
@@ -78,6 +81,11 @@ class Unit:
         return self.inputs[0].tensor
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether rows or columns are scaled as they are read."""
+        return any(piece.factors is not None for piece in self.inputs)
+
+    @property
     def quantizes(self) -> bool:
         return any(op.quantizes for op in self.ops)
 
@@ -91,6 +99,8 @@ class Unit:
         found = {op.certificate(self.source.encoding) for op in self.ops}
         if "quantized" in found:
             return "quantized" if isinstance(self.source.encoding, Unquantized) else "requantized"
+        if self.is_scaled:
+            return "folded"
         if "dequantized" in found:
             return "dequantized"
         if "cast" in found:

@@ -40,8 +40,9 @@ class Request:
     `recipe` says what to quantize, fuse and tie; `unfuse` (the roles of fused tensors to be cut) and
     `dequantize` undo; `dtype` casts plain float tensors and gives dequantized ones and new scales their
     type. `target` is the layout, or the GGUF file, that the weights are brought into; None keeps the
-    source's layout. `statistics` weigh the errors of new codes. `chosen` is the record of what a target made
-    of every weight, and at what price; it goes into the output as it is.
+    source's layout. `statistics` weigh the errors of new codes; with `scale_inputs`, the channels of inputs
+    are scaled by them, too (AWQ). `chosen` is the record of what a target made of every weight, and at what
+    price; it goes into the output as it is.
     """
 
     command: str
@@ -51,6 +52,7 @@ class Request:
     unfuse: tuple[str, ...] = ()
     dequantize: bool = False
     statistics: StatisticsSource | None = None
+    scale_inputs: bool = False
     allow_unknown: bool = False
     allow_nonfinite: bool = False
     chosen: Json | None = None

@@ -10,10 +10,12 @@ from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.protocols import Layout
 from qconvert.models import Architecture, Binding
+from qconvert.models.scale_pairs import ScalableInput
 from qconvert.plan.facts import SourceFacts
 from qconvert.plan.loader_notices import Notice
 from qconvert.plan.plan import Plan
 from qconvert.plan.request import Request
+from qconvert.plan.scales import ScaledInput
 
 if TYPE_CHECKING:
     from qconvert.models.gguf.declaration import Facts
@@ -43,7 +45,8 @@ class Compiled:
 
     `request`, `binding`, `facts` and `layout` are what was asked and what is known of the source;
     `architecture` is that of the output, `tied` whether its head is its embedding, `config` its
-    config.json, `gguf` what a GGUF file has besides; `warnings` and `notices` are for the user.
+    config.json, `gguf` what a GGUF file has besides; `warnings` and `notices` are for the user. `scalable`
+    are the inputs whose channels are to be scaled, `scaled` those that are, once the factors are chosen.
     """
 
     request: Request
@@ -57,6 +60,8 @@ class Compiled:
     config: Json = field(default_factory=dict)
     notices: tuple[Notice, ...] = ()
     gguf: GGUFPlan | None = None
+    scalable: tuple[ScalableInput, ...] = ()
+    scaled: tuple[ScaledInput, ...] = ()
 
     @property
     def outputs(self) -> dict[str, ModelTensor]:

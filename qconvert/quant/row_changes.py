@@ -66,6 +66,21 @@ def scaled(value: DenseRows, factor: float) -> DenseRows:
     return DenseRows(rows_RI.astype(np.float32, copy=False), DType.F32)
 
 
+def rescaled(
+    value: DenseRows, columns_RI: np.ndarray | None, divisors_R: np.ndarray | None, offset: float
+) -> DenseRows:
+    """Returns `(w * columns + offset) / divisors - offset` in float32.
+
+    `columns_RI` float32 [R, I] or [1, I], `divisors_R` float32 [R]; None stands for ones.
+    """
+    rows_RI = cast(value, DType.F32)[0].rows_RI
+    if columns_RI is not None:
+        rows_RI = rows_RI * columns_RI
+    if divisors_R is not None:
+        rows_RI = (rows_RI + np.float32(offset)) / divisors_R[:, None] - np.float32(offset)
+    return DenseRows(np.ascontiguousarray(rows_RI, np.float32), DType.F32)
+
+
 def swapped(rows_RI: np.ndarray, outer: int, inner: int) -> np.ndarray:
     """Reorders columns from `outer` groups of `inner` groups each to `inner` groups of `outer` each."""
     groups = rows_RI.reshape(len(rows_RI), outer, inner, -1)

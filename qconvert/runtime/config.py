@@ -35,11 +35,11 @@ class DecoderConfig:
     """The shape of a decoder: its parameters, heads, rotary embeddings, attention windows, experts.
 
     `shapes` has every parameter of the unfused model. `windows[i]` is the number of positions, its own
-    included, that a token attends to in layer i; None stands for all of them. `local_rope` is the rotary
-    embedding of layers with a window where it is another one. `score_scale` (None: 1 / sqrt(head_dim)) and
-    `score_cap` apply to attention scores, `qkv_limit` clamps queries, keys and values, `logit_scale`
-    multiplies and `logit_cap` bounds the logits. `activation` is `silu`, `gelu`, `gelu_tanh` or `clamped`,
-    whose `clamp` is (alpha, limit).
+    included, that a token attends to in layer i; None stands for all of them. `norm_offset` is added to the
+    weights of norms. `local_rope` is the rotary embedding of layers with a window where it is another one.
+    `score_scale` (None: 1 / sqrt(head_dim)) and `score_cap` apply to attention scores, `qkv_limit` clamps
+    queries, keys and values, `logit_scale` multiplies and `logit_cap` bounds the logits. `activation` is
+    `silu`, `gelu`, `gelu_tanh` or `clamped`, whose `clamp` is (alpha, limit).
     """
 
     model_type: str
@@ -53,6 +53,7 @@ class DecoderConfig:
     rope: Rope
     local_rope: Rope | None
     norm_eps: float
+    norm_offset: float
     windows: tuple[int | None, ...]
     tied: bool
     experts: Experts | None
@@ -130,6 +131,7 @@ class DecoderConfig:
             rope=rope,
             local_rope=None if local is None else read_rope(local, interleaved=graph.interleaved_rope),
             norm_eps=graph.fixed_eps or _optional(settings, graph.norm_eps) or 1e-6,
+            norm_offset=architecture.family.norm_offset,
             windows=_windows(settings, architecture.layers, graph),
             tied=architecture.tied,
             experts=_experts(architecture, settings, graph),

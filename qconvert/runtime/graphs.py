@@ -33,14 +33,13 @@ class Graph:
     """What the models of a family compute; the defaults are Llama's.
 
     `activation` and `norm_eps` are config keys; `fixed_eps` stands where no key does. `layer_norm` subtracts
-    the mean, as RMS norms do not; `norm_offset` is added to the weights of norms; `weightless_norms` says
-    that the norms before both blocks have no parameters. `parallel`: both blocks read the same
-    normalised input. `slides` is the rule for layers with a window, `explicit_layers` whether `layer_types`
-    overrides it, `window_flag` whether `sliding_window` counts only beside `use_sliding_window: true`
-    (Qwen2.5 configs carry a window of 131072 beside `false`). `rope_with_window`: only layers with a window
-    are rotated; `partial_rope`: a part of each head may be. `normalise_experts`: whether the weights of a
-    token's experts sum to 1 (None: `norm_topk_prob`). `clamped_swiglu` is gpt-oss' activation.
-    `gelu_is_tanh`: the config says gelu and means the tanh form.
+    the mean, as RMS norms do not; `weightless_norms` says that the norms before both blocks have no
+    parameters. `parallel`: both blocks read the same normalised input. `slides` is the rule for layers with a
+    window, `explicit_layers` whether `layer_types` overrides it, `window_flag` whether `sliding_window`
+    counts only beside `use_sliding_window: true` (Qwen2.5 configs carry a window of 131072 beside `false`).
+    `rope_with_window`: only layers with a window are rotated; `partial_rope`: a part of each head may be.
+    `normalise_experts`: whether the weights of a token's experts sum to 1 (None: `norm_topk_prob`).
+    `clamped_swiglu` is gpt-oss' activation. `gelu_is_tanh`: the config says gelu and means the tanh form.
     """
 
     activation: str = "hidden_act"
@@ -49,7 +48,6 @@ class Graph:
     norm_eps: str = "rms_norm_eps"
     fixed_eps: float | None = None
     layer_norm: bool = False
-    norm_offset: float = 0.0
     weightless_norms: bool = False
     parallel: bool = False
     scaled_embedding: bool = False
@@ -68,7 +66,6 @@ MISTRAL = Graph(slides=lambda settings, i: True)
 QWEN2 = Graph(slides=lambda settings, i: i >= _edge(settings), explicit_layers=True, window_flag=True)
 GEMMA = Graph(
     gelu_is_tanh=True,
-    norm_offset=1.0,
     scaled_embedding=True,
     defaults={"hidden_act": "gelu_pytorch_tanh", "max_position_embeddings": 8192},
 )

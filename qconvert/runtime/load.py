@@ -263,10 +263,10 @@ class _Loader:
             value = self.weights.get(role, i)
             if value is None:
                 raise _missing(role, i, "weight")
-            changed = graph.norm_offset or scale != 1
+            changed = self.config.norm_offset or scale != 1
             # What is added to or multiplied into a weight stays in float32: it would not fit bf16.
             weight = self.vector(role, i, value, dtype=torch.float32 if changed else self.dtype)
-            weight = (weight + graph.norm_offset) * scale if changed else weight
+            weight = (weight + self.config.norm_offset) * scale if changed else weight
         elif not weightless and role != "final_norm":
             return None
         tap = Tap(InputKey((role,), i), self.observers.norms)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from qconvert.convert.runner import Outcome, WrittenRows
+    from qconvert.plan.state import Compiled
 
 
 class OpenOutput(Protocol):
@@ -53,6 +54,10 @@ class Container(Protocol):
     @property
     def bytes_needed(self) -> int:
         """Bytes of disk that the output takes, but for a few pages of text."""
+        ...
+
+    def of(self, compiled: Compiled) -> Container:
+        """This container for another plan of the same output."""
         ...
 
     def default_out(self, suffix: str) -> Path:

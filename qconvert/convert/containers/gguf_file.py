@@ -34,6 +34,7 @@ from qconvert.models.gguf.keys import file_keys
 from qconvert.plan.gguf.constants import constants_of
 from qconvert.plan.gguf.mixture import visit_order
 from qconvert.plan.passes.activation_order import reordered
+from qconvert.plan.scales import record_of
 from qconvert.plan.state import Compiled, GGUFPlan
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ REORDERED = "qconvert.reordered"
 CALIBRATION = "qconvert.calibration"
 # Our own key: what a target made of every weight and at what price, as JSON (`target` in a manifest).
 TARGET = "qconvert.target"
+# Our own key: the inputs whose channels are scaled, as JSON (`scaling` in the manifest of a folder).
+SCALING = "qconvert.scaling"
 # llama.cpp tells Phi-3 by its name, and looks these tokens up without asking whether they are there
 # (llama_vocab::impl::load in src/llama-vocab.cpp).
 _PHI3_NAMES = ("phi-3", "phi3")
@@ -142,6 +145,8 @@ class GGUFFileContainer:
         elif isinstance(statistics, PlannedStatistics):
             # One string, as `calibration` in the manifest of a folder: keys that llama.cpp does not know.
             measured = (KV.text(CALIBRATION, json.dumps(statistics.record)),)
+        if self.compiled.scaled:
+            own.append(KV.text(SCALING, json.dumps(record_of(self.compiled.scaled))))
         return (*keys, *measured, *own)
 
     def check(self) -> None:
@@ -166,6 +171,9 @@ class GGUFFileContainer:
     @property
     def bytes_needed(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors)
+
+    def of(self, compiled: Compiled) -> GGUFFileContainer:
+        return replace(self, compiled=compiled)
 
     def default_out(self, suffix: str) -> Path:
         return Path(self.identity.file_name(self.gguf.file_type.name))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +60,9 @@ class SafetensorsFolder:
         beside = self.source.checkpoint.files.sidecars
         copied = sum(path.stat().st_size for path in beside.copied)
         return sum(file.size for file in self._files) + copied + sum(map(len, beside.made.values()))
+
+    def of(self, compiled: Compiled) -> SafetensorsFolder:
+        return replace(self, compiled=compiled)
 
     def default_out(self, suffix: str) -> Path:
         return Path(f"{self.source.location.name}-{suffix}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from qconvert.core.config_json import count, divided, optional_int, positive_int, whole_numbers
 from qconvert.core.dtypes import Json
-from qconvert.models.parameters import Dimensions, Fusion, ParameterTemplate
+from qconvert.models.parameters import Dimensions, Fusion, ParameterTemplate, ScalePair
 
 LAYER = "model.layers.{layer}."
 QKV = Fusion("attn.qkv", LAYER + "self_attn.qkv_proj", ("attn.q", "attn.k", "attn.v"))
@@ -60,6 +60,33 @@ MLP_NORM = norm("mlp.norm", LAYER + "post_attention_layernorm")
 Q_NORM = norm("attn.q_norm", LAYER + "self_attn.q_norm", "head_dim")
 K_NORM = norm("attn.k_norm", LAYER + "self_attn.k_norm", "head_dim")
 ROUTER = router(LAYER + "mlp.gate")
+
+# Inputs whose channels may be scaled (llm-compressor's and llm-awq's mappings, and the classes themselves).
+# A norm before a block is read by the block alone, unless the residual begins behind it.
+_AFTER_NORM = ("apply_residual_connection_post_layernorm",)
+_MLP_READERS = (
+    "mlp.gate",
+    "mlp.up",
+    "mlp.router",
+    "mlp.shared_gate",
+    "mlp.shared.gate",
+    "mlp.shared.up",
+    "mlp.experts.{expert}.gate",
+    "mlp.experts.{expert}.up",
+)
+ATTN_INPUT = ScalePair("attn.norm", ("attn.q", "attn.k", "attn.v"), unless=_AFTER_NORM)
+MLP_INPUT = ScalePair("mlp.norm", _MLP_READERS, unless=_AFTER_NORM)
+BLOCKS_INPUT = ScalePair("attn.norm", (*ATTN_INPUT.readers, *_MLP_READERS), unless=_AFTER_NORM)
+# A channel of values is weighed over positions, and clamped in some models; only where no heads share it is
+# it one column of the output projection.
+VALUES = ScalePair("attn.v", ("attn.o",), unless=("clip_qkv",))
+# What a gated block multiplies by the activated gate.
+GATED = (
+    ScalePair("mlp.up", ("mlp.down",)),
+    ScalePair("mlp.shared.up", ("mlp.shared.down",)),
+    ScalePair("mlp.experts.{expert}.up", ("mlp.experts.{expert}.down",)),
+)
+SCALE_PAIRS = (ATTN_INPUT, MLP_INPUT, VALUES, *GATED)
 
 ROTARY_BUFFERS = (
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",

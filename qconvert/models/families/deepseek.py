@@ -12,7 +12,7 @@ from qconvert.core.config_json import count, flag, optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.models.families import common as c
 from qconvert.models.families.llama import MISTRAL
-from qconvert.models.parameters import Dimensions, ParameterTemplate
+from qconvert.models.parameters import Dimensions, ParameterTemplate, ScalePair
 
 SHARED_EXPERTS = c.gated_mlp(c.LAYER + "mlp.shared_experts.", "mlp.shared.", "shared_rows")
 SPARSE_MLP = (*c.gated_mlp(), c.ROUTER, *c.experts(), *SHARED_EXPERTS)
@@ -93,6 +93,13 @@ DEEPSEEK_V2 = replace(
         "v_rows": "num_attention_heads x v_head_dim",
     },
     fusions=(c.GATE_UP, *c.EXPERT_STACKS),
+    scale_pairs=(
+        ScalePair("attn.norm", ("attn.q", "attn.q_a", "attn.kv_a")),
+        ScalePair("attn.q_a_norm", ("attn.q_b",)),
+        ScalePair("attn.kv_a_norm", ("attn.kv_b",)),
+        c.MLP_INPUT,
+        *c.GATED,
+    ),
 )
 
 ROUTER_CORRECTION = ParameterTemplate(
@@ -164,6 +171,7 @@ GPT_OSS = replace(
     defaults={"attention_bias": True, "head_dim": 64},
     keys={"num_experts": "num_local_experts"},
     fusions=(c.QKV, *GPT_OSS_STACKS),
+    scale_pairs=(c.ATTN_INPUT, c.MLP_INPUT, c.VALUES),  # its blocks clamp what up makes, and add 1
     mlx_experts="experts",
     note="experts are stored [in, out], columns of gate and up in turns; quantized, each is a linear",
 )

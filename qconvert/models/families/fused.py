@@ -50,6 +50,7 @@ INTERNLM2 = Family(
         replace(c.QKV, module=c.LAYER + "attention.wqkv", groups="kv_heads", native=True),
         replace(c.GATE_UP, module=c.LAYER + "feed_forward.gate_up_proj"),
     ),
+    scale_pairs=c.SCALE_PAIRS,
 )
 
 CHATGLM_LAYER = "transformer.encoder.layers.{layer}."
@@ -97,6 +98,7 @@ CHATGLM = Family(
         replace(c.GATE_UP, module=CHATGLM_LAYER + "mlp.dense_h_to_4h", native=True),
     ),
     ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
+    scale_pairs=c.SCALE_PAIRS,
 )
 
 # Falcon's and the first Qwen's, as GPT-2's.
@@ -140,6 +142,13 @@ FALCON = Family(
         replace(c.QKV, module=GPT_LAYER + "self_attention.query_key_value", groups="kv_heads", native=True),
     ),
     ignored=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
+    scale_pairs=(
+        c.MLP_INPUT,
+        replace(c.MLP_INPUT, source="mlp.norm_2"),
+        replace(c.ATTN_INPUT, source="attn.norm_2"),
+        c.BLOCKS_INPUT,  # of attention alone where the block has a norm of its own
+        c.VALUES,
+    ),
 )
 
 
@@ -173,6 +182,7 @@ QWEN1 = Family(
         r"transformer\.(h\.\d+\.attn\.)?rotary_emb\.inv_freq",
         r"transformer\.h\.\d+\.attn\.masked_bias",
     ),
+    scale_pairs=c.SCALE_PAIRS,
 )
 
 FAMILIES = (QWEN1, BAICHUAN, PHI3, INTERNLM2, CHATGLM, FALCON)

@@ -22,6 +22,7 @@ GEMMA = replace(
     classes=("GemmaForCausalLM",),
     slots=c.decoder(c.BIASED_ATTENTION, c.gated_mlp()),
     defaults={"head_dim": 256, "tie_word_embeddings": True},
+    norm_offset=1.0,
 )
 
 GEMMA2 = replace(
@@ -80,6 +81,8 @@ COMMAND_R = replace(
     ),
     dimensions=command_r_dimensions,
     defaults={"tie_word_embeddings": True},
+    scale_pairs=(c.BLOCKS_INPUT, c.VALUES, *c.GATED),
+    norm_offset=0.0,
 )
 
 GLM = replace(

@@ -66,6 +66,7 @@ GPT2 = Family(
     spellings=({"transformer.": ""},),
     note="linears are stored [in, out] (Conv1D), and as [out, in] when quantized",
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+    scale_pairs=(c.ATTN_INPUT, c.MLP_INPUT, c.VALUES),
 )
 
 OPENAI_GPT = replace(
@@ -83,6 +84,7 @@ OPENAI_GPT = replace(
         LM_HEAD,
     ),
     named_by={**GPT2.named_by, "intermediate": "4 x n_embd"},
+    scale_pairs=(c.VALUES,),  # what its norms make is the residual, too
 )
 
 FAMILIES = (GPT2, OPENAI_GPT)

@@ -16,6 +16,7 @@ LLAMA = Family(
     named_by=c.NAMED_BY,
     fusions=(c.QKV, c.GATE_UP),
     ignored=c.ROTARY_BUFFERS,
+    scale_pairs=c.SCALE_PAIRS,
     note="also Yi, DeepSeek 7B and DeepSeek-Coder, which are declared as Llama",
 )
 

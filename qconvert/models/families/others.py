@@ -68,6 +68,7 @@ OPENELM = Family(
         replace(c.GATE_UP, module=OPENELM_LAYER + "ffn.proj_1", native=True),
     ),
     layers=("num_transformer_layers",),
+    scale_pairs=c.SCALE_PAIRS,
     tied_by="share_input_output_layers",
 )
 
@@ -233,6 +234,7 @@ YUAN2 = replace(
     dimensions=yuan_dimensions,
     named_by={**c.NAMED_BY, "half": "hidden_size / 2"},
     fusions=(c.QKV, replace(c.GATE_UP, members=("mlp.up", "mlp.gate"))),
+    scale_pairs=(c.MLP_INPUT, c.VALUES, *c.GATED),  # the filter adds its input to what it makes
 )
 
 FAMILIES = (OPENELM, RWKV, RWKV5, GROK, YUAN2)

@@ -33,6 +33,10 @@ DELTA_NET = (
     ParameterTemplate("delta.b", DELTA + "in_proj_b", ("delta_heads", "hidden"), "router"),
     ParameterTemplate("delta.a", DELTA + "in_proj_a", ("delta_heads", "hidden"), "router"),
 )
+SCALE_PAIRS = (
+    replace(c.ATTN_INPUT, readers=(*c.ATTN_INPUT.readers, "delta.qkv", "delta.z", "delta.b", "delta.a")),
+    *c.SCALE_PAIRS[1:],
+)
 NORMS = (c.ATTN_NORM, c.MLP_NORM, c.FINAL_NORM)
 NAMED_BY_HYBRID = {
     **c.NAMED_BY,
@@ -94,6 +98,8 @@ HYBRID = replace(
     spellings=({"model.": "model.language_model."},),
     carried={r"model\.visual\..*": "vision", r"mtp\..*": "next-token prediction"},
     fusions=(c.QKV, c.GATE_UP),
+    scale_pairs=SCALE_PAIRS,
+    norm_offset=1.0,
     note="also 3.6 and 3.8; vision and next-token prediction are copied as they are",
 )
 
