@@ -185,6 +185,7 @@ def _request(models: tuple[str, ...], text: str, options: dict[str, Any]) -> Jso
         "noise_floor",
         "revision",
         "samples",
+        "activations",
     )
     return {"models": list(models), "text": text, **{name: options[name] for name in names}}
 
