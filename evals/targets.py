@@ -8,7 +8,6 @@ larger mean KL divergence. What the command expected of both is written beside w
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `evals` is a folder of scripts, not installed
 
+from evals.commands import qconvert
 from evals.divergences import divergences
 from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
@@ -123,19 +123,6 @@ def _lines(rows: Sequence[Json]) -> list[str]:
         cells.append([row["case"], f"{same['bytes']:,}", f"{mix['bytes']:,}", *kls, *ratios])
     head = ["uniform", "its bytes", "the mix's", "its KL", "the mix's", "difference", "expected / measured"]
     return table([*head, "of the mix"], cells)
-
-
-def qconvert(*words: object) -> Json:
-    """Run one of our commands; what it says as JSON, where it does."""
-    asks = [] if words[0] == "calibrate" else ["--json"]
-    command = [sys.executable, "-m", "qconvert", *map(str, words), *(asks or ["-q"]), "-j", "1"]
-    if words[0] == "calibrate":
-        command = command[:-2]
-    ran = subprocess.run(command, capture_output=True, text=True)
-    if ran.returncode != 0:
-        raise click.ClickException(f"{' '.join(command)}: {ran.stderr.strip()}")
-    said: Json = json.loads(ran.stdout) if asks else {}
-    return said
 
 
 if __name__ == "__main__":
