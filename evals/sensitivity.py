@@ -1,7 +1,7 @@
 """Holds prices against measurement: `python evals/sensitivity.py MODEL --calibration-text A --text B`.
 
-Each group of linears that loaders want alike is quantized by itself, everything else kept, and measured beside
-the model; `--target-size` says what it expected. The figures: rank correlation (Spearman) of the expected
+Each group of linears that loaders want alike is quantized by itself, all else kept, and measured beside the
+model; `--target-size` says what it expected. The figures: rank correlation (Spearman) of the expected
 with the measured KL divergences, the ratio of both, and how far the groups' divergences add up to that of all
 at once.
 """
@@ -121,11 +121,13 @@ def _lines(found: Json) -> list[str]:
         for row in found["groups"]
     ]  # fmt: skip
     least, median, most = found["expected_over_measured"]
+    sums = (found[key] for key in ("sum_of_expected", "sum_of_measured", "all_at_once"))
+    expected, measured, at_once = (f"{value:.5f}" for value in sums)
     return [
         *table([found["scheme"], "expected KL", "measured", "ratio"], cells),
-        f"{found['scheme']}: rank correlation {found['rank_correlation']:.3f}, ratios {least:.2f} to {most:.2f}, "
-        f"median {median:.2f}; sums {found['sum_of_expected']:.5f} expected, {found['sum_of_measured']:.5f} "
-        f"measured, {found['all_at_once']:.5f} all at once",
+        f"{found['scheme']}: rank correlation {found['rank_correlation']:.3f}, "
+        f"ratios {least:.2f} to {most:.2f}, median {median:.2f}",
+        f"{expected} expected of all, {measured} measured one by one, {at_once} at once",
     ]
 
 

@@ -24,11 +24,11 @@ from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
 from qconvert.report.tables import table
 
-SCHEMES = ("int2-g32", "int3-g128", "int3-g64", "int3-g32", "int4-g128", "int4-g64", "int4-g32", "int5-g128",
-           "int5-g32", "int6-g128", "int8-g128")  # fmt: skip
+SCHEMES = ("int2-g32", "int3-g128", "int3-g32", "int4-g128", "int4-g32", "int5-g32", "int6-g128", "int8-g128")
 TYPES = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
-"""What mixes choose among: folders integers, files GGUF types. All but the largest are cases."""
-CASES = (*SCHEMES[:-1], *TYPES[:-1])
+BLOCKS_OF_32 = ("q4_0", "iq4_nl", "q4_1", "q5_0", "q5_1", "q8_0")
+"""What mixes choose among: folders integers, files GGUF types. All but the smallest and largest are cases."""
+CASES = (*SCHEMES[1:-1], *TYPES[1:-1], *BLOCKS_OF_32[1:-1])
 FILE_TYPES = {"q3_k": "q3_k_s", "q4_k": "q4_k_s", "q5_k": "q5_k_s"}
 """Names of file types where they differ from those of the types."""
 
@@ -88,21 +88,35 @@ def targets(
 
 def _case(case: str, asked: Asked, statistics: Path, scratch: Path) -> Json:
     """One encoding throughout, and the mix of its size."""
-    gguf = case in TYPES
+    choices = next(each for each in (SCHEMES, TYPES, BLOCKS_OF_32) if case in each)
+    gguf = choices != SCHEMES
     same, mix = (scratch / f"{name}{'.gguf' if gguf else ''}" for name in (case, f"{case}-mix"))
-    how = ("--calibration", statistics) if asked.method == "nearest" else ("--method", asked.method, *asked.read)
+    how = (
+        ("--calibration", statistics)
+        if asked.method == "nearest"
+        else ("--method", asked.method, *asked.read)
+    )
     if gguf:
         alike: tuple[str, ...] = ("to-gguf", asked.model, "--type", FILE_TYPES.get(case, case), "--pure")
-        choices = ("--types", ",".join(TYPES))
     else:
-        alike, choices = ("quantize", asked.model, "--scheme", case), ("--schemes", ",".join(SCHEMES))
+        alike = ("quantize", asked.model, "--scheme", case)
     qconvert(*alike, *how, "-o", same)
     nbytes = sum(file.stat().st_size for file in ([same] if gguf else same.glob("*.safetensors")))
-    aim = ("--target-size", f"{nbytes}B", *choices, "--method", asked.method, *asked.read)
+    aim = (
+        "--target-size",
+        f"{nbytes}B",
+        f"--{'types' if gguf else 'schemes'}",
+        ",".join(choices),
+        "--method",
+        asked.method,
+        *asked.read,
+    )
     said = qconvert(alike[0], asked.model, *aim, "-o", mix)
     found = divergences(asked.model, [same, mix], asked.text, asked.window, asked.chunks)
     expected = {
-        same: sum(o["expected_kl"] for g in said["target"]["groups"] for o in g["options"] if o["choice"] == case),
+        same: sum(
+            o["expected_kl"] for g in said["target"]["groups"] for o in g["options"] if o["choice"] == case
+        ),
         mix: said["target"]["expected_kl"],
     }
     row: Json = {"case": case, "choices_taken": len({g["choice"] for g in said["target"]["groups"]})}

@@ -98,12 +98,32 @@ def test_a_gguf_is_written_as_it_was_planned(model: Path, here: Path) -> None:
     assert again.read_bytes() == file.read_bytes()
 
 
-def test_a_divergence_is_reached_with_the_fewest_bytes(model: Path) -> None:
-    rough = aimed("to-gguf", model, *TYPES, "--target-size", "5.6bpw")["target"]
-    found = aimed("to-gguf", model, *TYPES, "--target-kl", rough["expected_kl"] * 1.0001)["target"]
-    assert found["expected_kl"] <= rough["expected_kl"] * 1.0001 and found["bytes"] <= rough["bytes"]
-    fine = aimed("to-gguf", model, *TYPES, "--target-kl", rough["expected_kl"] / 2)["target"]
-    assert fine["bytes"] > found["bytes"]
+def test_a_divergence_is_reached_and_was_measured(model: Path) -> None:
+    bytes_of = {}
+    for target in (0.002, 0.0005):
+        found = aimed("to-gguf", model, *TYPES, "--target-kl", target)["target"]
+        assert found["measured_kl"]["mix"] <= target
+        bytes_of[target] = found["bytes"]
+    assert bytes_of[0.0005] > bytes_of[0.002]
+
+
+def test_a_mix_that_is_measured_to_be_worse_is_not_taken(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("quantize", model, "--text", model.parent / "text.txt", *CALIBRATION, *SCHEMES)
+    aim = ("--target-size", "9bpw", "--dry-run", "--json")
+    mixed = qconvert(*asked, *aim).json["target"]
+    assert len({group["choice"] for group in mixed["groups"]}) > 1
+    assert mixed["measured_kl"]["mix"] <= mixed["measured_kl"]["uniform"]
+    measured = "qconvert.evaluate.planned.planned_divergences"
+    monkeypatch.setattr(measured, lambda jobs, tokens_BT: [0.2, 0.1][: len(jobs)])
+    same = qconvert(*asked, *aim).json["target"]
+    assert {group["choice"] for group in same["groups"]} == {mixed["uniform"]["choice"]}
+    assert same["bytes"] < mixed["bytes"]
+    told = qconvert(*asked, *aim[:-1]).out
+    assert (
+        f"{mixed['uniform']['choice']} throughout: measured KL 0.10000, that of the best mix 0.20000" in told
+    )
 
 
 def test_people_see_the_mix(model: Path) -> None:

@@ -114,6 +114,7 @@ class Aiming:
     def __call__(self, source: OpenedModel) -> Request:
         """The request; runs the model over the text, forwards and backwards."""
         from dataclasses import replace
+        from functools import partial
 
         from qconvert.calibrate.calibration import DAMPING
         from qconvert.calibrate.measure_sensitivity import sensitivities_of
@@ -121,6 +122,7 @@ class Aiming:
         from qconvert.cli.calibration_options import method_named
         from qconvert.convert.execute import prepare
         from qconvert.convert.target import choose
+        from qconvert.evaluate.planned import planned_divergences
 
         checkpoint, flags, request = source.checkpoint, self.flags, self.request
         text = self.text = flags.read_text(source, DEFAULT_TOKENS)
@@ -146,7 +148,10 @@ class Aiming:
             "chunks": len(text.tokens_BT),
         }
         record |= {"texts": [text.record]}
-        self.chosen = choose(self.target, request, found(), prepared, record=record, damping=damping)
+        measure = partial(planned_divergences, tokens_BT=text.tokens_BT)
+        self.chosen = choose(
+            self.target, request, found(), prepared, record=record, damping=damping, measure=measure
+        )
         return self.chosen.request
 
     def lines(self) -> list[str]:
@@ -171,18 +176,29 @@ class Aiming:
             f"weights; expected KL {chosen.mix.cost:.5f} nats per token (on {self.text.tokens:,} tokens of "
             f"{', '.join(self.text.names)})",
             self._compared(),
+            *self._measured(),
         ]
 
     def _compared(self) -> str:
         assert self.chosen is not None
-        same = self.chosen.uniform
+        same, kls = self.chosen.uniform, self.chosen.measured
         if same is None:
             return "no single encoding reaches the target"
-        fewer = 1 - self.chosen.mix.nbytes / same.nbytes
+        label, fewer = _label(same), 1 - self.chosen.mix.nbytes / same.nbytes
+        if len(kls) == 2 and kls[0] > kls[1]:
+            return f"{label} throughout: measured KL {kls[1]:.5f}, that of the best mix {kls[0]:.5f}"
         return (
-            f"with {_label(same)} throughout: expected KL {same.cost:.5f}, and {abs(fewer):.1%} "
+            f"with {label} throughout: expected KL {same.cost:.5f}, and {abs(fewer):.1%} "
             f"{'more' if fewer > 0 else 'fewer'} bytes of these weights"
         )
+
+    def _measured(self) -> list[str]:
+        assert self.chosen is not None
+        kls = self.chosen.measured
+        if not kls or (len(kls) == 2 and kls[0] > kls[1]):
+            return []
+        beside = f", {_label(self.chosen.uniform)} throughout {kls[1]:.5f}" if len(kls) == 2 else ""
+        return [f"measured with nearest codes on this text: KL {kls[0]:.5f}{beside}"]
 
     def to_json(self) -> Json:
         """The same as plain data, every option of every weight with it."""
@@ -195,6 +211,7 @@ class Aiming:
             "bytes": chosen.nbytes,
             "weights": chosen.weights,
             "expected_kl": chosen.mix.cost,
+            "measured_kl": dict(zip(("mix", "uniform"), chosen.measured, strict=False)),
             "uniform": None
             if same is None
             else {"choice": _label(same), "bytes": same.nbytes, "expected_kl": same.cost},
@@ -212,7 +229,8 @@ class Aiming:
         }
 
 
-def _label(mix: Mix) -> str:
+def _label(mix: Mix | None) -> str:
+    assert mix is not None
     return mix.chosen[0][1].label
 
 

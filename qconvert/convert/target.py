@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 
 from qconvert.calibrate.sensitivity import Sensitivity, TextStatistics
@@ -27,6 +28,10 @@ from qconvert.plan.request import GGUFTarget, Request
 
 Prepare = Callable[[Request], Job]
 """Compiles a request for the model at hand (`execute.prepare`)."""
+Measure = Callable[[Sequence[Job]], Sequence[float]]
+"""What jobs cost in nats per token, measured with nearest codes (`evaluate.planned_divergences`)."""
+# Mixes that are measured for a divergence at most, and the share of it from which one is taken at once.
+_MOST_TRIES, _NEAR = 5, 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,8 @@ class Chosen:
 
     `nbytes` are those of the output, of its files where the target is in bytes, else of its tensors;
     `weights` the numbers it holds; `uniform` the best of the mixes of one encoding that reach the target,
-    None where none does.
+    None where none does. `measured` are the nats of the mix of the least expected cost, and of `uniform`
+    where that is one of a size, None where nothing was measured; the mix is not taken if it costs more.
     """
 
     request: Request
@@ -44,6 +50,7 @@ class Chosen:
     nbytes: int
     weights: int
     uniform: Mix | None
+    measured: tuple[float, ...] = ()
 
     @property
     def bits_per_weight(self) -> float:
@@ -58,13 +65,17 @@ def choose(
     *,
     record: Json | None = None,
     damping: float | None = None,
+    measure: Measure | None = None,
 ) -> Chosen:
     """The request that reaches a target: the least cost of a size, or the least size of a cost.
 
     `found` are the sensitivities of the model; `prepared` compiles requests for it. Where the request has no
     statistics, encoders weigh errors by those of the text that the sensitivities are of, which `record`
     describes; with a `damping`, they are priced with error feedback, for which the sensitivities must hold
-    rows out. Raises BadRecipe for a target that no mix reaches.
+    rows out. Costs of weights are added up, and those of their errors do not quite add up: so with a
+    `measure`, a mix for a size is held against the best of one encoding and taken if it is no worse, and one
+    for a divergence is chosen anew where it diverges more or less than was expected. Raises BadRecipe for a
+    target that no mix reaches.
     """
     if request.statistics is None:
         measured = TextStatistics(record or {}, damping)
@@ -75,25 +86,74 @@ def choose(
         raise BadRecipe("target: nothing to choose, no weight would be quantized", "leave out some --keep")
     weights = table_of_outputs(first.compiled.outputs, first.compiled.architecture).parameters
     if target.size is None:
-        assert target.divergence is not None
         groups = priced_groups(jobs, found)
-        mix = fewest_bytes(groups, target.divergence)
+        mix, kls = _diverging(groups, target, request, jobs, prepared, measure if damping is None else None)
         made = _request_of(request, mix, jobs)
-        return Chosen(
-            made, tuple(groups), mix, _tensor_bytes(prepared(made)), weights, _best(groups, target, 0)
-        )
-    measure = _file_bytes if target.size.nbytes is not None else _tensor_bytes
+        nbytes = _tensor_bytes(prepared(made))
+        return Chosen(made, tuple(groups), mix, nbytes, weights, _best(groups, target, 0), kls)
+    size = _file_bytes if target.size.nbytes is not None else _tensor_bytes
     most = target.size.most_bytes(weights)
-    room = most - measure(first) + sum(option.nbytes for group in groups for option in group.options[:1])
+    room = most - size(first) + sum(option.nbytes for group in groups for option in group.options[:1])
     smallest_cost(groups, room)  # which says at once if there is none
     groups = priced_groups(jobs, found)
     while True:
-        mix = smallest_cost(groups, room)
+        mix, same = smallest_cost(groups, room), _best(groups, target, room)
         made = _request_of(request, mix, jobs)
-        nbytes = measure(prepared(made))
+        nbytes = size(prepared(made))
         if nbytes <= most:
-            return Chosen(made, tuple(groups), mix, nbytes, weights, _best(groups, target, room))
+            break
         room -= nbytes - most  # headers, and the padding of tensors, differ a little with the mix
+    chosen = Chosen(made, tuple(groups), mix, nbytes, weights, same)
+    return chosen if measure is None else _no_worse(chosen, request, jobs, prepared, measure, size)
+
+
+def _no_worse(
+    chosen: Chosen,
+    request: Request,
+    jobs: Mapping[str, Job],
+    prepared: Prepare,
+    measure: Measure,
+    size: Callable[[Job], int],
+) -> Chosen:
+    """The mix, or the best of one encoding where that is measured to cost less."""
+    if chosen.uniform is None or chosen.uniform.labels == chosen.mix.labels:
+        return chosen
+    made = _request_of(request, chosen.uniform, jobs)
+    job = prepared(made)
+    kls = tuple(measure([prepared(chosen.request), job]))
+    if kls[0] <= kls[1]:
+        return replace(chosen, measured=kls)
+    return replace(chosen, request=made, mix=chosen.uniform, nbytes=size(job), measured=kls)
+
+
+def _diverging(
+    groups: Sequence[Group],
+    target: Target,
+    request: Request,
+    jobs: Mapping[str, Job],
+    prepared: Prepare,
+    measure: Measure | None,
+) -> tuple[Mix, tuple[float, ...]]:
+    """The smallest mix that is expected, and measured if it can be, to diverge so much at most."""
+    assert target.divergence is not None
+    wanted = most = target.divergence
+    mix = fewest_bytes(groups, most)
+    if measure is None:
+        return mix, ()
+    tried: dict[tuple[str, ...], tuple[Mix, float]] = {}
+    while len(tried) < _MOST_TRIES:
+        labels = tuple(mix.labels.values())
+        if labels in tried:
+            break
+        kl = measure([prepared(_request_of(request, mix, jobs))])[0]
+        tried[labels] = mix, kl
+        most *= wanted / max(kl, wanted / 10)
+        if _NEAR * wanted <= kl <= wanted or most < sum(min(o.cost for o in g.options) for g in groups):
+            break
+        mix = fewest_bytes(groups, most)
+    reach = [each for each in tried.values() if each[1] <= wanted]
+    mix, kl = min(reach, key=lambda each: each[0].nbytes) if reach else min(tried.values(), key=itemgetter(1))
+    return mix, (kl,)
 
 
 def _best(groups: Sequence[Group], target: Target, room: int) -> Mix | None:
