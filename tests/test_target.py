@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,30 @@ def test_a_mix_that_is_measured_to_be_worse_is_not_taken(
     assert (
         f"{mixed['uniform']['choice']} throughout: measured KL 0.10000, that of the best mix 0.20000" in told
     )
+
+
+def test_a_type_that_a_weight_cannot_have_is_left_out(model: Path) -> None:
+    """The embedding has no importances, which IQ1 and IQ2 need."""
+    asked = ("to-gguf", model, "--text", model.parent / "text.txt", *CALIBRATION, "--target-size", "6bpw")
+    given = ("--types", "q4_0,iq2_xxs,q8_0", "--no-fallback", "--dry-run")
+    ran = qconvert(*asked, *given)
+    assert ran.code == 0, ran.err
+    (line,) = (line for line in ran.out.splitlines() if "left out" in line)
+    assert line.startswith("iq2_xxs is left out: ")
+    found = qconvert(*asked, *given, "--json").json["target"]
+    assert found["choices"] == ["q4_0", "q8_0"] and list(found["left_out"]) == ["iq2_xxs"]
+    alone = refused(*asked, "--types", "iq2_xxs,q4_0", "--no-fallback", "--dry-run")
+    assert "iq2_xxs" in alone.err
+
+
+def test_the_time_of_choosing_is_part_of_the_time(model: Path, here: Path) -> None:
+    text = ("--text", model.parent / "text.txt", *CALIBRATION)
+    began = time.perf_counter()
+    ran = qconvert("quantize", model, *text, *SCHEMES, "--target-size", "9bpw", "--json", "--no-verify")
+    took = time.perf_counter() - began
+    plain = qconvert("quantize", model, "--scheme", "int4-g64", "-o", "plain", "--json", "--no-verify")
+    assert plain.json["seconds"] < ran.json["seconds"] < took
+    assert ran.json["seconds"] > 0.5 * took  # which is mostly that of choosing
 
 
 def test_people_see_the_mix(model: Path) -> None:

@@ -159,7 +159,7 @@ class Aiming:
         from qconvert.report.tables import size, table
 
         assert self.chosen is not None and self.text is not None
-        chosen, labels = self.chosen, self.target.labels
+        chosen, labels = self.chosen, self._labels
         rows: dict[str, tuple[Counter[str], int, float]] = {}
         for group, option in chosen.mix.chosen:
             kind = re.sub(r"\.\d+\.", ".N.", group.name)
@@ -177,7 +177,13 @@ class Aiming:
             f"{', '.join(self.text.names)})",
             self._compared(),
             *self._measured(),
+            *(f"{label} is left out: {why}" for label, why in chosen.left_out.items()),
         ]
+
+    @property
+    def _labels(self) -> list[str]:
+        assert self.chosen is not None
+        return [label for label in self.target.labels if label not in self.chosen.left_out]
 
     def _compared(self) -> str:
         assert self.chosen is not None
@@ -206,7 +212,8 @@ class Aiming:
         chosen, same = self.chosen, self.chosen.uniform
         return {
             "target": {"size": self.wanted.target_size, "kl": self.wanted.target_kl},
-            "choices": list(self.target.labels),
+            "choices": self._labels,
+            "left_out": dict(chosen.left_out),
             "text": self.text.record,
             "bytes": chosen.nbytes,
             "weights": chosen.weights,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
 
@@ -42,6 +42,7 @@ class Chosen:
     `weights` the numbers it holds; `uniform` the best of the mixes of one encoding that reach the target,
     None where none does. `measured` are the nats of the mix of the least expected cost, and of `uniform`
     where that is one of a size, None where nothing was measured; the mix is not taken if it costs more.
+    `left_out` are types that some weight cannot have, and why.
     """
 
     request: Request
@@ -51,6 +52,7 @@ class Chosen:
     weights: int
     uniform: Mix | None
     measured: tuple[float, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bits_per_weight(self) -> float:
@@ -80,7 +82,7 @@ def choose(
     if request.statistics is None:
         measured = TextStatistics(record or {}, damping)
         request, found = replace(request, statistics=measured), measured.keeping(found)
-    jobs = {label: prepared(_uniform_request(request, label)) for label in target.labels}
+    jobs, left_out = _jobs(request, target, prepared)
     first, groups = next(iter(jobs.values())), sized_groups(jobs)
     if not groups:
         raise BadRecipe("target: nothing to choose, no weight would be quantized", "leave out some --keep")
@@ -90,7 +92,7 @@ def choose(
         mix, kls = _diverging(groups, target, request, jobs, prepared, measure if damping is None else None)
         made = _request_of(request, mix, jobs)
         nbytes = _tensor_bytes(prepared(made))
-        return Chosen(made, tuple(groups), mix, nbytes, weights, _best(groups, target, 0), kls)
+        return Chosen(made, tuple(groups), mix, nbytes, weights, _best(groups, target, 0), kls, left_out)
     size = _file_bytes if target.size.nbytes is not None else _tensor_bytes
     most = target.size.most_bytes(weights)
     room = most - size(first) + sum(option.nbytes for group in groups for option in group.options[:1])
@@ -103,7 +105,7 @@ def choose(
         if nbytes <= most:
             break
         room -= nbytes - most  # headers, and the padding of tensors, differ a little with the mix
-    chosen = Chosen(made, tuple(groups), mix, nbytes, weights, same)
+    chosen = Chosen(made, tuple(groups), mix, nbytes, weights, same, left_out=left_out)
     return chosen if measure is None else _no_worse(chosen, request, jobs, prepared, measure, size)
 
 
@@ -156,12 +158,35 @@ def _diverging(
     return mix, (kl,)
 
 
+def _jobs(request: Request, target: Target, prepared: Prepare) -> tuple[dict[str, Job], dict[str, str]]:
+    """A job for every encoding to choose among; and GGUF types that some weight cannot have, with the reason.
+
+    Raises BadRecipe where fewer than two are left.
+    """
+    jobs: dict[str, Job] = {}
+    failed: dict[str, BadRecipe] = {}
+    for label in target.labels:
+        try:
+            jobs[label] = prepared(_uniform_request(request, label))
+        except BadRecipe as error:
+            if not request.is_gguf:
+                raise
+            failed[label] = error
+    if failed and len(jobs) < 2:
+        raise next(iter(failed.values()))
+    return jobs, {label: error.fact for label, error in failed.items()}
+
+
 def _best(groups: Sequence[Group], target: Target, room: int) -> Mix | None:
     """The best mix of one encoding that reaches the target."""
-    mixes = [mix for label in target.labels if (mix := uniform(groups, label)) is not None]
+    mixes = [mix for label in _labels(groups) if (mix := uniform(groups, label)) is not None]
     if target.divergence is not None:
         return min((m for m in mixes if m.cost <= target.divergence), key=lambda m: m.nbytes, default=None)
     return min((m for m in mixes if m.nbytes <= room), key=lambda m: m.cost, default=None)
+
+
+def _labels(groups: Sequence[Group]) -> list[str]:
+    return [option.label for option in groups[0].options]
 
 
 def _file_bytes(job: Job) -> int:
