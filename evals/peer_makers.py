@@ -1,8 +1,8 @@
 """Writes a calibrated checkpoint with a peer: `PYTHON evals/peer_makers.py PEER MODEL TOKENS.npy OUT`.
 
 PYTHON is an interpreter that has the peer; nothing of this project is imported. TOKENS.npy holds windows of
-tokens, int64 [W, T], so that every tool reads the same. The last line of stdout is JSON: versions, and what
-was asked.
+tokens, int64 [W, T], so that every tool reads the same. The last line of stdout is JSON, versions and what
+was asked; after `--said FILE` it is written there too.
 """
 
 from __future__ import annotations
@@ -116,10 +116,13 @@ MAKERS = {
 }
 
 
-def main(peer: str, model: str, tokens: str, out: str, *options: str) -> None:
-    """Write a checkpoint, and say what was asked."""
-    said = MAKERS[peer](model, np.load(tokens), Path(out), *options)
-    print(json.dumps(said))
+def main(peer: str, model: str, tokens: str, out: str, *more: str) -> None:
+    """Write a checkpoint, and what was asked to the file that follows `--said`."""
+    options, said = (more[:-2], Path(more[-1])) if "--said" in more else (more, None)
+    found = json.dumps(MAKERS[peer](model, np.load(tokens), Path(out), *options))
+    if said is not None:
+        said.write_text(found + "\n", encoding="utf-8")
+    print(found)
 
 
 if __name__ == "__main__":
