@@ -66,7 +66,10 @@ def compare(
         rows.append({"file": name, "bits_per_weight": one["bits_per_weight"], "kl": kls} | row)
         click.echo("\n".join(_lines(rows[-1:])[-1:]))
         if out is not None:  # after every file, so that a run that is stopped leaves its figures
-            asked = {"model": Path(model).name, "calibration": [Path(calibration_text).name, tokens, window]}
+            asked: Json = {
+                "model": Path(model).name,
+                "calibration": [Path(calibration_text).name, tokens, window],
+            }
             said = {**asked, "chunks": chunks, "qconvert": __version__, "rows": rows}
             out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
 

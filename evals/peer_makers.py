@@ -84,26 +84,16 @@ def mlx_dwq(
 
     mx.set_default_device(mx.cpu)
     teacher, tokenizer, config = load(model, return_config=True)
-    student, config = quantize_model(
-        copy.deepcopy(teacher),
-        config,
-        64,
-        4,
-        quant_predicate=lambda path, module: isinstance(module, nn.Linear),
-    )
+
+    def chosen(path: str, module: Any) -> bool:
+        return isinstance(module, nn.Linear)
+
+    student, config = quantize_model(copy.deepcopy(teacher), config, 64, 4, quant_predicate=chosen)
     rows = [(ids.tolist(), 0) for ids in tokens_WT]
     if not plain:
-        rate_of = optimizers.Adam(learning_rate=float(rate), bias_correction=True)
-        dwq_quantize(
-            student,
-            lambda batch, at, split: teacher(batch),
-            rate_of,
-            rows,
-            rows[:4],
-            4,
-            tokens_WT.shape[1] + 1,
-            123,
-        )
+        adam = optimizers.Adam(learning_rate=float(rate), bias_correction=True)
+        longest = tokens_WT.shape[1] + 1
+        dwq_quantize(student, lambda ids, at, split: teacher(ids), adam, rows, rows[:4], 4, longest, 123)
     save(out, model, student, tokenizer, config)
     return {"mlx-lm": version("mlx-lm"), "mlx": version("mlx"), "scheme": "affine g64", "rate": float(rate)}
 

@@ -70,7 +70,10 @@ def sensitivity(
             found.append(summary(scheme, rows[:-1], rows[-1]["kl"]))
             click.echo("\n".join(_lines(found[-1])))
     if out is not None:
-        asked = {"model": Path(model).name, "calibration": [Path(calibration_text).name, tokens, window]}
+        asked: Json = {
+            "model": Path(model).name,
+            "calibration": [Path(calibration_text).name, tokens, window],
+        }
         asked |= {"text": Path(text).name, "chunks": chunks, "qconvert": __version__}
         out.write_text(json.dumps({**asked, "schemes": found}, indent=1) + "\n", encoding="utf-8")
 

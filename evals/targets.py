@@ -77,7 +77,7 @@ def targets(
             rows.append(_case(case, asked, statistics, Path(scratch)))
             click.echo("\n".join(_lines(rows[-1:])[-1:]))
             if out is not None:  # after every case, so that a run that is stopped leaves its figures
-                texts = {"calibration": [Path(calibration_text).name, tokens, window]}
+                texts: Json = {"calibration": [Path(calibration_text).name, tokens, window]}
                 texts |= {"text": Path(text).name, "chunks": chunks}
                 said = {"model": Path(model).name, "method": method, **texts, "qconvert": __version__}
                 out.write_text(json.dumps({**said, "rows": rows}, indent=1) + "\n", encoding="utf-8")
@@ -91,39 +91,23 @@ def _case(case: str, asked: Asked, statistics: Path, scratch: Path) -> Json:
     choices = next(each for each in (SCHEMES, TYPES, BLOCKS_OF_32) if case in each)
     gguf = choices != SCHEMES
     same, mix = (scratch / f"{name}{'.gguf' if gguf else ''}" for name in (case, f"{case}-mix"))
-    how = (
-        ("--calibration", statistics)
-        if asked.method == "nearest"
-        else ("--method", asked.method, *asked.read)
-    )
-    if gguf:
-        alike: tuple[str, ...] = ("to-gguf", asked.model, "--type", FILE_TYPES.get(case, case), "--pure")
-    else:
-        alike = ("quantize", asked.model, "--scheme", case)
-    qconvert(*alike, *how, "-o", same)
+    command = ("to-gguf" if gguf else "quantize", asked.model)
+    alike = ("--type", FILE_TYPES.get(case, case), "--pure") if gguf else ("--scheme", case)
+    nearest = asked.method == "nearest"
+    how = ("--calibration", statistics) if nearest else ("--method", asked.method, *asked.read)
+    qconvert(*command, *alike, *how, "-o", same)
     nbytes = sum(file.stat().st_size for file in ([same] if gguf else same.glob("*.safetensors")))
-    aim = (
-        "--target-size",
-        f"{nbytes}B",
-        f"--{'types' if gguf else 'schemes'}",
-        ",".join(choices),
-        "--method",
-        asked.method,
-        *asked.read,
-    )
-    said = qconvert(alike[0], asked.model, *aim, "-o", mix)
+    aim = ("--target-size", f"{nbytes}B", "--types" if gguf else "--schemes", ",".join(choices))
+    said = qconvert(*command, *aim, "--method", asked.method, *asked.read, "-o", mix)["target"]
     found = divergences(asked.model, [same, mix], asked.text, asked.window, asked.chunks)
-    expected = {
-        same: sum(
-            o["expected_kl"] for g in said["target"]["groups"] for o in g["options"] if o["choice"] == case
-        ),
-        mix: said["target"]["expected_kl"],
-    }
-    row: Json = {"case": case, "choices_taken": len({g["choice"] for g in said["target"]["groups"]})}
-    for name, path in (("uniform", same), ("mix", mix)):
+    options = [option for group in said["groups"] for option in group["options"]]
+    alone = sum(option["expected_kl"] for option in options if option["choice"] == case)
+    taken = {group["choice"] for group in said["groups"]}
+    row: Json = {"case": case, "encodings": len(taken), "checked": said.get("measured_kl")}
+    for name, path, expected in (("uniform", same, alone), ("mix", mix, said["expected_kl"])):
         kl = found.mean(path)
         row[name] = {"bytes": found.models[path].size_bytes, "kl": kl.value, "se": kl.se}
-        row[name] |= {"expected_kl": expected[path], "expected_over_measured": expected[path] / kl.value}
+        row[name] |= {"expected_kl": expected, "expected_over_measured": expected / kl.value}
     paired = found.difference(mix, same)
     return row | {"mix_minus_uniform": {"value": paired.value, "se": paired.se}}
 
