@@ -10,7 +10,6 @@ from collections import defaultdict
 from qconvert.convert.calibrated import ReplacedRows, keeps_rows
 from qconvert.convert.job import Job
 from qconvert.convert.runner import cut, gather, rows_read, rows_statistics
-from qconvert.convert.written_rows import parameters_of
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.values import Value
 from qconvert.plan.plan import Unit
@@ -21,13 +20,12 @@ _BLOCK_BYTES = 1 << 24
 class PlannedRows:
     """Rows of a model's source tensors, float32 where the plan of a job quantizes them, else as they are.
 
-    Codes are the nearest ones, weighed by the job's statistics. What was made is kept until rows of another
-    layer are asked for.
+    Codes are the nearest ones, weighed by the statistics of the job. What units make of a tensor is kept until
+    rows of another one are asked for, which they did not make.
     """
 
     def __init__(self, job: Job) -> None:
-        self._job, self._layer = job, -1
-        self._rows = ReplacedRows(job.source.checkpoint.reader)
+        self._job, self._rows = job, ReplacedRows(job.source.checkpoint.reader)
         self._made: set[str] = set()
         self._units: dict[str, list[Unit]] = defaultdict(list)
         for unit in job.compiled.plan.units:
@@ -37,21 +35,13 @@ class PlannedRows:
 
     def read(self, tensor: ModelTensor, start: int, stop: int) -> Value:
         """Rows [start, stop) of a source tensor."""
-        if tensor.name in self._units:
-            self._turn_to(tensor)
-            for unit in self._units[tensor.name]:
-                if unit.output.name not in self._made:
-                    self._made.add(unit.output.name)
-                    self._make(unit)
-        return self._rows.read(tensor, start, stop)
-
-    def _turn_to(self, tensor: ModelTensor) -> None:
-        parameter = parameters_of(tensor, self._job.source.checkpoint.architecture)[0]
-        layer = -1 if parameter.layer is None else parameter.layer
-        if layer != self._layer:
-            self._layer = layer
+        units = self._units.get(tensor.name, [])
+        if not {unit.output.name for unit in units} <= self._made:
             self._rows.forget()
-            self._made.clear()
+            self._made = {unit.output.name for unit in units}
+            for unit in units:
+                self._make(unit)
+        return self._rows.read(tensor, start, stop)
 
     def _make(self, unit: Unit) -> None:
         reader, source = self._job.source.checkpoint.reader, self._job.compiled.request.statistics
