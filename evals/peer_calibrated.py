@@ -33,7 +33,6 @@ OURS = {
     "qconvert int4-g128": ("quantize", "--scheme", "int4-g128"),
     "qconvert q4_k_m": ("to-gguf", "--type", "q4_k_m"),
 }
-METHODS = ("feedback", "two-sided")
 MAKERS = Path(__file__).parent / "peer_makers.py"
 
 
@@ -44,6 +43,8 @@ MAKERS = Path(__file__).parent / "peer_makers.py"
 @click.option("--tokens", default=32768, show_default=True, help="Of calibration text.")
 @click.option("--window", default=512, show_default=True, help="Tokens of a window.")
 @click.option("--chunks", default=32, show_default=True, help="Evaluation windows of each text.")
+@click.option("--method", "methods", multiple=True, default=("feedback", "two-sided"), show_default=True)
+@click.option("--ours", multiple=True, type=click.Choice(list(OURS)), default=tuple(OURS), show_default=True)
 @click.option("--peer", "peers", multiple=True, metavar="NAME[:OPTION]=PYTHON", help="A peer to run.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too.")
 def compare(
@@ -53,6 +54,8 @@ def compare(
     tokens: int,
     window: int,
     chunks: int,
+    methods: tuple[str, ...],
+    ours: tuple[str, ...],
     peers: tuple[str, ...],
     out: Path | None,
 ) -> None:
@@ -79,8 +82,9 @@ def compare(
         ids = work / "tokens.npy"
         folder = resolve(model).path
         np.save(ids, read_text(open_checkpoint(folder), (calibration_text,), tokens, window).tokens_BT)
-        for name, (command, *options) in OURS.items():
-            for method in METHODS:
+        for name in ours:
+            command, *options = OURS[name]
+            for method in methods:
                 path = work / (
                     f"{name}-{method}".replace(" ", "-") + (".gguf" if command == "to-gguf" else "")
                 )

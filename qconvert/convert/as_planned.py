@@ -20,8 +20,8 @@ _BLOCK_BYTES = 1 << 24
 class PlannedRows:
     """Rows of a model's source tensors, float32 where the plan of a job quantizes them, else as they are.
 
-    Codes are the nearest ones, weighed by the statistics of the job. What units make of a tensor is kept until
-    rows of another one are asked for, which they did not make.
+    Codes are the nearest ones, weighed by the statistics of the job. What units make of a tensor is kept
+    until rows of another one are asked for, which they did not make.
     """
 
     def __init__(self, job: Job) -> None:
