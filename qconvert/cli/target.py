@@ -191,7 +191,7 @@ class Aiming:
         if same is None:
             return "no single encoding reaches the target"
         label, fewer = _label(same), 1 - self.chosen.mix.nbytes / same.nbytes
-        if len(kls) == 2 and kls[0] > kls[1]:
+        if len(kls) == 2 and self.chosen.mix.labels == same.labels:
             return f"{label} throughout: measured KL {kls[1]:.5f}, that of the best mix {kls[0]:.5f}"
         return (
             f"with {label} throughout: expected KL {same.cost:.5f}, and {abs(fewer):.1%} "
@@ -201,7 +201,8 @@ class Aiming:
     def _measured(self) -> list[str]:
         assert self.chosen is not None
         kls = self.chosen.measured
-        if not kls or (len(kls) == 2 and kls[0] > kls[1]):
+        same = self.chosen.uniform
+        if not kls or (same is not None and same.labels == self.chosen.mix.labels):
             return []
         beside = f", {_label(self.chosen.uniform)} throughout {kls[1]:.5f}" if len(kls) == 2 else ""
         return [f"measured with nearest codes on this text: KL {kls[0]:.5f}{beside}"]

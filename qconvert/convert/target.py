@@ -32,6 +32,8 @@ Measure = Callable[[Sequence[Job]], Sequence[float]]
 """What jobs cost in nats per token, measured with nearest codes (`evaluate.planned_divergences`)."""
 # Mixes that are measured for a divergence at most, and the share of it from which one is taken at once.
 _MOST_TRIES, _NEAR = 5, 0.95
+# By this share a mix has to be better than one encoding: less is chance, and says nothing of another text.
+_LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Chosen:
     `nbytes` are those of the output, of its files where the target is in bytes, else of its tensors;
     `weights` the numbers it holds; `uniform` the best of the mixes of one encoding that reach the target,
     None where none does. `measured` are the nats of the mix of the least expected cost, and of `uniform`
-    where that is one of a size, None where nothing was measured; the mix is not taken if it costs more.
+    where that is one of a size, None where nothing was measured; the mix is taken only if it costs less.
     `left_out` are types that some weight cannot have, and why.
     """
 
@@ -75,7 +77,7 @@ def choose(
     statistics, encoders weigh errors by those of the text that the sensitivities are of, which `record`
     describes; with a `damping`, they are priced with error feedback, for which the sensitivities must hold
     rows out. Costs of weights are added up, and those of their errors do not quite add up: so with a
-    `measure`, a mix for a size is held against the best of one encoding and taken if it is no worse, and one
+    `measure`, a mix for a size is held against the best of one encoding and taken if it is better, and one
     for a divergence is chosen anew where it diverges more or less than was expected. Raises BadRecipe for a
     target that no mix reaches.
     """
@@ -117,13 +119,13 @@ def _no_worse(
     measure: Measure,
     size: Callable[[Job], int],
 ) -> Chosen:
-    """The mix, or the best of one encoding where that is measured to cost less."""
+    """The mix, or the best of one encoding where that is measured to cost about as little or less."""
     if chosen.uniform is None or chosen.uniform.labels == chosen.mix.labels:
         return chosen
     made = _request_of(request, chosen.uniform, jobs)
     job = prepared(made)
     kls = tuple(measure([prepared(chosen.request), job]))
-    if kls[0] <= kls[1]:
+    if kls[0] <= (1 - _LEAST_GAIN) * kls[1]:
         return replace(chosen, measured=kls)
     return replace(chosen, request=made, mix=chosen.uniform, nbytes=size(job), measured=kls)
 
