@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import reprlib
 
-FETCH = "fetch the file again, or correct it; if its source holds the same, tell its maker"
+FETCH = "download the file again; if that does not help, report it to its author"
 REPORT = "write it to another disk; if that ends so too, it is a bug: report it with `qconvert env`"
 
 
@@ -25,6 +25,9 @@ class QConvertError(Exception):
         super().__init__(fact)
         self.fact = fact
         self.hint = hint
+
+    def __reduce__(self) -> tuple[type[QConvertError], tuple[str, str]]:  # to pass between processes
+        return type(self), (self.fact, self.hint)
 
 
 class CorruptCheckpoint(QConvertError):

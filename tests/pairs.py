@@ -1,6 +1,6 @@
 """Every layout to every layout: small sources, what `qconvert convert` makes of each, and the table of it.
 
-`python tests/pairs.py` writes the table into README.md.
+`python tests/pairs.py` writes the table into docs/reference/layouts.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.commands import made, qconvert  # noqa: E402
 from tests.foreign import Weight, weights  # noqa: E402
 from tests.models import byte_tokenizer, tiny, write_file  # noqa: E402
 
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "reference" / "layouts.md"
 START, END = "<!-- pairs -->\n", "\n<!-- end of pairs -->"
 Q = "model.layers.0.self_attn.q_proj"
 # What a cell says beside "exact" and a number of steps.
@@ -317,9 +317,9 @@ def head() -> str:
     return f"| from | {' | '.join(targets())} |\n|---{'|---' * len(targets())}|"
 
 
-def in_readme() -> list[str]:
-    """The lines of the table in README.md."""
-    return README.read_text(encoding="utf-8").split(START)[1].split(END)[0].splitlines()
+def in_docs() -> list[str]:
+    """The lines of the table in docs/reference/layouts.md."""
+    return PAGE.read_text(encoding="utf-8").split(START)[1].split(END)[0].splitlines()
 
 
 def rewrite() -> None:
@@ -329,8 +329,8 @@ def rewrite() -> None:
         with tempfile.TemporaryDirectory() as folder:
             lines.append(row(name, Path(folder)))
             print(lines[-1], flush=True)
-    before, rest = README.read_text(encoding="utf-8").split(START)
-    README.write_text(
+    before, rest = PAGE.read_text(encoding="utf-8").split(START)
+    PAGE.write_text(
         f"{before}{START}{chr(10).join(lines)}{END}{rest.split(END.lstrip())[1]}", encoding="utf-8"
     )
 

@@ -62,12 +62,14 @@ def test_importing_the_package_loads_next_to_nothing() -> None:
     assert done.stdout == "['qconvert', 'qconvert.core', 'qconvert.core.version']\n"
 
 
-def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    readme = (Path(qconvert.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    example = readme.partition("### From Python")[2].partition("```python\n")[2].partition("```")[0]
+    page = (Path(qconvert.__file__).parents[1] / "docs" / "reference" / "python.md").read_text(
+        encoding="utf-8"
+    )
+    example = page.partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    exec(compile(example, "README.md", "exec"), names)
+    exec(compile(example, "python.md", "exec"), names)
     assert names["found"].problems == ()  # type: ignore[attr-defined]
     assert [model.label for model in names["report"].models] == ["embedded", "out"]  # type: ignore[attr-defined]

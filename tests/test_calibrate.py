@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from qconvert.calibrate.statistics_file import (
     read_statistics,
     write_statistics,
 )
+from qconvert.cli import main
 from qconvert.core.ggml_types import KV
 from qconvert.core.statistics import InputKey, StatisticsKey
 from qconvert.errors import BadRecipe, CorruptCheckpoint, QConvertError
@@ -35,6 +38,7 @@ from tests.decoder_models import StateDict, decoder_of, tiny, tokens
 from tests.family_models import EXPERTS, small
 from tests.models import tiny as tiny_checkpoint
 from tests.models import tiny_config
+from tests.test_cli_reading import Terminal
 from tests.test_decoder_families import deepseek, opened
 from tests.test_decoder_observers import hooked, module_of
 
@@ -118,7 +122,7 @@ def test_inputs_that_are_no_numbers_are_told_by_their_place(value: float) -> Non
 
 def test_windows_that_the_model_cannot_read_are_told() -> None:
     decoder = decoder_of(tiny("qwen3", head_dim=16))
-    with pytest.raises(BadRecipe, match="window 65: exceeds the 64 positions"):
+    with pytest.raises(BadRecipe, match="--window 65: the model has 64 positions"):
         collect_statistics(decoder, ids(1, 65))
     with pytest.raises(BadRecipe, match="token 160 is beyond the model's 160 rows"):
         collect_statistics(decoder, np.full((1, 16), 160))
@@ -357,6 +361,57 @@ def test_merging_is_adding_and_turns_into_an_importance_matrix(tmp_path: Path, h
     assert read_imatrix(Path("both.gguf")).chunks == 8
 
 
+def test_who_watches_sees_layers_pass_with_every_batch(
+    tmp_path: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tqdm
+
+    model = model_with_tokenizer(tmp_path / "m")
+    monkeypatch.setattr(collect, "BATCH_BYTES", 1)  # every window by itself
+    monkeypatch.setattr("qconvert.calibrate.backward.BATCH_TOKENS", {"cpu": 256})
+    shown: list[tuple[float, float]] = []
+
+    class Bar(tqdm.tqdm):  # type: ignore[type-arg]
+        def update(self, n: float | None = 1) -> bool | None:
+            shown.append((self.n, self.total))
+            return super().update(n)
+
+    monkeypatch.setattr(tqdm, "tqdm", Bar)
+    how = ("--tokens", 512, "--window", 128, "--overwrite", "-o", "stats")
+    for more, wanted in (
+        ((), [(n / 4, 2) for n in range(1, 9)]),
+        (("--sensitivities",), [(n / 2, 5) for n in range(1, 11)]),
+    ):
+        shown.clear()
+        code, err = watched("calibrate", model, *how, *more)
+        assert code == 0 and shown == [(round(n, 1), total) for n, total in wanted]
+        assert "running 512 tokens, 4 windows of 128, through 2 layers" in err
+    assert not qconvert("calibrate", model, *how, "-q").err
+
+
+def watched(*args: object) -> tuple[int, str]:
+    """A command on a terminal."""
+    err = Terminal()
+    with redirect_stdout(StringIO()), redirect_stderr(err), pytest.raises(SystemExit) as ending:
+        main([str(arg) for arg in args])
+    return int(ending.value.code or 0), err.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("more", "fact"),
+    [
+        (("--engine", "transformers"), "--sensitivities: --engine transformers runs no model backwards"),
+        (("--imatrix", "i.gguf"), "--sensitivities: an importance matrix has none"),
+        (("--merge", "s"), "--sensitivities: nothing is run with --merge"),
+    ],
+)
+def test_sensitivities_that_nobody_would_get_are_refused(
+    more: tuple[str, ...], fact: str, tmp_path: Path, here: Path
+) -> None:
+    ran = qconvert("calibrate", tiny_checkpoint(tmp_path / "m"), "--sensitivities", *more)
+    assert ran.code != 0 and f"Error: {fact}" in ran.err
+
+
 def test_nothing_is_replaced_unasked_and_little_text_is_told(tmp_path: Path, here: Path) -> None:
     model = model_with_tokenizer(tmp_path / "m")
     (here / "t.txt").write_text("a b c " * 50)
@@ -366,7 +421,7 @@ def test_nothing_is_replaced_unasked_and_little_text_is_told(tmp_path: Path, her
         first.code == 0 and "note: the text has 256 tokens in whole windows, fewer than 32,768" in first.err
     )
     ran = qconvert(*how, "-o", "stats")
-    assert ran.code == 1 and "statistics.safetensors: is there already" in ran.err
+    assert ran.code == 1 and "statistics.safetensors: already exists" in ran.err
     assert qconvert(*how, "-o", "stats", "--overwrite", "-q").out == "stats/statistics.safetensors\n"
     assert qconvert(*how, "-q").out == "m-statistics/statistics.safetensors\n"
     ran = qconvert(*how, "--window", 512, "--imatrix", "i.gguf")

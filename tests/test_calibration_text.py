@@ -265,7 +265,7 @@ def test_a_dataset_of_the_hub_gives_its_text_files(tmp_path: Path) -> None:
         assert "c.parquet" not in server.asked
         assert tables["fact"] == "text hub:org/tables: holds no .txt, .md, .jsonl file"
         assert none["fact"] == "org/none: no such dataset on the Hub"
-        assert nonsense["fact"] == "nonsense: no name for a dataset on the Hub"
+        assert nonsense["fact"] == "nonsense: not a valid name for a dataset on the Hub"
         server.shutdown()
 
 

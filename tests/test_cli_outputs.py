@@ -182,7 +182,7 @@ def test_an_existing_output_is_kept_unless_told(models: Path, here: Path) -> Non
     before = files_of(out)
     for model in (models / "plain", "some/model-on-the-hub"):
         ran = qconvert("fuse", model, "-o", "out")
-        failed(ran, "out: is there already", "use --overwrite, or choose another output")
+        failed(ran, "out: already exists", "use --overwrite, or choose another output")
     assert files_of(out) == before
     assert qconvert("fuse-qkv", models / "plain", "-o", "out", "--overwrite").code == 0
     assert files_of(out) != before and [path.name for path in here.iterdir()] == ["out"]

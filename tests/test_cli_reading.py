@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,7 @@ def test_equal_tensors_are_listed_when_all_are_asked_for(models: Path) -> None:
 def test_a_loader_is_asked_with_its_ranks(ranks: int, code: int, models: Path) -> None:
     ran = qconvert("check", models / "plain", "--for", "vllm", "--tp", ranks)
     assert ran.code == code
-    assert ran.out.endswith("vllm: nothing in the way\n") == (code == 0)
+    assert ran.out.endswith("OK: vllm should load this\n") == (code == 0)
     found = qconvert("check", models / "plain", "--for", "vllm", "--tp", ranks, "--json")
     assert found.code == code and found.json["tp"] == ranks
     assert any(problem["severity"] == "error" for problem in found.json["problems"]) == (code == 3)
@@ -285,24 +286,69 @@ def test_the_bar_counts_the_bytes_that_are_read(
     (bar,) = bars  # only where somebody watches who was not told to be quiet
     weights = sum(len(data) for _, _, data in stored(models / "plain").values())
     assert bar.n == bar.total == weights
-    assert bar.postfix in job.compiled.outputs
+    assert any(name.endswith(bar.postfix.removeprefix("...")) for name in job.compiled.outputs)
 
 
-def test_a_long_compilation_is_explained_and_a_short_one_is_not(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_without_a_terminal_there_is_a_line_every_30_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    now = 0.0
+    lines = progress.Lines("bytes", lambda: now)
+    for second in range(0, 121, 10):  # 1 % a second from the beginning on
+        now = float(second)
+        lines.tell(second * 10, 1_000)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [
+        "30 % of 1,000 bytes, about 70 s left",
+        "60 % of 1,000 bytes, about 40 s left",
+        "90 % of 1,000 bytes, about 10 s left",
+    ]
+    assert progress.duration(89.4) == "89 s" and progress.duration(90) == "2 min"
+    assert progress.duration(12 * 60) == "12 min" and progress.duration(12_000) == "3 h 20 min"
+
+
+def test_a_narrow_terminal_shortens_the_name_and_not_the_bar() -> None:
+    name = "model.layers.12.self_attn.q_proj.weight"
+    assert progress.shortened(name, 80) == name
+    assert progress.shortened(name, 20) == "...ttn.q_proj.weight"
+    assert progress.shortened(name, -4) == "" == progress.shortened(name, 8)
+
+
+def test_help_and_version_are_words_too() -> None:
+    assert qconvert("help", "diff").out == qconvert("diff", "--help").out
+    assert qconvert("help", "eval", "weights").out == qconvert("eval", "weights", "--help").out
+    assert qconvert("help").out == qconvert("--help").out
+    assert qconvert("-V").out == qconvert("--version").out
+    ran = qconvert("help", "quantise")
+    assert ran.code == 2 and "Did you mean 'quantize'?" in ran.err
+
+
+def test_a_compilation_is_explained_once_and_what_the_cache_gives_is_not(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    import threading
-    import time
+    from qconvert.quant.simd.lanes import kernel
 
-    class Soon(threading.Timer):
-        def __init__(self, interval: float, function: Any) -> None:
-            super().__init__(interval / 70, function)
+    def doubled(value: float) -> float:
+        return value * 2
 
-    monkeypatch.setattr(threading, "Timer", Soon)
-    for talks, wait, said in ((True, 0.1, 1), (False, 0.1, 0), (True, 0.0, 0)):
-        with progress.explained_if_slow(talks=talks):
-            time.sleep(wait)
-        assert capsys.readouterr().err.count(progress.COMPILING) == said
+    for talks, said in ((True, 1), (False, 0)):
+        compiled, other = kernel(doubled), kernel(lambda value: value + 1)
+        with progress.compiling_explained(talks=talks):
+            for call in (compiled, compiled, other):
+                call(1.5)
+        shown = capsys.readouterr().err
+        assert shown.count(progress.COMPILING) + shown.count(progress.NO_CACHE) == said
+    with progress.compiling_explained(talks=True):
+        compiled(2.5)  # is compiled already
+    assert capsys.readouterr().err == ""
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    code = (
+        "from numba.core import caching; caching.CacheImpl._locator_classes = []; "
+        "from qconvert.cli import main; "
+        f"main(['quantize', 'embedded', '--bits', '4', '-o', {str(tmp_path / 'out')!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert progress.NO_CACHE in done.stderr and progress.COMPILING not in done.stderr
 
 
 def test_reports_of_both_containers_tell_the_plan_and_the_result_alike(models: Path, here: Path) -> None:

@@ -87,7 +87,7 @@ def test_diff_can_fail_with_its_own_code(models: Path) -> None:
     pair = (models / "plain", models / "quantized")
     assert qconvert("diff", *pair).code == 0
     ran = qconvert("diff", *pair, "--exit-code")
-    said = f"Error: {pair[0]} and {pair[1]}: not the same numbers\nHint: the table above says where\n"
+    said = f"Error: {pair[0]} and {pair[1]}: they differ\nHint: the table above says where\n"
     assert (ran.code, ran.err) == (3, said)
     ran = qconvert("diff", *pair, "--exit-code", "--json")
     assert ran.code == 3 and ran.json["summary"]["differs"] == 7

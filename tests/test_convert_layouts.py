@@ -332,7 +332,7 @@ def test_what_becomes_of_activations_is_told(
 
 def test_torchao_is_read_and_not_written(model: Path, assets: Path, tmp_path: Path) -> None:
     ran = qconvert("convert", model, "--to", "torchao", "-o", tmp_path / "out")
-    assert ran.code == 2 and "torchao's layout is read here, and not written" in ran.err
+    assert ran.code == 2 and "torchao's layout can be read, but not written" in ran.err
     folder = tmp_path / "int4"
     shutil.copytree(assets / "fixtures" / "quantized" / "cut-torchao-int8", folder)
     arrays = load_file(folder / "model.safetensors")

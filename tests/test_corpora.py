@@ -77,7 +77,9 @@ def hub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, data: b
     monkeypatch.setattr(corpora, "_archive", lambda: str(tmp_path / "wikitext.zip"))
 
 
-@pytest.mark.parametrize(("offline", "says"), [("0", "not to be had from"), ("1", "HF_HUB_OFFLINE is set")])
+@pytest.mark.parametrize(
+    ("offline", "says"), [("0", "cannot be downloaded from"), ("1", "HF_HUB_OFFLINE is set")]
+)
 def test_without_a_network_it_says_so_once_and_soon(tmp_path: Path, offline: str, says: str) -> None:
     program = "from qconvert.evaluate.corpora import load_text; load_text('wikitext2')"
     nobody = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": offline}
@@ -98,7 +100,7 @@ def test_without_a_network_it_says_so_once_and_soon(tmp_path: Path, offline: str
     [
         ("wikitext-2-raw/wiki.test.raw", b"x", "1 bytes, not 1290590"),
         ("wikitext-2-raw/wiki.test.raw", b"x" * 1_290_590, "not the published ones"),
-        ("elsewhere.txt", b"x", "not to be had"),
+        ("elsewhere.txt", b"x", "cannot be downloaded"),
     ],
 )
 def test_other_bytes_from_the_hub_are_refused(

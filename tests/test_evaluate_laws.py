@@ -205,10 +205,10 @@ def test_a_damaged_file_of_scores_is_told(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "s.npz"
     save_scores(path, [scored(2)], 2, "mark")
     path.write_bytes(path.read_bytes()[:cut])
-    with pytest.raises(BadRecipe, match="no scores to go on from"):
+    with pytest.raises(BadRecipe, match="no scores to resume from"):
         load_scores(path, [scored(0)], "mark")
     save_scores(path, [scored(2)], 2, "mark")
-    with pytest.raises(BadRecipe, match="no scores to go on from"):
+    with pytest.raises(BadRecipe, match="no scores to resume from"):
         load_scores(path, [scored(0), scored(0)], "mark")
 
 
@@ -260,5 +260,5 @@ def test_the_weights_of_one_model_are_compared_in_any_form(a: str, b: str, model
 
 def test_an_empty_file_of_scores_is_told(tmp_path: Path) -> None:
     (tmp_path / "s.npz").write_bytes(b"")
-    with pytest.raises(BadRecipe, match="no scores to go on from"):
+    with pytest.raises(BadRecipe, match="no scores to resume from"):
         load_scores(tmp_path / "s.npz", [], "mark")

@@ -164,7 +164,7 @@ def test_a_leftover_of_a_killed_run_is_replaced(tmp_path: Path, data: dict[str, 
 def test_an_existing_file_is_kept(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"precious")
     plans = plan_files("m.gguf", KVS, TENSORS)
-    with pytest.raises(OutputExists, match=r"m\.gguf: is there already \(8 bytes\)"):
+    with pytest.raises(OutputExists, match=r"m\.gguf: already exists \(8 bytes\)"):
         GGUFSink(tmp_path, plans)
     GGUFSink(tmp_path, plans, overwrite=True).abort()
     assert files_in(tmp_path) == {"m.gguf": b"precious"}
@@ -231,7 +231,7 @@ def test_a_name_taken_meanwhile_is_not_overwritten(
         sink.write(name, 0, rows)
     sink.commit()
     sink.final[0].write_bytes(b"precious")
-    with pytest.raises(OutputExists, match=r"m-00001-of-00002\.gguf: is there already \(8 bytes\)"):
+    with pytest.raises(OutputExists, match=r"m-00001-of-00002\.gguf: already exists \(8 bytes\)"):
         sink.publish()
     sink.abort()
     assert files_in(tmp_path) == {"m-00001-of-00002.gguf": b"precious"}

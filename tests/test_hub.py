@@ -192,11 +192,11 @@ def test_headers_alone_are_fetched_when_weights_are_not_wanted(server: Hub, tmp_
 def test_every_refusal_is_one_sentence_and_a_hint(server: Hub, tmp_path: Path) -> None:
     names = ("org/none", "org/gated", "org/broken", "org/tiny@v9", "org/--", "org/pickled")
     facts = [answer["fact"] for answer in ask(server.url, tmp_path, *((name, {}) for name in names))]
-    assert facts[0] == "org/none: no such folder, and no such model on the Hub"
+    assert facts[0] == "org/none: not a local folder, and there is no such model on the Hub"
     assert facts[1] == "org/gated: is gated, and not open to you"
-    assert facts[2].startswith("org/broken: no such folder, and not whole in the cache (Server error '500")
+    assert facts[2].startswith("org/broken: not a local folder, and not fully downloaded (Server error '500")
     assert facts[3] == "org/tiny@v9: has no such revision on the Hub"
-    assert facts[4] == "org/--: no such folder, and no name for a model on the Hub"
+    assert facts[4] == "org/--: not a local folder, and not a valid name for a model on the Hub"
     assert facts[5].startswith("org/pickled: has no model.safetensors and no index")
     assert not [name for name in server.asked if name.endswith(".bin")]
 
@@ -210,13 +210,14 @@ def test_a_repository_of_pickles_can_be_inspected_by_its_config(server: Hub, tmp
 def test_what_cannot_be_reached_is_told(server: Hub, tmp_path: Path) -> None:
     (offline,) = ask(server.url, tmp_path, ("org/tiny", {}), HF_HUB_OFFLINE="1")
     assert offline == {
-        "fact": "org/tiny: no such folder, and not whole in the cache while offline",
+        "fact": "org/tiny: not a local folder, and not fully downloaded; "
+        "HF_HUB_OFFLINE forbids downloading it",
         "hint": "unset HF_HUB_OFFLINE to download it",
     }
     (refused,) = ask("http://127.0.0.1:9", tmp_path, ("org/tiny", {}))
     assert (
         refused["fact"]
-        == "org/tiny: no such folder, and not whole in the cache ([Errno 111] Connection refused)"
+        == "org/tiny: not a local folder, and not fully downloaded ([Errno 111] Connection refused)"
     )
     (tmp_path / "file").touch()
     (unwritable,) = ask(server.url, tmp_path / "file", ("org/tiny", {}))

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The architecture. README's picture shows the same list.
+# The architecture. The picture in README shows the same list.
 FOLDERS = (
     "errors",
     "demo",
@@ -51,6 +51,7 @@ LIBRARIES = {
     "huggingface_hub": "checkpoint.hub evaluate evals",
     "jinja2": "formats.tokenizers.chat_template",
     "llmcompressor": "evals",
+    "lm_eval": "evaluate.lm_eval_adapter",
     "llvmlite": "quant runtime.cpu",
     "mlx": "evals",
     "mlx_lm": "evals",
@@ -60,7 +61,7 @@ LIBRARIES = {
     "tokenizers": "formats.tokenizers cli.generate evals",
     "torch": "runtime calibrate convert.calibrated evaluate cli.env cli.eval cli.generate evals",
     "tqdm": "cli",
-    "transformers": "evals",
+    "transformers": "calibrate.transformers_engine evals",
     "triton": "runtime.cuda evals",
     "yaml": "plan.recipe convert.model_card formats.huggingface.model_card_header",
 }
@@ -217,12 +218,12 @@ def test_carrying_packed_codes_loads_no_compiler(tmp_path: Path) -> None:
     assert run_python("-c", code).stdout.splitlines()[-1] == "False"
 
 
-def test_readme_and_its_picture_show_these_folders() -> None:
+def test_the_architecture_page_and_its_picture_show_these_folders() -> None:
     shown = [folder for folder in FOLDERS if folder not in ("errors", "demo")]
-    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("<!-- folders -->")[2]
+    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("<!-- folders -->")[2]
     rows = re.findall(
         r"^\| `(?:qconvert/)?(\w+)/` \|", table.partition("<!-- end of folders -->")[0], re.MULTILINE
     )
     assert rows == shown
-    picture = (ROOT / ".github" / "architecture.svg").read_text(encoding="utf-8")
+    picture = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
     assert sorted(re.findall(r">(\w+)/<", picture)) == sorted(shown)

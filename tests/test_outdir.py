@@ -51,7 +51,7 @@ def test_an_existing_name_is_refused(tmp_path: Path) -> None:
     make(out, "old")
     with pytest.raises(OutputExists) as refused:
         make(out)
-    assert refused.value.fact == f"{out}: is there already"
+    assert refused.value.fact == f"{out}: already exists"
     assert "--overwrite" in (refused.value.hint or "")
     (out / "qconvert.json").unlink()
     with pytest.raises(OutputExists, match="not written by qconvert"):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 import shutil
+import struct
 import subprocess
+import zlib
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from qconvert.evaluate.perplexity import evaluate
@@ -80,14 +84,17 @@ def test_one_file_that_loads_nothing(document: str) -> None:
 def test_the_page_holds_every_table_and_picture(report: PerplexityReport, document: str) -> None:
     elements = Elements()
     elements.feed(document)
+    page = report.page()
+    terms = len(page.facts) + len(page.glossary)
     counts = {
         tag: sum(found == tag for found, _ in elements.tags) for tag in ("table", "svg", "figcaption", "dt")
     }
-    assert counts == {"table": 2, "svg": 3, "figcaption": 3, "dt": len(report.page().facts)}
+    assert counts == {"table": 4, "svg": 3, "figcaption": 3, "dt": terms}
     assert "prefers-color-scheme: dark" in document and "width=device-width" in document
     assert "&lt;i&gt;long-name" in document
-    for _, value in report.page().facts:
-        assert value.replace("&", "&amp;").replace("<", "&lt;") in document
+    for _, value in (*page.facts, *page.glossary):
+        assert escape(value) in document
+    assert document.index(escape(page.verdict[0])) < document.index("<table>")
 
 
 def test_without_a_reference_the_page_shows_perplexity_by_size() -> None:
@@ -96,8 +103,61 @@ def test_without_a_reference_the_page_shows_perplexity_by_size() -> None:
     assert "perplexity" in figure.svg and "nats" not in figure.svg
 
 
+def browse(folder: Path, page: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Open a page of a folder in Chromium, with a profile of its own and no network."""
+    common = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run")
+    quiet = ("--disable-background-networking", "--disable-component-update", "--disable-sync")
+    own = (f"--user-data-dir={folder / 'profile'}", "--window-size=1400,1000", "--hide-scrollbars")
+    return subprocess.run(
+        [str(CHROMIUM), *common, *quiet, *own, *flags, (folder / page).as_uri()],
+        capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+
+
+def pixels(png: bytes) -> np.ndarray:
+    """The colours of a PNG of 8 bits a channel, uint8 [height, width, channels], by its specification."""
+    width, height, _, kind = struct.unpack(">IIBB", png[16:26])
+    channels, at, data = {2: 3, 6: 4}[kind], 8, b""
+    while at < len(png):
+        (size,) = struct.unpack(">I", png[at : at + 4])
+        if png[at + 4 : at + 8] == b"IDAT":
+            data += png[at + 8 : at + 8 + size]
+        at += size + 12
+    rows = np.frombuffer(zlib.decompress(data), np.uint8).reshape(height, 1 + width * channels)
+    out = np.zeros((height, width * channels), np.uint8)
+    for i, (method, row) in enumerate(zip(rows[:, 0], rows[:, 1:], strict=True)):
+        above = out[i - 1].astype(int) if i else np.zeros(width * channels, int)
+        if method in (0, 2):
+            out[i] = row + (above if method else 0)
+            continue
+        line = [0] * channels + [0] * len(row)  # with a pixel before the first
+        upper = [0] * channels + above.tolist()
+        for k, x in enumerate(row.tolist(), channels):
+            a, b, c = line[k - channels], upper[k], upper[k - channels]
+            near = min((a, b, c), key=lambda v: abs(a + b - c - v))  # Paeth: ties go to a, then b
+            line[k] = (x + (a if method == 1 else (a + b) // 2 if method == 3 else near)) & 255
+        out[i] = line[channels:]
+    return out.reshape(height, width, channels)
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_browser_paints_it_light_and_dark(document: str, tmp_path: Path, dark: bool) -> None:
+    (tmp_path / "report.html").write_text(document, encoding="utf-8")
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    ran = browse(
+        tmp_path, "report.html", scheme, "--window-size=600,300", f"--screenshot={tmp_path / 'shot.png'}"
+    )
+    assert (tmp_path / "shot.png").exists(), ran.stderr[-600:]
+    shot = pixels((tmp_path / "shot.png").read_bytes())[..., :3]
+    assert shot.shape[1] == 600
+    ground = shot[5, 5].astype(int)
+    assert ground.max() < 60 if dark else ground.min() > 200
+    assert (np.abs(shot.astype(int) - ground).max(-1) > 120).mean() > 0.005  # letters and lines
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+@pytest.mark.parametrize("width", [390, 800, 1280])
 def test_nothing_is_wider_than_the_window(document: str, tmp_path: Path, width: int) -> None:
     """Rendered in a frame of the width, the page's own scroll width is measured by a script beside it."""
     (tmp_path / "report.html").write_text(document, encoding="utf-8")
@@ -112,17 +172,5 @@ def test_nothing_is_wider_than_the_window(document: str, tmp_path: Path, width: 
         ' cut=${texts.map(t => t.textContent).join("|")}.`; };</script>'
     )
     (tmp_path / "probe.html").write_text(probe)
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--allow-file-access-from-files",
-        "--dump-dom",
-    ]
-    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,1000"]
-    ran = subprocess.run(
-        [str(CHROMIUM), *flags, (tmp_path / "probe.html").as_uri()],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    ran = browse(tmp_path, "probe.html", "--allow-file-access-from-files", "--dump-dom")
     assert f"width={width} cut=." in ran.stdout, ran.stdout[-600:] + ran.stderr[-600:]

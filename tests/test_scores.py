@@ -129,6 +129,11 @@ def test_a_failed_check_is_part_of_the_one_json_object(tmp_path: Path) -> None:
     assert ran.code == 3 and ran.json["error"]["fact"].startswith("other: perplexity is")
     ran = qconvert(*compared, "--fail-above", worse / 2)
     assert ran.code == 3 and "other: perplexity is" in ran.err and "Perplexity on" in ran.out
+    stem = ("-o", tmp_path / "r")
+    assert qconvert(*compared, *stem).code == 0
+    ran = qconvert(*compared, *stem, "--resume", "--fail-above", worse / 2)
+    assert ran.code == 3 and "other: perplexity is" in ran.err and "already complete" in ran.err
+    assert qconvert(*compared, *stem, "--resume", "--fail-above", 100, "-q").err == ""
     ran = qconvert(*options, "--fail-above", 0)
     assert ran.code == 2 and "no reference to compare with" in ran.err and not ran.out
 
@@ -146,7 +151,7 @@ def test_a_report_that_could_not_be_written_is_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.setattr(cli, "_measure", None)
-    monkeypatch.setattr(cli, "_compare", None)
+    monkeypatch.setattr(cli, "_weights", None)
     (tmp_path / "file").touch()
     models = ("a", "b") if kind == "weights" else ("a",)
     ran = qconvert("eval", kind, *models, "-o", tmp_path / "file" / "report")
@@ -177,8 +182,20 @@ def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest
     ran = qconvert(*options, "--resume")
     assert ran.code == 0 and json.loads((tmp_path / "r.json").read_text())["partial"] is False
     assert not (tmp_path / "r.partial.npz").exists()
+    again = qconvert(*options, "--resume")
+    assert again.code == 0 and "already complete" in again.err and again.out == ran.out
+    ran = qconvert(*options, "--resume", "--chunks", 1)
+    assert ran.code == 1 and "of another command: chunks was not given, now it is 1" in ran.err
+    os.utime(weights, ns=(time, time + 1))  # touched, but the same bytes
+    assert qconvert(*options, "--resume").code == 0
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
     ran = qconvert(*options, "--resume")
-    assert ran.code == 1 and "this evaluation is finished" in ran.err and "leave out --resume" in ran.err
+    assert ran.code == 1 and "have changed since" in ran.err and "leave out --resume" in ran.err
+    (tmp_path / "r.json").write_text('{"report": "perplexity"}')
+    ran = qconvert(*options, "--resume")
+    assert ran.code == 1 and "no report that can be taken up" in ran.err
     (tmp_path / "r.json").unlink()
     ran = qconvert(*options, "--resume")
     assert ran.code == 0 and "starts from the beginning" in ran.err

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from qconvert.calibrate.backward import measure_gradients
 from qconvert.calibrate.measure_sensitivity import SecondMomentSums, sensitivities_of
 from qconvert.calibrate.row_samples import RowSampler
+from qconvert.calibrate.run import calibrate
 from qconvert.calibrate.sensitivity import (
     Change,
     RowSamples,
@@ -24,17 +24,18 @@ from qconvert.calibrate.sensitivity import (
     stored_sensitivities,
     word_frequencies,
 )
-from qconvert.calibrate.text import calibration_windows
+from qconvert.calibrate.statistics_file import merge, read_statistics, write_statistics
+from qconvert.calibrate.text import CalibrationText, calibration_windows
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.execute import open_model, prepare
 from qconvert.convert.job import Job, OpenedModel, RunOptions
 from qconvert.convert.prices import priced_groups
-from qconvert.core.dtypes import DType, Json
+from qconvert.core.dtypes import DType
 from qconvert.core.schemes import parse_scheme
-from qconvert.core.statistics import InputHessian, StatisticsKey
+from qconvert.core.statistics import StatisticsKey
 from qconvert.core.values import DenseRows, Value
-from qconvert.errors import BadRecipe
+from qconvert.errors import BadRecipe, CorruptCheckpoint
 from qconvert.models import Parameter
 from qconvert.models.statistics_keys import input_key
 from qconvert.plan.budget import smallest_cost
@@ -245,39 +246,68 @@ def gguf_job(source: OpenedModel, kind: str) -> Job:
     return prepare(source, Request("to-gguf", Recipe(), target=GGUFTarget(kind, pure=True)), OPTIONS)
 
 
-class Stored:
-    """Statistics of one number for every input, scaled by its layer."""
+@pytest.mark.parametrize("family", ["Llama", "Qwen3Moe"])
+def test_stored_statistics_give_the_diagonal(family: str, tmp_path: Path) -> None:
+    """What the file holds is what a run for a target finds, but for products of two inputs."""
+    source = opened(family, tmp_path)
+    text = CalibrationText(TEXT, ("t",), (), "packed")
+    write_statistics(tmp_path / "s.safetensors", calibrate(source.checkpoint, "m", text, scratch=tmp_path))
+    stored = read_statistics(tmp_path / "s.safetensors")
+    assert stored.gradients is not None and stored.gradients.tokens == TEXT.size
+    found = {each.layer: each for each in stored_sensitivities(stored.gradients, stored.statistics)}
+    want = {each.layer: each for each in sensitivities_of(source.checkpoint, TEXT)}
+    assert found.keys() == want.keys()
+    for layer, each in want.items():
+        same = found[layer]
+        assert same.outputs.keys() == each.outputs.keys() and same.inputs.keys() == each.inputs.keys()
+        for key, squares_O in each.outputs.items():
+            np.testing.assert_allclose(same.outputs[key], squares_O, rtol=1e-5)
+        for role, moments in each.inputs.items():
+            assert same.inputs[role].hessian_II is None
+            np.testing.assert_allclose(
+                same.inputs[role].second_moments_I, moments.second_moments_I, rtol=1e-5
+            )
 
-    record: Json = {}  # noqa: RUF012
 
-    def __contains__(self, key: object) -> bool:
-        return True
+def test_sensitivities_of_two_texts_add_up(tmp_path: Path) -> None:
+    source = opened("Qwen3Moe", tmp_path)
+    texts = [CalibrationText(ids_WT, ("t",), (), "packed") for ids_WT in (TEXT[:1], TEXT[1:])]
+    parts = [calibrate(source.checkpoint, "m", text, scratch=tmp_path) for text in texts]
+    both, gradients = merge(parts), [part.gradients for part in parts]
+    assert both.gradients is not None and both.gradients.tokens == TEXT.size
+    for key, squares in both.gradients.squares.items():
+        ones = [each.squares[key] for each in gradients if each is not None and key in each.squares]
+        np.testing.assert_allclose(squares, np.sum(ones, axis=0))
+    plain = calibrate(source.checkpoint, "m", texts[1])
+    assert plain.gradients is None
+    mixed = merge([plain, parts[0]])
+    assert mixed.gradients is parts[0].gradients and mixed.statistics.tokens == TEXT.size
 
-    def second_moments(self, key: StatisticsKey) -> np.ndarray:
-        return np.full(48, 1.0 + (key.layer or 0), np.float32)
 
-    def rounding(self, key: StatisticsKey) -> InputHessian | None:
-        return None
+@pytest.mark.parametrize("what", ["negative", "tokens", "head"])
+def test_gradients_that_are_none_are_refused(what: str, tmp_path: Path) -> None:
+    import safetensors.numpy
 
-
-def test_stored_statistics_give_the_diagonal(tmp_path: Path) -> None:
-    source = opened("Llama", tmp_path)
-    config, weights = DecoderConfig.of(source.checkpoint.architecture), CheckpointWeights(source.checkpoint)
-    gradients = measure_gradients(load_decoder(config, weights), torch.from_numpy(TEXT), scratch=tmp_path)
-    first, second, tables = stored_sensitivities(gradients, Stored(), 2)
-    key = StatisticsKey("mlp.down", 1)
-    assert second.outputs[key] is gradients.linears[key].squares_O and key not in first.outputs
-    assert second.inputs["mlp.down"].hessian_II is None and set(
-        second.inputs["mlp.down"].second_moments_I
-    ) == {2}
-    want = {each.layer: each for each in sensitivities_of(source.checkpoint, TEXT)}[None]
-    for role, each in tables.inputs.items():
-        np.testing.assert_allclose(each.second_moments_I, want.inputs[role].second_moments_I, rtol=1e-5)
+    source, path = opened("Llama", tmp_path), tmp_path / "s.safetensors"
+    text = CalibrationText(TEXT, ("t",), (), "packed")
+    write_statistics(path, calibrate(source.checkpoint, "m", text, scratch=tmp_path))
+    tensors = dict(safetensors.numpy.load_file(path))
+    with safetensors.safe_open(path, "np") as file:
+        metadata = file.metadata()
+    if what == "negative":
+        tensors["layers.1.mlp.down.gradients"] = -tensors["layers.1.mlp.down.gradients"]
+    elif what == "tokens":
+        tensors["gradient_tokens"] = np.zeros(1, np.int64)
+    else:
+        del tensors["model.lm_head.gradients"]
+    safetensors.numpy.save_file(tensors, path, metadata)
+    with pytest.raises(CorruptCheckpoint, match=r"s.safetensors: .*gradients"):
+        read_statistics(path)
 
 
 def test_a_window_that_is_too_long_is_told(tmp_path: Path) -> None:
     source = opened("Llama", tmp_path)
-    with pytest.raises(BadRecipe, match="exceeds the 64 positions"):
+    with pytest.raises(BadRecipe, match="--window 65: the model has 64 positions"):
         next(sensitivities_of(source.checkpoint, np.zeros((1, 65), np.int64)))
 
 

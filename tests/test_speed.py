@@ -87,7 +87,7 @@ def test_one_step_beside_llama_cpps_two(
 
 
 def test_repacking_beside_copying(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint is there already: a process of its own would make one of the real size."""
+    """The checkpoint already exists: a process of its own would make one of the real size."""
     monkeypatch.setitem(synthetic.SHAPES, "qwen2.5-1.5b", synthetic.SHAPES["qwen2.5-1.5b"] | TINY)
     plain = synthetic.make_checkpoint(tmp_path / "plain", "qwen2.5-1.5b")
     made("quantize", plain, "--bits", 4, "--layout", "gptq", "-o", tmp_path / "qwen2.5-1.5b-gptq-int4")

@@ -7,9 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gguf
+import jsonschema
 import pytest
 
+import qconvert as qconvert_package
 from qconvert.checkpoint.open import open_checkpoint
+from qconvert.evaluate.mix_table import mix_grid
 from tests.commands import Ran, made, qconvert
 from tests.models import tiny
 
@@ -76,6 +80,27 @@ def test_the_folder_is_as_large_as_asked_and_says_what_was_chosen(model: Path, h
     assert len(set(chosen.values())) > 1
     manifest = json.loads((folder / "qconvert.json").read_text())
     assert manifest["recipe"] == plan["recipe"]  # rules like any others
+    check_record(manifest["target"], plan["target"])
+    assert manifest["target"]["size"] == "410KB" and manifest["target"]["kl"] is None
+    schema = json.loads((Path(qconvert_package.__file__).parent / "manifest.schema.json").read_text())
+    jsonschema.validate(manifest, schema)
+    grid = mix_grid("m", manifest["target"])
+    assert grid is not None and "--target-size 410KB" in grid.title
+    assert len(grid.rows) == len(plan["target"]["groups"])
+    assert any(row[1] == "self_attn.q_proj, k_proj, v_proj" for row in grid.rows)
+    row = next(row for row in grid.rows if row[2] != "int3-g64")
+    assert row[0].isdecimal() and row[5].split()[-1].startswith("(int") and row[6].startswith("+")
+
+
+def check_record(record: Any, planned: Any) -> None:
+    """What an output says of its target is what the plan printed, prices to four digits."""
+    assert record["choices"] == planned["choices"] and record["texts"] == [planned["text"]]
+    assert record["expected_kl"] == pytest.approx(planned["expected_kl"], rel=1e-3)
+    for found, group in zip(record["groups"], planned["groups"], strict=True):
+        assert (found["weights"], found["choice"]) == (group["weights"], group["choice"])
+        for option in group["options"]:
+            nbytes, nats = found["options"][option["choice"]]
+            assert nbytes == option["bytes"] and nats == pytest.approx(option["expected_kl"], rel=1e-3)
 
 
 def test_q_k_and_v_stay_alike_in_a_folder_and_are_free_in_a_gguf(model: Path) -> None:
@@ -95,6 +120,8 @@ def test_a_gguf_is_written_as_it_was_planned(model: Path, here: Path) -> None:
     file = made("to-gguf", model, *asked, "-o", here / "mixed.gguf")
     assert file.stat().st_size <= 300_000 and plan["target"]["bytes"] == file.stat().st_size
     assert {row["type"] for row in plan["types"]} >= {"q4_0", "f32"}
+    key = gguf.GGUFReader(file).fields["qconvert.target"]
+    check_record(json.loads(bytes(key.parts[-1]).decode()), plan["target"])
     again = made("to-gguf", model, *asked, "-o", here / "again.gguf")
     assert again.read_bytes() == file.read_bytes()
 
@@ -164,6 +191,56 @@ def test_people_see_the_mix(model: Path) -> None:
     assert "tokens forwards and backwards" in ran.err
 
 
+STATS = ("--text", "text.txt", "--tokens", 512, "--window", 64, "-o", "stats")
+
+
+def labels_of(plan: Any) -> dict[str, str]:
+    return {name: group["choice"] for group in plan["target"]["groups"] for name in group["weights"]}
+
+
+@pytest.mark.parametrize(
+    ("command", "choices", "targets"),
+    [("quantize", SCHEMES, ("6.5bpw", "9.5bpw")), ("to-gguf", TYPES, ("4.9bpw", "6bpw"))],
+)
+def test_stored_sensitivities_give_a_mix_and_read_no_text(
+    command: str, choices: tuple[str, str], targets: tuple[str, ...], model: Path, here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of the same text and tokens; their prices are rougher, and their mixes are not measured."""
+    (here / "text.txt").write_text((model.parent / "text.txt").read_text())
+    ran = qconvert("calibrate", model, *STATS, "--sensitivities")
+    assert ran.code == 0 and "sensitivities  of 512 tokens" in ran.out, ran.err
+    assert "through 2 layers, forwards and backwards" in ran.err
+    measured = [aimed(command, model, *choices, "--target-size", target) for target in targets]
+    monkeypatch.setattr("qconvert.calibrate.measure_sensitivity.sensitivities_of", None)
+    monkeypatch.setattr("qconvert.calibrate.run.read_text", None)
+    how = (*choices, "--calibration", "stats", "-j", 2, "--dry-run", "--json", "--target-size")
+    for target, want in zip(targets, measured, strict=True):
+        found = qconvert(command, model, *how, target)
+        assert found.code == 0, found.err
+        assert labels_of(found.json).keys() == labels_of(want).keys()
+        assert len(set(labels_of(found.json).values())) > 1
+        ours, theirs = (each["target"]["expected_kl"] for each in (found.json, want))
+        assert 1 / 2.5 < ours / theirs < 2.5  # sums lack what errors of rows have in common
+        text, same = (each["target"]["text"] for each in (found.json, want))
+        assert text == same
+    told = qconvert(command, model, *how[:-3], "--dry-run", "--target-size", targets[0])
+    assert "weighing encodings: sensitivities of 512 tokens in stats" in told.err
+
+
+def test_a_text_that_is_named_is_run_and_statistics_without_sensitivities_go_on(
+    model: Path, here: Path
+) -> None:
+    (here / "text.txt").write_text((model.parent / "text.txt").read_text())
+    made("calibrate", model, *STATS, "--sensitivities")
+    made("calibrate", model, *STATS[:-1], "plain")
+    how = ("quantize", model, *SCHEMES, "--target-size", "8bpw", "--dry-run", "-j", 2, "--calibration")
+    asked = ("--text", "text.txt", "--tokens", "all", "--window", 64)
+    for more in (("stats", *asked), ("plain", *asked)):
+        ran = qconvert(*how, *more)
+        assert ran.code == 0 and "tokens forwards and backwards through the model" in ran.err, ran.err
+
+
 def refused(*args: object) -> Ran:
     ran = qconvert(*args)
     assert ran.code != 0 and not ran.out and ran.err.startswith("Error: "), ran
@@ -178,7 +255,7 @@ def refused(*args: object) -> Ran:
         (["--target-kl", "minus"], "--target-kl minus: is no divergence"),
         (["--target-size", "4.5bpw", "--bits", "4"], "--bits: given beside a target"),
         (["--target-size", "4.5bpw", "--schemes", "int4"], "one encoding to choose among (int4)"),
-        (["--target-size", "4.5bpw", "--schemes", "int4,keep"], "--schemes keep: is no scheme"),
+        (["--target-size", "4.5bpw", "--schemes", "int4,keep"], "--schemes keep: is not an integer scheme"),
         (["--target-size", "4.5bpw", "--schemes", "int4,nf4"], "scheme 'nf4': not a scheme"),
         (["--bits", "4", "--schemes", "int4,int8"], "--schemes, --types: given without a target"),
     ],

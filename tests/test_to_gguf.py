@@ -184,7 +184,7 @@ def refused(folder: Path, *flags: object) -> str:
 
 def test_an_existing_file_is_replaced_only_when_asked(model: Path, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"precious")
-    assert "is there already" in refused(tmp_path, model, "--type", "f16")
+    assert "already exists" in refused(tmp_path, model, "--type", "f16")
     assert (tmp_path / "m.gguf").read_bytes() == b"precious"
     ran = qconvert("to-gguf", model, "--type", "f16", "-o", tmp_path / "m.gguf", "--overwrite", "-q")
     assert ran.code == 0 and (tmp_path / "m.gguf").read_bytes().startswith(b"GGUF")
@@ -226,7 +226,7 @@ def test_rows_that_blocks_do_not_divide_can_be_refused(model: Path, tmp_path: Pa
         (["--type", "f16", "--tensor-type", "ffn_down=q4_9"], "'q4_9': no such tensor type"),
         (["--type", "f16", "--tensor-type", "(=q8_0"], "not a regular expression"),
         (["--type", "f16", "--token-embedding-type", "float"], "'float': no such tensor type"),
-        (["--type", "f16", "--output-tensor-type", "q8_1"], "type q8_1: is read here, but not written"),
+        (["--type", "f16", "--output-tensor-type", "q8_1"], "type q8_1 cannot be written, only read"),
         (["--type", "f16", "--pre-tokenizer", "qwen"], "did you mean 'qwen"),
         (["--type", "f16", "-o", "m.bin"], "m.bin: does not end in .gguf\nHint: write -o m.bin.gguf"),
     ],

@@ -11,6 +11,7 @@ from tests.commands import qconvert
 
 # What is typed, about a model that is nowhere: the words alone decide.
 WRONG = [
+    ("bench", "bench nowhere -p 0 -n 0"),
     ("inspect", "inspect --tensors=yes nowhere"),
     ("calibrate", "calibrate nowhere --tokens some"),
     ("calibrate", "calibrate nowhere --window 8"),

@@ -56,7 +56,7 @@ def test_errors_are_those_of_numpy(folders: tuple[Path, Path], report: WeightRep
 
 
 def test_the_page_names_the_worst_layer(report: WeightReport) -> None:
-    (grid,) = report.page().grids
+    grid, *_ = report.page().grids
     assert [row[0] for row in grid.rows] == ["attn.q", "mlp.down", "all"]
     assert grid.rows[-1][4] == "2"
     (figure,) = report.figures()

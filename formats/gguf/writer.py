@@ -167,7 +167,7 @@ def check_target(path: Path, *, overwrite: bool = False, sources: Iterable[Path]
         raise OutputExists(f"{path}: is a folder", "choose another output")
     if path.exists() and not overwrite:
         raise OutputExists(
-            f"{path}: is there already ({amount(path.stat().st_size)})",
+            f"{path}: already exists ({amount(path.stat().st_size)})",
             "use --overwrite, or choose another output",
         )
 

@@ -36,11 +36,11 @@ def check_target(out: Path, *, overwrite: bool = False, sources: Iterable[Path] 
     if not (out / MANIFEST_FILE).is_file():
         what = f"not written by qconvert: no {MANIFEST_FILE} in it" if out.is_dir() else "not a folder"
         raise OutputExists(
-            f"{out}: is there already, and not replaced ({what})",
+            f"{out}: already exists, and is not replaced ({what})",
             "choose another output, or move it away yourself",
         )
     if not overwrite:
-        raise OutputExists(f"{out}: is there already", "use --overwrite, or choose another output")
+        raise OutputExists(f"{out}: already exists", "use --overwrite, or choose another output")
 
 
 def _partial(out: Path) -> Path:

@@ -1,6 +1,6 @@
 """Knows every layout by name: one line for each, and the file that declares it is imported when asked for.
 
-The order of names is that of help texts, hints and README's table.
+The order of names is that of help texts, hints and the documentation's table.
 """
 
 from __future__ import annotations

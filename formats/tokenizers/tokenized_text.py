@@ -76,6 +76,11 @@ def tokenize(text: Text, model: Path) -> Tokens:
     return Tokens(_encode(tokenizer, text), first_token(tokenizer), text, hashlib.sha256(data).hexdigest())
 
 
+def open_tokenizer(model: Path) -> Tokenizer:
+    """The tokenizer of a folder or a GGUF file; raises QConvertError as `tokenize` does."""
+    return parse_tokenizer(*_tokenizer_json(model))
+
+
 def first_token(tokenizer: Tokenizer) -> int | None:
     """The token that the tokenizer's own template puts before a text (BOS), None if none."""
     plain, framed = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))

@@ -9,7 +9,7 @@ read twice. Legend: W windows, B of them at once, T tokens, D hidden width, L la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from qconvert.calibrate.sampled_gradient import sample_gradient
 from qconvert.core.statistics import StatisticsKey
 from qconvert.errors import CheckFailed
 from qconvert.runtime.model import Decoder
-from qconvert.runtime.observers import InputKey, Tap
+from qconvert.runtime.observers import InputKey, Observer, Tap
 from qconvert.runtime.precision import exact_products
 from qconvert.runtime.reverse import GradientObserver, differentiable
 
@@ -31,7 +31,7 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 """Tokens that visit a layer together, unless one window has more."""
 
 Progress = Callable[[int, int], None]
-"""Told (visits of layers done, visits in all)."""
+"""Told (tokens done, those in all), each counted once for every visit of a layer."""
 
 
 def measure_gradients(
@@ -43,26 +43,28 @@ def measure_gradients(
     block_rows: int | None = None,
     stored_as: torch.dtype = torch.float32,
     keep: Callable[[OutputGradients], OutputGradients] = lambda found: found,
+    observe: Observer | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Gradients:
     """What a backward pass over windows of tokens, int64 [W, T], finds of every linear and table.
 
     The decoder computes in float32, its layers best loaded on demand. `scratch` is a folder for
     W T D (L + 1) numbers, float32 or bfloat16 (`stored_as`); `block_rows` as in `GradientSums`. What `keep`
-    makes of a linear's gradients is kept until the end: the same with its arrays on disk, say. The same
-    seed, tokens and machine give the same bytes. Raises QConvertError where the disk is too small,
-    CheckFailed for hidden states that are no numbers.
+    makes of a linear's gradients is kept until the end: the same with its arrays on disk, say. `observe` sees
+    the input of every linear, once. The same seed, tokens and machine give the same bytes. Raises
+    QConvertError where the disk is too small, CheckFailed for hidden states that are no numbers.
     """
     with backward_pass(
         decoder, tokens_WT, seed=seed, scratch=scratch, stored_as=stored_as, progress=progress
     ) as run:
         run.forward()
-        head = run.top()
         linears: dict[StatisticsKey, OutputGradients] = {}
-        for layer in reversed(range(len(decoder.layers))):
-            sums = GradientSums(block_rows)
-            run.follow(layer, sums)
-            linears |= {key: keep(found) for key, found in sums.means(tokens_WT.numel()).items()}
+        with decoder.observing(observe) if observe is not None else nullcontext():
+            head = run.top()
+            for layer in reversed(range(len(decoder.layers))):
+                sums = GradientSums(block_rows)
+                run.follow(layer, sums)
+                linears |= {key: keep(found) for key, found in sums.means(tokens_WT.numel()).items()}
         return Gradients(tokens_WT.numel(), seed, linears, run.tables(head))
 
 
@@ -101,7 +103,7 @@ class BackwardPass:
                 layer = decoder.layers[i]
                 for first, x_BTD in self._stored(i):
                     self.file.write(i + 1, first, layer(x_BTD, self._rotations, None))
-                self._tell()
+                    self._tell(x_BTD)
 
     def top(self) -> HeadSums:
         """Sample a word everywhere, and store the gradient to the output of the last layer.
@@ -126,7 +128,7 @@ class BackwardPass:
                 words.append(found.words_N.view(uniform_BT.shape).cpu())
                 g_BTD = torch.autograd.grad(h_BTD, x_BTD, found.g_ND.view_as(h_BTD))[0]
                 self.file.write(last, first, g_BTD)
-        self._tell()
+                self._tell(x_BTD)
         return HeadSums(curvature_V, squares_D, torch.cat(words))
 
     def follow(self, i: int, observer: GradientObserver) -> None:
@@ -141,7 +143,7 @@ class BackwardPass:
                 y_BTD = layer(x_BTD, self._rotations, None)
                 g_BTD = self._read(i + 1, first, len(x_BTD))
                 self.file.write(i, first, torch.autograd.grad(y_BTD, x_BTD, g_BTD)[0])
-        self._tell()
+                self._tell(x_BTD)
 
     def tables(self, head: HeadSums) -> TableGradients:
         """What the pass found of embedding and head, once it is through the first layer."""
@@ -168,9 +170,9 @@ class BackwardPass:
     def _read(self, slot: int, first: int, count: int) -> Tensor:
         return self.file.read(slot, first, count).to(self.decoder.device)
 
-    def _tell(self) -> None:
-        self.done += 1
-        self.progress(self.done, 2 * len(self.decoder.layers) + 1)
+    def _tell(self, x_BTD: Tensor) -> None:
+        self.done += x_BTD[..., 0].numel()
+        self.progress(self.done, (2 * len(self.decoder.layers) + 1) * self.tokens_WT.numel())
 
 
 @contextmanager

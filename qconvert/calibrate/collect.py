@@ -7,9 +7,8 @@ windows, T tokens of a window, D hidden, N rows, I in features, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from tempfile import NamedTemporaryFile
 
@@ -17,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.calibrate.moments import InputMoments, InputStatistics
+from qconvert.calibrate.moment_sums import MomentSums
+from qconvert.calibrate.moments import InputStatistics
+from qconvert.calibrate.text import check_tokens
 from qconvert.core.statistics import InputKey
-from qconvert.errors import BadRecipe, QConvertError
-from qconvert.formats.tokenizers.prompts import check_ids
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.model import Decoder
 from qconvert.runtime.precision import exact_products
@@ -40,23 +39,12 @@ def collect_statistics(
     longer than the model's positions and tokens beyond its vocabulary, QConvertError where an input is not
     finite.
     """
-    config, window = decoder.config, tokens_BT.shape[1]
-    if window > config.max_positions:
-        raise BadRecipe(
-            f"window {window}: exceeds the {config.max_positions} positions of the model",
-            f"take --window {config.max_positions} or less",
-        )
-    check_ids(int(tokens_BT.max()), config.vocab)
-    found: dict[InputKey, _Sums] = {}
-
-    def observe(key: InputKey, x_NI: Tensor) -> None:
-        found.setdefault(key, _Sums(x_NI.shape[1])).add(key, x_NI)
-
-    with decoder.observing(observe), _activations(decoder, tokens_BT.shape) as x_BTD:
-        _run(decoder, torch.from_numpy(tokens_BT), x_BTD, observe, progress or (lambda done, total: None))
-    inputs = {key: sums.moments for key, sums in found.items()}
-    counts_V = np.bincount(tokens_BT.ravel(), minlength=config.vocab).astype(np.int64)
-    return InputStatistics(inputs | dict(_unrouted(config, inputs)), counts_V)
+    config = decoder.config
+    check_tokens(tokens_BT, config.max_positions, config.vocab)
+    sums = MomentSums()
+    with decoder.observing(sums), _activations(decoder, tokens_BT.shape) as x_BTD:
+        _run(decoder, torch.from_numpy(tokens_BT), x_BTD, sums, progress or (lambda done, total: None))
+    return sums.statistics(config.shapes, tokens_BT, config.vocab)
 
 
 @torch.inference_mode()
@@ -104,42 +92,3 @@ def _activations(decoder: Decoder, shape: tuple[int, ...]) -> Iterator[Tensor]:
     with NamedTemporaryFile(prefix="qconvert-activations-") as file:
         x_N = torch.from_file(file.name, shared=True, size=count, dtype=decoder.dtype)
         yield x_N.view(*shape, decoder.config.hidden)
-
-
-class _Sums:
-    """Running sums of one input, in float64."""
-
-    def __init__(self, width: int) -> None:
-        self.moments = InputMoments(np.zeros(width), np.zeros(width), 0)
-
-    def add(self, key: InputKey, x_NI: Tensor) -> None:
-        """Add rows; products are of float32, their sums of float64."""
-        x_NI = x_NI.float()
-        squares_I, sums_I = ((part.sum(0, dtype=torch.float64)).cpu().numpy() for part in (x_NI * x_NI, x_NI))
-        if not np.isfinite(squares_I).all():
-            bad = int((~torch.isfinite(x_NI * x_NI)).any(1).sum())
-            place = "" if key.layer is None else f"layer {key.layer}: "
-            expert = "" if key.expert is None else f" of expert {key.expert}"
-            raise QConvertError(
-                f"{place}the input of {', '.join(key.roles)}{expert} holds NaN or infinity in {bad} of"
-                f" {len(x_NI)} rows",
-                "look for weights that are not finite (`qconvert verify`), or take an undamaged checkpoint",
-            )
-        self.moments = InputMoments(
-            self.moments.squares_I + squares_I, self.moments.sums_I + sums_I, self.moments.count + len(x_NI)
-        )
-
-
-def _unrouted(
-    config: DecoderConfig, inputs: Mapping[InputKey, InputMoments]
-) -> Iterator[tuple[InputKey, InputMoments]]:
-    """Moments of nothing for the inputs of experts that no token was routed to."""
-    kinds = {replace(key, layer=None, expert=None) for key in inputs if key.expert is not None}
-    for i in (i for i in range(config.layers) if config.has("mlp.router", i)):
-        for expert in range(config.shapes["mlp.router", i, "weight"][0]):
-            for kind in kinds:
-                key = replace(kind, layer=i, expert=expert)
-                if key not in inputs:
-                    role = kind.roles[0].replace(".experts", f".experts.{expert}")
-                    width = config.shapes[role, i, "weight"][-1]
-                    yield key, InputMoments(np.zeros(width), np.zeros(width), 0)

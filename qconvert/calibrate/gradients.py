@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.core.statistics import StatisticsKey
+from qconvert.calibrate.moments import GradientMoments
+from qconvert.core.statistics import EMBED, HEAD, StatisticsKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,14 @@ class Gradients:
     seed: int
     linears: Mapping[StatisticsKey, OutputGradients]
     tables: TableGradients
+
+    @property
+    def moments(self) -> GradientMoments:
+        """The squares as sums, which add up."""
+        found = {key: each.squares_O for key, each in self.linears.items()}
+        found |= {EMBED: self.tables.embedding_D, HEAD: self.tables.head_V}
+        sums = {key: squares.astype(np.float64) * self.tokens for key, squares in found.items()}
+        return GradientMoments(sums, self.tokens)
 
 
 @dataclass(slots=True)

@@ -20,11 +20,10 @@ from qconvert.calibrate.backward import Progress, backward_pass
 from qconvert.calibrate.gradients import GradientSums
 from qconvert.calibrate.row_samples import RowSampler
 from qconvert.calibrate.sensitivity import SecondMoments, Sensitivity, sensitivity_of_tables
+from qconvert.calibrate.text import check_tokens
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.statistics import StatisticsKey
-from qconvert.errors import BadRecipe
-from qconvert.formats.tokenizers.prompts import check_ids
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder
 from qconvert.runtime.model import Decoder
@@ -112,12 +111,7 @@ def sensitivities_of(
     than the model's positions and tokens beyond its vocabulary.
     """
     config = DecoderConfig.of(checkpoint.architecture)
-    if tokens_WT.shape[1] > config.max_positions:
-        raise BadRecipe(
-            f"window {tokens_WT.shape[1]}: exceeds the {config.max_positions} positions of the model",
-            f"take --window {config.max_positions} or less",
-        )
-    check_ids(int(tokens_WT.max()), config.vocab)
+    check_tokens(tokens_WT, config.max_positions, config.vocab)
     yield from sensitivities(
         load_decoder(config, CheckpointWeights(checkpoint), on_demand=True),
         torch.from_numpy(tokens_WT),

@@ -32,6 +32,24 @@ class InputMoments:
 
 
 @dataclass(frozen=True, slots=True)
+class GradientMoments:
+    """Of `tokens` tokens: sums of squares of gradients of the log-probability of sampled text, in nats.
+
+    `squares` float64: of a linear those to its outputs, [O]; of `embed` those to what a row adds, [D]; of
+    `lm_head` p (1 - p) of every word, [V], in place of a square. Means over tokens are those of `Gradients`.
+    """
+
+    squares: Mapping[StatisticsKey, np.ndarray]
+    tokens: int
+
+    def __add__(self, other: GradientMoments) -> GradientMoments:
+        both = dict(self.squares)
+        for key, squares in other.squares.items():
+            both[key] = both[key] + squares if key in both else squares
+        return GradientMoments(both, self.tokens + other.tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class InputStatistics:
     """The moments of every input, once per input, and how often each token was read (int64 [V])."""
 

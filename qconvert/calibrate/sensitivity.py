@@ -22,19 +22,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qconvert.calibrate.moments import GradientMoments, InputMoments, InputStatistics
 from qconvert.core.dtypes import Json
-from qconvert.core.statistics import InputHessian, StatisticsKey, StatisticsSource
+from qconvert.core.statistics import EMBED, HEAD, InputHessian, StatisticsKey
 from qconvert.quant.hessian import NotPositiveDefinite, factor
 
 if TYPE_CHECKING:
-    from qconvert.calibrate.gradients import Gradients, TableGradients
+    from qconvert.calibrate.gradients import TableGradients
 
 # Samples whose products with an error's rows are held together.
 _SAMPLES_AT_ONCE = 1024
 # Rows that seem to make up for one another's errors by more than this are taken to do so by chance.
 _LEAST_TOGETHER = 0.25
-
-EMBED, HEAD = StatisticsKey("embed"), StatisticsKey("lm_head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,23 +200,26 @@ def _factored(moments: SecondMoments, damping: float) -> InputHessian | None:
     return InputHessian(moments.hessian_II, order_I, factor_II, None, held_NI, held_NI)
 
 
-def stored_sensitivities(
-    gradients: Gradients, statistics: StatisticsSource, layers: int
-) -> Iterator[Sensitivity]:
-    """The same from statistics that were stored: Hessians are their diagonals, experts share their mean."""
-    for layer in range(layers):
-        found = {key: each for key, each in gradients.linears.items() if key.layer == layer}
-        inputs: dict[str, SecondMoments] = {}
-        for role in {key.role for key in found}:
-            measured = [
-                (key, each.rows) for key, each in found.items() if key.role == role and key in statistics
-            ]
-            if measured:
-                total = sum(rows for _, rows in measured)
-                sums_I = sum(rows * statistics.second_moments(key) for key, rows in measured)
-                inputs[role] = SecondMoments(np.asarray(sums_I / total, np.float32))
-        yield Sensitivity(layer, {key: each.squares_O for key, each in found.items()}, inputs)
-    yield sensitivity_of_tables(gradients.tables, SecondMoments(gradients.tables.head_inputs_D))
+def stored_sensitivities(gradients: GradientMoments, statistics: InputStatistics) -> Iterator[Sensitivity]:
+    """The same from sums that were stored: Hessians are their diagonals, experts share their mean.
+
+    An expert that no token was routed to has no gradients. Layer by layer, then the tables.
+    """
+    found, inputs = gradients.squares, statistics.by_linear
+    means = {key: _float32(squares / gradients.tokens) for key, squares in found.items() if squares.any()}
+    for layer in sorted({key.layer for key in found if key.layer is not None}):
+        outputs = {key: squares_O for key, squares_O in means.items() if key.layer == layer}
+        moments: dict[str, InputMoments] = {}
+        for key in (key for key in inputs if key.layer == layer):
+            moments[key.role] = moments[key.role] + inputs[key] if key.role in moments else inputs[key]
+        squares = {role: SecondMoments(each.mean_squares_I) for role, each in moments.items()}
+        yield Sensitivity(layer, outputs, squares)
+    read = {"embed": SecondMoments(means[EMBED]), "lm_head": SecondMoments(inputs[HEAD].mean_squares_I)}
+    yield Sensitivity(None, {EMBED: word_frequencies(statistics.token_counts_V), HEAD: means[HEAD]}, read)
+
+
+def _float32(array: np.ndarray) -> np.ndarray:
+    return np.asarray(array, np.float32)
 
 
 def sensitivity_of_tables(tables: TableGradients, head_input: SecondMoments) -> Sensitivity:

@@ -3,7 +3,7 @@
 Tensors, named by the layer and the roles that read an input (`layers.3.attn.q+attn.k+attn.v`): `.squares` and
 `.sums` float32 [I], `.counts` int64 [1]; of experts [E, I] and [E]. `token_counts` int64 [V]. The header's
 metadata says of which model they are, and of which texts. Sums and counts of two texts add up to those of
-both.
+both. Gradients are in it where they were measured (`gradients_file`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from qconvert.calibrate.gradients_file import gradient_arrays, gradients_in
 from qconvert.calibrate.imatrix import open_imatrix
-from qconvert.calibrate.moments import InputMoments, InputStatistics
+from qconvert.calibrate.moments import GradientMoments, InputMoments, InputStatistics
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.statistics import InputKey, StatisticsKey, StatisticsSource
 from qconvert.core.version import __version__
@@ -29,7 +30,6 @@ from qconvert.formats.io.local_file import write_whole
 from qconvert.formats.io.strict_json import parse_json_object
 from qconvert.models import Architecture
 from qconvert.models.statistics_keys import input_key
-from qconvert.runtime.config import DecoderConfig
 
 FILE_NAME = "statistics.safetensors"
 """The name of the file in a folder of statistics."""
@@ -44,13 +44,14 @@ class StoredStatistics:
     """Statistics, the model they are of, and what was read: a `StatisticsSource`.
 
     `model` has its name and the SHA-256 of its shapes; `texts` a record (`CalibrationText.record`) of each
-    run. `file` is the name for the manifest.
+    run. `file` is the name for the manifest; `gradients` are of all these texts, or of some.
     """
 
     statistics: InputStatistics
     model: Mapping[str, str]
     texts: tuple[Json, ...]
     file: str = FILE_NAME
+    gradients: GradientMoments | None = None
 
     @cached_property
     def _by_linear(self) -> Mapping[StatisticsKey, InputMoments]:
@@ -72,6 +73,22 @@ class StoredStatistics:
         return tuple(dict.fromkeys(name for text in self.texts for name in text["texts"]))
 
     @property
+    def text(self) -> Json:
+        """The texts of all runs as one record, with the window and protocol of the first."""
+        files = [file for text in self.texts for file in text["files"]]
+        return {
+            **self.texts[0],
+            "texts": list(self.datasets),
+            "files": files,
+            "tokens": self.statistics.tokens,
+        }
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The inputs of the model that some run could not see (`InputKey.place`)."""
+        return tuple(dict.fromkeys(name for text in self.texts for name in text.get("left_out", ())))
+
+    @property
     def window(self) -> int:
         """Tokens of a window; of several runs, of the first."""
         return int(self.texts[0]["window"])
@@ -83,12 +100,13 @@ class StoredStatistics:
         return {"file": self.file, "dataset": ", ".join(self.datasets), "chunks": chunks, "texts": self.texts}
 
 
-def model_record(name: str, config: DecoderConfig) -> dict[str, str]:
+def model_record(name: str, architecture: Architecture) -> dict[str, str]:
     """What says which model statistics are of: its name, and a hash of the roles and shapes of its weights.
 
     The hash is that of the model in any container, and of every fine-tune of it.
     """
-    shapes = sorted(f"{layer} {role} {part} {shape}" for (role, layer, part), shape in config.shapes.items())
+    found = architecture.shapes.items()
+    shapes = sorted(f"{layer} {role} {part} {shape}" for (role, layer, part), shape in found)
     return {"name": name, "shapes_sha256": sha256("\n".join(shapes).encode()).hexdigest()}
 
 
@@ -101,6 +119,8 @@ def write_statistics(path: Path, stored: StoredStatistics) -> None:
             rows_EI = np.stack([getattr(m, f"{kind}_I") for _, m in members]).astype(np.float32)
             arrays[f"{name}.{kind}"] = rows_EI if is_stack else rows_EI[0]
         arrays[f"{name}.counts"] = np.array([m.count for _, m in members], np.int64)
+    if stored.gradients is not None:
+        arrays |= gradient_arrays(stored.gradients, stored.statistics.by_linear)
     dtypes = {np.dtype(np.int64): DType.I64, np.dtype(np.float32): DType.F32}
     specs = [TensorSpec(name, dtypes[each.dtype], each.shape) for name, each in arrays.items()]
     metadata = {
@@ -122,8 +142,7 @@ def _stacks(inputs: Mapping[InputKey, InputMoments]) -> dict[str, list[tuple[Inp
     """The inputs of one place together, by its name: one, or those of all experts in their order."""
     found: dict[str, list[tuple[InputKey, InputMoments]]] = {}
     for key, moments in sorted(inputs.items(), key=lambda item: (item[0].roles, item[0].expert or 0)):
-        place = "model" if key.layer is None else f"layers.{key.layer}"
-        found.setdefault(f"{place}.{'+'.join(key.roles)}", []).append((key, moments))
+        found.setdefault(key.place, []).append((key, moments))
     return found
 
 
@@ -144,7 +163,8 @@ def read_statistics(path: Path) -> StoredStatistics:
     if not isinstance(texts, list) or not texts or not all(map(_is_record, texts)) or _TOKENS not in arrays:
         raise CorruptCheckpoint(f"{path.name}: does not say which texts it is of", _AGAIN)
     inputs = dict(pair for name in arrays for pair in _inputs_of(name, arrays, path.name))
-    return StoredStatistics(InputStatistics(inputs, arrays[_TOKENS]), model, tuple(texts), path.name)
+    statistics, gradients = InputStatistics(inputs, arrays[_TOKENS]), gradients_in(arrays, path.name)
+    return StoredStatistics(statistics, model, tuple(texts), path.name, gradients)
 
 
 def _is_record(text: object) -> bool:
@@ -172,9 +192,12 @@ def _inputs_of(
 
 
 def merge(parts: Sequence[StoredStatistics]) -> StoredStatistics:
-    """The statistics of all texts of several files of one model. Raises BadRecipe for two models."""
+    """The statistics of all texts of several files of one model, and the gradients of those that have any.
+
+    Raises BadRecipe for two models.
+    """
     first, *others = parts
-    total, texts = first.statistics, first.texts
+    total, texts, gradients = first.statistics, first.texts, first.gradients
     for other in others:
         mine, its = first.model.get("shapes_sha256"), other.model.get("shapes_sha256")
         if mine != its or first.statistics.inputs.keys() != other.statistics.inputs.keys():
@@ -184,7 +207,9 @@ def merge(parts: Sequence[StoredStatistics]) -> StoredStatistics:
                 "merge statistics of one model",
             )
         total, texts = total + other.statistics, texts + other.texts
-    return StoredStatistics(total, first.model, texts, first.file)
+        if other.gradients is not None:
+            gradients = other.gradients if gradients is None else gradients + other.gradients
+    return StoredStatistics(total, first.model, texts, first.file, gradients)
 
 
 def check_model(stored: StoredStatistics, architecture: Architecture) -> None:

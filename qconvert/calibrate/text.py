@@ -80,6 +80,22 @@ class CalibrationText:
         }
 
 
+def check_window(window: int, positions: int) -> None:
+    """Raise BadRecipe for a window that is longer than a model has positions for."""
+    if window > positions:
+        raise BadRecipe(
+            f"--window {window}: the model has {positions} positions", f"take --window {positions} or less"
+        )
+
+
+def check_tokens(tokens_BT: np.ndarray, positions: int, vocab: int) -> None:
+    """Raise BadRecipe for windows of tokens, int64 [B, T], that a model cannot read: too long, or with
+    tokens beyond its vocabulary.
+    """
+    check_window(tokens_BT.shape[1], positions)
+    check_ids(int(tokens_BT.max()), vocab)
+
+
 def calibration_windows(
     model: Path | Dialogue,
     texts: Sequence[str],

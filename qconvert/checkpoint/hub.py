@@ -98,7 +98,7 @@ def resolve_texts(name: str, suffixes: Sequence[str]) -> Path:
 
     match = _HUB_NAME.fullmatch(name)
     if match is None:
-        raise QConvertError(f"{shown(name)}: no name for a dataset on the Hub", "write hub:org/name")
+        raise QConvertError(f"{shown(name)}: not a valid name for a dataset on the Hub", "write hub:org/name")
     with _explained(name, "dataset"):
         return Path(
             snapshot_download(
@@ -155,7 +155,7 @@ def _explanation(error: BaseException, kind: str = "model") -> tuple[str, str]:
     """Returns what went wrong with the Hub, and what the user can do; only models can be folders instead."""
     from huggingface_hub import constants, errors
 
-    missing = "no such folder, and no" if kind == "model" else "no"
+    local = "not a local folder, and " if kind == "model" else ""
     log_in = "run `hf auth login` or set HF_TOKEN"
     again = "check the connection and HF_ENDPOINT, then run it again: what has arrived is kept"
     answers = {  # the first match; a gated repository is also one not found
@@ -164,19 +164,20 @@ def _explanation(error: BaseException, kind: str = "model") -> tuple[str, str]:
             f"accept its terms on its page, then {log_in}",
         ),
         errors.RepositoryNotFoundError: (
-            f"{missing} such {kind} on the Hub",
+            f"{local}there is no such {kind} on the Hub",
             f"check the name; if it is private, {log_in}",
         ),
         errors.RevisionNotFoundError: ("has no such revision on the Hub", "name a branch, a tag or a commit"),
-        errors.HFValidationError: (f"{missing} name for a {kind} on the Hub", _WRITTEN),
+        errors.HFValidationError: (f"{local}not a valid name for a {kind} on the Hub", _WRITTEN),
     }
     for cause, answer in answers.items():
         if isinstance(error, cause):
             return answer
     if isinstance(error, errors.LocalEntryNotFoundError):
-        why = "while offline" if constants.HF_HUB_OFFLINE else f"({_first_line(error.__cause__ or error)})"
-        hint = "unset HF_HUB_OFFLINE to download it" if constants.HF_HUB_OFFLINE else again
-        return f"{missing.removesuffix('no')}not whole in the cache {why}", hint
+        if constants.HF_HUB_OFFLINE:
+            fact, hint = "HF_HUB_OFFLINE forbids downloading it", "unset HF_HUB_OFFLINE to download it"
+            return f"{local}not fully downloaded; {fact}", hint
+        return f"{local}not fully downloaded ({_first_line(error.__cause__ or error)})", again
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         fact = f"the cache {constants.HF_HUB_CACHE} cannot be written: {error.strerror}"
         return fact, "free some space, or set HF_HOME to a folder that can be written"

@@ -1,12 +1,13 @@
 """Runs the `qconvert` command: parses flags, calls the library, prints; nothing else.
 
-stdout carries data, stderr carries talk. Exit codes: 0 done, 1 failed, 2 usage, 3 a check failed,
-130 interrupted.
+Results go to stdout, messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong command line,
+3 a check failed, 130 interrupted.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,13 +20,13 @@ from qconvert.core.version import __version__
 # In the order of the help page, which is printed without importing any of them.
 COMMANDS: Mapping[str, str] = {
     "inspect": "Show parameters by role, ties, fusions and quantization.",
-    "calibrate": "Measure what linears read, so that errors can be weighed.",
+    "calibrate": "Measure the inputs of linears, to weigh errors by them.",
     "quantize": "Quantize the linears to 2 to 8 bits, by groups.",
     "fuse-qkv": "Stack q, k, v into one linear, exactly.",
     "fuse": "Stack q, k, v and gate, up, or experts, exactly.",
     "unfuse": "Take fused linears apart again, exactly.",
     "tie": "Drop a head that equals the embedding.",
-    "untie": "Write a tied head out as a table of its own.",
+    "untie": "Store a tied head as a tensor of its own.",
     "dequantize": "Turn quantized weights back into plain numbers.",
     "convert": "Write another layout, with the codes kept.",
     "to-gguf": "Write a GGUF file of any llama.cpp type, in one step.",
@@ -35,7 +36,8 @@ COMMANDS: Mapping[str, str] = {
     "diff": "Show what differs between two checkpoints.",
     "generate": "Continue a prompt with a checkpoint.",
     "eval": "Measure what quantization costs in quality.",
-    "demo": "Do all of it on the embedded model.",
+    "bench": "Time reading and generating with the decoder.",
+    "demo": "Run the main commands on the embedded model.",
     "env": "Show versions and backends, for bug reports.",
 }
 
@@ -47,6 +49,8 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name == "help":
+            return _HELP
         if cmd_name not in COMMANDS:
             return None
         command = importlib.import_module(f"qconvert.cli.{cmd_name.replace('-', '_')}").command
@@ -56,6 +60,11 @@ class Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, does) for name, does in COMMANDS.items()])
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, and keep the words as they were typed: records of runs have them (`ctx.obj`)."""
+        ctx.obj = ("qconvert", *args)
+        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -80,18 +89,29 @@ class Commands(click.Group):
     },
     epilog=examples("qconvert inspect embedded", "qconvert quantize --help"),
 )
-@click.version_option(__version__, prog_name="qconvert")
+@click.version_option(__version__, "-V", "--version", prog_name="qconvert")
 def cli() -> None:
     """Any language-model checkpoint in, any quantized checkpoint out.
 
     MODEL is a local folder, a Hugging Face Hub id (org/name[@revision]), or `embedded` for the small
     model that comes with qconvert. Nothing from a checkpoint is ever executed.
 
-    Data goes to stdout, talk to stderr; -q leaves out the talk. Exit codes: 0 done, 1 failed, 2 usage,
-    3 a check failed, 130 interrupted.
+    Results go to stdout, messages to stderr; -q hides the messages. Exit codes: 0 done, 1 failed,
+    2 wrong command line, 3 a check failed, 130 interrupted.
     """
+
+
+@click.command("help", hidden=True)
+@click.argument("command", nargs=-1)
+@click.pass_context
+def _HELP(context: click.Context, command: tuple[str, ...]) -> None:
+    """Show the help page of a command, as `qconvert COMMAND --help` does."""
+    assert context.parent is not None
+    cli.main([*command, "--help"], prog_name=context.parent.command_path, standalone_mode=False)
 
 
 def main(args: list[str] | None = None, **extra: Any) -> None:
     """The entry point of the console script."""
+    # Before torch is imported: its threads would spin between products, and take the cores from other work.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     report_errors(cli, args, **extra)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +22,17 @@ from qconvert.cli.options import (
     quiet_option,
     revision_option,
 )
-from qconvert.cli.progress import counted
+from qconvert.cli.progress import layers_passed
 from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
     from qconvert.calibrate.statistics_file import StoredStatistics
+    from qconvert.calibrate.text import CalibrationText
+    from qconvert.calibrate.transformers_engine import TransformersModel
     from qconvert.checkpoint.open import Checkpoint
 
 PROTOCOLS = ("packed", "whole")
+ENGINES = ("auto", "transformers")
 _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
 
 
@@ -38,6 +42,7 @@ _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
         "qconvert calibrate ./model -o stats",
         "qconvert calibrate ./model --text default --text my-chats.jsonl --tokens 128k -o stats",
         "qconvert calibrate ./model --text cal.txt --tokens all --imatrix imatrix.gguf",
+        "qconvert calibrate ./model --engine transformers -o stats",
         "qconvert calibrate ./model --merge stats-a --merge stats-b -o stats",
     ),
 )
@@ -74,6 +79,18 @@ _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
     "--seed", type=click.IntRange(0), metavar="N", default=0, show_default=True, help="Of that order."
 )
 @device_option
+@click.option(
+    "--engine",
+    type=click.Choice(ENGINES),
+    default="auto",
+    show_default=True,
+    help="What runs the model: qconvert (auto), or transformers, if installed, the whole model in memory.",
+)
+@click.option(
+    "--sensitivities",
+    is_flag=True,
+    help="Run the text backwards too: what an error costs, which `--target-size` then need not measure.",
+)
 @click.option(
     "--merge",
     "merged",
@@ -125,7 +142,8 @@ def command(model: str, **flags: Any) -> None:
         stored = merge([read_statistics(path) for path in flags["merged"]])
         check_model(stored, checkpoint.architecture)
     else:
-        stored = _run(checkpoint, resolved.name, flags)
+        scratch = targets.statistics.parent if targets.statistics and flags["sensitivities"] else None
+        stored = _run(checkpoint, resolved.name, scratch, flags)
     seconds = time.perf_counter() - started
     targets.write(stored, checkpoint, head=flags["process_output"])
     with after_the_work():
@@ -142,12 +160,18 @@ def _check_words(flags: dict[str, Any]) -> None:
     context = click.get_current_context()
     given = [
         name
-        for name in ("texts", "tokens", "window", "protocol", "seed")
+        for name in ("texts", "tokens", "window", "protocol", "seed", "engine", "sensitivities")
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
     ]
     if flags["merged"] and given:
         name = "text" if given[0] == "texts" else given[0]
         raise BadRecipe(f"--{name}: nothing is run with --merge", "leave out one of the two")
+    if flags["sensitivities"] and flags["engine"] != "auto":
+        raise BadRecipe(
+            f"--sensitivities: --engine {flags['engine']} runs no model backwards", "leave out one of the two"
+        )
+    if flags["sensitivities"] and out is None and imatrix is not None:
+        raise BadRecipe("--sensitivities: an importance matrix has none", "add -o for the statistics")
     if out is not None and out == imatrix:
         raise BadRecipe(f"{out}: both outputs have this name", "choose another one")
 
@@ -207,24 +231,48 @@ class Targets:
             write_statistics(self.statistics, stored)
 
 
-def _run(checkpoint: Checkpoint, name: str, flags: dict[str, Any]) -> StoredStatistics:
-    """Read the texts and run the model on them."""
-    from qconvert.calibrate.run import calibrate, read_text
+def _run(checkpoint: Checkpoint, name: str, scratch: Path | None, flags: dict[str, Any]) -> StoredStatistics:
+    """Read the texts and run the model on them; backwards too where there is a folder for that."""
+    from qconvert.calibrate.run import calibrate, calibrate_elsewhere, own_config, read_text
+    from qconvert.calibrate.transformers_engine import TransformersModel
 
+    model = TransformersModel.of(checkpoint) if flags["engine"] == "transformers" else None
+    positions = own_config(checkpoint).max_positions if model is None else model.positions
     talks = not flags["quiet"] and not flags["as_json"]
     tokens, asked = flags["tokens"], click.get_current_context().get_parameter_source("tokens")
     if asked is click.core.ParameterSource.DEFAULT:
         tokens = _CPU_TOKENS if flags["device"] == "cpu" else _GPU_TOKENS
     alone = flags["imatrix"] is not None and flags["out"] is None
     protocol = flags["protocol"] or PROTOCOLS[alone]
-    text = read_text(
-        checkpoint, flags["texts"], tokens, flags["window"], protocol=protocol, seed=flags["seed"]
-    )
+    how: dict[str, Any] = {"protocol": protocol, "seed": flags["seed"], "positions": positions}
+    text = read_text(checkpoint, flags["texts"], tokens, flags["window"], **how)
     if tokens is not None and text.tokens < tokens - tokens % text.window:
         note = f"note: the text has {text.tokens:,} tokens in whole windows, fewer than {tokens:,}"
         click.echo(note, err=True) if talks else None
-    with counted("tokens", talks=talks, scaled=True) as progress:
-        return calibrate(checkpoint, name, text, device=flags["device"], progress=progress)
+    if talks:
+        for line in _told_before(text, checkpoint, model, backwards=scratch is not None):
+            click.echo(line, err=True)
+    with layers_passed(text.tokens, talks=talks) as progress:
+        if model is not None:
+            return calibrate_elsewhere(model, name, text, device=flags["device"], progress=progress)
+        return calibrate(checkpoint, name, text, device=flags["device"], progress=progress, scratch=scratch)
+
+
+def _told_before(
+    text: CalibrationText, checkpoint: Checkpoint, model: TransformersModel | None, *, backwards: bool
+) -> Iterator[str]:
+    """What is going to be run, and what runs it if that is not qconvert."""
+    from qconvert.report.tables import count, size
+
+    if model is not None:
+        yield f"transformers' {model.class_name} runs, whole in memory: {size(model.nbytes)} in float32"
+        if model.own_code:
+            yield "note: the code that comes with the checkpoint (auto_map) is not run"
+    layers, windows = checkpoint.architecture.layers, count(len(text.tokens_BT), "window")
+    way = ", forwards and backwards" if backwards else ""
+    yield (
+        f"running {text.tokens:,} tokens, {windows} of {text.window:,}, through {count(layers, 'layer')}{way}"
+    )
 
 
 def _print(stored: StoredStatistics, targets: Targets, seconds: float, flags: dict[str, Any]) -> None:
@@ -245,6 +293,8 @@ def _print(stored: StoredStatistics, targets: Targets, seconds: float, flags: di
             "experts": len(experts),
             "experts_never_chosen": [list(pair) for pair in unrouted],
             "seconds": seconds,
+            **({"left_out": list(stored.left_out)} if stored.left_out else {}),
+            **({"sensitivity_tokens": stored.gradients.tokens} if stored.gradients else {}),
         }
         click.echo(json.dumps(record))
         return
@@ -256,6 +306,18 @@ def _print(stored: StoredStatistics, targets: Targets, seconds: float, flags: di
     rows.append(["inputs", f"{len(found.inputs):,}, read by {len(found.by_linear):,} linears"])
     if experts:
         rows.append(["experts", f"{len(experts):,}, of which {len(unrouted):,} were never chosen"])
+    if stored.gradients is not None:
+        rows.append(["sensitivities", f"of {stored.gradients.tokens:,} tokens"])
     rows += [["written", str(path)] for path in targets.paths]
     click.echo("\n".join(table(["model", stored.model.get("name", "")], rows, left=2)))
+    if stored.left_out:
+        click.echo(f"note: {_told_left_out(stored.left_out)}", err=True)
     click.echo(f"done in {seconds:.1f} s", err=True)
+
+
+def _told_left_out(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return (
+        f"transformers did not show what these weights read: {shown} ({len(names)} in all). These inputs are"
+        " left out, and errors of these weights will not be weighed"
+    )

@@ -36,7 +36,7 @@ _TOKENIZER = "tokenizer.json"
 def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revision: str | None) -> None:
     """Hold MODEL against the rules of a loader: layout, fused groups, parallelism, names, vocabulary.
 
-    Reads headers, config.json and tokenizer.json; nothing is loaded. Leaves with 3 if the loader would
+    Reads headers, config.json and tokenizer.json; nothing is loaded. Exits with 3 if the loader would
     fail or compute something else.
     """
     from qconvert.check.loader_rules import lint
@@ -71,13 +71,13 @@ def command(model: str, loader: str, tp: int, as_json: bool, quiet: bool, revisi
         if problem.hint:
             click.echo(f"  {problem.hint}")
     if errors:
-        refused = count(len(errors), "thing")
+        refused = count(len(errors), "problem")
         raise CheckFailed(
-            f"{model}: {refused} that {loader} does not take",
-            "mend what the list above names, or ask for another loader with --for",
+            f"{model}: {refused} for {loader}",
+            "fix what the list above names, or ask for another loader with --for",
         )
     if not quiet:
-        click.echo(f"{loader}: nothing in the way")
+        click.echo(f"OK: {loader} should load this")
 
 
 def _tokens(checkpoint: Checkpoint) -> int | None:

@@ -65,7 +65,9 @@ class _WithLayouts(click.Command):
     help="Layout of the output.",
 )
 @click.option(
-    "--scheme", metavar="SCHEME", help="Quantize so what is plain, or what --allow-requantize has to redo."
+    "--scheme",
+    metavar="SCHEME",
+    help="Scheme for weights not yet quantized, or quantized again under --allow-requantize.",
 )
 @click.option(
     "--allow-requantize", is_flag=True, help="Where codes cannot be kept, quantize the numbers again."
@@ -99,7 +101,7 @@ def command(
     if layout in registry.read_only():
         with typed():
             raise BadRecipe(
-                f"--to {layout}: {layout}'s layout is read here, and not written",
+                f"--to {layout}: {layout}'s layout can be read, but not written",
                 "--to int-quantized holds the same integers; torchao.quantize_ makes its own from --to bf16",
             )
     if layout in PLAIN:

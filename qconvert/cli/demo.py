@@ -6,12 +6,13 @@ import json
 import sys
 import time
 from contextlib import redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
 import click
 
-from qconvert.cli.eval import show_report
+from qconvert.cli.eval_output import command_line, show_report
 from qconvert.cli.options import examples, json_option, quiet_option
 from qconvert.cli.run_conversion import Flags, write
 from qconvert.core.schemes import Scheme
@@ -51,7 +52,7 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
     """
     from qconvert.checkpoint.hub import EMBEDDED
     from qconvert.demo.corpus import demo_text
-    from qconvert.evaluate.measure import STDLIB, perplexity
+    from qconvert.evaluate.measure import STDLIB, perplexity, weights
     from qconvert.report.files import write_report
 
     started = time.perf_counter()
@@ -74,6 +75,8 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
         max_chunks=chunks,
         noise_floor=True,
     )
+    errors = (weights(EMBEDDED, str(out / name), labels=(EMBEDDED, name)) for name in OUTPUTS)
+    report = replace(report, command=command_line(), weights=tuple(errors))
     write_report(report, out / "report")
     if as_json:
         click.echo(json.dumps({"schema": 1, "out": str(out), "report": report.to_json()}))
@@ -83,7 +86,8 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
     show_report(report, as_json=False)
     if talks:
         click.echo(
-            f"\nreport: {out / 'report.md'} and .json, {time.perf_counter() - started:.1f} s in all", err=True
+            f"\nreport: {out / 'report.html'}, .md and .json, {time.perf_counter() - started:.1f} s in all",
+            err=True,
         )
 
 

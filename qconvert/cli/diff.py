@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @model_argument("a")
 @model_argument("b")
 @click.option("--all", "show_all", is_flag=True, help="List equal tensors too.")
-@click.option("--exit-code", is_flag=True, help="Leave with 3 when anything differs.")
+@click.option("--exit-code", is_flag=True, help="Exit with 3 if anything differs.")
 @json_option
 @quiet_option("the differences alone")
 @revision_option
@@ -47,7 +47,7 @@ def command(
         click.echo("\n".join(table(head, [_cells(d) for d in listed], left=3)))
     click.echo(phrase(summary_of(differences)))
     if differ:
-        raise CheckFailed(f"{a} and {b}: not the same numbers", "the table above says where")
+        raise CheckFailed(f"{a} and {b}: they differ", "the table above says where")
 
 
 def _cells(d: TensorDifference) -> list[str]:

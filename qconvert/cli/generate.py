@@ -14,12 +14,13 @@ from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     device_option,
     examples,
+    jobs_option,
     json_option,
     model_argument,
     quiet_option,
     revision_option,
 )
-from qconvert.cli.progress import explained_if_slow
+from qconvert.cli.progress import compiling_explained
 from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
@@ -104,10 +105,11 @@ def _a_number(ctx: click.Context, parameter: click.Parameter, value: float) -> f
     show_default=True,
     help="The output head as it is stored, or rounded to 8 or 4 bits on loading, for speed.",
 )
+@jobs_option
 @json_option
 @quiet_option("the text alone")
 @revision_option
-def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any) -> None:
+def command(model: str, prompt: str, jobs: int | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Continue a prompt with MODEL, quantized or not; text on stdout as it comes.
 
     Quantized weights are multiplied by as they are stored, never unpacked as a whole. Generation
@@ -117,14 +119,16 @@ def command(model: str, prompt: str, as_json: bool, quiet: bool, **options: Any)
         _check_words(prompt, options)
     from qconvert.formats.tokenizers.prompts import Detokenizer
     from qconvert.runtime.generate import Sampler, decodes_weights, generate, warm_up
+    from qconvert.runtime.run_info import use_threads
 
+    use_threads(jobs)
     clock = _Clock()
     resolved, checkpoint, decoder = _open(model, options)
     clock.tick()
     dialogue, ids = _prompt(checkpoint, prompt, options)
     if decodes_weights(decoder) and not quiet and options["backend"] == "auto":
         click.echo(_SLOW.format(device=decoder.device.type), err=True)
-    with explained_if_slow(talks=not quiet and not as_json):
+    with compiling_explained(talks=not quiet and not as_json):
         warm_up(decoder, len(ids))
     sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
     detokenizer, pieces = Detokenizer(dialogue.tokenizer), []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.options import examples, json_option, model_argument, quiet_option, revision_option
+from qconvert.cli.options import examples, json_option, quiet_option, revision_option
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.open import Checkpoint
@@ -15,15 +16,24 @@ if TYPE_CHECKING:
 
 
 @click.command(
-    "inspect", epilog=examples("qconvert inspect Qwen/Qwen3-0.6B", "qconvert inspect ./model/config.json")
+    "inspect",
+    epilog=examples("qconvert inspect Qwen/Qwen3-0.6B", "qconvert inspect ./model ./model-int4-g128"),
 )
-@model_argument()
+@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@click.option("--metadata", "show_metadata", is_flag=True, help="List the keys of config.json, or of a GGUF.")
 @click.option("--tensors", "list_tensors", is_flag=True, help="List every tensor with its role.")
 @json_option
 @quiet_option("the tables alone")
 @revision_option
-def command(model: str, list_tensors: bool, as_json: bool, quiet: bool, revision: str | None) -> None:
-    """Show the parameters of MODEL by role, its ties, fusions and quantization.
+def command(
+    models: tuple[str, ...],
+    show_metadata: bool,
+    list_tensors: bool,
+    as_json: bool,
+    quiet: bool,
+    revision: str | None,
+) -> None:
+    """Show the parameters of MODEL by role, its ties, fusions and quantization; or compare several MODELs.
 
     Reads config.json and headers only; a bare config.json is enough for the counts, and a Hub id
     downloads no weights.
@@ -41,21 +51,50 @@ def command(model: str, list_tensors: bool, as_json: bool, quiet: bool, revision
                       e4m3-g128x128 (FP8), e2m1-g32 (MXFP4), e2m1-g16-divided (NVFP4)
     q4_k, q8_0, ...   blocks of GGUF, by llama.cpp's names
     """
+    found = [_opened(model, revision, list_tensors, show_metadata) for model in models]
+    if as_json:
+        shown = [{"model": model, **each} for model, each in zip(models, found, strict=True)]
+        click.echo(json.dumps({"schema": 1, **(shown[0] if len(shown) == 1 else {"models": shown})}))
+        return
+    for each in found:
+        for warning in each["warnings"]:
+            click.echo(f"Warning: {warning}", err=True)
+    if len(models) > 1:
+        from qconvert.report.side_by_side import side_by_side
+
+        click.echo("\n".join(side_by_side(dict(zip(models, found, strict=True)))))
+        return
+    _print(models[0], found[0])
+
+
+def _opened(model: str, revision: str | None, list_tensors: bool, show_metadata: bool) -> Json:
+    from qconvert.checkpoint.about import metadata
     from qconvert.checkpoint.hub import resolve
     from qconvert.checkpoint.open import open_checkpoint
 
     resolved = resolve(model, revision=revision, weights=False)
-    found = describe(open_checkpoint(resolved.path, headers=resolved.headers), list_tensors=list_tensors)
-    if as_json:
-        click.echo(json.dumps({"schema": 1, "model": model, **found}))
-        return
-    for warning in found["warnings"]:
-        click.echo(f"Warning: {warning}", err=True)
-    _print(model, found)
+    checkpoint = open_checkpoint(resolved.path, headers=resolved.headers)
+    keys = {"metadata": _plain(metadata(checkpoint))} if show_metadata else {}
+    return {**describe(checkpoint, list_tensors=list_tensors), **keys}
+
+
+def _plain(value: Any) -> Any:
+    """A value of a file's metadata as JSON has it: long arrays as their length and first entries."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Sequence):
+        few = [_plain(each) for each in value[:8]]
+        return few if len(value) <= 8 else {"length": len(value), "first": few}
+    return value
 
 
 def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
     """Everything the command shows, as plain data; UnsupportedModel for an unknown architecture."""
+    from qconvert.checkpoint.about import about
     from qconvert.models.parameter_table import census_of_config, table_of_tensors
 
     architecture = checkpoint.architecture
@@ -79,6 +118,7 @@ def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
             *([architecture.family.guess] if architecture.family.guess else []),
         ],
         "from": "headers" if binding else "config.json",
+        "about": about(checkpoint),
         **parameter_table.to_json(),
         **({"tensor_list": _tensor_list(checkpoint)} if list_tensors else {}),
     }
@@ -112,3 +152,6 @@ def _print(model: str, found: Json) -> None:
             for t in found["tensor_list"]
         ]
         click.echo("\n" + "\n".join(table(["tensor", "role", "shape", "form"], rows, left=4)))
+    if "metadata" in found:
+        rows = [[shown(key), shown(value)] for key, value in found["metadata"].items()]
+        click.echo("\n" + "\n".join(table(["key", "value"], rows, left=2)))

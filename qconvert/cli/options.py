@@ -49,7 +49,7 @@ class TokensType(click.ParamType):  # type: ignore[type-arg]
             return value
         match = re.fullmatch(r"([1-9]\d{0,11})([kKmM]?)", str(value))
         if match is None and value != ALL:
-            self.fail(f"{value!r} is no number of tokens; write 4096, 32k, 1M or {ALL}", param, ctx)
+            self.fail(f"{value!r} is not a number of tokens; write 4096, 32k, 1M or {ALL}", param, ctx)
         return None if match is None else int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
 
 
@@ -60,7 +60,7 @@ class DeviceType(click.ParamType):  # type: ignore[type-arg]
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", value):
-            self.fail(f"{value!r} is no device; write cpu, cuda or cuda:1", param, ctx)
+            self.fail(f"{value!r} is not a device; write cpu, cuda or cuda:1", param, ctx)
         return str(value)
 
 
@@ -103,8 +103,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def quiet_option(product: str) -> Callable[[F], F]:
-    """-q of a command whose stdout then holds `product` alone: talk goes, warnings and errors stay."""
-    return click.option("-q", "--quiet", is_flag=True, help=f"No talk: print {product}.")
+    """-q of a command whose stdout then holds `product` alone: messages go, warnings and errors stay."""
+    return click.option("-q", "--quiet", is_flag=True, help=f"Hide messages: print {product}.")
 
 
 unknown_option = click.option(
@@ -161,6 +161,7 @@ verify_option = click.option(
 jobs_option = click.option(
     "-j", "--jobs", type=click.IntRange(1, 256), metavar="N", show_default="all cores", help="Threads."
 )
+
 memory_option = click.option(
     "--max-memory",
     type=MEMORY,

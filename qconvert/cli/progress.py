@@ -1,8 +1,9 @@
-"""Shows what a user sees while a plan runs: a note about compiling, and a bar over bytes, on stderr."""
+"""Shows on stderr how far a run is: a note about compiling, a bar, or lines where there is no terminal."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,61 +14,82 @@ if TYPE_CHECKING:
     from qconvert.convert.execute import Listener
     from qconvert.plan.plan import Plan
 
-COMPILING = "compiling kernels: first use on this machine, cached afterwards"
+COMPILING = "compiling kernels; later runs load them from a cache"
+NO_CACHE = (
+    "compiling kernels on every run: their cache cannot be written; set NUMBA_CACHE_DIR to a folder that can"
+)
 
 
 def compile_kernels(plan: Plan, *, talks: bool) -> None:
     """Load the number kernels before the work, and say so where that means compiling them."""
     from qconvert.convert.precompile import warm
 
-    with explained_if_slow(talks=talks):
+    with compiling_explained(talks=talks):
         warm(plan)
 
 
 @contextmanager
-def explained_if_slow(*, talks: bool) -> Iterator[None]:
-    """Around a first call of kernels: says what the wait is for, if there is one.
+def compiling_explained(*, talks: bool) -> Iterator[None]:
+    """Around a first call of kernels: says once that one is compiled, and whether that will be so again."""
+    from qconvert.core.compiling import heard
 
-    The first use on a machine compiles (seconds); afterwards they come from a cache (milliseconds).
-    """
-    from threading import Timer
+    said: set[str] = set()
 
-    timer = Timer(0.7, lambda: click.echo(COMPILING, err=True) if talks else None)
-    timer.start()
-    try:
+    def say(cached: bool) -> None:
+        line = COMPILING if cached else NO_CACHE
+        if talks and line not in said:
+            said.add(line)
+            click.echo(line, err=True)
+
+    with heard(say):
         yield
-    finally:
-        timer.cancel()
 
 
 @contextmanager
-def counted(unit: str, *, talks: bool, scaled: bool = False) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar that is told how much is done of how much, when somebody is watching; else None.
+def counted(unit: str, *, talks: bool, scaled: bool = False) -> Iterator[Callable[[float, int], None] | None]:
+    """A bar that is told how much is done of how much; lines without a terminal; None under --quiet.
 
     `scaled` numbers are written like 1.2M.
     """
-    if not talks or not sys.stderr.isatty():
+    if not talks:
         yield None
+        return
+    if not sys.stderr.isatty():
+        yield Lines(f"{unit}s").tell
         return
     from tqdm import tqdm
 
-    with tqdm(unit=unit, unit_scale=scaled, file=sys.stderr, leave=False) as bar:
+    with tqdm(unit=unit, unit_scale=scaled, file=sys.stderr, leave=False, dynamic_ncols=True) as bar:
 
-        def tell(done: int, total: int) -> None:
+        def tell(done: float, total: int) -> None:
             bar.total = total
-            bar.update(done - bar.n)
+            bar.n = done
+            bar.update(0)
 
         yield tell
 
 
 @contextmanager
+def layers_passed(tokens: int, *, talks: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar over the layers that a text of so many tokens is through, in tenths as its batches pass.
+
+    It is told how many tokens are done of how many, each counted once for every visit of a layer.
+    """
+    with counted("layer", talks=talks) as tell:
+
+        def passed(done: int, total: int) -> None:
+            if tell is not None:
+                tell(round(done / tokens, 1), total // tokens)
+
+        yield passed
+
+
+@contextmanager
 def progress(plan: Plan, *, talks: bool) -> Iterator[Listener]:
-    """A bar over the bytes that the plan reads, when somebody is watching."""
-    if not talks or not sys.stderr.isatty():
+    """A bar over the bytes that the plan reads; lines without a terminal; nothing under --quiet."""
+    if not talks:
         yield lambda done: None
         return
-    from tqdm import tqdm
-
     from qconvert.models.parameter_table import form_bytes
 
     total = sum(
@@ -75,10 +97,63 @@ def progress(plan: Plan, *, talks: bool) -> Iterator[Listener]:
         for unit in plan.units
         for piece in unit.inputs
     )
-    with tqdm(total=total, unit="B", unit_scale=True, file=sys.stderr, leave=False) as bar:
+    if not sys.stderr.isatty():
+        lines, read = Lines("bytes"), 0
+
+        def count(done: Any) -> None:
+            nonlocal read
+            read += done.bytes_read
+            lines.tell(read, total)
+
+        yield count
+        return
+    from tqdm import tqdm
+
+    with tqdm(
+        total=total, unit="B", unit_scale=True, file=sys.stderr, leave=False, dynamic_ncols=True
+    ) as bar:
 
         def listen(done: Any) -> None:
-            bar.set_postfix_str(done.unit.output.name, refresh=False)
+            bar.set_postfix_str(shortened(done.unit.output.name, (bar.ncols or 80) - _BAR), refresh=False)
             bar.update(done.bytes_read)
 
         yield listen
+
+
+# Columns that a bar, its numbers, its rate and its time take.
+_BAR = 64
+
+
+def shortened(name: str, columns: int) -> str:
+    """The end of a name, which tells tensors apart, in so many columns; nothing where there is no room."""
+    if len(name) <= columns:
+        return name
+    return f"...{name[3 - columns :]}" if columns > 8 else ""
+
+
+class Lines:
+    """Tells how far the work is where there is no terminal: a line on stderr every 30 seconds."""
+
+    EVERY = 30.0
+
+    def __init__(self, unit: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._unit, self._clock = unit, clock
+        self._start = self._told = clock()
+
+    def tell(self, done: float, total: int) -> None:
+        """Take note of the work that is done, of `total`; prints nothing when the work ends."""
+        now = self._clock()
+        if now - self._told < self.EVERY or not 0 < done < total:
+            return
+        self._told = now
+        left = (now - self._start) * (total - done) / done
+        line = f"{100 * done / total:.0f} % of {total:,} {self._unit}, about {duration(left)} left"
+        click.echo(line, err=True)
+
+
+def duration(seconds: float) -> str:
+    """A time in words: `40 s`, `12 min`, `3 h 20 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

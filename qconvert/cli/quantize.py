@@ -134,7 +134,7 @@ def _check_choices(labels: Sequence[str], asked: Mapping[str, Any]) -> None:
     """Raise BadRecipe for encodings that are no schemes, or a scheme that a target would not choose."""
     for label in labels:
         if parse_scheme(label) is None:
-            raise BadRecipe(f"--schemes {label}: is no scheme of integers", "write for example int4-g128")
+            raise BadRecipe(f"--schemes {label}: is not an integer scheme", "write for example int4-g128")
     given = [f"--{name.replace('_', '-')}" for name in ("bits", "group_size", "scheme") if asked[name]]
     given += ["--asym"] if asked["symmetric"] is not None else []
     given += ["--pad-to-tp"] if asked["pad_to_tp"] else []
@@ -162,7 +162,7 @@ def _send_tables_on(model: str, asked: Mapping[str, Any], out: Path | None) -> N
     command = shlex.join([*given, *(["-o", str(out)] if out else [])])
     what = f"--layout {layout}" if not (layouts_with(scheme) or rule) else f"scheme {table!r}"
     raise BadRecipe(
-        f"{what}: a table of numbers for all linears; quantize makes integers, by groups and by rules",
+        f"{what}: not an integer scheme; `quantize` writes integers only",
         command if len(held) == 1 or layout in held else f"{command} (also --to {', '.join(held[1:])})",
     )
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,10 +14,9 @@ from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
     from qconvert.calibrate.sensitivity import Sensitivity
-    from qconvert.calibrate.text import CalibrationText
     from qconvert.cli.run_conversion import Flags
     from qconvert.convert.job import OpenedModel
-    from qconvert.convert.target import Chosen
+    from qconvert.convert.target import Chosen, Measure
     from qconvert.core.dtypes import Json
     from qconvert.plan.budget import Mix, Target
     from qconvert.plan.request import Request
@@ -109,56 +106,81 @@ class Aiming:
     request: Request
     flags: Flags
     chosen: Chosen | None = field(default=None, init=False)
-    text: CalibrationText | None = field(default=None, init=False)
+    read: Json = field(default_factory=dict, init=False)
+    _measure: Measure | None = field(default=None, init=False)
 
     def __call__(self, source: OpenedModel) -> Request:
-        """The request; runs the model over the text, forwards and backwards."""
+        """The request; runs the model over the text, forwards and backwards, or takes what was stored."""
         from dataclasses import replace
-        from functools import partial
 
         from qconvert.calibrate.calibration import DAMPING
-        from qconvert.calibrate.measure_sensitivity import sensitivities_of
         from qconvert.calibrate.statistics_file import open_statistics
         from qconvert.cli.calibration_options import method_named
         from qconvert.convert.execute import prepare
         from qconvert.convert.target import choose
-        from qconvert.evaluate.planned import planned_divergences
 
         checkpoint, flags, request = source.checkpoint, self.flags, self.request
-        text = self.text = flags.read_text(source, DEFAULT_TOKENS)
         if flags.statistics is not None:
             request = replace(request, statistics=open_statistics(flags.statistics, checkpoint.architecture))
-
         together = method_named(flags.method) != "nearest" and request.statistics is None
         damping = DAMPING if together else None
 
         def prepared(request: Request) -> Any:
             return prepare(source, request, flags.options, pre_tokenizer=flags.pre_tokenizer)
 
-        def found() -> Iterator[Sensitivity]:
-            with _told(text.tokens, talks=flags.talks) as progress:
-                room, holds = flags.max_memory // 2, damping is not None
-                yield from sensitivities_of(
-                    checkpoint, text.tokens_BT, most_bytes=room, holds=holds, progress=progress
-                )
-
-        record: dict[str, Any] = {
-            "file": ", ".join(text.names),
-            "dataset": None,
-            "chunks": len(text.tokens_BT),
-        }
-        record |= {"texts": [text.record]}
-        measure = partial(planned_divergences, tokens_BT=text.tokens_BT)
+        found, record = self._stored(request) or self._measured(source, holds=damping is not None)
         self.chosen = choose(
-            self.target, request, found(), prepared, record=record, damping=damping, measure=measure
+            self.target, request, found, prepared, record=record, damping=damping, measure=self._measure
         )
         return self.chosen.request
+
+    def _stored(self, request: Request) -> tuple[Iterator[Sensitivity], Json] | None:
+        """The sensitivities in the file of statistics, if it has any and no text was asked for."""
+        from qconvert.calibrate.sensitivity import stored_sensitivities
+        from qconvert.calibrate.statistics_file import StoredStatistics
+
+        stored, flags = request.statistics, self.flags
+        if not isinstance(stored, StoredStatistics) or stored.gradients is None:
+            return None
+        if flags.texts or flags.tokens != 0 or flags.window:
+            return None
+        self.read = stored.text | {"tokens": stored.gradients.tokens}
+        if flags.talks:
+            tokens = stored.gradients.tokens
+            line = f"weighing encodings: sensitivities of {tokens:,} tokens in {flags.statistics}"
+            click.echo(line, err=True)
+        return stored_sensitivities(stored.gradients, stored.statistics), stored.record
+
+    def _measured(self, source: OpenedModel, *, holds: bool) -> tuple[Iterator[Sensitivity], Json]:
+        """The sensitivities that a run forwards and backwards finds, and a record of its text."""
+        from functools import partial
+
+        from qconvert.calibrate.measure_sensitivity import sensitivities_of
+        from qconvert.cli.progress import layers_passed
+        from qconvert.evaluate.planned import planned_divergences
+
+        flags = self.flags
+        text = flags.read_text(source, DEFAULT_TOKENS)
+        self.read, self._measure = text.record, partial(planned_divergences, tokens_BT=text.tokens_BT)
+
+        def found() -> Iterator[Sensitivity]:
+            if flags.talks:
+                line = f"weighing encodings: {text.tokens:,} tokens forwards and backwards through the model"
+                click.echo(line, err=True)
+            with layers_passed(text.tokens, talks=flags.talks) as progress:
+                room = flags.max_memory // 2
+                yield from sensitivities_of(
+                    source.checkpoint, text.tokens_BT, most_bytes=room, holds=holds, progress=progress
+                )
+
+        record: Json = {"file": ", ".join(text.names), "dataset": None, "chunks": len(text.tokens_BT)}
+        return found(), {**record, "texts": [text.record]}
 
     def lines(self) -> list[str]:
         """What was chosen, as a table for people."""
         from qconvert.report.tables import size, table
 
-        assert self.chosen is not None and self.text is not None
+        assert self.chosen is not None
         chosen, labels = self.chosen, self._labels
         rows: dict[str, tuple[Counter[str], int, float]] = {}
         for group, option in chosen.mix.chosen:
@@ -173,10 +195,10 @@ class Aiming:
         return [
             *table(["weights loaded alike", *labels, "bytes", "expected KL"], cells),
             f"{size(chosen.nbytes)}, {chosen.bits_per_weight:.3f} bits for each of {chosen.weights:,} "
-            f"weights; expected KL {chosen.mix.cost:.5f} nats per token (on {self.text.tokens:,} tokens of "
-            f"{', '.join(self.text.names)})",
+            f"weights; expected KL {chosen.mix.cost:.5f} nats per token (on {self.read['tokens']:,} tokens"
+            f" of {', '.join(self.read['texts'])})",
             self._compared(),
-            *self._measured(),
+            *self._measured_lines(),
             *(f"{label} is left out: {why}" for label, why in chosen.left_out.items()),
         ]
 
@@ -198,7 +220,7 @@ class Aiming:
             f"{'more' if fewer > 0 else 'fewer'} bytes of these weights"
         )
 
-    def _measured(self) -> list[str]:
+    def _measured_lines(self) -> list[str]:
         assert self.chosen is not None
         kls = self.chosen.measured
         same = self.chosen.uniform
@@ -209,13 +231,13 @@ class Aiming:
 
     def to_json(self) -> Json:
         """The same as plain data, every option of every weight with it."""
-        assert self.chosen is not None and self.text is not None
+        assert self.chosen is not None
         chosen, same = self.chosen, self.chosen.uniform
         return {
             "target": {"size": self.wanted.target_size, "kl": self.wanted.target_kl},
             "choices": self._labels,
             "left_out": dict(chosen.left_out),
-            "text": self.text.record,
+            "text": dict(self.read),
             "bytes": chosen.nbytes,
             "weights": chosen.weights,
             "expected_kl": chosen.mix.cost,
@@ -240,24 +262,3 @@ class Aiming:
 def _label(mix: Mix | None) -> str:
     assert mix is not None
     return mix.chosen[0][1].label
-
-
-@contextmanager
-def _told(tokens: int, *, talks: bool) -> Iterator[Callable[[int, int], None]]:
-    """A line before the run, and a bar over the layers when somebody is watching."""
-    if talks:
-        click.echo(
-            f"weighing encodings: {tokens:,} tokens forwards and backwards through the model", err=True
-        )
-    if not talks or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(unit="layer", file=sys.stderr, leave=False) as bar:
-
-        def listen(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield listen

@@ -42,7 +42,7 @@ UNTIL_CHOSEN = "F32"
     "--type",
     "file_type",
     metavar="TYPE",
-    help="Type of the file: q4_k_m, q8_0, ...; `list` shows all, `keep` keeps codes.",
+    help="Type of the file: q4_k_m, q8_0, ...; `list` shows all, `keep` copies existing codes.",
 )
 @click.option(
     "--tensor-type",
@@ -63,7 +63,9 @@ UNTIL_CHOSEN = "F32"
 @target_options("types", TARGET_TYPES)
 @statistics_option
 @calibration_options
-@click.option("--allow-requantize", is_flag=True, help="Quantize again what already is; that loses twice.")
+@click.option(
+    "--allow-requantize", is_flag=True, help="Quantize weights that are quantized already; this loses twice."
+)
 @click.option("--split-max-size", "shard_size", type=SIZE, help="Write numbered parts of at most this size.")
 @click.option(
     "--pre-tokenizer",
@@ -97,7 +99,7 @@ def command(
     allow_requantize: bool,
     **values: Any,
 ) -> None:
-    """Write MODEL as a GGUF file for llama.cpp, Ollama and their kin.
+    """Write MODEL as a GGUF file for llama.cpp, Ollama and programs built on them.
 
     Straight from the shards: no 16-bit GGUF in between. Every tensor's bytes equal those of
     llama.cpp's own converter followed by llama-quantize. A model that its graphs would compute
@@ -180,7 +182,7 @@ def _written(text: str) -> GGMLType:
     kind = parse_ggml_type(text)
     if kind.is_quantized and kind.name not in WRITTEN:
         known = ", ".join(name.lower() for name in sorted(WRITTEN))
-        raise BadRecipe(f"type {kind.label}: is read here, but not written", f"f32, f16, bf16, or {known}")
+        raise BadRecipe(f"type {kind.label} cannot be written, only read", f"f32, f16, bf16, or {known}")
     return kind
 
 

@@ -25,7 +25,7 @@ def command(model: str, against: str | None, as_json: bool, quiet: bool, revisio
     qconvert.json; with --against, every decoded number against the source: kept tensors must be
     equal or rounded to their new type, quantized ones within half a quantization step inside the
     grid's range.
-    Leaves with 3 when something does not hold, or when the manifest records no hash (--no-verify) and
+    Exits with 3 when something does not hold, or when the manifest records no hash (--no-verify) and
     there is no --against.
     """
     from qconvert.check.verify import verify

@@ -57,6 +57,7 @@ def manifest(
         "recipe": request.recipe.to_json(),
         **({"conversion": _conversion(target)} if target else {}),
         **_measured(compiled, outcome),
+        **({"target": request.chosen} if request.chosen else {}),
         "totals": {
             "tensors": table.tensors,
             "parameters": table.parameters,

@@ -92,7 +92,7 @@ def choose(
     if target.size is None:
         groups = priced_groups(jobs, found)
         mix, kls = _diverging(groups, target, request, jobs, prepared, measure if damping is None else None)
-        made = _request_of(request, mix, jobs)
+        made = _recorded(_request_of(request, mix, jobs), target, mix, record)
         nbytes = _tensor_bytes(prepared(made))
         return Chosen(made, tuple(groups), mix, nbytes, weights, _best(groups, target, 0), kls, left_out)
     size = _file_bytes if target.size.nbytes is not None else _tensor_bytes
@@ -102,32 +102,32 @@ def choose(
     groups = priced_groups(jobs, found)
     while True:
         mix, same = smallest_cost(groups, room), _best(groups, target, room)
-        made = _request_of(request, mix, jobs)
+        made = _recorded(_request_of(request, mix, jobs), target, mix, record)
         nbytes = size(prepared(made))
         if nbytes <= most:
             break
-        room -= nbytes - most  # headers, and the padding of tensors, differ a little with the mix
+        room -= nbytes - most  # headers with the record, and the padding of tensors, differ with the mix
     chosen = Chosen(made, tuple(groups), mix, nbytes, weights, same, left_out=left_out)
-    return chosen if measure is None else _no_worse(chosen, request, jobs, prepared, measure, size)
+    if measure is None or same is None or same.labels == mix.labels:
+        return chosen
+    other = _recorded(_request_of(request, same, jobs), target, same, record)
+    return _no_worse(chosen, other, prepared, measure, size, most)
 
 
 def _no_worse(
     chosen: Chosen,
-    request: Request,
-    jobs: Mapping[str, Job],
+    other: Request,
     prepared: Prepare,
     measure: Measure,
     size: Callable[[Job], int],
+    most: int,
 ) -> Chosen:
-    """The mix, or the best of one encoding where that is measured to cost about as little or less."""
-    if chosen.uniform is None or chosen.uniform.labels == chosen.mix.labels:
-        return chosen
-    made = _request_of(request, chosen.uniform, jobs)
-    job = prepared(made)
+    """The mix; or one encoding, the `other` request, where that is measured to cost about as much or less."""
+    job = prepared(other)
     kls = tuple(measure([prepared(chosen.request), job]))
-    if kls[0] <= (1 - _LEAST_GAIN) * kls[1]:
+    if chosen.uniform is None or kls[0] <= (1 - _LEAST_GAIN) * kls[1] or size(job) > most:
         return replace(chosen, measured=kls)
-    return replace(chosen, request=made, mix=chosen.uniform, nbytes=size(job), measured=kls)
+    return replace(chosen, request=other, mix=chosen.uniform, nbytes=size(job), measured=kls)
 
 
 def _diverging(
@@ -177,6 +177,32 @@ def _jobs(request: Request, target: Target, prepared: Prepare) -> tuple[dict[str
     if failed and len(jobs) < 2:
         raise next(iter(failed.values()))
     return jobs, {label: error.fact for label, error in failed.items()}
+
+
+def _recorded(request: Request, target: Target, mix: Mix, text: Json | None) -> Request:
+    """The request with a record of the mix: every group's choice, and bytes and price of every option."""
+    chosen = {
+        "size": None if target.size is None else target.size.text,
+        "kl": target.divergence,
+        "choices": list(target.labels),
+        "texts": (text or {}).get("texts", []),
+        "bytes": mix.nbytes,
+        "expected_kl": _rounded(mix.cost),
+        "groups": [
+            {
+                "weights": list(group.members),
+                "choice": option.label,
+                "options": {each.label: [each.nbytes, _rounded(each.cost)] for each in group.options},
+            }
+            for group, option in mix.chosen
+        ],
+    }
+    return replace(request, chosen=chosen)
+
+
+def _rounded(nats: float) -> float:
+    """A price to four digits: more would be of the text, not of the weights."""
+    return float(f"{nats:.4g}")
 
 
 def _best(groups: Sequence[Group], target: Target, room: int) -> Mix | None:

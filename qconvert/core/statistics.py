@@ -24,6 +24,9 @@ class StatisticsKey:
     expert: int | None = None
 
 
+EMBED, HEAD = StatisticsKey("embed"), StatisticsKey("lm_head")
+
+
 @dataclass(frozen=True, slots=True)
 class InputKey:
     """Whose input it is: all roles that read it, as `Parameter.group` names them, their layer and expert.
@@ -34,6 +37,11 @@ class InputKey:
     roles: tuple[str, ...]
     layer: int | None = None
     expert: int | None = None
+
+    @property
+    def place(self) -> str:
+        """What it is called, all experts of a layer together: `layers.3.attn.q+attn.k+attn.v`."""
+        return f"{'model' if self.layer is None else f'layers.{self.layer}'}.{'+'.join(self.roles)}"
 
 
 class StatisticsSource(Protocol):

@@ -71,7 +71,7 @@ def _download_wikitext(form: str) -> str:
             raw = files.read(member).decode()
     except (OSError, network, KeyError, ValueError, zipfile.BadZipFile) as error:
         raise QConvertError(
-            f"{WIKITEXT}: not to be had from {_WIKITEXT_REPO}: {shown(str(error), 200)}", hint
+            f"{WIKITEXT}: cannot be downloaded from {_WIKITEXT_REPO}: {shown(str(error), 200)}", hint
         ) from error
     text = hf_join(raw) if form == "hf-join" else raw
     if hashlib.sha256(text.encode()).hexdigest() != WIKITEXT_SHA256[form]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from qconvert.errors import CheckFailed
 from qconvert.evaluate.protocols import Window
+from qconvert.evaluate.records import Origin
 from qconvert.runtime.model import Decoder
-from qconvert.runtime.scoring import Outputs, score_hidden
+from qconvert.runtime.scoring import Outputs, Scores, score_hidden
 
 BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
 """Tokens per visit of a layer: on a GPU, dequantizing its weights then costs 1.4 % of the time."""
@@ -42,6 +44,23 @@ class EvalModel:
     size_bytes: int
     bits_per_weight: float
     path: Path | None = None
+    origin: Origin | None = None
+
+
+class SavedScores(Protocol):
+    """A reference that was run before: it scores models against what it said of the same tokens."""
+
+    def score(self, models: Sequence[Outputs], targets_N: Tensor, first: int) -> list[Scores]:
+        """The scores of models on the tokens that count from the `first` on."""
+        ...
+
+
+class Recorder(Protocol):
+    """Keeps what a reference says of every token that counts."""
+
+    def add(self, outputs: Outputs, first: int) -> None:
+        """Take in the tokens that count from the `first` on."""
+        ...
 
 
 @dataclass(slots=True)
@@ -88,11 +107,14 @@ def run_lockstep(
     batch_tokens: int | None = None,
     progress: Progress | None = None,
     done: int = 0,
+    saved: SavedScores | None = None,
+    recorder: Recorder | None = None,
 ) -> int:
     """Fill the tracks with the scores of the tokens that count, in the order of the windows.
 
     If `compared`, the first track is the reference of the others' divergences. `bos` replaces the
-    first token of every window; the tracks already hold the first `done` windows. Returns the number
+    first token of every window; the tracks already hold the first `done` windows. A `saved` reference takes
+    the place of a first track; a `recorder` is given what the first track says. Returns the number
     of windows they hold at the end: fewer than all after a KeyboardInterrupt, which is passed on
     when there is nothing new to show. Raises CheckFailed for a model whose loss is no number.
     """
@@ -104,7 +126,8 @@ def run_lockstep(
             tokens_BT = np.stack([ids_N[window.start : window.stop] for window in batch])
             if bos is not None:
                 tokens_BT[:, 0] = bos
-            _score_batch(tracks, torch.from_numpy(tokens_BT), batch[0].scored - batch[0].start, compared)
+            hear = _Scoring(compared, saved, recorder, sum(w.stop - w.scored for w in windows[:done]))
+            _score_batch(tracks, torch.from_numpy(tokens_BT), batch[0].scored - batch[0].start, hear)
             done, held = done + len(batch), held + 1
             if progress is not None:
                 progress(done, len(windows))
@@ -134,16 +157,32 @@ def _shape(window: Window) -> tuple[int, int]:
     return window.stop - window.start, window.scored - window.start
 
 
-def _score_batch(tracks: Sequence[Track], tokens_BT: Tensor, scored: int, compared: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class _Scoring:
+    """What the scores of a batch are compared with; `first` counts the scored tokens before it."""
+
+    compared: bool
+    saved: SavedScores | None
+    recorder: Recorder | None
+    first: int
+
+    def scores(self, models: Sequence[Outputs], targets_N: Tensor) -> list[Scores]:
+        if self.recorder is not None:
+            self.recorder.add(models[0], self.first)
+        if self.saved is not None:
+            return self.saved.score(models, targets_N, self.first)
+        groups = [models] if self.compared else [[model] for model in models]
+        return [each for group in groups for each in score_hidden(group, targets_N)]
+
+
+def _score_batch(tracks: Sequence[Track], tokens_BT: Tensor, scored: int, scoring: _Scoring) -> None:
     """Run every model over a batch and score its tokens from position `scored` on."""
     models: list[Outputs] = []
     for track in tracks:
         h_ND = track.hidden(tokens_BT)[:, scored - 1 : -1].flatten(0, 1)
         models.append(track.model.decoder.outputs(h_ND))
     targets_N = tokens_BT[:, scored:].flatten().to(tracks[0].model.decoder.device)
-    groups = [models] if compared else [[model] for model in models]
-    scores = [each for group in groups for each in score_hidden(group, targets_N)]
-    for track, each in zip(tracks, scores, strict=True):
+    for track, each in zip(tracks, scoring.scores(models, targets_N), strict=True):
         loss = float(each.nll_N.mean())
         if not loss < _HOPELESS_NATS:
             raise CheckFailed(

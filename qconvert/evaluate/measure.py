@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,23 @@ import torch
 
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.hub import resolve
-from qconvert.checkpoint.open import Checkpoint
+from qconvert.checkpoint.open import Checkpoint, open_checkpoint
 from qconvert.evaluate.corpora import WIKITEXT, load_text
 from qconvert.evaluate.lockstep import EvalModel
 from qconvert.evaluate.models import open_model
+from qconvert.evaluate.origins import labels_of, origin_of
 from qconvert.evaluate.perplexity import run
 from qconvert.evaluate.perplexity_report import PerplexityReport
 from qconvert.evaluate.protocols import protocol_named
+from qconvert.evaluate.provenance import now
+from qconvert.evaluate.samples import continuations
+from qconvert.evaluate.saved_reference import SavedReference, is_saved_reference
+from qconvert.evaluate.weights_report import WeightReport, compare_weights
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import find_device
 from qconvert.runtime.load import load_decoder
 from qconvert.runtime.model import Decoder
+from qconvert.runtime.run_info import versions
 
 STDLIB = "stdlib"
 """The name of the text that needs no download: held-out modules of Python's own library."""
@@ -49,36 +56,58 @@ def perplexity(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     revision: str | None = None,
+    samples: bool = False,
     **how: Any,
 ) -> PerplexityReport:
     """Perplexity of models, and with a reference KL divergence and top-1 agreement, on the same tokens.
 
-    Models are paths or Hub names. `text` is a UTF-8 file, `wikitext2` or `stdlib`; `how` is as in
-    `evaluate.perplexity.run` (`max_chunks`, `noise_floor`, `progress`, `scores`, `resume`). Raises
-    BadRecipe for a model whose tokenizer cuts the text into other tokens than the reference's.
+    Models are paths or Hub names; the reference may be a file that `save_reference` wrote. `text` is a UTF-8
+    file, `wikitext2` or `stdlib`; with `samples` the models continue two prompts from it; `how` is as in
+    `evaluate.perplexity.run` (`max_chunks`, `noise_floor`, `progress`, `scores`, `resume`,
+    `save_reference`). Raises BadRecipe for a model whose tokenizer cuts the text into other tokens than the
+    reference's.
     """
     with text_named(str(text)) as source:  # before any model, so that what is wrong with it shows at once
         words = load_text(source, protocol_named(protocol, context).wikitext)
-
-    def load(name: str) -> tuple[EvalModel, Path]:
-        path = resolve(name, revision=revision).path
-        return open_model(path, label_of(name), device=device, dtype=dtype), path
-
-    base, loaded = load(reference) if reference else None, [load(name) for name in models]
-    return run(
-        [model for model, _ in loaded],
-        reference=base[0] if base else None,
-        tokenizer=(base or loaded[0])[1],
+    saved = SavedReference(Path(reference)) if reference and is_saved_reference(Path(reference)) else None
+    runs = [*([reference] if reference and saved is None else []), *models]
+    loaded: list[tuple[EvalModel, Path]] = []
+    for name, label in zip(runs, labels_of(runs), strict=True):
+        found = resolve(name, revision=revision)
+        how_read: dict[str, Any] = {"device": device, "dtype": dtype}
+        model = open_model(found.path, label, **how_read, name=name, commit=found.commit)
+        loaded.append((model, found.path))
+    first = 1 if reference and saved is None else 0
+    report = run(
+        [model for model, _ in loaded[first:]],
+        reference=saved or (loaded[0][0] if first else None),
+        tokenizer=loaded[0][1],
         text=words,
         protocol=protocol,
         context=context,
         **how,
     )
+    if samples and not report.partial:
+        places = [result.label for result in report.models]
+        order = sorted((model for model, _ in loaded), key=lambda model: places.index(model.label))
+        made = continuations(order, loaded[0][1], words.text)
+        report = replace(report, samples=made)
+    return report
 
 
-def label_of(name: str) -> str:
-    """What to call a model in a report: the last part of its name."""
-    return name.rstrip("/").rsplit("/", 1)[-1]
+def weights(
+    a: str, b: str, *, labels: tuple[str, str] | None = None, revision: str | None = None
+) -> WeightReport:
+    """The errors of B's weights against A's, both paths or Hub names."""
+    found = [resolve(name, revision=revision) for name in (a, b)]
+    checkpoints = [open_checkpoint(each.path) for each in found]
+    first, second = labels or labels_of((a, b))
+    report = compare_weights(checkpoints[0], checkpoints[1], (first, second))
+    origins = (
+        origin_of(checkpoint, name, each.commit)
+        for checkpoint, name, each in zip(checkpoints, (a, b), found, strict=True)
+    )
+    return replace(report, date=now(), environment=versions(), origins=tuple(origins))
 
 
 @contextmanager

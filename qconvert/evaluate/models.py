@@ -11,6 +11,7 @@ from qconvert.checkpoint.open import open_checkpoint
 from qconvert.convert.containers.gguf_file import CALIBRATION
 from qconvert.core.dtypes import Json
 from qconvert.evaluate.lockstep import EvalModel
+from qconvert.evaluate.origins import origin_of
 from qconvert.formats.gguf.header import is_gguf
 from qconvert.formats.gguf.reader import GGUFFile
 from qconvert.formats.io.output_folder import MANIFEST_FILE
@@ -21,11 +22,19 @@ from qconvert.runtime.device_layout import evaluation_layout, find_device
 from qconvert.runtime.load import load_decoder
 
 
-def open_model(path: Path, label: str, *, device: str = "cpu", dtype: torch.dtype | None = None) -> EvalModel:
+def open_model(
+    path: Path,
+    label: str,
+    *,
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    name: str | None = None,
+    commit: str | None = None,
+) -> EvalModel:
     """The checkpoint in `path`, ready to be measured, in the layout that its device reads fastest.
 
-    No dtype stands for float32 on the CPU and bfloat16 on a GPU; `evaluation_layout` is the rule for
-    what lies packed.
+    `name` is what it was asked for as, `commit` the Hub's; its weights are hashed (`origins`). No dtype
+    stands for float32 on the CPU and bfloat16 on a GPU; `evaluation_layout` is the rule for what lies packed.
     """
     checkpoint, place = open_checkpoint(path), find_device(device)
     parameter_table = table_of_tensors(checkpoint.tensors, checkpoint.bind(), checkpoint.layout.traits)
@@ -38,7 +47,8 @@ def open_model(path: Path, label: str, *, device: str = "cpu", dtype: torch.dtyp
         layout=evaluation_layout(parameter_table.parameters, place, dtype),
     )
     size_bytes = sum(file.size for file in checkpoint.files.files)
-    return EvalModel(label, decoder, size_bytes, parameter_table.bits_per_weight, path)
+    origin = origin_of(checkpoint, name or str(path), commit)
+    return EvalModel(label, decoder, size_bytes, parameter_table.bits_per_weight, path, origin)
 
 
 def calibrated_on(path: Path | None) -> frozenset[str]:

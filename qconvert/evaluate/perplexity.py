@@ -7,7 +7,8 @@ the reference is paired, every standard error clustered by window.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +21,9 @@ from qconvert.evaluate.models import calibrated_on
 from qconvert.evaluate.paired_statistics import divergence, exp_mean, mean, root_mean_square
 from qconvert.evaluate.perplexity_report import PerplexityReport
 from qconvert.evaluate.protocols import LEAST_CONTEXT, Protocol, Window, protocol_named
+from qconvert.evaluate.provenance import now
 from qconvert.evaluate.records import Comparison, ModelResult
+from qconvert.evaluate.saved_reference import Conditions, ReferenceRecorder, SavedModel, SavedReference
 from qconvert.evaluate.scores import fingerprint, load_scores, save_scores
 from qconvert.formats.tokenizers.prompts import check_ids
 from qconvert.formats.tokenizers.tokenized_text import Text, Tokens, check_tokenizer, tokenize
@@ -30,7 +33,7 @@ from qconvert.runtime.run_info import arithmetic, device_name, versions
 def run(
     models: Sequence[EvalModel],
     *,
-    reference: EvalModel | None,
+    reference: EvalModel | SavedReference | None,
     tokenizer: Path,
     text: Text | str | Path = WIKITEXT,
     protocol: str = "gptq2048",
@@ -40,6 +43,7 @@ def run(
     progress: Progress | None = None,
     scores: Path | None = None,
     resume: bool = False,
+    save_reference: Path | None = None,
 ) -> PerplexityReport:
     """Evaluate models on a text, both given by name as on a command line.
 
@@ -49,7 +53,7 @@ def run(
     """
     rules = protocol_named(protocol, context)
     tokens = tokenize(text if isinstance(text, Text) else load_text(text, rules.wikitext), tokenizer)
-    for model in [*([reference] if reference else []), *models]:
+    for model in _all(models, reference):
         if model.path is not None:
             check_tokenizer(tokens, model.label, model.path)
     return evaluate(
@@ -62,12 +66,18 @@ def run(
         progress=progress,
         scores=scores,
         resume=resume,
+        save_reference=save_reference,
     )
+
+
+def _all(models: Sequence[EvalModel], reference: EvalModel | SavedReference | None) -> list[EvalModel]:
+    """The models that are run, the reference first."""
+    return [*([reference] if isinstance(reference, EvalModel) else []), *models]
 
 
 def evaluate(
     models: Sequence[EvalModel],
-    reference: EvalModel | None,
+    reference: EvalModel | SavedReference | None,
     tokens: Tokens,
     protocol: Protocol,
     *,
@@ -77,46 +87,79 @@ def evaluate(
     progress: Progress | None = None,
     scores: Path | None = None,
     resume: bool = False,
+    save_reference: Path | None = None,
 ) -> PerplexityReport:
-    """Measure every model on the text; the reference, if there is one, comes first in the report.
+    """Measure every model on the text; in the report the reference comes first, then the largest.
 
     `max_chunks` stops after that many windows; `batch_tokens` is the number of tokens that visit a
     layer together; `noise_floor` also compares the reference with itself under another batch size.
     Where `scores` names a file, Ctrl-C yields the report of the windows done and leaves their scores
-    there; `resume` goes on from such a file. Raises BadRecipe for a text too short or models of
-    unlike vocabularies, CheckFailed for a model whose loss is no number.
+    there; `resume` goes on from such a file. `save_reference` names a file for what the reference says of
+    every token (of the first model, where there is no reference); an evaluation that is interrupted leaves
+    none. Raises BadRecipe for a text too short, models of unlike vocabularies, or a saved reference of
+    another text; CheckFailed for a model whose loss is no number.
     """
-    all_models = [*([reference] if reference else []), *models]
+    all_models = _all(models, reference)
     _check_vocabulary(all_models, tokens)
     bos = tokens.bos if protocol.bos else None
     ids_N = tokens.ids_N if bos is None else np.concatenate(([bos], tokens.ids_N))
     windows = protocol.windows(len(ids_N))[:max_chunks]
     tracks = [Track(model) for model in all_models]
-    echoes = [Track(reference, echo=True)] if reference and noise_floor else []
+    runs = isinstance(reference, EvalModel)
+    echoes = [Track(all_models[0], echo=True)] if runs and noise_floor else []
     all_tracks = [*tracks, *echoes]
-    rules = (protocol.label, tokens.text.sha256, tokens.tokenizer_sha256, str(len(windows)))
+    rules = [protocol.label, tokens.text.sha256, tokens.tokenizer_sha256, str(len(windows))]
+    conditions = Conditions.of(tokens, protocol, bos, all_models[0].decoder.config.vocab)
+    saved = reference if isinstance(reference, SavedReference) else None
+    if saved is not None:
+        saved.require(conditions, windows)
+        rules.append(saved.mark)
     mark = fingerprint(all_tracks, *rules)
     before = load_scores(scores, all_tracks, mark) if scores is not None and resume else 0
-    done = run_lockstep(
-        all_tracks,
-        ids_N,
-        windows,
-        compared=reference is not None,
-        bos=bos,
-        batch_tokens=batch_tokens,
-        progress=progress,
-        done=before,
-    )
+    with _recorder(save_reference, tracks[0], conditions, windows) as recorder:
+        done = run_lockstep(
+            all_tracks,
+            ids_N,
+            windows,
+            compared=runs,
+            bos=bos,
+            batch_tokens=batch_tokens,
+            progress=progress,
+            done=before,
+            saved=saved,
+            recorder=recorder,
+        )
+        if recorder is not None and done == len(windows):
+            recorder.finish(tracks[0])
     if done < len(windows):
         if scores is None:
             raise KeyboardInterrupt
         save_scores(scores, all_tracks, done, mark)
     elif scores is not None:
         scores.unlink(missing_ok=True)
-    base = tracks[0] if reference else None
     window_N = np.repeat(np.arange(done), [window.stop - window.scored for window in windows[:done]])
+    base = _Base.of(tracks[0]) if runs else None if saved is None else _Base.of_saved(saved, len(window_N))
     shared = _Evaluation(tokens, protocol, windows[:done], len(windows), base, window_N)
-    return _report(shared, tracks, echoes)
+    return _report(shared, tracks, echoes, saved)
+
+
+@contextmanager
+def _recorder(
+    path: Path | None, track: Track, conditions: Conditions, windows: Sequence[Window]
+) -> Iterator[ReferenceRecorder | None]:
+    """What saves the reference, if that is wanted; nothing is left where it was not finished."""
+    if path is None:
+        yield None
+        return
+    model = track.model
+    least_rows = min(window.stop - window.start for window in windows)
+    words = arithmetic(model.decoder, least_rows)
+    known = SavedModel(model.label, model.size_bytes, model.bits_per_weight, words, model.origin)
+    recorder = ReferenceRecorder(path, known, conditions, windows)
+    try:
+        yield recorder
+    finally:
+        recorder.abort()
 
 
 def _check_vocabulary(models: Sequence[EvalModel], tokens: Tokens) -> None:
@@ -131,6 +174,23 @@ def _check_vocabulary(models: Sequence[EvalModel], tokens: Tokens) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _Base:
+    """What the others are compared with: its label, losses and likeliest tokens."""
+
+    label: str
+    nll_N: np.ndarray
+    top_N: np.ndarray
+
+    @staticmethod
+    def of(track: Track) -> _Base:
+        return _Base(track.model.label, np.concatenate(track.nll), np.concatenate(track.top))
+
+    @staticmethod
+    def of_saved(saved: SavedReference, tokens: int) -> _Base:
+        return _Base(saved.model.label, *saved.scores(tokens))
+
+
+@dataclass(frozen=True, slots=True)
 class _Evaluation:
     """The inputs that all figures of a report share: tokens, finished windows of `planned` ones, the
     reference's scores, and the window of every token that counts."""
@@ -139,12 +199,24 @@ class _Evaluation:
     protocol: Protocol
     windows: Sequence[Window]
     planned: int
-    base: Track | None
+    base: _Base | None
     window_N: np.ndarray
 
+    @property
+    def tokens_per_byte(self) -> float:
+        return len(self.tokens.ids_N) / self.tokens.text.nbytes
 
-def _report(evaluation: _Evaluation, tracks: Sequence[Track], echoes: Sequence[Track]) -> PerplexityReport:
+
+def _report(
+    evaluation: _Evaluation, tracks: Sequence[Track], echoes: Sequence[Track], saved: SavedReference | None
+) -> PerplexityReport:
     tokens, base = evaluation.tokens, evaluation.base
+    first, compared = [], tracks
+    if saved is not None:
+        first = [_saved_result(saved, evaluation)]
+    elif base is not None:
+        first, compared = [_model_result(tracks[0], evaluation, compared=False)], tracks[1:]
+    found = [_model_result(track, evaluation, compared=base is not None) for track in compared]
     return PerplexityReport(
         protocol=evaluation.protocol.label,
         windows=evaluation.protocol.rule,
@@ -156,37 +228,56 @@ def _report(evaluation: _Evaluation, tracks: Sequence[Track], echoes: Sequence[T
         chunks=len(evaluation.windows),
         planned_chunks=evaluation.planned,
         scored_tokens=len(evaluation.window_N),
-        reference=None if base is None else base.model.label,
-        models=tuple(_model_result(track, evaluation) for track in tracks),
+        reference=None if base is None else base.label,
+        models=(*first, *sorted(found, key=lambda model: -model.size_bytes)),
         noise_floor=_compare(echoes[0], base, evaluation.window_N) if base and echoes else None,
         environment={**versions(), "device": device_name(tracks[0].model.decoder)},
         notes=(
             *_notes(evaluation, min(track.model.decoder.config.max_positions for track in tracks)),
             *_flattered(tracks, tokens.text),
         ),
+        date=now(),
+        saved_reference=None if saved is None else str(saved.path),
     )
 
 
-def _model_result(track: Track, evaluation: _Evaluation) -> ModelResult:
+def _model_result(track: Track, evaluation: _Evaluation, *, compared: bool) -> ModelResult:
     nll_N, window_N = np.concatenate(track.nll), evaluation.window_N
-    tokens_per_byte = len(evaluation.tokens.ids_N) / evaluation.tokens.text.nbytes
-    base = evaluation.base
     least_rows = min(window.stop - window.start for window in evaluation.windows)
+    base = evaluation.base if compared else None
     return ModelResult(
         label=track.model.label,
         size_bytes=track.model.size_bytes,
         bits_per_weight=track.model.bits_per_weight,
         arithmetic=arithmetic(track.model.decoder, least_rows),
         perplexity=exp_mean(nll_N, window_N),
-        bits_per_byte=float(nll_N.mean()) / math.log(2) * tokens_per_byte,
+        bits_per_byte=float(nll_N.mean()) / math.log(2) * evaluation.tokens_per_byte,
         tokens_per_second=track.tokens / track.seconds,
-        versus=None if base is None or track is base else _compare(track, base, window_N),
+        versus=None if base is None else _compare(track, base, window_N),
+        origin=track.model.origin,
     )
 
 
-def _compare(track: Track, base: Track, window_N: np.ndarray) -> Comparison:
-    nll_N, base_N = np.concatenate(track.nll), np.concatenate(base.nll)
-    same_N = np.concatenate(track.top) == np.concatenate(base.top)
+def _saved_result(saved: SavedReference, evaluation: _Evaluation) -> ModelResult:
+    """The row of a reference that was run before; its speed is that of then."""
+    assert evaluation.base is not None
+    model, nll_N = saved.model, evaluation.base.nll_N
+    return ModelResult(
+        label=model.label,
+        size_bytes=model.size_bytes,
+        bits_per_weight=model.bits_per_weight,
+        arithmetic=model.arithmetic,
+        perplexity=exp_mean(nll_N, evaluation.window_N),
+        bits_per_byte=float(nll_N.mean()) / math.log(2) * evaluation.tokens_per_byte,
+        tokens_per_second=saved.tokens_per_second,
+        versus=None,
+        origin=model.origin,
+    )
+
+
+def _compare(track: Track, base: _Base, window_N: np.ndarray) -> Comparison:
+    nll_N, base_N = np.concatenate(track.nll), base.nll_N
+    same_N = np.concatenate(track.top) == base.top_N
     return Comparison(
         perplexity_ratio=exp_mean(nll_N - base_N, window_N),
         kl=divergence(np.concatenate(track.kl), window_N),

@@ -5,15 +5,20 @@ Losses and divergences are in nats per token unless a name says otherwise.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 
 from qconvert.core.dtypes import Json
-from qconvert.evaluate.figures import perplexity_figures
+from qconvert.evaluate.figures import perplexity_figures, short_role
+from qconvert.evaluate.mix_table import mix_grid
 from qconvert.evaluate.paired_statistics import Estimate
-from qconvert.evaluate.records import Comparison, ModelResult
-from qconvert.evaluate.weights_report import WeightReport
+from qconvert.evaluate.provenance import origins_grid, run_facts
+from qconvert.evaluate.records import Comparison, ModelResult, PromptSample, relative_rms
+from qconvert.evaluate.scales import GLOSSARY, GLOSSARY_ALONE, SCALES
+from qconvert.evaluate.verdict import perplexity_verdict
+from qconvert.evaluate.weights_report import WeightReport, layer_grids
 from qconvert.report.html import Figure
-from qconvert.report.page import Grid, Page, number
+from qconvert.report.page import Grid, Page, Sample, number
 from qconvert.report.tables import count, size
 
 FORMAT_VERSION = 1
@@ -26,7 +31,9 @@ class PerplexityReport:
     `windows` says in words how the protocol cuts the text; `tokens` counts the text, `scored_tokens`
     those that the protocol counts in `chunks` windows, fewer than `planned_chunks` when interrupted;
     `noise_floor` compares the reference with itself, computed in batches of another size;
-    `weights` holds the errors of each model's weights, where they were compared.
+    `weights` holds the errors of each model's weights, where they were compared; `samples` what the models
+    wrote. `date` is in UTC, `command` the words of the command line, `request` what they asked for (empty
+    where there was none), `saved_reference` the file that the reference was read from.
     """
 
     protocol: str
@@ -45,40 +52,92 @@ class PerplexityReport:
     environment: dict[str, str]
     notes: tuple[str, ...]
     weights: tuple[WeightReport, ...] = ()
+    date: str = ""
+    command: tuple[str, ...] = ()
+    request: Json = field(default_factory=dict)
+    saved_reference: str | None = None
+    samples: tuple[PromptSample, ...] = ()
 
     @property
     def partial(self) -> bool:
         """Whether the evaluation was interrupted before its end."""
         return self.chunks < self.planned_chunks
 
+    @property
+    def verdict(self) -> tuple[str, ...]:
+        """What was found, in sentences."""
+        return perplexity_verdict(self.models, self.reference)
+
     def to_json(self) -> Json:
         head = {"report": "perplexity", "version": FORMAT_VERSION, "partial": self.partial}
-        return head | asdict(self)
+        scales = {"scales": [scale.to_json() for scale in SCALES]}
+        return head | {"verdict": list(self.verdict)} | asdict(self) | scales
 
     def figures(self) -> list[Figure]:
         found = perplexity_figures(self.models, self.reference, self.noise_floor)
         return [*found, *(figure for report in self.weights for figure in report.figures())]
 
     def page(self) -> Page:
-        """The page that people read: conditions, then figures."""
-        environment = ", ".join(f"{name} {version}" for name, version in self.environment.items())
-        scored = f"{self.scored_tokens:,} tokens scored in {count(self.chunks, 'chunk')}"
-        facts = (
-            ("protocol", f"{self.protocol}: {scored}, {self.windows}"),
-            ("text", f"{self.tokens:,} tokens, {self.text_bytes:,} bytes, sha256 {self.text_sha256[:12]}"),
-            ("tokenizer", f"sha256 {self.tokenizer_sha256[:12]}"),
-            ("arithmetic", "; ".join(dict.fromkeys(model.arithmetic for model in self.models))),
-            ("environment", environment),
+        """The page that people read: the verdict, conditions, then figures."""
+        return Page(
+            f"Perplexity on {self.text}",
+            tuple(self._facts()),
+            tuple(self._grids()),
+            self.notes,
+            verdict=self.verdict,
+            glossary=GLOSSARY_ALONE if self.reference is None else GLOSSARY,
+            details=tuple(self._details()),
+            samples=tuple(_sample(i, sample) for i, sample in enumerate(self.samples)),
         )
-        head: tuple[str, ...] = ("model", "size", "bpw", "perplexity", "ratio", "bits/byte", "tokens/s")
-        grids = [Grid("Quality", head, tuple(_quality_row(model) for model in self.models))]
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
+        scored = f"{self.scored_tokens:,} tokens scored in {count(self.chunks, 'chunk')}"
+        yield "protocol", f"{self.protocol}: {scored}, {self.windows}"
+        yield "text", f"{self.tokens:,} tokens, {self.text_bytes:,} bytes, sha256 {self.text_sha256[:12]}"
+        yield "tokenizer", f"sha256 {self.tokenizer_sha256[:12]}"
+        yield "arithmetic", "; ".join(dict.fromkeys(model.arithmetic for model in self.models))
+        if self.saved_reference is not None:
+            yield "reference", f"{self.reference}, as saved in {self.saved_reference}"
+        yield from run_facts(self.date, self.command, self.environment)
+
+    def _grids(self) -> Iterator[Grid]:
+        head: tuple[str, ...] = ("model", "size", "bpw", "perplexity", "ratio", "bits/byte", "eval tokens/s")
+        yield Grid("Quality", head, tuple(_quality_row(model) for model in self.models))
         if self.reference is not None:
             head = ("model", "KL mean", "median", "p90", "p99", "p99.9", "max", "same top-1", "RMS dp")
             compared = [(model.label, model.versus) for model in self.models]
             compared.append((f"{self.reference}, again", self.noise_floor))
             rows = (_distance_row(label, versus) for label, versus in compared if versus is not None)
-            grids.append(Grid(f"Distance from {self.reference}, in nats", head, tuple(rows)))
-        return Page(f"Perplexity on {self.text}", facts, tuple(grids), self.notes)
+            yield Grid(f"Distance from {self.reference}, in nats", head, tuple(rows))
+        if any(model.origin for model in self.models):
+            labels = [model.label for model in self.models if model.origin]
+            yield origins_grid(labels, [model.origin for model in self.models if model.origin])
+
+    def _details(self) -> Iterator[Grid]:
+        if any(report.errors for report in self.weights):
+            yield _weights_grid(self.weights)
+        for model in self.models:
+            target = model.origin.target if model.origin else None
+            if target and (grid := mix_grid(model.label, target)):
+                yield grid
+        yield from layer_grids(self.weights)
+
+
+def _sample(i: int, sample: PromptSample) -> Sample:
+    texts = [(each.label, each.text, each.same) for each in sample.continuations]
+    shown = (*texts, ("(the text itself)", sample.text, len(sample.text)))
+    return Sample(f"Sample {i + 1}: what the models write next", sample.prompt, shown)
+
+
+def _weights_grid(reports: tuple[WeightReport, ...]) -> Grid:
+    """Relative RMS errors by role, a column for every model."""
+    roles = dict.fromkeys(short_role(error.role) for report in reports for error in report.errors)
+    rows = []
+    for role in roles:
+        alike = ([e for e in report.errors if short_role(e.role) == role] for report in reports)
+        rows.append((role, *(f"{relative_rms(errors):.4g}" if errors else "" for errors in alike)))
+    labels = (report.b for report in reports)
+    return Grid("Errors of the weights by role, relative RMS", ("role", *labels), tuple(rows))
 
 
 def _estimate(estimate: Estimate, percent: bool = False) -> str:

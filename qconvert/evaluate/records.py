@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from qconvert.check import compare
+from qconvert.core.dtypes import Json
 from qconvert.evaluate.paired_statistics import Divergence, Estimate
 
 
@@ -25,6 +27,39 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A file of weights: its name, its bytes, and their SHA-256."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The files that were measured: what the model was asked for as, where it lies, and its hashes.
+
+    With a `manifest_sha256`, the hashes of the files are the manifest's. `target` is the record of what a
+    target (`--target-size`, `--target-kl`) made of the weights, where there was one.
+    """
+
+    name: str
+    path: str
+    commit: str | None
+    manifest_sha256: str | None
+    files: tuple[WeightFile, ...]
+    target: Json | None = None
+
+    @property
+    def weights_sha256(self) -> str:
+        """One hash of all weight files: a single file's own, else that of what sha256sum prints."""
+        if len(self.files) == 1:
+            return self.files[0].sha256
+        listed = "".join(f"{file.sha256}  {file.name}\n" for file in self.files)
+        return hashlib.sha256(listed.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
 class ModelResult:
     """One model's figures; `versus` is None for the reference, or where there is none.
 
@@ -40,6 +75,28 @@ class ModelResult:
     bits_per_byte: float
     tokens_per_second: float
     versus: Comparison | None
+    origin: Origin | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """How a model continues a prompt, taking the likeliest token each time.
+
+    `same` counts the letters at its beginning that the first model of the report wrote, too.
+    """
+
+    label: str
+    text: str
+    same: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSample:
+    """A prompt from the text, how the text goes on, and how the models do."""
+
+    prompt: str
+    text: str
+    continuations: tuple[Continuation, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,4 +75,4 @@ def load_scores(path: Path, tracks: Sequence[Track], mark: str) -> int:
                     getattr(track, kind).append(scores.astype(np.int64) if kind == "top" else scores)
             return int(arrays["done"])
     except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise BadRecipe(f"{path}: no scores to go on from", "leave out --resume") from error
+        raise BadRecipe(f"{path}: no scores to resume from", "leave out --resume") from error

@@ -7,13 +7,16 @@ The relative RMS error of a weight, `|b - a| / |a|`, is 0.1 for a plain 4-bit gr
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from qconvert.check import compare
 from qconvert.core.dtypes import Json
-from qconvert.evaluate.figures import weight_figures
-from qconvert.evaluate.records import WeightError, relative_rms
+from qconvert.evaluate.figures import errors_by_layer, weight_figures
+from qconvert.evaluate.provenance import origins_grid, run_facts
+from qconvert.evaluate.records import Origin, WeightError, relative_rms
+from qconvert.evaluate.scales import GLOSSARY_WEIGHTS, RMS_ERROR
+from qconvert.evaluate.verdict import weights_verdict
 from qconvert.report.html import Figure
 from qconvert.report.page import Grid, Page
 
@@ -32,9 +35,19 @@ class WeightReport:
     errors: tuple[WeightError, ...]
     equal: int
     notes: tuple[str, ...]
+    date: str = ""
+    command: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    origins: tuple[Origin, ...] = ()
+
+    @property
+    def verdict(self) -> tuple[str, ...]:
+        """What was found, in a sentence."""
+        return weights_verdict(self.a, self.b, self.errors, self.equal)
 
     def to_json(self) -> Json:
-        return {"report": "weights", "version": FORMAT_VERSION, **asdict(self)}
+        head = {"report": "weights", "version": FORMAT_VERSION, "verdict": list(self.verdict)}
+        return head | asdict(self) | {"scales": [RMS_ERROR.to_json()]}
 
     def figures(self) -> list[Figure]:
         return weight_figures(self.errors, self.a, self.b)
@@ -42,11 +55,40 @@ class WeightReport:
     def page(self) -> Page:
         """The page that people read: one row per role, with its worst layer."""
         head = ("role", "weights", "rel. RMS", "worst", "in layer", "max", "steps")
-        facts = (("from", self.a), ("to", self.b), ("equal", f"{self.equal} tensors"))
+        facts = (
+            ("from", self.a),
+            ("to", self.b),
+            ("equal", f"{self.equal} tensors"),
+            *run_facts(self.date, self.command, self.environment),
+        )
         roles = dict.fromkeys(error.role for error in self.errors)  # in the order of the model
         rows = tuple(_row(role, [each for each in self.errors if each.role == role]) for role in roles)
         total = (_row("all", self.errors),) if len(rows) > 1 else ()
-        return Page("Errors of the weights", facts, (Grid("By role", head, rows + total),), self.notes)
+        files = (origins_grid((self.a, self.b), self.origins),) if self.origins else ()
+        return Page(
+            "Errors of the weights",
+            facts,
+            (Grid("By role", head, rows + total), *files),
+            self.notes,
+            verdict=self.verdict,
+            glossary=GLOSSARY_WEIGHTS,
+            details=layer_grids([self]),
+        )
+
+
+def layer_grids(reports: Iterable[WeightReport]) -> tuple[Grid, ...]:
+    """The errors of every layer and role, a table for every comparison that has some."""
+    grids = []
+    for report in reports:
+        roles, values = errors_by_layer(report.errors)
+        title = f"Errors of the weights of {report.b} by layer, relative RMS"
+        rows = (
+            (str(layer), *("" if x is None else f"{x:.3g}" for x in line))
+            for layer, line in enumerate(values)
+        )
+        if values:
+            grids.append(Grid(title, ("layer", *roles), tuple(rows)))
+    return tuple(grids)
 
 
 def compare_weights(a: Checkpoint, b: Checkpoint, labels: tuple[str, str]) -> WeightReport:

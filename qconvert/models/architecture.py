@@ -19,6 +19,9 @@ from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.models.families import FAMILIES
 from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
 
+ParameterKey = tuple[str, int | None, str]
+"""Role, layer, and "weight" or "bias"."""
+
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
@@ -153,6 +156,11 @@ class Architecture:
         The head of a tied model is included: it may be stored, though it need not be.
         """
         return {parameter.name: parameter for parameter in self._walk()}
+
+    @cached_property
+    def shapes(self) -> Mapping[ParameterKey, tuple[int, ...]]:
+        """The shape of every parameter of the unfused model by role, layer and part."""
+        return {(p.role, p.layer, p.param): p.shape for p in self.parameters.values()}
 
     @cached_property
     def fused(self) -> Mapping[str, FusedParameter]:
@@ -323,7 +331,7 @@ def _whole(name: str, fusion: Fusion, parts: tuple[Parameter, ...], experts: int
 
 HOW_TO_DECLARE = (
     "if it is built like a model that is, `qconvert quantize --recipe FILE` takes it with these lines: "
-    "`architecture: {like: llama, rename: {self_attn: attention}}` (all keys: README, Supported models); "
+    "`architecture: {like: llama, rename: {self_attn: attention}}` (all keys: docs/reference/models.md); "
     "--allow-unknown guesses its linears and says what it took for one"
 )
 

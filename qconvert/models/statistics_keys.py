@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from qconvert.core.statistics import StatisticsKey, StatisticsSource
-from qconvert.models.architecture import Parameter
+from qconvert.core.statistics import InputKey, StatisticsKey, StatisticsSource
+from qconvert.models.architecture import Architecture, Parameter
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -15,6 +15,34 @@ def input_key(parameter: Parameter) -> StatisticsKey:
     """The key of what a weight is multiplied by."""
     expert = _EXPERT.search(parameter.role)
     return StatisticsKey(parameter.group, parameter.layer, int(expert[1]) if expert else None)
+
+
+_TOGETHER = (("q", "k", "v"), ("gate", "up"))
+
+
+def inputs_of(architecture: Architecture) -> dict[str, InputKey]:
+    """What every weight that is multiplied by an input reads, by the name of the parameter.
+
+    Those are linears, routers and the head. Queries, keys and values have one input, and gate and up have
+    one, as where they are fused; queries to another model's keys and values do not.
+    """
+    weights = [
+        parameter
+        for parameter in architecture.parameters.values()
+        if parameter.param == "weight" and parameter.kind in ("linear", "router")
+    ]
+    present = {(parameter.layer, parameter.group) for parameter in weights}
+
+    def key_of(parameter: Parameter) -> InputKey:
+        prefix, dot, last = parameter.group.rpartition(".")
+        together = next((names for names in _TOGETHER if last in names), (last,))
+        if prefix.endswith("cross"):
+            together = (last,)
+        roles = (f"{prefix}{dot}{name}" for name in together)
+        shared = tuple(role for role in roles if (parameter.layer, role) in present)
+        return InputKey(shared, parameter.layer, input_key(parameter).expert)
+
+    return {parameter.name: key_of(parameter) for parameter in weights}
 
 
 def input_keys(members: Iterable[Parameter]) -> tuple[StatisticsKey, ...]:

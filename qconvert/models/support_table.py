@@ -1,4 +1,4 @@
-"""Renders the table of supported models in README.md, one row per declaration."""
+"""Renders the table of supported models in docs/reference/models.md, one row per declaration."""
 
 from __future__ import annotations
 

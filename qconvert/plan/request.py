@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from qconvert.core.dtypes import DType
+from qconvert.core.dtypes import DType, Json
 from qconvert.core.ggml_types import GGMLType
 from qconvert.core.statistics import StatisticsSource
 from qconvert.plan.passes.transcode import Target
@@ -40,7 +40,8 @@ class Request:
     `recipe` says what to quantize, fuse and tie; `unfuse` (the roles of fused tensors to be cut) and
     `dequantize` undo; `dtype` casts plain float tensors and gives dequantized ones and new scales their
     type. `target` is the layout, or the GGUF file, that the weights are brought into; None keeps the
-    source's layout. `statistics` weigh the errors of new codes.
+    source's layout. `statistics` weigh the errors of new codes. `chosen` is the record of what a target made
+    of every weight, and at what price; it goes into the output as it is.
     """
 
     command: str
@@ -52,6 +53,7 @@ class Request:
     statistics: StatisticsSource | None = None
     allow_unknown: bool = False
     allow_nonfinite: bool = False
+    chosen: Json | None = None
 
     @property
     def is_gguf(self) -> bool:

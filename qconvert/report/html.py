@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from qconvert.report.page import Grid, Page
+from qconvert.report.html_style import STYLE
+from qconvert.report.page import Grid, Page, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,79 +19,85 @@ class Figure:
     caption: str
 
 
+_OPEN_PICTURES = 6
+"""So many pictures are shown; the others are folded, for who wants to see them."""
+
+
+_LONG = 16
+"""Words of more letters than this take several lines of a cell, so that no two names look alike."""
+
+
 def to_html(page: Page, figures: Sequence[Figure]) -> str:
-    """The page and its pictures as a whole HTML document."""
-    pictures = "\n".join(
-        f"<figure><h2>{escape(figure.title)}</h2>{figure.svg}"
-        f"<figcaption>{escape(figure.caption)}</figcaption></figure>"
-        for figure in figures
-    )
-    facts = "\n".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in page.facts)
+    """The page and its pictures as a whole HTML document.
+
+    The verdict comes first, then tables and remarks, how it was measured, pictures, samples, what is long and
+    therefore folded, and the glossary.
+    """
+    pictures = "\n".join(map(_figure, figures[:_OPEN_PICTURES]))
     blocks = [
-        *(_grid(grid) for grid in page.grids),
-        f'<div class="figures">{pictures}</div>' if figures else "",
-        f"<section><h2>How it was measured</h2><dl>{facts}</dl></section>",
+        "\n".join(f'<p class="verdict">{escape(line)}</p>' for line in page.verdict),
+        *(_section(grid.title, _table(grid)) for grid in page.grids),
         "\n".join(f'<p class="note">{escape(note)}</p>' for note in page.notes),
+        _section("How it was measured", _list(page.facts)),
+        f'<div class="figures">{pictures}</div>' if figures else "",
+        *(_folded(figure.title, _drawn(figure)) for figure in figures[_OPEN_PICTURES:]),
+        *(_section(sample.title, _sample(sample)) for sample in page.samples),
+        *(_folded(grid.title, _table(grid)) for grid in page.details),
+        _section("Words", _list(page.glossary)) if page.glossary else "",
     ]
     body = "\n".join(block for block in blocks if block)
-    return _DOCUMENT.format(title=escape(page.title), style=_STYLE, body=body)
+    return _DOCUMENT.format(title=escape(page.title), style=STYLE, body=body)
 
 
-def _grid(grid: Grid) -> str:
+def _section(title: str, body: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{body}</section>"
+
+
+def _folded(title: str, body: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"
+
+
+def _figure(figure: Figure) -> str:
+    return f"<figure><h2>{escape(figure.title)}</h2>{_drawn(figure)}</figure>"
+
+
+def _drawn(figure: Figure) -> str:
+    return f"{figure.svg}<figcaption>{escape(figure.caption)}</figcaption>"
+
+
+def _list(entries: Sequence[tuple[str, str]]) -> str:
+    items = "\n".join(f"<dt>{escape(label)}</dt><dd>{escape(value)}</dd>" for label, value in entries)
+    return f"<dl>{items}</dl>"
+
+
+def _table(grid: Grid) -> str:
     head = "".join(_cell("th", text, i < grid.left) for i, text in enumerate(grid.head))
     rows = "\n".join(
         "<tr>" + "".join(_cell("td", text, i < grid.left) for i, text in enumerate(row)) + "</tr>"
         for row in grid.rows
     )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return f'<section><h2>{escape(grid.title)}</h2><div class="scroll" tabindex="0">{table}</div></section>'
+    return f'<div class="scroll" tabindex="0">{table}</div>'
 
 
 def _cell(tag: str, text: str, left: bool) -> str:
-    opening = f'{tag} class="left"' if left else tag
+    kind = "left long" if len(text) > _LONG else "left"
+    opening = f'{tag} class="{kind}"' if left else tag
     return f"<{opening}>{escape(text)}</{tag}>"
 
 
-# Series colours keep 3:1 against both backgrounds; the first six of Okabe and Ito's palette, darkened
-# for light and lightened for dark.
-_STYLE = """
-:root { color-scheme: light dark;
-  --ground: #fbfaf8; --panel: #fff; --ink: #1f2328; --soft: #59636e; --rule: #e4e1db; --heat: #b2411d;
-  --s0: #1f6fb2; --s1: #b85c00; --s2: #0b7a5b; --s3: #a8427d; --s4: #7a6a00; --s5: #5b50b5; }
-@media (prefers-color-scheme: dark) { :root {
-  --ground: #15171a; --panel: #1d2024; --ink: #e6e4df; --soft: #a2a9b1; --rule: #343a40; --heat: #ff9466;
-  --s0: #6cb6f2; --s1: #f0a24f; --s2: #4cc9a0; --s3: #e58bbd; --s4: #d6c553; --s5: #a9a0f5; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--ground); color: var(--ink);
-  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1160px; margin: 0 auto; padding: 28px 16px 48px; }
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 20px; overflow-wrap: anywhere; }
-h2 { font-size: 1.02rem; margin: 0 0 10px; }
-section, figure { background: var(--panel); border: 1px solid var(--rule); border-radius: 10px;
-  padding: 16px; margin: 0 0 16px; min-width: 0; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: 0.92rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 7px 0 7px 18px; white-space: nowrap; }
-th { color: var(--soft); font-weight: 600; }
-td { border-top: 1px solid var(--rule); }
-.left { text-align: left; padding-left: 0; position: sticky; left: 0; background: var(--panel); }
-.figures { display: grid; gap: 0 16px;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }
-figcaption { color: var(--soft); font-size: 0.88rem; margin-top: 8px; }
-svg { display: block; width: 100%; max-width: 560px; height: auto; margin: 0 auto; }
-svg text { font: 12px system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; fill: var(--ink); }
-@media (max-width: 480px) { svg text { font-size: 13.5px; } }
-.grid { stroke: var(--rule); fill: none; }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.cell { fill: var(--heat); }
-dl { display: grid; grid-template-columns: minmax(90px, max-content) 1fr; gap: 6px 18px; margin: 0;
-  font-size: 0.92rem; }
-dt { color: var(--soft); }
-dd { margin: 0; overflow-wrap: anywhere; }
-.note { color: var(--soft); font-size: 0.92rem; margin: 0 0 8px; }
-""" + "\n".join(
-    f"circle.s{i} {{ fill: var(--s{i}); }} .line.s{i} {{ stroke: var(--s{i}); }}" for i in range(6)
-)
+def _sample(sample: Sample) -> str:
+    """The texts beside each other; what is not as in the first is marked."""
+    texts = "\n".join(
+        f"<div><h3>{escape(label)}</h3><pre>{escape(text[:same])}{_marked(text[same:])}</pre></div>"
+        for label, text, same in sample.texts
+    )
+    return f'<pre class="prompt">{escape(sample.prompt)}</pre><div class="texts">{texts}</div>'
+
+
+def _marked(text: str) -> str:
+    return f"<mark>{escape(text)}</mark>" if text else ""
+
 
 _DOCUMENT = """<!doctype html>
 <html lang="en">

@@ -1,11 +1,14 @@
 """Lays out one page of results as terminal text and as Markdown.
 
 A page holds finished words and figures as cells; the reports that fill a page know what its cells mean.
+The terminal shows a page without its `details` and `samples`, which are long.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,13 +26,33 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """Texts side by side: what they continue, and the label of each with the text.
+
+    `same` counts the letters at the beginning of a text that are also those of the first.
+    """
+
+    title: str
+    prompt: str
+    texts: tuple[tuple[str, str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Page:
-    """A title, labelled facts on the conditions of the results, tables, and remarks."""
+    """A title, labelled facts on the conditions of the results, tables, and remarks.
+
+    `verdict` says the result in sentences, `glossary` what words of the tables mean and which numbers are
+    good; `details` are tables for those who look closer.
+    """
 
     title: str
     facts: tuple[tuple[str, str], ...]
     grids: tuple[Grid, ...]
     notes: tuple[str, ...]
+    verdict: tuple[str, ...] = ()
+    glossary: tuple[tuple[str, str], ...] = ()
+    details: tuple[Grid, ...] = ()
+    samples: tuple[Sample, ...] = ()
 
 
 def number(value: float, se: float | None = None, digits: int = 5) -> str:
@@ -42,23 +65,55 @@ def number(value: float, se: float | None = None, digits: int = 5) -> str:
     return f"{value:.{max(0, -last)}f} ± {se:.{max(0, -last)}f}"
 
 
-def to_terminal(page: Page) -> str:
-    """The page as plain text in aligned columns."""
-    width = max((len(label) for label, _ in page.facts), default=0)
-    blocks = [[page.title], [f"{label:<{width}}  {value}" for label, value in page.facts]]
+def to_terminal(page: Page, *, glossary: bool = True) -> str:
+    """The page as plain text in aligned columns; `glossary` says whether its glossary is shown."""
+    verdict = [line for sentence in page.verdict for line in textwrap.wrap(sentence, _COLUMNS)]
+    blocks = [[page.title], verdict, _aligned(page.facts)]
     blocks += [[grid.title, *table(grid.head, grid.rows, grid.left)] for grid in page.grids]
     blocks += [[f"Note: {note}" for note in page.notes]]
+    if glossary and page.glossary:
+        blocks += [["Words", *(line for entry in page.glossary for line in _wrapped(*entry))]]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
 def to_markdown(page: Page) -> str:
-    """The page as Markdown: facts as a list, tables as pipe tables."""
-    blocks = [[f"# {page.title}"], [f"- {label}: {value}" for label, value in page.facts]]
-    for grid in page.grids:
+    """The page as Markdown: facts and glossary as lists, tables as pipe tables."""
+    blocks = [[f"# {page.title}"], [f"**{_text(line)}**  " for line in page.verdict]]
+    blocks += [[f"- {label}: {value}" for label, value in page.facts]]
+    for grid in (*page.grids, *page.details):
         rule = ["---" if i < grid.left else "---:" for i in range(len(grid.head))]
         blocks += [[f"## {grid.title}"], [_pipes(row) for row in (grid.head, rule, *grid.rows)]]
+    for sample in page.samples:
+        blocks += [[f"## {sample.title}"], [_quoted("prompt", sample.prompt)]]
+        blocks += [[_quoted(label, text)] for label, text, _ in sample.texts]
     blocks += [[f"- {note}" for note in page.notes]]
+    if page.glossary:
+        blocks += [["## Words"], [f"- **{word}**: {meaning}" for word, meaning in page.glossary]]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+
+
+_COLUMNS = 100
+
+
+def _aligned(facts: Sequence[tuple[str, str]]) -> list[str]:
+    width = max((len(label) for label, _ in facts), default=0)
+    return [f"{label:<{width}}  {value}" for label, value in facts]
+
+
+def _wrapped(word: str, meaning: str) -> list[str]:
+    """An entry of the glossary in lines of at most 100 letters, the later ones indented."""
+    return textwrap.wrap(f"{word}: {meaning}", _COLUMNS, subsequent_indent="  ")
+
+
+def _quoted(label: str, text: str) -> str:
+    """A text as it is, in a fence that it cannot close."""
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{_text(label)}:\n\n{fence}text\n{text}\n{fence}"
+
+
+def _text(line: str) -> str:
+    """Words that Markdown is to show as they are."""
+    return re.sub(r"([\\*_`<])", r"\\\1", line)
 
 
 def _pipes(cells: Sequence[str]) -> str:

@@ -1,44 +1,38 @@
-"""Draws charts as inline SVG: points, curves, a heat map. Text goes in, one `<svg>` comes out.
+"""Draws charts as inline SVG: points and curves. Text goes in, one `<svg>` comes out.
 
-A chart is 400 units wide, about a phone's width, so its letters are never scaled down there. Colours
-are CSS classes (`s0` to `s5` for series, `line`, `grid`, `cell`), which the page defines for light
-and dark. Every mark carries a `<title>`, which browsers show and screen readers read.
+A chart is 400 units wide, about a phone's width, so its letters are never scaled down there. Colours are CSS
+classes (`s0` to `s5` for series, `d0` to `d4` for the dashes of their lines, `grid`, `front`), which the page
+defines for light and dark. Every mark carries a `<title>`, which browsers show and screen readers read.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
+
+from qconvert.report.axes import Axis, pareto_front
+from qconvert.report.label_placement import Box, Placed, place
 
 WIDTH, HEIGHT = 400, 280
-SERIES = 6
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 18, 14, 44
-_LETTER = 8.0
-"""About the width of a letter at the 12 to 13.5 units that pages give them."""
-_LINE = 14
-_CELL = 22
-_FAINTEST = 0.12
-_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """A range of numbers in some direction: its label, its ends, and the ticks with their texts."""
-
-    label: str
-    low: float
-    high: float
-    ticks: tuple[tuple[float, str], ...]
-    log: bool = False
-
-    def at(self, value: float) -> float:
-        """The place of a number, 0 at the low end and 1 at the high end; others lie at the nearer end."""
-        scaled = math.log10 if self.log else float
-        low, high, value = (scaled(x) for x in (self.low, self.high, max(value, self.low)))
-        return min(1.0, (value - low) / (high - low))
+COLOURS, DASHES = 6, 5
+LETTER = 8.0
+"""About the width of a letter at the 12 to 14 units that pages give them."""
+LINE = 18
+"""Height of a line of a legend."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 16, 14, 46
+_LETTER_HEIGHT = 14
+_RADIUS = 5.0
+_MOST_NAMES = 6
+"""So many points are labelled with their names; more, with numbers that a legend explains."""
+# A circle, a square, a triangle up, a diamond, a triangle down, around (0, 0).
+_SHAPES = (
+    "M-5 0a5 5 0 1 0 10 0a5 5 0 1 0 -10 0z",
+    "M-4.5 -4.5h9v9h-9z",
+    "M0 -6L5.6 4.4H-5.6z",
+    "M0 -6L6 0L0 6L-6 0z",
+    "M0 6L5.6 -4.4H-5.6z",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,100 +53,130 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
 
-def linear_axis(label: str, values: Sequence[float], *, from_zero: bool = False) -> Axis:
-    """An axis around the numbers with three to seven round ticks."""
-    low, high = 0.0 if from_zero else min(values), max(values)
-    room = (high - low or abs(high) or 1.0) * 0.12
-    low, high = low if from_zero else low - room, high + room
-    power = 10.0 ** math.floor(math.log10((high - low) / 4))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= (high - low) / 4)
-    ticks = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    return Axis(label, low, high, tuple((tick, f"{tick:.10g}") for tick in ticks))
+def scatter(title: str, marks: Sequence[Mark], x: Axis, y: Axis, *, front: bool = False) -> str:
+    """Points with error bars and labels beside them: their names, or numbers explained by a legend below.
 
-
-def log_axis(label: str, values: Sequence[float], floor: float = 1e-9) -> Axis:
-    """A logarithmic axis of whole decades around the numbers; those below `floor` lie at its end."""
-    kept = [max(value, floor) for value in values]
-    first, last = math.floor(math.log10(min(kept))), math.ceil(math.log10(max(kept)))
-    last = max(last, first + 1)
-    step = max(1, (last - first) // 5)
-    ticks = []
-    for power in range(first, last + 1, step):
-        far = f"10{str(power).translate(_SUPERSCRIPTS)}"
-        ticks.append((10.0**power, f"{10.0**power:g}" if -2 <= power <= 2 else far))
-    return Axis(label, 10.0**first, 10.0**last, tuple(ticks), log=True)
-
-
-def scatter(title: str, marks: Sequence[Mark], x: Axis, y: Axis) -> str:
-    """Points with error bars and their labels beside them."""
-    parts = list(_frame(x, y))
+    With a `front`, a line joins the points that no other beats in both numbers (smaller being better), and
+    the others are hollow.
+    """
     spots = [(_x(x, mark.x), _y(y, mark.y)) for mark in marks]
-    heights = [height for _, height in spots]
-    for upper, lower in pairwise(sorted(range(len(heights)), key=heights.__getitem__)):
-        heights[lower] = max(heights[lower], heights[upper] + _LINE)  # no two labels share a line
-    for i, (mark, (cx, cy), height) in enumerate(zip(marks, spots, heights, strict=True)):
-        tone = f"s{i % SERIES}"
-        if mark.error is not None:
-            ends = (_y(y, max(mark.y - mark.error, y.low)), _y(y, mark.y + mark.error))
-            parts.append(f'<path class="line {tone}" d="M{cx:.1f} {ends[0]:.1f}V{ends[1]:.1f}"/>')
-        parts.append(f'<circle class="{tone}" cx="{cx:.1f}" cy="{cy:.1f}" r="5"/>')
-        right = cx + 10 + _LETTER * len(mark.label) < WIDTH
-        side = f'x="{cx + 9:.1f}"' if right else f'x="{cx - 9:.1f}" text-anchor="end"'
-        parts.append(f'<text {side} y="{height + 4:.1f}">{escape(mark.label)}</text>')
-    return _svg(title, parts)
+    best = pareto_front((mark.x, mark.y) for mark in marks) if front else list(range(len(marks)))
+    parts = list(_frame(x, y))
+    if front and len(marks) > 1:
+        parts.append(_front_line([spots[i] for i in best]))
+    for i, (mark, spot) in enumerate(zip(marks, spots, strict=True)):
+        parts.append(_point(i, mark, spot, y, hollow=i not in best))
+    line = _segments([spots[i] for i in best]) if front else []
+    placed, names = _labels(marks, spots, line)
+    parts += [line for label, name in zip(placed, names, strict=True) for line in _label(label, name)]
+    if names == [mark.label for mark in marks]:
+        return svg(title, parts)
+    keys = [f'<path class="mark {tone(i)}" d="{_shape(i)}"/>' for i in range(len(marks))]
+    listed = [f"{name}  {mark.label}" for name, mark in zip(names, marks, strict=True)]
+    return svg(title, [*parts, *_legend(keys, listed)], HEIGHT + 4 + LINE * len(marks))
 
 
 def curves(title: str, lines: Sequence[Curve], x: Axis, y: Axis) -> str:
-    """Lines, told apart by colour and by a legend below in the order given."""
+    """Lines, told apart by colour and dashes and by a legend below in the order given."""
     parts = list(_frame(x, y))
     for i, line in enumerate(lines):
         path = "L".join(f"{_x(x, px):.1f} {_y(y, py):.1f}" for px, py in line.points)
         name = f"<title>{escape(line.label)}</title>"
-        parts.append(f'<path class="line s{i % SERIES}" d="M{path}">{name}</path>')
-        top = HEIGHT + 14 + (_LINE + 4) * i
-        parts.append(f'<path class="line s{i % SERIES}" d="M{_LEFT} {top - 4}h18"/>')
-        parts.append(f'<text x="{_LEFT + 25}" y="{top}">{escape(line.label)}</text>')
-    return _svg(title, parts, HEIGHT + 4 + (_LINE + 4) * len(lines))
+        parts.append(f'<path class="line {tone(i)}" d="M{path}">{name}</path>')
+    keys = [f'<path class="line {tone(i)}" d="M-22 0h34"/>' for i in range(len(lines))]
+    parts += _legend(keys, [line.label for line in lines])
+    return svg(title, parts, HEIGHT + 4 + LINE * len(lines))
 
 
-def heatmap(title: str, rows: Sequence[str], values: Sequence[Sequence[float | None]], across: str) -> str:
-    """Cells from faint for the smallest number to full for the largest; a row of them for every label.
-
-    `across` names what the columns count, from 0. Missing numbers leave a gap.
-    """
-    known = [value for line in values for value in line if value is not None]
-    low, high, columns = min(known), max(known), max(map(len, values))
-    left = 10 + _LETTER * max(map(len, rows))  # room for the longest label
-    wide = (WIDTH - left - 2) / columns
-    parts = []
-    for r, (label, line) in enumerate(zip(rows, values, strict=True)):
-        top = _CELL * r
-        parts.append(f'<text x="{left - 6:.1f}" y="{top + 15}" text-anchor="end">{escape(label)}</text>')
-        for c, value in enumerate(line):
-            if value is None:
-                continue
-            parameter = f'x="{left + wide * c:.2f}" y="{top}" width="{wide * 0.97:.2f}" height="{_CELL - 1}"'
-            said = f"<title>{escape(f'{label}, {across} {c}: {value:.4g}')}</title>"
-            strength = _FAINTEST + (1 - _FAINTEST) * ((value - low) / (high - low) if high > low else 1)
-            parts.append(f'<rect class="cell" {parameter} fill-opacity="{strength:.3f}">{said}</rect>')
-    foot = _CELL * len(rows) + 14
-    step = next(step for step in (1, 2, 5, 10, 20, 50, columns) if columns / step <= 13 or step == columns)
-    middles = ((c, left + wide * (c + 0.5)) for c in range(0, columns, step))
-    parts += [f'<text x="{at:.1f}" y="{foot}" text-anchor="middle">{c}</text>' for c, at in middles]
-    parts += _scale(f"{low:.3g}", f"{high:.3g}", foot + 12)
-    parts.append(f'<text x="{left:.1f}" y="{foot + 23}">{escape(across)}</text>')
-    return _svg(title, parts, foot + 30)
+def tone(i: int) -> str:
+    """The classes of the i-th series: its colour and its dashes; after 30 they come again."""
+    return f"s{i % COLOURS} d{i // COLOURS % DASHES}"
 
 
-def _scale(low: str, high: str, y: float) -> Iterator[str]:
-    """The legend of a heat map, flush right: five strengths between the smallest and largest number."""
-    start = WIDTH - 2 - _LETTER * len(high) - 5 * 22
-    yield f'<text x="{start - 6:.1f}" y="{y + 11}" text-anchor="end">{low}</text>'
-    for i in range(5):
-        strength = _FAINTEST + (1 - _FAINTEST) * i / 4
-        parameter = f'x="{start + 22 * i:.1f}" y="{y}" width="22" height="13"'
-        yield f'<rect class="cell" {parameter} fill-opacity="{strength:.3f}"/>'
-    yield f'<text x="{WIDTH - 2}" y="{y + 11}" text-anchor="end">{high}</text>'
+def svg(title: str, parts: Sequence[str], height: float = HEIGHT, width: float = WIDTH) -> str:
+    """A whole picture of that size."""
+    body = "\n".join(parts)
+    name = escape(title, quote=True)
+    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{name}">\n{body}\n</svg>'
+
+
+def clipped(text: str, units: float) -> str:
+    """The text, its middle left out where it would be wider than so many units."""
+    most = int(units / LETTER)
+    if len(text) <= most:
+        return text
+    return f"{text[: (most - 1) // 2]}…{text[len(text) - most // 2 :]}"
+
+
+def _point(i: int, mark: Mark, spot: tuple[float, float], y: Axis, *, hollow: bool) -> str:
+    (cx, cy), bar = spot, ""
+    said = f"<title>{escape(f'{mark.label}: {mark.x:.4g}, {mark.y:.4g}')}</title>"
+    if mark.error is not None:
+        low, high = _y(y, mark.y - mark.error), _y(y, mark.y + mark.error)
+        caps = f"M{cx - 4:.1f} {low:.1f}h8M{cx - 4:.1f} {high:.1f}h8"
+        bar = f'<path class="bar {tone(i)}" d="M{cx:.1f} {low:.1f}V{high:.1f}{caps}"/>'
+    kind = "mark hollow" if hollow else "mark"
+    shape = f'<path class="{kind} {tone(i)}" transform="translate({cx:.1f} {cy:.1f})" d="{_shape(i)}">'
+    return f"{bar}{shape}{said}</path>"
+
+
+def _shape(i: int) -> str:
+    return _SHAPES[i // COLOURS % len(_SHAPES)]
+
+
+def _front_line(spots: Sequence[tuple[float, float]]) -> str:
+    """Steps down through the points of the front, on to the right edge of the picture."""
+    (x, y), *rest = spots
+    steps = "".join(f"H{u:.1f}V{v:.1f}" for u, v in rest)
+    return f'<path class="front" d="M{x:.1f} {_TOP}V{y:.1f}{steps}H{WIDTH - _RIGHT}"/>'
+
+
+def _segments(spots: Sequence[tuple[float, float]]) -> list[Box]:
+    """What the front's line covers: down to the first point, right and down to each, and to the right."""
+    (x, y), boxes = spots[0], []
+    boxes.append(Box(x, _TOP, 0, y - _TOP))
+    for u, v in spots[1:]:
+        boxes += [Box(x, y, u - x, 0), Box(u, y, 0, v - y)]
+        x, y = u, v
+    return [*boxes, Box(x, y, WIDTH - _RIGHT - x, 0)]
+
+
+def _labels(
+    marks: Sequence[Mark], spots: Sequence[tuple[float, float]], taken: Sequence[Box]
+) -> tuple[list[Placed], list[str]]:
+    """Where the labels go, and their texts: the names where these find room, else numbers from 1."""
+    room = Box(_LEFT + 1, 1, WIDTH - _LEFT - 2, HEIGHT - _BOTTOM - 2)
+    names = [mark.label for mark in marks]
+    whole = [_size(name) for name in names]
+    if len(marks) <= _MOST_NAMES and (found := place(spots, whole, room, reach=45, taken=taken)):
+        return found, names
+    names = [str(i + 1) for i in range(len(marks))]
+    sizes = [_size(name) for name in names]
+    found = place(spots, sizes, room, taken=taken) or place(spots, sizes, room, radius=2, reach=2 * WIDTH)
+    # A picture can be fuller than full; then numbers lie on their points.
+    return found or [Placed(Box(u, v - 7, 9, 14), None) for u, v in spots], names
+
+
+def _size(text: str) -> tuple[float, float]:
+    return LETTER * len(text) + 1, _LETTER_HEIGHT
+
+
+def _label(placed: Placed, text: str) -> Iterator[str]:
+    box = placed.box
+    if placed.leader is not None:
+        u, v, x, y = placed.leader
+        yield f'<path class="leader" d="M{u:.1f} {v:.1f}L{x:.1f} {y:.1f}"/>'
+    middle = f'x="{box.x + box.width / 2:.1f}" y="{box.y + box.height - 3:.1f}"'
+    yield f'<text class="name" {middle} text-anchor="middle">{escape(text)}</text>'
+
+
+def _legend(keys: Sequence[str], labels: Sequence[str]) -> Iterator[str]:
+    """Lines below the chart, each with its key: a drawing around (0, 0)."""
+    for i, (key, label) in enumerate(zip(keys, labels, strict=True)):
+        top = HEIGHT + 12 + LINE * i
+        yield f'<g transform="translate(30 {top - 4})">{key}</g>'
+        shown = escape(clipped(label, WIDTH - 52))
+        yield f'<text x="50" y="{top}">{shown}<title>{escape(label)}</title></text>'
 
 
 def _frame(x: Axis, y: Axis) -> Iterator[str]:
@@ -165,17 +189,11 @@ def _frame(x: Axis, y: Axis) -> Iterator[str]:
     for value, text in x.ticks:
         at = _x(x, value)
         yield f'<path class="grid" d="M{at:.1f} {_TOP}V{bottom}"/>'
-        yield f'<text x="{at:.1f}" y="{bottom + 16}" text-anchor="middle">{text}</text>'
+        yield f'<text x="{at:.1f}" y="{bottom + 17}" text-anchor="middle">{text}</text>'
     yield f'<text x="{(_LEFT + right) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x.label)}</text>'
     middle = (_TOP + bottom) / 2
-    turned = f'transform="translate(13 {middle}) rotate(-90)"'
+    turned = f'transform="translate(15 {middle}) rotate(-90)"'
     yield f'<text {turned} text-anchor="middle">{escape(y.label)}</text>'
-
-
-def _svg(title: str, parts: Sequence[str], height: float = HEIGHT) -> str:
-    body = "\n".join(parts)
-    name = escape(title, quote=True)
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{name}">\n{body}\n</svg>'
 
 
 def _x(axis: Axis, value: float) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from qconvert.core.dtypes import Json
+from qconvert.errors import shown
 from qconvert.models.parameter_table import ParameterTable, Row
 
 
@@ -49,11 +50,31 @@ def parameter_table_lines(parameter_table: ParameterTable) -> list[str]:
     return table(head, [*rows, total], left=2)
 
 
+def about_facts(found: Json) -> dict[str, str]:
+    """What `inspect` found out about the use of a model, in words; without what nobody says."""
+    said = found["about"]
+    facts = {
+        "context": f"{said['context']:,}" if said["context"] else None,
+        "vocabulary": f"{said['vocabulary']:,}" if said["vocabulary"] else None,
+        "rope": said["rope"],
+        "tokenizer": said["tokenizer"],
+        "chat template": ("yes" if said["chat_template"] else "no") if said["tokenizer"] else None,
+        "licence": said["licence"],
+    }
+    return {name: shown(value) for name, value in facts.items() if value}
+
+
+def about_lines(found: Json) -> list[str]:
+    """The same in one line, if there is anything to say."""
+    facts = about_facts(found)
+    return ["; ".join(f"{name} {value}" for name, value in facts.items())] if facts else []
+
+
 def found_lines(model: str, found: Json) -> list[str]:
     """The findings of `inspect`: a heading, the table by role, and one line per peculiarity."""
     heads = "head tied to the embedding" if found["tied"] else "head of its own"
     layers = count(found["layers"], "layer")
-    lines = [f"{model}: {found['family']}; {layers}, {heads} (from {found['from']})", ""]
+    lines = [f"{model}: {found['family']}; {layers}, {heads} (from {found['from']})", *about_lines(found), ""]
     rows = []
     for r in found["rows"]:
         shapes = tuple(tuple(shape) for shape in r["shapes"])

@@ -14,15 +14,12 @@ from qconvert.core.config_json import optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.core.numbers import positive_number
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.models.architecture import Architecture
+from qconvert.models.architecture import Architecture, ParameterKey
 from qconvert.models.rope import LongScaling, Rope, local_rope_settings, read_rope
 from qconvert.runtime.graphs import GRAPHS, Graph
 
 _ELSEWHERE = "llama.cpp may run it (`qconvert to-gguf`)"
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-ParameterKey = tuple[str, int | None, str]
-"""Role, layer, and "weight" or "bias"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +121,7 @@ class DecoderConfig:
         return DecoderConfig(
             model_type=str(architecture.config.get("model_type")),
             graph=graph,
-            shapes={(p.role, p.layer, p.param): p.shape for p in architecture.parameters.values()},
+            shapes=architecture.shapes,
             vocab=dims["vocab"],
             hidden=dims["hidden"],
             heads=heads,

@@ -21,6 +21,12 @@ def arithmetic(decoder: Decoder, rows: int) -> str:
     return f"{name}, quantized weights as scale * (code - zero) {worth}, logits in float32"
 
 
+def use_threads(threads: int | None) -> None:
+    """Compute with so many threads, in torch and the decoder's kernels; None leaves the choice to torch."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
 def device_name(decoder: Decoder) -> str:
     """The GPU by its name, or the CPU with the number of threads that compute on it."""
     if decoder.device.type == "cuda":

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 REORDERED = "qconvert.reordered"
 # Our own key: the text on which codes were chosen together, and how, as JSON.
 CALIBRATION = "qconvert.calibration"
+# Our own key: what a target made of every weight and at what price, as JSON (`target` in a manifest).
+TARGET = "qconvert.target"
 # llama.cpp tells Phi-3 by its name, and looks these tokens up without asking whether they are there
 # (llama_vocab::impl::load in src/llama-vocab.cpp).
 _PHI3_NAMES = ("phi-3", "phi3")
@@ -132,6 +134,8 @@ class GGUFFileContainer:
         undone = self.compiled.plan.units if self.compiled.request.undo_act_order else ()
         moved = [unit.source.name for unit in undone if reordered(unit)]
         own = [KV.texts(REORDERED, moved)] if moved else []
+        if self.compiled.request.chosen is not None:
+            own.append(KV.text(TARGET, json.dumps(self.compiled.request.chosen, separators=(",", ":"))))
         measured: Sequence[KV] = ()
         if isinstance(statistics, ImatrixStatistics):
             measured = statistics.imatrix.kv

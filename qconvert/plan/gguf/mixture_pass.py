@@ -72,6 +72,6 @@ def _refuse_unwritten(choices: dict[str, Choice]) -> None:
     for name, choice in choices.items():
         if choice.type.is_quantized and choice.type.name not in WRITTEN:
             raise BadRecipe(
-                f"{name}: {choice.type.label} ({choice.reason}) is read here, but not written",
+                f"{name}: {choice.type.label} ({choice.reason}) cannot be written, only read",
                 "`qconvert to-gguf --type list` shows what is",
             )

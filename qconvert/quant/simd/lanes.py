@@ -17,14 +17,35 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
-from numba.core import cgutils, sigutils
+from numba.core import cgutils, event, sigutils
+from numba.core.caching import NullCache
 from numba.core.ccallback import CFunc
 from numba.core.datamodel import models
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, register_jitable, register_model
 
+from qconvert.core.compiling import announce
+
 LANES = 16
+
+
+_KERNELS: set[Any] = set()
+
+
+class _Announcer(event.Listener):
+    """Announces kernels (not their parts) that numba compiles, but not those that it loads from its cache."""
+
+    def on_start(self, event: Any) -> None:
+        dispatcher = event.data["dispatcher"]
+        if dispatcher in _KERNELS:
+            announce(not isinstance(dispatcher._cache, NullCache))
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+event.register("numba:compile", _Announcer())  # type: ignore[no-untyped-call]
 
 
 @lru_cache
@@ -47,8 +68,10 @@ def kernel(function: Callable[..., Any]) -> Any:
     try:
         dispatcher: Any = compiled(cache=True)(function)
     except RuntimeError:  # numba found no writable cache folder
-        return compiled()(function)
-    _watch(dispatcher._cache, function)
+        dispatcher = compiled()(function)
+    else:
+        _watch(dispatcher._cache, function)
+    _KERNELS.add(dispatcher)
     return dispatcher
 
 

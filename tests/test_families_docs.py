@@ -1,6 +1,6 @@
-"""README's table of supported models is the catalogue's own.
+"""The table of supported models in docs/reference/models.md is the catalogue's own.
 
-`python tests/test_families_readme.py` writes it into README.md.
+`python tests/test_families_docs.py` writes it there.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from qconvert.models.support_table import markdown
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
 START, END = "<!-- models -->\n", "\n<!-- end of models -->"
 
 
@@ -21,9 +21,9 @@ def with_table(text: str) -> str:
 
 
 def test_the_table_of_supported_models_is_generated() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert with_table(text) == text, "run `python tests/test_families_readme.py`"
+    text = PAGE.read_text(encoding="utf-8")
+    assert with_table(text) == text, "run `python tests/test_families_docs.py`"
 
 
 if __name__ == "__main__":
-    README.write_text(with_table(README.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

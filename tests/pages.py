@@ -1,6 +1,6 @@
-"""The console blocks of README.md: runs them, compares them, and rewrites them when asked.
+"""The console blocks of README.md and docs/: runs them, compares them, and rewrites them when asked.
 
-`python tests/readme.py` replaces every output in README.md with what the commands print now.
+`python -m tests.pages [PAGE...]` replaces every output in the pages with what the commands print now.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from pathlib import Path
 
 from qconvert.cli.progress import COMPILING
 
-README = Path(__file__).resolve().parent.parent / "README.md"
-_BLOCK = re.compile(r"```console\n(?P<body>\$ qconvert .*?)```", re.DOTALL)
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PAGES = {str(page.relative_to(ROOT)): page for page in (README, *sorted(ROOT.glob("docs/**/*.md")))}
+"""Every page, by its path."""
+_BLOCK = re.compile(r"```console\n(?P<body>\$ [^\n]*qconvert .*?)```", re.DOTALL)
 # Commands whose figures depend on the machine or on its Python version.
-_VARIABLE = ("eval", "demo")
+_VARIABLE = ("eval", "demo", "bench")
 
 
 @dataclass(frozen=True)
@@ -77,15 +80,16 @@ def comparable(block: Block, text: str) -> str:
     return text
 
 
-def rewrite() -> None:
-    """Run every block in one folder and put what it printed into README.md."""
-    text = README.read_text(encoding="utf-8")
+def rewrite(page: Path) -> None:
+    """Run every block of a page in one folder and put what it printed into the page."""
+    text = page.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder:
         for block in list(blocks(text)):
             printed = transcript(block, Path(folder)).replace(f"{COMPILING}\n", "")
             text = text.replace(block.body, printed)
-    README.write_text(text, encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    rewrite()
+    for name in sys.argv[1:] or PAGES:
+        rewrite(PAGES[name])

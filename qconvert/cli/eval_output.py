@@ -1,0 +1,84 @@
+"""Prints and writes the reports of `qconvert eval`, and judges them by --fail-above."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from qconvert.errors import CheckFailed
+
+if TYPE_CHECKING:
+    from qconvert.evaluate.perplexity_report import PerplexityReport
+    from qconvert.evaluate.weights_report import WeightReport
+
+
+def command_line() -> tuple[str, ...]:
+    """The words of the command line, as they were typed."""
+    words = click.get_current_context().find_root().obj
+    return tuple(words) if isinstance(words, tuple) else ()
+
+
+def write(report: PerplexityReport | WeightReport, stem: Path, *, quiet: bool) -> None:
+    """Write the three files of a report, and say so."""
+    from qconvert.report.files import write_report
+
+    for path in write_report(report, stem):
+        if not quiet:
+            click.echo(f"wrote {path}", err=True)
+
+
+def show_report(
+    report: PerplexityReport | WeightReport, *, as_json: bool, failure: CheckFailed | None = None
+) -> None:
+    """Print a report: one JSON object, with the error of a failed check, or the page as text."""
+    show_reports([report], as_json=as_json, failure=failure)
+
+
+def show_reports(
+    reports: Sequence[PerplexityReport | WeightReport], *, as_json: bool, failure: CheckFailed | None = None
+) -> None:
+    """Print reports: pages as text one after the other, or one JSON object, which lists several.
+
+    With the error of a failed check; the glossary once, at the end.
+    """
+    from qconvert.report.page import to_terminal
+
+    if as_json:
+        found = [report.to_json() for report in reports]
+        record = {"schema": 1, **(found[0] if len(found) == 1 else {"reports": found})}
+        if failure is not None:
+            error = {"fact": failure.fact, "hint": failure.hint, "exit_code": failure.exit_code}
+            record["error"] = error
+        click.echo(json.dumps(record))
+        return
+    last = len(reports) - 1
+    pages = (to_terminal(report.page(), glossary=i == last) for i, report in enumerate(reports))
+    click.echo("\n".join(pages), nl=False)
+
+
+def check_target(stem: Path | None) -> None:
+    """Raise unless the report can be written, before anything is measured for it."""
+    from qconvert.formats.io.local_file import require_writable
+    from qconvert.report.files import SUFFIXES, report_path
+
+    if stem is not None:
+        for suffix in SUFFIXES:
+            require_writable(report_path(stem, suffix))
+
+
+def worse(report: PerplexityReport, limit: float) -> CheckFailed | None:
+    """What to say when a model's perplexity ratio to the reference exceeds 1 + limit."""
+    for model in report.models:
+        if model.versus is None:
+            continue
+        ratio = model.versus.perplexity_ratio.value
+        if not ratio <= 1 + limit:
+            return CheckFailed(
+                f"{model.label}: perplexity is {ratio:.4f} times the reference's, more than {1 + limit:.4f}",
+                "use more bits, a smaller group, or --rule for the sensitive roles",
+            )
+    return None

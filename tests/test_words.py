@@ -1,0 +1,74 @@
+"""What is printed is plain English: no phrase of the list below is in a string or a help page."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from qconvert.cli import COMMANDS, cli
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted(
+    {path.resolve() for folder in ("qconvert", "formats") for path in (ROOT / folder).rglob("*.py")}
+)
+
+INSTEAD = {
+    r"\btalk\b": "messages",
+    r"\b[Ll]eaves? with \d": "exits with",
+    "is there already": "already exists",
+    "nothing in the way": "OK",
+    "not to be had": "cannot be downloaded",
+    "words that no file": "wrong command line",
+    "read here, but not written": "cannot be written, only read",
+    "tell its maker": "report it to its author",
+    "scores left to go on": "already complete",
+    "no such folder, and": "not a local folder",
+    "not whole in the cache": "not fully downloaded",
+    r"\bis no (number|device|scheme)\b": "is not a",
+    r"\bkin\b": "programs built on them",
+    "quantize so what is plain": "weights not yet quantized",
+}
+
+
+def strings(path: Path) -> Iterator[str]:
+    """The string constants of a module but its docstrings (help pages are read as they are printed)."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.value
+
+
+def help_pages(name: str, command: click.Command, parent: click.Context | None = None) -> Iterator[str]:
+    context = command.make_context(name, [], parent, resilient_parsing=True)
+    yield command.get_help(context)
+    if isinstance(command, click.Group):
+        for each in command.list_commands(context):
+            child = command.get_command(context, each)
+            assert child is not None
+            yield from help_pages(each, child, context)
+
+
+@pytest.mark.parametrize("phrase", INSTEAD)
+def test_no_string_has_it(phrase: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {text!r}"
+        for path in SOURCES
+        for text in strings(path)
+        if re.search(phrase, text)
+    ]
+    assert not found, f"write {INSTEAD[phrase]!r} in {found}"
+
+
+def test_no_help_page_has_one() -> None:
+    pages = list(help_pages("qconvert", cli))
+    assert len(pages) > len(COMMANDS)
+    for page in pages:
+        plain = " ".join(page.split())
+        found = [phrase for phrase in INSTEAD if re.search(phrase, plain)]
+        assert not found, f"{found} in {plain[:80]}"
