@@ -1,7 +1,8 @@
 """Holds mixes against one encoding throughout, at the same bytes: `python evals/targets.py MODEL --text A`.
 
-Each case quantizes all linears alike, then asks `--target-size` for exactly as many bytes, and measures both
-files beside the model. A case is lost where the mix has the larger mean KL divergence.
+Each case quantizes all linears alike (a GGUF: all weights), then asks `--target-size` for exactly as many
+bytes, and measures both files beside the model, paired token by token. A case is lost where the mix has the
+larger mean KL divergence. What the command expected of both is written beside what was measured.
 """
 
 from __future__ import annotations
@@ -10,22 +11,38 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `evals` is a folder of scripts, not installed
 
-from evals.accuracy import measured
-from evals.processes import timed
+from evals.commands import qconvert
+from evals.divergences import divergences
+from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
 from qconvert.report.tables import table
 
-CASES = ("int2-g32", "int3-g128", "int3-g64", "int3-g32", "int4-g128", "int4-g64", "int4-g32", "int5-g128",
-         "int5-g32", "int6-g128")  # fmt: skip
-CHOICES = (
-    "int2-g32,int3-g128,int3-g64,int3-g32,int4-g128,int4-g64,int4-g32,int5-g128,int5-g32,int6-g128,int8-g128"
-)
+SCHEMES = ("int2-g32", "int3-g128", "int3-g32", "int4-g128", "int4-g32", "int5-g32", "int6-g128", "int8-g128")
+TYPES = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
+BLOCKS_OF_32 = ("q4_0", "iq4_nl", "q4_1", "q5_0", "q5_1", "q8_0")
+"""What mixes choose among: folders integers, files GGUF types. All but the smallest and largest are cases."""
+CASES = (*SCHEMES[1:-1], *TYPES[1:-1], *BLOCKS_OF_32[1:-1])
+FILE_TYPES = {"q3_k": "q3_k_s", "q4_k": "q4_k_s", "q5_k": "q5_k_s"}
+"""Names of file types where they differ from those of the types."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A model, how its encodings are priced and made, and how its files are measured."""
+
+    model: str
+    text: str
+    read: tuple[str, ...]
+    method: str
+    window: int
+    chunks: int
 
 
 @click.command("targets")
@@ -51,44 +68,59 @@ def targets(
 ) -> None:
     """Compare mixes with uniform files of the same size."""
     read = ("--text", calibration_text, "--tokens", tokens, "--window", str(window))
-    rows = []
+    asked, rows = Asked(model, text, read, method, window, chunks), []
     with tempfile.TemporaryDirectory() as scratch:
         statistics = Path(scratch) / "stats"
-        _run("calibrate", model, *read, "-o", statistics)
+        if method == "nearest":
+            qconvert("calibrate", model, *read, "-o", statistics)
         for case in cases:
-            same, mix = Path(scratch) / case, Path(scratch) / f"{case}-mix"
-            how = ("--method", method, *read) if method != "nearest" else ("--calibration", statistics)
-            _run("quantize", model, "--scheme", case, *how, "-o", same)
-            nbytes = sum(file.stat().st_size for file in same.glob("*.safetensors"))
-            aim = ("--target-size", f"{nbytes}B", "--schemes", CHOICES, "--method", method)
-            _run("quantize", model, *aim, *read, "-o", mix)
-            found = measured(model, [same, mix], text, window, chunks)
-            row = {"case": case, "bytes": nbytes}
-            for name, path in (("uniform", same), ("mix", mix)):
-                kl = found[path.name]["versus"]["kl"]["mean"]
-                row |= {f"{name}_bytes": found[path.name]["size_bytes"], f"{name}_kl": kl["value"]}
-            rows.append(row)
-            click.echo(f"{case}: {row['uniform_kl']:.5f} -> {row['mix_kl']:.5f}")
-    cells = [
-        [
-            r["case"],
-            f"{r['uniform_bytes']:,}",
-            f"{r['mix_bytes']:,}",
-            f"{r['uniform_kl']:.5f}",
-            f"{r['mix_kl']:.5f}",
-        ]
-        for r in rows
-    ]
-    click.echo("\n".join(table(["uniform", "its bytes", "the mix's", "its KL", "the mix's"], cells)))
-    lost = sum(row["mix_kl"] > row["uniform_kl"] for row in rows)
-    click.echo(f"{len(rows)} cases, {lost} lost")
-    if out is not None:
-        asked = {"model": Path(model).name, "method": method, "tokens": tokens, "qconvert": __version__}
-        out.write_text(json.dumps({**asked, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+            rows.append(_case(case, asked, statistics, Path(scratch)))
+            click.echo("\n".join(_lines(rows[-1:])[-1:]))
+            if out is not None:  # after every case, so that a run that is stopped leaves its figures
+                texts: Json = {"calibration": [Path(calibration_text).name, tokens, window]}
+                texts |= {"text": Path(text).name, "chunks": chunks}
+                said = {"model": Path(model).name, "method": method, **texts, "qconvert": __version__}
+                out.write_text(json.dumps({**said, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    click.echo("\n".join(_lines(rows)))
+    lost = [row for row in rows if row["mix_minus_uniform"]["value"] > 0]
+    click.echo(f"{len(rows)} cases, {len(lost)} lost")
 
 
-def _run(*words: object) -> None:
-    timed([sys.executable, "-m", "qconvert", *map(str, words), "-q"])
+def _case(case: str, asked: Asked, statistics: Path, scratch: Path) -> Json:
+    """One encoding throughout, and the mix of its size."""
+    choices = next(each for each in (SCHEMES, TYPES, BLOCKS_OF_32) if case in each)
+    gguf = choices != SCHEMES
+    same, mix = (scratch / f"{name}{'.gguf' if gguf else ''}" for name in (case, f"{case}-mix"))
+    command = ("to-gguf" if gguf else "quantize", asked.model)
+    alike = ("--type", FILE_TYPES.get(case, case), "--pure") if gguf else ("--scheme", case)
+    nearest = asked.method == "nearest"
+    how = ("--calibration", statistics) if nearest else ("--method", asked.method, *asked.read)
+    qconvert(*command, *alike, *how, "-o", same)
+    nbytes = sum(file.stat().st_size for file in ([same] if gguf else same.glob("*.safetensors")))
+    aim = ("--target-size", f"{nbytes}B", "--types" if gguf else "--schemes", ",".join(choices))
+    said = qconvert(*command, *aim, "--method", asked.method, *asked.read, "-o", mix)["target"]
+    found = divergences(asked.model, [same, mix], asked.text, asked.window, asked.chunks)
+    options = [option for group in said["groups"] for option in group["options"]]
+    alone = sum(option["expected_kl"] for option in options if option["choice"] == case)
+    taken = {group["choice"] for group in said["groups"]}
+    row: Json = {"case": case, "encodings": len(taken), "checked": said.get("measured_kl")}
+    for name, path, expected in (("uniform", same, alone), ("mix", mix, said["expected_kl"])):
+        kl = found.mean(path)
+        row[name] = {"bytes": found.models[path].size_bytes, "kl": kl.value, "se": kl.se}
+        row[name] |= {"expected_kl": expected, "expected_over_measured": expected / kl.value}
+    paired = found.difference(mix, same)
+    return row | {"mix_minus_uniform": {"value": paired.value, "se": paired.se}}
+
+
+def _lines(rows: Sequence[Json]) -> list[str]:
+    cells = []
+    for row in rows:
+        same, mix, paired = row["uniform"], row["mix"], row["mix_minus_uniform"]
+        kls = (f"{same['kl']:.5f}", f"{mix['kl']:.5f}", f"{paired['value']:+.5f} ± {paired['se'] or 0:.5f}")
+        ratios = (f"{each['expected_over_measured']:.2f}" for each in (same, mix))
+        cells.append([row["case"], f"{same['bytes']:,}", f"{mix['bytes']:,}", *kls, *ratios])
+    head = ["uniform", "its bytes", "the mix's", "its KL", "the mix's", "difference", "expected / measured"]
+    return table([*head, "of the mix"], cells)
 
 
 if __name__ == "__main__":

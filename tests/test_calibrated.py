@@ -332,6 +332,7 @@ def test_one_command(tmp_path: Path) -> None:
     ("flags", "says"),
     [
         (("--text", "x.txt"), "--text: --method nearest reads no text"),
+        (("--tokens", "all"), "--tokens: --method nearest reads no text"),
         (("--method", "feedback", "--text", "absent.txt"), "absent.txt"),
         (("--method", "feedback", "--tokens", "1"), "1 tokens: fewer than"),
         (("--method", "feedback", "--window", "100000"), "--window 100000: the model has"),

@@ -41,14 +41,20 @@ ENTRIES = ("__init__", "__main__")
 
 # The folders, or modules, that may import a library at all.
 LIBRARIES = {
+    "auto_round": "evals",
     "bitsandbytes": "evals",
     "click": "cli evals",
     "cyllama": "evals",
+    "datasets": "evals",
     "gguf": "models.gguf.identity quant.ggml evals",
+    "gptqmodel": "evals",
     "huggingface_hub": "checkpoint.hub evaluate evals",
     "jinja2": "formats.tokenizers.chat_template",
+    "llmcompressor": "evals",
     "lm_eval": "evaluate.lm_eval_adapter",
     "llvmlite": "quant runtime.cpu",
+    "mlx": "evals",
+    "mlx_lm": "evals",
     "numba": "quant runtime.cpu evals",
     "numpy": "core quant ops runtime formats checkpoint calibrate check convert evaluate plan.gguf evals",
     "safetensors": "formats.io.read_back evals",

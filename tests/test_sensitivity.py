@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,11 @@ import pytest
 import torch
 
 from qconvert.calibrate.measure_sensitivity import SecondMomentSums, sensitivities_of
+from qconvert.calibrate.row_samples import RowSampler
 from qconvert.calibrate.run import calibrate
 from qconvert.calibrate.sensitivity import (
+    Change,
+    RowSamples,
     SecondMoments,
     Sensitivity,
     TextStatistics,
@@ -82,18 +86,66 @@ def test_a_hessian_without_room_is_its_diagonal_and_experts_share_one() -> None:
 def test_rows_that_are_held_out_are_in_no_sum_and_price_errors() -> None:
     draw = np.random.default_rng(0)
     x_NI = draw.standard_normal((64, 6)).astype(np.float32)
-    sums = SecondMomentSums(holds=True)
+    sums = SecondMomentSums(sampler=RowSampler(8), holds=True)
     for batch in np.split(x_NI, 2):
         sums(InputKey(("attn.o",), 0), torch.from_numpy(batch))
     found = sums.moments()["attn.o"]
-    kept_NI, held_NI = (np.concatenate([x_NI[a], x_NI[b]]) for a, b in (
-        (slice(0, 28), slice(32, 60)), (slice(28, 32), slice(60, 64))))  # fmt: skip
     assert found.held_NI is not None and found.hessian_II is not None
-    np.testing.assert_array_equal(found.held_NI, held_NI)
+    held_N = (x_NI[:, None] == found.held_NI).all(-1).any(1)
+    assert held_N.reshape(8, 8).sum(1).tolist() == [1] * 8  # one of every eight, wherever it is
+    kept_NI = x_NI[~held_N]
     np.testing.assert_allclose(found.hessian_II, kept_NI.T @ kept_NI / 56, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found.second_moments_I, np.square(kept_NI).mean(0), rtol=1e-5)
     delta_RI = draw.standard_normal((3, 6)).astype(np.float32)
-    want_R = np.square(held_NI @ delta_RI.T).mean(0)
+    want_R = np.square(found.held_NI @ delta_RI.T).mean(0)
     np.testing.assert_allclose(found.row_errors(delta_RI), want_R, rtol=1e-5)
+
+
+def sampled(rows: int, every: int) -> tuple[RowSamples, np.ndarray, np.ndarray]:
+    """Samples of a linear of 6 columns and 5 rows, and all the rows that they are of."""
+    draw, sampler = np.random.default_rng(1), RowSampler(every)
+    x_NI, g_NO = (draw.standard_normal((rows, width)).astype(np.float32) for width in (6, 5))
+    for batch in (slice(0, 24), slice(24, rows)):
+        sampler.take(InputKey(("attn.q", "attn.k"), 3), torch.from_numpy(x_NI[batch]))
+        sampler(StatisticsKey("attn.k", 3), torch.from_numpy(g_NO[batch]))
+    return sampler.samples(3, rows)[StatisticsKey("attn.k", 3)], x_NI, g_NO
+
+
+def test_errors_of_rows_that_go_together_count_together() -> None:
+    samples, x_NI, g_NO = sampled(64, 1)
+    delta_RI = np.random.default_rng(2).standard_normal((3, 6)).astype(np.float32)
+    row_R = np.array([4, 0, 1])
+    key, squares_R = StatisticsKey("attn.k", 3), np.ones(3, np.float32)
+    found = Sensitivity(3, {}, {}, {key: samples})
+    want_N = np.einsum("ni,ri,nr->n", x_NI.astype(float), delta_RI, g_NO[:, row_R])
+    change = found.change(key, delta_RI, row_R, squares_R)
+    assert change.cost == pytest.approx(np.square(want_N).mean() / 2, rel=1e-5)
+    parts = [found.change(key, delta_RI[r : r + 1], row_R[r : r + 1], squares_R[:1]) for r in range(3)]
+    assert sum(parts, Change()).cost == pytest.approx(change.cost, rel=1e-5)  # not the sum of their costs
+    assert sum(part.cost for part in parts) != pytest.approx(change.cost, rel=1e-2)
+    assert Change(unsampled=2.5).cost == 2.5
+
+
+def test_a_sample_is_the_same_token_at_every_input_and_stands_for_many() -> None:
+    samples, x_NI, g_NO = sampled(64, 4)
+    at_N = [int((x_NI == row_I).all(1).argmax()) for row_I in samples.x_NI]
+    assert [number // 4 for number in at_N] == list(range(16)) and len({n % 4 for n in at_N}) > 1
+    np.testing.assert_array_equal(samples.g_NO, g_NO[at_N])
+    assert samples.weight == 4 / 64
+
+
+def test_some_rows_stand_for_all_without_bias() -> None:
+    """Over all choices of one row of three, the mean is the cost of all rows."""
+    samples, _, _ = sampled(64, 1)
+    key, draw = StatisticsKey("attn.k", 3), np.random.default_rng(3)
+    found = Sensitivity(3, {}, {}, {key: samples})
+    delta_RI = draw.standard_normal((5, 6)).astype(np.float32) + 1
+    whole = found.change(key, delta_RI, np.arange(5), np.ones(5, np.float32)).cost
+    # Each row drawn or not, all by itself, with a chance of 1 / 2: 32 subsets, each as likely.
+    subsets = [np.array([r for r in range(5) if bits >> r & 1], np.int64) for bits in range(32)]
+    changes = [found.change(key, delta_RI[R], R, np.ones(len(R), np.float32), 2.0) for R in subsets]
+    squares = [sum(w * m @ m / 2 for m, w in c.moved.values()) - c.surplus for c in changes]
+    assert np.mean(squares) == pytest.approx(whole, rel=1e-5)
 
 
 def test_words_that_were_not_there_are_expected_as_often_as_words_that_were_there_once() -> None:
@@ -107,9 +159,13 @@ def q8_0(w_RI: np.ndarray) -> np.ndarray:
     return decode_rows(encode_rows(DenseRows(w_RI, DType.F32), "Q8_0"), "Q8_0", w_RI.shape[1])
 
 
-def by_hand(checkpoint: Checkpoint, found: Mapping[int | None, Sensitivity]) -> float:
-    """The cost of Q8_0 in every linear and table, weight by weight as the unfused model has them."""
+def by_hand(checkpoint: Checkpoint, found: Mapping[int | None, Sensitivity], *, fused: bool) -> float:
+    """The cost of Q8_0 in every linear and table, weight by weight as the unfused model has them.
+
+    Where they are stored `fused`, what q, k and v do to a token is added up, and what gate and up do.
+    """
     weights, total = CheckpointWeights(checkpoint), 0.0
+    moved: dict[tuple[int | None, str], Any] = defaultdict(float)
     for parameter in checkpoint.architecture.parameters.values():
         head_of_tied = checkpoint.architecture.tied and parameter.role == "lm_head"
         if parameter.param != "weight" or parameter.kind not in ("linear", "embedding"):
@@ -118,8 +174,22 @@ def by_hand(checkpoint: Checkpoint, found: Mapping[int | None, Sensitivity]) -> 
         if parameter.kind == "linear" and "router" in parameter.role:
             continue
         w_RI = rows_of(parameter, value, weights)
-        total += cost_of(parameter, q8_0(w_RI) - w_RI, found[parameter.layer])
-    return total
+        delta_RI = q8_0(w_RI) - w_RI
+        samples = found[parameter.layer].samples.get(input_key(parameter))
+        if samples is None:
+            total += cost_of(parameter, delta_RI, found[parameter.layer])
+        else:
+            stem, _, part = parameter.role.rpartition(".")
+            one = (
+                f"{stem} {part in 'qkv'}"
+                if fused and part in ("q", "k", "v", "gate", "up")
+                else parameter.role
+            )
+            root = np.sqrt(samples.weight / 2)
+            moved[parameter.layer, one] += root * np.einsum(
+                "ni,ri,nr->n", samples.x_NI.astype(float), delta_RI, samples.g_NO
+            )
+    return total + float(sum(moved_N @ moved_N for moved_N in moved.values()))
 
 
 def rows_of(parameter: Parameter, value: Value | None, weights: CheckpointWeights) -> np.ndarray:
@@ -158,7 +228,8 @@ def test_rows_keep_their_gradients_in_a_gguf(family: str, tmp_path: Path) -> Non
     job = gguf_job(source, "Q8_0")
     groups = priced_groups({"q8_0": job, "f32": gguf_job(source, "F32")}, found.values())
     cost = sum(option.cost for group in groups for option in group.options if option.label == "q8_0")
-    assert cost == pytest.approx(by_hand(source.checkpoint, found), rel=1e-4) and cost > 0
+    want = by_hand(source.checkpoint, found, fused=family == "Phi3")
+    assert cost == pytest.approx(want, rel=1e-4) and cost > 0
     for group in groups:
         kept = next(option for option in group.options if option.label == "f32")
         assert kept.cost == 0 and kept.nbytes > group.options[0].nbytes
@@ -333,10 +404,10 @@ def test_many_rows_are_priced_by_some_of_them(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("qconvert.convert.prices.MOST_ROWS", 24)
     groups = {group.name: group.options[1].cost for group in priced_groups(jobs, found)}
     last = {each.layer: each for each in found}[1]
-    w_RI = rows_of_role(source.checkpoint, "mlp.gate")
-    f_R = last.outputs[StatisticsKey("mlp.gate", 1)]
-    some = last.cost((q8_0(w_RI) - w_RI)[::4], f_R[::4], "mlp.gate")  # of 96 rows
-    assert groups["blk.1.ffn_gate.weight"] == pytest.approx(some * f_R.sum() / f_R[::4].sum(), rel=1e-4)
+    key, w_RI = StatisticsKey("mlp.gate", 1), rows_of_role(source.checkpoint, "mlp.gate")
+    f_R, some_R = last.outputs[key], np.arange(0, 96, 4)  # of 96 rows
+    some = last.change(key, (q8_0(w_RI) - w_RI)[some_R], some_R, f_R[some_R], f_R.sum() / f_R[some_R].sum())
+    assert groups["blk.1.ffn_gate.weight"] == pytest.approx(some.cost, rel=1e-4)
 
 
 def rows_of_role(checkpoint: Checkpoint, role: str) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,56 @@ def test_a_gguf_is_written_as_it_was_planned(model: Path, here: Path) -> None:
     assert again.read_bytes() == file.read_bytes()
 
 
-def test_a_divergence_is_reached_with_the_fewest_bytes(model: Path) -> None:
-    rough = aimed("to-gguf", model, *TYPES, "--target-size", "5.6bpw")["target"]
-    found = aimed("to-gguf", model, *TYPES, "--target-kl", rough["expected_kl"] * 1.0001)["target"]
-    assert found["expected_kl"] <= rough["expected_kl"] * 1.0001 and found["bytes"] <= rough["bytes"]
-    fine = aimed("to-gguf", model, *TYPES, "--target-kl", rough["expected_kl"] / 2)["target"]
-    assert fine["bytes"] > found["bytes"]
+def test_a_divergence_is_reached_and_was_measured(model: Path) -> None:
+    bytes_of = {}
+    for target in (0.002, 0.0005):
+        found = aimed("to-gguf", model, *TYPES, "--target-kl", target)["target"]
+        assert found["measured_kl"]["mix"] <= target
+        bytes_of[target] = found["bytes"]
+    assert bytes_of[0.0005] > bytes_of[0.002]
+
+
+def test_a_mix_that_is_measured_to_be_worse_is_not_taken(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("quantize", model, "--text", model.parent / "text.txt", *CALIBRATION, *SCHEMES)
+    aim = ("--target-size", "9bpw", "--dry-run", "--json")
+    mixed = qconvert(*asked, *aim).json["target"]
+    assert len({group["choice"] for group in mixed["groups"]}) > 1
+    assert mixed["measured_kl"]["mix"] <= mixed["measured_kl"]["uniform"]
+    measured = "qconvert.evaluate.planned.planned_divergences"
+    monkeypatch.setattr(measured, lambda jobs, tokens_BT: [0.2, 0.1][: len(jobs)])
+    same = qconvert(*asked, *aim).json["target"]
+    assert {group["choice"] for group in same["groups"]} == {mixed["uniform"]["choice"]}
+    assert same["bytes"] < mixed["bytes"]
+    told = qconvert(*asked, *aim[:-1]).out
+    assert (
+        f"{mixed['uniform']['choice']} throughout: measured KL 0.10000, that of the best mix 0.20000" in told
+    )
+
+
+def test_a_type_that_a_weight_cannot_have_is_left_out(model: Path) -> None:
+    """The embedding has no importances, which IQ1 and IQ2 need."""
+    asked = ("to-gguf", model, "--text", model.parent / "text.txt", *CALIBRATION, "--target-size", "6bpw")
+    given = ("--types", "q4_0,iq2_xxs,q8_0", "--no-fallback", "--dry-run")
+    ran = qconvert(*asked, *given)
+    assert ran.code == 0, ran.err
+    (line,) = (line for line in ran.out.splitlines() if "left out" in line)
+    assert line.startswith("iq2_xxs is left out: ")
+    found = qconvert(*asked, *given, "--json").json["target"]
+    assert found["choices"] == ["q4_0", "q8_0"] and list(found["left_out"]) == ["iq2_xxs"]
+    alone = refused(*asked, "--types", "iq2_xxs,q4_0", "--no-fallback", "--dry-run")
+    assert "iq2_xxs" in alone.err
+
+
+def test_the_time_of_choosing_is_part_of_the_time(model: Path, here: Path) -> None:
+    text = ("--text", model.parent / "text.txt", *CALIBRATION)
+    began = time.perf_counter()
+    ran = qconvert("quantize", model, *text, *SCHEMES, "--target-size", "9bpw", "--json", "--no-verify")
+    took = time.perf_counter() - began
+    plain = qconvert("quantize", model, "--scheme", "int4-g64", "-o", "plain", "--json", "--no-verify")
+    assert plain.json["seconds"] < ran.json["seconds"] < took
+    assert ran.json["seconds"] > 0.5 * took  # which is mostly that of choosing
 
 
 def test_people_see_the_mix(model: Path) -> None:
@@ -157,11 +202,11 @@ def labels_of(plan: Any) -> dict[str, str]:
     ("command", "choices", "targets"),
     [("quantize", SCHEMES, ("6.5bpw", "9.5bpw")), ("to-gguf", TYPES, ("4.9bpw", "6bpw"))],
 )
-def test_stored_sensitivities_give_the_same_mix_and_read_no_text(
+def test_stored_sensitivities_give_a_mix_and_read_no_text(
     command: str, choices: tuple[str, str], targets: tuple[str, ...], model: Path, here: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Of the same text and tokens; prices lack what two inputs have in common, a few hundredths of them."""
+    """Of the same text and tokens; their prices are rougher, and their mixes are not measured."""
     (here / "text.txt").write_text((model.parent / "text.txt").read_text())
     ran = qconvert("calibrate", model, *STATS, "--sensitivities")
     assert ran.code == 0 and "sensitivities  of 512 tokens" in ran.out, ran.err
@@ -173,9 +218,10 @@ def test_stored_sensitivities_give_the_same_mix_and_read_no_text(
     for target, want in zip(targets, measured, strict=True):
         found = qconvert(command, model, *how, target)
         assert found.code == 0, found.err
-        assert labels_of(found.json) == labels_of(want) and len(set(labels_of(want).values())) > 1
+        assert labels_of(found.json).keys() == labels_of(want).keys()
+        assert len(set(labels_of(found.json).values())) > 1
         ours, theirs = (each["target"]["expected_kl"] for each in (found.json, want))
-        assert ours == pytest.approx(theirs, rel=0.1)
+        assert 1 / 2.5 < ours / theirs < 2.5  # sums lack what errors of rows have in common
         text, same = (each["target"]["text"] for each in (found.json, want))
         assert text == same
     told = qconvert(command, model, *how[:-3], "--dry-run", "--target-size", targets[0])

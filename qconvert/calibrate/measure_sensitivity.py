@@ -5,8 +5,10 @@ Legend: W windows of a text, T tokens of a window, N rows of an input, I in feat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from tempfile import gettempdir
 
@@ -16,48 +18,54 @@ from torch import Tensor
 
 from qconvert.calibrate.backward import Progress, backward_pass
 from qconvert.calibrate.gradients import GradientSums
-from qconvert.calibrate.input_sums import MOST_HELD
+from qconvert.calibrate.row_samples import RowSampler
 from qconvert.calibrate.sensitivity import SecondMoments, Sensitivity, sensitivity_of_tables
 from qconvert.calibrate.text import check_tokens
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
+from qconvert.core.statistics import StatisticsKey
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder
 from qconvert.runtime.model import Decoder
 from qconvert.runtime.observers import InputKey
+from qconvert.runtime.reverse import GradientObserver
 
 HESSIAN_BYTES = 1 << 30
 """What the Hessians of one layer's inputs may take; an input that has no room has its diagonal."""
 
 
+MOST_SAMPLES = 4096
+"""Tokens whose inputs and gradients are kept of a layer: a relative error of sqrt(2 / 4096) = 2 %, more where
+few tokens have most of the loss."""
 HELD_OUT_OF = 8
-"""One row of so many is held out of Hessians, where codes are to be chosen for them; the last of a batch."""
+"""One token of so many is held out of Hessians, and is a sample, where codes are to be chosen for them."""
 
 
 @dataclass(slots=True)
 class SecondMomentSums:
     """Sums of x x^T over the inputs that observers see, those of a layer's experts as one.
 
-    Where all Hessians together would take more than `most_bytes`, those that come last are diagonals. With
-    `holds`, some rows are kept as they are and counted in no sum, at most MOST_HELD of each input.
+    Where all Hessians together would take more than `most_bytes`, those that come last are diagonals. Rows
+    that the `sampler` takes are in no sum if it `holds` them out.
     """
 
     most_bytes: int = HESSIAN_BYTES
+    sampler: RowSampler | None = None
     holds: bool = False
     hessians: dict[InputKey, Tensor] = field(default_factory=dict)
     squares: dict[InputKey, Tensor] = field(default_factory=dict)
     rows: dict[InputKey, int] = field(default_factory=dict)
-    held: dict[InputKey, list[Tensor]] = field(default_factory=dict)
 
     def __call__(self, key: InputKey, x_NI: Tensor) -> None:
         """Take in the rows of one batch."""
+        rows_S = None if self.sampler is None else self.sampler.take(key, x_NI)
         key, x_NI = InputKey(key.roles, key.layer), x_NI.float()
         if key not in self.rows:
             self._start(key, x_NI)
-        if self.holds:
-            room = MOST_HELD - sum(map(len, self.held[key]))
-            x_NI, held_NI = x_NI.tensor_split([len(x_NI) - min(room, len(x_NI) // HELD_OUT_OF)])
-            self.held[key].append(held_NI.cpu().clone())
+        if self.holds and rows_S is not None:
+            kept_N = torch.ones(len(x_NI), dtype=torch.bool, device=x_NI.device)
+            kept_N[rows_S] = False
+            x_NI = x_NI[kept_N]
         self.rows[key] += len(x_NI)
         self.squares[key] += x_NI.square().sum(0)
         if key in self.hessians:
@@ -69,18 +77,18 @@ class SecondMomentSums:
         if taken + 4 * width * width <= self.most_bytes:
             self.hessians[key] = x_NI.new_zeros(width, width)
         self.squares[key] = torch.zeros(width, dtype=torch.float64, device=x_NI.device)
-        self.rows[key], self.held[key] = 0, []
+        self.rows[key] = 0
 
     def moments(self) -> dict[str, SecondMoments]:
         """The means, for every role that reads the input."""
         found: dict[str, SecondMoments] = {}
         for key, rows in self.rows.items():
-            hessian_II, held = self.hessians.get(key), self.held[key]
-            held_NI = torch.cat(held).numpy() if held else np.empty((0, 0), np.float32)
+            hessian_II = self.hessians.get(key)
+            held_NI = self.sampler.inputs_of(key.roles[0]) if self.sampler and self.holds else None
             moments = SecondMoments(
                 (self.squares[key] / max(1, rows)).float().cpu().numpy(),
                 None if hessian_II is None else (hessian_II / max(1, rows)).cpu().numpy(),
-                held_NI if len(held_NI) else None,
+                None if held_NI is None else held_NI.numpy(),
             )
             found |= dict.fromkeys(key.roles, moments)
         return found
@@ -127,20 +135,45 @@ def sensitivities(
 ) -> Iterator[Sensitivity]:
     """What a backward pass finds of every layer, the last first, then of the tables.
 
-    One layer's weights and Hessians are held at a time, those of at most `most_bytes`; `holds` is as in
-    `SecondMomentSums`, the rest as in `backward.measure_gradients`.
+    One layer's weights, samples and Hessians are held at a time, the latter two of at most `most_bytes`
+    together; with `holds`, Hessians are of the tokens that are no samples. The rest is as in
+    `backward.measure_gradients`.
     """
+    total, room = tokens_WT.numel(), most_bytes // 2 if holds else most_bytes
+    every = _samples_of(decoder.config, total, room, holds=holds)
     with backward_pass(decoder, tokens_WT, seed=seed, scratch=scratch, progress=progress) as run:
         run.forward()
-        at_head = SecondMomentSums(most_bytes, holds)
+        at_head = (
+            SecondMomentSums(most_bytes, RowSampler(HELD_OUT_OF), holds)
+            if holds
+            else SecondMomentSums(most_bytes)
+        )
         with decoder.observing(at_head):
             head = run.top()
         for layer in reversed(range(len(decoder.layers))):
-            inputs, gradients = SecondMomentSums(most_bytes, holds), GradientSums()
+            sampler, gradients = RowSampler(every), GradientSums()
+            inputs = SecondMomentSums(room if holds else 0, sampler, holds)
             with decoder.observing(inputs):
-                run.follow(layer, gradients)
-            means = gradients.means(tokens_WT.numel())
-            squares = {key: each.squares_O for key, each in means.items()}
-            yield Sensitivity(layer, squares, inputs.moments())
+                run.follow(layer, partial(_show, (gradients, sampler)))
+            squares = {key: each.squares_O for key, each in gradients.means(total).items()}
+            yield Sensitivity(layer, squares, inputs.moments(), sampler.samples(layer, total))
         tables = run.tables(head)
         yield sensitivity_of_tables(tables, at_head.moments()["lm_head"])
+
+
+def _show(observers: Sequence[GradientObserver], key: StatisticsKey, g_NO: Tensor) -> None:
+    for observe in observers:
+        observe(key, g_NO)
+
+
+def _samples_of(config: DecoderConfig, tokens: int, most_bytes: int, *, holds: bool) -> int:
+    """One token of how many is a sample: as many of them as are wanted, and as have room."""
+    experts = {role for role, _, _ in config.shapes if ".experts." in role and role.endswith(".down")}
+    routed = config.experts.per_token / len(experts) if config.experts and experts else 1.0
+    widths: Counter[int | None] = Counter()
+    for (role, layer, _), shape in config.shapes.items():
+        if layer is not None and len(shape) == 2:
+            widths[layer] += int(sum(shape) * (routed if ".experts." in role else 1))
+    room = most_bytes // (4 * max(widths.values()))
+    every = -(-tokens // max(1, min(MOST_SAMPLES, room)))
+    return max(HELD_OUT_OF, every) if holds else every

@@ -1,7 +1,13 @@
 """Prices changes of weights in nats: what a linear's inputs and gradients say of an error in its rows.
 
-A small change D of a weight moves the model's output by KL = 1/2 vec(D)^T F vec(D), F the Fisher information.
-With F of one linear taken as diag(E[g_o^2]) x E[x x^T] (a Kronecker product, as in K-FAC, arXiv 1503.05671):
+A small change D of a weight moves the model's output by KL = 1/2 vec(D)^T F vec(D), F the Fisher information:
+the mean square of what D does to the log-probability of words that the model itself draws. Where inputs x and
+gradients g of the same tokens were kept, that is summed as it is, without the products between tokens,
+
+    cost(D) = 1/2 E[(g . D x)^2]                 nats per token
+
+so that errors of rows that go together, as those of few bits do, count together. Elsewhere F of one linear is
+taken as diag(E[g_o^2]) x E[x x^T] (a Kronecker product, as in K-FAC, arXiv 1503.05671):
 
     cost(D) = 1/2 sum_o E[g_o^2] D_o H D_o^T     nats per token
 
@@ -23,6 +29,11 @@ from qconvert.quant.hessian import NotPositiveDefinite, factor
 
 if TYPE_CHECKING:
     from qconvert.calibrate.gradients import TableGradients
+
+# Samples whose products with an error's rows are held together.
+_SAMPLES_AT_ONCE = 1024
+# Rows that seem to make up for one another's errors by more than this are taken to do so by chance.
+_LEAST_TOGETHER = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +60,94 @@ class SecondMoments:
 
 
 @dataclass(frozen=True, slots=True)
+class RowSamples:
+    """Of one linear, some rows that it was given and the gradients to what it gave, float32.
+
+    `weight` is what a row counts in a mean over the tokens of the text, an expert's too: a share of tokens.
+    """
+
+    x_NI: np.ndarray
+    g_NO: np.ndarray
+    weight: float
+
+    def changes(self, delta_RI: np.ndarray, row_R: np.ndarray) -> tuple[np.ndarray, float]:
+        """How errors in rows `row_R` move the log-probability of each sample, float64 [N], in nats.
+
+        Also the sum of the squares of what each row of the weight does by itself.
+        """
+        moved_N, apart = np.empty(len(self.x_NI)), 0.0
+        for first in range(0, len(moved_N), _SAMPLES_AT_ONCE):
+            part = slice(first, first + _SAMPLES_AT_ONCE)
+            by_row_NR = (self.x_NI[part] @ delta_RI.T) * self.g_NO[part, row_R]
+            moved_N[part] = by_row_NR.sum(axis=1, dtype=np.float64)
+            apart += float(np.square(by_row_NR).sum(dtype=np.float64))
+        return moved_N, apart
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What errors of weights do to the output of a model; those of several weights add up.
+
+    `moved` is by how much they move the log-probability of each sampled row, float64 [N], and the weight of a
+    row, by expert (None where all tokens are seen). `alone` is what the rows of weights cost each by itself;
+    `surplus` by how much the squares of `moved` are too large because some rows stand for others; `unsampled`
+    what is priced without samples. All three are nats per token.
+    """
+
+    moved: Mapping[int | None, tuple[np.ndarray, float]] = field(default_factory=dict)
+    alone: float = 0.0
+    surplus: float = 0.0
+    unsampled: float = 0.0
+
+    def __add__(self, other: Change) -> Change:
+        moved = dict(self.moved)
+        for expert, (moved_N, weight) in other.moved.items():
+            moved[expert] = (moved[expert][0] + moved_N if expert in moved else moved_N), weight
+        sums = (self.alone + other.alone, self.surplus + other.surplus, self.unsampled + other.unsampled)
+        return Change(moved, *sums)
+
+    @property
+    def cost(self) -> float:
+        """Nats per token."""
+        squares = sum(weight * float(moved_N @ moved_N) / 2 for moved_N, weight in self.moved.values())
+        return max(squares - self.surplus, _LEAST_TOGETHER * self.alone) + self.unsampled
+
+
+@dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Of one layer's linears, or of the tables (layer None): E[g_o^2] of every output and their inputs.
+    """Of one layer's linears, or of the tables (layer None): samples, E[g_o^2] of every output, and inputs.
 
     `outputs` float32 [O] by role and expert; `inputs` by role alone: experts share one, that of all rows
     routed to any of them. The "outputs" of the embedding are its rows, E[g^2] how often each is looked up,
-    and its "input" the gradients' squares, so that one formula prices all.
+    and its "input" the gradients' squares, so that one formula prices all. `samples` are of linears alone,
+    and an expert with few rows has none.
     """
 
     layer: int | None
     outputs: Mapping[StatisticsKey, np.ndarray]
     inputs: Mapping[str, SecondMoments]
+    samples: Mapping[StatisticsKey, RowSamples] = field(default_factory=dict)
 
     def cost(self, delta_RI: np.ndarray, squares_R: np.ndarray, role: str) -> float:
         """What changing rows of a role by `delta_RI` costs in nats per token; `squares_R` E[g_o^2]."""
         return float(self.inputs[role].row_errors(delta_RI) @ squares_R.astype(np.float64)) / 2
+
+    def change(
+        self,
+        key: StatisticsKey,
+        delta_RI: np.ndarray,
+        row_R: np.ndarray,
+        squares_R: np.ndarray,
+        share: float = 1.0,
+    ) -> Change:
+        """What errors in rows `row_R` of a linear do; each row stands for `share` rows."""
+        samples = self.samples.get(key)
+        if samples is None:
+            return Change(unsampled=share * self.cost(delta_RI, squares_R, key.role))
+        moved_N, apart = samples.changes(delta_RI, row_R)
+        alone = share * samples.weight * apart / 2
+        # Of share rows for each that is here, share (share - 1) products of two are not of a row with itself.
+        return Change({key.expert: (share * moved_N, samples.weight)}, alone, (share - 1) * alone)
 
 
 @dataclass(slots=True)

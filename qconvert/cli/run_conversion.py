@@ -74,7 +74,8 @@ class Flags:
 
         method = method_named(self.method)
         if method == "nearest":
-            check_idle({"--text": self.texts, "--tokens": self.tokens, "--window": self.window}, aims=aims)
+            given = {"--text": self.texts, "--tokens": self.tokens != 0, "--window": self.window}
+            check_idle(given, aims=aims)
             check_idle({"--inputs": self.inputs != "quantized"}, aims=False)
             return None
         if method == "awq" and self.statistics is not None:
@@ -183,7 +184,9 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     chooser = ask if isinstance(ask, Explained) else None
     known = chooser.request if chooser else None if callable(ask) else ask
     source = open_model(model, revision=flags.revision, declared=known.recipe.architecture if known else None)
+    started = time.perf_counter()
     request = ask(source) if callable(ask) else ask
+    chosen_in = time.perf_counter() - started if chooser else 0.0
     job = prepare(
         source,
         request,
@@ -213,7 +216,7 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     started = time.perf_counter()
     with progress(job.compiled.plan, talks=flags.talks) as listen:
         result = execute(job, out, listen)
-    seconds = time.perf_counter() - started
+    seconds = chosen_in + time.perf_counter() - started
     with after_the_work():
         found = report.result_json(result, seconds) | extra
         _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from qconvert.calibrate.sensitivity import Sensitivity
     from qconvert.cli.run_conversion import Flags
     from qconvert.convert.job import OpenedModel
-    from qconvert.convert.target import Chosen
+    from qconvert.convert.target import Chosen, Measure
     from qconvert.core.dtypes import Json
     from qconvert.plan.budget import Mix, Target
     from qconvert.plan.request import Request
@@ -107,6 +107,7 @@ class Aiming:
     flags: Flags
     chosen: Chosen | None = field(default=None, init=False)
     read: Json = field(default_factory=dict, init=False)
+    _measure: Measure | None = field(default=None, init=False)
 
     def __call__(self, source: OpenedModel) -> Request:
         """The request; runs the model over the text, forwards and backwards, or takes what was stored."""
@@ -128,7 +129,9 @@ class Aiming:
             return prepare(source, request, flags.options, pre_tokenizer=flags.pre_tokenizer)
 
         found, record = self._stored(request) or self._measured(source, holds=damping is not None)
-        self.chosen = choose(self.target, request, found, prepared, record=record, damping=damping)
+        self.chosen = choose(
+            self.target, request, found, prepared, record=record, damping=damping, measure=self._measure
+        )
         return self.chosen.request
 
     def _stored(self, request: Request) -> tuple[Iterator[Sensitivity], Json] | None:
@@ -150,12 +153,15 @@ class Aiming:
 
     def _measured(self, source: OpenedModel, *, holds: bool) -> tuple[Iterator[Sensitivity], Json]:
         """The sensitivities that a run forwards and backwards finds, and a record of its text."""
+        from functools import partial
+
         from qconvert.calibrate.measure_sensitivity import sensitivities_of
         from qconvert.cli.progress import layers_passed
+        from qconvert.evaluate.planned import planned_divergences
 
         flags = self.flags
         text = flags.read_text(source, DEFAULT_TOKENS)
-        self.read = text.record
+        self.read, self._measure = text.record, partial(planned_divergences, tokens_BT=text.tokens_BT)
 
         def found() -> Iterator[Sensitivity]:
             if flags.talks:
@@ -175,7 +181,7 @@ class Aiming:
         from qconvert.report.tables import size, table
 
         assert self.chosen is not None
-        chosen, labels = self.chosen, self.target.labels
+        chosen, labels = self.chosen, self._labels
         rows: dict[str, tuple[Counter[str], int, float]] = {}
         for group, option in chosen.mix.chosen:
             kind = re.sub(r"\.\d+\.", ".N.", group.name)
@@ -192,18 +198,36 @@ class Aiming:
             f"weights; expected KL {chosen.mix.cost:.5f} nats per token (on {self.read['tokens']:,} tokens"
             f" of {', '.join(self.read['texts'])})",
             self._compared(),
+            *self._measured_lines(),
+            *(f"{label} is left out: {why}" for label, why in chosen.left_out.items()),
         ]
+
+    @property
+    def _labels(self) -> list[str]:
+        assert self.chosen is not None
+        return [label for label in self.target.labels if label not in self.chosen.left_out]
 
     def _compared(self) -> str:
         assert self.chosen is not None
-        same = self.chosen.uniform
+        same, kls = self.chosen.uniform, self.chosen.measured
         if same is None:
             return "no single encoding reaches the target"
-        fewer = 1 - self.chosen.mix.nbytes / same.nbytes
+        label, fewer = _label(same), 1 - self.chosen.mix.nbytes / same.nbytes
+        if len(kls) == 2 and self.chosen.mix.labels == same.labels:
+            return f"{label} throughout: measured KL {kls[1]:.5f}, that of the best mix {kls[0]:.5f}"
         return (
-            f"with {_label(same)} throughout: expected KL {same.cost:.5f}, and {abs(fewer):.1%} "
+            f"with {label} throughout: expected KL {same.cost:.5f}, and {abs(fewer):.1%} "
             f"{'more' if fewer > 0 else 'fewer'} bytes of these weights"
         )
+
+    def _measured_lines(self) -> list[str]:
+        assert self.chosen is not None
+        kls = self.chosen.measured
+        same = self.chosen.uniform
+        if not kls or (same is not None and same.labels == self.chosen.mix.labels):
+            return []
+        beside = f", {_label(self.chosen.uniform)} throughout {kls[1]:.5f}" if len(kls) == 2 else ""
+        return [f"measured with nearest codes on this text: KL {kls[0]:.5f}{beside}"]
 
     def to_json(self) -> Json:
         """The same as plain data, every option of every weight with it."""
@@ -211,11 +235,13 @@ class Aiming:
         chosen, same = self.chosen, self.chosen.uniform
         return {
             "target": {"size": self.wanted.target_size, "kl": self.wanted.target_kl},
-            "choices": list(self.target.labels),
+            "choices": self._labels,
+            "left_out": dict(chosen.left_out),
             "text": dict(self.read),
             "bytes": chosen.nbytes,
             "weights": chosen.weights,
             "expected_kl": chosen.mix.cost,
+            "measured_kl": dict(zip(("mix", "uniform"), chosen.measured, strict=False)),
             "uniform": None
             if same is None
             else {"choice": _label(same), "bytes": same.nbytes, "expected_kl": same.cost},
@@ -233,5 +259,6 @@ class Aiming:
         }
 
 
-def _label(mix: Mix) -> str:
+def _label(mix: Mix | None) -> str:
+    assert mix is not None
     return mix.chosen[0][1].label

@@ -7,15 +7,15 @@ block by block of rows, and what comes out is compared with the plain numbers th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qconvert.calibrate.sensitivity import Sensitivity
+from qconvert.calibrate.sensitivity import Change, Sensitivity
 from qconvert.convert.job import Job
 from qconvert.convert.runner import BLOCK_BYTES, Block, bounded, cut, gather, rows_read, rows_statistics
-from qconvert.convert.written_rows import parameters_of, written_rows
+from qconvert.convert.written_rows import WrittenRows, parameters_of, written_rows
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.statistics import RowStatistics, StatisticsKey
@@ -34,6 +34,10 @@ _HEADS = ("lm_head.weight", "output.weight")
 _TABLES = ("embed", "lm_head")
 
 
+_Costs = dict[tuple[tuple[str, ...], str], float]
+"""Nats per token by the names of a group and the label of an option."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Weight:
     """An output that some plan quantizes: its unit in every plan, by label, and the roles it serves."""
@@ -50,41 +54,40 @@ def priced_groups(jobs: Mapping[str, Job], sensitivities: Iterable[Sensitivity])
     The jobs are of one model and differ in the encodings of its weights; their statistics weigh the errors
     of encoders. Raises BadRecipe for an operation that depends on more than its own rows.
     """
-    weights = _weights(jobs)
-    prices: dict[tuple[str, str], float] = {}
+    weights = {weight.name: weight for weight in _weights(jobs)}
+    names = _members(jobs, weights)
+    costs: _Costs = {}
     for sensitivity in sensitivities:
-        for weight in weights:
-            if weight.layer == sensitivity.layer:
-                prices |= {(weight.name, label): c for label, c in _prices(weight, jobs, sensitivity)}
-    return _groups(jobs, weights, prices)
+        for members in names:
+            if weights[members[0]].layer == sensitivity.layer:
+                changes = [_changes(weights[name], jobs, sensitivity) for name in members]
+                for label in jobs:
+                    together = sum((own[label] for own in changes), Change())
+                    costs[members, label] = together.cost
+    return _groups(jobs, weights, costs)
 
 
 def sized_groups(jobs: Mapping[str, Job]) -> list[Group]:
     """The same groups and bytes, all options for nothing: what is known before a text is run."""
-    return _groups(jobs, _weights(jobs), defaultdict(float))
+    return _groups(jobs, {weight.name: weight for weight in _weights(jobs)}, defaultdict(float))
 
 
-def _groups(
-    jobs: Mapping[str, Job], weights: Sequence[_Weight], prices: Mapping[tuple[str, str], float]
-) -> list[Group]:
-    compiled, by_name = next(iter(jobs.values())).compiled, {weight.name: weight for weight in weights}
-    alone = [(name,) for name in by_name]
-    names = alone if compiled.is_gguf else alike(list(by_name), compiled.architecture)
-    return [_group(members, by_name, jobs, prices) for members in names]
+def _members(jobs: Mapping[str, Job], weights: Mapping[str, _Weight]) -> list[tuple[str, ...]]:
+    """The names of weights that are to be alike; in a GGUF, each is by itself."""
+    compiled = next(iter(jobs.values())).compiled
+    return [(name,) for name in weights] if compiled.is_gguf else alike(list(weights), compiled.architecture)
 
 
-def _group(
-    members: tuple[str, ...],
-    weights: Mapping[str, _Weight],
-    jobs: Mapping[str, Job],
-    prices: Mapping[tuple[str, str], float],
-) -> Group:
-    def option(label: str, job: Job) -> Option:
+def _groups(jobs: Mapping[str, Job], weights: Mapping[str, _Weight], costs: _Costs) -> list[Group]:
+    def option(members: tuple[str, ...], label: str, job: Job) -> Option:
         outputs = [weights[name].units[label].output for name in members]
         nbytes = sum(spec.nbytes for output in outputs for spec in job.container.layout.stored_arrays(output))
-        return Option(label, nbytes, sum(prices[name, label] for name in members))
+        return Option(label, nbytes, costs[members, label])
 
-    return Group(members[0], members, tuple(option(label, job) for label, job in jobs.items()))
+    return [
+        Group(members[0], members, tuple(option(members, label, job) for label, job in jobs.items()))
+        for members in _members(jobs, weights)
+    ]
 
 
 def _weights(jobs: Mapping[str, Job]) -> list[_Weight]:
@@ -110,22 +113,22 @@ def _roles(name: str, parameter: Parameter, outputs: Mapping[str, ModelTensor]) 
     return _TABLES
 
 
-def _prices(
-    weight: _Weight, jobs: Mapping[str, Job], sensitivity: Sensitivity
-) -> Iterator[tuple[str, float]]:
-    """The cost of every option; those that are made alike are made once."""
-    known: dict[tuple[object, ...], float] = {}
+def _changes(weight: _Weight, jobs: Mapping[str, Job], sensitivity: Sensitivity) -> dict[str, Change]:
+    """What every option does; those that are made alike are made once."""
+    found: dict[str, Change] = {}
+    known: dict[tuple[object, ...], Change] = {}
     for label, unit in weight.units.items():
         if not unit.quantizes:
-            yield label, 0.0
+            found[label] = Change()
             continue
         made = (unit.ops, unit.output.encoding, unit.inputs)
         if made not in known:
-            known[made] = _price(weight, unit, jobs[label], sensitivity)
-        yield label, known[made]
+            known[made] = _change(weight, unit, jobs[label], sensitivity)
+        found[label] = known[made]
+    return found
 
 
-def _price(weight: _Weight, unit: Unit, job: Job, sensitivity: Sensitivity) -> float:
+def _change(weight: _Weight, unit: Unit, job: Job, sensitivity: Sensitivity) -> Change:
     if any(op.needs_reduction for op in unit.ops):
         raise BadRecipe(
             f"{unit.output.name}: {unit.output.encoding.label} takes its scales from the whole tensor",
@@ -134,12 +137,9 @@ def _price(weight: _Weight, unit: Unit, job: Job, sensitivity: Sensitivity) -> f
     architecture, options = job.source.checkpoint.architecture, job.options
     reader, source = job.source.checkpoint.reader, job.compiled.request.statistics
     step = 1 if weight.layer is None else max(1, unit.output.rows // MOST_ROWS)
-    squares = {role: _squares(unit, role, architecture, sensitivity) for role in weight.roles}
-    shares = {
-        role: float(each_R.sum()) / (float(each_R[::step].sum()) or 1.0) for role, each_R in squares.items()
-    }
+    uses = [_use(unit, role, architecture, sensitivity, step) for role in weight.roles]
 
-    def price(block: Block) -> float:
+    def change(block: Block) -> Change:
         start, stop = block.start, block.stop
         value, _ = gather(unit.inputs, reader, rows_read(unit, start), rows_read(unit, stop))
         given = rows_statistics(unit, start, stop, source) if source is not None else ()
@@ -151,21 +151,17 @@ def _price(weight: _Weight, unit: Unit, job: Job, sensitivity: Sensitivity) -> f
             value, _ = op.apply(value)
         delta_RI = numbers(value, DType.F32).rows_RI - numbers(made, DType.F32).rows_RI
         rows = slice(start + -start % step, stop, step)
-        costs = (
-            shares[role] * sensitivity.cost(delta_RI, squares_R[rows], role)
-            for role, squares_R in squares.items()
-        )
-        return sum(costs)
+        return sum((use.change(delta_RI, rows, sensitivity) for use in uses), Change())
 
     blocks = cut(unit, job.container.layout, min(BLOCK_BYTES, options.max_memory // (2 * options.jobs)))
     # In the order of the blocks, so that the sum does not depend on the threads.
-    done: dict[int, float] = {}
+    done: dict[int, Change] = {}
 
-    def keep(block: Block) -> tuple[int, float]:
-        return block.start, price(block)
+    def keep(block: Block) -> tuple[int, Change]:
+        return block.start, change(block)
 
     done.update(bounded(blocks, keep, options.jobs, options.max_memory))
-    return sum(done[start] for start in sorted(done))
+    return sum((done[start] for start in sorted(done)), Change())
 
 
 def _every(
@@ -181,15 +177,40 @@ def _every(
     return value.with_arrays(picked), tuple(run for run in runs if run.first < run.last)
 
 
-def _squares(unit: Unit, role: str, architecture: Architecture, sensitivity: Sensitivity) -> np.ndarray:
-    """E[g_o^2] of every row of a unit's output, float32 [R]; 0 of rows of zeros."""
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A role that a unit's output serves: the weights whose rows it has, and E[g_o^2] of each, float32 [R].
+
+    A row of those that are looked at stands for `share` rows.
+    """
+
+    role: str
+    rows: WrittenRows
+    squares_R: np.ndarray
+    share: float
+
+    def change(self, delta_RI: np.ndarray, rows: slice, sensitivity: Sensitivity) -> Change:
+        """What errors in these rows of the output do."""
+        squares_R = self.squares_R[rows]
+        if sensitivity.layer is None:
+            return Change(unsampled=self.share * sensitivity.cost(delta_RI, squares_R, self.role))
+        found, number_R, row_R = Change(), self.rows.parameter_R[rows], self.rows.row_R[rows]
+        for number in np.unique(number_R[number_R >= 0]):
+            own_R = number_R == number
+            of = (delta_RI[own_R], row_R[own_R], squares_R[own_R], self.share)
+            found += sensitivity.change(input_key(self.rows.parameters[number]), *of)
+        return found
+
+
+def _use(unit: Unit, role: str, architecture: Architecture, sensitivity: Sensitivity, step: int) -> _Use:
     rows = written_rows(unit, architecture, 0, unit.output.rows)
     squares_R = np.zeros(unit.output.rows, np.float32)
     for number, parameter in enumerate(rows.parameters):
         own_R = rows.parameter_R == number
         if own_R.any():
             squares_R[own_R] = _squares_of(parameter, role, sensitivity)[rows.row_R[own_R]]
-    return squares_R
+    share = float(squares_R.sum()) / (float(squares_R[::step].sum()) or 1.0)
+    return _Use(role, rows, squares_R, share)
 
 
 def _squares_of(parameter: Parameter, role: str, sensitivity: Sensitivity) -> np.ndarray:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 
 from qconvert.calibrate.sensitivity import Sensitivity, TextStatistics
@@ -27,6 +28,12 @@ from qconvert.plan.request import GGUFTarget, Request
 
 Prepare = Callable[[Request], Job]
 """Compiles a request for the model at hand (`execute.prepare`)."""
+Measure = Callable[[Sequence[Job]], Sequence[float]]
+"""What jobs cost in nats per token, measured with nearest codes (`evaluate.planned_divergences`)."""
+# Mixes that are measured for a divergence at most, and the share of it from which one is taken at once.
+_MOST_TRIES, _NEAR = 5, 0.95
+# By this share a mix has to be better than one encoding: less is chance, and says nothing of another text.
+_LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,9 @@ class Chosen:
 
     `nbytes` are those of the output, of its files where the target is in bytes, else of its tensors;
     `weights` the numbers it holds; `uniform` the best of the mixes of one encoding that reach the target,
-    None where none does.
+    None where none does. `measured` are the nats of the mix of the least expected cost, and of `uniform`
+    where that is one of a size, None where nothing was measured; the mix is taken only if it costs less.
+    `left_out` are types that some weight cannot have, and why.
     """
 
     request: Request
@@ -44,6 +53,8 @@ class Chosen:
     nbytes: int
     weights: int
     uniform: Mix | None
+    measured: tuple[float, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def bits_per_weight(self) -> float:
@@ -58,42 +69,114 @@ def choose(
     *,
     record: Json | None = None,
     damping: float | None = None,
+    measure: Measure | None = None,
 ) -> Chosen:
     """The request that reaches a target: the least cost of a size, or the least size of a cost.
 
     `found` are the sensitivities of the model; `prepared` compiles requests for it. Where the request has no
     statistics, encoders weigh errors by those of the text that the sensitivities are of, which `record`
     describes; with a `damping`, they are priced with error feedback, for which the sensitivities must hold
-    rows out. Raises BadRecipe for a target that no mix reaches.
+    rows out. Costs of weights are added up, and those of their errors do not quite add up: so with a
+    `measure`, a mix for a size is held against the best of one encoding and taken if it is better, and one
+    for a divergence is chosen anew where it diverges more or less than was expected. Raises BadRecipe for a
+    target that no mix reaches.
     """
     if request.statistics is None:
         measured = TextStatistics(record or {}, damping)
         request, found = replace(request, statistics=measured), measured.keeping(found)
-    jobs = {label: prepared(_uniform_request(request, label)) for label in target.labels}
+    jobs, left_out = _jobs(request, target, prepared)
     first, groups = next(iter(jobs.values())), sized_groups(jobs)
     if not groups:
         raise BadRecipe("target: nothing to choose, no weight would be quantized", "leave out some --keep")
     weights = table_of_outputs(first.compiled.outputs, first.compiled.architecture).parameters
     if target.size is None:
-        assert target.divergence is not None
         groups = priced_groups(jobs, found)
-        mix = fewest_bytes(groups, target.divergence)
+        mix, kls = _diverging(groups, target, request, jobs, prepared, measure if damping is None else None)
         made = _recorded(_request_of(request, mix, jobs), target, mix, record)
-        return Chosen(
-            made, tuple(groups), mix, _tensor_bytes(prepared(made)), weights, _best(groups, target, 0)
-        )
-    measure = _file_bytes if target.size.nbytes is not None else _tensor_bytes
+        nbytes = _tensor_bytes(prepared(made))
+        return Chosen(made, tuple(groups), mix, nbytes, weights, _best(groups, target, 0), kls, left_out)
+    size = _file_bytes if target.size.nbytes is not None else _tensor_bytes
     most = target.size.most_bytes(weights)
-    room = most - measure(first) + sum(option.nbytes for group in groups for option in group.options[:1])
+    room = most - size(first) + sum(option.nbytes for group in groups for option in group.options[:1])
     smallest_cost(groups, room)  # which says at once if there is none
     groups = priced_groups(jobs, found)
     while True:
-        mix = smallest_cost(groups, room)
+        mix, same = smallest_cost(groups, room), _best(groups, target, room)
         made = _recorded(_request_of(request, mix, jobs), target, mix, record)
-        nbytes = measure(prepared(made))
+        nbytes = size(prepared(made))
         if nbytes <= most:
-            return Chosen(made, tuple(groups), mix, nbytes, weights, _best(groups, target, room))
+            break
         room -= nbytes - most  # headers with the record, and the padding of tensors, differ with the mix
+    chosen = Chosen(made, tuple(groups), mix, nbytes, weights, same, left_out=left_out)
+    if measure is None or same is None or same.labels == mix.labels:
+        return chosen
+    other = _recorded(_request_of(request, same, jobs), target, same, record)
+    return _no_worse(chosen, other, prepared, measure, size, most)
+
+
+def _no_worse(
+    chosen: Chosen,
+    other: Request,
+    prepared: Prepare,
+    measure: Measure,
+    size: Callable[[Job], int],
+    most: int,
+) -> Chosen:
+    """The mix; or one encoding, the `other` request, where that is measured to cost about as much or less."""
+    job = prepared(other)
+    kls = tuple(measure([prepared(chosen.request), job]))
+    if chosen.uniform is None or kls[0] <= (1 - _LEAST_GAIN) * kls[1] or size(job) > most:
+        return replace(chosen, measured=kls)
+    return replace(chosen, request=other, mix=chosen.uniform, nbytes=size(job), measured=kls)
+
+
+def _diverging(
+    groups: Sequence[Group],
+    target: Target,
+    request: Request,
+    jobs: Mapping[str, Job],
+    prepared: Prepare,
+    measure: Measure | None,
+) -> tuple[Mix, tuple[float, ...]]:
+    """The smallest mix that is expected, and measured if it can be, to diverge so much at most."""
+    assert target.divergence is not None
+    wanted = most = target.divergence
+    mix = fewest_bytes(groups, most)
+    if measure is None:
+        return mix, ()
+    tried: dict[tuple[str, ...], tuple[Mix, float]] = {}
+    while len(tried) < _MOST_TRIES:
+        labels = tuple(mix.labels.values())
+        if labels in tried:
+            break
+        kl = measure([prepared(_request_of(request, mix, jobs))])[0]
+        tried[labels] = mix, kl
+        most *= wanted / max(kl, wanted / 10)
+        if _NEAR * wanted <= kl <= wanted or most < sum(min(o.cost for o in g.options) for g in groups):
+            break
+        mix = fewest_bytes(groups, most)
+    reach = [each for each in tried.values() if each[1] <= wanted]
+    mix, kl = min(reach, key=lambda each: each[0].nbytes) if reach else min(tried.values(), key=itemgetter(1))
+    return mix, (kl,)
+
+
+def _jobs(request: Request, target: Target, prepared: Prepare) -> tuple[dict[str, Job], dict[str, str]]:
+    """A job for every encoding to choose among; and GGUF types that some weight cannot have, with the reason.
+
+    Raises BadRecipe where fewer than two are left.
+    """
+    jobs: dict[str, Job] = {}
+    failed: dict[str, BadRecipe] = {}
+    for label in target.labels:
+        try:
+            jobs[label] = prepared(_uniform_request(request, label))
+        except BadRecipe as error:
+            if not request.is_gguf:
+                raise
+            failed[label] = error
+    if failed and len(jobs) < 2:
+        raise next(iter(failed.values()))
+    return jobs, {label: error.fact for label, error in failed.items()}
 
 
 def _recorded(request: Request, target: Target, mix: Mix, text: Json | None) -> Request:
@@ -124,10 +207,14 @@ def _rounded(nats: float) -> float:
 
 def _best(groups: Sequence[Group], target: Target, room: int) -> Mix | None:
     """The best mix of one encoding that reaches the target."""
-    mixes = [mix for label in target.labels if (mix := uniform(groups, label)) is not None]
+    mixes = [mix for label in _labels(groups) if (mix := uniform(groups, label)) is not None]
     if target.divergence is not None:
         return min((m for m in mixes if m.cost <= target.divergence), key=lambda m: m.nbytes, default=None)
     return min((m for m in mixes if m.nbytes <= room), key=lambda m: m.cost, default=None)
+
+
+def _labels(groups: Sequence[Group]) -> list[str]:
+    return [option.label for option in groups[0].options]
 
 
 def _file_bytes(job: Job) -> int:

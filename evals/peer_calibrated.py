@@ -1,0 +1,146 @@
+"""Compares calibrated files with those of peers: same text, same tokens, same evaluation.
+
+Usage: python evals/peer_calibrated.py MODEL --calibration-text A --text B --peer llm-compressor=PYTHON -o OUT
+
+PYTHON is an interpreter that has the peer (`evals/peer_makers.py` says which peers there are, and with what
+settings). llama-quantize comes with cyllama, where it is installed here. Files are measured by one
+`qconvert eval perplexity` for each text.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+import click
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `evals` is a folder of scripts, not installed
+
+from evals.accuracy import measured
+from evals.processes import timed
+from qconvert.calibrate.run import read_text
+from qconvert.checkpoint.hub import resolve
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import Json
+from qconvert.core.version import __version__
+from qconvert.report.tables import table
+
+OURS = {
+    "qconvert int4-g128": ("quantize", "--scheme", "int4-g128"),
+    "qconvert q4_k_m": ("to-gguf", "--type", "q4_k_m"),
+}
+MAKERS = Path(__file__).parent / "peer_makers.py"
+
+
+@click.command("peers")
+@click.argument("model")
+@click.option("--calibration-text", required=True, help="What codes are chosen on.")
+@click.option("--text", "texts", multiple=True, required=True, help="What files are measured on.")
+@click.option("--tokens", default=32768, show_default=True, help="Of calibration text.")
+@click.option("--window", default=512, show_default=True, help="Tokens of a window.")
+@click.option("--chunks", default=32, show_default=True, help="Evaluation windows of each text.")
+@click.option("--method", "methods", multiple=True, default=("feedback", "two-sided"), show_default=True)
+@click.option("--ours", multiple=True, type=click.Choice(list(OURS)), default=tuple(OURS), show_default=True)
+@click.option("--peer", "peers", multiple=True, metavar="NAME[:OPTION]=PYTHON", help="A peer to run.")
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too.")
+def compare(
+    model: str,
+    calibration_text: str,
+    texts: tuple[str, ...],
+    tokens: int,
+    window: int,
+    chunks: int,
+    methods: tuple[str, ...],
+    ours: tuple[str, ...],
+    peers: tuple[str, ...],
+    out: Path | None,
+) -> None:
+    """Make and measure files of ours and of peers."""
+    rows: list[Json] = []
+
+    def add(name: str, path: Path, row: Json) -> None:
+        found = {Path(text).name: measured(model, [path], text, window, chunks)[path.name] for text in texts}
+        one = next(iter(found.values()))
+        kls = {text: each["versus"]["kl"]["mean"] for text, each in found.items()}
+        rows.append({"file": name, "bits_per_weight": one["bits_per_weight"], "kl": kls} | row)
+        click.echo("\n".join(_lines(rows[-1:])[-1:]))
+        if out is not None:  # after every file, so that a run that is stopped leaves its figures
+            asked: Json = {
+                "model": Path(model).name,
+                "calibration": [Path(calibration_text).name, tokens, window],
+            }
+            said = {**asked, "chunks": chunks, "qconvert": __version__, "rows": rows}
+            out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+
+    read = ("--text", calibration_text, "--tokens", str(tokens), "--window", str(window))
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch)
+        ids = work / "tokens.npy"
+        folder = resolve(model).path
+        np.save(ids, read_text(open_checkpoint(folder), (calibration_text,), tokens, window).tokens_BT)
+        for name in ours:
+            command, *options = OURS[name]
+            for method in methods:
+                path = work / (
+                    f"{name}-{method}".replace(" ", "-") + (".gguf" if command == "to-gguf" else "")
+                )
+                words = [command, model, *options, "--method", method, *read, "-o", str(path), "-q"]
+                run = timed([sys.executable, "-m", "qconvert", *words])
+                add(
+                    f"{name}, {method}",
+                    path,
+                    {"seconds": round(run.seconds, 1), "peak_bytes": run.peak_bytes},
+                )
+        if find_spec("cyllama"):
+            add(*_llama_quantize(model, read, work))
+        for peer in peers:
+            name, _, python = peer.partition("=")
+            add(*_peer(name, python, folder, ids, work))
+    click.echo("\n".join(_lines(rows)))
+
+
+def _llama_quantize(model: str, read: tuple[str, ...], work: Path) -> tuple[str, Path, Json]:
+    """Q4_K_M by llama-quantize, with the importance matrix of the same tokens."""
+    from importlib.metadata import version
+
+    from evals.llama_quantize import quantize_as_llama_cpp
+    from qconvert.formats.gguf.imatrix import read_imatrix
+    from qconvert.plan.gguf.mixture import find_file_type
+
+    plain, imatrix, made = (work / f"{name}.gguf" for name in ("plain", "imatrix", "llama-quantize-q4_k_m"))
+    timed([sys.executable, "-m", "qconvert", "to-gguf", model, "--type", "bf16", "-o", str(plain), "-q"])
+    timed([sys.executable, "-m", "qconvert", "calibrate", model, *read, "--imatrix", str(imatrix)])
+    means = {name: np.array(each, np.float32) for name, each in read_imatrix(imatrix).means.items()}
+    quantize_as_llama_cpp(plain, made, find_file_type("q4_k_m").number, imatrix=means)
+    return "llama-quantize q4_k_m, imatrix", made, {"versions": {"cyllama": version("cyllama")}}
+
+
+def _peer(name: str, python: str, folder: Path, ids: Path, work: Path) -> tuple[str, Path, Json]:
+    maker, _, option = name.partition(":")
+    path, said = work / name.replace(":", "-"), work / f"{maker}.json"
+    words = [python, str(MAKERS), maker, str(folder), str(ids), str(path), *([option] if option else [])]
+    run = timed([*words, "--said", str(said)])
+    row = {"seconds": round(run.seconds, 1), "peak_bytes": run.peak_bytes}
+    return name, path, row | {"versions": json.loads(said.read_text())}
+
+
+def _lines(rows: list[Json]) -> list[str]:
+    texts = list(rows[0]["kl"])
+    cells = [
+        [
+            row["file"],
+            f"{row['bits_per_weight']:.2f}",
+            *(f"{row['kl'][text]['value']:.5f} ± {row['kl'][text]['se'] or 0:.5f}" for text in texts),
+            f"{row['seconds']:.0f}" if "seconds" in row else "",
+        ]
+        for row in rows
+    ]
+    return table(["file", "bpw", *(f"KL on {text}" for text in texts), "seconds"], cells, left=1)
+
+
+if __name__ == "__main__":
+    compare()
