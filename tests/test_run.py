@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from qconvert.cli import options
-from qconvert.convert.runner import BlockDone, run
+from qconvert.convert.outcome import BlockDone
+from qconvert.convert.runner import run
 from tests.commands import files_of, made, qconvert
 from tests.models import EMBED, HEAD, stored, tiny
 
