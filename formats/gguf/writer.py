@@ -235,7 +235,7 @@ class GGUFSink(FileSink):
                 named.append(final)
         except OSError as error:
             for final in named:
-                final.unlink()
+                final.rename(partial_file(final))
             refused = self.final[-1 - len(named)]
             if isinstance(error, FileExistsError):
                 check_target(refused)
