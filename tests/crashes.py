@@ -47,20 +47,44 @@ def forked(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def killed(args: Sequence[object], call: int, moment: Moment) -> int:
-    """Run `qconvert ARGS` in a fork that dies at the call of this number, counted from 0; its exit code."""
+def killed(work: Callable[[], object], call: int, moment: Moment) -> int:
+    """Do something in a fork that dies at the call of this number, counted from 0; its exit code."""
 
-    def work() -> None:
-        from qconvert.cli import main
-
+    def dying() -> None:
         _die_at(call, moment)
-        main([str(arg) for arg in args])
+        work()
 
-    return forked(work)
+    return forked(dying)
 
 
-def _die_at(call: int, moment: Moment) -> None:
-    """Let this process die at one of its calls; those of all threads are counted."""
+def running(*args: object) -> Callable[[], object]:
+    """What runs `qconvert ARGS`."""
+    from qconvert.cli import main
+
+    return lambda: main([str(arg) for arg in args])
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many such calls there are; threads make it differ a little from run to run."""
+    told, tell = os.pipe()
+
+    def counting() -> None:
+        counted = _die_at(sys.maxsize, "before")
+        try:
+            work()
+        finally:
+            count = next(counted)
+            os.write(tell, b"%d" % count)
+
+    forked(counting)
+    found = int(os.read(told, 20))
+    os.close(told)
+    os.close(tell)
+    return found
+
+
+def _die_at(call: int, moment: Moment) -> Iterator[int]:
+    """Let this process die at one of its calls; counts those of all threads."""
     counted, lock = iter(range(sys.maxsize)), threading.Lock()
 
     def deadly(real: Callable[..., Any], tears: bool) -> Callable[..., Any]:
@@ -78,6 +102,7 @@ def _die_at(call: int, moment: Moment) -> None:
 
     for name in CHANGING:
         setattr(os, name, deadly(getattr(os, name), name in ("pwrite", "write")))
+    return counted
 
 
 def false_claims(journal: Journal, folder: Path, files: Sequence[FilePlan]) -> list[str]:

@@ -13,7 +13,18 @@ import pytest
 import qconvert as library
 from qconvert.formats.io.planned_files import FilePlan
 from tests.commands import qconvert
-from tests.crashes import KILLED, MOMENTS, Moment, false_claims, groups_of, journal_of, killed, tree
+from tests.crashes import (
+    KILLED,
+    MOMENTS,
+    Moment,
+    calls_of,
+    false_claims,
+    groups_of,
+    journal_of,
+    killed,
+    running,
+    tree,
+)
 
 # `make crash` tries every call in every way, and kills what goes on as well.
 EVERYTHING = os.environ.get("QCONVERT_CRASH") == "all"
@@ -63,14 +74,13 @@ def test_a_run_killed_at_any_call_goes_on_with_the_same_bytes(
     kind: str, tmp_path: Path, whole: dict[str, dict[str, bytes]]
 ) -> None:
     command, name = JOBS[kind]
-    calls = next(n for n in (100, 200, 400, 800) if killed([*command, *HOW, "-o", tmp_path / name], n, "before") == 0)
-    shutil.rmtree(tmp_path)
-    resumed = 0
+    (tmp_path / "count").mkdir()
+    calls, resumed = calls_of(running(*command, *HOW, "-o", tmp_path / "count" / name)), 0
     for call, moment in moments(calls):
         folder = tmp_path / f"{call}{moment}"
-        folder.mkdir(parents=True)
+        folder.mkdir()
         out = folder / name
-        code = killed([*command, *HOW, "-o", out], call, moment)
+        code = killed(running(*command, *HOW, "-o", out), call, moment)
         if code == 0:  # after its last call
             assert tree(folder) == whole[kind]
             continue

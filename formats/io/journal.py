@@ -150,6 +150,7 @@ class JournalFile:
                 sync(path.parent)
             except BaseException:
                 os.close(fd)
+                new.unlink(missing_ok=True)
                 raise
         return cls(path, fd, Journal(job, settings, salt, (), len(line)))
 
