@@ -202,7 +202,7 @@ def test_an_end_at_any_block_leaves_nothing_but_what_can_be_gone_on_with(
     for at in range(0, blocks, 7):
         monkeypatch.setattr(module, "run", ending(at))
         with contextlib.suppress(Stop):
-            assert qconvert(*wish, "-o", tmp_path / "out").code in (1, 130)
+            assert qconvert(*wish, "-o", tmp_path / "out", "--restart").code in (1, 130)
         kept = {"out.partial"} if at and error is not Stop else set()
         assert {path.name for path in tmp_path.iterdir()} == {"whole", *kept}
     monkeypatch.setattr(module, "run", run)
