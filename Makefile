@@ -14,7 +14,7 @@ test: $(INSTALLED) lint
 
 # Kills conversions at every call that changes a file; the tests try some of them.
 crash: $(INSTALLED)
-	QCONVERT_CRASH=all $(BIN)/python -m pytest -n 2 tests/test_crash.py tests/test_crash_calibrated.py
+	QCONVERT_CRASH=all $(BIN)/python -m pytest -n 2 tests/test_crash.py tests/test_crash_calibrated.py tests/test_crash_states.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
