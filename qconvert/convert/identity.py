@@ -19,7 +19,7 @@ from qconvert.convert.job import Job, OpenedModel
 from qconvert.core.dtypes import Json
 from qconvert.core.version import NUMERICS, __version__
 from qconvert.formats.io.journal import VERSION
-from qconvert.formats.io.local_file import octets, open_regular, read_exactly
+from qconvert.formats.io.local_file import open_regular, read_exactly
 from qconvert.formats.io.planned_files import FilePlan
 from qconvert.plan.plan import Plan
 
@@ -114,13 +114,13 @@ def _statistics(request: Request, plan: Plan) -> Json | None:
 def _numbers(source: StatisticsSource, plan: Plan) -> Iterator[bytes]:
     for key in (key for unit in plan.units for key in unit.statistics):
         yield repr(key).encode()
-        yield bytes(octets(source.second_moments(key)))
+        yield source.second_moments(key).tobytes()
 
 
 def _calibrated(calibration: Calibration) -> Json:
     apart = ("tokens_BT", "text")
     named = {each.name: getattr(calibration, each.name) for each in fields(calibration)}
-    text = {"tokens": _hashed([bytes(octets(calibration.tokens_BT))]), "shape": calibration.tokens_BT.shape}
+    text = {"tokens": _hashed([calibration.tokens_BT.tobytes()]), "shape": calibration.tokens_BT.shape}
     return {**{name: value for name, value in named.items() if name not in apart}, "text": text}
 
 
