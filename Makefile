@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint clean
+.PHONY: demo test crash lint clean
 
 demo: $(INSTALLED)
 	$(BIN)/qconvert demo
 
 test: $(INSTALLED) lint
 	$(BIN)/python -m pytest -n 2
+
+# Kills conversions at every call that changes a file; the tests try some of them.
+crash: $(INSTALLED)
+	QCONVERT_CRASH=all $(BIN)/python -m pytest -n 2 tests/test_crash.py tests/test_crash_calibrated.py tests/test_crash_states.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -59,6 +59,12 @@ class OutputExists(QConvertError):
     """Something is already under the output's name."""
 
 
+class OtherJob(QConvertError):
+    """What an earlier run left of an output belongs to another job, whose command was another one."""
+
+    exit_code = 2
+
+
 class CheckFailed(QConvertError):
     """A verification or a quality gate did not pass."""
 

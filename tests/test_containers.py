@@ -16,6 +16,7 @@ import qconvert as library
 from qconvert.convert.containers.gguf_file import OpenGGUF
 from qconvert.convert.containers.safetensors_folder import OpenFolder
 from qconvert.convert.job import Job
+from qconvert.convert.resume import RunJournal
 from qconvert.errors import CheckFailed, OutputExists, QConvertError
 from qconvert.formats.io.planned_files import FileSink
 from tests.commands import files_of, made, qconvert
@@ -100,10 +101,17 @@ def fail_rename(monkeypatch: pytest.MonkeyPatch) -> None:
     """No name can be given any more, in whichever way the container gives it."""
     from qconvert.formats.io import output_folder
 
-    error = OSError(5, "Input/output error")
-    monkeypatch.setattr(output_folder, "_exchange", raising(error))
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, target: Path) -> Any:
+            if "journal" not in path.name:
+                raise OSError(5, "Input/output error")
+            return real(path, target)
+
+        return call
+
+    monkeypatch.setattr(output_folder, "_exchange", raising(OSError(5, "Input/output error")))
     for owner, name in ((Path, "rename"), (Path, "replace"), (os, "link")):
-        monkeypatch.setattr(owner, name, raising(error))
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
 
 
 Failing = tuple[Callable[[pytest.MonkeyPatch], None], type[BaseException] | tuple[type[BaseException], ...]]
@@ -116,9 +124,26 @@ STAGES: dict[str, Failing] = {
 }
 
 
+# After an interruption or an error of the disk, the next run goes on; at its rename, a folder has no journal.
+LEFT = {
+    ("finish", "folder"): {"out.partial"},
+    ("finish", "gguf"): {"m.gguf.partial", "m.gguf.partial-journal"},
+    ("rename", "gguf"): {"m.gguf.partial", "m.gguf.partial-journal"},
+}
+
+
+def unfinished(here: Path) -> set[str]:
+    """What a run has left for the next one."""
+    return {path.name for path in here.iterdir() if ".partial" in path.name}
+
+
+def a_journal() -> RunJournal:
+    return RunJournal({}, block_bytes=1 << 20, checksums=True)
+
+
 @pytest.mark.parametrize("container", BOTH)
 @pytest.mark.parametrize("stage", STAGES)
-def test_an_error_at_any_stage_leaves_nothing(
+def test_an_error_at_any_stage_leaves_nothing_but_what_can_be_gone_on_with(
     container: str, stage: str, ask: Asked, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job, out = ask(container)
@@ -126,8 +151,9 @@ def test_an_error_at_any_stage_leaves_nothing(
         STAGES[stage][0](patch)
         with pytest.raises(STAGES[stage][1]):
             library.execute(job, out)
-    assert list(here.iterdir()) == []
+    assert unfinished(here) == LEFT.get((stage, container), set()) and not out.exists()
     assert library.execute(job, out).path == out and out.exists()
+    assert [path.name for path in here.iterdir()] == [out.name]
 
 
 @pytest.mark.parametrize("container", BOTH)
@@ -142,7 +168,9 @@ def test_an_error_keeps_the_output_that_was_to_be_replaced(
         STAGES[stage][0](patch)
         with pytest.raises(STAGES[stage][1]):
             library.execute(job, out)
-    assert contents(here) == before
+    left = unfinished(here)
+    assert left == LEFT.get((stage, container), set())
+    assert {name: raw for name, raw in contents(here).items() if name.split("/")[0] not in left} == before
     library.execute(job, out)
     assert contents(here).keys() == before.keys()
 
@@ -167,7 +195,7 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_written(
     before = contents(here)
     with pytest.raises(OutputExists):
         job.container.check_target(out)
-    with pytest.raises(OutputExists), job.container.create(out):
+    with pytest.raises(OutputExists), job.container.create(out, a_journal()):
         raise AssertionError("opened")
     assert contents(here) == before
 
@@ -175,7 +203,7 @@ def test_a_name_that_is_taken_is_refused_before_anything_is_written(
 @pytest.mark.parametrize("container", BOTH)
 def test_two_runs_to_one_name_do_not_meet(container: str, ask: Asked, here: Path) -> None:
     job, out = ask(container)
-    with job.container.create(out), pytest.raises(QConvertError):
+    with job.container.create(out, a_journal()), pytest.raises(QConvertError):
         library.execute(ask(container)[0], out)
     with suppress(OutputExists):
         library.execute(job, out)
@@ -306,4 +334,8 @@ def test_a_rename_that_fails_takes_the_other_parts_back(here: Path, monkeypatch:
     monkeypatch.setattr(Path, "rename", renamed)
     with pytest.raises(QConvertError, match="cannot be named"):
         library.execute(job, here / "m.gguf")
-    assert list(here.iterdir()) == []
+    assert {path.suffix for path in here.iterdir()} == {".partial", ".partial-journal"}
+    monkeypatch.undo()
+    heard: list[str] = []
+    library.execute(job, here / "m.gguf", opened=lambda journal: heard.append(f"{journal.share:.2f}"))
+    assert heard == ["1.00"] and {path.suffix for path in here.iterdir()} == {".gguf"}

@@ -141,27 +141,34 @@ def test_columns_are_written_side_by_side(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").read_bytes().endswith(rows.tobytes())
 
 
-def test_bytes_are_flushed_beside_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_were_written_are_flushed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[str] = []
-    monkeypatch.setattr(planned_files, "FLUSH_BYTES", 100)
-    monkeypatch.setattr(planned_files, "flush", lambda fd, file: flushed.append(file))
-    sink = FileSink(tmp_path, plan_files(SPECS))
-    fill(sink, 2)
-    sink.commit()
-    assert set(flushed) == {"model.safetensors"}
-
-
-def test_a_disk_that_fails_while_flushing_fails_the_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(fd: int, file: str) -> None:
-        raise QConvertError(f"{file}: cannot be written to disk: Input/output error", "check the disk")
-
-    monkeypatch.setattr(planned_files, "FLUSH_BYTES", 1200)
-    monkeypatch.setattr(planned_files, "flush", broken)
-    sink = FileSink(tmp_path, plan_files(SPECS))
-    with pytest.raises(QConvertError, match="Input/output error"):  # by a later write, or at the end
-        fill(sink, 1)
-        sink.commit()
+    monkeypatch.setattr(planned_files, "sync_data", lambda fd, file: flushed.append(file))
+    sink = FileSink(tmp_path, plan_files(SPECS, shard_size=1400))
+    sink.flush()
+    assert len(set(flushed)) == len(flushed) == 3  # two headers, and the index
+    flushed.clear()
+    sink.write("b", 0, rows_of(SPECS[1]))
+    sink.flush()
+    sink.flush()
+    assert flushed == ["model-00002-of-00002.safetensors"]
     sink.abort()
-    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_written_is_read_back_and_gone_on_with(tmp_path: Path) -> None:
+    spec, plans = TensorSpec("w", DType.F32, (4, 6)), plan_files([TensorSpec("w", DType.F32, (4, 6))])
+    rows, sink = rows_of(spec), FileSink(tmp_path, plans)
+    sink.write("w", 0, rows[:, :4])
+    sink.suspend()
+    sink = FileSink(tmp_path, plans, resumed=True)
+    assert np.array_equal(sink.read("w", 1, 3, columns=(1, 4)), rows[1:3, 1:4])
+    with pytest.raises(ValueError, match="bytes are missing"):
+        sink.commit()
+    sink.restore("w", 0, 4, 4)
+    sink.write("w", 0, rows[:, 4:], 4)
+    assert np.array_equal(sink.read("w", 0, 4), rows)
+    sink.commit()
+    assert (tmp_path / "model.safetensors").read_bytes().endswith(rows.tobytes())
+    (tmp_path / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(QConvertError, match="has 5 bytes, not"):
+        FileSink(tmp_path, plans, resumed=True)

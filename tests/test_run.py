@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from qconvert.cli import options
-from qconvert.convert.runner import BlockDone, run
+from qconvert.convert.outcome import BlockDone
+from qconvert.convert.runner import run
 from tests.commands import files_of, made, qconvert
 from tests.models import EMBED, HEAD, stored, tiny
 
@@ -172,7 +173,7 @@ class Stop(BaseException):
 
 @pytest.mark.usefixtures("any_memory")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, Stop])
-def test_an_end_at_any_block_leaves_nothing(
+def test_an_end_at_any_block_leaves_nothing_but_what_can_be_gone_on_with(
     models: Path, tmp_path: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from qconvert.convert import execute as module
@@ -201,8 +202,12 @@ def test_an_end_at_any_block_leaves_nothing(
     for at in range(0, blocks, 7):
         monkeypatch.setattr(module, "run", ending(at))
         with contextlib.suppress(Stop):
-            assert qconvert(*wish, "-o", tmp_path / "out").code in (1, 130)
-        assert [path.name for path in tmp_path.iterdir()] == ["whole"]
+            assert qconvert(*wish, "-o", tmp_path / "out", "--restart").code in (1, 130)
+        kept = {"out.partial"} if at and error is not Stop else set()
+        assert {path.name for path in tmp_path.iterdir()} == {"whole", *kept}
+    monkeypatch.setattr(module, "run", run)
+    made(*wish, "-o", tmp_path / "out")
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
 def test_no_thread_is_left_when_the_files_are_taken_away(
@@ -216,23 +221,23 @@ def test_no_thread_is_left_when_the_files_are_taken_away(
 
     request = Request("fuse", Recipe(fuse=("qkv",)))
     job = prepare(open_model(str(models / "untied")), request, RunOptions(jobs=2))
-    before, abort, seen = threading.active_count(), FileSink.abort, []
+    before, suspend, seen = threading.active_count(), FileSink.suspend, []
 
     def watched(sink: FileSink) -> None:
         seen.append(threading.active_count())
-        abort(sink)
+        suspend(sink)
 
     def fails(done: BlockDone) -> None:
         raise Stop
 
-    monkeypatch.setattr(FileSink, "abort", watched)
+    monkeypatch.setattr(FileSink, "suspend", watched)
     with pytest.raises(Stop):
         execute(job, tmp_path / "out", fails)
     assert seen == [before] and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_signal_leaves_nothing_and_the_next_run_succeeds(
+def test_a_signal_leaves_what_the_next_run_goes_on_with(
     models: Path, tmp_path: Path, kind: signal.Signals
 ) -> None:
     script = (
@@ -252,6 +257,9 @@ def test_a_signal_leaves_nothing_and_the_next_run_succeeds(
         _, err = process.communicate(timeout=10)
     assert not (tmp_path / "out").exists()
     if kind is not signal.SIGKILL:
-        assert process.returncode == 130 and "Interrupted" in err and not list(tmp_path.iterdir())
-    made("fuse", models / "odd", "-o", tmp_path / "out")
+        assert process.returncode == 128 + kind
+        assert err.endswith("stopped at 99 %; run the same command to go on\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    ran = qconvert("fuse", models / "odd", "-o", tmp_path / "out")
+    assert ran.code == 0 and f"resuming {tmp_path / 'out.partial'}: 99 % was done\n" in ran.err
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

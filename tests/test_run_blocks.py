@@ -59,11 +59,20 @@ def logical(name: str, shape: tuple[int, ...]) -> ModelTensor:
     return ModelTensor(name, shape, Unquantized(DType.F32))
 
 
-TERMS = Terms(jobs=2, max_memory=1 << 30, checksums=True, allow_nonfinite=False, most_code_error=0.1)
+TERMS = Terms(
+    jobs=2,
+    max_memory=1 << 30,
+    block_bytes=16 << 20,
+    checksums=True,
+    allow_nonfinite=False,
+    most_code_error=0.1,
+)
 
 
 def carried_out(plan: Plan, source: Arrays, **how: Any) -> Arrays:
     sink, layout = Arrays(), CompressedTensors()
+    if "max_memory" in how:
+        how["block_bytes"] = max(1, how["max_memory"] // 4)
     for _ in run(plan, Reader(source, layout), layout, sink, replace(TERMS, **how)):
         pass
     return sink
@@ -148,7 +157,7 @@ def test_no_more_rows_are_in_flight_than_the_budget_holds(jobs: int, max_memory:
     source = Arrays({"w": np.ones((70, 64), "f4"), "v": np.ones((70, 64), "f4")})
     units = tuple(Unit((whole(t),), (), t) for t in (logical(n, s.shape) for n, s in source.specs.items()))
     watched = Watched()
-    terms = replace(TERMS, jobs=jobs, max_memory=max_memory)
+    terms = replace(TERMS, jobs=jobs, max_memory=max_memory, block_bytes=max_memory // (2 * jobs))
     for _ in run(Plan(units), Reader(source, watched), watched, Arrays(), terms):
         pass
     row = 64 * 4  # a row's bytes are the least that it can cost
@@ -159,7 +168,7 @@ def test_events_add_up_and_the_last_of_each_unit_is_marked() -> None:
     source = Arrays({"a": np.ones((100, 8), "f4"), "b": np.ones((3, 8), "f4")})
     units = tuple(Unit((whole(t),), (), t) for t in (logical(n, s.shape) for n, s in source.specs.items()))
     layout = CompressedTensors()
-    terms = replace(TERMS, jobs=4, max_memory=2000)
+    terms = replace(TERMS, jobs=4, max_memory=2000, block_bytes=250)
     events = list(run(Plan(units), Reader(source, layout), layout, Arrays(), terms))
     assert len(events) > 5 and sum(event.bytes_read for event in events) == 103 * 8 * 4
     ends = [event.unit.output.name for event in events if event.last]

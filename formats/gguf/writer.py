@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -18,7 +18,7 @@ from qconvert.core.ggml_types import ARRAY_NUMBER, KV, ArrayOf, GGUFTensor, KVTy
 from qconvert.errors import BadRecipe, OutputExists, QConvertError, remedy, shown
 from qconvert.formats.gguf.header import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME_BYTES
 from qconvert.formats.gguf.reader import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, split_name
-from qconvert.formats.io.local_file import amount, claim, sync
+from qconvert.formats.io.local_file import amount, claim, empty, sync
 from qconvert.formats.io.planned_files import FilePlan, FileSink
 
 VERSION = 3
@@ -172,30 +172,50 @@ def check_target(path: Path, *, overwrite: bool = False, sources: Iterable[Path]
         )
 
 
+def partial_file(path: Path) -> Path:
+    """The name of a file while it is written."""
+    return path.with_name(f"{path.name}.partial")
+
+
 class GGUFSink(FileSink):
     """GGUF files being written next to their final names: a `Sink` whose rows are bytes of blocks.
 
     Files carry the suffix `.partial` until `publish` renames them, the first part last, so that a checkpoint
     under its final name is complete; between `commit` and `publish` they can be verified. A second run with
     the same output raises QConvertError while the first is alive. Raises OutputExists when a final name is
-    taken, unless `overwrite`; parts of a different split have other names, and stay.
+    taken, unless `overwrite`; parts of a different split have other names, and stay. `goes_on` says whether
+    to go on with the partial files that an earlier run left (it may raise, which leaves them as they are);
+    otherwise they are emptied. `resumed` says which it was.
     """
 
-    def __init__(self, folder: Path, files: Sequence[FilePlan], *, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        files: Sequence[FilePlan],
+        *,
+        overwrite: bool = False,
+        goes_on: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._overwrite = overwrite
+        self.resumed = False
         self.final = tuple(folder / file.name for file in files)
-        self.partial = tuple(path.with_name(f"{path.name}.partial") for path in self.final)
+        self.partial = tuple(map(partial_file, self.final))
         for path in self.final:
             check_target(path, overwrite=overwrite)
         folder.mkdir(parents=True, exist_ok=True)
         self._locks: dict[Path, int] = {}
+        kept = [path for path in self.partial if path.exists()]
         try:
             for path in self.partial:
                 self._locks[path] = claim(path)
+            self.resumed = goes_on()
+            kept = kept if self.resumed else []
+            for path, lock in () if self.resumed else self._locks.items():
+                empty(lock, path)
             partial = [replace(file, name=path.name) for file, path in zip(files, self.partial, strict=True)]
-            super().__init__(folder, partial, claimed=True)
+            super().__init__(folder, partial, claimed=True, resumed=self.resumed)
         except BaseException:
-            self._release()
+            self._release(keep=kept)
             raise
 
     def publish(self) -> None:
@@ -215,7 +235,7 @@ class GGUFSink(FileSink):
                 named.append(final)
         except OSError as error:
             for final in named:
-                final.unlink()
+                final.rename(partial_file(final))
             refused = self.final[-1 - len(named)]
             if isinstance(error, FileExistsError):
                 check_target(refused)
@@ -228,10 +248,15 @@ class GGUFSink(FileSink):
         super().abort()
         self._release()
 
-    def _release(self) -> None:
-        """Releases the locks on the names and removes what is left under them."""
+    def leave(self) -> None:
+        """Closes the partial files, and leaves them to a later run."""
+        self.suspend()
+        self._release(keep=self.partial)
+
+    def _release(self, keep: Collection[Path] = ()) -> None:
+        """Releases the locks on the names and removes what is left under them, but what is to be kept."""
         for path, lock in self._locks.items():
-            if path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
+            if path not in keep and path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
                 path.unlink()
             os.close(lock)
         self._locks.clear()

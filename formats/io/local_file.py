@@ -94,20 +94,31 @@ def write_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
 
 
 def claim(path: Path) -> int:
-    """Creates or empties a file and locks it, so that no other run writes it; returns the descriptor.
+    """Creates a file or takes it as it is, and locks it, so that no other run writes it.
 
-    Raises QConvertError while another run is alive, and where no file can be written.
+    Returns the descriptor. One that has a second name, as a run that was killed while it named its output
+    leaves, is created anew. Raises QConvertError while another run is alive, and where no file can be
+    written.
     """
     with explained(f"{shown(path.name)}: cannot be created"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
-        with explained(f"{shown(path.name)}: cannot be emptied"):
-            lock_or_refuse(fd, path)
-            os.ftruncate(fd, 0)
+        lock_or_refuse(fd, path)
+        if os.fstat(fd).st_nlink < 2:
+            return fd
+        with explained(f"{shown(path.name)}: cannot be removed"):
+            path.unlink()
     except BaseException:
         os.close(fd)
         raise
-    return fd
+    os.close(fd)
+    return claim(path)
+
+
+def empty(fd: int, path: Path) -> None:
+    """Empties a file that was claimed."""
+    with explained(f"{shown(path.name)}: cannot be emptied"):
+        os.ftruncate(fd, 0)
 
 
 def lock_or_refuse(fd: int, path: Path) -> None:
@@ -145,6 +156,23 @@ def create(path: Path, size: int, *, claimed: bool = False) -> int:
             f"{shown(path.name)}: needs {amount(size)}, {amount(free)} free: {error.strerror}",
             "free some space, or write to another disk",
         ) from error
+    return fd
+
+
+def reopen(path: Path, size: int) -> int:
+    """Opens a file of `size` bytes for writing, with what it holds; returns the descriptor.
+
+    Raises QConvertError for one of another size, and where it cannot be written.
+    """
+    with explained(f"{shown(path.name)}: cannot be opened"):
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    found = os.fstat(fd).st_size
+    if found != size:
+        os.close(fd)
+        raise QConvertError(
+            f"{shown(path.name)}: has {amount(found)}, not {amount(size)}",
+            "something else has written to it; remove it",
+        )
     return fd
 
 

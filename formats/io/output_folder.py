@@ -2,7 +2,7 @@
 
 Everything is written into `<out>.partial`; only a finished folder gets the name `<out>`, by one rename. The
 invariant: whatever happens before that rename (an error, Ctrl-C, kill -9, a power cut), nothing new is under
-the final name, and the next run clears what the interrupted one left.
+the final name, and the next run goes on with what the interrupted one left, or clears it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
 from qconvert.errors import BadRecipe, OutputExists
+from qconvert.formats.io import journal
 from qconvert.formats.io.local_file import explained, lock_or_refuse, sync
 
 MANIFEST_FILE = "qconvert.json"
@@ -29,7 +30,7 @@ def check_target(out: Path, *, overwrite: bool = False, sources: Iterable[Path] 
     """
     target = out.resolve()
     for source in sources:
-        if {target, _partial(target)} & {source.resolve(), *source.resolve().parents}:
+        if {target, partial_folder(target)} & {source.resolve(), *source.resolve().parents}:
             raise BadRecipe(f"{out}: is or holds the source {source}", "choose another output")
     if not (out.exists() or out.is_symlink()):
         return
@@ -43,7 +44,8 @@ def check_target(out: Path, *, overwrite: bool = False, sources: Iterable[Path] 
         raise OutputExists(f"{out}: already exists", "use --overwrite, or choose another output")
 
 
-def _partial(out: Path) -> Path:
+def partial_folder(out: Path) -> Path:
+    """The name of an output's folder while it is written."""
     return out.parent / f"{out.name}.partial"
 
 
@@ -51,40 +53,66 @@ class OutputDir:
     """A context manager for a folder to fill: renamed to its final name on exit, removed on an error.
 
     Entering returns the path to write into. A second run with the same output raises QConvertError while the
-    first is alive.
+    first is alive. `resumed` says whether the folder holds what an earlier run has done, with its journal.
     """
 
-    def __init__(self, out: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> None:
-        """Checks the name (see `check_target`); nothing is created before entering."""
+    def __init__(
+        self,
+        out: Path,
+        *,
+        overwrite: bool = False,
+        sources: Iterable[Path] = (),
+        goes_on: Callable[[Path], bool] = lambda partial: False,
+        survives: Callable[[BaseException], bool] = lambda error: False,
+    ) -> None:
+        """Checks the name (see `check_target`); nothing is created before entering.
+
+        `goes_on` says whether to go on with what an earlier run left in the folder (it may raise, which
+        leaves it as it is), `survives` whether the folder is left for a later run after this error.
+        """
         check_target(out, overwrite=overwrite, sources=sources)
         self._out = out.resolve()
         self._overwrite = overwrite
-        self.partial = _partial(self._out)
+        self._goes_on, self._survives = goes_on, survives
+        self.partial = partial_folder(self._out)
+        self.resumed = False
 
     def __enter__(self) -> Path:
         with explained(f"{self.partial}: cannot be created"):
-            self._lock = _claim(self.partial)
+            self._lock, self.resumed = _claim(self.partial, self._goes_on)
         return self.partial
 
     def __exit__(
-        self, kind: type[BaseException] | None, _error: object, _trace: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        renamed = False
         try:
-            if kind is None:
+            if error is not None:
+                self._leave(error)
+                return
+            try:
                 with explained(f"{self._out}: cannot be finished"):
                     self._finish()
-                renamed = True
+            except BaseException as failure:
+                self._leave(failure)
+                raise
         finally:
-            if not renamed:
-                shutil.rmtree(self.partial, ignore_errors=True)
             os.close(self._lock)
 
+    def _leave(self, error: BaseException) -> None:
+        """Leaves the folder to a later run, or removes it, first of all its journal."""
+        journaled = self.partial / journal.FILE_NAME
+        if journaled.exists() and self._survives(error):
+            return
+        journaled.unlink(missing_ok=True)
+        shutil.rmtree(self.partial, ignore_errors=True)
+
     def _finish(self) -> None:
-        for path in [*self.partial.rglob("*"), self.partial]:
+        for path in self.partial.rglob("*"):
             sync(path)
         check_target(self._out, overwrite=self._overwrite)  # it may have been taken meanwhile
-        (self.partial / _MARKER).unlink()
+        for name in (journal.FILE_NAME, f"{journal.FILE_NAME}.new", _MARKER):
+            (self.partial / name).unlink(missing_ok=True)
+        sync(self.partial)
         if self._out.exists():
             _replace(self._out, self.partial)
         else:
@@ -92,27 +120,31 @@ class OutputDir:
         sync(self._out.parent)
 
 
-def _claim(partial: Path) -> int:
-    """Creates or takes over a partial folder, empty but for our marker; returns the lock on it.
+def _claim(partial: Path, goes_on: Callable[[Path], bool]) -> tuple[int, bool]:
+    """Creates or takes over a partial folder, empty but for our marker; returns the lock on it, and False.
 
-    The lock is on the folder itself, so that it dies with the process and moves with the rename.
+    A folder that `goes_on` accepts stays as it is; then it returns True. The lock is on the folder itself, so
+    that it dies with the process and moves with the rename.
     """
     partial.mkdir(parents=True, exist_ok=True)
     lock = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         lock_or_refuse(lock, partial)
         entries = list(partial.iterdir())
-        if entries and not {partial / _MARKER, partial / MANIFEST_FILE} & set(entries):
+        ours = {partial / name for name in (_MARKER, MANIFEST_FILE, journal.FILE_NAME)}
+        if entries and not ours & set(entries):
             raise OutputExists(
                 f"{partial}: is in the way, and not a leftover of qconvert", "move or remove it"
             )
-        for entry in entries:
+        if goes_on(partial):
+            return lock, True
+        for entry in partial.iterdir():
             shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         (partial / _MARKER).touch()
     except BaseException:
         os.close(lock)
         raise
-    return lock
+    return lock, False
 
 
 def _replace(old: Path, new: Path) -> None:

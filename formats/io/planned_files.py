@@ -10,8 +10,6 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -20,10 +18,16 @@ from typing import NamedTuple
 import numpy as np
 
 from qconvert.core.dtypes import TensorSpec
-from qconvert.errors import QConvertError
-from qconvert.formats.io.local_file import create, flush, octets, require_free_disk, sync, write_exactly
-
-FLUSH_BYTES = 64 << 20
+from qconvert.formats.io.journal import sync_data
+from qconvert.formats.io.local_file import (
+    create,
+    octets,
+    read_exactly,
+    reopen,
+    require_free_disk,
+    sync,
+    write_exactly,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,65 +79,47 @@ def _require_each_once(name: str, runs: Iterable[_Write]) -> None:
         column += width
 
 
-class _Flusher:
-    """Flushes written bytes to disk in the background, one call at a time.
-
-    Otherwise all of them would wait for `commit`, which then takes a third of the time of copying a file.
-    """
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1)
-        self._waiting: dict[int, int] = defaultdict(int)
-        self._running: Future[None] | None = None
-
-    def wrote(self, fd: int, nbytes: int, file: str) -> None:
-        """Flushes the file once many of its bytes wait; raises the QConvertError of an earlier flush."""
-        self._waiting[fd] += nbytes
-        if self._waiting[fd] < FLUSH_BYTES or (self._running and not self._running.done()):
-            return
-        if self._running:
-            self._running.result()
-        self._waiting[fd] = 0
-        self._running = self._thread.submit(flush, fd, file)
-
-    def finish(self) -> None:
-        """Waits until no file is in use any more; raises the QConvertError of the last flush."""
-        self._thread.shutdown()
-        if self._running:
-            self._running.result()
-
-
 class FileSink:
     """The tensors of planned files, written in any order from any thread (a `core.protocols.Sink`).
 
     Opening it allocates the disk space of all files, so that a full disk shows before any work is done. Call
-    `commit` or `abort` only when no other thread is writing.
+    `commit`, `suspend` or `abort` only when no other thread is writing. What is written can be read back (a
+    `core.protocols.Source`).
     """
 
-    def __init__(self, folder: Path, files: Sequence[FilePlan], *, claimed: bool = False) -> None:
+    has_weights = True
+
+    def __init__(
+        self, folder: Path, files: Sequence[FilePlan], *, claimed: bool = False, resumed: bool = False
+    ) -> None:
         """Lays out the files in `folder`; QConvertError if they do not fit on its disk.
 
-        Files the caller has `claimed` (see `local_file.claim`) exist; otherwise none may exist.
+        Files the caller has `claimed` (see `local_file.claim`) exist; otherwise none may exist. With
+        `resumed` all are there in their full size, and hold what an earlier run has written.
         """
-        require_free_disk(folder, sum(file.size for file in files))
+        if not resumed:
+            require_free_disk(folder, sum(file.size for file in files))
+        self.specs = {name: spec for file in files for name, spec in file.specs.items()}
         self._paths: list[Path] = []
-        self._fds: list[int] = []
+        self._fds: dict[int, str] = {}
         self._places: dict[str, _Location] = {}
         self._written: dict[str, list[_Write]] = defaultdict(list)
         self._lock = threading.Lock()
-        self._flusher = _Flusher()
+        self._dirty: set[int] = set()
+        self._resumed = resumed
         try:
             for file in files:
                 self._lay_out(folder / file.name, file, claimed)
         except BaseException:
-            self.abort()
+            self.suspend() if resumed else self.abort()
             raise
 
     def _lay_out(self, path: Path, file: FilePlan, claimed: bool) -> None:
-        fd = create(path, file.size, claimed=claimed)
+        fd = reopen(path, file.size) if self._resumed else create(path, file.size, claimed=claimed)
         self._paths.append(path)
-        self._fds.append(fd)
+        self._fds[fd] = file.name
         write_exactly(fd, memoryview(file.head), 0, file.name)
+        self._dirty.add(fd)
         for name, spec in file.specs.items():
             self._places[name] = _Location(fd, file.offsets[name], spec, file.name)
 
@@ -142,8 +128,8 @@ class FileSink:
 
         Narrower rows go to the columns from `column` on.
         """
-        parameter = self._places[name]
-        spec = parameter.spec
+        place = self._places[name]
+        spec = place.spec
         if (
             rows.dtype != spec.dtype.carrier
             or rows.ndim != 2
@@ -153,38 +139,57 @@ class FileSink:
         if not 0 <= start <= spec.rows - len(rows):
             raise ValueError(f"{name}: rows [{start}, {start + len(rows)}) of {spec.rows}")
         stride = spec.width * spec.dtype.nbytes
-        offset = parameter.offset + start * stride + column * spec.dtype.nbytes
+        offset = place.offset + start * stride + column * spec.dtype.nbytes
         whole = rows.shape[1] == spec.width
         for i, run in enumerate([rows] if whole else rows):
-            write_exactly(
-                parameter.fd, octets(np.ascontiguousarray(run)), offset + i * stride, parameter.file
-            )
+            write_exactly(place.fd, octets(np.ascontiguousarray(run)), offset + i * stride, place.file)
+        self.restore(name, start, len(rows), rows.shape[1], column)
         with self._lock:
-            if rows.size:
-                self._written[name].append(_Write(column, rows.shape[1], start, len(rows)))
-            self._flusher.wrote(parameter.fd, rows.nbytes, parameter.file)
+            self._dirty.add(place.fd)
+
+    def restore(self, name: str, start: int, rows: int, width: int, column: int = 0) -> None:
+        """Counts rows, or columns of them, as written: an earlier run has done it."""
+        if rows * width:
+            with self._lock:
+                self._written[name].append(_Write(column, width, start, rows))
+
+    def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
+        """Returns rows [start, stop) of a tensor that were written, `[rows, width]` in its carrier type."""
+        place = self._places[name]
+        spec, size = place.spec, place.spec.dtype.nbytes
+        first, last = columns or (0, spec.width)
+        rows = np.empty((stop - start, last - first), spec.dtype.carrier)
+        offset = place.offset + (start * spec.width + first) * size
+        for i, run in enumerate([rows] if last - first == spec.width else rows):
+            read_exactly(place.fd, octets(run), offset + i * spec.width * size, place.file)
+        return rows
+
+    def flush(self) -> None:
+        """Waits until what was written so far is on the disk; QConvertError if that fails."""
+        with self._lock:
+            dirty, self._dirty = self._dirty, set()
+        for fd in sorted(dirty):
+            sync_data(fd, self._fds[fd])
 
     def commit(self) -> None:
         """Waits until every byte is on the disk; ValueError if not every row was written once."""
-        for name, parameter in self._places.items():
-            runs, spec = self._written[name], parameter.spec
+        for name, place in self._places.items():
+            runs, spec = self._written[name], place.spec
             missing = spec.nbytes - sum(run.width * run.rows for run in runs) * spec.dtype.nbytes
             if missing:
                 raise ValueError(f"{name}: {missing} of {spec.nbytes} bytes are missing")
             _require_each_once(name, runs)
-        self._flusher.finish()
         for path in self._paths:
             sync(path)
-        self._close()
+        self.suspend()
+
+    def suspend(self) -> None:
+        """Closes the files, and leaves them as they are."""
+        while self._fds:
+            os.close(self._fds.popitem()[0])
 
     def abort(self) -> None:
         """Removes the files, if they still exist."""
-        with suppress(QConvertError):
-            self._flusher.finish()
-        self._close()
+        self.suspend()
         for path in self._paths:
             path.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())

@@ -62,9 +62,12 @@ def verify_files(
 ) -> Hashes:
     """Re-reads every file; returns the hashes. CheckFailed names the first difference.
 
+    What the system still remembers of them is dropped first, so that the disk is asked.
     `check_header` compares a file's header with the plan, by default as safetensors.
     """
     check_header = check_header or check_safetensors_header
+    for each in files:
+        _forget(folder / each.name)
     with ThreadPoolExecutor(jobs) as pool:
         whole = {f.name: pool.submit(file_sha256, folder / f.name) for f in files}
         tensors = {
@@ -81,6 +84,18 @@ def verify_files(
             {name: future.result() for name, future in whole.items()},
             {name: future.result() for name, future in tensors.items()},
         )
+
+
+def _forget(path: Path) -> None:
+    """Drops a file that is on the disk from the page cache, where the system can be told to."""
+    if hasattr(os, "posix_fadvise"):  # not on macOS
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError:
+            pass  # a file system that has no such cache
+        finally:
+            os.close(fd)
 
 
 def file_sha256(path: Path) -> str:

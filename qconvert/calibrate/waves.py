@@ -12,7 +12,7 @@ Legend: B windows, T tokens of a window, D hidden width, N rows, I columns of a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -53,7 +53,8 @@ Loss = Callable[[StatisticsKey, InputHessian], float]
 class Wave:
     """The linears that read one kind of input in a layer, and the statistics of these inputs.
 
-    Of an input whose Hessian could not be factored there are second moments only.
+    Of an input whose Hessian could not be factored there are second moments only; of one that is finished,
+    nothing.
     """
 
     layer: int | None
@@ -81,6 +82,8 @@ def waves(
     wanted: Collection[StatisticsKey],
     scratch: Path,
     loss: Loss,
+    finished: Collection[StatisticsKey] = (),
+    dampings: MutableMapping[tuple[str, ...], float] | None = None,
 ) -> Iterator[Wave]:
     """The waves of a model in their order.
 
@@ -88,7 +91,13 @@ def waves(
     walks them lets `current` read the weights that were quantized in their place: what the linears of a
     wave became must be there before the next wave is asked for. `wanted` are the inputs of the linears to
     be quantized; activations lie in a file without a name in the folder `scratch`. `loss` says how well a
-    Hessian serves a linear. Raises CheckFailed for inputs that are no numbers, QConvertError where the disk
+    Hessian serves a linear.
+
+    Linears whose inputs are `finished` are quantized already: a layer, and a tied head, of which nothing else
+    is wanted comes as one wave without statistics, if something after it is wanted; then, too, `current`
+    must read what they became.
+    `dampings` takes those that are chosen, by the roles that read an input, and may know some. Raises
+    CheckFailed for inputs that are no numbers, QConvertError where the disk
     has not enough room.
     """
     held_last_BT, used = _held_out_last(calibration.tokens_BT)
@@ -100,11 +109,14 @@ def waves(
         torch.no_grad(),
         fast_products(),
     ):
-        walk = _Walk(calibration, file, used, decoder.rotations(0, file.tokens), loss)
+        dampings = {} if dampings is None else dampings
+        walk = _Walk(calibration, file, used, decoder.rotations(0, file.tokens), loss, dampings)
         walk.start(_ORIGINAL, decoder, held_last_BT)
         decoder = decoder.without_tables()
         embedding = frozenset(key for key in wanted if key.role == "embed")
-        if embedding:
+        if embedding and embedding.issubset(finished):
+            yield Wave(None, embedding)
+        elif embedding:
             yield walk.tied_head(decoder, embedding)
             walk.start(_ORIGINAL, original(), held_last_BT)
         changed = decoder
@@ -112,10 +124,15 @@ def waves(
             changed = current()
             walk.start(_CURRENT, changed, held_last_BT)
             changed = changed.without_tables()
-        head = frozenset(key for key in wanted if key.role == "lm_head")
-        layers = [key.layer for key in wanted if key.layer is not None]
+        head = frozenset(key for key in wanted if key.role == "lm_head").difference(finished)
+        layers = [key.layer for key in wanted if key.layer is not None and key not in finished]
         for i in range(len(decoder.layers) if head else 1 + max(layers, default=-1)):
-            yield from walk.layer(i, decoder, changed, {key for key in wanted if key.layer == i})
+            own = frozenset(key for key in wanted if key.layer == i)
+            if own and own.issubset(finished):
+                yield Wave(i, own)
+                walk.past(i, decoder, changed)
+            else:
+                yield from walk.layer(i, decoder, changed, own)
         if head:
             yield walk.head(head, decoder, changed if calibration.shift else None)
 
@@ -129,7 +146,7 @@ class _Walk:
     used: int
     rotations: Sequence[Rotation]
     loss: Loss
-    dampings: dict[tuple[str, ...], float] = field(default_factory=dict)
+    dampings: MutableMapping[tuple[str, ...], float]
 
     def start(self, slot: int, decoder: Decoder, tokens_BT: np.ndarray) -> None:
         """Store what the first layer reads."""
@@ -153,6 +170,13 @@ class _Walk:
                 yield self._wave(reading, stage, keys)
             if not stages:
                 self._advance(original, step, _ORIGINAL)
+            if self.calibration.shift:
+                self._advance(current, current.layers[i].steps(self.rotations)[number], _CURRENT)
+
+    def past(self, i: int, original: Decoder, current: Decoder) -> None:
+        """Bring the file to what the next layer reads, without measuring anything."""
+        for number, step in enumerate(original.layers[i].steps(self.rotations)):
+            self._advance(original, step, _ORIGINAL)
             if self.calibration.shift:
                 self._advance(current, current.layers[i].steps(self.rotations)[number], _CURRENT)
 

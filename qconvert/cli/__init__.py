@@ -1,7 +1,7 @@
 """Runs the `qconvert` command: parses flags, calls the library, prints; nothing else.
 
 Results go to stdout, messages to stderr. Exit codes: 0 done, 1 failed, 2 wrong command line,
-3 a check failed, 130 interrupted.
+3 a check failed, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def cli() -> None:
     model that comes with qconvert. Nothing from a checkpoint is ever executed.
 
     Results go to stdout, messages to stderr; -q hides the messages. Exit codes: 0 done, 1 failed,
-    2 wrong command line, 3 a check failed, 130 interrupted.
+    2 wrong command line, 3 a check failed, 130 interrupted, 143 terminated.
     """
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from qconvert.convert.job import Job, Result
 from qconvert.convert.manifest import certificates, finite
-from qconvert.convert.runner import Outcome
+from qconvert.convert.outcome import Outcome
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import Unquantized
 from qconvert.formats.layouts import registry

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.eval_output import check_target, command_line, show_report, show_reports, worse, write
-from qconvert.cli.exit_codes import INTERRUPTED, typed
+from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     activations_option,
     device_option,
@@ -20,6 +20,7 @@ from qconvert.cli.options import (
     revision_option,
 )
 from qconvert.cli.progress import counted
+from qconvert.cli.signals import INTERRUPTED
 from qconvert.errors import BadRecipe
 from qconvert.evaluate.protocols import LEAST_CONTEXT, PROTOCOLS
 

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TextIO
 
 import click
 
+from qconvert.cli.signals import Stopped, handled
 from qconvert.errors import BadRecipe, BadUsage, QConvertError, remedy, shown
 
-INTERRUPTED = 130
 # Commands without an output of their own.
 _READING = ("inspect", "check", "verify", "diff", "generate", "eval", "env")
 
@@ -51,10 +49,10 @@ def report_errors(command: click.Command, args: list[str] | None, **extra: Any) 
     unless QCONVERT_DEBUG is set. With --json on the command line errors are JSON on stdout.
     """
     argv = sys.argv[1:] if args is None else args
-    signal.signal(signal.SIGTERM, _terminate)
     try:
-        ending = command.main(args=argv, prog_name="qconvert", standalone_mode=False, **extra)
-        sys.stdout.flush()
+        with handled():
+            ending = command.main(args=argv, prog_name="qconvert", standalone_mode=False, **extra)
+            sys.stdout.flush()
     except QConvertError as error:
         _say(argv, error.fact, error.hint, error.exit_code)
     except click.ClickException as error:
@@ -63,10 +61,12 @@ def report_errors(command: click.Command, args: list[str] | None, **extra: Any) 
             sys.exit(error.exit_code)
         context = getattr(error, "ctx", None)
         _say(argv, error.format_message().rstrip("."), _how_to_call(context), error.exit_code)
-    except (KeyboardInterrupt, click.Abort):
+    except (KeyboardInterrupt, click.Abort) as interrupt:
+        cause = interrupt.__cause__  # click wraps what it catches
+        stopped = cause if isinstance(cause, Stopped) else Stopped()
         left = "" if argv[:1] and argv[0] in _READING else "; nothing was left under the output's name"
-        click.echo(f"Interrupted{left}.", err=True)
-        sys.exit(INTERRUPTED)
+        click.echo(stopped.message or f"Interrupted{left}.", err=True)
+        sys.exit(stopped.exit_code)
     except BrokenPipeError:
         _mute(sys.stdout)
         sys.exit(1)
@@ -110,8 +110,3 @@ def _folder_is_gone() -> bool:
     except FileNotFoundError:
         return True
     return False
-
-
-def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
-    """SIGTERM ends a command as Ctrl-C does, so that partial outputs are removed."""
-    raise KeyboardInterrupt

@@ -161,6 +161,9 @@ out_option = click.option(
     "-o", "--out", type=click.Path(path_type=Path), show_default="derived", help="Output folder."
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an earlier output of qconvert.")
+restart_option = click.option(
+    "--restart", is_flag=True, help="Throw away what a stopped run has done, instead of going on."
+)
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print what would be written, and write nothing."
 )
@@ -189,6 +192,7 @@ nonfinite_option = click.option(
 _WRITING = (
     out_option,
     overwrite_option,
+    restart_option,
     dry_run_option,
     json_option,
     written_option,

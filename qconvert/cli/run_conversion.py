@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ import click
 from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
 from qconvert.cli.progress import compile_kernels, progress
+from qconvert.cli.signals import Stopped, ending_in_time
 from qconvert.core.sizes import parse_size
-from qconvert.errors import BadRecipe, UnsupportedModel
+from qconvert.errors import BadRecipe, QConvertError, UnsupportedModel
 
 if TYPE_CHECKING:
     from qconvert.calibrate.calibration import Calibration
     from qconvert.calibrate.text import CalibrationText
-    from qconvert.convert.job import Job, OpenedModel, RunOptions
+    from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
+    from qconvert.convert.resume import RunJournal
     from qconvert.core.dtypes import Json
     from qconvert.plan.recipe import Recipe
     from qconvert.plan.request import Request
@@ -32,6 +35,7 @@ class Flags:
 
     out: Path | None = None
     overwrite: bool = False
+    restart: bool = False
     dry_run: bool = False
     as_json: bool = False
     quiet: bool = False
@@ -63,6 +67,7 @@ class Flags:
             verify=self.verify,
             overwrite=self.overwrite,
             hash_sources=self.hash_sources,
+            restart=self.restart,
         )
 
     def calibration(self, source: OpenedModel, *, aims: bool) -> Calibration | None:
@@ -175,7 +180,7 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     of the dtype where it is empty.
     """
     from qconvert.cli.conversion_report import advice, report_of
-    from qconvert.convert.execute import execute, open_model, prepare
+    from qconvert.convert.execute import open_model, prepare
     from qconvert.formats.io.local_file import require_free_disk
 
     with typed():
@@ -211,11 +216,11 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     if flags.dry_run:
         _print(lines, lambda: report.plan_json() | extra, "dry run: nothing was written", report.path, flags)
         return
-    require_free_disk(out, job.container.bytes_needed)
+    held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
+    require_free_disk(out, job.container.bytes_needed - held)
     compile_kernels(job.compiled.plan, talks=flags.talks)
     started = time.perf_counter()
-    with progress(job.compiled.plan, talks=flags.talks) as listen:
-        result = execute(job, out, listen)
+    result = _executed(job, out, flags)
     seconds = chosen_in + time.perf_counter() - started
     with after_the_work():
         found = report.result_json(result, seconds) | extra
@@ -230,6 +235,44 @@ def _tell_scaling(job: Job, flags: Flags) -> None:
     measured = f", measured on {calibration.tokens_BT.size:,} tokens of text" if calibration else ""
     if flags.talks:
         click.echo(f"{inputs} inputs whose channels may be scaled{measured}", err=True)
+
+
+def _executed(job: Job, out: Path, flags: Flags) -> Result:
+    """Carry out a job, and say what it goes on with, or what it leaves for the next run to go on with."""
+    from qconvert.convert.execute import execute
+
+    run: list[RunJournal] = []
+
+    def opened(journal: RunJournal) -> None:
+        run.append(journal)
+        if flags.talks and journal.resumed:
+            click.echo(f"resuming {_shown(journal.path)}: {percent(journal.share)} was done", err=True)
+
+    def farewell() -> str:
+        return f"stopped at {percent(run[0].share if run else 0.0)}; run the same command to go on"
+
+    with progress(job.compiled.plan, talks=flags.talks) as listen, ending_in_time(farewell):
+        try:
+            return execute(job, out, listen, opened)
+        except KeyboardInterrupt as error:
+            if not (run and run[0].kept):
+                raise
+            signum = error.signum if isinstance(error, Stopped) else Stopped().signum
+            raise Stopped(signum, farewell()) from error
+        except QConvertError as error:
+            if run and run[0].kept:
+                error.hint = f"{error.hint}; then run the same command to go on at {percent(run[0].share)}"
+            raise
+
+
+def percent(share: float) -> str:
+    """A share of work as `43 %`: rounded down, since all of it is done only with the output's name."""
+    return f"{min(99, int(100 * share))} %"
+
+
+def _shown(path: Path) -> str:
+    """A path from the current folder, where it is below it."""
+    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
 
 
 def _tell_needs(job: Job, flags: Flags) -> None:

@@ -17,6 +17,7 @@ from qconvert.cli.options import (
     json_option,
     memory_option,
     nonfinite_option,
+    restart_option,
     revision_option,
     statistics_option,
     verify_option,
@@ -80,6 +81,7 @@ UNTIL_CHOSEN = "F32"
     help="Output file.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the output file.")
+@restart_option
 @dry_run_option
 @json_option
 @written_option

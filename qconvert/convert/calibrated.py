@@ -23,10 +23,12 @@ from qconvert.calibrate.output_moments import output_moments
 from qconvert.calibrate.waves import waves
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
+from qconvert.convert.outcome import BlockDone
 from qconvert.convert.output_hessians import OutputHessians
-from qconvert.convert.runner import BlockDone, Granule, Made, RowsStatistics, gather, rows_statistics
+from qconvert.convert.resume import RunJournal
+from qconvert.convert.runner import Granule, Made, RowsStatistics, gather, rows_statistics
 from qconvert.convert.written_rows import stored_rows
-from qconvert.core.dtypes import DType
+from qconvert.core.dtypes import DType, Json
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.protocols import Rows
 from qconvert.core.statistics import InputHessian, RowStatistics, StatisticsKey
@@ -58,12 +60,18 @@ class RunPlan(Protocol):
 
 
 def run_in_waves(
-    plan: Plan, run_plan: RunPlan, checkpoint: Checkpoint, calibration: Calibration, scratch: Path
+    plan: Plan,
+    run_plan: RunPlan,
+    checkpoint: Checkpoint,
+    calibration: Calibration,
+    scratch: Path,
+    journal: RunJournal,
 ) -> Generator[BlockDone, None, None]:
     """Make every tensor of the plan; yields what `runner.run` does, linears in the order of the layers.
 
-    Activations lie in files without a name in the folder `scratch`. Raises UnsupportedModel for a family
-    that does not run here, and what `runner.run` raises.
+    Activations lie in files without a name in the folder `scratch`. Nothing is measured of layers that the
+    journal has whole: the output has their codes, from which later layers are computed. Raises
+    UnsupportedModel for a family that does not run here, and what `runner.run` raises.
     """
     replaced = ReplacedRows(checkpoint.reader)
     calibrated = {unit.output.name: unit for unit in plan.units if unit.statistics and keeps_rows(unit)}
@@ -73,7 +81,8 @@ def run_in_waves(
     yield from run_plan(Plan(tuple(embeddings)), made=replaced.keep)
     yield from run_plan(Plan(tuple(unit for unit in others if not _is_followed(unit))))
     wanted = {key for unit in calibrated.values() for key in unit.statistics}
-    if not wanted:
+    open_keys = {key for unit in calibrated.values() if not journal.has(unit) for key in unit.statistics}
+    if not open_keys:
         return
     original, current = (partial(_decoder, checkpoint, rows) for rows in (checkpoint.reader, replaced))
     outputs = None
@@ -86,7 +95,10 @@ def run_in_waves(
         return _loss(reading, key, hessian, checkpoint.reader)
 
     layer = None
-    for wave in waves(original, current, calibration, wanted, scratch, loss):
+    walked = waves(
+        original, current, calibration, wanted, scratch, loss, wanted - open_keys, _Dampings(journal)
+    )
+    for wave in walked:
         if wave.layer != layer:
             layer = wave.layer
             replaced.forget()
@@ -97,6 +109,32 @@ def run_in_waves(
         else:
             given = outputs.added_to(statistics)
             yield from run_plan(Plan(tuple(units)), given, replaced.keep, outputs.granule)
+
+
+def torch_record() -> Json:
+    """What says whether torch gives the same numbers again: its version, and its number of threads."""
+    return {"version": torch.__version__, "threads": torch.get_num_threads()}
+
+
+class _Dampings(dict[tuple[str, ...], float]):
+    """The dampings that were chosen, by roles, which a run that goes on does not choose again."""
+
+    _NOTE = "damping "
+
+    def __init__(self, journal: RunJournal) -> None:
+        notes = journal.notes.items()
+        super().__init__(
+            {
+                tuple(name.removeprefix(self._NOTE).split("+")): value
+                for name, value in notes
+                if name.startswith(self._NOTE)
+            }
+        )
+        self._journal = journal
+
+    def __setitem__(self, roles: tuple[str, ...], damping: float) -> None:
+        super().__setitem__(roles, damping)
+        self._journal.note(self._NOTE + "+".join(roles), damping)
 
 
 def _is_followed(unit: Unit) -> bool:

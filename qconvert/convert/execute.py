@@ -17,15 +17,15 @@ from qconvert.checkpoint.open import Checkpoint, open_checkpoint
 from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
+from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
+from qconvert.convert.resume import RunJournal
 from qconvert.convert.runner import (
     MOST_CODE_ERROR,
-    BlockDone,
     Granule,
     Made,
-    Outcome,
     RowsStatistics,
     Terms,
-    WrittenRows,
+    block_bytes,
     rows_statistics,
     run,
     single_rows,
@@ -41,6 +41,7 @@ from qconvert.plan.plan import Plan, Unit
 from qconvert.plan.request import GGUFTarget, Request
 
 Listener = Callable[[BlockDone], None]
+Opened = Callable[[RunJournal], None]
 
 
 def open_model(
@@ -128,42 +129,65 @@ def _layout(source: OpenedModel, request: Request) -> Layout:
     return source.checkpoint.writer
 
 
-def execute(job: Job, out: Path, listen: Listener = lambda done: None) -> Result:
+def execute(
+    job: Job, out: Path, listen: Listener = lambda done: None, opened: Opened = lambda journal: None
+) -> Result:
     """Write the output of a job to `out`; `listen` hears of every block that is done.
 
-    Raises what a run can refuse (`convert.run_errors`), CheckFailed when the disk holds other bytes than
-    were written, OutputExists when the name is taken.
+    Where an earlier run of the same job was killed, its blocks are taken over, and heard of first; `opened`
+    is given the journal that says so, once the output is open. Raises what a run can refuse
+    (`convert.run_errors`), CheckFailed when the disk holds other bytes than were written, OutputExists when
+    the name is taken, OtherJob when another job has begun an output of that name.
     """
+    from qconvert.convert.identity import identity
+
     if job.compiled.scalable:
         from qconvert.convert.activation_scales import with_scales
 
         job = with_scales(job)
-    with job.container.create(out) as output:
+    container, options, units = job.container, job.options, job.compiled.plan.units
+    journal = RunJournal(
+        identity(job, container.files(out)),
+        block_bytes=block_bytes(job.source.checkpoint.layout, container.layout, options.max_memory),
+        checksums=options.verify,
+        restart=options.restart,
+    )
+    with container.create(out, journal) as output:
         outcome = Outcome()
-        for name, values in job.container.constants.items():
-            rows = values.reshape(len(values), -1)
-            output.sink.write(name, 0, rows)
-            outcome.written[name].append(WrittenRows(name, 0, len(rows), rows.shape[1], crc32(octets(rows))))
-        with closing(_run(job, output)) as events:  # closed first, so that no thread outlives the sink
-            for done in events:
+        with journal.recording(output.sink):
+            opened(journal)
+            for name, values in container.constants.items():
+                rows = values.reshape(len(values), -1)
+                output.sink.write(name, 0, rows)
+                crc = crc32(octets(rows))
+                outcome.written[name].append(WrittenRows(name, 0, len(rows), rows.shape[1], crc))
+            for done in journal.restored(units, output.sink):
                 outcome.add(done)
                 listen(done)
+            with closing(_run(job, output, journal)) as events:  # so that no thread outlives the sink
+                for done in events:
+                    outcome.add(done)
+                    journal.add(done)
+                    listen(done)
+        outcome.settle(units)
         output.sink.commit()
-        verify, jobs = job.options.verify, job.options.jobs
-        hashes = output.verify(outcome.written, jobs) if verify else Hashes({}, {})
+        hashes = output.verify(outcome.written, options.jobs) if options.verify else Hashes({}, {})
         record = output.finish(outcome, hashes)
     return Result(output.path, record, outcome, hashes)
 
 
-def _run(job: Job, output: OpenOutput) -> Generator[BlockDone, None, None]:
+def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDone, None, None]:
     request, options, checkpoint = job.compiled.request, job.options, job.source.checkpoint
+    sink, layout = output.sink, job.container.layout
     terms = Terms(
         options.jobs,
         options.max_memory,
+        journal.block_bytes,
         checksums=options.verify,
         allow_nonfinite=request.allow_nonfinite,
         most_code_error=inf if request.allow_requantize else MOST_CODE_ERROR,
     )
+    there = journal.there
 
     def position(unit: Unit) -> tuple[int, int]:
         """Where a unit's first array lies in the source files, so that reading goes forward."""
@@ -176,12 +200,17 @@ def _run(job: Job, output: OpenOutput) -> Generator[BlockDone, None, None]:
         made: Made | None = None,
         granule: Granule = single_rows,
     ) -> Generator[BlockDone, None, None]:
-        sink, layout = output.sink, job.container.layout
-        return run(plan, checkpoint.reader, layout, sink, terms, position, statistics, made, granule)
+        if made is not None:
+            for unit in plan.units:
+                for start, stop in journal.rows_of(unit):
+                    made(unit, start, layout.decode(unit.output, sink, start, stop))
+        reader = checkpoint.reader
+        return run(plan, reader, layout, sink, terms, position, statistics, made, granule, there)
 
     if job.calibration is None or job.calibration.method == "awq":
         source = request.statistics
         return run_plan(job.compiled.plan, partial(rows_statistics, source=source) if source else None)
     from qconvert.convert.calibrated import run_in_waves
 
-    return run_in_waves(job.compiled.plan, run_plan, checkpoint, job.calibration, output.path.parent)
+    scratch = output.path.parent
+    return run_in_waves(job.compiled.plan, run_plan, checkpoint, job.calibration, scratch, journal)

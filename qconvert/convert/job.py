@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from qconvert.calibrate.calibration import Calibration
 from qconvert.checkpoint.hub import ResolvedModel
 from qconvert.checkpoint.open import Checkpoint
-from qconvert.convert.runner import Outcome
+from qconvert.convert.outcome import Outcome
 from qconvert.core.dtypes import Json
 from qconvert.formats.io.read_back import Hashes
 from qconvert.plan.state import Compiled
@@ -23,7 +23,8 @@ class RunOptions:
     """How an output is made; of these, `shard_size` alone changes its bytes.
 
     `jobs` threads work in at most `max_memory` bytes; `shard_size` is the largest weight file in bytes
-    (None: one file); `verify` re-reads what was written before it gets its name.
+    (None: one file); `verify` re-reads what was written before it gets its name; `restart` throws away what
+    an earlier run left unfinished, with which a run otherwise goes on.
     """
 
     jobs: int = 1
@@ -32,6 +33,7 @@ class RunOptions:
     verify: bool = True
     overwrite: bool = False
     hash_sources: bool = False
+    restart: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from qconvert.calibrate.calibration import PlannedStatistics
 from qconvert.checkpoint.hub import ResolvedModel
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.job import OpenedModel, RunOptions
-from qconvert.convert.runner import Outcome
+from qconvert.convert.outcome import Outcome
 from qconvert.core.dtypes import Json
 from qconvert.core.protocols import Layout
 from qconvert.core.version import __version__

@@ -8,14 +8,14 @@ is written at its own place, so the bytes are the same for any number of threads
 from __future__ import annotations
 
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import lcm
 from typing import TYPE_CHECKING, TypeVar
 
+from qconvert.convert.outcome import BlockDone, WrittenRows
 from qconvert.convert.run_errors import (
     refuse_code_error,
     refuse_nonfinite,
@@ -29,13 +29,11 @@ from qconvert.core.protocols import ArrayRows, Layout, Reader, Rows, Sink
 from qconvert.core.statistics import RowStatistics, StatisticsSource
 from qconvert.core.values import DenseRows, Value, stack_rows
 from qconvert.formats.io.local_file import octets
-from qconvert.ops import Op, OutputError
+from qconvert.ops import Op
 from qconvert.plan.plan import Plan, RowSlice, Unit
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from qconvert.quant.affine import QuantError
 
 T = TypeVar("T")
 Made = Callable[[Unit, int, Value], None]
@@ -49,7 +47,7 @@ Granule = Callable[[Unit], int]
 # the cache and to leave room for many blocks in a small budget.
 BLOCK_BYTES = 16 << 20
 # A transposed layout costs one read or write per stored row and block: fewer, larger blocks.
-TRANSPOSED_BLOCK_BYTES = 128 << 20
+TRANSPOSED_BLOCK_BYTES = 64 << 20
 # A code that is kept while its weight moves further than this is no longer the code of that weight.
 MOST_CODE_ERROR = 0.1
 # float32 or code scratch and packed output, per weight, beside the input itself.
@@ -60,78 +58,26 @@ SCRATCH_PER_WEIGHT = 6
 class Terms:
     """What a run may take, and what it lets pass. Nothing has a default: whoever runs a plan says it all.
 
-    `max_memory` bounds the blocks in flight, in bytes (one block is always admitted); `checksums` are
-    needed to verify what was written; `most_code_error` is how far codes that are kept in another
-    quantization format may move a weight, in its steps.
+    `max_memory` bounds the blocks in flight, in bytes (one block is always admitted), and `block_bytes` each
+    of them; `checksums` are needed to verify what was written; `most_code_error` is how far codes that are
+    kept in another quantization format may move a weight, in its steps.
     """
 
     jobs: int
     max_memory: int
+    block_bytes: int
     checksums: bool
     allow_nonfinite: bool
     most_code_error: float
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenRows:
-    """Rows of one array, or the columns [column, column + width) of them, with their CRC-32 if one was
-    asked for.
+def block_bytes(reader: Layout, writer: Layout, max_memory: int) -> int:
+    """The working memory of one block, in bytes, whatever the number of threads.
+
+    Sums of errors depend on where units are cut, so that this is the same for any memory but a tiny one.
     """
-
-    name: str
-    start: int
-    rows: int
-    width: int
-    crc32: int | None
-    column: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BlockDone:
-    """One block of a unit is written; `last` marks the unit's last one to finish.
-
-    `code_error` is how far a weight has moved at most, in units of its quantization step, on the way to
-    another quantization format, `output_error` what the output of its linear loses, where codes were chosen
-    together.
-    """
-
-    unit: Unit
-    bytes_read: int
-    parts: tuple[WrittenRows, ...]
-    error: QuantError | None
-    last: bool
-    code_error: float = 0.0
-    output_error: OutputError | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What came of a run, gathered from its events, by name: every part written of an array, and for
-    outputs the error of quantizing, the most that kept codes moved a weight (0 is exact), and the error of
-    a linear's output where codes were chosen together.
-    """
-
-    written: dict[str, list[WrittenRows]] = field(default_factory=lambda: defaultdict(list))
-    errors: dict[str, QuantError] = field(default_factory=dict)
-    code_errors: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    output_errors: dict[str, OutputError] = field(default_factory=dict)
-
-    def add(self, done: BlockDone) -> None:
-        """Take in the event of one block."""
-        name = done.unit.output.name
-        for part in done.parts:
-            self.written[part.name].append(part)
-        if done.error is not None:
-            self.errors[name] = self.errors[name] + done.error if name in self.errors else done.error
-        self.code_errors[name] = max(self.code_errors[name], done.code_error)
-        if done.output_error is not None:
-            known = self.output_errors.get(name)
-            self.output_errors[name] = known + done.output_error if known else done.output_error
-
-    def certificates(self, units: Iterable[Unit]) -> dict[str, int]:
-        """How many tensors are exact, measured, quantized, requantized and so on, by name."""
-        found = Counter(unit.certificate(self.code_errors[unit.output.name]) for unit in units)
-        return dict(sorted(found.items()))
+    transposed = reader.transposed or writer.transposed
+    return min(TRANSPOSED_BLOCK_BYTES if transposed else BLOCK_BYTES, max(1, max_memory // 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,33 +105,50 @@ def run(
     statistics: RowsStatistics | None = None,
     made: Made | None = None,
     granule: Granule = single_rows,
+    there: Collection[tuple[str, int]] = (),
 ) -> Generator[BlockDone, None, None]:
     """Make every tensor of the plan and write it to the sink; yields an event per block.
 
     `order` sorts the units, for sources that are faster in sequence; `statistics` are those of the inputs
     that units name; `made` is shown the rows of every block, from any thread; blocks of a unit are whole
-    multiples of its `granule` rows.
+    multiples of its `granule` rows. Blocks that are `there` already, by the name of the output and their
+    first row, are left out.
     Raises CorruptCheckpoint naming the tensor that holds NaN or Inf, BadRecipe when a value does not fit
     the target dtype or codes would move too far. The caller commits or aborts the sink, and closes the
     generator first: no thread outlives it.
     """
-    jobs, max_memory = terms.jobs, terms.max_memory
-    units = sorted(plan.units, key=order) if order else list(plan.units)  # type: ignore[arg-type]
-    transposed = reader.layout.transposed or layout.transposed
-    block_bytes = TRANSPOSED_BLOCK_BYTES if transposed else BLOCK_BYTES
-    limit = min(block_bytes, max(1, max_memory // (2 * jobs)))
-    units = _finalized(units, reader, layout, limit, terms, statistics)
-    blocks = [block for unit in units for block in cut(unit, layout, limit, granule(unit))]
-    left = {unit.output.name: 0 for unit in units}
+    limit = terms.block_bytes
+    blocks = [
+        block
+        for unit in (sorted(plan.units, key=order) if order else plan.units)  # type: ignore[arg-type]
+        for block in cut(unit, layout, limit, granule(unit))
+        if (unit.output.name, block.start) not in there
+    ]
+    final = _finalized(_needed(plan, blocks), reader, layout, limit, terms, statistics)
+    blocks = [replace(block, unit=final[block.unit.output.name]) for block in blocks]
+    left = dict.fromkeys(final, 0)
     for block in blocks:
         left[block.unit.output.name] += 1
 
     def make(block: Block) -> BlockDone:
         return _make(block, reader, layout, sink, terms, statistics, made)
 
-    for done in bounded(blocks, make, jobs, max_memory):
+    for done in bounded(blocks, make, terms.jobs, terms.max_memory):
         left[done.unit.output.name] -= 1
         yield replace(done, last=left[done.unit.output.name] == 0)
+
+
+def _needed(plan: Plan, blocks: Iterable[Block]) -> list[Unit]:
+    """The units that blocks are of, and those whose operations share a scale group with theirs."""
+    names = {block.unit.output.name for block in blocks}
+    groups = {
+        op.shared_scale_group for unit in plan.units if unit.output.name in names for op in unit.ops
+    } - {""}
+    return [
+        unit
+        for unit in plan.units
+        if unit.output.name in names or any(op.shared_scale_group in groups for op in unit.ops)
+    ]
 
 
 def _finalized(
@@ -195,8 +158,8 @@ def _finalized(
     limit: int,
     terms: Terms,
     statistics: RowsStatistics | None,
-) -> list[Unit]:
-    """The units with their reductions done: those that need one are read once more for it.
+) -> dict[str, Unit]:
+    """The units by name with their reductions done: those that need one are read once more for it.
 
     Units whose operations share a scale group are finalized together, the others each alone.
     """
@@ -227,12 +190,12 @@ def _finalized(
     def finalized(unit: Unit, op: Op) -> Op:
         return op.finalize(every[op.shared_scale_group or unit.output.name]) if op.needs_reduction else op
 
-    return [
-        replace(unit, ops=tuple(finalized(unit, op) for op in unit.ops))
+    return {
+        unit.output.name: replace(unit, ops=tuple(finalized(unit, op) for op in unit.ops))
         if unit.output.name in reductions
         else unit
         for unit in units
-    ]
+    }
 
 
 def cut(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> list[Block]:
@@ -309,7 +272,8 @@ def _make(
     if made is not None:
         made(unit, block.start, value)
     written = tuple(_write(rows, sink, terms) for rows in layout.encode(unit.output, block.start, value))
-    return BlockDone(unit, nbytes, written, error, False, code_error, output_error)
+    rows = block.stop - block.start
+    return BlockDone(unit, block.start, rows, nbytes, written, error, False, code_error, output_error)
 
 
 def _write(rows: ArrayRows, sink: Sink, terms: Terms) -> WrittenRows:

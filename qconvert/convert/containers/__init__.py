@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from qconvert.core.dtypes import Json
-from qconvert.core.protocols import Layout, Sink
-from qconvert.formats.io.planned_files import FilePlan
+from qconvert.core.protocols import Layout
+from qconvert.formats.io.planned_files import FilePlan, FileSink
 from qconvert.formats.io.read_back import Hashes
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from qconvert.convert.runner import Outcome, WrittenRows
+    from qconvert.convert.outcome import Outcome, WrittenRows
+    from qconvert.convert.resume import RunJournal
     from qconvert.plan.state import Compiled
 
 
@@ -29,7 +30,7 @@ class OpenOutput(Protocol):
     def path(self) -> Path: ...
 
     @property
-    def sink(self) -> Sink: ...
+    def sink(self) -> FileSink: ...
 
     def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int) -> Hashes:
         """Re-read all files from the disk; CheckFailed names the first thing that differs."""
@@ -49,6 +50,10 @@ class Container(Protocol):
     @property
     def constants(self) -> Mapping[str, np.ndarray]:
         """Tensors that come from no source, float32, by name."""
+        ...
+
+    def partial(self, out: Path) -> Mapping[Path, int]:
+        """The weight files while they are written, and their sizes."""
         ...
 
     @property
@@ -72,6 +77,6 @@ class Container(Protocol):
         """Raise unless the output may be written there."""
         ...
 
-    def create(self, out: Path) -> AbstractContextManager[OpenOutput]:
-        """Open the output; an error inside leaves nothing under its name."""
+    def create(self, out: Path, journal: RunJournal) -> AbstractContextManager[OpenOutput]:
+        """Open the output and its journal; an error inside leaves nothing under its name."""
         ...

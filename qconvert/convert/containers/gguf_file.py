@@ -14,16 +14,17 @@ from qconvert.calibrate.calibration import PlannedStatistics
 from qconvert.calibrate.imatrix import ImatrixStatistics
 from qconvert.checkpoint.gguf_model import GGUFModel
 from qconvert.convert.job import OpenedModel, RunOptions
-from qconvert.convert.runner import Outcome, WrittenRows
+from qconvert.convert.outcome import Outcome, WrittenRows
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import GgmlBlocks, ModelTensor, Unquantized
 from qconvert.core.ggml_types import KV, GGUFTensor
 from qconvert.core.protocols import Layout
 from qconvert.errors import REPORT, BadRecipe, CheckFailed, UnsupportedModel, shown
 from qconvert.formats.gguf.header import read_gguf
-from qconvert.formats.gguf.writer import GGUFSink, check_target, plan_files
+from qconvert.formats.gguf.writer import GGUFSink, check_target, partial_file, plan_files
 from qconvert.formats.huggingface.model_card_header import read_front_matter
 from qconvert.formats.huggingface.pooling import read_pooling
+from qconvert.formats.io.journal import discard
 from qconvert.formats.io.planned_files import FilePlan
 from qconvert.formats.io.read_back import Hashes, verify_files
 from qconvert.formats.io.strict_json import read_json_object
@@ -40,6 +41,9 @@ from qconvert.plan.state import Compiled, GGUFPlan
 if TYPE_CHECKING:
     import numpy as np
 
+    from qconvert.convert.resume import RunJournal
+
+JOURNAL_SUFFIX = ".partial-journal"
 # Our own key: the tensors (by the source's names) whose rows or columns are in another order than there.
 REORDERED = "qconvert.reordered"
 # Our own key: the text on which codes were chosen together, and how, as JSON.
@@ -186,17 +190,33 @@ class GGUFFileContainer:
                 sources=[self.source.checkpoint.path],
             )
 
+    def partial(self, out: Path) -> Mapping[Path, int]:
+        """They lie beside their final names."""
+        return {partial_file(out.with_name(file.name)): file.size for file in self.files(out)}
+
     @contextmanager
-    def create(self, out: Path) -> Iterator[OpenGGUF]:
+    def create(self, out: Path, journal: RunJournal) -> Iterator[OpenGGUF]:
         """The files under the suffix `.partial`, renamed when all of them are verified."""
-        files = self.files(out)
-        sink = GGUFSink(out.parent, files, overwrite=self.options.overwrite)
+        files, sizes = self.files(out), self.partial(out)
+        journaled = out.with_name(f"{out.name}{JOURNAL_SUFFIX}")
+        sink = GGUFSink(
+            out.parent,
+            files,
+            overwrite=self.options.overwrite,
+            goes_on=lambda: journal.goes_on(journaled, sizes, next(iter(sizes))),
+        )
         try:
+            journal.open(journaled)
             yield OpenGGUF(self, out.with_name(files[0].name), files, sink)
             sink.publish()
-        except BaseException:
-            sink.abort()
+        except BaseException as error:
+            if journal.survives(error):
+                sink.leave()
+            else:
+                journaled.unlink(missing_ok=True)
+                sink.abort()
             raise
+        discard(journaled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +229,7 @@ class OpenGGUF:
     sink: GGUFSink
 
     def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int) -> Hashes:
-        partial = [replace(file, name=f"{file.name}.partial") for file in self.files]
+        partial = [replace(file, name=partial_file(Path(file.name)).name) for file in self.files]
         found = verify_files(self.path.parent, partial, written, jobs, check_gguf_header)
         names = zip(self.files, partial, strict=True)
         return Hashes({file.name: found.files[part.name] for file, part in names}, found.tensors)

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from qconvert.convert.job import OpenedModel, RunOptions
 from qconvert.convert.manifest import FILE_NAME, manifest
 from qconvert.convert.model_card import model_card
-from qconvert.convert.runner import Outcome, WrittenRows
+from qconvert.convert.outcome import Outcome, WrittenRows
 from qconvert.core.dtypes import Json
 from qconvert.core.protocols import Layout
 from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.formats.io.journal import FILE_NAME as JOURNAL
 from qconvert.formats.io.local_file import copy_whole
-from qconvert.formats.io.output_folder import OutputDir, check_target
+from qconvert.formats.io.output_folder import OutputDir, check_target, partial_folder
 from qconvert.formats.io.planned_files import FilePlan, FileSink
 from qconvert.formats.io.read_back import Hashes, verify_files
 from qconvert.formats.layouts import registry
@@ -27,6 +28,8 @@ from qconvert.plan.state import Compiled
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from qconvert.convert.resume import RunJournal
 
 
 @dataclass(frozen=True)
@@ -70,17 +73,29 @@ class SafetensorsFolder:
     def check_target(self, out: Path) -> None:
         check_target(out, overwrite=self.options.overwrite, sources=[self.source.checkpoint.path])
 
+    def partial(self, out: Path) -> Mapping[Path, int]:
+        """They lie in a folder of their own."""
+        folder = partial_folder(out.resolve())
+        return {folder / file.name: file.size for file in self._files}
+
     @contextmanager
-    def create(self, out: Path) -> Iterator[OpenFolder]:
+    def create(self, out: Path, journal: RunJournal) -> Iterator[OpenFolder]:
         """The folder under a name of its own, renamed when all is there."""
-        sources = [self.source.checkpoint.path]
-        with OutputDir(out, overwrite=self.options.overwrite, sources=sources) as folder:
-            sink = FileSink(folder, self._files)
+        sizes = self.partial(out)
+        folder = OutputDir(
+            out,
+            overwrite=self.options.overwrite,
+            sources=[self.source.checkpoint.path],
+            goes_on=lambda folder: journal.goes_on(folder / JOURNAL, sizes, partial_folder(out)),
+            survives=journal.survives,
+        )
+        with folder as path:
+            sink = FileSink(path, self._files, resumed=folder.resumed)
             try:
-                yield OpenFolder(self, out, folder, sink)
-            except BaseException:
-                sink.abort()
-                raise
+                journal.open(path / JOURNAL)
+                yield OpenFolder(self, out, path, sink)
+            finally:
+                sink.suspend()
 
 
 @dataclass(frozen=True, slots=True)

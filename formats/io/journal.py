@@ -1,0 +1,258 @@
+"""Keeps a journal of what is done of an output, so that a run that was killed goes on where it was.
+
+A journal is a text file of lines that are only ever appended: a checksum, and a JSON array. The first line
+says whose work it is; records follow, in groups, each closed by a line with its number of records. The
+invariant: a record stands in a whole group only if the bytes that it speaks of were on the disk before it was
+written, so that whatever survives a kill or a power cut can be trusted. Everything from the first line on
+that is torn or damaged, or in a group that was never closed, does not count.
+
+The checksum is salted anew in every journal, so that what an earlier file has left on the disk is not taken
+for it (as in the write-ahead log of SQLite). What records hold is not known here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qconvert.core.dtypes import Json
+from qconvert.errors import QConvertError, shown
+from qconvert.formats.io.local_file import explained, sync, write_exactly
+
+FILE_NAME = ".qconvert-journal"
+"""Its name in the folder of an output."""
+VERSION = 1
+"""That of the records; whoever begins a journal puts it into the job."""
+# A group is closed when so many bytes wait for it, or after so many seconds: no more than that is done again.
+GROUP_BYTES = 64 << 20
+GROUP_SECONDS = 2.0
+
+Record = list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What a journal holds: the job that it belongs to, the records of its whole groups, in order.
+
+    `job` are named facts; `settings` what does not tell jobs apart. `end` is the size of what counts, in
+    bytes.
+    """
+
+    job: Json
+    settings: Json
+    salt: str
+    records: tuple[Record, ...]
+    end: int
+
+
+def parse(raw: bytes) -> Journal | None:
+    """Read a journal, a torn or damaged one as far as it goes; None where the first line is not whole."""
+    lines = _lines(raw)
+    first, end = next(lines, (b"", 0))
+    head = _unpacked(first, None)
+    if head is None or len(head) != 4 or head[0] != "h":
+        return None
+    job, settings, salt = head[1:]
+    records: list[Record] = []
+    group: list[Record] = []
+    for line, stop in lines:
+        record = _unpacked(line, salt)
+        if record is None:
+            break
+        if record[0] != "c":
+            group.append(record)
+        elif record == ["c", len(group)]:
+            records += group
+            group, end = [], stop
+        else:
+            break
+    return Journal(job, settings, salt, tuple(records), end)
+
+
+def load(path: Path) -> Journal | None:
+    """Read the journal of this name; None where there is none that counts."""
+    try:
+        if path.is_symlink():
+            return None
+        return parse(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        with explained(f"{path}: cannot be read"):
+            raise error
+
+
+def discard(path: Path) -> None:
+    """Remove a journal, if it is there, before what it speaks of is changed; waits for the disk."""
+    if path.exists() or path.is_symlink():
+        with explained(f"{path}: cannot be removed"):
+            path.unlink()
+        sync(path.parent)
+
+
+def packed(salt: str, record: Record) -> bytes:
+    """Return the line of a record."""
+    rest = json.dumps(record, separators=(",", ":"), default=_number).encode()
+    return b"%08x %s\n" % (zlib.crc32(salt.encode() + rest), rest)
+
+
+def _number(value: Any) -> Any:
+    """The Python number of a number of numpy."""
+    return value.item()
+
+
+def _lines(raw: bytes) -> Iterator[tuple[bytes, int]]:
+    """The whole lines, without their ends, and where the next one begins."""
+    start = 0
+    while (stop := raw.find(b"\n", start)) >= 0:
+        yield raw[start:stop], stop + 1
+        start = stop + 1
+
+
+def _unpacked(line: bytes, salt: str | None) -> Record | None:
+    """The record of a line, None if it is damaged; a first line has its own salt in it."""
+    crc, _, rest = line.partition(b" ")
+    try:
+        record = json.loads(rest)
+        if not isinstance(record, list) or not record:
+            return None
+        own = str(record[-1]) if salt is None else salt
+        return record if crc == b"%08x" % zlib.crc32(own.encode() + rest) else None
+    except ValueError:
+        return None
+
+
+class JournalFile:
+    """A journal that is being written, by one thread."""
+
+    def __init__(self, path: Path, fd: int, journal: Journal) -> None:
+        self._path, self._fd, self._salt, self._end = path, fd, journal.salt, journal.end
+
+    @classmethod
+    def create(cls, path: Path, job: Json, settings: Json) -> JournalFile:
+        """Begin a journal, which gets its name when its first line is on the disk. QConvertError if not."""
+        salt = os.urandom(8).hex()
+        line = packed(salt, ["h", job, settings, salt])
+        new = path.with_name(f"{path.name}.new")
+        with explained(f"{path}: cannot be created"):
+            fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666)
+            try:
+                write_exactly(fd, memoryview(line), 0, str(path))
+                os.fsync(fd)
+                new.replace(path)
+                sync(path.parent)
+            except BaseException:
+                os.close(fd)
+                new.unlink(missing_ok=True)
+                raise
+        return cls(path, fd, Journal(job, settings, salt, (), len(line)))
+
+    @classmethod
+    def reopen(cls, path: Path, journal: Journal) -> JournalFile:
+        """Go on with a journal; what does not count in it is cut off. QConvertError if that fails."""
+        with explained(f"{path}: cannot be opened"):
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+            try:
+                os.ftruncate(fd, journal.end)
+                os.fsync(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+        return cls(path, fd, journal)
+
+    def append(self, records: Iterable[Record]) -> None:
+        """Add a group and wait until it is on the disk; QConvertError if that fails, which is final."""
+        lines = [packed(self._salt, record) for record in records]
+        lines.append(packed(self._salt, ["c", len(lines)]))
+        data = b"".join(lines)
+        write_exactly(self._fd, memoryview(data), self._end, str(self._path))
+        sync_data(self._fd, self._path.name)
+        self._end += len(data)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def sync_data(fd: int, name: str) -> None:
+    """Wait until the bytes of a file are on the disk, whatever else is known of it; QConvertError if not."""
+    with explained(f"{shown(name)}: cannot be written to disk"):
+        getattr(os, "fdatasync", os.fsync)(fd)  # macOS has no fdatasync
+
+
+class GroupCommit:
+    """Brings finished work to the disk in the background, and then its records into the journal.
+
+    After an error nothing is tried again: the system may have dropped what it could not write, and say that
+    all is well the next time. The error is raised by the next call. `committed` are the bytes of work in the
+    journal.
+    """
+
+    def __init__(self, journal: JournalFile, flush: Callable[[], None]) -> None:
+        """`flush` waits until all that was written so far is on the disk."""
+        self._journal, self._flush = journal, flush
+        self._changed = threading.Condition()
+        self._waiting: list[Record] = []
+        self._nbytes = 0
+        self.committed = 0
+        self._closing = False
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def add(self, record: Record, nbytes: int = 0) -> None:
+        """Take a record of work that is done, of so many written bytes; from one thread."""
+        with self._changed:
+            if self._failed is not None:
+                raise self._failed
+            self._waiting.append(record)
+            self._nbytes += nbytes
+            if self._nbytes >= GROUP_BYTES:
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Commit what waits, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        if self._failed is not None:
+            raise self._failed
+
+    def _run(self) -> None:
+        last = False
+        while not last:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing or self._nbytes >= GROUP_BYTES, GROUP_SECONDS)
+                # Taken before flushing: what they speak of has been written by now.
+                taken, self._waiting = self._waiting, []
+                nbytes, self._nbytes = self._nbytes, 0
+                last = self._closing
+            try:
+                if taken:
+                    self._flush()
+                    self._journal.append(taken)
+                    self.committed += nbytes
+            except BaseException as error:
+                with self._changed:
+                    self._failed = error
+                return
+
+
+@contextmanager
+def committing(journal: JournalFile, flush: Callable[[], None]) -> Iterator[GroupCommit]:
+    """A group commit that ends with its block, which it lets fail with its own error."""
+    group = GroupCommit(journal, flush)
+    try:
+        yield group
+        group.close()
+    except BaseException:
+        with suppress(QConvertError):
+            group.close()  # no thread outlives the files that it flushes
+        raise

@@ -1,0 +1,81 @@
+"""Ends a command on SIGTERM and Ctrl-C: once so that what is done is kept, twice at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Timer
+from types import FrameType
+from typing import Any
+
+INTERRUPTED = 128 + signal.SIGINT
+# Schedulers kill 10 to 30 seconds after SIGTERM; a block that is being computed may take longer than this.
+SECONDS_TO_END = 4.0
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal has ended the command; `message` says what it left, where it left something."""
+
+    def __init__(self, signum: int = signal.SIGINT, message: str = "") -> None:
+        super().__init__()
+        self.signum, self.message = signum, message
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signum
+
+
+class _State:
+    """The signal that came, and what a command says that has to end before its threads do."""
+
+    signum: int | None = None
+    farewell: Callable[[], str] | None = None
+
+
+def _receive(signum: int, frame: FrameType | None) -> None:
+    if _State.signum is not None:
+        os._exit(128 + signum)
+    _State.signum = signum
+    if _State.farewell is not None:
+        timer = Timer(SECONDS_TO_END, _leave)
+        timer.daemon = True
+        timer.start()
+    raise Stopped(signum)
+
+
+def _leave() -> None:
+    """End the process, whatever its threads are computing, unless the work is over already."""
+    if _State.farewell is not None and _State.signum is not None:
+        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{_State.farewell()}\n".encode())
+        os._exit(128 + _State.signum)
+
+
+@contextmanager
+def handled() -> Iterator[None]:
+    """Raises Stopped in the main thread for the first signal, and leaves the process on the second.
+
+    A signal that the process was told to ignore stays ignored, as Ctrl-C is in the background of a shell.
+    """
+    before: dict[int, Any] = {}
+    _State.signum = None
+    for each in (signal.SIGTERM, signal.SIGINT):
+        if each is signal.SIGTERM or signal.getsignal(each) is not signal.SIG_IGN:
+            before[each] = signal.signal(each, _receive)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def ending_in_time(farewell: Callable[[], str]) -> Iterator[None]:
+    """Around work that can be killed: it ends a few seconds after a signal, with this message."""
+    _State.farewell = farewell
+    try:
+        yield
+    finally:
+        _State.farewell = None

@@ -1,0 +1,132 @@
+"""Says what tells one job from another: everything that the bytes of its output depend on.
+
+A run goes on with what an earlier one left only where all of it is the same; else two halves of different
+models would make one file. Names and times of files do not count, their contents do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qconvert.calibrate.calibration import Calibration, PlannedStatistics
+from qconvert.convert.job import Job, OpenedModel
+from qconvert.core.dtypes import Json
+from qconvert.core.version import NUMERICS, __version__
+from qconvert.formats.io.journal import VERSION
+from qconvert.formats.io.local_file import open_regular, read_exactly
+from qconvert.formats.io.planned_files import FilePlan
+from qconvert.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from qconvert.core.statistics import StatisticsSource
+    from qconvert.plan.request import Request
+
+# What of a file's contents is hashed: two fine-tunes of one model differ everywhere.
+SAMPLES = 16
+SAMPLE_BYTES = 4 << 10
+
+
+def identity(job: Job, files: Iterable[FilePlan]) -> Json:
+    """The facts, by name, as JSON has them; those first that say most where they differ."""
+    from qconvert.convert.precompile import fingerprint
+
+    request, calibration = job.compiled.request, job.calibration
+    facts: dict[str, Any] = {
+        "source": _source(job.source),
+        "request": _request(request),
+        "statistics": _calibrated(calibration) if calibration else _statistics(request, job.compiled.plan),
+        "files": {file.name: _file(file) for file in files},
+        "plan": _hashed(map(repr, job.compiled.plan.units)),
+        "version": {"qconvert": __version__, "numerics": NUMERICS, "journal": VERSION},
+        "kernels": fingerprint(job.compiled.plan),
+    }
+    if calibration is not None:
+        from qconvert.convert.calibrated import torch_record
+
+        facts["torch"] = torch_record()
+    found: Json = json.loads(json.dumps(facts))
+    return found
+
+
+def sample_hash(path: Path, size: int) -> str:
+    """The SHA-256 of 16 windows of 4 KiB of a file, spread evenly from its first bytes to its last.
+
+    Where they lie depends on the size alone.
+    """
+    fd = open_regular(path)
+    try:
+        last = max(0, size - SAMPLE_BYTES)
+        window = memoryview(bytearray(min(SAMPLE_BYTES, size)))
+        digest = sha256()
+        for number in range(SAMPLES):
+            read_exactly(fd, window, last * number // (SAMPLES - 1), path.name)
+            digest.update(window)
+        return digest.hexdigest()
+    finally:
+        os.close(fd)
+
+
+def _source(source: OpenedModel) -> Json:
+    """A revision on the Hub, which does not change; of local files, sizes, headers and samples."""
+    files, location = source.checkpoint.files.files, source.location
+    if location.repo_id is not None:
+        names = [file.path.name for file in files]
+        return {"repository": location.repo_id, "commit": location.commit, "files": names}
+    return {
+        file.path.name: {
+            "bytes": file.size,
+            "header": file.header_sha256,
+            "sample": sample_hash(file.path, file.size),
+        }
+        for file in files
+    }
+
+
+def _request(request: Request) -> Json:
+    """What was asked for; the statistics are told apart by their numbers."""
+    asked = {each.name: getattr(request, each.name) for each in fields(request) if each.name != "statistics"}
+    recipe = asked.pop("recipe")
+    return {**{name: repr(value) for name, value in asked.items()}, "recipe": recipe.to_json()}
+
+
+def _file(file: FilePlan) -> Json:
+    """Offsets follow from the header of safetensors, but not from that of every format."""
+    return {
+        "bytes": file.size,
+        "header": sha256(file.head).hexdigest(),
+        "offsets": _hashed(f"{name} {offset}" for name, offset in file.offsets.items()),
+    }
+
+
+def _statistics(request: Request, plan: Plan) -> Json | None:
+    source = request.statistics
+    if source is None or isinstance(source, PlannedStatistics):
+        return None
+    return {"numbers": _hashed(_numbers(source, plan))}
+
+
+def _numbers(source: StatisticsSource, plan: Plan) -> Iterator[bytes]:
+    for key in (key for unit in plan.units for key in unit.statistics):
+        yield repr(key).encode()
+        yield source.second_moments(key).tobytes()
+
+
+def _calibrated(calibration: Calibration) -> Json:
+    apart = ("tokens_BT", "text")
+    named = {each.name: getattr(calibration, each.name) for each in fields(calibration)}
+    text = {"tokens": _hashed([calibration.tokens_BT.tobytes()]), "shape": calibration.tokens_BT.shape}
+    return {**{name: value for name, value in named.items() if name not in apart}, "text": text}
+
+
+def _hashed(parts: Iterable[str | bytes]) -> str:
+    digest = sha256()
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    return digest.hexdigest()

@@ -1,0 +1,94 @@
+"""Gathers what a run reports: the blocks that are written, and what the output lost by them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
+from typing import TYPE_CHECKING
+
+from qconvert.ops import OutputError
+from qconvert.plan.plan import Unit
+
+if TYPE_CHECKING:
+    from qconvert.quant.affine import QuantError
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRows:
+    """Rows of one array, or the columns [column, column + width) of them, with their CRC-32 if one was
+    asked for.
+    """
+
+    name: str
+    start: int
+    rows: int
+    width: int
+    crc32: int | None
+    column: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDone:
+    """One block of a unit is written, that of so many `rows` of the output from `start` on; `last` marks the
+    unit's last one to finish.
+
+    `code_error` is how far a weight has moved at most, in units of its quantization step, on the way to
+    another quantization format, `output_error` what the output of its linear loses, where codes were chosen
+    together.
+    """
+
+    unit: Unit
+    start: int
+    rows: int
+    bytes_read: int
+    parts: tuple[WrittenRows, ...]
+    error: QuantError | None
+    last: bool
+    code_error: float = 0.0
+    output_error: OutputError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a run, gathered from its events, by name: every part written of an array, and for
+    outputs the error of quantizing, the most that kept codes moved a weight (0 is exact), and the error of
+    a linear's output where codes were chosen together.
+
+    Both errors are there once the outcome is `settled`.
+    """
+
+    written: dict[str, list[WrittenRows]] = field(default_factory=lambda: defaultdict(list))
+    errors: dict[str, QuantError] = field(default_factory=dict)
+    code_errors: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    output_errors: dict[str, OutputError] = field(default_factory=dict)
+    _blocks: dict[str, list[tuple[int, QuantError | None, OutputError | None]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
+
+    def add(self, done: BlockDone) -> None:
+        """Take in the event of one block."""
+        name = done.unit.output.name
+        for part in done.parts:
+            self.written[part.name].append(part)
+        self.code_errors[name] = max(self.code_errors[name], done.code_error)
+        if done.error is not None or done.output_error is not None:
+            self._blocks[name].append((done.start, done.error, done.output_error))
+
+    def settle(self, units: Iterable[Unit]) -> None:
+        """Sum errors in the order of the plan's units and their rows, in whichever they were made."""
+        for name in (unit.output.name for unit in units):
+            blocks = sorted(self._blocks.pop(name, ()), key=lambda block: block[0])
+            errors = [error for _, error, _ in blocks if error is not None]
+            if errors:
+                self.errors[name] = reduce(add, errors)
+            output_errors = [error for _, _, error in blocks if error is not None]
+            if output_errors:
+                self.output_errors[name] = reduce(add, output_errors)
+
+    def certificates(self, units: Iterable[Unit]) -> dict[str, int]:
+        """How many tensors are exact, measured, quantized, requantized and so on, by name."""
+        found = Counter(unit.certificate(self.code_errors[unit.output.name]) for unit in units)
+        return dict(sorted(found.items()))

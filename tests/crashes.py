@@ -1,0 +1,150 @@
+"""Kills a command at one of its calls that change files, as `kill -9` or a power cut would in that moment.
+
+The parent has loaded all kernels, so that a killed run takes as long as its work: it is a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from qconvert.formats.io.journal import Journal, load
+from qconvert.formats.io.planned_files import FilePlan
+
+CHANGING = (
+    "pwrite", "write", "fsync", "fdatasync", "posix_fallocate", "ftruncate",
+    "rename", "replace", "link", "unlink", "mkdir", "rmdir",
+)  # fmt: skip
+Moment = Literal["before", "torn", "after"]
+MOMENTS: tuple[Moment, ...] = ("before", "torn", "after")
+KILLED = 128 + signal.SIGKILL
+
+
+def forked(work: Callable[[], None]) -> int:
+    """Do something in a fork of this process, which says nothing; returns its exit code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            silence = os.open(os.devnull, os.O_RDWR)
+            for stream in (1, 2):
+                os.dup2(silence, stream)
+            work()
+            code = 0
+        except SystemExit as ending:
+            code = ending.code if isinstance(ending.code, int) else 98
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def killed(work: Callable[[], object], call: int, moment: Moment) -> int:
+    """Do something in a fork that dies at the call of this number, counted from 0; its exit code."""
+
+    def dying() -> None:
+        _die_at(call, moment)
+        work()
+
+    return forked(dying)
+
+
+def running(*args: object) -> Callable[[], object]:
+    """What runs `qconvert ARGS`."""
+    from qconvert.cli import main
+
+    return lambda: main([str(arg) for arg in args])
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many such calls there are; threads make it differ a little from run to run."""
+    told, tell = os.pipe()
+
+    def counting() -> None:
+        counted = _die_at(sys.maxsize, "before")
+        try:
+            work()
+        finally:
+            count = next(counted)
+            os.write(tell, b"%d" % count)
+
+    forked(counting)
+    found = int(os.read(told, 20))
+    os.close(told)
+    os.close(tell)
+    return found
+
+
+def _die_at(call: int, moment: Moment) -> Iterator[int]:
+    """Let this process die at one of its calls; counts those of all threads."""
+    counted, lock = iter(range(sys.maxsize)), threading.Lock()
+
+    def deadly(real: Callable[..., Any], tears: bool) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                if next(counted) != call:
+                    return real(*args, **kwargs)
+                if moment == "torn" and tears:
+                    real(args[0], memoryview(args[1])[: len(args[1]) // 2], *args[2:])
+                elif moment == "after":
+                    real(*args, **kwargs)
+                os._exit(KILLED)
+
+        return called
+
+    for name in CHANGING:
+        setattr(os, name, deadly(getattr(os, name), name in ("pwrite", "write")))
+    return counted
+
+
+def false_claims(journal: Journal, folder: Path, files: Sequence[FilePlan]) -> list[str]:
+    """What a journal says of rows that the partial files, by their names in the plan, do not hold."""
+    homes = {name: file for file in files for name in file.specs}
+    found = []
+    for record in journal.records:
+        for name, start, rows, width, crc, column in record[-1] if record[0] == "b" else ():
+            file = homes[name]
+            spec, raw = file.specs[name], (folder / file.name).read_bytes()
+            size = spec.dtype.nbytes
+            begin = file.offsets[name] + start * spec.width * size
+            whole = memoryview(raw)[begin : begin + rows * spec.width * size]
+            stride = spec.width * size
+            lines = (whole[i * stride + column * size :][: width * size] for i in range(rows))
+            actual = 0
+            for line in lines:
+                actual = zlib.crc32(line, actual)
+            if actual != crc:
+                found.append(f"{name} rows {start} to {start + rows}")
+    return found
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def journal_of(out: Path) -> Journal | None:
+    """The journal of an unfinished output."""
+    if out.suffix == ".gguf":
+        return load(out.with_name(f"{out.name}.partial-journal"))
+    return load(out.with_name(f"{out.name}.partial") / ".qconvert-journal")
+
+
+@contextlib.contextmanager
+def groups_of(nbytes: int) -> Iterator[None]:
+    """Close groups of the journal after so many bytes: of tiny models, several."""
+    from qconvert.formats.io import journal
+
+    before, journal.GROUP_BYTES = journal.GROUP_BYTES, nbytes
+    try:
+        yield
+    finally:
+        journal.GROUP_BYTES = before
