@@ -77,3 +77,19 @@ def _neighbours(cells_OC: np.ndarray, points_GC: np.ndarray, distances: int) -> 
     row_M, point_M = np.nonzero(squares_OG <= farthest_O[:, None])
     order_M = np.lexsort((point_M, squares_OG[row_M, point_M], row_M))
     return row_M[order_M], point_M[order_M]
+
+
+def nearest_points(type_name: str) -> np.ndarray:
+    """Returns the index of a nearest point for every combination of codes, int32 [levels**cell].
+
+    A combination is the number whose digits are the codes, the first one the lowest.
+    """
+    points = lattice(type_name)
+    nearest_P = points.index_P.copy()
+    odds_NCL = points.odds.reshape(points.runs_P1[-1], -1, LANES)
+    cell = odds_NCL.shape[1]
+    place_C = round(len(nearest_P) ** (1 / cell)) ** np.arange(cell)
+    off_O = np.flatnonzero(nearest_P < 0)
+    # Neighbours begin with the nearest.
+    nearest_P[off_O] = points.index_P[(odds_NCL[points.runs_P1[off_O], :, 0] // 2) @ place_C]
+    return nearest_P
