@@ -118,7 +118,9 @@ def _round_rows(rows: Any, order_I: Any, factor_II: Any, costs_I: Any) -> None:
             for column in range(start, stop, EIGHT):
                 end = column + EIGHT
                 add_columns_of_block(factor_II, start, column, end, tile)
-                set_metric(factor_II[column:end, column:end], costs_I[column:end], rows.lattice.elements, cell)
+                set_metric(
+                    factor_II[column:end, column:end], costs_I[column:end], rows.lattice.elements, cell
+                )
                 for row in range(0, tile.size, LANES):
                     _round_cell(rows, first, row, order_I[column], column, start, tile, cell)
 
@@ -218,13 +220,13 @@ def _improve_cell(
         before = load(tile.delta, (k + e) * tile.size + row)
         gradient = fused(before, splat(damped), load(tile.sums, (j + e) * tile.size + row))
         store(cell.delta, e * LANES, before)
-        store(cell.wanted, e * LANES, gradient)
+        store(cell.q, e * LANES, gradient)
     limit = splat(_ZERO)
     for e in range(EIGHT):
-        # In the metric of the eight, the errors are at `rest` from the least loss; `base` is where w would be.
+        # In the metric of the eight, `rest` is how far the errors are from the least loss there is.
         rest, moved = splat(_ZERO), splat(_ZERO)
         for i in range(e, EIGHT):
-            rest = fused(load(cell.wanted, i * LANES), splat(back_88[i, e]), rest)
+            rest = fused(load(cell.q, i * LANES), splat(back_88[i, e]), rest)
         for i in range(e + 1):
             moved = fused(load(cell.delta, i * LANES), splat(cell.corner[i * EIGHT + e]), moved)
         store(cell.base, e * LANES, load(cell.w, e * LANES) + rest - moved)

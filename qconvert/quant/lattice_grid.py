@@ -41,8 +41,8 @@ class Lattice(NamedTuple):
     that a leaf is. `digits` uint8 [P * elements], flat: the levels of points; `numbers_L` float32: levels as
     numbers, rising; `starts_K` int32: the nearest point to every combination of levels, the first lowest.
 
-    `elements` of a cell; `signed`: numbers may be negative; `even`: of each 8 an even number is; `shift`: what
-    is added or subtracted; `free`: which of the two, each 8 elements choose.
+    `elements` of a cell; `signed`: numbers may be negative; `even`: of each 8 an even number is; `shift`: is
+    added or subtracted; `free`: which of the two, each 8 elements choose.
     """
 
     depths_N: np.ndarray

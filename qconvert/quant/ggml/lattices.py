@@ -85,7 +85,7 @@ def nearest_points(type_name: str) -> np.ndarray:
     A combination is the number whose digits are the codes, the first one the lowest.
     """
     points = lattice(type_name)
-    nearest_P = points.index_P.copy()
+    nearest_P: np.ndarray = points.index_P.copy()
     odds_NCL = points.odds.reshape(points.runs_P1[-1], -1, LANES)
     cell = odds_NCL.shape[1]
     place_C = round(len(nearest_P) ** (1 / cell)) ** np.arange(cell)
