@@ -25,7 +25,7 @@ from qconvert.quant.ggml.lattice_fields import (
     put_lattice,
     read_lattice,
 )
-from qconvert.quant.ggml.lattices import nearest_points
+from qconvert.quant.ggml.lattices import lattice_numbers, nearest_points
 
 EIGHT = 8
 """Columns whose codes are chosen at once: a cell, or two of 4 whose signs are stored together."""
@@ -108,11 +108,7 @@ def _blocks(value: GgmlRows) -> np.ndarray:
 @lru_cache
 def lattice_of(type_name: str) -> Lattice:
     """Returns the lattice of an IQ1, IQ2 or IQ3 type; its numbers are those of the gguf package."""
-    from gguf import quants
-
-    stored = getattr(quants, "IQ1_S" if type_name == "IQ1_M" else type_name)
-    stored.init_grid()
-    points_PE = stored.grid.reshape(-1, stored.grid.shape[-1]).astype(np.float32)
+    points_PE = lattice_numbers(type_name)
     numbers_L, digits = np.unique(points_PE, return_inverse=True)
     digits_PE = digits.reshape(points_PE.shape).astype(np.uint8)
     ternary = type_name.startswith("IQ1")
@@ -121,7 +117,7 @@ def lattice_of(type_name: str) -> Lattice:
         digits_PE.reshape(-1),
         numbers_L,
         nearest_points(type_name),
-        digits_PE.shape[1],
+        points_PE.shape[1],
         not ternary,
         type_name in _EVEN,
         np.float32(_SHIFT if ternary else 0),

@@ -54,13 +54,19 @@ def lattice(type_name: str) -> Lattice:
     return Lattice(index_P, np.cumsum(runs_P1, dtype=np.int32), odds_NCL.astype(np.uint8).reshape(-1))
 
 
-def _points(name: str) -> np.ndarray:
-    """Returns the codes of the points, int64 [points, cell], in the order of their indices."""
+def lattice_numbers(type_name: str) -> np.ndarray:
+    """Returns the numbers of the points of a type, float32 [points, cell], in the order of their indices."""
     from gguf import quants
 
-    stored = getattr(quants, name)
+    stored = getattr(quants, "IQ1_S" if type_name == "IQ1_M" else type_name)
     stored.init_grid()
-    numbers = stored.grid.reshape(-1, stored.grid.shape[-1])
+    numbers: np.ndarray = stored.grid.reshape(-1, stored.grid.shape[-1]).astype(np.float32)
+    return numbers
+
+
+def _points(name: str) -> np.ndarray:
+    """Returns the codes of the points, int64 [points, cell], in the order of their indices."""
+    numbers = lattice_numbers(name)
     codes: np.ndarray = np.unique(numbers, return_inverse=True)[1].reshape(numbers.shape)
     return codes
 
