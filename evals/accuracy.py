@@ -25,6 +25,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
 from qconvert.report.tables import table
 
+LATTICES = ("iq3_m", "iq3_s", "iq3_xs", "iq3_xxs", "iq2_m", "iq2_s", "iq2_xs", "iq2_xxs", "iq1_m", "iq1_s")
 ENCODINGS: dict[str, tuple[str, ...]] = {
     "int4-g128": ("quantize", "--scheme", "int4-g128"),
     "int4-g32": ("quantize", "--scheme", "int4-g32"),
@@ -33,14 +34,15 @@ ENCODINGS: dict[str, tuple[str, ...]] = {
     "nvfp4": ("convert", "--to", "compressed-tensors", "--scheme", "nvfp4"),
     **{
         name: ("to-gguf", "--type", name)
-        for name in ("q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m", "q2_k", "iq2_xs")
+        for name in ("q6_k", "q5_k_m", "q4_k_m", "iq4_xs", "q3_k_m", "q2_k", *LATTICES)
     },
 }
 """The commands that write an encoding, by its name."""
 METHODS = ("nearest", "weighted", "awq", "feedback", "two-sided")
 """`weighted` is nearest codes with scales weighed by statistics of `qconvert calibrate`; `awq` reads the same
 statistics."""
-NEEDS_STATISTICS = ("iq2_xs",)
+NEEDS_STATISTICS = LATTICES[2:]
+"""What is not written without statistics, which feedback measures itself."""
 
 
 @click.command("accuracy")
@@ -99,13 +101,13 @@ def accuracy(
 
 def _flags(encoding: str, method: str, statistics: Path, read: Sequence[str]) -> tuple[str, ...] | None:
     """The options of a method; None where an encoding cannot be had by it."""
-    if method in ("nearest", "weighted"):
-        if method == "nearest" and encoding in NEEDS_STATISTICS:
-            return None
-        return () if method == "nearest" else ("--calibration", str(statistics))
+    if method == "nearest":
+        return None if encoding in NEEDS_STATISTICS else ()
+    if method == "weighted":
+        return "--calibration", str(statistics)
     if method == "awq":
-        return ("--method", method, "--calibration", str(statistics))
-    return None if encoding in NEEDS_STATISTICS else ("--method", method, *read)
+        return "--method", method, "--calibration", str(statistics)
+    return "--method", method, *read
 
 
 def _written(model: str, encoding: str, flags: Sequence[str], path: Path) -> Run:

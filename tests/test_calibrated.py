@@ -35,7 +35,7 @@ from qconvert.plan.passes.transcode import Target
 from qconvert.plan.recipe import Recipe
 from qconvert.plan.request import GGUFTarget, Request
 from qconvert.quant.dequantize import numbers
-from qconvert.quant.hessian import factor
+from qconvert.quant.hessian import eights_when_asked, factor
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder
 from tests.commands import qconvert
@@ -110,6 +110,7 @@ KINDS = (
     "gguf-q2_k",
     "gguf-q4_0",
     "gguf-iq4_xs",
+    "gguf-iq3_s",
     "compressed-tensors:mxfp4",
     "compressed-tensors:nvfp4",
     "compressed-tensors:fp8-block",
@@ -134,7 +135,9 @@ def test_less_is_lost_on_tokens_that_no_statistics_saw(kind: str, model: Path, t
     assert all(error.made <= error.plain <= error.energy for error in errors.values())
 
 
-@pytest.mark.parametrize("kind", ["int4-g128", "int4-g128 fused", "gguf-q4_k_m", "compressed-tensors:nvfp4"])
+@pytest.mark.parametrize(
+    "kind", ["int4-g128", "int4-g128 fused", "gguf-q4_k_m", "gguf-iq2_xs", "compressed-tensors:nvfp4"]
+)
 def test_layers_read_what_the_output_holds(
     kind: str, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +181,7 @@ def test_a_tied_embedding_is_rounded_as_the_head_that_it_is(model: Path, llama: 
         assert head.made < 0.9 * head.plain
 
 
-@pytest.mark.parametrize("kind", ["int4-g128", "gguf-q4_k_m"])
+@pytest.mark.parametrize("kind", ["int4-g128", "gguf-q4_k_m", "gguf-iq1_s"])
 def test_threads_and_memory_change_no_byte(kind: str, model: Path, tmp_path: Path) -> None:
     outs = [output_of(tmp_path / name, kind) for name in ("one", "two")]
     for out, options in zip(outs, ({"jobs": 1}, {"jobs": 3, "max_memory": 1_000_000}), strict=True):
@@ -266,6 +269,20 @@ def test_a_gguf_says_what_it_was_calibrated_on(model: Path, tmp_path: Path) -> N
     assert calibrated_on(tmp_path / "out.gguf") == calibrated_on(tmp_path / "out") == {"ab" * 32}
 
 
+def test_rows_of_lattices_stay_alone_where_others_make_up_for_one_another(
+    model: Path, tmp_path: Path
+) -> None:
+    """Of a mixture, two-sided: codes of scalars make up for other rows, those of lattices for columns."""
+    request, unseen = request_of("gguf-iq2_xs"), text(8, seed=9)
+    wanted, lost = hidden(model, unseen), {}
+    for method in ("feedback", "two-sided"):
+        out = tmp_path / f"{method}.gguf"
+        convert(model, out, request, Calibration(text(16), method=method))
+        lost[method] = float((hidden(out, unseen) - wanted).square().sum())
+    assert 0 < lost["two-sided"] < 1.1 * lost["feedback"]
+    assert lost["two-sided"] != lost["feedback"]
+
+
 def test_every_expert_is_rounded_with_a_hessian(tmp_path: Path) -> None:
     """Those that no token chose, with what all experts read."""
     from tests.test_experts import BIG, saved
@@ -282,8 +299,9 @@ def test_every_expert_is_rounded_with_a_hessian(tmp_path: Path) -> None:
 
 def hessian_of(x_NI: np.ndarray, held_NI: np.ndarray) -> InputHessian:
     h_II = (x_NI.T @ x_NI / len(x_NI)).astype(np.float32)
-    order_I, factor_II, _ = factor(h_II)
-    return InputHessian(h_II, order_I, factor_II, None, held_NI, held_NI)
+    order_I, factor_II, damping = factor(h_II)
+    eights = eights_when_asked(h_II, damping)
+    return InputHessian(h_II, order_I, factor_II, None, held_NI, held_NI, eights)
 
 
 @pytest.mark.parametrize(
@@ -291,8 +309,9 @@ def hessian_of(x_NI: np.ndarray, held_NI: np.ndarray) -> InputHessian:
     [
         Quantize(AffineInt(4, 64, True, DType.BF16), search=True),
         EncodeBlocks(GGMLType["Q4_K"].encoding),
+        EncodeBlocks(GGMLType["IQ2_XXS"].encoding),
     ],
-    ids=["int4", "q4_k"],
+    ids=["int4", "q4_k", "iq2_xxs"],
 )
 def test_no_row_gets_worse_on_tokens_held_out(op: Any) -> None:
     """Where the held-out inputs have nothing to do with the others, rows keep their plain codes."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qconvert.core.statistics import InputHessian
-from qconvert.quant.hessian import factor, target_shift
+from qconvert.quant.hessian import eights_when_asked, factor, target_shift
 
 # Rows held out of a Hessian; a relative error of sqrt(2 / 2048) = 3 % in what is decided with them.
 MOST_HELD = 2048
@@ -92,7 +92,8 @@ class InputSums:
             share = _share(shift_II, held_NI, held_read_NI)
             shift_II *= np.float32(share)
             shift_II[np.diag_indices(width)] += np.float32(1 - share)
-        return InputHessian(hessian_II, order_I, factor_II, shift_II, held_NI, held_read_NI)
+        eights = eights_when_asked(hessian_II, used_damping)
+        return InputHessian(hessian_II, order_I, factor_II, shift_II, held_NI, held_read_NI, eights)
 
 
 def _share(shift_II: np.ndarray, held_NI: np.ndarray, held_read_NI: np.ndarray) -> float:

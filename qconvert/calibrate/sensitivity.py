@@ -25,7 +25,7 @@ import numpy as np
 from qconvert.calibrate.moments import GradientMoments, InputMoments, InputStatistics
 from qconvert.core.dtypes import Json
 from qconvert.core.statistics import EMBED, HEAD, InputHessian, StatisticsKey
-from qconvert.quant.hessian import NotPositiveDefinite, factor
+from qconvert.quant.hessian import NotPositiveDefinite, eights_when_asked, factor
 
 if TYPE_CHECKING:
     from qconvert.calibrate.gradients import TableGradients
@@ -193,11 +193,12 @@ def _factored(moments: SecondMoments, damping: float) -> InputHessian | None:
     if moments.hessian_II is None or moments.held_NI is None:
         return None
     try:
-        order_I, factor_II, _ = factor(moments.hessian_II, damping)
+        order_I, factor_II, used_damping = factor(moments.hessian_II, damping)
     except NotPositiveDefinite:
         return None
     held_NI = moments.held_NI
-    return InputHessian(moments.hessian_II, order_I, factor_II, None, held_NI, held_NI)
+    eights = eights_when_asked(moments.hessian_II, used_damping)
+    return InputHessian(moments.hessian_II, order_I, factor_II, None, held_NI, held_NI, eights)
 
 
 def stored_sensitivities(gradients: GradientMoments, statistics: InputStatistics) -> Iterator[Sensitivity]:

@@ -34,10 +34,9 @@ from qconvert.core.protocols import Rows
 from qconvert.core.statistics import InputHessian, RowStatistics, StatisticsKey
 from qconvert.core.values import DenseRows, Value
 from qconvert.ops import EncodeBlocks, EncodeTable, Quantize
-from qconvert.ops.calibrated import PRODUCT_ROWS
+from qconvert.ops.calibrated import PRODUCT_ROWS, is_rounded_together
 from qconvert.plan.plan import Plan, Unit
 from qconvert.quant.dequantize import numbers
-from qconvert.quant.point_grid import has_points
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
 from qconvert.runtime.load import load_decoder
@@ -167,7 +166,7 @@ def _loss(unit: Unit, key: StatisticsKey, hessian: InputHessian, reader: Rows) -
 def chosen_together(unit: Unit) -> bool:
     """Whether a unit's codes are chosen on a text."""
     encodings = [op.encoding for op in unit.ops if isinstance(op, Quantize | EncodeBlocks | EncodeTable)]
-    return bool(unit.statistics) and keeps_rows(unit) and all(map(has_points, encodings))
+    return bool(unit.statistics) and keeps_rows(unit) and all(map(is_rounded_together, encodings))
 
 
 def keeps_rows(unit: Unit) -> bool:

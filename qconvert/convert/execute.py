@@ -108,7 +108,7 @@ def _refuse_idle(plan: Plan, calibration: Calibration) -> None:
     if not any(map(chosen_together, plan.units)):
         raise BadRecipe(
             f"--method {calibration.method}: no weight gets new codes that could be chosen together",
-            "leave it out, or name an encoding of integers, 4-bit floats or a GGUF type from Q2_K to Q8_0",
+            "leave it out, or name an encoding of integers, 4-bit floats or a GGUF type from IQ1 to Q8_0",
         )
 
 

@@ -6,6 +6,7 @@ container gives its weight, so that one file of statistics serves every output.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -88,7 +89,8 @@ class InputHessian:
     `factor_II` float32: M, unit upper triangular, of the damped Hessian H = M D M^T, its rows and columns in
     that order. `shift_II` float32: what weights are multiplied by so that the quantized linear gives for x~
     what the linear gave for x; None where the two are one. `held_NI` float32: x of tokens that are in none of
-    the above, `held_read_NI` their x~.
+    the above, `held_read_NI` their x~. `eights` gives what `quant.hessian.factor_eights` returns of the same
+    Hessian, computed when it is first asked for; None where codes of eight columns are not chosen at once.
     """
 
     hessian_II: np.ndarray
@@ -97,6 +99,7 @@ class InputHessian:
     shift_II: np.ndarray | None
     held_NI: np.ndarray
     held_read_NI: np.ndarray
+    eights: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

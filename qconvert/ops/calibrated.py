@@ -13,8 +13,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType
+from qconvert.core.encodings import Encoding
 from qconvert.core.statistics import InputHessian, OutputHessian
-from qconvert.core.values import DenseRows, Value
+from qconvert.core.values import DenseRows, GgmlRows, Value
 from qconvert.ops.base import Finding, OutputError
 
 if TYPE_CHECKING:
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 SWEEPS = 2
 # Rows of a product: always as many, so that a row's sums do not depend on the block it is in.
 PRODUCT_ROWS = 64
+
+
+def is_rounded_together(encoding: Encoding) -> bool:
+    """Whether codes of an encoding can be chosen one after another, or eight columns after eight."""
+    from qconvert.quant.lattice_grid import has_lattice
+    from qconvert.quant.point_grid import has_points
+
+    return has_points(encoding) or has_lattice(encoding)
 
 
 def round_together(
@@ -35,15 +44,14 @@ def round_together(
 
     With `outputs`, whose blocks begin at the first row, blocks of rows are kept or not, else single rows.
     The finding is that of the plain codes, with the error of the output. Rows with NaN or Inf, and encodings
-    whose codes cannot be chosen one after another (`has_points`), keep their plain codes and have none.
+    of which `is_rounded_together` says no, keep their plain codes and have none.
     """
     import numpy as np
 
     from qconvert.quant.casts import cast
-    from qconvert.quant.point_grid import has_points
 
     plain, finding = encode(value)
-    if finding.nonfinite >= 0 or isinstance(plain, DenseRows) or not has_points(plain.encoding):
+    if finding.nonfinite >= 0 or isinstance(plain, DenseRows) or not is_rounded_together(plain.encoding):
         return plain, finding
     wide_RI = np.ascontiguousarray(cast(value, DType.F32)[0].rows_RI)
     made = _rounded(wide_RI, given, outputs, encode)
@@ -93,12 +101,15 @@ def _rounded(
     encode: Callable[[DenseRows], tuple[Value, Finding]],
 ) -> Value:
     from qconvert.quant.feedback import round_with_feedback, sweep
+    from qconvert.quant.lattice_grid import has_lattice
     from qconvert.quant.point_grid import point_grid, with_codes
     from qconvert.quant.two_sided import round_row_blocks
 
     if given.shift_II is not None:
         w_RI = _product(w_RI, given.shift_II)
     start, _ = encode(DenseRows(w_RI, DType.F32))
+    if isinstance(start, GgmlRows) and has_lattice(start.encoding):
+        return _rounded_cells(w_RI, given, start)
     grid = point_grid(start)
     if outputs is not None:
         both = (given.order_I, given.factor_II, outputs.order_BR, outputs.factor_BRR)
@@ -106,6 +117,19 @@ def _rounded(
     codes_RI = round_with_feedback(w_RI, given.order_I, given.factor_II, grid)
     codes_RI = sweep(w_RI, codes_RI, given.hessian_II, given.order_I, grid, SWEEPS)
     return with_codes(start, codes_RI)
+
+
+def _rounded_cells(w_RI: np.ndarray, given: InputHessian, start: GgmlRows) -> Value:
+    """Rows of a lattice's points, those of a row together: rows do not make up for one another."""
+    from qconvert.quant.cell_feedback import round_cells, sweep_cells
+    from qconvert.quant.lattice_grid import lattice_grid, with_lattice_codes
+
+    assert given.eights is not None
+    order_I, factor_II, costs_I = given.eights()
+    grid = lattice_grid(start)
+    codes = round_cells(w_RI, order_I, factor_II, costs_I, grid)
+    codes = sweep_cells(w_RI, codes, given.hessian_II, order_I, grid, SWEEPS)
+    return with_lattice_codes(start, codes)
 
 
 def _worse_rows(plain_R: np.ndarray, made_R: np.ndarray, together: int) -> np.ndarray:

@@ -23,17 +23,18 @@ from qconvert.quant.nearest_points import finite, nearest_point, point
 from qconvert.quant.point_grid import PointGrid
 from qconvert.quant.row_tiles import (
     BLOCK,
+    add_changes,
     add_columns_of_block,
-    add_to_sums,
     grid_rows,
     load_column,
     load_scales,
     make_tile,
     store_column,
+    sum_all_columns,
     sum_columns_before,
 )
 from qconvert.quant.simd.lanes import LANES, absolute, kernel, load, routine, splat, store, where
-from qconvert.quant.simd.products import COLUMNS, PANEL, fused, packed_starts
+from qconvert.quant.simd.products import COLUMNS, fused
 
 
 def round_with_feedback(
@@ -134,10 +135,10 @@ def _sweep_rows(rows: Any, order_I: Any, h_II: Any, damped: Any, sweeps: Any) ->
         for _ in range(sweeps):
             for start in range(0, width, BLOCK):
                 order = order_I[start : min(start + BLOCK, width)]
-                _sum_all_columns(h_II, order, tile)
+                sum_all_columns(h_II, order, tile)
                 for column in range(0, order.size, COLUMNS):
                     end = min(column + COLUMNS, order.size)
-                    _add_changes(h_II, order, column, end, tile)
+                    add_changes(h_II, order, column, end, tile)
                     for j in range(column, end):
                         _improve_column(rows, first, order[j], j, h_II, damped, tile)
                         _pass_change_on(h_II[order[j]], order, j, end, tile)
@@ -151,30 +152,6 @@ def _find_errors(rows: Any, first: Any, k: Any, tile: Any) -> None:
         step, shift = load(tile.steps, scale + row), load(tile.shifts, scale + row)
         stored = point(load(tile.codes, row), step, shift, rows.points, tile.scratch)
         store(tile.delta, k * tile.size + row, finite(load(tile.w, row) - stored))
-
-
-@routine
-def _sum_all_columns(h_II: Any, order: Any, tile: Any) -> None:
-    """Makes the sums of a block of columns the errors of all columns, times H: a row of H is its column."""
-    tile.sums[:] = 0
-    width = h_II.shape[0]
-    starts = tile.starts[: (order.size + COLUMNS - 1) // COLUMNS * COLUMNS]
-    for panel in range(0, width, PANEL):
-        for c in range(starts.size):  # sums beyond the last column are not used
-            starts[c] = order[min(c, order.size - 1)] * width + panel
-        count = min(PANEL, width - panel)
-        add_to_sums(0, tile.delta, panel, h_II.ravel(), starts, 1, count, tile)
-
-
-@routine
-def _add_changes(h_II: Any, order: Any, column: Any, end: Any, tile: Any) -> None:
-    """Adds what changed in the columns of the block before, times H, to the sums of [column, end)."""
-    starts = tile.starts[:COLUMNS]
-    packed_starts(column, starts)
-    for k in range(column):
-        for c in range(COLUMNS):
-            tile.packed[k * COLUMNS + c] = h_II[order[k], order[min(column + c, end - 1)]]
-    add_to_sums(column, tile.changes, 0, tile.packed, starts, COLUMNS, column, tile)
 
 
 @routine

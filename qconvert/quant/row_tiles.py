@@ -9,7 +9,7 @@ import numpy as np
 from qconvert.quant.nearest_points import Points, as_points
 from qconvert.quant.point_grid import PointGrid
 from qconvert.quant.simd.lanes import LANES, routine
-from qconvert.quant.simd.products import COLUMNS, PANEL, ROWS, add_product, pack, rows_as_lanes
+from qconvert.quant.simd.products import COLUMNS, PANEL, ROWS, add_product, pack, packed_starts, rows_as_lanes
 
 BLOCK = 128
 """Columns between two products with all columns before."""
@@ -130,3 +130,27 @@ def add_columns_of_block(factor_II: Any, start: Any, column: Any, stop: Any, til
     starts = tile.starts[: (stop - column + COLUMNS - 1) // COLUMNS * COLUMNS]
     pack(factor_II, start, count, column, stop, tile.packed, starts)
     add_to_sums(count, tile.delta, start, tile.packed, starts, COLUMNS, count, tile)
+
+
+@routine
+def sum_all_columns(h_II: Any, order: Any, tile: Any) -> None:
+    """Makes the sums of a block of columns the errors of all columns, times H: a row of H is its column."""
+    tile.sums[:] = 0
+    width = h_II.shape[0]
+    starts = tile.starts[: (order.size + COLUMNS - 1) // COLUMNS * COLUMNS]
+    for panel in range(0, width, PANEL):
+        for c in range(starts.size):  # sums beyond the last column are not used
+            starts[c] = order[min(c, order.size - 1)] * width + panel
+        count = min(PANEL, width - panel)
+        add_to_sums(0, tile.delta, panel, h_II.ravel(), starts, 1, count, tile)
+
+
+@routine
+def add_changes(h_II: Any, order: Any, column: Any, end: Any, tile: Any) -> None:
+    """Adds what changed in the columns of the block before, times H, to the sums of [column, end)."""
+    starts = tile.starts[:COLUMNS]
+    packed_starts(column, starts)
+    for k in range(column):
+        for c in range(COLUMNS):
+            tile.packed[k * COLUMNS + c] = h_II[order[k], order[min(column + c, end - 1)]]
+    add_to_sums(column, tile.changes, 0, tile.packed, starts, COLUMNS, column, tile)

@@ -54,13 +54,19 @@ def lattice(type_name: str) -> Lattice:
     return Lattice(index_P, np.cumsum(runs_P1, dtype=np.int32), odds_NCL.astype(np.uint8).reshape(-1))
 
 
-def _points(name: str) -> np.ndarray:
-    """Returns the codes of the points, int64 [points, cell], in the order of their indices."""
+def lattice_numbers(type_name: str) -> np.ndarray:
+    """Returns the numbers of the points of a type, float32 [points, cell], in the order of their indices."""
     from gguf import quants
 
-    stored = getattr(quants, name)
+    stored = getattr(quants, "IQ1_S" if type_name == "IQ1_M" else type_name)
     stored.init_grid()
-    numbers = stored.grid.reshape(-1, stored.grid.shape[-1])
+    numbers: np.ndarray = stored.grid.reshape(-1, stored.grid.shape[-1]).astype(np.float32)
+    return numbers
+
+
+def _points(name: str) -> np.ndarray:
+    """Returns the codes of the points, int64 [points, cell], in the order of their indices."""
+    numbers = lattice_numbers(name)
     codes: np.ndarray = np.unique(numbers, return_inverse=True)[1].reshape(numbers.shape)
     return codes
 
@@ -77,3 +83,19 @@ def _neighbours(cells_OC: np.ndarray, points_GC: np.ndarray, distances: int) -> 
     row_M, point_M = np.nonzero(squares_OG <= farthest_O[:, None])
     order_M = np.lexsort((point_M, squares_OG[row_M, point_M], row_M))
     return row_M[order_M], point_M[order_M]
+
+
+def nearest_points(type_name: str) -> np.ndarray:
+    """Returns the index of a nearest point for every combination of codes, int32 [levels**cell].
+
+    A combination is the number whose digits are the codes, the first one the lowest.
+    """
+    points = lattice(type_name)
+    nearest_P: np.ndarray = points.index_P.copy()
+    odds_NCL = points.odds.reshape(points.runs_P1[-1], -1, LANES)
+    cell = odds_NCL.shape[1]
+    place_C = round(len(nearest_P) ** (1 / cell)) ** np.arange(cell)
+    off_O = np.flatnonzero(nearest_P < 0)
+    # Neighbours begin with the nearest.
+    nearest_P[off_O] = points.index_P[(odds_NCL[points.runs_P1[off_O], :, 0] // 2) @ place_C]
+    return nearest_P
