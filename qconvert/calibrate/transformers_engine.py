@@ -323,5 +323,5 @@ def _told_plainly(what: str) -> Iterator[None]:
         line = next(iter(str(error).strip().splitlines()), "")
         raise QConvertError(
             f"{what}: transformers {_version()} failed: {type(error).__name__}: {shown(line)}",
-            f"see whether it runs the model at all; another version may: {INSTALL} --upgrade",
+            f"see whether it runs the model at all; another version may: {INSTALL}",
         ) from error
