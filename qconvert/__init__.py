@@ -67,6 +67,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """The public names, whether they are loaded yet or not."""
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> Any:
     """Load a public name from the module that defines it."""
     if name not in _DEFINED:

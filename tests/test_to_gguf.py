@@ -16,7 +16,7 @@ from qconvert.core.values import DenseRows
 from qconvert.formats.gguf.reader import GGUFFile
 from qconvert.formats.io.local_file import octets
 from qconvert.quant.ggml import encode_rows
-from tests.commands import qconvert
+from tests.commands import qconvert, strict_json
 from tests.gguf_models import (
     SIZES,
     TRANSFORMERS,
@@ -177,7 +177,7 @@ def refused(folder: Path, *flags: object) -> str:
     """What a failing run said; nothing may be left in the folder it was to write to."""
     before = sorted(folder.iterdir())
     ran = qconvert("to-gguf", *flags, "-o", folder / "m.gguf")
-    assert ran.code == 1 and not ran.out, ran
+    assert ran.code == 1, ran
     assert sorted(folder.iterdir()) == before
     return ran.err
 
@@ -276,13 +276,14 @@ def test_what_half_precision_cannot_hold_is_refused(tmp_path: Path, file_type: s
     assert bf16.code == 0, bf16.err
 
 
-def test_ctrl_c_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_what_the_next_run_goes_on_with(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("qconvert.convert.containers.gguf_file.verify_files", interrupted)
     ran = qconvert("to-gguf", model, "--type", "f16", "-o", tmp_path / "m.gguf")
-    assert ran.code == 130 and not list(tmp_path.iterdir())
+    left = {path.name for path in tmp_path.iterdir()}
+    assert ran.code == 130 and left == {"m.gguf.partial", "m.gguf.partial-journal"}
 
 
 # What is printed
@@ -334,3 +335,42 @@ def test_parts_hold_what_the_whole_does(model: Path, tmp_path: Path) -> None:
     assert ran.out == f"{first}\n"
     with GGUFFile(tmp_path / "whole.gguf") as whole, GGUFFile(first) as parts:
         assert len(parts.headers) > 2 and described(whole) == described(parts)
+
+
+def test_a_pattern_that_matches_no_tensor_is_an_error(tmp_path: Path) -> None:
+    ran = qconvert(
+        "to-gguf", "embedded", "--type", "q8_0", "--tensor-type", "ffn_dwn=q6_k", "-o", tmp_path / "m.gguf"
+    )
+    assert (
+        ran.code == 1 and "'ffn_dwn': matches no tensor" in ran.err and "did you mean 'ffn_down'?" in ran.err
+    )
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_a_card_and_a_modelfile_beside_the_file(tmp_path: Path) -> None:
+    out = tmp_path / "m.gguf"
+    words = ("to-gguf", "embedded", "--type", "q8_0", "--card", "--modelfile", "-o", out)
+    assert qconvert(*words).code == 0
+    assert (tmp_path / "m.Modelfile").read_text() == "FROM ./m.gguf\n"
+    card = (tmp_path / "m.md").read_text()
+    assert (
+        card.startswith("---\nlicense: apache-2.0\n") and "q8_0" in card and "llama-server -m m.gguf" in card
+    )
+    out.unlink()
+    ran = qconvert(*words)
+    assert ran.code == 1 and "m.md: already exists" in ran.err and not out.exists()
+    assert qconvert(*words, "--overwrite").code == 0
+
+
+def test_the_list_of_types_as_json() -> None:
+    types = strict_json(qconvert("to-gguf", "--type", "list", "--json").out)["types"]
+    assert {"type": "q8_0", "base": "q8_0", "base_bits_per_weight": 8.5} in types
+
+
+def test_what_serves_the_file_is_told_after_it(tmp_path: Path) -> None:
+    assert (
+        f"next: llama-server -m {tmp_path / 'm.gguf'}"
+        in qconvert("to-gguf", "embedded", "--type", "q4_0", "-o", tmp_path / "m.gguf").err
+    )
+    assert "next: vllm serve" in qconvert("quantize", "embedded", "--bits", 4, "-o", tmp_path / "int4").err
+    assert "next:" not in qconvert("untie", "embedded", "-o", tmp_path / "untied").err

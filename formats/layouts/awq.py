@@ -45,6 +45,7 @@ TRAITS = LayoutTraits(
     readers=("vllm", "sglang", "transformers", "mlx"),
     marlin=True,
     loads="vLLM, and transformers with an AWQ backend, load",
+    serve="vllm serve",
     limits=(PLAIN_HEAD, with_packages("transformers", "gptqmodel", "accelerate")),
 )
 

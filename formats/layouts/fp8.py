@@ -37,6 +37,7 @@ TRAITS = LayoutTraits(
     stack_readers=("transformers",),
     limits=(with_packages("transformers", "accelerate"),),
     loads="vLLM, SGLang and transformers load",
+    serve="vllm serve",
     schemes="fp8 in blocks of 128 by 128",
 )
 

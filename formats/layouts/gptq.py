@@ -47,6 +47,7 @@ TRAITS = LayoutTraits(
     readers=("vllm", "sglang", "transformers"),
     marlin=True,
     loads="vLLM, and transformers with GPTQModel, load",
+    serve="vllm serve",
     one_setting=("transformers",),
     limits=(
         LoaderLimit(

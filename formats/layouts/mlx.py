@@ -48,6 +48,7 @@ TRAITS = LayoutTraits(
     readers=("mlx",),
     first_choice_of=("mlx",),
     loads="mlx-lm loads",
+    serve="mlx_lm.chat --model",
 )
 
 

@@ -261,7 +261,7 @@ def _no_class(config: Json, model_type: object, *, known: bool) -> UnsupportedMo
     fact = f"config.json: transformers {_version()} has no class for model_type {shown(repr(model_type))}"
     if "auto_map" in config:
         fact += "; the code that comes with the checkpoint (auto_map) is not run"
-    return UnsupportedModel(fact, f"a newer transformers may have one: {INSTALL} --upgrade")
+    return UnsupportedModel(fact, f"a newer transformers may have one: {INSTALL}")
 
 
 def _require_memory(nbytes: int) -> None:
@@ -323,5 +323,5 @@ def _told_plainly(what: str) -> Iterator[None]:
         line = next(iter(str(error).strip().splitlines()), "")
         raise QConvertError(
             f"{what}: transformers {_version()} failed: {type(error).__name__}: {shown(line)}",
-            f"see whether it runs the model at all; another version may: {INSTALL} --upgrade",
+            f"see whether it runs the model at all; another version may: {INSTALL}",
         ) from error

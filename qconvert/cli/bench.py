@@ -87,7 +87,9 @@ def command(
             click.echo(f"measured {model}", err=True)
     if as_json:
         asked = {"prompt": prompt, "generate": generate, "rounds": rounds}
-        click.echo(json.dumps({"schema": 1, **asked, "models": [each.to_json() for each in found]}))
+        click.echo(
+            json.dumps({"schema": 1, "ok": True, **asked, "models": [each.to_json() for each in found]})
+        )
         return
     head = ["model", "weights", f"prompt {prompt}, tokens/s", f"generate {generate}, tokens/s", "peak memory"]
     rows = [[each.model, size(each.weight_bytes), *_rates(each), size(each.peak_bytes)] for each in found]

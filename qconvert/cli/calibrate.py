@@ -284,6 +284,7 @@ def _print(stored: StoredStatistics, targets: Targets, seconds: float, flags: di
     if flags["as_json"]:
         record = {
             "schema": 1,
+            "ok": True,
             "outputs": [str(path) for path in targets.paths],
             "model": dict(stored.model),
             "texts": list(stored.texts),

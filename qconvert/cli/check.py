@@ -65,6 +65,7 @@ def command(
         verdict = "fails" if errors else "loads only with" if needs else "loads"
         asked = {
             "schema": 1,
+            "ok": not errors,
             "model": model,
             "for": loader,
             "tp": tp,

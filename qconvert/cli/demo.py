@@ -79,7 +79,7 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
     report = replace(report, command=command_line(), weights=tuple(errors))
     write_report(report, out / "report")
     if as_json:
-        click.echo(json.dumps({"schema": 1, "out": str(out), "report": report.to_json()}))
+        click.echo(json.dumps({"schema": 1, "ok": True, "out": str(out), "report": report.to_json()}))
         return
     if talks:
         click.echo()

@@ -40,7 +40,8 @@ def command(
     differ = exit_code and any(d.status != "equal" for d in differences)
     if as_json:
         rows = [_to_json(d) for d in listed]
-        found = {"schema": 1, "a": a, "b": b, "summary": summary_of(differences), "tensors": rows}
+        asked = {"schema": 1, "ok": not differ, "a": a, "b": b}
+        found = {**asked, "summary": summary_of(differences), "tensors": rows}
         end_with_json(found, failed=differ)
     head = ["tensor", "role", "status", "max", "rel. RMS", "steps"]
     if listed:

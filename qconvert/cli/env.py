@@ -38,7 +38,7 @@ def command(as_json: bool, quiet: bool) -> None:
         "cuda": _cuda(),
     }
     if as_json:
-        click.echo(json.dumps({"schema": 1, **found}))
+        click.echo(json.dumps({"schema": 1, "ok": True, **found}))
         return
     width = max(map(len, found))
     for key, value in found.items():

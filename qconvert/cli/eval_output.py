@@ -49,7 +49,7 @@ def show_reports(
 
     if as_json:
         found = [report.to_json() for report in reports]
-        record = {"schema": 1, **(found[0] if len(found) == 1 else {"reports": found})}
+        record = {"schema": 1, "ok": failure is None, **(found[0] if len(found) == 1 else {"reports": found})}
         if failure is not None:
             error = {"fact": failure.fact, "hint": failure.hint, "exit_code": failure.exit_code}
             record["error"] = error

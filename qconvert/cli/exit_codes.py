@@ -6,8 +6,10 @@ leaves with 2; what files, models, disks and the network do not allow leaves wit
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,13 +56,14 @@ def report_errors(command: click.Command, args: list[str] | None, **extra: Any) 
             ending = command.main(args=argv, prog_name="qconvert", standalone_mode=False, **extra)
             sys.stdout.flush()
     except QConvertError as error:
-        _say(argv, error.fact, error.hint, error.exit_code)
+        _say(argv, error.fact, error.hint, error.exit_code, _kind(error))
     except click.ClickException as error:
         if isinstance(error, getattr(click.exceptions, "NoArgsIsHelpError", ())):  # from click 8.2 on
             error.show()
             sys.exit(error.exit_code)
         context = getattr(error, "ctx", None)
-        _say(argv, error.format_message().rstrip("."), _how_to_call(context), error.exit_code)
+        fact = error.format_message().rstrip(".")
+        _say(argv, fact, _how_to_call(context), error.exit_code, "bad_usage")
     except (KeyboardInterrupt, click.Abort) as interrupt:
         cause = interrupt.__cause__  # click wraps what it catches
         stopped = cause if isinstance(cause, Stopped) else Stopped()
@@ -76,18 +79,28 @@ def report_errors(command: click.Command, args: list[str] | None, **extra: Any) 
         if isinstance(error, FileNotFoundError) and _folder_is_gone():
             _say(argv, "the current folder was deleted", "cd to a folder that exists", 1)
         if isinstance(error, OSError) and error.filename is not None:
-            _say(argv, f"{shown(str(error.filename))}: {error.strerror}", remedy(error), 1)
+            _say(argv, f"{shown(str(error.filename))}: {error.strerror}", remedy(error), 1, "file")
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            _mute(sys.stdout)  # which is a file on a full disk: nothing more can be said there
+            _say([], f"stdout: {error.strerror}", remedy(error), 1)
         fact = f"unexpected {type(error).__name__}: {error}"
         _say(argv, fact, "this is a bug in qconvert; set QCONVERT_DEBUG=1 for the traceback", 1)
     sys.exit(ending if isinstance(ending, int) else 0)  # click returns the code of its Exit
 
 
-def _say(argv: list[str], fact: str, hint: str, code: int) -> NoReturn:
+def _say(argv: list[str], fact: str, hint: str, code: int, kind: str = "unexpected") -> NoReturn:
+    """Print an error and leave; `kind` is its class, by which a script can tell errors apart."""
     if "--json" in argv:
-        click.echo(json.dumps({"schema": 1, "error": {"fact": fact, "hint": hint, "exit_code": code}}))
+        error = {"kind": kind, "fact": fact, "hint": hint, "exit_code": code}
+        click.echo(json.dumps({"schema": 1, "ok": False, "error": error}))
     else:
         click.echo(f"Error: {fact}\nHint: {hint}", err=True)
     sys.exit(code)
+
+
+def _kind(error: QConvertError) -> str:
+    """The class of an error in snake case: `output_exists`, `corrupt_checkpoint`, `bad_usage`."""
+    return re.sub(r"(?<!^)(?<!Q)(?=[A-Z])", "_", type(error).__name__).lower()
 
 
 def _how_to_call(context: click.Context | None) -> str:

@@ -148,6 +148,7 @@ def command(model: str, prompt: str, jobs: int | None, as_json: bool, quiet: boo
     if as_json:
         record = {
             "schema": 1,
+            "ok": True,
             "text": "".join(pieces),
             "prompt_tokens": len(ids),
             "tokens": count,

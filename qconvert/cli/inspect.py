@@ -58,7 +58,9 @@ def command(
     found = [_opened(model, revision, list_tensors, show_metadata) for model in models]
     if as_json:
         shown = [{"model": model, **each} for model, each in zip(models, found, strict=True)]
-        click.echo(json.dumps({"schema": 1, **(shown[0] if len(shown) == 1 else {"models": shown})}))
+        click.echo(
+            json.dumps({"schema": 1, "ok": True, **(shown[0] if len(shown) == 1 else {"models": shown})})
+        )
         return
     for each in found:
         for warning in each["warnings"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class Flags:
     window: int | None = None
     inputs: str = "quantized"
     pre_tokenizer: str | None = None
+    beside: tuple[str, ...] = ()
 
     @property
     def options(self) -> RunOptions:
@@ -203,6 +205,7 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     out = flags.out or job.container.default_out(suffix or (request.dtype.label if request.dtype else ""))
     if not flags.dry_run:
         job.container.check_target(out)
+        _check_beside(out, flags)
     report = report_of(job, out)
     if not flags.as_json:
         for warning in report.warnings():
@@ -218,15 +221,44 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
         return
     held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
     require_free_disk(out, job.container.bytes_needed - held)
+    if flags.talks:  # the table comes before the work, which may take hours
+        click.echo("\n".join(lines))
+        sys.stdout.flush()
+        lines = []
     compile_kernels(job.compiled.plan, talks=flags.talks)
     started = time.perf_counter()
     result = _executed(job, out, flags)
     seconds = chosen_in + time.perf_counter() - started
+    _write_beside(job, result, flags)
     with after_the_work():
         found = report.result_json(result, seconds) | extra
         _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags)
-        if flags.talks and (line := advice(job)):
+        for line in advice(job, result.path) if flags.talks else ():
             click.echo(line, err=True)
+
+
+def _check_beside(out: Path, flags: Flags) -> None:
+    if flags.beside:
+        from qconvert.convert.gguf_sidecars import check_sidecars
+
+        check_sidecars(out, flags.beside, overwrite=flags.overwrite)
+
+
+def _write_beside(job: Job, result: Result, flags: Flags) -> None:
+    """Write the card and the Modelfile that were asked for, of the file as it is read back."""
+    if not flags.beside:
+        return
+    from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.convert.gguf_sidecars import CARD, card, modelfile, sidecar
+
+    for suffix in flags.beside:
+        source = job.source
+        text = (
+            card(result.path, open_checkpoint(result.path), source.checkpoint, source.location.name)
+            if suffix == CARD
+            else modelfile(result.path)
+        )
+        sidecar(result.path, suffix).write_text(text, encoding="utf-8")
 
 
 def _tell_scaling(job: Job, flags: Flags) -> None:
@@ -313,5 +345,6 @@ def _print(
     elif flags.quiet:
         click.echo(str(path))
     else:
-        click.echo("\n".join(lines))
+        if lines:
+            click.echo("\n".join(lines))
         click.echo(verdict, err=True)

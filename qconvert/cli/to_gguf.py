@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,8 @@ UNTIL_CHOSEN = "F32"
     show_default="by GGUF's convention",
     help="Output file.",
 )
+@click.option("--card", is_flag=True, help="Write a model card beside it, NAME.md.")
+@click.option("--modelfile", is_flag=True, help="Write a Modelfile for Ollama beside it, NAME.Modelfile.")
 @click.option("--overwrite", is_flag=True, help="Replace the output file.")
 @restart_option
 @dry_run_option
@@ -99,6 +102,8 @@ def command(
     pure: bool,
     fallback: bool,
     allow_requantize: bool,
+    card: bool,
+    modelfile: bool,
     **values: Any,
 ) -> None:
     """Write MODEL as a GGUF file for llama.cpp, Ollama and programs built on them.
@@ -110,7 +115,7 @@ def command(
     from qconvert.plan.request import GGUFTarget
 
     if file_type is not None and file_type.lower() == "list":
-        _print_types()
+        _print_types(as_json=values["as_json"])
         return
     if model is None:
         raise click.UsageError("Missing argument 'MODEL'.")
@@ -133,12 +138,19 @@ def command(
             fallback=fallback,
             allow_requantize=allow_requantize,
         )
-    flags = Flags(**values)
+    flags = Flags(**values, beside=_beside(card=card, modelfile=modelfile))
     if aim is None:
         write_gguf(model, target, flags)
     else:
         request = flags.request("to-gguf", Recipe(), target=target)
         write(model, Aiming(wanted, aim, request, flags), "", flags)
+
+
+def _beside(*, card: bool, modelfile: bool) -> tuple[str, ...]:
+    """The suffixes of the files that are wanted beside the GGUF."""
+    from qconvert.convert.gguf_sidecars import CARD, MODELFILE
+
+    return tuple(suffix for suffix, wanted in ((CARD, card), (MODELFILE, modelfile)) if wanted)
 
 
 def write_gguf(model: str, target: GGUFTarget, flags: Flags) -> None:
@@ -188,10 +200,17 @@ def _written(text: str) -> GGMLType:
     return kind
 
 
-def _print_types() -> None:
+def _print_types(*, as_json: bool) -> None:
     from qconvert.plan.gguf.mixture import FILE_TYPES
     from qconvert.report.tables import table
 
     types = FILE_TYPES.values()
+    if as_json:
+        plain = [
+            {"type": t.name.lower(), "base": t.base.label, "base_bits_per_weight": t.base.bits_per_weight}
+            for t in types
+        ]
+        click.echo(json.dumps({"schema": 1, "ok": True, "types": plain}))
+        return
     rows = [[t.name.lower(), t.base.label, f"{t.base.bits_per_weight:.2f}"] for t in types]
     click.echo("\n".join(table(["type", "base", "bpw of base"], rows, left=2)))

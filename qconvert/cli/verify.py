@@ -34,7 +34,8 @@ def command(model: str, against: str | None, as_json: bool, quiet: bool, revisio
     found = verify(checkpoint, open_checkpoint_of(against, revision) if against is not None else None)
     problems, warnings = list(found.problems), list(found.warnings)
     if as_json:
-        told = {"schema": 1, "model": model, **found.findings, "problems": problems, "warnings": warnings}
+        asked = {"schema": 1, "ok": not problems, "model": model}
+        told = {**asked, **found.findings, "problems": problems, "warnings": warnings}
         end_with_json(told, failed=bool(problems))
     if not quiet:
         for line in warnings:

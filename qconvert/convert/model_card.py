@@ -30,7 +30,7 @@ def model_card(
         "---",
         f"# {name}",
         "",
-        f"Made from `{manifest['source']['name']}` with [qconvert](https://pypi.org/project/qconvert/) "
+        f"Made from `{manifest['source']['name']}` with qconvert "
         f"{manifest['tool']['version']} (`qconvert {manifest['command']}`).",
         "",
         f"{parameter_table.parameters:,} parameters in {size(parameter_table.nbytes)}, "

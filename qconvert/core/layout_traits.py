@@ -153,7 +153,7 @@ class LayoutTraits:
     integers with Marlin kernels, and compute scales in the model's dtype. `packed_zero_points` cannot be
     unpacked by transformers; loaders of `one_setting` read one for all linears of the layers, whatever else
     the config says. `method` is how the tool that it is named after chooses codes. `loads` begins the
-    sentence of a model card; `limits` are for `qconvert check`.
+    sentence of a model card, `serve` a command that serves a folder; `limits` are for `qconvert check`.
 
     Texts. `schemes` says what it stores where the generated text (`described`) does not do; `instead` is the
     hint for a layout that is not written.
@@ -181,6 +181,7 @@ class LayoutTraits:
     one_setting: tuple[str, ...] = ()
     method: str = ""
     loads: str = "qconvert reads"
+    serve: str = ""
     limits: tuple[LoaderLimit, ...] = ()
     schemes: str = ""
     instead: str = ""

@@ -74,8 +74,8 @@ class Recipe:
     embedding, False to write it out, None to leave it. `search` chooses the scale search over
     plain min-max; `allow_smaller_group` lets a row that the group size does not divide take the
     largest of 128, 64 and 32 that does; `pad_to_tp` is a number of tensor-parallel ranks, on each of which
-    the MLPs' inner features shall fill whole groups; `models` declares a model that the catalogue
-    lacks.
+    the MLPs' inner features shall fill whole groups; `architecture` declares a model that the
+    catalogue lacks.
     """
 
     scheme: Scheme | None = None

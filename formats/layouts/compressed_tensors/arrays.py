@@ -77,6 +77,7 @@ TRAITS = LayoutTraits(
     marlin=True,
     packed_zero_points=True,
     loads="transformers (`from_pretrained`) and vLLM load",
+    serve="vllm serve",
     limits=(
         LoaderLimit(
             ("sglang", "transformers"),  # vLLM unpacks by itself

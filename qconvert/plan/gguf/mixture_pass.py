@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
+from difflib import get_close_matches
 
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.ggml_types import WRITTEN, GGMLType
@@ -11,7 +13,7 @@ from qconvert.models.gguf.declaration import Facts
 from qconvert.models.gguf.families import facts_of, remarks_on
 from qconvert.models.gguf.keys import model_keys
 from qconvert.plan.gguf.encodings import is_mxfp4, own_types
-from qconvert.plan.gguf.mixture import Choice, MixFacts, choose_types, find_file_type
+from qconvert.plan.gguf.mixture import Choice, MixFacts, choose_types, find_file_type, pattern_of
 from qconvert.plan.request import KEEP, GGUFTarget
 from qconvert.plan.state import Compiled, GGUFPlan
 
@@ -40,6 +42,7 @@ def choose_block_types(state: Compiled) -> Compiled:
 def _choose(
     outputs: dict[str, ModelTensor], facts: Facts, target: GGUFTarget, *, measured: bool
 ) -> dict[str, Choice]:
+    _refuse_idle(target, outputs)
     kept = [] if target.allow_requantize else [n for n, t in outputs.items() if is_mxfp4(t.encoding)]
     return choose_types(
         target.file_type,
@@ -53,6 +56,17 @@ def _choose(
         output_tensor_type=target.output_tensor_type,
         fallback=target.fallback,
     )
+
+
+def _refuse_idle(target: GGUFTarget, names: Collection[str]) -> None:
+    """Raise BadRecipe for a pattern of --tensor-type that is found in no tensor's name."""
+    for pattern, _ in target.tensor_types:
+        if not any(pattern_of(pattern).search(name) for name in names):
+            near = get_close_matches(
+                pattern, sorted({name.split(".")[-2] for name in names if "." in name}), n=1
+            )
+            hint = f"did you mean {near[0]!r}?" if near else "`--dry-run --json` lists the names"
+            raise BadRecipe(f"--tensor-type {pattern!r}: matches no tensor", hint)
 
 
 def _kept(

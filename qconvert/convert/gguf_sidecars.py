@@ -1,0 +1,71 @@
+"""Writes what people put beside a GGUF: a model card, and a Modelfile for Ollama."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qconvert.core.version import __version__
+from qconvert.errors import OutputExists
+from qconvert.formats.huggingface.model_card_header import read_front_matter
+
+if TYPE_CHECKING:
+    from qconvert.checkpoint.open import Checkpoint
+
+CARD, MODELFILE = ".md", ".Modelfile"
+# Of the source's card; the others tell of its files.
+_KEPT_KEYS = ("license", "license_name", "license_link", "language", "base_model", "pipeline_tag")
+
+
+def sidecar(path: Path, suffix: str) -> Path:
+    """The file beside `NAME.gguf` with this suffix; numbered parts share one."""
+    stem = path.name.removesuffix(".gguf").partition("-00001-of-")[0]
+    return path.with_name(stem + suffix)
+
+
+def check_sidecars(path: Path, suffixes: tuple[str, ...], *, overwrite: bool) -> None:
+    """Raise OutputExists where one is there and may not be replaced."""
+    for suffix in suffixes:
+        beside = sidecar(path, suffix)
+        if beside.exists() and not overwrite:
+            raise OutputExists(f"{beside}: already exists", "use --overwrite, or choose another output")
+
+
+def modelfile(path: Path) -> str:
+    """The Modelfile that `ollama create` needs: Ollama takes template and parameters from the GGUF."""
+    return f"FROM ./{path.name}\n"
+
+
+def card(path: Path, written: Checkpoint, source: Checkpoint, name: str) -> str:
+    """The card of a GGUF as Markdown: front matter of the source's card, its tensors, how to run it."""
+    import yaml
+
+    from qconvert.models.parameter_table import table_of_tensors
+    from qconvert.report.tables import parameter_table_lines
+
+    said = read_front_matter(source.path) if source.path.is_dir() else {}
+    kept = {key: said[key] for key in _KEPT_KEYS if key in said}
+    header = {**kept, "tags": ["gguf", "qconvert"]}
+    rows = table_of_tensors(written.tensors, written.bind(allow_unknown=True), written.layout.traits)
+    return "\n".join(
+        [
+            "---",
+            yaml.safe_dump(header, sort_keys=False, allow_unicode=True).rstrip(),
+            "---",
+            f"# {path.stem}",
+            "",
+            f"Made from `{name}` with qconvert {__version__}.",
+            "",
+            "```",
+            *parameter_table_lines(rows),
+            "```",
+            "",
+            "## Running",
+            "",
+            "```sh",
+            f"llama-server -m {path.name}",
+            f"echo 'FROM ./{path.name}' > Modelfile && ollama create {path.stem.lower()} -f Modelfile",
+            "```",
+            "",
+        ]
+    )
