@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from qconvert.calibrate import collect
 from qconvert.calibrate.backward import measure_gradients
 from qconvert.calibrate.calibration import Calibration
-from qconvert.calibrate.collect import BATCH_BYTES, Progress, collect_statistics, windows_together
+from qconvert.calibrate.collect import Progress, collect_statistics, windows_together
 from qconvert.calibrate.fit import fitted_collection, fitted_weighing
 from qconvert.calibrate.memory import Work
 from qconvert.calibrate.memory_limit import MemoryLimit, memory_limit
@@ -130,7 +131,7 @@ def _mean_squares(
 ) -> InputStatistics:
     """What linears read of windows of tokens, measured within a memory."""
     config, window = DecoderConfig.of(checkpoint.architecture), tokens_BT.shape[1]
-    most = windows_together(config, window, BATCH_BYTES) * window
+    most = windows_together(config, window, collect.BATCH_BYTES) * window
     work = Work(config, Calibration(tokens_BT, shift=False))
     tokens, streamed = fitted_collection(work, most, _limit(max_memory, place))
     streaming = Streaming.EVERYTHING if streamed else Streaming.TABLES
