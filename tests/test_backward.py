@@ -211,7 +211,7 @@ def test_blocks_are_products_of_neighbouring_outputs() -> None:
     key, sums = StatisticsKey("mlp.up", 0), GradientSums(4)
     sums(key, g_NO[:12])
     sums(key, g_NO[12:])
-    found = sums.means(40)[key]
+    found = dict(sums.means(40))[key]
     full_OO = (g_NO.T @ g_NO / 40).numpy()
     assert found.blocks_BRR is not None and found.blocks_BRR.shape == (3, 4, 4)
     for block in range(3):

@@ -76,7 +76,6 @@ def test_sums_are_those_of_transformers_inputs(monkeypatch: pytest.MonkeyPatch) 
 def test_batches_and_files_of_activations_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids_BT = tiny("qwen3", head_dim=16), ids(5, 12)
     whole = collect_statistics(decoder_of(model), ids_BT)
-    monkeypatch.setattr(collect, "IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(collect, "BATCH_BYTES", 200_000)
     parts = collect_statistics(decoder_of(model, fused=True), ids_BT)
     for key, moments in whole.inputs.items():

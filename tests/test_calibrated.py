@@ -40,6 +40,7 @@ from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder
 from tests.commands import qconvert
 from tests.models import EMBED, tiny
+from tests.savings import saving
 
 VOCAB, WINDOW = 320, 64
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -182,10 +183,12 @@ def test_a_tied_embedding_is_rounded_as_the_head_that_it_is(model: Path, llama: 
 
 
 @pytest.mark.parametrize("kind", ["int4-g128", "gguf-q4_k_m", "gguf-iq1_s"])
-def test_threads_and_memory_change_no_byte(kind: str, model: Path, tmp_path: Path) -> None:
+def test_threads_and_rows_change_no_byte(kind: str, model: Path, tmp_path: Path) -> None:
     outs = [output_of(tmp_path / name, kind) for name in ("one", "two")]
-    for out, options in zip(outs, ({"jobs": 1}, {"jobs": 3, "max_memory": 1_000_000}), strict=True):
-        convert(model, out, request_of(kind), Calibration(text(6)), **options)
+    for out, jobs, how in zip(outs, (1, 3), ({}, {"rows_bytes": 1_000_000}), strict=True):
+        options, calibration = RunOptions(jobs=jobs), Calibration(text(6))
+        job = prepare(open_model(str(model)), request_of(kind), options, calibration=calibration)
+        execute(saving(job, **how), out)
     one, two = (out if out.is_file() else out / "model.safetensors" for out in outs)
     assert one.read_bytes() == two.read_bytes()
 

@@ -40,6 +40,7 @@ from qconvert.runtime.load import load_decoder
 from qconvert.runtime.observers import InputKey
 from tests.commands import files_of, made, qconvert
 from tests.gguf_models import transformers_model
+from tests.savings import saving
 
 ROWS = 48  # of a block: neither heads nor weights end with it
 TOKENS = np.random.default_rng(5).integers(0, 320, (64, 32))
@@ -312,8 +313,8 @@ def test_blocks_of_rows_are_kept_or_not_by_what_their_errors_cost_together() -> 
 
 def test_the_same_bytes_for_any_threads_and_memory(case: tuple[Path, Path, Request], tmp_path: Path) -> None:
     found = []
-    for number, how in enumerate([{"jobs": 1}, {"jobs": 2}, {"jobs": 2, "max_memory": 20_000}]):
-        job = job_of(case[1], case[2], **how)
+    for number, (jobs, how) in enumerate([(1, {}), (2, {}), (2, {"rows_bytes": 20_000})]):
+        job = saving(job_of(case[1], case[2], jobs=jobs), **how)
         out = tmp_path / (f"{number}.gguf" if case[2].is_gguf else str(number))
         result = execute(job, out)
         found.append(out.read_bytes() if out.is_file() else files_of(out)["model.safetensors"])

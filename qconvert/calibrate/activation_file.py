@@ -33,17 +33,21 @@ class ActivationFile:
 
     def read(self, slot: int, first: int, count: int) -> Tensor:
         """Windows [first, first + count) of a slot, float32 [B, T, D]."""
-        x_BTD = torch.empty(count, self.tokens, self.width, dtype=self.dtype)
-        read_exactly(self.fd, _octets(x_BTD), self._offset(slot, first), _NAME)
-        return x_BTD.float()
+        return self.read_part(slot, first, 0, count * self.tokens).view(count, self.tokens, self.width)
 
-    def write(self, slot: int, first: int, x_BTD: Tensor) -> None:
-        """Store windows from `first` on; QConvertError if the disk fails."""
+    def read_part(self, slot: int, first: int, start: int, stop: int) -> Tensor:
+        """Tokens [start, stop), counted from the first of a window, float32 [1, T, D]."""
+        x_TD = torch.empty(stop - start, self.width, dtype=self.dtype)
+        read_exactly(self.fd, _octets(x_TD), self._offset(slot, first, start), _NAME)
+        return x_TD.float()[None]
+
+    def write(self, slot: int, first: int, x_BTD: Tensor, start: int = 0) -> None:
+        """Store windows from `first` on, there from token `start` on; QConvertError if the disk fails."""
         stored = x_BTD.detach().to("cpu", self.dtype).contiguous()
-        write_exactly(self.fd, _octets(stored), self._offset(slot, first), _NAME)
+        write_exactly(self.fd, _octets(stored), self._offset(slot, first, start), _NAME)
 
-    def _offset(self, slot: int, window: int) -> int:
-        return (slot * self.windows + window) * self.tokens * self.width * self.dtype.itemsize
+    def _offset(self, slot: int, window: int, token: int) -> int:
+        return ((slot * self.windows + window) * self.tokens + token) * self.width * self.dtype.itemsize
 
 
 @contextmanager
@@ -61,6 +65,14 @@ def activation_file(
         yield ActivationFile(fd, windows, tokens, width, dtype)
     finally:
         os.close(fd)
+
+
+def scratch_folder(out: Path) -> Path:
+    """Where activations lie while `out` is made: beside it, or where TMPDIR points if that is set."""
+    chosen = os.environ.get("TMPDIR")
+    if chosen and Path(chosen).is_dir():
+        return Path(chosen)
+    return next(parent for parent in out.absolute().parents if parent.is_dir())
 
 
 def _octets(x: Tensor) -> memoryview:

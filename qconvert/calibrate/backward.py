@@ -42,20 +42,28 @@ def measure_gradients(
     scratch: Path,
     block_rows: int | None = None,
     stored_as: torch.dtype = torch.float32,
-    keep: Callable[[OutputGradients], OutputGradients] = lambda found: found,
+    keep: Callable[[StatisticsKey, OutputGradients], OutputGradients] = lambda key, found: found,
     observe: Observer | None = None,
+    batch_tokens: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Gradients:
     """What a backward pass over windows of tokens, int64 [W, T], finds of every linear and table.
 
     The decoder computes in float32, its layers best loaded on demand. `scratch` is a folder for
     W T D (L + 1) numbers, float32 or bfloat16 (`stored_as`); `block_rows` as in `GradientSums`. What `keep`
-    makes of a linear's gradients is kept until the end: the same with its arrays on disk, say. `observe` sees
-    the input of every linear, once. The same seed, tokens and machine give the same bytes. Raises
-    QConvertError where the disk is too small, CheckFailed for hidden states that are no numbers.
+    makes of a linear's gradients is kept until the end: the same without what it stored elsewhere, say.
+    `observe` sees the input of every linear, once; `batch_tokens` visit a layer together, BATCH_TOKENS where
+    none are asked for. The same seed, tokens and machine give the same bytes. Raises QConvertError where the
+    disk is too small, CheckFailed for hidden states that are no numbers.
     """
     with backward_pass(
-        decoder, tokens_WT, seed=seed, scratch=scratch, stored_as=stored_as, progress=progress
+        decoder,
+        tokens_WT,
+        seed=seed,
+        scratch=scratch,
+        stored_as=stored_as,
+        batch_tokens=batch_tokens,
+        progress=progress,
     ) as run:
         run.forward()
         linears: dict[StatisticsKey, OutputGradients] = {}
@@ -64,7 +72,7 @@ def measure_gradients(
             for layer in reversed(range(len(decoder.layers))):
                 sums = GradientSums(block_rows)
                 run.follow(layer, sums)
-                linears |= {key: keep(found) for key, found in sums.means(tokens_WT.numel()).items()}
+                linears |= {key: keep(key, found) for key, found in sums.means(tokens_WT.numel())}
         return Gradients(tokens_WT.numel(), seed, linears, run.tables(head))
 
 

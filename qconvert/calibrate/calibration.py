@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from qconvert.calibrate.savings import NOTHING_SAVED, Savings
 from qconvert.core.dtypes import Json
 from qconvert.core.statistics import StatisticsKey
 
@@ -39,6 +40,7 @@ class Calibration:
     Two-sided: gradients come from the first windows, of `gradient_tokens` tokens at least; `output_rows`
     consecutive rows of a weight make up for one another's errors; `output_damping` is that of E[g g^T].
     AWQ needs the mean squares of the original model's inputs alone.
+    `savings` are what it is done with to fit a memory (`fit.fitted`).
     """
 
     tokens_BT: np.ndarray
@@ -49,6 +51,7 @@ class Calibration:
     gradient_tokens: int = 16384
     output_damping: float = 0.1
     output_rows: int = 256
+    savings: Savings = NOTHING_SAVED
 
     @property
     def gradient_windows_WT(self) -> np.ndarray:
@@ -66,6 +69,7 @@ class Calibration:
             "damping": self.damping,
             "inputs": "quantized" if self.shift else "original",
             **(self._outputs if self.method == "two-sided" else {}),
+            **({"savings": self.savings.record} if self.savings.record else {}),
         }
 
     @property

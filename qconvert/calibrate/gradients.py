@@ -5,7 +5,7 @@ Legend: N rows, O out features, R rows of a block, D hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -91,16 +91,18 @@ class GradientSums:
             found_BRR = _products(g_NO, min(self.block_rows, g_NO.shape[1]))
             self.blocks[key] = self.blocks[key].add_(found_BRR) if key in self.blocks else found_BRR
 
-    def means(self, tokens: int) -> dict[StatisticsKey, OutputGradients]:
-        """The sums as means over that many tokens."""
-        return {
-            key: OutputGradients(
-                _numpy(squares_O / tokens),
-                self.rows[key],
-                _numpy(self.blocks[key] / tokens) if key in self.blocks else None,
+    def means(self, tokens: int) -> Iterator[tuple[StatisticsKey, OutputGradients]]:
+        """The sums as means over that many tokens, linear by linear; products are used up."""
+        for key, squares_O in self.squares.items():
+            blocks_BRR = self.blocks.pop(key, None)
+            yield (
+                key,
+                OutputGradients(
+                    _numpy(squares_O / tokens),
+                    self.rows[key],
+                    None if blocks_BRR is None else _numpy(blocks_BRR.div_(tokens)),
+                ),
             )
-            for key, squares_O in self.squares.items()
-        }
 
 
 def _products(g_NO: Tensor, size: int) -> Tensor:

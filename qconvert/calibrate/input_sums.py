@@ -12,13 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.core.statistics import InputHessian
-from qconvert.quant.hessian import eights_when_asked, factor, target_shift
+from qconvert.calibrate.savings import WHOLE, HessianForm
+from qconvert.core.statistics import BlockedHessian, InputHessian, Rounding
+from qconvert.quant.hessian import eights_when_asked, factor, factor_and_shift
 
 # Rows held out of a Hessian; a relative error of sqrt(2 / 2048) = 3 % in what is decided with them.
 MOST_HELD = 2048
 # Columns of a block of a Hessian; what lies below the diagonal is not computed.
 _BLOCK = 512
+# Held rows that are looked at together.
+_SHARE_ROWS = 256
 # An expert's Hessian counts as much as that of all experts together after I / 2 rows.
 _POOL_SHARE = 0.5
 # Held rows below which an expert is judged by those of all experts.
@@ -29,21 +32,37 @@ class InputSums:
     """What is summed of one input: x~^T x~ and (x - x~)^T x~ over the tokens that its Hessian is made of.
 
     With `pairs`, every row x~ that the quantized layers make comes with the row x of the same token that
-    the original ones made.
+    the original ones made. The `form` says what of the Hessian is kept: `squares` has a matrix for every
+    block of columns; `moved_II` is there with pairs, where the form has a target shift.
     """
 
-    def __init__(self, width: int, device: torch.device, *, pairs: bool) -> None:
-        self.squares_II = torch.zeros(width, width, device=device)
-        self.moved_II = torch.zeros(width, width, device=device) if pairs else None
+    def __init__(self, width: int, device: torch.device, *, pairs: bool, form: HessianForm = WHOLE) -> None:
+        self.form, self.columns = form, form.blocks(width)
+        sizes = [part.stop - part.start for part in self.columns]
+        self.squares = [torch.zeros(size, size, device=device) for size in sizes]
+        shifts = pairs and form.shift and form.columns is None
+        self.moved_II = torch.zeros(width, width, device=device) if shifts else None
         self.count = 0
         self.divided = False
         self.held: list[tuple[Tensor, Tensor]] = []
 
+    @property
+    def width(self) -> int:
+        """The columns of the input."""
+        return sum(map(len, self.squares))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the sums are."""
+        return self.squares[0].device
+
     def add(self, read_NI: Tensor, original_NI: Tensor | None) -> None:
         """Take in rows, float32 [N, I]."""
-        for start in range(0, len(self.squares_II), _BLOCK):  # the upper triangle, by blocks
-            part = slice(start, start + _BLOCK)
-            self.squares_II[part, start:].addmm_(read_NI[:, part].T, read_NI[:, start:])
+        for columns, squares_CC in zip(self.columns, self.squares, strict=True):
+            read_NC = read_NI[:, columns]
+            for start in range(0, len(squares_CC), _BLOCK):  # the upper triangle, by blocks
+                part = slice(start, start + _BLOCK)
+                squares_CC[part, start:].addmm_(read_NC[:, part].T, read_NC[:, start:])
         if self.moved_II is not None and original_NI is not None:
             # Of the difference, which is small: products of x would lose it in their rounding.
             self.moved_II.addmm_((original_NI - read_NI).T, read_NI)
@@ -52,13 +71,20 @@ class InputSums:
     def hold(self, read_NI: Tensor, original_NI: Tensor | None) -> None:
         """Keep rows for `InputHessian.held_NI`, as many as there is room for."""
         room = MOST_HELD - sum(len(rows) for rows, _ in self.held)
-        read_NI = read_NI[:room].cpu()
-        self.held.append((read_NI if original_NI is None else original_NI[:room].cpu(), read_NI))
+        if room <= 0:
+            return
+        read_NI = read_NI[:room].cpu().clone()  # not a view, which would keep the whole batch
+        self.held.append((read_NI if original_NI is None else original_NI[:room].cpu().clone(), read_NI))
+
+    def take(self, other: InputSums, weight: float = 1.0) -> None:
+        """Add `weight` times the sums of squares of another input of this form."""
+        for own_CC, other_CC in zip(self.squares, other.squares, strict=True):
+            own_CC.add_(other_CC if weight == 1.0 else other_CC * weight)
 
     @property
     def moments_I(self) -> np.ndarray:
         """The mean square of every column, float32 [I]."""
-        sums_I = self.squares_II.diagonal()
+        sums_I = torch.cat([squares_CC.diagonal() for squares_CC in self.squares])
         moments: np.ndarray = (sums_I if self.divided else sums_I / max(1, self.count)).cpu().numpy()
         return moments
 
@@ -67,40 +93,61 @@ class InputSums:
         if self.divided:
             return
         self.divided = True
-        _symmetric(self.squares_II.div_(max(1, self.count)))
+        for squares_CC in self.squares:
+            _symmetric(squares_CC.div_(max(1, self.count)))
         if self.moved_II is not None:
             self.moved_II.div_(max(1, self.count))
 
-    def hessian(self, damping: float) -> InputHessian:
+    def _held_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """x and x~ of the rows held out, each together; kept so."""
+        if len(self.held) != 1:
+            empty = torch.empty(0, self.width)
+            alike = all(original_NI is read_NI for original_NI, read_NI in self.held)
+            read_NI = torch.cat([read_NI for _, read_NI in self.held] or [empty])
+            original_NI = read_NI if alike else torch.cat([original_NI for original_NI, _ in self.held])
+            self.held = [(original_NI, read_NI)]
+        original_NI, read_NI = self.held[0]
+        return original_NI.numpy(), read_NI.numpy()
+
+    def hessian(self, damping: float, *, last: bool = True) -> Rounding:
         """The Hessian with its factor and target shift.
 
         Raises what `quant.hessian.factor` raises. Of the shift a share is applied, the one of least error on
-        the rows held out, for weights whose rows point anywhere. Nothing can be added to the sums afterwards.
+        the rows held out, for weights whose rows point anywhere. Nothing can be added to the sums afterwards;
+        after the `last` call they are used up.
         """
-        width = len(self.squares_II)
         self._divide()
-        hessian_II = self.squares_II.cpu().numpy()
-        empty = torch.empty(0, width)
-        held_NI, held_read_NI = (
-            torch.cat([pair[i] for pair in self.held] or [empty]).numpy() for i in (0, 1)
-        )
-        order_I, factor_II, used_damping = factor(hessian_II, damping)
-        shift_II = None
+        held_NI, held_read_NI = self._held_rows()
+        dtype = np.float32 if self.form.single else np.float64
         if self.moved_II is not None:
-            moved_II = self.moved_II.cpu().numpy()
-            shift_II = target_shift(hessian_II, moved_II, used_damping, 1.0)
+            moved_II = self.moved_II if last else self.moved_II.clone()
+            hessian_II, shift_II = self.squares[0].cpu().numpy(), moved_II.cpu().numpy()
+            order_I, factor_II, used = factor_and_shift(hessian_II, shift_II, damping, dtype=dtype)
             share = _share(shift_II, held_NI, held_read_NI)
             shift_II *= np.float32(share)
-            shift_II[np.diag_indices(width)] += np.float32(1 - share)
-        eights = eights_when_asked(hessian_II, used_damping)
-        return InputHessian(hessian_II, order_I, factor_II, shift_II, held_NI, held_read_NI, eights)
+            shift_II[np.diag_indices(len(shift_II))] += np.float32(1 - share)
+            eights = eights_when_asked(hessian_II, used, dtype)
+            return InputHessian(hessian_II, order_I, factor_II, shift_II, held_NI, held_read_NI, eights)
+        blocks = []
+        for columns, squares_CC in zip(self.columns, self.squares, strict=True):
+            hessian_CC = squares_CC.cpu().numpy()
+            order_C, factor_CC, used = factor(hessian_CC, damping, dtype=dtype)
+            held, eights = (
+                (held_NI[:, columns], held_read_NI[:, columns]),
+                eights_when_asked(hessian_CC, used, dtype),
+            )
+            blocks.append(InputHessian(hessian_CC, order_C, factor_CC, None, *held, eights))
+        return blocks[0] if len(blocks) == 1 else BlockedHessian(tuple(blocks), held_NI, held_read_NI)
 
 
 def _share(shift_II: np.ndarray, held_NI: np.ndarray, held_read_NI: np.ndarray) -> float:
     """The least-squares share s of P = S - 1 in x = (1 + s P) x~, between 0 and 1."""
-    moved_NI = held_read_NI @ shift_II.T - held_read_NI
-    cost = float((moved_NI.astype(np.float64) ** 2).sum())
-    gain = float((moved_NI.astype(np.float64) * (held_NI - held_read_NI)).sum())
+    cost = gain = 0.0
+    for start in range(0, len(held_NI), _SHARE_ROWS):
+        rows = slice(start, start + _SHARE_ROWS)
+        moved_NI = (held_read_NI[rows] @ shift_II.T - held_read_NI[rows]).astype(np.float64)
+        cost += float((moved_NI**2).sum())
+        gain += float((moved_NI * (held_NI[rows] - held_read_NI[rows])).sum())
     return min(1.0, max(0.0, gain / cost)) if cost > 0 else 0.0
 
 
@@ -126,14 +173,14 @@ class PooledSums:
 
         H = (n H_own + k H_all) / (n + k) with k half the width; one that no row was routed to has H_all.
         """
-        pool, width = self.sums, len(self.sums.squares_II)
-        made = InputSums(width, pool.squares_II.device, pairs=False)
-        weight = max(1.0, _POOL_SHARE * width)
-        made.squares_II += pool.squares_II * (weight / max(1, pool.count))
+        pool = self.sums
+        made = InputSums(pool.width, pool.device, pairs=False, form=pool.form)
+        weight = max(1.0, _POOL_SHARE * pool.width)
+        made.take(pool, weight / max(1, pool.count))
         made.count = round(weight)
         made.held = pool.held
         if own is not None:
-            made.squares_II += own.squares_II
+            made.take(own)
             made.count += own.count
             made.held = own.held if sum(len(rows) for rows, _ in own.held) >= _FEWEST_HELD else pool.held
         return made
@@ -142,9 +189,9 @@ class PooledSums:
 def pooled(experts: Iterable[InputSums]) -> PooledSums:
     """The sums of some experts together; of each, as many held rows as there is room for."""
     listed = list(experts)
-    total = InputSums(len(listed[0].squares_II), listed[0].squares_II.device, pairs=False)
+    total = InputSums(listed[0].width, listed[0].device, pairs=False, form=listed[0].form)
     for each in listed:
-        total.squares_II += each.squares_II
+        total.take(each)
         total.count += each.count
         for original_NI, read_NI in each.held:
             few = max(1, MOST_HELD // len(listed))

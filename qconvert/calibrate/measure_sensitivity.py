@@ -19,13 +19,14 @@ from torch import Tensor
 from qconvert.calibrate.backward import Progress, backward_pass
 from qconvert.calibrate.gradients import GradientSums
 from qconvert.calibrate.row_samples import RowSampler
+from qconvert.calibrate.savings import NOTHING_SAVED, Savings
 from qconvert.calibrate.sensitivity import SecondMoments, Sensitivity, sensitivity_of_tables
 from qconvert.calibrate.text import check_tokens
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.statistics import StatisticsKey
 from qconvert.runtime.config import DecoderConfig
-from qconvert.runtime.load import load_decoder
+from qconvert.runtime.load import Streaming, load_decoder
 from qconvert.runtime.model import Decoder
 from qconvert.runtime.observers import InputKey
 from qconvert.runtime.reverse import GradientObserver
@@ -80,14 +81,14 @@ class SecondMomentSums:
         self.rows[key] = 0
 
     def moments(self) -> dict[str, SecondMoments]:
-        """The means, for every role that reads the input."""
+        """The means, for every role that reads the input; Hessians are used up."""
         found: dict[str, SecondMoments] = {}
         for key, rows in self.rows.items():
-            hessian_II = self.hessians.get(key)
+            hessian_II = self.hessians.pop(key, None)
             held_NI = self.sampler.inputs_of(key.roles[0]) if self.sampler and self.holds else None
             moments = SecondMoments(
                 (self.squares[key] / max(1, rows)).float().cpu().numpy(),
-                None if hessian_II is None else (hessian_II / max(1, rows)).cpu().numpy(),
+                None if hessian_II is None else hessian_II.div_(max(1, rows)).cpu().numpy(),
                 None if held_NI is None else held_NI.numpy(),
             )
             found |= dict.fromkeys(key.roles, moments)
@@ -102,23 +103,27 @@ def sensitivities_of(
     scratch: Path | None = None,
     most_bytes: int = HESSIAN_BYTES,
     holds: bool = False,
+    savings: Savings = NOTHING_SAVED,
     progress: Progress = lambda done, total: None,
 ) -> Iterator[Sensitivity]:
     """Run a model backwards over windows of tokens, int64 [W, T], its layers read as they are needed.
 
-    Activations lie in `scratch`, by default the folder of temporary files; the rest is as in
+    Activations lie in `scratch`, by default the folder of temporary files; of the `savings` those of a
+    backward pass count, to fit a memory; the rest is as in
     `sensitivities`. Raises UnsupportedModel for a family that is not run here, BadRecipe for windows longer
     than the model's positions and tokens beyond its vocabulary.
     """
     config = DecoderConfig.of(checkpoint.architecture)
     check_tokens(tokens_WT, config.max_positions, config.vocab)
+    streaming = Streaming.EVERYTHING if savings.streamed else Streaming.NOTHING
     yield from sensitivities(
-        load_decoder(config, CheckpointWeights(checkpoint), on_demand=True),
+        load_decoder(config, CheckpointWeights(checkpoint), on_demand=True, streaming=streaming),
         torch.from_numpy(tokens_WT),
         seed=seed,
         scratch=scratch or Path(gettempdir()),
         most_bytes=most_bytes,
         holds=holds,
+        batch_tokens=savings.backward_tokens,
         progress=progress,
     )
 
@@ -131,6 +136,7 @@ def sensitivities(
     scratch: Path,
     most_bytes: int = HESSIAN_BYTES,
     holds: bool = False,
+    batch_tokens: int | None = None,
     progress: Progress = lambda done, total: None,
 ) -> Iterator[Sensitivity]:
     """What a backward pass finds of every layer, the last first, then of the tables.
@@ -141,7 +147,9 @@ def sensitivities(
     """
     total, room = tokens_WT.numel(), most_bytes // 2 if holds else most_bytes
     every = _samples_of(decoder.config, total, room, holds=holds)
-    with backward_pass(decoder, tokens_WT, seed=seed, scratch=scratch, progress=progress) as run:
+    with backward_pass(
+        decoder, tokens_WT, seed=seed, scratch=scratch, batch_tokens=batch_tokens, progress=progress
+    ) as run:
         run.forward()
         at_head = (
             SecondMomentSums(most_bytes, RowSampler(HELD_OUT_OF), holds)
@@ -155,7 +163,7 @@ def sensitivities(
             inputs = SecondMomentSums(room if holds else 0, sampler, holds)
             with decoder.observing(inputs):
                 run.follow(layer, partial(_show, (gradients, sampler)))
-            squares = {key: each.squares_O for key, each in gradients.means(total).items()}
+            squares = {key: each.squares_O for key, each in gradients.means(total)}
             yield Sensitivity(layer, squares, inputs.moments(), sampler.samples(layer, total))
         tables = run.tables(head)
         yield sensitivity_of_tables(tables, at_head.moments()["lm_head"])

@@ -23,17 +23,16 @@ from torch import Tensor
 
 from qconvert.calibrate.activation_file import ActivationFile, activation_file
 from qconvert.calibrate.calibration import Calibration
+from qconvert.calibrate.freed import give_back
 from qconvert.calibrate.input_sums import InputSums, pooled
 from qconvert.core.dtypes import Json
-from qconvert.core.statistics import InputHessian, StatisticsKey
+from qconvert.core.statistics import Rounding, StatisticsKey
 from qconvert.errors import CheckFailed
 from qconvert.quant.hessian import NotPositiveDefinite
 from qconvert.runtime.model import Decoder, Rotation
 from qconvert.runtime.observers import InputKey
 from qconvert.runtime.precision import fast_products
 
-# Tokens of a batch: enough to amortise reading a layer's weights from memory.
-BATCH_TOKENS = 4096
 # One window of this many is held out of the Hessians, to decide what is written.
 HELD_OUT_OF = 16
 # Tokens for every column from which the least damping is best (measured: of 768 columns, 16,384 tokens); with
@@ -45,7 +44,7 @@ _ORIGINAL, _CURRENT = 0, 1
 
 _Step = Callable[[Tensor], Tensor]
 LoadDecoder = Callable[[], Decoder]
-Loss = Callable[[StatisticsKey, InputHessian], float]
+Loss = Callable[[StatisticsKey, Rounding], float]
 """The error of a linear's output on tokens held out, where its codes are chosen with this Hessian."""
 
 
@@ -59,7 +58,7 @@ class Wave:
 
     layer: int | None
     keys: frozenset[StatisticsKey]
-    hessians: dict[StatisticsKey, InputHessian] = field(default_factory=dict)
+    hessians: dict[StatisticsKey, Rounding] = field(default_factory=dict)
     moments: dict[StatisticsKey, np.ndarray] = field(default_factory=dict)
     record: Json = field(default_factory=dict)
 
@@ -70,9 +69,13 @@ class Wave:
         """The mean square of every input column, float32 [I]."""
         return self.moments[key]
 
-    def rounding(self, key: StatisticsKey) -> InputHessian | None:
+    def rounding(self, key: StatisticsKey) -> Rounding | None:
         """The Hessian of an input."""
         return self.hessians.get(key)
+
+    def forget(self) -> None:
+        """Let go of the Hessians, which are large, whoever still holds the wave."""
+        self.hessians.clear()
 
 
 def waves(
@@ -150,35 +153,34 @@ class _Walk:
 
     def start(self, slot: int, decoder: Decoder, tokens_BT: np.ndarray) -> None:
         """Store what the first layer reads."""
-        for first, count, _ in self._batches():
-            tokens = torch.from_numpy(tokens_BT[first : first + count]).to(decoder.device)
-            self.file.write(slot, first, decoder.embedded(tokens))
+        for batch in self._batches():
+            rows = slice(batch.first, batch.first + batch.count)
+            tokens = torch.from_numpy(tokens_BT[rows]).to(decoder.device)
+            self.file.write(slot, batch.first, decoder.embedded(tokens))
 
     def layer(
         self, i: int, original: Decoder, current: Decoder, wanted: Collection[StatisticsKey]
     ) -> Iterator[Wave]:
         """The waves of a layer; afterwards the file holds what the next layer reads."""
-        layer = original.layers[i]
-        for number, step in enumerate(layer.steps(self.rotations)):
+        for number, step in enumerate(original.layers[i].steps(self.rotations)):
             stages = self._stages(original, step, wanted)
+            token_wise = number > 0  # the MLP, but where it is one step with the attention
             for stage in stages:
-                changed = step
-                if self.calibration.shift:
-                    changed = current.layers[i].steps(self.rotations)[number]
                 keys = frozenset(key for key in wanted if key.role in stage)
-                reading = _Reading(original, step, current, changed, whole=stage is stages[-1])
-                yield self._wave(reading, stage, keys)
+                reading = _Reading(original, step, current, i, number, whole=stage is stages[-1])
+                sums = self._summed(reading, {InputKey(stage, i, key.expert) for key in keys}, token_wise)
+                yield self._finished(keys, sums)
             if not stages:
-                self._advance(original, step, _ORIGINAL)
+                self._advance(original, step, _ORIGINAL, token_wise)
             if self.calibration.shift:
-                self._advance(current, current.layers[i].steps(self.rotations)[number], _CURRENT)
+                self._advance(current, current.layers[i].steps(self.rotations)[number], _CURRENT, token_wise)
 
     def past(self, i: int, original: Decoder, current: Decoder) -> None:
         """Bring the file to what the next layer reads, without measuring anything."""
         for number, step in enumerate(original.layers[i].steps(self.rotations)):
-            self._advance(original, step, _ORIGINAL)
+            self._advance(original, step, _ORIGINAL, number > 0)
             if self.calibration.shift:
-                self._advance(current, current.layers[i].steps(self.rotations)[number], _CURRENT)
+                self._advance(current, current.layers[i].steps(self.rotations)[number], _CURRENT, number > 0)
 
     def tied_head(self, original: Decoder, keys: frozenset[StatisticsKey]) -> Wave:
         """The wave of a head that is the embedding, which is quantized before any layer.
@@ -186,18 +188,18 @@ class _Walk:
         So its input is the original model's; afterwards the file holds what the last layer gives.
         """
         for layer in original.layers:
-            for step in layer.steps(self.rotations):
-                self._advance(original, step, _ORIGINAL)
+            for number, step in enumerate(layer.steps(self.rotations)):
+                self._advance(original, step, _ORIGINAL, token_wise=number > 0)
         return self.head(keys, original, None)
 
     def head(self, keys: frozenset[StatisticsKey], original: Decoder, current: Decoder | None) -> Wave:
         """The wave of a head, after the last layer; of the original model's input alone without `current`."""
-        sums = InputSums(self.file.width, original.device, pairs=current is not None)
-        for first, count, held in self._batches():
-            read = origin = original.norm(self._read(original, _ORIGINAL, first, count)).flatten(0, 1).float()
+        sums = self._sums(self.file.width, original.device, pairs=current is not None)
+        for batch in self._batches(token_wise=True):
+            read = origin = original.norm(self._read(original, _ORIGINAL, batch)).flatten(0, 1).float()
             if current is not None:
-                read = current.norm(self._read(current, _CURRENT, first, count)).flatten(0, 1).float()
-            (sums.hold if held else sums.add)(read, origin)
+                read = current.norm(self._read(current, _CURRENT, batch)).flatten(0, 1).float()
+            (sums.hold if batch.held else sums.add)(read, origin)
         return self._finished(keys, {InputKey(tuple(key.role for key in keys)): sums})
 
     def _stages(
@@ -206,32 +208,38 @@ class _Walk:
         """The roles that read one input each, in the order in which a step computes them."""
         seen: dict[tuple[str, ...], None] = {}
         with decoder.observing(lambda key, rows: seen.setdefault(key.roles)):
-            step(self._read(decoder, _ORIGINAL, 0, 1))
+            step(self.file.read_part(_ORIGINAL, 0, 0, 1).to(decoder.device, decoder.dtype))
         return [roles for roles in seen if any(key.role in roles for key in wanted)]
 
-    def _wave(self, reading: _Reading, roles: tuple[str, ...], keys: frozenset[StatisticsKey]) -> Wave:
-        layer = next(iter(keys)).layer
-        inputs = {InputKey(roles, layer, key.expert) for key in keys}
+    def _summed(
+        self, reading: _Reading, inputs: Collection[InputKey], token_wise: bool
+    ) -> dict[InputKey, InputSums]:
+        """The sums of some inputs of a step over all tokens."""
         # Experts are chosen anew for changed inputs, so that their rows would not pair up.
         pairs = self.calibration.shift and all(key.expert is None for key in inputs)
         sums: dict[InputKey, InputSums] = {}
-        for first, count, held in self._batches():
-            x_BTD = self._read(reading.original, _ORIGINAL, first, count)
+        changed = reading.changed(self.rotations) if self.calibration.shift else None
+        for batch in self._batches(token_wise):
+            x_BTD = self._read(reading.original, _ORIGINAL, batch)
             origin, y_BTD = _shown(reading.original, reading.step, x_BTD, inputs, whole=reading.whole)
             read = origin
-            if self.calibration.shift:
-                x_BTD = self._read(reading.current, _CURRENT, first, count)
-                read, _ = _shown(reading.current, reading.changed, x_BTD, inputs, whole=False)
+            if changed is not None:
+                x_BTD = self._read(reading.current, _CURRENT, batch)
+                read, _ = _shown(reading.current, changed, x_BTD, inputs, whole=False)
             for key, rows_NI in read.items():
                 if key not in sums:
-                    sums[key] = InputSums(rows_NI.shape[1], rows_NI.device, pairs=pairs)
-                (sums[key].hold if held else sums[key].add)(rows_NI, origin[key] if pairs else None)
+                    sums[key] = self._sums(rows_NI.shape[1], rows_NI.device, pairs=pairs)
+                (sums[key].hold if batch.held else sums[key].add)(rows_NI, origin[key] if pairs else None)
             if y_BTD is not None:
-                self.file.write(_ORIGINAL, first, y_BTD)
-        return self._finished(keys, sums)
+                self.file.write(_ORIGINAL, batch.first, y_BTD, batch.start)
+        return sums
+
+    def _sums(self, width: int, device: torch.device, *, pairs: bool) -> InputSums:
+        return InputSums(width, device, pairs=pairs, form=self.calibration.savings.form(width))
 
     def _finished(self, keys: frozenset[StatisticsKey], sums: dict[InputKey, InputSums]) -> Wave:
         """The wave of these sums, which are used up."""
+        give_back()
         layer = next(iter(keys)).layer
         wave = Wave(layer, keys)
         shared = pooled(sums.values()) if any(key.expert is not None for key in keys) else None
@@ -251,55 +259,82 @@ class _Walk:
                 )
             wave.moments |= dict.fromkeys(own, summed.moments_I)
             with contextlib.suppress(NotPositiveDefinite):
-                hessian = summed.hessian(self._damping(own[0], roles, summed))
-                wave.hessians |= dict.fromkeys(own, hessian)
+                wave.hessians |= dict.fromkeys(own, self._hessian(own[0], roles, summed))
         return wave
 
-    def _damping(self, key: StatisticsKey, roles: tuple[str, ...], sums: InputSums) -> float:
-        """The damping of an input: of few tokens, the one of least error on those held out.
+    def _hessian(self, key: StatisticsKey, roles: tuple[str, ...], sums: InputSums) -> Rounding:
+        """The Hessian of an input with its damping: of few tokens, the one of least error on those held out.
 
         It is chosen in the first layer that has such an input, and kept for the others.
         """
-        if sums.count >= AMPLE_TOKENS * len(sums.moments_I):
-            return self.calibration.damping
+        least = self.calibration.damping
+        if sums.count >= AMPLE_TOKENS * sums.width:
+            return sums.hessian(least)
         if roles not in self.dampings:
-            stronger = (self.calibration.damping * factor for factor in STRONGER_DAMPING)
-            self.dampings[roles] = min(
-                (self.calibration.damping, *stronger), key=lambda each: self.loss(key, sums.hessian(each))
-            )
-        return self.dampings[roles]
+            choices, lost, made = (least, *(least * factor for factor in STRONGER_DAMPING)), {}, None
+            for damping in reversed(choices):
+                made = None  # one at a time
+                made = sums.hessian(damping, last=False)
+                lost[damping] = self.loss(key, made)
+            self.dampings[roles] = min(choices, key=lost.__getitem__)
+            if made is not None and self.dampings[roles] == least:
+                return made
+            made = None
+        return sums.hessian(self.dampings[roles])
 
-    def _advance(self, decoder: Decoder, step: _Step, slot: int) -> None:
-        for first, count, _ in self._batches():
-            self.file.write(slot, first, step(self._read(decoder, slot, first, count)))
+    def _advance(self, decoder: Decoder, step: _Step, slot: int, token_wise: bool) -> None:
+        for batch in self._batches(token_wise):
+            self.file.write(slot, batch.first, step(self._read(decoder, slot, batch)), batch.start)
 
-    def _read(self, decoder: Decoder, slot: int, first: int, count: int) -> Tensor:
-        return self.file.read(slot, first, count).to(decoder.device, decoder.dtype)
+    def _read(self, decoder: Decoder, slot: int, batch: _Batch) -> Tensor:
+        if batch.tokens is None:
+            x_BTD = self.file.read(slot, batch.first, batch.count)
+        else:
+            x_BTD = self.file.read_part(slot, batch.first, batch.start, batch.start + batch.tokens)
+        return x_BTD.to(decoder.device, decoder.dtype)
 
-    def _batches(self) -> Iterator[tuple[int, int, bool]]:
-        """Windows that are computed together: the first, how many, and whether they are held out."""
-        per = max(1, BATCH_TOKENS // self.file.tokens)
+    def _batches(self, token_wise: bool = False) -> Iterator[_Batch]:
+        """Windows that are computed together; where tokens are independent (`token_wise`), parts of one."""
+        most, window = self.calibration.savings.batch_tokens, self.file.tokens
+        per = max(1, most // window)
         for begin, end, held in ((0, self.used, False), (self.used, self.file.windows, True)):
             for first in range(begin, end, per):
-                yield first, min(per, end - first), held
+                if most >= window or not token_wise:
+                    yield _Batch(first, min(per, end - first), held)
+                    continue
+                for start in range(0, window, most):
+                    yield _Batch(first, 1, held, start, min(most, window - start))
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Windows [first, first + count), held out or not; or `tokens` tokens of one from `start` on."""
+
+    first: int
+    count: int
+    held: bool
+    start: int = 0
+    tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A step of a layer as the original computes it, and as it is so far.
-
-    With `whole`, the original one is computed to its end, since nothing will read its input again.
-    """
+    """A step of a layer of the original model, and where the current one has it; `whole` goes to its end."""
 
     original: Decoder
     step: _Step
     current: Decoder
-    changed: _Step
+    layer: int
+    number: int
     whole: bool
+
+    def changed(self, rotations: Sequence[Rotation]) -> _Step:
+        """The step of the current model, its weights read anew."""
+        return self.current.layers[self.layer].steps(rotations)[self.number]
 
 
 class _AllSeen(Exception):
-    """Ends a step whose remaining products nobody needs."""
+    """Leaves a step once all inputs that are wanted of it were seen."""
 
 
 def _shown(

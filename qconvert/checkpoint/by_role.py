@@ -64,9 +64,7 @@ class CheckpointWeights:
         found = self._stored.get((role, layer, kind))
         if found is None:
             return None
-        parts = [self._read(found.tensor, rows) for rows in found.ranges]
-        columns = zip(*(part.arrays for part in parts), strict=True)
-        return parts[0] if len(parts) == 1 else parts[0].with_arrays(tuple(map(np.concatenate, columns)))
+        return _joined([_read(self._reader, found.tensor, rows) for rows in found.ranges])
 
     def inputs(self, role: str, layer: int | None = None) -> InputQuantization | None:
         """How loaders quantize the inputs of a linear, with its stored numbers; None where they do not."""
@@ -87,11 +85,45 @@ class CheckpointWeights:
         as_loaded = self._activations == AS_LOADED
         return f"{labels}, as loaders round them" if as_loaded else f"exact, though loaders use {labels}"
 
-    def _read(self, tensor: ModelTensor, rows: range) -> Value:
-        value = self._reader.read(tensor, rows.start, rows[-1] + 1)
-        if rows.step == 1:
-            return value
-        return value.with_arrays(tuple(np.ascontiguousarray(a[:: rows.step]) for a in value.arrays))
+    def rows(self, role: str, layer: int | None = None) -> StoredRows | None:
+        """The rows of a weight, to be read when they are needed; None when the model has no such tensor."""
+        found = self._stored.get((role, layer, "weight"))
+        return None if found is None else StoredRows(found.tensor, found.ranges, self._reader)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows of a stored tensor, the ranges one after the other, as one weight (`runtime.RowSource`)."""
+
+    tensor: ModelTensor
+    ranges: tuple[range, ...]
+    reader: Rows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(map(len, self.ranges)), self.tensor.width
+
+    def read(self, start: int, stop: int) -> Value:
+        """Rows [start, stop) of the weight."""
+        parts, first = [], 0
+        for rows in self.ranges:
+            part = rows[max(0, start - first) : max(0, stop - first)]
+            if part:
+                parts.append(_read(self.reader, self.tensor, part))
+            first += len(rows)
+        return _joined(parts)
+
+
+def _joined(parts: list[Value]) -> Value:
+    columns = zip(*(part.arrays for part in parts), strict=True)
+    return parts[0] if len(parts) == 1 else parts[0].with_arrays(tuple(map(np.concatenate, columns)))
+
+
+def _read(reader: Rows, tensor: ModelTensor, rows: range) -> Value:
+    value = reader.read(tensor, rows.start, rows[-1] + 1)
+    if rows.step == 1:
+        return value
+    return value.with_arrays(tuple(np.ascontiguousarray(a[:: rows.step]) for a in value.arrays))
 
 
 def _in_order(entry: FusedParameter) -> bool:

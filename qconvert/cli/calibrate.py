@@ -19,6 +19,7 @@ from qconvert.cli.options import (
     json_option,
     model_argument,
     overwrite_option,
+    process_memory_option,
     quiet_option,
     revision_option,
 )
@@ -79,6 +80,7 @@ _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
     "--seed", type=click.IntRange(0), metavar="N", default=0, show_default=True, help="Of that order."
 )
 @device_option
+@process_memory_option
 @click.option(
     "--engine",
     type=click.Choice(ENGINES),
@@ -123,7 +125,8 @@ def command(model: str, **flags: Any) -> None:
     """Measure what every linear of MODEL reads, by running it on text.
 
     The means of the squares weigh rounding errors: give them to `quantize` or `to-gguf` as
-    --calibration. One layer is in memory at a time. Texts are UTF-8; a line of a .jsonl file has a
+    --calibration. One layer is in memory at a time, activations lie beside the output, or where TMPDIR
+    points. Texts are UTF-8; a line of a .jsonl file has a
     "text", or "messages" for the model's own chat template; `default` is a mixture of prose, code, languages
     and chats that comes with qconvert.
     """
@@ -143,7 +146,7 @@ def command(model: str, **flags: Any) -> None:
         check_model(stored, checkpoint.architecture)
     else:
         scratch = targets.statistics.parent if targets.statistics and flags["sensitivities"] else None
-        stored = _run(checkpoint, resolved.name, scratch, flags)
+        stored = _run(checkpoint, resolved.name, targets.paths[0], scratch, flags)
     seconds = time.perf_counter() - started
     targets.write(stored, checkpoint, head=flags["process_output"])
     with after_the_work():
@@ -231,8 +234,11 @@ class Targets:
             write_statistics(self.statistics, stored)
 
 
-def _run(checkpoint: Checkpoint, name: str, scratch: Path | None, flags: dict[str, Any]) -> StoredStatistics:
+def _run(
+    checkpoint: Checkpoint, name: str, out: Path, scratch: Path | None, flags: dict[str, Any]
+) -> StoredStatistics:
     """Read the texts and run the model on them; backwards too where there is a folder for that."""
+    from qconvert.calibrate.activation_file import scratch_folder
     from qconvert.calibrate.run import calibrate, calibrate_elsewhere, own_config, read_text
     from qconvert.calibrate.transformers_engine import TransformersModel
 
@@ -255,7 +261,16 @@ def _run(checkpoint: Checkpoint, name: str, scratch: Path | None, flags: dict[st
     with layers_passed(text.tokens, talks=talks) as progress:
         if model is not None:
             return calibrate_elsewhere(model, name, text, device=flags["device"], progress=progress)
-        return calibrate(checkpoint, name, text, device=flags["device"], progress=progress, scratch=scratch)
+        return calibrate(
+            checkpoint,
+            name,
+            text,
+            device=flags["device"],
+            max_memory=flags["max_memory"],
+            folder=scratch_folder(out),
+            progress=progress,
+            scratch=scratch,
+        )
 
 
 def _told_before(

@@ -38,7 +38,11 @@ _OPTIONS = (
         help="Calibration text: default (bundled), a file, a folder or hub:DATASET; repeat to mix.",
     ),
     click.option(
-        "--tokens", type=TokensType(), default=0, show_default="32k", help="Tokens of calibration text."
+        "--tokens",
+        type=TokensType(),
+        default=0,
+        show_default="32k",
+        help="Tokens of calibration text; their activations lie beside the output, or where TMPDIR points.",
     ),
     click.option(
         "--window",

@@ -181,9 +181,14 @@ jobs_option = click.option(
 memory_option = click.option(
     "--max-memory",
     type=MEMORY,
-    default=DEFAULT_MAX_MEMORY,
-    show_default=True,
-    help="Memory to work in, such as 500MB or 2GiB.",
+    show_default=DEFAULT_MAX_MEMORY,
+    help="Memory to work in, such as 500MB or 2GiB; if given, of all of the process where a text is read.",
+)
+process_memory_option = click.option(
+    "--max-memory",
+    type=MEMORY,
+    show_default="most of what is free",
+    help="Memory of the process, such as 2GB; a model that needs more is refused.",
 )
 nonfinite_option = click.option(
     "--allow-nonfinite", is_flag=True, help="Convert NaN and Inf instead of stopping."

@@ -42,7 +42,7 @@ class Flags:
     quiet: bool = False
     verify: bool = True
     jobs: int | None = None
-    max_memory: int = parse_size(DEFAULT_MAX_MEMORY)
+    max_memory: int | None = None
     shard_size: int | None = parse_size(DEFAULT_SHARD_SIZE)
     hash_sources: bool = False
     dtype: str | None = None
@@ -64,12 +64,13 @@ class Flags:
 
         return RunOptions(
             self.jobs or available_cores(),
-            self.max_memory,
+            parse_size(DEFAULT_MAX_MEMORY) if self.max_memory is None else self.max_memory,
             self.shard_size,
             verify=self.verify,
             overwrite=self.overwrite,
             hash_sources=self.hash_sources,
             restart=self.restart,
+            process_memory=self.max_memory,
         )
 
     def calibration(self, source: OpenedModel, *, aims: bool) -> Calibration | None:
@@ -214,7 +215,7 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     lines, extra = [*chosen, *report.lines()], {"target": chooser.to_json()} if chooser else {}
     if job.compiled.scalable:
         _tell_scaling(job, flags)
-    elif job.calibration is not None:
+    elif job.calibration is not None and job.calibration.method != "awq":
         _tell_needs(job, flags)
     if flags.dry_run:
         _print(lines, lambda: report.plan_json() | extra, "dry run: nothing was written", report.path, flags)
@@ -308,19 +309,23 @@ def _shown(path: Path) -> str:
 
 
 def _tell_needs(job: Job, flags: Flags) -> None:
-    """One line on what calibration will take; a warning where that is more than was asked for."""
-    from qconvert.calibrate.memory import needs
+    """What calibration will take, and what it does to take no more; a warning where it is still too much."""
+    from qconvert.calibrate.memory_limit import available_memory
+    from qconvert.convert.calibration_memory import needed
     from qconvert.report.tables import size
-    from qconvert.runtime.config import DecoderConfig
 
     assert job.calibration is not None
-    found = needs(DecoderConfig.of(job.source.checkpoint.architecture), job.calibration)
+    found, saved = needed(job), job.calibration.savings.sentence
     tokens = f"{job.calibration.tokens_BT.size:,} tokens of text"
     told = f"calibrating on {tokens} takes about {size(found.memory)} of memory"
-    if found.memory > flags.max_memory:
-        click.echo(f"Warning: {told}, more than --max-memory {size(flags.max_memory)}", err=True)
-    elif flags.talks:
+    asked, available = flags.max_memory, available_memory()
+    if asked is None and available is not None and found.memory > available:
+        click.echo(f"Warning: {told}, {size(available)} is available", err=True)
+    if flags.talks:
         click.echo(f"{told} and {size(found.disk)} of disk", err=True)
+    if flags.talks and saved:
+        within = "the memory that is available" if asked is None else f"--max-memory {size(asked)}"
+        click.echo(f"to keep within {within}: {saved}", err=True)
 
 
 def _check_before_download(model: str, ask: Request | Ask | Explained, flags: Flags) -> None:

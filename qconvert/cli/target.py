@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -155,22 +156,39 @@ class Aiming:
         """The sensitivities that a run forwards and backwards finds, and a record of its text."""
         from functools import partial
 
+        from qconvert.calibrate.activation_file import scratch_folder
+        from qconvert.calibrate.calibration import Calibration
+        from qconvert.calibrate.fit import fitted_weighing
         from qconvert.calibrate.measure_sensitivity import sensitivities_of
+        from qconvert.calibrate.memory import Work
+        from qconvert.calibrate.memory_limit import memory_limit
         from qconvert.cli.progress import layers_passed
         from qconvert.evaluate.planned import planned_divergences
+        from qconvert.runtime.config import DecoderConfig
 
         flags = self.flags
         text = flags.read_text(source, DEFAULT_TOKENS)
         self.read, self._measure = text.record, partial(planned_divergences, tokens_BT=text.tokens_BT)
+        config = DecoderConfig.of(source.checkpoint.architecture)
+        work = Work(config, Calibration(text.tokens_BT, shift=False, gradient_tokens=text.tokens), 1, 4.0)
+        options = flags.options
+        limit = memory_limit(options.process_memory)
+        savings, room = fitted_weighing(work, limit, hessians=options.max_memory // 2)
+        scratch = scratch_folder(flags.out or Path("output"))
 
         def found() -> Iterator[Sensitivity]:
             if flags.talks:
                 line = f"weighing encodings: {text.tokens:,} tokens forwards and backwards through the model"
                 click.echo(line, err=True)
             with layers_passed(text.tokens, talks=flags.talks) as progress:
-                room = flags.max_memory // 2
                 yield from sensitivities_of(
-                    source.checkpoint, text.tokens_BT, most_bytes=room, holds=holds, progress=progress
+                    source.checkpoint,
+                    text.tokens_BT,
+                    scratch=scratch,
+                    most_bytes=room,
+                    holds=holds,
+                    savings=savings,
+                    progress=progress,
                 )
 
         record: Json = {"file": ", ".join(text.names), "dataset": None, "chunks": len(text.tokens_BT)}

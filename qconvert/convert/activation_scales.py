@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -45,11 +46,15 @@ class _Sample:
     share: float
 
 
-def with_scales(job: Job) -> Job:
-    """A job whose inputs are scaled, those that gain by it; measures them where there is only a text yet."""
+def with_scales(job: Job, scratch: Path | None = None) -> Job:
+    """A job whose inputs are scaled, those that gain by it; measures them where there is only a text yet.
+
+    Activations of the text then lie in a file without a name in the folder `scratch`, by default that of
+    temporary files.
+    """
     compiled = job.compiled
     if isinstance(compiled.request.statistics, PlannedStatistics):
-        request = replace(compiled.request, statistics=_measured(job))
+        request = replace(compiled.request, statistics=_measured(job, scratch))
         compiled = compile_request(request, compiled.binding, compiled.facts, compiled.layout)
     statistics, reader = compiled.request.statistics, job.source.checkpoint.reader
     assert statistics is not None
@@ -60,14 +65,21 @@ def with_scales(job: Job) -> Job:
     return replace(job, compiled=compiled, container=job.container.of(compiled))
 
 
-def _measured(job: Job) -> StatisticsSource:
+def _measured(job: Job, scratch: Path | None) -> StatisticsSource:
     from qconvert.calibrate.run import statistics_on
 
     calibration, source = job.calibration, job.source
     assert calibration is not None
     window = int(calibration.tokens_BT.shape[1])
     record = {"texts": [], "window": window, **calibration.text}
-    return statistics_on(source.checkpoint, source.location.name, calibration.tokens_BT, record)
+    return statistics_on(
+        source.checkpoint,
+        source.location.name,
+        calibration.tokens_BT,
+        record,
+        max_memory=job.options.process_memory,
+        folder=scratch,
+    )
 
 
 def choose_factors(

@@ -20,6 +20,7 @@ import torch
 
 from qconvert.calibrate.calibration import Calibration
 from qconvert.calibrate.output_moments import output_moments
+from qconvert.calibrate.row_file import RowFile, row_file
 from qconvert.calibrate.waves import waves
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
@@ -31,7 +32,7 @@ from qconvert.convert.written_rows import stored_rows
 from qconvert.core.dtypes import DType, Json
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.protocols import Rows
-from qconvert.core.statistics import InputHessian, RowStatistics, StatisticsKey
+from qconvert.core.statistics import Rounding, RowStatistics, StatisticsKey
 from qconvert.core.values import DenseRows, Value
 from qconvert.ops import EncodeBlocks, EncodeTable, Quantize
 from qconvert.ops.calibrated import PRODUCT_ROWS, is_rounded_together
@@ -39,7 +40,7 @@ from qconvert.plan.plan import Plan, Unit
 from qconvert.quant.dequantize import numbers
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
-from qconvert.runtime.load import load_decoder
+from qconvert.runtime.load import Streaming, load_decoder
 from qconvert.runtime.model import Decoder
 
 # Rows of a linear that the damping of its Hessian is chosen with.
@@ -72,24 +73,31 @@ def run_in_waves(
     journal has whole: the output has their codes, from which later layers are computed. Raises
     UnsupportedModel for a family that does not run here, and what `runner.run` raises.
     """
-    replaced = ReplacedRows(checkpoint.reader)
+    savings = calibration.savings
+    replaced = ReplacedRows(checkpoint.reader, scratch, holds=not savings.streamed)
     calibrated = {unit.output.name: unit for unit in plan.units if unit.statistics and keeps_rows(unit)}
     others = [replace(unit, statistics=()) for unit in plan.units if unit.output.name not in calibrated]
-    embeddings = [unit for unit in others if _is_followed(unit)]
+    embeddings = [unit for unit in others if is_followed(unit)]
     # First, since what the quantized embedding gives is what the first layer reads.
     yield from run_plan(Plan(tuple(embeddings)), made=replaced.keep)
-    yield from run_plan(Plan(tuple(unit for unit in others if not _is_followed(unit))))
+    yield from run_plan(Plan(tuple(unit for unit in others if not is_followed(unit))))
     wanted = {key for unit in calibrated.values() for key in unit.statistics}
     open_keys = {key for unit in calibrated.values() if not journal.has(unit) for key in unit.statistics}
     if not open_keys:
         return
-    original, current = (partial(_decoder, checkpoint, rows) for rows in (checkpoint.reader, replaced))
+    streaming = Streaming.EVERYTHING if savings.streamed else Streaming.TABLES
+    original, current = (
+        partial(_decoder, checkpoint, rows, streaming) for rows in (checkpoint.reader, replaced)
+    )
     outputs = None
     if calibration.method == "two-sided":
-        moments, damping = output_moments(original(), calibration, scratch), calibration.output_damping
+        kept = Streaming.EVERYTHING if savings.streamed else Streaming.NOTHING
+        decoder, damping = _decoder(checkpoint, checkpoint.reader, kept), calibration.output_damping
+        moments = output_moments(decoder, calibration, scratch)
+        del decoder
         outputs = OutputHessians(moments, checkpoint.architecture, calibration.output_rows, damping)
 
-    def loss(key: StatisticsKey, hessian: InputHessian) -> float:
+    def loss(key: StatisticsKey, hessian: Rounding) -> float:
         reading = next(unit for unit in calibrated.values() if key in unit.statistics)
         return _loss(reading, key, hessian, checkpoint.reader)
 
@@ -108,6 +116,7 @@ def run_in_waves(
         else:
             given = outputs.added_to(statistics)
             yield from run_plan(Plan(tuple(units)), given, replaced.keep, outputs.granule)
+        wave.forget()
 
 
 def torch_record() -> Json:
@@ -136,23 +145,23 @@ class _Dampings(dict[tuple[str, ...], float]):
         self._journal.note(self._NOTE + "+".join(roles), damping)
 
 
-def _is_followed(unit: Unit) -> bool:
+def is_followed(unit: Unit) -> bool:
     """Whether the decoder can read what a unit's new codes are worth."""
     return unit.quantizes and keeps_rows(unit)
 
 
-def _decoder(checkpoint: Checkpoint, rows: Rows) -> Decoder:
+def _decoder(checkpoint: Checkpoint, rows: Rows, streaming: Streaming) -> Decoder:
     weights = CheckpointWeights(checkpoint, rows)
     config = DecoderConfig.of(checkpoint.architecture)
-    return load_decoder(config, weights, layout=Layout.AUTO, on_demand=True)
+    return load_decoder(config, weights, layout=Layout.AUTO, on_demand=True, streaming=streaming)
 
 
-def _loss(unit: Unit, key: StatisticsKey, hessian: InputHessian, reader: Rows) -> float:
+def _loss(unit: Unit, key: StatisticsKey, hessian: Rounding, reader: Rows) -> float:
     """What the outputs of some rows of a linear lose on tokens held out, if its codes are chosen so."""
     each = unit.rows // len(unit.statistics)
     first = unit.statistics.index(key) * each
     value, _ = gather(unit.inputs, reader, first, first + min(each, _SAMPLE_ROWS))
-    moments_I = np.ascontiguousarray(hessian.hessian_II.diagonal())
+    moments_I = hessian.second_moments_I
     for op in unit.ops:
         if op.moves_rows or op.needs_reduction:
             continue
@@ -175,31 +184,49 @@ def keeps_rows(unit: Unit) -> bool:
 
 
 class ReplacedRows:
-    """Reads the rows of a source, but those that were quantized as the numbers they became."""
+    """Reads the rows of a source, but those that were quantized as the numbers they became.
 
-    def __init__(self, reader: Rows) -> None:
-        self._reader = reader
+    Those of layers are held, unless `holds` is off; others, and those of embeddings, lie in files without a
+    name in the folder `scratch`. Without such a folder all are held.
+    """
+
+    def __init__(self, reader: Rows, scratch: Path | None = None, *, holds: bool = True) -> None:
+        self._reader, self._scratch, self._holds = reader, scratch, holds
         self._rows: dict[str, np.ndarray] = {}
+        self._files: dict[str, RowFile] = {}
         self._lock = threading.Lock()
 
     def read(self, tensor: ModelTensor, start: int, stop: int) -> Value:
         """Rows [start, stop) of a source tensor."""
-        rows_RI = self._rows.get(tensor.name)
-        if rows_RI is None:
+        rows_RI, file = self._rows.get(tensor.name), self._files.get(tensor.name)
+        if rows_RI is not None:
+            return DenseRows(rows_RI[start:stop], DType.F32)
+        if file is None or not (made_R := file.made_O[start:stop]).any():
             return self._reader.read(tensor, start, stop)
-        return DenseRows(rows_RI[start:stop], DType.F32)
+        made_RI = file.read(start, stop)
+        if not made_R.all():
+            source_RI = numbers(self._reader.read(tensor, start, stop), DType.F32).rows_RI
+            made_RI[~made_R] = source_RI[~made_R]
+        return DenseRows(made_RI, DType.F32)
 
     def keep(self, unit: Unit, start: int, value: Value) -> None:
         """Let the source rows of a unit's rows from `start` on be read as `value`."""
         made_RI, rows = numbers(value, DType.F32).rows_RI, stored_rows(unit, start, start + value.rows)
+        table = not unit.statistics or any(key.layer is None for key in unit.statistics)
+        held = self._scratch is None or (self._holds and not table)
         for number, tensor in enumerate(rows.tensors):
             own_R = rows.tensor_R == number
-            if own_R.any():
+            if own_R.any() and held:
                 self._of(tensor)[rows.row_R[own_R]] = made_RI[own_R]
+            elif own_R.any():
+                self._file_of(tensor).write(rows.row_R[own_R], made_RI[own_R])
 
     def forget(self) -> None:
         """Read everything from the source again."""
         self._rows.clear()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
     def _of(self, tensor: ModelTensor) -> np.ndarray:
         with self._lock:
@@ -211,3 +238,10 @@ class ReplacedRows:
                 rows_RI[:] = numbers(source, DType.F32).rows_RI
                 self._rows[tensor.name] = rows_RI
             return self._rows[tensor.name]
+
+    def _file_of(self, tensor: ModelTensor) -> RowFile:
+        assert self._scratch is not None
+        with self._lock:
+            if tensor.name not in self._files:
+                self._files[tensor.name] = row_file(self._scratch, tensor.rows, tensor.width)
+            return self._files[tensor.name]

@@ -82,6 +82,10 @@ def prepare(
 
         request = replace(request, statistics=open_statistics(statistics, checkpoint.architecture))
     if calibration is not None:
+        from qconvert.convert.calibration_memory import fit
+
+        if calibration.method != "awq":  # which measures mean squares alone
+            calibration = fit(checkpoint, calibration, request, options)
         request = replace(
             request,
             statistics=PlannedStatistics(calibration.record, tied=_tied(checkpoint, request)),
@@ -142,13 +146,14 @@ def execute(
     from qconvert.convert.identity import identity
 
     if job.compiled.scalable:
+        from qconvert.calibrate.activation_file import scratch_folder
         from qconvert.convert.activation_scales import with_scales
 
-        job = with_scales(job)
+        job = with_scales(job, scratch_folder(out))
     container, options, units = job.container, job.options, job.compiled.plan.units
     journal = RunJournal(
         identity(job, container.files(out)),
-        block_bytes=block_bytes(job.source.checkpoint.layout, container.layout, options.max_memory),
+        block_bytes=block_bytes(job.source.checkpoint.layout, container.layout, _rows_bytes(job)),
         checksums=options.verify,
         restart=options.restart,
     )
@@ -176,12 +181,18 @@ def execute(
     return Result(output.path, record, outcome, hashes)
 
 
+def _rows_bytes(job: Job) -> int:
+    """The bytes that blocks of rows may take together."""
+    saved = job.calibration.savings.rows_bytes if job.calibration is not None else None
+    return saved or job.options.max_memory
+
+
 def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDone, None, None]:
     request, options, checkpoint = job.compiled.request, job.options, job.source.checkpoint
     sink, layout = output.sink, job.container.layout
     terms = Terms(
         options.jobs,
-        options.max_memory,
+        _rows_bytes(job),
         journal.block_bytes,
         checksums=options.verify,
         allow_nonfinite=request.allow_nonfinite,
@@ -211,6 +222,7 @@ def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDo
         source = request.statistics
         return run_plan(job.compiled.plan, partial(rows_statistics, source=source) if source else None)
     from qconvert.convert.calibrated import run_in_waves
+    from qconvert.convert.calibration_memory import scratch_for
 
-    scratch = output.path.parent
+    scratch = scratch_for(job, output.path)
     return run_in_waves(job.compiled.plan, run_plan, checkpoint, job.calibration, scratch, journal)

@@ -118,10 +118,12 @@ def _numbers(source: StatisticsSource, plan: Plan) -> Iterator[bytes]:
 
 
 def _calibrated(calibration: Calibration) -> Json:
-    apart = ("tokens_BT", "text")
+    apart = ("tokens_BT", "text", "savings")
     named = {each.name: getattr(calibration, each.name) for each in fields(calibration)}
     text = {"tokens": _hashed([calibration.tokens_BT.tobytes()]), "shape": calibration.tokens_BT.shape}
-    return {**{name: value for name, value in named.items() if name not in apart}, "text": text}
+    saved = {name: how for name, how in calibration.savings.record.items() if name != "rows_bytes"}
+    kept = {name: value for name, value in named.items() if name not in apart}
+    return {**kept, "text": text, "savings": saved}
 
 
 def _hashed(parts: Iterable[str | bytes]) -> str:

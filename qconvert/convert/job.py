@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How an output is made; of these, `shard_size` alone changes its bytes.
+    """How an output is made: `shard_size` changes its bytes, too little `process_memory` may, no other does.
 
-    `jobs` threads work in at most `max_memory` bytes; `shard_size` is the largest weight file in bytes
-    (None: one file); `verify` re-reads what was written before it gets its name; `restart` throws away what
-    an earlier run left unfinished, with which a run otherwise goes on.
+    `jobs` threads work on rows of at most `max_memory` bytes; where a text is read, all of the process keeps
+    within `process_memory` bytes (None: that takes what it needs, if the machine has it); `shard_size` is the
+    largest weight file in bytes (None: one file); `verify` re-reads what was written before it gets its name;
+    `restart` throws away what an earlier run left unfinished, with which a run otherwise goes on.
     """
 
     jobs: int = 1
@@ -34,6 +35,7 @@ class RunOptions:
     overwrite: bool = False
     hash_sources: bool = False
     restart: bool = False
+    process_memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

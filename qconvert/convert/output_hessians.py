@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from qconvert.calibrate.output_moments import StoredBlocks
 from qconvert.convert.runner import RowsStatistics
 from qconvert.convert.written_rows import WrittenRows, written_rows
 from qconvert.core.statistics import OutputHessian, RowStatistics, StatisticsKey
@@ -31,7 +32,7 @@ class OutputHessians:
 
     def __init__(
         self,
-        blocks: Mapping[StatisticsKey, np.ndarray],
+        blocks: Mapping[StatisticsKey, np.ndarray | StoredBlocks],
         architecture: Architecture,
         rows: int,
         damping: float,
@@ -78,7 +79,7 @@ class OutputHessians:
 
 def _gather_block(
     rows: WrittenRows,
-    found: list[np.ndarray | None],
+    found: list[np.ndarray | StoredBlocks | None],
     h_RR: np.ndarray,
     damped_RR: np.ndarray,
     damping: float,

@@ -59,7 +59,7 @@ class StatisticsSource(Protocol):
         """The mean square of every input column, float32 [I]."""
         ...
 
-    def rounding(self, key: StatisticsKey) -> InputHessian | None:
+    def rounding(self, key: StatisticsKey) -> Rounding | None:
         """What choosing codes together needs, where that was measured."""
         ...
 
@@ -75,7 +75,7 @@ class RowStatistics:
     first: int
     last: int
     second_moments_I: np.ndarray
-    rounding: InputHessian | None = None
+    rounding: Rounding | None = None
     outputs: OutputHessian | None = None
 
 
@@ -100,6 +100,43 @@ class InputHessian:
     held_NI: np.ndarray
     held_read_NI: np.ndarray
     eights: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+
+    @property
+    def blocks(self) -> tuple[InputHessian, ...]:
+        """The columns whose errors make up for one another: all."""
+        return (self,)
+
+    @property
+    def second_moments_I(self) -> np.ndarray:
+        """The mean square of every column, float32 [I]."""
+        diagonal_I: np.ndarray = self.hessian_II.diagonal().copy()
+        return diagonal_I
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedHessian:
+    """The same of an input whose whole Hessian would take too much memory: its diagonal blocks.
+
+    H is taken as diag(H_1, ..., H_B), as if columns x_a, x_b of different blocks had E[x_a x_b] = 0; each
+    block H_b = M_b D_b M_b^T has a factor of its own, in its own order, so that errors are made up for within
+    blocks of consecutive columns. For C columns a block, that is I C numbers in place of I^2. Held rows are
+    of all columns.
+    """
+
+    blocks: tuple[InputHessian, ...]
+    held_NI: np.ndarray
+    held_read_NI: np.ndarray
+
+    @property
+    def second_moments_I(self) -> np.ndarray:
+        """The mean square of every column, float32 [I]."""
+        import numpy as np
+
+        return np.concatenate([block.second_moments_I for block in self.blocks])
+
+
+Rounding = InputHessian | BlockedHessian
+"""What choosing the codes of a linear together needs to know of its input."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def factor(
     `h_II`: float32 or float64 [I, I], symmetric. lambda is `damping` times the `mean_square`, ten times more
     after each of up to three failures. An input that was always 0 gets the mean on the diagonal and 0
     elsewhere: it is rounded to the nearest and changes no other column. Working memory is 8 I^2 bytes beside
-    4 I^2 for M; `dtype` float32 halves it.
+    4 I^2 for M, and none with `dtype` float32: M is made in place of what is factored.
 
     Returns the order of the columns int64 [I], those of the largest second moment first (act-order: the
     earlier a column, the more others can still make up for it); M float32 [I, I], rows and columns in that
@@ -42,7 +42,9 @@ def factor(
     return order_I, _unit_columns(upper_II), used
 
 
-def factor_eights(h_II: np.ndarray, damping: float = 0.01) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def factor_eights(
+    h_II: np.ndarray, damping: float = 0.01, *, dtype: type[np.floating] = np.float64
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Factors a Hessian as `factor` does, for codes of eight consecutive columns at a time.
 
     `h_II` float32 [I, I], I a multiple of 8. Returns the order of the columns int64 [I], eights whole, those
@@ -52,12 +54,13 @@ def factor_eights(h_II: np.ndarray, damping: float = 0.01) -> tuple[np.ndarray, 
     sums_E = column_moments(h_II).reshape(-1, 8).sum(axis=1, dtype=np.float64)
     eights_E = np.argsort(-sums_E, kind="stable").astype(np.int64)
     order_I = (eights_E[:, None] * 8 + np.arange(8)).reshape(-1)
-    upper_II, _ = _factored(h_II, order_I, damping, np.float64)
-    return order_I, _unit_columns(upper_II), np.square(upper_II.diagonal()).astype(np.float32)
+    upper_II, _ = _factored(h_II, order_I, damping, dtype)
+    costs_I = np.square(upper_II.diagonal()).astype(np.float32)
+    return order_I, _unit_columns(upper_II), costs_I
 
 
 def eights_when_asked(
-    h_II: np.ndarray, damping: float
+    h_II: np.ndarray, damping: float, dtype: type[np.floating] = np.float64
 ) -> Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """`factor_eights` of a Hessian, computed by the first thread that asks for it, and kept."""
     made: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -66,10 +69,32 @@ def eights_when_asked(
     def eights() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         with lock:
             if not made:
-                made.append(factor_eights(h_II, damping))
+                made.append(factor_eights(h_II, damping, dtype=dtype))
         return made[0]
 
     return eights
+
+
+def factor_and_shift(
+    h_II: np.ndarray,
+    mismatch_II: np.ndarray,
+    damping: float = 0.01,
+    *,
+    dtype: type[np.floating] = np.float64,
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """What `factor` returns, the Hessian factored once for it and for the shift.
+
+    `mismatch_II` float32 [I, I] becomes what `target_shift` returns for it with alpha 1 and the damping used.
+    Working memory is 8 I^2 bytes beside 4 I^2 for M, and none with `dtype` float32.
+    """
+    order_I = column_order(h_II)
+    upper_II, used = _factored(h_II, order_I, damping, dtype)
+    if dtype is np.float32:
+        _shift_in_place(h_II, order_I, upper_II, mismatch_II, 1.0)
+        return order_I, _unit_columns(upper_II), used
+    unit_II = _unit_columns(upper_II)
+    _shift_in_place(h_II, order_I, _narrowed(upper_II), mismatch_II, 1.0)
+    return order_I, unit_II, used
 
 
 def _factored(
@@ -146,12 +171,22 @@ def _blocks(width: int) -> list[slice]:
 
 
 def _unit_columns(upper_II: np.ndarray) -> np.ndarray:
-    """M of U = M sqrt(D) in float32."""
+    """M of U = M sqrt(D) in float32; in place of a U in float32."""
     diagonal_I = upper_II.diagonal().copy()
-    unit_II = np.zeros(upper_II.shape, np.float32)
+    in_place = upper_II.dtype == np.float32
+    unit_II: np.ndarray = upper_II if in_place else np.zeros(upper_II.shape, np.float32)
     for row in range(len(upper_II)):
         unit_II[row, row:] = upper_II[row, row:] / diagonal_I[row:]
+        unit_II[row, :row] = 0
     return unit_II
+
+
+def _narrowed(a_II: np.ndarray) -> np.ndarray:
+    """A matrix of float64 in float32, in the first half of its own memory."""
+    narrow_II: np.ndarray = a_II.reshape(-1).view(np.float32)[: a_II.size].reshape(a_II.shape)
+    for row in range(len(a_II)):  # what is written was read before
+        narrow_II[row] = a_II[row].astype(np.float32)
+    return narrow_II
 
 
 def target_shift(
@@ -167,18 +202,26 @@ def target_shift(
     """
     order_I = column_order(h_II)
     upper_II, _ = _factored(h_II, order_I, damping, np.float64)
-    # S - I is a correction: solved in float32, it is 2e-6 off where the Hessian's condition is 1e5.
-    upper_II = upper_II.astype(np.float32)
+    shift_II = mismatch_II.astype(np.float32)
+    _shift_in_place(h_II, order_I, _narrowed(upper_II), shift_II, alpha)
+    return shift_II
+
+
+def _shift_in_place(
+    h_II: np.ndarray, order_I: np.ndarray, upper_II: np.ndarray, shift_II: np.ndarray, alpha: float
+) -> None:
+    """Makes S of G - H, given U of H + lambda I = U U^T in the order of its columns.
+
+    S - I is a correction: solved in float32, it is 2e-6 off where the Hessian's condition is 1e5.
+    """
     inverses = [np.linalg.inv(np.triu(upper_II[block, block])) for block in _blocks(len(upper_II))]
-    shift_II = np.empty(mismatch_II.shape, np.float32)
     for start in range(0, len(shift_II), _ROWS):
         rows = slice(start, start + _ROWS)
-        solved_RI = mismatch_II[rows][:, order_I].astype(np.float32)
+        solved_RI = shift_II[rows][:, order_I]
         _solve_in_place(upper_II, inverses, solved_RI)
         shift_II[rows, order_I] = np.float32(alpha) * solved_RI
     shift_II *= h_II.diagonal() > 0
     shift_II[np.diag_indices_from(shift_II)] += 1
-    return shift_II
 
 
 def _solve_in_place(upper_II: np.ndarray, inverses: list[np.ndarray], x_RI: np.ndarray) -> None:

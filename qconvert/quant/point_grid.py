@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from math import gcd
 from typing import TypeVar
 
 import numpy as np
@@ -45,6 +46,23 @@ class PointGrid:
     steps_RG: np.ndarray
     shifts_RG: np.ndarray
     size: int
+
+
+def grid_of_columns(grid: PointGrid, columns: slice) -> PointGrid:
+    """The points of consecutive columns: groups that begin before them, or end after, are cut."""
+    start, size = columns.start, grid.size
+    if start == 0 and -(-columns.stop // size) == grid.steps_RG.shape[1]:
+        return grid
+    cut = gcd(start, size) if start else size
+    repeats = size // cut
+    groups = slice(start // cut, -(-columns.stop // cut))
+    steps_RG, shifts_RG = (
+        np.repeat(each_RG[:, groups.start // repeats : -(-groups.stop // repeats)], repeats, axis=1)[
+            :, groups.start % repeats :
+        ][:, : groups.stop - groups.start]
+        for each_RG in (grid.steps_RG, grid.shifts_RG)
+    )
+    return PointGrid(grid.levels_T, steps_RG, shifts_RG, cut)
 
 
 def has_points(encoding: Encoding) -> bool:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from typing import overload
 
@@ -27,7 +28,7 @@ from qconvert.runtime.device_layout import (
     stack,
 )
 from qconvert.runtime.head import rounded_head
-from qconvert.runtime.linear import Linear, Weight
+from qconvert.runtime.linear import Linear, Table, Weight
 from qconvert.runtime.model import (
     Attention,
     Decoder,
@@ -43,7 +44,16 @@ from qconvert.runtime.model import (
 )
 from qconvert.runtime.observers import InputKey, Observers, Tap
 from qconvert.runtime.rope import frequencies
-from qconvert.runtime.weight_source import Inputs, Weights, exact_inputs
+from qconvert.runtime.storage import StreamedWeight
+from qconvert.runtime.weight_source import Inputs, StreamedWeights, Weights, exact_inputs
+
+
+class Streaming(Enum):
+    """Which weights are read whenever they are needed, and not held."""
+
+    NOTHING = "nothing"
+    TABLES = "tables"
+    EVERYTHING = "everything"
 
 
 def load_decoder(
@@ -56,22 +66,26 @@ def load_decoder(
     head_bits: int | None = None,
     on_demand: bool = False,
     inputs: Inputs = exact_inputs,
+    streaming: Streaming = Streaming.NOTHING,
 ) -> Decoder:
     """A decoder with the given weights, computing in `dtype` (float32 or bfloat16) on `device`.
 
     No dtype stands for the device's fastest. Quantized weights stay packed, each in one `layout`;
     `head_bits` rounds the head to 8 or 4 bits (beside the embedding, where the two are tied). Layers that
-    are loaded `on_demand` are read whenever they are asked for, and not kept. `inputs` says what linears
-    round their inputs to. Raises CorruptCheckpoint for a weight that is missing or has another shape than the
-    config implies, and BadRecipe for a device that is not here.
+    are loaded `on_demand` are read whenever they are asked for, and not kept; what `streaming` names is never
+    held, but read by blocks of rows when it is multiplied by (`weights` are `StreamedWeights`).
+    `inputs` says what linears round their inputs to. Raises CorruptCheckpoint for a weight that is missing or
+    has another shape than the config implies, and BadRecipe for a device that is not here.
     """
     device = find_device(device)
-    loader = _Loader(config, weights, device, dtype or preferred_dtype(device), layout, inputs)
-    embed = place_table(loader.value("embed", None), device, loader.dtype, layout)
-    stored = loader.find("lm_head", None)
+    loader = _Loader(config, weights, device, dtype or preferred_dtype(device), layout, inputs, streaming)
+    embed = loader.table("embed")
+    if embed is None:
+        raise _missing("embed", None, "weight")
+    stored = loader.table("lm_head")
     if stored is None and not config.tied:
         raise _missing("lm_head", None, "weight")
-    head = embed if stored is None else place_table(stored, device, loader.dtype, layout)
+    head = embed if stored is None else stored
     if head_bits is not None:
         head = place_table(rounded_head(head, head_bits), device, torch.float32, layout)
     local = config.local_rope
@@ -140,6 +154,7 @@ class _Loader:
     dtype: torch.dtype
     layout: Layout
     inputs: Inputs
+    streaming: Streaming = Streaming.NOTHING
     observers: Observers = field(default_factory=Observers)
 
     def layer(self, i: int) -> Layer:
@@ -206,6 +221,8 @@ class _Loader:
     def stacked(self, fused: str, i: int, roles: Sequence[str]) -> tuple[Linear, ...]:
         """The fused projection when the model has it, or when the layout is for speed; else its parts."""
         tap = self.tap(roles, i)
+        if self.streaming is Streaming.EVERYTHING:
+            return self.stacked_streams(fused, i, roles, tap)
         value = self.find(fused, i, roles)
         if value is not None:
             return (Linear(self.place(value), self.bias(fused, i, roles), tap, self.inputs(fused, i)),)
@@ -220,9 +237,42 @@ class _Loader:
             return tuple(Linear(*part) for part in parts)
         return (Linear(self.place(whole), torch.cat(present) if present else None, tap, inputs[0]),)
 
+    def stacked_streams(self, fused: str, i: int, roles: Sequence[str], tap: Tap) -> tuple[Linear, ...]:
+        """The fused projection when the model has it, else its parts; none of them held."""
+        whole = self.stream(fused, i, roles)
+        if whole is not None:
+            return (Linear(whole, self.bias(fused, i, roles), tap, self.inputs(fused, i)),)
+        return tuple(self.tapped(role, i, tap if role == roles[0] else None) for role in roles)
+
     def linear(self, role: str, i: int) -> Linear:
-        weight, bias = self.place(self.value(role, i)), self.bias(role, i)
-        return Linear(weight, bias, self.tap([role], i), self.inputs(role, i))
+        return self.tapped(role, i, self.tap([role], i))
+
+    def tapped(self, role: str, i: int, tap: Tap | None) -> Linear:
+        return Linear(self.weight(role, i), self.bias(role, i), tap, self.inputs(role, i))
+
+    def weight(self, role: str, i: int) -> Weight:
+        if self.streaming is not Streaming.EVERYTHING:
+            return self.place(self.value(role, i))
+        streamed = self.stream(role, i)
+        if streamed is None:
+            raise _missing(role, i, "weight")
+        return streamed
+
+    def table(self, role: str) -> Table | None:
+        """Embedding or head; None when the model has none of its own."""
+        if self.streaming is not Streaming.NOTHING:
+            return self.stream(role, None)
+        value = self.find(role, None)
+        return None if value is None else place_table(value, self.device, self.dtype, self.layout)
+
+    def stream(self, role: str, i: int | None, members: Sequence[str] = ()) -> StreamedWeight | None:
+        """A weight, or the fused one of all members, that is read whenever it is needed."""
+        assert isinstance(self.weights, StreamedWeights)
+        rows = self.weights.rows(role, i)
+        if rows is None:
+            return None
+        self.check_shape(role, i, rows.shape, members)
+        return StreamedWeight(rows, self.device, self.dtype)
 
     def tap(self, roles: Sequence[str], i: int) -> Tap:
         expert = _EXPERT.search(roles[0])
@@ -242,10 +292,13 @@ class _Loader:
         """A weight, or the fused one of all members, of the shape that the architecture has."""
         value = self.weights.get(role, i)
         if value is not None:
-            shapes = [self.config.shapes[each, i, "weight"] for each in members or (role,)]
-            wanted = (sum(rows for rows, _ in shapes), shapes[0][1])
-            _check_shape(role, i, (value.rows, value.width), wanted)
+            self.check_shape(role, i, (value.rows, value.width), members)
         return value
+
+    def check_shape(self, role: str, i: int | None, found: tuple[int, ...], members: Sequence[str]) -> None:
+        """Raise CorruptCheckpoint unless a weight, or the fused one of all members, has its shape."""
+        shapes = [self.config.shapes[each, i, "weight"] for each in members or (role,)]
+        _check_shape(role, i, found, (sum(rows for rows, _ in shapes), shapes[0][1]))
 
     def bias(self, role: str, i: int, members: Sequence[str] = ()) -> Tensor | None:
         shapes = [self.config.shapes.get((each, i, "bias")) for each in members or (role,)]

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qconvert.core.dtypes import DType
-from qconvert.core.values import Value
+from qconvert.core.values import DenseRows, Value
 from qconvert.runtime.cpu.kernel_args import LINEAR
 from qconvert.runtime.cpu.kernels import compiled
 from qconvert.runtime.cpu.products import multiply_few
+from qconvert.runtime.weight_source import RowSource
 
 _TORCH = {
     DType.BF16: torch.bfloat16,
@@ -37,6 +38,7 @@ def as_tensor(array: np.ndarray, dtype: DType) -> Tensor:
 
 SCRATCH_BYTES = 32 << 20
 """The size of the float32 block that dequantizing may hold."""
+_CLOSE_ROWS, _MOST_ROWS = 4, 256  # of rows that are read in one call: how far apart, and how many
 # The last number of rows at which float rows are not behind decoding + torch's float32 matmul, milliseconds
 # of processor time at rows 1 / 4 / 8, one core of an AMD EPYC without AVX-512:
 #   bf16,  9728 x 896   float rows 0.69 / 2.0 / 4.4   decoded 5.9 / 8.0 / 8.8
@@ -215,5 +217,45 @@ class EncodedWeight(_Decoded):
         return torch.from_numpy(w_RI).to(self.device, self.dtype)
 
 
-Readable = DenseWeight | IntWeight | EncodedWeight
+@dataclass(frozen=True, slots=True)
+class StreamedWeight(_Decoded):
+    """A weight that is not held: rows are read whenever they are multiplied by, a block at a time."""
+
+    source: RowSource
+    device: torch.device
+    dtype: torch.dtype
+    kind: str = "streamed"
+    nbytes: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.source.shape
+
+    def rows(self, index: slice | Tensor) -> Tensor:
+        """Rows of the weight, [R, I] in the compute dtype."""
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(self.shape[0])
+            return self._read(start, stop)
+        wanted_N, place_R = torch.unique(index.flatten().cpu(), return_inverse=True)
+        # Rows that lie close together are read at once: a call costs more than a few rows.
+        runs = np.split(wanted_N.numpy(), np.flatnonzero(np.diff(wanted_N.numpy()) > _CLOSE_ROWS) + 1)
+        found = torch.empty(len(wanted_N), self.shape[1], device=self.device, dtype=self.dtype)
+        done = 0
+        for run in runs:
+            for part in np.array_split(run, -(-len(run) // _MOST_ROWS)) if len(run) else ():
+                rows = self._read(int(part[0]), int(part[-1]) + 1)
+                found[done : done + len(part)] = rows[torch.from_numpy(part - part[0]).to(self.device)]
+                done += len(part)
+        return found[place_R.to(self.device)]
+
+    def _read(self, start: int, stop: int) -> Tensor:
+        from qconvert.quant.dequantize import numbers
+
+        value = self.source.read(start, stop)
+        if isinstance(value, DenseRows):
+            return as_tensor(value.rows_RI, value.dtype).to(self.device, self.dtype)
+        return torch.from_numpy(numbers(value, DType.F32).rows_RI).to(self.device, self.dtype)
+
+
+Readable = DenseWeight | IntWeight | EncodedWeight | StreamedWeight
 """Weights whose rows can be read on any device, by slice or by index."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from qconvert.core.activations import InputQuantization
 from qconvert.core.values import Value
@@ -32,4 +32,24 @@ class Weights(Protocol):
 
         None when the model has no such tensor.
         """
+        ...
+
+
+class RowSource(Protocol):
+    """A weight `[out, in]` whose rows are read whenever they are asked for."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    def read(self, start: int, stop: int) -> Value:
+        """Rows [start, stop)."""
+        ...
+
+
+@runtime_checkable
+class StreamedWeights(Weights, Protocol):
+    """Weights that can be had without being held, too."""
+
+    def rows(self, role: str, layer: int | None = None) -> RowSource | None:
+        """The rows of a weight, by the same names; None when the model has no such tensor."""
         ...
