@@ -183,7 +183,9 @@ def test_every_loader_answers_about_a_plain_model(loader: str, models: Path) -> 
 def test_env_names_every_package_in_lines_and_in_json() -> None:
     found = qconvert("env", "--json").json
     assert set(PACKAGES) < found.keys() and found["cores"] == str(available_cores())
-    assert found["numpy"][0].isdigit() and all(isinstance(v, str) for k, v in found.items() if k not in ("schema", "ok"))
+    assert found["numpy"][0].isdigit() and all(
+        isinstance(v, str) for k, v in found.items() if k not in ("schema", "ok")
+    )
     lines = dict(line.split(None, 1) for line in qconvert("env", "-q").out.splitlines())
     assert lines == {key: value for key, value in found.items() if key not in ("schema", "ok")}
 

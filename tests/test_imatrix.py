@@ -12,7 +12,6 @@ from qconvert.core.ggml_types import KV
 from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.gguf.imatrix import read_imatrix
 from qconvert.formats.gguf.reader import GGUFFile
-from tests.commands import qconvert
 from tests.gguf_models import imatrix_dat as dat
 
 
@@ -59,12 +58,3 @@ def test_damaged_files_are_refused(tmp_path: Path, raw: bytes, says: str) -> Non
     (tmp_path / "i.dat").write_bytes(raw)
     with pytest.raises(CorruptCheckpoint, match=says):
         read_imatrix(tmp_path / "i.dat")
-
-
-def test_the_matrix_of_a_deeper_model_is_refused(tmp_path: Path) -> None:
-    means = {f"blk.{layer}.attn_q.weight": (1, [1.0] * 256) for layer in range(8)}
-    (tmp_path / "i.dat").write_bytes(dat(means))
-    ran = qconvert(
-        "to-gguf", "embedded", "--type", "q8_0", "--imatrix", tmp_path / "i.dat", "-o", tmp_path / "m.gguf"
-    )
-    assert ran.code == 1 and "layers up to blk.7, the model has 4" in ran.err

@@ -276,7 +276,9 @@ def test_what_half_precision_cannot_hold_is_refused(tmp_path: Path, file_type: s
     assert bf16.code == 0, bf16.err
 
 
-def test_ctrl_c_leaves_what_the_next_run_goes_on_with(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_leaves_what_the_next_run_goes_on_with(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -6,7 +6,6 @@ file serves GGUF and safetensors alike.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,15 +85,6 @@ def open_imatrix(path: Path, architecture: Architecture) -> ImatrixStatistics:
 
 def statistics_of(imatrix: Imatrix, architecture: Architecture) -> ImatrixStatistics:
     """The entries of an importance matrix by what they are in a model; BadRecipe if they are another's."""
-    layers = architecture.layers
-    beyond = {
-        int(n) for name in imatrix.means for n in re.findall(r"^blk\.(\d+)\.", name) if int(n) >= layers
-    }
-    if len(beyond) > 1:  # one may predict the next token but one
-        raise BadRecipe(
-            f"the importance matrix has layers up to blk.{max(beyond)}, the model has {layers}",
-            "give one that was measured on this model",
-        )
     entries: dict[StatisticsKey, tuple[str, int, int]] = {}
     for record in records(facts_of(architecture)):
         means = imatrix.means.get(record.name)
