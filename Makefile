@@ -2,11 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PACKAGE := $(VENV)/.package
 INSTALLED := $(VENV)/.installed
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
 .PHONY: demo test crash lint clean
 
-demo: $(INSTALLED)
+demo: $(PACKAGE)
 	$(BIN)/qconvert demo
 
 test: $(INSTALLED) lint
@@ -21,11 +23,17 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(INSTALLED): pyproject.toml .ci/constraints.txt
+# The package and what it needs: enough for the demo.
+$(PACKAGE): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("qconvert needs Python 3.10 or newer; run make PYTHON=python3.11") if sys.version_info < (3, 10) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt 'setuptools>=77' wheel
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt -e '.[dev]'
+	$(PIP) 'setuptools>=77' wheel
+	$(PIP) -e .
+	touch $@
+
+# What the tests need beside it.
+$(INSTALLED): $(PACKAGE)
+	$(PIP) -e '.[dev]'
 	touch $@
 
 clean:

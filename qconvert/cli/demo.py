@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from contextlib import redirect_stdout
@@ -85,10 +86,10 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
         click.echo()
     show_report(report, as_json=False)
     if talks:
-        click.echo(
-            f"\nreport: {out / 'report.html'}, .md and .json, {time.perf_counter() - started:.1f} s in all",
-            err=True,
-        )
+        seconds = time.perf_counter() - started
+        click.echo(f"\nreport: {out / 'report.html'}, .md and .json, {seconds:.1f} s in all", err=True)
+        called = "qconvert" if shutil.which("qconvert") else str(Path(sys.argv[0]))
+        click.echo(f"next: {called} quantize MODEL --bits 4, where MODEL is a folder or org/name", err=True)
 
 
 def _spelled(recipe: Recipe) -> str:
