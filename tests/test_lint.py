@@ -107,9 +107,15 @@ def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
         ({"_proj.weight": FP8}, {"layout": "fp8", "intermediate": 320}, ERROR, "no whole blocks of 128"),
         (
             {"_proj.weight": AffineInt(3, 32, True, DType.BF16)},
-            {"loader": "sglang"},
+            {"loader": "transformers"},
             WARNING,
             "3-bit codes run over words",
+        ),
+        (
+            {"_proj.weight": AffineInt(3, 32, True, DType.BF16)},
+            {"loader": "sglang"},
+            ERROR,
+            "packed integers of 4 and 8 bits, and this is int3-g32",
         ),
         ({"_proj.weight": NF4}, {"layout": "bitsandbytes"}, NEEDS, "with the package vllm-bnb-plugin"),
         ({"_proj.weight": INT4, HEAD: INT4}, {"layout": "awq", "tied": False}, ERROR, "keeps the head plain"),

@@ -80,7 +80,14 @@ TRAITS = LayoutTraits(
     serve="vllm serve",
     limits=(
         LoaderLimit(
-            ("sglang", "transformers"),  # vLLM unpacks by itself
+            ("sglang",),  # WNA16_SUPPORTED_BITS in its layers/quantization/compressed_tensors
+            "error",
+            "SGLang runs packed integers of 4 and 8 bits, and this is {encoding}",
+            "quantize to 4 or 8 bits, or serve with vLLM",
+            lambda e: isinstance(e, AffineInt) and e.bits not in (4, 8),
+        ),
+        LoaderLimit(
+            ("transformers",),  # vLLM unpacks by itself
             "warning",
             "{bits}-bit codes run over words: readers before compressed-tensors 0.18 misread them",
             "4 or 8 bits are read by all",
