@@ -264,7 +264,7 @@ def test_a_dataset_of_the_hub_gives_its_text_files(tmp_path: Path) -> None:
         assert found == ["hub:org/texts", ["b.txt", "a.jsonl"], 3] and pinned[1:] == found[1:]
         assert "c.parquet" not in server.asked
         assert tables["fact"] == "text hub:org/tables: holds no .txt, .md, .jsonl file"
-        assert none["fact"] == "org/none: no such dataset on the Hub"
+        assert none["fact"] == "org/none: there is no such dataset on the Hub"
         assert nonsense["fact"] == "nonsense: not a valid name for a dataset on the Hub"
         server.shutdown()
 

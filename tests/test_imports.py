@@ -63,7 +63,7 @@ LIBRARIES = {
     "tqdm": "cli",
     "transformers": "calibrate.transformers_engine evals",
     "triton": "runtime.cuda evals",
-    "yaml": "plan.recipe convert.model_card formats.huggingface.model_card_header",
+    "yaml": "plan.recipe convert.model_card convert.gguf_sidecars formats.huggingface.model_card_header",
 }
 
 

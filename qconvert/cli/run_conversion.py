@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -222,10 +221,6 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
         return
     held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
     require_free_disk(out, job.container.bytes_needed - held)
-    if flags.talks:  # the table comes before the work, which may take hours
-        click.echo("\n".join(lines))
-        sys.stdout.flush()
-        lines = []
     compile_kernels(job.compiled.plan, talks=flags.talks)
     started = time.perf_counter()
     result = _executed(job, out, flags)
@@ -350,6 +345,5 @@ def _print(
     elif flags.quiet:
         click.echo(str(path))
     else:
-        if lines:
-            click.echo("\n".join(lines))
+        click.echo("\n".join(lines))
         click.echo(verdict, err=True)
