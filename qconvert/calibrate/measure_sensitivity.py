@@ -18,15 +18,15 @@ from torch import Tensor
 
 from qconvert.calibrate.backward import Progress, backward_pass
 from qconvert.calibrate.gradients import GradientSums
+from qconvert.calibrate.layer_by_layer import layer_by_layer
 from qconvert.calibrate.row_samples import RowSampler
 from qconvert.calibrate.savings import NOTHING_SAVED, Savings
 from qconvert.calibrate.sensitivity import SecondMoments, Sensitivity, sensitivity_of_tables
 from qconvert.calibrate.text import check_tokens
-from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.statistics import StatisticsKey
 from qconvert.runtime.config import DecoderConfig
-from qconvert.runtime.load import Streaming, load_decoder
+from qconvert.runtime.load import Streaming
 from qconvert.runtime.model import Decoder
 from qconvert.runtime.observers import InputKey
 from qconvert.runtime.reverse import GradientObserver
@@ -117,7 +117,7 @@ def sensitivities_of(
     check_tokens(tokens_WT, config.max_positions, config.vocab)
     streaming = Streaming.EVERYTHING if savings.streamed else Streaming.NOTHING
     yield from sensitivities(
-        load_decoder(config, CheckpointWeights(checkpoint), on_demand=True, streaming=streaming),
+        layer_by_layer(checkpoint, streaming=streaming),
         torch.from_numpy(tokens_WT),
         seed=seed,
         scratch=scratch or Path(gettempdir()),

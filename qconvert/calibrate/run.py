@@ -14,6 +14,7 @@ from qconvert.calibrate.backward import measure_gradients
 from qconvert.calibrate.calibration import Calibration
 from qconvert.calibrate.collect import Progress, collect_statistics, windows_together
 from qconvert.calibrate.fit import fitted_collection, fitted_weighing
+from qconvert.calibrate.layer_by_layer import layer_by_layer
 from qconvert.calibrate.memory import Work
 from qconvert.calibrate.memory_limit import MemoryLimit, memory_limit
 from qconvert.calibrate.moment_sums import MomentSums
@@ -21,14 +22,13 @@ from qconvert.calibrate.moments import InputStatistics
 from qconvert.calibrate.statistics_file import StoredStatistics, model_record
 from qconvert.calibrate.text import PACKED, CalibrationText, calibration_windows, check_tokens, check_window
 from qconvert.calibrate.transformers_engine import TransformersModel
-from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.dialogue import dialogue_of
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.errors import UnsupportedModel
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import find_device
-from qconvert.runtime.load import Streaming, load_decoder
+from qconvert.runtime.load import Streaming
 
 LONG_WINDOW, LLAMA_CPP_WINDOW = 2048, 512
 
@@ -95,8 +95,7 @@ def calibrate(
     calibration = Calibration(text.tokens_BT, shift=False, gradient_tokens=text.tokens)
     savings, _ = fitted_weighing(Work(config, calibration, 1, 4.0), _limit(max_memory, place))
     streaming = Streaming.EVERYTHING if savings.streamed else Streaming.NOTHING
-    weights = CheckpointWeights(checkpoint)
-    decoder = load_decoder(config, weights, device=place, on_demand=True, streaming=streaming)
+    decoder = layer_by_layer(checkpoint, device=place, streaming=streaming)
     check_tokens(text.tokens_BT, config.max_positions, config.vocab)
     sums, tell = MomentSums(), progress or (lambda done, total: None)
     tokens_BT, batch = torch.from_numpy(text.tokens_BT), savings.backward_tokens
@@ -135,8 +134,7 @@ def _mean_squares(
     work = Work(config, Calibration(tokens_BT, shift=False))
     tokens, streamed = fitted_collection(work, most, _limit(max_memory, place))
     streaming = Streaming.EVERYTHING if streamed else Streaming.TABLES
-    weights = CheckpointWeights(checkpoint)
-    decoder = load_decoder(config, weights, device=place, on_demand=True, streaming=streaming)
+    decoder = layer_by_layer(checkpoint, device=place, streaming=streaming)
     together = max(1, tokens // window)
     return collect_statistics(decoder, tokens_BT, progress, scratch=folder, together=together)
 

@@ -247,8 +247,8 @@ def _write_beside(job: Job, result: Result, flags: Flags) -> None:
     from qconvert.checkpoint.open import open_checkpoint
     from qconvert.convert.gguf_sidecars import CARD, card, modelfile, sidecar
 
+    source = job.source
     for suffix in flags.beside:
-        source = job.source
         text = (
             card(result.path, open_checkpoint(result.path), source.checkpoint, source.location.name)
             if suffix == CARD

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from qconvert.calibrate.calibration import Calibration
+from qconvert.calibrate.layer_by_layer import layer_by_layer
 from qconvert.calibrate.output_moments import output_moments
 from qconvert.calibrate.row_file import RowFile, row_file
 from qconvert.calibrate.waves import waves
-from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.outcome import BlockDone
 from qconvert.convert.output_hessians import OutputHessians
@@ -38,9 +38,8 @@ from qconvert.ops import EncodeBlocks, EncodeTable, Quantize
 from qconvert.ops.calibrated import PRODUCT_ROWS, is_rounded_together
 from qconvert.plan.plan import Plan, Unit
 from qconvert.quant.dequantize import numbers
-from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
-from qconvert.runtime.load import Streaming, load_decoder
+from qconvert.runtime.load import Streaming
 from qconvert.runtime.model import Decoder
 
 # Rows of a linear that the damping of its Hessian is chosen with.
@@ -151,9 +150,7 @@ def is_followed(unit: Unit) -> bool:
 
 
 def _decoder(checkpoint: Checkpoint, rows: Rows, streaming: Streaming) -> Decoder:
-    weights = CheckpointWeights(checkpoint, rows)
-    config = DecoderConfig.of(checkpoint.architecture)
-    return load_decoder(config, weights, layout=Layout.AUTO, on_demand=True, streaming=streaming)
+    return layer_by_layer(checkpoint, rows, layout=Layout.AUTO, streaming=streaming)
 
 
 def _loss(unit: Unit, key: StatisticsKey, hessian: Rounding, reader: Rows) -> float:

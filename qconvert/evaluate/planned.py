@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.calibrate.layer_by_layer import layer_by_layer
 from qconvert.convert.as_planned import PlannedRows
 from qconvert.convert.job import Job
 from qconvert.core.protocols import Rows
 from qconvert.evaluate.lockstep import BATCH_TOKENS, EvalModel, Track, run_lockstep
 from qconvert.evaluate.protocols import Window
-from qconvert.runtime.config import DecoderConfig
-from qconvert.runtime.load import load_decoder
 
 
 def planned_divergences(jobs: Sequence[Job], tokens_BT: np.ndarray) -> list[float]:
@@ -23,11 +21,9 @@ def planned_divergences(jobs: Sequence[Job], tokens_BT: np.ndarray) -> list[floa
     that every weight is made once; codes are the nearest ones.
     """
     checkpoint = jobs[0].source.checkpoint
-    config = DecoderConfig.of(checkpoint.architecture)
 
     def track(label: str, rows: Rows) -> Track:
-        decoder = load_decoder(config, CheckpointWeights(checkpoint, rows), on_demand=True)
-        return Track(EvalModel(label, decoder, 0, 0.0))
+        return Track(EvalModel(label, layer_by_layer(checkpoint, rows), 0, 0.0))
 
     length = tokens_BT.shape[1]
     windows_WT = tokens_BT[: max(1, BATCH_TOKENS["cpu"] // length)]
