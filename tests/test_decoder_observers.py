@@ -116,3 +116,25 @@ def test_observers_go_with_their_block_and_replace_the_compiled_step() -> None:
     assert {rows for _, rows in seen} == {1} and len({key for key, _ in seen}) == len(seen) == 4 * 3 + 1
     decoder.decode(ids[:, 7], cache)
     assert len(seen) == 4 * 3 + 1 and not decoder.observers.present
+
+
+def test_a_step_goes_on_from_what_its_last_linear_reads() -> None:
+    decoder = decoder_of(tiny("qwen3"))
+    rotations = decoder.rotations(0, 7)
+    x_BTD = torch.randn(2, 7, decoder.config.hidden, generator=torch.Generator().manual_seed(0))
+    for roles, step in zip((("attn.o",), ("mlp.down",)), decoder.layers[0].steps(rotations), strict=True):
+        found: dict[InputKey, torch.Tensor] = {}
+        with decoder.observing(lambda key, rows, found=found: found.setdefault(key, rows.clone())):
+            want_BTD = step(x_BTD)
+        split = step.split
+        assert split is not None and step.ends_with(roles) and not step.ends_with(("attn.v",))
+        last_BTI = split.inner(x_BTD)
+        assert last_BTI.shape == (2, 7, split.width)
+        assert torch.equal(last_BTI.flatten(0, 1), found[InputKey(roles, 0)])
+        assert torch.equal(split.outer(x_BTD, last_BTI), want_BTD)
+
+
+def test_steps_of_experts_are_computed_in_one(tmp_path: Path) -> None:
+    deepseek(tmp_path / "deepseek")
+    *_, last = opened(tmp_path / "deepseek").layers
+    assert [step.split is None for step in last.steps([])] == [False, True]

@@ -311,8 +311,9 @@ def _sampling(work: Work, savings: Savings) -> float:
 
 def _disk(work: Work, savings: Savings) -> int:
     calibration, c = work.calibration, work.config
-    streams = 2 if calibration.shift else 1
-    disk = streams * max(2, work.windows) * work.window * c.hidden * _FLOAT
+    tokens = max(2, work.windows) * work.window
+    # Both streams between steps, and what the last linear of a step reads.
+    disk = tokens * (2 * c.hidden + max(work.widths) if calibration.shift else c.hidden) * _FLOAT
     disk += work.layer * _FLOAT if savings.streamed else 0
     disk += c.vocab * c.hidden * _FLOAT if work.writes_table else 0
     if calibration.method != "two-sided":

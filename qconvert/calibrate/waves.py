@@ -3,7 +3,8 @@
 A wave is what reads one kind of input in one layer: q, k and v; the output projection; gate and up; down. Its
 statistics are measured when everything before it is quantized already, so that its codes make up for errors
 made before (the target shift: GPTAQ, arXiv 2504.02692; Qronos, arXiv 2505.11695). The activations of all
-tokens before a layer lie on disk, as the original layers make them and as the quantized ones do; in memory
+tokens before a layer lie on disk, as the original layers make them and as the quantized ones do, and so does
+what the last linear of a step read, until the step goes on from there with its codes; in memory
 are one layer, one batch and the sums of one wave.
 
 Legend: B windows, T tokens of a window, D hidden width, N rows, I columns of a linear.
@@ -29,6 +30,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.statistics import Rounding, StatisticsKey
 from qconvert.errors import CheckFailed
 from qconvert.quant.hessian import NotPositiveDefinite
+from qconvert.runtime.layer_step import LayerStep
 from qconvert.runtime.model import Decoder, Rotation
 from qconvert.runtime.observers import InputKey
 from qconvert.runtime.precision import fast_products
@@ -42,7 +44,6 @@ STRONGER_DAMPING = (10.0, 30.0)
 _ORIGINAL, _CURRENT = 0, 1
 """Slots of the activations' file."""
 
-_Step = Callable[[Tensor], Tensor]
 LoadDecoder = Callable[[], Decoder]
 Loss = Callable[[StatisticsKey, Rounding], float]
 """The error of a linear's output on tokens held out, where its codes are chosen with this Hessian."""
@@ -113,7 +114,7 @@ def waves(
         fast_products(),
     ):
         dampings = {} if dampings is None else dampings
-        walk = _Walk(calibration, file, used, decoder.rotations(0, file.tokens), loss, dampings)
+        walk = _Walk(calibration, file, scratch, used, decoder.rotations(0, file.tokens), loss, dampings)
         walk.start(_ORIGINAL, decoder, held_last_BT)
         decoder = decoder.without_tables()
         embedding = frozenset(key for key in wanted if key.role == "embed")
@@ -146,6 +147,7 @@ class _Walk:
 
     calibration: Calibration
     file: ActivationFile
+    scratch: Path
     used: int
     rotations: Sequence[Rotation]
     loss: Loss
@@ -165,15 +167,26 @@ class _Walk:
         for number, step in enumerate(original.layers[i].steps(self.rotations)):
             stages = self._stages(original, step, wanted)
             token_wise = number > 0  # the MLP, but where it is one step with the attention
-            for stage in stages:
-                keys = frozenset(key for key in wanted if key.role in stage)
-                reading = _Reading(original, step, current, i, number, whole=stage is stages[-1])
-                sums = self._summed(reading, {InputKey(stage, i, key.expert) for key in keys}, token_wise)
-                yield self._finished(keys, sums)
-            if not stages:
-                self._advance(original, step, _ORIGINAL, token_wise)
-            if self.calibration.shift:
-                self._advance(current, current.layers[i].steps(self.rotations)[number], _CURRENT, token_wise)
+            with contextlib.ExitStack() as opened:
+                kept = None
+                for stage in stages:
+                    keys = frozenset(key for key in wanted if key.role in stage)
+                    whole = stage is stages[-1]
+                    if self.calibration.shift and whole and step.ends_with(stage):
+                        kept = opened.enter_context(self._last_inputs(step))
+                    reading = _Reading(original, step, current, i, number, whole, kept)
+                    sums = self._summed(reading, {InputKey(stage, i, key.expert) for key in keys}, token_wise)
+                    yield self._finished(keys, sums)
+                if not stages:
+                    self._advance(original, step, _ORIGINAL, token_wise)
+                if self.calibration.shift:
+                    changed = current.layers[i].steps(self.rotations)[number]
+                    self._advance(current, changed, _CURRENT, token_wise, kept)
+
+    def _last_inputs(self, step: LayerStep) -> contextlib.AbstractContextManager[ActivationFile]:
+        """A file for what the last linear of a step reads in the quantized model."""
+        assert step.split is not None
+        return activation_file(self.scratch, 1, self.file.windows, self.file.tokens, step.split.width)
 
     def past(self, i: int, original: Decoder, current: Decoder) -> None:
         """Bring the file to what the next layer reads, without measuring anything."""
@@ -203,7 +216,7 @@ class _Walk:
         return self._finished(keys, {InputKey(tuple(key.role for key in keys)): sums})
 
     def _stages(
-        self, decoder: Decoder, step: _Step, wanted: Collection[StatisticsKey]
+        self, decoder: Decoder, step: LayerStep, wanted: Collection[StatisticsKey]
     ) -> list[tuple[str, ...]]:
         """The roles that read one input each, in the order in which a step computes them."""
         seen: dict[tuple[str, ...], None] = {}
@@ -225,7 +238,12 @@ class _Walk:
             read = origin
             if changed is not None:
                 x_BTD = self._read(reading.current, _CURRENT, batch)
-                read, _ = _shown(reading.current, changed, x_BTD, inputs, whole=False)
+                if reading.kept is None or changed.split is None:
+                    read, _ = _shown(reading.current, changed, x_BTD, inputs, whole=False)
+                else:
+                    last_BTI = changed.split.inner(x_BTD)
+                    reading.kept.write(0, batch.first, last_BTI, batch.start)
+                    read = dict.fromkeys(inputs, last_BTI.flatten(0, -2).float())
             for key, rows_NI in read.items():
                 if key not in sums:
                     sums[key] = self._sums(rows_NI.shape[1], rows_NI.device, pairs=pairs)
@@ -282,16 +300,25 @@ class _Walk:
             made = None
         return sums.hessian(self.dampings[roles])
 
-    def _advance(self, decoder: Decoder, step: _Step, slot: int, token_wise: bool) -> None:
+    def _advance(
+        self,
+        decoder: Decoder,
+        step: LayerStep,
+        slot: int,
+        token_wise: bool,
+        kept: ActivationFile | None = None,
+    ) -> None:
+        """Bring a slot past a step, of which `kept` has what its last linear reads."""
         for batch in self._batches(token_wise):
-            self.file.write(slot, batch.first, step(self._read(decoder, slot, batch)), batch.start)
+            x_BTD = self._read(decoder, slot, batch)
+            if kept is not None and step.split is not None:
+                y_BTD = step.split.outer(x_BTD, batch.of(kept, 0).to(decoder.device, decoder.dtype))
+            else:
+                y_BTD = step(x_BTD)
+            self.file.write(slot, batch.first, y_BTD, batch.start)
 
     def _read(self, decoder: Decoder, slot: int, batch: _Batch) -> Tensor:
-        if batch.tokens is None:
-            x_BTD = self.file.read(slot, batch.first, batch.count)
-        else:
-            x_BTD = self.file.read_part(slot, batch.first, batch.start, batch.start + batch.tokens)
-        return x_BTD.to(decoder.device, decoder.dtype)
+        return batch.of(self.file, slot).to(decoder.device, decoder.dtype)
 
     def _batches(self, token_wise: bool = False) -> Iterator[_Batch]:
         """Windows that are computed together; where tokens are independent (`token_wise`), parts of one."""
@@ -316,19 +343,29 @@ class _Batch:
     start: int = 0
     tokens: int | None = None
 
+    def of(self, file: ActivationFile, slot: int) -> Tensor:
+        """These windows, or these tokens of one, of a slot: float32 [B, T, D]."""
+        if self.tokens is None:
+            return file.read(slot, self.first, self.count)
+        return file.read_part(slot, self.first, self.start, self.start + self.tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """A step of a layer of the original model, and where the current one has it; `whole` goes to its end."""
+    """A step of a layer of the original model, and where the current one has it; `whole` goes to its end.
+
+    `kept` takes what the last linear reads in the current model.
+    """
 
     original: Decoder
-    step: _Step
+    step: LayerStep
     current: Decoder
     layer: int
     number: int
     whole: bool
+    kept: ActivationFile | None = None
 
-    def changed(self, rotations: Sequence[Rotation]) -> _Step:
+    def changed(self, rotations: Sequence[Rotation]) -> LayerStep:
         """The step of the current model, its weights read anew."""
         return self.current.layers[self.layer].steps(rotations)[self.number]
 
@@ -338,7 +375,7 @@ class _AllSeen(Exception):
 
 
 def _shown(
-    decoder: Decoder, step: _Step, x_BTD: Tensor, wanted: Collection[InputKey], *, whole: bool
+    decoder: Decoder, step: LayerStep, x_BTD: Tensor, wanted: Collection[InputKey], *, whole: bool
 ) -> tuple[dict[InputKey, Tensor], Tensor | None]:
     """The inputs that a step shows of those wanted, float32 [N, I]; if it is `whole`, what it gives."""
     found: dict[InputKey, Tensor] = {}

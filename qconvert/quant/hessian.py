@@ -8,7 +8,7 @@ with it, so that directions that the calibration text hardly visits are not move
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -242,36 +242,3 @@ def row_errors(w_RI: np.ndarray, q_RI: np.ndarray, h_II: np.ndarray) -> np.ndarr
     """
     delta_RI = np.subtract(w_RI, q_RI, dtype=np.float32)
     return row_products(delta_RI, h_II, delta_RI)
-
-
-def held_out_errors(
-    w_RI: np.ndarray, q_RI: np.ndarray, held_hessian_II: np.ndarray, held_cross_II: np.ndarray
-) -> np.ndarray:
-    """What storing q for the original weights w costs on inputs held out, beside storing w: float64 [R].
-
-    E|w x - q x~|^2 - E|w x - w x~|^2 = delta H delta^T + 2 w (G - H) delta^T, where delta = w - q, and
-    H = E[x~ x~^T] and G = E[x x~^T] are float32 [I, I]. Below 0 where q makes up for the errors in x~ also.
-    Weights and stored numbers are float32 [R, I]. Without quantized inputs G is H, and this is `row_errors`.
-    """
-    delta_RI = np.subtract(w_RI, q_RI, dtype=np.float32)
-    errors_R = row_products(delta_RI, held_hessian_II, delta_RI)
-    if held_cross_II is not held_hessian_II:
-        errors_R += 2 * row_products(w_RI, held_cross_II - held_hessian_II, delta_RI)
-    return errors_R
-
-
-def alpha_from_halves(
-    weights: Sequence[np.ndarray], shift_II: np.ndarray, h_II: np.ndarray, mismatch_II: np.ndarray
-) -> float:
-    """How much of a target shift holds on other tokens: the best alpha there, within 0 and 1.
-
-    `shift_II`: S of `target_shift` with alpha 1, from one half of the tokens. `h_II` and `mismatch_II`: H and
-    G - H of the other half. `weights`: float32 [R, I] of every linear that has this input. With D = W S - W,
-    the squared error of W + alpha D there is least for alpha = <D, W (G - H)> / tr(D H D^T).
-    """
-    gain = cost = 0.0
-    for w_RI in weights:
-        moved_RI = w_RI @ shift_II - w_RI
-        gain += float(row_products(w_RI, mismatch_II, moved_RI).sum())
-        cost += float(row_products(moved_RI, h_II, moved_RI).sum())
-    return min(1.0, max(0.0, gain / cost)) if cost > 0 else 0.0

@@ -25,6 +25,7 @@ from qconvert.runtime.attention import attend
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
 from qconvert.runtime.input_rounding import round_inputs
+from qconvert.runtime.layer_step import LayerStep, Split
 from qconvert.runtime.linear import Linear, Table
 from qconvert.runtime.observers import InputKey, Observer, Observers, Tap
 from qconvert.runtime.precision import exact_products
@@ -123,6 +124,10 @@ class Attention:
     sinks_H: Tensor | None = None
 
     def __call__(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
+        return self.o(self.mixed(x_BTD, rotations, cache))
+
+    def mixed(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
+        """What the output projection reads: the values of all heads as they attend, [B, T, H E]."""
         q, k, v = fan_out(
             x_BTD, self.qkv, [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
         )
@@ -139,7 +144,7 @@ class Attention:
             k_BKTE, v_BKTE = cache.extend(self.layer, k_BKTE, v_BKTE)
         rules = self.window, self.scale, self.cap, self.sinks_H
         y_BHTE = attend(q.transpose(1, 2), k_BKTE, v_BKTE, *rules)
-        return self.o(y_BHTE.transpose(1, 2).flatten(-2))
+        return y_BHTE.transpose(1, 2).flatten(-2)
 
     def _by_head(self, x_BTR: Tensor, norm: Norm | None) -> Tensor:
         """[B, T, heads, E], normalised by head, or as a whole where the norm is as wide as all of them."""
@@ -182,9 +187,13 @@ class Mlp:
     activation: Gate = swiglu
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.gated(x))
+
+    def gated(self, x: Tensor) -> Tensor:
+        """What `down` reads: the activation of `gate` and `up`."""
         width = self.down.weight.shape[1]
         gate, up = fan_out(x, self.gate_up, (width, width))
-        return self.down(self.activation(gate, up))
+        return self.activation(gate, up)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,28 +249,39 @@ class Layer:
             x_BTD = step(x_BTD)
         return x_BTD
 
-    def steps(
-        self, rotations: Sequence[Rotation], cache: Cache | None = None
-    ) -> tuple[Callable[[Tensor], Tensor], ...]:
-        """What the layer does, one after the other: attention, then MLP; both in one where they are parallel.
+    def steps(self, rotations: Sequence[Rotation], cache: Cache | None = None) -> tuple[LayerStep, ...]:
+        """What the layer does, in order: attention, then MLP; both in one where they are parallel."""
+        if self.parallel:
+            return (LayerStep(lambda x_BTD: self._both(x_BTD, rotations, cache)),)
 
-        Each step takes and gives [B, T, D].
-        """
+        def mixed(x_BTD: Tensor) -> Tensor:
+            return self.attention.mixed(_normalised(self.attention_norm, x_BTD), rotations, cache)
 
-        def attend(x_BTD: Tensor) -> Tensor:
-            mixed_BTD = self.attention(_normalised(self.attention_norm, x_BTD), rotations, cache)
-            return x_BTD + _normalised(self.attention_post_norm, mixed_BTD)
+        def attended(x_BTD: Tensor, mixed_BTI: Tensor) -> Tensor:
+            return x_BTD + _normalised(self.attention_post_norm, self.attention.o(mixed_BTI))
 
-        def feed(x_BTD: Tensor) -> Tensor:
+        def fed(x_BTD: Tensor) -> Tensor:
             return x_BTD + _normalised(self.mlp_post_norm, self.mlp(_normalised(self.mlp_norm, x_BTD)))
 
-        def both(x_BTD: Tensor) -> Tensor:
-            read_BTD = _normalised(self.attention_norm, x_BTD)
-            mixed_BTD = self.attention(read_BTD, rotations, cache)
-            x_BTD = x_BTD + _normalised(self.attention_post_norm, mixed_BTD)
-            return x_BTD + _normalised(self.mlp_post_norm, self.mlp(read_BTD))
+        first = LayerStep(
+            lambda x_BTD: attended(x_BTD, mixed(x_BTD)), Split(self.attention.o, mixed, attended)
+        )
+        return first, LayerStep(fed, self._split_mlp())
 
-        return (both,) if self.parallel else (attend, feed)
+    def _split_mlp(self) -> Split | None:
+        if not isinstance(mlp := self.mlp, Mlp):
+            return None
+        return Split(
+            mlp.down,
+            lambda x_BTD: mlp.gated(_normalised(self.mlp_norm, x_BTD)),
+            lambda x_BTD, gated_BTI: x_BTD + _normalised(self.mlp_post_norm, mlp.down(gated_BTI)),
+        )
+
+    def _both(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
+        read_BTD = _normalised(self.attention_norm, x_BTD)
+        mixed_BTD = self.attention(read_BTD, rotations, cache)
+        x_BTD = x_BTD + _normalised(self.attention_post_norm, mixed_BTD)
+        return x_BTD + _normalised(self.mlp_post_norm, self.mlp(read_BTD))
 
     @property
     def linears(self) -> list[Linear]:
