@@ -1,4 +1,4 @@
-"""Measures the speed of qconvert: `python evals/speed.py convert|repack|gguf|decode|prefill|gpu`."""
+"""Measures the speed of qconvert: `python evals/speed.py convert|repack|gguf|decode|prefill|gpu|tensors`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from evals.speed_convert import convert, repack
 from evals.speed_decoder import decode, prefill
 from evals.speed_gguf import gguf
 from evals.speed_gpu import gpu
+from evals.speed_tensors import tensors
 
 
 @click.group()
@@ -20,7 +21,7 @@ def main() -> None:
     """Measure the speed of qconvert on this machine, beside peers where they are installed."""
 
 
-for command in (convert, repack, gguf, decode, prefill, gpu):
+for command in (convert, repack, gguf, decode, prefill, gpu, tensors):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 Each case quantizes all linears alike (a GGUF: all weights), then asks `--target-size` for exactly as many
 bytes, and measures both files beside the model, paired token by token. A case is lost where the mix has the
-larger mean KL divergence. What the command expected of both is written beside what was measured.
+larger mean KL divergence. What the command expected of both is written beside what was measured. With
+`--kl`, integers are mixed for a divergence instead, which is measured beside the one asked for.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Asked:
 @click.option("--window", default=512, show_default=True, help="Tokens of a window.")
 @click.option("--chunks", default=16, show_default=True, help="Evaluation windows.")
 @click.option("--case", "cases", multiple=True, type=click.Choice(CASES), default=CASES)
+@click.option("--kl", "kls", multiple=True, type=float, help="Ask for these divergences, in nats per token.")
 @click.option("--method", default="nearest", type=click.Choice(["nearest", "feedback"]), show_default=True)
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too.")
 def targets(
@@ -63,25 +65,32 @@ def targets(
     window: int,
     chunks: int,
     cases: Sequence[str],
+    kls: Sequence[float],
     method: str,
     out: Path | None,
 ) -> None:
     """Compare mixes with uniform files of the same size."""
     read = ("--text", calibration_text, "--tokens", tokens, "--window", str(window))
+    lines = _divergence_lines if kls else _lines
     asked, rows = Asked(model, text, read, method, window, chunks), []
     with tempfile.TemporaryDirectory() as scratch:
         statistics = Path(scratch) / "stats"
-        if method == "nearest":
+        if method == "nearest" and not kls:
             qconvert("calibrate", model, *read, "-o", statistics)
-        for case in cases:
-            rows.append(_case(case, asked, statistics, Path(scratch)))
-            click.echo("\n".join(_lines(rows[-1:])[-1:]))
+        for case in kls or cases:
+            if isinstance(case, str):
+                rows.append(_case(case, asked, statistics, Path(scratch)))
+            else:
+                rows.append(_divergence(case, asked, Path(scratch)))
+            click.echo("\n".join(lines(rows[-1:])[-1:]))
             if out is not None:  # after every case, so that a run that is stopped leaves its figures
                 texts: Json = {"calibration": [Path(calibration_text).name, tokens, window]}
                 texts |= {"text": Path(text).name, "chunks": chunks}
                 said = {"model": Path(model).name, "method": method, **texts, "qconvert": __version__}
                 out.write_text(json.dumps({**said, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    click.echo("\n".join(_lines(rows)))
+    click.echo("\n".join(lines(rows)))
+    if kls:
+        return
     lost = [row for row in rows if row["mix_minus_uniform"]["value"] > 0]
     click.echo(f"{len(rows)} cases, {len(lost)} lost")
 
@@ -110,6 +119,31 @@ def _case(case: str, asked: Asked, statistics: Path, scratch: Path) -> Json:
         row[name] |= {"expected_kl": expected, "expected_over_measured": expected / kl.value}
     paired = found.difference(mix, same)
     return row | {"mix_minus_uniform": {"value": paired.value, "se": paired.se}}
+
+
+def _divergence(kl: float, asked: Asked, scratch: Path) -> Json:
+    """The smallest mix for a divergence, measured on the text."""
+    out = scratch / f"kl-{kl}"
+    aim = ("--target-kl", str(kl), "--schemes", ",".join(SCHEMES), "--method", asked.method)
+    said = qconvert("quantize", asked.model, *aim, *asked.read, "-o", out)["target"]
+    found = divergences(asked.model, [out], asked.text, asked.window, asked.chunks)
+    measured = found.mean(out)
+    row: Json = {"asked": kl, "expected_kl": said["expected_kl"], "checked": said.get("measured_kl")}
+    return row | {"bytes": found.models[out].size_bytes, "kl": measured.value, "se": measured.se}
+
+
+def _divergence_lines(rows: Sequence[Json]) -> list[str]:
+    cells = [
+        [
+            f"{row['asked']:g}",
+            f"{row['expected_kl']:.5f}",
+            f"{row['kl']:.5f} ± {row['se'] or 0:.5f}",
+            f"{row['kl'] / row['asked']:.2f}",
+            f"{row['bytes']:,}",
+        ]
+        for row in rows
+    ]
+    return table(["KL asked for", "expected", "measured", "measured / asked", "bytes"], cells)
 
 
 def _lines(rows: Sequence[Json]) -> list[str]:

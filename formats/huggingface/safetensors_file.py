@@ -181,17 +181,18 @@ _Extent = tuple[int, int, TensorSpec]
 
 
 def _extent(file: str, tensor: str, entry: object) -> _Extent:
-    where = f"{file}: {shown(tensor)}"
     if not isinstance(entry, dict):
-        raise CorruptCheckpoint(f"{where}: its header entry is a {kind_of(entry)}, not an object")
+        what = f"its header entry is a {kind_of(entry)}, not an object"
+        raise CorruptCheckpoint(f"{file}: {shown(tensor)}: {what}")
     spec = tensor_spec(file, tensor, entry.get("dtype"), entry.get("shape"))
     offsets = entry.get("data_offsets")
     if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))):
-        raise CorruptCheckpoint(f"{where}: data_offsets are {shown(offsets)}, not two byte positions")
+        what = f"data_offsets are {shown(offsets)}, not two byte positions"
+        raise CorruptCheckpoint(f"{file}: {shown(tensor)}: {what}")
     begin, end = offsets
     if end - begin != spec.nbytes:
         raise CorruptCheckpoint(
-            f"{where}: {spec.dtype.code} {list(spec.shape)} takes {spec.nbytes} bytes,"
+            f"{file}: {shown(tensor)}: {spec.dtype.code} {list(spec.shape)} takes {spec.nbytes} bytes,"
             f" its data_offsets {offsets} hold {end - begin}"
         )
     return begin, end, spec
@@ -203,15 +204,16 @@ def tensor_spec(file: str, tensor: str, dtype: object, shape: object) -> TensorS
     Raises CorruptCheckpoint for anything outside the format, UnsupportedModel for element types of the format
     that are not read here.
     """
-    where = f"{file}: {shown(tensor)}"
     if not (isinstance(shape, list) and len(shape) <= MAX_RANK and all(map(_is_size, shape))):
-        raise CorruptCheckpoint(f"{where}: shape is {shown(shape)}, not a list of up to {MAX_RANK} sizes")
+        what = f"shape is {shown(shape)}, not a list of up to {MAX_RANK} sizes"
+        raise CorruptCheckpoint(f"{file}: {shown(tensor)}: {what}")
     if prod(size or 1 for size in shape) > MAX_ELEMENTS:
-        raise CorruptCheckpoint(f"{where}: shape {shown(shape)} is larger than any file")
+        raise CorruptCheckpoint(f"{file}: {shown(tensor)}: shape {shown(shape)} is larger than any file")
     if dtype in _UNREAD_CODES:
-        raise UnsupportedModel(f"{where}: dtype {dtype} is not read here", _READ_CODES)
+        raise UnsupportedModel(f"{file}: {shown(tensor)}: dtype {dtype} is not read here", _READ_CODES)
     if not (isinstance(dtype, str) and dtype in DTYPE_BY_CODE):
-        raise CorruptCheckpoint(f"{where}: dtype {shown(dtype)} is none of the format's", _READ_CODES)
+        what = f"dtype {shown(dtype)} is none of the format's"
+        raise CorruptCheckpoint(f"{file}: {shown(tensor)}: {what}", _READ_CODES)
     return TensorSpec(tensor, DTYPE_BY_CODE[dtype], tuple(shape))
 
 

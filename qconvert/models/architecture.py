@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Any
 
@@ -47,10 +47,12 @@ class Parameter:
     @property
     def group(self) -> str:
         """The role without the expert's number: `mlp.experts.up` for `mlp.experts.7.up`."""
-        return _EXPERT_NUMBER.sub("", self.role) if ".experts." in self.role else self.role
+        return _without_number(self.role) if ".experts." in self.role else self.role
 
 
-_EXPERT_NUMBER = re.compile(r"(?<=\.experts)\.\d+")
+@cache
+def _without_number(role: str) -> str:
+    return re.sub(r"(?<=\.experts)\.\d+", "", role)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Works on names, shapes and encodings alone: from a bare config.json, from header
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -142,9 +143,9 @@ def _gather(
 ) -> ParameterTable:
     """Group entries, in the order of the model's printed structure; norms, biases, unknown last."""
     order = {role: i for i, role in enumerate(architecture.roles_in_order)}
-    groups: dict[str, list[tuple[tuple[int, ...], Encoding | None]]] = {}
+    groups: dict[str, _Alike] = {}
     for group, shape, encoding in entries:
-        groups.setdefault(group, []).append((shape, encoding))
+        groups.setdefault(group, Counter())[shape, encoding] += 1
     ordered = sorted(groups, key=lambda group: order.get(group, len(order) + len(group)))
     return ParameterTable(tuple(_row(group, groups[group], layout) for group in ordered))
 
@@ -155,15 +156,21 @@ def _group(parameter: Parameter) -> str:
     return _NORMS if parameter.kind == "norm" else parameter.group
 
 
-def _row(role: str, entries: list[tuple[tuple[int, ...], Encoding | None]], layout: LayoutTraits) -> Row:
+_Alike = Counter[tuple[tuple[int, ...], Encoding | None]]
+"""How many tensors of a role have a shape and an encoding: there are few kinds, and very many tensors."""
+
+
+def _row(role: str, alike: _Alike, layout: LayoutTraits) -> Row:
     return Row(
         role=role,
-        tensors=len(entries),
-        parameters=sum(prod(shape) for shape, _ in entries),
-        shapes=tuple(dict.fromkeys(shape for shape, _ in entries)),
-        encodings=tuple(dict.fromkeys(encoding.label for _, encoding in entries if encoding is not None)),
+        tensors=alike.total(),
+        parameters=sum(count * prod(shape) for (shape, _), count in alike.items()),
+        shapes=tuple(dict.fromkeys(shape for shape, _ in alike)),
+        encodings=tuple(dict.fromkeys(encoding.label for _, encoding in alike if encoding is not None)),
         nbytes=sum(
-            form_bytes(encoding, shape, layout) for shape, encoding in entries if encoding is not None
+            count * form_bytes(encoding, shape, layout)
+            for (shape, encoding), count in alike.items()
+            if encoding is not None
         ),
     )
 
@@ -172,13 +179,18 @@ def linear_bits(
     outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: LayoutTraits = NO_LAYOUT
 ) -> float | None:
     """Bits per weight of the linears alone (head and embedding not counted); None without any."""
-    linears = [
-        t
+    linears = Counter(
+        (t.shape, t.encoding)
         for name, t in outputs.items()
         if (parameter := architecture.parameter(name)) is not None
         and parameter.param == "weight"
         and parameter.kind == "linear"
         and parameter.role != "lm_head"
-    ]
-    weights = sum(t.count for t in linears)
-    return 8 * sum(form_bytes(t.encoding, t.shape, layout) for t in linears) / weights if weights else None
+    )
+    weights = sum(count * prod(shape) for (shape, _), count in linears.items())
+    if not weights:
+        return None
+    bits = 8 * sum(
+        count * form_bytes(encoding, shape, layout) for (shape, encoding), count in linears.items()
+    )
+    return bits / weights

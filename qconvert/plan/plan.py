@@ -92,7 +92,8 @@ class Unit:
     def then(self, op: Op) -> Unit:
         """This unit with one more operation, and the encoding that it makes."""
         encoding = op.infer(self.output.encoding)
-        return replace(self, ops=(*self.ops, op), output=replace(self.output, encoding=encoding))
+        output = ModelTensor(self.output.name, self.output.shape, encoding)
+        return Unit(self.inputs, (*self.ops, op), output, self.statistics)
 
     def certificate(self, code_error: float = 0.0) -> Certificate:
         """In one word, what becomes of the numbers; `code_error` is what moving their codes changed."""
