@@ -16,8 +16,9 @@ from qconvert.checkpoint.open import open_checkpoint
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
+from qconvert.runtime.layer import Mlp
 from qconvert.runtime.load import load_decoder
-from qconvert.runtime.model import Decoder, Mlp
+from qconvert.runtime.model import Decoder
 from qconvert.runtime.scoring import score_hidden
 from tests.decoder_models import tiny, tokens
 

@@ -30,8 +30,9 @@ from qconvert.core.dtypes import Json
 from qconvert.core.statistics import Rounding, StatisticsKey
 from qconvert.errors import CheckFailed
 from qconvert.quant.hessian import NotPositiveDefinite
+from qconvert.runtime.layer import Rotation
 from qconvert.runtime.layer_step import LayerStep
-from qconvert.runtime.model import Decoder, Rotation
+from qconvert.runtime.model import Decoder
 from qconvert.runtime.observers import InputKey
 from qconvert.runtime.precision import fast_products
 

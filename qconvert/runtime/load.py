@@ -28,20 +28,19 @@ from qconvert.runtime.device_layout import (
     stack,
 )
 from qconvert.runtime.head import rounded_head
-from qconvert.runtime.linear import Linear, Table, Weight
-from qconvert.runtime.model import (
+from qconvert.runtime.layer import (
     Attention,
-    Decoder,
     Gate,
     Layer,
     Mlp,
     Norm,
     SparseMlp,
-    Step,
     clamped_swiglu,
     gelu_glu,
     swiglu,
 )
+from qconvert.runtime.linear import Linear, Table, Weight
+from qconvert.runtime.model import Decoder, Step
 from qconvert.runtime.observers import InputKey, Observers, Tap
 from qconvert.runtime.rope import frequencies
 from qconvert.runtime.storage import StreamedWeight

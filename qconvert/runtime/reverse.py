@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from qconvert.core.statistics import StatisticsKey
+from qconvert.runtime.layer import Layer, Mlp, SparseMlp
 from qconvert.runtime.linear import Linear, Weight
-from qconvert.runtime.model import Layer, Mlp, SparseMlp
 from qconvert.runtime.storage import SCRATCH_BYTES
 
 GradientObserver = Callable[[StatisticsKey, Tensor], None]

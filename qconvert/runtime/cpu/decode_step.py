@@ -20,8 +20,9 @@ from qconvert.runtime.rope import cos_sin
 from qconvert.runtime.storage import DenseWeight
 
 if TYPE_CHECKING:
+    from qconvert.runtime.layer import Cache, Layer, Norm
     from qconvert.runtime.linear import Linear
-    from qconvert.runtime.model import Cache, Decoder, Layer, Norm
+    from qconvert.runtime.model import Decoder
 
 
 _READABLE = PackedGrid | DenseWeight

@@ -37,8 +37,9 @@ from qconvert.runtime.cuda.packing import FewRowWeight, MmaWeight, mma_table, ti
 from qconvert.runtime.cuda.swiglu import swiglu
 from qconvert.runtime.cuda.triton_language import available
 from qconvert.runtime.cuda.tuning import FEW_ROWS, splits
+from qconvert.runtime.layer import Attention, Cache, Layer, Mlp, Norm
 from qconvert.runtime.linear import Linear, Table, Weight
-from qconvert.runtime.model import Attention, Cache, Decoder, Layer, Mlp, Norm
+from qconvert.runtime.model import Decoder
 from qconvert.runtime.rope import cos_sin
 from qconvert.runtime.storage import DenseWeight, EncodedWeight, IntWeight
 

@@ -1,0 +1,296 @@
+"""Computes one layer of a decoder-only transformer in plain torch: norms, attention, MLP or experts.
+
+The families of `graphs.py` have a bias, a head norm, a window or experts here, or have them not.
+Legend: B batch, T tokens, D hidden, H heads, K key-value heads, E head dim, L layers, N = B T rows,
+S experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qconvert.runtime.attention import attend
+from qconvert.runtime.layer_step import LayerStep, Split
+from qconvert.runtime.linear import Linear
+from qconvert.runtime.observers import Tap
+from qconvert.runtime.rope import apart, rotate
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and signed sines of the positions at hand, float32 [T, R] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """`x / rms(x) * weight` over the last dimension: float32 inside, rounded once.
+
+    `centred` subtracts the mean first (a layer norm); without a weight nothing is multiplied. A weight of
+    another dtype than x is multiplied by before rounding.
+    """
+
+    weight: Tensor | None
+    eps: float
+    centred: bool = False
+    tap: Tap | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.tap is not None and self.tap.observers:
+            self.tap.show(x)
+        if self.is_plain and self.weight is not None and self.weight.dtype == x.dtype:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        width = x.shape[-1:]
+        y = x.float()
+        y = F.layer_norm(y, width, eps=self.eps) if self.centred else F.rms_norm(y, width, eps=self.eps)
+        return (y if self.weight is None else y * self.weight).to(x.dtype)
+
+    @property
+    def width(self) -> int | None:
+        """The columns that it normalises together; None for any."""
+        return None if self.weight is None else self.weight.shape[-1]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is an RMS norm with one weight per column."""
+        return not self.centred and self.weight is not None and self.weight.dim() == 1
+
+
+@dataclass(slots=True)
+class Cache:
+    """Keys and values of the tokens seen so far: `kv` [L, 2, B, K, room, E], filled up to `length`."""
+
+    kv: Tensor
+    length: int = 0
+
+    def extend(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values; returns all it has. The caller advances `length`."""
+        stop = self.length + k_BKTE.shape[2]
+        keys, values = self.kv[layer, 0, :, :, :stop], self.kv[layer, 1, :, :, :stop]
+        keys[:, :, self.length :] = k_BKTE
+        values[:, :, self.length :] = v_BKTE
+        return keys, values
+
+
+def fan_out(x: Tensor, parts: Sequence[Linear], widths: Sequence[int]) -> Sequence[Tensor]:
+    """Several projections of one input, whose weights are stored apart or stacked as one."""
+    if len(parts) == 1:
+        return torch.split_with_sizes(parts[0](x), widths, dim=-1)
+    return [part(x) for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Grouped-query attention of one layer.
+
+    Queries and keys are clamped (`limit`), normalised and rotated, as far as the model does that; norms are
+    over heads (Qwen3), or over all heads together (OLMo 2). `rope` is the number of the rotation, None for
+    no rotation. `scale`, `cap` and `sinks_H` are `attend`'s.
+    """
+
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    qkv: Sequence[Linear]
+    q_norm: Norm | None
+    k_norm: Norm | None
+    o: Linear
+    rope: int | None = 0
+    interleaved: bool = False
+    scale: float | None = None
+    cap: float | None = None
+    limit: float | None = None
+    sinks_H: Tensor | None = None
+
+    def __call__(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
+        return self.o(self.mixed(x_BTD, rotations, cache))
+
+    def mixed(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
+        """What the output projection reads: the values of all heads as they attend, [B, T, H E]."""
+        q, k, v = fan_out(
+            x_BTD, self.qkv, [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
+        )
+        if self.limit is not None:
+            q, k, v = (part.clamp(-self.limit, self.limit) for part in (q, k, v))
+        q, k, v = self._by_head(q, self.q_norm), self._by_head(k, self.k_norm), self._by_head(v, None)
+        if self.rope is not None:
+            cos_TR, sin_TR = rotations[self.rope]
+            if self.interleaved:
+                q, k = (apart(part, cos_TR.shape[-1]) for part in (q, k))
+            q, k = rotate(q, cos_TR, sin_TR), rotate(k, cos_TR, sin_TR)
+        k_BKTE, v_BKTE = k.transpose(1, 2), v.transpose(1, 2)
+        if cache is not None:
+            k_BKTE, v_BKTE = cache.extend(self.layer, k_BKTE, v_BKTE)
+        rules = self.window, self.scale, self.cap, self.sinks_H
+        y_BHTE = attend(q.transpose(1, 2), k_BKTE, v_BKTE, *rules)
+        return y_BHTE.transpose(1, 2).flatten(-2)
+
+    def _by_head(self, x_BTR: Tensor, norm: Norm | None) -> Tensor:
+        """[B, T, heads, E], normalised by head, or as a whole where the norm is as wide as all of them."""
+        if norm is not None and norm.width == x_BTR.shape[-1]:
+            x_BTR, norm = norm(x_BTR), None
+        x_BTHE = x_BTR.view(*x_BTR.shape[:2], -1, self.head_dim)
+        return x_BTHE if norm is None else norm(x_BTHE)
+
+
+Gate = Callable[[Tensor, Tensor], Tensor]
+"""What a gated block makes of the outputs of `gate` and `up`; may overwrite them."""
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`."""
+    return F.silu(gate).mul_(up)
+
+
+def gelu_glu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """`gelu(gate) * up`, gelu exact or by its approximation (Gemma's: "tanh")."""
+    return F.gelu(gate, approximate=approximate).mul_(up)
+
+
+def clamped_swiglu(alpha: float, limit: float) -> Gate:
+    """gpt-oss' `gate sigmoid(alpha gate) (up + 1)`, gate at most `limit` and up within it."""
+
+    def activate(gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+    return activate
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """A gated block: `down(activation(gate(x), up(x)))`."""
+
+    gate_up: Sequence[Linear]
+    down: Linear
+    activation: Gate = swiglu
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.gated(x))
+
+    def gated(self, x: Tensor) -> Tensor:
+        """What `down` reads: the activation of `gate` and `up`."""
+        width = self.down.weight.shape[1]
+        gate, up = fan_out(x, self.gate_up, (width, width))
+        return self.activation(gate, up)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMlp:
+    """The few experts that the router picks for a token, and one that always runs, gated or not."""
+
+    router: Linear
+    experts: Sequence[Mlp]
+    per_token: int
+    normalise: bool
+    shared: Mlp | None
+    shared_gate: Linear | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x_ND = x.flatten(0, -2)
+        weight_NS, chosen_NS = self.route(x_ND)
+        y_ND = torch.zeros_like(x_ND)
+        for expert in torch.bincount(chosen_NS.flatten()).nonzero().flatten().tolist():
+            row, slot = torch.where(chosen_NS == expert)
+            y_ND.index_add_(0, row, self.experts[expert](x_ND[row]) * weight_NS[row, slot, None])
+        if self.shared is not None:
+            shared_ND = self.shared(x_ND)
+            if self.shared_gate is not None:
+                shared_ND = torch.sigmoid(self.shared_gate(x_ND)) * shared_ND
+            y_ND += shared_ND
+        return y_ND.view_as(x)
+
+    def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights and numbers of the experts of each row, [N, S]: softmax over all, then the largest."""
+        weight_NS, chosen_NS = self.router(x_ND).float().softmax(-1).topk(self.per_token)
+        if self.normalise:
+            weight_NS = weight_NS / weight_NS.sum(-1, keepdim=True)
+        return weight_NS.to(x_ND.dtype), chosen_NS
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One block: attention and MLP, each between its norms (those it has) and added to the residual.
+
+    `parallel` blocks both read what `attention_norm` gives.
+    """
+
+    attention_norm: Norm | None
+    attention: Attention
+    mlp_norm: Norm | None
+    mlp: Mlp | SparseMlp
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+    parallel: bool = False
+
+    def __call__(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
+        for step in self.steps(rotations, cache):
+            x_BTD = step(x_BTD)
+        return x_BTD
+
+    def steps(self, rotations: Sequence[Rotation], cache: Cache | None = None) -> tuple[LayerStep, ...]:
+        """What the layer does, in order: attention, then MLP; both in one where they are parallel."""
+        if self.parallel:
+            return (LayerStep(lambda x_BTD: self._both(x_BTD, rotations, cache)),)
+
+        def mixed(x_BTD: Tensor) -> Tensor:
+            return self.attention.mixed(_normalised(self.attention_norm, x_BTD), rotations, cache)
+
+        def attended(x_BTD: Tensor, mixed_BTI: Tensor) -> Tensor:
+            return x_BTD + _normalised(self.attention_post_norm, self.attention.o(mixed_BTI))
+
+        def fed(x_BTD: Tensor) -> Tensor:
+            return x_BTD + _normalised(self.mlp_post_norm, self.mlp(_normalised(self.mlp_norm, x_BTD)))
+
+        first = LayerStep(
+            lambda x_BTD: attended(x_BTD, mixed(x_BTD)), Split(self.attention.o, mixed, attended)
+        )
+        return first, LayerStep(fed, self._split_mlp())
+
+    def _split_mlp(self) -> Split | None:
+        if not isinstance(mlp := self.mlp, Mlp):
+            return None
+        return Split(
+            mlp.down,
+            lambda x_BTD: mlp.gated(_normalised(self.mlp_norm, x_BTD)),
+            lambda x_BTD, gated_BTI: x_BTD + _normalised(self.mlp_post_norm, mlp.down(gated_BTI)),
+        )
+
+    def _both(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
+        read_BTD = _normalised(self.attention_norm, x_BTD)
+        mixed_BTD = self.attention(read_BTD, rotations, cache)
+        x_BTD = x_BTD + _normalised(self.attention_post_norm, mixed_BTD)
+        return x_BTD + _normalised(self.mlp_post_norm, self.mlp(read_BTD))
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All its linears."""
+        dense = [self.mlp] if isinstance(self.mlp, Mlp) else [*self.mlp.experts, self.mlp.shared]
+        blocks = [linear for mlp in dense if mlp is not None for linear in (*mlp.gate_up, mlp.down)]
+        routers = [] if isinstance(self.mlp, Mlp) else [self.mlp.router, self.mlp.shared_gate]
+        found = [*self.attention.qkv, self.attention.o, *routers, *blocks]
+        return [linear for linear in found if linear is not None]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the compiled decode steps compute it: as Llama, Mistral, Qwen2 and Qwen3 do.
+
+        Their attention has nothing but head norms, a rotation and a window; inputs of linears are exact.
+        """
+        a = self.attention
+        head_norms = [norm for norm in (a.q_norm, a.k_norm) if norm is not None]
+        by_head = all(norm.is_plain and norm.width == a.head_dim for norm in head_norms)
+        special = a.interleaved or any(each is not None for each in (a.scale, a.cap, a.limit, a.sinks_H))
+        before = all(norm is not None and norm.is_plain for norm in (self.attention_norm, self.mlp_norm))
+        after = self.attention_post_norm is not None or self.mlp_post_norm is not None
+        dense = isinstance(self.mlp, Mlp) and self.mlp.activation is swiglu
+        exact = all(linear.inputs is None for linear in self.linears)
+        return before and not after and dense and by_head and a.rope == 0 and not special and exact
+
+
+def _normalised(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
