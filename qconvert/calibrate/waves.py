@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from qconvert.calibrate.activation_file import ActivationFile, activation_file
 from qconvert.calibrate.calibration import Calibration
 from qconvert.calibrate.freed import give_back
 from qconvert.calibrate.input_sums import InputSums, pooled
-from qconvert.core.dtypes import Json
+from qconvert.calibrate.wave import Wave
 from qconvert.core.statistics import Rounding, StatisticsKey
 from qconvert.errors import CheckFailed
 from qconvert.quant.hessian import NotPositiveDefinite
@@ -48,36 +48,6 @@ _ORIGINAL, _CURRENT = 0, 1
 LoadDecoder = Callable[[], Decoder]
 Loss = Callable[[StatisticsKey, Rounding], float]
 """The error of a linear's output on tokens held out, where its codes are chosen with this Hessian."""
-
-
-@dataclass(slots=True)
-class Wave:
-    """The linears that read one kind of input in a layer, and the statistics of these inputs.
-
-    Of an input whose Hessian could not be factored there are second moments only; of one that is finished,
-    nothing.
-    """
-
-    layer: int | None
-    keys: frozenset[StatisticsKey]
-    hessians: dict[StatisticsKey, Rounding] = field(default_factory=dict)
-    moments: dict[StatisticsKey, np.ndarray] = field(default_factory=dict)
-    record: Json = field(default_factory=dict)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self.moments
-
-    def second_moments(self, key: StatisticsKey) -> np.ndarray:
-        """The mean square of every input column, float32 [I]."""
-        return self.moments[key]
-
-    def rounding(self, key: StatisticsKey) -> Rounding | None:
-        """The Hessian of an input."""
-        return self.hessians.get(key)
-
-    def forget(self) -> None:
-        """Let go of the Hessians, which are large, whoever still holds the wave."""
-        self.hessians.clear()
 
 
 def waves(
