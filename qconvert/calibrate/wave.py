@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from qconvert.core.dtypes import Json
 from qconvert.core.statistics import Rounding, StatisticsKey
 
 
@@ -21,6 +22,7 @@ class Wave:
     keys: frozenset[StatisticsKey]
     hessians: dict[StatisticsKey, Rounding] = field(default_factory=dict)
     moments: dict[StatisticsKey, np.ndarray] = field(default_factory=dict)
+    record: Json = field(default_factory=dict)
 
     def __contains__(self, key: object) -> bool:
         return key in self.moments
