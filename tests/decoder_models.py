@@ -99,6 +99,9 @@ def tiny(
         for name, parameter in model.named_parameters():
             spread = torch.randn_like(parameter)
             parameter.copy_(centre + 0.3 * spread if "norm" in name else deviation * spread)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     return model
 
 

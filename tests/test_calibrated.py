@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from qconvert.calibrate.calibration import Calibration
+from qconvert.calibrate.calibration import Calibration, Method
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.convert import calibrated
@@ -298,6 +298,23 @@ def test_every_expert_is_rounded_with_a_hessian(tmp_path: Path) -> None:
     experts = [name for name in errors if ".experts." in name]
     assert len(experts) >= 6
     assert all(errors[name].energy > 0 and errors[name].made <= errors[name].plain for name in experts)
+
+
+@pytest.mark.parametrize("method", ["feedback", "two-sided"])
+def test_latent_attention_is_rounded_too(method: Method, tmp_path: Path) -> None:
+    from tests.decoder_models import tiny
+    from tests.test_decoder_families import LATENT, saved
+
+    source = saved(tiny("deepseek_v3", deviation=0.1, **LATENT), tmp_path / "m")
+    few = (text(3) % 160)[:, :16]
+    calibration = Calibration(few, method=method, gradient_tokens=few.size)
+    result = convert(source, tmp_path / "out", request_of("int4-g2"), calibration)
+    errors = result.outcome.output_errors
+    roles = {name.split("self_attn.")[1] for name in errors if "self_attn." in name}
+    names = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    assert roles == {f"{name}.weight" for name in names}
+    made, plain = (sum(getattr(each, kind) for each in errors.values()) for kind in ("made", "plain"))
+    assert made < plain or method == "two-sided"  # which makes another error small
 
 
 def hessian_of(x_NI: np.ndarray, held_NI: np.ndarray) -> InputHessian:

@@ -35,6 +35,31 @@ LONG = {
     "short_factor": [1.0 + i / 8 for i in range(4)],
     "long_factor": [2.0 + i for i in range(4)],
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 32,
+}
+LATENT = PADS | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": 28,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
     "gemma": ("gemma", HEADS),
@@ -67,6 +92,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5, "num_hidden_layers": 4}
         | {"swiglu_limit": 0.5},
     ),
+    "deepseek-v2": ("deepseek_v2", LATENT | {"topk_method": "group_limited_greedy"}),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        LATENT | {"q_lora_rank": None, "topk_method": "greedy", "rope_parameters": YARN},
+    ),
+    "deepseek-v3": ("deepseek_v3", LATENT | {"rope_parameters": YARN, "attention_bias": True}),
+    "deepseek-v3-halves": ("deepseek_v3", LATENT | {"rope_interleave": False, "norm_topk_prob": False}),
+    "glm-4.5": ("glm4_moe", HEADS | LATENT | {"num_key_value_heads": 2, "use_qk_norm": True}),
 }
 
 

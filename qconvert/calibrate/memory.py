@@ -195,7 +195,7 @@ def _batch(work: Work, savings: Savings, *, attention: bool) -> float:
 def _activations(work: Work, savings: Savings, *, attention: bool) -> float:
     c = work.config
     tokens = _tokens(work, savings.batch_tokens, token_wise=not (attention or c.graph.parallel))
-    heads, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    heads, keys = c.head_widths
     # What it reads, normalised, and gives; queries, rotated and laid out by heads, what heads give, and that
     # of the original model.
     mixed = 5 * c.hidden + 6 * heads + 4 * keys
@@ -283,7 +283,7 @@ def _gradients(work: Work, savings: Savings) -> float:
     """A layer's activations, all of which are needed on the way back, and sums of its gradients' products."""
     c = work.config
     tokens = _tokens(work, savings.backward_tokens or BACKWARD_TOKENS, token_wise=False)
-    heads, keys = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    heads, keys = c.head_widths
     activations = tokens * (7 * work.inner + 12 * c.hidden + 10 * heads + 8 * keys) * _FLOAT
     size = work.calibration.output_rows
     blocks: dict[int, int] = {}

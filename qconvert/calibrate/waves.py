@@ -135,8 +135,10 @@ class _Walk:
         self, i: int, original: Decoder, current: Decoder, wanted: Collection[StatisticsKey]
     ) -> Iterator[Wave]:
         """The waves of a layer; afterwards the file holds what the next layer reads."""
-        for number, step in enumerate(original.layers[i].steps(self.rotations)):
-            stages = self._stages(original, step, wanted)
+        whole_layer = original.layers[i]
+        of_first = whole_layer.steps([(cos_TR[:1], sin_TR[:1]) for cos_TR, sin_TR in self.rotations])
+        for number, step in enumerate(whole_layer.steps(self.rotations)):
+            stages = self._stages(original, of_first[number], wanted)
             token_wise = number > 0  # the MLP, but where it is one step with the attention
             with contextlib.ExitStack() as opened:
                 kept = None
@@ -189,7 +191,7 @@ class _Walk:
     def _stages(
         self, decoder: Decoder, step: LayerStep, wanted: Collection[StatisticsKey]
     ) -> list[tuple[str, ...]]:
-        """The roles that read one input each, in the order in which a step computes them."""
+        """The roles that read one input each, in the order in which a step computes them for one token."""
         seen: dict[tuple[str, ...], None] = {}
         with decoder.observing(lambda key, rows: seen.setdefault(key.roles)):
             step(self.file.read_part(_ORIGINAL, 0, 0, 1).to(decoder.device, decoder.dtype))

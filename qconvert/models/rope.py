@@ -171,14 +171,26 @@ def _yarn(fields: Json) -> YarnScaling:
 
 
 def _yarn_attention(fields: Json, factor: float) -> float:
-    """`0.1 m ln(factor) + 1`; for DeepSeek's two `mscale` fields, the quotient of two of them."""
-
-    def temperature(mscale: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
+    """The temperature; for DeepSeek's two `mscale` fields, the quotient of two of them."""
     if fields.get("mscale") and fields.get("mscale_all_dim"):
-        return temperature(_positive(fields, "mscale")) / temperature(_positive(fields, "mscale_all_dim"))
-    return temperature(1.0)
+        above, below = (_positive(fields, key) for key in ("mscale", "mscale_all_dim"))
+        return _temperature(factor, above) / _temperature(factor, below)
+    return _temperature(factor, 1.0)
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    """`0.1 m ln(factor) + 1`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def score_temperature(settings: Json) -> float:
+    """What latent attention multiplies its scores by under YaRN: the square of the temperature of all
+    dimensions (transformers' `yarn_apply_mscale`); 1 where config.json states none."""
+    fields = rope_fields(settings)
+    if fields["rope_type"] in (None, "default") or not fields.get("mscale_all_dim"):
+        return 1.0
+    factor, mscale = _positive(fields, "factor"), _positive(fields, "mscale_all_dim")
+    return _temperature(factor, mscale) ** 2
 
 
 def _long(fields: Json) -> LongScaling:

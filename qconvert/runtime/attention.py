@@ -21,6 +21,8 @@ def attend(
 ) -> Tensor:
     """Causal attention of the last T positions over all S of them, at most `window` back: [B, H, T, E].
 
+    Values may have another width than queries and keys; then so has what comes out.
+
     Scores are multiplied by `scale` (None: 1 / sqrt(E)); with a `cap` they become `cap tanh(score / cap)`
     (Gemma 2), and a head's sink is one more score, of a position without a value (gpt-oss). A single query
     that sees everything needs no mask; the heads that share its keys then are as many queries of one head,
@@ -45,7 +47,7 @@ def attend(
     if new == 1:
         q_BKGE = q_BHTE.reshape(len(q_BHTE), k_BKSE.shape[1], -1, q_BHTE.shape[3])
         y_BKGE = F.scaled_dot_product_attention(q_BKGE, k_BKSE, v_BKSE, attn_mask=mask_TS, scale=scale)
-        return y_BKGE.view_as(q_BHTE)
+        return y_BKGE.reshape(*q_BHTE.shape[:3], -1)
     causal = mask_TS is None
     return F.scaled_dot_product_attention(
         q_BHTE, k_BKSE, v_BKSE, attn_mask=mask_TS, is_causal=causal, scale=scale, enable_gqa=True

@@ -15,7 +15,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.numbers import positive_number
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.models.architecture import Architecture, ParameterKey
-from qconvert.models.rope import LongScaling, Rope, local_rope_settings, read_rope
+from qconvert.models.rope import LongScaling, Rope, local_rope_settings, read_rope, score_temperature
 from qconvert.runtime.graphs import GRAPHS, Graph
 
 _ELSEWHERE = "llama.cpp may run it (`qconvert to-gguf`)"
@@ -24,10 +24,28 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_t
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Of a sparse layer's experts, `per_token` run for a token; their weights sum to 1 if `normalise`."""
+    """Of a sparse layer's experts, `per_token` run for a token; their weights sum to 1 if `normalise`.
+
+    They are chosen by a softmax over all, or by sigmoids; where they stand in `groups`, of `kept_groups` of
+    these alone. Weights are multiplied by `scale`.
+    """
 
     per_token: int
     normalise: bool
+    sigmoid: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSizes:
+    """Of latent attention: plain, rotated and value dimensions of a head, and the width of what is kept."""
+
+    plain: int
+    rotated: int
+    value: int
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +57,8 @@ class DecoderConfig:
     weights of norms. `local_rope` is the rotary embedding of layers with a window where it is another one.
     `score_scale` (None: 1 / sqrt(head_dim)) and `score_cap` apply to attention scores, `qkv_limit` clamps
     queries, keys and values, `logit_scale` multiplies and `logit_cap` bounds the logits. `activation` is
-    `silu`, `gelu`, `gelu_tanh` or `clamped`, whose `clamp` is (alpha, limit).
+    `silu`, `gelu`, `gelu_tanh` or `clamped`, whose `clamp` is (alpha, limit). With `latent` sizes, attention
+    is DeepSeek's, and `head_dim` what of a head is rotated.
     """
 
     model_type: str
@@ -65,6 +84,22 @@ class DecoderConfig:
     qkv_limit: float | None
     logit_scale: float
     logit_cap: float | None
+    latent: LatentSizes | None = None
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """What of a token is kept in a layer: parts, heads, and numbers of each."""
+        if self.latent is not None:
+            return 1, 1, self.latent.rank + self.latent.rotated
+        return 2, self.kv_heads, self.head_dim
+
+    @property
+    def head_widths(self) -> tuple[int, int]:
+        """The widths of all queries and of all keys, of values too where these are narrower."""
+        if self.latent is not None:
+            width = self.heads * (self.latent.plain + max(self.latent.rotated, self.latent.value))
+            return width, width
+        return self.heads * self.head_dim, self.kv_heads * self.head_dim
 
     @property
     def layers(self) -> int:
@@ -104,7 +139,9 @@ class DecoderConfig:
         dims = architecture.dimensions[0]
         heads = positive_int(settings, "num_attention_heads")
         kv_heads, head_dim = dims["kv_heads"], dims["head_dim"]
-        rope = read_rope(settings, interleaved=graph.interleaved_rope)
+        interleaved = graph.interleaved_rope and settings.get("rope_interleave") is not False
+        rope = read_rope(settings, interleaved=interleaved)
+        latent = _latent(settings) if graph.latent else None
         if rope.share != 1 and not graph.partial_rope:
             raise UnsupportedModel(
                 f"config.json: partial_rotary_factor is {rope.share}",
@@ -119,6 +156,9 @@ class DecoderConfig:
             _check_divisors(rope.scaling, rope.rotated(head_dim) // 2)
         local = local_rope_settings(settings)
         scalar = _optional(settings, "query_pre_attn_scalar")
+        score_scale = None if scalar is None else scalar**-0.5
+        if latent is not None:
+            score_scale = (latent.plain + latent.rotated) ** -0.5 * score_temperature(settings)
         return DecoderConfig(
             model_type=str(architecture.config.get("model_type")),
             graph=graph,
@@ -129,7 +169,7 @@ class DecoderConfig:
             kv_heads=kv_heads,
             head_dim=head_dim,
             rope=rope,
-            local_rope=None if local is None else read_rope(local, interleaved=graph.interleaved_rope),
+            local_rope=None if local is None else read_rope(local, interleaved=interleaved),
             norm_eps=graph.fixed_eps or _optional(settings, graph.norm_eps) or 1e-6,
             norm_offset=architecture.family.norm_offset,
             windows=_windows(settings, architecture.layers, graph),
@@ -141,11 +181,12 @@ class DecoderConfig:
                 _optional(settings, "swiglu_alpha") or 1.702,
                 _optional(settings, "swiglu_limit") or 7.0,
             ),
-            score_scale=None if scalar is None else scalar**-0.5,
+            score_scale=score_scale,
             score_cap=_optional(settings, "attn_logit_softcapping"),
             qkv_limit=_optional(settings, "clip_qkv"),
             logit_scale=_optional(settings, "logit_scale") or 1.0,
             logit_cap=_optional(settings, "final_logit_softcapping"),
+            latent=latent,
         )
 
 
@@ -222,4 +263,32 @@ def _experts(architecture: Architecture, settings: Json, graph: Graph) -> Expert
     if per_token > count:
         raise CorruptCheckpoint(f"config.json: num_experts_per_tok is {per_token} of {count} experts")
     normalise = graph.normalise_experts
-    return Experts(per_token, bool(settings.get("norm_topk_prob")) if normalise is None else normalise)
+    if normalise is None:
+        normalise = bool(settings.get("norm_topk_prob"))
+    if graph.routing == "softmax":
+        return Experts(per_token, normalise)
+    groups, kept = _groups(settings, graph, count)
+    scale = _optional(settings, "routed_scaling_factor") or 1.0
+    return Experts(per_token, normalise, graph.routing == "sigmoid", groups, kept, scale)
+
+
+def _groups(settings: Json, graph: Graph, experts: int) -> tuple[int, int]:
+    """The groups that experts stand in, and how many of these are looked at for a token."""
+    method = settings.get("topk_method")
+    if graph.routing == "grouped softmax" and method in (None, "greedy"):
+        return 1, 1
+    known = "group_limited_greedy" if graph.routing == "grouped softmax" else "noaux_tc"
+    if method not in (None, known):
+        raise UnsupportedModel(f"config.json: topk_method is {shown(repr(method))}", _ELSEWHERE)
+    groups, kept = (optional_int(settings, key) or 1 for key in ("n_group", "topk_group"))
+    if experts % groups or kept > groups:
+        raise CorruptCheckpoint(
+            f"config.json: topk_group {kept} of n_group {groups} groups of {experts} experts",
+            "correct it: n_group must divide n_routed_experts, and topk_group be at most n_group",
+        )
+    return groups, kept
+
+
+def _latent(settings: Json) -> LatentSizes:
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+    return LatentSizes(*(positive_int(settings, name) for name in names))

@@ -49,7 +49,7 @@ class Sampler:
 
 def decodes_weights(decoder: Decoder) -> bool:
     """Whether weights lie in a form without a kernel, so that every product decodes them anew."""
-    linears = (linear for layer in decoder.layers for linear in (*layer.attention.qkv, layer.attention.o))
+    linears = (linear for layer in decoder.layers for linear in layer.attention.linears)
     return any(linear.weight.kind == "encoded" for linear in linears)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from qconvert.core.config_json import optional_int
 from qconvert.core.dtypes import Json
@@ -39,6 +40,8 @@ class Graph:
     counts only beside `use_sliding_window: true` (Qwen2.5 configs carry a window of 131072 beside `false`).
     `rope_with_window`: only layers with a window are rotated; `partial_rope`: a part of each head may be.
     `normalise_experts`: whether the weights of a token's experts sum to 1 (None: `norm_topk_prob`).
+    `routing`: a softmax over all experts; one whose experts stand in groups where `topk_method` says so
+    (DeepSeek-V2); or sigmoids of experts in groups (DeepSeek-V3). `latent`: attention is DeepSeek's.
     `clamped_swiglu` is gpt-oss' activation. `gelu_is_tanh`: the config says gelu and means the tanh form.
     """
 
@@ -58,6 +61,8 @@ class Graph:
     explicit_layers: bool = False
     window_flag: bool = False
     normalise_experts: bool | None = None
+    routing: Literal["softmax", "grouped softmax", "sigmoid"] = "softmax"
+    latent: bool = False
     defaults: Json = field(default_factory=dict)
 
 
@@ -127,6 +132,10 @@ GPT_OSS = Graph(
         },
     },
 )
+DEEPSEEK_V2 = Graph(latent=True, interleaved_rope=True, routing="grouped softmax", normalise_experts=False)
+DEEPSEEK_V3 = replace(
+    DEEPSEEK_V2, routing="sigmoid", normalise_experts=None, defaults={"norm_topk_prob": True}
+)
 
 GRAPHS: Mapping[str, Graph] = {
     "llama": LLAMA,
@@ -156,6 +165,14 @@ GRAPHS: Mapping[str, Graph] = {
     "glm": GLM,
     "glm4": GLM,
     "deepseek": LLAMA,
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
+    "kimi_k2": DEEPSEEK_V3,
+    "glm4_moe": Graph(
+        partial_rope=True,
+        routing="sigmoid",
+        defaults={"norm_topk_prob": True, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+    ),
     "gpt_oss": GPT_OSS,
 }
 """The families that run here, by `model_type`."""

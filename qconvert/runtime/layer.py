@@ -9,16 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qconvert.runtime.attention import attend
+from qconvert.runtime.config import Experts
 from qconvert.runtime.layer_step import LayerStep, Split
 from qconvert.runtime.linear import Linear
 from qconvert.runtime.observers import Tap
 from qconvert.runtime.rope import apart, rotate
+from qconvert.runtime.routing import route
+
+if TYPE_CHECKING:
+    from qconvert.runtime.latent_attention import LatentAttention
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines of the positions at hand, float32 [T, R] each."""
@@ -60,7 +66,10 @@ class Norm:
 
 @dataclass(slots=True)
 class Cache:
-    """Keys and values of the tokens seen so far: `kv` [L, 2, B, K, room, E], filled up to `length`."""
+    """Keys and values of the tokens seen so far: `kv` [L, 2, B, K, room, E], filled up to `length`.
+
+    Of latent attention [L, 1, B, 1, room, X]: what both are made of.
+    """
 
     kv: Tensor
     length: int = 0
@@ -72,6 +81,12 @@ class Cache:
         keys[:, :, self.length :] = k_BKTE
         values[:, :, self.length :] = v_BKTE
         return keys, values
+
+    def extend_latent(self, layer: int, kept_BTX: Tensor) -> Tensor:
+        """The same of what keys and values are made of."""
+        kept = self.kv[layer, 0, :, 0, : self.length + kept_BTX.shape[1]]
+        kept[:, self.length :] = kept_BTX
+        return kept
 
 
 def fan_out(x: Tensor, parts: Sequence[Linear], widths: Sequence[int]) -> Sequence[Tensor]:
@@ -105,6 +120,11 @@ class Attention:
     cap: float | None = None
     limit: float | None = None
     sinks_H: Tensor | None = None
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All its linears."""
+        return [*self.qkv, self.o]
 
     def __call__(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
         return self.o(self.mixed(x_BTD, rotations, cache))
@@ -181,14 +201,17 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True)
 class SparseMlp:
-    """The few experts that the router picks for a token, and one that always runs, gated or not."""
+    """The few experts that the router picks for a token, and one that always runs, gated or not.
+
+    `chosen_by` says how they are picked, with `correction_X` where the model has one.
+    """
 
     router: Linear
     experts: Sequence[Mlp]
-    per_token: int
-    normalise: bool
+    chosen_by: Experts
     shared: Mlp | None
     shared_gate: Linear | None
+    correction_X: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         x_ND = x.flatten(0, -2)
@@ -205,10 +228,8 @@ class SparseMlp:
         return y_ND.view_as(x)
 
     def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights and numbers of the experts of each row, [N, S]: softmax over all, then the largest."""
-        weight_NS, chosen_NS = self.router(x_ND).float().softmax(-1).topk(self.per_token)
-        if self.normalise:
-            weight_NS = weight_NS / weight_NS.sum(-1, keepdim=True)
+        """Weights and numbers of the experts of each row, [N, S]."""
+        weight_NS, chosen_NS = route(self.router(x_ND).float(), self.chosen_by, self.correction_X)
         return weight_NS.to(x_ND.dtype), chosen_NS
 
 
@@ -220,7 +241,7 @@ class Layer:
     """
 
     attention_norm: Norm | None
-    attention: Attention
+    attention: Attention | LatentAttention
     mlp_norm: Norm | None
     mlp: Mlp | SparseMlp
     attention_post_norm: Norm | None = None
@@ -267,12 +288,18 @@ class Layer:
         return x_BTD + _normalised(self.mlp_post_norm, self.mlp(read_BTD))
 
     @property
+    def plain_attention(self) -> Attention:
+        """Its attention, which it has where it `is_plain`."""
+        assert isinstance(self.attention, Attention)
+        return self.attention
+
+    @property
     def linears(self) -> list[Linear]:
         """All its linears."""
         dense = [self.mlp] if isinstance(self.mlp, Mlp) else [*self.mlp.experts, self.mlp.shared]
         blocks = [linear for mlp in dense if mlp is not None for linear in (*mlp.gate_up, mlp.down)]
         routers = [] if isinstance(self.mlp, Mlp) else [self.mlp.router, self.mlp.shared_gate]
-        found = [*self.attention.qkv, self.attention.o, *routers, *blocks]
+        found = [*self.attention.linears, *routers, *blocks]
         return [linear for linear in found if linear is not None]
 
     @property
@@ -282,6 +309,8 @@ class Layer:
         Their attention has nothing but head norms, a rotation and a window; inputs of linears are exact.
         """
         a = self.attention
+        if not isinstance(a, Attention):
+            return False
         head_norms = [norm for norm in (a.q_norm, a.k_norm) if norm is not None]
         by_head = all(norm.is_plain and norm.width == a.head_dim for norm in head_norms)
         special = a.interleaved or any(each is not None for each in (a.scale, a.cap, a.limit, a.sinks_H))

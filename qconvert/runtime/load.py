@@ -28,6 +28,7 @@ from qconvert.runtime.device_layout import (
     stack,
 )
 from qconvert.runtime.head import rounded_head
+from qconvert.runtime.latent_attention import LatentAttention
 from qconvert.runtime.layer import (
     Attention,
     Gate,
@@ -168,7 +169,32 @@ class _Loader:
             parallel=self.config.graph.parallel,
         )
 
-    def attention(self, i: int) -> Attention:
+    def attention(self, i: int) -> Attention | LatentAttention:
+        """The attention of a layer."""
+        return self.plain_attention(i) if self.config.latent is None else self.latent_attention(i)
+
+    def latent_attention(self, i: int) -> LatentAttention:
+        c = self.config
+        assert c.latent is not None and c.score_scale is not None
+        first = "attn.q_a" if c.has("attn.q_a", i) else "attn.q"
+        tap, kv_norm = self.tap((first, "attn.kv_a"), i), self.norm("attn.kv_a_norm", i)
+        assert kv_norm is not None
+        q = [self.tapped(first, i, tap)]
+        return LatentAttention(
+            layer=i,
+            heads=c.heads,
+            sizes=c.latent,
+            q=[*q, self.linear("attn.q_b", i)] if first == "attn.q_a" else q,
+            q_norm=self.norm("attn.q_a_norm", i),
+            kv_a=self.tapped("attn.kv_a", i, None),
+            kv_norm=kv_norm,
+            kv_b=self.linear("attn.kv_b", i),
+            o=self.linear("attn.o", i),
+            interleaved=c.rope.interleaved,
+            scale=c.score_scale,
+        )
+
+    def plain_attention(self, i: int) -> Attention:
         c, window = self.config, self.config.windows[i]
         sinks = self.weights.get("attn.sinks", i) if c.has("attn.sinks", i) else None
         return Attention(
@@ -211,11 +237,21 @@ class _Loader:
         return SparseMlp(
             router=self.linear("mlp.router", i),
             experts=tuple(self.mlp(f"mlp.experts.{n}", i) for n in range(count)),
-            per_token=experts.per_token,
-            normalise=experts.normalise,
+            chosen_by=experts,
             shared=self.mlp("mlp.shared", i) if shared else None,
             shared_gate=self.linear("mlp.shared_gate", i) if gated else None,
+            correction_X=self.correction(i),
         )
+
+    def correction(self, i: int) -> Tensor | None:
+        """What is added to the scores of experts to choose them, float32 [X]."""
+        role = "mlp.router_correction"
+        if not self.config.has(role, i):
+            return None
+        value = self.weights.get(role, i)
+        if value is None:
+            raise _missing(role, i, "weight")
+        return self.vector(role, i, value, dtype=torch.float32)
 
     def stacked(self, fused: str, i: int, roles: Sequence[str]) -> tuple[Linear, ...]:
         """The fused projection when the model has it, or when the layout is for speed; else its parts."""

@@ -146,7 +146,8 @@ class Decoder:
         Raises QConvertError saying its size where the device has not that much memory.
         """
         config = self.config
-        shape = (config.layers, 2, batch, config.kv_heads, room, config.head_dim)
+        parts, heads, width = config.cached
+        shape = (config.layers, parts, batch, heads, room, width)
         try:
             return Cache(torch.zeros(shape, dtype=self.dtype, device=self.device))
         except RuntimeError as error:  # also torch.OutOfMemoryError

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from qconvert.core.statistics import StatisticsKey
-from qconvert.runtime.layer import Layer, Mlp, SparseMlp
+from qconvert.runtime.latent_attention import LatentAttention
+from qconvert.runtime.layer import Attention, Layer, Mlp, SparseMlp
 from qconvert.runtime.linear import Linear, Weight
 from qconvert.runtime.storage import SCRATCH_BYTES
 
@@ -29,14 +30,30 @@ The key is that of an unfused linear, whose rows these are. Of an expert, N are 
 def differentiable(layer: Layer, observer: GradientObserver) -> Layer:
     """The same layer, through which autograd goes, and which shows the gradients of all its linears."""
     attention, mlp = layer.attention, layer.mlp
-    widths = [heads * attention.head_dim for heads in (attention.heads, *2 * (attention.kv_heads,))]
-    traced = replace(
-        attention,
-        qkv=_traced(attention.qkv, widths, observer),
-        o=_traced_one(attention.o, observer),
-    )
+    if isinstance(attention, Attention):
+        traced: Attention | LatentAttention = _traced_attention(attention, observer)
+    else:
+        traced = _traced_latent(attention, observer)
     block = _traced_sparse(mlp, observer) if isinstance(mlp, SparseMlp) else _traced_mlp(mlp, observer)
     return replace(layer, attention=traced, mlp=block)
+
+
+def _traced_attention(attention: Attention, observer: GradientObserver) -> Attention:
+    widths = [heads * attention.head_dim for heads in (attention.heads, *2 * (attention.kv_heads,))]
+    qkv = _traced(attention.qkv, widths, observer)
+    return replace(attention, qkv=qkv, o=_traced_one(attention.o, observer))
+
+
+def _traced_latent(attention: LatentAttention, observer: GradientObserver) -> LatentAttention:
+    reading = (attention.q[0], attention.kv_a)
+    q, kv_a = _traced(reading, [linear.weight.shape[0] for linear in reading], observer)
+    return replace(
+        attention,
+        q=[q, *(_traced_one(linear, observer) for linear in attention.q[1:])],
+        kv_a=kv_a,
+        kv_b=_traced_one(attention.kv_b, observer),
+        o=_traced_one(attention.o, observer),
+    )
 
 
 def _traced_mlp(mlp: Mlp, observer: GradientObserver) -> Mlp:

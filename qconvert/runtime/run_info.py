@@ -15,7 +15,7 @@ def arithmetic(decoder: Decoder, rows: int, activations: str = "exact") -> str:
 
     `activations` are the inputs of linears in words, which are said where they are not exact alone.
     """
-    linears = [linear for layer in decoder.layers for linear in (*layer.attention.qkv, layer.attention.o)]
+    linears = [linear for layer in decoder.layers for linear in layer.attention.linears]
     packed = any(linear.weight.multiplies_codes(rows) for linear in linears)
     name = dtype_name(decoder.dtype)
     worth = (

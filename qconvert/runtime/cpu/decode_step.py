@@ -104,7 +104,7 @@ class CpuStep:
 
     def _layer(self, layer: Layer) -> np.ndarray:
         record = np.zeros(1, LAYER)
-        attention, mlp = layer.attention, layer.mlp
+        attention, mlp = layer.plain_attention, layer.mlp
         norms = {
             "attention_norm": layer.attention_norm,
             "mlp_norm": layer.mlp_norm,
@@ -161,8 +161,8 @@ def cpu_step(decoder: Decoder) -> CpuStep | None:
     weights: list[object] = [decoder.head]
     config = decoder.config
     for layer in decoder.layers:
-        parts: list[Linear] = [*layer.attention.qkv, *layer.mlp.gate_up]  # type: ignore[union-attr]
-        weights += [part.weight for part in (*parts, layer.attention.o, layer.mlp.down)]  # type: ignore[union-attr]
+        parts: list[Linear] = [*layer.plain_attention.qkv, *layer.mlp.gate_up]  # type: ignore[union-attr]
+        weights += [part.weight for part in (*parts, layer.plain_attention.o, layer.mlp.down)]  # type: ignore[union-attr]
     widths = [
         config.hidden,
         config.head_dim,

@@ -97,7 +97,7 @@ def obstacle(decoder: Decoder, rows: int) -> str | None:
 
 
 def _has_kernels(layer: Layer) -> bool:
-    if not isinstance(layer.mlp, Mlp) or not len(layer.attention.qkv) == len(layer.mlp.gate_up) == 1:
+    if not isinstance(layer.mlp, Mlp) or not len(layer.plain_attention.qkv) == len(layer.mlp.gate_up) == 1:
         return False
     return all(isinstance(linear.weight, FewRowWeight) for linear in _linears(layer))
 
@@ -110,7 +110,7 @@ def _is_packable(head: Table) -> bool:
 
 def _linears(layer: Layer) -> list[Linear]:
     assert isinstance(layer.mlp, Mlp)
-    return [*layer.attention.qkv, layer.attention.o, *layer.mlp.gate_up, layer.mlp.down]
+    return [*layer.plain_attention.qkv, layer.plain_attention.o, *layer.mlp.gate_up, layer.mlp.down]
 
 
 @dataclass(slots=True)
@@ -219,7 +219,7 @@ def _launch(step: Step) -> None:
 def _bind(decoder: Decoder, cache: Cache, greedy: bool) -> Step:
     rows, room = cache.kv.shape[2], cache.kv.shape[-2]
     config, device = decoder.config, decoder.device
-    shape = _head_shape(decoder.layers[0].attention)
+    shape = _head_shape(decoder.layers[0].plain_attention)
     processors = 4  # few where programs run one after the other
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -249,7 +249,7 @@ def _bind_layer(
     launches: list[Callable[[], None]],
 ) -> Parts:
     """Append the launches of a layer; takes and returns what is to be added to the residual first."""
-    attention, rows, device = layer.attention, len(residual_MD), cache.kv.device
+    attention, rows, device = layer.plain_attention, len(residual_MD), cache.kv.device
     q_norm, k_norm = attention.q_norm, attention.k_norm
     norms = HeadNorms(_weight(q_norm), _weight(k_norm), q_norm.eps) if q_norm and k_norm else None
     cache_2MKTE = cache.kv[attention.layer]

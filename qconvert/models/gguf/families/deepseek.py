@@ -50,6 +50,8 @@ _GROUPS = (("n_group", "expert_group_count"), ("topk_group", "expert_group_used_
 
 def _read_groups(file: Metadata) -> Json:
     found = {key: file.optional(name) or 1 for key, name in _GROUPS}
+    if file.optional("expert_gating_func") == GATING["sigmoid"]:
+        return {**found, "topk_method": "noaux_tc"}
     return {**found, "topk_method": "greedy" if found["n_group"] == 1 else "group_limited_greedy"}
 
 
