@@ -20,9 +20,9 @@ from qconvert.formats.huggingface.folder import HFCheckpoint, open_hf_folder
 from qconvert.formats.layouts import registry
 from qconvert.formats.layouts.conv1d import InputMajor
 from qconvert.formats.layouts.gguf import GGUFLayout
-from qconvert.models import Architecture, Binding, bind, find_family
+from qconvert.models import Architecture, Binding, bind
 from qconvert.models.declared import Declaration
-from qconvert.models.guessed import guessed_family
+from qconvert.models.guessed import guessed_family, refuse_open
 
 # Weights that are looked at together.
 _LOOK_WEIGHTS = 1 << 20
@@ -40,6 +40,7 @@ class Checkpoint:
     tensors: Mapping[str, ModelTensor]
     layout: Layout
     declared: Declaration | None = None
+    guessed: Architecture | None = None
 
     @property
     def path(self) -> Path:
@@ -75,6 +76,8 @@ class Checkpoint:
         except UnsupportedModel:
             if not self.tensors:
                 raise
+            if self.guessed is not None:  # from the shapes as they are stored
+                return self.guessed
             return Architecture(guessed_family(self.config, self.tensors), self.config)
 
     @cached_property
@@ -91,9 +94,12 @@ class Checkpoint:
         return replace(self.layout, inside=layout) if isinstance(self.layout, InputMajor) else layout
 
     def bind(self, *, allow_unknown: bool = False) -> Binding:
-        """The tensors matched with the architecture (see `architecture.bind`); a guess needs consent."""
-        if self.architecture.family.guess and not allow_unknown:
-            find_family(self.config)
+        """The tensors matched with the architecture (see `binding.bind`).
+
+        A guess that leaves something open needs consent, too.
+        """
+        if self.architecture.family.open and not allow_unknown:
+            refuse_open(self.architecture)
         return bind(self.architecture, self.tensors, allow_unknown=allow_unknown)
 
     @cached_property
@@ -152,7 +158,11 @@ def open_checkpoint(
         return checkpoint
     architecture = checkpoint.architecture
     return Checkpoint(
-        files, output_major(tensors, architecture), input_major(layout, tensors, architecture), declared
+        files,
+        output_major(tensors, architecture),
+        input_major(layout, tensors, architecture),
+        declared,
+        architecture if architecture.family.guess else None,
     )
 
 
