@@ -216,14 +216,14 @@ class _Guess:
         kept = [p for p, found in self.found.items() if found.answer == "kept"]
         matrices = [p for p in kept if len(first_of(self.evidence.patterns[p])) > 1]
         inside = [p for p in matrices if self._inside(p)]
-        said = [
-            f"{self.evidence.layers} layers under {', '.join(s.rstrip('.') for s in self.evidence.stacks)}"
-        ]
+        stacks = ", ".join(_plain(stack.rstrip(".")) for stack in self.evidence.stacks)
+        layers = self.evidence.layers
+        said = [f"{layers} layer{'s' if layers != 1 else ''} under {stacks}"]
         if not taken:
             said = ["no numbered layers were found"]
         said += [f"linears are {_listed(taken)}"] if taken else []
         said += [f"kept in the layers are vectors, {_listed(inside)}" if inside else "vectors are kept"]
-        outside = [p for p in matrices if not self._inside(p)]
+        outside = [p for p in matrices if not self._inside(p) and p not in (self.table, self.head)]
         said += [f"kept outside them are {_listed(outside)}"] if outside else []
         if any(found.turned for found in self.found.values()):
             said.append("matrices are stored [in, out]")
