@@ -134,6 +134,10 @@ def test_degenerate_weights_decode_to_finite_numbers_near_them(
 
 
 def test_no_code_of_a_checkpoint_runs(bad: dict[str, Any], tmp_path: Path) -> None:
-    ran = quantized(bad["folder"] / "cfg-auto-map", tmp_path)
-    assert ran.code == 0
-    assert not (tmp_path / "out" / "evil.py").exists()
+    """It is copied, as the loaders that are told to run it want it, and the user hears of it."""
+    source = bad["folder"] / "cfg-auto-map"
+    ran = quantized(source, tmp_path)
+    assert ran.code == 0 and "never run: evil.py" in ran.out
+    assert (tmp_path / "out" / "evil.py").read_bytes() == (source / "evil.py").read_bytes()
+    marker = (source / "evil.py").read_text().split("'")[1]
+    assert not Path(marker).exists()
