@@ -206,8 +206,7 @@ FIXTURES = (
     *(Command(f"gguf-of-{name}", f"to-gguf {{zoo:{name}}} --type q4_0") for name in ("chatglm2", "openelm")),
     Command(
         "gguf-imatrix-file",
-        "to-gguf {assets}/fixtures/quantized/source-cut --type q4_k_m --imatrix "
-        "{assets}/fixtures/gguf/imatrix.gguf",
+        "to-gguf {assets}/models/tiny-qwen3 --type q4_k_m --imatrix {assets}/fixtures/gguf/imatrix.gguf",
     ),
 )
 TABLE = (*QUANTIZE, *REARRANGE, *CONVERT, *GGUF, *LOOK, *REFUSED, *FIXTURES)
