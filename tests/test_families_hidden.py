@@ -121,17 +121,20 @@ def test_a_real_model_is_quantized_as_its_declaration_says(assets: Path, name: s
 
 
 def test_towers_and_further_layers_of_a_real_model_are_kept(assets: Path) -> None:
-    """Names of a published index; the shapes are those of its config, and matrices for what it carries."""
+    """Names of a published index with the shapes of its config, and as many layers of a tower as its own."""
     name = "Qwen3.5-25B-REAP-A3B"
     config = json.loads((assets / "metadata" / "configs" / f"{name}_config.json").read_text())
     index = json.loads((assets / "metadata" / "index" / f"{name}.model.safetensors.index.json").read_text())
     names = set(index["weight_map"])
     architecture = Architecture.of(config).spelled_like(names)
     places = {n: architecture.parameter(n) for n in names}
-    shapes = {n: place.shape if place else (1152, 1152) for n, place in places.items()}
+    carried = {f"model.visual.blocks.{n}.attn.qkv.weight": (3456, 1152) for n in range(40)}
+    carried |= {f"mtp.layers.{n}.self_attn.q_proj.weight": (4096, 2048) for n in range(40)}
+    shapes = {n: place.shape for n, place in places.items() if place} | carried
     declares = bind(architecture, tensors_of(shapes))
     ours = guess_of(config, shapes)
     assert linears(ours) == linears(declares) and ours.architecture.family.open == ()
+    assert set(declares.unknown) == set(carried)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mixtral", "internlm2", "chatglm2", "qwen3"])

@@ -34,13 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk: its files, its logical tensors, and the layout that stores them."""
+    """A model on disk: its files, its logical tensors, and the layout that stores them.
+
+    `assumed` says what the tensors are told from where no weights are here (`checkpoint.assumed`).
+    """
 
     files: HFCheckpoint | GGUFModel
     tensors: Mapping[str, ModelTensor]
     layout: Layout
     declared: Declaration | None = None
     guessed: Architecture | None = None
+    assumed: str = ""
 
     @property
     def path(self) -> Path:
@@ -152,6 +156,11 @@ def open_checkpoint(
     files = open_hf_folder(path, headers)
     if not files.specs:  # nothing that the config's claims could be checked against
         return Checkpoint(files, {}, registry.writer(registry.DEFAULT), declared)
+    return checkpoint_of(files, declared)
+
+
+def checkpoint_of(files: HFCheckpoint, declared: Declaration | None = None) -> Checkpoint:
+    """The model whose arrays are in these files."""
     layout, tensors = registry.read(files, files.config)
     checkpoint = Checkpoint(files, tensors, layout, declared)
     if not _turns(checkpoint):
