@@ -105,6 +105,8 @@ def test_an_unambiguous_model_needs_no_flag_and_the_account_is_printed(tmp_path:
     config = json.loads((out / "config.json").read_text())
     assert config["quantization_config"]["ignore"] == ["lm_head"]
     assert "planned by its structure" in " ".join(json.loads((out / "qconvert.json").read_text())["warnings"])
+    for loader in ("transformers", "vllm", "sglang", "mlx"):
+        assert qconvert("check", out, "--for", loader).code in (0, 3)
     for command in (("dequantize",), ("convert", "--to", "gptq")):
         result = qconvert(command[0], out, *command[1:], "-o", tmp_path / command[0])
         assert result.code == 0 and "planned by its structure" in result.err, result.err
@@ -212,7 +214,9 @@ MATRICES = {
     "h.0.mixer.A_log": False,
     "h.0.linear_attn.in_proj_b.weight": False,
     "h.0.conv.conv.weight": False,
+    "h.0.attn.compressor.wkv.weight": False,
     "visual.blocks.0.attn.q_proj.weight": False,
+    "altup_projections.0.weight": False,  # a list of matrices, no layers
     "h.1.attn.wq.weight": False,  # config.json has one layer
     "lm_head.weight": False,
     "tokens.weight": False,

@@ -31,10 +31,11 @@ _OTHER_PARTS = re.compile(
 )
 # Words of a module that is no linear to quantize, wherever they stand, and those of its last word alone.
 _KEPT_PARTS = re.compile(
-    r"norm|embed|_emb(?=[._]|$)|position|router|gating|classifier|(^|[._])(bias|ln\d*|ln_\w+|altup|laurel|lora\w*)(?=[._]|$)"
+    r"norm|embed|_emb(?=[._]|$)|position|router|gating|classifier|compressor"
+    r"|(^|[._])(bias|ln\d*|ln_\w+|altup|lora\w*)(?=[._]|$)"
 )
 _KEPT_LAST = re.compile(
-    r"(gate|g?ate_?\d|wg|head|score|scores|\w*conv\w*|pool\w*|dt_?proj\w*|\w*_gate|time_\w+|w[gb]_proj|"
+    r"(w?gate|gate_?\d|wg|head|score|scores|\w*conv\w*|pool\w*|dt_?proj\w*|\w*_gate|time_\w+|w[gb]_proj|"
     r"weights_proj|[ab]_proj|in_proj_(a|b|ba|dt)|rel_\w+|alpha|beta)"
 )
 # Gates that are halves of a gated block.
@@ -250,14 +251,18 @@ def _stacks(patterns: Mapping[str, Shapes], counts: set[int] | None) -> Iterator
     As many as one of `counts`; some files hold one or two more, which predict further tokens.
     """
     found: dict[str, set[int]] = {}
+    matrices: dict[str, int] = {}
     for pattern, shapes in patterns.items():
         if LAYER in pattern:
-            found.setdefault(stack_of(pattern), set()).update(n for n in shapes if n is not None)
+            before = stack_of(pattern)
+            found.setdefault(before, set()).update(n for n in shapes if n is not None)
+            matrices[before] = matrices.get(before, 0) + (len(first_of(shapes)) > 1)
     for before, numbers in found.items():
         those = {len(numbers)} if counts is None else counts
         depth = max((count for count in those if count <= len(numbers)), default=0)
         whole = numbers == set(range(len(numbers))) and not _OTHER_PARTS.search(before)
-        if whole and depth and len(numbers) <= depth + 2:
+        layers = matrices[before] > 1  # one matrix alone is an item of a list
+        if whole and layers and depth and len(numbers) <= depth + 2:
             yield before, depth
 
 
