@@ -187,6 +187,20 @@ def test_the_code_travels_untouched_and_is_named(model: Path, tmp_path: Path) ->
     assert config["auto_map"] == CONFIG["auto_map"]
 
 
+def test_a_gguf_says_that_it_leaves_the_code_out(model: Path) -> None:
+    ran = qconvert("to-gguf", model, "--type", "q8_0", "--pre-tokenizer", "gpt-2", "--dry-run")
+    named = "configuration_internlm2.py, modeling_internlm2.py, norms.py, tokenization_internlm2.py"
+    assert ran.code == 0, ran.err
+    assert ran.out.endswith(f"left out, for a GGUF holds no code of a model: {named}\n")
+
+
+@pytest.mark.parametrize("name", ["modules.json", "tokenizer_config.json"])
+def test_a_broken_file_beside_the_weights_names_no_code(model: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(model, tmp_path / "m")
+    (folder / name).write_text('{"auto_map": [')
+    assert len(open_hf_folder(folder).sidecars.code) == 4
+
+
 @pytest.mark.usefixtures("modules")
 def test_transformers_runs_the_code_on_the_quantized_weights(model: Path, tmp_path: Path) -> None:
     """Held against the same class on the plain numbers that our decoder makes of the codes."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.huggingface.shard_index import stays_inside
-from qconvert.formats.io.strict_json import parse_json_object, read_bounded, read_json_object
+from qconvert.formats.io.strict_json import parse_json_object, read_bounded
 
 # The files in which transformers looks for `auto_map`.
 _NAMING = (
@@ -30,7 +30,7 @@ _IMPORT = re.compile(
 )
 MODULES_FILE = "modules.json"
 _MODULE_SUFFIXES = (".json", ".txt", ".model", ".safetensors")
-_MAX_BYTES, _MAX_JSON, _MOST_FILES = 16 << 20, 1 << 28, 256
+_MAX_BYTES, _MAX_JSON, _MOST_FILES = 16 << 20, 32 << 20, 256
 
 
 def code_files(folder: Path) -> tuple[tuple[Path, ...], tuple[str, ...]]:
@@ -62,7 +62,10 @@ def module_folders(folder: Path) -> tuple[Path, ...]:
     path = folder / MODULES_FILE
     if not path.is_file():
         return ()
-    modules = parse_json_object(b'{"modules":' + read_bounded(path, 1 << 20) + b"}", path.name)["modules"]
+    try:
+        modules = parse_json_object(b'{"modules":' + read_bounded(path, 1 << 20) + b"}", path.name)["modules"]
+    except CorruptCheckpoint:  # `read_pooling` refuses it, where pooling is needed
+        return ()
     listed = modules if isinstance(modules, list) else []
     names = [str(module.get("path")) for module in listed if isinstance(module, dict)]
     return tuple(folder / name for name in dict.fromkeys(names) if stays_inside(name))
@@ -80,7 +83,8 @@ def _mapped(path: Path) -> Iterator[str]:
     if not path.is_file():
         return
     try:
-        mapping = read_json_object(path, _MAX_JSON).get("auto_map")
+        raw = read_bounded(path, _MAX_JSON)
+        mapping = parse_json_object(raw, path.name).get("auto_map") if b"auto_map" in raw else None
     except CorruptCheckpoint:  # whoever reads the file for what it says refuses it
         return
     for value in mapping.values() if isinstance(mapping, dict) else ():

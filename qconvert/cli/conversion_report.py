@@ -265,7 +265,12 @@ class GGUFReport:
         cells = [[row["type"], str(row["tensors"]), *_sizes(row)] for row in found["types"]]
         total = ["total", str(len(self.container.tensors)), *_sizes(found)]
         head = ["type", "tensors", "parameters", "bytes", "bpw"]
-        return [f"{self.job.source.location.name}  ->  {self.path}", *table(head, [*cells, total])]
+        code = ", ".join(shown(path.name) for path in self.job.source.checkpoint.files.sidecars.code)
+        return [
+            f"{self.job.source.location.name}  ->  {self.path}",
+            *table(head, [*cells, total]),
+            *([f"left out, for a GGUF holds no code of a model: {code}"] if code else []),
+        ]
 
     def plan_json(self) -> Json:
         seen: Json = {"kept": {}, "certificates": {}, "sha256": {}}

@@ -224,8 +224,8 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     if flags.dry_run:
         assumed = source.checkpoint.assumed
         verdict = "dry run: nothing was written" + (f"; planned from {assumed} alone" if assumed else "")
-        extra |= {"from": assumed} if assumed else {}
-        _print(lines, lambda: report.plan_json() | extra, verdict, report.path, flags)
+        told = {"from": assumed} if assumed else {}
+        _print(lines, lambda: report.plan_json() | extra | told, verdict, report.path, flags)
         return
     held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
     require_free_disk(out, job.container.bytes_needed - held)
