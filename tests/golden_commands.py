@@ -185,7 +185,7 @@ REFUSED = tuple(
         ("imatrix", 1, "to-gguf {wide} --type q4_0 --imatrix {recipe} -o out.gguf --json"),
         ("tie", 1, "tie {llama-f16} -o out"),
         ("act-order", 1, "convert {act-order} --to awq --undo-act-order -o out"),
-        ("unknown-model", 1, "quantize {strange} --bits 4 -o out"),
+        ("unknown-model", 1, "quantize {stranger} --bits 4 -o out"),
         ("nonfinite", 1, "quantize {nonfinite} --bits 4 -o out"),
     )
 )
@@ -206,8 +206,7 @@ FIXTURES = (
     *(Command(f"gguf-of-{name}", f"to-gguf {{zoo:{name}}} --type q4_0") for name in ("chatglm2", "openelm")),
     Command(
         "gguf-imatrix-file",
-        "to-gguf {assets}/fixtures/quantized/source-cut --type q4_k_m --imatrix "
-        "{assets}/fixtures/gguf/imatrix.gguf",
+        "to-gguf {assets}/models/tiny-qwen3 --type q4_k_m --imatrix {assets}/fixtures/gguf/imatrix.gguf",
     ),
 )
 TABLE = (*QUANTIZE, *REARRANGE, *CONVERT, *GGUF, *LOOK, *REFUSED, *FIXTURES)

@@ -236,13 +236,13 @@ def _nonfinite(folder: Path) -> Path:
     return tiny(folder, num_hidden_layers=1, changes={name: weight})
 
 
-def _strange(folder: Path) -> Path:
-    """A Llama under other names, with a config key of its own and a tensor more."""
+def _strange(folder: Path, inputs: int = 3) -> Path:
+    """A Llama under other names, with a config key of its own and a matrix more, of so many columns."""
     config = tiny_config("llama", tied=False, num_hidden_layers=1)
     arrays = tiny_arrays(config)
     for ours, theirs in (("self_attn.", "attention."), ("model.embed_tokens", "model.tokens")):
         arrays = {name.replace(ours, theirs, 1): array for name, array in arrays.items()}
-    arrays["model.layers.0.attention.gain.weight"] = np.ones((64, 3), np.float32)
+    arrays["model.layers.0.attention.gain.weight"] = np.ones((64, inputs), np.float32)
     config |= {"model_type": "strange", "architectures": ["StrangeForCausalLM"]}
     config["width"] = config.pop("hidden_size")
     folder.mkdir()
@@ -330,6 +330,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "equal-head": _equal_head,
     "nonfinite": _nonfinite,
     "strange": _strange,
+    "stranger": partial(_strange, inputs=40),
     "gpt-oss": gpt_oss,
     "act-order": PAIRS["gptq, activation order"],
     "act-order-mlp": _act_order_mlp,

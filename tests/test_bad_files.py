@@ -85,5 +85,5 @@ def test_no_item_costs_time_or_memory(bad: dict[str, Any]) -> None:
 def test_nothing_is_written_and_no_code_is_run(bad: dict[str, Any], tmp_path: Path) -> None:
     copy = shutil.copytree(bad["cfg-auto-map"]["folder"], tmp_path / "model")
     before = sorted(path.name for path in copy.iterdir())
-    assert "evil.py" in [path.name for path in open_hf_folder(copy).sidecars.skipped]
+    assert "evil.py" in [path.name for path in open_hf_folder(copy).sidecars.code]
     assert sorted(path.name for path in copy.iterdir()) == before

@@ -210,7 +210,7 @@ def test_statistics_that_weigh_nothing_are_refused(tmp_path: Path) -> None:
         "no weight gets new codes, whose errors statistics could weigh",
         "leave them out, or name a scheme for a 16-bit model",
     )
-    (tmp_path / "none.dat").write_bytes(imatrix_dat({"blk.9.attn_q.weight": (1, [1.0])}))
+    (tmp_path / "none.dat").write_bytes(imatrix_dat({"token_embd.weight": (1, [1.0])}))
     ran = qconvert("quantize", model, "--bits", 4, "--imatrix", tmp_path / "none.dat", "-o", tmp_path / "out")
     failed(ran, "the statistics have none of the weights that are quantized", "give those of this model")
 

@@ -100,6 +100,19 @@ def test_a_matrix_of_another_model_is_refused_but_for_the_embedding(tmp_path: Pa
     assert "the model 128" in caught.value.fact  # 4 experts of 32
 
 
+def test_a_matrix_of_a_deeper_or_another_model_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    two = tiny_config("qwen3")
+    deeper = Architecture.of(two | {"num_hidden_layers": 3, "max_window_layers": 3})
+    path = importance(tmp_path / "deep.dat", deeper)
+    with pytest.raises(BadRecipe, match=r"deep\.dat: the importance matrix has 3 layers, the model 2$"):
+        open_imatrix(path, Architecture.of(two))
+    shallow = importance(tmp_path / "shallow.dat", Architecture.of(two))
+    assert open_imatrix(shallow, deeper).entries, "as llama-quantize takes one that lacks entries"
+    (tmp_path / "other.dat").write_bytes(imatrix_dat({"blk.0.attn_kv_latent.weight": (1, [1.0] * 64)}))
+    with pytest.raises(BadRecipe, match=r"entries for 1 tensors, and none of them is one of the model's 25$"):
+        open_imatrix(tmp_path / "other.dat", Architecture.of(two))
+
+
 @pytest.mark.parametrize(("op", "encodings"), OPS, ids=named)
 def test_every_operation_can_be_tried_on_zeros(op: Any, encodings: tuple[Any, ...]) -> None:
     """Which is how kernels are loaded before the work: a few rows, the fewest that may be made together."""

@@ -121,6 +121,14 @@ def open_hf_folder(path: Path, headers: Mapping[str, TensorSpec] | None = None) 
     )
 
 
+def open_config(path: Path) -> HFCheckpoint:
+    """Opens a config.json, or the folder of one, without its weights, which may be elsewhere."""
+    if path.is_file() and path.name not in (CONFIG_FILE, INDEX_FILE):
+        return _assemble(path.parent, read_json_object(path), _Weights())
+    folder = path if path.is_dir() else path.parent
+    return _assemble(folder, _config(folder), _Weights())
+
+
 def weight_files(folder: Path) -> tuple[Path, ...]:
     """Returns the files that hold a folder's weights, present or not; () for none.
 

@@ -1,7 +1,8 @@
 """Chooses which files next to the weights are copied to the output.
 
-Known names are copied, everything else is left out and listed, so that nothing is dropped silently and
-nothing unexpected (code, pickles, other weights) is carried along.
+Known names are copied, and the code and the modules that the model's own configs name; everything else is
+left out and listed, so that nothing is dropped silently and nothing unexpected (scripts, pickles, other
+weights) is carried along.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from qconvert.core.protocols import Sidecars
+from qconvert.formats.huggingface.own_code import code_files, module_files, module_folders
 
 # Compared in lower case. quantize_config.json is missing on purpose: it describes the weights that were read,
 # not those that will be written.
@@ -18,7 +20,8 @@ _COPIED = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model*", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "*.tiktoken",
     "spiece.model", "sentencepiece*.model", "chat_template.*", "generation_config.json",
-    "*processor_config.json", "license*", "licence*", "notice*", "use_policy*",
+    "*processor_config.json", "modules.json", "config_sentence_transformers.json", "sentence_*_config.json",
+    "license*", "licence*", "notice*", "use_policy*",
 )  # fmt: skip
 _NEVER_COPIED = (".py", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".gguf", ".safetensors")
 
@@ -32,5 +35,8 @@ def sidecars_of(folder: Path, read: Container[str]) -> Sidecars:
         known = any(fnmatchcase(name, pattern) for pattern in _COPIED)
         return known and not name.endswith(_NEVER_COPIED) and entry.is_file()
 
-    copied = tuple(filter(is_copied, entries))
-    return Sidecars(copied, tuple(entry for entry in entries if entry not in copied))
+    (code, missing), (modules, left) = code_files(folder), module_files(folder)
+    copied = tuple(entry for entry in entries if entry in code or is_copied(entry))
+    folders = module_folders(folder) if modules else ()
+    skipped = tuple(entry for entry in entries if entry not in copied and entry not in folders)
+    return Sidecars((*copied, *modules), (*skipped, *left), code=code, missing=missing)

@@ -54,6 +54,13 @@ class GGUFTokenizer:
     warnings: tuple[str, ...]
 
 
+def has_tokenizer(path: Path) -> bool:
+    """Whether a file holds the tokens of a model."""
+    return path.name in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt") or (
+        path.suffix == ".tiktoken"
+    )
+
+
 def read_tokenizer(
     folder: Path, vocab_rows: int, config: Json, pre_tokenizer: str | None = None
 ) -> GGUFTokenizer:

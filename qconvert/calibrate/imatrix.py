@@ -6,7 +6,8 @@ file serves GGUF and safetensors alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from qconvert.models.statistics_keys import input_keys
 
 # llama-quantize lets pass an entry for the embedding that has another number of columns.
 _ANY_COLUMNS = "token_embd.weight"
+_OF_THIS_MODEL = "give one that llama-imatrix measured on this model"
+_LAYER = re.compile(r"(?:\w+\.)?blk\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,9 @@ def open_imatrix(path: Path, architecture: Architecture) -> ImatrixStatistics:
 def statistics_of(imatrix: Imatrix, architecture: Architecture) -> ImatrixStatistics:
     """The entries of an importance matrix by what they are in a model; BadRecipe if they are another's."""
     entries: dict[StatisticsKey, tuple[str, int, int]] = {}
-    for record in records(facts_of(architecture)):
+    known = tuple(records(facts_of(architecture)))
+    _check_layers(imatrix, [record.name for record in known])
+    for record in known:
         means = imatrix.means.get(record.name)
         keys = input_keys(architecture.parameters[piece.name] for piece in record.pieces)
         if means is None or not keys:
@@ -99,6 +104,26 @@ def statistics_of(imatrix: Imatrix, architecture: Architecture) -> ImatrixStatis
             raise BadRecipe(
                 f"{record.name}: the importance matrix has {len(means)} columns for it, the model "
                 f"{width * experts}",
-                "give one that llama-imatrix measured on this model",
+                _OF_THIS_MODEL,
             )
     return ImatrixStatistics(imatrix, entries)
+
+
+def _check_layers(imatrix: Imatrix, names: Sequence[str]) -> None:
+    """Raise BadRecipe for a file of a deeper model, or one of whose tensors the model has none."""
+    theirs, ours = _layers(imatrix.means), _layers(names)
+    if theirs > ours:
+        raise BadRecipe(
+            f"{imatrix.file}: the importance matrix has {theirs} layers, the model {ours}", _OF_THIS_MODEL
+        )
+    if not imatrix.means.keys() & set(names):
+        raise BadRecipe(
+            f"{imatrix.file}: the importance matrix has entries for {len(imatrix.means)} tensors, and none "
+            f"of them is one of the model's {len(names)}",
+            _OF_THIS_MODEL,
+        )
+
+
+def _layers(names: Iterable[str]) -> int:
+    numbers = (_LAYER.match(name) for name in names)
+    return max((int(found[1]) + 1 for found in numbers if found), default=0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from qconvert.check.own_code import own_code
 from qconvert.check.scheme_rules import SCHEME_RULES
 from qconvert.check.shape_rules import SHAPE_RULES
 from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
@@ -115,7 +116,7 @@ def _fused_groups(s: Subject) -> Iterator[Problem]:
 
 def _stored_fusions(s: Subject) -> Iterator[Problem]:
     """Names that only some loaders know."""
-    if s.loader == "sglang" and s.architecture.family.model_types[0] in _DOTTED_IN_SGLANG:
+    if s.loader == "sglang" and _DOTTED_IN_SGLANG.intersection(s.architecture.family.model_types[:1]):
         return
     for name in s.tensors:
         fused = s.architecture.fused.get(name)
@@ -234,6 +235,7 @@ RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _embeddings,
     *SCHEME_RULES,
     *SHAPE_RULES,
+    own_code,
     _scales,
     _names,
     _vocabulary,

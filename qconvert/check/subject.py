@@ -37,7 +37,8 @@ class Subject:
 
     `tokens` is the number of tokens the tokenizer knows, None when that is not known; `unknown` are
     tensors that the architecture does not declare; `products` what config.json makes loaders multiply;
-    `device` is "cuda" or "cpu".
+    `device` is "cuda" or "cpu"; `code` are the model's own Python files, `missing_code` those that a config
+    names and the folder lacks.
     """
 
     tensors: Mapping[str, ModelTensor]
@@ -50,6 +51,8 @@ class Subject:
     unknown: tuple[str, ...] = ()
     products: tuple[Products, ...] = ()
     device: str = "cuda"
+    code: tuple[str, ...] = ()
+    missing_code: tuple[str, ...] = ()
 
     @property
     def traits(self) -> LayoutTraits:

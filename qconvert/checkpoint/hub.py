@@ -1,8 +1,8 @@
 """Resolves what a user calls a model to a local folder: a path, or a name on the Hugging Face Hub.
 
-The invariant: an existing path wins; from the Hub only configuration, tokenizer, texts and safetensors are
-fetched, never code or pickles. Cache, endpoint, token and offline mode are those of huggingface_hub (HF_HOME,
-HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
+The invariant: an existing path wins; from the Hub only configuration, tokenizer, texts, safetensors and the
+code that a config names are fetched, never pickles; code is copied, and never run. Cache, endpoint, token and
+offline mode are those of huggingface_hub (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from qconvert.core.dtypes import TensorSpec
 from qconvert.demo import MODEL_DIR
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel, shown
 from qconvert.formats.huggingface.folder import weight_files
+from qconvert.formats.huggingface.own_code import module_folders, named_code
 from qconvert.formats.huggingface.safetensors_file import SINGLE_FILE, tensor_spec
 
 EMBEDDED = "embedded"
 """The name of the small model that comes with qconvert."""
 
 _TEXTS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.md", "LICENSE*", "LICENCE*", "NOTICE*")
+_MODULE_SUFFIXES = ("json", "txt", "model", "safetensors")  # of sentence-transformers
 _HUB_NAME = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
 _WRITTEN = "a model on the Hub is written org/name"
 _DISK_ERRORS = (
@@ -75,6 +77,7 @@ def resolve(model: str, *, revision: str | None = None, weights: bool = True) ->
     repo_id, asked = match["repo"], revision or match["revision"]
     with _explained(model):
         folder = _download(repo_id, asked, _TEXTS)
+        _download_own_files(repo_id, folder)
         files = weight_files(folder) or (folder / SINGLE_FILE,)
         headers = None
         if weights:
@@ -108,6 +111,18 @@ def resolve_texts(name: str, suffixes: Sequence[str]) -> Path:
                 allow_patterns=[f"*{suffix}" for suffix in suffixes],
             )
         )
+
+
+def _download_own_files(repo_id: str, folder: Path) -> None:
+    """Fetches the code and the modules that a snapshot's configs name, as files to copy."""
+    from huggingface_hub import snapshot_download
+
+    code = ["*.py"] if named_code(folder) else []
+    modules = [f"{each.name}/*.{suffix}" for each in module_folders(folder) for suffix in _MODULE_SUFFIXES]
+    if code:
+        _download(repo_id, folder.name, code)
+    if modules:
+        snapshot_download(repo_id, revision=folder.name, allow_patterns=modules)
 
 
 def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Path:

@@ -20,9 +20,9 @@ from qconvert.formats.huggingface.folder import HFCheckpoint, open_hf_folder
 from qconvert.formats.layouts import registry
 from qconvert.formats.layouts.conv1d import InputMajor
 from qconvert.formats.layouts.gguf import GGUFLayout
-from qconvert.models import Architecture, Binding, bind, find_family
+from qconvert.models import Architecture, Binding, bind
 from qconvert.models.declared import Declaration
-from qconvert.models.guessed import guessed_family
+from qconvert.models.guessed import guessed_family, refuse_open
 
 # Weights that are looked at together.
 _LOOK_WEIGHTS = 1 << 20
@@ -34,12 +34,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model on disk: its files, its logical tensors, and the layout that stores them."""
+    """A model on disk: its files, its logical tensors, and the layout that stores them.
+
+    `assumed` says what the tensors are told from where no weights are here (`checkpoint.assumed`).
+    """
 
     files: HFCheckpoint | GGUFModel
     tensors: Mapping[str, ModelTensor]
     layout: Layout
     declared: Declaration | None = None
+    guessed: Architecture | None = None
+    assumed: str = ""
 
     @property
     def path(self) -> Path:
@@ -75,6 +80,8 @@ class Checkpoint:
         except UnsupportedModel:
             if not self.tensors:
                 raise
+            if self.guessed is not None:  # from the shapes as they are stored
+                return self.guessed
             return Architecture(guessed_family(self.config, self.tensors), self.config)
 
     @cached_property
@@ -91,9 +98,12 @@ class Checkpoint:
         return replace(self.layout, inside=layout) if isinstance(self.layout, InputMajor) else layout
 
     def bind(self, *, allow_unknown: bool = False) -> Binding:
-        """The tensors matched with the architecture (see `architecture.bind`); a guess needs consent."""
-        if self.architecture.family.guess and not allow_unknown:
-            find_family(self.config)
+        """The tensors matched with the architecture (see `binding.bind`).
+
+        A guess that leaves something open needs consent, too.
+        """
+        if self.architecture.family.open and not allow_unknown:
+            refuse_open(self.architecture)
         return bind(self.architecture, self.tensors, allow_unknown=allow_unknown)
 
     @cached_property
@@ -146,13 +156,22 @@ def open_checkpoint(
     files = open_hf_folder(path, headers)
     if not files.specs:  # nothing that the config's claims could be checked against
         return Checkpoint(files, {}, registry.writer(registry.DEFAULT), declared)
+    return checkpoint_of(files, declared)
+
+
+def checkpoint_of(files: HFCheckpoint, declared: Declaration | None = None) -> Checkpoint:
+    """The model whose arrays are in these files."""
     layout, tensors = registry.read(files, files.config)
     checkpoint = Checkpoint(files, tensors, layout, declared)
     if not _turns(checkpoint):
         return checkpoint
     architecture = checkpoint.architecture
     return Checkpoint(
-        files, output_major(tensors, architecture), input_major(layout, tensors, architecture), declared
+        files,
+        output_major(tensors, architecture),
+        input_major(layout, tensors, architecture),
+        declared,
+        architecture if architecture.family.guess else None,
     )
 
 

@@ -109,6 +109,8 @@ def _subject(checkpoint: Checkpoint, loader: str, tp: int, device: str) -> Subje
         checkpoint.bind(allow_unknown=True).unknown,
         tuple(checkpoint.products),
         device,
+        tuple(path.name for path in checkpoint.files.sidecars.code),
+        checkpoint.files.sidecars.missing,
     )
 
 

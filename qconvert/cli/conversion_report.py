@@ -16,6 +16,7 @@ from qconvert.convert.manifest import certificates, finite
 from qconvert.convert.outcome import Outcome
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import Unquantized
+from qconvert.errors import shown
 from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import ParameterTable, table_of_outputs, table_of_tensors
 from qconvert.plan.loader_notices import notice_lines
@@ -83,6 +84,24 @@ class FolderReport:
             *parameter_table_lines(self._table),
             f"{size(self._before.nbytes)} -> {size(sum(file.size for file in files))} in "
             f"{count(len(files), 'file')}, at most {size(self.job.options.max_memory)} of working memory",
+            *self._own_code(),
+        ]
+
+    def _own_code(self) -> list[str]:
+        """What becomes of the Python files and modules that the model brings."""
+        files = self.job.source.checkpoint.files
+        parents = (path.parent for path in files.sidecars.copied)
+        told = {
+            "the model's own code, copied as it is and never run": files.sidecars.code,
+            "modules of sentence-transformers, copied as they are": [p for p in parents if p != files.path],
+            "left out, for no config names it as the model's code": [
+                path for path in files.sidecars.skipped if path.suffix == ".py"
+            ],
+        }
+        return [
+            f"{what}: {', '.join(dict.fromkeys(shown(path.name) for path in paths))}"
+            for what, paths in told.items()
+            if paths
         ]
 
     def plan_json(self) -> Json:
@@ -104,6 +123,7 @@ class FolderReport:
     def _described(self) -> Json:
         """The numbers of a plan, the same before and after it is carried out."""
         compiled, before = self.job.compiled, self._before
+        code = [path.name for path in self.job.source.checkpoint.files.sidecars.code]
         files = self.job.container.files(self.path)
         return {
             "source": {
@@ -115,6 +135,7 @@ class FolderReport:
                 **self._table.to_json(),
                 "bits_per_weight": self._table.bits_per_weight,
                 "files": [{"name": file.name, "bytes": file.size} for file in files],
+                **({"code": code} if code else {}),
             },
             "recipe": compiled.request.recipe.to_json(),
             "max_memory": self.job.options.max_memory,
@@ -244,7 +265,12 @@ class GGUFReport:
         cells = [[row["type"], str(row["tensors"]), *_sizes(row)] for row in found["types"]]
         total = ["total", str(len(self.container.tensors)), *_sizes(found)]
         head = ["type", "tensors", "parameters", "bytes", "bpw"]
-        return [f"{self.job.source.location.name}  ->  {self.path}", *table(head, [*cells, total])]
+        code = ", ".join(shown(path.name) for path in self.job.source.checkpoint.files.sidecars.code)
+        return [
+            f"{self.job.source.location.name}  ->  {self.path}",
+            *table(head, [*cells, total]),
+            *([f"left out, for a GGUF holds no code of a model: {code}"] if code else []),
+        ]
 
     def plan_json(self) -> Json:
         seen: Json = {"kept": {}, "certificates": {}, "sha256": {}}

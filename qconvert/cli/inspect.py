@@ -75,11 +75,13 @@ def command(
 
 def _opened(model: str, revision: str | None, list_tensors: bool, show_metadata: bool) -> Json:
     from qconvert.checkpoint.about import metadata
+    from qconvert.checkpoint.assumed import without_weights
     from qconvert.checkpoint.hub import resolve
     from qconvert.checkpoint.open import open_checkpoint
 
     resolved = resolve(model, revision=revision, weights=False)
-    checkpoint = open_checkpoint(resolved.path, headers=resolved.headers)
+    checkpoint = without_weights(resolved.path) if resolved.repo_id is None else None
+    checkpoint = checkpoint or open_checkpoint(resolved.path, headers=resolved.headers)
     keys = {"metadata": _plain(metadata(checkpoint))} if show_metadata else {}
     return {**describe(checkpoint, list_tensors=list_tensors), **keys}
 
@@ -124,7 +126,7 @@ def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
             *checkpoint.files.warnings,
             *([architecture.family.guess] if architecture.family.guess else []),
         ],
-        "from": "headers" if binding else "config.json",
+        "from": checkpoint.assumed or ("headers" if binding else "config.json"),
         "about": about(checkpoint),
         **parameter_table.to_json(),
         **({"tensor_list": _tensor_list(checkpoint)} if list_tensors else {}),

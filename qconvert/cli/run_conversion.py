@@ -190,7 +190,12 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     _check_before_download(model, ask, flags)
     chooser = ask if isinstance(ask, Explained) else None
     known = chooser.request if chooser else None if callable(ask) else ask
-    source = open_model(model, revision=flags.revision, declared=known.recipe.architecture if known else None)
+    source = open_model(
+        model,
+        revision=flags.revision,
+        declared=known.recipe.architecture if known else None,
+        plan_only=flags.dry_run,
+    )
     started = time.perf_counter()
     request = ask(source) if callable(ask) else ask
     chosen_in = time.perf_counter() - started if chooser else 0.0
@@ -217,7 +222,10 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     elif job.calibration is not None and job.calibration.method != "awq":
         _tell_needs(job, flags)
     if flags.dry_run:
-        _print(lines, lambda: report.plan_json() | extra, "dry run: nothing was written", report.path, flags)
+        assumed = source.checkpoint.assumed
+        verdict = "dry run: nothing was written" + (f"; planned from {assumed} alone" if assumed else "")
+        told = {"from": assumed} if assumed else {}
+        _print(lines, lambda: report.plan_json() | extra | told, verdict, report.path, flags)
         return
     held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
     require_free_disk(out, job.container.bytes_needed - held)

@@ -11,8 +11,9 @@ from pathlib import Path
 from zlib import crc32
 
 from qconvert.calibrate.calibration import Calibration, PlannedStatistics
+from qconvert.checkpoint.assumed import refuse_quantized, without_weights
 from qconvert.checkpoint.facts import gather_facts
-from qconvert.checkpoint.hub import resolve
+from qconvert.checkpoint.hub import ResolvedModel, resolve
 from qconvert.checkpoint.open import Checkpoint, open_checkpoint
 from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
@@ -45,12 +46,19 @@ Opened = Callable[[RunJournal], None]
 
 
 def open_model(
-    model: str, *, revision: str | None = None, declared: Declaration | None = None
+    model: str, *, revision: str | None = None, declared: Declaration | None = None, plan_only: bool = False
 ) -> OpenedModel:
     """Find a model (a path, or `org/name[@revision]` on the Hub) and open it; only headers are read.
 
-    `declared` is the architecture of a model that the catalogue lacks.
+    `declared` is the architecture of a model that the catalogue lacks. With `plan_only`, a config.json
+    without weights will do: what is planned for it cannot be run.
     """
+    if plan_only and Path(model).exists():
+        location = ResolvedModel(Path(model))
+        assumed = without_weights(location.path, declared)
+        if assumed is not None:
+            refuse_quantized(assumed, location.name)
+            return OpenedModel(location, assumed)
     resolved = resolve(model, revision=revision)
     return OpenedModel(resolved, open_checkpoint(resolved.path, declared=declared))
 
@@ -72,7 +80,7 @@ def prepare(
     that the output cannot hold.
     """
     checkpoint = source.checkpoint
-    if not checkpoint.files.has_weights:
+    if not checkpoint.files.has_weights and not checkpoint.assumed:
         raise QConvertError(
             f"{source.location.name}: no weights beside the config.json", "give the whole model folder"
         )

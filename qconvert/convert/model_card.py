@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,14 @@ _KEPT_KEYS = ("license", "license_name", "license_link", "language", "pipeline_t
 
 
 def model_card(
-    name: str, manifest: Json, compiled: Compiled, upstream: Path | None, repo_id: str | None
+    name: str,
+    manifest: Json,
+    compiled: Compiled,
+    upstream: Path | None,
+    repo_id: str | None,
+    code: Sequence[str] = (),
 ) -> str:
-    """The text of README.md for an output called `name`."""
+    """The text of README.md for an output called `name`; `code` are the model's own Python files."""
     import yaml
 
     metadata = _metadata(upstream, repo_id, manifest)
@@ -42,6 +48,7 @@ def model_card(
         *_products(compiled),
         *_loss(manifest),
         *_loading(compiled),
+        *_own_code(code),
         "",
         "## Recipe",
         "",
@@ -133,6 +140,19 @@ def _calibration(manifest: Json) -> list[str]:
         f"Codes are chosen with {how} on {calibration['tokens']:,} tokens"
         f"{f' of {named}' if named else ''}: the relative error of the linears' outputs on tokens held out "
         f"falls from {error['nearest']:.4f} to {error['written']:.4f}.",
+    ]
+
+
+def _own_code(code: Sequence[str]) -> list[str]:
+    """The code that the model brings, which loaders run only where they are told to."""
+    if not code:
+        return []
+    named = ", ".join(f"`{name}`" for name in code)
+    return [
+        "",
+        f"The model has code of its own: {named}, copied from the source as it is, and not run by qconvert. "
+        "Loaders that lack the model's class run it with `trust_remote_code=True` (`--trust-remote-code`); "
+        "read it first.",
     ]
 
 

@@ -110,8 +110,14 @@ class ArrayRows:
 
 @dataclass(frozen=True, slots=True)
 class Sidecars:
-    """What lies beside the weights: files to copy, files left behind, and files to make, text by name."""
+    """What lies beside the weights: files to copy, files left behind, and files to make, text by name.
+
+    `code` are those of the copied that are the model's own Python, which nothing here runs; `missing` the
+    ones that a config names and the folder lacks.
+    """
 
     copied: tuple[Path, ...]
     skipped: tuple[Path, ...]
     made: Mapping[str, str] = field(default_factory=dict)
+    code: tuple[Path, ...] = ()
+    missing: tuple[str, ...] = ()

@@ -334,7 +334,7 @@ def _whole(name: str, fusion: Fusion, parts: tuple[Parameter, ...], experts: int
 HOW_TO_DECLARE = (
     "if it is built like a model that is, `qconvert quantize --recipe FILE` takes it with these lines: "
     "`architecture: {like: llama, rename: {self_attn: attention}}` (all keys: docs/reference/models.md); "
-    "--allow-unknown guesses its linears and says what it took for one"
+    "--allow-unknown keeps what is open and quantizes the other linears"
 )
 
 

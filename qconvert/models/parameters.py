@@ -118,7 +118,8 @@ class Family:
     expressions of stored tensors that carry no information (they are dropped), `carried` those of tensors
     outside the language model (they are copied) with what they belong to; `{layers}` in them is the number of
     layers. `tied_by` is the config key that ties the head to the embedding. `note` is a remark for the table
-    of supported models. `guess` states what was assumed of an undeclared family. `mlx_experts` is the module
+    of supported models. `guess` states what was assumed of an undeclared family, and
+    `open` what its structure leaves open. `mlx_experts` is the module
     in which mlx-lm's class holds the experts of a layer. `scale_pairs` are the inputs whose channels may be
     scaled, each channel in one pair at most; `norm_offset` is added to the weights of norms (Gemma's 1).
     """
@@ -139,6 +140,7 @@ class Family:
     tied_by: str = "tie_word_embeddings"
     note: str = ""
     guess: str = ""
+    open: tuple[str, ...] = ()
     mlx_experts: str = "switch_mlp"
     scale_pairs: tuple[ScalePair, ...] = ()
     norm_offset: float = 0.0

@@ -29,7 +29,7 @@ from qconvert.formats.io.planned_files import FilePlan
 from qconvert.formats.io.read_back import Hashes, verify_files
 from qconvert.formats.io.strict_json import read_json_object
 from qconvert.formats.layouts.gguf import stored
-from qconvert.formats.tokenizers.to_gguf import GGUFTokenizer, read_tokenizer
+from qconvert.formats.tokenizers.to_gguf import GGUFTokenizer, has_tokenizer, read_tokenizer
 from qconvert.models.gguf.identity import Identity, ParameterCounts, identify
 from qconvert.models.gguf.keys import file_keys
 from qconvert.plan.gguf.constants import constants_of
@@ -107,6 +107,8 @@ class GGUFFileContainer:
             return checkpoint.files.tokenizer
         embed = checkpoint.architecture.table("embed")
         assert embed is not None
+        if checkpoint.assumed and not any(map(has_tokenizer, checkpoint.files.sidecars.copied)):
+            return GGUFTokenizer((), ("the tokenizer is not here: the file will be larger by its lists",))
         return read_tokenizer(checkpoint.path, embed.shape[0], checkpoint.config, self.pre_tokenizer)
 
     @cached_property

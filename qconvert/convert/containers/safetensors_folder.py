@@ -118,14 +118,18 @@ class OpenFolder:
         record = manifest(source, made.compiled, outcome, hashes, files, made.options)
         (self.folder / FILE_NAME).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         readme, repo_id = source.checkpoint.files.readme, source.location.repo_id
-        card = model_card(self.path.name, record, made.compiled, readme, repo_id)
+        code = [path.name for path in source.checkpoint.files.sidecars.code]
+        card = model_card(self.path.name, record, made.compiled, readme, repo_id, code)
         (self.folder / "README.md").write_text(card, encoding="utf-8")
         return record
 
     def _write_sidecars(self) -> None:
         sidecars, config = self.container.source.checkpoint.files.sidecars, self.container.compiled.config
+        source = self.container.source.checkpoint.path
         for path in sidecars.copied:
-            copy_whole(path, self.folder / path.name)
+            target = self.folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            copy_whole(path, target)
         for name, made in sidecars.made.items():
             (self.folder / name).write_text(made, encoding="utf-8")
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
