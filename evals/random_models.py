@@ -18,9 +18,10 @@ from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.cuda.packing import FewRowWeight, MmaWeight, pack_scales
 from qconvert.runtime.cuda.tiles import TILE
 from qconvert.runtime.device_layout import Layout
-from qconvert.runtime.layer import Attention, Layer, Mlp, Norm
+from qconvert.runtime.layer import Attention, Layer, Mlp
 from qconvert.runtime.linear import Linear, Table
 from qconvert.runtime.model import Decoder
+from qconvert.runtime.norm import Norm
 from qconvert.runtime.rope import frequencies
 from qconvert.runtime.storage import DenseWeight, IntWeight
 

@@ -36,9 +36,10 @@ from evals.random_models import (
 from qconvert.evaluate.lockstep import EvalModel, Track, run_lockstep
 from qconvert.evaluate.protocols import protocol_named
 from qconvert.runtime.device_layout import Layout
-from qconvert.runtime.layer import Layer, Mlp, Norm
+from qconvert.runtime.layer import Layer, Mlp
 from qconvert.runtime.linear import Linear
 from qconvert.runtime.model import Decoder
+from qconvert.runtime.norm import Norm
 from qconvert.runtime.scoring import score_hidden
 from qconvert.runtime.storage import DenseWeight
 

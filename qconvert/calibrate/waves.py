@@ -30,11 +30,11 @@ from qconvert.calibrate.wave import Wave
 from qconvert.core.statistics import Rounding, StatisticsKey
 from qconvert.errors import CheckFailed
 from qconvert.quant.hessian import NotPositiveDefinite
-from qconvert.runtime.layer import Rotation
 from qconvert.runtime.layer_step import LayerStep
 from qconvert.runtime.model import Decoder
 from qconvert.runtime.observers import InputKey
 from qconvert.runtime.precision import fast_products
+from qconvert.runtime.rope import Rotation
 
 # One window of this many is held out of the Hessians, to decide what is written.
 HELD_OUT_OF = 16

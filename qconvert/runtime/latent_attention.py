@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from qconvert.runtime.attention import attend
+from qconvert.runtime.cache import Cache
 from qconvert.runtime.config import LatentSizes
-from qconvert.runtime.layer import Cache, Norm, Rotation
 from qconvert.runtime.linear import Linear
-from qconvert.runtime.rope import apart, rotate
+from qconvert.runtime.norm import Norm
+from qconvert.runtime.rope import Rotation, apart, rotate
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,84 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qconvert.runtime.attention import attend
+from qconvert.runtime.cache import Cache
 from qconvert.runtime.config import Experts
+from qconvert.runtime.latent_attention import LatentAttention
 from qconvert.runtime.layer_step import LayerStep, Split
 from qconvert.runtime.linear import Linear
-from qconvert.runtime.observers import Tap
-from qconvert.runtime.rope import apart, rotate
+from qconvert.runtime.norm import Norm
+from qconvert.runtime.rope import Rotation, apart, rotate
 from qconvert.runtime.routing import route
-
-if TYPE_CHECKING:
-    from qconvert.runtime.latent_attention import LatentAttention
-
-Rotation = tuple[Tensor, Tensor]
-"""Cosines and signed sines of the positions at hand, float32 [T, R] each."""
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """`x / rms(x) * weight` over the last dimension: float32 inside, rounded once.
-
-    `centred` subtracts the mean first (a layer norm); without a weight nothing is multiplied. A weight of
-    another dtype than x is multiplied by before rounding.
-    """
-
-    weight: Tensor | None
-    eps: float
-    centred: bool = False
-    tap: Tap | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.tap is not None and self.tap.observers:
-            self.tap.show(x)
-        if self.is_plain and self.weight is not None and self.weight.dtype == x.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        width = x.shape[-1:]
-        y = x.float()
-        y = F.layer_norm(y, width, eps=self.eps) if self.centred else F.rms_norm(y, width, eps=self.eps)
-        return (y if self.weight is None else y * self.weight).to(x.dtype)
-
-    @property
-    def width(self) -> int | None:
-        """The columns that it normalises together; None for any."""
-        return None if self.weight is None else self.weight.shape[-1]
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is an RMS norm with one weight per column."""
-        return not self.centred and self.weight is not None and self.weight.dim() == 1
-
-
-@dataclass(slots=True)
-class Cache:
-    """Keys and values of the tokens seen so far: `kv` [L, 2, B, K, room, E], filled up to `length`.
-
-    Of latent attention [L, 1, B, 1, room, X]: what both are made of.
-    """
-
-    kv: Tensor
-    length: int = 0
-
-    def extend(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values; returns all it has. The caller advances `length`."""
-        stop = self.length + k_BKTE.shape[2]
-        keys, values = self.kv[layer, 0, :, :, :stop], self.kv[layer, 1, :, :, :stop]
-        keys[:, :, self.length :] = k_BKTE
-        values[:, :, self.length :] = v_BKTE
-        return keys, values
-
-    def extend_latent(self, layer: int, kept_BTX: Tensor) -> Tensor:
-        """The same of what keys and values are made of."""
-        kept = self.kv[layer, 0, :, 0, : self.length + kept_BTX.shape[1]]
-        kept[:, self.length :] = kept_BTX
-        return kept
 
 
 def fan_out(x: Tensor, parts: Sequence[Linear], widths: Sequence[int]) -> Sequence[Tensor]:

@@ -29,19 +29,10 @@ from qconvert.runtime.device_layout import (
 )
 from qconvert.runtime.head import rounded_head
 from qconvert.runtime.latent_attention import LatentAttention
-from qconvert.runtime.layer import (
-    Attention,
-    Gate,
-    Layer,
-    Mlp,
-    Norm,
-    SparseMlp,
-    clamped_swiglu,
-    gelu_glu,
-    swiglu,
-)
+from qconvert.runtime.layer import Attention, Gate, Layer, Mlp, SparseMlp, clamped_swiglu, gelu_glu, swiglu
 from qconvert.runtime.linear import Linear, Table, Weight
 from qconvert.runtime.model import Decoder, Step
+from qconvert.runtime.norm import Norm
 from qconvert.runtime.observers import InputKey, Observers, Tap
 from qconvert.runtime.rope import frequencies
 from qconvert.runtime.storage import StreamedWeight
@@ -179,12 +170,12 @@ class _Loader:
         first = "attn.q_a" if c.has("attn.q_a", i) else "attn.q"
         tap, kv_norm = self.tap((first, "attn.kv_a"), i), self.norm("attn.kv_a_norm", i)
         assert kv_norm is not None
-        q = [self.tapped(first, i, tap)]
+        q = (self.tapped(first, i, tap),)
         return LatentAttention(
             layer=i,
             heads=c.heads,
             sizes=c.latent,
-            q=[*q, self.linear("attn.q_b", i)] if first == "attn.q_a" else q,
+            q=(*q, self.linear("attn.q_b", i)) if first == "attn.q_a" else q,
             q_norm=self.norm("attn.q_a_norm", i),
             kv_a=self.tapped("attn.kv_a", i, None),
             kv_norm=kv_norm,

@@ -18,14 +18,16 @@ from torch import Tensor
 from qconvert.core.activations import InputQuantization
 from qconvert.errors import QConvertError
 from qconvert.models.rope import LongScaling
+from qconvert.runtime.cache import Cache
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
 from qconvert.runtime.input_rounding import round_inputs
-from qconvert.runtime.layer import Cache, Layer, Norm, Rotation
+from qconvert.runtime.layer import Layer
 from qconvert.runtime.linear import Table
+from qconvert.runtime.norm import Norm
 from qconvert.runtime.observers import InputKey, Observer, Observers, Tap
 from qconvert.runtime.precision import exact_products
-from qconvert.runtime.rope import cos_sin
+from qconvert.runtime.rope import Rotation, cos_sin
 from qconvert.runtime.scoring import Outputs
 from qconvert.runtime.storage import DenseWeight
 

@@ -49,7 +49,7 @@ def _traced_latent(attention: LatentAttention, observer: GradientObserver) -> La
     q, kv_a = _traced(reading, [linear.weight.shape[0] for linear in reading], observer)
     return replace(
         attention,
-        q=[q, *(_traced_one(linear, observer) for linear in attention.q[1:])],
+        q=(q, *(_traced_one(linear, observer) for linear in attention.q[1:])),
         kv_a=kv_a,
         kv_b=_traced_one(attention.kv_b, observer),
         o=_traced_one(attention.o, observer),

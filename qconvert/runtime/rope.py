@@ -14,6 +14,9 @@ from torch import Tensor
 
 from qconvert.models.rope import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and signed sines of the positions at hand, float32 [T, R] each."""
+
 
 def frequencies(rope: Rope, head_dim: int) -> Tensor:
     """Radians per position of each pair of rotated dimensions, float32 [F].

@@ -20,9 +20,11 @@ from qconvert.runtime.rope import cos_sin
 from qconvert.runtime.storage import DenseWeight
 
 if TYPE_CHECKING:
-    from qconvert.runtime.layer import Cache, Layer, Norm
+    from qconvert.runtime.cache import Cache
+    from qconvert.runtime.layer import Layer
     from qconvert.runtime.linear import Linear
     from qconvert.runtime.model import Decoder
+    from qconvert.runtime.norm import Norm
 
 
 _READABLE = PackedGrid | DenseWeight

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from qconvert.errors import QConvertError
+from qconvert.runtime.cache import Cache
 from qconvert.runtime.cuda.activation import Parts, Rows, empty_rows
 from qconvert.runtime.cuda.attention import (
     HeadNorms,
@@ -37,9 +38,10 @@ from qconvert.runtime.cuda.packing import FewRowWeight, MmaWeight, mma_table, ti
 from qconvert.runtime.cuda.swiglu import swiglu
 from qconvert.runtime.cuda.triton_language import available
 from qconvert.runtime.cuda.tuning import FEW_ROWS, splits
-from qconvert.runtime.layer import Attention, Cache, Layer, Mlp, Norm
+from qconvert.runtime.layer import Attention, Layer, Mlp
 from qconvert.runtime.linear import Linear, Table, Weight
 from qconvert.runtime.model import Decoder
+from qconvert.runtime.norm import Norm
 from qconvert.runtime.rope import cos_sin
 from qconvert.runtime.storage import DenseWeight, EncodedWeight, IntWeight
 
