@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from qconvert.cli.exit_codes import error_record
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ def show_reports(
         found = [report.to_json() for report in reports]
         record = {"schema": 1, "ok": failure is None, **(found[0] if len(found) == 1 else {"reports": found})}
         if failure is not None:
-            error = {"fact": failure.fact, "hint": failure.hint, "exit_code": failure.exit_code}
-            record["error"] = error
+            record["error"] = error_record(failure)
         click.echo(json.dumps(record))
         return
     last = len(reports) - 1

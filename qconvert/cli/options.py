@@ -98,6 +98,11 @@ def model_argument(name: str = "model") -> Callable[[F], F]:
     return click.argument(name, metavar=name.upper())
 
 
+def models_argument(metavar: str = "MODEL...", *, required: bool = True) -> Callable[[F], F]:
+    """A positional argument that takes several local folders or Hub ids."""
+    return click.argument("models", metavar=metavar, nargs=-1, required=required)
+
+
 revision_option = click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub model.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 
@@ -158,9 +163,16 @@ statistics_option = click.option(
 # What every command that writes takes, in the order of its help page: what becomes of the output, how the
 # work is done, and what is let pass.
 out_option = click.option(
-    "-o", "--out", type=click.Path(path_type=Path), show_default="derived", help="Output folder."
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    show_default="derived",
+    help="Output folder; of several models, the folder of their outputs.",
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an earlier output of qconvert.")
+skip_option = click.option(
+    "--skip-existing", is_flag=True, help="Leave an output that is there and complete as it is: no error."
+)
 restart_option = click.option(
     "--restart", is_flag=True, help="Throw away what a stopped run has done, instead of going on."
 )
@@ -197,6 +209,7 @@ nonfinite_option = click.option(
 _WRITING = (
     out_option,
     overwrite_option,
+    skip_option,
     restart_option,
     dry_run_option,
     json_option,
