@@ -144,7 +144,15 @@ def _to_layout(
         scheme_of_all = recipe.with_(scheme=integers) if quantizes else recipe
         return flags.request("convert", scheme_of_all, target=target)
 
-    write_each(models, lambda model: ask, layout, flags)
+    write_each(models, lambda model: ask, _suffix(layout, table, integers), flags)
+
+
+def _suffix(layout: str, table: str, integers: Scheme | None) -> str:
+    """What the derived name of an output says: the scheme that is asked for, and a layout but the default."""
+    scheme = table or (integers.label if integers else "")
+    return "-".join(
+        part for part in (scheme, layout if layout != registry.DEFAULT or not scheme else "") if part
+    )
 
 
 def _to_gguf(
