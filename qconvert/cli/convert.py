@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli import candidates
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
@@ -69,6 +70,7 @@ class _WithLayouts(click.Command):
 @click.option(
     "--scheme",
     metavar="SCHEME",
+    shell_complete=candidates.schemes,
     help="Scheme for weights not yet quantized, or quantized again under --allow-requantize.",
 )
 @click.option(

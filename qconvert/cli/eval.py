@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli import candidates
 from qconvert.cli.eval_output import Limits, check_target, command_line, show_report, show_reports, write
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
@@ -16,6 +17,8 @@ from qconvert.cli.options import (
     examples,
     jobs_option,
     json_option,
+    model_argument,
+    models_argument,
     quiet_option,
     revision_option,
 )
@@ -48,10 +51,11 @@ def command() -> None:
     short_help="Perplexity and distance, with error bars.",
     epilog=examples("qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model"),
 )
-@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@models_argument()
 @click.option(
     "--reference",
     metavar="MODEL|FILE",
+    shell_complete=candidates.models,
     help="Compare every MODEL with this one, on the same tokens; or with what --save-reference kept of one.",
 )
 @click.option(
@@ -259,8 +263,8 @@ def _check_saving(options: dict[str, Any]) -> None:
     short_help="Errors of the weights, by role and layer.",
     epilog=examples("qconvert eval weights ./model ./model-int4-g128"),
 )
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@model_argument("a")
+@model_argument("b")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json, .md and .html."
 )

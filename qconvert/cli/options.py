@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
+from qconvert.cli import candidates
 from qconvert.core.sizes import parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -78,6 +80,11 @@ class LayoutChoice(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return str(click.Choice(self.names()).convert(value, param, ctx))
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in self.names() if name.startswith(incomplete)]
+
 
 SIZE = SizeType()
 MEMORY = SizeType(least="1MB")
@@ -95,12 +102,14 @@ def examples(*lines: str) -> str:
 
 def model_argument(name: str = "model") -> Callable[[F], F]:
     """A positional argument that takes a local folder or a Hub id."""
-    return click.argument(name, metavar=name.upper())
+    return click.argument(name, metavar=name.upper(), shell_complete=candidates.models)
 
 
 def models_argument(metavar: str = "MODEL...", *, required: bool = True) -> Callable[[F], F]:
     """A positional argument that takes several local folders or Hub ids."""
-    return click.argument("models", metavar=metavar, nargs=-1, required=required)
+    return click.argument(
+        "models", metavar=metavar, nargs=-1, required=required, shell_complete=candidates.models
+    )
 
 
 revision_option = click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub model.")

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from qconvert.cli import candidates
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
@@ -56,7 +57,10 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
     help="Symmetric grid, or one with zero points.",
 )
 @click.option(
-    "--scheme", metavar="SCHEME", help="All of these in one word, such as int4-g128 or int8-asym-channel."
+    "--scheme",
+    metavar="SCHEME",
+    shell_complete=candidates.schemes,
+    help="All of these in one word, such as int4-g128 or int8-asym-channel.",
 )
 @click.option(
     "--scale-search/--min-max",
@@ -70,9 +74,17 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
     "rules",
     multiple=True,
     metavar="SELECTOR=SCHEME",
+    shell_complete=candidates.rules,
     help="Give these weights another scheme; the last match wins.",
 )
-@click.option("--keep", "keeps", multiple=True, metavar="SELECTOR", help="Leave these weights as they are.")
+@click.option(
+    "--keep",
+    "keeps",
+    multiple=True,
+    metavar="SELECTOR",
+    shell_complete=candidates.selectors,
+    help="Leave these weights as they are.",
+)
 @click.option("--fuse", multiple=True, type=click.Choice(list(FUSIONS)), help="Stack these linears as well.")
 @click.option("--tie/--untie", default=None, help="Drop a head equal to the embedding, or write it out.")
 @click.option(

@@ -215,8 +215,9 @@ def write(
     )
     derived = suffix or (request.dtype.label if request.dtype else "")
     out = flags.out or flags.folder / job.container.default_out(derived)
-    require_own_name(out, flags)
-    if flags.skip_existing and skipped(job, out, flags, tell):
+    require_own_name(out, flags.taken)
+    how = {"dry_run": flags.dry_run, "as_json": flags.as_json, "quiet": flags.quiet}
+    if flags.skip_existing and skipped(job, out, tell, **how):
         return out
     if not flags.dry_run:
         job.container.check_target(out)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli import candidates
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
@@ -48,6 +49,7 @@ UNTIL_CHOSEN = "F32"
     "--type",
     "file_type",
     metavar="TYPE",
+    shell_complete=candidates.file_types,
     help="Type of the file: q4_k_m, q8_0, ...; `list` shows all, `keep` copies existing codes.",
 )
 @click.option(
@@ -55,10 +57,21 @@ UNTIL_CHOSEN = "F32"
     "tensor_types",
     multiple=True,
     metavar="PATTERN=TYPE",
+    shell_complete=candidates.element_types,
     help="Another type for tensors whose GGUF names the regular expression is found in.",
 )
-@click.option("--token-embedding-type", metavar="TYPE", help="Another type for the embedding.")
-@click.option("--output-tensor-type", metavar="TYPE", help="Another type for the head.")
+@click.option(
+    "--token-embedding-type",
+    metavar="TYPE",
+    shell_complete=candidates.element_types,
+    help="Another type for the embedding.",
+)
+@click.option(
+    "--output-tensor-type",
+    metavar="TYPE",
+    shell_complete=candidates.element_types,
+    help="Another type for the head.",
+)
 @click.option("--pure", is_flag=True, help="The base type throughout, no mixture.")
 @click.option(
     "--fallback/--no-fallback",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from qconvert.cli import candidates
 from qconvert.cli.checking import end_with_json, open_checkpoint_of, phrase, told_of
 from qconvert.cli.exit_codes import one_of
 from qconvert.cli.options import examples, json_option, models_argument, quiet_option, revision_option
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
     epilog=examples("qconvert verify ./Qwen2.5-1.5B-Instruct-int4-g128 --against Qwen/Qwen2.5-1.5B-Instruct"),
 )
 @models_argument()
-@click.option("--against", metavar="MODEL", help="Decode every tensor and compare it with this source.")
+@click.option(
+    "--against",
+    metavar="MODEL",
+    shell_complete=candidates.models,
+    help="Decode every tensor and compare it with this source.",
+)
 @json_option
 @quiet_option("nothing; the exit code tells")
 @revision_option
