@@ -89,6 +89,18 @@ def resolve(model: str, *, revision: str | None = None, weights: bool = True) ->
     return ResolvedModel(folder, repo_id, asked, folder.name, headers)
 
 
+def cached_models() -> list[str]:
+    """The repositories in the Hub's cache that have a config.json: `org/name`, in order."""
+    from huggingface_hub import constants
+
+    try:
+        folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
+        held = [folder.name for folder in folders if any(folder.glob("snapshots/*/config.json"))]
+    except OSError:
+        return []
+    return [name.removeprefix("models--").replace("--", "/", 1) for name in held]
+
+
 def resolve_texts(name: str, suffixes: Sequence[str]) -> Path:
     """The cached snapshot of a dataset on the Hub (`org/name` or `org/name@revision`) with its text files.
 

@@ -6,7 +6,6 @@ A shell asks while somebody types: no model is opened, and what cannot be read i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -21,8 +20,10 @@ _SELECTORS = (
 
 def models(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Models by path, and models in the Hub's cache; what the shell finds where there may be others below."""
+    from qconvert.checkpoint.hub import EMBEDDED, cached_models
+
     local, others = _local(incomplete)
-    names = sorted({*_cached(), "embedded"})
+    names = [*cached_models(), EMBEDDED]
     found = [*local, *(name for name in names if name.startswith(incomplete))]
     if others or not found:  # bash would show none of its own beside ours
         return [CompletionItem(incomplete, type="file")]
@@ -48,18 +49,6 @@ def _local(incomplete: str) -> tuple[list[str], bool]:
         elif entry.is_dir():
             others = True
     return found, others
-
-
-def _cached() -> Iterator[str]:
-    """The models in the Hub's cache that have a config.json."""
-    from huggingface_hub import constants
-
-    try:
-        for folder in Path(constants.HF_HUB_CACHE).glob("models--*--*"):
-            if any(folder.glob("snapshots/*/config.json")):
-                yield folder.name.removeprefix("models--").replace("--", "/", 1)
-    except OSError:
-        return
 
 
 def file_types(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
