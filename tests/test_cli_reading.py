@@ -271,11 +271,21 @@ def test_the_bar_counts_the_bytes_that_are_read(
     import qconvert as library
 
     bars: list[Any] = []
+    converted: list[Any] = []
+    names: list[str] = []
 
     class Bar(tqdm.tqdm):  # type: ignore[type-arg]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             bars.append(self)
+
+        def reset(self, total: float | None = None) -> None:
+            converted.append((self.n, self.total, names[-1]))
+            super().reset(total)
+
+        def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+            names.extend([s] if s else [])
+            super().set_postfix_str(s, refresh)
 
     monkeypatch.setattr(tqdm, "tqdm", Bar)
     job = job_of(models / "plain")
@@ -283,12 +293,16 @@ def test_the_bar_counts_the_bytes_that_are_read(
         out = here / f"{talks}{type(stream).__name__}"
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", stream)
-            with progress.progress(job.compiled.plan, talks=talks) as listen:
-                library.execute(job, out, listen)
+            with progress.progress(job.compiled.plan, talks=talks) as told:
+                library.execute(job, out, told.listen, verified=told.verified)
     (bar,) = bars  # only where somebody watches who was not told to be quiet
     weights = sum(len(data) for _, _, data in stored(models / "plain").values())
-    assert bar.n == bar.total == weights
-    assert any(name.endswith(bar.postfix.removeprefix("...")) for name in job.compiled.outputs)
+    ((read, of, name),) = converted
+    assert read == of == weights
+    assert any(each.endswith(name.removeprefix("...")) for each in job.compiled.outputs)
+    (file,) = job.container.files(Path("out"))
+    assert bar.n == bar.total == file.size + sum(spec.nbytes for spec in file.specs.values())
+    assert bar.desc == "verifying" and not bar.postfix
 
 
 def test_without_a_terminal_there_is_a_line_every_30_seconds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,13 +112,24 @@ def models_argument(metavar: str = "MODEL...", *, required: bool = True) -> Call
     )
 
 
+def _silencing(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    """The value; if it is true, the bars of huggingface_hub are switched off, too."""
+    if value:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # which is read when it is imported
+    return value
+
+
 revision_option = click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub model.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, callback=_silencing, help="Print one JSON object on stdout."
+)
 
 
 def quiet_option(product: str) -> Callable[[F], F]:
     """-q of a command whose stdout then holds `product` alone: messages go, warnings and errors stay."""
-    return click.option("-q", "--quiet", is_flag=True, help=f"Hide messages: print {product}.")
+    return click.option(
+        "-q", "--quiet", is_flag=True, callback=_silencing, help=f"Hide messages: print {product}."
+    )
 
 
 unknown_option = click.option(

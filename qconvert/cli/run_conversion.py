@@ -303,9 +303,9 @@ def _executed(job: Job, out: Path, flags: Flags) -> Result:
     def farewell() -> str:
         return f"stopped at {percent(run[0].share if run else 0.0)}; run the same command to go on"
 
-    with progress(job.compiled.plan, talks=flags.talks) as listen, ending_in_time(farewell):
+    with progress(job.compiled.plan, talks=flags.talks) as bar, ending_in_time(farewell):
         try:
-            return execute(job, out, listen, opened)
+            return execute(job, out, bar.listen, opened, bar.verified)
         except KeyboardInterrupt as error:
             if not (run and run[0].kept):
                 raise
