@@ -155,3 +155,33 @@ def test_several_models_are_checked_and_verified(models: Path, here: Path) -> No
 def test_every_scheme_has_a_derived_name_of_its_own(how: str, name: str, models: Path, here: Path) -> None:
     ran = qconvert("convert", models / "plain", "--to", *how.split(), "--dry-run", "--json")
     assert ran.json.get("out") == name, ran.out
+
+
+def test_names_that_say_nothing_are_those_of_what_holds_them(models: Path, here: Path) -> None:
+    snapshot = here / "models--acme--tiny" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for name, data in files_of(models / "plain").items():
+        (snapshot / name).write_bytes(data)
+    for source, name in ((models / "plain" / "model.safetensors", "plain"), (snapshot, "tiny")):
+        assert qconvert("fuse", source, "--dry-run", "--json").json["out"] == f"{name}-fused"
+
+
+def test_what_is_no_checkpoint_is_said_of_the_file_that_was_named(models: Path, here: Path) -> None:
+    failed(
+        qconvert("inspect", models / "plain" / "tokenizer.json"),
+        "tokenizer.json: not the config of a model, which has a model_type",
+        "name config.json, or its folder",
+    )
+    (here / "empty").mkdir()
+    ran = qconvert("inspect", "empty")
+    assert ran.code == 1 and "give a folder that has both, or the name of a model on the Hub" in ran.err
+
+
+def test_types_that_stand_in_for_others_are_named(models: Path, here: Path) -> None:
+    """Rows of 128 columns are no whole blocks of Q4_K: llama-quantize warns of that, too."""
+    call = ("to-gguf", models / "plain", "--type", "q4_k_m", "--dry-run")
+    found = qconvert(*call, "--json").json
+    # mlp.down has rows of 384, the others of 128; attn.o has 256
+    assert len(found["substituted"]) == 6 and "blk.0.attn_output.weight" not in found["substituted"]
+    assert "Warning: 6 tensors have rows that q4_k's blocks do not divide" in qconvert(*call).err
+    assert qconvert(*call, "--no-fallback").code == 1

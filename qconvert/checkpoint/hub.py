@@ -49,12 +49,20 @@ class ResolvedModel:
 
     @property
     def name(self) -> str:
-        """The name for outputs: the repository's, the folder's, or the file's stem."""
+        """The name for outputs: the repository's, the folder's, or the file's stem.
+
+        Files and folders whose own names say nothing (model.safetensors, a snapshot in the Hub's cache) have
+        the name of what holds them.
+        """
         if self.is_embedded:
             return EMBEDDED
         if self.repo_id is not None:
             return self.repo_id.rsplit("/", 1)[-1]
         path = self.path.resolve()
+        if path.is_file() and path.stem.startswith("model") and path.suffix != ".gguf":
+            path = path.parent
+        if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+            return path.parent.parent.name.rsplit("--", 1)[-1]
         return path.name if path.is_dir() else path.stem
 
 
