@@ -182,12 +182,12 @@ def test_every_loader_answers_about_a_plain_model(loader: str, models: Path) -> 
 
 def test_env_names_every_package_in_lines_and_in_json() -> None:
     found = qconvert("env", "--json").json
-    assert set(PACKAGES) < found.keys() and found["cores"] == str(available_cores())
-    assert found["numpy"][0].isdigit() and all(
-        isinstance(v, str) for k, v in found.items() if k not in ("schema", "ok")
-    )
+    assert found["packages"].keys() == set(PACKAGES) and found["cores"] == available_cores()
+    assert found["packages"]["numpy"][0].isdigit() and found["cuda"]["available"] in (True, False)
     lines = dict(line.split(None, 1) for line in qconvert("env", "-q").out.splitlines())
-    assert lines == {key: value for key, value in found.items() if key not in ("schema", "ok")}
+    installed = {name: version or "not installed" for name, version in found["packages"].items()}
+    assert installed.items() <= lines.items() and lines["cores"] == str(found["cores"])
+    assert found["cuda"].get("reason", "CUDA") in lines["cuda"]
 
 
 def test_generation_goes_as_far_as_it_is_told_and_repeats_itself(models: Path) -> None:
@@ -271,11 +271,21 @@ def test_the_bar_counts_the_bytes_that_are_read(
     import qconvert as library
 
     bars: list[Any] = []
+    converted: list[Any] = []
+    names: list[str] = []
 
     class Bar(tqdm.tqdm):  # type: ignore[type-arg]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             bars.append(self)
+
+        def reset(self, total: float | None = None) -> None:
+            converted.append((self.n, self.total, names[-1]))
+            super().reset(total)
+
+        def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+            names.extend([s] if s else [])
+            super().set_postfix_str(s, refresh)
 
     monkeypatch.setattr(tqdm, "tqdm", Bar)
     job = job_of(models / "plain")
@@ -283,12 +293,16 @@ def test_the_bar_counts_the_bytes_that_are_read(
         out = here / f"{talks}{type(stream).__name__}"
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", stream)
-            with progress.progress(job.compiled.plan, talks=talks) as listen:
-                library.execute(job, out, listen)
+            with progress.progress(job.compiled.plan, talks=talks) as told:
+                library.execute(job, out, told.listen, verified=told.verified)
     (bar,) = bars  # only where somebody watches who was not told to be quiet
     weights = sum(len(data) for _, _, data in stored(models / "plain").values())
-    assert bar.n == bar.total == weights
-    assert any(name.endswith(bar.postfix.removeprefix("...")) for name in job.compiled.outputs)
+    ((read, of, name),) = converted
+    assert read == of == weights
+    assert any(each.endswith(name.removeprefix("...")) for each in job.compiled.outputs)
+    (file,) = job.container.files(Path("out"))
+    assert bar.n == bar.total == file.size + sum(spec.nbytes for spec in file.specs.values())
+    assert bar.desc == "verifying" and not bar.postfix
 
 
 def test_without_a_terminal_there_is_a_line_every_30_seconds(capsys: pytest.CaptureFixture[str]) -> None:

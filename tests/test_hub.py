@@ -228,3 +228,17 @@ def test_a_full_disk_is_told() -> None:
     fact, hint = hub._explanation(OSError(errno.ENOSPC, "No space left on device"))
     assert fact.endswith("cannot be written: No space left on device")
     assert "HF_HOME" in hint
+
+
+@pytest.mark.parametrize(("flags", "drawn"), [((), True), (("-q",), False), (("--json",), False)])
+def test_a_quiet_command_draws_no_bars_of_the_hub(
+    flags: tuple[str, ...], drawn: bool, server: Hub, tmp_path: Path
+) -> None:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    hub_at = {"HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path), "HF_XET_DISABLE": "1"}
+    words = [sys.executable, "-m", "qconvert", "inspect", "org/tiny", *flags]
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(words, env=kept | hub_at, cwd=root, capture_output=True, text=True, check=False)
+    said = done.stdout + done.stderr
+    assert done.returncode == 1 and "config.json" in said  # an empty object
+    assert ("%|" in done.stderr) == drawn, done.stderr

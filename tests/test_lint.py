@@ -66,11 +66,65 @@ def test_a_model_that_keeps_all_rules_passes_everywhere() -> None:
     assert {problem.severity for problem in serious(subject({"_proj.weight": INT4}, tp=2))} == {WARNING}
 
 
-def test_a_gguf_file_is_for_llama_cpp_alone() -> None:
+def test_a_gguf_file_is_for_llama_cpp_and_ollama_alone() -> None:
     encodings: dict[str, Encoding] = {"_proj.weight": INT4, EMBED: INT4}
     for loader in LOADERS:
         found = [problem.fact for problem in lint(subject(encodings, "gguf", loader))]
-        assert found == ([] if loader == "llama.cpp" else [f"{loader} wants safetensors, not a GGUF file"])
+        assert found == (
+            [] if loader in ("llama.cpp", "ollama") else [f"{loader} wants safetensors, not a GGUF file"]
+        )
+
+
+@pytest.mark.parametrize(
+    ("kind", "encodings", "layout", "facts"),
+    [
+        ("qwen2", {}, "compressed-tensors", []),
+        ("qwen3", {}, "compressed-tensors", ["ollama does not convert Qwen3ForCausalLM from safetensors"]),
+        (
+            "mistral",
+            {},
+            "compressed-tensors",
+            ["ollama does not convert MistralForCausalLM from safetensors"],
+        ),
+        (
+            "qwen2",
+            {"_proj.weight": INT4},
+            "gptq",
+            ["ollama does not convert int4-g32 of gptq from safetensors"],
+        ),
+        ("qwen2", {"_proj.weight": FP8}, "fp8", []),
+        ("qwen2", {"_proj.weight": FP8}, "compressed-tensors", []),
+        (
+            "qwen2",
+            {"_proj.weight": replace(FP8, group_size=None, group_rows=1)},
+            "mlx",
+            ["ollama does not convert e4m3-channel of mlx from safetensors"],
+        ),
+    ],
+)
+def test_ollama_converts_some_classes_and_plain_weights(
+    kind: str, encodings: dict[str, Encoding], layout: str, facts: list[str]
+) -> None:
+    config = tiny_config(kind) | {"architectures": [f"{kind.capitalize()}ForCausalLM"]}
+    tensors = {
+        name: ModelTensor(
+            name,
+            shape,
+            next((e for end, e in encodings.items() if name.endswith(end)), Unquantized(DType.BF16)),
+        )
+        for name, shape in tiny_shapes(config).items()
+    }
+    found = serious(Subject(tensors, Architecture.of(config), layout, "ollama", dtype=DType.BF16))
+    assert [problem.fact for problem in found] == facts
+    assert all(problem.severity == ERROR and "to-gguf --modelfile" in problem.hint for problem in found)
+
+
+def test_ollama_wants_to_know_the_class() -> None:
+    config = tiny_config("qwen2") | {"architectures": []}
+    found = serious(Subject({}, Architecture.of(config), "compressed-tensors", "ollama"))
+    assert [problem.fact for problem in found] == [
+        "ollama does not convert a model without `architectures` from safetensors"
+    ]
 
 
 @pytest.mark.parametrize(

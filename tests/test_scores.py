@@ -129,13 +129,19 @@ def test_a_failed_check_is_part_of_the_one_json_object(tmp_path: Path) -> None:
     assert ran.code == 3 and ran.json["error"]["fact"].startswith("other: perplexity is")
     ran = qconvert(*compared, "--fail-above", worse / 2)
     assert ran.code == 3 and "other: perplexity is" in ran.err and "Perplexity on" in ran.out
+    kl = qconvert(*compared, "--json").json["models"][1]["versus"]["kl"]["mean"]["value"]
+    ran = qconvert(*compared, "--fail-above-kl", kl * 0.99, "--json")
+    assert (ran.code, ran.json["error"]["kind"]) == (3, "check_failed")
+    assert ran.json["error"]["fact"].startswith("other: the mean KL divergence is")
+    assert qconvert(*compared, "--fail-above-kl", kl * 1.01, "--fail-above", 100, "-q").code == 0
     stem = ("-o", tmp_path / "r")
     assert qconvert(*compared, *stem).code == 0
     ran = qconvert(*compared, *stem, "--resume", "--fail-above", worse / 2)
     assert ran.code == 3 and "other: perplexity is" in ran.err and "already complete" in ran.err
     assert qconvert(*compared, *stem, "--resume", "--fail-above", 100, "-q").err == ""
-    ran = qconvert(*options, "--fail-above", 0)
-    assert ran.code == 2 and "no reference to compare with" in ran.err and not ran.out
+    for limit in ("--fail-above", "--fail-above-kl"):
+        ran = qconvert(*options, limit, 0)
+        assert ran.code == 2 and f"{limit}: there is no reference to compare with" in ran.err and not ran.out
 
 
 def test_models_whose_tokenizers_cut_the_text_differently_are_not_compared(tmp_path: Path) -> None:

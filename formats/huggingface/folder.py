@@ -109,7 +109,11 @@ def open_hf_folder(path: Path, headers: Mapping[str, TensorSpec] | None = None) 
     if not path.exists():
         raise QConvertError(f"{path}: no such file or folder", "check the path")
     if path.suffix == ".json":
-        return _assemble(path.parent, read_json_object(path), _Weights())
+        config = read_json_object(path)
+        if "model_type" not in config:
+            fact = f"{shown(path.name)}: not the config of a model, which has a model_type"
+            raise CorruptCheckpoint(fact, f"name {CONFIG_FILE}, or its folder")
+        return _assemble(path.parent, config, _Weights())
     if path.suffix == ".safetensors":
         if _is_there(path.parent / CONFIG_FILE):
             return _assemble(path.parent, _config(path.parent), _Weights((path,)))
@@ -194,7 +198,10 @@ def _refuse_other_weights(folder: Path) -> None:
                 "load the model where you trust it and call save_pretrained(..., safe_serialization=True)",
             )
     if CONFIG_FILE not in names:
-        raise CorruptCheckpoint(f"{folder}: holds no checkpoint, neither {CONFIG_FILE} nor {SINGLE_FILE}")
+        raise CorruptCheckpoint(
+            f"{folder}: holds no checkpoint, neither {CONFIG_FILE} nor {SINGLE_FILE}",
+            "give a folder that has both, or the name of a model on the Hub",
+        )
 
 
 def _assemble(folder: Path, config: Json, weights: _Weights) -> HFCheckpoint:

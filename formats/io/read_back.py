@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,6 +52,20 @@ class Hashes:
 
 
 HeaderCheck = Callable[[Path, Mapping[str, TensorSpec]], None]
+Progress = Callable[[int, int], None]
+"""Is told how many bytes of how many were read back, by one thread at a time."""
+
+
+class _Count:
+    """Adds up the bytes that threads have read, and tells how many there are of all."""
+
+    def __init__(self, total: int, tell: Progress) -> None:
+        self._done, self._total, self._tell, self._lock = 0, total, tell, threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            self._tell(self._done, self._total)
 
 
 def verify_files(
@@ -59,20 +74,23 @@ def verify_files(
     written: Mapping[str, Sequence[Written]],
     jobs: int,
     check_header: HeaderCheck | None = None,
+    progress: Progress = lambda done, total: None,
 ) -> Hashes:
     """Re-reads every file; returns the hashes. CheckFailed names the first difference.
 
     What the system still remembers of them is dropped first, so that the disk is asked.
-    `check_header` compares a file's header with the plan, by default as safetensors.
+    `check_header` compares a file's header with the plan, by default as safetensors. Every byte of a tensor
+    counts twice for `progress`: as one of the file, and as one of the tensor.
     """
+    count = _Count(sum(f.size + sum(s.nbytes for s in f.specs.values()) for f in files), progress).add
     check_header = check_header or check_safetensors_header
     for each in files:
         _forget(folder / each.name)
     with ThreadPoolExecutor(jobs) as pool:
-        whole = {f.name: pool.submit(file_sha256, folder / f.name) for f in files}
+        whole = {f.name: pool.submit(file_sha256, folder / f.name, count) for f in files}
         tensors = {
             name: pool.submit(
-                _verify_tensor, folder / file.name, spec, file.offsets[name], written.get(name, ())
+                _verify_tensor, folder / file.name, spec, file.offsets[name], written.get(name, ()), count
             )
             for file in files
             for name, spec in file.specs.items()
@@ -98,11 +116,12 @@ def _forget(path: Path) -> None:
             os.close(fd)
 
 
-def file_sha256(path: Path) -> str:
-    """Returns the SHA-256 of a whole file, read in bounded windows."""
+def file_sha256(path: Path, count: Callable[[int], None] = lambda nbytes: None) -> str:
+    """Returns the SHA-256 of a whole file, read in bounded windows; `count` is told their sizes."""
     digest = hashlib.sha256()
     for window in _windows(path, 0, path.stat().st_size):
         digest.update(window)
+        count(len(window))
     return digest.hexdigest()
 
 
@@ -123,11 +142,13 @@ def check_safetensors_header(path: Path, specs: Mapping[str, TensorSpec]) -> Non
         raise CheckFailed(f"{path.name}: {odd[0]} is not what was planned ({odd[1]})", REPORT)
 
 
-def _verify_tensor(path: Path, spec: TensorSpec, offset: int, written: Iterable[Written]) -> str:
+def _verify_tensor(
+    path: Path, spec: TensorSpec, offset: int, written: Iterable[Written], count: Callable[[int], None]
+) -> str:
     """Returns the SHA-256 of a tensor's bytes, after comparing every written run with its CRC-32."""
     runs = sorted(written, key=lambda run: (run.start, run.column))
     if any(run.width != spec.width for run in runs):
-        return _verify_tiles(path, spec, offset, runs)
+        return _verify_tiles(path, spec, offset, runs, count)
     digest = hashlib.sha256()
     row = 0
     for run in runs:
@@ -138,18 +159,22 @@ def _verify_tensor(path: Path, spec: TensorSpec, offset: int, written: Iterable[
         for window in _windows(path, offset, nbytes):
             digest.update(window)
             crc = zlib.crc32(window, crc)
+            count(len(window))
         _require(crc == run.crc32, path, spec, run)
         offset += nbytes
         row += run.rows
     return digest.hexdigest()
 
 
-def _verify_tiles(path: Path, spec: TensorSpec, offset: int, runs: Iterable[Written]) -> str:
+def _verify_tiles(
+    path: Path, spec: TensorSpec, offset: int, runs: Iterable[Written], count: Callable[[int], None]
+) -> str:
     """Does the same for runs of some columns only: each is gathered from its rows."""
     stride, size = spec.width * spec.dtype.nbytes, spec.dtype.nbytes
     digest = hashlib.sha256()
     for window in _windows(path, offset, spec.nbytes):
         digest.update(window)
+        count(len(window))
     fd = os.open(path, os.O_RDONLY)
     try:
         for run in runs:

@@ -3,7 +3,8 @@
 Every rule is a function from a subject to problems; it names the tensor, the loader's condition and the way
 out. What is true of one layout alone is a limit in its traits. Sources: vLLM 0.33 (`linear.py` and
 `quantization`: `auto_gptq.py`, `compressed_tensors`), SGLang 0.5.23 (`srt/models`), transformers 5.23 with
-compressed-tensors 0.20, mlx-lm 0.32 (`utils.py`: load_model), read in source.
+compressed-tensors 0.20, mlx-lm 0.32 (`utils.py`: load_model), Ollama 0.33 (`convert/convert.go`:
+LoadModelMetadata, `convert/reader_safetensors.go`), read in source.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from qconvert.check.scheme_rules import SCHEME_RULES
 from qconvert.check.shape_rules import SHAPE_RULES
 from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, Quantized, Unquantized
+from qconvert.core.encodings import AffineInt, Codebook, Quantized, Unquantized
 from qconvert.core.layout_traits import LoaderLimit
 from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import form_bytes
@@ -50,13 +51,15 @@ def _gathered(problems: Iterator[Problem]) -> list[Problem]:
 def _layout(s: Subject) -> Iterator[Problem]:
     """Does the loader read this layout at all."""
     if s.layout == "gguf":
-        if s.loader != "llama.cpp":
+        if s.loader not in _GGUF_READERS:
             fact = f"{s.loader} wants safetensors, not a GGUF file"
             yield Problem(ERROR, "model.gguf", fact, "`qconvert from-gguf` makes them")
     elif s.loader == "llama.cpp":
         yield Problem(
             ERROR, "model.safetensors", "llama.cpp loads GGUF files only", "`qconvert to-gguf` makes one"
         )
+    elif s.loader == "ollama":
+        yield from _converted_by_ollama(s)
     elif s.quantized and s.loader not in s.traits.readers:
         first = next(each.name for each in registry.all_traits() if s.loader in each.first_choice_of)
         yield Problem(
@@ -65,6 +68,71 @@ def _layout(s: Subject) -> Iterator[Problem]:
             f"{s.loader} does not read {s.layout} weights",
             f"`qconvert convert --to {first}`",
         )
+
+
+_GGUF_READERS = ("llama.cpp", "ollama")
+# Classes that `ollama create` converts from safetensors.
+_OLLAMA_CLASSES = frozenset(
+    {
+        "LlamaForCausalLM",
+        "MllamaForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
+        "Mistral3ForConditionalGeneration",
+        "Ministral3ForCausalLM",
+        "MixtralForCausalLM",
+        "GemmaForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3TextModel",
+        "Gemma3nForConditionalGeneration",
+        "Gemma4ForCausalLM",
+        "Gemma4ForConditionalGeneration",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+        "Olmo3ForCausalLM",
+        "BertModel",
+        "NomicBertModel",
+        "NomicBertMoEModel",
+        "CohereForCausalLM",
+        "GptOssForCausalLM",
+        "DeepseekOCRForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "LagunaForCausalLM",
+        "GlmOcrForConditionalGeneration",
+        "Lfm2ForCausalLM",
+        "Lfm2MoeForCausalLM",
+        "Lfm2VlForConditionalGeneration",
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+        "NemotronHForCausalLM",
+    }
+)
+
+
+def _converted_by_ollama(s: Subject) -> Iterator[Problem]:
+    """`ollama create` makes a GGUF of safetensors itself, of some classes.
+
+    Their weights are plain, FP8 in blocks, which it decodes, or, of gpt-oss, MXFP4.
+    """
+    classes = s.architecture.config.get("architectures") or ["a model without `architectures`"]
+    hint = "`qconvert to-gguf --modelfile` makes a file that it takes as it is"
+    if classes[0] not in _OLLAMA_CLASSES:
+        yield Problem(ERROR, "config.json", f"ollama does not convert {classes[0]} from safetensors", hint)
+        return
+    for _, tensor, encoding in s.quantized:
+        blocks = isinstance(encoding, Codebook) and encoding.table == "e4m3" and encoding.group_rows
+        if blocks and s.layout in ("fp8", "compressed-tensors"):
+            fact = "ollama decodes it to 16 bits when it makes its GGUF"
+            yield Problem(NOTE, tensor.name, fact)
+        elif s.layout != "mxfp4":
+            fact = f"ollama does not convert {encoding.label} of {s.layout} from safetensors"
+            yield Problem(ERROR, tensor.name, fact, hint)
 
 
 def _limits(s: Subject) -> Iterator[Problem]:
@@ -242,5 +310,5 @@ RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _products,
     _leftovers,
 )
-# The other rules are about safetensors: of GGUF files there is one reader, and it takes them as they are.
+# The other rules are about safetensors: llama.cpp, which Ollama runs too, takes GGUF files as they are.
 _GGUF_RULES = (_layout,)

@@ -51,12 +51,20 @@ class ResolvedModel:
 
     @property
     def name(self) -> str:
-        """The name for outputs: the repository's, the folder's, or the file's stem."""
+        """The name for outputs: the repository's, the folder's, or the file's stem.
+
+        Files and folders whose own names say nothing (model.safetensors, a snapshot in the Hub's cache) have
+        the name of what holds them.
+        """
         if self.is_embedded:
             return EMBEDDED
         if self.repo_id is not None:
             return self.repo_id.rsplit("/", 1)[-1]
         path = self.path.resolve()
+        if path.is_file() and path.stem.startswith("model") and path.suffix != ".gguf":
+            path = path.parent
+        if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
+            return path.parent.parent.name.rsplit("--", 1)[-1]
         return path.name if path.is_dir() else path.stem
 
 
@@ -90,6 +98,18 @@ def resolve(model: str, *, revision: str | None = None, weights: bool = True) ->
             "only safetensors are read; look for a converted revision or repository",
         )
     return ResolvedModel(folder, repo_id, asked, folder.name, headers)
+
+
+def cached_models() -> list[str]:
+    """The repositories in the Hub's cache that have a config.json: `org/name`, in order."""
+    from huggingface_hub import constants
+
+    try:
+        folders = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*"))
+        held = [folder.name for folder in folders if any(folder.glob("snapshots/*/config.json"))]
+    except OSError:
+        return []
+    return [name.removeprefix("models--").replace("--", "/", 1) for name in held]
 
 
 def resolve_texts(name: str, suffixes: Sequence[str]) -> Path:

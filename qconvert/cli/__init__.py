@@ -39,6 +39,7 @@ COMMANDS: Mapping[str, str] = {
     "eval": "Measure what quantization costs in quality.",
     "bench": "Time reading and generating with the decoder.",
     "demo": "Run the main commands on the embedded model.",
+    "completion": "Print the script that completes words in a shell.",
     "env": "Show versions and backends, for bug reports.",
 }
 

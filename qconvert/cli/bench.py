@@ -12,6 +12,7 @@ from qconvert.cli.options import (
     examples,
     jobs_option,
     json_option,
+    models_argument,
     quiet_option,
     revision_option,
 )
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @click.command(
     "bench", epilog=examples("qconvert bench ./model ./model-int4-g128", "qconvert bench m.gguf -p 0 -n 64")
 )
-@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@models_argument()
 @click.option(
     "-p",
     "--prompt",

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from qconvert.cli.options import examples, json_option, model_argument, quiet_option, revision_option
+from qconvert.cli.checking import end_with_json, told_of
+from qconvert.cli.exit_codes import one_of
+from qconvert.cli.options import examples, json_option, models_argument, quiet_option, revision_option
 from qconvert.core.layout_traits import LOADERS
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from qconvert.check.subject import Subject
+    from qconvert.check.subject import Problem, Subject
     from qconvert.checkpoint.open import Checkpoint
+    from qconvert.core.dtypes import Json
 
 _TOKENIZER = "tokenizer.json"
 
 
 @click.command("check", epilog=examples("qconvert check ./model-int4-g128 --for vllm --tp 4"))
-@model_argument()
+@models_argument()
 @click.option("--for", "loader", type=click.Choice(LOADERS), required=True, help="The loader to ask for.")
 @click.option(
     "--tp",
@@ -42,7 +45,13 @@ _TOKENIZER = "tokenizer.json"
 @quiet_option("errors and warnings alone")
 @revision_option
 def command(
-    model: str, loader: str, tp: int, device: str, as_json: bool, quiet: bool, revision: str | None
+    models: tuple[str, ...],
+    loader: str,
+    tp: int,
+    device: str,
+    as_json: bool,
+    quiet: bool,
+    revision: str | None,
 ) -> None:
     """Hold MODEL against the rules of a loader: layout, fused groups, parallelism, names, vocabulary.
 
@@ -50,44 +59,70 @@ def command(
     fail or compute something else, with 0 if it loads MODEL, or loads it with what is named: a package
     that it does not bring itself, or an argument.
     """
+    from qconvert.check.subject import ERROR
+    from qconvert.report.tables import count
+
+    failing: list[tuple[str, int]] = []
+    told: list[Json] = []
+    for model in models:
+        with one_of(models, model):
+            found = _checked(model, loader, tp, device, revision)
+        told.append(_to_json(model, found, {"for": loader, "tp": tp, "device": device}))
+        errors = sum(problem.severity == ERROR for problem in found)
+        if errors:
+            failing.append((model, errors))
+        if not as_json:
+            _print(model, loader, found, quiet=quiet, several=len(models) > 1)
+    if as_json:
+        end_with_json(told_of(told), failed=bool(failing))
+    if failing:
+        model, errors = failing[0]
+        more = f"; {count(len(failing) - 1, 'other model')} too" if len(failing) > 1 else ""
+        raise CheckFailed(
+            f"{model}: {count(errors, 'problem')} for {loader}{more}",
+            "fix what the list above names, or ask for another loader with --for",
+        )
+
+
+def _checked(model: str, loader: str, tp: int, device: str, revision: str | None) -> list[Problem]:
     from qconvert.check.loader_rules import lint
-    from qconvert.check.subject import ERROR, NEEDS, NOTE
     from qconvert.checkpoint.hub import resolve
     from qconvert.checkpoint.open import open_checkpoint
-    from qconvert.report.tables import count
 
     resolved = resolve(model, revision=revision, weights=False)
     checkpoint = open_checkpoint(resolved.path, headers=resolved.headers)
-    problems = lint(_subject(checkpoint, loader, tp, device))
-    errors = [problem for problem in problems if problem.severity == ERROR]
-    needs = list(dict.fromkeys(problem.needs for problem in problems if problem.severity == NEEDS))
-    if as_json:
-        verdict = "fails" if errors else "loads only with" if needs else "loads"
-        asked = {
-            "schema": 1,
-            "ok": not errors,
-            "model": model,
-            "for": loader,
-            "tp": tp,
-            "device": device,
-            "verdict": verdict,
-            "needs": needs,
-        }
-        click.echo(json.dumps({**asked, "problems": [asdict(problem) for problem in problems]}))
-        raise click.exceptions.Exit(CheckFailed.exit_code if errors else 0)
-    for problem in problems:
-        if quiet and problem.severity == NOTE:
-            continue
+    return lint(_subject(checkpoint, loader, tp, device))
+
+
+def _needs(problems: Sequence[Problem]) -> list[str]:
+    """The packages and arguments that the loader does not bring itself."""
+    from qconvert.check.subject import NEEDS
+
+    return list(dict.fromkeys(problem.needs for problem in problems if problem.severity == NEEDS))
+
+
+def _to_json(model: str, problems: Sequence[Problem], asked: Json) -> Json:
+    from qconvert.check.subject import ERROR
+
+    ok, needs = all(problem.severity != ERROR for problem in problems), _needs(problems)
+    verdict = ("loads only with" if needs else "loads") if ok else "fails"
+    found = [asdict(problem) for problem in problems]
+    return {"ok": ok, "model": model, **asked, "verdict": verdict, "needs": needs, "problems": found}
+
+
+def _print(model: str, loader: str, problems: Sequence[Problem], *, quiet: bool, several: bool) -> None:
+    """The problems of a model, one below the other, and whether it loads; of several models, each by name."""
+    from qconvert.check.subject import ERROR, NOTE
+
+    listed = [problem for problem in problems if not (quiet and problem.severity == NOTE)]
+    if several and (listed or not quiet):
+        click.echo(f"{model}:")
+    for problem in listed:
         click.echo(f"{problem.severity}: {problem.subject}: {problem.fact}")
         if problem.hint:
             click.echo(f"  {problem.hint}")
-    if errors:
-        refused = count(len(errors), "problem")
-        raise CheckFailed(
-            f"{model}: {refused} for {loader}",
-            "fix what the list above names, or ask for another loader with --for",
-        )
-    if not quiet:
+    if not quiet and all(problem.severity != ERROR for problem in problems):
+        needs = _needs(problems)
         beside = f", but only with {' and '.join(needs)}" if needs else ""
         click.echo(f"OK: {loader} should load this{beside}")
 

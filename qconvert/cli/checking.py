@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -28,6 +29,13 @@ def phrase(value: object) -> str:
         plural = {"differs": "differ"}
         return ", ".join(f"{v} {k if v == 1 else plural.get(k, k)}" for k, v in value.items())
     return str(value)
+
+
+def told_of(models: Sequence[Json]) -> Json:
+    """What --json prints of models that were checked, each with its own `ok`: the only one, or `models`."""
+    if len(models) == 1:
+        return {"schema": 1, **models[0]}
+    return {"schema": 1, "ok": all(each["ok"] for each in models), "models": list(models)}
 
 
 def end_with_json(found: Json, *, failed: bool) -> NoReturn:

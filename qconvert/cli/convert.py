@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli import candidates
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     LayoutChoice,
     examples,
-    model_argument,
+    models_argument,
     pad_option,
     statistics_option,
     writing_options,
 )
-from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.run_conversion import Flags
+from qconvert.cli.several import write_each
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
 from qconvert.formats.layouts import registry
@@ -55,7 +58,7 @@ class _WithLayouts(click.Command):
         "qconvert convert ./model-gptq --to gguf -o model.gguf",
     ),
 )
-@model_argument()
+@models_argument()
 @click.option(
     "--to",
     "layout",
@@ -67,6 +70,7 @@ class _WithLayouts(click.Command):
 @click.option(
     "--scheme",
     metavar="SCHEME",
+    shell_complete=candidates.schemes,
     help="Scheme for weights not yet quantized, or quantized again under --allow-requantize.",
 )
 @click.option(
@@ -80,7 +84,7 @@ class _WithLayouts(click.Command):
 @calibration_options
 @writing_options
 def command(
-    model: str,
+    models: tuple[str, ...],
     layout: str,
     scheme: str | None,
     allow_requantize: bool,
@@ -108,15 +112,16 @@ def command(
         with typed():
             _refuse(layout, {**own, "--calibration": flags.statistics, "--dtype": flags.dtype})
         plain = replace(flags, dtype=layout)
-        write(model, plain.request("convert", Recipe(pad_to_tp=pad_to_tp), dequantize=True), layout, plain)
+        request = plain.request("convert", Recipe(pad_to_tp=pad_to_tp), dequantize=True)
+        write_each(models, lambda model: request, layout, plain)
     elif layout == GGUF:
-        _to_gguf(model, scheme, flags, pad_to_tp, allowed)
+        _to_gguf(models, scheme, flags, pad_to_tp, allowed)
     else:
-        _to_layout(model, layout, scheme, flags, pad_to_tp, allowed)
+        _to_layout(models, layout, scheme, flags, pad_to_tp, allowed)
 
 
 def _to_layout(
-    model: str,
+    models: Sequence[str],
     layout: str,
     scheme: str | None,
     flags: Flags,
@@ -141,11 +146,19 @@ def _to_layout(
         scheme_of_all = recipe.with_(scheme=integers) if quantizes else recipe
         return flags.request("convert", scheme_of_all, target=target)
 
-    write(model, ask, layout, flags)
+    write_each(models, lambda model: ask, _suffix(layout, table, integers), flags)
+
+
+def _suffix(layout: str, table: str, integers: Scheme | None) -> str:
+    """What the derived name of an output says: the scheme that is asked for, and a layout but the default."""
+    scheme = table or (integers.label if integers else "")
+    return "-".join(
+        part for part in (scheme, layout if layout != registry.DEFAULT or not scheme else "") if part
+    )
 
 
 def _to_gguf(
-    model: str, scheme: str | None, flags: Flags, pad_to_tp: int | None, allowed: dict[str, bool]
+    models: Sequence[str], scheme: str | None, flags: Flags, pad_to_tp: int | None, allowed: dict[str, bool]
 ) -> None:
     """Write a GGUF file as `to-gguf` does: of a type, or with everything kept as it is."""
     from qconvert.cli.to_gguf import check_out, checked_file_type, write_gguf
@@ -161,13 +174,13 @@ def _to_gguf(
                 "--hash-sources": flags.hash_sources,
             },
         )
-        check_out(flags.out, None)
+        check_out(flags.out if len(models) == 1 else None, None)
         target = GGUFTarget(
             checked_file_type(scheme or KEEP),
             allow_requantize=allowed["allow_requantize"],
             undo_act_order=allowed["undo_act_order"],
         )
-    write_gguf(model, target, replace(flags, shard_size=None))
+    write_gguf(models, target, replace(flags, shard_size=None))
 
 
 def _refuse(layout: str, given: dict[str, object]) -> None:

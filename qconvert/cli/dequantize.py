@@ -6,25 +6,22 @@ from typing import Any
 
 import click
 
-from qconvert.cli.options import examples, model_argument, writing_options
-from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.options import examples, models_argument, writing_options
+from qconvert.cli.run_conversion import Flags
+from qconvert.cli.several import write_each
 from qconvert.plan.recipe import Recipe
 
 
 @click.command(
     "dequantize", epilog=examples("qconvert dequantize ./Qwen2.5-1.5B-Instruct-int4-g128 --dtype bf16")
 )
-@model_argument()
+@models_argument()
 @writing_options
-def command(model: str, **flags: Any) -> None:
+def command(models: tuple[str, ...], **flags: Any) -> None:
     """Turn the quantized weights of MODEL back into plain numbers.
 
     Computes (code - zero) * scale in float32 and rounds once, to --dtype or the scales' own type.
     """
     values = Flags(**flags)
-    write(
-        model,
-        values.request("dequantize", Recipe(), dequantize=True),
-        flags["dtype"] or "dequantized",
-        values,
-    )
+    request = values.request("dequantize", Recipe(), dequantize=True)
+    write_each(models, lambda model: request, flags["dtype"] or "dequantized", values)

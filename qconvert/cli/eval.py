@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.eval_output import check_target, command_line, show_report, show_reports, worse, write
+from qconvert.cli import candidates
+from qconvert.cli.eval_output import Limits, check_target, command_line, show_report, show_reports, write
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     activations_option,
@@ -16,6 +17,8 @@ from qconvert.cli.options import (
     examples,
     jobs_option,
     json_option,
+    model_argument,
+    models_argument,
     quiet_option,
     revision_option,
 )
@@ -48,10 +51,11 @@ def command() -> None:
     short_help="Perplexity and distance, with error bars.",
     epilog=examples("qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model"),
 )
-@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@models_argument()
 @click.option(
     "--reference",
     metavar="MODEL|FILE",
+    shell_complete=candidates.models,
     help="Compare every MODEL with this one, on the same tokens; or with what --save-reference kept of one.",
 )
 @click.option(
@@ -108,6 +112,12 @@ def command() -> None:
     help="Exit with 3 when a perplexity ratio exceeds 1 + X.",
 )
 @click.option(
+    "--fail-above-kl",
+    type=click.FloatRange(0),
+    metavar="X",
+    help="Exit with 3 when a mean KL divergence exceeds X nats per token.",
+)
+@click.option(
     "--resume",
     is_flag=True,
     help="Go on with an interrupted evaluation of the same -o STEM; print one that is complete.",
@@ -130,7 +140,7 @@ def perplexity(models: tuple[str, ...], jobs: int | None, **options: Any) -> Non
 
     _check_options(options | {"models": models})
     use_threads(jobs)
-    fail_above, as_json = options.pop("fail_above"), options.pop("as_json")
+    limits, as_json = Limits.taken_from(options), options.pop("as_json")
     texts, out = options.pop("texts"), options.pop("out")
     stems = [out if out is None or len(texts) == 1 else _stem_of(out, text) for text in texts]
     for stem in stems:
@@ -141,8 +151,8 @@ def perplexity(models: tuple[str, ...], jobs: int | None, **options: Any) -> Non
         if reports[-1].partial:
             break
     failure = None
-    if fail_above is not None and not reports[-1].partial:
-        failure = next((found for report in reports if (found := worse(report, fail_above))), None)
+    if not reports[-1].partial:
+        failure = next((found for report in reports if (found := limits.exceeded(report))), None)
     show_reports(reports, as_json=as_json, failure=failure)
     if reports[-1].partial:
         click.echo("interrupted; the same command with --resume goes on", err=True)
@@ -219,7 +229,11 @@ def _compared(report: PerplexityReport, revision: str | None) -> Iterator[Weight
 def _check_options(options: dict[str, Any]) -> None:
     """Raise BadUsage for options that want another one."""
     with typed():
-        given = {"--fail-above": options["fail_above"] is not None, "--noise-floor": options["noise_floor"]}
+        given = {
+            "--fail-above": options["fail_above"] is not None,
+            "--fail-above-kl": options["fail_above_kl"] is not None,
+            "--noise-floor": options["noise_floor"],
+        }
         lonely = next((name for name, value in given.items() if value), None)
         if lonely and options["reference"] is None:
             raise BadRecipe(f"{lonely}: there is no reference to compare with", "add --reference MODEL")
@@ -249,8 +263,8 @@ def _check_saving(options: dict[str, Any]) -> None:
     short_help="Errors of the weights, by role and layer.",
     epilog=examples("qconvert eval weights ./model ./model-int4-g128"),
 )
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@model_argument("a")
+@model_argument("b")
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json, .md and .html."
 )

@@ -1,18 +1,21 @@
-"""Prints and writes the reports of `qconvert eval`, and judges them by --fail-above."""
+"""Prints and writes the reports of `qconvert eval`, and judges them by --fail-above and --fail-above-kl."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.exit_codes import error_record
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
     from qconvert.evaluate.perplexity_report import PerplexityReport
+    from qconvert.evaluate.records import Comparison
     from qconvert.evaluate.weights_report import WeightReport
 
 
@@ -51,8 +54,7 @@ def show_reports(
         found = [report.to_json() for report in reports]
         record = {"schema": 1, "ok": failure is None, **(found[0] if len(found) == 1 else {"reports": found})}
         if failure is not None:
-            error = {"fact": failure.fact, "hint": failure.hint, "exit_code": failure.exit_code}
-            record["error"] = error
+            record["error"] = error_record(failure)
         click.echo(json.dumps(record))
         return
     last = len(reports) - 1
@@ -70,15 +72,36 @@ def check_target(stem: Path | None) -> None:
             require_writable(report_path(stem, suffix))
 
 
-def worse(report: PerplexityReport, limit: float) -> CheckFailed | None:
-    """What to say when a model's perplexity ratio to the reference exceeds 1 + limit."""
-    for model in report.models:
-        if model.versus is None:
-            continue
-        ratio = model.versus.perplexity_ratio.value
-        if not ratio <= 1 + limit:
-            return CheckFailed(
-                f"{model.label}: perplexity is {ratio:.4f} times the reference's, more than {1 + limit:.4f}",
-                "use more bits, a smaller group, or --rule for the sensitive roles",
-            )
-    return None
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a model may lose against the reference; None is no limit.
+
+    `ratio` is how far its perplexity ratio may exceed 1, `kl` the mean KL divergence in nats per token.
+    """
+
+    ratio: float | None = None
+    kl: float | None = None
+
+    @staticmethod
+    def taken_from(options: dict[str, Any]) -> Limits:
+        """Take the values of --fail-above and --fail-above-kl out of a command's options."""
+        return Limits(options.pop("fail_above"), options.pop("fail_above_kl"))
+
+    def exceeded(self, report: PerplexityReport) -> CheckFailed | None:
+        """What to say of the first model that lost more; a figure that is not a number is more."""
+        for model in report.models:
+            said = None if model.versus is None else self._said(model.versus)
+            if said is not None:
+                return CheckFailed(
+                    f"{model.label}: {said}",
+                    "use more bits, a smaller group, or --rule for the sensitive roles",
+                )
+        return None
+
+    def _said(self, versus: Comparison) -> str | None:
+        ratio, kl = versus.perplexity_ratio.value, versus.kl.mean.value
+        if self.ratio is not None and not ratio <= 1 + self.ratio:
+            return f"perplexity is {ratio:.4f} times the reference's, more than {1 + self.ratio:.4f}"
+        if self.kl is not None and not kl <= self.kl:
+            return f"the mean KL divergence is {kl:.4g} nats per token, more than {self.kl:.4g}"
+        return None

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
@@ -32,6 +32,17 @@ def typed() -> Iterator[None]:
         yield
     except BadRecipe as error:
         raise BadUsage(error.fact, error.hint) from error
+
+
+@contextmanager
+def one_of(models: Sequence[str], model: str) -> Iterator[None]:
+    """Around the work on one of the models of a command: if there are several, errors name the one."""
+    try:
+        yield
+    except QConvertError as error:
+        if len(models) > 1 and model not in error.fact:
+            error.fact = f"{model}: {error.fact}"
+        raise
 
 
 @contextmanager
@@ -96,6 +107,11 @@ def _say(argv: list[str], fact: str, hint: str, code: int, kind: str = "unexpect
     else:
         click.echo(f"Error: {fact}\nHint: {hint}", err=True)
     sys.exit(code)
+
+
+def error_record(error: QConvertError) -> dict[str, Any]:
+    """An error as --json prints it."""
+    return {"kind": _kind(error), "fact": error.fact, "hint": error.hint, "exit_code": error.exit_code}
 
 
 def _kind(error: QConvertError) -> str:

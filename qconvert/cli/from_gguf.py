@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.options import examples, model_argument, writing_options
-from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.options import examples, models_argument, writing_options
+from qconvert.cli.run_conversion import Flags
+from qconvert.cli.several import write_each
 from qconvert.errors import UnsupportedModel
 from qconvert.plan.recipe import Recipe
 
@@ -20,9 +22,9 @@ _DTYPES = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 
 
 @click.command("from-gguf", epilog=examples("qconvert from-gguf Qwen3-0.6B-Q8_0.gguf -o ./Qwen3-0.6B"))
-@model_argument("file")
+@models_argument("FILE...")
 @writing_options
-def command(file: str, **values: Any) -> None:
+def command(models: tuple[str, ...], **values: Any) -> None:
     """Write the GGUF model FILE as a Hugging Face folder: safetensors, config.json, tokenizer.json.
 
     Numbers are those that the file's blocks stand for, rounded once to --dtype: by default the 16-bit
@@ -32,7 +34,7 @@ def command(file: str, **values: Any) -> None:
     """
     flags = Flags(**values)
 
-    def ask(source: OpenedModel) -> Request:
+    def ask(source: OpenedModel, file: str) -> Request:
         from qconvert.checkpoint.gguf_model import GGUFModel
 
         checkpoint = source.checkpoint
@@ -42,4 +44,4 @@ def command(file: str, **values: Any) -> None:
         quantized = checkpoint.quantization is not None
         return replace(flags, dtype=dtype).request("from-gguf", Recipe(), dequantize=quantized)
 
-    write(file, ask, "", flags)
+    write_each(models, lambda file: partial(ask, file=file), "", flags)

@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
-from qconvert.cli.options import examples, model_argument, only_option, pad_option, writing_options
-from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.options import examples, models_argument, only_option, pad_option, writing_options
+from qconvert.cli.run_conversion import Flags
+from qconvert.cli.several import write_each
 from qconvert.plan.recipe import SAME_INPUT, Recipe
 
 
@@ -19,11 +20,11 @@ from qconvert.plan.recipe import SAME_INPUT, Recipe
         "qconvert fuse ./Qwen3-30B-A3B --only experts",
     ),
 )
-@model_argument()
+@models_argument()
 @only_option
 @pad_option
 @writing_options
-def command(model: str, only: str | None, pad_to_tp: int | None, **flags: Any) -> None:
+def command(models: tuple[str, ...], only: str | None, pad_to_tp: int | None, **flags: Any) -> None:
     """Stack q, k, v and gate, up of MODEL into one linear each, exactly.
 
     With `--only experts`, the experts of every layer into the 3-D tensors gate_up_proj and down_proj
@@ -31,4 +32,5 @@ def command(model: str, only: str | None, pad_to_tp: int | None, **flags: Any) -
     """
     recipe = Recipe(fuse=(only,) if only else SAME_INPUT, pad_to_tp=pad_to_tp)
     values = Flags(**flags)
-    write(model, values.request("fuse", recipe), "stacked" if only == "experts" else "fused", values)
+    request = values.request("fuse", recipe)
+    write_each(models, lambda model: request, "stacked" if only == "experts" else "fused", values)

@@ -6,19 +6,21 @@ from typing import Any
 
 import click
 
-from qconvert.cli.options import examples, model_argument, writing_options
-from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.options import examples, models_argument, writing_options
+from qconvert.cli.run_conversion import Flags
+from qconvert.cli.several import write_each
 from qconvert.plan.recipe import Recipe
 
 
 @click.command("fuse-qkv", epilog=examples("qconvert fuse-qkv ./Qwen2.5-1.5B-Instruct"))
-@model_argument()
+@models_argument()
 @writing_options
-def command(model: str, **flags: Any) -> None:
+def command(models: tuple[str, ...], **flags: Any) -> None:
     """Stack the q, k and v projections of MODEL into one linear, exactly.
 
     Weights and biases, 16-bit or quantized: rows are stacked, no number changes, and
     `qconvert unfuse` restores the original bytes.
     """
     values = Flags(**flags)
-    write(model, values.request("fuse-qkv", Recipe(fuse=("qkv",))), "fused-qkv", values)
+    request = values.request("fuse-qkv", Recipe(fuse=("qkv",)))
+    write_each(models, lambda model: request, "fused-qkv", values)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.options import examples, json_option, quiet_option, revision_option
+from qconvert.cli.options import examples, json_option, models_argument, quiet_option, revision_option
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.open import Checkpoint
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     "inspect",
     epilog=examples("qconvert inspect Qwen/Qwen3-0.6B", "qconvert inspect ./model ./model-int4-g128"),
 )
-@click.argument("models", metavar="MODEL...", nargs=-1, required=True)
+@models_argument()
 @click.option("--metadata", "show_metadata", is_flag=True, help="List the keys of config.json, or of a GGUF.")
 @click.option("--tensors", "list_tensors", is_flag=True, help="List every tensor with its role.")
 @json_option

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
+from qconvert.cli import candidates
 from qconvert.core.sizes import parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -78,6 +80,11 @@ class LayoutChoice(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return str(click.Choice(self.names()).convert(value, param, ctx))
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(name) for name in self.names() if name.startswith(incomplete)]
+
 
 SIZE = SizeType()
 MEMORY = SizeType(least="1MB")
@@ -95,16 +102,34 @@ def examples(*lines: str) -> str:
 
 def model_argument(name: str = "model") -> Callable[[F], F]:
     """A positional argument that takes a local folder or a Hub id."""
-    return click.argument(name, metavar=name.upper())
+    return click.argument(name, metavar=name.upper(), shell_complete=candidates.models)
+
+
+def models_argument(metavar: str = "MODEL...", *, required: bool = True) -> Callable[[F], F]:
+    """A positional argument that takes several local folders or Hub ids."""
+    return click.argument(
+        "models", metavar=metavar, nargs=-1, required=required, shell_complete=candidates.models
+    )
+
+
+def _silencing(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    """The value; if it is true, the bars of huggingface_hub are switched off, too."""
+    if value:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # which is read when it is imported
+    return value
 
 
 revision_option = click.option("--revision", metavar="REV", help="Branch, tag or commit of a Hub model.")
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, callback=_silencing, help="Print one JSON object on stdout."
+)
 
 
 def quiet_option(product: str) -> Callable[[F], F]:
     """-q of a command whose stdout then holds `product` alone: messages go, warnings and errors stay."""
-    return click.option("-q", "--quiet", is_flag=True, help=f"Hide messages: print {product}.")
+    return click.option(
+        "-q", "--quiet", is_flag=True, callback=_silencing, help=f"Hide messages: print {product}."
+    )
 
 
 unknown_option = click.option(
@@ -158,9 +183,16 @@ statistics_option = click.option(
 # What every command that writes takes, in the order of its help page: what becomes of the output, how the
 # work is done, and what is let pass.
 out_option = click.option(
-    "-o", "--out", type=click.Path(path_type=Path), show_default="derived", help="Output folder."
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    show_default="derived",
+    help="Output folder; of several models, the folder of their outputs.",
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an earlier output of qconvert.")
+skip_option = click.option(
+    "--skip-existing", is_flag=True, help="Leave an output that is there and complete as it is: no error."
+)
 restart_option = click.option(
     "--restart", is_flag=True, help="Throw away what a stopped run has done, instead of going on."
 )
@@ -197,6 +229,7 @@ nonfinite_option = click.option(
 _WRITING = (
     out_option,
     overwrite_option,
+    skip_option,
     restart_option,
     dry_run_option,
     json_option,

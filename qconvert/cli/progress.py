@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -84,11 +85,22 @@ def layers_passed(tokens: int, *, talks: bool) -> Iterator[Callable[[int, int], 
         yield passed
 
 
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """What a conversion tells of its blocks, and then of how many bytes of how many were read back."""
+
+    listen: Listener
+    verified: Callable[[int, int], None]
+
+
 @contextmanager
-def progress(plan: Plan, *, talks: bool) -> Iterator[Listener]:
-    """A bar over the bytes that the plan reads; lines without a terminal; nothing under --quiet."""
+def progress(plan: Plan, *, talks: bool) -> Iterator[Bars]:
+    """A bar over the bytes that the plan reads, then one over those that are verified.
+
+    Lines without a terminal; nothing under --quiet.
+    """
     if not talks:
-        yield lambda done: None
+        yield Bars(lambda done: None, lambda done, total: None)
         return
     from qconvert.models.parameter_table import form_bytes
 
@@ -105,7 +117,7 @@ def progress(plan: Plan, *, talks: bool) -> Iterator[Listener]:
             read += done.bytes_read
             lines.tell(read, total)
 
-        yield count
+        yield Bars(count, Lines("bytes to verify").tell)
         return
     from tqdm import tqdm
 
@@ -117,9 +129,17 @@ def progress(plan: Plan, *, talks: bool) -> Iterator[Listener]:
             bar.set_postfix_str(shortened(done.unit.output.name, (bar.ncols or 80) - _BAR), refresh=False)
             bar.update(done.bytes_read)
 
-        yield listen
+        def verified(done: int, total: int) -> None:
+            if bar.desc != _VERIFYING:
+                bar.set_postfix_str("", refresh=False)
+                bar.set_description_str(_VERIFYING, refresh=False)
+                bar.reset(total)
+            bar.update(done - bar.n)
+
+        yield Bars(listen, verified)
 
 
+_VERIFYING = "verifying"
 # Columns that a bar, its numbers, its rate and its time take.
 _BAR = 64
 

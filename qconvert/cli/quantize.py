@@ -10,17 +10,19 @@ from typing import Any
 
 import click
 
+from qconvert.cli import candidates
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
     LayoutChoice,
     examples,
-    model_argument,
+    models_argument,
     pad_option,
     statistics_option,
     writing_options,
 )
-from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.run_conversion import Flags
+from qconvert.cli.several import write_each
 from qconvert.cli.target import Aiming, Wanted, target_options
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
@@ -35,10 +37,11 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
     "quantize",
     epilog=examples(
         "qconvert quantize Qwen/Qwen2.5-1.5B-Instruct --bits 4",
+        "qconvert quantize ./model-a ./model-b --bits 4 --skip-existing -o quantized",
         "qconvert quantize ./model --bits 4 --rule mlp.down=int8 --rule attn.o=int8",
     ),
 )
-@model_argument()
+@models_argument()
 @click.option("--bits", type=click.IntRange(2, 8), metavar="N", help="Bits per weight of the linears.")
 @click.option(
     "--group-size",
@@ -54,7 +57,10 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
     help="Symmetric grid, or one with zero points.",
 )
 @click.option(
-    "--scheme", metavar="SCHEME", help="All of these in one word, such as int4-g128 or int8-asym-channel."
+    "--scheme",
+    metavar="SCHEME",
+    shell_complete=candidates.schemes,
+    help="All of these in one word, such as int4-g128 or int8-asym-channel.",
 )
 @click.option(
     "--scale-search/--min-max",
@@ -68,9 +74,17 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
     "rules",
     multiple=True,
     metavar="SELECTOR=SCHEME",
+    shell_complete=candidates.rules,
     help="Give these weights another scheme; the last match wins.",
 )
-@click.option("--keep", "keeps", multiple=True, metavar="SELECTOR", help="Leave these weights as they are.")
+@click.option(
+    "--keep",
+    "keeps",
+    multiple=True,
+    metavar="SELECTOR",
+    shell_complete=candidates.selectors,
+    help="Leave these weights as they are.",
+)
 @click.option("--fuse", multiple=True, type=click.Choice(list(FUSIONS)), help="Stack these linears as well.")
 @click.option("--tie/--untie", default=None, help="Drop a head equal to the embedding, or write it out.")
 @click.option(
@@ -96,7 +110,7 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
     help="Read a YAML recipe first; options win over it.",
 )
 @writing_options
-def command(model: str, **flags: Any) -> None:
+def command(models: tuple[str, ...], **flags: Any) -> None:
     """Quantize the linears of MODEL to 2 to 8 bits, by groups.
 
     The output is in compressed-tensors' pack-quantized layout, which transformers and vLLM load as
@@ -113,7 +127,7 @@ def command(model: str, **flags: Any) -> None:
     wanted = Wanted.taken_from(flags, TARGET_SCHEMES)
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
     with typed():
-        _send_tables_on(model, asked, flags["out"])
+        _send_tables_on(models, asked, flags["out"])
         aim = wanted.target
         if aim is not None:
             _check_choices(aim.labels, asked)
@@ -125,9 +139,10 @@ def command(model: str, **flags: Any) -> None:
     target = Target(recipe.layout) if recipe.layout != registry.DEFAULT else None
     request = values.request("quantize", recipe, target=target)
     if aim is None:
-        write(model, request, _suffix(recipe), values)
+        write_each(models, lambda model: request, _suffix(recipe), values)
     else:
-        write(model, Aiming(wanted, aim, request, values), f"{wanted.suffix}-mixed", values)
+        suffix = f"{wanted.suffix}-mixed"
+        write_each(models, lambda model: Aiming(wanted, aim, request, values), suffix, values)
 
 
 def _check_choices(labels: Sequence[str], asked: Mapping[str, Any]) -> None:
@@ -142,7 +157,7 @@ def _check_choices(labels: Sequence[str], asked: Mapping[str, Any]) -> None:
         raise BadRecipe(f"{given[0]}: given beside a target", "name what it chooses among with --schemes")
 
 
-def _send_tables_on(model: str, asked: Mapping[str, Any], out: Path | None) -> None:
+def _send_tables_on(models: Sequence[str], asked: Mapping[str, Any], out: Path | None) -> None:
     """Raise BadRecipe with the command to type where a table of numbers was asked for, not integers.
 
     Such a table belongs to a layout, which `qconvert convert` names.
@@ -158,7 +173,7 @@ def _send_tables_on(model: str, asked: Mapping[str, Any], out: Path | None) -> N
     if not layouts_with(table):
         table = traits.codebooks[0].name
     held = layouts_with(table)
-    given = ["qconvert", "convert", model, "--to", layout if layout in held else held[0], "--scheme", table]
+    given = ["qconvert", "convert", *models, "--to", layout if layout in held else held[0], "--scheme", table]
     command = shlex.join([*given, *(["-o", str(out)] if out else [])])
     what = f"--layout {layout}" if not (layouts_with(scheme) or rule) else f"scheme {table!r}"
     raise BadRecipe(

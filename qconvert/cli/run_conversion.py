@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
 from qconvert.cli.progress import compile_kernels, progress
 from qconvert.cli.signals import Stopped, ending_in_time
+from qconvert.cli.skipping import Tell, one_object, require_own_name, skipped
 from qconvert.core.sizes import parse_size
 from qconvert.errors import BadRecipe, QConvertError, UnsupportedModel
 
@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Flags:
-    """The values of `options.writing_options`, and of options that some writing commands have."""
+    """The values of `options.writing_options`, and of options that some writing commands have.
+
+    Of several models, outputs with derived names go into `folder`, and `taken` are those that were made.
+    """
 
     out: Path | None = None
     overwrite: bool = False
@@ -56,6 +59,9 @@ class Flags:
     inputs: str = "quantized"
     pre_tokenizer: str | None = None
     beside: tuple[str, ...] = ()
+    skip_existing: bool = False
+    folder: Path = Path()
+    taken: tuple[Path, ...] = ()
 
     @property
     def options(self) -> RunOptions:
@@ -100,7 +106,10 @@ class Flags:
         return Calibration(text.tokens_BT, text.record, method, shift=self.inputs == "quantized")
 
     def check(self, *, aims: bool) -> None:
-        """Raise BadRecipe for options that --method awq does not go with."""
+        """Raise BadRecipe for options that do not go with --skip-existing, or with --method awq."""
+        if self.skip_existing and (self.overwrite or aims):
+            other = "--overwrite" if self.overwrite else "a target, whose choice is measured each time"
+            raise BadRecipe(f"--skip-existing: given beside {other}", "leave out one of the two")
         if self.method != "awq":
             return
         if aims:
@@ -175,11 +184,13 @@ class Explained(Protocol):
         ...
 
 
-def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags) -> None:
-    """Carry out a writing command and print its result.
+def write(
+    model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags, tell: Tell = one_object
+) -> Path:
+    """Carry out a writing command on one model, and print its result; under --json give it to `tell`.
 
     `ask` is the request, or what makes it of the opened model; `suffix` completes the derived name, the name
-    of the dtype where it is empty.
+    of the dtype where it is empty. Returns the path of the output.
     """
     from qconvert.cli.conversion_report import advice, report_of
     from qconvert.convert.execute import open_model, prepare
@@ -207,7 +218,12 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
         calibration=flags.calibration(source, aims=chooser is not None),
         pre_tokenizer=flags.pre_tokenizer,
     )
-    out = flags.out or job.container.default_out(suffix or (request.dtype.label if request.dtype else ""))
+    derived = suffix or (request.dtype.label if request.dtype else "")
+    out = flags.out or flags.folder / job.container.default_out(derived)
+    require_own_name(out, flags.taken)
+    how = {"dry_run": flags.dry_run, "as_json": flags.as_json, "quiet": flags.quiet}
+    if flags.skip_existing and skipped(job, out, tell, **how):
+        return out
     if not flags.dry_run:
         job.container.check_target(out)
         _check_beside(out, flags)
@@ -225,8 +241,8 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
         assumed = source.checkpoint.assumed
         verdict = "dry run: nothing was written" + (f"; planned from {assumed} alone" if assumed else "")
         told = {"from": assumed} if assumed else {}
-        _print(lines, lambda: report.plan_json() | extra | told, verdict, report.path, flags)
-        return
+        _print(lines, lambda: report.plan_json() | extra | told, verdict, report.path, flags, tell)
+        return out
     held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
     require_free_disk(out, job.container.bytes_needed - held)
     compile_kernels(job.compiled.plan, talks=flags.talks)
@@ -236,9 +252,10 @@ def write(model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags)
     _write_beside(job, result, flags)
     with after_the_work():
         found = report.result_json(result, seconds) | extra
-        _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags)
+        _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags, tell)
         for line in advice(job, result.path) if flags.talks else ():
             click.echo(line, err=True)
+    return out
 
 
 def _check_beside(out: Path, flags: Flags) -> None:
@@ -287,9 +304,9 @@ def _executed(job: Job, out: Path, flags: Flags) -> Result:
     def farewell() -> str:
         return f"stopped at {percent(run[0].share if run else 0.0)}; run the same command to go on"
 
-    with progress(job.compiled.plan, talks=flags.talks) as listen, ending_in_time(farewell):
+    with progress(job.compiled.plan, talks=flags.talks) as bar, ending_in_time(farewell):
         try:
-            return execute(job, out, listen, opened)
+            return execute(job, out, bar.listen, opened, bar.verified)
         except KeyboardInterrupt as error:
             if not (run and run[0].kept):
                 raise
@@ -332,7 +349,7 @@ def _tell_needs(job: Job, flags: Flags) -> None:
 
 
 def _check_before_download(model: str, ask: Request | Ask | Explained, flags: Flags) -> None:
-    if flags.out is None or flags.dry_run:
+    if flags.out is None or flags.dry_run or flags.skip_existing:
         return
     from qconvert.formats.gguf import writer
     from qconvert.formats.io import output_folder
@@ -345,11 +362,16 @@ def _check_before_download(model: str, ask: Request | Ask | Explained, flags: Fl
 
 
 def _print(
-    lines: list[str], described: Callable[[], dict[str, Any]], verdict: str, path: Path, flags: Flags
+    lines: list[str],
+    described: Callable[[], dict[str, Any]],
+    verdict: str,
+    path: Path,
+    flags: Flags,
+    tell: Tell,
 ) -> None:
-    """The table on stdout and the verdict on stderr; or one JSON object, or the path alone."""
+    """The table on stdout and the verdict on stderr; or plain data for --json, or the path alone."""
     if flags.as_json:
-        click.echo(json.dumps(described()))
+        tell(described())
     elif flags.quiet:
         click.echo(str(path))
     else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli import candidates
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
@@ -17,14 +19,17 @@ from qconvert.cli.options import (
     jobs_option,
     json_option,
     memory_option,
+    models_argument,
     nonfinite_option,
     restart_option,
     revision_option,
+    skip_option,
     statistics_option,
     verify_option,
     written_option,
 )
-from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.run_conversion import Flags
+from qconvert.cli.several import write_each
 from qconvert.cli.target import Aiming, Wanted, target_options
 from qconvert.errors import BadRecipe
 from qconvert.plan.recipe import Recipe
@@ -39,11 +44,12 @@ UNTIL_CHOSEN = "F32"
 
 
 @click.command("to-gguf", epilog=examples("qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m"))
-@click.argument("model", required=False)
+@models_argument("[MODEL]...", required=False)
 @click.option(
     "--type",
     "file_type",
     metavar="TYPE",
+    shell_complete=candidates.file_types,
     help="Type of the file: q4_k_m, q8_0, ...; `list` shows all, `keep` copies existing codes.",
 )
 @click.option(
@@ -51,10 +57,21 @@ UNTIL_CHOSEN = "F32"
     "tensor_types",
     multiple=True,
     metavar="PATTERN=TYPE",
+    shell_complete=candidates.element_types,
     help="Another type for tensors whose GGUF names the regular expression is found in.",
 )
-@click.option("--token-embedding-type", metavar="TYPE", help="Another type for the embedding.")
-@click.option("--output-tensor-type", metavar="TYPE", help="Another type for the head.")
+@click.option(
+    "--token-embedding-type",
+    metavar="TYPE",
+    shell_complete=candidates.element_types,
+    help="Another type for the embedding.",
+)
+@click.option(
+    "--output-tensor-type",
+    metavar="TYPE",
+    shell_complete=candidates.element_types,
+    help="Another type for the head.",
+)
 @click.option("--pure", is_flag=True, help="The base type throughout, no mixture.")
 @click.option(
     "--fallback/--no-fallback",
@@ -79,11 +96,12 @@ UNTIL_CHOSEN = "F32"
     "--out",
     type=click.Path(path_type=Path),
     show_default="by GGUF's convention",
-    help="Output file.",
+    help="Output file; of several models, the folder of their files.",
 )
 @click.option("--card", is_flag=True, help="Write a model card beside it, NAME.md.")
 @click.option("--modelfile", is_flag=True, help="Write a Modelfile for Ollama beside it, NAME.Modelfile.")
 @click.option("--overwrite", is_flag=True, help="Replace the output file.")
+@skip_option
 @restart_option
 @dry_run_option
 @json_option
@@ -94,7 +112,7 @@ UNTIL_CHOSEN = "F32"
 @revision_option
 @nonfinite_option
 def command(
-    model: str | None,
+    models: tuple[str, ...],
     file_type: str | None,
     tensor_types: tuple[str, ...],
     token_embedding_type: str | None,
@@ -117,7 +135,7 @@ def command(
     if file_type is not None and file_type.lower() == "list":
         _print_types(as_json=values["as_json"])
         return
-    if model is None:
+    if not models:
         raise click.UsageError("Missing argument 'MODEL'.")
     wanted = Wanted.taken_from(values, TARGET_TYPES)
     with typed():
@@ -128,7 +146,7 @@ def command(
             raise BadRecipe("--type: given beside a target", "name what it chooses among with --types")
         for label in aim.labels if aim else ():
             _written(label)
-        check_out(values["out"], values["pre_tokenizer"])
+        check_out(values["out"] if len(models) == 1 else None, values["pre_tokenizer"])
         target = GGUFTarget(
             checked_file_type(file_type or UNTIL_CHOSEN),
             tensor_types=tuple(map(_override, tensor_types)),
@@ -140,10 +158,10 @@ def command(
         )
     flags = Flags(**values, beside=_beside(card=card, modelfile=modelfile))
     if aim is None:
-        write_gguf(model, target, flags)
+        write_gguf(models, target, flags)
     else:
         request = flags.request("to-gguf", Recipe(), target=target)
-        write(model, Aiming(wanted, aim, request, flags), "", flags)
+        write_each(models, lambda model: Aiming(wanted, aim, request, flags), "", flags)
 
 
 def _beside(*, card: bool, modelfile: bool) -> tuple[str, ...]:
@@ -153,9 +171,10 @@ def _beside(*, card: bool, modelfile: bool) -> tuple[str, ...]:
     return tuple(suffix for suffix, wanted in ((CARD, card), (MODELFILE, modelfile)) if wanted)
 
 
-def write_gguf(model: str, target: GGUFTarget, flags: Flags) -> None:
-    """Write a model as the GGUF file that is asked for, and print the result."""
-    write(model, flags.request("to-gguf", Recipe(), target=target), "", flags)
+def write_gguf(models: Sequence[str], target: GGUFTarget, flags: Flags) -> None:
+    """Write models as the GGUF files that are asked for, and print the results."""
+    request = flags.request("to-gguf", Recipe(), target=target)
+    write_each(models, lambda model: request, "", flags)
 
 
 def check_out(out: Path | None, pre_tokenizer: str | None) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
-from qconvert.cli.options import examples, model_argument, only_option, writing_options
-from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.options import examples, models_argument, only_option, writing_options
+from qconvert.cli.run_conversion import Flags
+from qconvert.cli.several import write_each
 from qconvert.plan.recipe import FUSIONS, Recipe
 
 
@@ -17,11 +18,12 @@ from qconvert.plan.recipe import FUSIONS, Recipe
         "qconvert unfuse ./Qwen2.5-1.5B-Instruct-fused", "qconvert unfuse ./Qwen3.5-35B-A3B --only experts"
     ),
 )
-@model_argument()
+@models_argument()
 @only_option
 @writing_options
-def command(model: str, only: str | None, **flags: Any) -> None:
+def command(models: tuple[str, ...], only: str | None, **flags: Any) -> None:
     """Take fused linears and stacks of experts of MODEL apart: names, shapes, dtypes and bytes as before."""
     roles = FUSIONS[only] if only else tuple(role for roles in FUSIONS.values() for role in roles)
     values = Flags(**flags)
-    write(model, values.request("unfuse", Recipe(), unfuse=roles), "unfused", values)
+    request = values.request("unfuse", Recipe(), unfuse=roles)
+    write_each(models, lambda model: request, "unfused", values)

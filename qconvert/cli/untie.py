@@ -6,15 +6,17 @@ from typing import Any
 
 import click
 
-from qconvert.cli.options import examples, model_argument, writing_options
-from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.options import examples, models_argument, writing_options
+from qconvert.cli.run_conversion import Flags
+from qconvert.cli.several import write_each
 from qconvert.plan.recipe import Recipe
 
 
 @click.command("untie", epilog=examples("qconvert untie ./Qwen2.5-1.5B-Instruct"))
-@model_argument()
+@models_argument()
 @writing_options
-def command(model: str, **flags: Any) -> None:
+def command(models: tuple[str, ...], **flags: Any) -> None:
     """Write the head of a tied MODEL out as a table of its own."""
     values = Flags(**flags)
-    write(model, values.request("untie", Recipe(tie=False)), "untied", values)
+    request = values.request("untie", Recipe(tie=False))
+    write_each(models, lambda model: request, "untied", values)

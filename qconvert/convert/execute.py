@@ -34,7 +34,7 @@ from qconvert.convert.runner import (
 from qconvert.core.protocols import Layout
 from qconvert.errors import BadRecipe, QConvertError
 from qconvert.formats.io.local_file import octets
-from qconvert.formats.io.read_back import Hashes
+from qconvert.formats.io.read_back import Hashes, Progress
 from qconvert.formats.layouts import registry
 from qconvert.models.declared import Declaration
 from qconvert.plan.compile import compile_request
@@ -142,12 +142,17 @@ def _layout(source: OpenedModel, request: Request) -> Layout:
 
 
 def execute(
-    job: Job, out: Path, listen: Listener = lambda done: None, opened: Opened = lambda journal: None
+    job: Job,
+    out: Path,
+    listen: Listener = lambda done: None,
+    opened: Opened = lambda journal: None,
+    verified: Progress = lambda done, total: None,
 ) -> Result:
     """Write the output of a job to `out`; `listen` hears of every block that is done.
 
     Where an earlier run of the same job was killed, its blocks are taken over, and heard of first; `opened`
-    is given the journal that says so, once the output is open. Raises what a run can refuse
+    is given the journal that says so, once the output is open; `verified` is told how many bytes of how many
+    were read back. Raises what a run can refuse
     (`convert.run_errors`), CheckFailed when the disk holds other bytes than were written, OutputExists when
     the name is taken, OtherJob when another job has begun an output of that name.
     """
@@ -184,7 +189,9 @@ def execute(
                     listen(done)
         outcome.settle(units)
         output.sink.commit()
-        hashes = output.verify(outcome.written, options.jobs) if options.verify else Hashes({}, {})
+        hashes = Hashes({}, {})
+        if options.verify:
+            hashes = output.verify(outcome.written, options.jobs, verified)
         record = output.finish(outcome, hashes)
     return Result(output.path, record, outcome, hashes)
 

@@ -15,7 +15,7 @@ from qconvert.core.encodings import AffineInt, Codebook, GgmlBlocks, Quantized
 from qconvert.core.schemes import SMALLER_GROUP_SIZES, Scheme
 
 ALL_BITS = (2, 3, 4, 5, 6, 7, 8)
-LOADERS = ("vllm", "sglang", "transformers", "llama.cpp", "mlx")
+LOADERS = ("vllm", "sglang", "transformers", "llama.cpp", "ollama", "mlx")
 
 
 @dataclass(frozen=True, slots=True)

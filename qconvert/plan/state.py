@@ -36,7 +36,7 @@ class GGUFPlan:
     @property
     def substituted(self) -> list[str]:
         """Names of the tensors that got a bigger type because blocks do not divide their rows."""
-        return [name for name, choice in self.choices.items() if "divide" in choice.reason]
+        return [name for name, choice in self.choices.items() if choice.substituted]
 
 
 @dataclass(frozen=True, slots=True)

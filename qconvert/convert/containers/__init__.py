@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from qconvert.core.dtypes import Json
 from qconvert.core.protocols import Layout
 from qconvert.formats.io.planned_files import FilePlan, FileSink
-from qconvert.formats.io.read_back import Hashes
+from qconvert.formats.io.read_back import Hashes, Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,8 +32,11 @@ class OpenOutput(Protocol):
     @property
     def sink(self) -> FileSink: ...
 
-    def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int) -> Hashes:
-        """Re-read all files from the disk; CheckFailed names the first thing that differs."""
+    def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int, progress: Progress) -> Hashes:
+        """Re-read all files from the disk; CheckFailed names the first thing that differs.
+
+        `progress` is told how many bytes of how many were read.
+        """
         ...
 
     def finish(self, outcome: Outcome, hashes: Hashes) -> Json:

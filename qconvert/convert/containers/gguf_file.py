@@ -26,7 +26,7 @@ from qconvert.formats.huggingface.model_card_header import read_front_matter
 from qconvert.formats.huggingface.pooling import read_pooling
 from qconvert.formats.io.journal import discard
 from qconvert.formats.io.planned_files import FilePlan
-from qconvert.formats.io.read_back import Hashes, verify_files
+from qconvert.formats.io.read_back import Hashes, Progress, verify_files
 from qconvert.formats.io.strict_json import read_json_object
 from qconvert.formats.layouts.gguf import stored
 from qconvert.formats.tokenizers.to_gguf import GGUFTokenizer, has_tokenizer, read_tokenizer
@@ -230,9 +230,9 @@ class OpenGGUF:
     files: tuple[FilePlan, ...]
     sink: GGUFSink
 
-    def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int) -> Hashes:
+    def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int, progress: Progress) -> Hashes:
         partial = [replace(file, name=partial_file(Path(file.name)).name) for file in self.files]
-        found = verify_files(self.path.parent, partial, written, jobs, check_gguf_header)
+        found = verify_files(self.path.parent, partial, written, jobs, check_gguf_header, progress)
         names = zip(self.files, partial, strict=True)
         return Hashes({file.name: found.files[part.name] for file, part in names}, found.tensors)
 

@@ -21,7 +21,7 @@ from qconvert.formats.io.journal import FILE_NAME as JOURNAL
 from qconvert.formats.io.local_file import copy_whole
 from qconvert.formats.io.output_folder import OutputDir, check_target, partial_folder
 from qconvert.formats.io.planned_files import FilePlan, FileSink
-from qconvert.formats.io.read_back import Hashes, verify_files
+from qconvert.formats.io.read_back import Hashes, Progress, verify_files
 from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import table_of_outputs
 from qconvert.plan.state import Compiled
@@ -107,8 +107,8 @@ class OpenFolder:
     folder: Path
     sink: FileSink
 
-    def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int) -> Hashes:
-        return verify_files(self.folder, self.container.files(self.path), written, jobs)
+    def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int, progress: Progress) -> Hashes:
+        return verify_files(self.folder, self.container.files(self.path), written, jobs, None, progress)
 
     def finish(self, outcome: Outcome, hashes: Hashes) -> Json:
         """Sidecars, config.json, manifest and model card."""

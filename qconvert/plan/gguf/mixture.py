@@ -141,10 +141,11 @@ class MixFacts:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The type a tensor gets, and why, in words for a table."""
+    """The type a tensor gets, and why, in words for a table; `substituted` where its blocks did not fit."""
 
     type: GGMLType
     reason: str
+    substituted: bool = False
 
 
 class _Kind(Enum):
@@ -310,7 +311,7 @@ def _fitting(name: str, shape: tuple[int, ...], choice: Choice, *, fallback: boo
             f"{name}: {why}",
             f"leave out --no-fallback, for {instead.label} in its place, or name a type with --tensor-type",
         )
-    return Choice(instead, f"{choice.reason}; {why}")
+    return Choice(instead, f"{choice.reason}; {why}", substituted=True)
 
 
 class _Mix:

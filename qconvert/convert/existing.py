@@ -1,0 +1,67 @@
+"""Tells whether an output is there already, whole, and the one that a job would write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qconvert.convert.job import Job
+from qconvert.convert.manifest import FILE_NAME
+from qconvert.errors import CorruptCheckpoint, OutputExists
+from qconvert.formats.io.local_file import explained
+from qconvert.formats.io.planned_files import FilePlan
+from qconvert.formats.io.strict_json import read_json_object
+
+
+def is_written(job: Job, out: Path) -> bool:
+    """Whether all of a job's output is at `out`: its files, their sizes, their headers, and its recipe.
+
+    Weights are not read; `qconvert verify` does that. Raises OutputExists where something else is there.
+    """
+    files = job.container.files(out)
+    folder = out.parent if job.compiled.is_gguf else out
+    if not any((folder / file.name).exists() for file in files) and (
+        job.compiled.is_gguf or not out.exists()
+    ):
+        return False
+    why = next((found for file in files if (found := _other(folder / file.name, file))), "")
+    if not why and not job.compiled.is_gguf:
+        why = _other_recipe(job, out / FILE_NAME)
+    if why:
+        raise OutputExists(
+            f"{out}: already exists, and is not what this command writes ({why})",
+            "use --overwrite, or choose another output",
+        )
+    return True
+
+
+def _other(path: Path, planned: FilePlan) -> str:
+    """What tells a file from the planned one; empty where nothing does."""
+    if not path.is_file():
+        return f"{planned.name} is missing"
+    size = path.stat().st_size
+    if size != planned.size:
+        return f"{planned.name} has {size:,} bytes, not {planned.size:,}"
+    with explained(f"{path}: cannot be read"), path.open("rb") as file:
+        same = file.read(len(planned.head)) == planned.head
+    return "" if same else f"{planned.name} has another header"
+
+
+def _other_recipe(job: Job, path: Path) -> str:
+    try:
+        record = read_json_object(path, max_bytes=1 << 30)
+    except (CorruptCheckpoint, OSError):
+        return f"{FILE_NAME} is missing or damaged"
+    request, calibration = job.compiled.request, job.calibration
+    wanted = {
+        "command": request.command,
+        "recipe": request.recipe.to_json(),
+        "source": job.source.location.repo_id or job.source.location.name,
+        "method": calibration.method if calibration else None,
+    }
+    found = {
+        "command": record.get("command"),
+        "recipe": record.get("recipe"),
+        "source": (record.get("source") or {}).get("name"),
+        "method": (record.get("calibration") or {}).get("method"),
+    }
+    return next((f"{FILE_NAME} names another {key}" for key in wanted if wanted[key] != found[key]), "")

@@ -1,0 +1,187 @@
+"""Several models in one call, and outputs that are there already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.commands import failed, files_of, made, qconvert
+
+BITS = ("--bits", 4)
+
+
+def test_the_outputs_of_several_models_are_those_of_single_calls(models: Path, here: Path) -> None:
+    names = ("plain", "untied")
+    single = {name: made("quantize", models / name, *BITS, "-o", here / "single" / name) for name in names}
+    ran = qconvert("quantize", *(models / name for name in names), *BITS, "-o", "folder", "-q")
+    outputs = [Path(line) for line in ran.out.splitlines()]
+    assert ran.code == 0 and outputs == [Path("folder") / f"{name}-int4-g128" for name in names]
+    for name, out in zip(names, outputs, strict=True):
+        weights = "model.safetensors"
+        assert files_of(out)[weights] == files_of(single[name])[weights]
+    assert qconvert("verify", *outputs, "-q").code == 0
+
+
+def test_without_a_folder_they_lie_in_the_current_one(models: Path, here: Path) -> None:
+    ran = qconvert("to-gguf", models / "plain", models / "untied", "--type", "q8_0", "--json")
+    assert [Path(each["out"]).parent for each in ran.json["outputs"]] == [Path(), Path()]
+    assert sorted(path.suffix for path in here.iterdir()) == [".gguf", ".gguf"]
+    ran = qconvert("from-gguf", *here.iterdir(), "-o", "back", "-q")
+    assert ran.code == 0 and len(list((here / "back").iterdir())) == 2
+
+
+def test_two_outputs_of_one_name_are_an_error_and_the_first_stays(models: Path, here: Path) -> None:
+    ran = qconvert("fuse", models / "plain", f"{models / 'plain'}/", "--overwrite", "-q")
+    assert ran.code == 1 and "two of the models have outputs of this name" in ran.err
+    assert [path.name for path in here.iterdir()] == ["plain-fused"]
+
+
+def test_a_file_is_no_place_for_several(models: Path, here: Path) -> None:
+    ran = qconvert("to-gguf", models / "plain", models / "untied", "--type", "f16", "-o", "m.gguf")
+    failed(ran, "m.gguf: one file, and there are several models", "name a folder with -o", code=2)
+
+
+def test_the_first_failure_ends_it_and_names_its_model(models: Path, here: Path) -> None:
+    call = ("quantize", models / "plain", models / "quantized", models / "untied", *BITS)
+    ran = qconvert(*call, "-q")
+    assert ran.code == 1 and "quantized: " in ran.err and ran.out == "plain-int4-g128\n"
+    ran = qconvert(*call, "--skip-existing", "--json")
+    assert ran.code == 1 and not ran.json["ok"] and "quantized: " in ran.json["error"]["fact"]
+    assert [each["skipped"] for each in ran.json["outputs"]] == [True]
+    assert not (here / "untied-int4-g128").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "out"),
+    [
+        ("quantize {m} --bits 4", "plain-int4-g128"),
+        ("convert {m} --to mlx --scheme int4-g64", "plain-int4-g64-mlx"),
+        ("to-gguf {m} --type q8_0 --split-max-size 100KB -o m.gguf", "m-00001-of-00005.gguf"),
+        ("fuse {m} -o f", "f"),
+    ],
+)
+def test_an_output_that_is_complete_is_skipped(call: str, out: str, models: Path, here: Path) -> None:
+    words = call.format(m=models / "plain").split()
+    assert qconvert(*words).code == 0
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in here.rglob("*")}
+    ran = qconvert(*words, "--skip-existing")
+    assert (ran.code, ran.out, ran.err) == (0, "", f"{out}: already complete, skipped\n")
+    assert qconvert(*words, "--skip-existing", "-q").out == f"{out}\n"
+    told = qconvert(*words, "--skip-existing", "--json").json
+    assert told == {"schema": 1, "ok": True, "dry_run": False, "skipped": True, "out": out}
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in here.rglob("*")} == before
+    assert qconvert(*words).code == 1
+
+
+def test_what_is_not_there_is_written(models: Path, here: Path) -> None:
+    ran = qconvert("quantize", models / "plain", *BITS, "--skip-existing", "-o", "o", "-q")
+    assert (ran.code, ran.out) == (0, "o\n") and qconvert("verify", "o", "-q").code == 0
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        ("quantize {plain} --bits 8", "model.safetensors has "),
+        ("quantize {plain} --bits 4 --min-max", "qconvert.json names another recipe"),
+        ("quantize {other} --bits 4", "qconvert.json names another source"),
+        ("fuse {plain}", "model.safetensors has "),
+    ],
+)
+def test_another_output_of_that_name_is_an_error(second: str, why: str, models: Path, here: Path) -> None:
+    other = here / "other"
+    other.mkdir()
+    for name, data in files_of(models / "plain").items():
+        (other / name).write_bytes(data)
+    made("quantize", models / "plain", *BITS, "-o", "o")
+    words = second.format(plain=models / "plain", other=other).split()
+    ran = qconvert(*words, "-o", "o", "--skip-existing")
+    assert ran.code == 1 and f"o: already exists, and is not what this command writes ({why}" in ran.err
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "manifest", "header"])
+def test_an_incomplete_output_is_an_error(damage: str, models: Path, here: Path) -> None:
+    out = made("quantize", models / "plain", *BITS, "-o", "o")
+    weights = out / "model.safetensors"
+    data = weights.read_bytes()
+    if damage == "cut":
+        weights.write_bytes(data[:-1])
+    elif damage == "gone":
+        weights.unlink()
+    elif damage == "manifest":
+        (out / "qconvert.json").unlink()
+    else:
+        weights.write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    ran = qconvert("quantize", models / "plain", *BITS, "-o", "o", "--skip-existing")
+    assert ran.code == 1 and "is not what this command writes" in ran.err
+
+
+def test_skipping_goes_with_neither_overwriting_nor_a_target(models: Path, here: Path) -> None:
+    call = ("quantize", models / "plain", "--skip-existing")
+    failed(
+        qconvert(*call, *BITS, "--overwrite"),
+        "--skip-existing: given beside --overwrite",
+        "leave out one of the two",
+        code=2,
+    )
+    assert qconvert(*call, "--target-size", "5bpw").code == 2
+
+
+def test_several_models_are_checked_and_verified(models: Path, here: Path) -> None:
+    plain, quantized = models / "plain", models / "quantized"
+    ran = qconvert("check", plain, quantized, "--for", "mlx")
+    assert ran.code == 3 and ran.out.startswith(f"{plain}:\n") and f"Error: {quantized}: " in ran.err
+    ran = qconvert("check", plain, quantized, "--for", "mlx", "--json")
+    assert ran.code == 3 and [each["ok"] for each in ran.json["models"]] == [True, False]
+    ran = qconvert("verify", plain, quantized, "--against", plain)
+    assert ran.code == 0 and ran.out.count("verified\n") == 2
+    ran = qconvert("verify", quantized, "nowhere")
+    assert ran.code == 1 and "nowhere" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("compressed-tensors --scheme fp8-channel", "plain-fp8-channel"),
+        ("compressed-tensors --scheme fp8", "plain-fp8-channel"),
+        ("compressed-tensors --scheme nvfp4", "plain-nvfp4"),
+        ("compressed-tensors --scheme int4", "plain-int4-g128"),
+        ("mlx --scheme mxfp4", "plain-mxfp4-mlx"),
+        ("bitsandbytes --scheme nf4", "plain-nf4-bitsandbytes"),
+        ("gptq --scheme int8-g32", "plain-int8-g32-gptq"),
+        ("f16", "plain-f16"),
+    ],
+)
+def test_every_scheme_has_a_derived_name_of_its_own(how: str, name: str, models: Path, here: Path) -> None:
+    ran = qconvert("convert", models / "plain", "--to", *how.split(), "--dry-run", "--json")
+    assert ran.json.get("out") == name, ran.out
+
+
+def test_names_that_say_nothing_are_those_of_what_holds_them(models: Path, here: Path) -> None:
+    snapshot = here / "models--acme--tiny" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    for name, data in files_of(models / "plain").items():
+        (snapshot / name).write_bytes(data)
+    for source, name in ((models / "plain" / "model.safetensors", "plain"), (snapshot, "tiny")):
+        assert qconvert("fuse", source, "--dry-run", "--json").json["out"] == f"{name}-fused"
+
+
+def test_what_is_no_checkpoint_is_said_of_the_file_that_was_named(models: Path, here: Path) -> None:
+    failed(
+        qconvert("inspect", models / "plain" / "tokenizer.json"),
+        "tokenizer.json: not the config of a model, which has a model_type",
+        "name config.json, or its folder",
+    )
+    (here / "empty").mkdir()
+    ran = qconvert("inspect", "empty")
+    assert ran.code == 1 and "give a folder that has both, or the name of a model on the Hub" in ran.err
+
+
+def test_types_that_stand_in_for_others_are_named(models: Path, here: Path) -> None:
+    """Rows of 128 columns are no whole blocks of Q4_K: llama-quantize warns of that, too."""
+    call = ("to-gguf", models / "plain", "--type", "q4_k_m", "--dry-run")
+    found = qconvert(*call, "--json").json
+    # mlp.down has rows of 384, the others of 128; attn.o has 256
+    assert len(found["substituted"]) == 6 and "blk.0.attn_output.weight" not in found["substituted"]
+    assert "Warning: 6 tensors have rows that q4_k's blocks do not divide" in qconvert(*call).err
+    assert qconvert(*call, "--no-fallback").code == 1
