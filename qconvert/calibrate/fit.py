@@ -24,8 +24,6 @@ from qconvert.calibrate.memory import (
 )
 from qconvert.calibrate.memory_limit import MemoryLimit
 from qconvert.calibrate.savings import BATCH_TOKENS, WHOLE, HessianForm, Savings
-from qconvert.errors import BadRecipe
-from qconvert.formats.io.local_file import amount
 
 _FEWEST_TOKENS = 256
 _FEWEST_COLUMNS = 256
@@ -149,11 +147,5 @@ def _backward(savings: Savings) -> Iterator[Savings]:
 
 def _check(needed: int, work: Work, limit: MemoryLimit) -> None:
     """Raise BadRecipe where a run needs more than a strict limit allows."""
-    if needed <= limit.room or not limit.strict:
-        return
     shorter = f", or --window {work.window // 2} for shorter windows" if work.window > _SHORT_WINDOW else ""
-    whole = limit.process + needed
-    raise BadRecipe(
-        f"--max-memory: calibrating needs at least {amount(whole)}, {amount(limit.memory)} was asked",
-        f"write --max-memory {-(-whole // 1_000_000)}MB{shorter}",
-    )
+    limit.check(needed, "calibrating", shorter)
