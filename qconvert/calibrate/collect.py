@@ -66,7 +66,7 @@ def _run(
     progress: Progress,
 ) -> None:
     """Compute every layer for all windows, `size` of them at a time, then what the head reads."""
-    batches = tokens_BT.split(size)
+    batches = [tokens_BT[first : first + size] for first in range(0, len(tokens_BT), size)]
     pass_layers(decoder, batches, states, passed=progress)
     for x_BTD in states_of(decoder, batches, states):
         h_BTD = decoder.norm(x_BTD)

@@ -155,7 +155,7 @@ def _pass(track: Track, part: Sequence[Batch], states: HiddenStates, tell: Tell)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """How far the windows of a part are, which are after `done` others: all models' layers, then the heads."""
+    """How far some windows are, which come after `done` others: all models' layers, then the heads."""
 
     tell: Tell
     done: int

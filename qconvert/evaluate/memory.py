@@ -7,7 +7,7 @@ changes a figure: batches stay as they are in memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,9 +49,9 @@ class EvalWork:
 
     @property
     def batch(self) -> int:
-        """The tokens that visit a layer together."""
-        windows = self.batch_tokens // self.window
-        return max(windows, 2 if self.echoes else 1) * self.window
+        """The tokens that visit a layer together, at most."""
+        together = max(1, min(self.batch_tokens, self.tokens) // self.window)
+        return max(together, 2 if self.echoes else 1) * self.window
 
     @property
     def part(self) -> int:
@@ -71,7 +71,8 @@ class EvalMemory:
 
     `peak` is that of the whole process: its own, `process`, and the larger of a `layer` with a batch and of
     `scoring`. `states` are the bytes of hidden states, in memory if it `holds_states`, else in a file;
-    `weights` what one pass through all models reads, for `part` tokens.
+    `weights` what one pass through all models reads, for `part` tokens, of which `batch_tokens` visit a layer
+    together.
     """
 
     asked: int
@@ -83,6 +84,7 @@ class EvalMemory:
     states: int
     weights: int
     part: int
+    batch_tokens: int
 
     @property
     def peak(self) -> int:
@@ -112,14 +114,20 @@ class EvalMemory:
             yield part
 
 
-def fitted(work: EvalWork, limit: MemoryLimit) -> EvalMemory:
+def fitted(
+    work: EvalWork, limit: MemoryLimit, *, batches: Sequence[int] = (), doing: str = "evaluating"
+) -> EvalMemory:
     """The fastest way to keep within a limit; BadRecipe with what is needed where there is none.
 
-    First hidden states lie in a file, then heads are held as they are stored, then not at all.
+    First hidden states lie in a file, then heads are held as they are stored, then not at all. `batches` are
+    numbers of tokens to try in turn, where figures may differ by rounding. Where a limit that is not strict
+    is too small, all of that is done.
     """
-    choices = [_needs(work, limit, form, holds) for form in HeadForm for holds in (True, False)]
+    sizes = [replace(work, batch_tokens=tokens) for tokens in batches] or [work]
+    ways = [(each, form, holds) for each in sizes for form in HeadForm for holds in (True, False)]
+    choices = [_needs(each, limit, form, holds) for each, form, holds in ways]
     least = choices[-1]
-    limit.check(least.peak - limit.process, "evaluating")
+    limit.check(least.peak - limit.process, doing)
     return next((each for each in choices if each.peak <= limit.memory), least)
 
 
@@ -138,6 +146,7 @@ def _needs(work: EvalWork, limit: MemoryLimit, heads: HeadForm, holds_states: bo
         states=work.states,
         weights=sum(model.weights for model in work.models),
         part=work.part,
+        batch_tokens=work.batch_tokens,
     )
 
 
