@@ -93,6 +93,32 @@ def test_scores_are_those_of_a_run_in_memory_to_the_bit(
     assert not list(tmp_path.iterdir())
 
 
+def test_an_interrupted_run_keeps_what_it_has_scored(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the layers of the second part pass; nothing is left on disk."""
+    monkeypatch.setattr("qconvert.evaluate.memory.PART_TOKENS", 32)
+    windows = [Window(at, at + 16, at + 1) for at in range(0, 96, 16)]
+
+    def run(stop: float) -> tuple[int, np.ndarray]:
+        track = Track(open_model(models["bf16"], "m", in_turn=True))
+        memory = fitted(EvalWork([LLAMA], 1, 16, 96), MemoryLimit(1 << 40))
+
+        def tell(done: float, total: int) -> None:
+            if done > stop:
+                raise KeyboardInterrupt
+
+        how = LayersInTurn(replace(memory, holds_states=False), tmp_path)
+        done = run_lockstep([track], IDS_N, windows, compared=False, batch_tokens=16, progress=tell, run=how)
+        return done, np.concatenate(track.nll)
+
+    (some, first), (every, whole) = run(2.2), run(100)
+    assert (some, every) == (2, 6) and np.array_equal(first, whole[: len(first)])
+    with pytest.raises(KeyboardInterrupt):
+        run(0.1)
+    assert not list(tmp_path.iterdir())
+
+
 def sparse_checkpoint(folder: Path, config: dict[str, Any]) -> Path:
     """A bf16 checkpoint of zeros in one file that takes no disk."""
     header, at = {}, 0

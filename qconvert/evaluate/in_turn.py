@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -134,7 +135,7 @@ class LayersInTurn:
         assert isinstance(head, StreamedWeight)
         match self.memory.heads:
             case HeadForm.PLACED:
-                return head.placed(0, head.shape[0])
+                return cast(Table, head.placed(0, head.shape[0]))
             case HeadForm.STORED:
                 return head.as_stored()
             case HeadForm.STREAMED:

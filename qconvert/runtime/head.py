@@ -7,6 +7,8 @@ width, N rows of the input.
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -63,7 +65,7 @@ def multiply_float32(x_NI: Tensor, head: Table, start: int, stop: int) -> Tensor
     few = len(x_NI) <= MOST_SINGLE_ROWS and x_NI.device.type == "cpu"
     if few and isinstance(head, StreamedWeight) and head.place is not None:
         starts = range(start, stop, _BLOCK_WORDS)
-        blocks = (head.placed(first, min(first + _BLOCK_WORDS, stop)) for first in starts)
+        blocks = (cast(Table, head.placed(first, min(first + _BLOCK_WORDS, stop))) for first in starts)
         return torch.cat([multiply_float32(x_NI, block, 0, block.shape[0]) for block in blocks], dim=1)
     if few and isinstance(head, PackedGrid | DenseWeight) and head.shape[1] % LANES == 0:
         return multiply_few(x_NI, head.part(slice(start, stop)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from qconvert.runtime.cpu.kernel_args import LINEAR
 from qconvert.runtime.cpu.kernels import compiled
 from qconvert.runtime.cpu.products import multiply_few
 from qconvert.runtime.weight_source import HeldRows, RowSource
-
-if TYPE_CHECKING:
-    from qconvert.runtime.linear import Table
 
 _TORCH = {
     DType.BF16: torch.bfloat16,
@@ -231,13 +228,13 @@ class EncodedWeight(_Decoded):
 class StreamedWeight(_Decoded):
     """A weight that is not held: rows are read whenever they are multiplied by, a block at a time.
 
-    `place` makes of rows the weight that they would be if they were held.
+    `place` makes of rows the weight (`linear.Table`) that they would be if they were held.
     """
 
     source: RowSource
     device: torch.device
     dtype: torch.dtype
-    place: Callable[[Value], Table] | None = None
+    place: Callable[[Value], Decodable] | None = None
     kind: str = "streamed"
     nbytes: int = 0
 
@@ -262,8 +259,8 @@ class StreamedWeight(_Decoded):
                 done += len(part)
         return found[place_R.to(self.device)]
 
-    def placed(self, start: int, stop: int) -> Table:
-        """Rows [start, stop) as a weight of their own, which is held."""
+    def placed(self, start: int, stop: int) -> Decodable:
+        """Rows [start, stop) as a weight of their own (`linear.Table`), which is held."""
         assert self.place is not None
         with torch.inference_mode(False):  # weights are packed in other threads, which are in no such mode
             return self.place(self.source.read(start, stop))
