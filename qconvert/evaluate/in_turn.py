@@ -113,7 +113,8 @@ class LayersInTurn:
         self, tracks: Sequence[Track], part: Sequence[Batch], states: Sequence[HiddenStates], tell: Tell
     ) -> Iterator[list[Outputs]]:
         """What the heads are given, which are read once for all batches where there is room."""
-        heads = {id(track.model): self._head(track.model.decoder) for track in tracks}
+        decoders = {id(track.model): track.model.decoder for track in tracks}
+        heads = {key: self._head(decoder) for key, decoder in decoders.items()}
         tokens = [batch.tokens_BT for batch in part]
         rows = [
             states_of(track.model.decoder, tokens, own) for track, own in zip(tracks, states, strict=True)

@@ -8,7 +8,8 @@ import torch
 
 from qconvert.core.version import __version__
 from qconvert.runtime.device_layout import Layout
-from qconvert.runtime.model import Decoder, Layer
+from qconvert.runtime.layer import Layer
+from qconvert.runtime.model import Decoder
 
 
 def arithmetic(decoder: Decoder, rows: int, activations: str = "exact") -> str:
