@@ -175,11 +175,16 @@ def test_the_command_says_so_at_once(tmp_path: Path) -> None:
             "50.00 MB was asked" in ran.err or "50,000,000 bytes was asked" in ran.err or "0.05 GB" in ran.err
         )
         assert "Hint: write --max-memory" in ran.err and not list(tmp_path.glob("out/*"))
-    ran = qconvert("calibrate", "embedded", "--engine", "transformers", *how, "-o", tmp_path / "out")
-    assert ran.code == 1 and "transformers, which holds the whole model, needs at least" in ran.err
     ran = qconvert("quantize", "embedded", "--bits", 4, "--method", "feedback", *how[:6], "--dry-run")
     assert ran.code == 0 and "calibrating on 2,048 tokens of text takes about" in ran.err
     assert "to keep within" not in ran.err
+
+
+def test_transformers_holds_the_whole_model_or_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("def add(a, b):\n    return a + b\n\n\n" * 400)
+    how = ("--text", tmp_path / "words.txt", "--tokens", "2k", "--window", 64, "--max-memory", "50MB")
+    ran = qconvert("calibrate", "embedded", "--engine", "transformers", *how, "-o", tmp_path / "out")
+    assert ran.code == 1 and "transformers, which holds the whole model, needs at least" in ran.err
 
 
 SAVED = {
