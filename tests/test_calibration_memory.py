@@ -180,6 +180,13 @@ def test_the_command_says_so_at_once(tmp_path: Path) -> None:
     assert "to keep within" not in ran.err
 
 
+def test_transformers_holds_the_whole_model_or_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "words.txt").write_text("def add(a, b):\n    return a + b\n\n\n" * 400)
+    how = ("--text", tmp_path / "words.txt", "--tokens", "2k", "--window", 64, "--max-memory", "50MB")
+    ran = qconvert("calibrate", "embedded", "--engine", "transformers", *how, "-o", tmp_path / "out")
+    assert ran.code == 1 and "transformers, which holds the whole model, needs at least" in ran.err
+
+
 SAVED = {
     "nothing": {},
     "parts of windows": {"batch_tokens": 24},

@@ -46,8 +46,28 @@ class ActivationFile:
         stored = x_BTD.detach().to("cpu", self.dtype).contiguous()
         write_exactly(self.fd, _octets(stored), self._offset(slot, first, start), _NAME)
 
+    def slot(self, number: int) -> ActivationSlot:
+        """A slot as a row of tokens."""
+        return ActivationSlot(self, number)
+
     def _offset(self, slot: int, window: int, token: int) -> int:
         return ((slot * self.windows + window) * self.tokens + token) * self.width * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSlot:
+    """A slot of a file, its tokens one after the other (`runtime.layer_passes.HiddenStates`)."""
+
+    file: ActivationFile
+    number: int
+
+    def read(self, first: int, count: int) -> Tensor:
+        """Those of `count` tokens from the `first` on, float32 [N, D]."""
+        return self.file.read_part(self.number, 0, first, first + count)[0]
+
+    def write(self, first: int, x_ND: Tensor) -> None:
+        """Store those of the tokens from the `first` on."""
+        self.file.write(self.number, 0, x_ND, first)
 
 
 @contextmanager

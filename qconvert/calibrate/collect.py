@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qconvert.calibrate.activation_file import ActivationFile, activation_file
+from qconvert.calibrate.activation_file import activation_file
 from qconvert.calibrate.moment_sums import MomentSums
 from qconvert.calibrate.moments import InputStatistics
 from qconvert.calibrate.text import check_tokens
 from qconvert.core.statistics import InputKey
 from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.layer_passes import HiddenStates, pass_layers, states_of
 from qconvert.runtime.model import Decoder
-from qconvert.runtime.precision import exact_products
 
 Progress = Callable[[int, int], None]
 """Called with the tokens done and those to do, each counted once per layer."""
@@ -52,7 +52,7 @@ def collect_statistics(
     room = activation_file(folder, 1, len(tokens_BT), window, config.hidden, decoder.dtype)
     with decoder.observing(sums), room as file:
         size = together or windows_together(config, window, BATCH_BYTES)
-        _run(decoder, torch.from_numpy(tokens_BT), file, size, sums, told)
+        _run(decoder, torch.from_numpy(tokens_BT), file.slot(0), size, sums, told)
     return sums.statistics(config.shapes, tokens_BT, config.vocab)
 
 
@@ -60,32 +60,16 @@ def collect_statistics(
 def _run(
     decoder: Decoder,
     tokens_BT: Tensor,
-    file: ActivationFile,
+    states: HiddenStates,
     size: int,
     observe: Callable[[InputKey, Tensor], None],
     progress: Progress,
 ) -> None:
-    """Compute every layer for all windows, `size` of them at a time, in place."""
-    window, layers, tokens = tokens_BT.shape[1], decoder.config.layers, tokens_BT.numel()
-    batches = [(at, min(size, len(tokens_BT) - at)) for at in range(0, len(tokens_BT), size)]
-    for first, count in batches:
-        file.write(0, first, decoder.embedded(tokens_BT[first : first + count].to(decoder.device)))
-    rotations = decoder.rotations(0, window)
-
-    def read(first: int, count: int) -> Tensor:
-        return file.read(0, first, count).to(decoder.device, decoder.dtype)
-
-    def through(i: int) -> None:  # a function, so that the layer goes before the next one comes
-        layer = decoder.layers[i]
-        for first, count in batches:
-            file.write(0, first, layer(read(first, count), rotations, None))
-            progress(i * tokens + (first + count) * window, layers * tokens)
-
-    with exact_products():
-        for i in range(layers):
-            through(i)
-    for first, count in batches:
-        h_BTD = decoder.norm(read(first, count))
+    """Compute every layer for all windows, `size` of them at a time, then what the head reads."""
+    batches = [tokens_BT[first : first + size] for first in range(0, len(tokens_BT), size)]
+    pass_layers(decoder, batches, states, passed=progress)
+    for x_BTD in states_of(decoder, batches, states):
+        h_BTD = decoder.norm(x_BTD)
         observe(InputKey(("lm_head",)), h_BTD.reshape(-1, h_BTD.shape[-1]))
 
 

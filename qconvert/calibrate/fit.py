@@ -24,8 +24,6 @@ from qconvert.calibrate.memory import (
 )
 from qconvert.calibrate.memory_limit import MemoryLimit
 from qconvert.calibrate.savings import BATCH_TOKENS, WHOLE, HessianForm, Savings
-from qconvert.errors import BadRecipe
-from qconvert.formats.io.local_file import amount
 
 _FEWEST_TOKENS = 256
 _FEWEST_COLUMNS = 256
@@ -60,7 +58,7 @@ def fitted_collection(work: Work, tokens: int, limit: MemoryLimit) -> tuple[int,
     At most `tokens` tokens, down to those of one window. Raises BadRecipe where that is too much for a strict
     limit.
     """
-    choices = [(each, streamed) for streamed in (False, True) for each in _fewer(tokens, work.window)]
+    choices = [(each, streamed) for streamed in (False, True) for each in fewer(tokens, work.window)]
     for each, streamed in choices:
         if collecting(work, each, streamed=streamed) <= limit.room:
             return each, streamed
@@ -79,7 +77,7 @@ def fitted_weighing(work: Work, limit: MemoryLimit, hessians: int = 0) -> tuple[
     wanted = min(layer_hessians(work) + layer_samples(work), hessians)
     savings, room = Savings(), 0
     for streamed in (False, True):
-        for each in _fewer(BACKWARD_TOKENS, work.window):
+        for each in fewer(BACKWARD_TOKENS, work.window):
             savings = Savings(backward_tokens=each if each != BACKWARD_TOKENS else None, streamed=streamed)
             room = (limit.room - weighing(work, savings)) // _HESSIAN_COPIES
             if room >= wanted:
@@ -88,7 +86,7 @@ def fitted_weighing(work: Work, limit: MemoryLimit, hessians: int = 0) -> tuple[
     return savings, max(0, room)
 
 
-def _fewer(tokens: int, window: int) -> list[int]:
+def fewer(tokens: int, window: int) -> list[int]:
     """Tokens of a batch: so many, half as many, and so on down to those of a window."""
     found = [tokens]
     while found[-1] > window:
@@ -149,11 +147,5 @@ def _backward(savings: Savings) -> Iterator[Savings]:
 
 def _check(needed: int, work: Work, limit: MemoryLimit) -> None:
     """Raise BadRecipe where a run needs more than a strict limit allows."""
-    if needed <= limit.room or not limit.strict:
-        return
     shorter = f", or --window {work.window // 2} for shorter windows" if work.window > _SHORT_WINDOW else ""
-    whole = limit.process + needed
-    raise BadRecipe(
-        f"--max-memory: calibrating needs at least {amount(whole)}, {amount(limit.memory)} was asked",
-        f"write --max-memory {-(-whole // 1_000_000)}MB{shorter}",
-    )
+    limit.check(needed, "calibrating", shorter)

@@ -139,7 +139,7 @@ def collecting(work: Work, tokens: int, *, streamed: bool) -> int:
     weights = 3 * SCRATCH_BYTES if streamed else work.layer * (_FLOAT + work.weight_bytes / 2)
     savings = Savings(tokens)
     # Beside the batch of a layer, the squares of what its widest linear reads.
-    batch = max(_activations(work, savings, attention=attention) for attention in (True, False))
+    batch = max(activations(work, savings, attention=attention) for attention in (True, False))
     squares = _tokens(work, tokens, token_wise=False) * 2 * max(work.widths) * _FLOAT
     return round(SLACK * (weights + batch + squares)) + LIBRARIES
 
@@ -189,10 +189,11 @@ def _tokens(work: Work, most: int, *, token_wise: bool) -> int:
 
 def _batch(work: Work, savings: Savings, *, attention: bool) -> float:
     """A layer and the activations of a batch in it."""
-    return _layers(work, savings) + _activations(work, savings, attention=attention)
+    return _layers(work, savings) + activations(work, savings, attention=attention)
 
 
-def _activations(work: Work, savings: Savings, *, attention: bool) -> float:
+def activations(work: Work, savings: Savings, *, attention: bool) -> float:
+    """What a batch takes in the attention of a layer, or in its MLP."""
     c = work.config
     tokens = _tokens(work, savings.batch_tokens, token_wise=not (attention or c.graph.parallel))
     heads, keys = c.head_widths
@@ -284,14 +285,14 @@ def _gradients(work: Work, savings: Savings) -> float:
     c = work.config
     tokens = _tokens(work, savings.backward_tokens or BACKWARD_TOKENS, token_wise=False)
     heads, keys = c.head_widths
-    activations = tokens * (7 * work.inner + 12 * c.hidden + 10 * heads + 8 * keys) * _FLOAT
+    kept = tokens * (7 * work.inner + 12 * c.hidden + 10 * heads + 8 * keys) * _FLOAT
     size = work.calibration.output_rows
     blocks: dict[int, int] = {}
     for (_, i), (rows, _) in work.shapes.items():
         blocks[i] = blocks.get(i, 0) + rows * min(rows, size)
     weights = 3 * SCRATCH_BYTES if savings.streamed else work.layer * work.weight_bytes + 2 * SCRATCH_BYTES
     sums = 3 * max(blocks.values()) * _FLOAT
-    return activations + _scores(work) * 2 + sums + weights + _tables(work, savings)
+    return kept + _scores(work) * 2 + sums + weights + _tables(work, savings)
 
 
 def _tables(work: Work, savings: Savings) -> float:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qconvert.calibrate.freed import give_back
+from qconvert.errors import BadRecipe
+from qconvert.formats.io.local_file import amount
 
 KERNELS = 96 << 20
 """What compiled kernels and libraries will add to the process, which it has not loaded yet.
@@ -46,6 +48,19 @@ class MemoryLimit:
         """What a run may take beside the process."""
         return self.memory - self.process
 
+    def check(self, needed: int, doing: str, otherwise: str = "") -> None:
+        """Raise BadRecipe where `doing` something needs more than a strict limit allows.
+
+        `otherwise` ends the hint.
+        """
+        if needed <= self.room or not self.strict:
+            return
+        whole = self.process + needed
+        raise BadRecipe(
+            f"--max-memory: {doing} needs at least {amount(whole)}, {amount(self.memory)} was asked",
+            f"write --max-memory {-(-whole // 1_000_000)}MB{otherwise}",
+        )
+
 
 def memory_limit(asked: int | None) -> MemoryLimit:
     """The limit of a run from now on: `asked` bytes for all of the process, or what is chosen for it."""
@@ -62,7 +77,16 @@ def resident() -> int:
     status = Path("/proc/self/statm")
     if status.exists():
         return int(status.read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-    import resource  # the most there ever was, in kilobytes but on macOS
+    return peak_resident()
+
+
+def peak_resident() -> int:
+    """The most bytes that this process had in memory at once."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = (line.split() for line in status.read_text().splitlines())
+        return next(int(words[1]) * 1024 for words in lines if words[0] == "VmHWM:")
+    import resource  # in kilobytes but on macOS
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 

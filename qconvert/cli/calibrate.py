@@ -260,6 +260,7 @@ def _run(
             click.echo(line, err=True)
     with layers_passed(text.tokens, talks=talks) as progress:
         if model is not None:
+            _check_memory(model, flags["max_memory"])
             return calibrate_elsewhere(model, name, text, device=flags["device"], progress=progress)
         return calibrate(
             checkpoint,
@@ -271,6 +272,14 @@ def _run(
             progress=progress,
             scratch=scratch,
         )
+
+
+def _check_memory(model: TransformersModel, asked: int | None) -> None:
+    """Raise BadRecipe where transformers, which holds the whole model, cannot keep within what was asked."""
+    from qconvert.calibrate.memory_limit import memory_limit
+
+    if asked is not None:
+        memory_limit(asked).check(model.nbytes, "transformers, which holds the whole model,")
 
 
 def _told_before(

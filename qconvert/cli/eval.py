@@ -12,6 +12,7 @@ from qconvert.cli import candidates
 from qconvert.cli.eval_output import Limits, check_target, command_line, show_report, show_reports, write
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.options import (
+    MEMORY,
     activations_option,
     device_option,
     examples,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from qconvert.checkpoint.by_role import Activations
     from qconvert.core.dtypes import Json
+    from qconvert.evaluate.in_turn import Within
     from qconvert.evaluate.perplexity_report import PerplexityReport
     from qconvert.evaluate.weights_report import WeightReport
 
@@ -49,7 +51,10 @@ def command() -> None:
 @command.command(
     "perplexity",
     short_help="Perplexity and distance, with error bars.",
-    epilog=examples("qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model"),
+    epilog=examples(
+        "qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model",
+        "qconvert eval perplexity ./model-70b-int4 --reference ./model-70b --max-memory 8GB",
+    ),
 )
 @models_argument()
 @click.option(
@@ -100,6 +105,13 @@ def command() -> None:
 )
 @device_option
 @jobs_option
+@click.option(
+    "--max-memory",
+    type=MEMORY,
+    metavar="SIZE",
+    show_default="whole models are held",
+    help="Memory of the process, such as 4GB: layers are read in turn, each for many windows.",
+)
 @activations_option("as-loaded")
 @click.option("--noise-floor", is_flag=True, help="Also compare the reference with itself.")
 @click.option(
@@ -309,12 +321,14 @@ def _measure(
     revision: str | None,
     save_reference: Path | None,
     samples: bool,
+    max_memory: int | None,
 ) -> PerplexityReport:
     import torch
 
     from qconvert.evaluate.measure import perplexity
 
     scores = None if out is None else out.with_name(out.name + ".partial.npz")
+    within = None if max_memory is None else _within(max_memory, out, talks=not quiet)
     with counted("chunk", talks=not quiet) as progress:
         return perplexity(
             names,
@@ -333,4 +347,16 @@ def _measure(
             resume=resume,
             save_reference=save_reference,
             samples=samples,
+            within=within,
         )
+
+
+def _within(nbytes: int, out: Path | None, *, talks: bool) -> Within:
+    """A memory to keep within; hidden states lie beside the report, or in the folder of temporary files."""
+    from tempfile import gettempdir
+
+    from qconvert.calibrate.activation_file import scratch_folder
+    from qconvert.evaluate.in_turn import Within
+
+    scratch = Path(gettempdir()) if out is None else scratch_folder(out)
+    return Within(nbytes, scratch, lambda line: click.echo(line, err=True) if talks else None)

@@ -163,18 +163,20 @@ class Aiming:
         from qconvert.calibrate.memory import Work
         from qconvert.calibrate.memory_limit import memory_limit
         from qconvert.cli.progress import layers_passed
-        from qconvert.evaluate.planned import planned_divergences
+        from qconvert.evaluate.planned import planned_divergences, planned_memory
         from qconvert.runtime.config import DecoderConfig
 
         flags = self.flags
         text = flags.read_text(source, DEFAULT_TOKENS)
-        self.read, self._measure = text.record, partial(planned_divergences, tokens_BT=text.tokens_BT)
+        scratch = scratch_folder(flags.out or Path("output"))
+        measure = partial(planned_divergences, tokens_BT=text.tokens_BT, scratch=scratch)
+        self.read, self._measure = text.record, measure
         config = DecoderConfig.of(source.checkpoint.architecture)
         work = Work(config, Calibration(text.tokens_BT, shift=False, gradient_tokens=text.tokens), 1, 4.0)
         options = flags.options
         limit = memory_limit(options.process_memory)
         savings, room = fitted_weighing(work, limit, hessians=options.max_memory // 2)
-        scratch = scratch_folder(flags.out or Path("output"))
+        planned_memory(source.checkpoint, text.window, limit)  # which is said now, not after the weighing
 
         def found() -> Iterator[Sensitivity]:
             if flags.talks:

@@ -6,6 +6,7 @@ So that what a plan costs can be measured: the decoder asks for a layer, and get
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 
 from qconvert.convert.calibrated import ReplacedRows, keeps_rows
 from qconvert.convert.job import Job
@@ -21,11 +22,12 @@ class PlannedRows:
     """Rows of a model's source tensors, float32 where the plan of a job quantizes them, else as they are.
 
     Codes are the nearest ones, weighed by the statistics of the job. What units make of a tensor is kept
-    until rows of another one are asked for, which they did not make.
+    until rows of another one are asked for, which they did not make; of an embedding or a head, in a file
+    without a name in the folder `scratch` if one is given.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._rows = job, ReplacedRows(job.source.checkpoint.reader)
+    def __init__(self, job: Job, scratch: Path | None = None) -> None:
+        self._job, self._rows = job, ReplacedRows(job.source.checkpoint.reader, scratch)
         self._made: set[str] = set()
         self._units: dict[str, list[Unit]] = defaultdict(list)
         for unit in job.compiled.plan.units:

@@ -14,7 +14,9 @@ import torch
 from qconvert.checkpoint.by_role import AS_LOADED, Activations, CheckpointWeights
 from qconvert.checkpoint.hub import resolve
 from qconvert.checkpoint.open import Checkpoint, open_checkpoint
+from qconvert.errors import BadRecipe
 from qconvert.evaluate.corpora import WIKITEXT, load_text
+from qconvert.evaluate.in_turn import Within
 from qconvert.evaluate.lockstep import EvalModel
 from qconvert.evaluate.models import open_model
 from qconvert.evaluate.origins import labels_of, origin_of
@@ -59,6 +61,7 @@ def perplexity(
     activations: Activations = AS_LOADED,
     revision: str | None = None,
     samples: bool = False,
+    within: Within | None = None,
     **how: Any,
 ) -> PerplexityReport:
     """Perplexity of models, and with a reference KL divergence and top-1 agreement, on the same tokens.
@@ -67,9 +70,11 @@ def perplexity(
     rounds the inputs of linears as loaders do ("as-loaded"), or not ("exact"). `text` is a UTF-8 file,
     `wikitext2` or `stdlib`; with `samples` the models continue two prompts from it; `how` is as in
     `evaluate.perplexity.run` (`max_chunks`, `noise_floor`, `progress`, `scores`, `resume`,
-    `save_reference`). Raises BadRecipe for a model whose tokenizer cuts the text into other tokens than the
-    reference's.
+    `save_reference`). `within` a memory, layers are read in turn, on the CPU. Raises BadRecipe for a
+    memory too small, and for a model whose tokenizer cuts the text into other tokens than the reference's.
     """
+    if within is not None:
+        _check_within(device, samples=samples)
     with text_named(str(text)) as source:  # before any model, so that what is wrong with it shows at once
         words = load_text(source, protocol_named(protocol, context).wikitext)
     saved = SavedReference(Path(reference)) if reference and is_saved_reference(Path(reference)) else None
@@ -78,6 +83,7 @@ def perplexity(
     for name, label in zip(runs, labels_of(runs), strict=True):
         found = resolve(name, revision=revision)
         how_read: dict[str, Any] = {"device": device, "dtype": dtype, "activations": activations}
+        how_read["in_turn"] = within is not None
         model = open_model(found.path, label, **how_read, name=name, commit=found.commit)
         loaded.append((model, found.path))
     first = 1 if reference and saved is None else 0
@@ -88,6 +94,7 @@ def perplexity(
         text=words,
         protocol=protocol,
         context=context,
+        within=within,
         **how,
     )
     if samples and not report.partial:
@@ -96,6 +103,16 @@ def perplexity(
         made = continuations(order, loaded[0][1], words.text)
         report = replace(report, samples=made)
     return report
+
+
+def _check_within(device: str, *, samples: bool) -> None:
+    """Raise BadRecipe for what is not done while layers are read in turn."""
+    if device != "cpu":
+        raise BadRecipe(f"--max-memory: is not held on {device}", "leave it out, or use --device cpu")
+    if samples:
+        raise BadRecipe(
+            "--max-memory: --samples would read the whole model for every token", "leave out one of the two"
+        )
 
 
 def weights(

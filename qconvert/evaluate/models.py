@@ -11,6 +11,7 @@ from qconvert.checkpoint.open import open_checkpoint
 from qconvert.convert.containers.gguf_file import CALIBRATION
 from qconvert.core.dtypes import Json
 from qconvert.evaluate.lockstep import EvalModel
+from qconvert.evaluate.model_bytes import ModelBytes
 from qconvert.evaluate.origins import origin_of
 from qconvert.formats.gguf.header import is_gguf
 from qconvert.formats.gguf.reader import GGUFFile
@@ -19,7 +20,7 @@ from qconvert.formats.io.strict_json import parse_json_object, read_json_object
 from qconvert.models.parameter_table import table_of_tensors
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import evaluation_layout, find_device
-from qconvert.runtime.load import load_decoder
+from qconvert.runtime.load import Streaming, load_decoder
 
 
 def open_model(
@@ -31,29 +32,36 @@ def open_model(
     activations: Activations = AS_LOADED,
     name: str | None = None,
     commit: str | None = None,
+    in_turn: bool = False,
 ) -> EvalModel:
     """The checkpoint in `path`, ready to be measured, in the layout that its device reads fastest.
 
     `name` is what it was asked for as, `commit` the Hub's; its weights are hashed (`origins`). No dtype
     stands for float32 on the CPU and bfloat16 on a GPU; `evaluation_layout` is the rule for what lies packed.
-    `activations` is as in `CheckpointWeights`.
+    `activations` is as in `CheckpointWeights`. Of a model that is run `in_turn`, layers are read when they
+    are needed, embedding and head by rows.
     """
     checkpoint, place = open_checkpoint(path), find_device(device)
     parameter_table = table_of_tensors(checkpoint.tensors, checkpoint.bind(), checkpoint.layout.traits)
     dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     weights = CheckpointWeights(checkpoint, activations=activations)
+    config = DecoderConfig.of(checkpoint.architecture)
+    layout = evaluation_layout(parameter_table.parameters, place, dtype)
     decoder = load_decoder(
-        DecoderConfig.of(checkpoint.architecture),
+        config,
         weights,
         device=place,
         dtype=dtype,
-        layout=evaluation_layout(parameter_table.parameters, place, dtype),
+        layout=layout,
         inputs=weights.inputs,
+        on_demand=in_turn,
+        streaming=Streaming.TABLES if in_turn else Streaming.NOTHING,
     )
+    nbytes = ModelBytes.of(config, weights, dtype, layout) if in_turn else None
     size_bytes = sum(file.size for file in checkpoint.files.files)
     said = weights.activations_in_words
     origin = origin_of(checkpoint, name or str(path), commit)
-    return EvalModel(label, decoder, size_bytes, parameter_table.bits_per_weight, path, origin, said)
+    return EvalModel(label, decoder, size_bytes, parameter_table.bits_per_weight, path, origin, said, nbytes)
 
 
 def calibrated_on(path: Path | None) -> frozenset[str]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from qconvert.errors import BadRecipe
 from qconvert.evaluate.corpora import WIKITEXT, load_text
-from qconvert.evaluate.lockstep import EvalModel, Progress, Track, run_lockstep
+from qconvert.evaluate.in_turn import LayersInTurn, Within, fit
+from qconvert.evaluate.lockstep import EvalModel, Progress, Run, Track, run_in_memory, run_lockstep
 from qconvert.evaluate.models import calibrated_on
 from qconvert.evaluate.paired_statistics import divergence, exp_mean, mean, root_mean_square
 from qconvert.evaluate.perplexity_report import PerplexityReport
@@ -44,6 +45,7 @@ def run(
     scores: Path | None = None,
     resume: bool = False,
     save_reference: Path | None = None,
+    within: Within | None = None,
 ) -> PerplexityReport:
     """Evaluate models on a text, both given by name as on a command line.
 
@@ -67,6 +69,7 @@ def run(
         scores=scores,
         resume=resume,
         save_reference=save_reference,
+        within=within,
     )
 
 
@@ -88,6 +91,7 @@ def evaluate(
     scores: Path | None = None,
     resume: bool = False,
     save_reference: Path | None = None,
+    within: Within | None = None,
 ) -> PerplexityReport:
     """Measure every model on the text; in the report the reference comes first, then the largest.
 
@@ -96,8 +100,9 @@ def evaluate(
     Where `scores` names a file, Ctrl-C yields the report of the windows done and leaves their scores
     there; `resume` goes on from such a file. `save_reference` names a file for what the reference says of
     every token (of the first model, where there is no reference); an evaluation that is interrupted leaves
-    none. Raises BadRecipe for a text too short, models of unlike vocabularies, or a saved reference of
-    another text; CheckFailed for a model whose loss is no number.
+    none. With `within`, models that were opened `in_turn` are run within a memory. Raises BadRecipe for a
+    memory too small, a text too short, models of unlike vocabularies, or a saved reference of another text;
+    CheckFailed for a model whose loss is no number.
     """
     all_models = _all(models, reference)
     _check_vocabulary(all_models, tokens)
@@ -117,6 +122,10 @@ def evaluate(
         rules.append(saved.mark)
     mark = fingerprint(all_tracks, *rules)
     before = load_scores(scores, all_tracks, mark) if scores is not None and resume else 0
+    how: Run = run_in_memory
+    if within is not None:
+        saves = saved is not None or save_reference is not None
+        how = fit(within, all_tracks, windows[before:], batch_tokens=batch_tokens, saves=saves)
     with _recorder(save_reference, tracks[0], conditions, windows) as recorder:
         done = run_lockstep(
             all_tracks,
@@ -129,6 +138,7 @@ def evaluate(
             done=before,
             saved=saved,
             recorder=recorder,
+            run=how,
         )
         if recorder is not None and done == len(windows):
             recorder.finish(tracks[0])
@@ -141,7 +151,10 @@ def evaluate(
     window_N = np.repeat(np.arange(done), [window.stop - window.scored for window in windows[:done]])
     base = _Base.of(tracks[0]) if runs else None if saved is None else _Base.of_saved(saved, len(window_N))
     shared = _Evaluation(tokens, protocol, windows[:done], len(windows), base, window_N)
-    return _report(shared, tracks, echoes, saved)
+    report = _report(shared, tracks, echoes, saved)
+    if within is None or not isinstance(how, LayersInTurn):
+        return report
+    return replace(report, memory=within.use(how.memory))
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from qconvert.evaluate.figures import perplexity_figures, short_role
 from qconvert.evaluate.mix_table import mix_grid
 from qconvert.evaluate.paired_statistics import Estimate
 from qconvert.evaluate.provenance import origins_grid, run_facts
-from qconvert.evaluate.records import Comparison, ModelResult, PromptSample, relative_rms
+from qconvert.evaluate.records import Comparison, MemoryUse, ModelResult, PromptSample, relative_rms
 from qconvert.evaluate.scales import GLOSSARY, GLOSSARY_ALONE, SCALES
 from qconvert.evaluate.verdict import perplexity_verdict
 from qconvert.evaluate.weights_report import WeightReport, layer_grids
@@ -33,7 +33,8 @@ class PerplexityReport:
     `noise_floor` compares the reference with itself, computed in batches of another size;
     `weights` holds the errors of each model's weights, where they were compared; `samples` what the models
     wrote. `date` is in UTC, `command` the words of the command line, `request` what they asked for (empty
-    where there was none), `saved_reference` the file that the reference was read from.
+    where there was none), `saved_reference` the file that the reference was read from. `memory` is what was
+    taken where layers were read in turn.
     """
 
     protocol: str
@@ -57,6 +58,7 @@ class PerplexityReport:
     request: Json = field(default_factory=dict)
     saved_reference: str | None = None
     samples: tuple[PromptSample, ...] = ()
+    memory: MemoryUse | None = None
 
     @property
     def partial(self) -> bool:
@@ -71,7 +73,10 @@ class PerplexityReport:
     def to_json(self) -> Json:
         head = {"report": "perplexity", "version": FORMAT_VERSION, "partial": self.partial}
         scales = {"scales": [scale.to_json() for scale in SCALES]}
-        return head | {"verdict": list(self.verdict)} | asdict(self) | scales
+        record = head | {"verdict": list(self.verdict)} | asdict(self) | scales
+        if self.memory is None:
+            del record["memory"]
+        return record
 
     def figures(self) -> list[Figure]:
         found = perplexity_figures(self.models, self.reference, self.noise_floor)
@@ -98,6 +103,9 @@ class PerplexityReport:
         yield "arithmetic", "; ".join(dict.fromkeys(model.arithmetic for model in self.models))
         if self.saved_reference is not None:
             yield "reference", f"{self.reference}, as saved in {self.saved_reference}"
+        if self.memory is not None:
+            asked, peak = size(self.memory.asked_bytes), size(self.memory.peak_bytes)
+            yield "memory", f"{peak} at most of {asked}, layers read in turn"
         yield from run_facts(self.date, self.command, self.environment)
 
     def _grids(self) -> Iterator[Grid]:

@@ -81,6 +81,15 @@ class ModelResult:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes of the process: what was asked for, what it was to take at most, and its peak so far."""
+
+    asked_bytes: int
+    expected_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Continuation:
     """How a model continues a prompt, taking the likeliest token each time.
 

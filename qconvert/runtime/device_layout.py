@@ -30,6 +30,7 @@ from qconvert.runtime.storage import (
     EncodedWeight,
     IntWeight,
     Readable,
+    aligned,
     as_tensor,
 )
 
@@ -98,7 +99,7 @@ def place_vector(value: Value, device: torch.device, dtype: torch.dtype) -> Tens
 def place_rows(value: Value, device: torch.device, dtype: torch.dtype) -> Readable:
     """A whole weight in a form whose rows can be read: dense in the compute dtype, or as it is packed."""
     if isinstance(value, DenseRows):
-        return DenseWeight(as_tensor(value.rows_RI, value.dtype).to(device, dtype))
+        return DenseWeight(aligned(as_tensor(value.rows_RI, value.dtype).to(device, dtype)))
     if _is_grid(value):
         return _place_codes(value, device, dtype)
     return EncodedWeight(value, value.width, device, dtype)

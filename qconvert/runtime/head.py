@@ -7,6 +7,8 @@ width, N rows of the input.
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from qconvert.runtime.cpu.packed_weights import PackedGrid
 from qconvert.runtime.cpu.products import multiply_few
 from qconvert.runtime.linear import Table
 from qconvert.runtime.precision import exact_products
-from qconvert.runtime.storage import DenseWeight
+from qconvert.runtime.storage import DenseWeight, StreamedWeight
 
 _BLOCK_WORDS = 1024
 """Words converted to float32 at a time: 3.6 MB for a hidden width of 896, which stays in cache."""
@@ -61,6 +63,10 @@ def multiply_float32(x_NI: Tensor, head: Table, start: int, stop: int) -> Tensor
     """`x W[start:stop]^T`, float32 [N, stop - start]."""
     x_NI = x_NI.float()
     few = len(x_NI) <= MOST_SINGLE_ROWS and x_NI.device.type == "cpu"
+    if few and isinstance(head, StreamedWeight) and head.place is not None:
+        starts = range(start, stop, _BLOCK_WORDS)
+        blocks = (cast(Table, head.placed(first, min(first + _BLOCK_WORDS, stop))) for first in starts)
+        return torch.cat([multiply_float32(x_NI, block, 0, block.shape[0]) for block in blocks], dim=1)
     if few and isinstance(head, PackedGrid | DenseWeight) and head.shape[1] % LANES == 0:
         return multiply_few(x_NI, head.part(slice(start, stop)))
     with exact_products():

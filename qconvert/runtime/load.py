@@ -114,9 +114,10 @@ class LayersOnDemand(Sequence[Layer]):
     def __getitem__(self, index: slice) -> Sequence[Layer]: ...
     def __getitem__(self, index: int | slice) -> Layer | Sequence[Layer]:
         numbers = range(len(self))[index]
-        if isinstance(numbers, range):
-            return [self._loader.layer(i) for i in numbers]
-        return self._loader.layer(numbers)
+        with torch.inference_mode(False):  # weights are packed in other threads, which are in no such mode
+            if isinstance(numbers, range):
+                return [self._loader.layer(i) for i in numbers]
+            return self._loader.layer(numbers)
 
 
 def _step(decoder: Decoder) -> Step | None:
@@ -298,7 +299,8 @@ class _Loader:
         if rows is None:
             return None
         self.check_shape(role, i, rows.shape, members)
-        return StreamedWeight(rows, self.device, self.dtype)
+        place = partial(place_table, device=self.device, dtype=self.dtype, layout=self.layout)
+        return StreamedWeight(rows, self.device, self.dtype, place)
 
     def tap(self, roles: Sequence[str], i: int) -> Tap:
         expert = _EXPERT.search(roles[0])

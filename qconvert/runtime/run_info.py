@@ -7,6 +7,8 @@ import platform
 import torch
 
 from qconvert.core.version import __version__
+from qconvert.runtime.device_layout import Layout
+from qconvert.runtime.layer import Layer
 from qconvert.runtime.model import Decoder
 
 
@@ -15,14 +17,19 @@ def arithmetic(decoder: Decoder, rows: int, activations: str = "exact") -> str:
 
     `activations` are the inputs of linears in words, which are said where they are not exact alone.
     """
-    linears = [linear for layer in decoder.layers for linear in layer.attention.linears]
-    packed = any(linear.weight.multiplies_codes(rows) for linear in linears)
+    fast = decoder.layout is Layout.AUTO  # in the others codes are decoded first
+    packed = fast and any(_multiplies_codes(decoder.layers[i], rows) for i in range(len(decoder.layers)))
     name = dtype_name(decoder.dtype)
     worth = (
         f"rounded to {name}" if not packed else "in exact products with inputs of 16 bits per block of 128"
     )
     inputs = "" if activations == "exact" else f", inputs of linears {activations}"
     return f"{name}, quantized weights as scale * (code - zero) {worth}{inputs}, logits in float32"
+
+
+def _multiplies_codes(layer: Layer, rows: int) -> bool:
+    """Whether the attention of a layer, which may be read for this alone, multiplies codes."""
+    return any(linear.weight.multiplies_codes(rows) for linear in layer.attention.linears)
 
 
 def use_threads(threads: int | None) -> None:

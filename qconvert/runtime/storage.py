@@ -8,7 +8,8 @@ Legend: O out features (rows), I in features, G groups, R rows asked for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ from qconvert.core.values import DenseRows, Value
 from qconvert.runtime.cpu.kernel_args import LINEAR
 from qconvert.runtime.cpu.kernels import compiled
 from qconvert.runtime.cpu.products import multiply_few
-from qconvert.runtime.weight_source import RowSource
+from qconvert.runtime.weight_source import HeldRows, RowSource
 
 _TORCH = {
     DType.BF16: torch.bfloat16,
@@ -36,6 +37,12 @@ def as_tensor(array: np.ndarray, dtype: DType) -> Tensor:
     return torch.from_numpy(array).view(_TORCH[dtype])
 
 
+def aligned(x: Tensor) -> Tensor:
+    """The same numbers in memory that begins at a whole cache line, on which sums of products depend."""
+    return x if x.data_ptr() % _CACHE_LINE == 0 else x.clone()
+
+
+_CACHE_LINE = 64
 SCRATCH_BYTES = 32 << 20
 """The size of the float32 block that dequantizing may hold."""
 _CLOSE_ROWS, _MOST_ROWS = 4, 256  # of rows that are read in one call: how far apart, and how many
@@ -214,16 +221,20 @@ class EncodedWeight(_Decoded):
         chosen = index if isinstance(index, slice) else index.cpu().numpy()
         arrays = tuple(np.ascontiguousarray(array[chosen]) for array in self.value.arrays)
         w_RI = numbers(self.value.with_arrays(arrays), DType.F32).rows_RI
-        return torch.from_numpy(w_RI).to(self.device, self.dtype)
+        return aligned(torch.from_numpy(w_RI).to(self.device, self.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedWeight(_Decoded):
-    """A weight that is not held: rows are read whenever they are multiplied by, a block at a time."""
+    """A weight that is not held: rows are read whenever they are multiplied by, a block at a time.
+
+    `place` makes of rows the weight (`linear.Table`) that they would be if they were held.
+    """
 
     source: RowSource
     device: torch.device
     dtype: torch.dtype
+    place: Callable[[Value], Decodable] | None = None
     kind: str = "streamed"
     nbytes: int = 0
 
@@ -248,13 +259,24 @@ class StreamedWeight(_Decoded):
                 done += len(part)
         return found[place_R.to(self.device)]
 
+    def placed(self, start: int, stop: int) -> Decodable:
+        """Rows [start, stop) as a weight of their own (`linear.Table`), which is held."""
+        assert self.place is not None
+        with torch.inference_mode(False):  # weights are packed in other threads, which are in no such mode
+            return self.place(self.source.read(start, stop))
+
+    def as_stored(self) -> StreamedWeight:
+        """The same weight, its rows held in the form in which they are stored."""
+        value = self.source.read(0, self.shape[0])
+        return replace(self, source=HeldRows(value), nbytes=sum(array.nbytes for array in value.arrays))
+
     def _read(self, start: int, stop: int) -> Tensor:
         from qconvert.quant.dequantize import numbers
 
         value = self.source.read(start, stop)
         if isinstance(value, DenseRows):
-            return as_tensor(value.rows_RI, value.dtype).to(self.device, self.dtype)
-        return torch.from_numpy(numbers(value, DType.F32).rows_RI).to(self.device, self.dtype)
+            return aligned(as_tensor(value.rows_RI, value.dtype).to(self.device, self.dtype))
+        return aligned(torch.from_numpy(numbers(value, DType.F32).rows_RI).to(self.device, self.dtype))
 
 
 Readable = DenseWeight | IntWeight | EncodedWeight | StreamedWeight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from qconvert.core.activations import InputQuantization
@@ -44,6 +45,21 @@ class RowSource(Protocol):
     def read(self, start: int, stop: int) -> Value:
         """Rows [start, stop)."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRows:
+    """A weight that was read already, as a source of its rows."""
+
+    value: Value
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.value.rows, self.value.width
+
+    def read(self, start: int, stop: int) -> Value:
+        """Rows [start, stop); no copy."""
+        return self.value.with_arrays(tuple(array[start:stop] for array in self.value.arrays))
 
 
 @runtime_checkable
