@@ -28,6 +28,8 @@ from qconvert.formats.io.strict_json import read_json_object
 
 CONFIG_FILE = "config.json"
 README_FILE = "README.md"
+# Where tools of NVIDIA repeat the quantization settings, or alone have them.
+QUANTIZATION_FILE = "hf_quant_config.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -168,7 +170,19 @@ def _is_there(path: Path) -> bool:
 def _config(folder: Path) -> Json:
     if not _is_there(folder / CONFIG_FILE):
         raise CorruptCheckpoint(f"{folder}: has no {CONFIG_FILE}", "copy it from the model's source")
-    return read_json_object(folder / CONFIG_FILE)
+    config = read_json_object(folder / CONFIG_FILE)
+    if "quantization_config" in config or not _is_there(folder / QUANTIZATION_FILE):
+        return config
+    return config | _said_apart(read_json_object(folder / QUANTIZATION_FILE))
+
+
+def _said_apart(said: Json) -> Json:
+    """The quantization settings of a file beside config.json, as that would have them."""
+    producer = said.get("producer")
+    named = producer.get("name") if isinstance(producer, dict) else None
+    if not isinstance(named, str) or not isinstance(said.get("quantization"), dict):
+        return {}
+    return {"quantization_config": {**said, "quant_method": named}}
 
 
 def _refuse_other_weights(folder: Path) -> None:

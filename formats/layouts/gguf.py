@@ -92,6 +92,22 @@ class GGUFLayout:
             return (stored(tensor).stored,)
         return tuple({stretch.array.name: stretch.array for stretch in home}.values())
 
+    def settings_beside(
+        self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
+    ) -> Json:
+        return self.settings(quantized, kept)
+
+    def scale_stored_as(self, name: str) -> StoredScale | None:
+        """None: a GGUF file has the factors of weights alone."""
+        return None
+
+    def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None:
+        """None: llama.cpp rounds inputs and caches as it likes."""
+        return None
+
+    def without_input_scale(self, weight: Quantized) -> Quantized | None:
+        return None
+
     def row_alignment(self, tensor: ModelTensor) -> int:
         """Blocks never span rows."""
         return 1

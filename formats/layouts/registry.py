@@ -29,6 +29,7 @@ WRITTEN = {
     "bitsandbytes": f"{_HERE}.bitsandbytes",
     "fp8": f"{_HERE}.fp8",
     "mxfp4": f"{_HERE}.mxfp4",
+    "modelopt": f"{_HERE}.modelopt",
 }
 # Those that are only read.
 READ_ONLY = {"torchao": f"{_HERE}.torchao"}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from qconvert.core.activations import ScalesBeside, StoredScale
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Quantized
 from qconvert.core.layout_traits import LayoutTraits
@@ -59,6 +60,12 @@ class Layout(Protocol):
     keep the weights of a row apart in the file: they are read and written in larger blocks.
     `settings` are the entries of config.json for quantized modules, by their encodings, and linears left
     plain; `traits` is what is said of the layout for any model.
+
+    Numbers beside the weights: `scale_stored_as` says what an array of this name scales, None for all others;
+    `place_of_scale` where the layout stores a scale (of the inputs of a linear with such a weight, or of a
+    cache in a model that has quantized ones), None where it has no place for it; `settings_beside` are the
+    settings of a model with such scales. Loaders that want a scale of inputs for a weight take the encoding
+    `without_input_scale` where there is none, which holds the same numbers; None where they do without.
     """
 
     @property
@@ -79,6 +86,16 @@ class Layout(Protocol):
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value: ...
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json: ...
+
+    def settings_beside(
+        self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
+    ) -> Json: ...
+
+    def scale_stored_as(self, name: str) -> StoredScale | None: ...
+
+    def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None: ...
+
+    def without_input_scale(self, weight: Quantized) -> Quantized | None: ...
 
 
 class Rows(Protocol):

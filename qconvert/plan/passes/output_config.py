@@ -43,7 +43,7 @@ def _config(state: Compiled) -> Json:
     outputs = state.outputs
     quantized = {_module(n): t.encoding for n, t in outputs.items() if isinstance(t.encoding, Quantized)}
     if quantized:
-        config |= state.layout.settings(quantized, _kept(state, quantized))
+        config |= state.layout.settings_beside(quantized, _kept(state, quantized), state.beside)
     return config
 
 
@@ -96,4 +96,4 @@ def _activations(state: Compiled, config: Json) -> list[str]:
 def _schemes(config: Json, tensors: Mapping[str, ModelTensor]) -> set[ActivationScheme]:
     """How loaders quantize the inputs of the linears of a model with this config.json."""
     found = (registry.activations(config, tensor) for tensor in tensors.values())
-    return {scheme for scheme in found if scheme is not None}
+    return {scheme.computed for scheme in found if scheme is not None}

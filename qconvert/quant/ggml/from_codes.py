@@ -66,7 +66,9 @@ def nvfp4_blocks(value: CodebookRows) -> tuple[np.ndarray, float]:
 
 
 def factor_of(value: CodebookRows) -> float:
-    """Returns the factor that multiplies an NVFP4 tensor in llama.cpp: one over the divisor."""
+    """Returns the factor that multiplies an NVFP4 tensor in llama.cpp: its own, or one over the divisor."""
+    if value.factor is not None:
+        return value.factor
     return float(np.float32(1 / (value.divisor or 1)))
 
 
