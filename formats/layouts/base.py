@@ -66,6 +66,11 @@ class PassThrough(Generic[E, V]):
         """The layout's name in messages and manifests."""
         return self.traits.name
 
+    @property
+    def computed(self) -> Mapping[str, str]:
+        """The tensors whose plain numbers are computed as they are read, and from what codes: none."""
+        return {}
+
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         if isinstance(tensor.encoding, Unquantized):
             return (TensorSpec(tensor.name, tensor.encoding.dtype, tensor.shape),)

@@ -44,6 +44,10 @@ class InputMajor:
     def transposed(self) -> bool:
         return True
 
+    @property
+    def computed(self) -> Mapping[str, str]:
+        return self.inside.computed
+
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         if self._turns(tensor) and isinstance(tensor.encoding, Unquantized):
             return (TensorSpec(tensor.name, tensor.encoding.dtype, self._stored(tensor)),)

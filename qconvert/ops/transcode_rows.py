@@ -66,7 +66,9 @@ def _widen_scales(value: CodebookRows, dtype: DType) -> Made:
 
     encoding = replace(value.encoding, scale_dtype=dtype)
     assert dtype is DType.F32, "what holds all other scales"
-    return replace(value, scales_RG=wide(value.scales_RG, value.encoding.scale_dtype), encoding=encoding), CLEAN
+    return replace(
+        value, scales_RG=wide(value.scales_RG, value.encoding.scale_dtype), encoding=encoding
+    ), CLEAN
 
 
 def _absorb_divisor(value: CodebookRows, _: None) -> Made:

@@ -48,7 +48,7 @@ class Compiled:
     `architecture` is that of the output, `tied` whether its head is its embedding, `config` its
     config.json, `gguf` what a GGUF file has besides; `warnings` and `notices` are for the user. `scalable`
     are the inputs whose channels are to be scaled, `scaled` those that are, once the factors are chosen. `beside` are
-    the scales that are stored beside the weights.
+    the scales that are stored beside the weights, `left_out` says which of the source's are not.
     """
 
     request: Request
@@ -65,6 +65,7 @@ class Compiled:
     scalable: tuple[ScalableInput, ...] = ()
     scaled: tuple[ScaledInput, ...] = ()
     beside: ScalesBeside = ScalesBeside()
+    left_out: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> dict[str, ModelTensor]:

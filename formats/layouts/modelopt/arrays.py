@@ -92,18 +92,23 @@ class ModelOpt(PassThrough[AffineInt | Codebook, AffineIntRows | CodebookRows]):
 
     traits = TRAITS
 
-    def __init__(
-        self, one: tuple[int, ...] = (), scaled: Mapping[str, ModelTensor] | None = None
-    ) -> None:
+    def __init__(self, one: tuple[int, ...] = (), scaled: Mapping[str, ModelTensor] | None = None) -> None:
         self.one = one
         self.scaled = scaled or {}
+
+    @property
+    def computed(self) -> Mapping[str, str]:
+        """Those whose columns are scaled as they are read."""
+        return {name: tensor.encoding.label for name, tensor in self.scaled.items()}
 
     def arrays(self, tensor: ModelTensor, encoding: AffineInt | Codebook) -> tuple[TensorSpec, ...]:
         rows, width = checks.matrix_shape(tensor, NAME)
         base = checks.base_of(tensor)
         if isinstance(encoding, AffineInt):
             if rows % 2:
-                raise BadRecipe(f"{tensor.name}: {rows} rows do not fill bytes of two", "keep this weight plain")
+                raise BadRecipe(
+                    f"{tensor.name}: {rows} rows do not fill bytes of two", "keep this weight plain"
+                )
             return (
                 TensorSpec(f"{base}.weight", DType.U8, (rows // 2, width)),
                 TensorSpec(f"{base}.weight_scale", encoding.scale_dtype, (rows, encoding.groups(width))),
@@ -133,7 +138,9 @@ class ModelOpt(PassThrough[AffineInt | Codebook, AffineIntRows | CodebookRows]):
         across = value.encoding.groups(tensor.width)
         for rows in _CODED.encode(tensor, start, value):
             by_block = rows.name == f"{base}.weight_scale" and (value.encoding.group_rows or 1) > 1
-            yield replace(rows, start=rows.start * across, rows=rows.rows.reshape(-1, 1)) if by_block else rows
+            yield (
+                replace(rows, start=rows.start * across, rows=rows.rows.reshape(-1, 1)) if by_block else rows
+            )
 
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back; those of `scaled` weights as the numbers that they stand for."""

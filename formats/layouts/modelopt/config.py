@@ -82,7 +82,7 @@ def _group(kind: Json, targets: list[str]) -> Json:
     bits = {"dynamic": False, "num_bits": 8 if algorithm == FP8 else 4, "type": "float"}
     bits |= {"group_size": kind["group_size"]} if algorithm != FP8 else {}
     inputs = {} if algorithm == NVFP4_WEIGHTS else {"input_activations": bits}
-    return {**inputs, "weights": bits, "targets": targets}
+    return {**inputs, "weights": bits, "targets": sorted(targets)}
 
 
 def settings_file(settings: Json) -> Json:
@@ -91,7 +91,11 @@ def settings_file(settings: Json) -> Json:
     said = {
         "quant_algo": settings["quant_algo"],
         "kv_cache_quant_algo": FP8_CACHE if isinstance(cache, dict) else cache,
-        **{key: settings[key] for key in ("group_size", "has_zero_point", "pre_quant_scale") if key in settings},
+        **{
+            key: settings[key]
+            for key in ("group_size", "has_zero_point", "pre_quant_scale")
+            if key in settings
+        },
         "exclude_modules": settings["ignore"],
     }
     if "quantized_layers" in settings:

@@ -55,7 +55,11 @@ def _one(source: Source) -> tuple[int, ...]:
     """The shape in which this checkpoint stores single numbers."""
     ends = (".weight_scale", ".weight_scale_2")
     return next(
-        (spec.shape for name, spec in source.specs.items() if name.endswith(ends) and spec.shape in ((), (1,))),
+        (
+            spec.shape
+            for name, spec in source.specs.items()
+            if name.endswith(ends) and spec.shape in ((), (1,))
+        ),
         (),
     )
 

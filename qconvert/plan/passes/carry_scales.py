@@ -31,7 +31,8 @@ def carry_scales(state: Compiled) -> Compiled:
     cache = state.facts.cache_format if _keeps_cache(state, coded) else ""
     plan = replace(state.plan, units=(*_with_dynamic_inputs(state, inputs).units, *made))
     named = _left_out(state, lost) if lost or (state.facts.cache_format and not cache) else ()
-    return replace(state.warn(*named), plan=plan, beside=ScalesBeside(frozenset(inputs), cache))
+    beside = ScalesBeside(frozenset(inputs), cache)
+    return replace(state.warn(*named), plan=plan, beside=beside, left_out=named)
 
 
 def _is_coded(unit: Unit) -> bool:

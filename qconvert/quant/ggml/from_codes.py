@@ -62,7 +62,19 @@ def nvfp4_blocks(value: CodebookRows) -> tuple[np.ndarray, float]:
     halves = value.codes_RI.reshape(rows, groups, 2, 8)
     packed = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, groups // 4, 32)
     blocks = np.concatenate([scales, packed], axis=2).reshape(rows, -1)
+    if value.factor is not None:
+        return blocks, _moved_by_order(value)
     return blocks, 0.0 if value.divisor is None else moved_by(factor_of(value) * value.divisor)
+
+
+def _moved_by_order(value: CodebookRows) -> float:
+    """The largest change in steps where scales are no longer multiplied with the factor, and rounded, first."""
+    assert value.factor is not None
+    scales = wide(value.scales_RG, value.encoding.scale_dtype).astype(np.float64)
+    exact = scales * value.factor
+    rounded = wide(value.scales_RG, value.encoding.scale_dtype) * np.float32(value.factor)
+    ratios = np.divide(rounded.astype(np.float64), exact, out=np.ones_like(exact), where=exact != 0)
+    return moved_by(1 + float(np.abs(ratios - 1).max(initial=0)))
 
 
 def factor_of(value: CodebookRows) -> float:
