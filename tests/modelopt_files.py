@@ -1,8 +1,8 @@
-"""Makes the folders of tests/modelopt: a tiny model as NVIDIA's exporter writes it, and what its codes stand for.
+"""Makes the folders of tests/modelopt: a tiny model as NVIDIA's exporter writes it, and its numbers.
 
 `python tests/modelopt_files.py`, with nvidia-modelopt 0.47 installed (and omegaconf, pulp), writes them anew.
-`dequantized.json` holds SHA-256 of the float32 numbers of every weight, by ModelOpt's own `dequantize`; its NVFP4 has
-one zero, so no sign of a zero counts.
+`dequantized.json` holds SHA-256 of the float32 numbers of every weight, by ModelOpt's own `dequantize`; its
+NVFP4 has one zero, so no sign of a zero counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's layout: files of its exporter, its own numbers and bytes, and to compressed-tensors and back.
+"""NVIDIA ModelOpt's layout: files of its exporter, its numbers and bytes; to compressed-tensors and back.
 
 The folders of tests/modelopt are made by tests/modelopt_files.py with ModelOpt 0.47.
 """
@@ -25,8 +25,8 @@ from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder
 from tests.commands import made, qconvert
 from tests.foreign import weights
-from tests.models import stored
 from tests.modelopt_files import FOLDER, configs, source
+from tests.models import stored
 
 NAMES = ("fp8-blocks", "fp8-kv", "fp8-rows", "int4-awq", "mixed", "mxfp8", "nvfp4")
 FORMS = {
@@ -89,8 +89,8 @@ def test_integers_are_two_rows_to_a_byte_and_columns_are_scaled_where_inputs_are
         assert isinstance(value, DenseRows) == (base == O_PROJ)
         np.testing.assert_array_equal(numbers(value, DType.F32).rows_RI, expected[3:17].numpy())
     ran = qconvert("inspect", FOLDER / "int4-awq")
-    said_so = f"{O_PROJ.replace('self_attn.o', 'mlp.down')}.weight and 1 more: int4-g32, and inputs are scaled before"
-    assert said_so in ran.out + ran.err
+    down = O_PROJ.replace("self_attn.o", "mlp.down")
+    assert f"{down}.weight and 1 more: int4-g32, and inputs are scaled before" in ran.out + ran.err
 
 
 @pytest.mark.parametrize(

@@ -173,16 +173,7 @@ def _config(folder: Path) -> Json:
     config = read_json_object(folder / CONFIG_FILE)
     if "quantization_config" in config or not _is_there(folder / QUANTIZATION_FILE):
         return config
-    return config | _said_apart(read_json_object(folder / QUANTIZATION_FILE))
-
-
-def _said_apart(said: Json) -> Json:
-    """The quantization settings of a file beside config.json, as that would have them."""
-    producer = said.get("producer")
-    named = producer.get("name") if isinstance(producer, dict) else None
-    if not isinstance(named, str) or not isinstance(said.get("quantization"), dict):
-        return {}
-    return {"quantization_config": {**said, "quant_method": named}}
+    return config | {"quantization_config": read_json_object(folder / QUANTIZATION_FILE)}
 
 
 def _refuse_other_weights(folder: Path) -> None:

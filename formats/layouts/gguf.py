@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from qconvert.core.activations import ScalesBeside, StoredScale
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import Codebook, Encoding, GgmlBlocks, ModelTensor, Quantized, Unquantized
 from qconvert.core.ggml_types import GGMLType, GGUFTensor

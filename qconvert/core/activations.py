@@ -82,6 +82,9 @@ class ScalesBeside:
     cache: str = ""
 
 
+NO_SCALES = ScalesBeside()
+
+
 @dataclass(frozen=True, slots=True)
 class Products:
     """The products of some linears: `W8A8` for weights of 8 bits and inputs of 8 bits, A16 for exact inputs.

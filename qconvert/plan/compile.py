@@ -80,6 +80,7 @@ def _gguf_file() -> tuple[Pass, ...]:
         choose_block_types,
         order_as_stored,
         encode_blocks,
+        carry_scales,
         find_scalable_inputs,
         carry_nvfp4_factors,
         check_finite,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized
 from qconvert.formats.layouts.base import RegisteredLayout
@@ -17,13 +19,17 @@ from qconvert.formats.layouts.transcoding import check_column_order, refused, to
 from qconvert.ops import Op, Transcode
 from qconvert.ops.transcode import Step
 
+# By what NVFP4's scales have in common.
+_TO_DIVISOR: Mapping[str | None, Step] = {
+    None: "divide_by_one",
+    "divided": "round_divisor",
+    "multiplied": "factor_to_divisor",
+}
+
 
 def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     if isinstance(encoding, Codebook) and encoding.is_nvfp4:
-        step: Step = {"divided": "round_divisor", "multiplied": "factor_to_divisor"}.get(
-            encoding.second or "", "divide_by_one"
-        )
-        return (Transcode(step),)
+        return (Transcode(_TO_DIVISOR[encoding.second]),)
     if isinstance(encoding, Codebook) and encoding.table in ("e4m3", "e2m1"):
         if encoding.bits == 8 and encoding.group_size is not None and encoding.group_rows == 1:
             raise refused(tensor, "has groups of columns, which compressed-tensors has of fewer bits alone")

@@ -17,7 +17,7 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING
 
-from qconvert.core.activations import ScalesBeside, StoredScale
+from qconvert.core.activations import NO_SCALES, ScalesBeside, StoredScale
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized
 from qconvert.core.layout_traits import (
@@ -224,7 +224,7 @@ class CompressedTensors(PassThrough[AffineInt | Codebook, AffineIntRows | Codebo
         return unpack_rows(packed, bits, stop - aligned)[start - aligned :]
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        return self.settings_beside(quantized, kept, ScalesBeside())
+        return self.settings_beside(quantized, kept, NO_SCALES)
 
     def settings_beside(
         self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
@@ -232,7 +232,7 @@ class CompressedTensors(PassThrough[AffineInt | Codebook, AffineIntRows | Codebo
         return {"quantization_config": quantization_config(quantized, kept, self.loose, scales)}
 
     def scale_stored_as(self, name: str) -> StoredScale | None:
-        """A linear's `input_scale`, or the inverse of it for NVFP4, and the scales of an attention's cache."""
+        """A linear's `input_scale`, or the inverse of NVFP4's, and the scales of an attention's cache."""
         module, _, kind = name.rpartition(".")
         if kind in (SCALE, GLOBAL):
             return StoredScale("inputs", module, inverse=kind == GLOBAL)

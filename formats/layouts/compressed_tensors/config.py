@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping
 
-from qconvert.core.activations import ScalesBeside
+from qconvert.core.activations import NO_SCALES, ScalesBeside
 from qconvert.core.dtypes import DType, Json
 from qconvert.core.encodings import AffineInt, AffineMin, Codebook, Quantized
 from qconvert.formats.layouts.scales_beside import FP8_CACHE, FP8_CACHE_SCHEME
@@ -24,7 +24,6 @@ FORMATS = (PACKED, INT, FLOAT, MXFP4, NVFP4)
 # The release whose field names and bit packing these modules follow.
 LIBRARY_VERSION = "0.20.0"
 _CLASS = "Linear"
-NO_SCALES = ScalesBeside()
 
 
 def format_of(encoding: Quantized, loose: Container[AffineInt] = ()) -> str:

@@ -4,9 +4,9 @@ An FP8 `X.weight` [N, K] is F8_E4M3 under the same name; `X.weight_scale` f32 is
 row [N], or, named FP8_PB_WO, one for each block of 128 by 128: [N/128, 1, K/128, 1]. An MXFP8 one has
 exponents, u8 [N, K/32]. An NVFP4 weight is `X.weight` u8 [N, K/2] (two codes to a byte, the first one low),
 `X.weight_scale` F8_E4M3 [N, K/16] and `X.weight_scale_2` f32 [], with which scales are multiplied. int4 (AWQ)
-is `X.weight` u8 [N/2, K], two rows to a byte, and `X.weight_scale` f32 [N, K/group]. `X.input_scale` f32 [] is
-the scale of a linear's inputs. Sources: ModelOpt 0.47 (`export/quant_utils.py`, `qtensor/`), the checkpoints it
-writes, vLLM's `quantization/modelopt.py`.
+is `X.weight` u8 [N/2, K], two rows to a byte, and `X.weight_scale` f32 [N, K/group]. `X.input_scale` f32 []
+is the scale of a linear's inputs. Sources: ModelOpt 0.47 (`export/quant_utils.py`, `qtensor/`), checkpoints
+that it writes, vLLM's `quantization/modelopt.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from qconvert.core.activations import ScalesBeside, StoredScale
+from qconvert.core.activations import NO_SCALES, ScalesBeside, StoredScale
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized
 from qconvert.core.layout_traits import CodebookScheme, LayoutTraits, LoaderLimit
@@ -53,6 +53,7 @@ TRAITS = LayoutTraits(
     default_codebook=True,
     experts="apart",
     settings_file=SETTINGS_FILE,
+    settings_key="quantization",
     readers=("vllm", "sglang"),
     loads="vLLM and TensorRT-LLM load",
     serve="vllm serve",
@@ -180,7 +181,7 @@ class ModelOpt(PassThrough[AffineInt | Codebook, AffineIntRows | CodebookRows]):
         return CodebookRows(codes_RI, read[np.arange(rows.start, rows.stop) // per - first], encoding)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        return self.settings_beside(quantized, kept, ScalesBeside())
+        return self.settings_beside(quantized, kept, NO_SCALES)
 
     def settings_beside(
         self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
@@ -203,8 +204,7 @@ class ModelOpt(PassThrough[AffineInt | Codebook, AffineIntRows | CodebookRows]):
 
     def without_input_scale(self, weight: Quantized) -> Quantized | None:
         """FP8 with the scale of the tensor in every row: loaders then scale inputs as they come."""
-        static = isinstance(weight, Codebook) and _is_static(weight)
-        return replace(weight, group_rows=1) if static else None
+        return replace(weight, group_rows=1) if isinstance(weight, Codebook) and _is_static(weight) else None
 
 
 def _two_rows(bytes_BI: np.ndarray) -> np.ndarray:

@@ -79,9 +79,9 @@ def _group(kind: Json, targets: list[str]) -> Json:
     algorithm = kind["quant_algo"]
     if algorithm not in (FP8, NVFP4, NVFP4_WEIGHTS):
         return {}
-    bits = {"dynamic": False, "num_bits": 8 if algorithm == FP8 else 4, "type": "float"}
+    bits: Json = {"dynamic": False, "num_bits": 8 if algorithm == FP8 else 4, "type": "float"}
     bits |= {"group_size": kind["group_size"]} if algorithm != FP8 else {}
-    inputs = {} if algorithm == NVFP4_WEIGHTS else {"input_activations": bits}
+    inputs: Json = {} if algorithm == NVFP4_WEIGHTS else {"input_activations": bits}
     return {**inputs, "weights": bits, "targets": sorted(targets)}
 
 

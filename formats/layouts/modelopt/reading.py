@@ -5,8 +5,6 @@ A part that is missing or a shape that fits no encoding is an error that names i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized, Unquantized
 from qconvert.core.protocols import Source
@@ -75,8 +73,8 @@ def _logical(name: str, source: Source) -> ModelTensor:
     found = _fp8(weight, scales) if weight.dtype is DType.F8_E4M3 else _four_bits(weight, scales, source)
     if found is None:
         raise CorruptCheckpoint(
-            f"{scales.name}: {scales.dtype.label} {list(scales.shape)} fits no {weight.dtype.label} weight of "
-            f"{list(weight.shape)}",
+            f"{scales.name}: {scales.dtype.label} {list(scales.shape)} fits no {weight.dtype.label} weight "
+            f"of {list(weight.shape)}",
             checks.APART,
         )
     encoding, shape = found

@@ -1,4 +1,4 @@
-"""Carries the scales that lie beside weights: of the inputs of linears, and of the keys and values in a cache.
+"""Carries the scales that lie beside weights: of the inputs of linears, and of keys and values in a cache.
 
 What the layout of the output has no place for is left out and named.
 """
@@ -64,9 +64,10 @@ def _keeps_cache(state: Compiled, coded: dict[str, Unit]) -> bool:
 
 
 def _left_out(state: Compiled, lost: list[str]) -> tuple[str, ...]:
-    why = f"{state.layout.name} has no place for them" if state.plan.units else ""
-    if not any(map(_is_coded, state.plan.units)):
-        why = "plain weights have no settings that would say so"
+    plain = all(isinstance(tensor.encoding, Unquantized) for tensor in state.outputs.values())
+    why = "plain weights have no settings that name them"
+    if not plain:
+        why = f"{state.layout.name} has no place for them"
     if not lost:
         return (f"config.json: caches of keys and values are {state.facts.cache_format}, left out: {why}",)
     more = f" and {len(lost) - 1} more scales" if len(lost) > 1 else ""

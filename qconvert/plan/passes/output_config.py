@@ -73,7 +73,9 @@ def _activations(state: Compiled, config: Json) -> list[str]:
         return []
     before = _schemes(state.binding.architecture.config, state.binding.tensors)
     after = _schemes(config, state.outputs)
-    lost = sorted(scheme.label for scheme in before - after if scheme.stored)
+    scales = sum(scale.of == "inputs" for scale, _ in state.facts.scales)
+    kept = after if len(state.beside.inputs) == scales else set()
+    lost = sorted(scheme.label for scheme in before - kept if scheme.stored)
     if lost and config.get("quantization_config") and not state.request.target:
         raise UnsupportedModel(
             f"config.json: inputs of linears are {lost[0]}, with stored numbers, which would be lost",

@@ -68,7 +68,7 @@ def nvfp4_blocks(value: CodebookRows) -> tuple[np.ndarray, float]:
 
 
 def _moved_by_order(value: CodebookRows) -> float:
-    """The largest change in steps where scales are no longer multiplied with the factor, and rounded, first."""
+    """The largest change in steps where scales are no longer multiplied with the factor first."""
     assert value.factor is not None
     scales = wide(value.scales_RG, value.encoding.scale_dtype).astype(np.float64)
     exact = scales * value.factor
