@@ -272,6 +272,7 @@ def _modelopt(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
 _READERS: Mapping[str, Callable[[Arrays, Any], Iterator[tuple[str, Weight]]]] = {
     "plain": _plain,
     "modelopt": _modelopt,
+    "fbgemm_fp8": _modelopt,
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,

@@ -104,6 +104,8 @@ def test_new_codes_are_the_bytes_of_modelopts_exporter(name: str, scheme: str, t
     assert set(ours) == set(theirs) - inputs and len(inputs) == (7 if name == "nvfp4" else 0)
     different = [key for key in ours if ours[key] != theirs[key]]
     assert different == []
+    again = made("quantize", plain, "--layout", "modelopt", "--scheme", scheme, "-o", tmp_path / "again")
+    assert stored(again) == ours
 
 
 @pytest.mark.parametrize("name", ["fp8-kv", "fp8-rows", "fp8-blocks", "nvfp4", "mixed"])

@@ -112,6 +112,17 @@ def command(model: str, **flags: Any) -> None:
 
     wanted = Wanted.taken_from(flags, TARGET_SCHEMES)
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
+    table = _table_of(asked)
+    if table and wanted.target is None:
+        layout, values = asked["layout"], Flags(**flags)
+        target = Target(layout, None, table)
+        write(
+            model,
+            values.request("quantize", Recipe(layout=layout), target=target),
+            f"{table}-{layout}",
+            values,
+        )
+        return
     with typed():
         _send_tables_on(model, asked, flags["out"])
         aim = wanted.target
@@ -140,6 +151,16 @@ def _check_choices(labels: Sequence[str], asked: Mapping[str, Any]) -> None:
     given += ["--pad-to-tp"] if asked["pad_to_tp"] else []
     if given:
         raise BadRecipe(f"{given[0]}: given beside a target", "name what it chooses among with --schemes")
+
+
+def _table_of(asked: Mapping[str, Any]) -> str:
+    """The codebook scheme that all linears get; "" where integers, or anything beside it, were asked for."""
+    scheme, layout = asked["scheme"], asked["layout"]
+    others = {name for name, value in asked.items() if value and name not in ("scheme", "layout")}
+    if not scheme or not layout or others:
+        return ""
+    found = registry.traits_of(layout).codebook(scheme)
+    return found.name if found and registry.traits_of(layout).integers is None else ""
 
 
 def _send_tables_on(model: str, asked: Mapping[str, Any], out: Path | None) -> None:

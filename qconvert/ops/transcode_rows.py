@@ -51,14 +51,14 @@ def _factor_to_divisor(value: CodebookRows, _: None) -> Made:
 
 def _with_inverse(before: CodebookRows, made: CodebookRows) -> Made:
     """The number of a tensor that divided multiplies now, or the other way round: one over it, rounded."""
-    from qconvert.quant.ggml.from_codes import moved_by
+    from qconvert.quant.ggml.from_codes import moved_scales
 
     number = before.divisor if before.factor is None else before.factor
     if number is None:  # there was none
         return made, CLEAN
     inverse = transcode.inverse_of(number)
     made = replace(made, factor=inverse) if made.divisor is None else replace(made, divisor=inverse)
-    return made, Finding(code_error=moved_by(number * inverse))
+    return made, Finding(code_error=moved_scales(before, made))
 
 
 def _widen_scales(value: CodebookRows, dtype: DType) -> Made:

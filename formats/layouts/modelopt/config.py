@@ -21,6 +21,8 @@ _PRODUCER: Mapping[str, str] = {"name": NAME, "version": "0.47.0"}
 MIXED = "MIXED_PRECISION"
 FP8, FP8_ROWS, FP8_BLOCKS, MXFP8 = "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8"
 NVFP4, NVFP4_WEIGHTS, INT4, MXFP4 = "NVFP4", "W4A16_NVFP4", "W4A16_AWQ", "W4A8_MXFP4_FP8"
+# What both files call the same.
+_REPEATED = ("group_size", "has_zero_point", "pre_quant_scale", "quantized_layers")
 # Algorithms whose inputs have a stored scale.
 STATIC = frozenset({FP8, NVFP4, "NVFP4_AWQ"})
 
@@ -88,18 +90,12 @@ def _group(kind: Json, targets: list[str]) -> Json:
 def settings_file(settings: Json) -> Json:
     """What the file beside config.json holds of these settings."""
     cache = settings.get("kv_cache_scheme")
-    said = {
+    said: Json = {
         "quant_algo": settings["quant_algo"],
         "kv_cache_quant_algo": FP8_CACHE if isinstance(cache, dict) else cache,
-        **{
-            key: settings[key]
-            for key in ("group_size", "has_zero_point", "pre_quant_scale")
-            if key in settings
-        },
         "exclude_modules": settings["ignore"],
     }
-    if "quantized_layers" in settings:
-        said["quantized_layers"] = settings["quantized_layers"]
+    said |= {key: settings[key] for key in _REPEATED if key in settings}
     return {"producer": settings["producer"], "quantization": said}
 
 
