@@ -112,16 +112,8 @@ def command(model: str, **flags: Any) -> None:
 
     wanted = Wanted.taken_from(flags, TARGET_SCHEMES)
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
-    table = _table_of(asked)
-    if table and wanted.target is None:
-        layout, values = asked["layout"], Flags(**flags)
-        target = Target(layout, None, table)
-        write(
-            model,
-            values.request("quantize", Recipe(layout=layout), target=target),
-            f"{table}-{layout}",
-            values,
-        )
+    if wanted.target is None and (table := _table_of(asked)):
+        _write_table(model, asked["layout"], table, Flags(**flags))
         return
     with typed():
         _send_tables_on(model, asked, flags["out"])
@@ -151,6 +143,14 @@ def _check_choices(labels: Sequence[str], asked: Mapping[str, Any]) -> None:
     given += ["--pad-to-tp"] if asked["pad_to_tp"] else []
     if given:
         raise BadRecipe(f"{given[0]}: given beside a target", "name what it chooses among with --schemes")
+
+
+def _write_table(model: str, layout: str, table: str, flags: Flags) -> None:
+    """Give all linears codes of a table, as `convert` does."""
+    from qconvert.plan.passes.transcode import Target
+
+    request = flags.request("quantize", Recipe(layout=layout), target=Target(layout, None, table))
+    write(model, request, f"{table}-{layout}", flags)
 
 
 def _table_of(asked: Mapping[str, Any]) -> str:

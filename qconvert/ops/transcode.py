@@ -82,9 +82,9 @@ STEPS: Mapping[Step, Callable[[Any, Any], Encoding]] = {
     # NVFP4's scales and the one number per tensor that divides them.
     "divide_by_one": lambda e, _: replace(e, second="divided"),
     "round_divisor": lambda e, _: e,
+    "absorb_divisor": lambda e, _: replace(e, second=None),
     "divisor_to_factor": lambda e, _: replace(e, second="multiplied"),
     "factor_to_divisor": lambda e, _: replace(e, second="divided"),
-    "absorb_divisor": lambda e, _: replace(e, second=None),
     # Scales of codes of a table in a wider dtype (the argument), which holds them exactly.
     "widen_scales": lambda e, dtype: replace(e, scale_dtype=dtype),
     # Nested scales as the float32 numbers that they stand for, which values bring already.

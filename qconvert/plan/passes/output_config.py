@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from qconvert.core.activations import ActivationScheme
+from qconvert.core.activations import NO_SCALES, ActivationScheme
 from qconvert.core.dtypes import DType, Json
 from qconvert.core.encodings import ModelTensor, Quantized
 from qconvert.errors import UnsupportedModel
@@ -43,8 +43,15 @@ def _config(state: Compiled) -> Json:
     outputs = state.outputs
     quantized = {_module(n): t.encoding for n, t in outputs.items() if isinstance(t.encoding, Quantized)}
     if quantized:
-        config |= state.layout.settings_beside(quantized, _kept(state, quantized), state.beside)
+        config |= _settings(state, quantized)
     return config
+
+
+def _settings(state: Compiled, quantized: dict[str, Quantized]) -> Json:
+    kept = _kept(state, quantized)
+    if state.beside == NO_SCALES:
+        return state.layout.settings(quantized, kept)
+    return state.layout.settings_beside(quantized, kept, state.beside)
 
 
 def _kept(state: Compiled, quantized: dict[str, Quantized]) -> list[str]:
