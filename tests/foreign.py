@@ -76,7 +76,7 @@ def _compressed(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
     bits_of = {
         group["weights"]["num_bits"] for group in config["quantization_config"]["config_groups"].values()
     }
-    for base in (base for base in _bases(arrays, "_scale") if not base.endswith("_global")):
+    for base in (base for base in _bases(arrays, "_scale") if {base, f"{base}_packed"} & set(arrays)):
         scale, packed = arrays[f"{base}_scale"], arrays.get(f"{base}_packed")
         divisor = float(arrays[f"{base}_global_scale"]) if f"{base}_global_scale" in arrays else 1.0
         if packed is None:
@@ -251,8 +251,28 @@ def _gguf(path: Path) -> Iterator[tuple[str, Weight]]:
             yield name.replace("mlp.", f"mlp.experts.{expert}."), (own, steps)
 
 
+def _modelopt(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
+    for base in _bases(arrays, ".weight_scale"):
+        codes, scale = arrays[f"{base}.weight"], arrays[f"{base}.weight_scale"]
+        second = arrays.get(f"{base}.weight_scale_2")
+        if second is not None:
+            width = codes.shape[1] * 2
+            steps = _spread((_wide(scale).astype(np.float32) * second.numpy()).astype(np.float64), width)
+            yield f"{base}.weight", (E2M1[_nibbles(codes.numpy())] * steps, steps)
+        elif codes.dtype is torch.float8_e4m3fn:
+            exponents = scale.dtype is torch.uint8
+            grid = np.ldexp(1.0, scale.numpy().astype(int) - 127) if exponents else _wide(scale)
+            grid = grid.reshape(grid.shape[0], -1) if grid.ndim else grid.reshape(1, 1)
+            rows = np.repeat(grid, codes.shape[0] // len(grid), axis=0)
+            steps = _spread(rows, codes.shape[1])
+            yield f"{base}.weight", (_wide(codes) * steps, steps)
+    yield from _rest(arrays)
+
+
 _READERS: Mapping[str, Callable[[Arrays, Any], Iterator[tuple[str, Weight]]]] = {
     "plain": _plain,
+    "modelopt": _modelopt,
+    "fbgemm_fp8": _modelopt,
     "compressed-tensors": _compressed,
     "gptq": _gptq,
     "awq": _awq,

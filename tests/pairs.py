@@ -174,6 +174,20 @@ def _torchao(folder: Path) -> Path:
     return out
 
 
+def _fbgemm(folder: Path) -> Path:
+    """As transformers saves FBGEMM's linears: the arrays of compressed-tensors, scales in float32."""
+    out = _converted("modelopt", "fp8")(folder)
+    arrays = load_file(out / "model.safetensors")
+    arrays = {n: a[:, None] if n.endswith("_scale") else a for n, a in arrays.items()}
+    save_file(arrays, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}
+    (out / "config.json").write_text(json.dumps(config))
+    for beside in ("qconvert.json", "hf_quant_config.json"):
+        (out / beside).unlink()
+    return out
+
+
 def _nvfp4_gguf(folder: Path) -> Path:
     codes = _converted("compressed-tensors", "nvfp4")(folder)
     return made("convert", codes, "--to", "gguf", "-o", folder / "model.gguf")
@@ -198,6 +212,9 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "compressed-tensors fp8 per tensor": _converted("compressed-tensors", "fp8-tensor"),
     "compressed-tensors nvfp4": _converted("compressed-tensors", "nvfp4"),
     "fp8, blocks of 128": _converted("fp8", ""),
+    "fbgemm fp8": _fbgemm,
+    "modelopt fp8 per row": _converted("modelopt", "fp8"),
+    "modelopt nvfp4": _converted("modelopt", "nvfp4"),
     "gptq": _converted("gptq", "int4-g128"),
     "gptq_v2 asym": _converted("gptq_v2", "int4-asym-g128"),
     "gptq, activation order": _act_order,

@@ -124,6 +124,7 @@ def naive_numbers(value: AffineIntRows | AffineMinRows | CodebookRows) -> np.nda
             assert isinstance(value, CodebookRows)
             scale = scales[r, i // size]
             scale = scale if value.divisor is None else scale / np.float32(value.divisor)
+            scale = scale if value.factor is None else scale * np.float32(value.factor)
             out[r, i] = TABLES[value.encoding.table][codes[r, i]] * scale
             out[r, i] *= INT8_STEP if value.encoding.table == "int8" else np.float32(1)
     return out

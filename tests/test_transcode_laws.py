@@ -47,6 +47,11 @@ CASES: tuple[tuple[Step, Encoding, Any], ...] = (
     ("repeat_tensor_scale", WHOLE, Codebook("e4m3", 128, DType.F32, DType.BF16, group_rows=128)),
     ("divide_by_one", NVFP4, None),
     ("round_divisor", DIVIDED, None),
+    ("divisor_to_factor", DIVIDED, None),
+    ("divisor_to_factor", NVFP4, None),
+    ("factor_to_divisor", replace(NVFP4, second="multiplied"), None),
+    ("widen_scales", WHOLE, DType.F32),
+    ("widen_scales", Codebook("e4m3", 128, DType.F8_E8M0, DType.BF16, group_rows=128), DType.F32),
     ("resolve_nested_scales", Codebook("nf4", 64, DType.F32, DType.BF16, second="nested"), None),
     ("to_ggml_blocks", AffineInt(4, 128, True, DType.BF16), blocks("Q4_0")),
     ("to_ggml_blocks", AffineInt(8, 32, True, DType.F32), blocks("Q8_0")),
@@ -96,7 +101,7 @@ def test_no_weight_moves_further_than_is_told(step: Step, encoding: Encoding, ar
 
 
 def test_every_step_is_among_the_cases_or_has_a_test_of_its_own() -> None:
-    own = {"absorb_divisor", "take_factor"}
+    own = {"absorb_divisor", "take_factor", "invert"}
     assert {step for step, *_ in CASES} | own == set(STEPS)
 
 

@@ -42,6 +42,7 @@ ENCODINGS: tuple[Encoding, ...] = (
     Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16),
     Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16),
     Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16, second="divided"),
+    Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16, second="multiplied"),
     *(blocks(name) for name in GRIDS),
 )
 
@@ -68,8 +69,10 @@ def value_of(encoding: Encoding, rows: int = 8, width: int = WIDTH, seed: int = 
     scales_RG = _scales(encoding, random, rows, groups)
     if isinstance(encoding, Codebook):
         codes_RI[~np.isfinite(TABLES[encoding.table][codes_RI])] = 0
-        divisor = float(np.float32(random.uniform(1, 1000))) if encoding.second == "divided" else None
-        return CodebookRows(codes_RI, scales_RG, encoding, divisor)
+        number = float(np.float32(random.uniform(1, 1000))) if encoding.has_tensor_number else None
+        if number and encoding.second == "multiplied":
+            return CodebookRows(codes_RI, scales_RG, encoding, factor=float(np.float32(1 / number)))
+        return CodebookRows(codes_RI, scales_RG, encoding, number)
     if isinstance(encoding, AffineMin):
         mins_RG = as_type(random.uniform(-2, 0.5, (rows, groups)), encoding.scale_dtype)
         return AffineMinRows(codes_RI, scales_RG, mins_RG, encoding)

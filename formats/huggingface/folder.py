@@ -28,6 +28,8 @@ from qconvert.formats.io.strict_json import read_json_object
 
 CONFIG_FILE = "config.json"
 README_FILE = "README.md"
+# Where tools of NVIDIA repeat the quantization settings, or alone have them.
+QUANTIZATION_FILE = "hf_quant_config.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -172,7 +174,10 @@ def _is_there(path: Path) -> bool:
 def _config(folder: Path) -> Json:
     if not _is_there(folder / CONFIG_FILE):
         raise CorruptCheckpoint(f"{folder}: has no {CONFIG_FILE}", "copy it from the model's source")
-    return read_json_object(folder / CONFIG_FILE)
+    config = read_json_object(folder / CONFIG_FILE)
+    if "quantization_config" in config or not _is_there(folder / QUANTIZATION_FILE):
+        return config
+    return config | {"quantization_config": read_json_object(folder / QUANTIZATION_FILE)}
 
 
 def _refuse_other_weights(folder: Path) -> None:

@@ -7,11 +7,11 @@ line of `registry` makes it known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from qconvert.core.activations import ActivationScheme
+from qconvert.core.activations import ActivationScheme, ScalesBeside, StoredScale
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LayoutTraits
@@ -31,7 +31,8 @@ Activations = Callable[[Json, ModelTensor], ActivationScheme | None]
 class RegisteredLayout:
     """A layout as the registry knows it. Those without `writer` and `transcode` are only read; `reader` is
     asked where config.json names this layout as its quantization method, or has its `config_key`. Loaders of
-    those without `activations` quantize weights alone.
+    those without `activations` quantize weights alone. `settings_file` makes what the settings file holds of
+    the settings in config.json, where that is not the same.
     """
 
     traits: LayoutTraits
@@ -39,6 +40,7 @@ class RegisteredLayout:
     reader: Reader | None = None
     transcode: Transcoder | None = None
     activations: Activations | None = None
+    settings_file: Callable[[Json], Json] | None = None
 
 
 E = TypeVar("E", bound=Quantized)
@@ -64,6 +66,11 @@ class PassThrough(Generic[E, V]):
         """The layout's name in messages and manifests."""
         return self.traits.name
 
+    @property
+    def computed(self) -> Mapping[str, str]:
+        """The tensors whose plain numbers are computed as they are read, and from what codes: none."""
+        return {}
+
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         if isinstance(tensor.encoding, Unquantized):
             return (TensorSpec(tensor.name, tensor.encoding.dtype, tensor.shape),)
@@ -82,6 +89,28 @@ class PassThrough(Generic[E, V]):
         if isinstance(tensor.encoding, Unquantized):
             return DenseRows(source.read(tensor.name, start, stop), tensor.encoding.dtype)
         return self.load(tensor, cast(E, tensor.encoding), source, range(start, stop))
+
+    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
+        """The entries of config.json for these modules, and linears that are left plain."""
+        raise NotImplementedError
+
+    def settings_beside(
+        self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
+    ) -> Json:
+        """The settings where numbers are stored beside the weights, for layouts that have places for them."""
+        return self.settings(quantized, kept)
+
+    def scale_stored_as(self, name: str) -> StoredScale | None:
+        """What an array of this name scales; None for all others, and in layouts without such numbers."""
+        return None
+
+    def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None:
+        """The array of a scale beside weights like this one; None where the layout has no place for it."""
+        return None
+
+    def without_input_scale(self, weight: Quantized) -> Quantized | None:
+        """The encoding that a weight gets whose inputs have no stored scale, though loaders want one."""
+        return None
 
     def arrays(self, tensor: ModelTensor, encoding: E) -> tuple[TensorSpec, ...]:
         """The arrays of a quantized tensor, in the order they are written."""

@@ -26,22 +26,25 @@ FP8_DTYPES = {"e4m3": DType.F8_E4M3, "e5m2": DType.F8_E5M2}
 class CodedArrays:
     """How one layout names the arrays of `X.weight`: suffixes after `X.`, and the carrier of 4-bit codes.
 
+    `number` is the array of the one number that divides, or multiplies, all scales of a tensor.
+
     Scales are stored as [N, 1] where a whole row has one, as [1] for a whole tensor, else block by block;
-    those of 8 bits as their own type or, with `bare_scales`, as bytes (which E8M0 ones always are).
+    those of 8 bits as their own type or, with `bare_scales`, as bytes, E8M0 ones with `bare_exponents`.
     """
 
     codes: str
     scales: str
     words: DType = DType.U8
-    divisor: str = ""
+    number: str = ""
     bare_scales: bool = False
+    bare_exponents: bool = True
 
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         """The arrays that store a tensor: codes, scales, and the divisor where there is one."""
         encoding = tensor.encoding
         assert isinstance(encoding, Codebook), encoding
         rows, width, stack = tensor.rows, tensor.width, tensor.shape[:-2]
-        codes_name, scales_name, divisor_name = self.names(tensor.name)
+        codes_name, scales_name, number_name = self.names(tensor.name)
         if stack and tensor.shape[-2] % (encoding.group_rows or 1):
             raise BadRecipe(
                 f"{tensor.name}: its matrices of {tensor.shape[-2]} rows are no whole blocks of "
@@ -59,22 +62,23 @@ class CodedArrays:
         if encoding.group_rows is not None:
             each = rows if not stack else tensor.shape[-2]
             scales_shape = (*stack, encoding.scale_rows(each), encoding.groups(width))
-        bare = encoding.scale_dtype is DType.F8_E8M0 or (self.bare_scales and encoding.scale_dtype.bits == 8)
+        exponents = encoding.scale_dtype is DType.F8_E8M0
+        bare = self.bare_exponents if exponents else self.bare_scales and encoding.scale_dtype.bits == 8
         scale_dtype = DType.U8 if bare else encoding.scale_dtype
         made = (
             TensorSpec(codes_name, dtype, (*tensor.shape[:-1], code_bits // dtype.bits)),
             TensorSpec(scales_name, scale_dtype, scales_shape),
         )
-        return (*made, TensorSpec(divisor_name, DType.F32, (1,))) if encoding.second == "divided" else made
+        return (*made, TensorSpec(number_name, DType.F32, (1,))) if encoding.has_tensor_number else made
 
     def names(self, tensor: str) -> tuple[str, str, str]:
         """The arrays of a tensor: those of a parameter that is no module's weight have its own name first."""
         if tensor.endswith("weight"):
             base = tensor.removesuffix("weight")
-            return base + self.codes, base + self.scales, base + self.divisor
-        ends = (self.codes, self.scales, self.divisor)
-        codes, scales, divisor = (end.removeprefix("weight") for end in ends)
-        return tensor + codes, tensor + scales, tensor + divisor
+            return base + self.codes, base + self.scales, base + self.number
+        ends = (self.codes, self.scales, self.number)
+        codes, scales, number = (end.removeprefix("weight") for end in ends)
+        return tensor + codes, tensor + scales, tensor + number
 
     def row_alignment(self, tensor: ModelTensor) -> int:
         assert isinstance(tensor.encoding, Codebook)
@@ -86,7 +90,7 @@ class CodedArrays:
         from qconvert.quant.nibbles import pack_nibbles
 
         encoding = value.encoding
-        codes, scales, *divisor = self.stored_arrays(tensor)
+        codes, scales, *number = self.stored_arrays(tensor)
         packed = (
             value.codes_RI if encoding.bits == 8 else pack_nibbles(value.codes_RI).view(codes.dtype.carrier)
         )
@@ -97,8 +101,9 @@ class CodedArrays:
             )
         elif start == 0:
             yield ArrayRows(scales.name, 0, value.scales_RG[:1])
-        if divisor and start == 0:
-            yield ArrayRows(divisor[0].name, 0, np.array([[value.divisor]], "<f4"))
+        if number and start == 0:
+            one = value.divisor if value.factor is None else value.factor
+            yield ArrayRows(number[0].name, 0, np.array([[one]], "<f4"))
 
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> CodebookRows:
         import numpy as np
@@ -107,7 +112,7 @@ class CodedArrays:
 
         encoding = tensor.encoding
         assert isinstance(encoding, Codebook)
-        codes, scales, *divisor = self.stored_arrays(tensor)
+        codes, scales, *number = self.stored_arrays(tensor)
         stored = source.read(codes.name, start, stop)
         codes_RI = stored if encoding.bits == 8 else unpack_nibbles(stored.view(np.uint8))
         if encoding.group_rows is None:
@@ -116,8 +121,10 @@ class CodedArrays:
             per = encoding.group_rows
             read = source.read(scales.name, start // per, -(-stop // per))
             scales_RG = read[np.arange(start, stop) // per - start // per]
-        number = float(source.read(divisor[0].name, 0, 1)[0, 0]) if divisor else None
-        return CodebookRows(codes_RI, scales_RG, encoding, number)
+        one = float(source.read(number[0].name, 0, 1)[0, 0]) if number else None
+        if encoding.second == "multiplied":
+            return CodebookRows(codes_RI, scales_RG, encoding, factor=one)
+        return CodebookRows(codes_RI, scales_RG, encoding, one)
 
 
 def _shared(tensor: ModelTensor, value: CodebookRows, per: int) -> np.ndarray:

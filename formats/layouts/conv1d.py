@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from qconvert.core.activations import ScalesBeside, StoredScale
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LayoutTraits
@@ -42,6 +43,10 @@ class InputMajor:
     @property
     def transposed(self) -> bool:
         return True
+
+    @property
+    def computed(self) -> Mapping[str, str]:
+        return self.inside.computed
 
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         if self._turns(tensor) and isinstance(tensor.encoding, Unquantized):
@@ -83,6 +88,20 @@ class InputMajor:
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         return self.inside.settings(quantized, kept)
+
+    def settings_beside(
+        self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
+    ) -> Json:
+        return self.inside.settings_beside(quantized, kept, scales)
+
+    def scale_stored_as(self, name: str) -> StoredScale | None:
+        return self.inside.scale_stored_as(name)
+
+    def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None:
+        return self.inside.place_of_scale(scale, weight)
+
+    def without_input_scale(self, weight: Quantized) -> Quantized | None:
+        return self.inside.without_input_scale(weight)
 
     def _turns(self, tensor: ModelTensor) -> bool:
         known = tensor.name in self.matrices or tensor.name in self.vectors

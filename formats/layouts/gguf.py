@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from qconvert.core.activations import ScalesBeside, StoredScale
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import Codebook, Encoding, GgmlBlocks, ModelTensor, Quantized, Unquantized
 from qconvert.core.ggml_types import GGMLType, GGUFTensor
@@ -91,6 +92,22 @@ class GGUFLayout:
         if home is None:
             return (stored(tensor).stored,)
         return tuple({stretch.array.name: stretch.array for stretch in home}.values())
+
+    def settings_beside(
+        self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
+    ) -> Json:
+        return self.settings(quantized, kept)
+
+    def scale_stored_as(self, name: str) -> StoredScale | None:
+        """None: a GGUF file has the factors of weights alone."""
+        return None
+
+    def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None:
+        """None: llama.cpp rounds inputs and caches as it likes."""
+        return None
+
+    def without_input_scale(self, weight: Quantized) -> Quantized | None:
+        return None
 
     def row_alignment(self, tensor: ModelTensor) -> int:
         """Blocks never span rows."""

@@ -29,9 +29,13 @@ WRITTEN = {
     "bitsandbytes": f"{_HERE}.bitsandbytes",
     "fp8": f"{_HERE}.fp8",
     "mxfp4": f"{_HERE}.mxfp4",
+    "modelopt": f"{_HERE}.modelopt",
 }
 # Those that are only read.
-READ_ONLY = {"torchao": f"{_HERE}.torchao"}
+READ_ONLY = {
+    "torchao": f"{_HERE}.torchao",
+    "fbgemm_fp8": f"{_HERE}.fbgemm",
+}
 DEFAULT = next(iter(WRITTEN))
 
 
@@ -77,7 +81,8 @@ def claimed_method(config: Json) -> str | None:
         return shown(settings["quant_method"] or "unnamed")
     keyed = (traits for traits in all_traits() if traits.config_key != SETTINGS_KEY)
     own = next((traits.name for traits in keyed if settings_of(config, traits.config_key)), None)
-    return own or ("unnamed" if settings else None)
+    apart = (t.name for t in all_traits() if t.settings_key and t.settings_key in settings)
+    return own or next(apart, "unnamed" if settings else None)
 
 
 def claimed_by(config: Json) -> RegisteredLayout | None:

@@ -72,7 +72,9 @@ class CheckpointWeights:
         scheme = None if found is None else self._checkpoint.activations(found.tensor)
         if found is None or scheme is None or self._activations == EXACT:
             return None
-        stored = (_number(self._checkpoint, f"{base_of(found.tensor)}.{name}") for name in scheme.stored)
+        stored = [_number(self._checkpoint, f"{base_of(found.tensor)}.{name}") for name in scheme.stored]
+        if scheme.inverse and stored:
+            stored[0] = float(np.float32(1) / np.float32(stored[0]))
         return InputQuantization(scheme, *stored)
 
     @property

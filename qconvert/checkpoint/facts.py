@@ -6,9 +6,13 @@ from dataclasses import replace
 from math import frexp
 from typing import TYPE_CHECKING
 
+from qconvert.core.activations import StoredScale
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, Codebook, ModelTensor
+from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Unquantized
 from qconvert.core.values import AffineIntRows, CodebookRows, DenseRows, Value
+from qconvert.formats.layouts import registry
+from qconvert.formats.layouts.config_checks import settings_of
+from qconvert.formats.layouts.scales_beside import cache_format
 from qconvert.plan.facts import HeadDifference, SourceFacts
 from qconvert.plan.passes.tie import compares_head
 
@@ -23,7 +27,11 @@ _BLOCK_WEIGHTS = 1 << 21
 
 def gather_facts(checkpoint: Checkpoint, binding: Binding, request: Request) -> SourceFacts:
     """The facts that this request depends on; most requests depend on none, and then nothing is read."""
-    facts, target = SourceFacts(), request.layout_target
+    scales = scales_beside(checkpoint)
+    cached = any(scale.of != "inputs" for scale, _ in scales)
+    cache = cache_format(settings_of(checkpoint.config), has_scales=cached)
+    facts = SourceFacts(scales=scales, cache_format=cache)
+    target = request.layout_target
     if compares_head(request, binding):
         facts = replace(facts, head=compare_head(checkpoint))
     if request.undo_act_order:
@@ -32,6 +40,18 @@ def gather_facts(checkpoint: Checkpoint, binding: Binding, request: Request) -> 
         absorbable = {t.name for t in checkpoint.tensors.values() if can_absorb_divisor(checkpoint, t)}
         facts = replace(facts, absorbable_divisors=frozenset(absorbable))
     return facts
+
+
+def scales_beside(checkpoint: Checkpoint) -> tuple[tuple[StoredScale, ModelTensor], ...]:
+    """The arrays beside the weights of a quantized model that scale the inputs of linears, or caches."""
+    if registry.claimed_by(checkpoint.config) is None:
+        return ()
+    named = ((checkpoint.layout.scale_stored_as(name), spec) for name, spec in checkpoint.files.specs.items())
+    return tuple(
+        (scale, ModelTensor(spec.name, spec.shape, Unquantized(spec.dtype)))
+        for scale, spec in named
+        if scale is not None and spec.count == 1 and spec.dtype.is_float
+    )
 
 
 def compare_head(checkpoint: Checkpoint) -> HeadDifference:
@@ -80,11 +100,12 @@ def can_absorb_divisor(checkpoint: Checkpoint, tensor: ModelTensor) -> bool:
     from qconvert.quant.transcode import fold_divisor
 
     encoding = tensor.encoding
-    if not (isinstance(encoding, Codebook) and encoding.is_nvfp4 and encoding.second == "divided"):
+    if not (isinstance(encoding, Codebook) and encoding.is_nvfp4 and encoding.has_tensor_number):
         return False
     first = checkpoint.reader.read(tensor, 0, 1)
     assert isinstance(first, CodebookRows)
-    if not first.divisor or frexp(first.divisor)[0] != 0.5:
+    number = first.divisor if first.factor is None else first.factor
+    if not number or frexp(number)[0] != 0.5:
         return False
     blocks = (checkpoint.reader.read(tensor, start, stop) for start, stop in _blocks(tensor))
     return all(isinstance(block, CodebookRows) and fold_divisor(block) is not None for block in blocks)

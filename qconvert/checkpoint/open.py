@@ -89,7 +89,18 @@ class Checkpoint:
         """The tensors whose plain numbers are not stored as such: what they are computed from, if it is
         codes, or "".
         """
-        return self.layout.computed if isinstance(self.layout, GGUFLayout) else {}
+        return self.layout.computed
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What was odd and tolerated, and weights that are not read as they are stored."""
+        found = {} if self.is_gguf else self.computed
+        if not found:
+            return self.files.warnings
+        first, more = next(iter(found)), f" and {len(found) - 1} more" if len(found) > 1 else ""
+        form = self.tensors[first].encoding.label
+        said = f"{first}{more}: {found[first]}, and inputs are scaled before: read as the numbers ({form})"
+        return (*self.files.warnings, said)
 
     def layout_for(self, layout: Layout) -> Layout:
         """That layout, with this model's input-major linears as its class stores them."""

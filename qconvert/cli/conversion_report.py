@@ -62,7 +62,7 @@ class FolderReport:
 
     def warnings(self) -> Iterable[str]:
         compiled = self.job.compiled
-        yield from (*self.job.source.checkpoint.files.warnings, *compiled.warnings)
+        yield from (*self.job.source.checkpoint.warnings, *compiled.warnings)
         if lines := notice_lines(compiled.notices):
             yield "\n".join(lines)
 
@@ -140,7 +140,7 @@ class FolderReport:
             "recipe": compiled.request.recipe.to_json(),
             "max_memory": self.job.options.max_memory,
             "warnings": [
-                *self.job.source.checkpoint.files.warnings,
+                *self.job.source.checkpoint.warnings,
                 *compiled.warnings,
                 *(notice.sentence for notice in compiled.notices),
             ],

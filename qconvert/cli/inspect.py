@@ -123,7 +123,7 @@ def describe(checkpoint: Checkpoint, *, list_tensors: bool) -> Json:
         "unknown": [n for n in binding.unknown if not architecture.carries(n)] if binding else [],
         "ignored": list(binding.dropped) if binding else [],
         "warnings": [
-            *checkpoint.files.warnings,
+            *checkpoint.warnings,
             *([architecture.family.guess] if architecture.family.guess else []),
         ],
         "from": checkpoint.assumed or ("headers" if binding else "config.json"),

@@ -126,6 +126,9 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
 
     wanted = Wanted.taken_from(flags, TARGET_SCHEMES)
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
+    if wanted.target is None and (table := _table_of(asked)):
+        _write_tables(models, asked["layout"], table, Flags(**flags))
+        return
     with typed():
         _send_tables_on(models, asked, flags["out"])
         aim = wanted.target
@@ -155,6 +158,24 @@ def _check_choices(labels: Sequence[str], asked: Mapping[str, Any]) -> None:
     given += ["--pad-to-tp"] if asked["pad_to_tp"] else []
     if given:
         raise BadRecipe(f"{given[0]}: given beside a target", "name what it chooses among with --schemes")
+
+
+def _write_tables(models: Sequence[str], layout: str, table: str, flags: Flags) -> None:
+    """Give all linears codes of a table, as `convert` does."""
+    from qconvert.plan.passes.transcode import Target
+
+    request = flags.request("quantize", Recipe(layout=layout), target=Target(layout, None, table))
+    write_each(models, lambda model: request, f"{table}-{layout}", flags)
+
+
+def _table_of(asked: Mapping[str, Any]) -> str:
+    """The codebook scheme that all linears get; "" where integers, or anything beside it, were asked for."""
+    scheme, layout = asked["scheme"], asked["layout"]
+    others = {name for name, value in asked.items() if value and name not in ("scheme", "layout")}
+    if not scheme or not layout or others:
+        return ""
+    found = registry.traits_of(layout).codebook(scheme)
+    return found.name if found and registry.traits_of(layout).integers is None else ""
 
 
 def _send_tables_on(models: Sequence[str], asked: Mapping[str, Any], out: Path | None) -> None:

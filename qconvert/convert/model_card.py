@@ -47,6 +47,7 @@ def model_card(
         "```",
         *_products(compiled),
         *_loss(manifest),
+        *_left_out(compiled),
         *_loading(compiled),
         *_own_code(code),
         "",
@@ -110,6 +111,11 @@ def _loss(manifest: Json) -> list[str]:
         what = f"Errors of {weighed['tensors']} tensors are weighed by the {kind}"
         lines.append(f"{what} `{weighed['file']}`{text}.")
     return lines + _scaling(manifest) + _calibration(manifest)
+
+
+def _left_out(compiled: Compiled) -> list[str]:
+    """Scales of caches that the source has and this layout has no place for."""
+    return ["", *(f"Of the source, {line}." for line in compiled.left_out)] if compiled.left_out else []
 
 
 def _scaling(manifest: Json) -> list[str]:

@@ -98,7 +98,8 @@ def _zeros(encoding: Encoding, rows: int, width: int) -> Value:
     if isinstance(encoding, AffineMin):
         return AffineMinRows(codes_RI, scales_RG, scales_RG, encoding)
     if isinstance(encoding, Codebook):
-        return CodebookRows(codes_RI, scales_RG, encoding, 1.0 if encoding.second == "divided" else None)
+        divisor, factor = (1.0 if encoding.second == each else None for each in ("divided", "multiplied"))
+        return CodebookRows(codes_RI, scales_RG, encoding, divisor, factor=factor)
     zeros_RG = None if encoding.symmetric else np.zeros(scales_RG.shape, np.uint8)
     groups_I = np.zeros(width, np.int32) if encoding.act_order else None
     return AffineIntRows(codes_RI, scales_RG, zeros_RG, encoding, groups_I)

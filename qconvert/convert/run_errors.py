@@ -71,7 +71,7 @@ def require_same_constants(unit: Unit, reader: Reader) -> None:
     Blocks of a large unit read one input each, so all of them are asked before the first one.
     """
     encoding = unit.source.encoding
-    shares = isinstance(encoding, Codebook) and (encoding.group_rows is None or encoding.second == "divided")
+    shares = isinstance(encoding, Codebook) and (encoding.group_rows is None or encoding.has_tensor_number)
     if not shares and not (isinstance(encoding, AffineInt) and encoding.act_order):
         return
     first, *others = (piece for piece in unit.inputs if piece.zeros_like is None and piece.rows)
@@ -97,6 +97,7 @@ def _compare_constants(name_a: str, a: Value, name_b: str, b: Value) -> None:
     elif isinstance(a, CodebookRows) and isinstance(b, CodebookRows):
         for what, one, other in (
             ("global scale", a.divisor, b.divisor),
+            ("global scale", a.factor, b.factor),
             ("scale", scale_of_all(a), scale_of_all(b)),
         ):
             if one != other:

@@ -5,7 +5,7 @@ A checkpoint's config says it of its linears; nothing of it is in the weights, b
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
 
@@ -21,7 +21,8 @@ class ActivationScheme:
     `scale_dtype` is the type that scales are rounded to; E4M3 ones are of numbers times a stored global
     scale (NVFP4), E8M0 ones powers of two (MXFP4). `outliers` is, of LLM.int8, the magnitude from which on a
     whole column stays as it is (infinity: none does). `stored` names the arrays, beside the weight's, of the
-    scale (or the global scale) and of the zero point, where there are some.
+    scale (or the global scale) and of the zero point, where there are some; with `inverse`, what is stored is
+    one over the scale that numbers are computed with here.
     """
 
     bits: int
@@ -33,6 +34,12 @@ class ActivationScheme:
     scale_dtype: DType = DType.F32
     outliers: float | None = None
     stored: tuple[str, ...] = ()
+    inverse: bool = False
+
+    @property
+    def computed(self) -> ActivationScheme:
+        """The same products, wherever the numbers for them are stored and under what name."""
+        return replace(self, stored=("",) if self.stored else (), inverse=False)
 
     @property
     def label(self) -> str:
@@ -51,6 +58,31 @@ class InputQuantization:
     scheme: ActivationScheme
     scale: float = 1.0
     zero: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScale:
+    """What a number stored beside the weights scales: the inputs of a linear (`module`), or the keys or the
+    values that an attention keeps in its cache (`module` is that of the attention). With `inverse`, one over
+    it is stored.
+    """
+
+    of: Literal["inputs", "keys", "values"]
+    module: str
+    inverse: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScalesBeside:
+    """The numbers stored beside the weights of a model: the modules whose inputs have a scale, and the format
+    ("FP8", "NVFP4") of the cache of keys and values, "" where the config says none.
+    """
+
+    inputs: frozenset[str] = frozenset()
+    cache: str = ""
+
+
+NO_SCALES = ScalesBeside()
 
 
 @dataclass(frozen=True, slots=True)

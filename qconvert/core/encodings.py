@@ -98,7 +98,8 @@ class Codebook:
     bitsandbytes' `nf4`, `fp4` and `int8`. A scale applies to a block of `group_size` columns (None: all) and
     `group_rows` rows (None: all); `scale_dtype` may itself be an 8-bit float. Two-level scales have a
     `second` level: `nested` scales are 8-bit codes of a table of their own, `divided` scales are divided by
-    one float32 per tensor. `decoded` is the type that the checkpoint computes in.
+    one float32 per tensor, `multiplied` ones multiplied with it. `decoded` is the type that the checkpoint
+    computes in.
     """
 
     table: str
@@ -119,6 +120,11 @@ class Codebook:
     def scale_rows(self, rows: int) -> int:
         """Returns the number of rows of scales for `rows` rows of the weight."""
         return 1 if self.group_rows is None else -(-rows // self.group_rows)
+
+    @property
+    def has_tensor_number(self) -> bool:
+        """True where one float32 per tensor divides, or multiplies, all scales."""
+        return self.second in ("divided", "multiplied")
 
     @property
     def is_mxfp4(self) -> bool:

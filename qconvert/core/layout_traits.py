@@ -146,7 +146,8 @@ class LayoutTraits:
     each ("apart"), or always in the input-major stacks of the model's class, and nothing else is quantized
     ("class").
 
-    Config. `config_key` is where config.json has the settings; `settings_file` a file that repeats them.
+    Config. `config_key` is where config.json has the settings; `settings_file` a file that repeats them,
+    `settings_key` the key in it, where it has one, which names no method.
 
     Loaders. `readers` read it; `first_choice_of` lists those for which it is the layout to convert to;
     `stack_readers` those that take quantized stacks of experts. `marlin` says that vLLM and SGLang run its
@@ -173,6 +174,7 @@ class LayoutTraits:
     experts: Literal["any", "apart", "class"] = "any"
     config_key: str = "quantization_config"
     settings_file: str = ""
+    settings_key: str = ""
     readers: tuple[str, ...] = ()
     first_choice_of: tuple[str, ...] = ()
     stack_readers: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from qconvert.core.activations import ScalesBeside, StoredScale
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Quantized
 from qconvert.core.layout_traits import LayoutTraits
@@ -58,7 +59,14 @@ class Layout(Protocol):
     a tensor may hold fewer), for formats that pack several rows into one word. `transposed` layouts
     keep the weights of a row apart in the file: they are read and written in larger blocks.
     `settings` are the entries of config.json for quantized modules, by their encodings, and linears left
-    plain; `traits` is what is said of the layout for any model.
+    plain; `traits` is what is said of the layout for any model; `computed` are tensors whose plain numbers
+    are computed as they are read, and of what, if it is codes.
+
+    Numbers beside the weights: `scale_stored_as` says what an array of this name scales, None for all others;
+    `place_of_scale` where the layout stores a scale (of the inputs of a linear with such a weight, or of a
+    cache in a model that has quantized ones), None where it has no place for it; `settings_beside` are the
+    settings of a model with such scales. Loaders that want a scale of inputs for a weight take the encoding
+    `without_input_scale` where there is none, which holds the same numbers; None where they do without.
     """
 
     @property
@@ -70,6 +78,9 @@ class Layout(Protocol):
     @property
     def transposed(self) -> bool: ...
 
+    @property
+    def computed(self) -> Mapping[str, str]: ...
+
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]: ...
 
     def row_alignment(self, tensor: ModelTensor) -> int: ...
@@ -79,6 +90,16 @@ class Layout(Protocol):
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value: ...
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json: ...
+
+    def settings_beside(
+        self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
+    ) -> Json: ...
+
+    def scale_stored_as(self, name: str) -> StoredScale | None: ...
+
+    def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None: ...
+
+    def without_input_scale(self, weight: Quantized) -> Quantized | None: ...
 
 
 class Rows(Protocol):

@@ -123,7 +123,8 @@ class CodebookRows(_Rows):
 
     codes_RI uint8 [rows, width]; scales_RG [rows, groups] in the carrier type of `encoding.scale_dtype`, also
     where one scale applies to several rows. Nested scales are dequantized to float32; `nested` is set only
-    where they are to be written. `divisor` is the float32 that `divided` scales are divided by.
+    where they are to be written. `divisor` is the float32 that `divided` scales are divided by, `factor` the
+    one that `multiplied` scales are multiplied with.
     """
 
     codes_RI: np.ndarray
@@ -131,6 +132,7 @@ class CodebookRows(_Rows):
     encoding: Codebook
     divisor: float | None = None
     nested: Nested | None = None
+    factor: float | None = None
     _names = ("codes_RI", "scales_RG")
 
     @property
@@ -138,7 +140,7 @@ class CodebookRows(_Rows):
         return int(self.codes_RI.shape[1])
 
     def with_arrays(self, arrays: tuple[np.ndarray, ...]) -> CodebookRows:
-        return CodebookRows(arrays[0], arrays[1], self.encoding, self.divisor)
+        return CodebookRows(arrays[0], arrays[1], self.encoding, self.divisor, factor=self.factor)
 
 
 @dataclass(frozen=True, slots=True)

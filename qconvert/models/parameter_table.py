@@ -18,6 +18,8 @@ from qconvert.models import Architecture, Binding, Parameter
 _NORMS = "norms"
 _BIASES = "biases"
 _UNKNOWN = "unknown"
+# Single numbers beside the weights that scale inputs or caches; no parameters.
+_SCALES = "scales"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,8 @@ def table_of_outputs(
 
     def label(name: str) -> str:
         parameter = architecture.parameter(name)
+        if parameter is None and name.endswith("_scale") and prod(outputs[name].shape) == 1:
+            return _SCALES
         return _group(parameter) if parameter is not None else architecture.carries(name) or _UNKNOWN
 
     entries = ((label(name), t.shape, t.encoding) for name, t in outputs.items())
@@ -164,7 +168,7 @@ def _row(role: str, alike: _Alike, layout: LayoutTraits) -> Row:
     return Row(
         role=role,
         tensors=alike.total(),
-        parameters=sum(count * prod(shape) for (shape, _), count in alike.items()),
+        parameters=0 if role == _SCALES else sum(count * prod(shape) for (shape, _), count in alike.items()),
         shapes=tuple(dict.fromkeys(shape for shape, _ in alike)),
         encodings=tuple(dict.fromkeys(encoding.label for _, encoding in alike if encoding is not None)),
         nbytes=sum(

@@ -27,10 +27,14 @@ Step = Literal[
     "divide_by_one",
     "round_divisor",
     "absorb_divisor",
+    "divisor_to_factor",
+    "factor_to_divisor",
+    "widen_scales",
     "resolve_nested_scales",
     "to_ggml_blocks",
     "from_ggml_blocks",
     "take_factor",
+    "invert",
 ]
 
 
@@ -79,6 +83,10 @@ STEPS: Mapping[Step, Callable[[Any, Any], Encoding]] = {
     "divide_by_one": lambda e, _: replace(e, second="divided"),
     "round_divisor": lambda e, _: e,
     "absorb_divisor": lambda e, _: replace(e, second=None),
+    "divisor_to_factor": lambda e, _: replace(e, second="multiplied"),
+    "factor_to_divisor": lambda e, _: replace(e, second="divided"),
+    # Scales of codes of a table in a wider dtype (the argument), which holds them exactly.
+    "widen_scales": lambda e, dtype: replace(e, scale_dtype=dtype),
     # Nested scales as the float32 numbers that they stand for, which values bring already.
     "resolve_nested_scales": lambda e, _: replace(e, second=None),
     # Integers, MXFP4 and NVFP4 as GGML blocks (the argument), and back.
@@ -86,4 +94,6 @@ STEPS: Mapping[Step, Callable[[Any, Any], Encoding]] = {
     "from_ggml_blocks": lambda e, encoding: encoding,
     # The factor of an NVFP4 weight's scales as a vector of one number.
     "take_factor": lambda e, _: Unquantized(DType.F32),
+    # A scale beside the weights as one over it.
+    "invert": lambda e, _: e,
 }

@@ -39,6 +39,38 @@ def _round_divisor(value: CodebookRows, _: None) -> Made:
     return made, Finding(code_error=moved_by(value.divisor / made.divisor))
 
 
+def _divisor_to_factor(value: CodebookRows, _: None) -> Made:
+    encoding = replace(value.encoding, second="multiplied")
+    return _with_inverse(value, CodebookRows(value.codes_RI, value.scales_RG, encoding, factor=1.0))
+
+
+def _factor_to_divisor(value: CodebookRows, _: None) -> Made:
+    encoding = replace(value.encoding, second="divided")
+    return _with_inverse(value, CodebookRows(value.codes_RI, value.scales_RG, encoding, 1.0))
+
+
+def _with_inverse(before: CodebookRows, made: CodebookRows) -> Made:
+    """The number of a tensor that divided multiplies now, or the other way round: one over it, rounded."""
+    from qconvert.quant.ggml.from_codes import moved_scales
+
+    number = before.divisor if before.factor is None else before.factor
+    if number is None:  # there was none
+        return made, CLEAN
+    inverse = transcode.inverse_of(number)
+    made = replace(made, factor=inverse) if made.divisor is None else replace(made, divisor=inverse)
+    return made, Finding(code_error=moved_scales(before, made))
+
+
+def _widen_scales(value: CodebookRows, dtype: DType) -> Made:
+    from qconvert.quant.codebook import wide
+
+    encoding = replace(value.encoding, scale_dtype=dtype)
+    assert dtype is DType.F32, "what holds all other scales"
+    return replace(
+        value, scales_RG=wide(value.scales_RG, value.encoding.scale_dtype), encoding=encoding
+    ), CLEAN
+
+
 def _absorb_divisor(value: CodebookRows, _: None) -> Made:
     made = transcode.fold_divisor(value)
     assert made is not None, "asked for where it is not exact"
@@ -71,6 +103,15 @@ def _take_factor(value: CodebookRows, _: None) -> Made:
     return DenseRows(factors_of(value), DType.F32), CLEAN
 
 
+def _invert(value: DenseRows, _: None) -> Made:
+    import numpy as np
+
+    numbers = value.rows_RI
+    inverse = np.array([[transcode.inverse_of(float(number)) for number in row] for row in numbers], "<f4")
+    moved = float(np.abs(inverse.astype(np.float64) * numbers - 1).max(initial=0))
+    return DenseRows(inverse, value.dtype), Finding(code_error=moved)
+
+
 ROWS: Mapping[str, Callable[[Any, Any], Made]] = {
     "zeros_to_mins": lambda value, _: _moved(transcode.to_mins(value)),
     "mins_to_zeros": lambda value, _: _moved(transcode.to_zeros(value)),
@@ -82,8 +123,12 @@ ROWS: Mapping[str, Callable[[Any, Any], Made]] = {
     "divide_by_one": _divide_by_one,
     "round_divisor": _round_divisor,
     "absorb_divisor": _absorb_divisor,
+    "divisor_to_factor": _divisor_to_factor,
+    "factor_to_divisor": _factor_to_divisor,
+    "widen_scales": _widen_scales,
     "resolve_nested_scales": lambda v, _: (replace(v, encoding=replace(v.encoding, second=None)), CLEAN),
     "to_ggml_blocks": _to_ggml_blocks,
     "from_ggml_blocks": _from_ggml_blocks,
     "take_factor": _take_factor,
+    "invert": _invert,
 }

@@ -13,6 +13,7 @@ from qconvert.core.protocols import Layout
 from qconvert.models import Binding
 from qconvert.plan.facts import SourceFacts
 from qconvert.plan.passes.activation_order import undo_activation_order
+from qconvert.plan.passes.carry_scales import carry_scales
 from qconvert.plan.passes.cast import cast_plain
 from qconvert.plan.passes.checks import check_finite, refuse_ggml_blocks, refuse_unscaled_weights
 from qconvert.plan.passes.dequantize import dequantize, resolve_nested_scales
@@ -41,6 +42,7 @@ FOLDER: tuple[Pass, ...] = (
     cast_plain,
     quantize,
     bring_into_layout,
+    carry_scales,
     weigh_errors,
     find_scalable_inputs,
     refuse_ggml_blocks,
@@ -78,6 +80,7 @@ def _gguf_file() -> tuple[Pass, ...]:
         choose_block_types,
         order_as_stored,
         encode_blocks,
+        carry_scales,
         find_scalable_inputs,
         carry_nvfp4_factors,
         check_finite,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from qconvert.core.activations import NO_SCALES, ScalesBeside
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor
 from qconvert.core.protocols import Layout
@@ -47,6 +48,7 @@ class Compiled:
     `architecture` is that of the output, `tied` whether its head is its embedding, `config` its
     config.json, `gguf` what a GGUF file has besides; `warnings` and `notices` are for the user. `scalable`
     are the inputs whose channels are to be scaled, `scaled` those that are, once the factors are chosen.
+    `beside` are the scales that are stored beside the weights, `left_out` says which of the source's are not.
     """
 
     request: Request
@@ -62,6 +64,8 @@ class Compiled:
     gguf: GGUFPlan | None = None
     scalable: tuple[ScalableInput, ...] = ()
     scaled: tuple[ScaledInput, ...] = ()
+    beside: ScalesBeside = NO_SCALES
+    left_out: tuple[str, ...] = ()
 
     @property
     def outputs(self) -> dict[str, ModelTensor]:

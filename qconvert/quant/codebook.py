@@ -62,6 +62,15 @@ def wide(array: np.ndarray, dtype: DType) -> np.ndarray:
     return cast(DenseRows(array, dtype), DType.F32)[0].rows_RI
 
 
+def with_tensor_number(
+    scales_RG: np.ndarray, divisor: float | None, factor: float | None = None
+) -> np.ndarray:
+    """Scales, float32, divided by or multiplied with the one number of their tensor, where there is one."""
+    if divisor is not None:
+        return np.asarray(scales_RG / np.float32(divisor))
+    return scales_RG if factor is None else np.asarray(scales_RG * np.float32(factor))
+
+
 def scale_of_all(value: CodebookRows) -> float | None:
     """The one scale of a tensor that has no other, as a number; None where there are more."""
     encoding = value.encoding

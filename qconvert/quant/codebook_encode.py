@@ -22,7 +22,7 @@ from qconvert.core.values import CodebookRows, DenseRows
 from qconvert.quant import codebook_kernels
 from qconvert.quant.affine import QuantError
 from qconvert.quant.casts import as_kernels_read, cast, first_nonfinite
-from qconvert.quant.codebook import TABLES, wide
+from qconvert.quant.codebook import TABLES, wide, with_tensor_number
 from qconvert.quant.codebook_kernels import FLOAT8, INT8, MAGNITUDES, MIDDLES, Table
 from qconvert.quant.codebook_search import search_scales, weighs
 from qconvert.quant.dequantize import INT8_STEP
@@ -55,16 +55,14 @@ def encode(
         peaks_BG = np.full((1, 1), whole, np.float32)
     else:
         peaks_BG = peaks(block, encoding)
-    scales_BG, divisor = _scales(peaks_BG, encoding, block.dtype, rounding, whole)
+    scales_BG, divisor, factor = _scales(peaks_BG, encoding, block.dtype, rounding, whole)
     searched = weights_I is not None and weighs(encoding)
     table = _table(encoding.table, _plain(rounding) if searched else rounding, encoding.scale_dtype)
     if weights_I is not None and searched:
-        scales_BG = search_scales(words_RI, encoding, scales_BG, divisor, table, weights_I)
+        scales_BG = search_scales(words_RI, encoding, scales_BG, divisor, factor, table, weights_I)
     per = encoding.group_rows or len(words_RI)
     scales_RG = np.repeat(scales_BG, per, axis=0)[: len(words_RI)]
-    steps_RG = wide(scales_RG, encoding.scale_dtype)
-    if divisor is not None:
-        steps_RG = steps_RG / np.float32(divisor)
+    steps_RG = with_tensor_number(wide(scales_RG, encoding.scale_dtype), divisor, factor)
     factors_RG, divide = _factors(steps_RG, encoding.table)
     if encoding.table == "int8":
         steps_RG = steps_RG * INT8_STEP
@@ -74,12 +72,12 @@ def encode(
     squared_error, squares, largest, steps = tally.tolist()
     nonfinite = first_nonfinite(block)
     lost = QuantError(squared_error, squares, largest, steps, block.rows_RI.size, nonfinite)
-    return CodebookRows(codes_RI, scales_RG, encoding, divisor), lost
+    return CodebookRows(codes_RI, scales_RG, encoding, divisor, factor=factor), lost
 
 
 def needs_whole(encoding: Codebook) -> bool:
     """Whether a number of this encoding depends on the whole tensor."""
-    return encoding.group_rows is None or encoding.second == "divided"
+    return encoding.group_rows is None or encoding.has_tensor_number
 
 
 def peaks(block: DenseRows, encoding: Codebook) -> np.ndarray:
@@ -94,20 +92,23 @@ def peaks(block: DenseRows, encoding: Codebook) -> np.ndarray:
 
 def _scales(
     peaks_BG: np.ndarray, encoding: Codebook, dtype: DType, rounding: RoundingRules, whole: float | None
-) -> tuple[np.ndarray, float | None]:
+) -> tuple[np.ndarray, float | None, float | None]:
+    """Scales in their carrier, and the number that divides, or multiplies, all of them."""
     if encoding.table == "e4m3":
         scales_BG = peaks_BG / E4M3_MAX
         if rounding.rounds_scales:
             scales_BG = _rounded(scales_BG, encoding.scale_dtype)
             scales_BG[scales_BG == 0] = _EPSILON[encoding.scale_dtype]
-        return cast(DenseRows(scales_BG, DType.F32), encoding.scale_dtype)[0].rows_RI, None
+        return cast(DenseRows(scales_BG, DType.F32), encoding.scale_dtype)[0].rows_RI, None, None
     if encoding.table != "e2m1":
-        return peaks_BG, None
+        return peaks_BG, None, None
     if encoding.scale_dtype is DType.F8_E8M0:
-        return _exponents(peaks_BG, rounding), None
+        return _exponents(peaks_BG, rounding), None, None
     if encoding.second is None:
-        return _nearest_float8(peaks_BG / E2M1_MAX), None
+        return _nearest_float8(peaks_BG / E2M1_MAX), None, None
     assert whole is not None
+    if encoding.second == "multiplied":
+        return _multiplied(peaks_BG, whole)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         # So does torch divide a number by a tensor.
         over = _rounded(np.full((1, 1), 1 / np.float32(whole)), dtype)
@@ -117,7 +118,19 @@ def _scales(
     wanted_BG = divisor * _rounded(peaks_BG / E2M1_MAX, dtype)
     scales_BG = _nearest_float8(wanted_BG)
     scales_BG[scales_BG == 0] = _EIGHTH
-    return scales_BG, float(divisor)
+    return scales_BG, float(divisor), None
+
+
+def _multiplied(peaks_BG: np.ndarray, whole: float) -> tuple[np.ndarray, None, float]:
+    """NVFP4's scales as ModelOpt 0.47 chooses them (`NVFP4QTensor`), all in float32; those of zeros are 1."""
+    factor = np.float32(whole) / (E2M1_MAX * E4M3_MAX) or np.float32(1)
+    wanted_BG = peaks_BG / (E2M1_MAX * factor)
+    wanted_BG[wanted_BG == 0] = 1
+    return _nearest_float8(wanted_BG.clip(_LEAST_E4M3, None)), None, float(factor)
+
+
+# The smallest E4M3 number above 0.
+_LEAST_E4M3 = np.float32(2.0**-9)
 
 
 # torch.finfo(dtype).eps

@@ -22,7 +22,7 @@ from qconvert.core.dtypes import DType
 from qconvert.core.encodings import Codebook
 from qconvert.core.values import DenseRows
 from qconvert.quant.casts import cast
-from qconvert.quant.codebook import wide
+from qconvert.quant.codebook import wide, with_tensor_number
 from qconvert.quant.codebook_kernels import FLOAT8, INT8, INT8_ENDS, MAGNITUDES, Table, copy_group
 from qconvert.quant.dequantize import INT8_STEP
 from qconvert.quant.importance import by_groups
@@ -68,6 +68,7 @@ def search_scales(
     encoding: Codebook,
     scales_BG: np.ndarray,
     divisor: float | None,
+    factor: float | None,
     table: Table,
     weights_I: np.ndarray,
 ) -> np.ndarray:
@@ -86,7 +87,7 @@ def search_scales(
         piece = slice(start, start + count)
         words = words_RI[start * per : (start + count) * per]
         found_BG[piece] = _search_piece(
-            words, encoding, scales_BG[piece], divisor, table, size, importance_GP
+            words, encoding, scales_BG[piece], divisor, factor, table, size, importance_GP
         )
     return found_BG
 
@@ -96,14 +97,14 @@ def _search_piece(
     encoding: Codebook,
     scales_BG: np.ndarray,
     divisor: float | None,
+    factor: float | None,
     table: Table,
     size: int,
     importance_GP: np.ndarray,
 ) -> np.ndarray:
     stored_BGC = _candidates(scales_BG, encoding)
     steps_BGC = wide(stored_BGC.reshape(-1, LANES), encoding.scale_dtype).reshape(stored_BGC.shape)
-    if divisor is not None:
-        steps_BGC = steps_BGC / np.float32(divisor)
+    steps_BGC = with_tensor_number(steps_BGC, divisor, factor)
     fits = encoding.table in ("nf4", "fp4", "int8")
     lanes_BG, fitted_BG = np.empty(scales_BG.shape, np.uint8), np.empty(scales_BG.shape, np.float32)
     unit = INT8_STEP if encoding.table == "int8" else _ONE

@@ -13,7 +13,7 @@ import numpy as np
 from qconvert.core.dtypes import DType
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows, GgmlRows, Value
 from qconvert.quant.casts import cast, first_nonfinite
-from qconvert.quant.codebook import TABLES, wide
+from qconvert.quant.codebook import TABLES, wide, with_tensor_number
 from qconvert.quant.packed_codes import codes_of
 
 # bitsandbytes divides by 127 by multiplying with this float32 (int8_vectorwise_dequant).
@@ -79,8 +79,7 @@ def _rounded(array: np.ndarray, dtype: DType) -> np.ndarray:
 
 def _dequantize_codebook(value: CodebookRows) -> np.ndarray:
     scales_RG = wide(value.scales_RG, value.encoding.scale_dtype)
-    if value.divisor is not None:
-        scales_RG = scales_RG / np.float32(value.divisor)
+    scales_RG = with_tensor_number(scales_RG, value.divisor, value.factor)
     weights_RI = np.take(TABLES[value.encoding.table], value.codes_RI)
     weights_RI *= _per_column(scales_RG, value.encoding.group_size, weights_RI.shape[1])
     if value.encoding.table == "int8":
@@ -92,7 +91,8 @@ def group_scales(value: AffineIntRows | AffineMinRows | CodebookRows) -> np.ndar
     """Returns the scale (quantization step) of every group as float32 [rows, groups]."""
     scales_RG = wide(value.scales_RG, value.encoding.scale_dtype)
     if isinstance(value, CodebookRows):
-        scales_RG = scales_RG / np.float32(value.divisor or 1)
+        scales_RG = with_tensor_number(scales_RG, value.divisor or 1, None)
+        scales_RG = with_tensor_number(scales_RG, None, value.factor)
         scales_RG *= INT8_STEP if value.encoding.table == "int8" else np.float32(1)
     return scales_RG
 
@@ -123,7 +123,9 @@ def reach(value: Value) -> float:
             table = TABLES[value.encoding.table]
             largest = float(np.abs(table[np.isfinite(table)]).max())
             divisor = 1.0 if value.divisor is None else abs(value.divisor)
-            return largest * _peak(value.scales_RG, value.encoding.scale_dtype) / divisor if divisor else inf
+            times = 1.0 if value.factor is None else abs(value.factor)
+            peak = times * _peak(value.scales_RG, value.encoding.scale_dtype)
+            return largest * peak / divisor if divisor else inf
         case _:
             return inf
 

@@ -13,7 +13,7 @@ from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, AffineMin, Codebook
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows
 from qconvert.quant.casts import cast
-from qconvert.quant.codebook import TABLES, wide
+from qconvert.quant.codebook import TABLES, wide, with_tensor_number
 from qconvert.quant.dequantize import INT8_STEP, zeros_of
 from qconvert.quant.packed_codes import codes_of
 
@@ -93,16 +93,24 @@ def spread_scale(value: CodebookRows, encoding: Codebook) -> CodebookRows:
 
 
 def fold_divisor(value: CodebookRows) -> CodebookRows | None:
-    """Absorbs the tensor-wide NVFP4 scale into the block scales; None if a quotient is not exactly E4M3."""
-    assert value.divisor
+    """Absorbs the tensor-wide NVFP4 scale into the block scales; None if one is then not exactly E4M3."""
+    assert value.divisor or value.factor
     numbers_T = TABLES["e4m3"]
-    quotients_RG = wide(value.scales_RG, DType.F8_E4M3) / np.float32(value.divisor)
+    scales_RG = wide(value.scales_RG, DType.F8_E4M3)
+    quotients_RG = with_tensor_number(scales_RG, value.divisor, value.factor)
     order_T = np.argsort(numbers_T)[: np.isfinite(numbers_T).sum()]  # NaN sorts last
     places_RG = np.searchsorted(numbers_T[order_T], quotients_RG).clip(max=len(order_T) - 1)
     scales_RG = order_T[places_RG].astype(np.uint8)
     if not np.array_equal(numbers_T[scales_RG], quotients_RG):
         return None
     return CodebookRows(value.codes_RI, scales_RG, replace(value.encoding, second=None))
+
+
+def inverse_of(number: float) -> float:
+    """One over a number, rounded to float32; 1 where that is infinite or 0."""
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = float(np.float32(np.float64(1) / np.float64(number)))
+    return inverse if inverse and np.isfinite(inverse) else 1.0
 
 
 def round_divisor(value: CodebookRows) -> CodebookRows:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized
 from qconvert.formats.layouts.base import RegisteredLayout
 from qconvert.formats.layouts.compressed_tensors.activations import activations
@@ -14,12 +17,24 @@ from qconvert.formats.layouts.compressed_tensors.arrays import (
 from qconvert.formats.layouts.compressed_tensors.reading import open_compressed_tensors
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
 from qconvert.ops import Op, Transcode
+from qconvert.ops.transcode import Step
+
+# By what NVFP4's scales have in common.
+_TO_DIVISOR: Mapping[str | None, Step] = {
+    None: "divide_by_one",
+    "divided": "round_divisor",
+    "multiplied": "factor_to_divisor",
+}
 
 
 def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     if isinstance(encoding, Codebook) and encoding.is_nvfp4:
-        return (Transcode("round_divisor") if encoding.second else Transcode("divide_by_one"),)
+        return (Transcode(_TO_DIVISOR[encoding.second]),)
     if isinstance(encoding, Codebook) and encoding.table in ("e4m3", "e2m1"):
+        if encoding.bits == 8 and encoding.group_size is not None and encoding.group_rows == 1:
+            raise refused(tensor, "has groups of columns, which compressed-tensors has of fewer bits alone")
+        if encoding.bits == 8 and encoding.scale_dtype is DType.F8_E8M0:
+            return (Transcode("widen_scales", DType.F32),)
         if encoding.bits == 8 or (encoding.group_rows == 1 and encoding.group_size in (16, 32)):
             return ()
         raise refused(tensor, "has blocks that compressed-tensors does not")

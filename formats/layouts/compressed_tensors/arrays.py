@@ -17,6 +17,7 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING
 
+from qconvert.core.activations import NO_SCALES, ScalesBeside, StoredScale
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized
 from qconvert.core.layout_traits import (
@@ -32,7 +33,9 @@ from qconvert.core.values import AffineIntRows, CodebookRows
 from qconvert.errors import BadRecipe
 from qconvert.formats.layouts.base import PassThrough
 from qconvert.formats.layouts.codebook_arrays import CodedArrays
+from qconvert.formats.layouts.compressed_tensors.activations import GLOBAL, SCALE
 from qconvert.formats.layouts.compressed_tensors.config import INT, NAME, quantization_config
+from qconvert.formats.layouts.scales_beside import cache_scale
 from qconvert.quant.packed_codes import codes_of, from_words, words_of
 
 if TYPE_CHECKING:
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 
 _WORD = 32
 _FP8 = CodedArrays("weight", "weight_scale")
-_FP4 = CodedArrays("weight_packed", "weight_scale", divisor="weight_global_scale")
+_FP4 = CodedArrays("weight_packed", "weight_scale", number="weight_global_scale")
 
 
 class EightBits:
@@ -221,7 +224,27 @@ class CompressedTensors(PassThrough[AffineInt | Codebook, AffineIntRows | Codebo
         return unpack_rows(packed, bits, stop - aligned)[start - aligned :]
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        return {"quantization_config": quantization_config(quantized, kept, self.loose)}
+        return self.settings_beside(quantized, kept, NO_SCALES)
+
+    def settings_beside(
+        self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
+    ) -> Json:
+        return {"quantization_config": quantization_config(quantized, kept, self.loose, scales)}
+
+    def scale_stored_as(self, name: str) -> StoredScale | None:
+        """A linear's `input_scale`, or the inverse of NVFP4's, and the scales of an attention's cache."""
+        module, _, kind = name.rpartition(".")
+        if kind in (SCALE, GLOBAL):
+            return StoredScale("inputs", module, inverse=kind == GLOBAL)
+        return cache_scale(name)
+
+    def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None:
+        """Beside FP8 weights without blocks, and NVFP4 ones; those of a cache beside any."""
+        if scale.of != "inputs":
+            return TensorSpec(f"{scale.module}.{scale.of[0]}_scale", DType.F32, (1,))
+        if not isinstance(weight, Codebook) or (weight.group_size is not None and not weight.is_nvfp4):
+            return None
+        return TensorSpec(f"{scale.module}.{GLOBAL if weight.is_nvfp4 else SCALE}", DType.F32, (1,))
 
 
 def _coded(encoding: Codebook) -> CodedArrays:

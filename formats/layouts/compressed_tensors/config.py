@@ -9,8 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping
 
+from qconvert.core.activations import NO_SCALES, ScalesBeside
 from qconvert.core.dtypes import DType, Json
 from qconvert.core.encodings import AffineInt, AffineMin, Codebook, Quantized
+from qconvert.formats.layouts.scales_beside import FP8_CACHE, FP8_CACHE_SCHEME
 
 NAME = "compressed-tensors"
 PACKED = "pack-quantized"
@@ -32,37 +34,41 @@ def format_of(encoding: Quantized, loose: Container[AffineInt] = ()) -> str:
 
 
 def quantization_config(
-    quantized: Mapping[str, Quantized], kept_linears: Iterable[str], loose: Container[AffineInt] = ()
+    quantized: Mapping[str, Quantized],
+    kept_linears: Iterable[str],
+    loose: Container[AffineInt] = (),
+    scales: ScalesBeside = NO_SCALES,
 ) -> Json:
     """The `quantization_config` of a checkpoint whose modules `quantized` have these encodings.
 
     `kept_linears` are the linear modules left in 16 bit; loaders need their names to ignore them.
     One encoding for every linear is written as the class name "Linear" and the names of heads; anything else
-    as one group per encoding, with regular expressions that cover exactly its modules.
+    as one group per encoding, with regular expressions that cover exactly its modules. Modules whose inputs
+    have a stored scale are in groups of their own.
     """
     ignore = sorted(set(kept_linears))
-    by_encoding: dict[Quantized, list[str]] = {}
+    by_encoding: dict[tuple[Quantized, bool], list[str]] = {}
     for module, encoding in quantized.items():
-        by_encoding.setdefault(encoding, []).append(module)
+        by_encoding.setdefault((encoding, module in scales.inputs), []).append(module)
     uniform = len(by_encoding) == 1 and not any("embed" in module for module in quantized)
     groups = {
         f"group_{i}": {
             "targets": [_CLASS, *patterns(_beside_layers(modules))] if uniform else patterns(modules),
             "format": format_of(encoding, loose),
-            "input_activations": _activations(encoding, loose),
+            "input_activations": _activations(encoding, loose, static=static),
             "output_activations": None,
             "weights": _weights_args(encoding),
         }
-        for i, (encoding, modules) in enumerate(by_encoding.items())
+        for i, ((encoding, static), modules) in enumerate(by_encoding.items())
     }
-    formats = {format_of(encoding, loose) for encoding in by_encoding}
+    formats = {format_of(encoding, loose) for encoding, _ in by_encoding}
     return {
         "quant_method": NAME,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "version": LIBRARY_VERSION,
         "global_compression_ratio": None,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": _cache(scales),
         "ignore": patterns(ignore) if len(ignore) > 8 else ignore,
         "config_groups": groups,
     }
@@ -105,9 +111,26 @@ def _float_args(encoding: Codebook) -> Json:
     return {}
 
 
-def _activations(encoding: Quantized, loose: Container[AffineInt]) -> Json | None:
-    """8-bit activations, scaled as they come, for the formats that loaders run in 8 bits."""
+def _cache(scales: ScalesBeside) -> Json | None:
+    if scales.cache != FP8_CACHE:
+        return None
+    return {**FP8_CACHE_SCHEME, "strategy": "tensor", "symmetric": True}
+
+
+def _activations(encoding: Quantized, loose: Container[AffineInt], *, static: bool = False) -> Json | None:
+    """8-bit activations, scaled as they come, for the formats that loaders run in 8 bits; `static` ones by
+    what is stored, for NVFP4 a scale of scales that are those of the numbers at hand.
+    """
     kind = format_of(encoding, loose)
+    if static and kind == NVFP4:
+        own: Json = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": "local"}
+        scale = {"scale_dtype": "torch.float8_e4m3fn"}
+        return own | {"strategy": "tensor_group", "group_size": encoding.group_size} | scale
+    if static and kind == FLOAT:
+        return {
+            "num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor",
+            "group_size": None,
+        }  # fmt: skip
     if kind not in (INT, FLOAT):
         return None
     by_block = isinstance(encoding, Codebook) and encoding.group_rows not in (1, None)

@@ -23,6 +23,7 @@ from qconvert.formats.layouts.compressed_tensors.activations import (
 from qconvert.formats.layouts.compressed_tensors.arrays import CompressedTensors, words
 from qconvert.formats.layouts.compressed_tensors.config import FORMATS, NAME
 from qconvert.formats.layouts.config_checks import APART, base_of, check_claimed, check_parts, part, require
+from qconvert.formats.layouts.scales_beside import cache_scale
 
 _SUFFIXES = ("_packed", "_global_scale", "_scale", "_zero_point", "_shape")
 _MOST_BITS = 16
@@ -44,7 +45,7 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
     found: dict[str, ModelTensor] = {}
     for name, spec in specs.items():
         base = _base(name, source)
-        if base in found or _is_of_inputs(name, source):
+        if base in found or _is_of_inputs(name, source) or (quantization and cache_scale(name)):
             continue
         if base in specs and f"{base}_packed" not in specs and _is_unpacked(base, source):
             found[base] = _unpacked(base, source, quantization)

@@ -136,5 +136,6 @@ class OpenFolder:
         (self.folder / "config.json").write_text(text, encoding="utf-8")
         claimed = registry.claimed_by(config)
         if claimed and claimed.traits.settings_file:
-            settings = json.dumps(config[claimed.traits.config_key], indent=2)
+            said = config[claimed.traits.config_key]
+            settings = json.dumps(claimed.settings_file(said) if claimed.settings_file else said, indent=2)
             (self.folder / claimed.traits.settings_file).write_text(settings + "\n", encoding="utf-8")

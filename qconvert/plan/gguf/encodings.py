@@ -83,7 +83,7 @@ def _encoded(unit: Unit, type_: GGMLType, state: Compiled) -> Unit:
 
 
 def carry_nvfp4_factors(state: Compiled) -> Compiled:
-    """One tensor more for every NVFP4 weight whose scales have one divisor: its inverse.
+    """One tensor more for every NVFP4 weight whose scales have one divisor, its inverse, or one factor.
 
     Raises BadRecipe for a graph that is not known to multiply by it.
     """
@@ -92,12 +92,12 @@ def carry_nvfp4_factors(state: Compiled) -> Compiled:
         units.append(unit)
         source, output = unit.source.encoding, unit.output
         carried = isinstance(output.encoding, GgmlBlocks) and output.encoding.type == "NVFP4"
-        if not (carried and isinstance(source, Codebook) and source.second == "divided"):
+        if not (carried and isinstance(source, Codebook) and source.has_tensor_number):
             continue
         if _gguf(state).facts.model.arch not in _WITH_FACTORS:
             raise BadRecipe(
                 f"{unit.source.name}: {source.label}, and llama.cpp's {_gguf(state).facts.model.arch} is not "
-                "known to multiply by the number that its scales are divided by",
+                "known to multiply by the number that all of its scales have in common",
                 "--scheme TYPE --allow-requantize computes the numbers and quantizes them again",
             )
         name = f"{output.name.rsplit('.', 1)[0]}.{FACTOR}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from qconvert.core.activations import ActivationScheme
+from qconvert.core.activations import NO_SCALES, ActivationScheme
 from qconvert.core.dtypes import DType, Json
 from qconvert.core.encodings import ModelTensor, Quantized
 from qconvert.errors import UnsupportedModel
@@ -43,8 +43,15 @@ def _config(state: Compiled) -> Json:
     outputs = state.outputs
     quantized = {_module(n): t.encoding for n, t in outputs.items() if isinstance(t.encoding, Quantized)}
     if quantized:
-        config |= state.layout.settings(quantized, _kept(state, quantized))
+        config |= _settings(state, quantized)
     return config
+
+
+def _settings(state: Compiled, quantized: dict[str, Quantized]) -> Json:
+    kept = _kept(state, quantized)
+    if state.beside == NO_SCALES:
+        return state.layout.settings(quantized, kept)
+    return state.layout.settings_beside(quantized, kept, state.beside)
 
 
 def _kept(state: Compiled, quantized: dict[str, Quantized]) -> list[str]:
@@ -73,7 +80,9 @@ def _activations(state: Compiled, config: Json) -> list[str]:
         return []
     before = _schemes(state.binding.architecture.config, state.binding.tensors)
     after = _schemes(config, state.outputs)
-    lost = sorted(scheme.label for scheme in before - after if scheme.stored)
+    scales = sum(scale.of == "inputs" for scale, _ in state.facts.scales)
+    kept = after if len(state.beside.inputs) == scales else set()
+    lost = sorted(scheme.label for scheme in before - kept if scheme.stored)
     if lost and config.get("quantization_config") and not state.request.target:
         raise UnsupportedModel(
             f"config.json: inputs of linears are {lost[0]}, with stored numbers, which would be lost",
@@ -96,4 +105,4 @@ def _activations(state: Compiled, config: Json) -> list[str]:
 def _schemes(config: Json, tensors: Mapping[str, ModelTensor]) -> set[ActivationScheme]:
     """How loaders quantize the inputs of the linears of a model with this config.json."""
     found = (registry.activations(config, tensor) for tensor in tensors.values())
-    return {scheme for scheme in found if scheme is not None}
+    return {scheme.computed for scheme in found if scheme is not None}

@@ -124,7 +124,7 @@ def _encoding(target: Target, tensor: ModelTensor, dtype: DType, group: str = ""
             "another layout holds this model, for example compressed-tensors",
         )
     first = (Cast(scheme.cast_first),) if scheme.cast_first else ()
-    for_whole = encoding.second == "divided" or encoding.group_rows is None
+    for_whole = encoding.has_tensor_number or encoding.group_rows is None
     made = EncodeTable(encoding, target.traits.rounding, group if for_whole else "")
     return (*first, made, *_nesting(target, tensor, encoding))
 

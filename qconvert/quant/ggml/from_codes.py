@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows
-from qconvert.quant.codebook import wide
+from qconvert.quant.codebook import wide, with_tensor_number
 from qconvert.quant.dequantize import zeros_of
 from qconvert.quant.packed_codes import codes_of
 from qconvert.quant.transcode import most_steps
@@ -62,11 +62,40 @@ def nvfp4_blocks(value: CodebookRows) -> tuple[np.ndarray, float]:
     halves = value.codes_RI.reshape(rows, groups, 2, 8)
     packed = (halves[:, :, 0] | halves[:, :, 1] << 4).reshape(rows, groups // 4, 32)
     blocks = np.concatenate([scales, packed], axis=2).reshape(rows, -1)
+    if value.factor is not None:
+        return blocks, moved_scales(value)
     return blocks, 0.0 if value.divisor is None else moved_by(factor_of(value) * value.divisor)
 
 
+def moved_scales(before: CodebookRows, after: CodebookRows | None = None) -> float:
+    """Returns the largest change in steps of an NVFP4 weight, by the scales that readers multiply codes with.
+
+    They round the quotient, or product, of a scale and the number of its tensor to float32; where `after` is
+    None, llama.cpp's, which multiply with that number last, and where the number itself is none of float32,
+    they do not.
+    """
+    old_RG = _multiplied(before)
+    new_RG = _multiplied(after) if after is not None else _exact(before)
+    ratios_RG = np.divide(new_RG, old_RG, out=np.ones_like(old_RG), where=old_RG != 0)
+    return moved_by(1 + float(np.abs(ratios_RG - 1).max(initial=0)))
+
+
+def _exact(value: CodebookRows) -> np.ndarray:
+    scales_RG = wide(value.scales_RG, value.encoding.scale_dtype).astype(np.float64)
+    return scales_RG * (1 / (value.divisor or 1) if value.factor is None else value.factor)
+
+
+def _multiplied(value: CodebookRows) -> np.ndarray:
+    if value.divisor is not None and float(np.float32(value.divisor)) != value.divisor:
+        return _exact(value)
+    scales_RG = wide(value.scales_RG, value.encoding.scale_dtype)
+    return with_tensor_number(scales_RG, value.divisor, value.factor).astype(np.float64)
+
+
 def factor_of(value: CodebookRows) -> float:
-    """Returns the factor that multiplies an NVFP4 tensor in llama.cpp: one over the divisor."""
+    """Returns the factor that multiplies an NVFP4 tensor in llama.cpp: its own, or one over the divisor."""
+    if value.factor is not None:
+        return value.factor
     return float(np.float32(1 / (value.divisor or 1)))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from qconvert.core.dtypes import DType
 from qconvert.core.ggml_types import GGMLType
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, GgmlRows, Value
-from qconvert.quant.codebook import TABLES, wide
+from qconvert.quant.codebook import TABLES, wide, with_tensor_number
 from qconvert.quant.dequantize import INT8_STEP
 from qconvert.quant.ggml.block_parts import SCALES, ZEROS, Numbers, unpacked
 from qconvert.quant.ggml.code_fields import read_codes
@@ -120,11 +120,15 @@ def _of_table(value: CodebookRows) -> Recipe | None:
     if encoding.table == "e4m3" and bool((value.codes_RI & 0x7F == 0x7F).any()):
         return None  # NaN
     kept = DType.BF16 if encoding.scale_dtype in (DType.F8_E8M0, DType.F8_E4M3) else encoding.scale_dtype
+    kept = kept if value.factor is None else DType.F32
 
     def take(rows: Value) -> Lowered:
         assert isinstance(rows, CodebookRows)
         scales_RG = rows.scales_RG
-        if kept is not encoding.scale_dtype:  # bfloat16 holds both
+        if rows.factor is not None:  # rounded before they are multiplied with codes
+            wide_RG = wide(scales_RG, encoding.scale_dtype)
+            scales_RG = with_tensor_number(wide_RG, None, rows.factor)
+        elif kept is not encoding.scale_dtype:  # bfloat16 holds both
             scales_RG = _upper(wide(scales_RG, encoding.scale_dtype))
         return Lowered(rows.codes_RI, Levels(scales_RG, kept))
 
