@@ -29,9 +29,15 @@ WRITTEN = {
     "bitsandbytes": f"{_HERE}.bitsandbytes",
     "fp8": f"{_HERE}.fp8",
     "mxfp4": f"{_HERE}.mxfp4",
+    "auto-round": f"{_HERE}.auto_round",
 }
 # Those that are only read.
-READ_ONLY = {"torchao": f"{_HERE}.torchao"}
+READ_ONLY = {
+    "torchao": f"{_HERE}.torchao",
+    "bitnet": f"{_HERE}.bitnet",
+}
+# Other names that tools give a method.
+_ALIASES = {"intel/auto-round": "auto-round"}
 DEFAULT = next(iter(WRITTEN))
 
 
@@ -74,7 +80,8 @@ def claimed_method(config: Json) -> str | None:
     """
     settings = settings_of(config)
     if "quant_method" in settings:
-        return shown(settings["quant_method"] or "unnamed")
+        method = shown(settings["quant_method"] or "unnamed")
+        return _ALIASES.get(method, method)
     keyed = (traits for traits in all_traits() if traits.config_key != SETTINGS_KEY)
     own = next((traits.name for traits in keyed if settings_of(config, traits.config_key)), None)
     return own or ("unnamed" if settings else None)

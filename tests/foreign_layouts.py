@@ -1,0 +1,164 @@
+"""Small models in layouts that qconvert reads, written by the tools that these layouts are of.
+
+`python -m tests.foreign_layouts [NAME...]` writes them into tests/layouts_by_others (it needs auto-round 0.16,
+hqq 0.2, torchao 0.18, amd-quark 0.13 and transformers 5.23, each for its own folders). A folder is a Qwen3
+with one layer of 64 columns, and golden.json: the SHA-256 of every quantized weight as that tool dequantizes
+it, in the type that it does it in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models import tiny
+
+FOLDER = Path(__file__).parent / "layouts_by_others"
+SIZES = {
+    "num_hidden_layers": 1,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 64,
+}
+ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
+LINEARS = [f"{ATTENTION}.{p}_proj" for p in "qkvo"] + [f"{MLP}.{p}_proj" for p in ("gate", "up", "down")]
+Weights = Mapping[str, torch.Tensor]
+
+
+def model(folder: Path) -> Path:
+    return tiny(folder, "qwen3", **SIZES)
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+# AutoRound
+
+
+def auto_round(out: Path, source: Path, *, to: str = "auto_round", **asked: Any) -> Weights:
+    from auto_round import AutoRound
+    from transformers import AutoTokenizer
+
+    own = {"iters": 0, "disable_opt_rtn": True, "device_map": "cpu"}
+    made = AutoRound(load(source), AutoTokenizer.from_pretrained(source), **own, **asked)
+    made.quantize_and_save(str(out / "of"), format=to)
+    inner = next(path.parent for path in (out / "of").rglob("config.json"))
+    for file in inner.iterdir():
+        file.rename(out / file.name)
+    shutil.rmtree(out / "of")
+    return _auto_round_weights(out)
+
+
+def _auto_round_weights(out: Path) -> Weights:
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    arrays, found = load_file(out / "model.safetensors"), {}
+    for base in (name.removesuffix(".qweight") for name in arrays if name.endswith(".qweight")):
+        own = {k: arrays[f"{base}.{k}"] for k in ("qweight", "qzeros", "scales")}
+        said = {**settings, **settings.get("extra_config", {}).get(base, {})}
+        bits, size = said["bits"], said["group_size"]
+        if settings["packing_format"].endswith("awq"):
+            numbers = dequantize_gemm(own["qweight"], own["qzeros"], own["scales"], bits, size)
+        else:
+            kind = qlinear_torch_zp if settings["packing_format"].endswith("auto_gptq") else qlinear_torch
+            width, rows = own["qweight"].shape[0] * 32 // bits, own["scales"].shape[1]
+            linear = kind.QuantLinear(bits, size, width, rows, bias=False)
+            linear.load_state_dict(own)
+            numbers = linear(torch.eye(width, dtype=torch.float16))
+        found[f"{base}.weight"] = numbers.to(torch.float16).T.contiguous()
+    return found
+
+
+# BitNet, by the packing of transformers
+
+
+def bitnet(out: Path, source: Path, *, linear_class: str) -> Weights:
+    from transformers.integrations.bitnet import pack_weights, unpack_weights
+
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitnet",
+        "linear_class": linear_class,
+        "quantization_mode": "offline",
+        "modules_to_not_convert": ["lm_head"],
+    }
+    arrays = load_file(source / "model.safetensors")
+    found = {}
+    for base in LINEARS:
+        weight = arrays[f"{base}.weight"].float()
+        step = weight.abs().mean()
+        packed = pack_weights((weight / step).round().clamp(-1, 1))
+        scale = (1 / step if linear_class == "bitlinear" else step).to(torch.bfloat16).reshape(1)
+        arrays |= {f"{base}.weight": packed, f"{base}.weight_scale": scale}
+        codes = unpack_weights(packed, torch.float32)
+        # BitLinear divides its products by the scale, AutoBitLinear multiplies them.
+        numbers = codes / scale.float() if linear_class == "bitlinear" else codes * scale.float()
+        found[f"{base}.weight"] = numbers + 0  # a product of -0 is one of 0
+    save_file(arrays, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config))
+    return found
+
+
+Maker = Callable[[Path, Path], Weights]
+MAKERS: dict[str, Maker] = {
+    "auto-round-mixed": partial(
+        auto_round,
+        scheme="W4A16",
+        group_size=32,
+        layer_config={
+            f"{MLP}.down_proj": {"bits": 8, "group_size": 16},
+            f"{ATTENTION}.v_proj": {"bits": 16},
+        },
+    ),
+    "auto-round-w2-asym": partial(auto_round, scheme="W2A16", sym=False, group_size=32),
+    "auto-round-w3": partial(auto_round, scheme="W3A16", group_size=32),
+    "auto-round-awq": partial(auto_round, to="auto_round:auto_awq", scheme="W4A16", sym=False, group_size=32),
+    "bitnet": partial(bitnet, linear_class="bitlinear"),
+    "bitnet-auto": partial(bitnet, linear_class="autobitlinear"),
+}
+
+
+def write(name: str) -> None:
+    """Write one of the folders anew."""
+    out = FOLDER / name
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    with tempfile.TemporaryDirectory() as beside:
+        found = MAKERS[name](out, model(Path(beside) / "m"))
+    for file in out.iterdir():
+        if file.name not in ("config.json", "model.safetensors"):
+            file.unlink()
+    golden = {
+        name: {
+            "dtype": str(numbers.dtype).removeprefix("torch."),
+            "shape": list(numbers.shape),
+            "sha256": hashlib.sha256(numbers.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
+        }
+        for name, numbers in sorted(found.items())
+    }
+    (out / "golden.json").write_text(json.dumps({"dequantized": golden}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    for asked in sys.argv[1:] or MAKERS:
+        write(asked)

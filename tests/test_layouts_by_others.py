@@ -1,0 +1,149 @@
+"""Holds what is read of other tools' layouts against the numbers that those tools compute.
+
+The folders in tests/layouts_by_others were written by the tools (`python -m tests.foreign_layouts`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.dtypes import DType
+from qconvert.quant.dequantize import numbers
+from tests.commands import made, qconvert
+from tests.foreign_layouts import ATTENTION, FOLDER, LINEARS, MLP
+
+DTYPES = {"float16": DType.F16, "bfloat16": DType.BF16, "float32": DType.F32}
+# What `inspect` says of each.
+FOLDERS = {
+    "auto-round-awq": "auto-round (int4-asym-g32)",
+    "auto-round-mixed": "auto-round (int4-g32, int8-g16)",
+    "auto-round-w2-asym": "auto-round (int2-asym-g32)",
+    "auto-round-w3": "auto-round (int3-g32)",
+    "bitnet": "bitnet (int2-channel)",
+    "bitnet-auto": "bitnet (int2-channel)",
+}
+# Where the codes can go as they are, and by how many steps weights may move then.
+KEPT = [
+    ("auto-round-awq", "compressed-tensors", 0.0),
+    ("auto-round-awq", "awq", 0.0),
+    ("auto-round-awq", "gptq_v2", 0.0),
+    ("auto-round-mixed", "compressed-tensors", 0.0),
+    ("auto-round-mixed", "gptq", 0.0),
+    ("auto-round-mixed", "auto-round", 0.0),
+    ("auto-round-w2-asym", "gptq_v2", 0.0),
+    ("auto-round-w3", "mlx", 0.0),
+    ("bitnet", "compressed-tensors", 0.0),
+    ("bitnet", "mlx", 0.0),
+    ("bitnet-auto", "gptq", 0.0),
+]
+
+
+def copy(name: str, folder: Path) -> Path:
+    shutil.copytree(FOLDER / name, folder)
+    return folder
+
+
+def golden(folder: Path) -> dict[str, Any]:
+    entries: dict[str, Any] = json.loads((folder / "golden.json").read_text())["dequantized"]
+    return entries
+
+
+def edited(folder: Path, **settings: Any) -> Path:
+    """The folder with these keys of quantization_config changed, None left out."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    own = config["quantization_config"] | settings
+    config["quantization_config"] = {key: value for key, value in own.items() if value is not None}
+    file.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_numbers_are_those_of_the_tool_that_wrote_them(name: str) -> None:
+    checkpoint = open_checkpoint(FOLDER / name)
+    assert checkpoint.quantization == FOLDERS[name]
+    entries = golden(FOLDER / name)
+    assert len(entries) >= 6
+    for tensor, entry in entries.items():
+        found = checkpoint.tensors[tensor]
+        assert list(found.shape) == entry["shape"]
+        # Blocks that end within every kind of word, and within the parts that some tools fold together.
+        blocks = [(row, min(row + 13, found.rows)) for row in range(0, found.rows, 13)]
+        dtype = DTYPES[entry["dtype"]]
+        rows = [numbers(checkpoint.reader.read(found, *block), dtype).rows_RI for block in blocks]
+        assert hashlib.sha256(np.concatenate(rows).tobytes()).hexdigest() == entry["sha256"], tensor
+
+
+def test_no_folder_is_left_out() -> None:
+    assert set(FOLDERS) == {path.parent.name for path in FOLDER.glob("*/golden.json")}
+
+
+@pytest.mark.parametrize(("name", "layout", "most"), KEPT)
+def test_codes_go_to_other_layouts_as_they_are(name: str, layout: str, most: float, tmp_path: Path) -> None:
+    out = made("convert", FOLDER / name, "--to", layout, "-o", tmp_path / "out")
+    entries = json.loads((out / "qconvert.json").read_text())["tensors"].values()
+    certificates = [entry["certificate"] for entry in entries]
+    assert {c["kind"] for c in certificates} <= ({"exact"} if most == 0 else {"exact", "measured"})
+    assert max(float(c.get("max_steps", 0)) for c in certificates) <= most
+    ran = qconvert("verify", out, "--against", FOLDER / name)
+    assert ran.code == 0, ran.err
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_plain_numbers_inspect_and_check(name: str, tmp_path: Path) -> None:
+    out = made("dequantize", FOLDER / name, "--dtype", "f32", "-o", tmp_path / "out")
+    assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    plain, source = open_checkpoint(out), open_checkpoint(FOLDER / name)
+    assert set(plain.tensors) == set(source.tensors)
+    tensor = f"{MLP}.up_proj.weight"
+    sides = [
+        numbers(c.reader.read(c.tensors[tensor], 0, 96), DType.F32).rows_RI for c in (plain, source)
+    ]
+    assert sides[0].any() and np.array_equal(*sides)
+    assert qconvert("inspect", FOLDER / name).code == 0
+    ran = qconvert("check", FOLDER / name, "--for", "transformers", "--json")
+    assert ran.code in (0, 3), ran.err
+
+
+def test_auto_round_by_its_old_name_and_with_wrong_claims(tmp_path: Path) -> None:
+    old = edited(copy("auto-round-mixed", tmp_path / "old"), quant_method="intel/auto-round")
+    assert open_checkpoint(old).quantization == FOLDERS["auto-round-mixed"]
+    wrong = edited(old, extra_config={f"{MLP}.down_proj": {"bits": 4}})
+    ran = qconvert("convert", wrong, "--to", "gptq", "-o", tmp_path / "out")
+    assert ran.code == 1 and "down_proj.qweight: codes of 8 bits, but quantization_config says" in ran.err
+    other = edited(copy("auto-round-w3", tmp_path / "fp"), packing_format="auto_round:fp8_static")
+    ran = qconvert("convert", other, "--to", "gptq", "-o", tmp_path / "out")
+    assert ran.code == 1 and "packing_format 'auto_round:fp8_static'" in ran.err and "Hint: " in ran.err
+    zeros = edited(copy("auto-round-w3", tmp_path / "zeros"), packing_format="auto_round")
+    ran = qconvert("convert", zeros, "--to", "gptq", "-o", tmp_path / "out")
+    assert ran.code == 1 and "qzeros: holds a zero of 3" in ran.err and not (tmp_path / "out").exists()
+
+
+def test_auto_round_is_written_with_the_bits_of_every_module(tmp_path: Path) -> None:
+    out = made("convert", FOLDER / "auto-round-mixed", "--to", "auto-round", "-o", tmp_path / "out")
+    settings = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert settings["quant_method"] == "auto-round" and settings["bits"] == 4
+    assert settings["extra_config"] == {
+        f"{MLP}.down_proj": {"bits": 8, "group_size": 16, "sym": True, "data_type": "int"},
+        f"{ATTENTION}.v_proj": {"bits": 16},
+    }
+    assert open_checkpoint(out).quantization == FOLDERS["auto-round-mixed"]
+
+
+def test_bitnet_refuses_what_it_cannot_say(tmp_path: Path) -> None:
+    normed = edited(copy("bitnet", tmp_path / "n"), use_rms_norm=True)
+    ran = qconvert("convert", normed, "--to", "mlx", "-o", tmp_path / "out")
+    assert ran.code == 1 and "normalizes the inputs of every linear" in ran.err
+    online = edited(copy("bitnet", tmp_path / "o"), quantization_mode="online")
+    ran = qconvert("convert", online, "--to", "mlx", "-o", tmp_path / "out")
+    assert ran.code == 1 and "online" in ran.err and "Hint: " in ran.err
+    assert qconvert("convert", online, "--to", "bitnet", "-o", tmp_path / "out").code == 2
+    assert len(LINEARS) == 7
