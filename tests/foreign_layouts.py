@@ -118,6 +118,32 @@ def bitnet(out: Path, source: Path, *, linear_class: str) -> Weights:
     return found
 
 
+# HQQ, as transformers 4 stores its state dict
+
+
+def hqq(
+    out: Path, source: Path, *, dtype: torch.dtype = torch.bfloat16, optimize: bool = True, **asked: Any
+) -> Weights:
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    config = json.loads((source / "config.json").read_text())
+    own = BaseQuantizeConfig(**asked)
+    own["weight_quant_params"]["optimize"] = optimize  # zero points stay whole numbers without
+    config["quantization_config"] = {"quant_config": own, "quant_method": "hqq", "skip_modules": ["lm_head"]}
+    arrays, found = load_file(source / "model.safetensors"), {}
+    for base in LINEARS:
+        linear = torch.nn.Linear(1, 1, bias=False)
+        linear.weight.data = arrays.pop(f"{base}.weight")
+        linear.in_features, linear.out_features = linear.weight.shape[1], linear.weight.shape[0]
+        made = HQQLinear(linear, own, compute_dtype=dtype, device="cpu")
+        state = {key: value for key, value in made.state_dict().items() if value is not None}
+        arrays |= {f"{base}.{key}": value.detach().contiguous() for key, value in state.items()}
+        found[f"{base}.weight"] = made.dequantize()
+    save_file(arrays, out / "model.safetensors", {"format": "pt"})
+    (out / "config.json").write_text(json.dumps(config))
+    return found
+
+
 Maker = Callable[[Path, Path], Weights]
 MAKERS: dict[str, Maker] = {
     "auto-round-mixed": partial(
@@ -132,6 +158,13 @@ MAKERS: dict[str, Maker] = {
     "auto-round-w2-asym": partial(auto_round, scheme="W2A16", sym=False, group_size=32),
     "auto-round-w3": partial(auto_round, scheme="W3A16", group_size=32),
     "auto-round-awq": partial(auto_round, to="auto_round:auto_awq", scheme="W4A16", sym=False, group_size=32),
+    "hqq-4": partial(hqq, nbits=4, group_size=32, axis=1),
+    "hqq-4-whole": partial(hqq, nbits=4, group_size=32, axis=1, optimize=False),
+    "hqq-4-axis-0": partial(hqq, nbits=4, group_size=64, axis=0),
+    "hqq-8-float": partial(hqq, nbits=8, group_size=32, axis=1, view_as_float=True, dtype=torch.float16),
+    "hqq-3": partial(hqq, nbits=3, group_size=32, axis=1, dtype=torch.float16),
+    "hqq-2-axis-0": partial(hqq, nbits=2, group_size=16, axis=0, dtype=torch.float32),
+    "hqq-1": partial(hqq, nbits=1, group_size=32, axis=1),
     "bitnet": partial(bitnet, linear_class="bitlinear"),
     "bitnet-auto": partial(bitnet, linear_class="autobitlinear"),
 }

@@ -27,6 +27,12 @@ FOLDERS = {
     "auto-round-mixed": "auto-round (int4-g32, int8-g16)",
     "auto-round-w2-asym": "auto-round (int2-asym-g32)",
     "auto-round-w3": "auto-round (int3-g32)",
+    "hqq-1": "hqq (zero1-g32)",
+    "hqq-2-axis-0": "hqq (zero2-rows16)",
+    "hqq-3": "hqq (zero3-g32)",
+    "hqq-4": "hqq (zero4-g32)",
+    "hqq-4-axis-0": "hqq (zero4-rows64)",
+    "hqq-8-float": "hqq (zero8-g32)",
     "bitnet": "bitnet (int2-channel)",
     "bitnet-auto": "bitnet (int2-channel)",
 }

@@ -34,6 +34,7 @@ WRITTEN = {
 # Those that are only read.
 READ_ONLY = {
     "torchao": f"{_HERE}.torchao",
+    "hqq": f"{_HERE}.hqq",
     "bitnet": f"{_HERE}.bitnet",
 }
 # Other names that tools give a method.

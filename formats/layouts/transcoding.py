@@ -33,6 +33,8 @@ def to_integers(tensor: ModelTensor, encoding: Quantized) -> tuple[tuple[Op, ...
     match encoding:
         case AffineInt():
             return (), encoding
+        case AffineMin() if encoding.bits < 2:
+            raise refused(tensor, "has codes of one bit, which this layout does not hold")
         case AffineMin():
             to_zeros = Transcode("mins_to_zeros", tensor.width)
             ops: tuple[Op, ...] = (to_zeros,)

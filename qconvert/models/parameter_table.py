@@ -93,7 +93,7 @@ def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: LayoutTraits 
     words = -(-width_of(shape) * encoding.bits // 32)
     scales = groups * encoding.scale_dtype.nbytes
     if isinstance(encoding, AffineMin):
-        return rows * (4 * words + 2 * scales)
+        return rows * 4 * words + 2 * rows * scales // encoding.shared_rows
     stored = layout.symmetric_zeros or not encoding.symmetric
     zeros = -(-rows * encoding.bits // 32) * 4 * groups if stored else 0
     columns = 4 * width_of(shape) if layout.act_order else 0
