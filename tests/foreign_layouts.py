@@ -144,6 +144,82 @@ def hqq(
     return found
 
 
+# torchao's classes, as its own safetensors module flattens them
+
+
+def torchao(out: Path, source: Path, *, quantize: Callable[[torch.Tensor], Any], kind: str) -> Weights:
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    config = json.loads((source / "config.json").read_text())
+    data = {"granularity": {"_type": "PerRow", "_data": {"dim": -1}, "_version": 1}}
+    config["quantization_config"] = {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": kind, "_version": 2, "_data": data}},
+    }
+    arrays, found = dict(load_file(source / "model.safetensors")), {}
+    for base in LINEARS:
+        made = quantize(arrays[f"{base}.weight"])
+        arrays[f"{base}.weight"] = made
+        found[f"{base}.weight"] = _int4_numbers(made) if kind == INT4 else made.dequantize()
+    flat, metadata = flatten_tensor_state_dict(arrays)
+    save_file({k: v.contiguous() for k, v in flat.items()}, out / "model.safetensors", metadata)
+    (out / "config.json").write_text(json.dumps(config))
+    return found
+
+
+INT4 = "Int4WeightOnlyConfig"
+
+
+def _int4_tensor(weight: torch.Tensor) -> Any:
+    """What `Int4Tensor.from_hp` makes on a GPU: the arithmetic of fbgemm_gpu's int4_row_quantize_zp."""
+    from torchao.quantization import Int4Tensor
+
+    size, (rows, _) = 32, weight.shape
+    groups = weight.float().reshape(rows, -1, size)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    step = (high - low).clamp(min=1e-6) / 15
+    codes = ((groups - low) / step).round().clamp(0, 15).to(torch.int8).reshape(rows, -1) - 8
+    packed = (codes[:, ::2] & 15) | (codes[:, 1::2] << 4)
+    turned = [x.squeeze(-1).t().contiguous().to(weight.dtype) for x in (step, low + 8 * step)]
+    return Int4Tensor(packed, *turned, block_size=[1, size], shape=weight.shape)
+
+
+def _int4_numbers(made: Any) -> torch.Tensor:
+    low, high = (made.qdata << 4) >> 4, made.qdata >> 4
+    codes = torch.stack([low, high], -1).flatten(-2).to(made.scale.dtype)
+    scale, middle = (x.t().repeat_interleave(32, 1) for x in (made.scale, made.zero_point))
+    return codes * scale + middle
+
+
+def _of_torchao(name: str, **asked: Any) -> Callable[[torch.Tensor], Any]:
+    def make(weight: torch.Tensor) -> Any:
+        from torchao import quantization
+
+        own = {k: v() if isinstance(v, type) else v for k, v in asked.items()}
+        return getattr(quantization, name).from_hp(weight, **own)
+
+    return make
+
+
+def _blocks(weight: torch.Tensor) -> Any:
+    from torchao.quantization import Float8Tensor, PerBlock
+
+    return Float8Tensor.from_hp(weight, granularity=PerBlock([32, 32]))
+
+
+def _per_tensor(weight: torch.Tensor) -> Any:
+    from torchao.quantization import Float8Tensor, PerTensor
+
+    return Float8Tensor.from_hp(weight, granularity=PerTensor())
+
+
+def _asymmetric(weight: torch.Tensor) -> Any:
+    from torchao.quantization import IntxUnpackedToInt8Tensor, MappingType
+
+    asymmetric = {"mapping_type": MappingType.ASYMMETRIC}
+    return IntxUnpackedToInt8Tensor.from_hp(weight, (1, 32), torch.int4, **asymmetric)
+
+
 Maker = Callable[[Path, Path], Weights]
 MAKERS: dict[str, Maker] = {
     "auto-round-mixed": partial(
@@ -165,6 +241,18 @@ MAKERS: dict[str, Maker] = {
     "hqq-3": partial(hqq, nbits=3, group_size=32, axis=1, dtype=torch.float16),
     "hqq-2-axis-0": partial(hqq, nbits=2, group_size=16, axis=0, dtype=torch.float32),
     "hqq-1": partial(hqq, nbits=1, group_size=32, axis=1),
+    "torchao-fp8": partial(
+        torchao, quantize=_of_torchao("Float8Tensor"), kind="Float8DynamicActivationFloat8WeightConfig"
+    ),
+    "torchao-fp8-tensor": partial(torchao, quantize=_per_tensor, kind="Float8WeightOnlyConfig"),
+    "torchao-fp8-blocks": partial(torchao, quantize=_blocks, kind="Float8WeightOnlyConfig"),
+    "torchao-int4": partial(torchao, quantize=_int4_tensor, kind=INT4),
+    "torchao-intx": partial(
+        torchao,
+        quantize=_of_torchao("IntxUnpackedToInt8Tensor", block_size=(1, 32), target_dtype=torch.int4),
+        kind="IntxWeightOnlyConfig",
+    ),
+    "torchao-intx-asym": partial(torchao, quantize=_asymmetric, kind="IntxWeightOnlyConfig"),
     "bitnet": partial(bitnet, linear_class="bitlinear"),
     "bitnet-auto": partial(bitnet, linear_class="autobitlinear"),
 }
