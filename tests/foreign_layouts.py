@@ -220,6 +220,31 @@ def _asymmetric(weight: torch.Tensor) -> Any:
     return IntxUnpackedToInt8Tensor.from_hp(weight, (1, 32), torch.int4, **asymmetric)
 
 
+# AMD Quark
+
+
+def quark(out: Path, source: Path, *, weight: str, inputs: str = "", **asked: Any) -> Weights:
+    from quark.torch import ModelQuantizer, export_safetensors, import_model_from_safetensors
+    from quark.torch.quantization.config import config as specs
+
+    def spec(name: str, own: Mapping[str, Any]) -> Any:
+        return getattr(specs, name)(**own).to_quantization_spec()
+
+    dynamic = {"is_dynamic": True, "ch_axis": 1} if inputs.endswith("PerChannelSpec") else {}
+    still = {} if dynamic else {"is_dynamic": False}
+    layer = specs.QLayerConfig(
+        weight=spec(weight, asked),
+        input_tensors=spec(inputs, dynamic or {**still, "observer_method": "min_max"}) if inputs else None,
+    )
+    quantizer = ModelQuantizer(specs.QConfig(global_quant_config=layer, exclude=["lm_head"]))
+    loader = torch.utils.data.DataLoader(torch.arange(32).reshape(2, 16) % 64)
+    made = quantizer.freeze(quantizer.quantize_model(load(source), loader))
+    export_safetensors(made, str(out), custom_mode="quark", weight_format="real_quantized")
+    again = import_model_from_safetensors(load(source), str(out))
+    linears = {base: again.get_submodule(base) for base in LINEARS}
+    return {f"{base}.weight": each._get_qweight(each.weight) for base, each in linears.items()}
+
+
 Maker = Callable[[Path, Path], Weights]
 MAKERS: dict[str, Maker] = {
     "auto-round-mixed": partial(
@@ -253,6 +278,29 @@ MAKERS: dict[str, Maker] = {
         kind="IntxWeightOnlyConfig",
     ),
     "torchao-intx-asym": partial(torchao, quantize=_asymmetric, kind="IntxWeightOnlyConfig"),
+    "quark-int4": partial(quark, weight="Int4PerGroupSpec", ch_axis=1, is_dynamic=False, group_size=32),
+    "quark-uint4": partial(
+        quark, weight="Uint4PerGroupSpec", ch_axis=1, is_dynamic=False, group_size=32
+    ),
+    "quark-fp8": partial(
+        quark,
+        weight="FP8E4M3PerTensorSpec",
+        inputs="FP8E4M3PerTensorSpec",
+        observer_method="min_max",
+        is_dynamic=False,
+    ),
+    "quark-fp8-rows": partial(
+        quark, weight="FP8E4M3PerChannelSpec", inputs="FP8E4M3PerChannelSpec", ch_axis=0, is_dynamic=False
+    ),
+    "quark-mxfp4": partial(
+        quark,
+        weight="FP4PerGroupSpec",
+        ch_axis=-1,
+        group_size=32,
+        scale_format="e8m0",
+        scale_calculation_mode="even",
+        is_dynamic=False,
+    ),
     "bitnet": partial(bitnet, linear_class="bitlinear"),
     "bitnet-auto": partial(bitnet, linear_class="autobitlinear"),
 }

@@ -35,6 +35,7 @@ WRITTEN = {
 READ_ONLY = {
     "torchao": f"{_HERE}.torchao",
     "hqq": f"{_HERE}.hqq",
+    "quark": f"{_HERE}.quark",
     "bitnet": f"{_HERE}.bitnet",
 }
 # Other names that tools give a method.
