@@ -1,9 +1,9 @@
 """Small models in layouts that qconvert reads, written by the tools that these layouts are of.
 
-`python -m tests.foreign_layouts [NAME...]` writes them into tests/layouts_by_others (it needs auto-round 0.16,
-hqq 0.2, torchao 0.18, amd-quark 0.13 and transformers 5.23, each for its own folders). A folder is a Qwen3
-with one layer of 64 columns, and golden.json: the SHA-256 of every quantized weight as that tool dequantizes
-it, in the type that it does it in.
+`python -m tests.foreign_layouts [NAME...]` writes them into tests/layouts_by_others; each needs its tool:
+auto-round 0.16, hqq 0.2, torchao 0.18, amd-quark 0.13 or transformers 5.23. A folder is a Qwen3 with one
+layer of 64 columns, and golden.json: the SHA-256 of every quantized weight as that tool dequantizes it, in
+the type that it does it in.
 """
 
 from __future__ import annotations
@@ -279,9 +279,7 @@ MAKERS: dict[str, Maker] = {
     ),
     "torchao-intx-asym": partial(torchao, quantize=_asymmetric, kind="IntxWeightOnlyConfig"),
     "quark-int4": partial(quark, weight="Int4PerGroupSpec", ch_axis=1, is_dynamic=False, group_size=32),
-    "quark-uint4": partial(
-        quark, weight="Uint4PerGroupSpec", ch_axis=1, is_dynamic=False, group_size=32
-    ),
+    "quark-uint4": partial(quark, weight="Uint4PerGroupSpec", ch_axis=1, is_dynamic=False, group_size=32),
     "quark-fp8": partial(
         quark,
         weight="FP8E4M3PerTensorSpec",

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.core.dtypes import DType
@@ -140,9 +142,7 @@ def test_plain_numbers_inspect_and_check(name: str, tmp_path: Path) -> None:
     plain, source = open_checkpoint(out), open_checkpoint(FOLDER / name)
     assert set(plain.tensors) == set(source.tensors)
     tensor = f"{MLP}.up_proj.weight"
-    sides = [
-        numbers(c.reader.read(c.tensors[tensor], 0, 96), DType.F32).rows_RI for c in (plain, source)
-    ]
+    sides = [numbers(c.reader.read(c.tensors[tensor], 0, 96), DType.F32).rows_RI for c in (plain, source)]
     assert sides[0].any() and np.array_equal(*sides)
     assert qconvert("inspect", FOLDER / name).code == 0
     ran = qconvert("check", FOLDER / name, "--for", "transformers", "--json")
@@ -172,6 +172,51 @@ def test_auto_round_is_written_with_the_bits_of_every_module(tmp_path: Path) -> 
         f"{ATTENTION}.v_proj": {"bits": 16},
     }
     assert open_checkpoint(out).quantization == FOLDERS["auto-round-mixed"]
+
+
+def exllama(folder: Path, version: int) -> Path:
+    """A folder with arrays of the shapes that ExLlama writes, and no meaning."""
+    shutil.copytree(FOLDER / "bitnet", folder)
+    arrays = load_file(folder / "model.safetensors")
+    for base in LINEARS:
+        rows, width = (size * k for size, k in zip(arrays.pop(f"{base}.weight").shape, (4, 1), strict=True))
+        arrays.pop(f"{base}.weight_scale")
+        if version == 3:
+            arrays[f"{base}.trellis"] = torch.zeros(width // 16, rows // 16, 16 * 4, dtype=torch.int16)
+            arrays |= {f"{base}.suh": torch.ones(width).half(), f"{base}.svh": torch.ones(rows).half()}
+        else:
+            arrays[f"{base}.q_weight"] = torch.zeros(width * 5 // 32, rows, dtype=torch.int32)
+            arrays[f"{base}.q_invperm"] = torch.arange(width).short()
+            arrays[f"{base}.q_scale"] = torch.zeros(width // 32, rows // 8, dtype=torch.int32)
+            arrays[f"{base}.q_scale_max"] = torch.ones(width // 32).half()
+            arrays[f"{base}.q_groups"] = torch.zeros(width // 16, dtype=torch.int16)
+    save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    return edited(folder, quant_method=f"exl{version}", bits=4.0, linear_class=None)
+
+
+@pytest.mark.parametrize(("version", "label"), [(2, "exl2-5.0"), (3, "exl3-4.0")])
+def test_exllama_is_inspected_and_nothing_else(version: int, label: str, tmp_path: Path) -> None:
+    folder = exllama(tmp_path / "m", version)
+    ran = qconvert("inspect", folder, "--json")
+    assert ran.code == 0 and ran.json["quantization"] == f"exl{version} ({label})"
+    rows = {row["role"]: row for row in ran.json["rows"]}
+    assert rows["mlp.down"]["forms"] == [label] and rows["mlp.down"]["shapes"] == [[64, 96]]
+    assert 4.0 < rows["mlp.down"]["bits_per_weight"] < 6.5 and not ran.json["unknown"]
+    assert ran.json["bytes"] == sum(
+        array.nbytes for array in load_file(folder / "model.safetensors").values()
+    )
+    out = tmp_path / "out"
+    for asked in (
+        ("convert", folder, "--to", "mlx", "-o", out),
+        ("dequantize", folder, "-o", out),
+        ("quantize", folder, "--scheme", "int4-g32", "-o", out),
+        ("to-gguf", folder, "--type", "q8_0", "-o", tmp_path / "out.gguf"),
+        ("check", folder, "--for", "vllm"),
+        ("verify", folder),
+    ):
+        ran = qconvert(*asked)
+        assert ran.code == 1 and f"exl{version} weights are known by name here, and not decoded" in ran.err
+        assert "start from the 16-bit model" in ran.err and not out.exists(), asked
 
 
 def test_bitnet_refuses_what_it_cannot_say(tmp_path: Path) -> None:

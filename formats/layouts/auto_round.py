@@ -9,10 +9,10 @@ auto-round 0.16 (`export/export_to_autoround`), and folders written by it; vLLM 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from qconvert.core.dtypes import DType, Json
+from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
 from qconvert.core.layout_traits import IntegerSchemes, LayoutTraits, LoaderLimit, with_packages
 from qconvert.core.protocols import Layout, Source
@@ -155,9 +155,8 @@ def _by_module(settings: Mapping[str, object]) -> Json:
 def _gptq(base: str, source: Source, settings: Json) -> ModelTensor:
     """A weight in GPTQ's words: its bits are told by its zeros, as no g_idx need be there."""
     why = f"{base}.qweight is there"
-    words = {"dims": (2,), "dtypes": (DType.I32,)}
-    qweight = checks.part(source, f"{base}.qweight", "it holds codes of AutoRound", **words)
-    qzeros = checks.part(source, f"{base}.qzeros", why, **words)
+    qweight = _words(source, f"{base}.qweight", "it holds codes of AutoRound")
+    qzeros = _words(source, f"{base}.qzeros", why)
     scales = checks.part(source, f"{base}.scales", why, dims=(2,))
     rows = qweight.shape[1]
     bits, rest = divmod(qzeros.shape[1] * _WORD, rows)
@@ -176,6 +175,10 @@ def _gptq(base: str, source: Source, settings: Json) -> ModelTensor:
     # A layer's output adds products up, and a sum that begins with +0 never becomes -0.
     encoding = AffineInt(bits, size, symmetric(settings, base), scales.dtype, signless_zero=True)
     return ModelTensor(f"{base}.weight", (rows, width), encoding)
+
+
+def _words(source: Source, name: str, why: str) -> TensorSpec:
+    return checks.part(source, name, why, dims=(2,), dtypes=(DType.I32,))
 
 
 def _check_order(base: str, source: Source, width: int, groups: int) -> None:
@@ -197,9 +200,8 @@ def _check_order(base: str, source: Source, width: int, groups: int) -> None:
 
 
 def _awq(base: str, source: Source, settings: Json) -> ModelTensor:
-    why, words = f"{base}.qweight is there", {"dims": (2,), "dtypes": (DType.I32,)}
-    qweight = checks.part(source, f"{base}.qweight", "it holds codes of AutoRound", **words)
-    scales = checks.part(source, f"{base}.scales", why, dims=(2,))
+    qweight = _words(source, f"{base}.qweight", "it holds codes of AutoRound")
+    scales = checks.part(source, f"{base}.scales", f"{base}.qweight is there", dims=(2,))
     width, rows = qweight.shape[0], qweight.shape[1] * _WORD // _AWQ_BITS
     if scales.shape[1] != rows:
         raise UnsupportedModel(

@@ -10,7 +10,7 @@ with: `X.shape`, `X.nbits`, `X.group_size`, `X.axis` and more. Source: hqq 0.2.8
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -161,11 +161,12 @@ def _logical(base: str, source: Source) -> tuple[ModelTensor, _Stored]:
     bits, size, axis = (_read(source, base, key, why)[0] for key in ("nbits", "group_size", "axis"))
     if bits not in _FOLDED or axis not in (0, 1):
         raise UnsupportedModel(
-            f"{base}.W_q: {bits} bits on axis {axis} are not read here", "1 to 6 and 8 bits on axis 0 or 1 are"
+            f"{base}.W_q: {bits} bits on axis {axis} are not read here",
+            "1 to 6 and 8 bits on axis 0 or 1 are",
         )
     if f"{base}.scale" not in source.specs or f"{base}.zero" not in source.specs:
         raise UnsupportedModel(
-            f"{base}.W_q: scales or zero points that are quantized themselves, or lie apart, are not read here",
+            f"{base}.W_q: scales or zero points that are quantized, or lie elsewhere, are not read here",
             "quantize it with hqq 0.2 or later, which does neither",
         )
     rows, width = shape

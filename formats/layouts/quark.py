@@ -11,7 +11,7 @@ them. Sources: amd-quark 0.13 (`torch/export`, `torch/utils/pack.py`), and folde
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -88,9 +88,7 @@ class Quark(PassThrough[AffineInt | Codebook, Value]):
         """Raise BadRecipe: other layouts hold the same, and more loaders take them."""
         raise BadRecipe(f"{tensor.name}: Quark's layout is read, not written", _ANOTHER)
 
-    def load(
-        self, tensor: ModelTensor, encoding: AffineInt | Codebook, source: Source, rows: range
-    ) -> Value:
+    def load(self, tensor: ModelTensor, encoding: AffineInt | Codebook, source: Source, rows: range) -> Value:
         if isinstance(encoding, AffineInt) and encoding.bits == _BITS:
             return self._words(tensor, encoding, source, rows)
         codes = source.read(tensor.name, rows.start, rows.stop)
@@ -114,9 +112,7 @@ class Quark(PassThrough[AffineInt | Codebook, Value]):
             return np.repeat(source.read(spec.name, 0, 1).reshape(1, 1), len(rows), axis=0)
         return source.read(spec.name, rows.start, rows.stop).reshape(len(rows), -1)
 
-    def _words(
-        self, tensor: ModelTensor, encoding: AffineInt, source: Source, rows: range
-    ) -> AffineIntRows:
+    def _words(self, tensor: ModelTensor, encoding: AffineInt, source: Source, rows: range) -> AffineIntRows:
         from qconvert.quant.simd.transpose import transposed
 
         aligned = rows.start - rows.start % _PER_WORD
@@ -160,9 +156,7 @@ def open_quark(source: Source, config: Json) -> tuple[Quark, dict[str, ModelTens
     settings = checks.settings_of(config)
     export = settings.get("export")
     packed = export.get("pack_method") if isinstance(export, dict) else None
-    bases = [
-        name.removesuffix(".weight_scale") for name in source.specs if name.endswith(".weight_scale")
-    ]
+    bases = [name.removesuffix(".weight_scale") for name in source.specs if name.endswith(".weight_scale")]
     decoded = checks.dtype_of(config)
     quantized = [_logical(base, source, settings, decoded) for base in bases]
     stored = {tensor.name: source.specs[f"{tensor.name}_scale"] for tensor in quantized}

@@ -37,6 +37,8 @@ READ_ONLY = {
     "hqq": f"{_HERE}.hqq",
     "quark": f"{_HERE}.quark",
     "bitnet": f"{_HERE}.bitnet",
+    "exl2": f"{_HERE}.exllama",
+    "exl3": f"{_HERE}.exllama",
 }
 # Other names that tools give a method.
 _ALIASES = {"intel/auto-round": "auto-round"}

@@ -2,16 +2,16 @@
 
 A quantized `X.weight` [N, K] is `X._weight_qdata` with `X._weight_scale` and, but for FP8,
 `X._weight_zero_point`; the file's metadata name its class. `Int8Tensor` and `IntxUnpackedToInt8Tensor` have
-int8 [N, K] (the latter's within `target_dtype`) and scales [N, G]; `Int4Tensor` has two signed codes in a byte
-[N, K/2], the first one low, and [G, N] scales and weights in the middle of the codes; `Float8Tensor` has E4M3
-[N, K] with scales [1, 1], [N, 1] or one for each block. Sources: torchao 0.18 (`quantize_/workflows`,
+int8 [N, K] (the latter's within `target_dtype`) and scales [N, G]; `Int4Tensor` has two signed codes in a
+byte [N, K/2], the first one low, and [G, N] scales and weights in the middle of the codes; `Float8Tensor` has
+E4M3 [N, K] with scales [1, 1], [N, 1] or one for each block. Sources: torchao 0.18 (`quantize_/workflows`,
 `prototype/safetensors`), and tensors written by it; for int4, fbgemm_gpu (`int4_row_quantize_zp`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from qconvert.core.activations import ActivationScheme
@@ -192,7 +192,9 @@ def _integers(
     kind = said.get("target_dtype")
     label = kind.get("_data") if isinstance(kind, dict) else None
     bits = int(label[3:]) if isinstance(label, str) and label in {f"int{n}" for n in range(2, 9)} else 8
-    symmetric = zeros is None or not source.has_weights or not source.read(zeros.name, 0, zeros.shape[0]).any()
+    symmetric = (
+        zeros is None or not source.has_weights or not source.read(zeros.name, 0, zeros.shape[0]).any()
+    )
     groups = scales.shape[1]
     return AffineInt(bits, None if groups == 1 else spec.shape[1] // groups, symmetric, scales.dtype)
 

@@ -1,7 +1,8 @@
 """Defines encodings: how a tensor is represented, without its values.
 
 A tensor is unquantized (`Unquantized`), or has integer codes with a scale and a zero point (`AffineInt`) or
-with a scale and a minimum (`AffineMin`), codes of a table (`Codebook`), or GGML blocks (`GgmlBlocks`).
+with a scale and a minimum (`AffineMin`), codes of a table (`Codebook`), or GGML blocks (`GgmlBlocks`). What
+is only named and measured is `Undecoded`.
 """
 
 from __future__ import annotations
@@ -173,8 +174,26 @@ class GgmlBlocks:
         return self.type.lower()
 
 
+@dataclass(frozen=True, slots=True)
+class Undecoded:
+    """The encoding of a weight in a format that is known by name alone: mean bits of a code, and bytes."""
+
+    format: str
+    bits: float
+    nbytes: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.format}-{self.bits:.1f}"
+
+    @property
+    def decoded(self) -> DType:
+        """The type that its own loader computes in."""
+        return DType.F16
+
+
 Quantized = AffineInt | AffineMin | Codebook
-Encoding = Unquantized | Quantized | GgmlBlocks
+Encoding = Unquantized | Quantized | GgmlBlocks | Undecoded
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from qconvert.core.dtypes import Json, rows_of, width_of
-from qconvert.core.encodings import AffineMin, Codebook, Encoding, GgmlBlocks, ModelTensor, Unquantized
+from qconvert.core.encodings import (
+    AffineMin,
+    Codebook,
+    Encoding,
+    GgmlBlocks,
+    ModelTensor,
+    Undecoded,
+    Unquantized,
+)
 from qconvert.core.layout_traits import NO_LAYOUT, LayoutTraits
 from qconvert.models import Architecture, Binding, Parameter
 
@@ -84,6 +92,8 @@ def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: LayoutTraits 
         return prod(shape) * encoding.dtype.nbytes
     if isinstance(encoding, GgmlBlocks):
         return rows_of(shape) * encoding.row_bytes(width_of(shape))
+    if isinstance(encoding, Undecoded):
+        return encoding.nbytes
     rows, groups = rows_of(shape), encoding.groups(width_of(shape))
     if isinstance(encoding, Codebook):
         scale_bytes = 1 if encoding.second == "nested" else encoding.scale_dtype.nbytes

@@ -20,7 +20,7 @@ import numpy as np
 from qconvert.core.encodings import AffineInt, AffineMin, Codebook, Encoding, GgmlBlocks
 from qconvert.core.ggml_types import GRIDS, GGMLType
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, GgmlRows, Value, is_packed
-from qconvert.quant.codebook import TABLES, wide
+from qconvert.quant.codebook import TABLES
 from qconvert.quant.dequantize import group_scales, mins_of, zeros_of
 from qconvert.quant.ggml.block_parts import SCALES, ZEROS
 from qconvert.quant.ggml.code_fields import CODE_FIELDS, put_codes, read_codes
