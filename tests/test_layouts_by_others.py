@@ -16,9 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.core.dtypes import DType
 from qconvert.quant.dequantize import numbers
+from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.load import load_decoder
 from tests.commands import made, qconvert
 from tests.foreign_layouts import ATTENTION, FOLDER, LINEARS, MLP
 
@@ -147,6 +150,67 @@ def test_plain_numbers_inspect_and_check(name: str, tmp_path: Path) -> None:
     assert qconvert("inspect", FOLDER / name).code == 0
     ran = qconvert("check", FOLDER / name, "--for", "transformers", "--json")
     assert ran.code in (0, 3), ran.err
+
+
+def logits(folder: Path) -> torch.Tensor:
+    checkpoint = open_checkpoint(folder)
+    decoder = load_decoder(DecoderConfig.from_hf(checkpoint.config), CheckpointWeights(checkpoint))
+    return decoder.logits(decoder.hidden(torch.arange(12)[None] * 5 % 64))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "auto-round-mixed",
+        "bitnet",
+        "hqq-1",
+        "hqq-2-axis-0",
+        "hqq-4",
+        "quark-uint4",
+        "torchao-fp8-blocks",
+        "torchao-int4",
+        "torchao-intx-asym",
+    ],
+)
+def test_our_decoder_computes_with_the_same_numbers(name: str, tmp_path: Path) -> None:
+    plain = made("dequantize", FOLDER / name, "--dtype", "f32", "-o", tmp_path / "out")
+    ours, expected = logits(FOLDER / name), logits(plain)
+    assert expected.abs().max() > 0.5
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+def test_transformers_computes_with_what_is_written_for_auto_round(tmp_path: Path) -> None:
+    pytest.importorskip("auto_round", reason="loads AutoRound's layout in transformers")
+    from transformers import AutoModelForCausalLM
+
+    source = FOLDER / "auto-round-mixed"
+    out = made("convert", source, "--to", "auto-round", "-o", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float16, device_map="cpu")
+    assert "QuantLinear" in type(model.model.layers[0].mlp.down_proj).__name__
+    found = model(torch.arange(12)[None] * 5 % 64).logits.float()
+    torch.testing.assert_close(found, logits(source), rtol=0, atol=0.02)
+
+
+def test_what_is_on_no_grid_of_others_is_quantized_again_when_asked(tmp_path: Path) -> None:
+    for name, layout in (("hqq-1", "mlx"), ("hqq-4-axis-0", "gptq"), ("hqq-2-axis-0", "compressed-tensors")):
+        asked = ("convert", FOLDER / name, "--to", layout, "-o", tmp_path / name)
+        ran = qconvert(*asked)
+        assert ran.code == 1 and "--allow-requantize" in ran.err
+        assert "of one bit" in ran.err or "that rows share" in ran.err or "of 1 bits" in ran.err
+        assert qconvert(*asked, "--allow-requantize").code == 0
+
+
+def test_activations_are_those_that_the_settings_say() -> None:
+    said = {
+        "bitnet": ["W2A8 (inputs int8 per token)"],
+        "hqq-4": ["W4A16"],
+        "quark-fp8": ["W8A8 (inputs static fp8)"],
+        "quark-fp8-rows": ["W8A8 (inputs fp8 per token)"],
+        "torchao-fp8": ["W8A8 (inputs fp8 per token)"],
+        "torchao-fp8-tensor": ["W8A16"],
+    }
+    for name, products in said.items():
+        assert [str(each) for each in open_checkpoint(FOLDER / name).products] == products
 
 
 def test_auto_round_by_its_old_name_and_with_wrong_claims(tmp_path: Path) -> None:

@@ -163,8 +163,8 @@ def _gptq(base: str, source: Source, settings: Json) -> ModelTensor:
     width, more = divmod(qweight.shape[0] * _WORD, bits or 1)
     if rest or more or bits not in _READ_BITS:
         raise CorruptCheckpoint(
-            f"{qzeros.name}: {qzeros.dtype.label} {list(qzeros.shape)} holds no zeros of 2 to 8 bits for {rows} rows of "
-            f"{list(qweight.shape)}",
+            f"{qzeros.name}: {qzeros.dtype.label} {list(qzeros.shape)} holds no zeros of 2 to 8 bits for "
+            f"{rows} rows of {list(qweight.shape)}",
             checks.APART,
         )
     said = claimed(settings, "bits", int)

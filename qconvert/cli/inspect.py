@@ -46,6 +46,8 @@ def command(
       -channel        one scale for each whole row
       -actorder       groups of columns in GPTQ's activation order (g_idx)
     min4-g64          codes of 4 bits times a scale plus a minimum, each 64 columns (MLX)
+    zero4-g64         the same minus a zero point that is no integer (HQQ; zero4-rows64: on axis 0)
+    middle4-g64       the same plus the weight in the middle of the codes (torchao)
     nf4-g64, fp4-g64  bitsandbytes' tables of 16 numbers times a scale; -nested: scales are codes too
     e4m3, e5m2, e2m1  floats of 8 and 4 bits times scales: e4m3-channel, e4m3-tensor and blocks
                       e4m3-g128x128 (FP8), e2m1-g32 (MXFP4), e2m1-g16-divided (NVFP4)
