@@ -67,6 +67,8 @@ def auto_round(out: Path, source: Path, *, to: str = "auto_round", **asked: Any)
 
 
 def _auto_round_weights(out: Path) -> Weights:
+    if json.loads((out / "config.json").read_text())["quantization_config"]["data_type"] == "mx_fp":
+        return _mxfp4_weights(load_file(out / "model.safetensors"))
     from auto_round.export.export_to_awq.utils import dequantize_gemm
     from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
 
@@ -85,6 +87,18 @@ def _auto_round_weights(out: Path) -> Weights:
             linear.load_state_dict(own)
             numbers = linear(torch.eye(width, dtype=torch.float16))
         found[f"{base}.weight"] = numbers.to(torch.float16).T.contiguous()
+    return found
+
+
+def _mxfp4_weights(arrays: Weights) -> Weights:
+    from auto_round.experimental.qmodules.fp4_utils import unpack_fp4_from_uint8
+
+    found = {}
+    for base in LINEARS:
+        packed, scale = arrays[f"{base}.weight_packed"], arrays[f"{base}.weight_scale"]
+        codes = unpack_fp4_from_uint8(packed, packed.shape[0], 2 * packed.shape[1], torch.float32)
+        steps = torch.exp2(scale.float() - 127).repeat_interleave(32, 1)
+        found[f"{base}.weight"] = codes.reshape(steps.shape) * steps
     return found
 
 
@@ -259,6 +273,7 @@ MAKERS: dict[str, Maker] = {
     "auto-round-w2-asym": partial(auto_round, scheme="W2A16", sym=False, group_size=32),
     "auto-round-w3": partial(auto_round, scheme="W3A16", group_size=32),
     "auto-round-awq": partial(auto_round, to="auto_round:auto_awq", scheme="W4A16", sym=False, group_size=32),
+    "auto-round-mxfp4": partial(auto_round, scheme="MXFP4"),
     "hqq-4": partial(hqq, nbits=4, group_size=32, axis=1),
     "hqq-4-whole": partial(hqq, nbits=4, group_size=32, axis=1, optimize=False),
     "hqq-4-axis-0": partial(hqq, nbits=4, group_size=64, axis=0),

@@ -30,6 +30,7 @@ DTYPES = {"float16": DType.F16, "bfloat16": DType.BF16, "float32": DType.F32}
 FOLDERS = {
     "auto-round-awq": "auto-round (int4-asym-g32)",
     "auto-round-mixed": "auto-round (int4-g32, int8-g16)",
+    "auto-round-mxfp4": "compressed-tensors (e2m1-g32)",
     "auto-round-w2-asym": "auto-round (int2-asym-g32)",
     "auto-round-w3": "auto-round (int3-g32)",
     "hqq-1": "hqq (zero1-g32)",
@@ -62,6 +63,7 @@ KEPT = [
     ("auto-round-mixed", "gptq", 0.0),
     ("auto-round-mixed", "auto-round", 0.0),
     ("auto-round-w2-asym", "gptq_v2", 0.0),
+    ("auto-round-mxfp4", "compressed-tensors", 0.0),
     ("auto-round-w3", "mlx", 0.0),
     ("hqq-4", "mlx", 0.04),
     ("hqq-4-whole", "compressed-tensors", 0.0),
@@ -202,6 +204,8 @@ def test_what_is_on_no_grid_of_others_is_quantized_again_when_asked(tmp_path: Pa
 
 def test_activations_are_those_that_the_settings_say() -> None:
     said = {
+        "auto-round-mxfp4": ["W4A4 (inputs fp4 per group of 32)"],
+        "auto-round-mixed": ["W4A16", "W8A16"],
         "bitnet": ["W2A8 (inputs int8 per token)"],
         "hqq-4": ["W4A16"],
         "quark-fp8": ["W8A8 (inputs static fp8)"],

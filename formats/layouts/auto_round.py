@@ -2,9 +2,10 @@
 
 `packing_format` says which: `auto_round:auto_gptq` is GPTQ's v1 and `auto_round` and `auto_round:gptqmodel`
 its v2, both without g_idx unless it is stored; `auto_round:auto_awq` is AWQ's gemm. `extra_config` has the
-settings of single modules, by name or regular expression; a module of 16 bits or more is plain. Exports of
-FP8, MXFP4 and NVFP4 for llm-compressor say that they are compressed-tensors, and are read as that. Sources:
-auto-round 0.16 (`export/export_to_autoround`), and folders written by it; vLLM 0.33 (`auto_round.py`).
+settings of single modules, by name or regular expression; a module of 16 bits or more is plain. MXFP4 is in
+the arrays of compressed-tensors (`auto_round:llm_compressor`), and is read as that, as are exports for
+llm-compressor, which say that they are compressed-tensors. Sources: auto-round 0.16
+(`export/export_to_autoround`), and folders written by it; vLLM (`quantization/auto_round.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from qconvert.core.activations import ActivationScheme
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
 from qconvert.core.layout_traits import IntegerSchemes, LayoutTraits, LoaderLimit, with_packages
@@ -20,6 +22,8 @@ from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts import config_checks as checks
 from qconvert.formats.layouts.awq import AWQ
 from qconvert.formats.layouts.base import RegisteredLayout
+from qconvert.formats.layouts.compressed_tensors.activations import activations
+from qconvert.formats.layouts.compressed_tensors.reading import open_compressed_tensors
 from qconvert.formats.layouts.gptq import GPTQ
 from qconvert.formats.layouts.gptq_dynamic import claimed, symmetric
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
@@ -124,12 +128,15 @@ def open_auto_round(source: Source, config: Json) -> tuple[Layout, dict[str, Mod
     """
     settings = checks.settings_of(config)
     packing = str(settings.get("packing_format") or "auto_round:auto_gptq")
-    if packing not in (_AWQ, *_VERSIONS) or settings.get("data_type", "int") != "int":
+    integers = packing in (_AWQ, *_VERSIONS) and settings.get("data_type", "int") == "int"
+    if not (integers or _is_mxfp4(settings)):
         raise UnsupportedModel(
             f"config.json: AutoRound's packing_format {shown(packing)!r} with data_type "
             f"{shown(settings.get('data_type'))} is not read here",
             f"export it as {', '.join([*_VERSIONS, _AWQ])}, or for llm_compressor, which are read",
         )
+    if _is_mxfp4(settings):
+        return open_compressed_tensors(source, _as_compressed(settings))
     own = _by_module(settings)
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
     if packing == _AWQ:
@@ -138,6 +145,31 @@ def open_auto_round(source: Source, config: Json) -> tuple[Layout, dict[str, Mod
     groupless = not any(f"{base}.g_idx" in source.specs for base in bases)
     layout = AutoRound(_VERSIONS[packing], groupless, packing=packing)
     return checks.gathered(layout, source, (_gptq(base, source, own) for base in bases), "qweight", NAME)
+
+
+def _is_mxfp4(settings: Json) -> bool:
+    kind = (settings.get("packing_format"), settings.get("data_type"), settings.get("bits"))
+    return kind == ("auto_round:llm_compressor", "mx_fp", 4)
+
+
+def _as_compressed(settings: Json) -> Json:
+    """The settings of MXFP4 as compressed-tensors has them."""
+    args = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "group",
+        "group_size": 32,
+        "scale_dtype": "torch.uint8",
+    }
+    inputs = {**args, "dynamic": True} if settings.get("act_bits") == args["num_bits"] else None
+    group = {"targets": ["Linear"], "weights": args, "input_activations": inputs}
+    return {"quantization_config": {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}}
+
+
+def _activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
+    """MXFP4, where that is said; inputs of linears with integers stay as they are."""
+    settings = checks.settings_of(config)
+    return activations(_as_compressed(settings), tensor) if _is_mxfp4(settings) else None
 
 
 def _by_module(settings: Mapping[str, object]) -> Json:
@@ -224,4 +256,4 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     return (*ops, Transcode("cast_scales", DType.F16))
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, AutoRound, open_auto_round, _transcode),)
+LAYOUTS = (RegisteredLayout(TRAITS, AutoRound, open_auto_round, _transcode, _activations),)
