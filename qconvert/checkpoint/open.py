@@ -161,11 +161,13 @@ def open_checkpoint(
     files = open_hf_folder(path, headers)
     if not files.specs:  # nothing that the config's claims could be checked against
         return Checkpoint(files, {}, registry.writer(registry.DEFAULT), declared)
-    return checkpoint_of(files, declared)
+    return checkpoint_of(files, declared, undecoded=undecoded)
 
 
-def checkpoint_of(files: HFCheckpoint, declared: Declaration | None = None) -> Checkpoint:
-    """The model whose arrays are in these files."""
+def checkpoint_of(
+    files: HFCheckpoint, declared: Declaration | None = None, *, undecoded: bool = False
+) -> Checkpoint:
+    """The model whose arrays are in these files; `undecoded` as in `open_checkpoint`."""
     layout, tensors = registry.read(files, files.config)
     first = next((t for t in tensors.values() if isinstance(t.encoding, Undecoded)), None)
     if first is not None and not undecoded:
