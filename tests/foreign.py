@@ -137,6 +137,20 @@ def _gptq(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
     yield from _rest(arrays)
 
 
+def _auto_round(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
+    """GPTQ's words with zeros less one, and no g_idx."""
+    settings = config["quantization_config"]
+    assert settings["packing_format"] == "auto_round:auto_gptq"
+    for base in _bases(arrays, ".qweight"):
+        bits = settings.get("extra_config", {}).get(base, settings)["bits"]
+        codes, scales = _fields(arrays[f"{base}.qweight"].numpy().T, bits), _wide(arrays[f"{base}.scales"])
+        zeros = _fields(arrays[f"{base}.qzeros"].numpy(), bits) + 1
+        size = codes.shape[1] // len(scales)
+        steps = np.repeat(scales.T, size, 1)
+        yield f"{base}.weight", ((codes - np.repeat(zeros.T, size, 1)) * steps, steps)
+    yield from _rest(arrays)
+
+
 def _awq(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
     def columns(words: torch.Tensor) -> np.ndarray:
         found = _fields(words.numpy(), 4).reshape(len(words), -1, 8)
@@ -275,6 +289,7 @@ _READERS: Mapping[str, Callable[[Arrays, Any], Iterator[tuple[str, Weight]]]] = 
     "fbgemm_fp8": _modelopt,
     "compressed-tensors": _compressed,
     "gptq": _gptq,
+    "auto-round": _auto_round,
     "awq": _awq,
     "mlx": _mlx,
     "bitsandbytes": _bitsandbytes,

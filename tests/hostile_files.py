@@ -185,6 +185,17 @@ _AWQ: dict[str, Array] = {".scales": ("f2", (2, 256)), ".qzeros": ("i4", (2, 32)
 _GPTQ: dict[str, Array] = {".qweight": ("i4", (32, 256)), **_AWQ}
 _CT: dict[str, Array] = {".weight_packed": ("i4", (256, 32)), ".weight_scale": ("f2", (256, 2))}
 _SHAPE = np.array([256, 256]).tobytes()
+_ROUND: dict[str, object] = {"bits": 4, "group_size": 128, "sym": True}
+_QUARK: dict[str, Array] = {".weight": ("i4", (256, 32)), ".weight_scale": ("f4", (2, 256))}
+_HQQ: dict[str, Array] = {
+    ".W_q": ("u1", (512, 64)),
+    ".scale": ("f4", (1024, 1)),
+    ".zero": ("f4", (1024, 1)),
+    ".shape": ("i8", (2,), _SHAPE),
+    ".nbits": ("i4", ()),
+    ".group_size": ("i4", ()),
+    ".axis": ("i4", ()),
+}
 _MLX: dict[str, Array] = {
     ".weight": ("u4", (256, 32)),
     ".scales": ("f4", (256, 4)),
@@ -220,6 +231,21 @@ LAYOUTS: tuple[tuple[str, Mapping[str, Array], Mapping[str, object], str], ...] 
         "num_bits is 0, outside 1..16",
     ),
     ("torchao", _TORCHAO, {}, "._weight_qdata: i8 [256, 0] is not read here"),
+    ("auto-round", {**_GPTQ, ".qzeros": ("i4", (2, 31))}, _ROUND, ".qzeros: i32 [2, 31] holds no zeros"),
+    ("auto-round", {**_GPTQ, ".qweight": ("i4", (0, 256))}, _ROUND, ".qweight: i32 [0, 256], but"),
+    ("auto-round", _GPTQ, {**_ROUND, "extra_config": [1]}, "extra_config is [1], not an object"),
+    ("auto-round", _GPTQ, {**_ROUND, "packing_format": ["x"]}, "AutoRound's packing_format"),
+    ("auto-round", _GPTQ, {**_ROUND, "bits": 2}, "codes of 4 bits, but quantization_config says bits 2"),
+    ("bitnet", {".weight": ("u1", (64, 256))}, {}, ".weight_scale: missing, but"),
+    ("bitnet", {".weight": ("u1", (64, 256))}, {"linear_class": 7}, "bitnet with linear_class 7"),
+    ("hqq", {".W_q": ("u1", (512, 64))}, {}, ".shape: missing, but"),
+    ("hqq", {**_HQQ, ".nbits": ("i4", (2,))}, {}, ".nbits: i32 [2], but"),
+    ("hqq", {**_HQQ, ".shape": ("i8", (2,))}, {}, "0 bits on axis 0 are not read here"),
+    ("exl2", {".q_weight": ("i4", (32, 256))}, {}, ".q_invperm: missing, but"),
+    ("exl3", {".trellis": ("i2", (16, 16))}, {}, ".trellis: i16 [16, 16], but"),
+    ("quark", {".weight": ("i4", (256, 32))}, {}, "no weight_scale, but quantization_config says quark"),
+    ("quark", _QUARK, {"global_quant_config": {"weight": [1]}}, "scales of two levels are not read here"),
+    ("quark", _QUARK, {}, "Quark's None None in groups of None is not read here"),
     ("mlx", _MLX, {"bits": 4.0, "group_size": 64}, ".weight: mode affine with bits 4.0"),
     ("mlx", _MLX, {"bits": 4, "group_size": 64, "mode": ["affine"]}, ".weight: mode ['affine']"),
 )

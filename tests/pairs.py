@@ -219,6 +219,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
     "gptq_v2 asym": _converted("gptq_v2", "int4-asym-g128"),
     "gptq, activation order": _act_order,
     "awq": _converted("awq", "int4-asym-g128"),
+    "auto-round": _converted("auto-round", "int4-g128"),
     "mlx affine int4": _mlx_own,
     "mlx nvfp4": _converted("mlx", "nvfp4"),
     "bitsandbytes nf4, nested": _converted("bitsandbytes", "nf4-nested"),

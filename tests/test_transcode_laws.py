@@ -36,6 +36,10 @@ CASES: tuple[tuple[Step, Encoding, Any], ...] = (
     ("zeros_to_mins", AffineInt(3, None, False, DType.F16), WIDTH),
     ("mins_to_zeros", AffineMin(4, 32, DType.BF16), WIDTH),
     ("mins_to_zeros", AffineMin(8, WIDTH, DType.F32), WIDTH),
+    ("mins_to_zeros", AffineMin(4, 32, DType.F32, "zero"), WIDTH),
+    ("mins_to_zeros", AffineMin(4, 32, DType.F16, "middle"), WIDTH),
+    ("offsets_to_mins", AffineMin(4, 32, DType.BF16, "zero"), None),
+    ("offsets_to_mins", AffineMin(8, 32, DType.F16, "middle"), None),
     ("cast_scales", SYMMETRIC, DType.F16),
     ("cast_scales", AffineInt(4, 32, False, DType.F32), DType.BF16),
     ("cast_scales", replace(SYMMETRIC, signless_zero=True), DType.BF16),
@@ -80,7 +84,11 @@ def exact(value: Value) -> np.ndarray:
         np.repeat(wide(array, value.encoding.scale_dtype), value.encoding.group_size, axis=1).astype(float)
         for array in value.arrays[1:]
     )
-    return np.asarray(codes_of(value) * scales + mins)
+    codes_RI = codes_of(value).astype(float)
+    if value.encoding.offset == "zero":
+        return np.asarray((codes_RI - mins) * scales)
+    middle = 1 << (value.encoding.bits - 1) if value.encoding.offset == "middle" else 0
+    return np.asarray((codes_RI - middle) * scales + mins)
 
 
 @pytest.mark.parametrize(("step", "encoding", "argument"), CASES, ids=spelled)

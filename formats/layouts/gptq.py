@@ -112,7 +112,8 @@ class GPTQ(PassThrough[AffineInt, AffineIntRows]):
         bits, base = value.encoding.bits, checks.base_of(tensor)
         if self.version == 1 and value.zeros_RG is not None and (value.zeros_RG == 0).any():
             raise BadRecipe(
-                f"{tensor.name}: has zeros of 0, which gptq (v1) stores as -1; not every loader undoes that",
+                f"{tensor.name}: has zeros of 0, which {self.name} (v1) stores as -1; not every loader "
+                "undoes that",
                 "convert --to gptq_v2",
             )
         yield ArrayRows(f"{base}.qweight", 0, transposed(words_of(value)), column=start)

@@ -162,7 +162,9 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Model
 
 def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     if isinstance(encoding, AffineMin) and encoding.group_size in GROUP_SIZES and encoding.bits in BITS:
-        return ()
+        return () if encoding.offset == "min" else (Transcode("offsets_to_mins"),)
+    if isinstance(encoding, AffineMin) and encoding.bits not in BITS:
+        raise refused(tensor, f"has codes of {encoding.bits} bits (MLX's have 2, 3, 4, 5, 6 or 8)")
     if isinstance(encoding, AffineMin):
         raise refused(tensor, "has groups that MLX does not (32, 64 or 128 columns)")
     if isinstance(encoding, Codebook) and encoding.table != "int8":

@@ -30,12 +30,20 @@ WRITTEN = {
     "fp8": f"{_HERE}.fp8",
     "mxfp4": f"{_HERE}.mxfp4",
     "modelopt": f"{_HERE}.modelopt",
+    "auto-round": f"{_HERE}.auto_round",
 }
 # Those that are only read.
 READ_ONLY = {
     "torchao": f"{_HERE}.torchao",
     "fbgemm_fp8": f"{_HERE}.fbgemm",
+    "hqq": f"{_HERE}.hqq",
+    "quark": f"{_HERE}.quark",
+    "bitnet": f"{_HERE}.bitnet",
+    "exl2": f"{_HERE}.exllama",
+    "exl3": f"{_HERE}.exllama",
 }
+# Other names that tools give a method.
+_ALIASES = {"intel/auto-round": "auto-round"}
 DEFAULT = next(iter(WRITTEN))
 
 
@@ -78,7 +86,8 @@ def claimed_method(config: Json) -> str | None:
     """
     settings = settings_of(config)
     if "quant_method" in settings:
-        return shown(settings["quant_method"] or "unnamed")
+        method = shown(settings["quant_method"] or "unnamed")
+        return _ALIASES.get(method, method)
     keyed = (traits for traits in all_traits() if traits.config_key != SETTINGS_KEY)
     own = next((traits.name for traits in keyed if settings_of(config, traits.config_key)), None)
     apart = (t.name for t in all_traits() if t.settings_key and t.settings_key in settings)

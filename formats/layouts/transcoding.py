@@ -33,6 +33,10 @@ def to_integers(tensor: ModelTensor, encoding: Quantized) -> tuple[tuple[Op, ...
     match encoding:
         case AffineInt():
             return (), encoding
+        case AffineMin() if encoding.bits < 2:
+            raise refused(tensor, "has codes of one bit, which this layout does not hold")
+        case AffineMin() if encoding.shared_rows > 1:
+            raise refused(tensor, "has scales that rows share, which this layout does not hold")
         case AffineMin():
             to_zeros = Transcode("mins_to_zeros", tensor.width)
             ops: tuple[Op, ...] = (to_zeros,)

@@ -12,7 +12,7 @@ from qconvert.checkpoint.products import products_of
 from qconvert.checkpoint.stored_shapes import input_major, output_major
 from qconvert.core.activations import ActivationScheme, Products
 from qconvert.core.dtypes import Json, TensorSpec
-from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.core.encodings import ModelTensor, Undecoded, Unquantized
 from qconvert.core.protocols import Layout, Reader
 from qconvert.errors import QConvertError, UnsupportedModel
 from qconvert.formats.gguf.header import is_gguf
@@ -152,12 +152,17 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: Path, headers: Mapping[str, TensorSpec] | None = None, declared: Declaration | None = None
+    path: Path,
+    headers: Mapping[str, TensorSpec] | None = None,
+    declared: Declaration | None = None,
+    *,
+    undecoded: bool = False,
 ) -> Checkpoint:
     """Open a Hugging Face folder, a single file of one, or a GGUF model. Only headers are read.
 
     `headers` are those of a Hub repository whose weights were not downloaded (`hub.resolve`);
-    `declared` is the architecture of a model that the catalogue lacks.
+    `declared` is the architecture of a model that the catalogue lacks. Weights whose format is known by name
+    alone are an UnsupportedModel unless `undecoded` ones will do.
     """
     if is_gguf(path):
         from qconvert.checkpoint.gguf_model import open_gguf  # with all of llama.cpp's names
@@ -167,12 +172,20 @@ def open_checkpoint(
     files = open_hf_folder(path, headers)
     if not files.specs:  # nothing that the config's claims could be checked against
         return Checkpoint(files, {}, registry.writer(registry.DEFAULT), declared)
-    return checkpoint_of(files, declared)
+    return checkpoint_of(files, declared, undecoded=undecoded)
 
 
-def checkpoint_of(files: HFCheckpoint, declared: Declaration | None = None) -> Checkpoint:
-    """The model whose arrays are in these files."""
+def checkpoint_of(
+    files: HFCheckpoint, declared: Declaration | None = None, *, undecoded: bool = False
+) -> Checkpoint:
+    """The model whose arrays are in these files; `undecoded` as in `open_checkpoint`."""
     layout, tensors = registry.read(files, files.config)
+    first = next((t for t in tensors.values() if isinstance(t.encoding, Undecoded)), None)
+    if first is not None and not undecoded:
+        raise UnsupportedModel(
+            f"{first.name}: {layout.name} weights are known by name here, and not decoded",
+            f"{layout.traits.instead}; `qconvert inspect` shows bits and sizes",
+        )
     checkpoint = Checkpoint(files, tensors, layout, declared)
     if not _turns(checkpoint):
         return checkpoint

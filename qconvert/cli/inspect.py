@@ -46,6 +46,8 @@ def command(
       -channel        one scale for each whole row
       -actorder       groups of columns in GPTQ's activation order (g_idx)
     min4-g64          codes of 4 bits times a scale plus a minimum, each 64 columns (MLX)
+    zero4-g64         the same minus a zero point that is no integer (HQQ; zero4-rows64: on axis 0)
+    middle4-g64       the same plus the weight in the middle of the codes (torchao)
     nf4-g64, fp4-g64  bitsandbytes' tables of 16 numbers times a scale; -nested: scales are codes too
     e4m3, e5m2, e2m1  floats of 8 and 4 bits times scales: e4m3-channel, e4m3-tensor and blocks
                       e4m3-g128x128 (FP8), e2m1-g32 (MXFP4), e2m1-g16-divided (NVFP4)
@@ -81,7 +83,7 @@ def _opened(model: str, revision: str | None, list_tensors: bool, show_metadata:
 
     resolved = resolve(model, revision=revision, weights=False)
     checkpoint = without_weights(resolved.path) if resolved.repo_id is None else None
-    checkpoint = checkpoint or open_checkpoint(resolved.path, headers=resolved.headers)
+    checkpoint = checkpoint or open_checkpoint(resolved.path, headers=resolved.headers, undecoded=True)
     keys = {"metadata": _plain(metadata(checkpoint))} if show_metadata else {}
     return {**describe(checkpoint, list_tensors=list_tensors), **keys}
 

@@ -1,12 +1,14 @@
 """Defines encodings: how a tensor is represented, without its values.
 
 A tensor is unquantized (`Unquantized`), or has integer codes with a scale and a zero point (`AffineInt`) or
-with a scale and a minimum (`AffineMin`), codes of a table (`Codebook`), or GGML blocks (`GgmlBlocks`).
+with a scale and a minimum (`AffineMin`), codes of a table (`Codebook`), or GGML blocks (`GgmlBlocks`). What
+is only named and measured is `Undecoded`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from qconvert.core.dtypes import DType, Shaped, rows_of, width_of
 
@@ -68,22 +70,28 @@ def _group(size: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class AffineMin:
-    """The encoding `w = code * scale + min` (MLX's "affine", GGML's `_1` and K types), codes of 2 to 8 bits.
+    """The encoding `w = code * scale + min` (MLX's "affine", GGML's `_1` and K types), codes of 1 to 8 bits.
 
     Mins are stored as `scale_dtype`, not as codes, so every `AffineInt` has a counterpart here (`min = -zero
-    * scale`, rounded), but not the other way round.
+    * scale`, rounded), but not the other way round. What is stored in their place is said by `offset`: the
+    "min" itself, a "zero" point of `(code - zero) * scale` (HQQ), or the weight in the "middle" of the codes,
+    `(code - 2**(bits-1)) * scale + middle` (torchao). One scale may be that of `shared_rows` rows, as many
+    apart as they are in a row of them (HQQ's axis 0); values have it in each.
     """
 
     bits: int
     group_size: int
     scale_dtype: DType
+    offset: Literal["min", "zero", "middle"] = "min"
+    shared_rows: int = 1
 
     def groups(self, width: int) -> int:
         return width // self.group_size
 
     @property
     def label(self) -> str:
-        return f"min{self.bits}-g{self.group_size}"
+        group = f"g{self.group_size}" if self.shared_rows == 1 else f"rows{self.shared_rows}"
+        return f"{self.offset}{self.bits}-{group}"
 
     @property
     def decoded(self) -> DType:
@@ -172,8 +180,26 @@ class GgmlBlocks:
         return self.type.lower()
 
 
+@dataclass(frozen=True, slots=True)
+class Undecoded:
+    """The encoding of a weight in a format that is known by name alone: mean bits of a code, and bytes."""
+
+    format: str
+    bits: float
+    nbytes: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.format}-{self.bits:.1f}"
+
+    @property
+    def decoded(self) -> DType:
+        """The type that its own loader computes in."""
+        return DType.F16
+
+
 Quantized = AffineInt | AffineMin | Codebook
-Encoding = Unquantized | Quantized | GgmlBlocks
+Encoding = Unquantized | Quantized | GgmlBlocks | Undecoded
 
 
 @dataclass(frozen=True, slots=True)

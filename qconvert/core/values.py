@@ -91,7 +91,7 @@ class AffineMinRows(_Rows):
     """Rows of a weight quantized with mins: `codes * scales + mins`.
 
     codes_RX are the codes, packed or not (see `quant.packed_codes`); scales_RG and mins_RG [rows, groups] in
-    the carrier type of `encoding.scale_dtype`.
+    the carrier type of `encoding.scale_dtype`. mins_RG holds what `encoding.offset` says.
     """
 
     codes_RX: np.ndarray

@@ -11,7 +11,15 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from qconvert.core.dtypes import Json, rows_of, width_of
-from qconvert.core.encodings import AffineMin, Codebook, Encoding, GgmlBlocks, ModelTensor, Unquantized
+from qconvert.core.encodings import (
+    AffineMin,
+    Codebook,
+    Encoding,
+    GgmlBlocks,
+    ModelTensor,
+    Undecoded,
+    Unquantized,
+)
 from qconvert.core.layout_traits import NO_LAYOUT, LayoutTraits
 from qconvert.models import Architecture, Binding, Parameter
 
@@ -86,6 +94,8 @@ def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: LayoutTraits 
         return prod(shape) * encoding.dtype.nbytes
     if isinstance(encoding, GgmlBlocks):
         return rows_of(shape) * encoding.row_bytes(width_of(shape))
+    if isinstance(encoding, Undecoded):
+        return encoding.nbytes
     rows, groups = rows_of(shape), encoding.groups(width_of(shape))
     if isinstance(encoding, Codebook):
         scale_bytes = 1 if encoding.second == "nested" else encoding.scale_dtype.nbytes
@@ -95,7 +105,7 @@ def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: LayoutTraits 
     words = -(-width_of(shape) * encoding.bits // 32)
     scales = groups * encoding.scale_dtype.nbytes
     if isinstance(encoding, AffineMin):
-        return rows * (4 * words + 2 * scales)
+        return rows * 4 * words + 2 * rows * scales // encoding.shared_rows
     stored = layout.symmetric_zeros or not encoding.symmetric
     zeros = -(-rows * encoding.bits // 32) * 4 * groups if stored else 0
     columns = 4 * width_of(shape) if layout.act_order else 0

@@ -19,6 +19,7 @@ from qconvert.ops.base import Finding, Op
 Step = Literal[
     "zeros_to_mins",
     "mins_to_zeros",
+    "offsets_to_mins",
     "cast_scales",
     "split_groups",
     "from_int8_rows",
@@ -70,6 +71,7 @@ STEPS: Mapping[Step, Callable[[Any, Any], Encoding]] = {
     # Integer zero points to minimums and back; the argument is the width of a row.
     "zeros_to_mins": _zeros_to_mins,
     "mins_to_zeros": _mins_to_zeros,
+    "offsets_to_mins": lambda e, _: AffineMin(e.bits, e.group_size, e.scale_dtype),
     # Scales rounded to another dtype (the argument), or repeated for groups of a smaller size.
     "cast_scales": lambda e, dtype: replace(e, scale_dtype=dtype, signless_zero=False),
     "split_groups": lambda e, size: replace(e, group_size=size),

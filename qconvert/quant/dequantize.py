@@ -24,8 +24,8 @@ def numbers(value: Value, dtype: DType) -> DenseRows:
     """Returns the dequantized weights of a value, rounded to a float dtype.
 
     `(code - zero) * scale` and `table[code] * scale` are computed in float32 and rounded once; `code * scale
-    + min` rounds product and sum to the scales' own dtype first, as MLX does. GGML blocks are decoded as ggml
-    does.
+    + min` rounds product and sum to the scales' own dtype first, as MLX does, and `(code - zero) * scale` of
+    zeros in floating point difference and product, as HQQ does. GGML blocks are decoded as ggml does.
     """
     # Imported here so that a command that only copies codes starts without numba.
     from qconvert.quant.affine import dequantize
@@ -58,6 +58,18 @@ def zeros_of(value: AffineIntRows) -> np.ndarray:
     return np.full(value.scales_RG.shape, 1 << (value.encoding.bits - 1), np.uint8)
 
 
+def mins_of(value: AffineMinRows) -> np.ndarray:
+    """Returns the weight of code 0 in every group, float32 [rows, groups], whatever the encoding stores."""
+    encoding = value.encoding
+    stored_RG = wide(value.mins_RG, encoding.scale_dtype)
+    if encoding.offset == "min":
+        return stored_RG
+    scales_RG = wide(value.scales_RG, encoding.scale_dtype)
+    if encoding.offset == "zero":
+        return np.asarray(-stored_RG * scales_RG)
+    return np.asarray(stored_RG - np.float32(1 << (encoding.bits - 1)) * scales_RG)
+
+
 def _dequantize_act_order(value: AffineIntRows) -> np.ndarray:
     scales_RG = wide(value.scales_RG, value.encoding.scale_dtype)
     zeros_RI = zeros_of(value)[:, value.groups_I].astype(np.float32)
@@ -68,6 +80,11 @@ def _dequantize_mins(value: AffineMinRows) -> np.ndarray:
     dtype = value.encoding.scale_dtype
     scales_RG, mins_RG = wide(value.scales_RG, dtype), wide(value.mins_RG, dtype)
     codes_RGg = codes_of(value).reshape(*scales_RG.shape, -1).astype(np.float32)
+    if value.encoding.offset == "zero":
+        apart_RGg = _rounded(codes_RGg - mins_RG[..., None], dtype)
+        return _rounded(apart_RGg * scales_RG[..., None], dtype).reshape(value.rows, value.width)
+    if value.encoding.offset == "middle":
+        codes_RGg -= np.float32(1 << (value.encoding.bits - 1))
     product_RGg = _rounded(codes_RGg * scales_RG[..., None], dtype)
     return _rounded(product_RGg + mins_RG[..., None], dtype).reshape(value.rows, value.width)
 
@@ -118,7 +135,9 @@ def reach(value: Value) -> float:
             return 2.0**value.encoding.bits * _peak(value.scales_RG, value.encoding.scale_dtype)
         case AffineMinRows():
             dtype = value.encoding.scale_dtype
-            return 2.0**value.encoding.bits * _peak(value.scales_RG, dtype) + _peak(value.mins_RG, dtype)
+            steps = _peak(value.scales_RG, dtype)
+            offset = _peak(value.mins_RG, dtype) * (steps if value.encoding.offset == "zero" else 1.0)
+            return 2.0**value.encoding.bits * steps + offset
         case CodebookRows():
             table = TABLES[value.encoding.table]
             largest = float(np.abs(table[np.isfinite(table)]).max())

@@ -20,8 +20,8 @@ import numpy as np
 from qconvert.core.encodings import AffineInt, AffineMin, Codebook, Encoding, GgmlBlocks
 from qconvert.core.ggml_types import GRIDS, GGMLType
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, GgmlRows, Value, is_packed
-from qconvert.quant.codebook import TABLES, wide
-from qconvert.quant.dequantize import group_scales, zeros_of
+from qconvert.quant.codebook import TABLES
+from qconvert.quant.dequantize import group_scales, mins_of, zeros_of
 from qconvert.quant.ggml.block_parts import SCALES, ZEROS
 from qconvert.quant.ggml.code_fields import CODE_FIELDS, put_codes, read_codes
 from qconvert.quant.ggml.decode import E2M1_DOUBLED, IQ4_VALUES, mxfp4_scales, nvfp4_scales
@@ -92,8 +92,8 @@ def point_grid(value: Value) -> PointGrid:
             levels_T = _consecutive(value.encoding.bits) - middle
             return PointGrid(levels_T, steps_RG, shifts_RG, _size(value))
         case AffineMinRows():
-            mins_RG = wide(value.mins_RG, value.encoding.scale_dtype)
-            return PointGrid(_consecutive(value.encoding.bits), group_scales(value), mins_RG, _size(value))
+            levels_T = _consecutive(value.encoding.bits)
+            return PointGrid(levels_T, group_scales(value), mins_of(value), _size(value))
         case CodebookRows():
             steps_RG, table = group_scales(value), value.encoding.table
             return PointGrid(TABLES[table][_rising(table)], steps_RG, np.zeros_like(steps_RG), _size(value))

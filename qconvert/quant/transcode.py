@@ -14,7 +14,7 @@ from qconvert.core.encodings import AffineInt, AffineMin, Codebook
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, DenseRows
 from qconvert.quant.casts import cast
 from qconvert.quant.codebook import TABLES, wide, with_tensor_number
-from qconvert.quant.dequantize import INT8_STEP, zeros_of
+from qconvert.quant.dequantize import INT8_STEP, mins_of, zeros_of
 from qconvert.quant.packed_codes import codes_of
 
 
@@ -35,13 +35,25 @@ def to_zeros(value: AffineMinRows) -> tuple[AffineIntRows, float]:
     """Converts mins to the nearest zero points among the codes; returns the largest error in steps too."""
     encoding = value.encoding
     scales_RG = wide(value.scales_RG, encoding.scale_dtype)
-    mins_RG = wide(value.mins_RG, encoding.scale_dtype)
+    mins_RG = mins_of(value)
     places_RG = np.divide(-mins_RG, scales_RG, out=np.zeros_like(mins_RG), where=scales_RG != 0)
     zeros_RG = np.clip(np.rint(places_RG), 0, (1 << encoding.bits) - 1)
     steps = most_steps(mins_RG + zeros_RG * scales_RG, scales_RG)
     size = None if encoding.group_size == value.width else encoding.group_size
     made = AffineInt(encoding.bits, size, symmetric=False, scale_dtype=encoding.scale_dtype)
     return AffineIntRows(value.codes_RX, value.scales_RG, zeros_RG.astype(np.uint8), made), steps
+
+
+def offsets_to_mins(value: AffineMinRows) -> tuple[AffineMinRows, float]:
+    """Stores mins where zero points or middles were, rounded to the scales' dtype; returns the largest error
+    in steps too.
+    """
+    dtype = value.encoding.scale_dtype
+    exact_RG = mins_of(value)
+    mins = cast(DenseRows(exact_RG, DType.F32), dtype)[0]
+    steps = most_steps(wide(mins.rows_RI, dtype) - exact_RG, wide(value.scales_RG, dtype))
+    made = AffineMin(value.encoding.bits, value.encoding.group_size, dtype)
+    return AffineMinRows(value.codes_RX, value.scales_RG, mins.rows_RI, made), steps
 
 
 def cast_scales(value: AffineIntRows, dtype: DType) -> tuple[AffineIntRows, float, int]:

@@ -25,7 +25,10 @@ def zero_rows(row: values.Value, count: int) -> values.Value:
                 tuple(np.zeros((count, array.shape[1]), array.dtype) for array in row.arrays)
             )
         case values.AffineMinRows():
-            blank = replace(row, codes_RX=np.zeros_like(row.codes_RX), mins_RG=np.zeros_like(row.mins_RG))
+            codes_RX, mins_RG = _min_codes(row, row.width), np.zeros_like(row.mins_RG)
+            blank = replace(row, codes_RX=codes_RX, mins_RG=mins_RG)
+            if values.is_packed(row.codes_RX):
+                blank = replace(blank, codes_RX=words_of(blank))
         case values.AffineIntRows():
             blank = replace(row, codes_RX=_zero_codes(row, row.width))
             if values.is_packed(
@@ -50,7 +53,7 @@ def pad_columns(value: values.Value, width: int) -> values.Value:
         case values.AffineMinRows():
             groups = value.encoding.groups(width)
             return values.AffineMinRows(
-                _append(codes_of(value), np.zeros((rows, width - have), np.uint8)),
+                _append(codes_of(value), _min_codes(value, width - have)),
                 _repeat_last(value.scales_RG, groups),
                 _append(
                     value.mins_RG, np.zeros((rows, groups - value.mins_RG.shape[1]), value.mins_RG.dtype)
@@ -63,6 +66,12 @@ def pad_columns(value: values.Value, width: int) -> values.Value:
             more = np.full((rows, width - have), _zero_code(value), np.uint8)
             scales_RG = _repeat_last(value.scales_RG, value.encoding.groups(width))
             return replace(value, codes_RI=_append(value.codes_RI, more), scales_RG=scales_RG)
+
+
+def _min_codes(value: values.AffineMinRows, columns: int) -> np.ndarray:
+    """Codes that are zeros where the min, the zero point or the middle is 0: uint8 [rows, columns]."""
+    middle = 1 << (value.encoding.bits - 1) if value.encoding.offset == "middle" else 0
+    return np.full((value.rows, columns), middle, np.uint8)
 
 
 def _pad_integers(value: values.AffineIntRows, width: int) -> values.AffineIntRows:

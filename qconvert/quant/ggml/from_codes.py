@@ -10,7 +10,7 @@ import numpy as np
 
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows
 from qconvert.quant.codebook import wide, with_tensor_number
-from qconvert.quant.dequantize import zeros_of
+from qconvert.quant.dequantize import mins_of, zeros_of
 from qconvert.quant.packed_codes import codes_of
 from qconvert.quant.transcode import most_steps
 
@@ -114,7 +114,7 @@ def _with_mins(value: AffineIntRows | AffineMinRows) -> tuple[np.ndarray, float,
     group = value.encoding.group_size or value.width
     scales_RG = wide(value.scales_RG, value.encoding.scale_dtype).astype(np.float64)
     if isinstance(value, AffineMinRows):
-        mins_RG = wide(value.mins_RG, value.encoding.scale_dtype).astype(np.float64)
+        mins_RG = mins_of(value).astype(np.float64)
     else:
         mins_RG = -zeros_of(value).astype(np.float64) * scales_RG
     half_RG, overflow = _half(scales_RG)

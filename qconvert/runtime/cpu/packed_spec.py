@@ -101,6 +101,8 @@ def _kind(bits: int) -> str:
 
 def _of_mins(value: AffineMinRows) -> Recipe | None:
     encoding, kind = value.encoding, _kind(value.encoding.bits)
+    if encoding.offset != "min" or encoding.bits < 2:
+        return None  # rounded in another order
     shift = _BYTE_ZERO if kind == "int8" else 0
     if encoding.scale_dtype is DType.F16:
         scales, mins = (np.abs(x.astype(np.float32)).max(initial=0) for x in (value.scales_RG, value.mins_RG))
