@@ -79,6 +79,14 @@ def picked(builder: Any, x: Any, places: Any) -> Any:
     return builder.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), mask)
 
 
+def rounded_to_bf16(builder: Any, value: Any) -> Any:
+    """Lanes as sixteen bfloat16, rounded half to even, for code that emits instructions."""
+    bits = builder.bitcast(value, INTS)
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
+    return builder.trunc(builder.lshr(rounded, constant(16)), ir.VectorType(I16, LANES))
+
+
 @routine
 def address(array):  # type: ignore[no-untyped-def]
     """Where an array lies. (By itself numba has an unsigned number, whose sums with others are float64.)"""
@@ -131,11 +139,7 @@ def store_f32(builder: Any, address: Any, value: Any) -> None:
 @instructions(types.void, types.intp, lanes_type)
 def store_bf16(builder: Any, address: Any, value: Any) -> None:
     """Write sixteen numbers as bfloat16, rounded half to even; no NaNs."""
-    bits = builder.bitcast(value, INTS)
-    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
-    halves = builder.trunc(builder.lshr(rounded, constant(16)), ir.VectorType(I16, LANES))
-    write(builder, address, halves)
+    write(builder, address, rounded_to_bf16(builder, value))
 
 
 @instructions(types.void, types.intp, lanes_type)
