@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from evals.random_models import weight_bytes
-from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.checkpoint.by_role import EXACT, Activations, CheckpointWeights
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
@@ -38,15 +38,19 @@ class Runner:
     read: Callable[[Sequence[int]], None]
 
 
-def ours(name: str, folder: Path, room: int, *, head_bits: int | None = None) -> Runner:
+def ours(
+    name: str, folder: Path, room: int, *, head_bits: int | None = None, activations: Activations = EXACT
+) -> Runner:
     """A checkpoint in the built-in decoder, in the layout and dtype that it takes for speed."""
     checkpoint = open_checkpoint(folder)
+    weights = CheckpointWeights(checkpoint, activations=activations)
     decoder = load_decoder(
         DecoderConfig.of(checkpoint.architecture),
-        CheckpointWeights(checkpoint),
+        weights,
         dtype=None,
         layout=Layout.AUTO,
         head_bits=head_bits,
+        inputs=weights.inputs,
     )
     cache = decoder.cache(1, room)
 

@@ -36,6 +36,7 @@ from qconvert.runtime.cpu.simd import (
     picked,
     read,
     words_type,
+    write,
 )
 
 # The byte of a run that holds each column of a part.
@@ -158,6 +159,31 @@ def dot_bytes(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     at = builder.add(codes, builder.mul(part, ir.Constant(I64, PART)))
     wide = builder.sext(read(builder, at, BYTES), SHORTS)
     return pair_sums(builder, wide, read(builder, x, SHORTS))
+
+
+def _less(builder: Any, codes: Any, first: Any, second: Any) -> Any:
+    """Bytes in the order of columns, less one number in the first 16 columns of a part, another in the others."""
+    half = ir.VectorType(I8, LANES)
+    numbers = [_spread(builder, builder.trunc(number, I8), half) for number in (first, second)]
+    return builder.sub(picked(builder, codes, _BYTE_OF), builder.shuffle_vector(*numbers, _order(PART)))
+
+
+@instructions(types.void, *[types.intp] * 5)
+def put_nibbles(builder: Any, out: Any, codes: Any, part: Any, first: Any, second: Any) -> Any:
+    """Write the 32 nibbles of a part as int8, less a zero for each half of it."""
+    write(builder, out, _less(builder, _part(builder, codes, part), first, second))
+
+
+@instructions(types.void, *[types.intp] * 5)
+def put_int6(builder: Any, out: Any, codes: Any, part: Any, first: Any, second: Any) -> Any:
+    """The same with codes of 6 bits."""
+    write(builder, out, _less(builder, _with_pairs(builder, codes, part), first, second))
+
+
+@instructions(types.void, *[types.intp] * 4)
+def put_lut(builder: Any, out: Any, codes: Any, part: Any, table: Any) -> Any:
+    """Write the lower bytes of what a table has for the nibbles of a part."""
+    write(builder, out, picked(builder, _lut(builder, table, _part(builder, codes, part)), _BYTE_OF))
 
 
 def _half_as_floats(builder: Any, codes: Any, high: Any) -> Any:

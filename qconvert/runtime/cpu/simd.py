@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
+from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import register_model
 
@@ -147,6 +148,27 @@ def put_shorts(builder: Any, address: Any, value: Any) -> None:
     """Write sixteen whole numbers below 2**15 as int16."""
     whole = builder.fptosi(value, INTS)
     write(builder, address, builder.trunc(whole, ir.VectorType(I16, LANES)))
+
+
+@instructions(types.void, types.intp, lanes_type)
+def put_bytes(builder: Any, address: Any, value: Any) -> None:
+    """Write sixteen whole numbers from 0 to 255 as bytes; what is no number becomes anything."""
+    whole = builder.fptosi(value, INTS)
+    write(builder, address, builder.trunc(whole, ir.VectorType(I8, LANES)))
+
+
+@instructions(types.intp, types.intp)
+def byte_at(builder: Any, address: Any) -> Any:
+    """One int8."""
+    return builder.sext(read(builder, address, I8), I64)
+
+
+@instructions(types.void, types.intp, types.intp, types.intp)
+def copy_bytes(builder: Any, source: Any, count: Any, target: Any) -> None:
+    """Copy `count` bytes, a multiple of 32."""
+    with cgutils.for_range(builder, builder.lshr(count, ir.Constant(I64, 5))) as loop:
+        at = builder.shl(loop.index, ir.Constant(I64, 5))
+        write(builder, builder.add(target, at), read(builder, builder.add(source, at), BYTES))
 
 
 @instructions(words_type, words_type, words_type)

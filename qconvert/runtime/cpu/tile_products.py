@@ -53,7 +53,7 @@ def _multiply_bf16(w, w_step, rows, x, tokens, width, y, panel, rank, size):  # 
     panels = (rows + PANEL - 1) // PANEL
     for p in range(panels * rank // size, panels * (rank + 1) // size):
         first = min(PANEL * p, rows - PANEL)
-        _lay(w + w_step * first, w_step, width // 2, panel)
+        lay_panel(w + w_step * first, w_step, width // 2, panel)
         for i in range(0, tokens, FLOAT_ROWS):
             token = min(i, tokens - FLOAT_ROWS)
             out = y + 4 * (rows * token + first)
@@ -61,7 +61,7 @@ def _multiply_bf16(w, w_step, rows, x, tokens, width, y, panel, rank, size):  # 
 
 
 @routine
-def _lay(w, w_step, words, panel):  # type: ignore[no-untyped-def]
+def lay_panel(w, w_step, words, panel):  # type: ignore[no-untyped-def]
     """Lay `words` words, a multiple of 16, of 64 rows into a panel."""
     for k in range(0, words, LANES):
         for row in range(0, PANEL, LANES):
