@@ -128,3 +128,43 @@ def llama_cpp(name: str, gguf: Path, room: int, threads: int) -> Runner:
         lambda token: feed([token], False),
         lambda tokens: restart(tokens, True),
     )
+
+
+def ik_llama_cpp(name: str, gguf: Path, room: int, threads: int) -> Runner:
+    """The same file in ik_llama.cpp, its weights repacked at load, through the ik-llama-cpp-python package."""
+    from ik_llama_cpp import _ctypes_api as api  # type: ignore[import-not-found]
+
+    api.llama_backend_init()
+    model_params, params = api.llama_model_default_params(), api.llama_context_default_params()
+    model_params.use_mmap, model_params.repack_tensors = False, True
+    model = api.llama_model_load_from_file(str(gguf).encode(), model_params)
+    params.n_ctx = params.n_batch = params.n_ubatch = room
+    params.n_threads = params.n_threads_batch = threads
+    context = api.llama_init_from_model(model, params)
+    position = [0]
+
+    def feed(tokens: Sequence[int], everywhere: bool) -> None:
+        batch = api.llama_batch_init(len(tokens), 0, 1)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i] = token, position[0] + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = everywhere or i == len(tokens) - 1
+        batch.n_tokens = len(tokens)
+        failed = api.llama_decode(context, batch)
+        api.llama_batch_free(batch)
+        if failed:
+            raise RuntimeError(f"{name}: llama_decode gave {failed}")
+        position[0] += len(tokens)
+
+    def restart(tokens: Sequence[int], everywhere: bool) -> None:
+        api.llama_kv_cache_clear(context)
+        position[0] = 0
+        feed(tokens, everywhere)
+
+    return Runner(
+        name,
+        gguf.stat().st_size,
+        lambda prompt: restart(prompt, False),
+        lambda token: feed([token], False),
+        lambda tokens: restart(tokens, True),
+    )

@@ -1,4 +1,4 @@
-"""Products of many rows, a panel of a weight at a time, against float64; what they are made of by processor."""
+"""Products of many rows, a panel of a weight at a time, against float64, on every set of instructions."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ INTEGERS = [
 ]
 BLOCKS = ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
 VALUES = [
-    *((encoding.label, random_value(encoding, 70, 224 if encoding.group_size != 128 else 256)) for encoding in INTEGERS),
+    *((each.label, random_value(each, 70, 256 if each.group_size == 128 else 224)) for each in INTEGERS),
     *((name, blocks(name, 70, 512)) for name in BLOCKS),
     ("mlx", with_mins(AffineMin(4, 64, DType.BF16), 70, 512)),
 ]  # fmt: skip

@@ -22,7 +22,7 @@ _SETS = {
     "vnni": ("avx512vnni",),
     "bf16": ("avx512bf16",),
 }
-"""Instruction sets that decide how kernels are written, each needing those before it, and what LLVM calls them."""
+"""Instruction sets that decide how kernels are written, each needing those before it, as LLVM names them."""
 _ABOVE = {
     "avx2": ("avx512", "avx10", "avxvnni", "avxifma", "avxneconvert", "amx"),
     "avx512": (
@@ -65,7 +65,7 @@ def choose() -> str | None:
 
 @lru_cache
 def compiled_for() -> tuple[str, str, frozenset[str]]:
-    """What machine code is made for: LLVM's target, its name of the processor, and the features it may use."""
+    """What machine code is made for: LLVM's target, its name of the processor, the features it may use."""
     choose()
     target, name, features = cpu_target.target_context.codegen().magic_tuple()
     present = (feature[1:] for feature in str(features).split(",") if feature.startswith("+"))

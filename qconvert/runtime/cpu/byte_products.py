@@ -1,9 +1,9 @@
 """Multiplies many rows of input, rounded to 8 bits, by weights of up to 8: sums of integers, exact by group.
 
-Inputs are rounded as `core.activations.INT8_GROUPS` says (`input_rounding.py` is the reference), codes of weights taken as they
-are: integers are multiplied four at a time, summed over the 32 columns (16 where the weight has smaller
-groups) that share a scale, and scaled in float32. Legend: N rows of the input, I in features, O out
-features, G groups of columns.
+Inputs are rounded as `core.activations.INT8_GROUPS` says (`input_rounding.py` is the reference), codes of
+weights taken as they are: integers are multiplied four at a time, summed over the 32 columns (16 where the
+weight has smaller groups) that share a scale, and scaled in float32. Legend: N rows of the input, I in
+features, O out features, G groups of columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from qconvert.runtime.cpu.simd import (
     PART,
     byte_at,
     copy_bytes,
-    float_at,
     floats,
     larger,
     load_bf16,

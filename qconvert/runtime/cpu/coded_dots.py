@@ -162,7 +162,7 @@ def dot_bytes(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
 
 
 def _less(builder: Any, codes: Any, first: Any, second: Any) -> Any:
-    """Bytes in the order of columns, less one number in the first 16 columns of a part, another in the others."""
+    """Bytes in the order of columns, less one number in the first 16 columns of a part, one in the others."""
     half = ir.VectorType(I8, LANES)
     numbers = [_spread(builder, builder.trunc(number, I8), half) for number in (first, second)]
     return builder.sub(picked(builder, codes, _BYTE_OF), builder.shuffle_vector(*numbers, _order(PART)))
