@@ -131,7 +131,7 @@ def llama_cpp(name: str, gguf: Path, room: int, threads: int) -> Runner:
 
 
 def ik_llama_cpp(name: str, gguf: Path, room: int, threads: int) -> Runner:
-    """The same file in ik_llama.cpp, its weights repacked at load, through the ik-llama-cpp-python package."""
+    """A GGUF file in ik_llama.cpp, repacked at load, through the ik-llama-cpp-python package."""
     from ik_llama_cpp import _ctypes_api as api  # type: ignore[import-not-found]
 
     api.llama_backend_init()

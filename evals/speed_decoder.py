@@ -26,7 +26,7 @@ from evals.processes import options
 from evals.synthetic import converted, make_checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
-from qconvert.quant.simd import processor
+from qconvert.quant.simd.processor import in_words
 from qconvert.report.tables import size, table
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _measure(
         "threads": threads,
         "rounds": rounds,
         "machine": f"{machine()}, {torch.backends.cpu.get_cpu_capability()}",
-        "kernels": processor.in_words(),
+        "kernels": in_words(),
         "versions": {"qconvert": __version__, **{name: version(name) for name in peers_here}},
         "copy_bytes_per_second": copies,
         "token_bytes": {runner.name: runner.token_bytes for runner in runners},
