@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from evals.random_models import weight_bytes
-from qconvert.checkpoint.by_role import CheckpointWeights
+from qconvert.checkpoint.by_role import EXACT, Activations, CheckpointWeights
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
@@ -38,15 +38,19 @@ class Runner:
     read: Callable[[Sequence[int]], None]
 
 
-def ours(name: str, folder: Path, room: int, *, head_bits: int | None = None) -> Runner:
+def ours(
+    name: str, folder: Path, room: int, *, head_bits: int | None = None, activations: Activations = EXACT
+) -> Runner:
     """A checkpoint in the built-in decoder, in the layout and dtype that it takes for speed."""
     checkpoint = open_checkpoint(folder)
+    weights = CheckpointWeights(checkpoint, activations=activations)
     decoder = load_decoder(
         DecoderConfig.of(checkpoint.architecture),
-        CheckpointWeights(checkpoint),
+        weights,
         dtype=None,
         layout=Layout.AUTO,
         head_bits=head_bits,
+        inputs=weights.inputs,
     )
     cache = decoder.cache(1, room)
 
@@ -114,6 +118,46 @@ def llama_cpp(name: str, gguf: Path, room: int, threads: int) -> Runner:
 
     def restart(tokens: Sequence[int], everywhere: bool) -> None:
         context.kv_cache_clear()
+        position[0] = 0
+        feed(tokens, everywhere)
+
+    return Runner(
+        name,
+        gguf.stat().st_size,
+        lambda prompt: restart(prompt, False),
+        lambda token: feed([token], False),
+        lambda tokens: restart(tokens, True),
+    )
+
+
+def ik_llama_cpp(name: str, gguf: Path, room: int, threads: int) -> Runner:
+    """A GGUF file in ik_llama.cpp, repacked at load, through the ik-llama-cpp-python package."""
+    from ik_llama_cpp import _ctypes_api as api  # type: ignore[import-not-found]
+
+    api.llama_backend_init()
+    model_params, params = api.llama_model_default_params(), api.llama_context_default_params()
+    model_params.use_mmap, model_params.repack_tensors = False, True
+    model = api.llama_model_load_from_file(str(gguf).encode(), model_params)
+    params.n_ctx = params.n_batch = params.n_ubatch = room
+    params.n_threads = params.n_threads_batch = threads
+    context = api.llama_init_from_model(model, params)
+    position = [0]
+
+    def feed(tokens: Sequence[int], everywhere: bool) -> None:
+        batch = api.llama_batch_init(len(tokens), 0, 1)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i] = token, position[0] + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = everywhere or i == len(tokens) - 1
+        batch.n_tokens = len(tokens)
+        failed = api.llama_decode(context, batch)
+        api.llama_batch_free(batch)
+        if failed:
+            raise RuntimeError(f"{name}: llama_decode gave {failed}")
+        position[0] += len(tokens)
+
+    def restart(tokens: Sequence[int], everywhere: bool) -> None:
+        api.llama_kv_cache_clear(context)
         position[0] = 0
         feed(tokens, everywhere)
 

@@ -26,6 +26,7 @@ from evals.processes import options
 from evals.synthetic import converted, make_checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
+from qconvert.quant.simd.processor import in_words
 from qconvert.report.tables import size, table
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 BASE = "transformers bf16"
 INT4 = "int4, int8 head"
+INT8_INPUTS = "int4, bf16 head, int8 inputs"
 LLAMA = "llama.cpp Q4_0"
 LLAMA_K = "llama.cpp Q4_K_M"
 PROMPT = 16
@@ -141,6 +143,7 @@ def _measure(
         "threads": threads,
         "rounds": rounds,
         "machine": f"{machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "kernels": in_words(),
         "versions": {"qconvert": __version__, **{name: version(name) for name in peers_here}},
         "copy_bytes_per_second": copies,
         "token_bytes": {runner.name: runner.token_bytes for runner in runners},
@@ -155,7 +158,7 @@ def _measure(
 
 def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
     """Every way to run the shape that is installed here."""
-    from evals.runners import llama_cpp, ours, transformers_bf16
+    from evals.runners import ik_llama_cpp, llama_cpp, ours, transformers_bf16
 
     source = make_checkpoint(work / f"{shape}-x1", shape)
     int4 = converted(source, work / f"{shape}-int4", "quantize", "--bits", "4", "--min-max")
@@ -163,6 +166,7 @@ def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
         ours("int4, int4 head", int4, room, head_bits=4),
         ours(INT4, int4, room, head_bits=8),
         ours("int4, bf16 head", int4, room),
+        ours(INT8_INPUTS, int4, room, activations="int8"),
         ours("bf16", source, room),
     ]
     if find_spec("transformers"):
@@ -172,6 +176,8 @@ def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
 
         files = gguf_files(source, work / shape, ("Q4_0", "bf16"))
         runners += [llama_cpp(f"llama.cpp {name}", path, room, threads) for name, path in files.items()]
+        if find_spec("ik_llama_cpp"):
+            runners.append(ik_llama_cpp("ik_llama.cpp Q4_0", files["Q4_0"], room, threads))
     return runners
 
 

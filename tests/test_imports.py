@@ -49,6 +49,7 @@ LIBRARIES = {
     "gguf": "models.gguf.identity quant.ggml evals",
     "gptqmodel": "evals",
     "huggingface_hub": "checkpoint.hub evaluate evals",
+    "ik_llama_cpp": "evals",
     "jinja2": "formats.tokenizers.chat_template",
     "llmcompressor": "evals",
     "lm_eval": "evaluate.lm_eval_adapter",

@@ -8,18 +8,19 @@ from typing import Literal
 import numpy as np
 
 from qconvert.checkpoint.open import Checkpoint
-from qconvert.core.activations import InputQuantization
+from qconvert.core.activations import INT8_GROUPS, InputQuantization
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import ModelTensor
+from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.core.protocols import Rows
 from qconvert.core.values import DenseRows, Value
 from qconvert.formats.layouts.config_checks import base_of
 from qconvert.models import FusedParameter
 from qconvert.quant.casts import cast
 
-Activations = Literal["as-loaded", "exact"]
+Activations = Literal["as-loaded", "exact", "int8"]
 AS_LOADED: Activations = "as-loaded"
 EXACT: Activations = "exact"
+INT8: Activations = "int8"
 _Key = tuple[str, int | None, str]
 
 
@@ -44,7 +45,8 @@ class CheckpointWeights:
         """Hold the checkpoint's tensors against its architecture; raises what `bind` raises.
 
         `reader` gives their rows, where it is not the checkpoint's own. `activations` says whether `inputs`
-        tells what loaders quantize ("as-loaded"), or nothing ("exact").
+        tells what loaders quantize ("as-loaded"), nothing ("exact"), or fast reading ("int8"): what loaders
+        quantize, and the inputs of other quantized weights as `INT8_GROUPS`.
         """
         binding = checkpoint.bind()
         self._checkpoint, self._activations = checkpoint, activations
@@ -67,11 +69,14 @@ class CheckpointWeights:
         return _joined([_read(self._reader, found.tensor, rows) for rows in found.ranges])
 
     def inputs(self, role: str, layer: int | None = None) -> InputQuantization | None:
-        """How loaders quantize the inputs of a linear, with its stored numbers; None where they do not."""
+        """How inputs of a linear are quantized, with its stored numbers; None for exact ones."""
         found = self._stored.get((role, layer, "weight"))
-        scheme = None if found is None else self._checkpoint.activations(found.tensor)
-        if found is None or scheme is None or self._activations == EXACT:
+        if found is None or self._activations == EXACT:
             return None
+        scheme = self._checkpoint.activations(found.tensor)
+        if scheme is None:
+            fast = self._activations == INT8 and role != "lm_head" and _is_quantized(found.tensor)
+            return INT8_GROUPS if fast else None
         stored = [_number(self._checkpoint, f"{base_of(found.tensor)}.{name}") for name in scheme.stored]
         if scheme.inverse and stored:
             stored[0] = float(np.float32(1) / np.float32(stored[0]))
@@ -82,10 +87,15 @@ class CheckpointWeights:
         """What linears multiply: `exact`, or what inputs are rounded to, or would be by loaders."""
         schemes = (self._checkpoint.activations(stored.tensor) for stored in self._stored.values())
         labels = " and ".join(sorted({scheme.label for scheme in schemes if scheme is not None}))
+        if self._activations == INT8 and any(
+            _is_quantized(stored.tensor) for stored in self._stored.values()
+        ):
+            fast = f"{INT8_GROUPS.scheme.label} for fast reading"
+            return f"{labels}, as loaders round them, else {fast}" if labels else fast
         if not labels:
             return EXACT
-        as_loaded = self._activations == AS_LOADED
-        return f"{labels}, as loaders round them" if as_loaded else f"exact, though loaders use {labels}"
+        exact = self._activations == EXACT
+        return f"exact, though loaders use {labels}" if exact else f"{labels}, as loaders round them"
 
     def rows(self, role: str, layer: int | None = None) -> StoredRows | None:
         """The rows of a weight, to be read when they are needed; None when the model has no such tensor."""
@@ -114,6 +124,11 @@ class StoredRows:
                 parts.append(_read(self.reader, self.tensor, part))
             first += len(rows)
         return _joined(parts)
+
+
+def _is_quantized(tensor: ModelTensor) -> bool:
+    """Whether a weight is of codes."""
+    return not isinstance(tensor.encoding, Unquantized)
 
 
 def _joined(parts: list[Value]) -> Value:

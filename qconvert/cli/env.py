@@ -37,6 +37,7 @@ def command(as_json: bool, quiet: bool) -> None:
         "qconvert": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "cpu": _kernels(),
     }
     packages, cuda = {package: _version(package) for package in PACKAGES}, _cuda()
     if as_json:
@@ -56,6 +57,13 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def _kernels() -> str:
+    """What the CPU kernels are compiled for, and how they multiply; `QCONVERT_CPU` asks for less."""
+    from qconvert.quant.simd import processor
+
+    return processor.in_words()
 
 
 def _cuda() -> Json:

@@ -145,13 +145,14 @@ device_option = click.option(
 
 
 def activations_option(default: str) -> Callable[[F], F]:
-    """Whether inputs of linears are rounded as loaders do."""
+    """Whether inputs of linears are rounded, as loaders do or for speed."""
     return click.option(
         "--activations",
-        type=click.Choice(["as-loaded", "exact"]),
+        type=click.Choice(["as-loaded", "exact", "int8"]),
         default=default,
         show_default=True,
-        help="Inputs of linears: rounded as loaders do for this checkpoint (W8A8, W4A4), or exact.",
+        help="Inputs of linears: rounded as loaders do for this checkpoint (W8A8, W4A4), exact, or for fast "
+        "reading on a CPU rounded to 8 bits per 32 columns where weights are quantized.",
     )
 
 

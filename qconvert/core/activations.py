@@ -60,6 +60,11 @@ class InputQuantization:
     zero: float = 0.0
 
 
+INT8_GROUPS = InputQuantization(ActivationScheme(8, False, "group", 32))
+"""What the decoder rounds inputs to where it is asked for fast reading: as llama.cpp's Q8_0, but for the
+scale, which is the largest magnitude over 127.5."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredScale:
     """What a number stored beside the weights scales: the inputs of a linear (`module`), or the keys or the

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from qconvert.checkpoint.by_role import AS_LOADED, Activations, CheckpointWeights
+from qconvert.checkpoint.by_role import AS_LOADED, INT8, Activations, CheckpointWeights
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.convert.containers.gguf_file import CALIBRATION
 from qconvert.core.dtypes import Json
@@ -46,7 +46,7 @@ def open_model(
     dtype = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     weights = CheckpointWeights(checkpoint, activations=activations)
     config = DecoderConfig.of(checkpoint.architecture)
-    layout = evaluation_layout(parameter_table.parameters, place, dtype)
+    layout = evaluation_layout(parameter_table.parameters, place, dtype, by_codes=activations == INT8)
     decoder = load_decoder(
         config,
         weights,

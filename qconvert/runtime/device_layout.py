@@ -76,16 +76,19 @@ def preferred_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def evaluation_layout(parameters: int, device: torch.device, dtype: torch.dtype) -> Layout:
+def evaluation_layout(
+    parameters: int, device: torch.device, dtype: torch.dtype, *, by_codes: bool = False
+) -> Layout:
     """The layout for reading thousands of tokens at a time.
 
     On a GPU, a dense copy where it takes no more than half of the memory that is free, which leaves the
     other half to activations and to a second model; weights that are dequantized whenever they are
     used, as AUTO has them, where it does not. In main memory weights stay packed: in bfloat16 as AUTO has
-    them, which decode to the same numbers as the reference's, faster.
+    them, which decode to the same numbers as the reference's, faster; and where codes themselves are
+    multiplied (`by_codes`).
     """
     if device.type != "cuda":
-        return Layout.AUTO if dtype == torch.bfloat16 else Layout.REFERENCE
+        return Layout.AUTO if dtype == torch.bfloat16 or by_codes else Layout.REFERENCE
     free, _ = torch.cuda.mem_get_info(device)
     return Layout.DENSE if parameters * dtype.itemsize <= free // 2 else Layout.AUTO
 

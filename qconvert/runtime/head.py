@@ -20,6 +20,7 @@ from qconvert.errors import BadRecipe
 from qconvert.quant.simd.lanes import LANES
 from qconvert.runtime.cpu.packed_weights import PackedGrid
 from qconvert.runtime.cpu.products import multiply_few
+from qconvert.runtime.cpu.tile_products import multiplies_bf16, multiply_bf16
 from qconvert.runtime.linear import Table
 from qconvert.runtime.precision import exact_products
 from qconvert.runtime.storage import DenseWeight, StreamedWeight
@@ -60,7 +61,9 @@ def rounded_head(head: Table, bits: int) -> AffineIntRows:
 
 
 def multiply_float32(x_NI: Tensor, head: Table, start: int, stop: int) -> Tensor:
-    """`x W[start:stop]^T`, float32 [N, stop - start]."""
+    """`x W[start:stop]^T`, float32 [N, stop - start], of the numbers as they are, summed in float32."""
+    if isinstance(head, DenseWeight) and multiplies_bf16(x_NI, head.w_OI[start:stop]):
+        return multiply_bf16(x_NI, head.w_OI[start:stop])
     x_NI = x_NI.float()
     few = len(x_NI) <= MOST_SINGLE_ROWS and x_NI.device.type == "cpu"
     if few and isinstance(head, StreamedWeight) and head.place is not None:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qconvert.core.activations import INT8_GROUPS
 from qconvert.runtime.attention import attend
 from qconvert.runtime.cache import Cache
 from qconvert.runtime.config import Experts
@@ -253,7 +254,7 @@ class Layer:
         before = all(norm is not None and norm.is_plain for norm in (self.attention_norm, self.mlp_norm))
         after = self.attention_post_norm is not None or self.mlp_post_norm is not None
         dense = isinstance(self.mlp, Mlp) and self.mlp.activation is swiglu
-        exact = all(linear.inputs is None for linear in self.linears)
+        exact = all(linear.inputs in (None, INT8_GROUPS) for linear in self.linears)  # of few rows
         return before and not after and dense and by_head and a.rope == 0 and not special and exact
 
 

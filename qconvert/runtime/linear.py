@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from qconvert.core.activations import InputQuantization
-from qconvert.runtime.cpu.packed_weights import PackedGrid
+from qconvert.core.activations import INT8_GROUPS, InputQuantization
+from qconvert.runtime.cpu.byte_products import multiplies_bytes, multiply_bytes
+from qconvert.runtime.cpu.packed_weights import MOST_INTEGER_ROWS, PackedGrid
 from qconvert.runtime.cuda.packing import MmaWeight
 from qconvert.runtime.input_rounding import round_inputs
 from qconvert.runtime.observers import Tap
@@ -26,7 +27,8 @@ Weight = Table | MmaWeight
 class Linear:
     """`y = x W^T + b`; observers see x first, then it is rounded to what is multiplied, if that is quantized.
 
-    Of linears that share an input, one has the tap of all.
+    Of linears that share an input, one has the tap of all. `INT8_GROUPS` is for reading: few rows, which
+    reading the weight bounds, are multiplied as they are, and more by codes without decoding them.
     """
 
     weight: Weight
@@ -38,6 +40,12 @@ class Linear:
         """[..., I] to [..., O] in the dtype of x."""
         if self.tap is not None and self.tap.observers:
             self.tap.show(x)
+        if self.inputs == INT8_GROUPS and isinstance(self.weight, PackedGrid):
+            rows = x.numel() // x.shape[-1]
+            if rows <= MOST_INTEGER_ROWS:
+                return self.weight.multiply(x, self.bias_O)
+            if multiplies_bytes(rows, self.weight):
+                return multiply_bytes(x, self.weight, self.bias_O)
         if self.inputs is not None:
             x = round_inputs(x, self.inputs)
         return self.weight.multiply(x, self.bias_O)

@@ -256,7 +256,7 @@ def load_columns(typing: Any, array: Any, starts: Any, offset: Any, out: Any, at
         for lane in range(LANES):
             start = builder.load(builder.gep(start_data, [ir.Constant(at.type, lane)]))
             runs.append(_load(context, builder, sig.args[0], array, builder.add(start, offset)))
-        for element, value in enumerate(_transposed(builder, runs)):
+        for element, value in enumerate(transposed_lanes(builder, runs)):
             index = builder.add(at, builder.mul(step, ir.Constant(at.type, element)))
             _store(context, builder, sig.args[3], out, index, value)
         return context.get_dummy_value()
@@ -264,7 +264,7 @@ def load_columns(typing: Any, array: Any, starts: Any, offset: Any, out: Any, at
     return types.void(array, starts, types.intp, out, types.intp, types.intp), emit
 
 
-def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
+def transposed_lanes(builder: Any, rows: list[Any]) -> list[Any]:
     """Transposes a square of lanes: swaps its off-diagonal quarters, then recursively theirs."""
     step = LANES // 2
     while step:

@@ -18,8 +18,8 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
-from numba.core.registry import cpu_target
 
+from qconvert.quant.simd import processor
 from qconvert.quant.simd.lanes import LANES, call_llvm, lanes_type, widen_halves
 from qconvert.runtime.cpu.simd import (
     BYTES,
@@ -36,6 +36,7 @@ from qconvert.runtime.cpu.simd import (
     picked,
     read,
     words_type,
+    write,
 )
 
 # The byte of a run that holds each column of a part.
@@ -44,20 +45,13 @@ TABLE_BYTES, TABLE_NUMBERS = 64, 16
 """A table is the lower bytes of its 16 whole numbers, twice, the upper bytes, twice, and 16 float32."""
 
 
-def _processor() -> tuple[str, list[str]]:
-    """What code is compiled for: the target, and the features of the processor."""
-    target, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return str(target), str(features).split(",")
-
-
-def _pairs(builder: Any, a: Any, b: Any) -> Any:
+def pair_sums(builder: Any, a: Any, b: Any) -> Any:
     """Products of int16 numbers, neighbours added: sixteen int32."""
-    _, features = _processor()
     for feature, name, width in (
-        ("+avx512bw", "llvm.x86.avx512.pmaddw.d.512", 32),
-        ("+avx2", "llvm.x86.avx2.pmadd.wd", 16),
+        ("avx512bw", "llvm.x86.avx512.pmaddw.d.512", 32),
+        ("avx2", "llvm.x86.avx2.pmadd.wd", 16),
     ):
-        if feature in features:
+        if processor.has(feature):
             return _by_parts(builder, name, ir.VectorType(I32, width // 2), width, INTS, a, b)
     sums = [
         builder.mul(*(builder.sext(picked(builder, x, range(odd, PART, 2)), INTS) for x in (a, b)))
@@ -120,12 +114,11 @@ def _woven(builder: Any, low: Any, high: Any) -> Any:
 
 def _lut(builder: Any, table: Any, index: Any) -> Any:
     """Bytes of a table of 16 bytes, which lies twice at an address, at 32 indices."""
-    target, features = _processor()
-    if "+avx2" in features:
+    if processor.has("avx2"):
         return call_llvm(builder, "llvm.x86.avx2.pshuf.b", BYTES, read(builder, table, BYTES), index)
     sixteen = ir.VectorType(I8, LANES)
-    name = "llvm.x86.ssse3.pshuf.b.128" if "+ssse3" in features else ""
-    name = "llvm.aarch64.neon.tbl1.v16i8" if target.startswith(("aarch64", "arm64")) else name
+    name = "llvm.x86.ssse3.pshuf.b.128" if processor.has("ssse3") else ""
+    name = "llvm.aarch64.neon.tbl1.v16i8" if processor.is_arm() else name
     if name:
         return _by_parts(builder, name, sixteen, LANES, BYTES, read(builder, table, BYTES), index)
     found = ir.Constant(BYTES, ir.Undefined)
@@ -142,14 +135,14 @@ def dot_nibbles(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     and 2l + 1. `codes` is the address of a block; there is no table.
     """
     wide = _woven(builder, _part(builder, codes, part), constant(0, BYTES))
-    return _pairs(builder, wide, read(builder, x, SHORTS))
+    return pair_sums(builder, wide, read(builder, x, SHORTS))
 
 
 @instructions(words_type, *[types.intp] * 4)
 def dot_int6(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """The same with codes of 6 bits."""
     wide = _woven(builder, _with_pairs(builder, codes, part), constant(0, BYTES))
-    return _pairs(builder, wide, read(builder, x, SHORTS))
+    return pair_sums(builder, wide, read(builder, x, SHORTS))
 
 
 @instructions(words_type, *[types.intp] * 4)
@@ -157,7 +150,7 @@ def dot_lut(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """The same with what a table has for the nibbles."""
     nibbles, upper = _part(builder, codes, part), builder.add(table, ir.Constant(I64, PART))
     low, high = (_lut(builder, at, nibbles) for at in (table, upper))
-    return _pairs(builder, _woven(builder, low, high), read(builder, x, SHORTS))
+    return pair_sums(builder, _woven(builder, low, high), read(builder, x, SHORTS))
 
 
 @instructions(words_type, *[types.intp] * 4)
@@ -165,7 +158,32 @@ def dot_bytes(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
     """The same with int8 as they are."""
     at = builder.add(codes, builder.mul(part, ir.Constant(I64, PART)))
     wide = builder.sext(read(builder, at, BYTES), SHORTS)
-    return _pairs(builder, wide, read(builder, x, SHORTS))
+    return pair_sums(builder, wide, read(builder, x, SHORTS))
+
+
+def _less(builder: Any, codes: Any, first: Any, second: Any) -> Any:
+    """Bytes in the order of columns, less one number in the first 16 columns of a part, one in the others."""
+    half = ir.VectorType(I8, LANES)
+    numbers = [_spread(builder, builder.trunc(number, I8), half) for number in (first, second)]
+    return builder.sub(picked(builder, codes, _BYTE_OF), builder.shuffle_vector(*numbers, _order(PART)))
+
+
+@instructions(types.void, *[types.intp] * 5)
+def put_nibbles(builder: Any, out: Any, codes: Any, part: Any, first: Any, second: Any) -> Any:
+    """Write the 32 nibbles of a part as int8, less a zero for each half of it."""
+    write(builder, out, _less(builder, _part(builder, codes, part), first, second))
+
+
+@instructions(types.void, *[types.intp] * 5)
+def put_int6(builder: Any, out: Any, codes: Any, part: Any, first: Any, second: Any) -> Any:
+    """The same with codes of 6 bits."""
+    write(builder, out, _less(builder, _with_pairs(builder, codes, part), first, second))
+
+
+@instructions(types.void, *[types.intp] * 4)
+def put_lut(builder: Any, out: Any, codes: Any, part: Any, table: Any) -> Any:
+    """Write the lower bytes of what a table has for the nibbles of a part."""
+    write(builder, out, picked(builder, _lut(builder, table, _part(builder, codes, part)), _BYTE_OF))
 
 
 def _half_as_floats(builder: Any, codes: Any, high: Any) -> Any:
@@ -202,8 +220,7 @@ def named_floats(builder: Any, table: Any, codes: Any) -> Any:
 
 def _widened(builder: Any, halves: Any) -> Any:
     """Sixteen half-precision numbers, given as int16, as float32."""
-    target, features = _processor()
-    if "+f16c" in features or target.startswith(("aarch64", "arm64")):
+    if processor.has("f16c") or processor.is_arm():
         return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), FLOATS)
     return widen_halves(builder, builder.zext(halves, INTS))
 

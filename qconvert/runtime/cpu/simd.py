@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
+from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.extending import register_model
 
@@ -79,6 +80,14 @@ def picked(builder: Any, x: Any, places: Any) -> Any:
     return builder.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), mask)
 
 
+def rounded_to_bf16(builder: Any, value: Any) -> Any:
+    """Lanes as sixteen bfloat16, rounded half to even, for code that emits instructions."""
+    bits = builder.bitcast(value, INTS)
+    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
+    return builder.trunc(builder.lshr(rounded, constant(16)), ir.VectorType(I16, LANES))
+
+
 @routine
 def address(array):  # type: ignore[no-untyped-def]
     """Where an array lies. (By itself numba has an unsigned number, whose sums with others are float64.)"""
@@ -131,11 +140,7 @@ def store_f32(builder: Any, address: Any, value: Any) -> None:
 @instructions(types.void, types.intp, lanes_type)
 def store_bf16(builder: Any, address: Any, value: Any) -> None:
     """Write sixteen numbers as bfloat16, rounded half to even; no NaNs."""
-    bits = builder.bitcast(value, INTS)
-    odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-    rounded = builder.add(bits, builder.add(odd, constant(0x7FFF)))
-    halves = builder.trunc(builder.lshr(rounded, constant(16)), ir.VectorType(I16, LANES))
-    write(builder, address, halves)
+    write(builder, address, rounded_to_bf16(builder, value))
 
 
 @instructions(types.void, types.intp, lanes_type)
@@ -143,6 +148,27 @@ def put_shorts(builder: Any, address: Any, value: Any) -> None:
     """Write sixteen whole numbers below 2**15 as int16."""
     whole = builder.fptosi(value, INTS)
     write(builder, address, builder.trunc(whole, ir.VectorType(I16, LANES)))
+
+
+@instructions(types.void, types.intp, lanes_type)
+def put_bytes(builder: Any, address: Any, value: Any) -> None:
+    """Write sixteen whole numbers from 0 to 255 as bytes; what is no number becomes anything."""
+    whole = builder.fptosi(value, INTS)
+    write(builder, address, builder.trunc(whole, ir.VectorType(I8, LANES)))
+
+
+@instructions(types.intp, types.intp)
+def byte_at(builder: Any, address: Any) -> Any:
+    """One int8."""
+    return builder.sext(read(builder, address, I8), I64)
+
+
+@instructions(types.void, types.intp, types.intp, types.intp)
+def copy_bytes(builder: Any, source: Any, count: Any, target: Any) -> None:
+    """Copy `count` bytes, a multiple of 32."""
+    with cgutils.for_range(builder, builder.lshr(count, ir.Constant(I64, 5))) as loop:
+        at = builder.shl(loop.index, ir.Constant(I64, 5))
+        write(builder, builder.add(target, at), read(builder, builder.add(source, at), BYTES))
 
 
 @instructions(words_type, words_type, words_type)

@@ -1,0 +1,102 @@
+"""Chooses the processor's instructions that kernels are made of: once, before the first is compiled.
+
+The choice is what the processor has, as LLVM sees it, or less where the environment variable
+`QCONVERT_CPU` asks for less. Machine code is cached apart for each choice.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+
+import llvmlite.binding as llvm  # type: ignore[import-untyped]
+from numba import config
+from numba.core.registry import cpu_target
+
+from qconvert.errors import BadRecipe
+
+VARIABLE = "QCONVERT_CPU"
+_SETS = {
+    "avx2": ("avx2",),
+    "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
+    "vnni": ("avx512vnni",),
+    "bf16": ("avx512bf16",),
+}
+"""Instruction sets that decide how kernels are written, each needing those before it, as LLVM names them."""
+_ABOVE = {
+    "avx2": ("avx512", "avx10", "avxvnni", "avxifma", "avxneconvert", "amx"),
+    "avx512": (
+        "avx512vnni",
+        "avx512bf16",
+        "avx512vbmi",
+        "avx512fp16",
+        "avx512vp2",
+        "avx10",
+        "avxvnni",
+        "amx",
+    ),
+    "vnni": ("avx512bf16", "avx512fp16", "avx10", "amx"),
+    "bf16": ("amx",),
+}
+"""How the names of LLVM's features begin that a choice leaves out."""
+
+
+@lru_cache
+def choose() -> str | None:
+    """Tell numba what to compile for; returns what `QCONVERT_CPU` asks for, None for all there is.
+
+    Later calls change nothing. Raises BadRecipe for an unknown name, or one that the processor lacks.
+    """
+    asked = os.environ.get(VARIABLE)
+    if not asked:
+        return None
+    if asked not in _SETS:
+        raise BadRecipe(f"{VARIABLE}={asked}: no such choice", f"take one of {', '.join(_SETS)}")
+    features = llvm.get_host_cpu_features()
+    missing = [name for name in _SETS[asked] if not features.get(name)]
+    if missing:
+        raise BadRecipe(f"{VARIABLE}={asked}: this processor lacks {', '.join(missing)}", f"unset {VARIABLE}")
+    for name in features:
+        if name.startswith(_ABOVE[asked]):
+            features[name] = False
+    config.CPU_NAME, config.CPU_FEATURES = llvm.get_host_cpu_name(), features.flatten()  # type: ignore[attr-defined]
+    return asked
+
+
+@lru_cache
+def compiled_for() -> tuple[str, str, frozenset[str]]:
+    """What machine code is made for: LLVM's target, its name of the processor, the features it may use."""
+    choose()
+    target, name, features = cpu_target.target_context.codegen().magic_tuple()
+    present = (feature[1:] for feature in str(features).split(",") if feature.startswith("+"))
+    return str(target), str(name), frozenset(present)
+
+
+def has(*features: str) -> bool:
+    """Whether kernels may use instructions that LLVM calls so."""
+    return compiled_for()[2].issuperset(features)
+
+
+def is_arm() -> bool:
+    """Whether kernels are compiled for a 64-bit ARM."""
+    return compiled_for()[0].startswith(("aarch64", "arm64"))
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Those sets that decide how kernels are written, the least first: `avx2`, `avx512`, `vnni`, `bf16`."""
+    return tuple(name for name, features in _SETS.items() if has(*features))
+
+
+def multiplies_bf16() -> bool:
+    """Whether kernels multiply bfloat16 numbers without widening them."""
+    return has("avx512bf16", "avx512bw")
+
+
+def in_words() -> str:
+    """The choice, for `qconvert env`: the processor, its sets, and how the kernels multiply."""
+    _, name, _ = compiled_for()
+    sets = ", ".join(instruction_sets()) or ("neon" if is_arm() else "none of " + ", ".join(_SETS))
+    integers = "vnni" if has("avx512vnni") else "16-bit pairs"
+    floats = "bf16 pairs" if multiplies_bf16() else "float32"
+    asked = f"; {VARIABLE}={choose()}" if choose() else ""
+    return f"{name}: {sets}; codes by {integers}, bfloat16 by {floats}{asked}"

@@ -1,0 +1,68 @@
+"""Multiplies many rows of input by weights, a panel of 64 rows of the weight at a time.
+
+What a panel holds is laid out once, stays in the second-level cache, and meets all rows of the input. Threads
+take panels of their own. Where rows are no whole number of tiles, or a weight of panels, the last ones
+begin earlier and compute some outputs again. Legend: N rows of the input, I in features, O out features,
+G groups of columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qconvert.quant.simd import processor
+from qconvert.quant.simd.lanes import LANES, kernel
+from qconvert.runtime.cpu.simd import routine
+from qconvert.runtime.cpu.thread_barrier import ThreadTeam
+from qconvert.runtime.cpu.tile_dots import FLOAT_ROWS, PANEL, float_tile, lay_words
+
+_LINE = 4 * PANEL
+_LAID = 32
+"""Columns of bfloat16 that `lay_words` takes."""
+
+
+def multiplies_bf16(x_NI: Tensor, w_OI: Tensor) -> bool:
+    """Whether `multiply_bf16` computes this product."""
+    fits = len(x_NI) >= FLOAT_ROWS and w_OI.shape[0] >= PANEL and w_OI.shape[1] % _LAID == 0
+    bf16 = x_NI.dtype == w_OI.dtype == torch.bfloat16 and x_NI.device.type == w_OI.device.type == "cpu"
+    return fits and bf16 and w_OI.stride(1) == 1 and processor.multiplies_bf16()
+
+
+def multiply_bf16(x_NI: Tensor, w_OI: Tensor) -> Tensor:
+    """`x W^T` of bfloat16 numbers, summed and given in float32: [N, O].
+
+    Twice as fast as widening both, whose products are the same. Check `multiplies_bf16` first.
+    """
+    x_NI = x_NI.contiguous()
+    (rows, width), team = w_OI.shape, ThreadTeam(torch.get_num_threads())
+    y_NO = torch.empty(len(x_NI), rows)
+    panels = torch.empty(team.size, width // 2, PANEL)
+    team.run(
+        lambda rank: _multiply_bf16(
+            w_OI.data_ptr(), 2 * w_OI.stride(0), rows, x_NI.data_ptr(), len(x_NI), width,
+            y_NO.data_ptr(), panels[rank].data_ptr(), rank, team.size,
+        )
+    )  # fmt: skip
+    return y_NO
+
+
+@kernel
+def _multiply_bf16(w, w_step, rows, x, tokens, width, y, panel, rank, size):  # type: ignore[no-untyped-def]
+    """This thread's panels of a product; all but counts are byte addresses and sizes."""
+    panels = (rows + PANEL - 1) // PANEL
+    for p in range(panels * rank // size, panels * (rank + 1) // size):
+        first = min(PANEL * p, rows - PANEL)
+        lay_panel(w + w_step * first, w_step, width // 2, panel)
+        for i in range(0, tokens, FLOAT_ROWS):
+            token = min(i, tokens - FLOAT_ROWS)
+            out = y + 4 * (rows * token + first)
+            float_tile(panel, width // 2, x + 2 * width * token, 2 * width, out, 4 * rows)
+
+
+@routine
+def lay_panel(w, w_step, words, panel):  # type: ignore[no-untyped-def]
+    """Lay `words` words, a multiple of 16, of 64 rows into a panel."""
+    for k in range(0, words, LANES):
+        for row in range(0, PANEL, LANES):
+            lay_words(w + w_step * row + 4 * k, w_step, panel + _LINE * k + 4 * row)
