@@ -1,4 +1,4 @@
-"""Declares Qwen: dense models, and mixtures with and without a shared expert."""
+"""Declares Qwen: dense models, mixtures with and without a shared expert, and those that see; MiMo-7B."""
 
 from __future__ import annotations
 
@@ -63,4 +63,54 @@ QWEN3_MOE = replace(
     fusions=(c.QKV, c.GATE_UP, *c.EXPERT_STACKS),
 )
 
-FAMILIES = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+VISION = {r"(model\.)?visual\..*": "vision"}
+VISION_NOTE = "the vision tower is copied as it is"
+
+QWEN2_VL = replace(
+    QWEN2,
+    name="Qwen2-VL, Qwen2.5-VL",
+    model_types=("qwen2_vl", "qwen2_5_vl"),
+    classes=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    spellings=c.NESTED,
+    carried=VISION,
+    note=VISION_NOTE,
+)
+
+QWEN3_VL = replace(
+    QWEN3,
+    name="Qwen3-VL",
+    model_types=("qwen3_vl", "qwen3_vl_text"),
+    classes=("Qwen3VLForConditionalGeneration", "Qwen3VLTextModel"),
+    spellings=c.NESTED,
+    carried=VISION,
+    note=VISION_NOTE,
+)
+
+# Its files hold the experts [in, out], gate beside up.
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    name="Qwen3-VL-MoE",
+    model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
+    classes=("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeTextModel"),
+    defaults={"head_dim": 128},
+    keys={},
+    fusions=(
+        c.QKV,
+        c.GATE_UP,
+        *(replace(stack, native=True, transposed=True) for stack in c.EXPERT_STACKS),
+    ),
+    spellings=c.NESTED,
+    carried=VISION,
+    note=f"{VISION_NOTE}; experts are stored [in, out]; quantized, each is a linear",
+)
+
+# The class adds prediction of further tokens to Qwen2's.
+MIMO = replace(
+    QWEN2,
+    name="MiMo-7B",
+    model_types=("mimo",),
+    classes=("MiMoForCausalLM",),
+    carried={r"model\.mtp_layers\..*": "next-token prediction"},
+)
+
+FAMILIES = (QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, MIMO)

@@ -1,0 +1,89 @@
+"""Families whose files hold other names than their class in memory: what `save_pretrained` writes is bound.
+
+transformers' conversion of names is run backwards on every model, as saving does.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+
+from qconvert.checkpoint.stored_shapes import output_major
+from qconvert.core.dtypes import DType
+from qconvert.core.encodings import ModelTensor, Unquantized
+from qconvert.models import Architecture, Binding, bind
+from qconvert.models.parameter_table import census_of_config, table_of_tensors
+from tests.family_configs import SAVED
+
+BF16 = Unquantized(DType.BF16)
+
+
+@cache
+def model_of(row: str) -> Any:
+    """The class's own model with a 1 in every element of a linear, or of a stack of them, and 0 elsewhere."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**SAVED[row].config)
+    model = getattr(transformers, SAVED[row].auto).from_config(config)
+    linear = {m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    with torch.no_grad():
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            stacked = tensor.dim() == 3 and ".experts." in name
+            tensor.fill_(tensor in linear or stacked)
+    return model
+
+
+@cache
+def saved(row: str) -> dict[str, Any]:
+    """The tensors under the names that saving gives them, a tied head left out."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = model_of(row)
+    tied = model.config.tie_word_embeddings and any("lm_head" in k for k in (model._tied_weights_keys or ()))
+    state = {n: t for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
+    found = {}
+    for saved_name, tensor in revert_weight_conversion(model, state).items():
+        name = saved_name
+        for pattern, text in SAVED[row].published:
+            name = re.sub(pattern, text, name)
+        found[name] = tensor
+    return found
+
+
+def bound(row: str) -> Binding:
+    tensors = {n: ModelTensor(n, tuple(t.shape), BF16) for n, t in saved(row).items()}
+    architecture = Architecture.of(SAVED[row].config).spelled_like(tensors)
+    return bind(architecture, output_major(tensors, architecture))
+
+
+@pytest.mark.parametrize("row", SAVED)
+def test_every_saved_tensor_has_its_place_and_shape(row: str) -> None:
+    """What has no place belongs to the vision tower, and is carried along by name."""
+    binding = bound(row)
+    assert binding.dropped == ()
+    outside = [name for name in binding.unknown if binding.architecture.carries(name) != "vision"]
+    assert outside == [] and bool(binding.unknown) == ("vision_config" in SAVED[row].config)
+
+
+@pytest.mark.parametrize("row", SAVED)
+def test_counts_are_those_of_the_class(row: str) -> None:
+    binding = bound(row)
+    count = sum(t.numel() for t in saved(row).values())
+    outside = sum(t.numel() for n, t in saved(row).items() if n in binding.unknown)
+    assert census_of_config(Architecture.of(SAVED[row].config)).parameters == count - outside
+    assert table_of_tensors(binding.tensors, binding).parameters == count
+
+
+@pytest.mark.parametrize("row", SAVED)
+def test_linears_are_those_of_the_class(row: str) -> None:
+    binding = bound(row)
+    gates = [re.compile(rf"(.*\.)?{gate}\.weight") for gate in SAVED[row].kept]
+    heads = {n for n, p in binding.parameters.items() if p.role in ("embed", "lm_head")}
+    ones = {n for n, t in saved(row).items() if n not in binding.unknown and bool((t == 1).all())}
+    expected = {n for n in ones - heads if not any(gate.fullmatch(n) for gate in gates)}
+    found = {n for n, p in binding.parameters.items() if p.kind == "linear" and p.param == "weight"}
+    assert found - heads == expected
