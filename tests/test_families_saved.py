@@ -78,6 +78,20 @@ def test_counts_are_those_of_the_class(row: str) -> None:
     assert table_of_tensors(binding.tensors, binding).parameters == count
 
 
+def test_published_stacks_are_stored_the_other_way_round() -> None:
+    """[experts, in, out], as Llama 4 saves them; transformers 5 saves Qwen3-VL-MoE's as it holds them."""
+    for row, ours in (("qwen3-vl-moe", True), ("llama4", False)):
+        turned = {n: t.transpose(1, 2) if t.dim() == 3 and ours else t for n, t in saved(row).items()}
+        shapes = {n: ModelTensor(n, tuple(t.shape), BF16) for n, t in turned.items()}
+        architecture = Architecture.of(SAVED[row].config).spelled_like(shapes)
+        stacks = {n: s for n, s in architecture.stored_shapes.items() if "experts" in n}
+        assert stacks and all(shapes[n].shape == s for n, s in stacks.items() if n in shapes)
+        assert (
+            bind(architecture, output_major(shapes, architecture)).parameters.keys()
+            >= stacks.keys() & shapes.keys()
+        )
+
+
 @pytest.mark.parametrize("row", SAVED)
 def test_linears_are_those_of_the_class(row: str) -> None:
     binding = bound(row)

@@ -1,8 +1,9 @@
 """Declares Kimi-K3: gated delta attention (KDA) by turns with latent attention, experts in a narrower space.
 
 Sources: llama.cpp's converter (conversion/kimi_k3.py), vLLM's `kimi_k3`, transformers'
-`modeling_kimi_linear`; the total is that of the published files. The weights that mix the residuals of earlier layers, convolutions,
-decay and the two linears around the experts are never quantized: vLLM has them in 16 bits.
+`modeling_kimi_linear`; the total is that of the published files. The weights that mix the residuals of
+earlier layers, convolutions, decay and the two linears around the experts are never quantized: vLLM has them
+in 16 bits.
 """
 
 from __future__ import annotations

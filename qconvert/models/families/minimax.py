@@ -56,7 +56,7 @@ MINIMAX_M2 = replace(
     ),
     dimensions=m2_dimensions,
     named_by={**c.NAMED_BY, "experts": "num_local_experts", "expert_rows": "intermediate_size"},
-    keys={},
+    keys={"num_experts": "num_local_experts"},
     fusions=(c.QKV, *STACKS),
     carried={r"(language_model\.)?model\.(mtp_modules|layers\.{later})\..*": "next-token prediction"},
 )

@@ -93,7 +93,6 @@ QWEN3_VL_MOE = replace(
     model_types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
     classes=("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeTextModel"),
     defaults={"head_dim": 128},
-    keys={},
     fusions=(
         c.QKV,
         c.GATE_UP,
