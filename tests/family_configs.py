@@ -37,7 +37,13 @@ IMAGE = "AutoModelForImageTextToText"
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
 SAVED = {
     "qwen2-vl": Saved(
-        nested("qwen2_vl", "Qwen2VLForConditionalGeneration", small("qwen2_vl_text", "x", **ROPE)), IMAGE
+        nested(
+            "qwen2_vl",
+            "Qwen2VLForConditionalGeneration",
+            small("qwen2_vl_text", "x", **ROPE),
+            vision_config={"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 3},
+        ),
+        IMAGE,
     ),
     "qwen2.5-vl": Saved(
         nested("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", small("qwen2_5_vl_text", "x", **ROPE)),
@@ -45,7 +51,10 @@ SAVED = {
     ),
     "qwen3-vl": Saved(
         nested(
-            "qwen3_vl", "Qwen3VLForConditionalGeneration", small("qwen3_vl_text", "x", head_dim=8, **ROPE)
+            "qwen3_vl",
+            "Qwen3VLForConditionalGeneration",
+            small("qwen3_vl_text", "x", head_dim=8, **ROPE),
+            vision_config={**VISION, "deepstack_visual_indexes": [0]},
         ),
         IMAGE,
     ),
@@ -272,6 +281,13 @@ SAVED = {
                 hidden_size_per_layer_input=0,
                 tie_word_embeddings=True,
             ),
+            vision_config={
+                **VISION,
+                "position_embedding_size": 64,
+                "head_dim": 8,
+                "num_key_value_heads": 2,
+                "patch_size": 4,
+            },
         ),
         IMAGE,
         ("router.proj",),

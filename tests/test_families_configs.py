@@ -18,25 +18,26 @@ from qconvert.plan.recipe import Recipe
 from tests.compiling import compiled
 
 Config = dict[str, Any]
-# The language model's parameters and saved buffers as transformers' class counts them on the meta device; of
-# Nemotron-NAS as its page gives them, of Kimi-K3 what the headers of its files hold without the vision tower.
+# Parameters and saved buffers as transformers' class counts them on the meta device, vision towers too
+# where config.json describes them; of Nemotron-NAS as its page gives them, of Kimi-K3 what its files' headers hold.
 TOTALS = {
-    "Qwen2.5-VL": 3_085_938_688,
-    "Qwen--Qwen3-VL-8B-Instruct": 8_190_735_360,
-    "Qwen--Qwen3-VL-30B-A3B-Instruct": 30_532_122_624,
+    "Qwen2.5-VL": 3_754_622_976,
+    "Qwen--Qwen3-VL-8B-Instruct": 8_767_123_696,
+    "Qwen--Qwen3-VL-30B-A3B-Instruct": 31_070_754_032,
     "Qwen--Qwen3-Next-80B-A3B-Thinking": 79_674_391_296,
     "meta-llama--Llama-4-Scout-17B-16E-Instruct": 107_769_861_120,
     "meta-llama--Llama-4-Maverick-17B-128E-Instruct": 400_711_848_960,
-    "google--gemma-4-26B-A4B": 25_233_141_790,
-    "nvidia--Gemma-4-31B-IT-NVFP4": 30_697_345_340,
+    "google--gemma-4-26B-A4B": 25_805_936_206,
+    "nvidia--Gemma-4-31B-IT-NVFP4": 31_273_088_876,
+    "Gemma3": 4_300_079_472,
     "GLM-4.7-Flash": 29_943_393_920,
     "zai-org--GLM-5": 743_911_218_432,
     "zai-org--GLM-5.2": 743_377_019_904,
     "deepseek-ai--DeepSeek-V3.2": 671_877_944_064,
     "deepseek-ai--DeepSeek-V4-Flash": 284_334_567_511,
     "sgl-project--DeepSeek-V4-Pro-FP8": 1_572_999_528_803,
-    "moonshotai--Kimi-K2.5": 1_026_408_232_448,
-    "moonshotai--Kimi-K3": 2_779_484_478_208,
+    "moonshotai--Kimi-K2.5": 1_026_879_376_368,
+    "moonshotai--Kimi-K3": 2_779_931_837_184,
     "MiniMax-M2.1": 228_689_764_864,
     "XiaomiMiMo--MiMo-V2-Flash": 308_778_780_864,
     "NVIDIA-Nemotron-3-Nano-30B-A3B-FP8": 31_577_940_288,

@@ -229,6 +229,22 @@ class Architecture:
                 shapes[entry.whole.name] = (experts, entry.whole.shape[0] // experts)
         return shapes
 
+    @cached_property
+    def tower(self) -> Architecture | None:
+        """The vision tower that the config describes beside the language model, for counting.
+
+        None without one, and where the config leaves its sizes to the class.
+        """
+        config = self.config.get("vision_config")
+        if self.family.tower is None or not isinstance(config, dict):
+            return None
+        hidden = {"text_hidden_size": self.settings.get("hidden_size")}
+        tower = Architecture(self.family.tower, {**config, **hidden})
+        try:
+            return tower if tower.dimensions else None
+        except CorruptCheckpoint:
+            return None
+
     def parameter(self, name: str) -> Parameter | None:
         """Returns the parameter of this name, fused or not; None when it is unknown."""
         if name in self.fused:

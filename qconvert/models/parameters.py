@@ -122,7 +122,8 @@ class Family:
     the head to the embedding. `note` is a remark for the table of supported models. `guess` states what
     was assumed of an undeclared family, and `open` what its structure leaves open. `mlx_experts` is the module in which mlx-lm's class holds the
     experts of a layer. `scale_pairs` are the inputs whose channels may be scaled, each channel in one
-    pair at most; `norm_offset` is added to the weights of norms (Gemma's 1).
+    pair at most; `norm_offset` is added to the weights of norms (Gemma's 1). `tower` declares what
+    stands beside the language model and is carried, for counting.
     """
 
     name: str
@@ -146,6 +147,7 @@ class Family:
     mlx_experts: str = "switch_mlp"
     scale_pairs: tuple[ScalePair, ...] = ()
     norm_offset: float = 0.0
+    tower: Family | None = None
 
     @property
     def mlx_stacks(self) -> tuple[Fusion, ...]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from qconvert.core.config_json import count, divided, flag, optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.models.families import common as c
+from qconvert.models.families import vision
 from qconvert.models.families.llama import MISTRAL
 from qconvert.models.parameters import Dimensions, ParameterTemplate, ScalePair
 
@@ -141,6 +142,7 @@ DEEPSEEK_V3 = replace(
 KIMI_K25 = replace(
     DEEPSEEK_V3,
     name="Kimi-K2.5, K2.6, K2.7",
+    tower=vision.KIMI_TOWER,
     model_types=("kimi_k25",),
     classes=("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
     spellings=(c.NESTED[1], c.NESTED[0]),

@@ -12,6 +12,7 @@ from qconvert.core.config_json import count, flag, optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint
 from qconvert.models.families import common as c
+from qconvert.models.families import vision
 from qconvert.models.families.gemma import AFTER_ATTN, AFTER_MLP, BEFORE_MLP, GEMMA3
 from qconvert.models.parameters import Dimensions, ParameterTemplate, ScalePair
 
@@ -158,6 +159,7 @@ GEMMA4 = replace(
     ),
     spellings=c.NESTED[:1],
     carried={**TOWERS, **UNREAD},
+    tower=vision.GEMMA4_TOWER,
     norm_offset=0.0,
     scale_pairs=(  # values have a norm of their own, and the router reads what comes before the norms
         c.ATTN_INPUT,
@@ -239,6 +241,7 @@ GEMMA3N = replace(
         "intermediate_size": 16384,
     },
     fusions=(c.QKV, c.GATE_UP),
+    tower=None,
     scale_pairs=(ScalePair("mlp.norm", ("mlp.gate", "mlp.up")),),  # another linear reads the first norm, too
 )
 

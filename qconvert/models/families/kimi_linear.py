@@ -15,6 +15,7 @@ from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint
 from qconvert.models.families import common as c
 from qconvert.models.families import deepseek as d
+from qconvert.models.families import vision
 from qconvert.models.families.minimax import BLOCK, STACKS
 from qconvert.models.parameters import Dimensions, ParameterTemplate, ScalePair
 
@@ -126,6 +127,7 @@ def _block_dimensions(config: Json, layer: int) -> dict[str, int]:
 KIMI_K3 = replace(
     d.DEEPSEEK_V3,
     name="Kimi-K3",
+    tower=vision.KIMI_TOWER,
     model_types=("kimi_k3",),
     classes=("KimiK3ForConditionalGeneration",),
     slots=(

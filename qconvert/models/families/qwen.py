@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from qconvert.models.families import common as c
+from qconvert.models.families import vision
 from qconvert.models.families.llama import LLAMA
 from qconvert.models.parameters import ParameterTemplate
 
@@ -68,12 +69,21 @@ VISION_NOTE = "the vision tower is copied as it is"
 
 QWEN2_VL = replace(
     QWEN2,
-    name="Qwen2-VL, Qwen2.5-VL",
-    model_types=("qwen2_vl", "qwen2_5_vl"),
-    classes=("Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"),
+    name="Qwen2-VL",
+    model_types=("qwen2_vl",),
+    classes=("Qwen2VLForConditionalGeneration",),
     spellings=c.NESTED,
     carried=VISION,
+    tower=vision.QWEN2_TOWER,
     note=VISION_NOTE,
+)
+
+QWEN2_5_VL = replace(
+    QWEN2_VL,
+    name="Qwen2.5-VL",
+    model_types=("qwen2_5_vl",),
+    classes=("Qwen2_5_VLForConditionalGeneration",),
+    tower=vision.QWEN25_TOWER,
 )
 
 QWEN3_VL = replace(
@@ -83,6 +93,7 @@ QWEN3_VL = replace(
     classes=("Qwen3VLForConditionalGeneration", "Qwen3VLTextModel"),
     spellings=c.NESTED,
     carried=VISION,
+    tower=vision.QWEN3_TOWER,
     note=VISION_NOTE,
 )
 
@@ -100,6 +111,7 @@ QWEN3_VL_MOE = replace(
     ),
     spellings=c.NESTED,
     carried=VISION,
+    tower=vision.QWEN3_TOWER,
     note=f"{VISION_NOTE}; experts are stored [in, out]; quantized, each is a linear",
 )
 
@@ -112,4 +124,4 @@ MIMO = replace(
     carried={r"model\.mtp_layers\..*": "next-token prediction"},
 )
 
-FAMILIES = (QWEN2, QWEN2_MOE, QWEN2_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, MIMO)
+FAMILIES = (QWEN2, QWEN2_MOE, QWEN2_VL, QWEN2_5_VL, QWEN3, QWEN3_MOE, QWEN3_VL, QWEN3_VL_MOE, MIMO)

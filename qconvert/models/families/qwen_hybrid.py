@@ -13,6 +13,7 @@ from qconvert.core.config_json import optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint
 from qconvert.models.families import common as c
+from qconvert.models.families import vision
 from qconvert.models.families.qwen import QWEN3, SHARED_EXPERT
 from qconvert.models.parameters import Dimensions, ParameterTemplate
 
@@ -97,6 +98,7 @@ HYBRID = replace(
     },
     spellings=({"model.": "model.language_model."},),
     carried={r"model\.visual\..*": "vision", r"mtp\..*": "next-token prediction"},
+    tower=vision.QWEN3_TOWER,
     fusions=(c.QKV, c.GATE_UP),
     scale_pairs=SCALE_PAIRS,
     norm_offset=1.0,
@@ -151,6 +153,7 @@ QWEN3_NEXT = replace(
         "delta_gates": "2 x linear_num_value_heads",
     },
     spellings=(),
+    tower=None,
     carried={r"mtp\..*": "next-token prediction"},
     fusions=(c.QKV, c.GATE_UP, *c.EXPERT_STACKS),
     scale_pairs=(
