@@ -18,8 +18,8 @@ from qconvert.plan.recipe import Recipe
 from tests.compiling import compiled
 
 Config = dict[str, Any]
-# Parameters and saved buffers as transformers' class counts them on the meta device, vision towers too
-# where config.json describes them; of Nemotron-NAS as its page gives them, of Kimi-K3 what its files' headers hold.
+# Parameters and saved buffers as transformers' class counts them on the meta device, vision towers too where
+# config.json describes them; of Nemotron-NAS as its page gives them, of Kimi-K3 what its files hold.
 TOTALS = {
     "Qwen2.5-VL": 3_754_622_976,
     "Qwen--Qwen3-VL-8B-Instruct": 8_767_123_696,

@@ -270,9 +270,10 @@ class Architecture:
         return " ".join(self.family.keys.get(word, word) for word in named.split(" "))
 
     def _matches(self, pattern: str, name: str) -> bool:
-        later = "|".join(str(self.layers + more) for more in range(_LATER))
-        pattern = pattern.replace("{layers}", str(self.layers)).replace("{later}", f"({later})")
-        return re.fullmatch(pattern, name) is not None
+        if "{later}" in pattern:
+            later = "|".join(str(self.layers + more) for more in range(_LATER))
+            pattern = pattern.replace("{later}", f"({later})")
+        return re.fullmatch(pattern.replace("{layers}", str(self.layers)), name) is not None
 
     def _name(self, text: str, layer: int | None, expert: int) -> str:
         for ours, theirs in self.spelling.items():
