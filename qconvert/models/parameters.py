@@ -120,10 +120,11 @@ class Family:
     number of layers, `{later}` any of the next few. `layer_list` is the config key of a list with an
     entry for each layer, which counts them where no number does. `tied_by` is the config key that ties
     the head to the embedding. `note` is a remark for the table of supported models. `guess` states what
-    was assumed of an undeclared family, and `open` what its structure leaves open. `mlx_experts` is the module in which mlx-lm's class holds the
-    experts of a layer. `scale_pairs` are the inputs whose channels may be scaled, each channel in one
-    pair at most; `norm_offset` is added to the weights of norms (Gemma's 1). `tower` declares what
-    stands beside the language model and is carried, for counting.
+    was assumed of an undeclared family, and `open` what its structure leaves open. `mlx_experts` is the
+    module in which mlx-lm's class holds the experts of a layer. `scale_pairs` are the inputs whose
+    channels may be scaled, each channel in one pair at most; `norm_offset` is added to the weights of
+    norms (Gemma's 1). `tower` declares what stands beside the language model and is carried, for
+    counting.
     """
 
     name: str
