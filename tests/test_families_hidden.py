@@ -21,14 +21,17 @@ from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.models import Architecture, Binding, bind
 from qconvert.models.guessed import guessed_family
 from tests.commands import qconvert
+from tests.family_configs import SAVED
 from tests.family_models import ALONE, RELATIVES, ROWS
 from tests.test_families_classes import class_of
+from tests.test_families_saved import saved
 
 BF16 = Unquantized(DType.BF16)
 CONFIGS = {
     **{name: row.config for name, row in ROWS.items()},
     **{name: config for name, (config, _) in RELATIVES.items()},
     **{name: config for name, (config, *_) in ALONE.items()},
+    **{name: row.config for name, row in SAVED.items()},
 }
 # Families whose structure does not say all: the rest is asked for with --allow-unknown.
 OPEN = {"gpt-oss": "a stack of experts with biases of their own"}
@@ -63,13 +66,16 @@ def stored_shapes(name: str) -> dict[str, tuple[int, ...]]:
     """The arrays that the family's own class stores, or its declaration where transformers has no class."""
     if name in ROWS:
         return {n: tuple(t.shape) for n, t in class_of(name).state_dict().items()}
+    if name in SAVED:
+        return {n: tuple(t.shape) for n, t in saved(name).items()}
     architecture = Architecture.of(CONFIGS[name])
     return {n: architecture.stored_shapes.get(n, p.shape) for n, p in architecture.stored.items()}
 
 
 def declared(name: str) -> Binding:
-    architecture = Architecture.of(CONFIGS[name])
-    return bind(architecture, output_major(tensors_of(stored_shapes(name)), architecture))
+    tensors = tensors_of(stored_shapes(name))
+    architecture = Architecture.of(CONFIGS[name]).spelled_like(tensors)
+    return bind(architecture, output_major(tensors, architecture))
 
 
 def linears(binding: Binding) -> set[str]:

@@ -55,6 +55,10 @@ def _without_number(role: str) -> str:
     return re.sub(r"(?<=\.experts)\.\d+", "", role)
 
 
+# Layers that predict further tokens come after those of the model: at most this many are looked for.
+_LATER = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Rows [start, stop) of a member, in the order they have in the fused tensor."""
@@ -139,6 +143,9 @@ class Architecture:
     @cached_property
     def stacks(self) -> tuple[int, ...]:
         """The number of layers of each stack: one for a decoder, two for an encoder-decoder."""
+        listed = self.settings.get(self.family.layer_list)
+        if isinstance(listed, list | str) and self.settings.get(self.family.layers[0]) is None:
+            return (positive_int({self.family.layer_list: len(listed)}, self.family.layer_list, MAX_LAYERS),)
         return tuple(positive_int(self.settings, key, MAX_LAYERS) for key in self.family.layers)
 
     @property
@@ -222,6 +229,22 @@ class Architecture:
                 shapes[entry.whole.name] = (experts, entry.whole.shape[0] // experts)
         return shapes
 
+    @cached_property
+    def tower(self) -> Architecture | None:
+        """The vision tower that the config describes beside the language model, for counting.
+
+        None without one, and where the config leaves its sizes to the class.
+        """
+        config = self.config.get("vision_config")
+        if self.family.tower is None or not isinstance(config, dict):
+            return None
+        hidden = {"text_hidden_size": self.settings.get("hidden_size")}
+        tower = Architecture(self.family.tower, {**config, **hidden})
+        try:
+            return tower if tower.dimensions else None
+        except CorruptCheckpoint:
+            return None
+
     def parameter(self, name: str) -> Parameter | None:
         """Returns the parameter of this name, fused or not; None when it is unknown."""
         if name in self.fused:
@@ -247,6 +270,9 @@ class Architecture:
         return " ".join(self.family.keys.get(word, word) for word in named.split(" "))
 
     def _matches(self, pattern: str, name: str) -> bool:
+        if "{later}" in pattern:
+            later = "|".join(str(self.layers + more) for more in range(_LATER))
+            pattern = pattern.replace("{later}", f"({later})")
         return re.fullmatch(pattern.replace("{layers}", str(self.layers)), name) is not None
 
     def _name(self, text: str, layer: int | None, expert: int) -> str:
@@ -348,6 +374,9 @@ def find_family(config: Json) -> Family:
             f"config.json: architectures is {classes!r}, not a list of names", "correct it"
         )
     if not isinstance(model_type, str):
+        by_class = [f for f in FAMILIES if set(classes) & set(f.classes)]
+        if len(by_class) == 1 and model_type is None:
+            return by_class[0]
         fitting = [t for f in FAMILIES if set(classes) & set(f.classes) for t in f.model_types[:1]]
         raise CorruptCheckpoint("config.json: no model_type", f"add one: {', '.join(fitting) or known}")
     family = next((f for f in FAMILIES if model_type in f.model_types), None)

@@ -28,6 +28,7 @@ _BIASES = "biases"
 _UNKNOWN = "unknown"
 # Single numbers beside the weights that scale inputs or caches; no parameters.
 _SCALES = "scales"
+_VISION = "vision"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +114,11 @@ def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: LayoutTraits 
 
 
 def census_of_config(architecture: Architecture) -> ParameterTable:
-    """The table of the model that config.json describes, without any weights."""
-    parameters = architecture.stored.values()
-    return _gather(architecture, ((_group(parameter), parameter.shape, None) for parameter in parameters))
+    """The table of the model that config.json describes, without any weights: its tower is one row."""
+    tower = architecture.tower
+    seen = tower.stored.values() if tower is not None else ()
+    entries = [(_group(parameter), parameter.shape, None) for parameter in architecture.stored.values()]
+    return _gather(architecture, (*entries, *((_VISION, parameter.shape, None) for parameter in seen)))
 
 
 def table_of_tensors(

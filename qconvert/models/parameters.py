@@ -116,12 +116,15 @@ class Family:
 
     `spellings` are naming variants in checkpoints, each a table of replacements. `ignored` are regular
     expressions of stored tensors that carry no information (they are dropped), `carried` those of tensors
-    outside the language model (they are copied) with what they belong to; `{layers}` in them is the number of
-    layers. `tied_by` is the config key that ties the head to the embedding. `note` is a remark for the table
-    of supported models. `guess` states what was assumed of an undeclared family, and
-    `open` what its structure leaves open. `mlx_experts` is the module
-    in which mlx-lm's class holds the experts of a layer. `scale_pairs` are the inputs whose channels may be
-    scaled, each channel in one pair at most; `norm_offset` is added to the weights of norms (Gemma's 1).
+    outside the language model (they are copied) with what they belong to; `{layers}` in them is the
+    number of layers, `{later}` any of the next few. `layer_list` is the config key of a list with an
+    entry for each layer, which counts them where no number does. `tied_by` is the config key that ties
+    the head to the embedding. `note` is a remark for the table of supported models. `guess` states what
+    was assumed of an undeclared family, and `open` what its structure leaves open. `mlx_experts` is the
+    module in which mlx-lm's class holds the experts of a layer. `scale_pairs` are the inputs whose
+    channels may be scaled, each channel in one pair at most; `norm_offset` is added to the weights of
+    norms (Gemma's 1). `tower` declares what stands beside the language model and is carried, for
+    counting.
     """
 
     name: str
@@ -135,6 +138,7 @@ class Family:
     defaults: Mapping[str, object] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     layers: tuple[str, ...] = ("num_hidden_layers",)
+    layer_list: str = ""
     spellings: tuple[Mapping[str, str], ...] = ()
     carried: Mapping[str, str] = field(default_factory=dict)
     tied_by: str = "tie_word_embeddings"
@@ -144,6 +148,7 @@ class Family:
     mlx_experts: str = "switch_mlp"
     scale_pairs: tuple[ScalePair, ...] = ()
     norm_offset: float = 0.0
+    tower: Family | None = None
 
     @property
     def mlx_stacks(self) -> tuple[Fusion, ...]:

@@ -4,7 +4,22 @@ To add a family, copy the nearest one and change what differs. Sources: the fami
 transformers (`modeling_*`), and the modelling files published with models that transformers lacks.
 """
 
-from qconvert.models.families import deepseek, encoders, fused, gemma, gpt, llama, others, qwen, qwen_hybrid
+from qconvert.models.families import (
+    deepseek,
+    deepseek_sparse,
+    encoders,
+    fused,
+    gemma,
+    gemma4,
+    gpt,
+    kimi_linear,
+    llama,
+    minimax,
+    nemotron,
+    others,
+    qwen,
+    qwen_hybrid,
+)
 from qconvert.models.parameters import Family
 
 FAMILIES: tuple[Family, ...] = (
@@ -13,7 +28,12 @@ FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES,
     *fused.FAMILIES,
     *gemma.FAMILIES,
+    *gemma4.FAMILIES,
     *deepseek.FAMILIES,
+    *deepseek_sparse.FAMILIES,
+    *kimi_linear.FAMILIES,
+    *minimax.FAMILIES,
+    *nemotron.FAMILIES,
     *gpt.FAMILIES,
     *encoders.FAMILIES,
     *others.FAMILIES,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from qconvert.core.config_json import count, divided, optional_int, positive_int, whole_numbers
 from qconvert.core.dtypes import Json
+from qconvert.errors import CorruptCheckpoint
 from qconvert.models.parameters import Dimensions, Fusion, ParameterTemplate, ScalePair
 
 LAYER = "model.layers.{layer}."
@@ -91,6 +92,12 @@ SCALE_PAIRS = (ATTN_INPUT, MLP_INPUT, VALUES, *GATED)
 ROTARY_BUFFERS = (
     r"model\.layers\.\d+\.self_attn\.rotary_emb\.(inv_freq|cos_cached|sin_cached)",
     r"model\.rotary_emb\.inv_freq",
+)
+
+# Where checkpoints of models with more than text put the language model.
+NESTED = (
+    {"model.": "model.language_model."},
+    {"model.": "language_model.model.", "lm_head": "language_model.lm_head"},
 )
 
 NAMED_BY = {
@@ -204,6 +211,16 @@ def sparse_dimensions(
         }
 
     return dimensions
+
+
+def entry(config: Json, key: str, layer: int) -> str | None:
+    """Returns a layer's word in the list under `key` (`layer_types`); None when there is no such list."""
+    words = config.get(key)
+    if words is None:
+        return None
+    if not isinstance(words, list | str) or len(words) <= layer or not isinstance(words[layer], str):
+        raise CorruptCheckpoint(f"config.json: {key} has no entry {layer}")
+    return words[layer]
 
 
 def every_nth_layer(config: Json, layer: int) -> bool:

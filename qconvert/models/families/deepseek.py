@@ -1,16 +1,18 @@
-"""Declares DeepSeek's mixtures of experts, with plain and with latent (MLA) attention; GLM-4.5; gpt-oss.
+"""Declares DeepSeek's mixtures of experts, with plain and with latent (MLA) attention, and what is built so.
 
-Sources: transformers' `modeling_deepseek_v2`, `modeling_deepseek_v3`, `modeling_glm4_moe` and
-`modeling_gpt_oss`; for the first DeepSeek-MoE the modelling file published with it.
+Sources: transformers' `modeling_deepseek_v2`, `modeling_deepseek_v3`, `modeling_kimi_k25`,
+`modeling_glm4_moe`, `modeling_glm4_moe_lite`, `modeling_minicpm3` and `modeling_gpt_oss`; for the first
+DeepSeek-MoE the modelling file published with it.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from qconvert.core.config_json import count, flag, optional_int, positive_int
+from qconvert.core.config_json import count, divided, flag, optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.models.families import common as c
+from qconvert.models.families import vision
 from qconvert.models.families.llama import MISTRAL
 from qconvert.models.parameters import Dimensions, ParameterTemplate, ScalePair
 
@@ -19,7 +21,13 @@ SPARSE_MLP = (*c.gated_mlp(), c.ROUTER, *c.experts(), *SHARED_EXPERTS)
 
 
 def after_the_first(config: Json, layer: int) -> bool:
-    """Applies DeepSeek's rule: dense blocks in the first layers, then experts in every n-th."""
+    """Applies DeepSeek's rule: dense blocks in the first layers, then experts in every n-th.
+
+    `mlp_layer_types` comes before the rule, where a config has it.
+    """
+    stated = c.entry(config, "mlp_layer_types", layer)
+    if stated is not None:
+        return stated == "sparse"
     step = optional_int(config, "moe_layer_freq") or 1
     return layer >= count(config, "first_k_dense_replace") and layer % step == 0
 
@@ -56,15 +64,14 @@ LATENT_ATTENTION = (
 )
 
 
-def latent_dimensions(config: Json, layer: int) -> Dimensions:
-    """Adds the dimensions of latent attention, with or without a low-rank q, to `deepseek_dimensions`."""
+def latent_attention(config: Json) -> dict[str, int]:
+    """Returns the dimensions of latent attention, with or without a low-rank q."""
     heads = positive_int(config, "num_attention_heads")
     sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     plain, rotary, value = (positive_int(config, key) for key in sizes)
     q_rank, kv_rank = count(config, "q_lora_rank"), positive_int(config, "kv_lora_rank")
     q_rows = heads * (plain + rotary)
     return {
-        **deepseek_dimensions({**config, "head_dim": rotary}, layer),
         "full_q_rows": 0 if q_rank else q_rows,
         "latent_q_rows": q_rows if q_rank else 0,
         "q_rank": q_rank,
@@ -73,6 +80,19 @@ def latent_dimensions(config: Json, layer: int) -> Dimensions:
         "kv_b_rows": heads * (plain + value),
         "v_rows": heads * value,
     }
+
+
+def latent_dimensions(config: Json, layer: int) -> Dimensions:
+    """Adds the dimensions of latent attention to `deepseek_dimensions`."""
+    rotary = {**config, "head_dim": positive_int(config, "qk_rope_head_dim")}
+    return {**deepseek_dimensions(rotary, layer), **latent_attention(config)}
+
+
+def dense_latent_dimensions(config: Json, layer: int) -> Dimensions:
+    """Returns a dense decoder's dimensions with latent attention; values are as wide as a head by default."""
+    head = divided(config, "hidden_size", "num_attention_heads")
+    sizes = {**config, "v_head_dim": optional_int(config, "v_head_dim") or head}
+    return {**c.dense_dimensions(config, layer), **latent_attention(sizes)}
 
 
 DEEPSEEK_V2 = replace(
@@ -117,6 +137,42 @@ DEEPSEEK_V3 = replace(
     carried={r"model\.layers\.{layers}\..*": "next-token prediction"},
 )
 
+
+# The language model is DeepSeek-V3, prefixed; the vision tower and its projector stand beside it.
+KIMI_K25 = replace(
+    DEEPSEEK_V3,
+    name="Kimi-K2.5, K2.6, K2.7",
+    tower=vision.KIMI_TOWER,
+    model_types=("kimi_k25",),
+    classes=("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
+    spellings=(c.NESTED[1], c.NESTED[0]),
+    carried={
+        **DEEPSEEK_V3.carried,
+        r"language_model\.model\.layers\.{later}\..*": "next-token prediction",
+        r"(model\.)?(vision_tower|mm_projector)\..*": "vision",
+    },
+    note="the vision tower is copied as it is",
+)
+
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    name="GLM-4.7-Flash",
+    model_types=("glm4_moe_lite",),
+    classes=("Glm4MoeLiteForCausalLM",),
+    defaults={"n_shared_experts": 1, "first_k_dense_replace": 1},
+)
+
+MINICPM3 = replace(
+    DEEPSEEK_V2,
+    name="MiniCPM3",
+    model_types=("minicpm3",),
+    classes=("MiniCPM3ForCausalLM",),
+    slots=c.decoder(LATENT_ATTENTION, c.gated_mlp()),
+    dimensions=dense_latent_dimensions,
+    defaults={"tie_word_embeddings": True},
+    keys={},
+    fusions=(c.GATE_UP,),
+)
 
 GLM4_MOE = replace(
     DEEPSEEK_MOE,
@@ -176,4 +232,4 @@ GPT_OSS = replace(
     note="experts are stored [in, out], columns of gate and up in turns; quantized, each is a linear",
 )
 
-FAMILIES = (DEEPSEEK_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, GPT_OSS)
+FAMILIES = (DEEPSEEK_MOE, DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K25, MINICPM3, GLM4_MOE, GLM4_MOE_LITE, GPT_OSS)

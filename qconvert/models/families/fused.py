@@ -2,7 +2,7 @@
 
 The templates name the unfused linears; where the class has no such names, they are those of its nearest
 relative. Sources: transformers' `modeling_phi3` and `modeling_falcon`; the modelling files published with
-Baichuan, InternLM2, ChatGLM3, OpenELM and Qwen.
+Baichuan, InternLM2, ChatGLM3, OpenELM, Qwen and Molmo.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from qconvert.core.config_json import flag, optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.models.families import common as c
 from qconvert.models.families.llama import MISTRAL
-from qconvert.models.parameters import Dimensions, Family
+from qconvert.models.parameters import Dimensions, Family, ParameterTemplate
 
 BAICHUAN = replace(
     MISTRAL,
@@ -185,4 +185,48 @@ QWEN1 = Family(
     scale_pairs=c.SCALE_PAIRS,
 )
 
-FAMILIES = (QWEN1, BAICHUAN, PHI3, INTERNLM2, CHATGLM, FALCON)
+MOLMO_LAYER = "model.transformer.blocks.{layer}."
+
+
+def molmo_dimensions(config: Json, layer: int) -> Dimensions:
+    """Returns Molmo's dimensions; the config counts gate and up together, and image tokens apart."""
+    dims = {**c.attention_dimensions(config), "intermediate": positive_int(config, "intermediate_size") // 2}
+    vocab = optional_int(config, "embedding_size") or dims["vocab"]
+    return {**dims, "vocab": vocab, "image_vocab": positive_int(config, "additional_vocab_size")}
+
+
+MOLMO = Family(
+    name="Molmo",
+    model_types=("molmo",),
+    classes=("MolmoForCausalLM",),
+    slots=(
+        replace(c.embedding("model.transformer.wte.embedding"), suffix=""),
+        ParameterTemplate(
+            "image_tokens",
+            "model.transformer.wte.new_embedding",
+            ("image_vocab", "hidden"),
+            "other",
+            suffix="",
+        ),
+        *c.attention(MOLMO_LAYER, ("q_proj", "k_proj", "v_proj", "attn_out"), qkv_bias="qkv_bias"),
+        # The class activates the second half.
+        *c.gated_mlp(MOLMO_LAYER, names=("gate_proj", "up_proj", "ff_out")),
+        c.norm("attn.norm", MOLMO_LAYER + "attn_norm"),
+        c.norm("mlp.norm", MOLMO_LAYER + "ff_norm"),
+        c.norm("final_norm", "model.transformer.ln_f"),
+        c.head("model.transformer.ff_out"),
+    ),
+    dimensions=molmo_dimensions,
+    named_by={**c.NAMED_BY, "intermediate": "intermediate_size / 2", "vocab": "embedding_size"},
+    defaults={"additional_vocab_size": 128, "qkv_bias": True},
+    fusions=(
+        replace(c.QKV, module=MOLMO_LAYER + "att_proj", native=True),
+        replace(c.GATE_UP, module=MOLMO_LAYER + "ff_proj", members=("mlp.up", "mlp.gate"), native=True),
+    ),
+    carried={r"model\.vision_backbone\..*": "vision"},
+    scale_pairs=c.SCALE_PAIRS,
+    tied_by="weight_tying",
+    note="the vision tower is copied as it is",
+)
+
+FAMILIES = (QWEN1, BAICHUAN, PHI3, INTERNLM2, CHATGLM, FALCON, MOLMO)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from qconvert.core.config_json import flag, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.models.families import common as c
+from qconvert.models.families import vision
 from qconvert.models.families.llama import MISTRAL
 from qconvert.models.parameters import Dimensions, ParameterTemplate
 
@@ -52,6 +53,7 @@ GEMMA3 = replace(
         "vocab_size": 262_208,
     },
     spellings=({"model.": "language_model.model."}, {"model.": "model.language_model."}),
+    tower=vision.SIGLIP_TOWER,
     carried={r"(model\.)?(vision_tower|multi_modal_projector)\..*": "vision"},
     note="the vision tower is copied as it is",
 )

@@ -1,13 +1,13 @@
-"""Declares GPT and GPT-2: learned positions, norms with biases, linears stored transposed as Conv1D.
+"""Declares GPT, GPT-2 and StarCoder: learned positions, norms with biases; GPT's linears are Conv1D.
 
-Sources: transformers' `modeling_openai` and `modeling_gpt2`.
+Sources: transformers' `modeling_openai`, `modeling_gpt2` and `modeling_gpt_bigcode`.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from qconvert.core.config_json import optional_int, positive_int
+from qconvert.core.config_json import divided, flag, optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.models.families import common as c
 from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
@@ -87,4 +87,42 @@ OPENAI_GPT = replace(
     scale_pairs=(c.VALUES,),  # what its norms make is the residual, too
 )
 
-FAMILIES = (GPT2, OPENAI_GPT)
+
+def bigcode_dimensions(config: Json, layer: int) -> Dimensions:
+    """Returns StarCoder's dimensions: one head of keys and values, or as many as of queries, by head."""
+    dims, heads = gpt_dimensions(config, layer), positive_int(config, "n_head")
+    shared = flag(config, "multi_query", default=True)
+    head_dim = divided(config, "n_embd", "n_head")
+    kv_heads = 1 if shared else heads
+    return {
+        **dims,
+        "q_rows": heads * head_dim,
+        "kv_rows": kv_heads * head_dim,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+BIGCODE = replace(
+    GPT2,
+    name="StarCoder, SantaCoder",
+    model_types=("gpt_bigcode",),
+    classes=("GPTBigCodeForCausalLM",),
+    slots=(
+        *GPT2.slots[:2],
+        ATTN_NORM,
+        *c.attention(LAYER + "attn.", ("q_proj", "k_proj", "v_proj", "c_proj"), qkv_bias=True, o_bias=True),
+        MLP_NORM,
+        *(replace(slot, transposed=False) for slot in MLP),
+        *GPT2.slots[-2:],
+    ),
+    dimensions=bigcode_dimensions,
+    named_by={**GPT2.named_by, "q_rows": "n_embd", "kv_rows": "n_embd / n_head"},
+    fusions=(replace(GPT2.fusions[0], groups="kv_heads"),),
+    defaults={"tie_word_embeddings": True, "n_positions": 1024},
+    spellings=(),
+    ignored=(),
+    note="",
+)
+
+FAMILIES = (GPT2, OPENAI_GPT, BIGCODE)

@@ -1,11 +1,13 @@
-"""Declares Llama and the families built like it."""
+"""Declares Llama and the families built like it; Llama 4."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from qconvert.core.config_json import optional_int, positive_int, whole_numbers
+from qconvert.core.dtypes import Json
 from qconvert.models.families import common as c
-from qconvert.models.parameters import Family
+from qconvert.models.parameters import Dimensions, Family
 
 LLAMA = Family(
     name="Llama 1, 2, 3",
@@ -94,4 +96,69 @@ MIXTRAL = replace(
     spellings=({"block_sparse_moe.": "mlp."},),
 )
 
-FAMILIES = (LLAMA, YI, SKYWORK, INTERNLM, OLMO, OLMO2, MISTRAL, MIXTRAL)
+FEED_FORWARD = c.LAYER + "feed_forward."
+
+
+def llama4_dimensions(config: Json, layer: int) -> Dimensions:
+    """Returns Llama 4's dimensions; which layers have experts is listed, or follows from a step."""
+    step = optional_int(config, "interleave_moe_layer_step") or 1
+    sparse = (layer + 1) % step == 0
+    if config.get("moe_layers") is not None:
+        sparse = layer in whole_numbers(config, "moe_layers")
+    rows = positive_int(config, "intermediate_size")
+    return {
+        **c.attention_dimensions(config),
+        "intermediate": 0 if sparse else positive_int(config, "intermediate_size_mlp"),
+        "experts": positive_int(config, "num_local_experts") if sparse else 0,
+        "expert_rows": rows if sparse else 0,
+        "shared_rows": rows if sparse else 0,
+    }
+
+
+# Its files hold the experts [in, out], gate beside up.
+LLAMA4 = replace(
+    LLAMA,
+    name="Llama 4",
+    model_types=("llama4", "llama4_text"),
+    classes=("Llama4ForConditionalGeneration", "Llama4ForCausalLM"),
+    slots=c.decoder(
+        c.BIASED_ATTENTION,
+        (
+            *c.gated_mlp(FEED_FORWARD),
+            c.router(FEED_FORWARD + "router"),
+            *c.experts(FEED_FORWARD + "experts.{expert}."),
+            *c.gated_mlp(FEED_FORWARD + "shared_expert.", "mlp.shared.", "shared_rows"),
+        ),
+    ),
+    dimensions=llama4_dimensions,
+    named_by={
+        **c.NAMED_BY,
+        "intermediate": "intermediate_size_mlp",
+        "experts": "num_local_experts",
+        "expert_rows": "intermediate_size",
+        "shared_rows": "intermediate_size",
+    },
+    defaults={
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "vocab_size": 202_048,
+    },
+    fusions=(
+        c.QKV,
+        replace(c.GATE_UP, module=FEED_FORWARD + "gate_up_proj"),
+        *(
+            replace(stack, module=stack.module.replace("mlp.", "feed_forward."), native=True, transposed=True)
+            for stack in c.EXPERT_STACKS
+        ),
+    ),
+    spellings=c.NESTED[1:],
+    carried={r"(vision_model|multi_modal_projector)\..*": "vision"},
+    note="the vision tower is copied as it is; experts are stored [in, out]; quantized, each is a linear",
+)
+
+FAMILIES = (LLAMA, LLAMA4, YI, SKYWORK, INTERNLM, OLMO, OLMO2, MISTRAL, MIXTRAL)

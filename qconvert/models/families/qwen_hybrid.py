@@ -1,7 +1,7 @@
-"""Declares Qwen3.5 (also 3.6, 3.8): three gated DeltaNet layers per attention layer, dense or sparse.
+"""Declares Qwen3-Next and Qwen3.5 (also 3.6, 3.8): three gated DeltaNet layers per attention layer.
 
-Source: transformers' `modeling_qwen3_5` and `modeling_qwen3_5_moe`. Decay vectors, the short convolution and
-the two small gates (in_proj_a, in_proj_b) are never quantized.
+Source: transformers' `modeling_qwen3_next`, `modeling_qwen3_5` and `modeling_qwen3_5_moe`. Decay vectors, the
+short convolution and the two small gates (in_proj_a, in_proj_b; in_proj_ba) are never quantized.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from qconvert.core.config_json import optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint
 from qconvert.models.families import common as c
+from qconvert.models.families import vision
 from qconvert.models.families.qwen import QWEN3, SHARED_EXPERT
 from qconvert.models.parameters import Dimensions, ParameterTemplate
 
@@ -97,6 +98,7 @@ HYBRID = replace(
     },
     spellings=({"model.": "model.language_model."},),
     carried={r"model\.visual\..*": "vision", r"mtp\..*": "next-token prediction"},
+    tower=vision.QWEN3_TOWER,
     fusions=(c.QKV, c.GATE_UP),
     scale_pairs=SCALE_PAIRS,
     norm_offset=1.0,
@@ -113,4 +115,52 @@ HYBRID_MOE = replace(
     fusions=(c.QKV, *(replace(stack, native=True) for stack in c.EXPERT_STACKS)),
 )
 
-FAMILIES = (HYBRID, HYBRID_MOE)
+# q, k, v and z of one key head after the other, and so are the two gates: one linear each.
+NEXT_DELTA_NET = (
+    *(slot for slot in DELTA_NET if slot.role not in ("delta.qkv", "delta.z", "delta.b", "delta.a")),
+    c.linear("delta.qkvz", DELTA + "in_proj_qkvz", "delta_qkvz_rows", "hidden"),
+    ParameterTemplate("delta.ba", DELTA + "in_proj_ba", ("delta_gates", "hidden"), "router"),
+)
+
+
+def next_dimensions(config: Json, layer: int) -> Dimensions:
+    """Returns a hybrid's dimensions with experts by Qwen's rule, and those of its two joined projections."""
+    dims = hybrid(c.sparse_dimensions(c.every_nth_layer))(config, layer)
+    joined = {"delta_qkvz_rows": dims["delta_qkv_rows"] + dims["delta_rows"]}
+    return {**dims, **joined, "delta_gates": 2 * dims["delta_heads"]}
+
+
+QWEN3_NEXT = replace(
+    HYBRID_MOE,
+    name="Qwen3-Next",
+    model_types=("qwen3_next",),
+    classes=("Qwen3NextForCausalLM",),
+    slots=(
+        c.EMBED,
+        *NEXT_DELTA_NET,
+        *GATED_ATTENTION,
+        *c.gated_mlp(),
+        c.ROUTER,
+        *c.experts(),
+        *SHARED_EXPERT,
+        *NORMS,
+        c.LM_HEAD,
+    ),
+    dimensions=next_dimensions,
+    named_by={
+        **NAMED_BY_HYBRID,
+        "delta_qkvz_rows": "2 x linear_num_key_heads x linear_key_head_dim + twice the values",
+        "delta_gates": "2 x linear_num_value_heads",
+    },
+    spellings=(),
+    tower=None,
+    carried={r"mtp\..*": "next-token prediction"},
+    fusions=(c.QKV, c.GATE_UP, *c.EXPERT_STACKS),
+    scale_pairs=(
+        replace(c.ATTN_INPUT, readers=(*c.ATTN_INPUT.readers, "delta.qkvz", "delta.ba")),
+        *c.SCALE_PAIRS[1:],
+    ),
+    note="also Qwen3-Coder-Next; next-token prediction is copied as it is",
+)
+
+FAMILIES = (HYBRID, HYBRID_MOE, QWEN3_NEXT)

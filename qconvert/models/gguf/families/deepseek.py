@@ -244,6 +244,19 @@ DEEPSEEK_V3 = replace(
     },
 )
 
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 202752,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    special={"bos": "[gMASK]", **GLM_SPECIAL},
+)
+
 _norms_of_heads = k.read_only(lambda file: {"use_qk_norm": "blk.0.attn_q_norm.weight" in file.tensors})
 GLM4_MOE = GGUFModel(
     "glm4moe",
@@ -317,6 +330,8 @@ MODELS = {
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
     "kimi_k2": DEEPSEEK_V3,
+    "kimi_k25": DEEPSEEK_V3,
+    "glm4_moe_lite": GLM4_MOE_LITE,
     "glm4_moe": GLM4_MOE,
     "gpt_oss": GPT_OSS,
 }

@@ -1,4 +1,4 @@
-"""Declares Qwen 1 to 3 and their mixtures of experts."""
+"""Declares Qwen 1 to 3, their mixtures of experts, and the language models of those that see."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
-from qconvert.models.gguf.declaration import Facts, GGUFModel, read_by
+from qconvert.models.gguf.declaration import Facts, GGUFModel, derived, read_by
 from qconvert.models.gguf.families.llama import SILU
 from qconvert.models.gguf.metadata import Metadata
 
@@ -43,6 +43,44 @@ QWEN3_MOE = replace(
 )
 
 
+def _read_sections(file: Metadata) -> Json:
+    """Reads the rotary embedding with the sections of its dimensions."""
+    rope = k.read_rope(file)
+    known = {"mrope_section": list(file.values("rope.dimension_sections")[:3])}
+    return {"rope_parameters": {"rope_type": "default", **rope.pop("rope_scaling", {}), **rope, **known}}
+
+
+@read_by(_read_sections)
+def sections(facts: Facts) -> Iterator[KV]:
+    """Writes how the rotated part is divided between time, height and width; equal for text."""
+    parts = k.rope_of(facts).get("mrope_section") or facts.settings["mrope_section"]
+    yield facts.by_layer("rope.dimension_sections", (list(parts) + [0] * 4)[:4])
+
+
+@derived
+def deepstack(facts: Facts) -> Iterator[KV]:
+    """Writes how many of the first layers take features of images, which the other file holds."""
+    vision = facts.architecture.config.get("vision_config")
+    layers = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
+    yield facts.u32("n_deepstack_layers", len(layers) if isinstance(layers, list) else 0)
+
+
+# One graph for Qwen2-VL and 2.5-VL: they differ in the tower alone.
+QWEN2_VL = replace(
+    QWEN2, arch="qwen2vl", late=(sections,), defaults={**_DEFAULTS, "mrope_section": [16, 24, 24]}
+)
+QWEN3_VL = replace(
+    QWEN3, arch="qwen3vl", late=(sections, deepstack), defaults={**_DEFAULTS, "mrope_section": [24, 20, 20]}
+)
+QWEN3_VL_MOE = replace(
+    QWEN3_MOE,
+    arch="qwen3vlmoe",
+    keys=k.decoder(more=(k.expert_counts,)),
+    late=(k.expert_widths, sections, deepstack),
+    defaults={**QWEN3_MOE.defaults, "mrope_section": [24, 20, 20], "norm_topk_prob": True},
+)
+
+
 def _first_rope(file: Metadata) -> Json:
     heads = file.optional("rope.dimension_count") or file.head_size
     return {"head_dim": heads, "rotary_emb_base": file.number("rope.freq_base", 10000.0)}
@@ -65,4 +103,18 @@ QWEN = GGUFModel(
     checks=(c.computes("rotary_pct", 1.0),),
 )
 
-MODELS = {"qwen": QWEN, "qwen2": QWEN2, "qwen3": QWEN3, "qwen2_moe": QWEN2_MOE, "qwen3_moe": QWEN3_MOE}
+# Of types with one graph, a file is read as the first.
+MODELS = {
+    "qwen": QWEN,
+    "qwen2": QWEN2,
+    "mimo": QWEN2,
+    "qwen3": QWEN3,
+    "qwen2_moe": QWEN2_MOE,
+    "qwen3_moe": QWEN3_MOE,
+    "qwen2_5_vl": QWEN2_VL,
+    "qwen2_vl": QWEN2_VL,
+    "qwen3_vl": QWEN3_VL,
+    "qwen3_vl_text": QWEN3_VL,
+    "qwen3_vl_moe": QWEN3_VL_MOE,
+    "qwen3_vl_moe_text": QWEN3_VL_MOE,
+}
