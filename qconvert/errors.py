@@ -41,6 +41,10 @@ class NotDownloaded(QConvertError):
     """Numbers were asked for of which only the header is on this disk."""
 
 
+class SourceUnavailable(QConvertError):
+    """A server does not give the bytes that a run reads; a later run of the same job may get them."""
+
+
 class UnsupportedModel(QConvertError):
     """The checkpoint is sound, but its architecture or one of its tensors is not known here."""
 

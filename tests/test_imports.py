@@ -43,12 +43,16 @@ ENTRIES = ("__init__", "__main__")
 LIBRARIES = {
     "auto_round": "evals",
     "bitsandbytes": "evals",
+    "certifi": "checkpoint.network",
     "click": "cli evals",
     "cyllama": "evals",
     "datasets": "evals",
     "gguf": "models.gguf.identity quant.ggml evals",
     "gptqmodel": "evals",
-    "huggingface_hub": "checkpoint.hub evaluate evals",
+    "hf_xet": "checkpoint.xet_ranges",
+    "huggingface_hub": (
+        "checkpoint.hub checkpoint.hub_errors checkpoint.hub_file checkpoint.xet_ranges evaluate evals"
+    ),
     "ik_llama_cpp": "evals",
     "jinja2": "formats.tokenizers.chat_template",
     "llmcompressor": "evals",

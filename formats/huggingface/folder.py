@@ -8,7 +8,7 @@ read on opening, and nothing is ever unpickled or executed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from qconvert.formats.huggingface.safetensors_file import (
 )
 from qconvert.formats.huggingface.shard_index import ShardIndex, locate, read_index, require_shards
 from qconvert.formats.huggingface.sidecars import sidecars_of
+from qconvert.formats.io.byte_source import ByteSource
 from qconvert.formats.io.strict_json import read_json_object
 
 CONFIG_FILE = "config.json"
@@ -53,8 +54,8 @@ class HFCheckpoint:
 
     @property
     def has_weights(self) -> bool:
-        """True if rows can be read; False for a bare config.json and for weights left on the Hub."""
-        return bool(self.shards)
+        """True if rows can be read; False for a bare config.json and where headers alone were fetched."""
+        return bool(self.shards) and all(shard.source.has_bytes for shard in self.shards)
 
     @property
     def files(self) -> tuple[SafetensorsHeader, ...]:
@@ -77,7 +78,7 @@ class HFCheckpoint:
 
     def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
         """Returns rows [start, stop) of a tensor (see `SafetensorsFile.read`); thread-safe."""
-        if not self.shards:
+        if not self.has_weights:
             raise NotDownloaded(
                 f"{name}: its bytes are not here, only its header",
                 "download the weights, with `hf download` or by converting the model",
@@ -95,18 +96,16 @@ class HFCheckpoint:
         self.close()
 
 
-def open_hf_folder(path: Path, headers: Mapping[str, TensorSpec] | None = None) -> HFCheckpoint:
+def open_hf_folder(path: Path, remote: Mapping[str, ByteSource] | None = None) -> HFCheckpoint:
     """Opens a checkpoint folder, or one file of it: config.json, the index, a .safetensors file.
 
-    A JSON file of another name is read as a config without weights. `headers` replace weights that are not on
-    this disk: only config and sidecars are read then. Raises CorruptCheckpoint where files are damaged or
+    A JSON file of another name is read as a config without weights. `remote` are weight files of the folder,
+    by name, that are not on this disk. Raises CorruptCheckpoint where files are damaged or
     disagree, UnsupportedModel for other kinds of checkpoint, each with a hint.
     """
     folder = path.parent if path.name in (CONFIG_FILE, INDEX_FILE) else path
-    if folder.is_dir() and headers is not None:
-        return replace(_assemble(folder, _config(folder), _Weights()), specs=headers)
     if folder.is_dir():
-        weights = _weights_in(folder)
+        weights = _weights_in(folder, remote or {})
         return _assemble(folder, _config(folder), weights)
     if not path.exists():
         raise QConvertError(f"{path}: no such file or folder", "check the path")
@@ -147,22 +146,24 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """The files to open, the index that lists them, and warnings."""
+    """The files to open, the index that lists them, warnings, and where files that are not here come from."""
 
     files: tuple[Path, ...] = ()
     index: ShardIndex | None = None
     warnings: tuple[str, ...] = ()
+    remote: Mapping[str, ByteSource] = field(default_factory=dict)
 
 
-def _weights_in(folder: Path) -> _Weights:
+def _weights_in(folder: Path, remote: Mapping[str, ByteSource]) -> _Weights:
     single, index_file = folder / SINGLE_FILE, folder / INDEX_FILE
     index = read_index(index_file) if _is_there(index_file) else None
-    if _is_there(single) and (index is None or index.files != (single,)):
+    has_single = single.name in remote or _is_there(single)
+    if has_single and (index is None or index.files != (single,)):
         both = f"{SINGLE_FILE} and {INDEX_FILE} are both there: {SINGLE_FILE} is read, as in transformers"
-        return _Weights((single,), warnings=(both,) if index else ())
+        return _Weights((single,), warnings=(both,) if index else (), remote=remote)
     if index:
-        require_shards(index)
-        return _Weights(index.files, index)
+        require_shards(index, remote)
+        return _Weights(index.files, index, remote=remote)
     _refuse_other_weights(folder)
     return _Weights()
 
@@ -210,7 +211,7 @@ def _refuse_other_weights(folder: Path) -> None:
 
 
 def _assemble(folder: Path, config: Json, weights: _Weights) -> HFCheckpoint:
-    shards = tuple(SafetensorsFile(file) for file in weights.files)
+    shards = tuple(SafetensorsFile(file, weights.remote.get(file.name)) for file in weights.files)
     headers = [shard.header for shard in shards]
     homes, differences = locate(headers, weights.index)
     opened = {CONFIG_FILE, INDEX_FILE, README_FILE, *(file.name for file in weights.files)}

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -23,7 +21,8 @@ import numpy as np
 
 from qconvert.core.dtypes import DTYPE_BY_CODE, DType, TensorSpec
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.formats.io.local_file import octets, open_regular, read_exactly
+from qconvert.formats.io.byte_source import ByteSource, LocalBytes
+from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.planned_files import FilePlan
 from qconvert.formats.io.strict_json import kind_of, parse_json_object
 
@@ -31,7 +30,6 @@ MAX_HEADER_BYTES = 100_000_000  # MAX_HEADER_SIZE in the reference implementatio
 MAX_RANK = 8
 # Not counting zeros in the shape: more than any file has, and safe in numpy's shape arithmetic.
 MAX_ELEMENTS = 2**48
-CALL_BYTES = 8192  # as many bytes are copied from the page cache in the time that one call takes (2 us)
 WINDOW_BYTES = 1 << 20
 METADATA_KEY = "__metadata__"
 SINGLE_FILE = "model.safetensors"
@@ -69,12 +67,17 @@ class SafetensorsHeader:
 
 
 class SafetensorsFile:
-    """An open safetensors file whose rows any thread may read."""
+    """An open safetensors file whose rows any thread may read.
 
-    def __init__(self, path: Path) -> None:
-        self._fd = open_regular(path)
-        self.close = weakref.finalize(self, os.close, self._fd)
-        self.header = _header_of(self._fd, path)
+    Its bytes come from `source`, by default the file at `path` on this disk.
+    """
+
+    def __init__(self, path: Path, source: ByteSource | None = None) -> None:
+        self.source = source or LocalBytes(path)
+        self.header = _header_of(self.source, path)
+
+    def close(self) -> None:
+        self.source.close()
 
     def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
         """Returns rows [start, stop) of a tensor, or their columns [first, last): a new array `[rows,
@@ -88,28 +91,28 @@ class SafetensorsFile:
             return self._read_columns(spec, start, stop, *columns)
         rows = np.empty((stop - start, spec.width), spec.dtype.carrier)
         offset = self.header.offsets[name] + start * spec.width * spec.dtype.nbytes
-        read_exactly(self._fd, octets(rows), offset, shown(self.header.path.name))
+        self.source.read_into(octets(rows), offset)
         return rows
 
     def _read_columns(self, spec: TensorSpec, start: int, stop: int, first: int, last: int) -> np.ndarray:
         """Reads columns [first, last) of rows: from windows of whole rows, or row by row where that is
         cheaper.
 
-        A call costs about as much as copying `CALL_BYTES` bytes.
+        A call costs about as much as the source's `call_bytes` bytes.
         """
         if not 0 <= first <= last <= spec.width:
             raise ValueError(f"{spec.name}: columns [{first}, {last}) of {spec.width}")
         picked = np.empty((stop - start, last - first), spec.dtype.carrier)
         stride, size = spec.width * spec.dtype.nbytes, spec.dtype.nbytes
-        if stride - picked.shape[1] * size <= CALL_BYTES:
-            step = max(1, WINDOW_BYTES // max(1, stride))
+        if stride - picked.shape[1] * size <= self.source.call_bytes:
+            step = max(1, max(WINDOW_BYTES, self.source.call_bytes) // max(1, stride))
             for row in range(start, stop, step):
                 end = min(row + step, stop)
                 picked[row - start : end - start] = self.read(spec.name, row, end)[:, first:last]
             return picked
-        offset, file = self.header.offsets[spec.name] + first * size, shown(self.header.path.name)
+        offset = self.header.offsets[spec.name] + first * size
         for row in range(start, stop):
-            read_exactly(self._fd, octets(picked[row - start]), offset + row * stride, file)
+            self.source.read_into(octets(picked[row - start]), offset + row * stride)
         return picked
 
     def __enter__(self) -> SafetensorsFile:
@@ -125,11 +128,11 @@ def read_header(path: Path) -> SafetensorsHeader:
         return file.header
 
 
-def _header_of(fd: int, path: Path) -> SafetensorsHeader:
-    name, size = shown(path.name), os.fstat(fd).st_size
+def _header_of(source: ByteSource, path: Path) -> SafetensorsHeader:
+    name, size = shown(path.name), source.size
     if size < 8:
         raise CorruptCheckpoint(f"{name}: has {size} bytes, too few for a safetensors file")
-    length = int.from_bytes(_read(fd, 0, 8, name), "little")
+    length = int.from_bytes(_read(source, 0, 8), "little")
     if length > MAX_HEADER_BYTES:
         raise CorruptCheckpoint(
             f"{name}: claims a header of {length:,} bytes, the format allows {MAX_HEADER_BYTES:,}",
@@ -139,12 +142,12 @@ def _header_of(fd: int, path: Path) -> SafetensorsHeader:
         raise CorruptCheckpoint(
             f"{name}: claims a header of {length:,} bytes, the file has {size:,}", _CUT_OFF
         )
-    return parse_header(_read(fd, 8, length, name), path, size)
+    return parse_header(_read(source, 8, length), path, size)
 
 
-def _read(fd: int, offset: int, size: int, name: str) -> bytes:
+def _read(source: ByteSource, offset: int, size: int) -> bytes:
     buffer = bytearray(size)
-    read_exactly(fd, memoryview(buffer), offset, name)
+    source.read_into(memoryview(buffer), offset)
     return bytes(buffer)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,9 +56,9 @@ def read_index(path: Path) -> ShardIndex:
     )
 
 
-def require_shards(index: ShardIndex) -> None:
-    """Raises CorruptCheckpoint, naming the first, unless every shard of the index exists."""
-    missing = [file.name for file in index.files if not file.exists()]
+def require_shards(index: ShardIndex, elsewhere: Container[str] = ()) -> None:
+    """Raises CorruptCheckpoint, naming the first, unless every shard of the index is here or elsewhere."""
+    missing = [file.name for file in index.files if file.name not in elsewhere and not file.exists()]
     if missing:
         raise CorruptCheckpoint(
             f"{shown(missing[0])}: named by {INDEX_FILE}, but not there"

@@ -1,52 +1,64 @@
-"""Resolves what a user calls a model to a local folder: a path, or a name on the Hugging Face Hub.
+"""Resolves what a user calls a model: a path, or a name on the Hugging Face Hub.
 
 The invariant: an existing path wins; from the Hub only configuration, tokenizer, texts, safetensors and the
 code that a config names are fetched, never pickles; code is copied, and never run. Cache, endpoint, token and
 offline mode are those of huggingface_hub (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
+
+How weights come that stay on the Hub:
+1. texts are downloaded into the cache; one HEAD a file gives its size, ETag and signed address (`hub_file`);
+2. the header of each file is fetched, and parsed as a local one is (`remote_bytes`, `safetensors_file`);
+3. the plan says which bytes every block of rows reads; neighbours become windows (`convert.read_ahead`);
+4. threads fetch windows in the order of the blocks, within the memory that is set (`windows`, `http_ranges`);
+5. blocks read from the windows as from files, and a window is freed with the last block that needs it.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from qconvert.core.dtypes import TensorSpec
+from qconvert.checkpoint.hub_errors import WRITTEN, explained
+from qconvert.checkpoint.hub_file import HubFile, find_files
+from qconvert.checkpoint.network import Network
+from qconvert.checkpoint.remote_bytes import RemoteBytes
 from qconvert.demo import MODEL_DIR
-from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel, shown
+from qconvert.errors import QConvertError, UnsupportedModel, shown
 from qconvert.formats.huggingface.folder import weight_files
 from qconvert.formats.huggingface.own_code import module_folders, named_code
-from qconvert.formats.huggingface.safetensors_file import SINGLE_FILE, tensor_spec
+from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, SINGLE_FILE
+from qconvert.formats.huggingface.shard_index import read_index
 
 EMBEDDED = "embedded"
 """The name of the small model that comes with qconvert."""
 
 _TEXTS = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.md", "LICENSE*", "LICENCE*", "NOTICE*")
 _MODULE_SUFFIXES = ("json", "txt", "model", "safetensors")  # of sentence-transformers
+# Of a header whose length is not known: more tensors than most models of one file have.
+_FIRST_BYTES = 64 << 10
+# What a header says of a tensor beside its name, and of the file.
+_ENTRY_BYTES, _METADATA_BYTES = 96, 1 << 10
 _HUB_NAME = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-_WRITTEN = "a model on the Hub is written org/name"
-_DISK_ERRORS = (
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST,
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
     """The local folder or file of a model, and the repository and commit of one from the Hub.
 
-    `headers` are the specs of weights of which only headers were fetched; `is_embedded` marks the model that
-    comes with qconvert.
+    `remote` are the weight files, by name, that are not in the folder, read through `network`; `is_embedded`
+    marks the model that comes with qconvert.
     """
 
     path: Path
     repo_id: str | None = None
     revision: str | None = None
     commit: str | None = None
-    headers: Mapping[str, TensorSpec] | None = None
+    remote: Mapping[str, RemoteBytes] | None = None
+    network: Network | None = None
     is_embedded: bool = False
 
     @property
@@ -68,12 +80,14 @@ class ResolvedModel:
         return path.name if path.is_dir() else path.stem
 
 
-def resolve(model: str, *, revision: str | None = None, weights: bool = True) -> ResolvedModel:
+def resolve(
+    model: str, *, revision: str | None = None, weights: bool = True, network: Network | None = None
+) -> ResolvedModel:
     """Finds a model: a path, `org/name`, `org/name@revision` or `hf://org/name`; `revision` takes precedence.
 
-    Files of a Hub model are downloaded into the cache unless they are cached. Without `weights`, only the
-    headers of weights that are not cached are fetched (a few kilobytes a file). Raises QConvertError with a
-    hint for everything that can go wrong on the way.
+    Files of a Hub model are downloaded into the cache unless they are cached. With a `network`, weights that
+    are not cached stay on the Hub, to be read through it; without `weights`, only their headers can be.
+    Raises QConvertError with a hint for everything that can go wrong on the way.
     """
     if os.path.exists(model):  # noqa: PTH110 - Path.exists raises for a name that is too long
         return ResolvedModel(Path(model))
@@ -81,23 +95,24 @@ def resolve(model: str, *, revision: str | None = None, weights: bool = True) ->
         return ResolvedModel(MODEL_DIR, is_embedded=True)
     match = _HUB_NAME.fullmatch(model)
     if match is None:
-        raise QConvertError(f"{shown(model)}: no such file or folder", _WRITTEN)
+        raise QConvertError(f"{shown(model)}: no such file or folder", WRITTEN)
     repo_id, asked = match["repo"], revision or match["revision"]
-    with _explained(model):
+    streams = network is not None or not weights
+    network, remote = network or Network(), None
+    with explained(model):
         folder = _download(repo_id, asked, _TEXTS)
         _download_own_files(repo_id, folder)
         files = weight_files(folder) or (folder / SINGLE_FILE,)
-        headers = None
-        if weights:
+        if not streams:
             _download(repo_id, folder.name, [SINGLE_FILE, *(file.name for file in files)])
         elif not all(file.exists() for file in files):
-            headers = _remote_headers(repo_id, folder.name)
-    if weights and not weight_files(folder):
+            remote = _remote(repo_id, folder, files, network, has_bytes=weights) or None
+    if weights and not weight_files(folder) and not remote:
         raise UnsupportedModel(
             f"{model}: has no {SINGLE_FILE} and no index of shards on the Hub",
             "only safetensors are read; look for a converted revision or repository",
         )
-    return ResolvedModel(folder, repo_id, asked, folder.name, headers)
+    return ResolvedModel(folder, repo_id, asked, folder.name, remote, network if remote else None)
 
 
 def cached_models() -> list[str]:
@@ -122,7 +137,7 @@ def resolve_texts(name: str, suffixes: Sequence[str]) -> Path:
     match = _HUB_NAME.fullmatch(name)
     if match is None:
         raise QConvertError(f"{shown(name)}: not a valid name for a dataset on the Hub", "write hub:org/name")
-    with _explained(name, "dataset"):
+    with explained(name, "dataset"):
         return Path(
             snapshot_download(
                 match["repo"],
@@ -154,70 +169,35 @@ def _download(repo_id: str, revision: str | None, patterns: Sequence[str]) -> Pa
     )
 
 
-def _remote_headers(repo_id: str, commit: str) -> dict[str, TensorSpec] | None:
-    """Returns the specs in the headers of a repository's safetensors; None if it has none."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import NotASafetensorsRepoError
+def _remote(
+    repo_id: str, folder: Path, files: Sequence[Path], network: Network, *, has_bytes: bool
+) -> dict[str, RemoteBytes]:
+    """The weight files of a snapshot that are not in its folder, by name, with their headers."""
+    indexed = (folder / INDEX_FILE).exists()
+    # One file is read before shards, as in transformers.
+    single = find_files(repo_id, folder.name, [SINGLE_FILE], network)
+    if single or not indexed:
+        found, first_bytes = single, {SINGLE_FILE: _FIRST_BYTES}
+    else:
+        names = [file.name for file in files if not file.exists()]
+        found, first_bytes = find_files(repo_id, folder.name, names, network), _header_bytes(folder)
+        missing = set(names) - {file.name for file in found}
+        if missing:
+            raise UnsupportedModel(
+                f"{repo_id}: {shown(min(missing))}, which {INDEX_FILE} names, is not on the Hub",
+                "ask who keeps the repository to upload it",
+            )
 
-    try:
-        repo = HfApi().get_safetensors_metadata(repo_id, revision=commit)
-    except NotASafetensorsRepoError:
-        return None
-    return {
-        name: tensor_spec(file, name, tensor.dtype, tensor.shape)
-        for file, header in repo.files_metadata.items()
-        for name, tensor in header.tensors.items()
-    }
+    def opened(file: HubFile) -> RemoteBytes:
+        return RemoteBytes(file, first_bytes[file.name], has_bytes=has_bytes)
 
-
-@contextmanager
-def _explained(model: str, kind: str = "model") -> Iterator[None]:
-    """Converts exceptions of huggingface_hub to one sentence and a hint."""
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, SafetensorsParsingError
-
-    # The base of every error of the HTTP library, whose choice depends on huggingface_hub's version.
-    network: type[BaseException] = HfHubHTTPError.__bases__[0]
-    try:
-        yield
-    except SafetensorsParsingError as error:
-        raise CorruptCheckpoint(f"{model}: {_first_line(error)}") from error
-    except (network, OSError, HFValidationError, RuntimeError) as error:  # RuntimeError: hf_xet's downloads
-        fact, hint = _explanation(error, kind)
-        raise QConvertError(f"{model}: {fact}", hint) from error
+    with ThreadPoolExecutor(network.connections) as pool:
+        return {each.file.name: each for each in pool.map(opened, found)}
 
 
-def _explanation(error: BaseException, kind: str = "model") -> tuple[str, str]:
-    """Returns what went wrong with the Hub, and what the user can do; only models can be folders instead."""
-    from huggingface_hub import constants, errors
-
-    local = "not a local folder, and " if kind == "model" else ""
-    log_in = "run `hf auth login` or set HF_TOKEN"
-    again = "check the connection and HF_ENDPOINT, then run it again: what has arrived is kept"
-    answers = {  # the first match; a gated repository is also one not found
-        errors.GatedRepoError: (
-            "is gated, and not open to you",
-            f"accept its terms on its page, then {log_in}",
-        ),
-        errors.RepositoryNotFoundError: (
-            f"{local}there is no such {kind} on the Hub",
-            f"check the name; if it is private, {log_in}",
-        ),
-        errors.RevisionNotFoundError: ("has no such revision on the Hub", "name a branch, a tag or a commit"),
-        errors.HFValidationError: (f"{local}not a valid name for a {kind} on the Hub", _WRITTEN),
-    }
-    for cause, answer in answers.items():
-        if isinstance(error, cause):
-            return answer
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        if constants.HF_HUB_OFFLINE:
-            fact, hint = "HF_HUB_OFFLINE forbids downloading it", "unset HF_HUB_OFFLINE to download it"
-            return f"{local}not fully downloaded; {fact}", hint
-        return f"{local}not fully downloaded ({_first_line(error.__cause__ or error)})", again
-    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-        fact = f"the cache {constants.HF_HUB_CACHE} cannot be written: {error.strerror}"
-        return fact, "free some space, or set HF_HOME to a folder that can be written"
-    return f"download failed: {_first_line(error)}", again
-
-
-def _first_line(error: BaseException) -> str:
-    return shown(next(iter(str(error).splitlines()), type(error).__name__), limit=300)
+def _header_bytes(folder: Path) -> dict[str, int]:
+    """About how long the headers of the shards are, by file, counted from the names in the index."""
+    found: Counter[str] = Counter()
+    for tensor, file in read_index(folder / INDEX_FILE).weight_map.items():
+        found[file] += len(tensor.encode()) + _ENTRY_BYTES
+    return {file: nbytes + _METADATA_BYTES for file, nbytes in found.items()}

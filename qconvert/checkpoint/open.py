@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from qconvert.checkpoint.products import products_of
 from qconvert.checkpoint.stored_shapes import input_major, output_major
 from qconvert.core.activations import ActivationScheme, Products
-from qconvert.core.dtypes import Json, TensorSpec
+from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor, Undecoded, Unquantized
 from qconvert.core.protocols import Layout, Reader
 from qconvert.errors import QConvertError, UnsupportedModel
 from qconvert.formats.gguf.header import is_gguf
 from qconvert.formats.huggingface.folder import HFCheckpoint, open_hf_folder
+from qconvert.formats.io.byte_source import ByteSource
 from qconvert.formats.layouts import registry
 from qconvert.formats.layouts.conv1d import InputMajor
 from qconvert.formats.layouts.gguf import GGUFLayout
@@ -153,14 +154,14 @@ class Checkpoint:
 
 def open_checkpoint(
     path: Path,
-    headers: Mapping[str, TensorSpec] | None = None,
+    remote: Mapping[str, ByteSource] | None = None,
     declared: Declaration | None = None,
     *,
     undecoded: bool = False,
 ) -> Checkpoint:
     """Open a Hugging Face folder, a single file of one, or a GGUF model. Only headers are read.
 
-    `headers` are those of a Hub repository whose weights were not downloaded (`hub.resolve`);
+    `remote` are the weight files of a Hub repository that were not downloaded (`hub.resolve`);
     `declared` is the architecture of a model that the catalogue lacks. Weights whose format is known by name
     alone are an UnsupportedModel unless `undecoded` ones will do.
     """
@@ -169,7 +170,7 @@ def open_checkpoint(
 
         gguf, stored, named = open_gguf(path)
         return Checkpoint(gguf, named, stored, declared)
-    files = open_hf_folder(path, headers)
+    files = open_hf_folder(path, remote)
     if not files.specs:  # nothing that the config's claims could be checked against
         return Checkpoint(files, {}, registry.writer(registry.DEFAULT), declared)
     return checkpoint_of(files, declared, undecoded=undecoded)

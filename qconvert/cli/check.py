@@ -90,7 +90,7 @@ def _checked(model: str, loader: str, tp: int, device: str, revision: str | None
     from qconvert.checkpoint.open import open_checkpoint
 
     resolved = resolve(model, revision=revision, weights=False)
-    checkpoint = open_checkpoint(resolved.path, headers=resolved.headers)
+    checkpoint = open_checkpoint(resolved.path, remote=resolved.remote)
     return lint(_subject(checkpoint, loader, tp, device))
 
 

@@ -83,7 +83,7 @@ def _opened(model: str, revision: str | None, list_tensors: bool, show_metadata:
 
     resolved = resolve(model, revision=revision, weights=False)
     checkpoint = without_weights(resolved.path) if resolved.repo_id is None else None
-    checkpoint = checkpoint or open_checkpoint(resolved.path, headers=resolved.headers, undecoded=True)
+    checkpoint = checkpoint or open_checkpoint(resolved.path, remote=resolved.remote, undecoded=True)
     keys = {"metadata": _plain(metadata(checkpoint))} if show_metadata else {}
     return {**describe(checkpoint, list_tensors=list_tensors), **keys}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ DTYPES = ("bf16", "f16", "f32")
 DEFAULT_MAX_MEMORY = "1GB"
 DEFAULT_SHARD_SIZE = "5GB"
 ALL = "all"
+CONNECTIONS, PATIENCE = 16, 600  # those of checkpoint.network, which is not imported for a help page
 
 
 class SizeType(click.ParamType):  # type: ignore[type-arg]  # no generic class before click 8.4
@@ -227,6 +228,31 @@ nonfinite_option = click.option(
     "--allow-nonfinite", is_flag=True, help="Convert NaN and Inf instead of stopping."
 )
 
+_HUB = (
+    revision_option,
+    click.option(
+        "--keep-source",
+        is_flag=True,
+        help="Download a Hub model into the cache first; else what is needed is read as it is converted.",
+    ),
+    click.option(
+        "--connections",
+        type=click.IntRange(1, 256),
+        default=CONNECTIONS,
+        show_default=True,
+        metavar="N",
+        help="Connections to read a Hub model with.",
+    ),
+    click.option(
+        "--patience",
+        type=click.IntRange(1),
+        default=PATIENCE,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long the Hub may send nothing; what was done by then is kept.",
+    ),
+)
+
 _WRITING = (
     out_option,
     overwrite_option,
@@ -249,7 +275,7 @@ _WRITING = (
         "--hash-sources", is_flag=True, help="Put the SHA-256 of whole source files in the manifest."
     ),
     dtype_option,
-    revision_option,
+    *_HUB,
     unknown_option,
     nonfinite_option,
 )
@@ -257,6 +283,15 @@ _WRITING = (
 
 def writing_options(command: F) -> F:
     """Add the options that every writing command takes."""
-    for option in reversed(_WRITING):
+    return _with(_WRITING, command)
+
+
+def hub_options(command: F) -> F:
+    """Add the options on how a Hub model is read."""
+    return _with(_HUB, command)
+
+
+def _with(options: Sequence[Callable[[F], F]], command: F) -> F:
+    for option in reversed(options):
         command = option(command)
     return command

@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import click
 
 from qconvert.cli.exit_codes import after_the_work, typed
-from qconvert.cli.options import DEFAULT_MAX_MEMORY, DEFAULT_SHARD_SIZE, available_cores
+from qconvert.cli.hub_source import fetched, network_of, tell_source
+from qconvert.cli.options import (
+    CONNECTIONS,
+    DEFAULT_MAX_MEMORY,
+    DEFAULT_SHARD_SIZE,
+    PATIENCE,
+    available_cores,
+)
 from qconvert.cli.progress import compile_kernels, progress
 from qconvert.cli.signals import Stopped, ending_in_time
 from qconvert.cli.skipping import Tell, one_object, require_own_name, skipped
@@ -22,6 +29,7 @@ from qconvert.errors import BadRecipe, QConvertError, UnsupportedModel
 if TYPE_CHECKING:
     from qconvert.calibrate.calibration import Calibration
     from qconvert.calibrate.text import CalibrationText
+    from qconvert.checkpoint.network import Network
     from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
     from qconvert.convert.resume import RunJournal
     from qconvert.core.dtypes import Json
@@ -49,6 +57,9 @@ class Flags:
     hash_sources: bool = False
     dtype: str | None = None
     revision: str | None = None
+    keep_source: bool = False
+    connections: int = CONNECTIONS
+    patience: int = PATIENCE
     allow_unknown: bool = False
     allow_nonfinite: bool = False
     statistics: Path | None = None
@@ -129,6 +140,19 @@ class Flags:
         tokens = most if self.tokens == 0 else self.tokens
         return read_text(source.checkpoint, self.texts or ("default",), tokens, self.window)
 
+    def network(self, *, aims: bool) -> Network | None:
+        """What reads a Hub model while it is converted; None where it is downloaded first.
+
+        That is where it is asked for, and where weights are read more than once: for a calibrated method, or
+        for a target (`aims`).
+        """
+        again = aims or (self.method != "nearest" and not self.dry_run)
+        return (
+            None
+            if self.keep_source or again
+            else network_of(self.connections, self.patience, talks=self.talks)
+        )
+
     @property
     def talks(self) -> bool:
         return not (self.quiet or self.as_json)
@@ -206,6 +230,7 @@ def write(
         revision=flags.revision,
         declared=known.recipe.architecture if known else None,
         plan_only=flags.dry_run,
+        network=flags.network(aims=chooser is not None),
     )
     started = time.perf_counter()
     request = ask(source) if callable(ask) else ask
@@ -245,13 +270,14 @@ def write(
         return out
     held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
     require_free_disk(out, job.container.bytes_needed - held)
+    tell_source(source, talks=flags.talks)
     compile_kernels(job.compiled.plan, talks=flags.talks)
     started = time.perf_counter()
     result = _executed(job, out, flags)
     seconds = chosen_in + time.perf_counter() - started
     _write_beside(job, result, flags)
     with after_the_work():
-        found = report.result_json(result, seconds) | extra
+        found = report.result_json(result, seconds) | extra | fetched(source)
         _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags, tell)
         for line in advice(job, result.path) if flags.talks else ():
             click.echo(line, err=True)

@@ -16,13 +16,13 @@ from qconvert.cli.options import (
     SIZE,
     dry_run_option,
     examples,
+    hub_options,
     jobs_option,
     json_option,
     memory_option,
     models_argument,
     nonfinite_option,
     restart_option,
-    revision_option,
     skip_option,
     statistics_option,
     verify_option,
@@ -43,7 +43,13 @@ TARGET_TYPES = "q2_k,q3_k,q4_k,q5_k,q6_k,q8_0"
 UNTIL_CHOSEN = "F32"
 
 
-@click.command("to-gguf", epilog=examples("qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m"))
+@click.command(
+    "to-gguf",
+    epilog=examples(
+        "qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m",
+        "qconvert to-gguf Qwen/Qwen3-30B-A3B --type q6_k --keep-source --revision main",
+    ),
+)
 @models_argument("[MODEL]...", required=False)
 @click.option(
     "--type",
@@ -109,7 +115,7 @@ UNTIL_CHOSEN = "F32"
 @verify_option
 @jobs_option
 @memory_option
-@revision_option
+@hub_options
 @nonfinite_option
 def command(
     models: tuple[str, ...],

@@ -14,11 +14,13 @@ from qconvert.calibrate.calibration import Calibration, PlannedStatistics
 from qconvert.checkpoint.assumed import refuse_quantized, without_weights
 from qconvert.checkpoint.facts import gather_facts
 from qconvert.checkpoint.hub import ResolvedModel, resolve
+from qconvert.checkpoint.network import Network
 from qconvert.checkpoint.open import Checkpoint, open_checkpoint
 from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
 from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
+from qconvert.convert.read_ahead import read_ahead
 from qconvert.convert.resume import RunJournal
 from qconvert.convert.runner import (
     MOST_CODE_ERROR,
@@ -26,6 +28,7 @@ from qconvert.convert.runner import (
     Made,
     RowsStatistics,
     Terms,
+    at_hand,
     block_bytes,
     rows_statistics,
     run,
@@ -46,12 +49,19 @@ Opened = Callable[[RunJournal], None]
 
 
 def open_model(
-    model: str, *, revision: str | None = None, declared: Declaration | None = None, plan_only: bool = False
+    model: str,
+    *,
+    revision: str | None = None,
+    declared: Declaration | None = None,
+    plan_only: bool = False,
+    network: Network | None = None,
 ) -> OpenedModel:
     """Find a model (a path, or `org/name[@revision]` on the Hub) and open it; only headers are read.
 
-    `declared` is the architecture of a model that the catalogue lacks. With `plan_only`, a config.json
-    without weights will do: what is planned for it cannot be run.
+    `declared` is the architecture of a model that the catalogue lacks. Weights on the Hub are downloaded into
+    its cache; with a `network`, those that are not there yet stay on the Hub, and what a job reads of them is
+    fetched while it runs. With `plan_only`, a config.json without weights will do: what is planned for it
+    cannot be run.
     """
     if plan_only and Path(model).exists():
         location = ResolvedModel(Path(model))
@@ -59,8 +69,8 @@ def open_model(
         if assumed is not None:
             refuse_quantized(assumed, location.name)
             return OpenedModel(location, assumed)
-    resolved = resolve(model, revision=revision)
-    return OpenedModel(resolved, open_checkpoint(resolved.path, declared=declared))
+    resolved = resolve(model, revision=revision, network=network)
+    return OpenedModel(resolved, open_checkpoint(resolved.path, resolved.remote, declared))
 
 
 def prepare(
@@ -205,9 +215,12 @@ def _rows_bytes(job: Job) -> int:
 def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDone, None, None]:
     request, options, checkpoint = job.compiled.request, job.options, job.source.checkpoint
     sink, layout = output.sink, job.container.layout
+    rows_bytes = _rows_bytes(job)
+    fetching = read_ahead(job.source, rows_bytes // 2)
+    ahead = fetching or at_hand
     terms = Terms(
         options.jobs,
-        _rows_bytes(job),
+        rows_bytes // 2 if fetching else rows_bytes,  # the other half is for what is fetched
         journal.block_bytes,
         checksums=options.verify,
         allow_nonfinite=request.allow_nonfinite,
@@ -231,7 +244,8 @@ def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDo
                 for start, stop in journal.rows_of(unit):
                     made(unit, start, layout.decode(unit.output, sink, start, stop))
         reader = checkpoint.reader
-        return run(plan, reader, layout, sink, terms, position, statistics, made, granule, there)
+        how = (position, statistics, made, granule, there, ahead)
+        return run(plan, reader, layout, sink, terms, *how)
 
     if job.calibration is None or job.calibration.method == "awq":
         source = request.statistics

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.calibrate.calibration import Calibration, PlannedStatistics
+from qconvert.checkpoint.hub import ResolvedModel
 from qconvert.convert.job import Job, OpenedModel
 from qconvert.core.dtypes import Json
 from qconvert.core.version import NUMERICS, __version__
@@ -73,11 +74,11 @@ def sample_hash(path: Path, size: int) -> str:
 
 
 def _source(source: OpenedModel) -> Json:
-    """A revision on the Hub, which does not change; of local files, sizes, headers and samples."""
+    """Of a revision on the Hub, its commit and the files' ETags; of local files, sizes, headers, samples."""
     files, location = source.checkpoint.files.files, source.location
     if location.repo_id is not None:
-        names = [file.path.name for file in files]
-        return {"repository": location.repo_id, "commit": location.commit, "files": names}
+        etags = {file.path.name: _etag(file.path, location) for file in files}
+        return {"repository": location.repo_id, "commit": location.commit, "files": etags}
     return {
         file.path.name: {
             "bytes": file.size,
@@ -86,6 +87,13 @@ def _source(source: OpenedModel) -> Json:
         }
         for file in files
     }
+
+
+def _etag(path: Path, location: ResolvedModel) -> str | None:
+    """What the Hub calls a file's bytes: in the cache, the name of the blob that its name leads to."""
+    if location.remote and path.name in location.remote:
+        return location.remote[path.name].file.etag
+    return path.resolve().name if path.is_symlink() else None
 
 
 def _request(request: Request) -> Json:

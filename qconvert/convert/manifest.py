@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import reduce
 from math import inf, isfinite, sqrt
 from operator import add
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qconvert.calibrate.calibration import PlannedStatistics
@@ -81,8 +82,15 @@ def manifest(
 
 
 def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources: bool) -> Json:
-    """The source's files and header hashes; whole-file hashes only when asked for."""
-    files = checkpoint.files
+    """The source's files and header hashes; whole-file hashes only when asked for.
+
+    Of a file that stays on the Hub, that is its hash there, where it has one.
+    """
+    files, remote = checkpoint.files, model.remote or {}
+
+    def whole(path: Path) -> str | None:
+        return remote[path.name].file.sha256 if path.name in remote else file_sha256(path)
+
     return {
         "name": model.repo_id or model.name,
         "repo_id": model.repo_id,
@@ -93,7 +101,7 @@ def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources:
                 "name": file.path.name,
                 "bytes": file.size,
                 "header_sha256": file.header_sha256,
-                "sha256": file_sha256(file.path) if hash_sources else None,
+                "sha256": whole(file.path) if hash_sources else None,
             }
             for file in files.files
         ],

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from qconvert.convert.outcome import BlockDone, WrittenRows
 from qconvert.core.dtypes import Json, TensorSpec
-from qconvert.errors import OtherJob, shown
+from qconvert.errors import OtherJob, SourceUnavailable, shown
 from qconvert.formats.io.journal import GroupCommit, Journal, JournalFile, Record, committing, discard, load
 from qconvert.ops import OutputError
 from qconvert.plan.plan import Unit
@@ -212,7 +212,7 @@ def _passes(error: BaseException | None) -> bool:
     """Whether a run may succeed after this error without anything else being asked of it."""
     while error is not None:
         passing = isinstance(error, OSError) and error.errno in _PASSING
-        if passing or isinstance(error, KeyboardInterrupt | MemoryError):
+        if passing or isinstance(error, KeyboardInterrupt | MemoryError | SourceUnavailable):
             return True
         error = error.__cause__
     return False

@@ -8,12 +8,13 @@ is written at its own place, so the bytes are the same for any number of threads
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import lcm
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from qconvert.convert.outcome import BlockDone, WrittenRows
 from qconvert.convert.run_errors import (
@@ -90,6 +91,39 @@ class Block:
     cost: int
 
 
+class Fetching(Protocol):
+    """The blocks of a run in the order in which their bytes come, and their work once these are there."""
+
+    @property
+    def blocks(self) -> Sequence[Block]: ...
+
+    def made(self, make: Callable[[Block], T], block: Block) -> T: ...
+
+    def abort(self) -> None: ...
+
+
+ReadAhead = Callable[["Sequence[Block]"], "AbstractContextManager[Fetching]"]
+"""Fetches what blocks will read, while the context is open, from a source that is not on this disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class _AtHand:
+    """Blocks whose bytes are on this disk."""
+
+    blocks: Sequence[Block]
+
+    def made(self, make: Callable[[Block], T], block: Block) -> T:
+        return make(block)
+
+    def abort(self) -> None:
+        """Nothing is under way."""
+
+
+def at_hand(blocks: Sequence[Block]) -> AbstractContextManager[Fetching]:
+    """The `ReadAhead` of sources on this disk: nothing is fetched."""
+    return nullcontext(_AtHand(blocks))
+
+
 def single_rows(unit: Unit) -> int:
     """The granule of units whose rows do not depend on each other."""
     return 1
@@ -106,13 +140,14 @@ def run(
     made: Made | None = None,
     granule: Granule = single_rows,
     there: Collection[tuple[str, int]] = (),
+    ahead: ReadAhead = at_hand,
 ) -> Generator[BlockDone, None, None]:
     """Make every tensor of the plan and write it to the sink; yields an event per block.
 
     `order` sorts the units, for sources that are faster in sequence; `statistics` are those of the inputs
     that units name; `made` is shown the rows of every block, from any thread; blocks of a unit are whole
     multiples of its `granule` rows. Blocks that are `there` already, by the name of the output and their
-    first row, are left out.
+    first row, are left out. `ahead` fetches what blocks read before they do.
     Raises CorruptCheckpoint naming the tensor that holds NaN or Inf, BadRecipe when a value does not fit
     the target dtype or codes would move too far. The caller commits or aborts the sink, and closes the
     generator first: no thread outlives it.
@@ -124,7 +159,7 @@ def run(
         for block in cut(unit, layout, limit, granule(unit))
         if (unit.output.name, block.start) not in there
     ]
-    final = _finalized(_needed(plan, blocks), reader, layout, limit, terms, statistics)
+    final = _finalized(_needed(plan, blocks), reader, layout, limit, terms, statistics, ahead)
     blocks = [replace(block, unit=final[block.unit.output.name]) for block in blocks]
     left = dict.fromkeys(final, 0)
     for block in blocks:
@@ -133,7 +168,7 @@ def run(
     def make(block: Block) -> BlockDone:
         return _make(block, reader, layout, sink, terms, statistics, made)
 
-    for done in bounded(blocks, make, terms.jobs, terms.max_memory):
+    for done in bounded(blocks, make, terms.jobs, terms.max_memory, ahead):
         left[done.unit.output.name] -= 1
         yield replace(done, last=left[done.unit.output.name] == 0)
 
@@ -158,6 +193,7 @@ def _finalized(
     limit: int,
     terms: Terms,
     statistics: RowsStatistics | None,
+    ahead: ReadAhead,
 ) -> dict[str, Unit]:
     """The units by name with their reductions done: those that need one are read once more for it.
 
@@ -179,7 +215,7 @@ def _finalized(
         raise AssertionError("a unit without a reduction")
 
     seen: dict[str, dict[int, np.ndarray]] = {name: {} for name in reductions}
-    for block, found in bounded(blocks, look, terms.jobs, terms.max_memory):
+    for block, found in bounded(blocks, look, terms.jobs, terms.max_memory, ahead):
         seen[block.unit.output.name][block.start] = found
     groups: dict[str, list[np.ndarray]] = {}
     for name, op in reductions.items():
@@ -219,27 +255,35 @@ def cut(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> list[Block]
 
 
 def bounded(
-    blocks: Iterable[Block], make: Callable[[Block], T], jobs: int, max_memory: int
+    blocks: Sequence[Block],
+    make: Callable[[Block], T],
+    jobs: int,
+    max_memory: int,
+    ahead: ReadAhead = at_hand,
 ) -> Generator[T, None, None]:
     """Run `make` on every block with `jobs` threads, never admitting more than the budget at once."""
-    waiting = iter(blocks)
-    block = next(waiting, None)
-    running: dict[Future[T], int] = {}
-    with ThreadPoolExecutor(jobs) as pool:
-        try:
-            while block is not None or running:
-                while block is not None and (
-                    not running
-                    or (len(running) < 2 * jobs and sum(running.values()) + block.cost <= max_memory)
-                ):
-                    running[pool.submit(make, block)] = block.cost
-                    block = next(waiting, None)
-                finished, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    del running[future]
-                    yield future.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+    with ahead(blocks) as fetching:
+        waiting = iter(fetching.blocks)
+        block = next(waiting, None)
+        running: dict[Future[T], int] = {}
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                while block is not None or running:
+                    while block is not None and (
+                        not running
+                        or (len(running) < 2 * jobs and sum(running.values()) + block.cost <= max_memory)
+                    ):
+                        running[pool.submit(fetching.made, make, block)] = block.cost
+                        block = next(waiting, None)
+                    finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                    for future in finished:
+                        del running[future]
+                        yield future.result()
+            except BaseException:
+                fetching.abort()  # else the threads below would wait for bytes that nobody wants
+                raise
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _make(

@@ -1,0 +1,95 @@
+"""Says in one sentence, with a hint, what went wrong with the Hub."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from qconvert.errors import CorruptCheckpoint, QConvertError, shown
+
+WRITTEN = "a model on the Hub is written org/name"
+_DISK_ERRORS = (
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST,
+)  # fmt: skip
+_QUERY = re.compile(r"\?[^\s\"'<>)\]]*")
+
+
+def without_queries(text: str) -> str:
+    """A text without the queries of its addresses: whoever knows a signed one may read the file."""
+    return _QUERY.sub("", text)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, fit for a message."""
+    return shown(without_queries(next(iter(str(error).splitlines()), type(error).__name__)), limit=300)
+
+
+def network_error() -> type[BaseException]:
+    """The base of every error of the HTTP library, whose choice depends on huggingface_hub's version."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    found: type[BaseException] = HfHubHTTPError.__bases__[0]
+    return found
+
+
+class _WithoutQueries(logging.Filter):
+    """Takes the queries out of what huggingface_hub logs of lost downloads."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.msg, record.args = without_queries(record.getMessage()), ()
+        return True
+
+
+@contextmanager
+def explained(model: str, kind: str = "model") -> Iterator[None]:
+    """Converts exceptions of huggingface_hub to one sentence and a hint."""
+    from huggingface_hub.errors import HFValidationError, SafetensorsParsingError
+
+    logger = logging.getLogger("huggingface_hub.file_download")
+    if not any(isinstance(each, _WithoutQueries) for each in logger.filters):
+        logger.addFilter(_WithoutQueries())
+    try:
+        yield
+    except SafetensorsParsingError as error:
+        raise CorruptCheckpoint(f"{model}: {first_line(error)}") from error
+    except (network_error(), OSError, HFValidationError, RuntimeError) as error:  # RuntimeError: hf_xet
+        fact, hint = explanation(error, kind)
+        raise QConvertError(f"{model}: {fact}", hint) from error
+
+
+def explanation(error: BaseException, kind: str = "model") -> tuple[str, str]:
+    """Returns what went wrong with the Hub, and what the user can do; only models can be folders instead."""
+    from huggingface_hub import constants, errors
+
+    local = "not a local folder, and " if kind == "model" else ""
+    log_in = "run `hf auth login` or set HF_TOKEN"
+    again = "check the connection and HF_ENDPOINT, then run it again: what has arrived is kept"
+    answers = {  # the first match; a gated repository is also one not found
+        errors.GatedRepoError: (
+            "is gated, and not open to you",
+            f"accept its terms on its page, then {log_in}",
+        ),
+        errors.RepositoryNotFoundError: (
+            f"{local}there is no such {kind} on the Hub",
+            f"check the name; if it is private, {log_in}",
+        ),
+        errors.RevisionNotFoundError: ("has no such revision on the Hub", "name a branch, a tag or a commit"),
+        errors.HFValidationError: (f"{local}not a valid name for a {kind} on the Hub", WRITTEN),
+    }
+    for cause, answer in answers.items():
+        if isinstance(error, cause):
+            return answer
+    offline = "HF_HUB_OFFLINE forbids downloading it", "unset HF_HUB_OFFLINE to download it"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return f"{local}not fully downloaded; {offline[0]}", offline[1]
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        if constants.HF_HUB_OFFLINE:
+            return f"{local}not fully downloaded; {offline[0]}", offline[1]
+        return f"{local}not fully downloaded ({first_line(error.__cause__ or error)})", again
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        fact = f"the cache {constants.HF_HUB_CACHE} cannot be written: {error.strerror}"
+        return fact, "free some space, or set HF_HOME to a folder that can be written"
+    return f"download failed: {first_line(error)}", again
