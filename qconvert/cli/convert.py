@@ -11,6 +11,7 @@ import click
 from qconvert.cli import candidates
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
+from qconvert.cli.flags import Flags
 from qconvert.cli.options import (
     LayoutChoice,
     examples,
@@ -19,7 +20,6 @@ from qconvert.cli.options import (
     statistics_option,
     writing_options,
 )
-from qconvert.cli.run_conversion import Flags
 from qconvert.cli.several import write_each
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe

@@ -14,8 +14,9 @@ from pathlib import Path
 import click
 
 from qconvert.cli.eval_output import command_line, show_report
+from qconvert.cli.flags import Flags
 from qconvert.cli.options import examples, json_option, quiet_option
-from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.run_conversion import write
 from qconvert.core.schemes import Scheme
 from qconvert.plan.recipe import SAME_INPUT, Recipe
 

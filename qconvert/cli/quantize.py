@@ -13,6 +13,7 @@ import click
 from qconvert.cli import candidates
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
+from qconvert.cli.flags import Flags
 from qconvert.cli.options import (
     LayoutChoice,
     examples,
@@ -21,7 +22,6 @@ from qconvert.cli.options import (
     statistics_option,
     writing_options,
 )
-from qconvert.cli.run_conversion import Flags
 from qconvert.cli.several import write_each
 from qconvert.cli.target import Aiming, Wanted, target_options
 from qconvert.core.schemes import Scheme, parse_scheme

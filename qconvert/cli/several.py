@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.exit_codes import error_record, one_of, typed
-from qconvert.cli.run_conversion import Flags, write
+from qconvert.cli.flags import Flags
+from qconvert.cli.run_conversion import write
 from qconvert.cli.skipping import one_object
 from qconvert.errors import BadRecipe, QConvertError
 

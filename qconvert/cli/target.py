@@ -15,7 +15,7 @@ from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
     from qconvert.calibrate.sensitivity import Sensitivity
-    from qconvert.cli.run_conversion import Flags
+    from qconvert.cli.flags import Flags
     from qconvert.convert.job import OpenedModel
     from qconvert.convert.target import Chosen, Measure
     from qconvert.core.dtypes import Json

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from qconvert.cli.flags import Flags
 from qconvert.cli.options import examples, models_argument, writing_options
-from qconvert.cli.run_conversion import Flags
 from qconvert.cli.several import write_each
 from qconvert.plan.recipe import Recipe
 
