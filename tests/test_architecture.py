@@ -304,7 +304,6 @@ def test_a_part_stored_beside_the_fused_tensor_is_refused() -> None:
         ("tie_word_embeddings", "yes"),
         ("attention_bias", 1),
         ("model_type", "qwen99"),
-        ("model_type", None),
         ("model_type", ["qwen3"]),
         ("architectures", ["LlamaForCausalLM"]),
         ("architectures", "Qwen3ForCausalLM"),

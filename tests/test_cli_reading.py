@@ -147,7 +147,7 @@ def test_every_tensor_is_listed_with_its_role_and_form(models: Path, here: Path)
     assert "tensor_list" not in qconvert("inspect", models / "quantized", "--json").json
     (here / "config.json").write_bytes((models / "plain" / "config.json").read_bytes())
     alone = qconvert("inspect", "config.json", "--tensors", "--json").json
-    assert alone["from"] == "config.json" and {row["form"] for row in alone["tensor_list"]} == {None}
+    assert alone["from"] == "config.json" and {row["form"] for row in alone["tensor_list"]} == {"bf16"}
 
 
 def test_equal_tensors_are_listed_when_all_are_asked_for(models: Path) -> None:

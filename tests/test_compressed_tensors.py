@@ -26,6 +26,7 @@ from qconvert.core.dtypes import DType, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
+from qconvert.formats.io.byte_source import LocalBytes
 from qconvert.formats.layouts.compressed_tensors import CompressedTensors
 from qconvert.formats.layouts.compressed_tensors.config import patterns, quantization_config
 from qconvert.formats.layouts.compressed_tensors.reading import open_compressed_tensors
@@ -341,11 +342,16 @@ def test_patterns_escape_dots_and_match_nothing_longer() -> None:
         assert not re.match(body, other)
 
 
+class HeadersAlone(LocalBytes):
+    has_bytes = False
+
+
 def test_headers_alone_tell_the_forms(model: Path, tmp_path: Path) -> None:
     quantized = open_checkpoint(made("quantize", model, "--bits", "4", "-o", tmp_path / "out"))
     folder = tmp_path / "headers"
     folder.mkdir()
     (folder / "config.json").write_text((tmp_path / "out" / "config.json").read_text())
-    seen = open_checkpoint(folder, dict(quantized.files.specs))
+    source = HeadersAlone(next((tmp_path / "out").glob("*.safetensors")))
+    seen = open_checkpoint(folder, {"model.safetensors": source})
     assert seen.tensors == quantized.tensors
     assert not seen.files.has_weights

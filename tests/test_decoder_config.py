@@ -166,4 +166,5 @@ def test_real_configs_are_read_or_refused_with_a_reason(assets: Path) -> None:
             assert config.windows == (None,) * config.layers, path.name
     assert read_types == {
         *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss"),
+        *("deepseek_v3", "kimi_k2", "glm4_moe"),
     }

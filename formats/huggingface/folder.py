@@ -110,11 +110,7 @@ def open_hf_folder(path: Path, remote: Mapping[str, ByteSource] | None = None) -
     if not path.exists():
         raise QConvertError(f"{path}: no such file or folder", "check the path")
     if path.suffix == ".json":
-        config = read_json_object(path)
-        if "model_type" not in config:
-            fact = f"{shown(path.name)}: not the config of a model, which has a model_type"
-            raise CorruptCheckpoint(fact, f"name {CONFIG_FILE}, or its folder")
-        return _assemble(path.parent, config, _Weights())
+        return _assemble(path.parent, _config_named(path), _Weights())
     if path.suffix == ".safetensors":
         if _is_there(path.parent / CONFIG_FILE):
             return _assemble(path.parent, _config(path.parent), _Weights((path,)))
@@ -129,7 +125,7 @@ def open_hf_folder(path: Path, remote: Mapping[str, ByteSource] | None = None) -
 def open_config(path: Path) -> HFCheckpoint:
     """Opens a config.json, or the folder of one, without its weights, which may be elsewhere."""
     if path.is_file() and path.name not in (CONFIG_FILE, INDEX_FILE):
-        return _assemble(path.parent, read_json_object(path), _Weights())
+        return _assemble(path.parent, _config_named(path), _Weights())
     folder = path if path.is_dir() else path.parent
     return _assemble(folder, _config(folder), _Weights())
 
@@ -170,6 +166,15 @@ def _weights_in(folder: Path, remote: Mapping[str, ByteSource]) -> _Weights:
 
 def _is_there(path: Path) -> bool:
     return path.exists() or path.is_symlink()  # a dangling link is an error, not an absence
+
+
+def _config_named(path: Path) -> Json:
+    """Reads a config under a name of its own, which says what model it is of."""
+    config = read_json_object(path)
+    if "model_type" not in config and "architectures" not in config:
+        fact = f"{shown(path.name)}: not the config of a model, which has a model_type"
+        raise CorruptCheckpoint(fact, f"name {CONFIG_FILE}, or its folder")
+    return config
 
 
 def _config(folder: Path) -> Json:

@@ -144,19 +144,30 @@ def create(path: Path, size: int, *, claimed: bool = False) -> int:
     with explained(f"{shown(path.name)}: cannot be created"):
         fd = os.open(path, os.O_RDWR | (os.O_NOFOLLOW if claimed else os.O_CREAT | os.O_EXCL), 0o666)
     try:
+        reserve(fd, path, size)
+    except QConvertError:
+        os.close(fd)
+        path.unlink()
+        raise
+    return fd
+
+
+def reserve(fd: int, path: Path, size: int) -> None:
+    """Makes an empty file `size` bytes long, its disk space allocated; QConvertError where there is too little.
+
+    `path` is its name in messages, and says on which disk it is.
+    """
+    try:
         if hasattr(os, "posix_fallocate"):  # not on macOS
             os.posix_fallocate(fd, 0, size)
         else:
             os.ftruncate(fd, size)
     except OSError as error:
-        os.close(fd)
-        path.unlink()
         free = shutil.disk_usage(path.parent).free
         raise QConvertError(
             f"{shown(path.name)}: needs {amount(size)}, {amount(free)} free: {error.strerror}",
             "free some space, or write to another disk",
         ) from error
-    return fd
 
 
 def reopen(path: Path, size: int) -> int:

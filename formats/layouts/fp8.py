@@ -37,6 +37,7 @@ TRAITS = LayoutTraits(
     default_codebook=True,
     readers=("vllm", "sglang", "transformers"),
     stack_readers=("transformers",),
+    ollama_decodes="e4m3",
     limits=(with_packages("transformers", "accelerate"),),
     loads="vLLM, SGLang and transformers load",
     serve="vllm serve",

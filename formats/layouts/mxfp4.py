@@ -33,6 +33,7 @@ TRAITS = LayoutTraits(
     experts="class",
     readers=("vllm", "sglang", "transformers", "mlx"),
     stack_readers=("vllm", "sglang", "transformers", "mlx", "llama.cpp"),
+    ollama_decodes="e2m1",
     limits=(with_packages("transformers", "accelerate"),),
     schemes="stacks of experts in MXFP4",
 )

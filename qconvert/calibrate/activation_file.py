@@ -1,7 +1,7 @@
 """Keeps activations of a text on disk: one slot per layer, read and written by windows.
 
 The file is read and written at positions, not mapped: mapped pages would count as memory, and a full disk
-would kill the process. It has no name once it is open, so a killed run leaves nothing behind.
+would kill the process. It has no name, so a killed run leaves nothing behind.
 Legend: S slots, W windows of the text, B of them at once, T tokens of a window, D hidden width.
 """
 
@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qconvert.formats.io.local_file import create, octets, read_exactly, write_exactly
+from qconvert.calibrate.row_file import unnamed_file
+from qconvert.formats.io.local_file import octets, read_exactly, reserve, write_exactly
 
 _NAME = "activations"
 
@@ -78,13 +79,9 @@ def activation_file(
 
     Raises QConvertError where the disk has not that much room.
     """
-    path = folder / f".{_NAME}.{os.getpid()}"
-    fd = create(path, slots * windows * tokens * width * dtype.itemsize)
-    try:
-        path.unlink()
-        yield ActivationFile(fd, windows, tokens, width, dtype)
-    finally:
-        os.close(fd)
+    with unnamed_file(folder) as file:
+        reserve(file.fileno(), folder / _NAME, slots * windows * tokens * width * dtype.itemsize)
+        yield ActivationFile(file.fileno(), windows, tokens, width, dtype)
 
 
 def scratch_folder(out: Path) -> Path:

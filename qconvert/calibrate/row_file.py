@@ -58,4 +58,4 @@ def row_file(folder: Path, rows: int, width: int) -> RowFile:
 def unnamed_file(folder: Path) -> IO[bytes]:
     """An empty file in `folder`, gone once it is closed or forgotten; QConvertError for none."""
     with explained(f"{folder}: no scratch file can be made in it", QConvertError):
-        return tempfile.TemporaryFile(buffering=0, prefix=".rows-", dir=folder)
+        return tempfile.TemporaryFile(buffering=0, prefix=".scratch-", dir=folder)

@@ -126,11 +126,13 @@ def _converted_by_ollama(s: Subject) -> Iterator[Problem]:
         yield Problem(ERROR, "config.json", f"ollama does not convert {classes[0]} from safetensors", hint)
         return
     for _, tensor, encoding in s.quantized:
-        blocks = isinstance(encoding, Codebook) and encoding.table == "e4m3" and encoding.group_rows
-        if blocks and s.layout in ("fp8", "compressed-tensors"):
+        codebook = encoding if isinstance(encoding, Codebook) else None
+        decoded = codebook is not None and codebook.table == s.traits.ollama_decodes
+        blocks = codebook is not None and codebook.table == "e4m3" and codebook.group_rows
+        if decoded and blocks:
             fact = "ollama decodes it to 16 bits when it makes its GGUF"
             yield Problem(NOTE, tensor.name, fact)
-        elif s.layout != "mxfp4":
+        elif not decoded or (codebook is not None and codebook.table == "e4m3"):
             fact = f"ollama does not convert {encoding.label} of {s.layout} from safetensors"
             yield Problem(ERROR, tensor.name, fact, hint)
 

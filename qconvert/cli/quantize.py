@@ -128,14 +128,16 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
 
     wanted = Wanted.taken_from(flags, TARGET_SCHEMES)
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
-    if wanted.target is None and (table := _table_of(asked)):
-        _write_tables(models, asked["layout"], table, Flags(**flags))
-        return
     with typed():
-        _send_tables_on(models, asked, flags["out"])
         aim = wanted.target
+        table = "" if aim is not None else _table_of(asked)
+        if not table:
+            _send_tables_on(models, asked, flags["out"])
         if aim is not None:
             _check_choices(aim.labels, asked)
+    if table:
+        _write_tables(models, asked["layout"], table, Flags(**flags))
+        return
     recipe = build_recipe(**asked, chosen_later=aim is not None)
     values = Flags(**flags)
     with typed():

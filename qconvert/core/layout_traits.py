@@ -150,7 +150,8 @@ class LayoutTraits:
     `settings_key` the key in it, where it has one, which names no method.
 
     Loaders. `readers` read it; `first_choice_of` lists those for which it is the layout to convert to;
-    `stack_readers` those that take quantized stacks of experts. `marlin` says that vLLM and SGLang run its
+    `stack_readers` those that take quantized stacks of experts; `ollama_decodes` is the table of the numbers
+    that `ollama create` decodes to 16 bits, FP8 in blocks alone. `marlin` says that vLLM and SGLang run its
     integers with Marlin kernels, and compute scales in the model's dtype. `packed_zero_points` cannot be
     unpacked by transformers; loaders of `one_setting` read one for all linears of the layers, whatever else
     the config says. `method` is how the tool that it is named after chooses codes. `loads` begins the
@@ -178,6 +179,7 @@ class LayoutTraits:
     readers: tuple[str, ...] = ()
     first_choice_of: tuple[str, ...] = ()
     stack_readers: tuple[str, ...] = ()
+    ollama_decodes: str = ""
     marlin: bool = False
     packed_zero_points: bool = False
     one_setting: tuple[str, ...] = ()

@@ -64,12 +64,13 @@ def multiply_float32(x_NI: Tensor, head: Table, start: int, stop: int) -> Tensor
     """`x W[start:stop]^T`, float32 [N, stop - start], of the numbers as they are, summed in float32."""
     if isinstance(head, DenseWeight) and multiplies_bf16(x_NI, head.w_OI[start:stop]):
         return multiply_bf16(x_NI, head.w_OI[start:stop])
-    x_NI = x_NI.float()
     few = len(x_NI) <= MOST_SINGLE_ROWS and x_NI.device.type == "cpu"
-    if few and isinstance(head, StreamedWeight) and head.place is not None:
+    kernels = few or (x_NI.dtype == torch.bfloat16 and x_NI.device.type == "cpu")
+    if kernels and isinstance(head, StreamedWeight) and head.place is not None:
         starts = range(start, stop, _BLOCK_WORDS)
         blocks = (cast(Table, head.placed(first, min(first + _BLOCK_WORDS, stop))) for first in starts)
         return torch.cat([multiply_float32(x_NI, block, 0, block.shape[0]) for block in blocks], dim=1)
+    x_NI = x_NI.float()
     if few and isinstance(head, PackedGrid | DenseWeight) and head.shape[1] % LANES == 0:
         return multiply_few(x_NI, head.part(slice(start, stop)))
     with exact_products():

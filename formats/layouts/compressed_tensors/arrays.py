@@ -76,6 +76,7 @@ TRAITS = LayoutTraits(
     rounding=RoundingRules(rounds_scales=True, ceiling=False),
     embeddings="symmetric",
     readers=("vllm", "sglang", "transformers", "mlx"),
+    ollama_decodes="e4m3",
     first_choice_of=("vllm", "sglang", "transformers"),
     marlin=True,
     packed_zero_points=True,
