@@ -144,10 +144,7 @@ def create(path: Path, size: int, *, claimed: bool = False) -> int:
     with explained(f"{shown(path.name)}: cannot be created"):
         fd = os.open(path, os.O_RDWR | (os.O_NOFOLLOW if claimed else os.O_CREAT | os.O_EXCL), 0o666)
     try:
-        if hasattr(os, "posix_fallocate"):  # not on macOS
-            os.posix_fallocate(fd, 0, size)
-        else:
-            os.ftruncate(fd, size)
+        _allocate(fd, size)
     except OSError as error:
         os.close(fd)
         path.unlink()
@@ -157,6 +154,19 @@ def create(path: Path, size: int, *, claimed: bool = False) -> int:
             "free some space, or write to another disk",
         ) from error
     return fd
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Makes an empty file `size` bytes long, with disk space where system and disk can reserve it."""
+    try:
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(fd, 0, size)
+            return
+    except OSError as error:
+        # EINVAL: musl's answer for file systems that cannot, and everybody's for no bytes at all.
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            raise
+    os.ftruncate(fd, size)
 
 
 def reopen(path: Path, size: int) -> int:

@@ -14,6 +14,7 @@ from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import GgmlBlocks, ModelTensor
 from qconvert.core.values import DenseRows
 from qconvert.errors import CorruptCheckpoint
+from qconvert.formats.io import limits
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import file_sha256
 from qconvert.formats.io.strict_json import parse_json_object, read_json_object
@@ -35,7 +36,7 @@ def audit(checkpoint: Checkpoint, *, compared: bool = False) -> tuple[Json, list
     problems = [f"{name}: NaN or Inf" for name in _nonfinite(checkpoint)]
     if not path.is_file():
         return {**findings, "manifest": "none (structure and numbers checked)"}, problems
-    files, tensors = _recorded(path)
+    files, tensors = _recorded(path, _most(checkpoint))
     problems += _file_problems(checkpoint, files)
     problems += _tensor_problems(checkpoint, tensors)
     arrays = [digest for entry in tensors.values() for digest in entry["parts"].values()]
@@ -59,7 +60,9 @@ def reordered_in(checkpoint: Checkpoint) -> frozenset[str]:
     path = checkpoint.path / FILE_NAME
     if not checkpoint.path.is_dir() or not path.is_file():
         return frozenset()
-    return frozenset(name for name, entry in _recorded(path)[1].items() if entry.get("reordered"))
+    return frozenset(
+        name for name, entry in _recorded(path, _most(checkpoint))[1].items() if entry.get("reordered")
+    )
 
 
 def scaling_in(checkpoint: Checkpoint) -> Json:
@@ -73,7 +76,7 @@ def scaling_in(checkpoint: Checkpoint) -> Json:
     else:
         path = checkpoint.path / FILE_NAME
         exists = checkpoint.path.is_dir() and path.is_file()
-        found = (read_json_object(path, max_bytes=1 << 28) if exists else {}).get("scaling", {})
+        found = (read_json_object(path, max_bytes=_most(checkpoint)) if exists else {}).get("scaling", {})
     sources = found.get("sources", {}) if isinstance(found, dict) else None
     if not isinstance(sources, dict) or not all(map(_is_scaled, sources.values())):
         raise CorruptCheckpoint(
@@ -88,9 +91,13 @@ def errors_in(checkpoint: Checkpoint) -> dict[str, float]:
     path = checkpoint.path / FILE_NAME
     if not checkpoint.path.is_dir() or not path.is_file():
         return {}
-    errors = {name: entry.get("error") for name, entry in _recorded(path)[1].items()}
+    errors = {name: entry.get("error") for name, entry in _recorded(path, _most(checkpoint))[1].items()}
     found = {name: error.get("relative_rms") for name, error in errors.items() if isinstance(error, dict)}
     return {name: error for name, error in found.items() if isinstance(error, float)}
+
+
+def _most(checkpoint: Checkpoint) -> int:
+    return limits.manifest_bytes(len(checkpoint.files.specs))
 
 
 def _is_scaled(source: object) -> bool:
@@ -100,9 +107,9 @@ def _is_scaled(source: object) -> bool:
     )
 
 
-def _recorded(path: Path) -> tuple[list[Json], dict[str, Json]]:
+def _recorded(path: Path, most: int) -> tuple[list[Json], dict[str, Json]]:
     """What a manifest says about files and tensors, if it is one."""
-    manifest = read_json_object(path, max_bytes=1 << 28)
+    manifest = read_json_object(path, max_bytes=most)
     files, tensors = manifest.get("files"), manifest.get("tensors")
     if (
         isinstance(files, list)
