@@ -1,7 +1,7 @@
 """Escapes what a terminal would obey, in everything that a command prints.
 
-Names, keys and texts of a checkpoint reach stdout and stderr in more than a hundred places. They are escaped in
-one: where the streams are written.
+Names, keys and texts of a checkpoint reach stdout and stderr in more than a hundred places. They are escaped
+in one: where the streams are written.
 """
 
 from __future__ import annotations
