@@ -24,7 +24,9 @@ from typing import Any
 
 from qconvert.core.dtypes import Json
 from qconvert.errors import QConvertError, shown
+from qconvert.formats.io import limits
 from qconvert.formats.io.local_file import explained, sync, write_exactly
+from qconvert.formats.io.strict_json import read_bounded
 
 FILE_NAME = ".qconvert-journal"
 """Its name in the folder of an output."""
@@ -78,15 +80,9 @@ def parse(raw: bytes) -> Journal | None:
 
 def load(path: Path) -> Journal | None:
     """Read the journal of this name; None where there is none that counts."""
-    try:
-        if path.is_symlink():
-            return None
-        return parse(path.read_bytes())
-    except FileNotFoundError:
+    if path.is_symlink() or not path.exists():
         return None
-    except OSError as error:
-        with explained(f"{path}: cannot be read"):
-            raise error
+    return parse(read_bounded(path, limits.JOURNAL_BYTES))
 
 
 def discard(path: Path) -> None:
@@ -125,7 +121,7 @@ def _unpacked(line: bytes, salt: str | None) -> Record | None:
             return None
         own = str(record[-1]) if salt is None else salt
         return record if crc == b"%08x" % zlib.crc32(own.encode() + rest) else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
