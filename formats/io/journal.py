@@ -62,6 +62,8 @@ def parse(raw: bytes) -> Journal | None:
     if head is None or len(head) != 4 or head[0] != "h":
         return None
     job, settings, salt = head[1:]
+    if not (isinstance(job, dict) and isinstance(settings, dict) and isinstance(salt, str)):
+        return None
     records: list[Record] = []
     group: list[Record] = []
     for line, stop in lines:
