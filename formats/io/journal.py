@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.core.dtypes import Json
-from qconvert.errors import QConvertError, shown
+from qconvert.errors import CorruptCheckpoint, QConvertError, shown
 from qconvert.formats.io import limits
 from qconvert.formats.io.local_file import explained, sync, write_exactly
 from qconvert.formats.io.strict_json import read_bounded
@@ -84,7 +84,10 @@ def load(path: Path) -> Journal | None:
     """Read the journal of this name; None where there is none that counts."""
     if path.is_symlink() or not path.exists():
         return None
-    return parse(read_bounded(path, limits.JOURNAL_BYTES))
+    try:
+        return parse(read_bounded(path, limits.JOURNAL_BYTES))
+    except CorruptCheckpoint as error:
+        raise QConvertError(f"{path}: cannot be read ({error.fact})", "remove it, and start again") from error
 
 
 def discard(path: Path) -> None:

@@ -111,13 +111,13 @@ def _changed_journal(raw: bytes, rng: random.Random) -> bytes:
     records = [json.loads(line.partition(b" ")[2]) for line in raw.splitlines()]
     at = rng.randrange(len(records))
     records[at] = _other(records[at], rng)
-    salt = records[0][-1] if isinstance(records[0], list) and records[0] else ""
-    return b"".join(journal.packed(str(salt), each) for each in records)
+    salt = str(records[0][-1] if records[0] else "").encode("utf-8", "replace").decode()
+    return b"".join(journal.packed(salt, each) for each in records)
 
 
 def _other(record: object, rng: random.Random) -> list[object]:
     found = changed_value(record, rng)
-    return found if isinstance(found, list) and "\ud800" not in str(found) else [found]
+    return found if isinstance(found, list) else [found]
 
 
 def _imatrices(folder: Path) -> tuple[Path, ...]:
