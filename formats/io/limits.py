@@ -9,13 +9,13 @@ from __future__ import annotations
 
 # --- JSON of any kind: what a parsed value takes is up to 240 bytes for each key and for each bracket.
 CONFIG_BYTES = 16 << 20
-JSON_KEYS = 2_400_000  # a header of 524,288 tensors has four for each
-JSON_BRACKETS = 1_600_000  # and three of these
-JSON_COMMAS = 6_000_000
+JSON_KEYS = 1_200_000  # an index of Kimi-K3 has 497,220, a header of 131,072 tensors four for each
+JSON_BRACKETS = 1_600_000  # a tokenizer with 514,000 merges has one for each
+JSON_COMMAS = 4_000_000  # and two of these, and one for each of 262,144 tokens
 
 # --- safetensors
 SAFETENSORS_HEADER_BYTES = 100_000_000  # MAX_HEADER_SIZE in the reference implementation
-SAFETENSORS_TENSORS = 1 << 19  # of one file; Kimi-K3, the largest in use, has 497,220 in all of its files
+SAFETENSORS_TENSORS = 1 << 17  # of one file; Kimi-K3, the largest in use, has 497,220 in 96 files
 METADATA_KEYS = 1 << 16
 # Elements of a tensor without bytes, if its zero were one: whoever walks its rows is done in no time.
 EMPTY_ELEMENTS = 1 << 24
@@ -30,8 +30,6 @@ GGUF_TEXT_BYTES = 16 << 20  # of one text; the longest are chat templates, of so
 
 # --- tokenizers
 TOKENIZER_BYTES = 128 << 20  # gemma's, the largest in use, has 34 MB
-TOKENIZER_KEYS = 1_200_000  # of its JSON, with a vocabulary of 262,144
-TOKENIZER_COMMAS = 4_000_000  # and 514,000 merges, three for each
 
 # --- others
 IMATRIX_BYTES = 2 << 30  # of float32 sums; a model of 10^12 parameters in experts has 1.5 GB
@@ -39,6 +37,11 @@ IMATRIX_ENTRY_VALUES = 1 << 25  # 384 experts of 7,168 columns are 2.8 million
 SIDECAR_BYTES = 256 << 20  # of a file that is copied as it is
 JOURNAL_BYTES = 256 << 20  # 100 bytes for each block of 16 MB; one of 700 GB has 5 MB
 MANIFEST_BYTES, MANIFEST_BYTES_OF_TENSOR = 1 << 20, 4 << 10  # one of ours has 600 to 1,200 for each
+
+
+def manifest_values(tensors: int) -> int:
+    """How many times the values of other JSON such a record can have: some fifteen keys for each tensor."""
+    return 1 + tensors // 50_000
 
 
 def manifest_bytes(tensors: int) -> int:

@@ -30,21 +30,14 @@ _SUSPECT = re.compile(r"\\u[dD]|\d{19}|[eE][+-]?\d{3}|Infinity|NaN")
 _QUOTE_OR_BRACKET = re.compile(r'["\[\]{}]')
 
 
-def read_json_object(
-    path: Path,
-    max_bytes: int = limits.CONFIG_BYTES,
-    *,
-    max_keys: int = limits.JSON_KEYS,
-    max_commas: int = limits.JSON_COMMAS,
-) -> Json:
+def read_json_object(path: Path, max_bytes: int = limits.CONFIG_BYTES, *, times: int = 1) -> Json:
     """Returns the JSON object in a file.
 
     Raises CorruptCheckpoint, naming the file and where possible the key, when there is no such file, when it
-    is larger than `max_bytes` or holds more keys or commas than the others say, or when it is anything but
-    one strict JSON object.
+    is larger than `max_bytes`, when it holds more than `times` the values that JSON may (`limits`), or when
+    it is anything but one strict JSON object.
     """
-    raw = read_bounded(path, max_bytes)
-    return parse_json_object(raw, shown(path.name), max_keys=max_keys, max_commas=max_commas)
+    return parse_json_object(read_bounded(path, max_bytes), shown(path.name), times=times)
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
@@ -62,9 +55,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     return bytes(buffer)
 
 
-def parse_json_object(
-    raw: bytes, name: str, *, max_keys: int = limits.JSON_KEYS, max_commas: int = limits.JSON_COMMAS
-) -> Json:
+def parse_json_object(raw: bytes, name: str, *, times: int = 1) -> Json:
     """Parses `raw` as a JSON object; CorruptCheckpoint, beginning with `name`, if it is not one."""
     if raw.startswith(_BYTE_ORDER_MARKS):
         raise CorruptCheckpoint(f"{name}: starts with a byte-order mark", "save it as UTF-8 without one")
@@ -72,7 +63,7 @@ def parse_json_object(
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CorruptCheckpoint(f"{name}: is not UTF-8 at byte {error.start}") from error
-    require_modest(raw, name, max_keys=max_keys, max_commas=max_commas)
+    require_modest(raw, name, times=times)
     try:
         suspect = _SUSPECT.search(text) is not None
         value = json.loads(text, object_pairs_hook=partial(_strict_object, name, suspect=suspect))
@@ -85,17 +76,15 @@ def parse_json_object(
     return value
 
 
-def require_modest(
-    raw: bytes, name: str, *, max_keys: int = limits.JSON_KEYS, max_commas: int = limits.JSON_COMMAS
-) -> None:
+def require_modest(raw: bytes, name: str, *, times: int = 1) -> None:
     """Raises CorruptCheckpoint for JSON of more values than any model needs, before it is parsed.
 
     What is nearly all brackets, commas and keys takes 30 times its size when it is parsed.
     """
     for what, found, most in (
-        ("brackets", raw.count(b"{") + raw.count(b"["), limits.JSON_BRACKETS),
-        ("commas", raw.count(b","), max_commas),
-        ("keys", raw.count(b":"), max_keys + raw.count(b"://")),
+        ("brackets", raw.count(b"{") + raw.count(b"["), limits.JSON_BRACKETS * times),
+        ("commas", raw.count(b","), limits.JSON_COMMAS * times),
+        ("keys", raw.count(b":"), limits.JSON_KEYS * times + raw.count(b"://")),
     ):
         if found > most:
             raise CorruptCheckpoint(

@@ -117,10 +117,7 @@ def _optional_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> Json:
 
 def read_tokenizer_json(path: Path) -> Json:
     """Returns the JSON object of a tokenizer or a vocabulary; {} where there is no such file."""
-    if not path.is_file():
-        return {}
-    most = {"max_keys": limits.TOKENIZER_KEYS, "max_commas": limits.TOKENIZER_COMMAS}
-    return read_json_object(path, limits.TOKENIZER_BYTES, **most)
+    return _optional_json(path, limits.TOKENIZER_BYTES)
 
 
 def _side_tokens(path: Path, settings: Json, named: frozenset[str]) -> Iterator[tuple[int, AddedToken]]:
