@@ -83,7 +83,11 @@ def _report_errors(command: click.Command, argv: list[str], **extra: Any) -> NoR
     except (KeyboardInterrupt, click.Abort) as interrupt:
         cause = interrupt.__cause__  # click wraps what it catches
         stopped = cause if isinstance(cause, Stopped) else Stopped()
-        left = "" if argv[:1] and argv[0] in _READING else "; nothing was left under the output's name"
+        left = (
+            ""
+            if argv[:1] and argv[0] in _READING
+            else "; nothing unfinished was left under the output's name"
+        )
         click.echo(stopped.message or f"Interrupted{left}.", err=True)
         sys.exit(stopped.exit_code)
     except BrokenPipeError:

@@ -34,7 +34,7 @@ class EscapingStream(io.TextIOBase):
         return self.bare.encoding
 
     @property
-    def errors(self) -> str | None:  # type: ignore[override]
+    def errors(self) -> str | None:
         return self.bare.errors
 
     def write(self, text: str) -> int:

@@ -10,7 +10,8 @@ def pack_nibbles(codes_RI: np.ndarray, *, high_first: bool = False) -> np.ndarra
     first, second = codes_RI[:, 0::2], codes_RI[:, 1::2]
     low, high = (second, first) if high_first else (first, second)
     packed_RB = np.empty(low.shape, np.uint8)  # of one column, numpy would keep the strides of `low`
-    return np.bitwise_or(low, high << 4, out=packed_RB)
+    np.bitwise_or(low, high << 4, out=packed_RB)
+    return packed_RB
 
 
 def unpack_nibbles(bytes_RB: np.ndarray, *, high_first: bool = False) -> np.ndarray:
