@@ -25,7 +25,9 @@ from types import FrameType
 
 from qconvert.errors import QConvertError
 
+# Of processor time: a machine may be busy with other work. What waits for something is given a minute.
 SECONDS, BYTES = 5.0, 500_000_000
+PATIENCE = 60.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ def hunt(inputs: int, seed: int, only: Sequence[str] = ()) -> Iterator[Harm]:
     with TemporaryDirectory() as name:
         found = kinds(Path(name))
         asked = [(kind, found[kind]) for kind in only or found]
-        before = signal.signal(signal.SIGALRM, _stop)
+        before = {each: signal.signal(each, _stop) for each in (signal.SIGALRM, signal.SIGPROF)}
         try:
             for number in range(inputs):
                 kind, files = asked[number % len(asked)]
@@ -60,7 +62,8 @@ def hunt(inputs: int, seed: int, only: Sequence[str] = ()) -> Iterator[Harm]:
                 if why is not None:
                     yield Harm(kind, number, why, raw)
         finally:
-            signal.signal(signal.SIGALRM, before)
+            for each, handler in before.items():
+                signal.signal(each, handler)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:
@@ -70,7 +73,8 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 def _harm(read: object, path: Path) -> str | None:
     assert callable(read)
     most = _peak()
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE)
     try:
         read(path)
     except QConvertError as error:
@@ -81,6 +85,7 @@ def _harm(read: object, path: Path) -> str | None:
     except (Exception, BaseException):
         return traceback.format_exc()
     finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
     grown = _peak() - most
     return f"grew by {grown:,} bytes" if grown > BYTES else None
