@@ -34,7 +34,7 @@ class EscapingStream(io.TextIOBase):
         return self.bare.encoding
 
     @property
-    def errors(self) -> str | None:
+    def errors(self) -> str | None:  # type: ignore[override]
         return self.bare.errors
 
     def write(self, text: str) -> int:
@@ -66,7 +66,7 @@ class EscapingStream(io.TextIOBase):
 def escaping() -> Iterator[None]:
     """Escapes what is printed to stdout and stderr while the context lasts."""
     out, err = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = EscapingStream(out), EscapingStream(err)  # type: ignore[assignment]
+    sys.stdout, sys.stderr = EscapingStream(out), EscapingStream(err)
     try:
         yield
     finally:
