@@ -6,7 +6,7 @@ PACKAGE := $(VENV)/.package
 INSTALLED := $(VENV)/.installed
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: demo test crash lint clean
+.PHONY: demo test crash fuzz lint clean
 
 demo: $(PACKAGE)
 	$(BIN)/qconvert demo
@@ -17,6 +17,10 @@ test: $(INSTALLED) lint
 # Kills conversions at every call that changes a file; the tests try some of them.
 crash: $(INSTALLED)
 	QCONVERT_CRASH=all $(BIN)/python -m pytest -n 2 tests/test_crash.py tests/test_crash_calibrated.py tests/test_crash_states.py
+
+# Reads a million changed files; the tests read some thousand.
+fuzz: $(INSTALLED)
+	$(BIN)/python -m tests.fuzz.hunt 1000000
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

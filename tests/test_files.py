@@ -130,6 +130,18 @@ def test_a_full_disk_shows_before_the_work_is_done(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.parametrize("refused", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+def test_a_disk_that_reserves_nothing_is_written_all_the_same(
+    tmp_path: Path, refused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(*_: int) -> None:
+        raise OSError(refused, os.strerror(refused))
+
+    monkeypatch.setattr(os, "posix_fallocate", cannot, raising=False)
+    os.close(create(tmp_path / "w", 100))
+    assert (tmp_path / "w").stat().st_size == 100
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_write_that_fails_is_told_with_its_place() -> None:
     fd = os.open("/dev/full", os.O_WRONLY)

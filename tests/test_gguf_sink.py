@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -215,6 +216,55 @@ def test_what_a_killed_run_left_is_taken_over(tmp_path: Path) -> None:
     sink.commit()
     sink.publish()
     assert list(files_in(tmp_path)) == ["m.gguf"] and (tmp_path / "m.gguf").stat().st_size == plans[0].size
+
+
+class Killed(BaseException):
+    """What no run survives."""
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("calls", range(8))
+def test_a_rerun_finishes_what_was_killed_while_parts_were_named(
+    tmp_path: Path, data: dict[str, np.ndarray], calls: int, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before the n-th call that names or removes a file, whatever it is."""
+    write_ours(tmp_path, data, 1, 2000)
+    wanted = files_in(tmp_path)
+    for path in tmp_path.iterdir():
+        path.write_bytes(b"old") if overwrite else path.unlink()
+    left = calls
+    with monkeypatch.context() as patched:
+        for owner, name in ((os, "link"), (os, "rename"), (os, "replace"), (os, "unlink")):
+
+            def counted(*words: object, _call: object = getattr(owner, name), **options: object) -> object:
+                nonlocal left
+                if not left:
+                    raise Killed
+                left -= 1
+                return _call(*words, **options)  # type: ignore[operator]
+
+            patched.setattr(owner, name, counted)
+        sink = started(tmp_path, data, overwrite)
+        with contextlib.suppress(Killed):
+            sink.publish()
+    for lock in sink._locks.values():  # as the end of its process does
+        os.close(lock)
+    found = files_in(tmp_path)
+    if {name: found.get(name) for name in wanted} == wanted:
+        with pytest.raises(OutputExists, match="already exists"):
+            started(tmp_path, data, overwrite=False)
+    else:
+        started(tmp_path, data, overwrite).publish()
+    assert files_in(tmp_path) == wanted
+
+
+def started(folder: Path, data: dict[str, np.ndarray], overwrite: bool) -> GGUFSink:
+    plans = plan_files("m.gguf", KVS, TENSORS, max_part_bytes=2000)
+    sink = GGUFSink(folder, plans, overwrite=overwrite)
+    for name, rows in data.items():
+        sink.write(name, 0, rows)
+    sink.commit()
+    return sink
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -195,3 +195,41 @@ def test_killing_a_run_leaves_nothing_new_under_its_name(tmp_path: Path, end: in
     make(out, overwrite=True)
     assert names(tmp_path) == ["out"]
     assert (out / "sub" / "weights").read_text() == "new"
+
+
+def test_what_a_kill_left_of_a_replaced_folder_is_cleared(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    make(out, "old")
+    make(tmp_path / "out.replaced-123", "older")
+    (tmp_path / "out.replaced-124").mkdir()
+    (tmp_path / "out.replaced-125").mkdir()
+    (tmp_path / "out.replaced-125" / "letters").write_text("not ours")
+    make(tmp_path / "out.replaced-x", "not ours")
+    make(out, "new", overwrite=True)
+    assert names(tmp_path) == ["out", "out.replaced-125", "out.replaced-x"]
+    assert (out / "sub" / "weights").read_text() == "new"
+
+
+def test_a_folder_that_lost_its_name_to_a_kill_gets_it_back(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    make(tmp_path / "out.replaced-123", "old")
+    with pytest.raises(OutputExists, match="already exists"):
+        make(out)
+    assert names(tmp_path) == ["out"] and (out / "sub" / "weights").read_text() == "old"
+
+
+def test_a_manifest_is_removed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what a kill leaves of an old folder is known to be ours."""
+    out = tmp_path / "out"
+    make(out, "old")
+    make(tmp_path / "out.replaced-1", "older")
+    seen: list[bool] = []
+    rmtree = output_folder.shutil.rmtree
+
+    def watched(path: Path, **options: bool) -> None:
+        seen.append((tmp_path / "out.replaced-1" / "qconvert.json").exists())
+        rmtree(path, **options)
+
+    monkeypatch.setattr(output_folder.shutil, "rmtree", watched)
+    with OutputDir(out, overwrite=True):
+        assert seen == [True, True] and names(tmp_path) == ["out", "out.partial"]

@@ -144,7 +144,7 @@ def test_a_mix_that_is_measured_to_be_worse_is_not_taken(
     assert len({group["choice"] for group in mixed["groups"]}) > 1
     assert mixed["measured_kl"]["mix"] <= mixed["measured_kl"]["uniform"]
     measured = "qconvert.evaluate.planned.planned_divergences"
-    monkeypatch.setattr(measured, lambda jobs, tokens_BT: [0.2, 0.1][: len(jobs)])
+    monkeypatch.setattr(measured, lambda jobs, tokens_BT, **how: [0.2, 0.1][: len(jobs)])
     same = qconvert(*asked, *aim).json["target"]
     assert {group["choice"] for group in same["groups"]} == {mixed["uniform"]["choice"]}
     assert same["bytes"] < mixed["bytes"]

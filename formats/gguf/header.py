@@ -16,6 +16,7 @@ from typing import Any
 
 from qconvert.core import ggml_types
 from qconvert.errors import FETCH, CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.io import limits
 from qconvert.formats.io.local_file import amount, open_regular, read_exactly
 
 MAGIC = b"GGUF"
@@ -24,10 +25,6 @@ DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
 MAX_NAME_BYTES = 63  # GGML_MAX_NAME is 64 and counts the final NUL
 MAX_DIMS = 4  # GGML_MAX_DIMS
-# The largest vocabularies in use need a header of 16 MB with 1 million array items.
-MAX_HEADER_BYTES = 256 << 20
-MAX_ARRAY_ITEMS = 4 << 20
-MAX_RECORDS = 1 << 16  # of tensors and of keys; 235B parameters are 1,131 tensors, with 40 keys
 _SWAP = "`gguf-convert-endian FILE little`, of the gguf package, turns it round"
 _NEWER = "convert the model again with a current llama.cpp, or update qconvert"
 
@@ -125,9 +122,11 @@ class _Cursor:
                 f"{what} needs {count:,} bytes, but {self.left:,} are left of {self.size:,}",
                 "the file is cut short or damaged; fetch it again",
             )
-        if self.position + count > MAX_HEADER_BYTES:
-            raise self.fail(f"{what} ends past the first {amount(MAX_HEADER_BYTES)}, too far for a header")
-        room = min(self.left, MAX_HEADER_BYTES - self.position)
+        if self.position + count > limits.GGUF_HEADER_BYTES:
+            raise self.fail(
+                f"{what} ends past the first {amount(limits.GGUF_HEADER_BYTES)}, too far for a header"
+            )
+        room = min(self.left, limits.GGUF_HEADER_BYTES - self.position)
         buffer = bytearray(min(max(count, 1 << 20), room))
         read_exactly(self.fd, memoryview(buffer), self.position, self.name)
         self._window, self._window_start = bytes(buffer), self.position
@@ -136,8 +135,11 @@ class _Cursor:
         number = _NUMBERS[format_]
         return number.unpack(self.take(number.size, what))[0]
 
-    def raw_text(self, what: str) -> bytes:
-        return self.take(self.unpack("Q", what), what)
+    def raw_text(self, what: str, most: int = limits.GGUF_TEXT_BYTES) -> bytes:
+        length: int = self.unpack("Q", what)
+        if length > most:
+            raise self.fail(f"{what} is a text of {length:,} bytes (limit {most:,})")
+        return self.take(length, what)
 
     def texts(self, count: int, what: str) -> Iterator[str]:
         """Yields the next `count` texts; a vocabulary has a million, so a whole window is read at once."""
@@ -157,7 +159,7 @@ class _Cursor:
 
     def name_text(self, what: str) -> str:
         """Returns a key or tensor name; it must be UTF-8, because other readers compare it as text."""
-        raw = self.raw_text(what)
+        raw = self.raw_text(what, limits.GGUF_KEY_BYTES)
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
@@ -168,8 +170,8 @@ def parse_header(fd: int, name: str) -> GGUFHeader:
     """Parses the header of the file open as `fd`, which errors call `name`."""
     cursor = _Cursor(fd, name)
     version = _check_version(cursor)
-    n_tensors = _count(cursor, "the tensor count", smallest=24)
-    n_kv = _count(cursor, "the metadata count", smallest=13)
+    n_tensors = _count(cursor, "the tensor count", smallest=24, most=limits.GGUF_RECORDS)
+    n_kv = _count(cursor, "the metadata count", smallest=13, most=limits.GGUF_KEYS)
     kv: dict[str, ggml_types.KV] = {}
     for i in range(n_kv):
         entry = _read_kv(cursor, f"metadata key {i + 1} of {n_kv}")
@@ -213,13 +215,13 @@ def _check_version(cursor: _Cursor) -> int:
     raise UnsupportedModel(f"{cursor.name}: GGUF version {version}; versions {known} are read", _NEWER)
 
 
-def _count(cursor: _Cursor, what: str, smallest: int) -> int:
+def _count(cursor: _Cursor, what: str, smallest: int, most: int) -> int:
     """Returns a number of records of at least `smallest` bytes; CorruptCheckpoint if they exceed the file."""
     count: int = cursor.unpack("Q", what)
     if count * smallest > cursor.left:
         raise cursor.fail(f"{what} is {count:,}, more than {cursor.left:,} bytes can hold")
-    if count > MAX_RECORDS:
-        raise cursor.fail(f"{what} is {count:,} (limit {MAX_RECORDS:,})")
+    if count > most:
+        raise cursor.fail(f"{what} is {count:,} (limit {most:,})")
     return count
 
 
@@ -251,8 +253,10 @@ def _read_array(cursor: _Cursor, what: str, item: ggml_types.KVType) -> tuple[gg
     if length * width > cursor.left:
         raise cursor.fail(f"{what} claims {length:,} items, but {cursor.left:,} bytes are left")
     cursor.items += length
-    if cursor.items > MAX_ARRAY_ITEMS:
-        raise cursor.fail(f"{what} brings the metadata to {cursor.items:,} items (limit {MAX_ARRAY_ITEMS:,})")
+    if cursor.items > limits.GGUF_ARRAY_ITEMS:
+        raise cursor.fail(
+            f"{what} brings the metadata to {cursor.items:,} items (limit {limits.GGUF_ARRAY_ITEMS:,})"
+        )
     if item is ggml_types.KVType.TEXT:
         return tuple(cursor.texts(length, what))
     return struct.unpack(f"<{length}{item.format}", cursor.take(length * width, what))

@@ -17,13 +17,12 @@ import numpy as np
 
 from qconvert.core.ggml_types import KV, GGMLType, GGUFTensor
 from qconvert.errors import CorruptCheckpoint, shown
-from qconvert.formats.gguf.header import MAX_RECORDS
 from qconvert.formats.gguf.reader import GGUFFile
 from qconvert.formats.gguf.writer import GGUFSink, plan_files
+from qconvert.formats.io import limits
 from qconvert.formats.io.local_file import amount, octets, open_regular, read_exactly
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
-MAX_BYTES = 2 << 30  # of float32 sums; a model of 10^12 parameters in experts has 1.5 GB
 _MADE_BY = "give the file that llama-imatrix wrote for this model"
 
 
@@ -128,9 +127,19 @@ def _checked(path: Path, name: str, means: np.ndarray) -> array[float]:
     return checked
 
 
+def _check_values(path: Path, name: str, values: int) -> None:
+    if values > limits.IMATRIX_ENTRY_VALUES:
+        most = limits.IMATRIX_ENTRY_VALUES
+        raise CorruptCheckpoint(
+            f"{path.name}: {shown(name)} has {values:,} values (limit {most:,})", _MADE_BY
+        )
+
+
 def _check_size(path: Path, nbytes: int) -> None:
-    if nbytes > MAX_BYTES:
-        raise CorruptCheckpoint(f"{path.name}: has {amount(nbytes)}, the limit is {amount(MAX_BYTES)}")
+    if nbytes > limits.IMATRIX_BYTES:
+        raise CorruptCheckpoint(
+            f"{path.name}: has {amount(nbytes)}, the limit is {amount(limits.IMATRIX_BYTES)}"
+        )
 
 
 def _from_gguf(path: Path) -> _Entries:
@@ -150,6 +159,7 @@ def _mean(file: GGUFFile, origin: str, name: str) -> np.ndarray:
     """Divides sums by counts, expert by expert; an expert without tokens weighs all columns equally."""
     if name + _COUNTS not in file.tensors:
         raise CorruptCheckpoint(f"{origin}: {shown(name)}{_COUNTS} is missing", _MADE_BY)
+    _check_values(Path(origin), name, file.specs[name + _SUMS].count)
     sums_EI = file.read(name + _SUMS, 0, file.specs[name + _SUMS].rows).astype(np.float32)
     counts_E = file.read(name + _COUNTS, 0, file.specs[name + _COUNTS].rows).reshape(-1).astype(np.float32)
     if sums_EI.size % counts_E.size:
@@ -201,7 +211,7 @@ class _Dat:
 
 def _entries(file: _Dat) -> _Entries:
     count = file.number("the number of entries")
-    if not 0 < count <= min(file.size // 12, MAX_RECORDS):
+    if not 0 < count <= min(file.size // 12, limits.GGUF_RECORDS):
         raise ValueError(f"{count} entries in {file.size} bytes")
     found: dict[str, array[float]] = {}
     for number in range(count):
@@ -210,6 +220,7 @@ def _entries(file: _Dat) -> _Entries:
         calls, values = file.number(what), file.number(what)
         if not name or values < 1:
             raise ValueError(f"entry {shown(name)!r} has {values} values")
+        _check_values(file.path, name, values)
         sums = np.frombuffer(file.take(4 * values, f"entry {shown(name)!r}"), "<f4")
         means = sums / np.float32(calls) if calls > 0 else np.ones(values, np.float32)
         found[name] = _checked(file.path, name, means)

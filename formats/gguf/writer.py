@@ -17,6 +17,7 @@ from pathlib import Path
 from qconvert.core.ggml_types import ARRAY_NUMBER, KV, ArrayOf, GGUFTensor, KVType
 from qconvert.errors import BadRecipe, OutputExists, QConvertError, remedy, shown
 from qconvert.formats.gguf.header import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME_BYTES
+from qconvert.formats.gguf.publication import announce, conclude, partial_file, settle
 from qconvert.formats.gguf.reader import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, split_name
 from qconvert.formats.io.local_file import amount, claim, empty, sync
 from qconvert.formats.io.planned_files import FilePlan, FileSink
@@ -172,11 +173,6 @@ def check_target(path: Path, *, overwrite: bool = False, sources: Iterable[Path]
         )
 
 
-def partial_file(path: Path) -> Path:
-    """The name of a file while it is written."""
-    return path.with_name(f"{path.name}.partial")
-
-
 class GGUFSink(FileSink):
     """GGUF files being written next to their final names: a `Sink` whose rows are bytes of blocks.
 
@@ -200,6 +196,7 @@ class GGUFSink(FileSink):
         self.resumed = False
         self.final = tuple(folder / file.name for file in files)
         self.partial = tuple(map(partial_file, self.final))
+        settle(self.final)
         for path in self.final:
             check_target(path, overwrite=overwrite)
         folder.mkdir(parents=True, exist_ok=True)
@@ -223,8 +220,9 @@ class GGUFSink(FileSink):
 
         OutputExists if another process took one meanwhile, unless `overwrite`; QConvertError if the system
         refuses one; either takes back what it has named. Of several parts the old first one is removed before
-        any is replaced: a kill in between leaves no mixture of two models.
+        any is replaced: a kill in between leaves no mixture of two models. A run after a kill goes on.
         """
+        announce(self.final)
         if self._overwrite and len(self.final) > 1 and self.final[0].exists():
             self.final[0].unlink()
             sync(self.final[0].parent)
@@ -233,14 +231,18 @@ class GGUFSink(FileSink):
             for partial, final in reversed(tuple(zip(self.partial, self.final, strict=True))):
                 partial.replace(final) if self._overwrite else _rename_to_new(partial, final)
                 named.append(final)
-        except OSError as error:
+            sync(self.final[0].parent)
+        except (OSError, QConvertError) as error:
             for final in named:
                 final.rename(partial_file(final))
+            conclude(self.final)
+            if isinstance(error, QConvertError):
+                raise
             refused = self.final[-1 - len(named)]
             if isinstance(error, FileExistsError):
                 check_target(refused)
             raise QConvertError(f"{refused}: cannot be named: {error.strerror}", remedy(error)) from error
-        sync(self.final[0].parent)
+        conclude(self.final)
         self._release()
 
     def abort(self) -> None:

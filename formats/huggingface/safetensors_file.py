@@ -21,12 +21,13 @@ import numpy as np
 
 from qconvert.core.dtypes import DTYPE_BY_CODE, DType, TensorSpec
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.io import limits
 from qconvert.formats.io.byte_source import ByteSource, LocalBytes
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.planned_files import FilePlan
 from qconvert.formats.io.strict_json import kind_of, parse_json_object
 
-MAX_HEADER_BYTES = 100_000_000  # MAX_HEADER_SIZE in the reference implementation, safetensors/src/tensor.rs
+MAX_HEADER_BYTES = limits.SAFETENSORS_HEADER_BYTES
 MAX_RANK = 8
 # Not counting zeros in the shape: more than any file has, and safe in numpy's shape arithmetic.
 MAX_ELEMENTS = 2**48
@@ -156,6 +157,9 @@ def parse_header(raw: bytes, path: Path, size: int) -> SafetensorsHeader:
     name = shown(path.name)
     fields = parse_json_object(raw, name)
     metadata = _metadata(fields.pop(METADATA_KEY, None), name)
+    if len(fields) > limits.SAFETENSORS_TENSORS:
+        most = limits.SAFETENSORS_TENSORS
+        raise CorruptCheckpoint(f"{name}: holds {len(fields):,} tensors (limit {most:,} in one file)")
     extents = sorted((_extent(name, *field) for field in fields.items()), key=lambda extent: extent[:2])
     data_start = 8 + len(raw)
     warnings = []
@@ -212,6 +216,9 @@ def tensor_spec(file: str, tensor: str, dtype: object, shape: object) -> TensorS
         raise CorruptCheckpoint(f"{file}: {shown(tensor)}: {what}")
     if prod(size or 1 for size in shape) > MAX_ELEMENTS:
         raise CorruptCheckpoint(f"{file}: {shown(tensor)}: shape {shown(shape)} is larger than any file")
+    if 0 in shape and prod(size or 1 for size in shape) > limits.EMPTY_ELEMENTS:
+        what = f"shape {shown(shape)} has rows or columns without an end, and no bytes"
+        raise CorruptCheckpoint(f"{file}: {shown(tensor)}: {what}")
     if dtype in _UNREAD_CODES:
         raise UnsupportedModel(f"{file}: {shown(tensor)}: dtype {dtype} is not read here", _READ_CODES)
     if not (isinstance(dtype, str) and dtype in DTYPE_BY_CODE):
@@ -230,6 +237,9 @@ def _metadata(value: object, file: str) -> dict[str, str]:
         return {}
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{file}: {METADATA_KEY} is a {kind_of(value)}, not an object of strings")
+    if len(value) > limits.METADATA_KEYS:
+        most = limits.METADATA_KEYS
+        raise CorruptCheckpoint(f"{file}: {METADATA_KEY} has {len(value):,} keys (limit {most:,})")
     for key, text in value.items():
         if not isinstance(text, str):
             raise CorruptCheckpoint(f"{file}: {METADATA_KEY} {shown(key)} is a {kind_of(text)}, not a string")

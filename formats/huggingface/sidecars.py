@@ -13,6 +13,7 @@ from pathlib import Path
 
 from qconvert.core.protocols import Sidecars
 from qconvert.formats.huggingface.own_code import code_files, module_files, module_folders
+from qconvert.formats.io import limits
 
 # Compared in lower case. quantize_config.json is missing on purpose: it describes the weights that were read,
 # not those that will be written.
@@ -33,10 +34,15 @@ def sidecars_of(folder: Path, read: Container[str]) -> Sidecars:
     def is_copied(entry: Path) -> bool:
         name = entry.name.lower()
         known = any(fnmatchcase(name, pattern) for pattern in _COPIED)
-        return known and not name.endswith(_NEVER_COPIED) and entry.is_file()
+        return known and not name.endswith(_NEVER_COPIED) and _is_modest(entry)
 
     (code, missing), (modules, left) = code_files(folder), module_files(folder)
     copied = tuple(entry for entry in entries if entry in code or is_copied(entry))
     folders = module_folders(folder) if modules else ()
     skipped = tuple(entry for entry in entries if entry not in copied and entry not in folders)
     return Sidecars((*copied, *modules), (*skipped, *left), code=code, missing=missing)
+
+
+def _is_modest(entry: Path) -> bool:
+    """Whether it is a file that can be copied; a sparse one can claim more than any disk holds."""
+    return entry.is_file() and entry.stat().st_size <= limits.SIDECAR_BYTES

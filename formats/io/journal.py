@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from qconvert.core.dtypes import Json
-from qconvert.errors import QConvertError, shown
+from qconvert.errors import CorruptCheckpoint, QConvertError, shown
+from qconvert.formats.io import limits
 from qconvert.formats.io.local_file import explained, sync, write_exactly
+from qconvert.formats.io.strict_json import read_bounded
 
 FILE_NAME = ".qconvert-journal"
 """Its name in the folder of an output."""
@@ -60,6 +62,8 @@ def parse(raw: bytes) -> Journal | None:
     if head is None or len(head) != 4 or head[0] != "h":
         return None
     job, settings, salt = head[1:]
+    if not (isinstance(job, dict) and isinstance(settings, dict) and isinstance(salt, str)):
+        return None
     records: list[Record] = []
     group: list[Record] = []
     for line, stop in lines:
@@ -78,15 +82,12 @@ def parse(raw: bytes) -> Journal | None:
 
 def load(path: Path) -> Journal | None:
     """Read the journal of this name; None where there is none that counts."""
-    try:
-        if path.is_symlink():
-            return None
-        return parse(path.read_bytes())
-    except FileNotFoundError:
+    if path.is_symlink() or not path.exists():
         return None
-    except OSError as error:
-        with explained(f"{path}: cannot be read"):
-            raise error
+    try:
+        return parse(read_bounded(path, limits.JOURNAL_BYTES))
+    except CorruptCheckpoint as error:
+        raise QConvertError(f"{path}: cannot be read ({error.fact})", "remove it, and start again") from error
 
 
 def discard(path: Path) -> None:
@@ -125,7 +126,7 @@ def _unpacked(line: bytes, salt: str | None) -> Record | None:
             return None
         own = str(record[-1]) if salt is None else salt
         return record if crc == b"%08x" % zlib.crc32(own.encode() + rest) else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

@@ -153,21 +153,31 @@ def create(path: Path, size: int, *, claimed: bool = False) -> int:
 
 
 def reserve(fd: int, path: Path, size: int) -> None:
-    """Makes an empty file `size` bytes long, its disk space allocated; QConvertError where there is too little.
+    """Makes an empty file `size` bytes long; QConvertError where the disk has not that much room.
 
     `path` is its name in messages, and says on which disk it is.
     """
     try:
-        if hasattr(os, "posix_fallocate"):  # not on macOS
-            os.posix_fallocate(fd, 0, size)
-        else:
-            os.ftruncate(fd, size)
+        _allocate(fd, size)
     except OSError as error:
         free = shutil.disk_usage(path.parent).free
         raise QConvertError(
             f"{shown(path.name)}: needs {amount(size)}, {amount(free)} free: {error.strerror}",
             "free some space, or write to another disk",
         ) from error
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Makes an empty file `size` bytes long, with disk space where system and disk can reserve it."""
+    try:
+        if hasattr(os, "posix_fallocate"):  # not on macOS
+            os.posix_fallocate(fd, 0, size)
+            return
+    except OSError as error:
+        # EINVAL: musl's answer for file systems that cannot, and everybody's for no bytes at all.
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            raise
+    os.ftruncate(fd, size)
 
 
 def reopen(path: Path, size: int) -> int:

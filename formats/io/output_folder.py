@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -80,6 +81,14 @@ class OutputDir:
     def __enter__(self) -> Path:
         with explained(f"{self.partial}: cannot be created"):
             self._lock, self.resumed = _claim(self.partial, self._goes_on)
+            try:
+                _settle(self._out)
+                check_target(self._out, overwrite=self._overwrite)
+            except BaseException:
+                if not self.resumed:
+                    shutil.rmtree(self.partial, ignore_errors=True)
+                os.close(self._lock)
+                raise
         return self.partial
 
     def __exit__(
@@ -147,12 +156,42 @@ def _claim(partial: Path, goes_on: Callable[[Path], bool]) -> tuple[int, bool]:
     return lock, False
 
 
+_REPLACED = re.compile(r"\.replaced-[0-9]+")
+
+
+def _settle(out: Path) -> None:
+    """Clears what a run that was killed while it replaced `out` left of the old folder.
+
+    If it had no time to name the new one, the old one gets its name back. Called with the lock on the partial
+    folder, so that no other run is replacing it.
+    """
+    for aside in out.parent.iterdir():
+        if not (aside.name.startswith(out.name) and _REPLACED.fullmatch(aside.name[len(out.name) :])):
+            continue
+        if aside.is_symlink() or not aside.is_dir():
+            continue
+        whole = (aside / MANIFEST_FILE).is_file()
+        if whole and not out.exists():
+            aside.rename(out)
+        elif whole or not any(aside.iterdir()):
+            _remove(aside)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder, its manifest last: by that, what a kill leaves of it is known to be ours."""
+    for entry in list(folder.iterdir()):
+        if entry.name != MANIFEST_FILE:
+            is_folder = entry.is_dir() and not entry.is_symlink()
+            shutil.rmtree(entry, ignore_errors=True) if is_folder else entry.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 def _replace(old: Path, new: Path) -> None:
     """Replaces `old` by `new`, atomically where the system can; if it fails, `old` keeps its name."""
     aside = old.parent / f"{old.name}.replaced-{os.getpid()}"
     if _exchange(old, new):
         new.rename(aside)  # now the old one
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
         return
     old.rename(aside)
     try:
@@ -160,7 +199,7 @@ def _replace(old: Path, new: Path) -> None:
     except BaseException:
         aside.rename(old)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
 
 
 def _exchange(a: Path, b: Path) -> bool:

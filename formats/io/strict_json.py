@@ -18,9 +18,9 @@ from typing import Any
 
 from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint, shown
+from qconvert.formats.io import limits
 from qconvert.formats.io.local_file import amount, open_regular, read_exactly
 
-MAX_CONFIG_BYTES = 16 << 20
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 _INFINITIES = (math.inf, -math.inf)
 # Other parsers convert long integers to float64, which 10**400 overflows.
@@ -30,13 +30,14 @@ _SUSPECT = re.compile(r"\\u[dD]|\d{19}|[eE][+-]?\d{3}|Infinity|NaN")
 _QUOTE_OR_BRACKET = re.compile(r'["\[\]{}]')
 
 
-def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> Json:
+def read_json_object(path: Path, max_bytes: int = limits.CONFIG_BYTES, *, times: int = 1) -> Json:
     """Returns the JSON object in a file.
 
     Raises CorruptCheckpoint, naming the file and where possible the key, when there is no such file, when it
-    is larger than `max_bytes`, or when it is anything but one strict JSON object.
+    is larger than `max_bytes`, when it holds more than `times` the values that JSON may (`limits`), or when
+    it is anything but one strict JSON object.
     """
-    return parse_json_object(read_bounded(path, max_bytes), shown(path.name))
+    return parse_json_object(read_bounded(path, max_bytes), shown(path.name), times=times)
 
 
 def read_bounded(path: Path, max_bytes: int) -> bytes:
@@ -54,7 +55,7 @@ def read_bounded(path: Path, max_bytes: int) -> bytes:
     return bytes(buffer)
 
 
-def parse_json_object(raw: bytes, name: str) -> Json:
+def parse_json_object(raw: bytes, name: str, *, times: int = 1) -> Json:
     """Parses `raw` as a JSON object; CorruptCheckpoint, beginning with `name`, if it is not one."""
     if raw.startswith(_BYTE_ORDER_MARKS):
         raise CorruptCheckpoint(f"{name}: starts with a byte-order mark", "save it as UTF-8 without one")
@@ -62,11 +63,7 @@ def parse_json_object(raw: bytes, name: str) -> Json:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise CorruptCheckpoint(f"{name}: is not UTF-8 at byte {error.start}") from error
-    # What is nearly all brackets and commas takes 30 times its size when parsed. A safetensors header has 3
-    # brackets and 5 to 12 commas in about 100 bytes of each tensor.
-    brackets = text.count("{") + text.count("[")
-    if brackets > 1_000_000 + len(text) // 24 or text.count(",") > 4_000_000 + len(text) // 5:
-        raise CorruptCheckpoint(f"{name}: holds more brackets or commas than any model needs")
+    require_modest(raw, name, times=times)
     try:
         suspect = _SUSPECT.search(text) is not None
         value = json.loads(text, object_pairs_hook=partial(_strict_object, name, suspect=suspect))
@@ -77,6 +74,22 @@ def parse_json_object(raw: bytes, name: str) -> Json:
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{name}: holds a JSON {kind_of(value)}, not an object")
     return value
+
+
+def require_modest(raw: bytes, name: str, *, times: int = 1) -> None:
+    """Raises CorruptCheckpoint for JSON of more values than any model needs, before it is parsed.
+
+    What is nearly all brackets, commas and keys takes 30 times its size when it is parsed.
+    """
+    for what, found, most in (
+        ("brackets", raw.count(b"{") + raw.count(b"["), limits.JSON_BRACKETS * times),
+        ("commas", raw.count(b","), limits.JSON_COMMAS * times),
+        ("keys", raw.count(b":"), limits.JSON_KEYS * times + raw.count(b"://")),
+    ):
+        if found > most:
+            raise CorruptCheckpoint(
+                f"{name}: holds {found:,} {what} (limit {most:,}), more than any model needs"
+            )
 
 
 def kind_of(value: object) -> str:

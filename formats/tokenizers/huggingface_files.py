@@ -14,12 +14,12 @@ from typing import Any
 
 from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.formats.io import limits
 from qconvert.formats.io.strict_json import read_bounded, read_json_object
 from qconvert.formats.tokenizers.pretokenizer_patterns import QWEN2
 from qconvert.formats.tokenizers.sentencepiece import SentencePieceModel, is_sentencepiece, read_sentencepiece
 from qconvert.formats.tokenizers.tiktoken import find_tiktoken, read_tiktoken
 
-MAX_TOKENIZER_BYTES = 128 << 20  # gemma's, the largest in use, has 34 MB
 MAX_TEXT_BYTES = 16 << 20
 _ROW = re.compile(r"[0-9]{1,9}")
 SPECIAL_KINDS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
@@ -54,9 +54,7 @@ class TokenizerFolder:
 def read_folder(path: Path, config: Json) -> TokenizerFolder:
     """Reads the tokenizer in a folder. Raises UnsupportedModel when there is no supported one."""
     settings = _optional_json(path / "tokenizer_config.json")
-    tokenizer = _optional_json(path / "tokenizer.json", MAX_TOKENIZER_BYTES) or _old_files(
-        path, settings, config
-    )
+    tokenizer = read_tokenizer_json(path / "tokenizer.json") or _old_files(path, settings, config)
     model = next((path / n for n in ("tokenizer.model", "spiece.model") if is_sentencepiece(path / n)), None)
     if not tokenizer and model is None:
         raise UnsupportedModel(
@@ -115,6 +113,11 @@ def steps_of(spec: object, what: str = "step") -> Iterator[Json]:
 
 def _optional_json(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> Json:
     return read_json_object(path, max_bytes) if path.is_file() else {}
+
+
+def read_tokenizer_json(path: Path) -> Json:
+    """Returns the JSON object of a tokenizer or a vocabulary; {} where there is no such file."""
+    return _optional_json(path, limits.TOKENIZER_BYTES)
 
 
 def _side_tokens(path: Path, settings: Json, named: frozenset[str]) -> Iterator[tuple[int, AddedToken]]:
@@ -195,7 +198,7 @@ def _old_files(path: Path, settings: Json, config: Json) -> Json:
 def _old_bpe(path: Path, settings: Json, config: Json) -> Json:
     """Converts a slow byte-level tokenizer. Sources: GPT2Converter and Qwen2Converter in transformers."""
     kind = str(settings.get("tokenizer_class") or config.get("model_type"))
-    vocab = read_json_object(path / "vocab.json", MAX_TOKENIZER_BYTES)
+    vocab = read_tokenizer_json(path / "vocab.json")
     if kind.lower().startswith("gpt2"):
         normalizer, pre = None, {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     elif kind.lower().startswith("qwen"):
@@ -244,4 +247,4 @@ def _old_wordpiece(path: Path, settings: Json) -> Json:
 
 
 def _lines(path: Path) -> list[str]:
-    return _read_text(path, MAX_TOKENIZER_BYTES).rstrip("\n").split("\n")
+    return _read_text(path, limits.TOKENIZER_BYTES).rstrip("\n").split("\n")

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import Json
 from qconvert.errors import BadRecipe, QConvertError, UnsupportedModel
-from qconvert.formats.io.strict_json import parse_json_object, read_json_object
+from qconvert.formats.io import limits
+from qconvert.formats.io.strict_json import parse_json_object, read_bounded, read_json_object
 from qconvert.formats.tokenizers import chat_template
 from qconvert.formats.tokenizers import huggingface_files as files
 from qconvert.formats.tokenizers.tokenized_text import parse_tokenizer
@@ -128,7 +129,7 @@ def open_dialogue(path: Path, config: Json) -> Dialogue:
         raise UnsupportedModel(
             f"{path}: has no tokenizer.json", "save the tokenizer with transformers 4 or later"
         )
-    tokenizer = parse_tokenizer(file, file.read_bytes())
+    tokenizer = parse_tokenizer(file, read_bounded(file, limits.TOKENIZER_BYTES))
     rows = config.get("vocab_size")
     stops = _stops(path, config, tokenizer, folder.settings)
     return Dialogue(tokenizer, stops, folder, rows if isinstance(rows, int) else None)

@@ -16,6 +16,8 @@ import numpy as np
 from qconvert.errors import BadRecipe, QConvertError
 from qconvert.formats.gguf.header import is_gguf
 from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.formats.io import limits
+from qconvert.formats.io.strict_json import read_bounded, require_modest
 from qconvert.formats.tokenizers.from_gguf import TOKENIZER, tokenizer_files
 
 if TYPE_CHECKING:
@@ -135,21 +137,21 @@ def _tokenizer_json(model: Path) -> tuple[Path, bytes]:
             raise NoTokenizer(f"{model}: holds no tokenizer", hint)
         return model, made[TOKENIZER].encode()
     path = model / TOKENIZER
-    try:
-        return path, path.read_bytes()
-    except FileNotFoundError as error:
-        raise NoTokenizer(f"{path}: {error.strerror}", hint) from error
-    except OSError as error:
-        raise QConvertError(f"{path}: {error.strerror or error}", hint) from error
+    if not path.exists():
+        raise NoTokenizer(f"{path}: No such file or directory", hint)
+    return path, read_bounded(path, limits.TOKENIZER_BYTES)
 
 
 def parse_tokenizer(path: Path, data: bytes) -> Tokenizer:
     """The tokenizer of a tokenizer.json's bytes; QConvertError, naming `path`, if it cannot be read."""
     from tokenizers import Tokenizer
 
+    require_modest(data, str(path))
     try:
         return Tokenizer.from_str(data.decode())
-    except Exception as error:  # the library raises nothing more specific
+    except BaseException as error:  # the library raises nothing more specific, and panics on broken maps
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            raise
         raise QConvertError(
             f"{path}: {error}",
             "fetch the file again, or update tokenizers: it is damaged, or newer than that",

@@ -168,7 +168,10 @@ def read_statistics(path: Path) -> StoredStatistics:
 
 
 def _is_record(text: object) -> bool:
-    return isinstance(text, dict) and isinstance(text.get("texts"), list) and text.get("window", 0) > 0
+    if not isinstance(text, dict) or not isinstance(text.get("texts"), list):
+        return False
+    window = text.get("window")
+    return type(window) is int and window > 0
 
 
 def _inputs_of(
@@ -180,10 +183,10 @@ def _inputs_of(
         return
     stem = name.removesuffix(".squares")
     squares, sums, counts_E = (arrays.get(f"{stem}.{kind}") for kind in ("squares", "sums", "counts"))
-    if squares is None or sums is None or counts_E is None or sums.shape != squares.shape:
+    if squares is None or sums is None or counts_E is None or sums.shape != squares.shape or not squares.ndim:
         raise CorruptCheckpoint(f"{file}: {shown(stem)} lacks sums or counts of its squares", _AGAIN)
     squares_EI, sums_EI = squares.reshape(-1, squares.shape[-1]), sums.reshape(-1, squares.shape[-1])
-    if len(counts_E) != len(squares_EI) or not (np.isfinite(squares).all() and (squares >= 0).all()):
+    if counts_E.shape != (len(squares_EI),) or not (np.isfinite(squares).all() and (squares >= 0).all()):
         raise CorruptCheckpoint(f"{file}: {shown(stem)} holds no sums of squares", _AGAIN)
     layer = None if match[1] is None else int(match[1])
     for i, count in enumerate(counts_E):

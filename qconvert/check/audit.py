@@ -14,6 +14,7 @@ from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import GgmlBlocks, ModelTensor
 from qconvert.core.values import DenseRows
 from qconvert.errors import CorruptCheckpoint
+from qconvert.formats.io import limits
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import file_sha256
 from qconvert.formats.io.strict_json import parse_json_object, read_json_object
@@ -35,7 +36,7 @@ def audit(checkpoint: Checkpoint, *, compared: bool = False) -> tuple[Json, list
     problems = [f"{name}: NaN or Inf" for name in _nonfinite(checkpoint)]
     if not path.is_file():
         return {**findings, "manifest": "none (structure and numbers checked)"}, problems
-    files, tensors = _recorded(path)
+    files, tensors = _recorded(checkpoint, path)
     problems += _file_problems(checkpoint, files)
     problems += _tensor_problems(checkpoint, tensors)
     arrays = [digest for entry in tensors.values() for digest in entry["parts"].values()]
@@ -59,7 +60,7 @@ def reordered_in(checkpoint: Checkpoint) -> frozenset[str]:
     path = checkpoint.path / FILE_NAME
     if not checkpoint.path.is_dir() or not path.is_file():
         return frozenset()
-    return frozenset(name for name, entry in _recorded(path)[1].items() if entry.get("reordered"))
+    return frozenset(name for name, entry in _recorded(checkpoint, path)[1].items() if entry.get("reordered"))
 
 
 def scaling_in(checkpoint: Checkpoint) -> Json:
@@ -73,7 +74,7 @@ def scaling_in(checkpoint: Checkpoint) -> Json:
     else:
         path = checkpoint.path / FILE_NAME
         exists = checkpoint.path.is_dir() and path.is_file()
-        found = (read_json_object(path, max_bytes=1 << 28) if exists else {}).get("scaling", {})
+        found = (_manifest(checkpoint, path) if exists else {}).get("scaling", {})
     sources = found.get("sources", {}) if isinstance(found, dict) else None
     if not isinstance(sources, dict) or not all(map(_is_scaled, sources.values())):
         raise CorruptCheckpoint(
@@ -88,9 +89,14 @@ def errors_in(checkpoint: Checkpoint) -> dict[str, float]:
     path = checkpoint.path / FILE_NAME
     if not checkpoint.path.is_dir() or not path.is_file():
         return {}
-    errors = {name: entry.get("error") for name, entry in _recorded(path)[1].items()}
+    errors = {name: entry.get("error") for name, entry in _recorded(checkpoint, path)[1].items()}
     found = {name: error.get("relative_rms") for name, error in errors.items() if isinstance(error, dict)}
     return {name: error for name, error in found.items() if isinstance(error, float)}
+
+
+def _manifest(checkpoint: Checkpoint, path: Path) -> Json:
+    tensors = len(checkpoint.files.specs)
+    return read_json_object(path, limits.manifest_bytes(tensors), times=limits.manifest_values(tensors))
 
 
 def _is_scaled(source: object) -> bool:
@@ -100,9 +106,9 @@ def _is_scaled(source: object) -> bool:
     )
 
 
-def _recorded(path: Path) -> tuple[list[Json], dict[str, Json]]:
+def _recorded(checkpoint: Checkpoint, path: Path) -> tuple[list[Json], dict[str, Json]]:
     """What a manifest says about files and tensors, if it is one."""
-    manifest = read_json_object(path, max_bytes=1 << 28)
+    manifest = _manifest(checkpoint, path)
     files, tensors = manifest.get("files"), manifest.get("tensors")
     if (
         isinstance(files, list)

@@ -10,8 +10,7 @@ from qconvert.checkpoint.open import Checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.huggingface.model_card_header import read_front_matter
-from qconvert.formats.io.strict_json import read_json_object
-from qconvert.formats.tokenizers.huggingface_files import MAX_TOKENIZER_BYTES
+from qconvert.formats.tokenizers.huggingface_files import read_tokenizer_json
 
 # The names that configs have for the same facts, the usual one first.
 _CONTEXT = (
@@ -99,6 +98,6 @@ def _of_gguf(file: GGUFModel) -> Json:
 def _json(path: Path) -> Json:
     """The object in a file; empty where there is none, or none that can be read (other commands say why)."""
     try:
-        return read_json_object(path, MAX_TOKENIZER_BYTES) if path.is_file() else {}
+        return read_tokenizer_json(path)
     except CorruptCheckpoint:
         return {}

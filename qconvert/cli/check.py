@@ -151,12 +151,12 @@ def _subject(checkpoint: Checkpoint, loader: str, tp: int, device: str) -> Subje
 
 def _tokens(checkpoint: Checkpoint) -> int | None:
     """One more than the largest token of tokenizer.json; None where there is none, or of another shape."""
-    from qconvert.formats.io.strict_json import read_json_object
+    from qconvert.formats.tokenizers.huggingface_files import read_tokenizer_json
 
     path: Path = checkpoint.path / _TOKENIZER
     if not path.is_file():
         return None
-    found = read_json_object(path, max_bytes=1 << 28)
+    found = read_tokenizer_json(path)
     added = found.get("added_tokens") or []
     model = found.get("model") or {}
     vocab = model.get("vocab") if isinstance(model, dict) else None

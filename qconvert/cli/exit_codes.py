@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TextIO
 
 import click
 
+from qconvert.cli.printing import escaping
 from qconvert.cli.signals import Stopped, handled
 from qconvert.errors import BadRecipe, BadUsage, QConvertError, remedy, shown
 
@@ -61,7 +62,11 @@ def report_errors(command: click.Command, args: list[str] | None, **extra: Any) 
     A QConvertError prints its fact and hint; anything unexpected is called a bug, in one line,
     unless QCONVERT_DEBUG is set. With --json on the command line errors are JSON on stdout.
     """
-    argv = sys.argv[1:] if args is None else args
+    with escaping():
+        _report_errors(command, sys.argv[1:] if args is None else args, **extra)
+
+
+def _report_errors(command: click.Command, argv: list[str], **extra: Any) -> NoReturn:
     try:
         with handled():
             ending = command.main(args=argv, prog_name="qconvert", standalone_mode=False, **extra)
@@ -78,7 +83,11 @@ def report_errors(command: click.Command, args: list[str] | None, **extra: Any) 
     except (KeyboardInterrupt, click.Abort) as interrupt:
         cause = interrupt.__cause__  # click wraps what it catches
         stopped = cause if isinstance(cause, Stopped) else Stopped()
-        left = "" if argv[:1] and argv[0] in _READING else "; nothing was left under the output's name"
+        left = (
+            ""
+            if argv[:1] and argv[0] in _READING
+            else "; nothing unfinished was left under the output's name"
+        )
         click.echo(stopped.message or f"Interrupted{left}.", err=True)
         sys.exit(stopped.exit_code)
     except BrokenPipeError:

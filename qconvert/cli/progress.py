@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.printing import bare, escaped
+
 if TYPE_CHECKING:
     from qconvert.convert.execute import Listener
     from qconvert.plan.plan import Plan
@@ -60,7 +62,7 @@ def counted(unit: str, *, talks: bool, scaled: bool = False) -> Iterator[Callabl
         return
     from tqdm import tqdm
 
-    with tqdm(unit=unit, unit_scale=scaled, file=sys.stderr, leave=False, dynamic_ncols=True) as bar:
+    with tqdm(unit=unit, unit_scale=scaled, file=bare(sys.stderr), leave=False, dynamic_ncols=True) as bar:
 
         def tell(done: float, total: int) -> None:
             bar.total = total
@@ -122,11 +124,13 @@ def progress(plan: Plan, *, talks: bool) -> Iterator[Bars]:
     from tqdm import tqdm
 
     with tqdm(
-        total=total, unit="B", unit_scale=True, file=sys.stderr, leave=False, dynamic_ncols=True
+        total=total, unit="B", unit_scale=True, file=bare(sys.stderr), leave=False, dynamic_ncols=True
     ) as bar:
 
         def listen(done: Any) -> None:
-            bar.set_postfix_str(shortened(done.unit.output.name, (bar.ncols or 80) - _BAR), refresh=False)
+            bar.set_postfix_str(
+                shortened(escaped(done.unit.output.name), (bar.ncols or 80) - _BAR), refresh=False
+            )
             bar.update(done.bytes_read)
 
         def verified(done: int, total: int) -> None:

@@ -96,9 +96,10 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
 )
 @click.option(
     "--layout",
+    metavar="LAYOUT",
     type=LayoutChoice(registry.written),
     show_default=registry.DEFAULT,
-    help="Layout of the output.",
+    help=f"Layout of the output: {', '.join(registry.written())}.",
 )
 @target_options("schemes", TARGET_SCHEMES)
 @statistics_option

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,7 +67,7 @@ class RunJournal:
         sizes = {file: file.stat().st_size if file.exists() else 0 for file in files}
         if found is not None and any(sizes.values()):
             self._require_same(found)
-            if sizes == files:
+            if sizes == files and _is_ours(found):
                 self._take(found)
                 return True
         discard(path)
@@ -193,6 +193,48 @@ def _event(unit: Unit, record: Record) -> BlockDone:
         False,
         code_error,
         None if output_error is None else OutputError(*output_error),
+    )
+
+
+def _is_ours(found: Journal) -> bool:
+    """Whether a journal holds what is written here; one under right checksums may hold anything else."""
+    asked = found.settings.get("block_bytes")
+    return isinstance(asked, int) and asked > 0 and all(map(_is_record, found.records))
+
+
+def _is_record(record: Record) -> bool:
+    from qconvert.quant.affine import QuantError
+
+    if record[0] == "n":
+        return len(record) == 3 and isinstance(record[1], str)
+    if record[0] != "b" or len(record) != 9:
+        return False
+    name, start, rows, nbytes, error, code_error, output_error, parts = record[1:]
+    return (
+        isinstance(name, str)
+        and all(type(number) is int and number >= 0 for number in (start, rows, nbytes))
+        and (error is None or _is_numbers(error, len(fields(QuantError))))
+        and isinstance(code_error, float | int)
+        and (output_error is None or _is_numbers(output_error, len(fields(OutputError))))
+        and isinstance(parts, list)
+        and all(map(_is_part, parts))
+    )
+
+
+def _is_numbers(values: object, count: int) -> bool:
+    return (
+        isinstance(values, list) and len(values) == count and all(isinstance(v, float | int) for v in values)
+    )
+
+
+def _is_part(part: object) -> bool:
+    """Whether it can be a `WrittenRows`: a name, and whole numbers, of which the checksum may be none."""
+    return (
+        isinstance(part, list)
+        and len(part) == len(fields(WrittenRows))
+        and isinstance(part[0], str)
+        and all(value is None or (type(value) is int and value >= 0) for value in part[1:])
+        and None not in (*part[1:4], *part[5:])
     )
 
 

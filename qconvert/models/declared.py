@@ -5,15 +5,18 @@ The names of the family are then checked against the checkpoint like any other's
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from qconvert.core.dtypes import Json
-from qconvert.errors import BadRecipe
+from qconvert.errors import BadRecipe, shown
 from qconvert.models.architecture import Architecture
 from qconvert.models.families import FAMILIES
 from qconvert.models.parameters import Family, ParameterTemplate
+
+_BRACED = re.compile(r"\{[^{}]*\}|[{}]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class Declaration:
             _require(role, roles, "architecture: without:")
         kept = [self._renamed(slot) for slot in base.slots if slot.role not in self.without]
         numbers = {d: int(d) for slot in self.slots for d in slot.shape if d.isdecimal()}
-        last = max(i for i, slot in enumerate(kept) if slot.per_layer) + 1
+        last = max((i for i, slot in enumerate(kept) if slot.per_layer), default=-1) + 1
         inner = tuple(slot for slot in self.slots if slot.per_layer)
         outer = tuple(slot for slot in self.slots if not slot.per_layer)
         return replace(
@@ -79,6 +82,11 @@ class Declaration:
 
     def _renamed(self, slot: ParameterTemplate) -> ParameterTemplate:
         name = self._rename(slot.module + slot.suffix)
+        if sorted(_BRACED.findall(name)) != sorted(_BRACED.findall(slot.module + slot.suffix)):
+            raise BadRecipe(
+                f"architecture: rename: {shown(slot.module)} becomes {shown(name)}",
+                "keep {layer} and {expert} where they are, and write no other braces",
+            )
         suffix = slot.suffix if name.endswith(slot.suffix) else ""
         return replace(slot, module=name.removesuffix(suffix), suffix=suffix)
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from reprlib import Repr
 from typing import TYPE_CHECKING, Any, get_args
 
+from qconvert.core.config_json import MAX_DIMENSION
 from qconvert.core.schemes import KEEP, Scheme, parse_scheme
-from qconvert.errors import BadRecipe
+from qconvert.errors import BadRecipe, shown
 from qconvert.formats.layouts import registry
 
 if TYPE_CHECKING:  # what few recipes have: their help shall not wait for it
@@ -115,10 +116,13 @@ def load_recipe(path: Path) -> Recipe:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise BadRecipe(f"{path}: cannot be read ({error})", "give the path of a YAML file") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise BadRecipe(
-            f"{path}: not YAML ({str(error).splitlines()[0]})", "see `qconvert quantize --help`"
-        ) from error
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+    ) as error:  # ValueError: numbers and dates that are none
+        why = shown(str(error).splitlines()[0])
+        raise BadRecipe(f"{path}: not YAML ({why})", "see `qconvert quantize --help`") from error
     return parse_recipe(data, str(path))
 
 
@@ -181,7 +185,7 @@ def _slot(entry: object, where: str) -> ParameterTemplate:
         role=_text(record["role"], f"{where}: role"),
         module=module,
         shape=tuple(
-            _text(str(d) if isinstance(d, int) else d, f"{where}: shape")
+            _text(str(d) if isinstance(d, int) and 0 < d <= MAX_DIMENSION else d, f"{where}: shape")
             for d in _items(record, "shape", where)
         ),
         kind=_choice(record.get("kind", "linear"), get_args(ParameterKind), f"{where}: kind"),  # type: ignore[arg-type]

@@ -9,7 +9,9 @@ def pack_nibbles(codes_RI: np.ndarray, *, high_first: bool = False) -> np.ndarra
     """Packs uint8 codes [rows, width], width even, to bytes [rows, width / 2], the first code low."""
     first, second = codes_RI[:, 0::2], codes_RI[:, 1::2]
     low, high = (second, first) if high_first else (first, second)
-    return np.asarray(low | (high << 4))
+    packed_RB = np.empty(low.shape, np.uint8)  # of one column, numpy would keep the strides of `low`
+    np.bitwise_or(low, high << 4, out=packed_RB)
+    return packed_RB
 
 
 def unpack_nibbles(bytes_RB: np.ndarray, *, high_first: bool = False) -> np.ndarray:

@@ -21,7 +21,8 @@ from qconvert.core.ggml_types import KV, GGUFTensor
 from qconvert.core.protocols import Layout
 from qconvert.errors import REPORT, BadRecipe, CheckFailed, UnsupportedModel, shown
 from qconvert.formats.gguf.header import read_gguf
-from qconvert.formats.gguf.writer import GGUFSink, check_target, partial_file, plan_files
+from qconvert.formats.gguf.publication import partial_file, settle
+from qconvert.formats.gguf.writer import GGUFSink, check_target, plan_files
 from qconvert.formats.huggingface.model_card_header import read_front_matter
 from qconvert.formats.huggingface.pooling import read_pooling
 from qconvert.formats.io.journal import discard
@@ -185,6 +186,10 @@ class GGUFFileContainer:
         return Path(self.identity.file_name(self.gguf.file_type.name))
 
     def check_target(self, out: Path) -> None:
+        files = [out.with_name(file.name) for file in self.files(out)]
+        settle(files)
+        if all(path.exists() for path in files) and not any(partial_file(path).exists() for path in files):
+            discard(out.with_name(f"{out.name}{JOURNAL_SUFFIX}"))  # of a run that was killed when it was done
         for file in self.files(out):
             check_target(
                 out.with_name(file.name),

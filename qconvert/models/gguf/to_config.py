@@ -12,7 +12,7 @@ from math import isclose
 
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.models.families import FAMILIES
 from qconvert.models.gguf.declaration import BothWays, Facts, GGUFModel
 from qconvert.models.gguf.families import MODELS
@@ -35,7 +35,8 @@ def candidates(file: Metadata) -> tuple[str, ...]:
     if not same:
         known = ", ".join(dict.fromkeys(model.arch for model in found.values()))
         raise UnsupportedModel(
-            f"{file.file}: general.architecture is {file.arch!r}, which is not read here", f"read: {known}"
+            f"{file.file}: general.architecture is '{shown(file.arch)}', which is not read here",
+            f"read: {known}",
         )
     return same
 

@@ -24,14 +24,19 @@ def tie_head(state: Compiled) -> Compiled:
 def compares_head(request: Request, binding: Binding) -> bool:
     """Whether tying depends on how the stored head differs from the embedding."""
     asked = None if request.is_gguf else request.recipe.tie
-    _, head = _table_names(binding.architecture)
-    return (binding.architecture.tied if asked is None else asked) and head in binding.tensors
+    embed, head = _table_names(binding.architecture)
+    tables = head in binding.tensors and embed in binding.tensors
+    return (binding.architecture.tied if asked is None else asked) and tables
 
 
 def _tie_as_asked(state: Compiled) -> Compiled:
     architecture, tie = state.binding.architecture, state.request.recipe.tie
     embed, head = _table_names(architecture)
     stored = head in state.binding.tensors
+    if embed not in state.binding.tensors:
+        if tie is None:
+            return state
+        raise BadRecipe("the model has no embedding here that its head could share", "use the model as it is")
     if architecture.tied and tie is None and not stored:
         return state
     if state.tied and stored:

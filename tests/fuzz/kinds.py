@@ -1,0 +1,208 @@
+"""The kinds of files that are changed: sound ones to begin with, how they are changed, and who reads them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qconvert.calibrate.imatrix import open_imatrix
+from qconvert.calibrate.statistics_file import open_statistics
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.cli.inspect import describe
+from qconvert.convert.resume import RunJournal
+from qconvert.formats.gguf.reader import GGUFFile
+from qconvert.formats.huggingface.safetensors_file import SafetensorsFile
+from qconvert.formats.io import journal
+from qconvert.formats.tokenizers.to_gguf import read_tokenizer
+from qconvert.formats.tokenizers.tokenized_text import open_tokenizer
+from qconvert.models import Architecture
+from qconvert.plan.recipe import load_recipe
+from tests.commands import made
+from tests.fuzz.mutations import changed_bytes, changed_json, changed_value
+from tests.gguf_models import imatrix_dat
+from tests.models import tiny
+
+Change = Callable[[bytes, random.Random], bytes]
+SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
+_JOB = {"source": {"name": "m", "sha256": "0" * 64}, "plan": {"units": 2}}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of file: sound ones, each in a place where `read` finds it, and the change of its bytes.
+
+    `read` gets the path of the changed file, and may raise QConvertError alone.
+    """
+
+    files: tuple[Path, ...]
+    change: Change
+    read: Callable[[Path], object]
+    sound: Mapping[Path, bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sound", {path: path.read_bytes() for path in self.files})
+
+    def once(self, rng: random.Random) -> tuple[Path, bytes]:
+        """Change one of the files, on the disk; returns it and what it holds now."""
+        path = rng.choice(self.files)
+        raw = self.change(self.sound[path], rng)
+        path.write_bytes(raw)
+        return path, raw
+
+    def restore(self, path: Path) -> None:
+        path.write_bytes(self.sound[path])
+
+
+def kinds(folder: Path) -> dict[str, Kind]:
+    """All kinds, with their files under `folder`."""
+    plain = tiny(folder / "plain", **SIZES)
+    sharded = tiny(folder / "sharded", shards=3, **SIZES)
+    files = {
+        name: tiny(folder / name, **SIZES) for name in ("config", "tokenizer", "statistics_of", "manifest_of")
+    }
+    quantized = made("quantize", files["manifest_of"], "--scheme", "int8-g32", "-o", folder / "quantized")
+    gguf = made("to-gguf", plain, "--type", "q8_0", "-o", folder / "m.gguf")
+    architecture = open_checkpoint(plain).architecture
+    return {
+        "safetensors": Kind((plain / "model.safetensors",), _changed_header, _read_safetensors),
+        "config.json": Kind((files["config"] / "config.json",), changed_json, _read_model),
+        "quantized config.json": Kind((quantized / "config.json",), changed_json, _read_model),
+        "index": Kind((sharded / "model.safetensors.index.json",), changed_json, _read_model),
+        "GGUF": Kind((gguf,), _changed_start, _read_gguf),
+        "tokenizer": Kind(
+            tuple(files["tokenizer"] / name for name in ("tokenizer.json", "tokenizer_config.json")),
+            changed_json,
+            _read_tokenizer,
+        ),
+        "imatrix": Kind(_imatrices(folder), changed_bytes, lambda path: _read_imatrix(path, architecture)),
+        "statistics": Kind(
+            (_statistics(folder, files["statistics_of"]),),
+            _changed_header,
+            lambda path: open_statistics(path, architecture),
+        ),
+        "journal": Kind((_journal(folder),), _changed_journal, _read_journal),
+        "manifest": Kind((quantized / "qconvert.json",), changed_json, _read_manifest),
+        "recipe": Kind((_recipe(folder),), changed_bytes, load_recipe),
+    }
+
+
+def _changed_start(raw: bytes, rng: random.Random) -> bytes:
+    """Most changes in the first part of a file, where headers are."""
+    head = min(len(raw), rng.choice((64, 600, 4096, len(raw))))
+    return changed_bytes(raw[:head], rng) + raw[head:]
+
+
+def _changed_header(raw: bytes, rng: random.Random) -> bytes:
+    """A safetensors file with another header, mostly of the right length."""
+    if rng.random() < 0.3:
+        return _changed_start(raw, rng)
+    length = int.from_bytes(raw[:8], "little")
+    header = changed_json(raw[8 : 8 + length], rng)
+    return len(header).to_bytes(8, "little") + header + raw[8 + length :]
+
+
+def _changed_journal(raw: bytes, rng: random.Random) -> bytes:
+    """Other bytes, or other records under right checksums."""
+    if rng.random() < 0.4:
+        return changed_bytes(raw, rng)
+    records = [json.loads(line.partition(b" ")[2]) for line in raw.splitlines()]
+    at = rng.randrange(len(records))
+    records[at] = _other(records[at], rng)
+    salt = str(records[0][-1] if records[0] else "").encode("utf-8", "replace").decode()
+    return b"".join(journal.packed(salt, each) for each in records)
+
+
+def _other(record: object, rng: random.Random) -> list[object]:
+    found = changed_value(record, rng)
+    return found if isinstance(found, list) else [found]
+
+
+def _imatrices(folder: Path) -> tuple[Path, ...]:
+    (folder / "i.dat").write_bytes(imatrix_dat({"blk.0.attn_q.weight": (1, [1.0] * 64)}))
+    return (folder / "i.dat",)
+
+
+def _statistics(folder: Path, model: Path) -> Path:
+    text = folder / "text.txt"
+    text.write_text("some words to be measured, and some more of them. " * 40)
+    out = folder / "statistics.safetensors"
+    made("calibrate", model, "--text", text, "--tokens", 256, "--window", 64, "-o", out)
+    return out
+
+
+def _journal(folder: Path) -> Path:
+    path = folder / journal.FILE_NAME
+    salt = "00112233"
+    part = ["w", 0, 4, 8, 12345, 0]
+    records: list[journal.Record] = [
+        ["h", _JOB, {"block_bytes": 1 << 20}, salt],
+        ["b", "w", 0, 4, 64, [1.0, 2.0, 0.5, 0.5, 3, -1, 0], 0.0, None, [part]],
+        ["n", "found", [1, 2]],
+        ["c", 2],
+    ]
+    path.write_bytes(b"".join(journal.packed(salt, record) for record in records))
+    (folder / "w.partial").write_bytes(bytes(64))
+    return path
+
+
+def _recipe(folder: Path) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text(
+        "scheme: int4-g32\nrules:\n- {select: mlp.down, scheme: int8}\nkeep: [lm_head]\n"
+        "fuse: [qkv]\npad_to_tp: 2\n"
+        "architecture:\n  like: qwen3\n  rename: {model.layers: model.blocks}\n  keys: {a: b}\n"
+        "  slots:\n  - {role: attn.x, module: 'layers.{layer}.x', shape: [head_dim, 3], kind: norm}\n"
+    )
+    return path
+
+
+def _read_model(path: Path) -> None:
+    describe(open_checkpoint(path.parent), list_tensors=True)
+
+
+def _read_safetensors(path: Path) -> None:
+    with SafetensorsFile(path) as file:
+        for name, spec in file.header.specs.items():
+            file.read(name, 0, min(spec.rows, 4))
+    _read_model(path)
+
+
+def _read_gguf(path: Path) -> None:
+    with GGUFFile(path) as file:
+        for name, spec in file.specs.items():
+            file.read(name, 0, min(spec.rows, 4))
+    describe(open_checkpoint(path), list_tensors=True)
+
+
+def _read_tokenizer(path: Path) -> None:
+    config = json.loads((path.parent / "config.json").read_bytes())
+    try:
+        read_tokenizer(path.parent, 320, config, "gpt-2")
+    finally:
+        open_tokenizer(path.parent).encode("Hello, world 123")
+
+
+def _read_imatrix(path: Path, architecture: Architecture) -> None:
+    open_imatrix(path, architecture)
+
+
+def _read_journal(path: Path) -> None:
+    partial = path.parent / "w.partial"
+    run = RunJournal(_JOB, block_bytes=1 << 20, checksums=True)
+    raw = path.read_bytes()
+    try:
+        run.goes_on(path, {partial: 64}, partial)
+    finally:
+        path.write_bytes(raw)
+
+
+def _read_manifest(path: Path) -> None:
+    from qconvert.check.audit import errors_in, reordered_in, scaling_in
+    from qconvert.check.verify import verify
+
+    checkpoint = open_checkpoint(path.parent)
+    verify(checkpoint)
+    errors_in(checkpoint), reordered_in(checkpoint), scaling_in(checkpoint)

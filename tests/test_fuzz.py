@@ -1,0 +1,62 @@
+"""A few thousand changed files, the same ones on every run; `make fuzz` reads a million others."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from qconvert.errors import QConvertError
+from tests.fuzz import hunt as fuzz
+from tests.fuzz.kinds import Kind
+from tests.fuzz.mutations import changed_bytes, changed_json
+
+INPUTS = 4400  # 400 of each of eleven kinds
+
+
+def test_no_changed_file_does_harm() -> None:
+    """Our own errors alone, within 5 s and 500 MB."""
+    harms = [f"{harm.kind} {harm.number}: {harm.why}" for harm in fuzz.hunt(INPUTS, seed=15)]
+    assert not harms, "\n".join(harms)
+
+
+def test_harm_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz, "SECONDS", 0.2)
+    monkeypatch.setattr(fuzz, "BYTES", 50_000_000)
+    (tmp_path / "f").write_bytes(b"sound")
+
+    def endless(path: Path) -> None:
+        while True:
+            try:
+                while True:
+                    pass
+            except Exception:
+                continue
+
+    def large(path: Path) -> None:
+        assert len(bytes(range(256)) * 1_000_000)
+
+    def refuses(path: Path) -> None:
+        raise QConvertError("fact", "hint")
+
+    def told(read: object) -> str:
+        found = Kind((tmp_path / "f",), changed_bytes, read)  # type: ignore[arg-type]
+        monkeypatch.setattr("tests.fuzz.kinds.kinds", lambda folder: {"kind": found})
+        return " ".join(harm.why for harm in fuzz.hunt(1, seed=0))
+
+    assert "ran over 0.2 s" in told(endless)
+    monkeypatch.setattr(fuzz, "SECONDS", 5.0)
+    assert "grew by" in told(large)
+    assert "ValueError" in told(lambda path: int("x"))
+    assert told(refuses) == told(lambda path: None) == ""
+    assert (tmp_path / "f").read_bytes() == b"sound"
+
+
+def test_changes_are_the_same_for_a_seed_and_mostly_changes() -> None:
+    raw = json.dumps({"a": [1, 2, {"b": "c"}], "d": None}).encode()
+    for change in (changed_bytes, changed_json):
+        made = [change(raw, random.Random(seed)) for seed in range(200)]
+        assert made == [change(raw, random.Random(seed)) for seed in range(200)]
+        assert len(set(made)) > 100
