@@ -10,6 +10,7 @@ import safetensors.torch
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from qconvert.cli.printing import escaped
 from qconvert.errors import BadRecipe, QConvertError, UnsupportedModel
 from qconvert.formats.tokenizers.prompts import Detokenizer, open_dialogue
 from qconvert.runtime.device_layout import find_device
@@ -147,7 +148,7 @@ def test_the_command(folder: Path) -> None:
     ran = qconvert("generate", folder, "-p", "abc", "-n", 12, "--json", "--backend", "reference")
     assert ran.code == 0 and ran.json["prompt_tokens"] == 3 and ran.json["tokens"] <= 12
     plain = qconvert("generate", folder, "-p", "abc", "-n", 12, "--backend", "reference")
-    assert plain.out == ran.json["text"] + "\n" and "3 tokens of prompt at" in plain.err
+    assert plain.out == escaped(ran.json["text"]) + "\n" and "3 tokens of prompt at" in plain.err
     chat = qconvert(
         "generate", folder, "-p", "abc", "--chat", "--system", "s", "-n", 2, "--json", "--head", "int8"
     )

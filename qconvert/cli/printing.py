@@ -7,6 +7,7 @@ in one: where the streams are written.
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -64,7 +65,10 @@ class EscapingStream(io.TextIOBase):
 
 @contextmanager
 def escaping() -> Iterator[None]:
-    """Escapes what is printed to stdout and stderr while the context lasts."""
+    """Escapes what is printed to stdout and stderr while the context lasts, but what a shell completes."""
+    if "_QCONVERT_COMPLETE" in os.environ:  # click writes it as bytes, for the shell alone
+        yield
+        return
     out, err = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = EscapingStream(out), EscapingStream(err)
     try:
