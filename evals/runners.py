@@ -121,6 +121,15 @@ def llama_cpp(name: str, gguf: Path, room: int, threads: int) -> Runner:
         position[0] = 0
         feed(tokens, everywhere)
 
+    return _runner_of(name, gguf, feed, restart)
+
+
+Feed = Callable[[Sequence[int], bool], None]
+"""Reads tokens; makes the logits of all of them, or of the last."""
+
+
+def _runner_of(name: str, gguf: Path, feed: Feed, restart: Feed) -> Runner:
+    """A GGUF file in a library that reads tokens after those before (`feed`), or as the first (`restart`)."""
     return Runner(
         name,
         gguf.stat().st_size,
@@ -161,10 +170,4 @@ def ik_llama_cpp(name: str, gguf: Path, room: int, threads: int) -> Runner:
         position[0] = 0
         feed(tokens, everywhere)
 
-    return Runner(
-        name,
-        gguf.stat().st_size,
-        lambda prompt: restart(prompt, False),
-        lambda token: feed([token], False),
-        lambda tokens: restart(tokens, True),
-    )
+    return _runner_of(name, gguf, feed, restart)

@@ -11,6 +11,7 @@ import torch
 
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
+from qconvert.runtime.layer_step import SplitStep
 from qconvert.runtime.load import load_decoder
 from qconvert.runtime.model import Decoder
 from qconvert.runtime.observers import InputKey
@@ -126,15 +127,15 @@ def test_a_step_goes_on_from_what_its_last_linear_reads() -> None:
         found: dict[InputKey, torch.Tensor] = {}
         with decoder.observing(lambda key, rows, found=found: found.setdefault(key, rows.clone())):
             want_BTD = step(x_BTD)
-        split = step.split
-        assert split is not None and step.ends_with(roles) and not step.ends_with(("attn.v",))
-        last_BTI = split.inner(x_BTD)
-        assert last_BTI.shape == (2, 7, split.width)
+        assert isinstance(step, SplitStep)
+        assert step.ends_with(roles) and not step.ends_with(("attn.v",))
+        last_BTI = step.inner(x_BTD)
+        assert last_BTI.shape == (2, 7, step.width)
         assert torch.equal(last_BTI.flatten(0, 1), found[InputKey(roles, 0)])
-        assert torch.equal(split.outer(x_BTD, last_BTI), want_BTD)
+        assert torch.equal(step.outer(x_BTD, last_BTI), want_BTD)
 
 
 def test_steps_of_experts_are_computed_in_one(tmp_path: Path) -> None:
     deepseek(tmp_path / "deepseek")
     *_, last = opened(tmp_path / "deepseek").layers
-    assert [step.split is None for step in last.steps([])] == [False, True]
+    assert [not isinstance(step, SplitStep) for step in last.steps([])] == [False, True]

@@ -47,7 +47,35 @@ E = TypeVar("E", bound=Quantized)
 V = TypeVar("V", bound=Value)
 
 
-class PassThrough(Generic[E, V]):
+class NoScalesBeside:
+    """What layouts say that have no numbers of inputs or caches beside their weights."""
+
+    __slots__ = ()
+
+    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
+        """The entries of config.json for these modules, and linears that are left plain."""
+        raise NotImplementedError
+
+    def settings_beside(
+        self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
+    ) -> Json:
+        """The settings where numbers are stored beside the weights, for layouts that have places for them."""
+        return self.settings(quantized, kept)
+
+    def scale_stored_as(self, name: str) -> StoredScale | None:
+        """What an array of this name scales; None for all others, and in layouts without such numbers."""
+        return None
+
+    def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None:
+        """The array of a scale beside weights like this one; None where the layout has no place for it."""
+        return None
+
+    def without_input_scale(self, weight: Quantized) -> Quantized | None:
+        """The encoding that a weight gets whose inputs have no stored scale, though loaders want one."""
+        return None
+
+
+class PassThrough(NoScalesBeside, Generic[E, V]):
     """Stores plain tensors as arrays of their own name, and leaves quantized ones to a subclass.
 
     A subclass stores encodings `E` as values `V`; `transposed` as in `Layout`.
@@ -89,28 +117,6 @@ class PassThrough(Generic[E, V]):
         if isinstance(tensor.encoding, Unquantized):
             return DenseRows(source.read(tensor.name, start, stop), tensor.encoding.dtype)
         return self.load(tensor, cast(E, tensor.encoding), source, range(start, stop))
-
-    def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """The entries of config.json for these modules, and linears that are left plain."""
-        raise NotImplementedError
-
-    def settings_beside(
-        self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
-    ) -> Json:
-        """The settings where numbers are stored beside the weights, for layouts that have places for them."""
-        return self.settings(quantized, kept)
-
-    def scale_stored_as(self, name: str) -> StoredScale | None:
-        """What an array of this name scales; None for all others, and in layouts without such numbers."""
-        return None
-
-    def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None:
-        """The array of a scale beside weights like this one; None where the layout has no place for it."""
-        return None
-
-    def without_input_scale(self, weight: Quantized) -> Quantized | None:
-        """The encoding that a weight gets whose inputs have no stored scale, though loaders want one."""
-        return None
 
     def arrays(self, tensor: ModelTensor, encoding: E) -> tuple[TensorSpec, ...]:
         """The arrays of a quantized tensor, in the order they are written."""

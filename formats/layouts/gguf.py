@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from qconvert.core.activations import ScalesBeside, StoredScale
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import Codebook, Encoding, GgmlBlocks, ModelTensor, Quantized, Unquantized
 from qconvert.core.ggml_types import GGMLType, GGUFTensor
@@ -14,6 +13,7 @@ from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.row_transforms import RowTransform
 from qconvert.core.values import CodebookRows, DenseRows, GgmlRows, Value
+from qconvert.formats.layouts.base import NoScalesBeside
 from qconvert.ops import op_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def form_of(home: Home) -> Encoding:
 
 
 @dataclass(frozen=True, slots=True)
-class GGUFLayout:
+class GGUFLayout(NoScalesBeside):
     """Tensors as arrays of their own name, except those that `homes` says are elsewhere."""
 
     homes: Mapping[str, Home] = field(default_factory=dict)
@@ -92,22 +92,6 @@ class GGUFLayout:
         if home is None:
             return (stored(tensor).stored,)
         return tuple({stretch.array.name: stretch.array for stretch in home}.values())
-
-    def settings_beside(
-        self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
-    ) -> Json:
-        return self.settings(quantized, kept)
-
-    def scale_stored_as(self, name: str) -> StoredScale | None:
-        """None: a GGUF file has the factors of weights alone."""
-        return None
-
-    def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None:
-        """None: llama.cpp rounds inputs and caches as it likes."""
-        return None
-
-    def without_input_scale(self, weight: Quantized) -> Quantized | None:
-        return None
 
     def row_alignment(self, tensor: ModelTensor) -> int:
         """Blocks never span rows."""

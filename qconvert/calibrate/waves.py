@@ -30,7 +30,7 @@ from qconvert.calibrate.wave import Wave
 from qconvert.core.statistics import Rounding, StatisticsKey
 from qconvert.errors import CheckFailed
 from qconvert.quant.hessian import NotPositiveDefinite
-from qconvert.runtime.layer_step import LayerStep
+from qconvert.runtime.layer_step import LayerStep, SplitStep
 from qconvert.runtime.model import Decoder
 from qconvert.runtime.observers import InputKey
 from qconvert.runtime.precision import fast_products
@@ -145,7 +145,8 @@ class _Walk:
                 for stage in stages:
                     keys = frozenset(key for key in wanted if key.role in stage)
                     whole = stage is stages[-1]
-                    if self.calibration.shift and whole and step.ends_with(stage):
+                    splits = isinstance(step, SplitStep) and step.ends_with(stage)
+                    if self.calibration.shift and whole and splits:
                         kept = opened.enter_context(self._last_inputs(step))
                     reading = _Reading(original, step, current, i, number, whole, kept)
                     sums = self._summed(reading, {InputKey(stage, i, key.expert) for key in keys}, token_wise)
@@ -158,8 +159,8 @@ class _Walk:
 
     def _last_inputs(self, step: LayerStep) -> contextlib.AbstractContextManager[ActivationFile]:
         """A file for what the last linear of a step reads in the quantized model."""
-        assert step.split is not None
-        return activation_file(self.scratch, 1, self.file.windows, self.file.tokens, step.split.width)
+        assert isinstance(step, SplitStep)
+        return activation_file(self.scratch, 1, self.file.windows, self.file.tokens, step.width)
 
     def past(self, i: int, original: Decoder, current: Decoder) -> None:
         """Bring the file to what the next layer reads, without measuring anything."""
@@ -211,10 +212,10 @@ class _Walk:
             read = origin
             if changed is not None:
                 x_BTD = self._read(reading.current, _CURRENT, batch)
-                if reading.kept is None or changed.split is None:
+                if reading.kept is None or not isinstance(changed, SplitStep):
                     read, _ = _shown(reading.current, changed, x_BTD, inputs, whole=False)
                 else:
-                    last_BTI = changed.split.inner(x_BTD)
+                    last_BTI = changed.inner(x_BTD)
                     reading.kept.write(0, batch.first, last_BTI, batch.start)
                     read = dict.fromkeys(inputs, last_BTI.flatten(0, -2).float())
             for key, rows_NI in read.items():
@@ -284,8 +285,8 @@ class _Walk:
         """Bring a slot past a step, of which `kept` has what its last linear reads."""
         for batch in self._batches(token_wise):
             x_BTD = self._read(decoder, slot, batch)
-            if kept is not None and step.split is not None:
-                y_BTD = step.split.outer(x_BTD, batch.of(kept, 0).to(decoder.device, decoder.dtype))
+            if kept is not None and isinstance(step, SplitStep):
+                y_BTD = step.outer(x_BTD, batch.of(kept, 0).to(decoder.device, decoder.dtype))
             else:
                 y_BTD = step(x_BTD)
             self.file.write(slot, batch.first, y_BTD, batch.start)

@@ -19,7 +19,7 @@ from qconvert.runtime.attention import attend
 from qconvert.runtime.cache import Cache
 from qconvert.runtime.config import Experts
 from qconvert.runtime.latent_attention import LatentAttention
-from qconvert.runtime.layer_step import LayerStep, Split
+from qconvert.runtime.layer_step import LayerStep, SplitStep
 from qconvert.runtime.linear import Linear
 from qconvert.runtime.norm import Norm
 from qconvert.runtime.rope import Rotation, apart, rotate
@@ -193,26 +193,23 @@ class Layer:
     def steps(self, rotations: Sequence[Rotation], cache: Cache | None = None) -> tuple[LayerStep, ...]:
         """What the layer does, in order: attention, then MLP; both in one where they are parallel."""
         if self.parallel:
-            return (LayerStep(lambda x_BTD: self._both(x_BTD, rotations, cache)),)
-
-        def mixed(x_BTD: Tensor) -> Tensor:
-            return self.attention.mixed(_normalised(self.attention_norm, x_BTD), rotations, cache)
-
-        def attended(x_BTD: Tensor, mixed_BTI: Tensor) -> Tensor:
-            return x_BTD + _normalised(self.attention_post_norm, self.attention.o(mixed_BTI))
-
-        def fed(x_BTD: Tensor) -> Tensor:
-            return x_BTD + _normalised(self.mlp_post_norm, self.mlp(_normalised(self.mlp_norm, x_BTD)))
-
-        first = LayerStep(
-            lambda x_BTD: attended(x_BTD, mixed(x_BTD)), Split(self.attention.o, mixed, attended)
+            return (lambda x_BTD: self._both(x_BTD, rotations, cache),)
+        attend = SplitStep(
+            self.attention.o,
+            lambda x_BTD: self.attention.mixed(_normalised(self.attention_norm, x_BTD), rotations, cache),
+            lambda x_BTD, mixed_BTI: (
+                x_BTD + _normalised(self.attention_post_norm, self.attention.o(mixed_BTI))
+            ),
         )
-        return first, LayerStep(fed, self._split_mlp())
+        return attend, self._mlp_step()
 
-    def _split_mlp(self) -> Split | None:
-        if not isinstance(mlp := self.mlp, Mlp):
-            return None
-        return Split(
+    def _mlp_step(self) -> LayerStep:
+        mlp = self.mlp
+        if not isinstance(mlp, Mlp):
+            return lambda x_BTD: (
+                x_BTD + _normalised(self.mlp_post_norm, mlp(_normalised(self.mlp_norm, x_BTD)))
+            )
+        return SplitStep(
             mlp.down,
             lambda x_BTD: mlp.gated(_normalised(self.mlp_norm, x_BTD)),
             lambda x_BTD, gated_BTI: x_BTD + _normalised(self.mlp_post_norm, mlp.down(gated_BTI)),

@@ -9,32 +9,26 @@ from torch import Tensor
 
 from qconvert.runtime.linear import Linear
 
+LayerStep = Callable[[Tensor], Tensor]
+"""Takes and gives [B, T, D]."""
+
 
 @dataclass(frozen=True, slots=True)
-class Split:
-    """Where a step is cut: `inner` gives what the linear `last` reads, [B, T, I]; `outer` goes on with it."""
+class SplitStep:
+    """A step that is cut: `inner` gives what the linear `last` reads, [B, T, I]; `outer` goes on with it."""
 
     last: Linear
     inner: Callable[[Tensor], Tensor]
     outer: Callable[[Tensor, Tensor], Tensor]
+
+    def __call__(self, x_BTD: Tensor) -> Tensor:
+        return self.outer(x_BTD, self.inner(x_BTD))
 
     @property
     def width(self) -> int:
         """The columns of what the last linear reads."""
         return int(self.last.weight.shape[1])
 
-
-@dataclass(frozen=True, slots=True)
-class LayerStep:
-    """Takes and gives [B, T, D]; without a `split` it is computed in one."""
-
-    whole: Callable[[Tensor], Tensor]
-    split: Split | None = None
-
-    def __call__(self, x_BTD: Tensor) -> Tensor:
-        return self.whole(x_BTD)
-
     def ends_with(self, roles: tuple[str, ...]) -> bool:
-        """Whether it can be cut before the linear of these roles."""
-        tap = None if self.split is None else self.split.last.tap
-        return tap is not None and tap.key.roles == roles
+        """Whether its last linear has these roles."""
+        return self.last.tap is not None and self.last.tap.key.roles == roles
