@@ -1,15 +1,24 @@
-"""Ends a command on SIGTERM and Ctrl-C: once so that what is done is kept, twice at once."""
+"""Ends a command on SIGTERM and Ctrl-C: once so that what is done is kept, twice at once.
+
+The signal becomes an exception of the main thread, but not where Python would drop it: in the compiler it
+waits until the kernel is made, and out of a finalizer or a callback from C it is raised once more.
+"""
 
 from __future__ import annotations
 
+import _thread
 import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
 from types import FrameType
 from typing import Any
+
+from qconvert.core.compiling import after_compiling, inside_compiler
 
 INTERRUPTED = 128 + signal.SIGINT
 # Schedulers kill 10 to 30 seconds after SIGTERM; a block that is being computed may take longer than this.
@@ -32,6 +41,7 @@ class _State:
     """The signal that came, and what a command says that has to end before its threads do."""
 
     signum: int | None = None
+    waiting: bool = False  # for the compiler
     farewell: Callable[[], str] | None = None
 
 
@@ -43,7 +53,32 @@ def _receive(signum: int, frame: FrameType | None) -> None:
         timer = Timer(SECONDS_TO_END, _leave)
         timer.daemon = True
         timer.start()
-    raise Stopped(signum)
+    if inside_compiler():
+        _State.waiting = True
+    else:
+        raise Stopped(signum)
+
+
+def _raise_waiting() -> None:
+    """Raise for a signal that came while the main thread was in the compiler."""
+    if _State.waiting and _State.signum is not None and threading.current_thread() is threading.main_thread():
+        _State.waiting = False
+        raise Stopped(_State.signum)
+
+
+def _raise_again(dropped: Any) -> None:
+    """Where Python can only report an exception and drop it: send the signal of a Stopped once more."""
+    if isinstance(dropped.exc_value, Stopped):
+        _State.signum = None
+        _thread.start_new_thread(_send_soon, (dropped.exc_value.signum,))
+    else:
+        sys.__unraisablehook__(dropped)
+
+
+def _send_soon(signum: int) -> None:
+    """Send the process a signal when the finalizer that dropped the first is over."""
+    time.sleep(0.01)
+    os.kill(os.getpid(), signum)
 
 
 def _leave() -> None:
@@ -60,13 +95,16 @@ def handled() -> Iterator[None]:
     A signal that the process was told to ignore stays ignored, as Ctrl-C is in the background of a shell.
     """
     before: dict[int, Any] = {}
-    _State.signum = None
+    _State.signum, _State.waiting = None, False
+    hook, sys.unraisablehook = sys.unraisablehook, _raise_again
     for each in (signal.SIGTERM, signal.SIGINT):
         if each is signal.SIGTERM or signal.getsignal(each) is not signal.SIG_IGN:
             before[each] = signal.signal(each, _receive)
     try:
-        yield
+        with after_compiling(_raise_waiting):
+            yield
     finally:
+        sys.unraisablehook = hook
         for number, handler in before.items():
             signal.signal(number, handler)
 

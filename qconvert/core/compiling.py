@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,3 +25,44 @@ def announce(cached: bool) -> None:
     """Tell all listeners that a kernel is being compiled."""
     for listener in list(_LISTENERS):
         listener(cached)
+
+
+class _Depth(threading.local):
+    """How many locks of the compiler this thread holds or waits for."""
+
+    locks = 0
+
+
+_DEPTH = _Depth()
+_AFTERWARDS: list[Callable[[], None]] = []
+
+
+def inside_compiler() -> bool:
+    """Whether this thread is in the compiler, where an exception out of a signal handler would harm.
+
+    LLVM calls Python back, drops what is raised there, and goes on with half of its work.
+    """
+    return _DEPTH.locks > 0
+
+
+@contextmanager
+def after_compiling(act: Callable[[], None]) -> Iterator[None]:
+    """Call `act` in every thread that leaves the compiler while the context lasts; it may raise."""
+    _AFTERWARDS.append(act)
+    try:
+        yield
+    finally:
+        _AFTERWARDS.remove(act)
+
+
+def enter_compiler() -> None:
+    """Note that this thread asks for the compiler's lock; a thread may ask again for what it holds."""
+    _DEPTH.locks += 1
+
+
+def leave_compiler() -> None:
+    """Note that this thread has given a lock of the compiler back."""
+    _DEPTH.locks -= 1
+    if not _DEPTH.locks:
+        for act in list(_AFTERWARDS):
+            act()

@@ -25,7 +25,7 @@ from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, register_jitable, register_model
 
-from qconvert.core.compiling import announce
+from qconvert.core.compiling import announce, enter_compiler, leave_compiler
 
 LANES = 16
 
@@ -45,7 +45,18 @@ class _Announcer(event.Listener):
         pass
 
 
+class _LockListener(event.Listener):
+    """Tells which threads are in the compiler."""
+
+    def on_start(self, event: Any) -> None:
+        enter_compiler()
+
+    def on_end(self, event: Any) -> None:
+        leave_compiler()
+
+
 event.register("numba:compile", _Announcer())  # type: ignore[no-untyped-call]
+event.register("numba:compiler_lock", _LockListener())  # type: ignore[no-untyped-call]
 
 
 @lru_cache
