@@ -22,7 +22,9 @@ def qconvert(*words: object) -> Json:
             main([str(word) for word in (*words, "--json", *threads)])
     except SystemExit as ending:
         if ending.code not in (0, None):
-            raise click.ClickException(f"{' '.join(map(str, words))}: {talk.getvalue().strip()}") from ending
+            raise click.ClickException(
+                f"{' '.join(map(str, words))}: {talk.getvalue() + out.getvalue()}"
+            ) from ending
     finally:
         signal.signal(signal.SIGTERM, before)
     said: Json = json.loads(out.getvalue())

@@ -6,8 +6,10 @@ installed here says so and is left out.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -139,35 +141,64 @@ def _runner_of(name: str, gguf: Path, feed: Feed, restart: Feed) -> Runner:
     )
 
 
+def llama_cpp_native(name: str, gguf: Path, room: int, threads: int) -> Runner:
+    """A GGUF file in a llama.cpp that was built here, through the llama-cpp-python package."""
+    import llama_cpp as api  # type: ignore[import-not-found]
+
+    params = api.llama_model_default_params()
+    return _through_ctypes(
+        api, params, lambda context: api.llama_memory_clear(api.llama_get_memory(context), True)
+    )(name, gguf, room, threads)
+
+
 def ik_llama_cpp(name: str, gguf: Path, room: int, threads: int) -> Runner:
     """A GGUF file in ik_llama.cpp, repacked at load, through the ik-llama-cpp-python package."""
     from ik_llama_cpp import _ctypes_api as api  # type: ignore[import-not-found]
 
     api.llama_backend_init()
-    model_params, params = api.llama_model_default_params(), api.llama_context_default_params()
-    model_params.use_mmap, model_params.repack_tensors = False, True
-    model = api.llama_model_load_from_file(str(gguf).encode(), model_params)
-    params.n_ctx = params.n_batch = params.n_ubatch = room
-    params.n_threads = params.n_threads_batch = threads
-    context = api.llama_init_from_model(model, params)
-    position = [0]
+    params = api.llama_model_default_params()
+    params.use_mmap, params.repack_tensors = False, True
+    return _through_ctypes(api, params, api.llama_kv_cache_clear)(name, gguf, room, threads)
 
-    def feed(tokens: Sequence[int], everywhere: bool) -> None:
-        batch = api.llama_batch_init(len(tokens), 0, 1)
-        for i, token in enumerate(tokens):
-            batch.token[i], batch.pos[i] = token, position[0] + i
-            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
-            batch.logits[i] = everywhere or i == len(tokens) - 1
-        batch.n_tokens = len(tokens)
-        failed = api.llama_decode(context, batch)
-        api.llama_batch_free(batch)
-        if failed:
-            raise RuntimeError(f"{name}: llama_decode gave {failed}")
-        position[0] += len(tokens)
 
-    def restart(tokens: Sequence[int], everywhere: bool) -> None:
-        api.llama_kv_cache_clear(context)
-        position[0] = 0
-        feed(tokens, everywhere)
+def instruction_sets(package: str) -> str:
+    """What llama.cpp says that a package's build of it uses of this processor; empty where it is silent."""
+    module = import_module("ik_llama_cpp._ctypes_api" if package == "ik_llama_cpp" else package)
+    said = getattr(module, "llama_print_system_info", lambda: b"")()
+    return ", ".join(re.findall(r"(\w+) = 1", said.decode()))
 
-    return _runner_of(name, gguf, feed, restart)
+
+def _through_ctypes(
+    api: Any, model_params: Any, clear: Callable[[Any], object]
+) -> Callable[[str, Path, int, int], Runner]:
+    """Makes runners of a package that shows llama.cpp's C functions and structures as they are."""
+
+    def made(name: str, gguf: Path, room: int, threads: int) -> Runner:
+        model = api.llama_model_load_from_file(str(gguf).encode(), model_params)
+        params = api.llama_context_default_params()
+        params.n_ctx = params.n_batch = params.n_ubatch = room
+        params.n_threads = params.n_threads_batch = threads
+        context = api.llama_init_from_model(model, params)
+        position = [0]
+
+        def feed(tokens: Sequence[int], everywhere: bool) -> None:
+            batch = api.llama_batch_init(len(tokens), 0, 1)
+            for i, token in enumerate(tokens):
+                batch.token[i], batch.pos[i] = token, position[0] + i
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+                batch.logits[i] = everywhere or i == len(tokens) - 1
+            batch.n_tokens = len(tokens)
+            failed = api.llama_decode(context, batch)
+            api.llama_batch_free(batch)
+            if failed:
+                raise RuntimeError(f"{name}: llama_decode gave {failed}")
+            position[0] += len(tokens)
+
+        def restart(tokens: Sequence[int], everywhere: bool) -> None:
+            clear(context)
+            position[0] = 0
+            feed(tokens, everywhere)
+
+        return _runner_of(name, gguf, feed, restart)
+
+    return made

@@ -119,6 +119,8 @@ def _measure(
 ) -> None:
     import torch
 
+    from evals.runners import instruction_sets
+
     torch.set_num_threads(threads)
     with nullcontext(folder) if folder is not None else tempfile.TemporaryDirectory() as work:
         Path(work).mkdir(parents=True, exist_ok=True)
@@ -135,7 +137,9 @@ def _measure(
                     processor[runner.name].append(pace.processor_seconds)
             if number:
                 copies.append(copy)
+    builds = [name for name in ("llama_cpp", "ik_llama_cpp") if find_spec(name)]
     peers_here = [name for name in ("torch", "transformers", "cyllama") if find_spec(name)]
+    packages = [*peers_here, *(f"{name}_python" for name in builds)]
     record = {
         "measurement": what,
         "shape": shape,
@@ -144,7 +148,8 @@ def _measure(
         "rounds": rounds,
         "machine": f"{machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "kernels": in_words(),
-        "versions": {"qconvert": __version__, **{name: version(name) for name in peers_here}},
+        "versions": {"qconvert": __version__, **{name: version(name) for name in packages}},
+        "instruction_sets": {name: instruction_sets(name) for name in builds},
         "copy_bytes_per_second": copies,
         "token_bytes": {runner.name: runner.token_bytes for runner in runners},
         "tokens_per_second": rates,
@@ -158,7 +163,7 @@ def _measure(
 
 def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
     """Every way to run the shape that is installed here."""
-    from evals.runners import ik_llama_cpp, llama_cpp, ours, transformers_bf16
+    from evals.runners import ours, transformers_bf16
 
     source = make_checkpoint(work / f"{shape}-x1", shape)
     int4 = converted(source, work / f"{shape}-int4", "quantize", "--bits", "4", "--min-max")
@@ -174,11 +179,23 @@ def _runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:
     if find_spec("cyllama") and find_spec("gguf"):
         from evals.peer_gguf import gguf_files
 
-        files = gguf_files(source, work / shape, ("Q4_0", "bf16"))
-        runners += [llama_cpp(f"llama.cpp {name}", path, room, threads) for name, path in files.items()]
-        if find_spec("ik_llama_cpp"):
-            runners.append(ik_llama_cpp("ik_llama.cpp Q4_0", files["Q4_0"], room, threads))
+        for file, path in gguf_files(source, work / shape, ("Q4_0", "Q4_K_M", "bf16")).items():
+            if file != "bf16":
+                runners.append(ours(f"GGUF {file}, int8 inputs", path, room, activations="int8"))
+            runners += [make(f"{peer} {file}", path, room, threads) for peer, make in _llama_cpps()]
     return runners
+
+
+def _llama_cpps() -> list[tuple[str, Callable[[str, Path, int, int], Runner]]]:
+    """Every llama.cpp that is installed here: a build for this machine, a wheel for any, ik_llama.cpp."""
+    from evals.runners import ik_llama_cpp, llama_cpp, llama_cpp_native
+
+    found = [("llama.cpp", llama_cpp)]
+    if find_spec("llama_cpp"):
+        found.append(("llama.cpp native", llama_cpp_native))
+    if find_spec("ik_llama_cpp"):
+        found.append(("ik_llama.cpp", ik_llama_cpp))
+    return found
 
 
 def _layout_runners(work: Path, shape: str, room: int, threads: int) -> list[Runner]:

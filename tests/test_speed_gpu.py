@@ -216,7 +216,7 @@ def test_everything_runs_dry(tmp_path: Path) -> None:
     earlier = [{"section": "decode", "note": "replaced"}, {"section": "another", "note": "kept"}]
     path = tmp_path / "gpu-dry-run.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in earlier))
-    script = ["bash", str(ROOT / "evals/results/run_gpu.sh"), "--dry-run"]
+    script = ["bash", str(ROOT / "evals/results/run_gpu.sh"), "--dry-run", "--minutes", "60"]
     ran = subprocess.run(script, env=environment, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     records = load(path)
