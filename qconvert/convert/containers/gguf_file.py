@@ -145,7 +145,7 @@ class GGUFFileContainer:
         moved = [unit.source.name for unit in undone if reordered(unit)]
         own = [KV.texts(REORDERED, moved)] if moved else []
         if self.compiled.request.chosen is not None:
-            own.append(KV.text(TARGET, json.dumps(self.compiled.request.chosen, separators=(",", ":"))))
+            own.append(KV.text(TARGET, self._target_record(self.compiled.request.chosen)))
         measured: Sequence[KV] = ()
         if isinstance(statistics, ImatrixStatistics):
             measured = statistics.imatrix.kv
@@ -155,6 +155,13 @@ class GGUFFileContainer:
         if self.compiled.scaled:
             own.append(KV.text(SCALING, json.dumps(record_of(self.compiled.scaled))))
         return (*keys, *measured, *own)
+
+    def _target_record(self, chosen: Json) -> str:
+        """What a target chose, as JSON; without the groups' prices where these took over 1 % of the file."""
+        text = json.dumps(chosen, separators=(",", ":"))
+        if len(text) > sum(tensor.nbytes for tensor in self.tensors) // 100:
+            text = json.dumps({k: v for k, v in chosen.items() if k != "groups"}, separators=(",", ":"))
+        return text
 
     def check(self) -> None:
         """Raise UnsupportedModel for a name that llama.cpp expects tokens of which the vocabulary lacks."""
