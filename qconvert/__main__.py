@@ -1,6 +1,43 @@
-"""Runs the `qconvert` command: `python -m qconvert`."""
+"""Runs the `qconvert` command: the console script, and `python -m qconvert`."""
 
-from qconvert.cli import main
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+from typing import Any
+
+
+def main() -> None:
+    """Run the command line; a signal that comes while it is being imported ends it in one line, too."""
+    _receive_by(_leave)
+    from qconvert.cli import main as run
+
+    try:
+        run()
+    finally:
+        _receive_by(signal.SIG_DFL)
+
+
+def _receive_by(handler: Any) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(each) is not signal.SIG_IGN:  # as Ctrl-C is in the background of a shell
+            signal.signal(each, handler)
+
+
+def _leave(signum: int, frame: FrameType | None) -> None:
+    """End before anything was done."""
+    if "--json" in sys.argv:
+        error = (
+            '"kind": "interrupted", "fact": "interrupted; nothing was done", '
+            f'"hint": "run the same command again", "exit_code": {128 + signum}, "retryable": true'
+        )
+        os.write(1, f'{{"schema": 1, "ok": false, "error": {{{error}}}}}\n'.encode())
+    else:
+        os.write(2, b"Interrupted.\n")
+    os._exit(128 + signum)
+
 
 if __name__ == "__main__":
     main()

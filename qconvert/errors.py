@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import reprlib
 
+TAKEN = "use --overwrite to replace it, --skip-existing to leave it if it is complete, or another output"
 FETCH = "download the file again; if that does not help, report it to its author"
 REPORT = "write it to another disk; if that ends so too, it is a bug: report it with `qconvert env`"
 
@@ -16,10 +17,12 @@ class QConvertError(Exception):
     """A fact about the input or the request, and what to do about it.
 
     `fact` reads `<file or tensor>: <what is wrong, with numbers>`; `hint` is what the user can
-    type or change. The command line prints both and leaves with `exit_code`.
+    type or change. The command line prints both and leaves with `exit_code`. Where it is `retryable`, the
+    same command may succeed later without any change to it or to the model.
     """
 
     exit_code = 1
+    retryable = False
 
     def __init__(self, fact: str, hint: str) -> None:
         super().__init__(fact)
@@ -44,6 +47,8 @@ class NotDownloaded(QConvertError):
 class SourceUnavailable(QConvertError):
     """A server does not give the bytes that a run reads; a later run of the same job may get them."""
 
+    retryable = True
+
 
 class UnsupportedModel(QConvertError):
     """The checkpoint is sound, but its architecture or one of its tensors is not known here."""
@@ -63,10 +68,20 @@ class OutputExists(QConvertError):
     """Something is already under the output's name."""
 
 
+class OutputBusy(QConvertError):
+    """Another run is writing the same output."""
+
+    retryable = True
+
+
+class DiskFull(QConvertError):
+    """A disk, or what a user may take of it, has no room for what is to be written."""
+
+    retryable = True
+
+
 class OtherJob(QConvertError):
     """What an earlier run left of an output belongs to another job, whose command was another one."""
-
-    exit_code = 2
 
 
 class CheckFailed(QConvertError):
@@ -93,9 +108,22 @@ _REMEDIES = {
 }
 
 
+# What the system says where a disk, a quota or a limit on the size of files has no room.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def remedy(error: OSError) -> str:
     """What a user can do about an operation on files that the system refused."""
     return _REMEDIES.get(error.errno or 0, "check the path and the disk it is on")
+
+
+def refused(what: str, error: OSError, kind: type[QConvertError] = QConvertError) -> QConvertError:
+    """The error for an operation on files that the system refused: `what`, its reason, a remedy.
+
+    It is of this `kind`, but DiskFull where there was no room.
+    """
+    kind = DiskFull if error.errno in NO_ROOM else kind
+    return kind(f"{what}: {error.strerror}", remedy(error))
 
 
 _BRIEF = reprlib.Repr()

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from qconvert.errors import TAKEN
 from tests.commands import failed, files_of, made, qconvert
 from tests.models import stored, tiny
 
@@ -155,8 +156,8 @@ def test_without_verifying_it_says_so(models: Path, here: Path) -> None:
     assert manifest["verified"] is False and {digest for _, digest in manifest_hashes(manifest)} == {None}
     ran = qconvert("verify", "out")
     assert ran.code == 3 and "manifest: 0 files and 0 arrays with hashes, of 1 file and 14 arrays" in ran.out
-    assert ran.err.startswith("Error: qconvert.json: no hashes recorded (--no-verify), so no byte could be")
-    assert "or compare the two with --against SOURCE" in ran.err and "verified\n" not in ran.out
+    assert ran.err.startswith("Error: out: nothing is recorded to compare its bytes with")
+    assert "--against SOURCE" in ran.err and "verified\n" not in ran.out
     assert qconvert("verify", "out", "--against", models / "plain").code == 0
 
 
@@ -182,7 +183,7 @@ def test_an_existing_output_is_kept_unless_told(models: Path, here: Path) -> Non
     before = files_of(out)
     for model in (models / "plain", "some/model-on-the-hub"):
         ran = qconvert("fuse", model, "-o", "out")
-        failed(ran, "out: already exists", "use --overwrite, or choose another output")
+        failed(ran, "out: already exists", TAKEN)
     assert files_of(out) == before
     assert qconvert("fuse-qkv", models / "plain", "-o", "out", "--overwrite").code == 0
     assert files_of(out) != before and [path.name for path in here.iterdir()] == ["out"]

@@ -68,7 +68,11 @@ def test_verify_survives_a_manifest_that_is_none(models: Path, here: Path, manif
 
 def test_verify_without_a_manifest_checks_structure_and_numbers(models: Path, here: Path) -> None:
     ran = qconvert("verify", models / "plain")
-    assert ran.code == 0 and "manifest: none" in ran.out and ran.out.endswith("verified\n")
+    assert ran.code == 3 and "manifest: none" in ran.out and "verified" not in ran.out
+    assert "nothing is recorded to compare its bytes with" in ran.err
+    found = qconvert("verify", models / "plain", "--json").json
+    assert not found["ok"] and found["verdict"] == "unrecorded" and found["problems"] == []
+    assert qconvert("verify", models / "plain", "--against", models / "plain").code == 0
     tiny(here / "nan", changes={"model.norm.weight": np.full(256, np.nan, "f4")})
     ran = qconvert("verify", "nan")
     assert ran.code == 3 and ran.err.startswith("Error: model.norm.weight: NaN or Inf")

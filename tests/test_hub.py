@@ -20,7 +20,7 @@ import pytest
 
 from qconvert.checkpoint import hub, hub_errors
 from qconvert.core.dtypes import DType, TensorSpec
-from qconvert.errors import QConvertError
+from qconvert.errors import DiskFull, QConvertError
 from qconvert.formats.huggingface.folder import open_hf_folder
 from qconvert.formats.huggingface.safetensors_file import plan_files
 from qconvert.formats.io.planned_files import FileSink
@@ -124,7 +124,7 @@ def server(sharded: dict[str, bytes]) -> Iterator[Hub]:
 
 SCRIPT = """
 import json, sys
-from qconvert.errors import QConvertError
+from qconvert.errors import DiskFull, QConvertError
 from qconvert.checkpoint.hub import resolve
 from qconvert.formats.huggingface.folder import open_hf_folder
 for model, options in json.loads(sys.argv[1]):
@@ -223,7 +223,8 @@ def test_what_cannot_be_reached_is_told(server: Hub, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_told() -> None:
-    fact, hint = hub_errors.explanation(OSError(errno.ENOSPC, "No space left on device"))
+    raised, fact, hint = hub_errors.explanation(OSError(errno.ENOSPC, "No space left on device"))
+    assert raised is DiskFull and raised.retryable
     assert fact.endswith("cannot be written: No space left on device")
     assert "HF_HOME" in hint
 

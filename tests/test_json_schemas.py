@@ -64,7 +64,14 @@ CALLS = [
     ("check", "check {plain} {quantized} --for llama.cpp", 3),
     ("check", "check nowhere --for mlx", 1),
     ("verify", "verify {quantized} --against {plain}", 0),
-    ("verify", "verify {quantized} {plain}", 0),
+    ("verify", "verify {quantized} {plain}", 3),
+    ("verify", "verify {quantized} nowhere", 1),
+    ("check", "check {plain} nowhere --for ollama", 1),
+    ("check", "check {plain}", 2),
+    ("inspect", "inspect {plain} nowhere", 1),
+    ("bench", "bench {plain} nowhere -p 1 -n 0 -r 1", 1),
+    ("conversion", "to-gguf {plain} {untied} --type q8_0 --manifest --keep-going", 0),
+    ("conversion", "quantize {plain} {quantized} nowhere --bits 4 -o folder --keep-going", 1),
     ("verify", "verify {plain} --against {quantized}", 3),
     ("diff", "diff {plain} {quantized} --all", 0),
     ("diff", "diff {plain} {quantized} --exit-code", 3),
@@ -138,6 +145,7 @@ def test_what_is_printed_is_valid(
     assert problems(ran.json, name, registry) == []
     if code in (1, 2):
         assert problems({"schema": 1, "ok": False, "error": ran.json["error"]}, "error", registry) == []
+        assert not any(char in ran.json["error"]["fact"] for char in "\t\n")
 
 
 def test_every_command_and_every_schema_is_tried() -> None:

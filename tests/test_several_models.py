@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from qconvert.formats.io.read_back import file_sha256
 from tests.commands import failed, files_of, made, qconvert
 
 BITS = ("--bits", 4)
@@ -31,10 +32,10 @@ def test_without_a_folder_they_lie_in_the_current_one(models: Path, here: Path) 
     assert ran.code == 0 and len(list((here / "back").iterdir())) == 2
 
 
-def test_two_outputs_of_one_name_are_an_error_and_the_first_stays(models: Path, here: Path) -> None:
+def test_two_outputs_of_one_name_are_an_error_before_the_first(models: Path, here: Path) -> None:
     ran = qconvert("fuse", models / "plain", f"{models / 'plain'}/", "--overwrite", "-q")
     assert ran.code == 1 and "two of the models have outputs of this name" in ran.err
-    assert [path.name for path in here.iterdir()] == ["plain-fused"]
+    assert list(here.iterdir()) == []
 
 
 def test_a_file_is_no_place_for_several(models: Path, here: Path) -> None:
@@ -42,14 +43,52 @@ def test_a_file_is_no_place_for_several(models: Path, here: Path) -> None:
     failed(ran, "m.gguf: one file, and there are several models", "name a folder with -o", code=2)
 
 
-def test_the_first_failure_ends_it_and_names_its_model(models: Path, here: Path) -> None:
-    call = ("quantize", models / "plain", models / "quantized", models / "untied", *BITS)
-    ran = qconvert(*call, "-q")
-    assert ran.code == 1 and "quantized: " in ran.err and ran.out == "plain-int4-g128\n"
-    ran = qconvert(*call, "--skip-existing", "--json")
-    assert ran.code == 1 and not ran.json["ok"] and "quantized: " in ran.json["error"]["fact"]
-    assert [each["skipped"] for each in ran.json["outputs"]] == [True]
+def test_all_are_checked_before_the_first_is_written(models: Path, here: Path) -> None:
+    """A model that cannot be quantized, one that is not there, an output that exists: all of the last one."""
+    bad = models / "quantized"
+    ran = qconvert("quantize", models / "plain", bad, *BITS, "--json")
+    error = ran.json["error"]
+    assert ran.code == 1 and "outputs" not in ran.json and error["model"] == str(bad)
+    assert f"{bad}: " in error["fact"] and list(here.iterdir()) == []
+    assert qconvert("quantize", models / "plain", "nowhere", *BITS).code == 1 and list(here.iterdir()) == []
+    made("quantize", models / "untied", *BITS)
+    ran = qconvert("quantize", models / "plain", models / "untied", *BITS)
+    assert ran.code == 1 and "already exists" in ran.err and len(list(here.iterdir())) == 1
+
+
+def damaged_weights(models: Path, folder: Path) -> Path:
+    """A model whose header is sound, and whose numbers are not: found only while it is converted."""
+    folder.mkdir()
+    for name, data in files_of(models / "plain").items():
+        (folder / name).write_bytes(data)
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-256, 2)
+        file.write(b"\xff" * 256)  # NaN
+    return folder
+
+
+def test_a_failure_while_writing_ends_it_and_tells_what_was_done(models: Path, here: Path) -> None:
+    bad = damaged_weights(models, here / "bad")
+    call = ("quantize", models / "plain", bad, models / "untied", *BITS)
+    ran = qconvert(*call, "--json")
+    assert ran.code == 1 and ran.json["error"]["model"] == str(bad)
+    assert [each["out"] for each in ran.json["outputs"]] == ["plain-int4-g128"]
     assert not (here / "untied-int4-g128").exists()
+    ran = qconvert(*call, "--skip-existing", "-q")
+    assert ran.code == 1 and ran.out == "plain-int4-g128\n" and f"Error: {bad}: " in ran.err
+
+
+def test_keep_going_writes_all_that_can_be_written(models: Path, here: Path) -> None:
+    bad = damaged_weights(models, here / "bad")
+    call = ("quantize", "nowhere", models / "plain", bad, models / "untied", *BITS, "--keep-going")
+    ran = qconvert(*call, "--json")
+    assert ran.code == 1 and not ran.json["ok"]
+    assert [each["model"] for each in ran.json["errors"]] == ["nowhere", str(bad)]
+    assert ran.json["error"] == ran.json["errors"][0]
+    assert [each["out"] for each in ran.json["outputs"]] == ["plain-int4-g128", "untied-int4-g128"]
+    ran = qconvert(*call, "--skip-existing", "-q")
+    assert ran.code == 1 and ran.err.count("Error: ") == 2 and len(ran.out.splitlines()) == 2
+    assert qconvert("quantize", models / "plain", models / "untied", "--bits", 9, "--keep-going").code == 2
 
 
 @pytest.mark.parametrize(
@@ -69,7 +108,15 @@ def test_an_output_that_is_complete_is_skipped(call: str, out: str, models: Path
     assert (ran.code, ran.out, ran.err) == (0, "", f"{out}: already complete, skipped\n")
     assert qconvert(*words, "--skip-existing", "-q").out == f"{out}\n"
     told = qconvert(*words, "--skip-existing", "--json").json
+    hashes = told.pop("sha256")
+    assert told.pop("bytes") == sum(
+        path.stat().st_size for path in here.rglob("*") if path.suffix in (".safetensors", ".gguf")
+    )
     assert told == {"schema": 1, "ok": True, "dry_run": False, "skipped": True, "out": out}
+    recorded = (
+        {"model.safetensors": file_sha256(here / out / "model.safetensors")} if "gguf" not in out else {}
+    )
+    assert hashes == recorded
     assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in here.rglob("*")} == before
     assert qconvert(*words).code == 1
 
@@ -116,15 +163,45 @@ def test_an_incomplete_output_is_an_error(damage: str, models: Path, here: Path)
     assert ran.code == 1 and "is not what this command writes" in ran.err
 
 
-def test_skipping_goes_with_neither_overwriting_nor_a_target(models: Path, here: Path) -> None:
-    call = ("quantize", models / "plain", "--skip-existing")
-    failed(
-        qconvert(*call, *BITS, "--overwrite"),
-        "--skip-existing: given beside --overwrite",
-        "leave out one of the two",
-        code=2,
-    )
-    assert qconvert(*call, "--target-size", "5bpw").code == 2
+def test_with_overwriting_what_is_incomplete_is_written_anew(models: Path, here: Path) -> None:
+    call = ("to-gguf", models / "plain", "--type", "q8_0", "-o", "m.gguf", "--skip-existing")
+    whole = made(*call).read_bytes()
+    written = Path("m.gguf").stat().st_mtime_ns
+    assert "already complete, skipped" in qconvert(*call, "--overwrite").err
+    assert Path("m.gguf").stat().st_mtime_ns == written
+    Path("m.gguf").write_bytes(whole[:-1])
+    ran = qconvert(*call)
+    assert ran.code == 1 and "Hint: add --overwrite: " in ran.err
+    assert qconvert(*call, "--overwrite").code == 0 and Path("m.gguf").read_bytes() == whole
+
+
+def test_skipping_does_not_go_with_a_target(models: Path, here: Path) -> None:
+    assert qconvert("quantize", models / "plain", "--skip-existing", "--target-size", "5bpw").code == 2
+
+
+@pytest.mark.parametrize(
+    "call", ["quantize {m} --bits 4 -o o", "to-gguf {m} --type q8_0 --manifest -o o.gguf"]
+)
+def test_a_flipped_bit_is_found_by_the_recorded_hash(call: str, models: Path, here: Path) -> None:
+    words = call.format(m=models / "plain").split()
+    out = made(*words)
+    weights = out if out.is_file() else out / "model.safetensors"
+    whole = weights.read_bytes()
+    assert "already complete, skipped" in qconvert(*words, "--verify-existing").err
+    weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert qconvert(*words, "--skip-existing").code == 0, "which looks at sizes, headers and recipe"
+    ran = qconvert(*words, "--verify-existing")
+    assert ran.code == 1 and f"{weights.name} is not what was recorded of it" in ran.err
+    assert qconvert("verify", out).code == 3
+    assert qconvert(*words, "--verify-existing", "--overwrite").code == 0 and weights.read_bytes() == whole
+    assert qconvert("verify", out).code == 0
+
+
+def test_what_has_no_recorded_hash_is_not_known_to_be_intact(models: Path, here: Path) -> None:
+    call = ("to-gguf", models / "plain", "--type", "q8_0", "-o", "m.gguf")
+    made(*call)
+    ran = qconvert(*call, "--verify-existing")
+    assert ran.code == 1 and "no SHA-256 of m.gguf is recorded to compare it with" in ran.err
 
 
 def test_several_models_are_checked_and_verified(models: Path, here: Path) -> None:
@@ -137,6 +214,10 @@ def test_several_models_are_checked_and_verified(models: Path, here: Path) -> No
     assert ran.code == 0 and ran.out.count("verified\n") == 2
     ran = qconvert("verify", quantized, "nowhere")
     assert ran.code == 1 and "nowhere" in ran.err
+    for words in (("verify",), ("check", "--for", "mlx"), ("inspect",)):
+        ran = qconvert(*words, plain, "nowhere", "--json")
+        assert ran.code == 1 and ran.json["error"]["model"] == "nowhere"
+        assert [each["model"] for each in ran.json["models"]] == [str(plain)], "which was found before"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 
 from qconvert.core.ggml_types import ARRAY_NUMBER, KV, ArrayOf, GGUFTensor, KVType
-from qconvert.errors import BadRecipe, OutputExists, QConvertError, remedy, shown
+from qconvert.errors import TAKEN, BadRecipe, OutputExists, QConvertError, refused, shown
 from qconvert.formats.gguf.header import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME_BYTES
 from qconvert.formats.gguf.publication import announce, conclude, partial_file, settle
 from qconvert.formats.gguf.reader import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, split_name
@@ -169,7 +169,7 @@ def check_target(path: Path, *, overwrite: bool = False, sources: Iterable[Path]
     if path.exists() and not overwrite:
         raise OutputExists(
             f"{path}: already exists ({amount(path.stat().st_size)})",
-            "use --overwrite, or choose another output",
+            TAKEN,
         )
 
 
@@ -238,10 +238,10 @@ class GGUFSink(FileSink):
             conclude(self.final)
             if isinstance(error, QConvertError):
                 raise
-            refused = self.final[-1 - len(named)]
+            unnamed = self.final[-1 - len(named)]
             if isinstance(error, FileExistsError):
-                check_target(refused)
-            raise QConvertError(f"{refused}: cannot be named: {error.strerror}", remedy(error)) from error
+                check_target(unnamed)
+            raise refused(f"{unnamed}: cannot be named", error) from error
         conclude(self.final)
         self._release()
 

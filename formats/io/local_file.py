@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qconvert.errors import CorruptCheckpoint, QConvertError, remedy, shown
+from qconvert.errors import NO_ROOM, CorruptCheckpoint, DiskFull, OutputBusy, QConvertError, refused, shown
 
 # Linux caches what one call writes in folios of up to that size, and with little free page cache spends
 # several times as long on finding large ones (16 MiB a call: 0.4 to 3.6 s for 1.15 GB on one machine, 256
@@ -38,7 +38,7 @@ def explained(what: str, kind: type[QConvertError] = QConvertError) -> Iterator[
     try:
         yield
     except OSError as error:
-        raise kind(f"{what}: {error.strerror}", remedy(error)) from error
+        raise refused(what, error, kind) from error
 
 
 def open_regular(path: Path) -> int:
@@ -71,9 +71,7 @@ def read_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
         try:
             count = os.preadv(fd, [buffer[done:]], offset + done)
         except OSError as error:
-            raise QConvertError(
-                f"{name}: cannot be read at byte {offset + done}: {error.strerror}", remedy(error)
-            ) from error
+            raise refused(f"{name}: cannot be read at byte {offset + done}", error) from error
         if count == 0:
             raise CorruptCheckpoint(
                 f"{name}: ends at byte {offset + done}, {len(buffer) - done} bytes short",
@@ -89,15 +87,14 @@ def write_exactly(fd: int, buffer: memoryview, offset: int, name: str) -> None:
         try:
             done += os.pwrite(fd, buffer[done : done + WRITE_BYTES], offset + done)
         except OSError as error:
-            where = f"{name}: cannot be written at byte {offset + done}"
-            raise QConvertError(f"{where}: {error.strerror}", remedy(error)) from error
+            raise refused(f"{name}: cannot be written at byte {offset + done}", error) from error
 
 
 def claim(path: Path) -> int:
     """Creates a file or takes it as it is, and locks it, so that no other run writes it.
 
     Returns the descriptor. One that has a second name, as a run that was killed while it named its output
-    leaves, is created anew. Raises QConvertError while another run is alive, and where no file can be
+    leaves, is created anew. Raises OutputBusy while another run is alive, QConvertError where no file can be
     written.
     """
     with explained(f"{shown(path.name)}: cannot be created"):
@@ -122,17 +119,17 @@ def empty(fd: int, path: Path) -> None:
 
 
 def lock_or_refuse(fd: int, path: Path) -> None:
-    """Locks the file at `path`, open as `fd`, until it is closed; QConvertError if another run has it."""
+    """Locks the file at `path`, open as `fd`, until it is closed; OutputBusy if another run has it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise QConvertError(
+        raise OutputBusy(
             f"{path}: another run is writing it", "wait until it is done, or choose another output"
         ) from None
     except OSError:
         return  # a file system without locks: continue unlocked
     if not path.exists() or not os.path.samestat(os.fstat(fd), path.stat()):  # renamed before it was locked
-        raise QConvertError(f"{path}: another run has just finished it", "choose another output")
+        raise OutputBusy(f"{path}: another run has just finished it", "choose another output")
 
 
 def create(path: Path, size: int, *, claimed: bool = False) -> int:
@@ -161,7 +158,8 @@ def reserve(fd: int, path: Path, size: int) -> None:
         _allocate(fd, size)
     except OSError as error:
         free = shutil.disk_usage(path.parent).free
-        raise QConvertError(
+        kind = DiskFull if error.errno in NO_ROOM else QConvertError
+        raise kind(
             f"{shown(path.name)}: needs {amount(size)}, {amount(free)} free: {error.strerror}",
             "free some space, or write to another disk",
         ) from error
@@ -240,18 +238,20 @@ def copy_whole(source: Path, target: Path) -> None:
     try:
         shutil.copyfile(source, target)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in NO_ROOM:
             raise
-        raise QConvertError(f"{target}: cannot be written: {error.strerror}", remedy(error)) from error
+        raise refused(f"{target}: cannot be written", error) from error
 
 
 def require_free_disk(path: Path, nbytes: int) -> None:
-    """Raises QConvertError unless the disk of `path` has `nbytes` bytes free."""
+    """Raises DiskFull unless the disk of `path` has `nbytes` bytes free, QConvertError if it is no disk."""
     folder = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise QConvertError(
-            f"{path}: needs {amount(nbytes)}, {amount(free)} free",
+    disk = shutil.disk_usage(folder)
+    if not disk.total:  # /proc and its like
+        raise QConvertError(f"{path}: {folder} is not on a disk, and holds no files", "choose another output")
+    if disk.free < nbytes:
+        raise DiskFull(
+            f"{path}: needs {amount(nbytes)}, {amount(disk.free)} free",
             "free some space, or write to another disk",
         )
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 
-from qconvert.errors import BadRecipe, OutputExists
+from qconvert.errors import TAKEN, BadRecipe, OutputExists
 from qconvert.formats.io import journal
 from qconvert.formats.io.local_file import explained, lock_or_refuse, sync
 
@@ -42,7 +42,7 @@ def check_target(out: Path, *, overwrite: bool = False, sources: Iterable[Path] 
             "choose another output, or move it away yourself",
         )
     if not overwrite:
-        raise OutputExists(f"{out}: already exists", "use --overwrite, or choose another output")
+        raise OutputExists(f"{out}: already exists", TAKEN)
 
 
 def partial_folder(out: Path) -> Path:

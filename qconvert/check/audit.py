@@ -9,7 +9,7 @@ from pathlib import Path
 from qconvert.checkpoint.gguf_model import GGUFModel
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.containers.gguf_file import REORDERED, SCALING
-from qconvert.convert.manifest import FILE_NAME
+from qconvert.convert.manifest import manifest_path
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import GgmlBlocks, ModelTensor
 from qconvert.core.values import DenseRows
@@ -25,29 +25,26 @@ from qconvert.report.tables import count
 _WINDOW_BYTES = 4 << 20
 
 
-def audit(checkpoint: Checkpoint, *, compared: bool = False) -> tuple[Json, list[str]]:
-    """Findings to show, and problems: sentences that each name a file or a tensor.
+def audit(checkpoint: Checkpoint) -> tuple[Json, list[str], bool]:
+    """Findings to show, problems (sentences that each name a file or a tensor), and whether any hash is
+    recorded that bytes could be compared with.
 
-    Without a manifest the structure is still checked, and NaN and Inf are looked for. A manifest without a
-    single hash is a problem, unless the numbers are `compared` with those of the source.
+    Without one the structure is still checked, and NaN and Inf are looked for.
     """
-    path = checkpoint.path / FILE_NAME
+    path = manifest_path(checkpoint.path)
     findings: Json = {"tensors": len(checkpoint.tensors)}
     problems = [f"{name}: NaN or Inf" for name in _nonfinite(checkpoint)]
     if not path.is_file():
-        return {**findings, "manifest": "none (structure and numbers checked)"}, problems
+        return {**findings, "manifest": "none (structure and numbers checked)"}, problems, False
     files, tensors = _recorded(checkpoint, path)
-    problems += _file_problems(checkpoint, files)
+    problems += _file_problems(path, files)
     problems += _tensor_problems(checkpoint, tensors)
     arrays = [digest for entry in tensors.values() for digest in entry["parts"].values()]
     hashed, hashed_arrays = sum(bool(entry["sha256"]) for entry in files), sum(map(bool, arrays))
     found = f"{count(hashed, 'file')} and {count(hashed_arrays, 'array')}"
     if (hashed, hashed_arrays) != (len(files), len(arrays)):
         found += f" with hashes, of {count(len(files), 'file')} and {count(len(arrays), 'array')}"
-    if not hashed and not hashed_arrays and not compared:
-        # Written with --no-verify, nothing was read back that could have been hashed.
-        problems.append(f"{FILE_NAME}: no hashes recorded (--no-verify), so no byte could be checked")
-    return {**findings, "manifest": found}, problems
+    return {**findings, "manifest": found}, problems, bool(hashed or hashed_arrays)
 
 
 def reordered_in(checkpoint: Checkpoint) -> frozenset[str]:
@@ -57,8 +54,8 @@ def reordered_in(checkpoint: Checkpoint) -> frozenset[str]:
     if isinstance(checkpoint.files, GGUFModel):
         entry = checkpoint.files.kv.get(REORDERED)
         return frozenset(map(str, entry.value)) if entry and isinstance(entry.value, tuple) else frozenset()
-    path = checkpoint.path / FILE_NAME
-    if not checkpoint.path.is_dir() or not path.is_file():
+    path = manifest_path(checkpoint.path)
+    if not path.is_file():
         return frozenset()
     return frozenset(name for name, entry in _recorded(checkpoint, path)[1].items() if entry.get("reordered"))
 
@@ -72,9 +69,8 @@ def scaling_in(checkpoint: Checkpoint) -> Json:
         entry = checkpoint.files.kv.get(SCALING)
         found = parse_json_object(str(entry.value).encode(), SCALING) if entry else {}
     else:
-        path = checkpoint.path / FILE_NAME
-        exists = checkpoint.path.is_dir() and path.is_file()
-        found = (_manifest(checkpoint, path) if exists else {}).get("scaling", {})
+        path = manifest_path(checkpoint.path)
+        found = (_manifest(checkpoint, path) if path.is_file() else {}).get("scaling", {})
     sources = found.get("sources", {}) if isinstance(found, dict) else None
     if not isinstance(sources, dict) or not all(map(_is_scaled, sources.values())):
         raise CorruptCheckpoint(
@@ -86,8 +82,8 @@ def scaling_in(checkpoint: Checkpoint) -> Json:
 
 def errors_in(checkpoint: Checkpoint) -> dict[str, float]:
     """The relative error of every quantized weight, as the manifest has it; of a GGUF file none are known."""
-    path = checkpoint.path / FILE_NAME
-    if not checkpoint.path.is_dir() or not path.is_file():
+    path = manifest_path(checkpoint.path)
+    if isinstance(checkpoint.files, GGUFModel) or not path.is_file():
         return {}
     errors = {name: entry.get("error") for name, entry in _recorded(checkpoint, path)[1].items()}
     found = {name: error.get("relative_rms") for name, error in errors.items() if isinstance(error, dict)}
@@ -155,12 +151,12 @@ def _windows(spec: TensorSpec) -> list[tuple[int, int]]:
     return [(a, min(a + step, spec.rows)) for a in range(0, spec.rows, step)]
 
 
-def _file_problems(checkpoint: Checkpoint, files: Iterable[Json]) -> list[str]:
+def _file_problems(manifest: Path, files: Iterable[Json]) -> list[str]:
     problems = []
     for entry in files:
-        path = checkpoint.path / str(entry["name"])
-        if path.parent != checkpoint.path or not path.is_file():
-            problems.append(f"{entry['name']}: named in {FILE_NAME}, but not here")
+        path = manifest.parent / str(entry["name"])
+        if path.parent != manifest.parent or not path.is_file():
+            problems.append(f"{entry['name']}: named in {manifest.name}, but not here")
         elif path.stat().st_size != entry["bytes"]:
             problems.append(
                 f"{entry['name']}: {path.stat().st_size} bytes, the manifest says {entry['bytes']}"
@@ -172,16 +168,19 @@ def _file_problems(checkpoint: Checkpoint, files: Iterable[Json]) -> list[str]:
 
 def _tensor_problems(checkpoint: Checkpoint, tensors: Mapping[str, Json]) -> list[str]:
     problems = []
+    by_file = isinstance(checkpoint.files, GGUFModel)  # whose manifest has the names of the file
     for name, entry in tensors.items():
         tensor = checkpoint.tensors.get(name)
-        if tensor is None or tensor.encoding.label != entry["form"]:
+        if not by_file and (tensor is None or tensor.encoding.label != entry["form"]):
             found = tensor.encoding.label if tensor else "nothing"
             problems.append(f"{name}: {found}, the manifest says {entry['form']}")
             continue
-        for spec in checkpoint.layout.stored_arrays(tensor):
-            expected = entry["parts"].get(spec.name)
-            if expected and _sha256(checkpoint, spec) != expected:
-                problems.append(f"{spec.name}: its SHA-256 is not the manifest's")
+        for part, expected in entry["parts"].items():
+            spec = checkpoint.files.specs.get(part)
+            if spec is None:
+                problems.append(f"{part}: named in the manifest, but not here")
+            elif expected and _sha256(checkpoint, spec) != expected:
+                problems.append(f"{part}: its SHA-256 is not the manifest's")
     return problems
 
 

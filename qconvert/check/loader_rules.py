@@ -53,7 +53,7 @@ def _layout(s: Subject) -> Iterator[Problem]:
     if s.layout == "gguf":
         if s.loader not in _GGUF_READERS:
             fact = f"{s.loader} wants safetensors, not a GGUF file"
-            yield Problem(ERROR, "model.gguf", fact, "`qconvert from-gguf` makes them")
+            yield Problem(ERROR, s.file, fact, "`qconvert from-gguf` makes them")
     elif s.loader == "llama.cpp":
         yield Problem(
             ERROR, "model.safetensors", "llama.cpp loads GGUF files only", "`qconvert to-gguf` makes one"

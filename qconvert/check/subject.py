@@ -38,7 +38,7 @@ class Subject:
     `tokens` is the number of tokens the tokenizer knows, None when that is not known; `unknown` are
     tensors that the architecture does not declare; `products` what config.json makes loaders multiply;
     `device` is "cuda" or "cpu"; `code` are the model's own Python files, `missing_code` those that a config
-    names and the folder lacks.
+    names and the folder lacks; `file` is the name of the folder, or of the GGUF file.
     """
 
     tensors: Mapping[str, ModelTensor]
@@ -53,6 +53,7 @@ class Subject:
     device: str = "cuda"
     code: tuple[str, ...] = ()
     missing_code: tuple[str, ...] = ()
+    file: str = "model"
 
     @property
     def traits(self) -> LayoutTraits:

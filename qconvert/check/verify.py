@@ -19,12 +19,19 @@ from qconvert.plan.scales import factors_by_tensor
 @dataclass(frozen=True, slots=True)
 class Verification:
     """What was found: `findings` to show, `problems` (sentences that each name a file or a tensor), and
-    `warnings` about loaders. An output without problems is what it promises to be.
+    `warnings` about loaders. An output without problems is what it promises to be, if its bytes were
+    `compared` with recorded hashes or its numbers with a source; if not, only its structure is known.
     """
 
     findings: Json
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
+    compared: bool
+
+    @property
+    def verdict(self) -> str:
+        """`verified`, `failed`, or `unrecorded`: nothing is recorded to compare with."""
+        return "failed" if self.problems else "verified" if self.compared else "unrecorded"
 
 
 def verify(checkpoint: Checkpoint, against: Checkpoint | None = None) -> Verification:
@@ -33,7 +40,7 @@ def verify(checkpoint: Checkpoint, against: Checkpoint | None = None) -> Verific
     Raises CorruptCheckpoint for tensors that contradict config.json.
     """
     checkpoint.bind(allow_unknown=True)
-    findings, problems = audit(checkpoint, compared=against is not None)
+    findings, problems, recorded = audit(checkpoint)
     if against is not None:
         factors, told, wrong = _scaling(checkpoint, against)
         differences = list(compare_checkpoints(against, checkpoint, reordered_in(checkpoint), factors))
@@ -41,7 +48,7 @@ def verify(checkpoint: Checkpoint, against: Checkpoint | None = None) -> Verific
         errors = errors_in(checkpoint) if factors else {}
         problems += wrong + [_complaint(d) for d in differences if not _acceptable(d, errors.get(d.name))]
     warnings = notice_lines(notices(checkpoint.tensors, checkpoint.architecture))
-    return Verification(findings, tuple(problems), tuple(warnings))
+    return Verification(findings, tuple(problems), tuple(warnings), recorded or against is not None)
 
 
 def _scaling(checkpoint: Checkpoint, against: Checkpoint) -> tuple[Mapping[str, Factors], Json, list[str]]:

@@ -8,7 +8,14 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from qconvert.errors import CorruptCheckpoint, QConvertError, shown
+from qconvert.errors import (
+    NO_ROOM,
+    CorruptCheckpoint,
+    DiskFull,
+    QConvertError,
+    SourceUnavailable,
+    shown,
+)
 
 WRITTEN = "a model on the Hub is written org/name"
 _DISK_ERRORS = (
@@ -56,17 +63,20 @@ def explained(model: str, kind: str = "model") -> Iterator[None]:
     except SafetensorsParsingError as error:
         raise CorruptCheckpoint(f"{model}: {first_line(error)}") from error
     except (network_error(), OSError, HFValidationError, RuntimeError) as error:  # RuntimeError: hf_xet
-        fact, hint = explanation(error, kind)
-        raise QConvertError(f"{model}: {fact}", hint) from error
+        raised, fact, hint = explanation(error, kind)
+        raise raised(f"{model}: {fact}", hint) from error
 
 
-def explanation(error: BaseException, kind: str = "model") -> tuple[str, str]:
-    """Returns what went wrong with the Hub, and what the user can do; only models can be folders instead."""
+def explanation(error: BaseException, kind: str = "model") -> tuple[type[QConvertError], str, str]:
+    """Returns what went wrong with the Hub, and what the user can do; only models can be folders instead.
+
+    The class of the error says whether asking again may help.
+    """
     from huggingface_hub import constants, errors
 
     local = "not a local folder, and " if kind == "model" else ""
     log_in = "run `hf auth login` or set HF_TOKEN"
-    again = "check the connection and HF_ENDPOINT, then run it again: what has arrived is kept"
+    again = "check the connection and HF_ENDPOINT, then run it again: no file is fetched twice"
     answers = {  # the first match; a gated repository is also one not found
         errors.GatedRepoError: (
             "is gated, and not open to you",
@@ -81,15 +91,16 @@ def explanation(error: BaseException, kind: str = "model") -> tuple[str, str]:
     }
     for cause, answer in answers.items():
         if isinstance(error, cause):
-            return answer
-    offline = "HF_HUB_OFFLINE forbids downloading it", "unset HF_HUB_OFFLINE to download it"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return f"{local}not fully downloaded; {offline[0]}", offline[1]
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        if constants.HF_HUB_OFFLINE:
-            return f"{local}not fully downloaded; {offline[0]}", offline[1]
-        return f"{local}not fully downloaded ({first_line(error.__cause__ or error)})", again
+            return QConvertError, *answer
+    missing = isinstance(error, errors.LocalEntryNotFoundError)
+    if isinstance(error, errors.OfflineModeIsEnabled) or (missing and constants.HF_HUB_OFFLINE):
+        fact = f"{local}not fully downloaded; HF_HUB_OFFLINE forbids downloading it"
+        return QConvertError, fact, "unset HF_HUB_OFFLINE to download it"
+    if missing:
+        fact = f"{local}not fully downloaded ({first_line(error.__cause__ or error)})"
+        return SourceUnavailable, fact, again
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         fact = f"the cache {constants.HF_HUB_CACHE} cannot be written: {error.strerror}"
-        return fact, "free some space, or set HF_HOME to a folder that can be written"
-    return f"download failed: {first_line(error)}", again
+        hint = "free some space, or set HF_HOME to a folder that can be written"
+        return DiskFull if error.errno in NO_ROOM else QConvertError, fact, hint
+    return SourceUnavailable, f"download failed: {first_line(error)}", again

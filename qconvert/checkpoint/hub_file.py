@@ -113,7 +113,7 @@ class HubFile:
         except Exception as error:
             if not isinstance(error, network_error() | OSError):
                 raise
-            fact, hint = explanation(error)
+            _, fact, hint = explanation(error)
             raise SourceUnavailable(f"{self.host}: {self.place}: {fact}", hint) from error
         if (found.size, found.etag) != (self.size, self.etag):
             told = f"its ETag was {shown(self.etag)}, {self.size:,} bytes, and is {shown(found.etag)}"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from qconvert.cli.exit_codes import one_of, tell_with_errors
 from qconvert.cli.options import (
     device_option,
     examples,
@@ -19,6 +20,7 @@ from qconvert.cli.options import (
 from qconvert.errors import BadUsage
 
 if TYPE_CHECKING:
+    from qconvert.core.dtypes import Json
     from qconvert.evaluate.speed import ModelSpeed, Rate
 
 
@@ -82,15 +84,17 @@ def command(
         raise BadUsage("bench: neither a prompt nor generated tokens", "leave out -p 0 or -n 0")
     test = SpeedTest(prompt, generate, rounds, device, jobs)
     found = []
+    told: list[Json] = []
+    tell_with_errors("models", told)
     for model in models:
-        found.append(measure(model, test, revision))
+        with one_of(models, model):
+            found.append(measure(model, test, revision))
+        told.append(found[-1].to_json())
         if not (as_json or quiet) and len(models) > 1:
             click.echo(f"measured {model}", err=True)
     if as_json:
         asked = {"prompt": prompt, "generate": generate, "rounds": rounds}
-        click.echo(
-            json.dumps({"schema": 1, "ok": True, **asked, "models": [each.to_json() for each in found]})
-        )
+        click.echo(json.dumps({"schema": 1, "ok": True, **asked, "models": told}))
         return
     head = ["model", "weights", f"prompt {prompt}, tokens/s", f"generate {generate}, tokens/s", "peak memory"]
     rows = [[each.model, size(each.weight_bytes), *_rates(each), size(each.peak_bytes)] for each in found]

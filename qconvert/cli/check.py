@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from qconvert.cli.checking import end_with_json, told_of
-from qconvert.cli.exit_codes import one_of
+from qconvert.cli.exit_codes import one_of, tell_with_errors
 from qconvert.cli.options import examples, json_option, models_argument, quiet_option, revision_option
 from qconvert.core.layout_traits import LOADERS
 from qconvert.errors import CheckFailed
@@ -64,10 +64,11 @@ def command(
 
     failing: list[tuple[str, int]] = []
     told: list[Json] = []
+    tell_with_errors("models", told)
     for model in models:
         with one_of(models, model):
             found = _checked(model, loader, tp, device, revision)
-        told.append(_to_json(model, found, {"for": loader, "tp": tp, "device": device}))
+        told.append(_to_json(model, found, {"for": loader, **_conditions(loader, tp, device)}))
         errors = sum(problem.severity == ERROR for problem in found)
         if errors:
             failing.append((model, errors))
@@ -82,6 +83,13 @@ def command(
             f"{model}: {count(errors, 'problem')} for {loader}{more}",
             "fix what the list above names, or ask for another loader with --for",
         )
+
+
+def _conditions(loader: str, tp: int, device: str) -> Json:
+    """What was asked for besides, of those who are judged by it: ranks, and where they compute."""
+    from qconvert.check.subject import FUSING
+
+    return ({"tp": tp} if loader in FUSING else {}) | ({"device": device} if loader == "vllm" else {})
 
 
 def _checked(model: str, loader: str, tp: int, device: str, revision: str | None) -> list[Problem]:
@@ -146,6 +154,7 @@ def _subject(checkpoint: Checkpoint, loader: str, tp: int, device: str) -> Subje
         device,
         tuple(path.name for path in checkpoint.files.sidecars.code),
         checkpoint.files.sidecars.missing,
+        checkpoint.path.name,
     )
 
 

@@ -24,7 +24,7 @@ from qconvert.cli.options import (
     revision_option,
 )
 from qconvert.cli.progress import counted
-from qconvert.cli.signals import INTERRUPTED
+from qconvert.cli.signals import exit_code
 from qconvert.errors import BadRecipe
 from qconvert.evaluate.protocols import LEAST_CONTEXT, PROTOCOLS
 
@@ -153,6 +153,7 @@ def perplexity(models: tuple[str, ...], jobs: int | None, **options: Any) -> Non
     _check_options(options | {"models": models})
     use_threads(jobs)
     limits, as_json = Limits.taken_from(options), options.pop("as_json")
+    options["quiet"] |= as_json
     texts, out = options.pop("texts"), options.pop("out")
     stems = [out if out is None or len(texts) == 1 else _stem_of(out, text) for text in texts]
     for stem in stems:
@@ -168,7 +169,7 @@ def perplexity(models: tuple[str, ...], jobs: int | None, **options: Any) -> Non
     show_reports(reports, as_json=as_json, failure=failure)
     if reports[-1].partial:
         click.echo("interrupted; the same command with --resume goes on", err=True)
-        click.get_current_context().exit(INTERRUPTED)
+        click.get_current_context().exit(exit_code())
     if failure is not None:
         if not as_json:
             raise failure

@@ -60,6 +60,8 @@ class Flags:
     pre_tokenizer: str | None = None
     beside: tuple[str, ...] = ()
     skip_existing: bool = False
+    verify_existing: bool = False
+    keep_going: bool = False
     folder: Path = Path()
     taken: tuple[Path, ...] = ()
 
@@ -107,9 +109,11 @@ class Flags:
 
     def check(self, *, aims: bool) -> None:
         """Raise BadRecipe for options that do not go with --skip-existing, or with --method awq."""
-        if self.skip_existing and (self.overwrite or aims):
-            other = "--overwrite" if self.overwrite else "a target, whose choice is measured each time"
-            raise BadRecipe(f"--skip-existing: given beside {other}", "leave out one of the two")
+        if aims and (self.skip_existing or self.verify_existing):
+            raise BadRecipe(
+                "--skip-existing: given beside a target, whose choice is measured each time",
+                "leave out one of the two",
+            )
         if self.method != "awq":
             return
         if aims:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qconvert.cli.exit_codes import one_of, tell_with_errors
 from qconvert.cli.options import examples, json_option, models_argument, quiet_option, revision_option
 
 if TYPE_CHECKING:
@@ -57,9 +58,14 @@ def command(
     W4A16             weights of 4 bits, inputs as they are
     W8A8              weights of 8 bits, inputs rounded to 8 bits in a way that config.json says
     """
-    found = [_opened(model, revision, list_tensors, show_metadata) for model in models]
+    found: list[Json] = []
+    shown: list[Json] = []
+    tell_with_errors("models", shown)
+    for model in models:
+        with one_of(models, model):
+            found.append(_opened(model, revision, list_tensors, show_metadata))
+        shown.append({"model": model, **found[-1]})
     if as_json:
-        shown = [{"model": model, **each} for model, each in zip(models, found, strict=True)]
         click.echo(
             json.dumps({"schema": 1, "ok": True, **(shown[0] if len(shown) == 1 else {"models": shown})})
         )

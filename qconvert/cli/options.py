@@ -193,7 +193,20 @@ out_option = click.option(
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an earlier output of qconvert.")
 skip_option = click.option(
-    "--skip-existing", is_flag=True, help="Leave an output that is there and complete as it is: no error."
+    "--skip-existing",
+    is_flag=True,
+    help="Leave an output that is there and complete: its sizes, headers and recipe are compared, not its "
+    "weights. With --overwrite, one that is cut or another is written anew.",
+)
+verify_existing_option = click.option(
+    "--verify-existing",
+    is_flag=True,
+    help="As --skip-existing, and read the output: it must have the SHA-256 that its manifest records.",
+)
+keep_going_option = click.option(
+    "--keep-going",
+    is_flag=True,
+    help="Of several models, go on after one that fails; the exit code tells.",
 )
 restart_option = click.option(
     "--restart", is_flag=True, help="Throw away what a stopped run has done, instead of going on."
@@ -257,6 +270,8 @@ _WRITING = (
     out_option,
     overwrite_option,
     skip_option,
+    verify_existing_option,
+    keep_going_option,
     restart_option,
     dry_run_option,
     json_option,

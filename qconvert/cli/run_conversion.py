@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -15,7 +17,7 @@ from qconvert.cli.flags import Flags
 from qconvert.cli.hub_source import fetched, tell_source
 from qconvert.cli.progress import compile_kernels, progress
 from qconvert.cli.signals import Stopped, ending_in_time
-from qconvert.cli.skipping import Tell, one_object, require_own_name, skipped
+from qconvert.cli.skipping import Tell, is_complete, one_object, require_own_name, tell_skipped
 from qconvert.errors import QConvertError
 
 if TYPE_CHECKING:
@@ -46,6 +48,56 @@ class Explained(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """An output that can be written to `out`; whether it is there already, and complete."""
+
+    job: Job
+    out: Path
+    complete: bool
+
+
+def open_source(model: str, ask: Request | Ask | Explained, flags: Flags) -> OpenedModel:
+    """Open the model of a writing command."""
+    from qconvert.convert.execute import open_model
+
+    with typed():
+        flags.check(aims=isinstance(ask, Explained))
+    _check_before_download(model, ask, flags)
+    chooser = ask if isinstance(ask, Explained) else None
+    known = chooser.request if chooser else None if callable(ask) else ask
+    return open_model(
+        model,
+        revision=flags.revision,
+        declared=known.recipe.architecture if known else None,
+        plan_only=flags.dry_run,
+        network=flags.network(aims=chooser is not None),
+    )
+
+
+def plan_output(source: OpenedModel, ask: Request | Ask | Explained, suffix: str, flags: Flags) -> Planned:
+    """Compile what is asked for of a model; raise where the output cannot be written, or may not be."""
+    from qconvert.convert.execute import prepare
+
+    request = ask(source) if callable(ask) else ask
+    job = prepare(
+        source,
+        request,
+        flags.options,
+        statistics=flags.statistics,
+        calibration=flags.calibration(source, aims=isinstance(ask, Explained)),
+        pre_tokenizer=flags.pre_tokenizer,
+    )
+    derived = suffix or (request.dtype.label if request.dtype else "")
+    out = flags.out or flags.folder / job.container.default_out(derived)
+    require_own_name(out, flags.taken)
+    complete = is_complete(job, out, flags)
+    if not (complete or flags.dry_run):
+        job.container.check_target(out)
+        _check_beside(out, flags)
+    return Planned(job, out, complete)
+
+
 def write(
     model: str, ask: Request | Ask | Explained, suffix: str, flags: Flags, tell: Tell = one_object
 ) -> Path:
@@ -55,41 +107,17 @@ def write(
     of the dtype where it is empty. Returns the path of the output.
     """
     from qconvert.cli.conversion_report import advice, report_of
-    from qconvert.convert.execute import open_model, prepare
     from qconvert.formats.io.local_file import require_free_disk
 
-    with typed():
-        flags.check(aims=isinstance(ask, Explained))
-    _check_before_download(model, ask, flags)
     chooser = ask if isinstance(ask, Explained) else None
-    known = chooser.request if chooser else None if callable(ask) else ask
-    source = open_model(
-        model,
-        revision=flags.revision,
-        declared=known.recipe.architecture if known else None,
-        plan_only=flags.dry_run,
-        network=flags.network(aims=chooser is not None),
-    )
+    source = open_source(model, ask, flags)
     started = time.perf_counter()
-    request = ask(source) if callable(ask) else ask
+    planned = plan_output(source, ask, suffix, flags)
     chosen_in = time.perf_counter() - started if chooser else 0.0
-    job = prepare(
-        source,
-        request,
-        flags.options,
-        statistics=flags.statistics,
-        calibration=flags.calibration(source, aims=chooser is not None),
-        pre_tokenizer=flags.pre_tokenizer,
-    )
-    derived = suffix or (request.dtype.label if request.dtype else "")
-    out = flags.out or flags.folder / job.container.default_out(derived)
-    require_own_name(out, flags.taken)
-    how = {"dry_run": flags.dry_run, "as_json": flags.as_json, "quiet": flags.quiet}
-    if flags.skip_existing and skipped(job, out, tell, **how):
+    job, out = planned.job, planned.out
+    if planned.complete:
+        tell_skipped(job, out, flags, tell)
         return out
-    if not flags.dry_run:
-        job.container.check_target(out)
-        _check_beside(out, flags)
     report = report_of(job, out)
     if not flags.as_json:
         for warning in report.warnings():
@@ -113,7 +141,7 @@ def write(
     started = time.perf_counter()
     result = _executed(job, out, flags)
     seconds = chosen_in + time.perf_counter() - started
-    _write_beside(job, result, flags)
+    _write_beside(job, out, result, flags)
     with after_the_work():
         found = report.result_json(result, seconds) | extra | fetched(source)
         _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags, tell)
@@ -129,21 +157,30 @@ def _check_beside(out: Path, flags: Flags) -> None:
         check_sidecars(out, flags.beside, overwrite=flags.overwrite)
 
 
-def _write_beside(job: Job, result: Result, flags: Flags) -> None:
-    """Write the card and the Modelfile that were asked for, of the file as it is read back."""
-    if not flags.beside:
+def _write_beside(job: Job, out: Path, result: Result, flags: Flags) -> None:
+    """Write what was asked for beside a GGUF: a card of it as it is read back, a Modelfile, a manifest.
+
+    A manifest that is there already is of an earlier file of this name, and is written anew.
+    """
+    if not job.compiled.is_gguf:
         return
     from qconvert.checkpoint.open import open_checkpoint
-    from qconvert.convert.gguf_sidecars import CARD, card, modelfile, sidecar
+    from qconvert.convert import gguf_sidecars
+    from qconvert.convert.manifest import manifest
 
-    source = job.source
-    for suffix in flags.beside:
-        text = (
-            card(result.path, open_checkpoint(result.path), source.checkpoint, source.location.name)
-            if suffix == CARD
-            else modelfile(result.path)
-        )
-        sidecar(result.path, suffix).write_text(text, encoding="utf-8")
+    source, path, beside = job.source, result.path, dict.fromkeys(flags.beside)
+    if gguf_sidecars.sidecar(path, gguf_sidecars.MANIFEST).exists():
+        beside[gguf_sidecars.MANIFEST] = None
+    for suffix in beside:
+        if suffix == gguf_sidecars.CARD:
+            text = gguf_sidecars.card(path, open_checkpoint(path), source.checkpoint, source.location.name)
+        elif suffix == gguf_sidecars.MODELFILE:
+            text = gguf_sidecars.modelfile(path)
+        else:
+            sizes = {file.name: file.size for file in job.container.files(out)}
+            record = manifest(source, job.compiled, result.outcome, result.hashes, sizes, job.options)
+            text = json.dumps(record, indent=1) + "\n"
+        gguf_sidecars.sidecar(path, suffix).write_text(text, encoding="utf-8")
 
 
 def _tell_scaling(job: Job, flags: Flags) -> None:
@@ -213,7 +250,7 @@ def _tell_needs(job: Job, flags: Flags) -> None:
 
 
 def _check_before_download(model: str, ask: Request | Ask | Explained, flags: Flags) -> None:
-    if flags.out is None or flags.dry_run or flags.skip_existing:
+    if flags.out is None or flags.dry_run or flags.skip_existing or flags.verify_existing:
         return
     from qconvert.formats.gguf import writer
     from qconvert.formats.io import output_folder

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli.exit_codes import error_record, one_of, typed
+from qconvert.cli.exit_codes import error_record, one_of, say_error, tell_with_errors, typed
 from qconvert.cli.flags import Flags
-from qconvert.cli.run_conversion import write
+from qconvert.cli.run_conversion import Explained, open_source, plan_output, write
 from qconvert.cli.skipping import one_object
-from qconvert.errors import BadRecipe, QConvertError
+from qconvert.errors import BadRecipe, BadUsage, QConvertError
 
 if TYPE_CHECKING:
-    from qconvert.cli.run_conversion import Ask, Explained
+    from qconvert.cli.run_conversion import Ask
     from qconvert.plan.request import Request
 
 
@@ -26,8 +27,9 @@ def write_each(
     suffix: str,
     flags: Flags,
 ) -> None:
-    """Write the outputs of all models, in their order, and stop at the first that fails.
+    """Write the outputs of all models, in their order, once it is known that all can be written.
 
+    The first that cannot, or that fails, ends it; with --keep-going the others are written all the same.
     `ask` makes what is asked for of a model by its name, see `write`. The outputs of several have derived
     names, in the folder --out; under --json they are told as one object.
     """
@@ -36,27 +38,62 @@ def write_each(
         return
     with typed():
         _check_folder(flags.out)
-    made: list[dict[str, Any]] = []
+    run = _Run(models, replace(flags, out=None, folder=flags.out or Path()))
+    tell_with_errors("outputs", run.made)
+    possible: list[tuple[str, Flags]] = []
     taken: list[Path] = []
-    try:
-        for model in models:
-            own = replace(flags, out=None, folder=flags.out or Path(), taken=tuple(taken))
-            with one_of(models, model):
-                taken.append(write(model, ask(model), suffix, own, made.append))
-    except QConvertError as error:
-        if not (flags.as_json and made):
-            raise
-        one_object({"schema": 1, "ok": False, "error": error_record(error), "outputs": _plain(made)})
-        raise click.exceptions.Exit(error.exit_code) from error
-    if flags.as_json:
-        one_object({"schema": 1, "ok": True, "outputs": _plain(made)})
+    for model in models:
+        with run.one(model):
+            own, asked = replace(run.flags, taken=tuple(taken)), ask(model)
+            source = open_source(model, asked, own)
+            if not isinstance(asked, Explained):  # which reads a text to choose: that is done in its turn
+                found = plan_output(source, asked, suffix, own)
+                taken.append(found.out)
+                own = replace(own, skip_existing=found.complete, verify_existing=False)
+            possible.append((model, own))
+    taken.clear()
+    for model, own in possible:
+        with run.one(model):
+            distinct = replace(own, taken=tuple(taken))
+            taken.append(write(model, ask(model), suffix, distinct, run.tell))
+    run.end()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The outputs that were made, as --json tells them, and the errors of models that were passed over."""
+
+    models: Sequence[str]
+    flags: Flags
+    made: list[dict[str, Any]] = field(default_factory=list)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def one(self, model: str) -> Iterator[None]:
+        """Around work on one model: its error ends the command, or is noted for --keep-going."""
+        try:
+            with one_of(self.models, model):
+                yield
+        except QConvertError as error:
+            if not self.flags.keep_going or isinstance(error, BadUsage):
+                raise
+            self.errors.append(error_record(error))
+            if not self.flags.as_json:
+                say_error(self.errors[-1])
+
+    def tell(self, told: dict[str, Any]) -> None:
+        """Note an output, without what is told of the whole command."""
+        self.made.append({key: value for key, value in told.items() if key not in ("schema", "ok")})
+
+    def end(self) -> None:
+        """Tell everything under --json; leave with the code of the first error, if there was one."""
+        if self.flags.as_json:
+            failed = {"error": self.errors[0], "errors": self.errors} if self.errors else {}
+            one_object({"schema": 1, "ok": not self.errors, **failed, "outputs": self.made})
+        if self.errors:
+            raise click.exceptions.Exit(self.errors[0]["exit_code"])
 
 
 def _check_folder(out: Path | None) -> None:
     if out is not None and out.suffix == ".gguf":
         raise BadRecipe(f"{out}: one file, and there are several models", "name a folder with -o")
-
-
-def _plain(made: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is told of each output, without what is told of the whole command."""
-    return [{key: value for key, value in each.items() if key not in ("schema", "ok")} for each in made]

@@ -20,7 +20,6 @@ from typing import Any
 
 from qconvert.core.compiling import after_compiling, inside_compiler
 
-INTERRUPTED = 128 + signal.SIGINT
 # Schedulers kill 10 to 30 seconds after SIGTERM; a block that is being computed may take longer than this.
 SECONDS_TO_END = 4.0
 
@@ -37,12 +36,22 @@ class Stopped(KeyboardInterrupt):
         return 128 + self.signum
 
 
+LastWords = Callable[[Stopped], tuple[str, bool]]
+"""What to say of a signal that has ended the command, and whether on stderr."""
+
+
 class _State:
-    """The signal that came, and what a command says that has to end before its threads do."""
+    """The signal that came, what is said of it, and the message of work that may not end in time."""
 
     signum: int | None = None
     waiting: bool = False  # for the compiler
+    last_words: LastWords | None = None
     farewell: Callable[[], str] | None = None
+
+
+def exit_code() -> int:
+    """The exit code of a command that a signal has ended: 130 for Ctrl-C, 143 for SIGTERM."""
+    return Stopped(_State.signum or signal.SIGINT).exit_code
 
 
 def _receive(signum: int, frame: FrameType | None) -> None:
@@ -83,19 +92,24 @@ def _send_soon(signum: int) -> None:
 
 def _leave() -> None:
     """End the process, whatever its threads are computing, unless the work is over already."""
-    if _State.farewell is not None and _State.signum is not None:
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{_State.farewell()}\n".encode())
-        os._exit(128 + _State.signum)
+    if _State.farewell is not None and _State.signum is not None and _State.last_words is not None:
+        stopped = Stopped(_State.signum, _State.farewell())
+        text, to_stderr = _State.last_words(stopped)
+        stream = sys.__stderr__ if to_stderr else sys.__stdout__
+        os.write(stream.fileno() if stream else 1 + to_stderr, f"{text}\n".encode())
+        os._exit(stopped.exit_code)
 
 
 @contextmanager
-def handled() -> Iterator[None]:
+def handled(last_words: LastWords) -> Iterator[None]:
     """Raises Stopped in the main thread for the first signal, and leaves the process on the second.
+
+    Where the work does not end in time after the first, `last_words` are said, and the process is left.
 
     A signal that the process was told to ignore stays ignored, as Ctrl-C is in the background of a shell.
     """
     before: dict[int, Any] = {}
-    _State.signum, _State.waiting = None, False
+    _State.signum, _State.waiting, _State.last_words = None, False, last_words
     hook, sys.unraisablehook = sys.unraisablehook, _raise_again
     for each in (signal.SIGTERM, signal.SIGINT):
         if each is signal.SIGTERM or signal.getsignal(each) is not signal.SIG_IGN:

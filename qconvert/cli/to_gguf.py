@@ -20,12 +20,14 @@ from qconvert.cli.options import (
     hub_options,
     jobs_option,
     json_option,
+    keep_going_option,
     memory_option,
     models_argument,
     nonfinite_option,
     restart_option,
     skip_option,
     statistics_option,
+    verify_existing_option,
     verify_option,
     written_option,
 )
@@ -106,8 +108,15 @@ UNTIL_CHOSEN = "F32"
 )
 @click.option("--card", is_flag=True, help="Write a model card beside it, NAME.md.")
 @click.option("--modelfile", is_flag=True, help="Write a Modelfile for Ollama beside it, NAME.Modelfile.")
+@click.option(
+    "--manifest",
+    is_flag=True,
+    help="Write a manifest beside it, NAME.qconvert.json: `verify` holds the file against its hashes.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace the output file.")
 @skip_option
+@verify_existing_option
+@keep_going_option
 @restart_option
 @dry_run_option
 @json_option
@@ -128,6 +137,7 @@ def command(
     allow_requantize: bool,
     card: bool,
     modelfile: bool,
+    manifest: bool,
     **values: Any,
 ) -> None:
     """Write MODEL as a GGUF file for llama.cpp, Ollama and programs built on them.
@@ -162,7 +172,7 @@ def command(
             fallback=fallback,
             allow_requantize=allow_requantize,
         )
-    flags = Flags(**values, beside=_beside(card=card, modelfile=modelfile))
+    flags = Flags(**values, beside=_beside(card=card, modelfile=modelfile, manifest=manifest))
     if aim is None:
         write_gguf(models, target, flags)
     else:
@@ -170,11 +180,12 @@ def command(
         write_each(models, lambda model: Aiming(wanted, aim, request, flags), "", flags)
 
 
-def _beside(*, card: bool, modelfile: bool) -> tuple[str, ...]:
+def _beside(*, card: bool, modelfile: bool, manifest: bool) -> tuple[str, ...]:
     """The suffixes of the files that are wanted beside the GGUF."""
-    from qconvert.convert.gguf_sidecars import CARD, MODELFILE
+    from qconvert.convert.gguf_sidecars import CARD, MANIFEST, MODELFILE
 
-    return tuple(suffix for suffix, wanted in ((CARD, card), (MODELFILE, modelfile)) if wanted)
+    asked = {CARD: card, MODELFILE: modelfile, MANIFEST: manifest}
+    return tuple(suffix for suffix, wanted in asked.items() if wanted)
 
 
 def write_gguf(models: Sequence[str], target: GGUFTarget, flags: Flags) -> None:

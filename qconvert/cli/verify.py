@@ -10,7 +10,7 @@ import click
 
 from qconvert.cli import candidates
 from qconvert.cli.checking import end_with_json, open_checkpoint_of, phrase, told_of
-from qconvert.cli.exit_codes import one_of
+from qconvert.cli.exit_codes import one_of, tell_with_errors
 from qconvert.cli.options import examples, json_option, models_argument, quiet_option, revision_option
 from qconvert.errors import CheckFailed
 
@@ -38,25 +38,28 @@ def command(
 ) -> None:
     """Check that MODEL holds what its config and manifest promise.
 
-    Headers, names and shapes against the architecture; every byte against the hashes in
-    qconvert.json; with --against, every decoded number against the source: kept tensors must be
-    equal or rounded to their new type, quantized ones within half a quantization step inside the
-    grid's range.
-    Exits with 3 when something does not hold, or when the manifest records no hash (--no-verify) and
-    there is no --against.
+    Headers, names and shapes are compared with the architecture; every byte with the hashes in the
+    manifest (qconvert.json in a folder, NAME.qconvert.json beside a GGUF); with --against, every decoded
+    number with the source: kept tensors must be equal or rounded to their new type, quantized ones within
+    half a quantization step inside the grid's range.
+
+    Exits with 3 when something does not hold. It also exits with 3 when nothing is recorded to compare
+    with (no manifest, or one of a run with --no-verify) and there is no --against: a changed byte would
+    not be seen.
     """
     from qconvert.check.verify import verify
 
     source = None if against is None else open_checkpoint_of(against, revision)
     told: list[Json] = []
+    tell_with_errors("models", told)
     failure: CheckFailed | None = None
     for model in models:
         with one_of(models, model):
             found = verify(open_checkpoint_of(model, revision), source)
         problems, warnings = list(found.problems), list(found.warnings)
-        asked = {"ok": not problems, "model": model}
-        told.append({**asked, **found.findings, "problems": problems, "warnings": warnings})
-        failure = failure or (_failure(model, models, problems) if problems else None)
+        verdict = {"ok": found.verdict == "verified", "model": model, "verdict": found.verdict}
+        told.append({**verdict, **found.findings, "problems": problems, "warnings": warnings})
+        failure = failure or _failure(model, models, found)
         if not (as_json or quiet):
             _print(found, model if len(models) > 1 else "")
     if as_json:
@@ -80,15 +83,21 @@ def _print(found: Verification, name: str) -> None:
         if key == "compared" and not found.problems:
             said = re.sub(r"\bdiffers?\b", "changed by quantizing or rounding alone", said)
         click.echo(f"{key}: {said}")
-    if not found.problems:
+    if found.verdict == "verified":
         click.echo("verified")
-    elif len(found.problems) > 1 or name:
+    elif len(found.problems) > 1 or (found.problems and name):
         click.echo("\n".join(found.problems[:_MOST_LISTED]))
 
 
-def _failure(model: str, models: Sequence[str], problems: Sequence[str]) -> CheckFailed:
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    unhashed = len(problems) == 1 and "no hashes recorded" in problems[0]
-    compare = ", or compare the two with --against SOURCE" if unhashed else ""
+def _failure(model: str, models: Sequence[str], found: Verification) -> CheckFailed | None:
+    """What to say of a model that is not verified."""
+    if found.verdict == "unrecorded":
+        return CheckFailed(
+            f"{model}: nothing is recorded to compare its bytes with; structure and numbers are sound",
+            "compare it with its source: --against SOURCE (`to-gguf --manifest` records hashes of a GGUF)",
+        )
+    if not found.problems:
+        return None
+    more = f" (and {len(found.problems) - 1} more)" if len(found.problems) > 1 else ""
     name = f"{model}: " if len(models) > 1 else ""
-    return CheckFailed(f"{name}{problems[0]}{more}", f"write the output again from its source{compare}")
+    return CheckFailed(f"{name}{found.problems[0]}{more}", "write the output again from its source")

@@ -16,7 +16,7 @@ from qconvert.convert.calibrated import is_followed
 from qconvert.convert.job import Job, RunOptions
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor, Unquantized
-from qconvert.errors import QConvertError
+from qconvert.errors import DiskFull
 from qconvert.formats.io.local_file import amount
 from qconvert.plan.plan import Plan
 from qconvert.plan.request import GGUFTarget, Request
@@ -41,11 +41,11 @@ def needed(job: Job) -> Needs:
 
 
 def scratch_for(job: Job, out: Path) -> Path:
-    """The folder for a job's activations; QConvertError where its disk has not enough room for them."""
+    """The folder for a job's activations; DiskFull where its disk has not enough room for them."""
     folder, nbytes = scratch_folder(out), needed(job).disk
     free = shutil.disk_usage(folder).free
     if free < nbytes:
-        raise QConvertError(
+        raise DiskFull(
             f"{folder}: activations of the text need {amount(nbytes)} of disk, {amount(free)} free",
             "free some space, set TMPDIR to a folder on another disk, or ask for fewer --tokens",
         )

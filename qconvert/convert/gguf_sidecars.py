@@ -1,4 +1,4 @@
-"""Writes what people put beside a GGUF: a model card, and a Modelfile for Ollama."""
+"""Writes what people put beside a GGUF: a model card, a Modelfile for Ollama, a manifest."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qconvert.core.version import __version__
-from qconvert.errors import OutputExists
+from qconvert.errors import TAKEN, OutputExists
 from qconvert.formats.huggingface.model_card_header import read_front_matter
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.open import Checkpoint
 
-CARD, MODELFILE = ".md", ".Modelfile"
+CARD, MODELFILE, MANIFEST = ".md", ".Modelfile", ".qconvert.json"
 # Of the source's card; the others tell of its files.
 _KEPT_KEYS = ("license", "license_name", "license_link", "language", "base_model", "pipeline_tag")
 
@@ -28,7 +28,7 @@ def check_sidecars(path: Path, suffixes: tuple[str, ...], *, overwrite: bool) ->
     for suffix in suffixes:
         beside = sidecar(path, suffix)
         if beside.exists() and not overwrite:
-            raise OutputExists(f"{beside}: already exists", "use --overwrite, or choose another output")
+            raise OutputExists(f"{beside}: already exists", TAKEN)
 
 
 def modelfile(path: Path) -> str:

@@ -1,4 +1,5 @@
-"""Writes the manifest `qconvert.json`: how an output was made, from what, and what it lost.
+"""Writes the manifest `qconvert.json`, beside a GGUF `NAME.qconvert.json`: how an output was made, from what,
+and what it lost.
 
 Its shape is fixed by `manifest.schema.json` beside this file.
 """
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from qconvert.calibrate.calibration import PlannedStatistics
 from qconvert.checkpoint.hub import ResolvedModel
 from qconvert.checkpoint.open import Checkpoint
+from qconvert.convert.gguf_sidecars import MANIFEST, sidecar
 from qconvert.convert.job import OpenedModel, RunOptions
 from qconvert.convert.outcome import Outcome
 from qconvert.core.dtypes import Json
@@ -39,6 +41,11 @@ FILE_NAME = "qconvert.json"
 SCHEMA_VERSION = 1
 
 
+def manifest_path(output: Path) -> Path:
+    """Where the manifest of an output is, if it has one: in its folder, or beside a GGUF file."""
+    return output / FILE_NAME if output.is_dir() else sidecar(output, MANIFEST)
+
+
 def manifest(
     source: OpenedModel,
     compiled: Compiled,
@@ -56,7 +63,8 @@ def manifest(
         "tool": {"name": "qconvert", "version": __version__},
         "command": request.command,
         "source": source_record(source.location, source.checkpoint, hash_sources=options.hash_sources),
-        "recipe": request.recipe.to_json(),
+        "recipe": request.recipe.to_json() | ({"layout": layout.name} if compiled.gguf else {}),
+        **({"file_type": compiled.gguf.file_type.name} if compiled.gguf else {}),
         **({"conversion": _conversion(target)} if target else {}),
         **_measured(compiled, outcome),
         **({"target": request.chosen} if request.chosen else {}),
