@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 from pathlib import Path
 
@@ -13,12 +15,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from qconvert.cli.printing import escaped
 from qconvert.errors import BadRecipe, QConvertError, UnsupportedModel
 from qconvert.formats.tokenizers.prompts import Detokenizer, open_dialogue
+from qconvert.formats.tokenizers.stop_texts import StopTexts
 from qconvert.runtime.device_layout import find_device
 from qconvert.runtime.generate import Sampler, generate
-from tests.commands import qconvert
+from tests.commands import failed, qconvert
 from tests.decoder_models import decoder_of, tiny
 
 NO_STOPS: frozenset[int] = frozenset()
+TEXT = "one two, three"
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -165,3 +169,51 @@ def test_the_command(folder: Path) -> None:
 def test_a_prompt_that_is_no_text_is_told() -> None:
     ran = qconvert("generate", "embedded", "-p", "caf\udce9", "-n", 1)
     assert ran.code == 2 and ran.err == "Error: prompt: not UTF-8 text\nHint: give the prompt in UTF-8\n"
+
+
+@pytest.mark.parametrize(
+    ("stops", "wanted"),
+    [((), TEXT), (("two",), "one "), (("three", "two"), "one "), (("four", "threes"), TEXT), (("e",), "on")],
+)
+def test_a_text_ends_before_the_first_stop_however_it_comes(stops: tuple[str, ...], wanted: str) -> None:
+    for cuts in itertools.combinations(range(1, len(TEXT)), 3):
+        ends = StopTexts(stops)
+        pieces = [TEXT[a:b] for a, b in itertools.pairwise((0, *cuts, len(TEXT)))]
+        shown = "".join(ends.push(piece) for piece in pieces) + ends.rest()
+        assert shown == wanted and ends.found == (wanted != TEXT)
+
+
+def test_only_what_may_begin_a_stop_is_held_back() -> None:
+    ends = StopTexts(("\n\n",))
+    assert [ends.push(piece) for piece in ("a\n", "b", "c\n")] == ["a", "\nb", "c"]
+    assert ends.rest() == "\n"
+
+
+def test_generating_stops_before_a_text(folder: Path) -> None:
+    call = ("generate", folder, "-p", "abc", "-n", 12, "--json")
+    whole = qconvert(*call).json
+    stop = whole["text"][4:6]
+    found = qconvert(*call, "--stop", "no such text", "--stop", stop).json
+    assert found["text"] == whole["text"][: whole["text"].index(stop)]
+    assert found["tokens"] < whole["tokens"] == 12
+    assert qconvert(*call[:-1], "--stop", stop, "-q").out.startswith(found["text"])
+    assert qconvert(*call, "--stop", "").code == 2
+
+
+def test_a_talk_answers_every_line_with_all_before_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second answer is that of one prompt that holds the first message and its answer."""
+    call = ("generate", folder, "--chat", "--system", "s", "-n", 5)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n\nagain\n"))
+    ran = qconvert(*call, "-q")
+    assert ran.code == 0, ran.err
+    first = qconvert(*call, "-p", "hello", "-q").out
+    assert ran.out.startswith(first)
+    told = f"<system>s\n<user>hello\n<assistant>{first.strip()}\n<user>again\n<assistant>"
+    second = qconvert("generate", folder, "-p", told, "-n", 5, "-q").out
+    assert ran.out == first + second
+
+
+def test_without_a_prompt_there_is_nothing_to_continue() -> None:
+    ran = qconvert("generate", "embedded", "-n", 1)
+    failed(ran, "generate: there is no prompt", "add -p TEXT, or --chat for a conversation", code=2)
+    assert qconvert("generate", "embedded", "--chat", "--json").code == 2

@@ -197,3 +197,12 @@ def test_the_page_about_scripts_links_every_schema() -> None:
     page = SCHEMAS.parents[1] / "how-to" / "ci.md"
     linked = {link for link in _links(page.read_text(encoding="utf-8")) if "schemas/" in link}
     assert linked == {f"../reference/schemas/{path.name}" for path in SCHEMAS.iterdir()}
+
+
+def test_every_schema_has_a_name_and_an_example_that_it_allows(registry: Registry) -> None:
+    for path in SCHEMAS.glob("*.json"):
+        schema = schema_of(path.name)
+        assert schema["$id"] == path.name, "by which the others refer to it"
+        assert "examples" in schema or path.name in ("common.json", "demo.json")  # parts; a long report
+        for example in schema.get("examples", ()):
+            assert problems(example, path.stem, registry) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -331,13 +332,16 @@ def test_a_signal_stops_within_seconds_however_long_a_block_takes(
 ) -> None:
     command, name = KINDS["folder"]
     whole = made(*command, "-o", here / "whole" / name)
-    with started(seconds, *command, "-j", 1, "-o", here / name) as process:
+    as_json = ("--json",) if kind == signal.SIGTERM else ()
+    with started(seconds, *command, "-j", 1, "-o", here / name, *as_json) as process:
         before = time.monotonic()
         process.send_signal(kind)
-        _, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=30)
         took = time.monotonic() - before
     assert process.returncode == code, err
-    said = err.splitlines()[-1]
+    told = json.loads(out)["error"] if as_json else {"fact": err.splitlines()[-1]}
+    assert not as_json or (told["kind"], told["exit_code"], told["retryable"]) == ("interrupted", code, True)
+    said = told["fact"]
     assert said.startswith("stopped at ") and said.endswith(" %; run the same command to go on")
     assert took < 5 + 3  # on a machine that is busy with other things
     ran = qconvert(*command, "-o", here / name)

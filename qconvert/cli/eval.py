@@ -294,7 +294,7 @@ def weights(a: str, b: str, out: Path | None, as_json: bool, quiet: bool, revisi
     if not report.errors and not report.equal:
         raise BadRecipe(f"{a} and {b}: no weight of one is in the other", "compare two forms of one model")
     if out is not None:
-        write(report, out, quiet=quiet)
+        write(report, out, quiet=quiet or as_json)
     show_report(report, as_json=as_json)
 
 

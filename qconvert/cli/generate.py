@@ -25,6 +25,8 @@ from qconvert.cli.progress import compiling_explained
 from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from qconvert.checkpoint.hub import ResolvedModel
     from qconvert.checkpoint.open import Checkpoint
     from qconvert.core.dtypes import Json
@@ -47,12 +49,19 @@ def _a_number(ctx: click.Context, parameter: click.Parameter, value: float) -> f
 
 @click.command(
     "generate",
-    epilog=examples('qconvert generate ./Qwen2.5-0.5B-Instruct-int4-g128 --chat -p "Name three rivers."'),
+    epilog=examples(
+        'qconvert generate ./Qwen2.5-0.5B-Instruct-int4-g128 --chat -p "Name three rivers."',
+        "qconvert generate ./Qwen2.5-0.5B-Instruct-int4-g128 --chat",
+        "qconvert generate embedded -p 'def add(a, b):' --stop 'def '",
+    ),
 )
 @model_argument()
-@click.option("-p", "--prompt", required=True, metavar="TEXT", help="What to continue; - reads stdin.")
+@click.option("-p", "--prompt", metavar="TEXT", help="What to continue; - reads stdin.")
 @click.option(
-    "--chat", is_flag=True, help="Put the prompt as a user's message into the model's chat template."
+    "--chat",
+    is_flag=True,
+    help="Put the prompt as a user's message into the model's chat template. Without -p, a conversation: "
+    "each line of stdin is a message, until its end (Ctrl-D).",
 )
 @click.option("--system", metavar="TEXT", help="A system message before it, with --chat.")
 @click.option(
@@ -63,6 +72,9 @@ def _a_number(ctx: click.Context, parameter: click.Parameter, value: float) -> f
     default=128,
     show_default=True,
     help="Stop after this many tokens.",
+)
+@click.option(
+    "--stop", "stops", multiple=True, metavar="TEXT", help="Stop before this text; repeat for several."
 )
 @click.option(
     "--temperature",
@@ -111,39 +123,41 @@ def _a_number(ctx: click.Context, parameter: click.Parameter, value: float) -> f
 @json_option
 @quiet_option("the text alone")
 @revision_option
-def command(model: str, prompt: str, jobs: int | None, as_json: bool, quiet: bool, **options: Any) -> None:
-    """Continue a prompt with MODEL, quantized or not; text on stdout as it comes.
+def command(
+    model: str, prompt: str | None, jobs: int | None, as_json: bool, quiet: bool, **options: Any
+) -> None:
+    """Continue a prompt with MODEL, quantized or not; text on stdout as it comes; or converse: --chat.
 
     Quantized weights are multiplied by as they are stored, never unpacked as a whole. Generation
-    ends at the model's end-of-text token or after --max-tokens.
+    ends at the model's end-of-text token, before a --stop, or after --max-tokens.
     """
     with typed():
-        _check_words(prompt, options)
-    from qconvert.formats.tokenizers.prompts import Detokenizer
-    from qconvert.runtime.generate import Sampler, decodes_weights, generate, warm_up
+        _check_words(prompt, options, as_json=as_json)
+    from qconvert.checkpoint.dialogue import dialogue_of
+    from qconvert.runtime.generate import decodes_weights, warm_up
     from qconvert.runtime.run_info import use_threads
 
     use_threads(jobs)
     clock = _Clock()
     resolved, checkpoint, decoder, activations = _open(model, options)
     clock.tick()
-    dialogue, ids = _prompt(checkpoint, prompt, options)
+    dialogue = dialogue_of(checkpoint)
+    ids = [] if prompt is None else _prompt(dialogue, prompt, options)
     if decodes_weights(decoder) and not quiet and options["backend"] == "auto":
         click.echo(_SLOW.format(device=decoder.device.type), err=True)
     if activations.startswith("exact, ") and not quiet:
         click.echo(f"note: inputs of linears are {activations}; see --activations", err=True)
     with compiling_explained(talks=not quiet and not as_json):
         warm_up(decoder, len(ids))
-    sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
-    detokenizer, pieces = Detokenizer(dialogue.tokenizer), []
-    clock.start()
-    for token in generate(decoder, ids, options["max_tokens"], sampler, dialogue.stops):
-        clock.tick()
-        pieces.append(detokenizer.push(token))
+    if prompt is None:
+        _talk(decoder, dialogue, options, clock)
+        return
+    pieces = []
+    for piece in _texts(decoder, dialogue, ids, options, clock):
+        pieces.append(piece)
         if not as_json:
-            _show(pieces[-1])
-    count = len(pieces)
-    pieces.append(detokenizer.rest())
+            _show(piece)
+    count = clock.tokens
     full = len(ids) + count >= decoder.config.max_positions
     if as_json:
         record = {
@@ -158,7 +172,7 @@ def command(model: str, prompt: str, jobs: int | None, as_json: bool, quiet: boo
         }
         click.echo(json.dumps(record))
         return
-    _show(pieces[-1] + "\n")
+    _show("\n")
     if not quiet:
         _say(len(ids), count, clock)
         if full:
@@ -179,6 +193,11 @@ class _Clock:
 
     def tick(self) -> None:
         self.ticks.append(time.perf_counter())
+
+    @property
+    def tokens(self) -> int:
+        """How many have come since the start."""
+        return len(self.ticks) - 1
 
     def figures(self, prompt_tokens: int) -> dict[str, float | None]:
         """Seconds, and tokens per second of prompt and decoding; None where there was nothing to time."""
@@ -260,9 +279,55 @@ def _open(model: str, options: dict[str, Any]) -> tuple[ResolvedModel, Checkpoin
     return resolved, checkpoint, decoder, weights.activations_in_words
 
 
-def _check_words(prompt: str, options: dict[str, Any]) -> None:
+def _texts(
+    decoder: Decoder, dialogue: Dialogue, ids: list[int], options: dict[str, Any], clock: _Clock
+) -> Iterator[str]:
+    """The text that follows a prompt, in pieces as it comes."""
+    from qconvert.formats.tokenizers.prompts import Detokenizer
+    from qconvert.formats.tokenizers.stop_texts import StopTexts
+    from qconvert.runtime.generate import Sampler, generate
+
+    sampler = Sampler(options["temperature"], options["top_p"], options["seed"])
+    detokenizer, stops = Detokenizer(dialogue.tokenizer), StopTexts(options["stops"])
+    clock.start()
+    for token in generate(decoder, ids, options["max_tokens"], sampler, dialogue.stops):
+        clock.tick()
+        yield stops.push(detokenizer.push(token))
+        if stops.found:
+            return
+    yield stops.push(detokenizer.rest()) + stops.rest()
+
+
+def _talk(decoder: Decoder, dialogue: Dialogue, options: dict[str, Any], clock: _Clock) -> None:
+    """Answer every line of stdin, each with the whole talk before it, until stdin ends."""
+    messages = _begun(options)
+    while True:
+        if sys.stdin.isatty():
+            click.echo("> ", nl=False, err=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if not line.strip():
+            continue
+        _require_utf8(line)
+        messages.append({"role": "user", "content": line.removesuffix("\n")})
+        pieces = []
+        for piece in _texts(decoder, dialogue, dialogue.encode_chat(messages), options, clock):
+            pieces.append(piece)
+            _show(piece)
+        _show("\n")
+        messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def _check_words(prompt: str | None, options: dict[str, Any], *, as_json: bool) -> None:
     """Raise BadRecipe for what is wrong with the words of the command alone."""
-    _require_utf8(prompt)
+    if prompt is None and not options["chat"]:
+        raise BadRecipe("generate: there is no prompt", "add -p TEXT, or --chat for a conversation")
+    if prompt is None and as_json:
+        raise BadRecipe("--json: prints one answer, and there is no prompt", "add -p TEXT")
+    if "" in options["stops"]:
+        raise BadRecipe("--stop: an empty text is everywhere", "name the text to stop before")
+    _require_utf8(prompt or "")
     if options["system"] is not None:
         _require_utf8(options["system"])
         if not options["chat"]:
@@ -274,20 +339,19 @@ def _require_utf8(text: str) -> None:
         raise BadRecipe("prompt: not UTF-8 text", "give the prompt in UTF-8")
 
 
-def _prompt(checkpoint: Checkpoint, prompt: str, options: dict[str, Any]) -> tuple[Dialogue, list[int]]:
-    from qconvert.checkpoint.dialogue import dialogue_of
+def _begun(options: dict[str, Any]) -> list[dict[str, str]]:
+    """The messages of a chat before the user's first."""
+    return [] if options["system"] is None else [{"role": "system", "content": options["system"]}]
 
+
+def _prompt(dialogue: Dialogue, prompt: str, options: dict[str, Any]) -> list[int]:
     text = prompt
     if prompt == "-":
         text = sys.stdin.read().removesuffix("\n")
         _require_utf8(text)
-    dialogue = dialogue_of(checkpoint)
     if not options["chat"]:
-        return dialogue, dialogue.encode(text)
-    messages = [{"role": "user", "content": text}]
-    if options["system"] is not None:
-        messages.insert(0, {"role": "system", "content": options["system"]})
-    return dialogue, dialogue.encode_chat(messages)
+        return dialogue.encode(text)
+    return dialogue.encode_chat([*_begun(options), {"role": "user", "content": text}])
 
 
 def _show(text: str) -> None:
