@@ -149,3 +149,20 @@ def test_a_report_that_is_written_says_nothing_beside_its_json(models: Path, her
     call = ("eval", "weights", models / "plain", models / "quantized", "-o", "r")
     assert qconvert(*call).err.count("wrote ") == 3
     assert qconvert(*call, "--json").err == "" == qconvert(*call, "-q").err
+
+
+def test_a_card_says_what_was_not_run(models: Path, here: Path) -> None:
+    out = made("quantize", models / "plain", "--bits", 4, "--layout", "gptq", "-o", "o")
+    card = (out / "README.md").read_text()
+    assert "GPTQ names how the codes are stored. No GPTQ was run: they are the nearest codes." in card
+    carried = made("convert", out, "--to", "gptq_v2", "-o", "p")
+    assert "was run" not in (carried / "README.md").read_text(), "whose codes are those of the source"
+    plain = made("quantize", models / "plain", "--bits", 4, "-o", "q")
+    assert "was run" not in (plain / "README.md").read_text()
+
+
+def test_a_symmetric_scheme_in_mlx_is_told_what_it_costs(models: Path, here: Path) -> None:
+    call = ("convert", models / "plain", "--to", "mlx", "--scheme")
+    said = qconvert(*call, "int4-g64", "-o", "a").err
+    assert "mlx stores a minimum for each group" in said and "int4-asym-g64 loses less" in said
+    assert "stores a minimum" not in qconvert(*call, "int4-asym-g64", "-o", "b").err

@@ -98,9 +98,8 @@ def compare_checkpoints(
             yield TensorDifference(name, role, "only in A")
         elif any(pair.rows_b < pair.rows_a or pair.width_b < pair.width_a for pair in pairs):
             others = dict.fromkeys(piece.tensor for pair in pairs for piece in pair.b)
-            yield TensorDifference(
-                name, role, "shape", note=f"{list(tensor.shape)} and {[list(o.shape) for o in others]}"
-            )
+            shapes = ", ".join(str(list(other.shape)) for other in others)
+            yield TensorDifference(name, role, "shape", note=f"{list(tensor.shape)} and {shapes}")
         else:
             found = _compare_pairs(reader_a, tensor, b.reader, pairs, role)
             names = (piece.tensor.name for pair in pairs for piece in pair.b)

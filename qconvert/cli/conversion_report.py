@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from math import sqrt
 from operator import add
@@ -15,7 +15,7 @@ from qconvert.convert.job import Job, Result
 from qconvert.convert.manifest import certificates, finite
 from qconvert.convert.outcome import Outcome
 from qconvert.core.dtypes import Json
-from qconvert.core.encodings import Unquantized
+from qconvert.core.encodings import AffineMin, Unquantized
 from qconvert.errors import shown
 from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import ParameterTable, table_of_outputs, table_of_tensors
@@ -169,7 +169,22 @@ def outputs_line(job: Job, outcome: Outcome) -> str:
 
 def advice(job: Job, out: Path) -> list[str]:
     """What to do next: what a calibration text would buy, and how the output is served."""
-    return [line for line in (_calibrating(job), _serving(job, out)) if line]
+    return [line for line in (_symmetric(job), _calibrating(job), _serving(job, out)) if line]
+
+
+def _symmetric(job: Job) -> str | None:
+    """One line on a symmetric scheme, where the layout stores a minimum for each group all the same."""
+    request, units = job.compiled.request, job.compiled.plan.units
+    target = request.layout_target
+    scheme = (target.scheme if target else None) or request.recipe.scheme
+    stored = any(isinstance(u.output.encoding, AffineMin) and u.certificate() == "quantized" for u in units)
+    if scheme is None or not scheme.symmetric or not stored:
+        return None
+    asymmetric = replace(scheme, symmetric=False).label
+    return (
+        f"note: {target.layout if target else 'the layout'} stores a minimum for each group, also with the "
+        f"symmetric {scheme.label}; {asymmetric} loses less in the same bytes"
+    )
 
 
 def _serving(job: Job, out: Path) -> str | None:

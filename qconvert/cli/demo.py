@@ -89,7 +89,11 @@ def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
     if talks:
         seconds = time.perf_counter() - started
         click.echo(f"\nreport: {out / 'report.html'}, .md and .json, {seconds:.1f} s in all", err=True)
-        called = "qconvert" if shutil.which("qconvert") else str(Path(sys.argv[0]))
+        click.echo(f"{out}/ holds the two models and the report; delete it when you are done", err=True)
+        installed = Path(sys.argv[0])
+        called = "qconvert" if shutil.which("qconvert") else str(installed)
+        if called != "qconvert" and (activate := installed.with_name("activate")).is_file():
+            click.echo(f"`source {activate}` puts qconvert on the PATH of this shell; without it:", err=True)
         click.echo(f"next: {called} quantize MODEL --bits 4, where MODEL is a folder or org/name", err=True)
 
 

@@ -110,7 +110,16 @@ def _loss(manifest: Json) -> list[str]:
         kind = "statistics of their inputs" if "texts" in weighed else "importance matrix"
         what = f"Errors of {weighed['tensors']} tensors are weighed by the {kind}"
         lines.append(f"{what} `{weighed['file']}`{text}.")
-    return lines + _scaling(manifest) + _calibration(manifest)
+    return lines + _not_run(manifest) + _scaling(manifest) + _calibration(manifest)
+
+
+def _not_run(manifest: Json) -> list[str]:
+    """What a layout that has the name of a method does not mean, where the method was not run."""
+    layout = manifest["recipe"]["layout"]
+    method = registry.traits_of(layout).method
+    if not method or "scaling" in manifest or "calibration" in manifest:
+        return []
+    return [f"{method} names how the codes are stored. No {method} was run: they are the nearest codes."]
 
 
 def _left_out(compiled: Compiled) -> list[str]:
