@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     default=5,
     show_default=True,
     metavar="N",
-    help="Times that everything is repeated.",
+    help="How many times to repeat everything.",
 )
 @jobs_option
 @device_option

@@ -77,7 +77,7 @@ _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
     help="Pieces in random order, EOS between them; or files from their beginning, as llama-imatrix reads.",
 )
 @click.option(
-    "--seed", type=click.IntRange(0), metavar="N", default=0, show_default=True, help="Of that order."
+    "--seed", type=click.IntRange(0), metavar="N", default=0, show_default=True, help="Seed of that order."
 )
 @device_option
 @process_memory_option
@@ -107,9 +107,7 @@ _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
     metavar="FILE.gguf",
     help="Write an importance matrix for llama-quantize.",
 )
-@click.option(
-    "--process-output", is_flag=True, help="Let the importance matrix have an entry for an untied head."
-)
+@click.option("--process-output", is_flag=True, help="Include an untied head in the importance matrix.")
 @click.option(
     "-o",
     "--out",

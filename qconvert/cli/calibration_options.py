@@ -26,8 +26,8 @@ _OPTIONS = (
         type=click.Choice(list(METHODS)),
         default="nearest",
         show_default=True,
-        help="Choose every code by itself, of plain columns or of scaled ones (awq), those of a row together "
-        "on a text (feedback, or gptq), or those of many rows (two-sided, or yaqa).",
+        help="How codes are chosen: the nearest ones (nearest), those of scaled columns (awq), or together "
+        "on a text, row by row (feedback, or gptq) or over many rows (two-sided, or yaqa).",
     ),
     click.option(
         "--text",
@@ -49,7 +49,7 @@ _OPTIONS = (
         type=click.IntRange(16, 1 << 20),
         metavar="N",
         show_default="2048",
-        help="Tokens that see one another.",
+        help="Tokens per window; tokens see only their own window.",
     ),
     click.option(
         "--inputs",

@@ -53,11 +53,11 @@ def command(
     quiet: bool,
     revision: str | None,
 ) -> None:
-    """Hold MODEL against the rules of a loader: layout, fused groups, parallelism, names, vocabulary.
+    """Check MODEL against the rules of a loader: layout, fused groups, parallelism, names, vocabulary.
 
     Reads headers, config.json and tokenizer.json; nothing is loaded. Exits with 3 if the loader would
-    fail or compute something else, with 0 if it loads MODEL, or loads it with what is named: a package
-    that it does not bring itself, or an argument.
+    fail or compute something else; with 0 if it loads MODEL as it is, or with the package or the argument
+    that the answer names.
     """
     from qconvert.check.subject import ERROR
     from qconvert.report.tables import count

@@ -100,7 +100,7 @@ def _a_number(ctx: click.Context, parameter: click.Parameter, value: float) -> f
     metavar="N",
     default=0,
     show_default=True,
-    help="Start of the random numbers.",
+    help="Seed of the random numbers.",
 )
 @device_option
 @activations_option("exact")

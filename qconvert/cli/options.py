@@ -134,7 +134,9 @@ def quiet_option(product: str) -> Callable[[F], F]:
 
 
 unknown_option = click.option(
-    "--allow-unknown", is_flag=True, help="Copy unknown tensors; guess the linears of an unknown model."
+    "--allow-unknown",
+    is_flag=True,
+    help="Copy unknown tensors, and guess which tensors of an unknown model are linears.",
 )
 device_option = click.option(
     "--device",
@@ -158,14 +160,14 @@ def activations_option(default: str) -> Callable[[F], F]:
 
 
 dtype_option = click.option(
-    "--dtype", type=click.Choice(DTYPES), help="Round plain float tensors, and store scales, as this."
+    "--dtype", type=click.Choice(DTYPES), help="Type of plain float tensors and of scales in the output."
 )
 
 pad_option = click.option(
     "--pad-to-tp",
     type=click.IntRange(1, 1024),
     metavar="N",
-    help="Grow the MLPs by zeros until each of N ranks holds whole groups.",
+    help="Pad the MLPs with zeros so that each of N ranks holds whole groups.",
 )
 
 only_option = click.option(
@@ -209,7 +211,7 @@ keep_going_option = click.option(
     help="Of several models, go on after one that fails; the exit code tells.",
 )
 restart_option = click.option(
-    "--restart", is_flag=True, help="Throw away what a stopped run has done, instead of going on."
+    "--restart", is_flag=True, help="Discard the work of an interrupted run, instead of resuming it."
 )
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print what would be written, and write nothing."
@@ -219,7 +221,7 @@ verify_option = click.option(
     "--verify/--no-verify",
     default=True,
     show_default=True,
-    help="Re-read the output before it gets its name, and hash it.",
+    help="Re-read and hash the output before it gets its final name.",
 )
 jobs_option = click.option(
     "-j", "--jobs", type=click.IntRange(1, 256), metavar="N", show_default="all cores", help="Threads."
@@ -246,7 +248,7 @@ _HUB = (
     click.option(
         "--keep-source",
         is_flag=True,
-        help="Download a Hub model into the cache first; else what is needed is read as it is converted.",
+        help="Download a Hub model into the cache first; otherwise only what is needed is read.",
     ),
     click.option(
         "--connections",
@@ -287,7 +289,7 @@ _WRITING = (
         help="Largest weight file, such as 500MB or 2GiB.",
     ),
     click.option(
-        "--hash-sources", is_flag=True, help="Put the SHA-256 of whole source files in the manifest."
+        "--hash-sources", is_flag=True, help="Record the SHA-256 of whole source files in the manifest."
     ),
     dtype_option,
     *_HUB,

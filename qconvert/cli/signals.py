@@ -101,7 +101,7 @@ def _leave() -> None:
 
 
 @contextmanager
-def handled(last_words: LastWords) -> Iterator[None]:
+def handled(last_words: LastWords = lambda stopped: (stopped.message, True)) -> Iterator[None]:
     """Raises Stopped in the main thread for the first signal, and leaves the process on the second.
 
     Where the work does not end in time after the first, `last_words` are said, and the process is left.

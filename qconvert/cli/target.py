@@ -39,7 +39,7 @@ def target_options(choices: str, default: str) -> Callable[[F], F]:
         click.option(
             "--target-kl",
             metavar="NATS",
-            help="Mix encodings for the least size that is expected to diverge so much per token.",
+            help="Mix encodings for the smallest size whose expected KL divergence is at most this.",
         ),
         click.option(
             f"--{choices}",

@@ -80,7 +80,7 @@ UNTIL_CHOSEN = "F32"
     shell_complete=candidates.element_types,
     help="Another type for the head.",
 )
-@click.option("--pure", is_flag=True, help="The base type throughout, no mixture.")
+@click.option("--pure", is_flag=True, help="Use the base type for all tensors, without a mixture.")
 @click.option(
     "--fallback/--no-fallback",
     default=True,
