@@ -54,6 +54,7 @@ LIBRARIES = {
         "checkpoint.hub checkpoint.hub_errors checkpoint.hub_file checkpoint.xet_ranges evaluate evals"
     ),
     "ik_llama_cpp": "evals",
+    "llama_cpp": "evals",
     "jinja2": "formats.tokenizers.chat_template",
     "llmcompressor": "evals",
     "lm_eval": "evaluate.lm_eval_adapter",
