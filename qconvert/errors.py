@@ -45,6 +45,14 @@ class SourceUnavailable(QConvertError):
     """A server does not give the bytes that a run reads; a later run of the same job may get them."""
 
 
+class NotTaken(QConvertError):
+    """A server does not take what a run has written; a later run of the same job may send it."""
+
+
+class MissingExtra(QConvertError):
+    """The request needs a package that is installed as an extra."""
+
+
 class UnsupportedModel(QConvertError):
     """The checkpoint is sound, but its architecture or one of its tensors is not known here."""
 

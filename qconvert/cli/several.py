@@ -36,6 +36,8 @@ def write_each(
         return
     with typed():
         _check_folder(flags.out)
+        if flags.push_to is not None:
+            raise BadRecipe("--push-to: one repository, and there are several models", "push them one by one")
     made: list[dict[str, Any]] = []
     taken: list[Path] = []
     try:
