@@ -50,6 +50,14 @@ class SourceUnavailable(QConvertError):
     retryable = True
 
 
+class NotTaken(QConvertError):
+    """A server does not take what a run has written; a later run of the same job may send it."""
+
+
+class MissingExtra(QConvertError):
+    """The request needs a package that is installed as an extra."""
+
+
 class UnsupportedModel(QConvertError):
     """The checkpoint is sound, but its architecture or one of its tensors is not known here."""
 

@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.fake_hub_writes import Written, answer_write, files_at, head, listed
 
 COMMIT = "c0ffee" * 6 + "c0ff"
 GATED, BROKEN = "org/gated", "org/broken"
@@ -63,7 +65,8 @@ class FakeHub:
     """Repositories by name, each of files by name; `weights` are served by the content network.
 
     An address serves `uses` requests. Files `in_xet` are offered through xet as well, by their hash there,
-    from the folder `chunks`. `fault` is asked about every range, `resolve_fault` about every HEAD.
+    from the folder `chunks`. `fault` is asked about every range, `resolve_fault` about every HEAD;
+    `answering` is told of every request by its number, when its work is done and before its answer goes out.
     """
 
     def __init__(self) -> None:
@@ -74,6 +77,8 @@ class FakeHub:
         self.resolve_fault: Callable[[int], tuple[int, dict[str, str]] | None] = lambda number: None
         self.etag_of: Callable[[bytes], str] = sha256
         self.closed_to: set[str] = set()
+        self.commit, self.written = COMMIT, Written()
+        self.answering: Callable[[int], None] = lambda number: None
         self.lock = threading.Lock()
         self.signatures: dict[str, int] = {}
         self.ranges = self.resolved = 0
@@ -200,6 +205,11 @@ class _Answers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         raise NotImplementedError
 
+    def do_POST(self) -> None:
+        answer_write(self, self.fake)
+
+    do_PUT = do_DELETE = do_POST
+
     def reply(
         self, status: int, body: bytes = b"", headers: dict[str, str] | None = None, keep: int | None = None
     ) -> None:
@@ -216,6 +226,8 @@ class _Answers(BaseHTTPRequestHandler):
         )
         with self.fake.lock:
             self.fake.log.append(asked)
+            number = len(self.fake.log) - 1
+        self.fake.answering(number)
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)
@@ -228,11 +240,12 @@ class _HubAnswers(_Answers):
     where = "hub"
 
     def do_GET(self) -> None:
-        api = re.fullmatch(r"/api/models/(\w+/[\w.-]+)/(revision|tree)/([^/?]+)(\?.*)?", self.path)
+        api = re.fullmatch(r"/api/models/(\w+/[\w.-]+)(?:/(revision|tree)/([^/?]+))?(\?.*)?", self.path)
         file = re.fullmatch(r"/(\w+/[\w.-]+)/resolve/([^/]+)/([^?]+)", self.path)
         name = (api or file)[1] if api or file else ""  # type: ignore[index]
-        repo = self.fake.repos.get(name)
-        if "/xet-read-token/" in self.path:
+        asked = (api[3] if api else file[2] if file else "") or "main"
+        repo = files_at(self.fake, name, asked)
+        if "/xet-read-token/" in self.path or "/xet-write-token/" in self.path:
             token = {
                 "accessToken": "t",
                 "exp": int(time.time()) + 3600,
@@ -241,11 +254,12 @@ class _HubAnswers(_Answers):
             self.reply(200, json.dumps(token).encode())
         elif repo is None or name in self.fake.closed_to:
             self.reply(401, b"{}", {"X-Error-Code": "RepoNotFound"})
-        elif api and api[2] == "revision":
-            self.reply(200, json.dumps({"id": name, "sha": COMMIT, "siblings": []}).encode())
+        elif api and api[2] == "tree":
+            self.reply(200, json.dumps([listed(path, blob) for path, blob in repo.items()]).encode())
         elif api:
-            tree = [{"type": "file", "path": p, "size": len(b), "oid": sha256(b)} for p, b in repo.items()]
-            self.reply(200, json.dumps(tree).encode())
+            sha = head(self.fake, name, unquote(asked), COMMIT)
+            info = {"id": name, "sha": sha, "siblings": [], "private": name in self.fake.written.private}
+            self.reply(200, json.dumps(info).encode())
         elif file and file[3] in repo:
             self._file(name, file[3], repo[file[3]])
         else:

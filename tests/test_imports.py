@@ -51,7 +51,8 @@ LIBRARIES = {
     "gptqmodel": "evals",
     "hf_xet": "checkpoint.xet_ranges",
     "huggingface_hub": (
-        "checkpoint.hub checkpoint.hub_errors checkpoint.hub_file checkpoint.xet_ranges evaluate evals"
+        "checkpoint.hub checkpoint.hub_errors checkpoint.hub_file checkpoint.xet_ranges "
+        "convert.hub_repository evaluate evals"
     ),
     "ik_llama_cpp": "evals",
     "llama_cpp": "evals",
@@ -61,6 +62,7 @@ LIBRARIES = {
     "llvmlite": "quant runtime.cpu",
     "mlx": "evals",
     "mlx_lm": "evals",
+    "obstore": "checkpoint.object_store convert.bucket",
     "numba": "quant runtime.cpu evals",
     "numpy": "core quant ops runtime formats checkpoint calibrate check convert evaluate plan.gguf evals",
     "safetensors": "formats.io.read_back evals",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from qconvert.checkpoint import network, remote_bytes
+from qconvert.checkpoint import hub_ranges, network
 from qconvert.errors import SourceUnavailable
 from tests.commands import made, qconvert
 from tests.fake_hub import Answer, FakeHub, known, running
@@ -44,7 +44,7 @@ def test_what_http_refuses_comes_through_xet(hub: FakeHub, here: Path) -> None:
 def test_files_that_are_too_large_for_http_are_not_asked_for_so(
     hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_bytes, "LARGEST_BY_HTTP", 1000)
+    monkeypatch.setattr(hub_ranges, "LARGEST_BY_HTTP", 1000)
     made(*GGUF, "-o", "by-xet.gguf")
     assert not [asked for asked in hub.log if asked.server == "cdn"]
 

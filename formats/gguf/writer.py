@@ -181,7 +181,7 @@ class GGUFSink(FileSink):
     the same output raises QConvertError while the first is alive. Raises OutputExists when a final name is
     taken, unless `overwrite`; parts of a different split have other names, and stay. `goes_on` says whether
     to go on with the partial files that an earlier run left (it may raise, which leaves them as they are);
-    otherwise they are emptied. `resumed` says which it was.
+    otherwise they are emptied. `resumed` says which it was; `sparse` as in `FileSink`.
     """
 
     def __init__(
@@ -191,6 +191,7 @@ class GGUFSink(FileSink):
         *,
         overwrite: bool = False,
         goes_on: Callable[[], bool] = lambda: False,
+        sparse: bool = False,
     ) -> None:
         self._overwrite = overwrite
         self.resumed = False
@@ -210,7 +211,7 @@ class GGUFSink(FileSink):
             for path, lock in () if self.resumed else self._locks.items():
                 empty(lock, path)
             partial = [replace(file, name=path.name) for file, path in zip(files, self.partial, strict=True)]
-            super().__init__(folder, partial, claimed=True, resumed=self.resumed)
+            super().__init__(folder, partial, claimed=True, resumed=self.resumed, sparse=sparse)
         except BaseException:
             self._release(keep=kept)
             raise

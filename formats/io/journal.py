@@ -202,26 +202,35 @@ class GroupCommit:
         self._waiting: list[Record] = []
         self._nbytes = 0
         self.committed = 0
-        self._closing = False
+        self._closing = self._pressed = False
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def add(self, record: Record, nbytes: int = 0) -> None:
-        """Take a record of work that is done, of so many written bytes; from one thread."""
+        """Take a record of work that is done, of so many written bytes."""
         with self._changed:
             if self._failed is not None:
                 raise self._failed
             self._waiting.append(record)
             self._nbytes += nbytes
             if self._nbytes >= GROUP_BYTES:
-                self._changed.notify()
+                self._changed.notify_all()
+
+    def commit(self) -> None:
+        """Wait until all that was added is in the journal; QConvertError if it could not be brought there."""
+        with self._changed:
+            self._pressed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._pressed or self._failed is not None)
+            if self._failed is not None:
+                raise self._failed
 
     def close(self) -> None:
         """Commit what waits, and end the thread."""
         with self._changed:
             self._closing = True
-            self._changed.notify()
+            self._changed.notify_all()
         self._thread.join()
         if self._failed is not None:
             raise self._failed
@@ -230,7 +239,8 @@ class GroupCommit:
         last = False
         while not last:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._nbytes >= GROUP_BYTES, GROUP_SECONDS)
+                self._changed.wait_for(self._is_due, GROUP_SECONDS)
+                pressed = self._pressed
                 # Taken before flushing: what they speak of has been written by now.
                 taken, self._waiting = self._waiting, []
                 nbytes, self._nbytes = self._nbytes, 0
@@ -243,7 +253,15 @@ class GroupCommit:
             except BaseException as error:
                 with self._changed:
                     self._failed = error
+                    self._changed.notify_all()
                 return
+            if pressed:
+                with self._changed:
+                    self._pressed = False
+                    self._changed.notify_all()
+
+    def _is_due(self) -> bool:
+        return self._closing or self._pressed or self._nbytes >= GROUP_BYTES
 
 
 @contextmanager

@@ -132,16 +132,16 @@ def lock_or_refuse(fd: int, path: Path) -> None:
         raise OutputBusy(f"{path}: another run has just finished it", "choose another output")
 
 
-def create(path: Path, size: int, *, claimed: bool = False) -> int:
+def create(path: Path, size: int, *, claimed: bool = False, sparse: bool = False) -> int:
     """Creates a file of `size` bytes for writing, its disk space allocated at once; returns the descriptor.
 
-    A `claimed` one exists already, empty (see `claim`). Raises QConvertError when the disk cannot hold it or
-    the folder cannot be written.
+    A `claimed` one exists already, empty (see `claim`); a `sparse` one takes space as it is written. Raises
+    QConvertError when the disk cannot hold it or the folder cannot be written.
     """
     with explained(f"{shown(path.name)}: cannot be created"):
         fd = os.open(path, os.O_RDWR | (os.O_NOFOLLOW if claimed else os.O_CREAT | os.O_EXCL), 0o666)
     try:
-        reserve(fd, path, size)
+        reserve(fd, path, size, sparse=sparse)
     except QConvertError:
         os.close(fd)
         path.unlink()
@@ -149,13 +149,13 @@ def create(path: Path, size: int, *, claimed: bool = False) -> int:
     return fd
 
 
-def reserve(fd: int, path: Path, size: int) -> None:
+def reserve(fd: int, path: Path, size: int, *, sparse: bool = False) -> None:
     """Makes an empty file `size` bytes long; QConvertError where the disk has not that much room.
 
-    `path` is its name in messages, and says on which disk it is.
+    `path` is its name in messages, and says on which disk it is. A `sparse` file takes none yet.
     """
     try:
-        _allocate(fd, size)
+        os.ftruncate(fd, size) if sparse else _allocate(fd, size)
     except OSError as error:
         free = shutil.disk_usage(path.parent).free
         kind = DiskFull if error.errno in NO_ROOM else QConvertError

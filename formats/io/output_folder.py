@@ -21,6 +21,8 @@ from qconvert.formats.io.local_file import explained, lock_or_refuse, sync
 
 MANIFEST_FILE = "qconvert.json"
 _MARKER = ".qconvert-partial"  # marks a .partial folder as ours, to be cleared
+WORKING = (journal.FILE_NAME, f"{journal.FILE_NAME}.new", _MARKER)
+"""Names of files that are in a folder only while it is written."""
 
 
 def check_target(out: Path, *, overwrite: bool = False, sources: Iterable[Path] = ()) -> None:
@@ -65,16 +67,19 @@ class OutputDir:
         sources: Iterable[Path] = (),
         goes_on: Callable[[Path], bool] = lambda partial: False,
         survives: Callable[[BaseException], bool] = lambda error: False,
+        keep: bool = True,
     ) -> None:
         """Checks the name (see `check_target`); nothing is created before entering.
 
         `goes_on` says whether to go on with what an earlier run left in the folder (it may raise, which
-        leaves it as it is), `survives` whether the folder is left for a later run after this error.
+        leaves it as it is), `survives` whether the folder is left for a later run after this error. Without
+        `keep` it needs no name, and is removed in the end.
         """
-        check_target(out, overwrite=overwrite, sources=sources)
+        if keep:
+            check_target(out, overwrite=overwrite, sources=sources)
         self._out = out.resolve()
         self._overwrite = overwrite
-        self._goes_on, self._survives = goes_on, survives
+        self._goes_on, self._survives, self._keep = goes_on, survives, keep
         self.partial = partial_folder(self._out)
         self.resumed = False
 
@@ -83,7 +88,8 @@ class OutputDir:
             self._lock, self.resumed = _claim(self.partial, self._goes_on)
             try:
                 _settle(self._out)
-                check_target(self._out, overwrite=self._overwrite)
+                if self._keep:
+                    check_target(self._out, overwrite=self._overwrite)
             except BaseException:
                 if not self.resumed:
                     shutil.rmtree(self.partial, ignore_errors=True)
@@ -98,6 +104,9 @@ class OutputDir:
             if error is not None:
                 self._leave(error)
                 return
+            if not self._keep:
+                self._discard()
+                return
             try:
                 with explained(f"{self._out}: cannot be finished"):
                     self._finish()
@@ -109,17 +118,18 @@ class OutputDir:
 
     def _leave(self, error: BaseException) -> None:
         """Leaves the folder to a later run, or removes it, first of all its journal."""
-        journaled = self.partial / journal.FILE_NAME
-        if journaled.exists() and self._survives(error):
-            return
-        journaled.unlink(missing_ok=True)
+        if not ((self.partial / journal.FILE_NAME).exists() and self._survives(error)):
+            self._discard()
+
+    def _discard(self) -> None:
+        (self.partial / journal.FILE_NAME).unlink(missing_ok=True)
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def _finish(self) -> None:
         for path in self.partial.rglob("*"):
             sync(path)
         check_target(self._out, overwrite=self._overwrite)  # it may have been taken meanwhile
-        for name in (journal.FILE_NAME, f"{journal.FILE_NAME}.new", _MARKER):
+        for name in WORKING:
             (self.partial / name).unlink(missing_ok=True)
         sync(self.partial)
         if self._out.exists():

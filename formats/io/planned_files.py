@@ -18,9 +18,11 @@ from typing import NamedTuple
 import numpy as np
 
 from qconvert.core.dtypes import TensorSpec
+from qconvert.errors import shown
 from qconvert.formats.io.journal import sync_data
 from qconvert.formats.io.local_file import (
     create,
+    explained,
     octets,
     read_exactly,
     reopen,
@@ -90,14 +92,21 @@ class FileSink:
     has_weights = True
 
     def __init__(
-        self, folder: Path, files: Sequence[FilePlan], *, claimed: bool = False, resumed: bool = False
+        self,
+        folder: Path,
+        files: Sequence[FilePlan],
+        *,
+        claimed: bool = False,
+        resumed: bool = False,
+        sparse: bool = False,
     ) -> None:
         """Lays out the files in `folder`; QConvertError if they do not fit on its disk.
 
         Files the caller has `claimed` (see `local_file.claim`) exist; otherwise none may exist. With
-        `resumed` all are there in their full size, and hold what an earlier run has written.
+        `resumed` all are there in their full size, and hold what an earlier run has written. `sparse` ones
+        take disk space as they are written, and are meant to be `dropped` one after another.
         """
-        if not resumed:
+        if not (resumed or sparse):
             require_free_disk(folder, sum(file.size for file in files))
         self.specs = {name: spec for file in files for name, spec in file.specs.items()}
         self._paths: list[Path] = []
@@ -106,7 +115,7 @@ class FileSink:
         self._written: dict[str, list[_Write]] = defaultdict(list)
         self._lock = threading.Lock()
         self._dirty: set[int] = set()
-        self._resumed = resumed
+        self._resumed, self._sparse = resumed, sparse
         try:
             for file in files:
                 self._lay_out(folder / file.name, file, claimed)
@@ -115,7 +124,11 @@ class FileSink:
             raise
 
     def _lay_out(self, path: Path, file: FilePlan, claimed: bool) -> None:
-        fd = reopen(path, file.size) if self._resumed else create(path, file.size, claimed=claimed)
+        fd = (
+            reopen(path, file.size)
+            if self._resumed
+            else create(path, file.size, claimed=claimed, sparse=self._sparse)
+        )
         self._paths.append(path)
         self._fds[fd] = file.name
         write_exactly(fd, memoryview(file.head), 0, file.name)
@@ -170,6 +183,14 @@ class FileSink:
             dirty, self._dirty = self._dirty, set()
         for fd in sorted(dirty):
             sync_data(fd, self._fds[fd])
+
+    def dropped(self, file: str) -> None:
+        """Gives the disk space of a sparse file back; it keeps its size, and holds zeros."""
+        fd = next(fd for fd, name in self._fds.items() if name == file)
+        size = os.fstat(fd).st_size
+        with explained(f"{shown(file)}: cannot be emptied"):
+            os.ftruncate(fd, 0)
+            os.ftruncate(fd, size)
 
     def commit(self) -> None:
         """Waits until every byte is on the disk; ValueError if not every row was written once."""

@@ -21,10 +21,13 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from qconvert.checkpoint.hub_errors import WRITTEN, explained
 from qconvert.checkpoint.hub_file import HubFile, find_files
+from qconvert.checkpoint.hub_ranges import HubRanges
 from qconvert.checkpoint.network import Network
+from qconvert.checkpoint.object_store import ObjectFile, download_texts, is_address, open_place
 from qconvert.checkpoint.remote_bytes import RemoteBytes
 from qconvert.demo import MODEL_DIR
 from qconvert.errors import QConvertError, UnsupportedModel, shown
@@ -50,7 +53,8 @@ class ResolvedModel:
     """The local folder or file of a model, and the repository and commit of one from the Hub.
 
     `remote` are the weight files, by name, that are not in the folder, read through `network`; `is_embedded`
-    marks the model that comes with qconvert.
+    marks the model that comes with qconvert. Of one in object storage, `address` is where, and `texts` holds
+    the folder as long as it is needed.
     """
 
     path: Path
@@ -60,6 +64,8 @@ class ResolvedModel:
     remote: Mapping[str, RemoteBytes] | None = None
     network: Network | None = None
     is_embedded: bool = False
+    address: str | None = None
+    texts: TemporaryDirectory[str] | None = None
 
     @property
     def name(self) -> str:
@@ -70,8 +76,8 @@ class ResolvedModel:
         """
         if self.is_embedded:
             return EMBEDDED
-        if self.repo_id is not None:
-            return self.repo_id.rsplit("/", 1)[-1]
+        if self.repo_id is not None or self.address is not None:
+            return (self.repo_id or self.address or "").rsplit("/", 1)[-1]
         path = self.path.resolve()
         if path.is_file() and path.stem.startswith("model") and path.suffix != ".gguf":
             path = path.parent
@@ -83,7 +89,9 @@ class ResolvedModel:
 def resolve(
     model: str, *, revision: str | None = None, weights: bool = True, network: Network | None = None
 ) -> ResolvedModel:
-    """Finds a model: a path, `org/name`, `org/name@revision` or `hf://org/name`; `revision` takes precedence.
+    """Finds a model: a path, `org/name`, `org/name@revision`, `hf://org/name`, or an `object_store` address.
+
+    `revision` takes precedence.
 
     Files of a Hub model are downloaded into the cache unless they are cached. With a `network`, weights that
     are not cached stay on the Hub, to be read through it; without `weights`, only their headers can be.
@@ -93,6 +101,8 @@ def resolve(
         return ResolvedModel(Path(model))
     if model == EMBEDDED:
         return ResolvedModel(MODEL_DIR, is_embedded=True)
+    if is_address(model):
+        return _resolve_address(model, network, weights=weights)
     match = _HUB_NAME.fullmatch(model)
     if match is None:
         raise QConvertError(f"{shown(model)}: no such file or folder", WRITTEN)
@@ -113,6 +123,40 @@ def resolve(
             "only safetensors are read; look for a converted revision or repository",
         )
     return ResolvedModel(folder, repo_id, asked, folder.name, remote, network if remote else None)
+
+
+def _resolve_address(model: str, network: Network | None, *, weights: bool) -> ResolvedModel:
+    """A model in object storage or on a web server, whose weights stay there."""
+    if network is None and weights:
+        raise QConvertError(
+            f"{model}: is read once, while it is converted; this command or method reads it several times",
+            "copy the model to this disk first",
+        )
+    network = network or Network()
+    place = open_place(model, network)
+    texts = download_texts(place, tuple(each.lstrip("*") for each in _TEXTS))
+    folder = Path(texts.name)
+    indexed = {each.name for each in weight_files(folder)} if (folder / INDEX_FILE).exists() else set()
+    expected = header_bytes(folder) if indexed else {}
+
+    def opened(name: str) -> RemoteBytes | None:
+        about = place.head(name)
+        if about is None:
+            return None
+        file = ObjectFile(place, name, about, network)
+        return RemoteBytes(file, expected.get(name, _FIRST_BYTES), has_bytes=weights)
+
+    with ThreadPoolExecutor(network.connections) as pool:
+        names = sorted(indexed) or [SINGLE_FILE]
+        found = dict(zip(names, pool.map(opened, names), strict=True))
+    remote = {name: each for name, each in found.items() if each is not None}
+    missing = found.keys() - remote
+    if missing:
+        raise UnsupportedModel(
+            f"{place.url}: has no {shown(min(missing))}",
+            f"name the folder with config.json and {SINGLE_FILE}, or all shards and their {INDEX_FILE}",
+        )
+    return ResolvedModel(folder, None, None, None, remote, network, address=place.url, texts=texts)
 
 
 def cached_models() -> list[str]:
@@ -180,7 +224,7 @@ def _remote(
         found, first_bytes = single, {SINGLE_FILE: _FIRST_BYTES}
     else:
         names = [file.name for file in files if not file.exists()]
-        found, first_bytes = find_files(repo_id, folder.name, names, network), _header_bytes(folder)
+        found, first_bytes = find_files(repo_id, folder.name, names, network), header_bytes(folder)
         missing = set(names) - {file.name for file in found}
         if missing:
             raise UnsupportedModel(
@@ -189,13 +233,13 @@ def _remote(
             )
 
     def opened(file: HubFile) -> RemoteBytes:
-        return RemoteBytes(file, first_bytes[file.name], has_bytes=has_bytes)
+        return RemoteBytes(HubRanges(file), first_bytes[file.name], has_bytes=has_bytes)
 
     with ThreadPoolExecutor(network.connections) as pool:
         return {each.file.name: each for each in pool.map(opened, found)}
 
 
-def _header_bytes(folder: Path) -> dict[str, int]:
+def header_bytes(folder: Path) -> dict[str, int]:
     """About how long the headers of the shards are, by file, counted from the names in the index."""
     found: Counter[str] = Counter()
     for tensor, file in read_index(folder / INDEX_FILE).weight_map.items():

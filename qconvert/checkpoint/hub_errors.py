@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from qconvert.errors import (
     NO_ROOM,
@@ -21,6 +22,7 @@ WRITTEN = "a model on the Hub is written org/name"
 _DISK_ERRORS = (
     errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST,
 )  # fmt: skip
+_TOKEN = re.compile(r"\bhf_\w+")
 _QUERY = re.compile(r"\?[^\s\"'<>)\]]*")
 
 
@@ -65,6 +67,38 @@ def explained(model: str, kind: str = "model") -> Iterator[None]:
     except (network_error(), OSError, HFValidationError, RuntimeError) as error:  # RuntimeError: hf_xet
         raised, fact, hint = explanation(error, kind)
         raise raised(f"{model}: {fact}", hint) from error
+
+
+def refusal(error: BaseException) -> tuple[str, str]:
+    """Returns why the Hub does not take what is sent to a repository, and what the user can do."""
+    response: Any = getattr(error, "response", None)
+    status = getattr(response, "status_code", None)
+    if status is None:
+        _, fact, hint = explanation(error, "repository")
+        return fact.replace("download failed", "sending failed").replace("downloading", "sending"), hint
+    said = getattr(error, "server_message", None) or ""
+    told = f"HTTP {status}" + (f": {_without_secrets(str(said))}" if said else "")
+    log_in = "run `hf auth login` with a token that may write, or set HF_TOKEN"
+    again = "then run the same command: what was sent is kept"
+    if status in (402, 403) and re.search("storage|quota|limit", str(said), re.IGNORECASE):
+        return f"the account's storage is full ({told})", f"free some of it or enlarge it, {again}"
+    answers = {
+        401: (f"the Hub knows neither you nor the repository ({told})", f"check the name, and {log_in}"),
+        403: (f"you may not write there ({told})", f"ask its owner for the right to write, or {log_in}"),
+        404: (f"there is no such repository or branch ({told})", "check the name"),
+        409: (f"somebody else has changed it meanwhile ({told})", "run the same command again"),
+        412: (f"somebody else has changed it meanwhile ({told})", "run the same command again"),
+        413: (f"a file is too large for the Hub ({told})", "write smaller ones with --shard-size 5GB"),
+        429: (f"the Hub limits how often it may be asked ({told})", f"wait an hour, {again}"),
+    }
+    if status in answers:
+        return answers[status]
+    return f"the Hub does not take it ({told})", f"look at https://status.huggingface.co, {again}"
+
+
+def _without_secrets(text: str) -> str:
+    """A server's words on one line, without queries and tokens."""
+    return shown(_TOKEN.sub("hf_...", without_queries(" ".join(text.split()))), limit=200)
 
 
 def explanation(error: BaseException, kind: str = "model") -> tuple[type[QConvertError], str, str]:

@@ -138,9 +138,9 @@ class HubFile:
             try:
                 found = get_hf_file_metadata(url)
             except Exception as error:
-                if not isinstance(error, network_error() | OSError) or not _may_pass(error):
+                if not isinstance(error, network_error() | OSError) or not may_pass(error):
                     raise
-                _wait(attempts, host, error)
+                wait_after(attempts, host, error)
                 continue
             if found.size is None:
                 raise SourceUnavailable(
@@ -177,7 +177,7 @@ def seconds_asked(headers: Mapping[str, str]) -> float | None:
     return float(after) if after.isdecimal() else None
 
 
-def _wait(attempts: Attempts, host: str, error: BaseException) -> None:
+def wait_after(attempts: Attempts, host: str, error: BaseException) -> None:
     """Waits as an answer of the Hub asks, or as is usual."""
     response: Any = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
@@ -189,7 +189,7 @@ def _wait(attempts: Attempts, host: str, error: BaseException) -> None:
         attempts.again(first_line(error))
 
 
-def _may_pass(error: BaseException) -> bool:
+def may_pass(error: BaseException) -> bool:
     """Whether asking again may help: a busy server, a lost connection; not a refusal."""
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 

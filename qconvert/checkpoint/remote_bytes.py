@@ -1,18 +1,39 @@
-"""Gives a weight file on the Hub the face of a file on this disk."""
+"""Gives a weight file on a server the face of a file on this disk."""
 
 from __future__ import annotations
 
 import threading
 from typing import Protocol
 
-from qconvert.checkpoint.http_ranges import Refused, read_range
-from qconvert.checkpoint.hub_file import HubFile
-from qconvert.checkpoint.xet_ranges import LARGEST_BY_HTTP, XetRanges, has_xet
 from qconvert.errors import NotDownloaded
 from qconvert.formats.huggingface.safetensors_file import MAX_HEADER_BYTES
 
 # What a request costs on a usual line, in bytes that come in the meantime.
 _CALL_BYTES = 4 << 20
+
+
+class RemoteFile(Protocol):
+    """A file on a server: its name, and its address for messages; its size, and what tells versions apart.
+
+    `fetch` fills a buffer with the bytes from an offset on, or raises SourceUnavailable; from any thread.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def place(self) -> str: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def etag(self) -> str | None: ...
+
+    @property
+    def sha256(self) -> str | None: ...
+
+    def fetch(self, buffer: memoryview, offset: int) -> None: ...
 
 
 class Held(Protocol):
@@ -22,7 +43,7 @@ class Held(Protocol):
 
 
 class RemoteBytes:
-    """The bytes of a file on the Hub (a `ByteSource`): its first ones, and others on demand.
+    """The bytes of a file on a server (a `ByteSource`): its first ones, and others on demand.
 
     With `has_bytes` False, its header alone may be read. While it has `windows`, ranges are taken from what
     they hold.
@@ -30,15 +51,11 @@ class RemoteBytes:
 
     call_bytes = _CALL_BYTES
 
-    def __init__(self, file: HubFile, first_bytes: int, *, has_bytes: bool) -> None:
+    def __init__(self, file: RemoteFile, first_bytes: int, *, has_bytes: bool) -> None:
         self.file, self.size, self.has_bytes = file, file.size, has_bytes
         self.windows: Held | None = None
-        self._etags: dict[str, str] = {}
         self._lock = threading.Lock()
         self._kept_at, self._kept, self._header_end = 0, b"", 0
-        self._xet: XetRanges | None = None
-        if file.size > LARGEST_BY_HTTP and has_xet(file):
-            self._use_xet(f"{file.place}: {file.size / 1e9:.0f} GB are too large for plain HTTP")
         self._fetch_header(first_bytes)
 
     @property
@@ -62,23 +79,8 @@ class RemoteBytes:
             self.fetch(buffer, offset)
 
     def fetch(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer by a request of its own: by HTTP, or through xet what is not to be had so."""
-        if self._xet is None:
-            try:
-                return read_range(self.file, buffer, offset, self._etags)
-            except Refused as refused:
-                if not has_xet(self.file):
-                    raise
-                self._use_xet(refused.fact)
-        assert self._xet is not None
-        self._xet.read(buffer, offset)
-        return None
-
-    def _use_xet(self, why: str) -> None:
-        with self._lock:
-            if self._xet is None:
-                self._xet = XetRanges(self.file)
-                self.file.network.say(f"{why}; reading through xet")
+        """Fill a buffer by a request of its own."""
+        self.file.fetch(buffer, offset)
 
     def close(self) -> None:
         """Nothing is open: connections belong to the network."""

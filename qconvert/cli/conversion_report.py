@@ -167,7 +167,7 @@ def outputs_line(job: Job, outcome: Outcome) -> str:
     return f"outputs' error on held-out tokens {nearest:.4f} -> {made:.4f}, "
 
 
-def advice(job: Job, out: Path) -> list[str]:
+def advice(job: Job, out: str) -> list[str]:
     """What to do next: what a calibration text would buy, and how the output is served."""
     return [line for line in (_symmetric(job), _calibrating(job), _serving(job, out)) if line]
 
@@ -187,13 +187,13 @@ def _symmetric(job: Job) -> str | None:
     )
 
 
-def _serving(job: Job, out: Path) -> str | None:
+def _serving(job: Job, out: str) -> str | None:
     """The command that serves an output with new codes, where one is known."""
     compiled = job.compiled
     if not any(unit.quantizes for unit in compiled.plan.units):
         return None
     serve = "llama-server -m" if compiled.gguf is not None else compiled.layout.traits.serve
-    return f"next: {serve} {shlex.quote(str(out))}" if serve else None
+    return f"next: {serve} {shlex.quote(out)}" if serve else None
 
 
 def _calibrating(job: Job) -> str | None:

@@ -13,6 +13,7 @@ from qconvert.cli.options import (
     DEFAULT_SHARD_SIZE,
     PATIENCE,
     available_cores,
+    url_of,
 )
 from qconvert.core.sizes import parse_size
 from qconvert.errors import BadRecipe, UnsupportedModel
@@ -59,6 +60,9 @@ class Flags:
     inputs: str = "quantized"
     pre_tokenizer: str | None = None
     beside: tuple[str, ...] = ()
+    push_to: str | None = None
+    private: bool = False
+    drop_pushed: bool = False
     skip_existing: bool = False
     verify_existing: bool = False
     keep_going: bool = False
@@ -78,7 +82,31 @@ class Flags:
             hash_sources=self.hash_sources,
             restart=self.restart,
             process_memory=self.max_memory,
+            drop=self.drop_pushed or (self.to_store and not self.reads_back),
+            keep=self.keeps,
         )
+
+    @property
+    def to_store(self) -> bool:
+        """Whether the output goes to an object storage."""
+        return url_of(self.out or self.folder) is not None
+
+    @property
+    def stays(self) -> bool:
+        """Whether the output is sent nowhere."""
+        return self.push_to is None and not self.to_store
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is an output on this disk in the end."""
+        return not (self.drop_pushed or self.to_store)
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether the method reads weights that it has written."""
+        from qconvert.cli.calibration_options import method_named
+
+        return method_named(self.method) not in ("nearest", "awq")
 
     def calibration(self, source: OpenedModel, *, aims: bool) -> Calibration | None:
         """The calibration that is asked for, on the tokens of a model; None where there is none.

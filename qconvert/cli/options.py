@@ -186,12 +186,13 @@ statistics_option = click.option(
 
 # What every command that writes takes, in the order of its help page: what becomes of the output, how the
 # work is done, and what is let pass.
+STORES = ("s3", "gs", "az")
 out_option = click.option(
     "-o",
     "--out",
     type=click.Path(path_type=Path),
     show_default="derived",
-    help="Output folder; of several models, the folder of their outputs.",
+    help="Output folder, or s3://, gs://, az:// address; of several models, the folder of their outputs.",
 )
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an earlier output of qconvert.")
 skip_option = click.option(
@@ -268,6 +269,20 @@ _HUB = (
     ),
 )
 
+_PUSHING = (
+    click.option(
+        "--push-to",
+        metavar="ORG/NAME[@BRANCH]",
+        help="Send the output to a repository on the Hub: file by file, made visible by one commit.",
+    ),
+    click.option("--private", is_flag=True, help="Create that repository as a private one."),
+    click.option(
+        "--drop-pushed",
+        is_flag=True,
+        help="Keep no local output: at most two of its weight files are on the disk at a time.",
+    ),
+)
+
 _WRITING = (
     out_option,
     overwrite_option,
@@ -293,9 +308,16 @@ _WRITING = (
     ),
     dtype_option,
     *_HUB,
+    *_PUSHING,
     unknown_option,
     nonfinite_option,
 )
+
+
+def url_of(path: Path) -> str | None:
+    """The address in an object storage that was given as a path, which has folded its two slashes."""
+    scheme, colon, rest = path.as_posix().partition(":/")
+    return f"{scheme}://{rest}" if colon and scheme in STORES and rest else None
 
 
 def writing_options(command: F) -> F:
@@ -306,6 +328,11 @@ def writing_options(command: F) -> F:
 def hub_options(command: F) -> F:
     """Add the options on how a Hub model is read."""
     return _with(_HUB, command)
+
+
+def pushing_options(command: F) -> F:
+    """Add the options on where an output is sent."""
+    return _with(_PUSHING, command)
 
 
 def _with(options: Sequence[Callable[[F], F]], command: F) -> F:

@@ -15,13 +15,17 @@ import click
 from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.flags import Flags
 from qconvert.cli.hub_source import fetched, tell_source
+from qconvert.cli.options import url_of
 from qconvert.cli.progress import compile_kernels, progress
+from qconvert.cli.sending import after_sending, check_sending, destination_of, disk_needed, told_of
 from qconvert.cli.signals import Stopped, ending_in_time
 from qconvert.cli.skipping import Tell, is_complete, one_object, require_own_name, tell_skipped
 from qconvert.errors import QConvertError
 
 if TYPE_CHECKING:
+    from qconvert.cli.conversion_report import ConversionReport
     from qconvert.convert.job import Job, OpenedModel, Result
+    from qconvert.convert.publish import Destination
     from qconvert.convert.resume import RunJournal
     from qconvert.core.dtypes import Json
     from qconvert.plan.request import Request
@@ -50,11 +54,12 @@ class Explained(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """An output that can be written to `out`; whether it is there already, and complete."""
+    """An output that can be written to `out`; whether it is there already, and complete; where it is sent."""
 
     job: Job
     out: Path
     complete: bool
+    destination: Destination | None
 
 
 def open_source(model: str, ask: Request | Ask | Explained, flags: Flags) -> OpenedModel:
@@ -63,6 +68,7 @@ def open_source(model: str, ask: Request | Ask | Explained, flags: Flags) -> Ope
 
     with typed():
         flags.check(aims=isinstance(ask, Explained))
+        check_sending(flags)
     _check_before_download(model, ask, flags)
     chooser = ask if isinstance(ask, Explained) else None
     known = chooser.request if chooser else None if callable(ask) else ask
@@ -91,11 +97,13 @@ def plan_output(source: OpenedModel, ask: Request | Ask | Explained, suffix: str
     derived = suffix or (request.dtype.label if request.dtype else "")
     out = flags.out or flags.folder / job.container.default_out(derived)
     require_own_name(out, flags.taken)
+    destination = destination_of(flags, out)
+    out = out if url_of(out) is None else Path(out.name)
     complete = is_complete(job, out, flags)
     if not (complete or flags.dry_run):
         job.container.check_target(out)
         _check_beside(out, flags)
-    return Planned(job, out, complete)
+    return Planned(job, out, complete, destination)
 
 
 def write(
@@ -106,7 +114,7 @@ def write(
     `ask` is the request, or what makes it of the opened model; `suffix` completes the derived name, the name
     of the dtype where it is empty. Returns the path of the output.
     """
-    from qconvert.cli.conversion_report import advice, report_of
+    from qconvert.cli.conversion_report import report_of
     from qconvert.formats.io.local_file import require_free_disk
 
     chooser = ask if isinstance(ask, Explained) else None
@@ -132,22 +140,42 @@ def write(
         assumed = source.checkpoint.assumed
         verdict = "dry run: nothing was written" + (f"; planned from {assumed} alone" if assumed else "")
         told = {"from": assumed} if assumed else {}
-        _print(lines, lambda: report.plan_json() | extra | told, verdict, report.path, flags, tell)
+        path = str(report.path)
+        _print(lines, lambda: report.plan_json() | extra | told, verdict, path, flags, tell)
         return out
     held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
-    require_free_disk(out, job.container.bytes_needed - held)
+    require_free_disk(out, disk_needed(job, out) - held)
     tell_source(source, talks=flags.talks)
     compile_kernels(job.compiled.plan, talks=flags.talks)
     started = time.perf_counter()
-    result = _executed(job, out, flags)
+    result = _executed(job, out, flags, planned.destination)
     seconds = chosen_in + time.perf_counter() - started
     _write_beside(job, out, result, flags)
-    with after_the_work():
-        found = report.result_json(result, seconds) | extra | fetched(source)
-        _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags, tell)
-        for line in advice(job, result.path) if flags.talks else ():
-            click.echo(line, err=True)
+    _tell_done(job, result, report, lines, extra, seconds, flags, tell)
     return out
+
+
+def _tell_done(
+    job: Job,
+    result: Result,
+    report: ConversionReport,
+    lines: list[str],
+    extra: Json,
+    seconds: float,
+    flags: Flags,
+    tell: Tell,
+) -> None:
+    """Print what came of a job, where it is, and what to do next."""
+    from qconvert.cli.conversion_report import advice
+
+    with after_the_work():
+        found = report.result_json(result, seconds) | extra | fetched(job.source) | told_of(result, flags)
+        path = str(report.path) if flags.keeps else result.sent["url"]
+        _print(lines, lambda: found, report.verdict(result, seconds), path, flags, tell)
+        for line in after_sending(result, flags):
+            click.echo(line, err=True)
+        for line in advice(job, result.sent.get("to", str(result.path))) if flags.talks else ():
+            click.echo(line, err=True)
 
 
 def _check_beside(out: Path, flags: Flags) -> None:
@@ -167,13 +195,17 @@ def _write_beside(job: Job, out: Path, result: Result, flags: Flags) -> None:
     from qconvert.checkpoint.open import open_checkpoint
     from qconvert.convert import gguf_sidecars
     from qconvert.convert.manifest import manifest
+    from qconvert.models.parameter_table import table_of_tensors
 
     source, path, beside = job.source, result.path, dict.fromkeys(flags.beside)
     if gguf_sidecars.sidecar(path, gguf_sidecars.MANIFEST).exists():
         beside[gguf_sidecars.MANIFEST] = None
     for suffix in beside:
         if suffix == gguf_sidecars.CARD:
-            text = gguf_sidecars.card(path, open_checkpoint(path), source.checkpoint, source.location.name)
+            written = open_checkpoint(path)
+            binding, traits = written.bind(allow_unknown=True), written.layout.traits
+            table = table_of_tensors(written.tensors, binding, traits)
+            text = gguf_sidecars.card(path, table, source.checkpoint, source.location.name)
         elif suffix == gguf_sidecars.MODELFILE:
             text = gguf_sidecars.modelfile(path)
         else:
@@ -191,7 +223,7 @@ def _tell_scaling(job: Job, flags: Flags) -> None:
         click.echo(f"{inputs} inputs whose channels may be scaled{measured}", err=True)
 
 
-def _executed(job: Job, out: Path, flags: Flags) -> Result:
+def _executed(job: Job, out: Path, flags: Flags, destination: Destination | None) -> Result:
     """Carry out a job, and say what it goes on with, or what it leaves for the next run to go on with."""
     from qconvert.convert.execute import execute
 
@@ -207,7 +239,7 @@ def _executed(job: Job, out: Path, flags: Flags) -> Result:
 
     with progress(job.compiled.plan, talks=flags.talks) as bar, ending_in_time(farewell):
         try:
-            return execute(job, out, bar.listen, opened, bar.verified)
+            return execute(job, out, bar.listen, opened, bar.verified, destination)
         except KeyboardInterrupt as error:
             if not (run and run[0].kept):
                 raise
@@ -250,7 +282,8 @@ def _tell_needs(job: Job, flags: Flags) -> None:
 
 
 def _check_before_download(model: str, ask: Request | Ask | Explained, flags: Flags) -> None:
-    if flags.out is None or flags.dry_run or flags.skip_existing or flags.verify_existing:
+    names_later = flags.dry_run or flags.skip_existing or flags.verify_existing or not flags.keeps
+    if flags.out is None or names_later:
         return
     from qconvert.formats.gguf import writer
     from qconvert.formats.io import output_folder
@@ -266,7 +299,7 @@ def _print(
     lines: list[str],
     described: Callable[[], dict[str, Any]],
     verdict: str,
-    path: Path,
+    path: str,
     flags: Flags,
     tell: Tell,
 ) -> None:
@@ -274,7 +307,7 @@ def _print(
     if flags.as_json:
         tell(described())
     elif flags.quiet:
-        click.echo(str(path))
+        click.echo(path)
     else:
         click.echo("\n".join(lines))
         click.echo(verdict, err=True)

@@ -38,6 +38,8 @@ def write_each(
         return
     with typed():
         _check_folder(flags.out)
+        if flags.push_to is not None:
+            raise BadRecipe("--push-to: one repository, and there are several models", "push them one by one")
     run = _Run(models, replace(flags, out=None, folder=flags.out or Path()))
     tell_with_errors("outputs", run.made)
     possible: list[tuple[str, Flags]] = []

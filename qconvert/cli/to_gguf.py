@@ -24,9 +24,11 @@ from qconvert.cli.options import (
     memory_option,
     models_argument,
     nonfinite_option,
+    pushing_options,
     restart_option,
     skip_option,
     statistics_option,
+    url_of,
     verify_existing_option,
     verify_option,
     written_option,
@@ -50,6 +52,7 @@ UNTIL_CHOSEN = "F32"
     epilog=examples(
         "qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m",
         "qconvert to-gguf Qwen/Qwen3-30B-A3B --type q6_k --keep-source --revision main",
+        "qconvert to-gguf Qwen/Qwen3-30B-A3B --type q4_k_m --push-to me/Qwen3-30B-A3B-GGUF",
     ),
 )
 @models_argument("[MODEL]...", required=False)
@@ -125,6 +128,7 @@ UNTIL_CHOSEN = "F32"
 @jobs_option
 @memory_option
 @hub_options
+@pushing_options
 @nonfinite_option
 def command(
     models: tuple[str, ...],
@@ -199,7 +203,8 @@ def check_out(out: Path | None, pre_tokenizer: str | None) -> None:
     from qconvert.formats.tokenizers.pretokenizers import known_pre_tokenizer
 
     if out and out.suffix != ".gguf":
-        raise BadRecipe(f"{out}: does not end in .gguf", f"write -o {out}.gguf")
+        name = url_of(out) or out
+        raise BadRecipe(f"{name}: does not end in .gguf", f"write -o {name}.gguf")
     if pre_tokenizer is not None:
         known_pre_tokenizer(pre_tokenizer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -20,6 +20,7 @@ from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
 from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
+from qconvert.convert.publish import Destination, Publication, file_by_file, publishing
 from qconvert.convert.read_ahead import read_ahead
 from qconvert.convert.resume import RunJournal
 from qconvert.convert.runner import (
@@ -157,14 +158,16 @@ def execute(
     listen: Listener = lambda done: None,
     opened: Opened = lambda journal: None,
     verified: Progress = lambda done, total: None,
+    destination: Destination | None = None,
 ) -> Result:
     """Write the output of a job to `out`; `listen` hears of every block that is done.
 
     Where an earlier run of the same job was killed, its blocks are taken over, and heard of first; `opened`
     is given the journal that says so, once the output is open; `verified` is told how many bytes of how many
-    were read back. Raises what a run can refuse
-    (`convert.run_errors`), CheckFailed when the disk holds other bytes than were written, OutputExists when
-    the name is taken, OtherJob when another job has begun an output of that name.
+    were read back. With a `destination`, each file is read back and sent there as soon as it is written.
+    Raises what a run can refuse (`convert.run_errors`), NotTaken for what the destination does not take,
+    CheckFailed when the disk holds other bytes than were written, OutputExists when the name is taken,
+    OtherJob when another job has begun an output of that name.
     """
     from qconvert.convert.identity import identity
 
@@ -174,8 +177,9 @@ def execute(
 
         job = with_scales(job, scratch_folder(out))
     container, options, units = job.container, job.options, job.compiled.plan.units
+    goes_to = {"destination": destination.shown, "dropped": options.drop} if destination else {}
     journal = RunJournal(
-        identity(job, container.files(out)),
+        {**identity(job, container.files(out)), **goes_to},
         block_bytes=block_bytes(job.source.checkpoint.layout, container.layout, _rows_bytes(job)),
         checksums=options.verify,
         restart=options.restart,
@@ -192,18 +196,26 @@ def execute(
             for done in journal.restored(units, output.sink):
                 outcome.add(done)
                 listen(done)
-            with closing(_run(job, output, journal)) as events:  # so that no thread outlives the sink
-                for done in events:
-                    outcome.add(done)
-                    journal.add(done)
-                    listen(done)
+            hashes, sent = Hashes({}, {}), {}
+            with publishing(destination, job, out, output, journal, outcome) as publication:
+                # Closed, so that no thread outlives the sink.
+                with closing(_run(job, output, journal, publication)) as events:
+                    for done in events:
+                        outcome.add(done)
+                        journal.add(done)
+                        listen(done)
+                        if publication is not None:
+                            publication.add(done)
+                if publication is not None:
+                    hashes = publication.drain()
         outcome.settle(units)
         output.sink.commit()
-        hashes = Hashes({}, {})
-        if options.verify:
+        if options.verify and publication is None:
             hashes = output.verify(outcome.written, options.jobs, verified)
         record = output.finish(outcome, hashes)
-    return Result(output.path, record, outcome, hashes)
+        if publication is not None:
+            sent = publication.finish()
+    return Result(output.path, record, outcome, hashes, sent)
 
 
 def _rows_bytes(job: Job) -> int:
@@ -212,7 +224,9 @@ def _rows_bytes(job: Job) -> int:
     return saved or job.options.max_memory
 
 
-def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDone, None, None]:
+def _run(
+    job: Job, output: OpenOutput, journal: RunJournal, publication: Publication | None
+) -> Generator[BlockDone, None, None]:
     request, options, checkpoint = job.compiled.request, job.options, job.source.checkpoint
     sink, layout = output.sink, job.container.layout
     rows_bytes = _rows_bytes(job)
@@ -226,7 +240,6 @@ def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDo
         allow_nonfinite=request.allow_nonfinite,
         most_code_error=inf if request.allow_requantize else MOST_CODE_ERROR,
     )
-    there = journal.there
 
     def position(unit: Unit) -> tuple[int, int]:
         """Where a unit's first array lies in the source files, so that reading goes forward."""
@@ -238,6 +251,7 @@ def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDo
         statistics: RowsStatistics | None = None,
         made: Made | None = None,
         granule: Granule = single_rows,
+        there: Collection[tuple[str, int]] = journal.there,
     ) -> Generator[BlockDone, None, None]:
         if made is not None:
             for unit in plan.units:
@@ -248,8 +262,13 @@ def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDo
         return run(plan, reader, layout, sink, terms, *how)
 
     if job.calibration is None or job.calibration.method == "awq":
-        source = request.statistics
-        return run_plan(job.compiled.plan, partial(rows_statistics, source=source) if source else None)
+        source, plan = request.statistics, job.compiled.plan
+        statistics = partial(rows_statistics, source=source) if source else None
+        if publication is None or not options.drop:
+            return run_plan(plan, statistics)
+        arrays = {u.output.name: [each.name for each in layout.stored_arrays(u.output)] for u in plan.units}
+        run_all_but = partial(run_plan, plan, statistics, None, single_rows)
+        return file_by_file(publication, arrays, journal.there, run_all_but)
     from qconvert.convert.calibrated import run_in_waves
     from qconvert.convert.calibration_memory import scratch_for
 

@@ -11,6 +11,7 @@ from qconvert.formats.huggingface.model_card_header import read_front_matter
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.open import Checkpoint
+    from qconvert.models.parameter_table import ParameterTable
 
 CARD, MODELFILE, MANIFEST = ".md", ".Modelfile", ".qconvert.json"
 # Of the source's card; the others tell of its files.
@@ -36,17 +37,15 @@ def modelfile(path: Path) -> str:
     return f"FROM ./{path.name}\n"
 
 
-def card(path: Path, written: Checkpoint, source: Checkpoint, name: str) -> str:
+def card(path: Path, table: ParameterTable, source: Checkpoint, name: str) -> str:
     """The card of a GGUF as Markdown: front matter of the source's card, its tensors, how to run it."""
     import yaml
 
-    from qconvert.models.parameter_table import table_of_tensors
     from qconvert.report.tables import parameter_table_lines
 
     said = read_front_matter(source.path) if source.path.is_dir() else {}
     kept = {key: said[key] for key in _KEPT_KEYS if key in said}
     header = {**kept, "tags": ["gguf", "qconvert"]}
-    rows = table_of_tensors(written.tensors, written.bind(allow_unknown=True), written.layout.traits)
     return "\n".join(
         [
             "---",
@@ -57,7 +56,7 @@ def card(path: Path, written: Checkpoint, source: Checkpoint, name: str) -> str:
             f"Made from `{name}` with qconvert {__version__}.",
             "",
             "```",
-            *parameter_table_lines(rows),
+            *parameter_table_lines(table),
             "```",
             "",
             "## Running",

@@ -79,6 +79,9 @@ def _source(source: OpenedModel) -> Json:
     if location.repo_id is not None:
         etags = {file.path.name: _etag(file.path, location) for file in files}
         return {"repository": location.repo_id, "commit": location.commit, "files": etags}
+    if location.address is not None:
+        sizes = {file.path.name: [file.size, _etag(file.path, location)] for file in files}
+        return {"address": location.address, "files": sizes}
     return {
         file.path.name: {
             "bytes": file.size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,9 @@ class RunOptions:
     `jobs` threads work on rows of at most `max_memory` bytes; where a text is read, all of the process keeps
     within `process_memory` bytes (None: that takes what it needs, if the machine has it); `shard_size` is the
     largest weight file in bytes (None: one file); `verify` re-reads what was written before it gets its name;
-    `restart` throws away what an earlier run left unfinished, with which a run otherwise goes on.
+    `restart` throws away what an earlier run left unfinished, with which a run otherwise goes on. Where an
+    output goes elsewhere, `drop` gives up the disk space of each file once it is there, and `keep` False
+    leaves nothing under the output's own name.
     """
 
     jobs: int = 1
@@ -36,6 +38,8 @@ class RunOptions:
     hash_sources: bool = False
     restart: bool = False
     process_memory: int | None = None
+    drop: bool = False
+    keep: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +63,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished output: where it is, its record (the manifest of a folder), what the run found out."""
+    """A finished output: where it is, its record (the manifest of a folder), what the run found out.
+
+    `sent` says where it was sent, and how much; empty where it stays.
+    """
 
     path: Path
     record: Json
     outcome: Outcome
     hashes: Hashes
+    sent: Json = field(default_factory=dict)

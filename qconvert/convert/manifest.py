@@ -100,7 +100,7 @@ def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources:
         return remote[path.name].file.sha256 if path.name in remote else file_sha256(path)
 
     return {
-        "name": model.repo_id or model.name,
+        "name": model.repo_id or model.address or model.name,
         "repo_id": model.repo_id,
         "commit": model.commit,
         "index_sha256": files.index_sha256,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from qconvert.convert.outcome import BlockDone, WrittenRows
 from qconvert.core.dtypes import Json, TensorSpec
-from qconvert.errors import OtherJob, SourceUnavailable, shown
+from qconvert.errors import NotTaken, OtherJob, SourceUnavailable, shown
 from qconvert.formats.io.journal import GroupCommit, Journal, JournalFile, Record, committing, discard, load
 from qconvert.ops import OutputError
 from qconvert.plan.plan import Unit
@@ -48,7 +48,7 @@ class RunJournal:
         self.kept = False
         self.block_bytes = block_bytes
         self.notes: dict[str, Any] = {}
-        self._job, self._restart, self._checksums = job, restart, checksums
+        self.job, self._restart, self._checksums = job, restart, checksums
         self._found: Journal | None = None
         self._blocks: dict[tuple[str, int], Record] = {}
         self._rows: dict[str, list[tuple[int, int]]] = {}
@@ -78,7 +78,7 @@ class RunJournal:
         if self._found is not None:
             self._file = JournalFile.reopen(path, self._found)
         else:
-            self._file = JournalFile.create(path, self._job, {"block_bytes": self.block_bytes})
+            self._file = JournalFile.create(path, self.job, {"block_bytes": self.block_bytes})
 
     @contextmanager
     def recording(self, sink: JournaledSink) -> Iterator[None]:
@@ -136,6 +136,12 @@ class RunJournal:
         self.notes[name] = value
         self._group.add(["n", name, value])
 
+    def keep(self, name: str, value: Any) -> None:
+        """Keep a value, and wait until it is on the disk."""
+        assert self._group is not None
+        self.note(name, value)
+        self._group.commit()
+
     def survives(self, error: BaseException) -> bool:
         """Whether a later run can go on after this error, and has something to go on with."""
         done = bool(self._blocks) or (self._group is not None and self._group.committed > 0)
@@ -160,7 +166,7 @@ class RunJournal:
             self._rows.setdefault(name, []).append((start, stop))
 
     def _require_same(self, found: Journal) -> None:
-        difference = _first_difference(found.job, self._job)
+        difference = _first_difference(found.job, self.job)
         if difference is not None:
             raise OtherJob(
                 f"{self.path}: is the unfinished output of another job, whose {difference}",
@@ -254,7 +260,7 @@ def _passes(error: BaseException | None) -> bool:
     """Whether a run may succeed after this error without anything else being asked of it."""
     while error is not None:
         passing = isinstance(error, OSError) and error.errno in _PASSING
-        if passing or isinstance(error, KeyboardInterrupt | MemoryError | SourceUnavailable):
+        if passing or isinstance(error, KeyboardInterrupt | MemoryError | SourceUnavailable | NotTaken):
             return True
         error = error.__cause__
     return False

@@ -32,8 +32,14 @@ class OpenOutput(Protocol):
     @property
     def sink(self) -> FileSink: ...
 
-    def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int, progress: Progress) -> Hashes:
-        """Re-read all files from the disk; CheckFailed names the first thing that differs.
+    def verify(
+        self,
+        written: Mapping[str, Sequence[WrittenRows]],
+        jobs: int,
+        progress: Progress,
+        files: Sequence[FilePlan] | None = None,
+    ) -> Hashes:
+        """Re-read all files, or some, from the disk; CheckFailed names the first thing that differs.
 
         `progress` is told how many bytes of how many were read.
         """
@@ -41,6 +47,10 @@ class OpenOutput(Protocol):
 
     def finish(self, outcome: Outcome, hashes: Hashes) -> Json:
         """Write what goes beside the weights, and return the record of the output."""
+        ...
+
+    def texts(self) -> Mapping[str, bytes | Path]:
+        """What belongs to the output beside its weights, by name, once it is finished."""
         ...
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from qconvert.calibrate.calibration import PlannedStatistics
 from qconvert.calibrate.imatrix import ImatrixStatistics
 from qconvert.checkpoint.gguf_model import GGUFModel
+from qconvert.convert.gguf_sidecars import card
 from qconvert.convert.job import OpenedModel, RunOptions
 from qconvert.convert.outcome import Outcome, WrittenRows
 from qconvert.core.dtypes import DType, Json, TensorSpec
@@ -33,6 +34,7 @@ from qconvert.formats.layouts.gguf import stored
 from qconvert.formats.tokenizers.to_gguf import GGUFTokenizer, has_tokenizer, read_tokenizer
 from qconvert.models.gguf.identity import Identity, ParameterCounts, identify
 from qconvert.models.gguf.keys import file_keys
+from qconvert.models.parameter_table import table_of_outputs
 from qconvert.plan.gguf.constants import constants_of
 from qconvert.plan.gguf.mixture import visit_order
 from qconvert.plan.passes.activation_order import reordered
@@ -193,6 +195,8 @@ class GGUFFileContainer:
         return Path(self.identity.file_name(self.gguf.file_type.name))
 
     def check_target(self, out: Path) -> None:
+        if not self.options.keep:
+            return
         files = [out.with_name(file.name) for file in self.files(out)]
         settle(files)
         if all(path.exists() for path in files) and not any(partial_file(path).exists() for path in files):
@@ -216,13 +220,14 @@ class GGUFFileContainer:
         sink = GGUFSink(
             out.parent,
             files,
-            overwrite=self.options.overwrite,
+            overwrite=self.options.overwrite or not self.options.keep,
             goes_on=lambda: journal.goes_on(journaled, sizes, next(iter(sizes))),
+            sparse=self.options.drop,
         )
         try:
             journal.open(journaled)
             yield OpenGGUF(self, out.with_name(files[0].name), files, sink)
-            sink.publish()
+            sink.publish() if self.options.keep else sink.abort()
         except BaseException as error:
             if journal.survives(error):
                 sink.leave()
@@ -242,10 +247,17 @@ class OpenGGUF:
     files: tuple[FilePlan, ...]
     sink: GGUFSink
 
-    def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int, progress: Progress) -> Hashes:
-        partial = [replace(file, name=partial_file(Path(file.name)).name) for file in self.files]
+    def verify(
+        self,
+        written: Mapping[str, Sequence[WrittenRows]],
+        jobs: int,
+        progress: Progress,
+        files: Sequence[FilePlan] | None = None,
+    ) -> Hashes:
+        files = self.files if files is None else files
+        partial = [replace(file, name=partial_file(Path(file.name)).name) for file in files]
         found = verify_files(self.path.parent, partial, written, jobs, check_gguf_header, progress)
-        names = zip(self.files, partial, strict=True)
+        names = zip(files, partial, strict=True)
         return Hashes({file.name: found.files[part.name] for file, part in names}, found.tensors)
 
     def finish(self, outcome: Outcome, hashes: Hashes) -> Json:
@@ -257,6 +269,12 @@ class OpenGGUF:
             if isinstance(unit.output.encoding, GgmlBlocks) and any(op.keeps_codes for op in unit.ops)
         }
         return {"kept": kept, "certificates": outcome.certificates(units)}
+
+    def texts(self) -> Mapping[str, bytes | Path]:
+        """The model card."""
+        compiled, source = self.container.compiled, self.container.source
+        rows = table_of_outputs(compiled.outputs, compiled.architecture, compiled.layout.traits)
+        return {"README.md": card(self.path, rows, source.checkpoint, source.location.name).encode()}
 
 
 def check_gguf_header(path: Path, specs: Mapping[str, TensorSpec]) -> None:

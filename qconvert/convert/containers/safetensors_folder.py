@@ -19,7 +19,7 @@ from qconvert.core.protocols import Layout
 from qconvert.formats.huggingface.safetensors_file import plan_files
 from qconvert.formats.io.journal import FILE_NAME as JOURNAL
 from qconvert.formats.io.local_file import copy_whole
-from qconvert.formats.io.output_folder import OutputDir, check_target, partial_folder
+from qconvert.formats.io.output_folder import WORKING, OutputDir, check_target, partial_folder
 from qconvert.formats.io.planned_files import FilePlan, FileSink
 from qconvert.formats.io.read_back import Hashes, Progress, verify_files
 from qconvert.formats.layouts import registry
@@ -71,7 +71,8 @@ class SafetensorsFolder:
         return Path(f"{self.source.location.name}-{suffix}")
 
     def check_target(self, out: Path) -> None:
-        check_target(out, overwrite=self.options.overwrite, sources=[self.source.checkpoint.path])
+        if self.options.keep:
+            check_target(out, overwrite=self.options.overwrite, sources=[self.source.checkpoint.path])
 
     def partial(self, out: Path) -> Mapping[Path, int]:
         """They lie in a folder of their own."""
@@ -88,9 +89,10 @@ class SafetensorsFolder:
             sources=[self.source.checkpoint.path],
             goes_on=lambda folder: journal.goes_on(folder / JOURNAL, sizes, partial_folder(out)),
             survives=journal.survives,
+            keep=self.options.keep,
         )
         with folder as path:
-            sink = FileSink(path, self._files, resumed=folder.resumed)
+            sink = FileSink(path, self._files, resumed=folder.resumed, sparse=self.options.drop)
             try:
                 journal.open(path / JOURNAL)
                 yield OpenFolder(self, out, path, sink)
@@ -107,8 +109,20 @@ class OpenFolder:
     folder: Path
     sink: FileSink
 
-    def verify(self, written: Mapping[str, Sequence[WrittenRows]], jobs: int, progress: Progress) -> Hashes:
-        return verify_files(self.folder, self.container.files(self.path), written, jobs, None, progress)
+    def verify(
+        self,
+        written: Mapping[str, Sequence[WrittenRows]],
+        jobs: int,
+        progress: Progress,
+        files: Sequence[FilePlan] | None = None,
+    ) -> Hashes:
+        files = self.container.files(self.path) if files is None else files
+        return verify_files(self.folder, files, written, jobs, None, progress)
+
+    def texts(self) -> Mapping[str, bytes | Path]:
+        weights = {file.name for file in self.container.files(self.path) if file.specs}
+        found = (path for path in self.folder.rglob("*") if path.is_file() and path.name not in weights)
+        return {p.relative_to(self.folder).as_posix(): p for p in found if p.name not in WORKING}
 
     def finish(self, outcome: Outcome, hashes: Hashes) -> Json:
         """Sidecars, config.json, manifest and model card."""

@@ -1,0 +1,205 @@
+"""Sends an output to a repository on the Hugging Face Hub, where it becomes visible by one commit.
+
+Weights go to a branch of their own, named after the job; the last commit copies them by reference to the
+branch that was asked for, with the texts, and the staging branch is removed. So a repository holds a whole
+model or none, and a run that was killed finds what it has sent. The requests are those of huggingface_hub:
+large files go through xet where it is installed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from qconvert.checkpoint.hub_errors import network_error, refusal
+from qconvert.checkpoint.hub_file import may_pass, wait_after
+from qconvert.checkpoint.network import Attempts, Network
+from qconvert.core.dtypes import Json
+from qconvert.core.version import __version__
+from qconvert.errors import REPORT, BadRecipe, CheckFailed, NotTaken, OutputExists, SourceUnavailable, shown
+
+T = TypeVar("T")
+_TARGET = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<branch>[\w./-]+))?")
+_MAIN = "main"
+_STALE = (".safetensors", ".safetensors.index.json")  # what a loader would read beside, or instead of, ours
+_CHANGED = (409, 412)
+
+
+def repository_named(target: str) -> tuple[str, str]:
+    """The repository and the branch of `org/name` or `org/name@branch`; BadRecipe for anything else."""
+    match = _TARGET.fullmatch(target)
+    if match is None:
+        raise BadRecipe(f"--push-to {shown(target)}: not a repository on the Hub", "write org/name")
+    return match["repo"], match["branch"] or _MAIN
+
+
+class HubRepository:
+    """`org/name`, or `org/name@branch`, as the `Destination` of an output.
+
+    A repository that is not there is created, `private` if asked for. `network` has the patience.
+    """
+
+    def __init__(self, target: str, network: Network, *, private: bool = False) -> None:
+        self._repo, self._branch = repository_named(target)
+        self._network, self._private = network, private
+        self._staging, self._head = "", ""
+        self._overwrite = False
+        self._staged: dict[str, str] = {}
+        self._visible: dict[str, str] = {}
+        self._texts: frozenset[str] = frozenset()
+        self._stale: list[str] = []
+        self._count = 0
+
+    @property
+    def shown(self) -> str:
+        return self._repo if self._branch == _MAIN else f"{self._repo}@{self._branch}"
+
+    def begin(self, job: str, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
+        self._staging = f"qconvert-{job[:12]}"
+        self._create()
+        self._look(weights)
+        taken = [*self._stale, *(name for name in weights if name in self._visible)]
+        if taken and not (overwrite or resumed):
+            raise OutputExists(
+                f"{self.shown}: holds {min(taken)} already", "use --overwrite, or push to another branch"
+            )
+        if not overwrite:
+            self._stale = []
+        api = _api()
+        self._ask(
+            lambda: api.create_branch(self._repo, branch=self._staging, revision=self._branch, exist_ok=True)
+        )
+        self._staged, _ = self._files(self._staging)
+
+    def put(self, name: str, path: Path, sha256: str) -> str:
+        from huggingface_hub import CommitOperationAdd
+
+        def send() -> None:
+            added = CommitOperationAdd(name, str(path))
+            _api().preupload_lfs_files(self._repo, [added], revision=self._staging)
+            if added.upload_info.sha256.hex() != sha256:
+                raise CheckFailed(f"{name}: was sent otherwise than it was verified", REPORT)
+            message = f"{name}, to be published with the others"
+            _api().create_commit(self._repo, [added], commit_message=message, revision=self._staging)
+
+        if sha256 not in (self._staged.get(name), self._visible.get(name)):
+            self._ask(send)
+            self._staged[name] = sha256
+            self._count += path.stat().st_size
+        return sha256
+
+    def holds(self, name: str, size: int, receipt: str) -> bool:
+        return receipt in (self._staged.get(name), self._visible.get(name))
+
+    def finish(self, receipts: Mapping[str, str], texts: Mapping[str, bytes | Path]) -> Json:
+        from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
+
+        def operations() -> list[Any]:
+            """New ones for each attempt: huggingface_hub takes them once."""
+            moved = [name for name, digest in receipts.items() if self._visible.get(name) != digest]
+            added = {name: text for name, text in texts.items() if not self._keeps(name, receipts)}
+            return [
+                *(CommitOperationDelete(name) for name in self._stale if name not in texts),
+                *(CommitOperationCopy(name, name, src_revision=self._staging) for name in moved),
+                *(CommitOperationAdd(n, t if isinstance(t, bytes) else str(t)) for n, t in added.items()),
+            ]
+
+        def commit() -> str:
+            made = _api().create_commit(
+                self._repo,
+                operations(),
+                commit_message=f"Model by qconvert {__version__}",
+                revision=self._branch,
+                parent_commit=self._head,
+            )
+            return str(made.oid)
+
+        try:
+            oid = self._ask(commit)
+        except NotTaken as refused:
+            if not self._is_done(receipts, refused):
+                raise
+            oid = self._head
+        with suppress(NotTaken):  # it is in nobody's way
+            self._ask(lambda: _api().delete_branch(self._repo, branch=self._staging))
+        url = _api().endpoint + f"/{self._repo}" + ("" if self._branch == _MAIN else f"/tree/{self._branch}")
+        return {"to": self.shown, "url": url, "commit": oid, "bytes": self._count}
+
+    def _keeps(self, name: str, receipts: Collection[str]) -> bool:
+        """Whether a text of the repository stays: the card of one that GGUF files are added to."""
+        return name == "README.md" and name in self._texts and all(n.endswith(".gguf") for n in receipts)
+
+    def _is_done(self, receipts: Mapping[str, str], refused: NotTaken) -> bool:
+        """Whether a commit that was refused because the branch has changed was made by ourselves before.
+
+        Its answer may have been lost on the way.
+        """
+        cause: Any = refused.__cause__
+        if getattr(getattr(cause, "response", None), "status_code", None) not in _CHANGED:
+            return False
+        self._look(receipts)
+        return all(self._visible.get(name) == digest for name, digest in receipts.items())
+
+    def _create(self) -> None:
+        """Make sure that repository and branch are there, and no more public than was asked for."""
+        api = _api()
+        self._ask(lambda: api.create_repo(self._repo, private=self._private or None, exist_ok=True))
+        if self._private and not self._ask(lambda: api.repo_info(self._repo)).private:
+            raise OutputExists(
+                f"{self._repo}: is public, and --private was asked for",
+                "leave it out, or push to another repository",
+            )
+        if self._branch != _MAIN and not self._branch.startswith("refs/"):
+            self._ask(lambda: api.create_branch(self._repo, branch=self._branch, exist_ok=True))
+
+    def _look(self, weights: Collection[str]) -> None:
+        """Look at what the branch holds: its head, its large files, and those that a model would leave."""
+        self._head = str(self._ask(lambda: _api().repo_info(self._repo, revision=self._branch)).sha)
+        self._visible, self._texts = self._files(self._branch)
+        folder = any(name.endswith(".safetensors") for name in weights)
+        names = [*self._visible, *self._texts]
+        self._stale = [n for n in names if folder and n.endswith(_STALE) and n not in weights]
+
+    def _files(self, revision: str) -> tuple[dict[str, str], frozenset[str]]:
+        """The SHA-256 of the large files of a revision, by name; the names of all others."""
+        found = self._ask(lambda: list(_api().list_repo_tree(self._repo, revision=revision)))
+        files = [each for each in found if hasattr(each, "lfs")]  # and no folder
+        large = {each.path: str(each.lfs.sha256) for each in files if each.lfs}
+        return large, frozenset(each.path for each in files if not each.lfs)
+
+    def _ask(self, request: Callable[[], T]) -> T:
+        """One request to the Hub, again where a later one may succeed; NotTaken says what it answers."""
+        host = urlsplit(_api().endpoint).netloc
+        attempts = Attempts(self._network, f"{host}: {self._repo}")
+        while True:
+            try:
+                self._network.wait_turn()
+                return request()
+            except Exception as error:
+                cause = _cause(error)
+                if not isinstance(cause, network_error() | OSError | RuntimeError | ValueError):
+                    raise
+                fact, hint = refusal(cause)
+                if not (isinstance(cause, network_error() | OSError) and may_pass(cause)):
+                    raise NotTaken(f"{self._repo}: {fact}", hint) from cause
+                try:
+                    wait_after(attempts, host, cause)
+                except SourceUnavailable as ended:
+                    raise NotTaken(f"{self._repo}: {fact}", hint) from ended
+
+
+def _api() -> Any:
+    from huggingface_hub import HfApi
+
+    return HfApi(library_name="qconvert", library_version=__version__)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What an error of an upload was raised for."""
+    while isinstance(error, RuntimeError) and error.__cause__ is not None:
+        error = error.__cause__
+    return error
