@@ -1,7 +1,7 @@
 """Rebuilds a tokenizer.json from the tokenizer keys of a GGUF file: the inverse of `to_gguf`.
 
-All kinds that are written are rebuilt: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama"), unigram
-("t5") and WordPiece ("bert"). A GGUF names its splitting rules instead of holding them; they come from the
+All kinds that are written are rebuilt: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama", and
+"gemma4" with its merges), unigram ("t5") and WordPiece ("bert"). A GGUF names its splitting rules instead of holding them; they come from the
 table that recognises them. What GGUF never holds takes the class's default: the normaliser of byte-level BPE,
 BERT's text cleaning, and lstrip/rstrip of added tokens.
 """
@@ -234,6 +234,30 @@ def _sentencepiece(keys: _Keys) -> Json:
     }
 
 
+def _ranked_pieces(keys: _Keys) -> Json:
+    """Rebuilds Gemma 4's BPE, whose merges the file holds."""
+    restore = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    unknown = keys.special("unk") or keys.called("<unk>")
+    return {
+        **_header(keys),
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+        "pre_tokenizer": None,
+        "post_processor": _frame(keys, bos=True),
+        "decoder": {"type": "Sequence", "decoders": [restore, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": unknown.text if unknown else None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": {token.text: token.id for token in keys.tokens},
+            "merges": [merge.split(" ", 1) for merge in keys.list("merges", str)],
+        },
+    }
+
+
 def _merges(tokens: Sequence[_Token], scores: Sequence[float], vocab: Mapping[str, int]) -> list[list[str]]:
     """Returns every way to merge two pieces into a third, better pieces first, as SentencePiece merges.
 
@@ -373,6 +397,7 @@ def _settings(keys: _Keys) -> Json:
 _KINDS: Mapping[str, Callable[[_Keys], Json]] = {
     "gpt2": _byte_level,
     "llama": _sentencepiece,
+    "gemma4": _ranked_pieces,
     "t5": _unigram,
     "bert": _wordpiece,
 }

@@ -85,6 +85,9 @@ class Facts:
     def by_layer(self, name: str, values: Iterable[int]) -> KV:
         return KV.i32s(f"{self.model.arch}.{name}", tuple(values))
 
+    def flags_by_layer(self, name: str, values: Iterable[bool]) -> KV:
+        return KV.flags(f"{self.model.arch}.{name}", tuple(values))
+
 
 def positive(settings: Json, key: str) -> float:
     """Returns the positive float32 number under a key, which must be present."""

@@ -36,9 +36,11 @@ from qconvert.models.architecture import Architecture
 from qconvert.models.gguf.declaration import Facts, GGUFModel, NoGraph, refuse_other_models
 from qconvert.models.gguf.families import (
     deepseek,
+    deepseek_sparse,
     encoders,
     fused,
     gemma,
+    gemma4,
     gpt,
     llama,
     minimax,
@@ -53,7 +55,9 @@ MODELS: Mapping[str, GGUFModel | NoGraph] = {
     **llama.MODELS,
     **fused.MODELS,
     **gemma.MODELS,
+    **gemma4.MODELS,
     **deepseek.MODELS,
+    **deepseek_sparse.MODELS,
     **minimax.MODELS,
     **gpt.MODELS,
     **encoders.MODELS,
