@@ -196,7 +196,8 @@ class GGUFModel:
     llama.cpp does about `output.weight`: uses the embedding when it is missing, refuses such a file, or never
     reads one. `checks` return the reason why llama.cpp's graph would not compute what config.json says,
     `remarks` what the user should know about a file that is written all the same. `special` gives special
-    tokens of the vocabulary by their text ("eot": "<|user|>"). `variant` returns the declaration for one
+    tokens of the vocabulary by their text ("eot": "<|user|>"). `types` gives tensors that are not of the usual
+    type by name: the file type for which that holds ("" for all), and the type. `kind` is `general.type`. `variant` returns the declaration for one
     config, where it depends on more than the type.
     """
 
@@ -211,6 +212,8 @@ class GGUFModel:
     checks: tuple[Check, ...] = ()
     remarks: tuple[Check, ...] = ()
     special: Mapping[str, str] = field(default_factory=dict)
+    types: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    kind: str = "model"
     variant: Callable[[Json], GGUFModel] | None = None
 
     def written(self, role: str) -> tuple[Written, ...]:

@@ -48,6 +48,7 @@ from qconvert.models.gguf.families import (
     qwen,
     qwen_hybrid,
 )
+from qconvert.models.gguf.families.towers import tower_model
 
 MODELS: Mapping[str, GGUFModel | NoGraph] = {
     **qwen.MODELS,
@@ -102,6 +103,7 @@ def facts_of(architecture: Architecture) -> Facts:
 
     Raises UnsupportedModel for a model that llama.cpp does not run, or would run as another model.
     """
-    facts = Facts(gguf_model(architecture.config), architecture)
+    model = tower_model(architecture.family.name, architecture.config)
+    facts = Facts(model or gguf_model(architecture.config), architecture)
     refuse_other_models(facts)
     return facts
