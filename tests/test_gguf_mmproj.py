@@ -7,7 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.gguf_families import add_tokenizer, scatter
+import numpy as np
+import pytest
+
+from tests.commands import qconvert
+from tests.gguf_families import add_tokenizer, scatter, written
 from tests.gguf_models import SIZES
 
 QWEN = {
@@ -15,6 +19,7 @@ QWEN = {
     "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
 }  # fmt: skip
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+MEAN, STD = [0.5, 0.25, 0.125], [0.5, 0.5, 0.25]
 STORED = "model.safetensors"
 # SigLIP's modules have lost a name in transformers 5.
 AS_PUBLISHED = (r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.")
@@ -47,12 +52,77 @@ def made(folder: Path, name: str) -> Any:
 
     model_type, text, tower = TOWERS[name]
     inner = {**SIZES, **text}
-    config = transformers.AutoConfig.for_model(model_type, text_config=inner, vision_config=tower)
+    more = {"mm_tokens_per_image": 4} if name == "gemma3" else {}
+    config = transformers.AutoConfig.for_model(model_type, text_config=inner, vision_config=tower, **more)
     model = scatter(transformers.AutoModelForImageTextToText.from_config(config), 0.08).eval()
     model.save_pretrained(folder)
     weights = {re.sub(*AS_PUBLISHED, name): weight for name, weight in load_file(folder / STORED).items()}
     save_file(weights, folder / STORED, {"format": "pt"})
     add_tokenizer(folder)
-    settings = {"image_mean": [0.5, 0.25, 0.125], "image_std": [0.5, 0.5, 0.25], "image_seq_length": 4}
+    settings = {"image_mean": MEAN, "image_std": STD, "image_seq_length": 4}
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     return model
+
+
+def patches(picture_CHW: Any, patch: int) -> dict[str, Any]:
+    """A picture as Qwen's processor gives it: twice, for two frames, and cut into squares of four patches."""
+    import torch
+
+    rows, columns = (side // patch for side in picture_CHW.shape[1:])
+    cut = picture_CHW.repeat(2, 1, 1, 1).reshape(1, 2, 3, rows // 2, 2, patch, columns // 2, 2, patch)
+    flat = cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(rows * columns, -1)
+    return {"pixel_values": flat, "image_grid_thw": torch.tensor([[1, rows, columns]])}
+
+
+def seen_by_transformers(model: Any, name: str, pixels_HWC: np.ndarray) -> np.ndarray:
+    """What a tower makes of a picture, [tokens, hidden] float32; of deeper layers, beside it."""
+    import torch
+
+    normal = (pixels_HWC / 255 - np.array(MEAN)) / np.array(STD)
+    picture_CHW = torch.tensor(normal, dtype=torch.float32).permute(2, 0, 1)
+    given = {"pixel_values": picture_CHW[None]}
+    if name != "gemma3":
+        given = patches(picture_CHW, model.config.vision_config.patch_size)
+    with torch.no_grad():
+        found = model.model.get_image_features(**given)
+    pooled = found.pooler_output
+    deep = getattr(found, "deepstack_features", None) or ()
+    rows = [torch.cat(list(each)) if isinstance(each, tuple | list) else each for each in (pooled, *deep)]
+    return np.concatenate([row.reshape(-1, row.shape[-1]).numpy() for row in rows], axis=1)
+
+
+def seen_by_llama_cpp(model: Path, tower: Path, pixels_HWC: np.ndarray, width: int) -> np.ndarray:
+    """The same, by the two files in llama.cpp."""
+    from cyllama.llama import llama_cpp
+    from cyllama.llama.mtmd import MtmdBitmap, MtmdContext, MtmdContextParams, get_default_media_marker
+
+    params = MtmdContextParams(use_gpu=False, n_threads=1)
+    params.image_min_tokens, params.warmup = 1, False
+    text = llama_cpp.LlamaModel(str(model), llama_cpp.LlamaModelParams(), verbose=False)
+    context = MtmdContext(str(tower), text, params)
+    assert context.supports_vision
+    height, wide, _ = pixels_HWC.shape
+    picture = MtmdBitmap.create_image(wide, height, pixels_HWC.tobytes())
+    chunks = context.tokenize(get_default_media_marker(), [picture])
+    chunk = max((chunks[i] for i in range(len(chunks))), key=lambda each: each.type.value)
+    assert context.encode_chunk(chunk) == 0
+    found = np.array(context.get_output_embeddings(chunk.n_tokens, width), np.float32)
+    del chunk, chunks, picture
+    context.close()
+    return found
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_llama_cpp_sees_what_transformers_does(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("cyllama.llama.mtmd")
+    model = made(tmp_path, name)
+    side = 2 * 2 * TOWERS[name][2].get("patch_size", 14)
+    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+    expected = seen_by_transformers(model, name, pixels)
+    tower = tmp_path / "mmproj.gguf"
+    ran = qconvert("to-gguf", tmp_path, "--mmproj", "--type", "f32", "-o", tower, "-q")
+    assert ran.code == 0, ran.err
+    found = seen_by_llama_cpp(written(tmp_path), tower, pixels, expected.shape[1])
+    print(name, found.shape, expected.shape, np.abs(found - expected).max(), expected.std())
+    assert found.shape == expected.shape and expected.std() > 0.1
+    assert np.abs(found - expected).max() < 0.01
