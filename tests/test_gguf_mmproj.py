@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qconvert.formats.gguf.reader import GGUFFile
 from tests.commands import qconvert
 from tests.gguf_families import add_tokenizer, scatter, written
-from tests.gguf_models import SIZES
+from tests.gguf_models import SIZES, transformers_model
 
 QWEN = {
     "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "depth": 3, "out_hidden_size": 64,
@@ -112,6 +113,34 @@ def seen_by_llama_cpp(model: Path, tower: Path, pixels_HWC: np.ndarray, width: i
     return found
 
 
+@pytest.mark.parametrize(("file_type", "says"), [("q4_k_m", "no such file"), ("f16", "")])
+def test_types_of_a_tower(tmp_path: Path, file_type: str, says: str) -> None:
+    """What is looked up or convolved stays float32 in SigLIP; what is multiplied by has half the bits."""
+    made(tmp_path, "gemma3")
+    ran = qconvert("to-gguf", tmp_path, "--mmproj", "--type", file_type, "-o", tmp_path / "m.gguf", "-q")
+    assert (ran.code == 1) == bool(says) and says in ran.err
+    if says:
+        return
+    with GGUFFile(tmp_path / "m.gguf") as file:
+        kinds = {name: tensor.type.name for name, tensor in file.tensors.items()}
+        assert file.kv["general.type"].value == "mmproj"
+    f32 = {"v.patch_embd.weight", "v.position_embd.weight", "mm.soft_emb_norm.weight"}
+    assert {kinds[name] for name in f32} == {"F32"} and kinds["mm.input_projection.weight"] == "F16"
+    assert kinds["v.blk.0.attn_q.weight"] == "F16" and kinds["v.blk.0.ln1.weight"] == "F32"
+
+
+def test_its_name_is_what_programs_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made(tmp_path / "Seer-VL", "qwen3-vl")
+    assert qconvert("to-gguf", tmp_path / "Seer-VL", "--mmproj", "-q").code == 0
+    assert [path.name for path in tmp_path.glob("*.gguf")] == ["mmproj-Seer-VL-F16.gguf"]
+
+
+def test_a_model_that_does_not_see_has_none(tmp_path: Path) -> None:
+    ran = qconvert("to-gguf", transformers_model(tmp_path, "qwen3"), "--mmproj")
+    assert ran.code == 1 and "has no vision tower that is known here" in ran.err
+
+
 @pytest.mark.parametrize("name", TOWERS)
 def test_llama_cpp_sees_what_transformers_does(tmp_path: Path, name: str) -> None:
     pytest.importorskip("cyllama.llama.mtmd")
@@ -123,6 +152,5 @@ def test_llama_cpp_sees_what_transformers_does(tmp_path: Path, name: str) -> Non
     ran = qconvert("to-gguf", tmp_path, "--mmproj", "--type", "f32", "-o", tower, "-q")
     assert ran.code == 0, ran.err
     found = seen_by_llama_cpp(written(tmp_path), tower, pixels, expected.shape[1])
-    print(name, found.shape, expected.shape, np.abs(found - expected).max(), expected.std())
     assert found.shape == expected.shape and expected.std() > 0.1
-    assert np.abs(found - expected).max() < 0.01
+    assert np.abs(found - expected).max() < 0.005  # measured: 0.0006 (gemma3) to 0.0011 (qwen3-vl)

@@ -7,7 +7,7 @@ from pathlib import Path
 from qconvert.core.dtypes import Json
 from qconvert.formats.io.strict_json import read_json_object
 
-# The files, of which the later one counts, and the object in which some of them have the settings of pictures.
+# The files, of which the later counts, and the object in which some have the settings of pictures.
 _FILES = (("preprocessor_config.json", "media_proc_cfg"), ("processor_config.json", "image_processor"))
 
 

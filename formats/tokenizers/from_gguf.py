@@ -1,8 +1,9 @@
 """Rebuilds a tokenizer.json from the tokenizer keys of a GGUF file: the inverse of `to_gguf`.
 
 All kinds that are written are rebuilt: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama", and
-"gemma4" with its merges), unigram ("t5") and WordPiece ("bert"). A GGUF names its splitting rules instead of holding them; they come from the
-table that recognises them. What GGUF never holds takes the class's default: the normaliser of byte-level BPE,
+"gemma4" with its merges), unigram ("t5") and WordPiece ("bert"). A GGUF names its splitting rules instead of
+holding them; they come from the table that recognises them.
+What GGUF never holds takes the class's default: the normaliser of byte-level BPE,
 BERT's text cleaning, and lstrip/rstrip of added tokens.
 """
 

@@ -1,8 +1,9 @@
 """Converts a Hugging Face tokenizer folder to GGUF's tokenizer keys.
 
-Five kinds are known: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama"), BPE of its pieces by rank of
-the merges ("gemma4"), unigram ("t5") and WordPiece ("bert"). Keys, values and order are those of llama.cpp's convert_hf_to_gguf.py at commit 0c1e57098,
-with three exceptions: added tokens keep their text (there they are encoded and decoded once, which damages
+Five kinds are known: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama"), the same by the rank of
+merges ("gemma4"), unigram ("t5") and WordPiece ("bert"). Keys, values and order are those of llama.cpp's
+convert_hf_to_gguf.py at commit 0c1e57098, with
+three exceptions: added tokens keep their text (there they are encoded and decoded once, which damages
 letters such as e acute); scores of SentencePiece vocabularies without a tokenizer.model follow from the
 merges (there all are -1000, which loses their order); and the pre-tokenizer is recognised by structure.
 """

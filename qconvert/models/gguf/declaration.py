@@ -196,9 +196,10 @@ class GGUFModel:
     llama.cpp does about `output.weight`: uses the embedding when it is missing, refuses such a file, or never
     reads one. `checks` return the reason why llama.cpp's graph would not compute what config.json says,
     `remarks` what the user should know about a file that is written all the same. `special` gives special
-    tokens of the vocabulary by their text ("eot": "<|user|>"). `types` gives tensors that are not of the usual
-    type by name: the file type for which that holds ("" for all), and the type. `kind` is `general.type`. `variant` returns the declaration for one
-    config, where it depends on more than the type.
+    tokens of the vocabulary by their text ("eot": "<|user|>"). `types` gives tensors that are not of the
+    usual type by name: the file type for which that holds ("" for all), and the type. `kind` is
+    `general.type`. `variant` returns the declaration for one config, where it depends on more than the
+    type.
     """
 
     arch: str

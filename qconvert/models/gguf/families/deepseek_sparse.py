@@ -38,8 +38,11 @@ DEEPSEEK_V32 = replace(
 )
 
 
+_TYPES = "attention.indexer.types"
+
+
 def _read_types(file: Metadata) -> Json:
-    if not file.has("attention.indexer.types"):
+    if not file.has(_TYPES):
         return {}
     return {
         "indexer_types": ["full" if full else "shared" for full in file.values("attention.indexer.types")]
@@ -51,7 +54,7 @@ def _indexer_types(facts: Facts) -> Iterator[KV]:
     """Writes which layers choose positions anew, where the config lists them."""
     if facts.settings.get("indexer_types") is not None:
         full = (has_indexer(facts.settings, layer) for layer in range(facts.layers))
-        yield facts.flags_by_layer("attention.indexer.types", full)
+        yield facts.flags_by_layer(_TYPES, full)
 
 
 GLM_MOE_DSA = replace(

@@ -117,6 +117,7 @@ def full_head(facts: Facts) -> int:
 
 
 def kind(facts: Facts, layer: int) -> str:
+    """Returns a layer's kind of attention."""
     return kind_of(facts.settings, layer, 6)
 
 

@@ -1,8 +1,8 @@
 """Declares Qwen3-Next and Qwen3.5: layers of gated DeltaNet with attention between them.
 
-For Qwen3.5 llama.cpp repeats the heads of keys as a whole (k0 k1 k0 k1) where the class repeats each of them (k0 k0 k1
-k1), so everything indexed by value heads is permuted: the first value head of every key head, the second of
-every one, and so on.
+For Qwen3.5 llama.cpp repeats the heads of keys as a whole (k0 k1 k0 k1) where the class repeats each of
+them (k0 k0 k1 k1), so everything indexed by value heads is permuted: the first value head of every key head,
+the second of every one, and so on.
 """
 
 from __future__ import annotations
