@@ -34,6 +34,7 @@ GEMMA4 = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
     "tie_word_embeddings": True,
 }  # fmt: skip
+LONG = [1.0 + 0.25 * i for i in range(8)]
 CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-next": (
         "qwen3_next",
@@ -72,6 +73,17 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "glm-5": (
         "glm_moe_dsa", "glm-dsa", {**LATENT, **INDEXER, "mlp_layer_types": ["dense", "sparse"]}
+    ),
+    "minicpm3": (
+        "minicpm3", "minicpm3",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 16, "v_head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 128,
+                "long_factor": LONG, "short_factor": LONG,
+            },
+        },
     ),
     "olmo2": ("olmo2", "olmo2", {}),
     "starcoder": (
