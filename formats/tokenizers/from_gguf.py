@@ -203,11 +203,21 @@ def _pre_tokenizers(rule: Rule) -> Iterator[Json]:
 def _sentencepiece(keys: _Keys) -> Json:
     """Rebuilds SentencePiece BPE as transformers writes it: merges of all pairs, best score first."""
     scores = keys.list("scores", float)
-    unknown = next((t.text for t in keys.tokens if t.type == PieceType.UNKNOWN), None)
-    prefix = keys.flag("add_space_prefix", default=True)
-    vocab = {token.text: token.id for token in keys.tokens}
     if len(scores) < len(keys.tokens):
         raise CorruptCheckpoint(f"{_PREFIX}scores: {len(scores)} entries for {len(keys.tokens)} tokens")
+    vocab = {token.text: token.id for token in keys.tokens}
+    return _bpe_of_pieces(keys, vocab, _merges(keys.tokens, scores, vocab))
+
+
+def _ranked_pieces(keys: _Keys) -> Json:
+    """Rebuilds Gemma 4's BPE, whose merges the file holds."""
+    vocab = {token.text: token.id for token in keys.tokens}
+    return _bpe_of_pieces(keys, vocab, [merge.split(" ", 1) for merge in keys.list("merges", str)])
+
+
+def _bpe_of_pieces(keys: _Keys, vocab: Mapping[str, int], merges: list[list[str]]) -> Json:
+    unknown = next((t.text for t in keys.tokens if t.type == PieceType.UNKNOWN or t.text == "<unk>"), None)
+    prefix = keys.flag("add_space_prefix", default=True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
@@ -230,31 +240,7 @@ def _sentencepiece(keys: _Keys) -> Json:
             "fuse_unk": True,
             "byte_fallback": True,
             "vocab": vocab,
-            "merges": _merges(keys.tokens, scores, vocab),
-        },
-    }
-
-
-def _ranked_pieces(keys: _Keys) -> Json:
-    """Rebuilds Gemma 4's BPE, whose merges the file holds."""
-    restore = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
-    unknown = keys.special("unk") or keys.called("<unk>")
-    return {
-        **_header(keys),
-        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
-        "pre_tokenizer": None,
-        "post_processor": _frame(keys, bos=True),
-        "decoder": {"type": "Sequence", "decoders": [restore, {"type": "ByteFallback"}, {"type": "Fuse"}]},
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": unknown.text if unknown else None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "vocab": {token.text: token.id for token in keys.tokens},
-            "merges": [merge.split(" ", 1) for merge in keys.list("merges", str)],
+            "merges": merges,
         },
     }
 
