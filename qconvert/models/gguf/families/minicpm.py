@@ -50,8 +50,8 @@ def _plain_rope(facts: Facts) -> str | None:
     ):
         return None
     return (
-        f"rope_type is {rope['rope_type']}, its base {rope['rope_theta']}; llama.cpp's minicpm3 has a base of "
-        "10000, and divisors of it for the context that the model was made for"
+        f"rope_type is {rope['rope_type']}, its base {rope['rope_theta']}; llama.cpp's minicpm3 has "
+        "10000 and divisors of it for the context that the model was made for"
     )
 
 
