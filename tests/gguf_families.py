@@ -31,7 +31,8 @@ def scatter(model: Any, spread: float = 0.15) -> Any:
 
     torch.manual_seed(0)
     for name, weight in model.named_parameters():
-        torch.nn.init.normal_(weight, float(weight.ndim == 1 and "norm" in name.lower()), spread)
+        is_norm = weight.ndim == 1 and ("norm" in name.lower() or ".ln_" in name)
+        torch.nn.init.normal_(weight, float(is_norm), spread)
     for name, buffer in model.named_buffers():
         if "correction" in name:
             torch.nn.init.normal_(buffer, 0, 0.1)

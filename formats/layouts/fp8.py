@@ -3,7 +3,10 @@
 A quantized `X.weight` [N, K] is `X.weight` F8_E4M3 [N, K] and `X.weight_scale_inv` [ceil(N/128),
 ceil(K/128)], f32, bf16 or (`scale_fmt` ue8m0) F8_E8M0, which is multiplied by, whatever its name says. A
 stack of experts is a parameter `X` [E, N, K] with `X_scale_inv`, as transformers' `FP8Experts` has it.
-Sources: transformers 5.23 (`integrations/finegrained_fp8.py`), config.json of Qwen3-8B-FP8 and DeepSeek-V3.2.
+DeepSeek-V4's own files call the scales `X.scale`, and hold experts as E2M1 codes, two in each int8 of
+`X.weight` [N, K/2], with E8M0 scales [N, K/32]: MXFP4 under another name.
+Sources: transformers 5.23 (`integrations/finegrained_fp8.py`), llama.cpp's `DeepseekV4Model` (conversion),
+config.json of Qwen3-8B-FP8, DeepSeek-V3.2 and V4.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ from qconvert.ops import Op, Transcode
 NAME = "fp8"
 BLOCK = 128
 STATIC_SCALE = "activation_scale"
-_CODED = CodedArrays("weight", "weight_scale_inv", bare_exponents=False)
+_SCALES, _OWN_SCALES = "weight_scale_inv", "scale"
+_MX = 32
 _POWERS_OF_TWO = "ue8m0"
 
 TRAITS = LayoutTraits(
@@ -48,29 +52,37 @@ TRAITS = LayoutTraits(
 class FP8(PassThrough[Codebook, CodebookRows]):
     """Stores weights as E4M3 arrays with a scale for each block.
 
-    `powers_of_two` says that all scales are, those that loaders give inputs too, whatever type stores them.
+    `powers_of_two` says that all scales are, those that loaders give inputs too, whatever type stores them;
+    `scales` is what the array of scales is called after its module.
     """
 
     traits = TRAITS
 
-    def __init__(self, powers_of_two: bool = False) -> None:
+    def __init__(self, powers_of_two: bool = False, scales: str = _SCALES) -> None:
         self.powers_of_two = powers_of_two
+        self.scales = scales
+
+    def coded(self, tensor: ModelTensor) -> CodedArrays:
+        """The arrays of a tensor; stacks of experts have transformers' names."""
+        scales = self.scales if tensor.name.endswith("weight") else _SCALES
+        return CodedArrays("weight", scales, words=DType.I8, bare_exponents=False)
 
     def arrays(self, tensor: ModelTensor, encoding: Codebook) -> tuple[TensorSpec, ...]:
-        return _CODED.stored_arrays(tensor)
+        return self.coded(tensor).stored_arrays(tensor)
 
     def rows(self, tensor: ModelTensor, encoding: Codebook) -> int:
         """The rows of a block share its scales."""
-        return _CODED.row_alignment(tensor)
+        return self.coded(tensor).row_alignment(tensor)
 
     def store(self, tensor: ModelTensor, start: int, value: CodebookRows) -> Iterable[ArrayRows]:
-        return _CODED.encode(tensor, start, value)
+        return self.coded(tensor).encode(tensor, start, value)
 
     def load(self, tensor: ModelTensor, encoding: Codebook, source: Source, rows: range) -> CodebookRows:
-        return _CODED.decode(tensor, source, rows.start, rows.stop)
+        return self.coded(tensor).decode(tensor, source, rows.start, rows.stop)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        encoding = checks.only_encoding(quantized, NAME)
+        blocks = {name: e for name, e in quantized.items() if not _is_mxfp4(e)}
+        encoding = checks.only_encoding(blocks, NAME)
         settings = {
             "quant_method": NAME,
             "fmt": "e4m3",
@@ -111,21 +123,32 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, ModelTensor]]
         raise UnsupportedModel(
             f"config.json: activation_scheme {shown(scheme)} is not read here", "dynamic and static ones are"
         )
-    quantized = list(_quantized(source, block, checks.dtype_of(config)))
+    own = any(name.endswith(f".{_OWN_SCALES}") for name in source.specs)
+    suffix = _OWN_SCALES if own else _SCALES
+    quantized = list(_quantized(source, block, checks.dtype_of(config), suffix))
     scales = [f"{checks.base_of(t)}.{STATIC_SCALE}" for t in quantized] if scheme == "static" else []
     for name in scales:
         if checks.require(source, name, "activation_scheme is static").count != 1:
             raise CorruptCheckpoint(f"{name}: not one number, but activation_scheme is static", checks.APART)
     scales += [name for name in source.specs if cache_scale(name) is not None]
-    layout = FP8(powers_of_two=settings.get("scale_fmt") == _POWERS_OF_TWO)
-    return checks.gathered(layout, source, quantized, "weight_scale_inv", beside=scales)
+    layout = FP8(settings.get("scale_fmt") == _POWERS_OF_TWO, suffix)
+    return checks.gathered(layout, source, quantized, suffix, beside=scales)
 
 
-def _quantized(source: Source, block: list[int], decoded: DType) -> Iterator[ModelTensor]:
+def _is_mxfp4(encoding: Quantized) -> bool:
+    return isinstance(encoding, Codebook) and encoding.is_mxfp4
+
+
+def _quantized(source: Source, block: list[int], decoded: DType, suffix: str) -> Iterator[ModelTensor]:
     for name, spec in source.specs.items():
+        of_module = name.endswith("weight")
+        scales_name = name.removesuffix("weight") + suffix if of_module else f"{name}_scale_inv"
+        if spec.dtype is DType.I8 and scales_name in source.specs:
+            shape = (*spec.shape[:-1], 2 * spec.shape[-1])
+            yield ModelTensor(name, shape, Codebook("e2m1", _MX, DType.F8_E8M0, decoded))
         if spec.dtype is not DType.F8_E4M3:
             continue
-        scales = checks.require(source, f"{name}_scale_inv", f"{name} is {spec.dtype.label}")
+        scales = checks.require(source, scales_name, f"{name} is {spec.dtype.label}")
         kinds = (*FLOAT_DTYPES, DType.F8_E8M0)
         if len(spec.shape) not in (2, 3) or scales.dtype not in kinds:
             raise CorruptCheckpoint(
@@ -148,7 +171,8 @@ def _activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
     """FP8 too: a scale for each block of columns of a row, or one that is stored."""
     if checks.settings_of(config).get("activation_scheme") == "static":
         return ActivationScheme(8, True, "tensor", dynamic=False, stored=(STATIC_SCALE,))
-    size = tensor.encoding.group_size if isinstance(tensor.encoding, Codebook) else BLOCK
+    encoding = tensor.encoding
+    size = encoding.group_size if isinstance(encoding, Codebook) and not encoding.is_mxfp4 else BLOCK
     exponents = checks.settings_of(config).get("scale_fmt") == _POWERS_OF_TWO
     return ActivationScheme(8, True, "group", size, scale_dtype=DType.F8_E8M0 if exponents else DType.F32)
 

@@ -1,8 +1,9 @@
 """Rebuilds a tokenizer.json from the tokenizer keys of a GGUF file: the inverse of `to_gguf`.
 
-All kinds that are written are rebuilt: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama"), unigram
-("t5") and WordPiece ("bert"). A GGUF names its splitting rules instead of holding them; they come from the
-table that recognises them. What GGUF never holds takes the class's default: the normaliser of byte-level BPE,
+All kinds that are written are rebuilt: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama", and
+"gemma4" with its merges), unigram ("t5") and WordPiece ("bert"). A GGUF names its splitting rules instead of
+holding them; they come from the table that recognises them.
+What GGUF never holds takes the class's default: the normaliser of byte-level BPE,
 BERT's text cleaning, and lstrip/rstrip of added tokens.
 """
 
@@ -202,11 +203,21 @@ def _pre_tokenizers(rule: Rule) -> Iterator[Json]:
 def _sentencepiece(keys: _Keys) -> Json:
     """Rebuilds SentencePiece BPE as transformers writes it: merges of all pairs, best score first."""
     scores = keys.list("scores", float)
-    unknown = next((t.text for t in keys.tokens if t.type == PieceType.UNKNOWN), None)
-    prefix = keys.flag("add_space_prefix", default=True)
-    vocab = {token.text: token.id for token in keys.tokens}
     if len(scores) < len(keys.tokens):
         raise CorruptCheckpoint(f"{_PREFIX}scores: {len(scores)} entries for {len(keys.tokens)} tokens")
+    vocab = {token.text: token.id for token in keys.tokens}
+    return _bpe_of_pieces(keys, vocab, _merges(keys.tokens, scores, vocab))
+
+
+def _ranked_pieces(keys: _Keys) -> Json:
+    """Rebuilds Gemma 4's BPE, whose merges the file holds."""
+    vocab = {token.text: token.id for token in keys.tokens}
+    return _bpe_of_pieces(keys, vocab, [merge.split(" ", 1) for merge in keys.list("merges", str)])
+
+
+def _bpe_of_pieces(keys: _Keys, vocab: Mapping[str, int], merges: list[list[str]]) -> Json:
+    unknown = next((t.text for t in keys.tokens if t.type == PieceType.UNKNOWN or t.text == "<unk>"), None)
+    prefix = keys.flag("add_space_prefix", default=True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     prepend = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
@@ -229,7 +240,7 @@ def _sentencepiece(keys: _Keys) -> Json:
             "fuse_unk": True,
             "byte_fallback": True,
             "vocab": vocab,
-            "merges": _merges(keys.tokens, scores, vocab),
+            "merges": merges,
         },
     }
 
@@ -373,6 +384,7 @@ def _settings(keys: _Keys) -> Json:
 _KINDS: Mapping[str, Callable[[_Keys], Json]] = {
     "gpt2": _byte_level,
     "llama": _sentencepiece,
+    "gemma4": _ranked_pieces,
     "t5": _unigram,
     "bert": _wordpiece,
 }

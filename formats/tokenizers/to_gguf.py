@@ -1,8 +1,9 @@
 """Converts a Hugging Face tokenizer folder to GGUF's tokenizer keys.
 
-Four kinds are known: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama"), unigram ("t5") and
-WordPiece ("bert"). Keys, values and order are those of llama.cpp's convert_hf_to_gguf.py at commit 0c1e57098,
-with three exceptions: added tokens keep their text (there they are encoded and decoded once, which damages
+Five kinds are known: byte-level BPE ("gpt2" in GGUF), SentencePiece BPE ("llama"), the same by the rank of
+merges ("gemma4"), unigram ("t5") and WordPiece ("bert"). Keys, values and order are those of llama.cpp's
+convert_hf_to_gguf.py at commit 0c1e57098, with
+three exceptions: added tokens keep their text (there they are encoded and decoded once, which damages
 letters such as e acute); scores of SentencePiece vocabularies without a tokenizer.model follow from the
 merges (there all are -1000, which loses their order); and the pre-tokenizer is recognised by structure.
 """
@@ -32,6 +33,7 @@ from qconvert.formats.tokenizers.sentencepiece import PieceType
 from qconvert.formats.tokenizers.special_tokens import chat_template_keys, find_special_tokens
 from qconvert.models.gguf.families import find_model
 
+_ADDS_BOS = "tokenizer.ggml.add_bos_token"
 _UNNORMALISED = (
     "tokenizer.model: normalises text, which llama.cpp does not do for SentencePiece BPE: full-width "
     "letters, ligatures and fractions get other tokens there"
@@ -83,9 +85,13 @@ class _Builder:
     warnings: list[str]
 
     @property
-    def _is_llama(self) -> bool:
+    def _arch(self) -> str:
         model = find_model(self.config)
-        return model is not None and model.arch == "llama"
+        return "" if model is None else model.arch
+
+    @property
+    def _is_llama(self) -> bool:
+        return self._arch == "llama"
 
     def keys(self, pre_tokenizer: str | None) -> Iterator[KV]:
         model = expect_object(self.files.tokenizer.get("model"), "model")
@@ -97,7 +103,22 @@ class _Builder:
             )
         if kind == "gpt2":
             return self._byte_level(model, pre_tokenizer)
+        if kind == "llama" and self.files.sentencepiece is None and self._arch == "gemma4":
+            return self._ranked_pieces(model)
         return {"llama": self._sentencepiece, "t5": self._unigram, "bert": self._wordpiece}[kind](model)
+
+    def _ranked_pieces(self, model: Json) -> Iterator[KV]:
+        _check_sentencepiece_normaliser(self.files.tokenizer)
+        vocab = token_lists.vocabulary(model.get("vocab"))
+        tokens = token_lists.ranked_tokens(vocab, self.files.added, self.rows)
+        yield KV.text("tokenizer.ggml.model", "gemma4")
+        yield KV.texts("tokenizer.ggml.tokens", tokens.texts)
+        yield KV.f32s("tokenizer.ggml.scores", tokens.scores)
+        yield KV.i32s("tokenizer.ggml.token_type", tokens.types)
+        yield KV.texts("tokenizer.ggml.merges", [" ".join(pair) for pair in _merges(model)])
+        yield from (entry for entry in self._special() if entry.key != _ADDS_BOS)
+        yield KV.flag("tokenizer.ggml.add_space_prefix", value=False)
+        yield KV.flag(_ADDS_BOS, value=True)
 
     def _byte_level(self, model: Json, pre_tokenizer: str | None) -> Iterator[KV]:
         found = recognise(self.files.tokenizer, self.config, pre_tokenizer)

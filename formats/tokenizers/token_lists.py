@@ -148,6 +148,36 @@ def merged_tokens(
     return tokens
 
 
+def ranked_tokens(vocab: Mapping[str, int], added: Mapping[int, AddedToken], rows: int) -> Tokens:
+    """Builds Gemma 4's list, whose merges stand beside it: no token has a score.
+
+    Tokens that its chat format wraps calls and thoughts in are shown as text. Source: Gemma4Model.set_vocab
+    in llama.cpp's converter.
+    """
+    tokens = bpe_tokens(vocab, added, rows)
+    tokens.scores = [ADDED_SCORE] * rows
+    for text, row in vocab.items():
+        if _BYTE.fullmatch(text):
+            tokens.put(row, text, ADDED_SCORE, PieceType.BYTE)
+    for row, token in added.items():
+        if token.text in _SHOWN:
+            tokens.put(row, token.text, ADDED_SCORE, PieceType.USER_DEFINED)
+    return tokens
+
+
+_SHOWN = frozenset(
+    (
+        "<|channel>",
+        "<channel|>",
+        "<|tool_call>",
+        "<tool_call|>",
+        "<|tool_response>",
+        "<tool_response|>",
+        '<|"|>',
+    )
+)
+
+
 def _spaces_come_last(vocab: Mapping[str, int], merges: Sequence[tuple[str, str]]) -> bool:
     """Returns whether runs of spaces are merged last; UnsupportedModel unless the others are in id order."""
     made = ["".join(pair) for pair in merges]

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 # What llama.cpp runs fast everywhere, from 2.6 to 8.5 bits.
 TARGET_TYPES = "q2_k,q3_k,q4_k,q5_k,q6_k,q8_0"
 UNTIL_CHOSEN = "F32"
+TOWER_TYPES = ("f16", "bf16", "f32", "q8_0")
 
 
 @click.command(
@@ -53,6 +54,7 @@ UNTIL_CHOSEN = "F32"
         "qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m",
         "qconvert to-gguf Qwen/Qwen3-30B-A3B --type q6_k --keep-source --revision main",
         "qconvert to-gguf Qwen/Qwen3-30B-A3B --type q4_k_m --push-to me/Qwen3-30B-A3B-GGUF",
+        "qconvert to-gguf Qwen/Qwen3-VL-4B-Instruct --mmproj",
     ),
 )
 @models_argument("[MODEL]...", required=False)
@@ -82,6 +84,11 @@ UNTIL_CHOSEN = "F32"
     metavar="TYPE",
     shell_complete=candidates.element_types,
     help="Another type for the head.",
+)
+@click.option(
+    "--mmproj",
+    is_flag=True,
+    help="Write the vision tower and its projector instead: mmproj-NAME-F16.gguf, for llama.cpp's --mmproj.",
 )
 @click.option("--pure", is_flag=True, help="Use the base type for all tensors, without a mixture.")
 @click.option(
@@ -136,6 +143,7 @@ def command(
     tensor_types: tuple[str, ...],
     token_embedding_type: str | None,
     output_tensor_type: str | None,
+    mmproj: bool,
     pure: bool,
     fallback: bool,
     allow_requantize: bool,
@@ -158,6 +166,8 @@ def command(
     if not models:
         raise click.UsageError("Missing argument 'MODEL'.")
     wanted = Wanted.taken_from(values, TARGET_TYPES)
+    if mmproj:
+        file_type = _tower_type(file_type)
     with typed():
         aim = wanted.target
         if aim is None and file_type is None:
@@ -173,6 +183,7 @@ def command(
             token_embedding_type=_written(token_embedding_type) if token_embedding_type else None,
             output_tensor_type=_written(output_tensor_type) if output_tensor_type else None,
             pure=pure,
+            tower=mmproj,
             fallback=fallback,
             allow_requantize=allow_requantize,
         )
@@ -182,6 +193,16 @@ def command(
     else:
         request = flags.request("to-gguf", Recipe(), target=target)
         write_each(models, lambda model: Aiming(wanted, aim, request, flags), "", flags)
+
+
+def _tower_type(file_type: str | None) -> str:
+    """The type of a tower's file; BadRecipe for one that llama.cpp does not make of towers."""
+    if (file_type or "f16").lower() not in TOWER_TYPES:
+        raise BadRecipe(
+            f"--mmproj --type {file_type}: llama.cpp makes no such file of a vision tower",
+            f"--type {', '.join(TOWER_TYPES)}; without it, f16",
+        )
+    return file_type or "f16"
 
 
 def _beside(*, card: bool, modelfile: bool, manifest: bool) -> tuple[str, ...]:

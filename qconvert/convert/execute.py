@@ -37,9 +37,11 @@ from qconvert.convert.runner import (
 )
 from qconvert.core.protocols import Layout
 from qconvert.errors import BadRecipe, QConvertError
+from qconvert.formats.huggingface.preprocessor import read_preprocessor
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import Hashes, Progress
 from qconvert.formats.layouts import registry
+from qconvert.models.binding import bind_tower
 from qconvert.models.declared import Declaration
 from qconvert.plan.compile import compile_request
 from qconvert.plan.plan import Plan, Unit
@@ -96,6 +98,8 @@ def prepare(
             f"{source.location.name}: no weights beside the config.json", "give the whole model folder"
         )
     binding = checkpoint.bind(allow_unknown=request.allow_unknown)
+    if isinstance(request.target, GGUFTarget) and request.target.tower:
+        binding = bind_tower(binding, read_preprocessor(checkpoint.path))
     if statistics is not None:
         from qconvert.calibrate.statistics_file import open_statistics
 

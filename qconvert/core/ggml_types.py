@@ -238,6 +238,10 @@ class KV:
         return cls(key, KVType.BOOL, value)
 
     @classmethod
+    def flags(cls, key: str, value: Sequence[bool]) -> KV:
+        return cls(key, ArrayOf(KVType.BOOL), tuple(value))
+
+    @classmethod
     def text(cls, key: str, value: str) -> KV:
         return cls(key, KVType.TEXT, value)
 

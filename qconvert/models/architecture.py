@@ -23,6 +23,11 @@ ParameterKey = tuple[str, int | None, str]
 """Role, layer, and "weight" or "bias"."""
 
 
+# What the config of a vision tower holds of the model around it, where it is a model of its own: that model's
+# config, and what its pictures become before the tower sees them.
+WHOLE, PREPROCESSOR = "whole_model", "preprocessor"
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One tensor of a model: its role, layer (None outside the layers), and exact shape.
@@ -231,7 +236,7 @@ class Architecture:
 
     @cached_property
     def tower(self) -> Architecture | None:
-        """The vision tower that the config describes beside the language model, for counting.
+        """The vision tower that the config describes beside the language model.
 
         None without one, and where the config leaves its sizes to the class.
         """

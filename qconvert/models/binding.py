@@ -7,11 +7,12 @@ fused or unfused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.models.architecture import Architecture, Parameter
+from qconvert.models.architecture import PREPROCESSOR, WHOLE, Architecture, Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,25 @@ def bind(
         _refuse_unknown(architecture, undeclared)
     _check_complete(architecture, parameters)
     return Binding(architecture, tensors, parameters, tuple(dropped), tuple(unknown))
+
+
+def bind_tower(whole: Binding, preprocessor: Json) -> Binding:
+    """Matches the tensors beside a language model with its vision tower, as a model of its own.
+
+    `preprocessor` is preprocessor_config.json. The tower's config holds it and that of the whole model.
+    Raises UnsupportedModel for a model without a tower that is declared, and what `bind` raises.
+    """
+    tower = whole.architecture.tower
+    if tower is None:
+        raise UnsupportedModel(
+            f"config.json: {whole.architecture.family.name} has no vision tower that is known here",
+            "llama.cpp's convert_hf_to_gguf.py --mmproj knows more towers",
+        )
+    config = {**tower.config, WHOLE: whole.architecture.config, PREPROCESSOR: preprocessor}
+    beside = {
+        name: whole.tensors[name] for name in whole.unknown if whole.architecture.carries(name) == "vision"
+    }
+    return bind(replace(tower, config=config), beside)
 
 
 def _check_shape(architecture: Architecture, parameter: Parameter, tensor: ModelTensor) -> None:

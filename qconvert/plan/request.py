@@ -20,7 +20,8 @@ class GGUFTarget:
 
     Without `fallback` a row that the chosen type's blocks do not divide is an error; only with
     `allow_requantize` is a weight quantized that already was. `undo_act_order` permutes columns in
-    activation order into the weights before them (see `plan.passes.activation_order`).
+    activation order into the weights before them (see `plan.passes.activation_order`). With `tower` it holds
+    the vision tower and its projector, not the language model.
     """
 
     file_type: str
@@ -31,6 +32,7 @@ class GGUFTarget:
     fallback: bool = True
     allow_requantize: bool = False
     undo_act_order: bool = False
+    tower: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from qconvert.models.parameter_table import table_of_outputs
 from qconvert.plan.gguf.constants import constants_of
 from qconvert.plan.gguf.mixture import visit_order
 from qconvert.plan.passes.activation_order import reordered
+from qconvert.plan.request import GGUFTarget
 from qconvert.plan.scales import record_of
 from qconvert.plan.state import Compiled, GGUFPlan
 
@@ -82,6 +83,12 @@ class GGUFFileContainer:
         assert self.compiled.gguf is not None
         return self.compiled.gguf
 
+    @property
+    def is_tower(self) -> bool:
+        """Whether the file holds the vision tower beside the language model, which has no tokens."""
+        target = self.compiled.request.target
+        return isinstance(target, GGUFTarget) and target.tower
+
     @cached_property
     def constants(self) -> Mapping[str, np.ndarray]:
         return constants_of(self.gguf.facts)
@@ -102,6 +109,8 @@ class GGUFFileContainer:
     def tokenizer(self) -> GGUFTokenizer:
         """The tokenizer of a folder; that of a GGUF file stays as it is."""
         checkpoint = self.source.checkpoint
+        if self.is_tower:
+            return GGUFTokenizer((), ())
         if isinstance(checkpoint.files, GGUFModel):
             if self.pre_tokenizer:
                 raise BadRecipe(
@@ -192,6 +201,10 @@ class GGUFFileContainer:
         return replace(self, compiled=compiled)
 
     def default_out(self, suffix: str) -> Path:
+        if self.is_tower:  # as llama.cpp's programs look for it
+            return Path(
+                f"mmproj-{replace(self.identity, size_label=None).file_name(self.gguf.file_type.name)}"
+            )
         return Path(self.identity.file_name(self.gguf.file_type.name))
 
     def check_target(self, out: Path) -> None:

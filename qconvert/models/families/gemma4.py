@@ -66,13 +66,28 @@ def _common(config: Json, layer: int, attention: dict[str, int]) -> dict[str, in
     }
 
 
+def full_heads(config: Json, layer: int) -> dict[str, int]:
+    """Returns the size and number of heads of a layer with full attention, where its config states them.
+
+    transformers 5.23 saves them for each such layer under `per_layer_config`, earlier ones once.
+    """
+    by_layer = config.get("per_layer_config")
+    own = by_layer.get(str(layer)) if isinstance(by_layer, dict) else None
+    if isinstance(own, dict):
+        stated = {key: optional_int(own, key) for key in ("head_dim", "num_key_value_heads")}
+        return {key: size for key, size in stated.items() if size is not None}
+    heads = {"head_dim": optional_int(config, "global_head_dim") or 512}
+    kv = optional_int(config, "num_global_key_value_heads")
+    return {**heads, "num_key_value_heads": kv} if kv else heads
+
+
 def gemma4_dimensions(config: Json, layer: int) -> Dimensions:
     """Returns Gemma 4's dimensions: full attention has wider heads, whose keys may be its values."""
     full = kind_of(config, layer, 6) == FULL
     same = full and flag(config, "attention_k_eq_v")
-    heads = {"head_dim": optional_int(config, "global_head_dim") or 512} if full else {}
-    if same and optional_int(config, "num_global_key_value_heads"):
-        heads["num_key_value_heads"] = positive_int(config, "num_global_key_value_heads")
+    heads = full_heads(config, layer) if full else {}
+    if not same:
+        heads.pop("num_key_value_heads", None)
     dims = _common(config, layer, c.attention_dimensions({**config, **heads}))
     sparse, wide = (
         flag(config, "enable_moe_block"),

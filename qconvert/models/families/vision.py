@@ -34,7 +34,8 @@ def tower(
     name: str, slots: tuple[ParameterTemplate, ...], sizes: Callable[[Json, int], Dimensions], layers: str
 ) -> Family:
     """Returns a tower as a family of its own."""
-    return Family(name, (), (), slots, sizes, {}, layers=(layers,))
+    # Newer checkpoints have all names in one module more.
+    return Family(name, (), (), slots, sizes, {}, layers=(layers,), spellings=({"": "model."},))
 
 
 def both(module: str, rows: str, columns: str) -> ParameterTemplate:
@@ -215,23 +216,26 @@ def siglip_sizes(config: Json, layer: int) -> Dimensions:
     }
 
 
-SIGLIP_TOWER = tower(
-    "Gemma 3's tower",
-    (
-        table(EMBEDDINGS + "patch_embedding.weight", "hidden", "channels", "patch", "patch"),
-        table(EMBEDDINGS + "patch_embedding.bias", "hidden"),
-        table(EMBEDDINGS + "position_embedding.weight", "positions", "hidden"),
-        *layer_norms(SIGLIP, "layer_norm1", "layer_norm2"),
-        *(both(f"{SIGLIP}self_attn.{part}_proj", "hidden", "hidden") for part in ("q", "k", "v", "out")),
-        both(SIGLIP + "mlp.fc1", "intermediate", "hidden"),
-        both(SIGLIP + "mlp.fc2", "hidden", "intermediate"),
-        *layer_norms("vision_tower.vision_model.", "post_layernorm"),
-        table("multi_modal_projector.mm_input_projection_weight", "hidden", "out"),
-        *layer_norms("multi_modal_projector.", "mm_soft_emb_norm", bias=False),
+SIGLIP_TOWER = replace(
+    tower(
+        "Gemma 3's tower",
+        (
+            table(EMBEDDINGS + "patch_embedding.weight", "hidden", "channels", "patch", "patch"),
+            table(EMBEDDINGS + "patch_embedding.bias", "hidden"),
+            table(EMBEDDINGS + "position_embedding.weight", "positions", "hidden"),
+            *layer_norms(SIGLIP, "layer_norm1", "layer_norm2"),
+            *(both(f"{SIGLIP}self_attn.{part}_proj", "hidden", "hidden") for part in ("q", "k", "v", "out")),
+            both(SIGLIP + "mlp.fc1", "intermediate", "hidden"),
+            both(SIGLIP + "mlp.fc2", "hidden", "intermediate"),
+            *layer_norms("vision_tower.vision_model.", "post_layernorm"),
+            table("multi_modal_projector.mm_input_projection_weight", "hidden", "out"),
+            *layer_norms("multi_modal_projector.", "mm_soft_emb_norm", bias=False),
+        ),
+        siglip_sizes,
+        "num_hidden_layers",
     ),
-    siglip_sizes,
-    "num_hidden_layers",
-)
+    spellings=({"": "model."}, {"vision_model.": ""}),
+)  # transformers 5 saves the second
 
 # Kimi: MoonViT, without biases from K3 on.
 KIMI = "vision_tower.encoder.blocks.{layer}."

@@ -85,6 +85,9 @@ class Facts:
     def by_layer(self, name: str, values: Iterable[int]) -> KV:
         return KV.i32s(f"{self.model.arch}.{name}", tuple(values))
 
+    def flags_by_layer(self, name: str, values: Iterable[bool]) -> KV:
+        return KV.flags(f"{self.model.arch}.{name}", tuple(values))
+
 
 def positive(settings: Json, key: str) -> float:
     """Returns the positive float32 number under a key, which must be present."""
@@ -193,8 +196,10 @@ class GGUFModel:
     llama.cpp does about `output.weight`: uses the embedding when it is missing, refuses such a file, or never
     reads one. `checks` return the reason why llama.cpp's graph would not compute what config.json says,
     `remarks` what the user should know about a file that is written all the same. `special` gives special
-    tokens of the vocabulary by their text ("eot": "<|user|>"). `variant` returns the declaration for one
-    config, where it depends on more than the type.
+    tokens of the vocabulary by their text ("eot": "<|user|>"). `types` gives tensors that are not of the
+    usual type by name: the file type for which that holds ("" for all), and the type. `kind` is
+    `general.type`. `variant` returns the declaration for one config, where it depends on more than the
+    type.
     """
 
     arch: str
@@ -208,6 +213,8 @@ class GGUFModel:
     checks: tuple[Check, ...] = ()
     remarks: tuple[Check, ...] = ()
     special: Mapping[str, str] = field(default_factory=dict)
+    types: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    kind: str = "model"
     variant: Callable[[Json], GGUFModel] | None = None
 
     def written(self, role: str) -> tuple[Written, ...]:

@@ -65,11 +65,11 @@ def square_attention(facts: Facts) -> str | None:
     return f"{heads} heads of {size} are not the hidden {hidden} that llama.cpp's {facts.model.arch} expects"
 
 
-def every_nth_layer_is_full(step: int) -> Check:
-    """Checks for a sliding window in all layers but every `step`-th, as in the graph."""
+def every_nth_layer_is_full(step: int, other: str = "sliding_attention") -> Check:
+    """Checks for a sliding window, or the `other` attention, in all layers but every `step`-th."""
 
     def pattern(layers: int) -> list[str]:
-        return ["sliding_attention" if (i + 1) % step else "full_attention" for i in range(layers)]
+        return [other if (i + 1) % step else "full_attention" for i in range(layers)]
 
     @implying(lambda file: {"layer_types": pattern(file.layers)})
     def check(facts: Facts) -> str | None:

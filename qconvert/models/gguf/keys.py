@@ -48,7 +48,7 @@ def file_keys(
     its vocabulary, `pooling` llama.cpp's number of the pooling type of an embedding model. With `requantized`
     the order is that of llama-quantize, which writes what it sets last; without, that of the converter.
     """
-    head = [KV.text("general.architecture", facts.model.arch), KV.text("general.type", "model")]
+    head = [KV.text("general.architecture", facts.model.arch), KV.text("general.type", facts.model.kind)]
     model, after_type = model_keys(facts), list(_yielded(facts, facts.model.late))
     if pooling is not None:
         after_type.append(facts.u32("pooling_type", pooling))

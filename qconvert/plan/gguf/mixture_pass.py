@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 
@@ -35,8 +35,15 @@ def choose_block_types(state: Compiled) -> Compiled:
     else:
         file_type, choices = target.file_type, _choose(outputs, facts, target, measured=measured)
         _refuse_unwritten(choices)
+    choices |= _of_the_model(facts, file_type, choices)
     made = GGUFPlan(facts, find_file_type(file_type), choices)
     return replace(state, gguf=made).warn(*remarks_on(facts))
+
+
+def _of_the_model(facts: Facts, file_type: str, choices: Mapping[str, Choice]) -> dict[str, Choice]:
+    """The types that the model's graph wants where they are not the mixture's."""
+    wanted = ((name, kind) for name, (of, kind) in facts.model.types.items() if of in ("", file_type.upper()))
+    return {name: Choice(GGMLType[kind], "as its graph reads it") for name, kind in wanted if name in choices}
 
 
 def _choose(

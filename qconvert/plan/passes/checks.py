@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from qconvert.core.dtypes import DType
 from qconvert.core.encodings import GgmlBlocks, Unquantized
 from qconvert.errors import BadRecipe, UnsupportedModel
 from qconvert.ops import CheckFinite
@@ -12,10 +13,15 @@ from qconvert.plan.state import Compiled
 
 
 def refuse_unscaled_weights(state: Compiled) -> Compiled:
-    """Raise UnsupportedModel for a weight of integers or 8-bit floats that nothing scales."""
-    for name in state.binding.parameters:
+    """Raise UnsupportedModel for a weight of integers or 8-bit floats that nothing scales.
+
+    A table of numbers, such as that from tokens to experts in DeepSeek-V4, has whole ones.
+    """
+    for name, parameter in state.binding.parameters.items():
         encoding = state.binding.tensors[name].encoding
         if isinstance(encoding, Unquantized) and not encoding.dtype.is_float:
+            if parameter.kind == "other" and encoding.dtype in (DType.I32, DType.I64):
+                continue
             raise UnsupportedModel(
                 f"{name}: stored as {encoding.dtype.label} without scales or a quantization_config",
                 "qconvert reads 16-, 32- and 64-bit float weights and compressed-tensors integers",

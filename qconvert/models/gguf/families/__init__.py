@@ -36,16 +36,20 @@ from qconvert.models.architecture import Architecture
 from qconvert.models.gguf.declaration import Facts, GGUFModel, NoGraph, refuse_other_models
 from qconvert.models.gguf.families import (
     deepseek,
+    deepseek_sparse,
     encoders,
     fused,
     gemma,
+    gemma4,
     gpt,
     llama,
+    minicpm,
     minimax,
     others,
     qwen,
     qwen_hybrid,
 )
+from qconvert.models.gguf.families.towers import tower_model
 
 MODELS: Mapping[str, GGUFModel | NoGraph] = {
     **qwen.MODELS,
@@ -53,7 +57,10 @@ MODELS: Mapping[str, GGUFModel | NoGraph] = {
     **llama.MODELS,
     **fused.MODELS,
     **gemma.MODELS,
+    **gemma4.MODELS,
     **deepseek.MODELS,
+    **deepseek_sparse.MODELS,
+    **minicpm.MODELS,
     **minimax.MODELS,
     **gpt.MODELS,
     **encoders.MODELS,
@@ -98,6 +105,7 @@ def facts_of(architecture: Architecture) -> Facts:
 
     Raises UnsupportedModel for a model that llama.cpp does not run, or would run as another model.
     """
-    facts = Facts(gguf_model(architecture.config), architecture)
+    model = tower_model(architecture.family.name, architecture.config)
+    facts = Facts(model or gguf_model(architecture.config), architecture)
     refuse_other_models(facts)
     return facts

@@ -48,7 +48,9 @@ def _phi3_context(facts: Facts) -> Iterator[KV]:
     yield facts.u32("rope.scaling.original_context_length", _context_before(facts))
 
 
-_phi3_rope = k.together(k.rope_dimensions(1.0), k.rope_kinds("default", "su", "longrope"))
+# LongRoPE's names in configs.
+LONG = ("su", "longrope")
+_phi3_rope = k.together(k.rope_dimensions(1.0), k.rope_kinds("default", *LONG))
 
 
 _phi3_window = k.counted(
@@ -78,7 +80,8 @@ def _read_factors(file: Metadata) -> Json:
 
 
 @made_and_read(_read_factors)
-def _phi3_factors(facts: Facts) -> Iterator[Constant]:
+def rope_factors(facts: Facts) -> Iterator[Constant]:
+    """The divisors of frequencies in texts that are long, and that are not."""
     rope = k.rope_of(facts)
     if rope["rope_type"] == "default":
         return
@@ -100,7 +103,7 @@ PHI3 = GGUFModel(
     defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     roles=_HALVED,
     whole=(QKV, GATE_UP),
-    constants=_phi3_factors,
+    constants=rope_factors,
     checks=(SILU, c.square_attention),
     remarks=(c.window_left_out,),
 )

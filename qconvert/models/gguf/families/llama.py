@@ -10,7 +10,7 @@ from dataclasses import replace
 from qconvert.core.dtypes import Json
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
-from qconvert.models.gguf.declaration import Facts, GGUFModel, Keys, Written
+from qconvert.models.gguf.declaration import Facts, GGUFModel, Keys, Written, implying
 from qconvert.models.gguf.metadata import Metadata
 
 
@@ -53,6 +53,98 @@ INTERNLM2 = GGUFModel(
     checks=(SILU, c.square_attention),
 )
 
+
+@implying(lambda file: {"use_qk_norm": file.size("expert_count") != 128})
+def _known_norms(facts: Facts) -> str | None:
+    """Refuses norms of queries and keys that the loader does not expect: it goes by the number of experts."""
+    stated, many = facts.flag("use_qk_norm", default=True), facts.size("num_local_experts") == 128
+    if stated != many:
+        return None
+    return (
+        f"use_qk_norm is {str(stated).lower()} in a model of {facts.size('num_local_experts')} experts, but "
+        "llama.cpp's llama4 has these norms in every model but that of 128 experts"
+    )
+
+
+def _steps(layers: int, step: int) -> list[int]:
+    return list(range(step - 1, layers, step))
+
+
+@implying(lambda file: {"moe_layers": _steps(file.layers, file.size("interleave_moe_layer_step"))})
+def _every_nth_layer_is_sparse(facts: Facts) -> str | None:
+    """Refuses experts in other layers than every n-th."""
+    stated, step = facts.settings.get("moe_layers"), facts.size("interleave_moe_layer_step")
+    if stated is None or stated == _steps(facts.layers, step):
+        return None
+    return f"moe_layers is not every layer of {step}, as llama.cpp's llama4 has it"
+
+
+def _unrotated(layers: int) -> list[int]:
+    return [int((layer + 1) % 4 != 0) for layer in range(layers)]
+
+
+@implying(lambda file: {"no_rope_layers": _unrotated(file.layers)})
+def _every_fourth_layer_is_unrotated(facts: Facts) -> str | None:
+    """Refuses layers without a rotary embedding that are not every fourth."""
+    stated = facts.settings.get("no_rope_layers")
+    if not stated or stated == _unrotated(facts.layers):
+        return None
+    return "no_rope_layers is not every fourth layer, as llama.cpp's llama4 has it"
+
+
+# Neighbouring rows are rotated by the class, too.
+LLAMA4 = replace(
+    LLAMA,
+    arch="llama4",
+    keys=(
+        *k.SIZES[:3],
+        k.size("feed_forward_length", "intermediate_size_mlp"),
+        k.head_count,
+        k.head_count_kv,
+        k.llama_rope,
+        k.rms_epsilon,
+        k.size("expert_count", "num_local_experts"),
+        k.size("expert_used_count", "num_experts_per_tok"),
+        k.stated_head_sizes,
+    ),
+    late=(
+        k.vocab_size,
+        k.rope_dimensions(),
+        k.size("interleave_moe_layer_step", "interleave_moe_layer_step"),
+        k.size("expert_feed_forward_length", "intermediate_size"),
+    ),
+    defaults={
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "head_dim": 128,
+        "rope_theta": 500000.0,
+    },
+    roles={},
+    checks=(
+        SILU,
+        _known_norms,
+        _every_nth_layer_is_sparse,
+        _every_fourth_layer_is_unrotated,
+        c.every_nth_layer_is_full(4, "chunked_attention"),
+        c.computes("attention_chunk_size", 8192),
+        c.computes("attn_temperature_tuning", True, 1, 4),
+        c.computes("floor_scale", 8192),
+        c.computes("attn_scale", 0.1),
+    ),
+    remarks=(),
+)
+
+
+# Norms stand behind the blocks; its file has a head of its own.
+OLMO2 = GGUFModel(
+    "olmo2",
+    keys=k.decoder(),
+    defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    head="required",
+    checks=(SILU, c.square_attention, c.computes("attention_bias", False)),
+)
 
 # Its norms have no weights, and no config has their epsilon.
 _FIXED_EPSILON = k.fixed("attention.layer_norm_epsilon", 1e-5)
@@ -117,6 +209,9 @@ MODELS = {
     "mixtral": MIXTRAL,
     "internlm": INTERNLM,
     "internlm2": INTERNLM2,
+    "llama4_text": LLAMA4,  # the type of the language model alone; a file is read back as this one
+    "llama4": LLAMA4,
     "olmo": OLMO,
+    "olmo2": OLMO2,
     "baichuan": BAICHUAN,
 }

@@ -1,21 +1,22 @@
-"""Declares Qwen3.5: layers of gated DeltaNet with attention between them.
+"""Declares Qwen3-Next and Qwen3.5: layers of gated DeltaNet with attention between them.
 
-llama.cpp repeats the heads of keys as a whole (k0 k1 k0 k1) where the class repeats each of them (k0 k0 k1
-k1), so everything indexed by value heads is permuted: the first value head of every key head, the second of
-every one, and so on.
+For Qwen3.5 llama.cpp repeats the heads of keys as a whole (k0 k1 k0 k1) where the class repeats each of
+them (k0 k0 k1 k1), so everything indexed by value heads is permuted: the first value head of every key head,
+the second of every one, and so on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from qconvert.core.config_json import divide
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.models.families.qwen_hybrid import full_attention
+from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf import keys as k
-from qconvert.models.gguf.declaration import Facts, GGUFModel, Written, read_by
+from qconvert.models.gguf.declaration import Facts, GGUFModel, Written, derived, read_by
 from qconvert.models.gguf.families.llama import SILU
 from qconvert.models.gguf.metadata import Metadata
 
@@ -71,6 +72,14 @@ def _read_layers(file: Metadata) -> Json:
     return {"layer_types": ["linear_attention" if layer % step else "full_attention" for layer in layers]}
 
 
+@derived
+def recurrent_layers(facts: Facts) -> Iterator[KV]:
+    """Writes the layers without attention, where the config lists them; they follow from the interval."""
+    if facts.settings.get("layer_types") is not None:
+        full = (full_attention(facts.settings, layer) for layer in range(facts.layers))
+        yield facts.flags_by_layer("attention.recurrent_layers", (not each for each in full))
+
+
 # The sizes of the DeltaNet, and which layers have attention instead.
 STATE_SPACE = (
     k.size("ssm.conv_kernel", "linear_conv_kernel_dim"),
@@ -84,6 +93,7 @@ STATE_SPACE = (
             "linear_value_head_dim": file.size("ssm.inner_size") // file.size("ssm.time_step_rank")
         },
     ),
+    recurrent_layers,
     k.counted("full_attention_interval", interval, _read_layers),
 )
 
@@ -159,8 +169,48 @@ HYBRID_MOE = replace(
     defaults={**HYBRID.defaults, "num_key_value_heads": 2},
 )
 
+
+def joined_rows(parts: tuple[int, ...]) -> Callable[[Facts], Iterator[range]]:
+    """Returns what yields these parts of `in_proj_qkvz` (q, k, v, z: 0 to 3), each over all key heads."""
+
+    def rows(facts: Facts) -> Iterator[range]:
+        keys, share = heads(facts)
+        size, value = facts.size("linear_key_head_dim"), share * facts.size("linear_value_head_dim")
+        bounds = (0, size, 2 * size, 2 * size + value, 2 * (size + value))
+        for part in parts:
+            for start in range(0, keys * bounds[4], bounds[4]):
+                yield range(start + bounds[part], start + bounds[part + 1])
+
+    return rows
+
+
+# Its graph has the class's order of value heads, and experts in every layer.
+QWEN3_NEXT = replace(
+    HYBRID_MOE,
+    arch="qwen3next",
+    late=(k.expert_widths, *STATE_SPACE, k.rope_dimensions(0.25)),
+    defaults={**HYBRID_MOE.defaults, "norm_topk_prob": True},
+    keys=k.decoder(more=(k.expert_counts,)),
+    roles={
+        **{role: HYBRID.roles[role] for role in ("attn.norm", "mlp.norm", "attn.q_norm", "attn.k_norm")},
+        "final_norm": SHIFTED,
+        "delta.qkvz": (
+            Written("attn_qkv", rows=joined_rows((0, 1, 2))),
+            Written("attn_gate", rows=joined_rows((3,))),
+        ),
+        "delta.ba": Written("ssm_ba"),
+        "delta.A_log": Written("ssm_a", "minus_exp", suffix=""),
+        "delta.dt_bias": Written("ssm_dt", suffix=".bias"),
+        "delta.conv": Written("ssm_conv1d", shape=conv_shape),
+        "delta.norm": Written("ssm_norm"),
+        "delta.o": Written("ssm_out"),
+    },
+    checks=(*HYBRID.checks, c.normalises_experts(True), c.experts_everywhere),
+)
+
 # The types of language models alone come first: a file is read back as one.
 MODELS = {
+    "qwen3_next": QWEN3_NEXT,
     "qwen3_5_text": HYBRID,
     "qwen3_5": HYBRID,
     "qwen3_5_moe_text": HYBRID_MOE,
