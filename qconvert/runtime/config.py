@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qconvert.core.config_json import optional_int, positive_int
+from qconvert.core.config_json import divide, flag, optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.core.numbers import positive_number
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
@@ -27,7 +27,8 @@ class Experts:
     """Of a sparse layer's experts, `per_token` run for a token; their weights sum to 1 if `normalise`.
 
     They are chosen by a softmax over all, or by sigmoids; where they stand in `groups`, of `kept_groups` of
-    these alone. Weights are multiplied by `scale`.
+    these alone. Weights are multiplied by `scale`, and multiply what an expert gives, or with
+    `weighs_inputs` what it reads.
     """
 
     per_token: int
@@ -36,6 +37,7 @@ class Experts:
     groups: int = 1
     kept_groups: int = 1
     scale: float = 1.0
+    weighs_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +51,40 @@ class LatentSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSizes:
+    """Of a gated delta net: heads of keys and of values, their dimensions, the kernel of the convolution."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """The width of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """The width of all values."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """The shape of a decoder: its parameters, heads, rotary embeddings, attention windows, experts.
 
     `shapes` has every parameter of the unfused model. `windows[i]` is the number of positions, its own
-    included, that a token attends to in layer i; None stands for all of them. `norm_offset` is added to the
-    weights of norms. `local_rope` is the rotary embedding of layers with a window where it is another one.
-    `score_scale` (None: 1 / sqrt(head_dim)) and `score_cap` apply to attention scores, `qkv_limit` clamps
+    included, that a token attends to in layer i; None stands for all of them. Windows that are `chunked` do
+    not slide: they begin at multiples of their length. `rotated[i]` says whether layer i rotates queries and
+    keys; those that do normalise them then, with `norm_after_rope`, and those that do not multiply queries
+    by a `temperature` (floor_scale, attn_scale). `norm_offset` is added to the weights of norms.
+    `local_rope` is the rotary embedding of layers with a window where it is another one. `score_scale` (None: 1 / sqrt(head_dim)) and `score_cap` apply to attention scores, `qkv_limit` clamps
     queries, keys and values, `logit_scale` multiplies and `logit_cap` bounds the logits. `activation` is
     `silu`, `gelu`, `gelu_tanh` or `clamped`, whose `clamp` is (alpha, limit). With `latent` sizes, attention
-    is DeepSeek's, and `head_dim` what of a head is rotated.
+    is DeepSeek's, and `head_dim` what of a head is rotated; with `delta` sizes, layers without attention are
+    gated delta nets.
     """
 
     model_type: str
@@ -74,6 +100,10 @@ class DecoderConfig:
     norm_eps: float
     norm_offset: float
     windows: tuple[int | None, ...]
+    chunked: bool
+    rotated: tuple[bool, ...]
+    norm_after_rope: bool
+    temperature: tuple[float, float] | None
     tied: bool
     experts: Experts | None
     max_positions: int
@@ -85,10 +115,16 @@ class DecoderConfig:
     logit_scale: float
     logit_cap: float | None
     latent: LatentSizes | None = None
+    delta: DeltaSizes | None = None
 
     @property
-    def cached(self) -> tuple[int, int, int]:
-        """What of a token is kept in a layer: parts, heads, and numbers of each."""
+    def cached(self) -> tuple[tuple[int, int, int], ...]:
+        """What of a token is kept in every layer: parts, heads, and numbers of each."""
+        return tuple(self._cached(i) for i in range(self.layers))
+
+    def _cached(self, i: int) -> tuple[int, int, int]:
+        if not self.has("attn.o", i):
+            return 0, 0, 0
         if self.latent is not None:
             return 1, 1, self.latent.rank + self.latent.rotated
         return 2, self.kv_heads, self.head_dim
@@ -99,7 +135,10 @@ class DecoderConfig:
         if self.latent is not None:
             width = self.heads * (self.latent.plain + max(self.latent.rotated, self.latent.value))
             return width, width
-        return self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.delta is None:
+            return queries, keys
+        return max(2 * queries, self.delta.values), max(keys, 2 * self.delta.keys)
 
     @property
     def layers(self) -> int:
@@ -142,6 +181,7 @@ class DecoderConfig:
         interleaved = graph.interleaved_rope and settings.get("rope_interleave") is not False
         rope = read_rope(settings, interleaved=interleaved)
         latent = _latent(settings) if graph.latent else None
+        windows = _windows(settings, architecture.layers, graph)
         if rope.share != 1 and not graph.partial_rope:
             raise UnsupportedModel(
                 f"config.json: partial_rotary_factor is {rope.share}",
@@ -172,7 +212,11 @@ class DecoderConfig:
             local_rope=None if local is None else read_rope(local, interleaved=interleaved),
             norm_eps=graph.fixed_eps or _optional(settings, graph.norm_eps) or 1e-6,
             norm_offset=architecture.family.norm_offset,
-            windows=_windows(settings, architecture.layers, graph),
+            windows=windows,
+            chunked=graph.chunked,
+            rotated=tuple(graph.rotates(settings, i, each is not None) for i, each in enumerate(windows)),
+            norm_after_rope=graph.norm_after_rope and flag(settings, "use_qk_norm", default=True),
+            temperature=_temperature(settings),
             tied=architecture.tied,
             experts=_experts(architecture, settings, graph),
             max_positions=optional_int(settings, "max_position_embeddings") or 2048,
@@ -187,6 +231,7 @@ class DecoderConfig:
             logit_scale=_optional(settings, "logit_scale") or 1.0,
             logit_cap=_optional(settings, "final_logit_softcapping"),
             latent=latent,
+            delta=_delta(settings) if any(role == "delta.o" for role, _, _ in architecture.shapes) else None,
         )
 
 
@@ -242,11 +287,11 @@ def _activation(settings: Json, graph: Graph) -> str:
 def _windows(settings: Json, layers: int, graph: Graph) -> tuple[int | None, ...]:
     """The attention window of every layer."""
     counts = bool(settings.get("use_sliding_window")) or not graph.window_flag
-    window = optional_int(settings, "sliding_window") if counts else None
+    window = optional_int(settings, graph.window) if counts else None
     kinds = settings.get("layer_types") if graph.explicit_layers else None
     if window is None or kinds is None:
         return tuple(window if graph.slides(settings, i) else None for i in range(layers))
-    known = {"sliding_attention": window, "full_attention": None}
+    known = {"chunked_attention" if graph.chunked else "sliding_attention": window, "full_attention": None}
     if not isinstance(kinds, list) or len(kinds) != layers or any(str(kind) not in known for kind in kinds):
         raise UnsupportedModel(
             f"config.json: layer_types is not a list of {layers} kinds",
@@ -269,7 +314,7 @@ def _experts(architecture: Architecture, settings: Json, graph: Graph) -> Expert
         return Experts(per_token, normalise)
     groups, kept = _groups(settings, graph, count)
     scale = _optional(settings, "routed_scaling_factor") or 1.0
-    return Experts(per_token, normalise, graph.routing == "sigmoid", groups, kept, scale)
+    return Experts(per_token, normalise, graph.routing == "sigmoid", groups, kept, scale, graph.weighs_inputs)
 
 
 def _groups(settings: Json, graph: Graph, experts: int) -> tuple[int, int]:
@@ -287,6 +332,20 @@ def _groups(settings: Json, graph: Graph, experts: int) -> tuple[int, int]:
             "correct it: n_group must divide n_routed_experts, and topk_group be at most n_group",
         )
     return groups, kept
+
+
+def _temperature(settings: Json) -> tuple[float, float] | None:
+    if not flag(settings, "attn_temperature_tuning"):
+        return None
+    floor, scale = (_optional(settings, key) for key in ("floor_scale", "attn_scale"))
+    return None if floor is None or scale is None else (floor, scale)
+
+
+def _delta(settings: Json) -> DeltaSizes:
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    sizes = DeltaSizes(*(positive_int(settings, f"linear_{name}") for name in names))
+    divide(sizes.value_heads, sizes.key_heads, "linear_num_value_heads", "linear_num_key_heads")
+    return sizes
 
 
 def _latent(settings: Json) -> LatentSizes:

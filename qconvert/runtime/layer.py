@@ -1,6 +1,7 @@
 """Computes one layer of a decoder-only transformer in plain torch: norms, attention, MLP or experts.
 
-The families of `graphs.py` have a bias, a head norm, a window or experts here, or have them not.
+The families of `graphs.py` have a bias, a head norm, a window or experts here, or have them not. Other
+mixers of tokens than attention are in `latent_attention.py` and `delta_net.py`.
 Legend: B batch, T tokens, D hidden, H heads, K key-value heads, E head dim, L layers, N = B T rows,
 S experts per token.
 """
@@ -9,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qconvert.core.activations import INT8_GROUPS
-from qconvert.runtime.attention import attend
+from qconvert.runtime.attention import Temperature, attend, by_head
 from qconvert.runtime.cache import Cache
 from qconvert.runtime.config import Experts
-from qconvert.runtime.latent_attention import LatentAttention
 from qconvert.runtime.layer_step import LayerStep, SplitStep
 from qconvert.runtime.linear import Linear
 from qconvert.runtime.norm import Norm
@@ -33,13 +34,34 @@ def fan_out(x: Tensor, parts: Sequence[Linear], widths: Sequence[int]) -> Sequen
     return [part(x) for part in parts]
 
 
+class Mixer(Protocol):
+    """What a layer mixes tokens by: attention, or what stands in its place."""
+
+    @property
+    def o(self) -> Linear:
+        """The output projection."""
+        ...
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All its linears."""
+        ...
+
+    def mixed(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
+        """What the output projection reads, [B, T, I]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Grouped-query attention of one layer.
 
     Queries and keys are clamped (`limit`), normalised and rotated, as far as the model does that; norms are
     over heads (Qwen3), or over all heads together (OLMo 2). `rope` is the number of the rotation, None for
-    no rotation. `scale`, `cap` and `sinks_H` are `attend`'s.
+    no rotation; what is rotated may be normalised once more (`rotated_norm`), and other queries have a
+    `temperature`. `gated`: the query projection makes a gate for each head too, behind its query, whose
+    sigmoid multiplies what the head gives (Qwen3-Next). `scale`, `cap`, `sinks_H` and `chunked` are
+    `attend`'s.
     """
 
     layer: int
@@ -57,20 +79,28 @@ class Attention:
     cap: float | None = None
     limit: float | None = None
     sinks_H: Tensor | None = None
+    gated: bool = False
+    chunked: bool = False
+    rotated_norm: Norm | None = None
+    temperature: Temperature | None = None
 
     @property
     def linears(self) -> list[Linear]:
         """All its linears."""
         return [*self.qkv, self.o]
 
-    def __call__(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
-        return self.o(self.mixed(x_BTD, rotations, cache))
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """The rows of the projections to queries (and gates), keys and values."""
+        keys = self.kv_heads * self.head_dim
+        return self.heads * self.head_dim * (2 if self.gated else 1), keys, keys
 
     def mixed(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
         """What the output projection reads: the values of all heads as they attend, [B, T, H E]."""
-        q, k, v = fan_out(
-            x_BTD, self.qkv, [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-        )
+        q, k, v = fan_out(x_BTD, self.qkv, self.widths)
+        gate_BTI = None
+        if self.gated:
+            q, gate_BTI = (half.flatten(-2) for half in by_head(q, self.heads).chunk(2, dim=-1))
         if self.limit is not None:
             q, k, v = (part.clamp(-self.limit, self.limit) for part in (q, k, v))
         q, k, v = self._by_head(q, self.q_norm), self._by_head(k, self.k_norm), self._by_head(v, None)
@@ -79,12 +109,17 @@ class Attention:
             if self.interleaved:
                 q, k = (apart(part, cos_TR.shape[-1]) for part in (q, k))
             q, k = rotate(q, cos_TR, sin_TR), rotate(k, cos_TR, sin_TR)
+        if self.rotated_norm is not None:
+            q, k = self.rotated_norm(q), self.rotated_norm(k)
+        if self.temperature is not None:
+            q = self.temperature(q, 0 if cache is None else cache.length)
         k_BKTE, v_BKTE = k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k_BKTE, v_BKTE = cache.extend(self.layer, k_BKTE, v_BKTE)
-        rules = self.window, self.scale, self.cap, self.sinks_H
+        rules = self.window, self.scale, self.cap, self.sinks_H, self.chunked
         y_BHTE = attend(q.transpose(1, 2), k_BKTE, v_BKTE, *rules)
-        return y_BHTE.transpose(1, 2).flatten(-2)
+        y_BTI = y_BHTE.transpose(1, 2).flatten(-2)
+        return y_BTI if gate_BTI is None else y_BTI * torch.sigmoid(gate_BTI)
 
     def _by_head(self, x_BTR: Tensor, norm: Norm | None) -> Tensor:
         """[B, T, heads, E], normalised by head, or as a whole where the norm is as wide as all of them."""
@@ -156,7 +191,11 @@ class SparseMlp:
         y_ND = torch.zeros_like(x_ND)
         for expert in torch.bincount(chosen_NS.flatten()).nonzero().flatten().tolist():
             row, slot = torch.where(chosen_NS == expert)
-            y_ND.index_add_(0, row, self.experts[expert](x_ND[row]) * weight_NS[row, slot, None])
+            weight_N1 = weight_NS[row, slot, None]
+            if self.chosen_by.weighs_inputs:
+                y_ND.index_add_(0, row, self.experts[expert](x_ND[row] * weight_N1))
+            else:
+                y_ND.index_add_(0, row, self.experts[expert](x_ND[row]) * weight_N1)
         if self.shared is not None:
             shared_ND = self.shared(x_ND)
             if self.shared_gate is not None:
@@ -178,7 +217,7 @@ class Layer:
     """
 
     attention_norm: Norm | None
-    attention: Attention | LatentAttention
+    attention: Mixer
     mlp_norm: Norm | None
     mlp: Mlp | SparseMlp
     attention_post_norm: Norm | None = None
@@ -217,7 +256,7 @@ class Layer:
 
     def _both(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
         read_BTD = _normalised(self.attention_norm, x_BTD)
-        mixed_BTD = self.attention(read_BTD, rotations, cache)
+        mixed_BTD = self.attention.o(self.attention.mixed(read_BTD, rotations, cache))
         x_BTD = x_BTD + _normalised(self.attention_post_norm, mixed_BTD)
         return x_BTD + _normalised(self.mlp_post_norm, self.mlp(read_BTD))
 
@@ -247,7 +286,9 @@ class Layer:
             return False
         head_norms = [norm for norm in (a.q_norm, a.k_norm) if norm is not None]
         by_head = all(norm.is_plain and norm.width == a.head_dim for norm in head_norms)
-        special = a.interleaved or any(each is not None for each in (a.scale, a.cap, a.limit, a.sinks_H))
+        special = a.interleaved or a.gated or (a.chunked and a.window is not None)
+        options = (a.scale, a.cap, a.limit, a.sinks_H, a.rotated_norm, a.temperature)
+        special = special or any(each is not None for each in options)
         before = all(norm is not None and norm.is_plain for norm in (self.attention_norm, self.mlp_norm))
         after = self.attention_post_norm is not None or self.mlp_post_norm is not None
         dense = isinstance(self.mlp, Mlp) and self.mlp.activation is swiglu

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from qconvert.core.values import Value
 from qconvert.errors import CorruptCheckpoint
+from qconvert.runtime.attention import Temperature
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.cpu.decode_step import cpu_step
 from qconvert.runtime.cuda.triton_language import available
+from qconvert.runtime.delta_net import DeltaNet
 from qconvert.runtime.device_layout import (
     Layout,
     find_device,
@@ -29,7 +31,17 @@ from qconvert.runtime.device_layout import (
 )
 from qconvert.runtime.head import rounded_head
 from qconvert.runtime.latent_attention import LatentAttention
-from qconvert.runtime.layer import Attention, Gate, Layer, Mlp, SparseMlp, clamped_swiglu, gelu_glu, swiglu
+from qconvert.runtime.layer import (
+    Attention,
+    Gate,
+    Layer,
+    Mixer,
+    Mlp,
+    SparseMlp,
+    clamped_swiglu,
+    gelu_glu,
+    swiglu,
+)
 from qconvert.runtime.linear import Linear, Table, Weight
 from qconvert.runtime.model import Decoder, Step
 from qconvert.runtime.norm import Norm
@@ -161,9 +173,27 @@ class _Loader:
             parallel=self.config.graph.parallel,
         )
 
-    def attention(self, i: int) -> Attention | LatentAttention:
-        """The attention of a layer."""
+    def attention(self, i: int) -> Mixer:
+        """The attention of a layer, or what stands in its place."""
+        if self.config.has("delta.o", i):
+            return self.delta_net(i)
         return self.plain_attention(i) if self.config.latent is None else self.latent_attention(i)
+
+    def delta_net(self, i: int) -> DeltaNet:
+        sizes, joined = self.config.delta, self.config.has("delta.qkvz", i)
+        roles = ("delta.qkvz", "delta.ba") if joined else ("delta.qkv", "delta.z", "delta.b", "delta.a")
+        tap, norm = self.tap(roles, i), self.norm("delta.norm", i, offset=0.0)
+        assert sizes is not None and norm is not None
+        return DeltaNet(
+            layer=i,
+            sizes=sizes,
+            reading=tuple(self.tapped(role, i, tap if role == roles[0] else None) for role in roles),
+            conv_C1K=self.parameter("delta.conv", i),
+            decay_H=self.parameter("delta.A_log", i, torch.float32),
+            step_bias_H=self.parameter("delta.dt_bias", i, torch.float32),
+            norm=norm,
+            o=self.linear("delta.o", i),
+        )
 
     def latent_attention(self, i: int) -> LatentAttention:
         c = self.config
@@ -187,31 +217,35 @@ class _Loader:
         )
 
     def plain_attention(self, i: int) -> Attention:
-        c, window = self.config, self.config.windows[i]
-        sinks = self.weights.get("attn.sinks", i) if c.has("attn.sinks", i) else None
+        c, rope = self.config, self.rope(i)
+        tuned = c.temperature is not None and rope is None
         return Attention(
             layer=i,
             heads=c.heads,
             kv_heads=c.kv_heads,
             head_dim=c.head_dim,
-            window=window,
+            window=c.windows[i],
             qkv=self.stacked("attn.qkv", i, ("attn.q", "attn.k", "attn.v")),
             q_norm=self.norm("attn.q_norm", i),
             k_norm=self.norm("attn.k_norm", i),
             o=self.linear("attn.o", i),
-            rope=self.rope(window),
+            rope=rope,
             interleaved=c.rope.interleaved,
             scale=c.score_scale,
             cap=c.score_cap,
             limit=c.qkv_limit,
-            sinks_H=None if sinks is None else self.vector("attn.sinks", i, sinks),
+            sinks_H=self.parameter("attn.sinks", i) if c.has("attn.sinks", i) else None,
+            gated=c.shapes["attn.q", i, "weight"][0] == 2 * c.heads * c.head_dim,
+            chunked=c.chunked,
+            rotated_norm=Norm(None, c.norm_eps) if c.norm_after_rope and rope is not None else None,
+            temperature=Temperature(*c.temperature) if tuned and c.temperature else None,
         )
 
-    def rope(self, window: int | None) -> int | None:
+    def rope(self, i: int) -> int | None:
         """Which rotation a layer has: the first, that of layers with a window, or none."""
-        if window is None:
-            return None if self.config.graph.rope_with_window else 0
-        return 0 if self.config.local_rope is None else 1
+        if not self.config.rotated[i]:
+            return None
+        return 0 if self.config.local_rope is None or self.config.windows[i] is None else 1
 
     def mlp(self, prefix: str, i: int) -> Mlp:
         clamped = self.config.activation == "clamped"
@@ -225,25 +259,17 @@ class _Loader:
         experts = self.config.experts
         assert experts is not None
         count = self.config.shapes["mlp.router", i, "weight"][0]
-        shared, gated = (self.config.has(role, i) for role in ("mlp.shared.gate", "mlp.shared_gate"))
+        correction = "mlp.router_correction"
+        names = "mlp.shared.gate", "mlp.shared_gate", correction
+        shared, gated, corrected = (self.config.has(role, i) for role in names)
         return SparseMlp(
             router=self.linear("mlp.router", i),
             experts=tuple(self.mlp(f"mlp.experts.{n}", i) for n in range(count)),
             chosen_by=experts,
             shared=self.mlp("mlp.shared", i) if shared else None,
             shared_gate=self.linear("mlp.shared_gate", i) if gated else None,
-            correction_X=self.correction(i),
+            correction_X=self.parameter(correction, i, torch.float32) if corrected else None,
         )
-
-    def correction(self, i: int) -> Tensor | None:
-        """What is added to the scores of experts to choose them, float32 [X]."""
-        role = "mlp.router_correction"
-        if not self.config.has(role, i):
-            return None
-        value = self.weights.get(role, i)
-        if value is None:
-            raise _missing(role, i, "weight")
-        return self.vector(role, i, value, dtype=torch.float32)
 
     def stacked(self, fused: str, i: int, roles: Sequence[str]) -> tuple[Linear, ...]:
         """The fused projection when the model has it, or when the layout is for speed; else its parts."""
@@ -337,21 +363,34 @@ class _Loader:
             raise _missing(role, i, "bias")
         return self.vector(role, i, value, (sum(shape[0] for shape in shapes if shape),))
 
-    def norm(self, role: str, i: int | None, *, scale: float = 1.0, weightless: bool = False) -> Norm | None:
-        """A norm with its weight times `scale`; None where the model has none of this role."""
+    def norm(
+        self,
+        role: str,
+        i: int | None,
+        *,
+        scale: float = 1.0,
+        weightless: bool = False,
+        offset: float | None = None,
+    ) -> Norm | None:
+        """A norm with its weight, plus the model's offset, times `scale`; None where there is none."""
         graph, weight = self.config.graph, None
+        offset = self.config.norm_offset if offset is None else offset
         if self.config.has(role, i):
-            value = self.weights.get(role, i)
-            if value is None:
-                raise _missing(role, i, "weight")
-            changed = self.config.norm_offset or scale != 1
+            changed = offset or scale != 1
             # What is added to or multiplied into a weight stays in float32: it would not fit bf16.
-            weight = self.vector(role, i, value, dtype=torch.float32 if changed else self.dtype)
-            weight = (weight + self.config.norm_offset) * scale if changed else weight
+            weight = self.parameter(role, i, torch.float32 if changed else self.dtype)
+            weight = (weight + offset) * scale if changed else weight
         elif not weightless and role != "final_norm":
             return None
         tap = Tap(InputKey((role,), i), self.observers.norms)
         return Norm(weight, self.config.norm_eps, graph.layer_norm, tap)
+
+    def parameter(self, role: str, i: int | None, dtype: torch.dtype | None = None) -> Tensor:
+        """A weight that is no matrix, in the shape that the architecture has."""
+        value = self.weights.get(role, i)
+        if value is None:
+            raise _missing(role, i, "weight")
+        return self.vector(role, i, value, dtype=dtype)
 
     def vector(
         self,

@@ -147,23 +147,20 @@ class Decoder:
 
         Raises QConvertError saying its size where the device has not that much memory.
         """
-        config = self.config
-        parts, heads, width = config.cached
-        shape = (config.layers, parts, batch, heads, room, width)
+        kept = self.config.cached
         try:
-            return Cache(torch.zeros(shape, dtype=self.dtype, device=self.device))
+            return Cache.empty(kept, batch, room, self.dtype, self.device)
         except RuntimeError as error:  # also torch.OutOfMemoryError
-            gigabytes = math.prod(shape) * self.dtype.itemsize / 1e9
+            gigabytes = sum(map(math.prod, kept)) * batch * room * self.dtype.itemsize / 1e9
             raise QConvertError(
                 f"{room:,} tokens: their keys and values need {gigabytes:,.2f} GB, which are not free",
                 "ask for fewer tokens, or give a shorter prompt",
             ) from error
 
     def _check_room(self, cache: Cache, new: int) -> None:
-        room = cache.kv.shape[-2]
-        if cache.length + new > room:
+        if cache.length + new > cache.room:
             raise QConvertError(
-                f"prompt: {cache.length} + {new} tokens do not fit the cache of {room}",
+                f"prompt: {cache.length} + {new} tokens do not fit the cache of {cache.room}",
                 "ask for a longer cache or a shorter prompt",
             )
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from qconvert.core.statistics import StatisticsKey
+from qconvert.runtime.delta_net import DeltaNet
 from qconvert.runtime.latent_attention import LatentAttention
-from qconvert.runtime.layer import Attention, Layer, Mlp, SparseMlp
+from qconvert.runtime.layer import Attention, Layer, Mixer, Mlp, SparseMlp
 from qconvert.runtime.linear import Linear, Weight
 from qconvert.runtime.storage import SCRATCH_BYTES
 
@@ -29,19 +30,23 @@ The key is that of an unfused linear, whose rows these are. Of an expert, N are 
 
 def differentiable(layer: Layer, observer: GradientObserver) -> Layer:
     """The same layer, through which autograd goes, and which shows the gradients of all its linears."""
-    attention, mlp = layer.attention, layer.mlp
-    if isinstance(attention, Attention):
-        traced: Attention | LatentAttention = _traced_attention(attention, observer)
-    else:
-        traced = _traced_latent(attention, observer)
+    mlp = layer.mlp
     block = _traced_sparse(mlp, observer) if isinstance(mlp, SparseMlp) else _traced_mlp(mlp, observer)
-    return replace(layer, attention=traced, mlp=block)
+    return replace(layer, attention=_traced_mixer(layer.attention, observer), mlp=block)
 
 
-def _traced_attention(attention: Attention, observer: GradientObserver) -> Attention:
-    widths = [heads * attention.head_dim for heads in (attention.heads, *2 * (attention.kv_heads,))]
-    qkv = _traced(attention.qkv, widths, observer)
-    return replace(attention, qkv=qkv, o=_traced_one(attention.o, observer))
+def _traced_mixer(mixer: Mixer, observer: GradientObserver) -> Mixer:
+    match mixer:
+        case Attention():
+            qkv = _traced(mixer.qkv, mixer.widths, observer)
+            return replace(mixer, qkv=qkv, o=_traced_one(mixer.o, observer))
+        case LatentAttention():
+            return _traced_latent(mixer, observer)
+        case DeltaNet():
+            widths = [linear.weight.shape[0] for linear in mixer.reading]
+            reading = _traced(mixer.reading, widths, observer)
+            return replace(mixer, reading=reading, o=_traced_one(mixer.o, observer))
+    raise TypeError(f"{mixer} has no gradients")
 
 
 def _traced_latent(attention: LatentAttention, observer: GradientObserver) -> LatentAttention:
