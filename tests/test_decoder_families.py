@@ -73,7 +73,7 @@ LLAMA4 = PADS | {
     "attn_scale": 0.6,
 }
 HYBRID = HEADS | {
-    "deviation": 0.05,  # beyond that transformers' own two ways, by chunks and by tokens, differ by 1e-5
+    "deviation": 0.05,  # at 0.1 transformers' own two ways, by chunks and by tokens, differ by 1e-5
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
@@ -86,6 +86,24 @@ HYBRID_EXPERTS = HYBRID | {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
+}
+GEMMA4 = PADS | {
+    "deviation": 0.05,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 5,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 160,
+    "final_logit_softcapping": 1.5,
+}
+SHARED_KEYS = {
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "hidden_size_per_layer_input": 12,
 }
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
@@ -126,6 +144,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v3": ("deepseek_v3", LATENT | {"rope_parameters": YARN, "attention_bias": True}),
     "deepseek-v3-halves": ("deepseek_v3", LATENT | {"rope_interleave": False, "norm_topk_prob": False}),
+    "gemma4-small": ("gemma4_text", GEMMA4 | SHARED_KEYS),
+    "gemma4": ("gemma4_text", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-moe": (
+        "gemma4_text",
+        GEMMA4
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True}
+        | {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+    ),
     "llama-4-scout": ("llama4_text", LLAMA4),
     "llama-4-maverick": (
         "llama4_text",

@@ -34,10 +34,9 @@ class Cache:
     ) -> Cache:
         """A cache for layers that keep (parts, heads, width) of a token each."""
         shapes = [(parts, batch, heads, room, width) for parts, heads, width in kept]
-        kv = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=device)
-        layers = [
-            part.view(shape) for part, shape in zip(kv.split([*map(math.prod, shapes)]), shapes, strict=True)
-        ]
+        sizes = [math.prod(shape) for shape in shapes]
+        kv = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        layers = [part.view(shape) for part, shape in zip(torch.split(kv, sizes), shapes, strict=True)]
         return Cache(kv.view(len(kept), *shapes[0]) if len(set(kept)) == 1 else kv, layers, room)
 
     def extend(self, layer: int, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,6 +45,11 @@ class Cache:
         keys, values = self.layers[layer][:, :, :, :stop].unbind()
         keys[:, :, self.length :] = k_BKTE
         values[:, :, self.length :] = v_BKTE
+        return keys, values
+
+    def of(self, layer: int, new: int) -> tuple[Tensor, Tensor]:
+        """The keys and values of a layer that has stored those of `new` tokens already."""
+        keys, values = self.layers[layer][:, :, :, : self.length + new].unbind()
         return keys, values
 
     def extend_latent(self, layer: int, kept_BTX: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ that the model holds no special cases. Does not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.numbers import positive_number
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.models.architecture import Architecture, ParameterKey
+from qconvert.models.families.gemma4 import kind_of, shares_keys
 from qconvert.models.rope import LongScaling, Rope, local_rope_settings, read_rope, score_temperature
 from qconvert.runtime.graphs import GRAPHS, Graph
 
@@ -80,11 +82,14 @@ class DecoderConfig:
     not slide: they begin at multiples of their length. `rotated[i]` says whether layer i rotates queries and
     keys; those that do normalise them then, with `norm_after_rope`, and those that do not multiply queries
     by a `temperature` (floor_scale, attn_scale). `norm_offset` is added to the weights of norms.
-    `local_rope` is the rotary embedding of layers with a window where it is another one. `score_scale` (None: 1 / sqrt(head_dim)) and `score_cap` apply to attention scores, `qkv_limit` clamps
-    queries, keys and values, `logit_scale` multiplies and `logit_cap` bounds the logits. `activation` is
-    `silu`, `gelu`, `gelu_tanh` or `clamped`, whose `clamp` is (alpha, limit). With `latent` sizes, attention
-    is DeepSeek's, and `head_dim` what of a head is rotated; with `delta` sizes, layers without attention are
-    gated delta nets.
+    `local_rope` is the rotary embedding of layers with a window where it is another one. `score_scale` (None:
+    1 / sqrt(head_dim)) and `score_cap` apply to attention scores, `qkv_limit` clamps queries, keys and
+    values, `logit_scale` multiplies and `logit_cap` bounds the logits. `activation` is `silu`, `gelu`,
+    `gelu_tanh` or `clamped`, whose `clamp` is (alpha, limit). With `latent` sizes, attention is DeepSeek's,
+    and `head_dim` what of a head is rotated; with `delta` sizes, layers without attention are gated delta
+    nets. `own_heads[i]` are the key-value heads of layer i and their dimension (`kv_heads` and `head_dim`
+    those of the first), `sources[i]` the layer whose keys and values it reads, its own but in Gemma 4, and
+    `layer_input` the width of what a layer reads of the tokens themselves, 0 for nothing.
     """
 
     model_type: str
@@ -116,6 +121,29 @@ class DecoderConfig:
     logit_cap: float | None
     latent: LatentSizes | None = None
     delta: DeltaSizes | None = None
+    own_heads: tuple[tuple[int, int], ...] = ()
+    sources: tuple[int, ...] = ()
+    layer_input: int = 0
+
+    @property
+    def stream(self) -> int:
+        """The columns that go from layer to layer: hidden states, and what lies beside them."""
+        return self.hidden + self.layers * self.layer_input + sum(self._shared_widths.values())
+
+    def shared_columns(self, i: int) -> slice | None:
+        """Where beside the hidden states the keys and values lie that a layer shares; None if it does not."""
+        first = self.layers * self.layer_input
+        for source, width in self._shared_widths.items():
+            if source == self.sources[i]:
+                return slice(first, first + width)
+            first += width
+        return None
+
+    @property
+    def _shared_widths(self) -> dict[int, int]:
+        """The keys and values of one token of the layers that others share them with."""
+        shared = sorted({source for i, source in enumerate(self.sources) if source != i})
+        return {i: 2 * math.prod(self.own_heads[i]) for i in shared}
 
     @property
     def cached(self) -> tuple[tuple[int, int, int], ...]:
@@ -123,11 +151,11 @@ class DecoderConfig:
         return tuple(self._cached(i) for i in range(self.layers))
 
     def _cached(self, i: int) -> tuple[int, int, int]:
-        if not self.has("attn.o", i):
+        if not self.has("attn.o", i) or self.sources[i] != i:
             return 0, 0, 0
         if self.latent is not None:
             return 1, 1, self.latent.rank + self.latent.rotated
-        return 2, self.kv_heads, self.head_dim
+        return 2, *self.own_heads[i]
 
     @property
     def head_widths(self) -> tuple[int, int]:
@@ -135,7 +163,8 @@ class DecoderConfig:
         if self.latent is not None:
             width = self.heads * (self.latent.plain + max(self.latent.rotated, self.latent.value))
             return width, width
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * max(head_dim for _, head_dim in self.own_heads)
+        keys = max(map(math.prod, self.own_heads))
         if self.delta is None:
             return queries, keys
         return max(2 * queries, self.delta.values), max(keys, 2 * self.delta.keys)
@@ -181,6 +210,7 @@ class DecoderConfig:
         interleaved = graph.interleaved_rope and settings.get("rope_interleave") is not False
         rope = read_rope(settings, interleaved=interleaved)
         latent = _latent(settings) if graph.latent else None
+        own = tuple(range(architecture.layers))
         windows = _windows(settings, architecture.layers, graph)
         if rope.share != 1 and not graph.partial_rope:
             raise UnsupportedModel(
@@ -197,6 +227,7 @@ class DecoderConfig:
         local = local_rope_settings(settings)
         scalar = _optional(settings, "query_pre_attn_scalar")
         score_scale = None if scalar is None else scalar**-0.5
+        score_scale = graph.score_scale or score_scale
         if latent is not None:
             score_scale = (latent.plain + latent.rotated) ** -0.5 * score_temperature(settings)
         return DecoderConfig(
@@ -232,6 +263,9 @@ class DecoderConfig:
             logit_cap=_optional(settings, "final_logit_softcapping"),
             latent=latent,
             delta=_delta(settings) if any(role == "delta.o" for role, _, _ in architecture.shapes) else None,
+            own_heads=tuple((each["kv_heads"], each["head_dim"]) for each in architecture.dimensions),
+            sources=_sources(settings, architecture.layers) if graph.values_have_norm else own,
+            layer_input=dims.get("per_layer", 0),
         )
 
 
@@ -244,7 +278,7 @@ def _graph(architecture: Architecture) -> tuple[Graph, Json]:
             f"config.json: model_type {types[0]!r} is not run here",
             f"{_ELSEWHERE}; here {', '.join(GRAPHS)} run",
         )
-    if architecture.settings.get("use_bidirectional_attention"):
+    if architecture.settings.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise UnsupportedModel("config.json: use_bidirectional_attention is set", "it makes an encoder")
     defaults = graph.defaults
     if architecture.settings.get("rope_scaling"):  # the older key of what `rope_parameters` holds
@@ -304,7 +338,7 @@ def _experts(architecture: Architecture, settings: Json, graph: Graph) -> Expert
     count = max(dims.get("experts", 0) for dims in architecture.dimensions)
     if not count:
         return None
-    per_token = positive_int(settings, "num_experts_per_tok")
+    per_token = positive_int(settings, graph.experts_per_token)
     if per_token > count:
         raise CorruptCheckpoint(f"config.json: num_experts_per_tok is {per_token} of {count} experts")
     normalise = graph.normalise_experts
@@ -346,6 +380,19 @@ def _delta(settings: Json) -> DeltaSizes:
     sizes = DeltaSizes(*(positive_int(settings, f"linear_{name}") for name in names))
     divide(sizes.value_heads, sizes.key_heads, "linear_num_value_heads", "linear_num_key_heads")
     return sizes
+
+
+def _sources(settings: Json, layers: int) -> tuple[int, ...]:
+    """The layer whose keys and values each layer reads: the last of its kind that has its own."""
+    kinds = [kind_of(settings, i, 6) for i in range(layers)]
+    own = [i for i in range(layers) if not shares_keys(settings, i)]
+    last = {kinds[i]: i for i in own}
+    if missing := set(kinds) - set(last):
+        raise CorruptCheckpoint(
+            f"config.json: no layer of {', '.join(missing)} has keys of its own, which others read",
+            "correct it: num_kv_shared_layers is too large",
+        )
+    return tuple(last[kinds[i]] if shares_keys(settings, i) else i for i in range(layers))
 
 
 def _latent(settings: Json) -> LatentSizes:

@@ -87,7 +87,7 @@ class DeltaNet:
         both, gates = (by_head(linear(x_BTD), heads) for linear in self.reading)
         parts = torch.split_with_sizes(both, (sizes.key_dim, sizes.key_dim, values, values), dim=-1)
         q, k, v, gate = (part.flatten(-2) for part in parts)
-        write, step = (part.flatten(-2) for part in gates.split(share, dim=-1))
+        write, step = (part.flatten(-2) for part in torch.split(gates, share, dim=-1))
         return torch.cat((q, k, v), dim=-1), by_head(gate, sizes.value_heads), write, step
 
     def _state(self, qkv_BTC: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from typing import Literal
 from qconvert.core.config_json import optional_int, whole_numbers
 from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint
+from qconvert.models.families.gemma4 import SLIDING, kind_of
 
 Slides = Callable[[Json, int], bool]
 """Whether a layer of a model with these settings has the window; else it attends to all positions."""
@@ -46,7 +47,9 @@ def _listed_or_not_fourth(settings: Json, i: int, windowed: bool = False) -> boo
 class Graph:
     """What the models of a family compute; the defaults are Llama's.
 
-    `activation` and `norm_eps` are config keys; `fixed_eps` stands where no key does. `layer_norm` subtracts
+    `activation`, `norm_eps` and `experts_per_token` are config keys; `fixed_eps` stands where no key does.
+    `score_scale` is what scores are multiplied by whatever the config says. `values_have_norm`: values are
+    normalised as queries and keys are, and layers may share keys and values (Gemma 4). `layer_norm` subtracts
     the mean, as RMS norms do not; `weightless_norms` says that the norms before both blocks have no
     parameters. `parallel`: both blocks read the same normalised input. `slides` is the rule for layers with a
     window, `explicit_layers` whether `layer_types` overrides it, `window_flag` whether `sliding_window`
@@ -64,6 +67,9 @@ class Graph:
     activation: str = "hidden_act"
     gelu_is_tanh: bool = False
     clamped_swiglu: bool = False
+    experts_per_token: str = "num_experts_per_tok"
+    score_scale: float | None = None
+    values_have_norm: bool = False
     norm_eps: str = "rms_norm_eps"
     fixed_eps: float | None = None
     layer_norm: bool = False
@@ -118,6 +124,24 @@ GEMMA3 = replace(
         "sliding_window": 4096,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
+    },
+)
+GEMMA4 = replace(
+    GEMMA,
+    activation="hidden_activation",
+    slides=lambda settings, i: kind_of(settings, i, 6) == SLIDING,
+    score_scale=1.0,
+    values_have_norm=True,
+    normalise_experts=True,
+    experts_per_token="top_k_experts",
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 131_072,
+        "sliding_window": 512,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+        },
     },
 )
 COHERE = Graph(
@@ -213,6 +237,8 @@ GRAPHS: Mapping[str, Graph] = {
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     "gemma3_text": GEMMA3,
+    "gemma4": GEMMA4,
+    "gemma4_text": GEMMA4,
     "phi3": replace(
         MISTRAL, partial_rope=True, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
     ),

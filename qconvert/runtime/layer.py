@@ -164,6 +164,11 @@ class Mlp:
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gated(x))
 
+    @property
+    def linears(self) -> list[Linear]:
+        """All its linears."""
+        return [*self.gate_up, self.down]
+
     def gated(self, x: Tensor) -> Tensor:
         """What `down` reads: the activation of `gate` and `up`."""
         width = self.down.weight.shape[1]
@@ -175,7 +180,8 @@ class Mlp:
 class SparseMlp:
     """The few experts that the router picks for a token, and one that always runs, gated or not.
 
-    `chosen_by` says how they are picked, with `correction_X` where the model has one.
+    `chosen_by` says how they are picked, with `correction_X` where the model has one; `scale_X` multiplies
+    the weight of each.
     """
 
     router: Linear
@@ -184,10 +190,21 @@ class SparseMlp:
     shared: Mlp | None
     shared_gate: Linear | None
     correction_X: Tensor | None = None
+    scale_X: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         x_ND = x.flatten(0, -2)
-        weight_NS, chosen_NS = self.route(x_ND)
+        return self.combined(x_ND, *self.route(x_ND)).view_as(x)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All its linears."""
+        blocks = [*self.experts] if self.shared is None else [*self.experts, self.shared]
+        routers = [self.router] if self.shared_gate is None else [self.router, self.shared_gate]
+        return [*routers, *(linear for block in blocks for linear in block.linears)]
+
+    def combined(self, x_ND: Tensor, weight_NS: Tensor, chosen_NS: Tensor) -> Tensor:
+        """What the chosen experts give, times their weights, and the one that always runs, [N, D]."""
         y_ND = torch.zeros_like(x_ND)
         for expert in torch.bincount(chosen_NS.flatten()).nonzero().flatten().tolist():
             row, slot = torch.where(chosen_NS == expert)
@@ -201,12 +218,25 @@ class SparseMlp:
             if self.shared_gate is not None:
                 shared_ND = torch.sigmoid(self.shared_gate(x_ND)) * shared_ND
             y_ND += shared_ND
-        return y_ND.view_as(x)
+        return y_ND
 
     def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of the experts of each row, [N, S]."""
         weight_NS, chosen_NS = route(self.router(x_ND).float(), self.chosen_by, self.correction_X)
+        if self.scale_X is not None:
+            weight_NS = weight_NS * self.scale_X[chosen_NS]
         return weight_NS.to(x_ND.dtype), chosen_NS
+
+
+class Block(Protocol):
+    """What a layer computes of each token alone."""
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All its linears."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +249,7 @@ class Layer:
     attention_norm: Norm | None
     attention: Mixer
     mlp_norm: Norm | None
-    mlp: Mlp | SparseMlp
+    mlp: Block
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
     parallel: bool = False
@@ -235,9 +265,9 @@ class Layer:
             return (lambda x_BTD: self._both(x_BTD, rotations, cache),)
         attend = SplitStep(
             self.attention.o,
-            lambda x_BTD: self.attention.mixed(_normalised(self.attention_norm, x_BTD), rotations, cache),
+            lambda x_BTD: self.attention.mixed(normalised(self.attention_norm, x_BTD), rotations, cache),
             lambda x_BTD, mixed_BTI: (
-                x_BTD + _normalised(self.attention_post_norm, self.attention.o(mixed_BTI))
+                x_BTD + normalised(self.attention_post_norm, self.attention.o(mixed_BTI))
             ),
         )
         return attend, self._mlp_step()
@@ -245,20 +275,24 @@ class Layer:
     def _mlp_step(self) -> LayerStep:
         mlp = self.mlp
         if not isinstance(mlp, Mlp):
-            return lambda x_BTD: (
-                x_BTD + _normalised(self.mlp_post_norm, mlp(_normalised(self.mlp_norm, x_BTD)))
-            )
+            return lambda x_BTD: x_BTD + normalised(self.mlp_post_norm, mlp(normalised(self.mlp_norm, x_BTD)))
         return SplitStep(
             mlp.down,
-            lambda x_BTD: mlp.gated(_normalised(self.mlp_norm, x_BTD)),
-            lambda x_BTD, gated_BTI: x_BTD + _normalised(self.mlp_post_norm, mlp.down(gated_BTI)),
+            lambda x_BTD: mlp.gated(normalised(self.mlp_norm, x_BTD)),
+            lambda x_BTD, gated_BTI: x_BTD + normalised(self.mlp_post_norm, mlp.down(gated_BTI)),
         )
 
     def _both(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
-        read_BTD = _normalised(self.attention_norm, x_BTD)
+        read_BTD = normalised(self.attention_norm, x_BTD)
         mixed_BTD = self.attention.o(self.attention.mixed(read_BTD, rotations, cache))
-        x_BTD = x_BTD + _normalised(self.attention_post_norm, mixed_BTD)
-        return x_BTD + _normalised(self.mlp_post_norm, self.mlp(read_BTD))
+        x_BTD = x_BTD + normalised(self.attention_post_norm, mixed_BTD)
+        return x_BTD + normalised(self.mlp_post_norm, self.mlp(read_BTD))
+
+    @property
+    def plain_mlp(self) -> Mlp:
+        """Its MLP, which it has where it `is_plain`."""
+        assert isinstance(self.mlp, Mlp)
+        return self.mlp
 
     @property
     def plain_attention(self) -> Attention:
@@ -269,11 +303,7 @@ class Layer:
     @property
     def linears(self) -> list[Linear]:
         """All its linears."""
-        dense = [self.mlp] if isinstance(self.mlp, Mlp) else [*self.mlp.experts, self.mlp.shared]
-        blocks = [linear for mlp in dense if mlp is not None for linear in (*mlp.gate_up, mlp.down)]
-        routers = [] if isinstance(self.mlp, Mlp) else [self.mlp.router, self.mlp.shared_gate]
-        found = [*self.attention.linears, *routers, *blocks]
-        return [linear for linear in found if linear is not None]
+        return [*self.attention.linears, *self.mlp.linears]
 
     @property
     def is_plain(self) -> bool:
@@ -296,5 +326,6 @@ class Layer:
         return before and not after and dense and by_head and a.rope == 0 and not special and exact
 
 
-def _normalised(norm: Norm | None, x: Tensor) -> Tensor:
+def normalised(norm: Norm | None, x: Tensor) -> Tensor:
+    """What a norm gives; without one the same."""
     return x if norm is None else norm(x)

@@ -66,14 +66,29 @@ def _common(config: Json, layer: int, attention: dict[str, int]) -> dict[str, in
     }
 
 
+def _own_heads(config: Json, layer: int, full: bool, same: bool) -> Json:
+    """Returns the sizes of a layer's heads where they are not the model's.
+
+    Newer releases of transformers save them by layer; older files have one size for all layers that see
+    everything.
+    """
+    stated = config.get("per_layer_config")
+    if isinstance(stated, dict):
+        own = stated.get(str(layer), {})
+        if not isinstance(own, dict):
+            raise CorruptCheckpoint(f"config.json: per_layer_config has {own!r} for layer {layer}")
+        return {key: positive_int(own, key) for key in ("head_dim", "num_key_value_heads") if key in own}
+    heads = {"head_dim": optional_int(config, "global_head_dim") or 512} if full else {}
+    if same and optional_int(config, "num_global_key_value_heads"):
+        heads["num_key_value_heads"] = positive_int(config, "num_global_key_value_heads")
+    return heads
+
+
 def gemma4_dimensions(config: Json, layer: int) -> Dimensions:
     """Returns Gemma 4's dimensions: full attention has wider heads, whose keys may be its values."""
     full = kind_of(config, layer, 6) == FULL
     same = full and flag(config, "attention_k_eq_v")
-    heads = {"head_dim": optional_int(config, "global_head_dim") or 512} if full else {}
-    if same and optional_int(config, "num_global_key_value_heads"):
-        heads["num_key_value_heads"] = positive_int(config, "num_global_key_value_heads")
-    dims = _common(config, layer, c.attention_dimensions({**config, **heads}))
+    dims = _common(config, layer, c.attention_dimensions({**config, **_own_heads(config, layer, full, same)}))
     sparse, wide = (
         flag(config, "enable_moe_block"),
         flag(config, "use_double_wide_mlp") and not dims["own_keys"],
