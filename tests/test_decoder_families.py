@@ -100,7 +100,7 @@ GEMMA4 = PADS | {
     "final_logit_softcapping": 1.5,
 }
 SHARED_KEYS = {
-    "num_kv_shared_layers": 3,
+    "num_kv_shared_layers": 2,
     "use_double_wide_mlp": True,
     "layer_types": ["sliding_attention", "full_attention"] * 3,
     "hidden_size_per_layer_input": 12,

@@ -66,29 +66,29 @@ def _common(config: Json, layer: int, attention: dict[str, int]) -> dict[str, in
     }
 
 
-def _own_heads(config: Json, layer: int, full: bool, same: bool) -> Json:
-    """Returns the sizes of a layer's heads where they are not the model's.
+def full_heads(config: Json, layer: int) -> dict[str, int]:
+    """Returns the size and number of heads of a layer with full attention, where its config states them.
 
-    Newer releases of transformers save them by layer; older files have one size for all layers that see
-    everything.
+    transformers 5.23 saves them for each such layer under `per_layer_config`, earlier ones once.
     """
-    stated = config.get("per_layer_config")
-    if isinstance(stated, dict):
-        own = stated.get(str(layer), {})
-        if not isinstance(own, dict):
-            raise CorruptCheckpoint(f"config.json: per_layer_config has {own!r} for layer {layer}")
-        return {key: positive_int(own, key) for key in ("head_dim", "num_key_value_heads") if key in own}
-    heads = {"head_dim": optional_int(config, "global_head_dim") or 512} if full else {}
-    if same and optional_int(config, "num_global_key_value_heads"):
-        heads["num_key_value_heads"] = positive_int(config, "num_global_key_value_heads")
-    return heads
+    by_layer = config.get("per_layer_config")
+    own = by_layer.get(str(layer)) if isinstance(by_layer, dict) else None
+    if isinstance(own, dict):
+        stated = {key: optional_int(own, key) for key in ("head_dim", "num_key_value_heads")}
+        return {key: size for key, size in stated.items() if size is not None}
+    heads = {"head_dim": optional_int(config, "global_head_dim") or 512}
+    kv = optional_int(config, "num_global_key_value_heads")
+    return {**heads, "num_key_value_heads": kv} if kv else heads
 
 
 def gemma4_dimensions(config: Json, layer: int) -> Dimensions:
     """Returns Gemma 4's dimensions: full attention has wider heads, whose keys may be its values."""
     full = kind_of(config, layer, 6) == FULL
     same = full and flag(config, "attention_k_eq_v")
-    dims = _common(config, layer, c.attention_dimensions({**config, **_own_heads(config, layer, full, same)}))
+    heads = full_heads(config, layer) if full else {}
+    if not same:
+        heads.pop("num_key_value_heads", None)
+    dims = _common(config, layer, c.attention_dimensions({**config, **heads}))
     sparse, wide = (
         flag(config, "enable_moe_block"),
         flag(config, "use_double_wide_mlp") and not dims["own_keys"],
