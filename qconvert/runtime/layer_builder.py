@@ -99,10 +99,11 @@ class LayerBuilder(PlacedWeights):
 
     def layer_inputs(self) -> LayerInputs | None:
         """What makes the inputs of all layers, where they have some."""
-        table, norm = self.table("per_layer.table"), self.norm("per_layer.model_norm", None)
-        if table is None or norm is None:
+        table, projection = (self.table(role) for role in ("per_layer.table", "per_layer.model"))
+        norm = self.norm("per_layer.model_norm", None)
+        if table is None or projection is None or norm is None:
             return None
-        return LayerInputs(table, Linear(self.weight("per_layer.model", None)), norm)
+        return LayerInputs(table, Linear(projection), norm)
 
     def block(self, i: int) -> Block:
         """The MLP of a layer, its experts, or both."""

@@ -78,7 +78,7 @@ class PlacedWeights:
     def tapped(self, role: str, i: int, tap: Tap | None) -> Linear:
         return Linear(self.weight(role, i), self.bias(role, i), tap, self.inputs(role, i))
 
-    def weight(self, role: str, i: int | None) -> Weight:
+    def weight(self, role: str, i: int) -> Weight:
         if self.streaming is not Streaming.EVERYTHING:
             return self.place(self.value(role, i))
         streamed = self.stream(role, i)
@@ -87,7 +87,7 @@ class PlacedWeights:
         return streamed
 
     def table(self, role: str) -> Table | None:
-        """Embedding or head; None when the model has none of its own."""
+        """A weight outside the layers, embedding or head; None when the model has none of its own."""
         if self.streaming is not Streaming.NOTHING:
             return self.stream(role, None)
         value = self.find(role, None)
