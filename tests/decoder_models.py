@@ -94,14 +94,18 @@ def tiny(
     config = transformers.AutoConfig.for_model(model_type, **(sizes | changes), attn_implementation="eager")
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    centre = 0.0 if model_type.startswith("gemma") else 1.0  # Gemma's norms add 1 to their weights
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             spread = torch.randn_like(parameter)
-            parameter.copy_(centre + 0.3 * spread if "norm" in name else deviation * spread)
+            # Norms are spread around what leaves their input as it is: 1, or 0 where the class adds 1.
+            parameter.copy_(parameter.mean() + 0.3 * spread if "norm" in name else deviation * spread)
+            if "q_norm" in name and model_type.startswith("gemma4"):
+                parameter.mul_(0.25)  # nothing else keeps the scores of its attention small
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.1 * torch.randn_like(buffer))
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.8)
     return model
 
 

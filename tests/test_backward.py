@@ -55,7 +55,7 @@ def model_of(case: str, folder: Path) -> Any:
     if case == "deepseek":
         return deepseek(folder)
     model_type, changes = FAMILIES[case]
-    model = tiny(model_type, deviation=0.1, **changes)
+    model = tiny(model_type, **({"deviation": 0.1} | changes))
     saved(model, folder)
     return model
 

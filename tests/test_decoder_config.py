@@ -166,5 +166,6 @@ def test_real_configs_are_read_or_refused_with_a_reason(assets: Path) -> None:
             assert config.windows == (None,) * config.layers, path.name
     assert read_types == {
         *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss"),
-        *("deepseek_v3", "kimi_k2", "glm4_moe"),
+        *("deepseek_v3", "kimi_k2", "glm4_moe", "llama4"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "gemma4"),
     }

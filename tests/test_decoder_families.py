@@ -60,6 +60,51 @@ LATENT = PADS | {
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
 }
+LLAMA4 = PADS | {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size": 24,
+    "intermediate_size_mlp": 80,
+    "num_local_experts": 4,
+    "attention_chunk_size": 8,
+    "floor_scale": 5,
+    "attn_scale": 0.6,
+}
+HYBRID = HEADS | {
+    "deviation": 0.05,  # at 0.1 transformers' own two ways, by chunks and by tokens, differ by 1e-5
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+}
+HYBRID_EXPERTS = HYBRID | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+GEMMA4 = PADS | {
+    "deviation": 0.05,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 6,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 5,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 160,
+    "final_logit_softcapping": 1.5,
+}
+SHARED_KEYS = {
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "hidden_size_per_layer_input": 12,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
     "gemma": ("gemma", HEADS),
@@ -99,6 +144,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek-v3": ("deepseek_v3", LATENT | {"rope_parameters": YARN, "attention_bias": True}),
     "deepseek-v3-halves": ("deepseek_v3", LATENT | {"rope_interleave": False, "norm_topk_prob": False}),
+    "gemma4-small": ("gemma4_text", GEMMA4 | SHARED_KEYS),
+    "gemma4": ("gemma4_text", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+    "gemma4-moe": (
+        "gemma4_text",
+        GEMMA4
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True}
+        | {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24},
+    ),
+    "llama-4-scout": ("llama4_text", LLAMA4),
+    "llama-4-maverick": (
+        "llama4_text",
+        LLAMA4
+        | {"interleave_moe_layer_step": 2, "use_qk_norm": False, "num_experts_per_tok": 2}
+        | {"no_rope_layers": [0, 1, 1, 0]},
+    ),
+    "llama-4-untuned": ("llama4_text", LLAMA4 | {"attn_temperature_tuning": False}),
+    "qwen3-next": ("qwen3_next", HYBRID_EXPERTS | {"mlp_only_layers": [1], "decoder_sparse_step": 1}),
+    "qwen3.5": ("qwen3_5_text", HYBRID | {"layer_types": ["full_attention", "linear_attention"] * 2}),
+    "qwen3.5-moe": ("qwen3_5_moe_text", HYBRID_EXPERTS),
     "glm-4.5": ("glm4_moe", HEADS | LATENT | {"num_key_value_heads": 2, "use_qk_norm": True}),
 }
 
@@ -136,7 +200,7 @@ def one_by_one(decoder: Decoder, ids_BT: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_matches_transformers(case: str, tmp_path: Path) -> None:
     model_type, changes = CASES[case]
-    model, ids = tiny(model_type, deviation=0.1, **changes), tokens(2, 24)
+    model, ids = tiny(model_type, **({"deviation": 0.1} | changes)), tokens(2, 24)
     with torch.no_grad():
         want = model(ids).logits
     assert want.std() > 0.01  # something to be wrong about

@@ -120,12 +120,12 @@ class BackwardPass:
         """
         decoder, last = self.decoder, len(self.decoder.layers)
         curvature_V = torch.zeros(decoder.head.shape[0], dtype=torch.float64, device=decoder.device)
-        squares_D = torch.zeros(self.file.width, dtype=torch.float64, device=decoder.device)
+        squares_D = torch.zeros(decoder.config.hidden, dtype=torch.float64, device=decoder.device)
         words: list[Tensor] = []
         with exact_products():
             for first, x_BTD in self._stored(last):
                 x_BTD.requires_grad_()
-                h_BTD = decoder.norm(x_BTD)
+                h_BTD = decoder.normalised(x_BTD)
                 uniform_BT = self.uniform_WT[first : first + len(x_BTD)].to(decoder.device)
                 Tap(InputKey(("lm_head",)), decoder.observers.linears).show(h_BTD)
                 with torch.no_grad():
@@ -155,9 +155,10 @@ class BackwardPass:
 
     def tables(self, head: HeadSums) -> TableGradients:
         """What the pass found of embedding and head, once it is through the first layer."""
-        total, squares_D = self.tokens_WT.numel(), torch.zeros(self.file.width, dtype=torch.float64)
+        hidden = self.decoder.config.hidden
+        total, squares_D = self.tokens_WT.numel(), torch.zeros(hidden, dtype=torch.float64)
         for first, tokens_BT in self._batches():
-            squares_D += self.file.read(0, first, len(tokens_BT)).flatten(0, 1).square().sum(0)
+            squares_D += self.file.read(0, first, len(tokens_BT))[..., :hidden].flatten(0, 1).square().sum(0)
         return TableGradients(
             counts_V=np.bincount(self.tokens_WT.flatten().numpy(), minlength=self.decoder.config.vocab),
             embedding_D=_float32(squares_D * self.decoder.embed_scale**2 / total),
@@ -199,7 +200,7 @@ def backward_pass(
     generator = torch.Generator().manual_seed(seed)
     uniform_WT = torch.rand(windows, length, generator=generator, dtype=torch.float64)
     most = batch_tokens or BATCH_TOKENS.get(decoder.device.type, BATCH_TOKENS["cpu"])
-    slots, width = len(decoder.layers) + 1, decoder.config.hidden
+    slots, width = len(decoder.layers) + 1, decoder.config.stream
     with activation_file(scratch, slots, windows, length, width, stored_as) as file:
         yield BackwardPass(decoder, tokens_WT, uniform_WT, file, max(1, most // length), progress)
 

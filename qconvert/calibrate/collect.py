@@ -49,7 +49,7 @@ def collect_statistics(
     check_tokens(tokens_BT, config.max_positions, config.vocab)
     sums, told = MomentSums(), progress or (lambda done, total: None)
     folder = scratch or Path(gettempdir())
-    room = activation_file(folder, 1, len(tokens_BT), window, config.hidden, decoder.dtype)
+    room = activation_file(folder, 1, len(tokens_BT), window, config.stream, decoder.dtype)
     with decoder.observing(sums), room as file:
         size = together or windows_together(config, window, BATCH_BYTES)
         _run(decoder, torch.from_numpy(tokens_BT), file.slot(0), size, sums, told)
@@ -69,7 +69,7 @@ def _run(
     batches = [tokens_BT[first : first + size] for first in range(0, len(tokens_BT), size)]
     pass_layers(decoder, batches, states, passed=progress)
     for x_BTD in states_of(decoder, batches, states):
-        h_BTD = decoder.norm(x_BTD)
+        h_BTD = decoder.normalised(x_BTD)
         observe(InputKey(("lm_head",)), h_BTD.reshape(-1, h_BTD.shape[-1]))
 
 
@@ -80,4 +80,5 @@ def windows_together(config: DecoderConfig, window: int, nbytes: int) -> int:
 
 def _bytes_per_token(config: DecoderConfig) -> int:
     """About what a layer holds of a token in float32: a few rows of the hidden width, three of the MLP's."""
-    return 4 * (8 * config.hidden + 3 * max(shape[0] for key, shape in config.shapes.items() if key[1] == 0))
+    inner = max(shape[0] for key, shape in config.shapes.items() if key[1] == 0)
+    return 4 * (6 * config.hidden + 2 * config.stream + 3 * inner)

@@ -199,9 +199,10 @@ def activations(work: Work, savings: Savings, *, attention: bool) -> float:
     heads, keys = c.head_widths
     # What it reads, normalised, and gives; queries, rotated and laid out by heads, what heads give, and that
     # of the original model.
-    mixed = 5 * c.hidden + 6 * heads + 4 * keys
+    beside = 2 * (c.stream - c.hidden)
+    mixed = 5 * c.hidden + beside + 6 * heads + 4 * keys
     # Gate and up, their product, that of the original model, what the product with it is made of.
-    fed = 4.5 * work.inner + 8 * c.hidden
+    fed = 4.5 * work.inner + 8 * c.hidden + beside
     wide = max(mixed, fed) if c.graph.parallel else mixed if attention else fed
     return tokens * wide * _FLOAT + (_scores(work) if attention else 0)
 
@@ -285,7 +286,7 @@ def _gradients(work: Work, savings: Savings) -> float:
     c = work.config
     tokens = _tokens(work, savings.backward_tokens or BACKWARD_TOKENS, token_wise=False)
     heads, keys = c.head_widths
-    kept = tokens * (7 * work.inner + 12 * c.hidden + 10 * heads + 8 * keys) * _FLOAT
+    kept = tokens * (7 * work.inner + 8 * c.hidden + 4 * c.stream + 10 * heads + 8 * keys) * _FLOAT
     size = work.calibration.output_rows
     blocks: dict[int, int] = {}
     for (_, i), (rows, _) in work.shapes.items():
@@ -314,13 +315,13 @@ def _disk(work: Work, savings: Savings) -> int:
     calibration, c = work.calibration, work.config
     tokens = max(2, work.windows) * work.window
     # Both streams between steps, and what the last linear of a step reads.
-    disk = tokens * (2 * c.hidden + max(work.widths) if calibration.shift else c.hidden) * _FLOAT
+    disk = tokens * (2 * c.stream + max(work.widths) if calibration.shift else c.stream) * _FLOAT
     disk += work.layer * _FLOAT if savings.streamed else 0
     disk += c.vocab * c.hidden * _FLOAT if work.writes_table else 0
     if calibration.method != "two-sided":
         return disk
     # The backward pass keeps what every layer reads, then E[g g^T] in blocks of rows.
-    read = int(calibration.gradient_windows_WT.size) * c.hidden * (c.layers + 1) * _FLOAT
+    read = int(calibration.gradient_windows_WT.size) * c.stream * (c.layers + 1) * _FLOAT
     size = calibration.output_rows
     blocks = sum(-(-rows // min(rows, size)) * min(rows, size) ** 2 for rows, _ in work.shapes.values())
     return max(disk, read) + blocks * _FLOAT

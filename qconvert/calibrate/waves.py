@@ -80,7 +80,7 @@ def waves(
     decoder = original()
     slots = 2 if calibration.shift else 1
     with (
-        activation_file(scratch, slots, windows, tokens, decoder.config.hidden) as file,
+        activation_file(scratch, slots, windows, tokens, decoder.config.stream) as file,
         torch.no_grad(),
         fast_products(),
     ):
@@ -181,11 +181,11 @@ class _Walk:
 
     def head(self, keys: frozenset[StatisticsKey], original: Decoder, current: Decoder | None) -> Wave:
         """The wave of a head, after the last layer; of the original model's input alone without `current`."""
-        sums = self._sums(self.file.width, original.device, pairs=current is not None)
+        sums = self._sums(original.config.hidden, original.device, pairs=current is not None)
         for batch in self._batches(token_wise=True):
-            read = origin = original.norm(self._read(original, _ORIGINAL, batch)).flatten(0, 1).float()
+            read = origin = original.normalised(self._read(original, _ORIGINAL, batch)).flatten(0, 1).float()
             if current is not None:
-                read = current.norm(self._read(current, _CURRENT, batch)).flatten(0, 1).float()
+                read = current.normalised(self._read(current, _CURRENT, batch)).flatten(0, 1).float()
             (sums.hold if batch.held else sums.add)(read, origin)
         return self._finished(keys, {InputKey(tuple(key.role for key in keys)): sums})
 

@@ -103,9 +103,9 @@ class LayersInTurn:
         """Room for the hidden states of every track, until the stack is left."""
         decoders = [track.model.decoder for track in tracks]
         if self.memory.holds_states:
-            return [HeldStates.empty(tokens, each.config.hidden, each.dtype) for each in decoders]
+            return [HeldStates.empty(tokens, each.config.stream, each.dtype) for each in decoders]
         files = (
-            activation_file(self.scratch, 1, 1, tokens, each.config.hidden, each.dtype) for each in decoders
+            activation_file(self.scratch, 1, 1, tokens, each.config.stream, each.dtype) for each in decoders
         )
         return [stack.enter_context(file).slot(0) for file in files]
 
@@ -122,7 +122,7 @@ class LayersInTurn:
 
         def outputs(track: Track, x_BTD: torch.Tensor, batch: Batch) -> Outputs:
             decoder = track.model.decoder
-            h_ND = decoder.norm(x_BTD)[:, batch.scored].flatten(0, 1)
+            h_ND = decoder.normalised(x_BTD)[:, batch.scored].flatten(0, 1)
             return decoder.outputs(h_ND)._replace(head=heads[id(track.model)])
 
         for number, batch in enumerate(part):

@@ -61,7 +61,7 @@ class EvalWork:
     @property
     def states(self) -> int:
         """What hidden states of all tokens of a part take."""
-        width = max(model.config.hidden * model.dtype.itemsize for model in self.models)
+        width = max(model.config.stream * model.dtype.itemsize for model in self.models)
         return self.part * width * self.tracks
 
 

@@ -58,7 +58,18 @@ class LongScaling:
     original_context: int
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
+@dataclass(frozen=True, slots=True)
+class ProportionalScaling:
+    """Gemma 4: of all pairs only the first `share` are rotated, each as slowly as in a whole head.
+
+    Frequencies are divided by `factor`.
+    """
+
+    share: float
+    factor: float
+
+
+Scaling = ProportionalScaling | LinearScaling | Llama3Scaling | YarnScaling | LongScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +140,8 @@ def read_rope(settings: Json, *, interleaved: bool = False) -> Rope:
     share = _positive({**settings, **fields}, "partial_rotary_factor", 1.0)
     if share > 1:
         raise CorruptCheckpoint(f"config.json: partial_rotary_factor is {share}, more than a whole head")
-    return Rope(theta, _SCALINGS[kind]({**fields, **lengths}), share, interleaved)
+    scaling = _SCALINGS[kind]({**fields, **lengths, "partial_rotary_factor": share})
+    return Rope(theta, scaling, 1.0 if isinstance(scaling, ProportionalScaling) else share, interleaved)
 
 
 def _positive(fields: Json, key: str, default: float | None = None) -> float:
@@ -218,4 +230,7 @@ _SCALINGS: Mapping[str, Callable[[Json], Scaling | None]] = {
     "yarn": _yarn,
     "longrope": _long,
     "su": _long,
+    "proportional": lambda fields: ProportionalScaling(
+        _positive(fields, "partial_rotary_factor"), _positive(fields, "factor", 1.0)
+    ),
 }

@@ -1,13 +1,38 @@
-"""Computes causal attention in plain torch: windows, soft caps and sinks.
+"""Computes causal attention in plain torch: windows, chunks, soft caps and sinks.
 
 Legend: B batch, T tokens, H heads, K key-value heads, E head dim, S positions seen.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+
+def by_head(x_BTX: Tensor, heads: int) -> Tensor:
+    """Columns divided among heads: [B, T, heads, X / heads]."""
+    return x_BTX.reshape(*x_BTX.shape[:-1], heads, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """What Llama 4 multiplies queries by that are not rotated, so that long texts stay in focus.
+
+    `1 + scale ln(1 + floor((position + 1) / floor))` (arXiv 2501.19399; transformers' `modeling_llama4`).
+    """
+
+    floor: float
+    scale: float
+
+    def __call__(self, q_BTHE: Tensor, start: int) -> Tensor:
+        """Queries of the positions from `start` on, times that."""
+        stop = start + q_BTHE.shape[1]
+        count_T = torch.arange(start + 1, stop + 1, dtype=torch.float32, device=q_BTHE.device)
+        factor_T = torch.log1p(torch.floor(count_T / self.floor)) * self.scale + 1
+        return (q_BTHE * factor_T[:, None, None]).to(q_BTHE.dtype)
 
 
 def attend(
@@ -18,10 +43,12 @@ def attend(
     scale: float | None = None,
     cap: float | None = None,
     sinks_H: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     """Causal attention of the last T positions over all S of them, at most `window` back: [B, H, T, E].
 
-    Values may have another width than queries and keys; then so has what comes out.
+    Windows that are `chunked` begin at multiples of their length (Llama 4) instead of sliding. Values may
+    have another width than queries and keys; then so has what comes out.
 
     Scores are multiplied by `scale` (None: 1 / sqrt(E)); with a `cap` they become `cap tanh(score / cap)`
     (Gemma 2), and a head's sink is one more score, of a position without a value (gpt-oss). A single query
@@ -37,7 +64,10 @@ def attend(
     if slides or 1 < new < seen or special:
         position = torch.arange(seen, device=q_BHTE.device)
         age_TS = position[seen - new :, None] - position
-        mask_TS = (age_TS >= 0) & (age_TS < (window if window is not None else seen))
+        reach_T1: Tensor | int = window if window is not None else seen
+        if window is not None and chunked:
+            reach_T1 = position[seen - new :, None] % window + 1
+        mask_TS = (age_TS >= 0) & (age_TS < reach_T1)
     if mask_TS is not None and special:
         rows = [
             _attend_one(q_HTE, k_KSE, v_KSE, mask_TS, scale, cap, sinks_H)

@@ -7,14 +7,16 @@ that the model holds no special cases. Does not import torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qconvert.core.config_json import optional_int, positive_int
+from qconvert.core.config_json import divide, flag, optional_int, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.core.numbers import positive_number
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.models.architecture import Architecture, ParameterKey
+from qconvert.models.families.gemma4 import kind_of, shares_keys
 from qconvert.models.rope import LongScaling, Rope, local_rope_settings, read_rope, score_temperature
 from qconvert.runtime.graphs import GRAPHS, Graph
 
@@ -27,7 +29,8 @@ class Experts:
     """Of a sparse layer's experts, `per_token` run for a token; their weights sum to 1 if `normalise`.
 
     They are chosen by a softmax over all, or by sigmoids; where they stand in `groups`, of `kept_groups` of
-    these alone. Weights are multiplied by `scale`.
+    these alone. Weights are multiplied by `scale`, and multiply what an expert gives, or with
+    `weighs_inputs` what it reads.
     """
 
     per_token: int
@@ -36,6 +39,7 @@ class Experts:
     groups: int = 1
     kept_groups: int = 1
     scale: float = 1.0
+    weighs_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +53,43 @@ class LatentSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSizes:
+    """Of a gated delta net: heads of keys and of values, their dimensions, the kernel of the convolution."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def keys(self) -> int:
+        """The width of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """The width of all values."""
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderConfig:
     """The shape of a decoder: its parameters, heads, rotary embeddings, attention windows, experts.
 
     `shapes` has every parameter of the unfused model. `windows[i]` is the number of positions, its own
-    included, that a token attends to in layer i; None stands for all of them. `norm_offset` is added to the
-    weights of norms. `local_rope` is the rotary embedding of layers with a window where it is another one.
-    `score_scale` (None: 1 / sqrt(head_dim)) and `score_cap` apply to attention scores, `qkv_limit` clamps
-    queries, keys and values, `logit_scale` multiplies and `logit_cap` bounds the logits. `activation` is
-    `silu`, `gelu`, `gelu_tanh` or `clamped`, whose `clamp` is (alpha, limit). With `latent` sizes, attention
-    is DeepSeek's, and `head_dim` what of a head is rotated.
+    included, that a token attends to in layer i; None stands for all of them. Windows that are `chunked` do
+    not slide: they begin at multiples of their length. `rotated[i]` says whether layer i rotates queries and
+    keys; those that do normalise them then, with `norm_after_rope`, and those that do not multiply queries
+    by a `temperature` (floor_scale, attn_scale). `norm_offset` is added to the weights of norms.
+    `local_rope` is the rotary embedding of layers with a window where it is another one. `score_scale` (None:
+    1 / sqrt(head_dim)) and `score_cap` apply to attention scores, `qkv_limit` clamps queries, keys and
+    values, `logit_scale` multiplies and `logit_cap` bounds the logits. `activation` is `silu`, `gelu`,
+    `gelu_tanh` or `clamped`, whose `clamp` is (alpha, limit). With `latent` sizes, attention is DeepSeek's,
+    and `head_dim` what of a head is rotated; with `delta` sizes, layers without attention are gated delta
+    nets. `own_heads[i]` are the key-value heads of layer i and their dimension (`kv_heads` and `head_dim`
+    those of the first), `sources[i]` the layer whose keys and values it reads, its own but in Gemma 4, and
+    `layer_input` the width of what a layer reads of the tokens themselves, 0 for nothing.
     """
 
     model_type: str
@@ -74,6 +105,10 @@ class DecoderConfig:
     norm_eps: float
     norm_offset: float
     windows: tuple[int | None, ...]
+    chunked: bool
+    rotated: tuple[bool, ...]
+    norm_after_rope: bool
+    temperature: tuple[float, float] | None
     tied: bool
     experts: Experts | None
     max_positions: int
@@ -85,13 +120,42 @@ class DecoderConfig:
     logit_scale: float
     logit_cap: float | None
     latent: LatentSizes | None = None
+    delta: DeltaSizes | None = None
+    own_heads: tuple[tuple[int, int], ...] = ()
+    sources: tuple[int, ...] = ()
+    layer_input: int = 0
 
     @property
-    def cached(self) -> tuple[int, int, int]:
-        """What of a token is kept in a layer: parts, heads, and numbers of each."""
+    def stream(self) -> int:
+        """The columns that go from layer to layer: hidden states, and what lies beside them."""
+        return self.hidden + self.layers * self.layer_input + sum(self._shared_widths.values())
+
+    def shared_columns(self, i: int) -> slice | None:
+        """Where beside the hidden states the keys and values lie that a layer shares; None if it does not."""
+        first = self.layers * self.layer_input
+        for source, width in self._shared_widths.items():
+            if source == self.sources[i]:
+                return slice(first, first + width)
+            first += width
+        return None
+
+    @property
+    def _shared_widths(self) -> dict[int, int]:
+        """The keys and values of one token of the layers that others share them with."""
+        shared = sorted({source for i, source in enumerate(self.sources) if source != i})
+        return {i: 2 * math.prod(self.own_heads[i]) for i in shared}
+
+    @property
+    def cached(self) -> tuple[tuple[int, int, int], ...]:
+        """What of a token is kept in every layer: parts, heads, and numbers of each."""
+        return tuple(self._cached(i) for i in range(self.layers))
+
+    def _cached(self, i: int) -> tuple[int, int, int]:
+        if not self.has("attn.o", i) or self.sources[i] != i:
+            return 0, 0, 0
         if self.latent is not None:
             return 1, 1, self.latent.rank + self.latent.rotated
-        return 2, self.kv_heads, self.head_dim
+        return 2, *self.own_heads[i]
 
     @property
     def head_widths(self) -> tuple[int, int]:
@@ -99,7 +163,11 @@ class DecoderConfig:
         if self.latent is not None:
             width = self.heads * (self.latent.plain + max(self.latent.rotated, self.latent.value))
             return width, width
-        return self.heads * self.head_dim, self.kv_heads * self.head_dim
+        queries = self.heads * max(head_dim for _, head_dim in self.own_heads)
+        keys = max(map(math.prod, self.own_heads))
+        if self.delta is None:
+            return queries, keys
+        return max(2 * queries, self.delta.values), max(keys, 2 * self.delta.keys)
 
     @property
     def layers(self) -> int:
@@ -142,6 +210,8 @@ class DecoderConfig:
         interleaved = graph.interleaved_rope and settings.get("rope_interleave") is not False
         rope = read_rope(settings, interleaved=interleaved)
         latent = _latent(settings) if graph.latent else None
+        own = tuple(range(architecture.layers))
+        windows = _windows(settings, architecture.layers, graph)
         if rope.share != 1 and not graph.partial_rope:
             raise UnsupportedModel(
                 f"config.json: partial_rotary_factor is {rope.share}",
@@ -157,6 +227,7 @@ class DecoderConfig:
         local = local_rope_settings(settings)
         scalar = _optional(settings, "query_pre_attn_scalar")
         score_scale = None if scalar is None else scalar**-0.5
+        score_scale = graph.score_scale or score_scale
         if latent is not None:
             score_scale = (latent.plain + latent.rotated) ** -0.5 * score_temperature(settings)
         return DecoderConfig(
@@ -172,7 +243,11 @@ class DecoderConfig:
             local_rope=None if local is None else read_rope(local, interleaved=interleaved),
             norm_eps=graph.fixed_eps or _optional(settings, graph.norm_eps) or 1e-6,
             norm_offset=architecture.family.norm_offset,
-            windows=_windows(settings, architecture.layers, graph),
+            windows=windows,
+            chunked=graph.chunked,
+            rotated=tuple(graph.rotates(settings, i, each is not None) for i, each in enumerate(windows)),
+            norm_after_rope=graph.norm_after_rope and flag(settings, "use_qk_norm", default=True),
+            temperature=_temperature(settings),
             tied=architecture.tied,
             experts=_experts(architecture, settings, graph),
             max_positions=optional_int(settings, "max_position_embeddings") or 2048,
@@ -187,6 +262,10 @@ class DecoderConfig:
             logit_scale=_optional(settings, "logit_scale") or 1.0,
             logit_cap=_optional(settings, "final_logit_softcapping"),
             latent=latent,
+            delta=_delta(settings) if any(role == "delta.o" for role, _, _ in architecture.shapes) else None,
+            own_heads=tuple((each["kv_heads"], each["head_dim"]) for each in architecture.dimensions),
+            sources=_sources(settings, architecture.layers) if graph.values_have_norm else own,
+            layer_input=dims.get("per_layer", 0),
         )
 
 
@@ -199,7 +278,7 @@ def _graph(architecture: Architecture) -> tuple[Graph, Json]:
             f"config.json: model_type {types[0]!r} is not run here",
             f"{_ELSEWHERE}; here {', '.join(GRAPHS)} run",
         )
-    if architecture.settings.get("use_bidirectional_attention"):
+    if architecture.settings.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise UnsupportedModel("config.json: use_bidirectional_attention is set", "it makes an encoder")
     defaults = graph.defaults
     if architecture.settings.get("rope_scaling"):  # the older key of what `rope_parameters` holds
@@ -242,11 +321,11 @@ def _activation(settings: Json, graph: Graph) -> str:
 def _windows(settings: Json, layers: int, graph: Graph) -> tuple[int | None, ...]:
     """The attention window of every layer."""
     counts = bool(settings.get("use_sliding_window")) or not graph.window_flag
-    window = optional_int(settings, "sliding_window") if counts else None
+    window = optional_int(settings, graph.window) if counts else None
     kinds = settings.get("layer_types") if graph.explicit_layers else None
     if window is None or kinds is None:
         return tuple(window if graph.slides(settings, i) else None for i in range(layers))
-    known = {"sliding_attention": window, "full_attention": None}
+    known = {"chunked_attention" if graph.chunked else "sliding_attention": window, "full_attention": None}
     if not isinstance(kinds, list) or len(kinds) != layers or any(str(kind) not in known for kind in kinds):
         raise UnsupportedModel(
             f"config.json: layer_types is not a list of {layers} kinds",
@@ -259,7 +338,7 @@ def _experts(architecture: Architecture, settings: Json, graph: Graph) -> Expert
     count = max(dims.get("experts", 0) for dims in architecture.dimensions)
     if not count:
         return None
-    per_token = positive_int(settings, "num_experts_per_tok")
+    per_token = positive_int(settings, graph.experts_per_token)
     if per_token > count:
         raise CorruptCheckpoint(f"config.json: num_experts_per_tok is {per_token} of {count} experts")
     normalise = graph.normalise_experts
@@ -269,7 +348,7 @@ def _experts(architecture: Architecture, settings: Json, graph: Graph) -> Expert
         return Experts(per_token, normalise)
     groups, kept = _groups(settings, graph, count)
     scale = _optional(settings, "routed_scaling_factor") or 1.0
-    return Experts(per_token, normalise, graph.routing == "sigmoid", groups, kept, scale)
+    return Experts(per_token, normalise, graph.routing == "sigmoid", groups, kept, scale, graph.weighs_inputs)
 
 
 def _groups(settings: Json, graph: Graph, experts: int) -> tuple[int, int]:
@@ -287,6 +366,33 @@ def _groups(settings: Json, graph: Graph, experts: int) -> tuple[int, int]:
             "correct it: n_group must divide n_routed_experts, and topk_group be at most n_group",
         )
     return groups, kept
+
+
+def _temperature(settings: Json) -> tuple[float, float] | None:
+    if not flag(settings, "attn_temperature_tuning"):
+        return None
+    floor, scale = (_optional(settings, key) for key in ("floor_scale", "attn_scale"))
+    return None if floor is None or scale is None else (floor, scale)
+
+
+def _delta(settings: Json) -> DeltaSizes:
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    sizes = DeltaSizes(*(positive_int(settings, f"linear_{name}") for name in names))
+    divide(sizes.value_heads, sizes.key_heads, "linear_num_value_heads", "linear_num_key_heads")
+    return sizes
+
+
+def _sources(settings: Json, layers: int) -> tuple[int, ...]:
+    """The layer whose keys and values each layer reads: the last of its kind that has its own."""
+    kinds = [kind_of(settings, i, 6) for i in range(layers)]
+    own = [i for i in range(layers) if not shares_keys(settings, i)]
+    last = {kinds[i]: i for i in own}
+    if missing := set(kinds) - set(last):
+        raise CorruptCheckpoint(
+            f"config.json: no layer of {', '.join(missing)} has keys of its own, which others read",
+            "correct it: num_kv_shared_layers is too large",
+        )
+    return tuple(last[kinds[i]] if shares_keys(settings, i) else i for i in range(layers))
 
 
 def _latent(settings: Json) -> LatentSizes:

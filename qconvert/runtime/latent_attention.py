@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from qconvert.runtime.attention import attend
+from qconvert.runtime.attention import attend, by_head
 from qconvert.runtime.cache import Cache
 from qconvert.runtime.config import LatentSizes
 from qconvert.runtime.linear import Linear
@@ -43,9 +43,6 @@ class LatentAttention:
         """All its linears."""
         return [*self.q, self.kv_a, self.kv_b, self.o]
 
-    def __call__(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
-        return self.o(self.mixed(x_BTD, rotations, cache))
-
     def mixed(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
         """What the output projection reads: the values of all heads as they attend, [B, T, H V]."""
         sizes = self.sizes
@@ -66,10 +63,7 @@ class LatentAttention:
         q_BTX = self.q[0](x_BTD)
         if len(self.q) == 2:
             q_BTX = self.q[1](q_BTX if self.q_norm is None else self.q_norm(q_BTX))
-        return self._by_head(q_BTX)
-
-    def _by_head(self, x_BTX: Tensor) -> Tensor:
-        return x_BTX.view(*x_BTX.shape[:2], self.heads, -1)
+        return by_head(q_BTX, self.heads)
 
     def _rotated(self, x_BTHR: Tensor, rotations: Sequence[Rotation]) -> Tensor:
         cos_TR, sin_TR = rotations[0]
@@ -81,7 +75,7 @@ class LatentAttention:
         """[B, H, S, P + R] and [B, H, S, V] of the short vectors and the rotated parts of keys."""
         sizes = self.sizes
         latent_BSL, k_BSR = torch.split_with_sizes(kept_BSX, [sizes.rank, sizes.rotated], dim=-1)
-        both_BHSX = self._by_head(self.kv_b(latent_BSL)).transpose(1, 2)
+        both_BHSX = by_head(self.kv_b(latent_BSL), self.heads).transpose(1, 2)
         k_BHSP, v_BHSV = torch.split_with_sizes(both_BHSX, [sizes.plain, sizes.value], dim=-1)
         k_BHSR = k_BSR[:, None].expand(-1, self.heads, -1, -1)
         return torch.cat((k_BHSP, k_BHSR), dim=-1), v_BHSV

@@ -1,6 +1,7 @@
 """Computes one layer of a decoder-only transformer in plain torch: norms, attention, MLP or experts.
 
-The families of `graphs.py` have a bias, a head norm, a window or experts here, or have them not.
+The families of `graphs.py` have a bias, a head norm, a window or experts here, or have them not. Other
+mixers of tokens than attention are in `latent_attention.py` and `delta_net.py`.
 Legend: B batch, T tokens, D hidden, H heads, K key-value heads, E head dim, L layers, N = B T rows,
 S experts per token.
 """
@@ -9,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from qconvert.core.activations import INT8_GROUPS
-from qconvert.runtime.attention import attend
+from qconvert.runtime.attention import Temperature, attend, by_head
 from qconvert.runtime.cache import Cache
 from qconvert.runtime.config import Experts
-from qconvert.runtime.latent_attention import LatentAttention
 from qconvert.runtime.layer_step import LayerStep, SplitStep
 from qconvert.runtime.linear import Linear
 from qconvert.runtime.norm import Norm
@@ -33,13 +34,34 @@ def fan_out(x: Tensor, parts: Sequence[Linear], widths: Sequence[int]) -> Sequen
     return [part(x) for part in parts]
 
 
+class Mixer(Protocol):
+    """What a layer mixes tokens by: attention, or what stands in its place."""
+
+    @property
+    def o(self) -> Linear:
+        """The output projection."""
+        ...
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All its linears."""
+        ...
+
+    def mixed(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
+        """What the output projection reads, [B, T, I]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Grouped-query attention of one layer.
 
     Queries and keys are clamped (`limit`), normalised and rotated, as far as the model does that; norms are
     over heads (Qwen3), or over all heads together (OLMo 2). `rope` is the number of the rotation, None for
-    no rotation. `scale`, `cap` and `sinks_H` are `attend`'s.
+    no rotation; what is rotated may be normalised once more (`rotated_norm`), and other queries have a
+    `temperature`. `gated`: the query projection makes a gate for each head too, behind its query, whose
+    sigmoid multiplies what the head gives (Qwen3-Next). `scale`, `cap`, `sinks_H` and `chunked` are
+    `attend`'s.
     """
 
     layer: int
@@ -57,20 +79,28 @@ class Attention:
     cap: float | None = None
     limit: float | None = None
     sinks_H: Tensor | None = None
+    gated: bool = False
+    chunked: bool = False
+    rotated_norm: Norm | None = None
+    temperature: Temperature | None = None
 
     @property
     def linears(self) -> list[Linear]:
         """All its linears."""
         return [*self.qkv, self.o]
 
-    def __call__(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
-        return self.o(self.mixed(x_BTD, rotations, cache))
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """The rows of the projections to queries (and gates), keys and values."""
+        keys = self.kv_heads * self.head_dim
+        return self.heads * self.head_dim * (2 if self.gated else 1), keys, keys
 
     def mixed(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
         """What the output projection reads: the values of all heads as they attend, [B, T, H E]."""
-        q, k, v = fan_out(
-            x_BTD, self.qkv, [n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)]
-        )
+        q, k, v = fan_out(x_BTD, self.qkv, self.widths)
+        gate_BTI = None
+        if self.gated:
+            q, gate_BTI = (half.flatten(-2) for half in by_head(q, self.heads).chunk(2, dim=-1))
         if self.limit is not None:
             q, k, v = (part.clamp(-self.limit, self.limit) for part in (q, k, v))
         q, k, v = self._by_head(q, self.q_norm), self._by_head(k, self.k_norm), self._by_head(v, None)
@@ -79,12 +109,17 @@ class Attention:
             if self.interleaved:
                 q, k = (apart(part, cos_TR.shape[-1]) for part in (q, k))
             q, k = rotate(q, cos_TR, sin_TR), rotate(k, cos_TR, sin_TR)
+        if self.rotated_norm is not None:
+            q, k = self.rotated_norm(q), self.rotated_norm(k)
+        if self.temperature is not None:
+            q = self.temperature(q, 0 if cache is None else cache.length)
         k_BKTE, v_BKTE = k.transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k_BKTE, v_BKTE = cache.extend(self.layer, k_BKTE, v_BKTE)
-        rules = self.window, self.scale, self.cap, self.sinks_H
+        rules = self.window, self.scale, self.cap, self.sinks_H, self.chunked
         y_BHTE = attend(q.transpose(1, 2), k_BKTE, v_BKTE, *rules)
-        return y_BHTE.transpose(1, 2).flatten(-2)
+        y_BTI = y_BHTE.transpose(1, 2).flatten(-2)
+        return y_BTI if gate_BTI is None else y_BTI * torch.sigmoid(gate_BTI)
 
     def _by_head(self, x_BTR: Tensor, norm: Norm | None) -> Tensor:
         """[B, T, heads, E], normalised by head, or as a whole where the norm is as wide as all of them."""
@@ -129,6 +164,11 @@ class Mlp:
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self.gated(x))
 
+    @property
+    def linears(self) -> list[Linear]:
+        """All its linears."""
+        return [*self.gate_up, self.down]
+
     def gated(self, x: Tensor) -> Tensor:
         """What `down` reads: the activation of `gate` and `up`."""
         width = self.down.weight.shape[1]
@@ -140,7 +180,8 @@ class Mlp:
 class SparseMlp:
     """The few experts that the router picks for a token, and one that always runs, gated or not.
 
-    `chosen_by` says how they are picked, with `correction_X` where the model has one.
+    `chosen_by` says how they are picked, with `correction_X` where the model has one; `scale_X` multiplies
+    the weight of each.
     """
 
     router: Linear
@@ -149,25 +190,53 @@ class SparseMlp:
     shared: Mlp | None
     shared_gate: Linear | None
     correction_X: Tensor | None = None
+    scale_X: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         x_ND = x.flatten(0, -2)
-        weight_NS, chosen_NS = self.route(x_ND)
+        return self.combined(x_ND, *self.route(x_ND)).view_as(x)
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All its linears."""
+        blocks = [*self.experts] if self.shared is None else [*self.experts, self.shared]
+        routers = [self.router] if self.shared_gate is None else [self.router, self.shared_gate]
+        return [*routers, *(linear for block in blocks for linear in block.linears)]
+
+    def combined(self, x_ND: Tensor, weight_NS: Tensor, chosen_NS: Tensor) -> Tensor:
+        """What the chosen experts give, times their weights, and the one that always runs, [N, D]."""
         y_ND = torch.zeros_like(x_ND)
         for expert in torch.bincount(chosen_NS.flatten()).nonzero().flatten().tolist():
             row, slot = torch.where(chosen_NS == expert)
-            y_ND.index_add_(0, row, self.experts[expert](x_ND[row]) * weight_NS[row, slot, None])
+            weight_N1 = weight_NS[row, slot, None]
+            if self.chosen_by.weighs_inputs:
+                y_ND.index_add_(0, row, self.experts[expert](x_ND[row] * weight_N1))
+            else:
+                y_ND.index_add_(0, row, self.experts[expert](x_ND[row]) * weight_N1)
         if self.shared is not None:
             shared_ND = self.shared(x_ND)
             if self.shared_gate is not None:
                 shared_ND = torch.sigmoid(self.shared_gate(x_ND)) * shared_ND
             y_ND += shared_ND
-        return y_ND.view_as(x)
+        return y_ND
 
     def route(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         """Weights and numbers of the experts of each row, [N, S]."""
         weight_NS, chosen_NS = route(self.router(x_ND).float(), self.chosen_by, self.correction_X)
+        if self.scale_X is not None:
+            weight_NS = weight_NS * self.scale_X[chosen_NS]
         return weight_NS.to(x_ND.dtype), chosen_NS
+
+
+class Block(Protocol):
+    """What a layer computes of each token alone."""
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All its linears."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +247,9 @@ class Layer:
     """
 
     attention_norm: Norm | None
-    attention: Attention | LatentAttention
+    attention: Mixer
     mlp_norm: Norm | None
-    mlp: Mlp | SparseMlp
+    mlp: Block
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
     parallel: bool = False
@@ -196,9 +265,9 @@ class Layer:
             return (lambda x_BTD: self._both(x_BTD, rotations, cache),)
         attend = SplitStep(
             self.attention.o,
-            lambda x_BTD: self.attention.mixed(_normalised(self.attention_norm, x_BTD), rotations, cache),
+            lambda x_BTD: self.attention.mixed(normalised(self.attention_norm, x_BTD), rotations, cache),
             lambda x_BTD, mixed_BTI: (
-                x_BTD + _normalised(self.attention_post_norm, self.attention.o(mixed_BTI))
+                x_BTD + normalised(self.attention_post_norm, self.attention.o(mixed_BTI))
             ),
         )
         return attend, self._mlp_step()
@@ -206,20 +275,24 @@ class Layer:
     def _mlp_step(self) -> LayerStep:
         mlp = self.mlp
         if not isinstance(mlp, Mlp):
-            return lambda x_BTD: (
-                x_BTD + _normalised(self.mlp_post_norm, mlp(_normalised(self.mlp_norm, x_BTD)))
-            )
+            return lambda x_BTD: x_BTD + normalised(self.mlp_post_norm, mlp(normalised(self.mlp_norm, x_BTD)))
         return SplitStep(
             mlp.down,
-            lambda x_BTD: mlp.gated(_normalised(self.mlp_norm, x_BTD)),
-            lambda x_BTD, gated_BTI: x_BTD + _normalised(self.mlp_post_norm, mlp.down(gated_BTI)),
+            lambda x_BTD: mlp.gated(normalised(self.mlp_norm, x_BTD)),
+            lambda x_BTD, gated_BTI: x_BTD + normalised(self.mlp_post_norm, mlp.down(gated_BTI)),
         )
 
     def _both(self, x_BTD: Tensor, rotations: Sequence[Rotation], cache: Cache | None) -> Tensor:
-        read_BTD = _normalised(self.attention_norm, x_BTD)
-        mixed_BTD = self.attention(read_BTD, rotations, cache)
-        x_BTD = x_BTD + _normalised(self.attention_post_norm, mixed_BTD)
-        return x_BTD + _normalised(self.mlp_post_norm, self.mlp(read_BTD))
+        read_BTD = normalised(self.attention_norm, x_BTD)
+        mixed_BTD = self.attention.o(self.attention.mixed(read_BTD, rotations, cache))
+        x_BTD = x_BTD + normalised(self.attention_post_norm, mixed_BTD)
+        return x_BTD + normalised(self.mlp_post_norm, self.mlp(read_BTD))
+
+    @property
+    def plain_mlp(self) -> Mlp:
+        """Its MLP, which it has where it `is_plain`."""
+        assert isinstance(self.mlp, Mlp)
+        return self.mlp
 
     @property
     def plain_attention(self) -> Attention:
@@ -230,11 +303,7 @@ class Layer:
     @property
     def linears(self) -> list[Linear]:
         """All its linears."""
-        dense = [self.mlp] if isinstance(self.mlp, Mlp) else [*self.mlp.experts, self.mlp.shared]
-        blocks = [linear for mlp in dense if mlp is not None for linear in (*mlp.gate_up, mlp.down)]
-        routers = [] if isinstance(self.mlp, Mlp) else [self.mlp.router, self.mlp.shared_gate]
-        found = [*self.attention.linears, *routers, *blocks]
-        return [linear for linear in found if linear is not None]
+        return [*self.attention.linears, *self.mlp.linears]
 
     @property
     def is_plain(self) -> bool:
@@ -247,7 +316,9 @@ class Layer:
             return False
         head_norms = [norm for norm in (a.q_norm, a.k_norm) if norm is not None]
         by_head = all(norm.is_plain and norm.width == a.head_dim for norm in head_norms)
-        special = a.interleaved or any(each is not None for each in (a.scale, a.cap, a.limit, a.sinks_H))
+        special = a.interleaved or a.gated or (a.chunked and a.window is not None)
+        options = (a.scale, a.cap, a.limit, a.sinks_H, a.rotated_norm, a.temperature)
+        special = special or any(each is not None for each in options)
         before = all(norm is not None and norm.is_plain for norm in (self.attention_norm, self.mlp_norm))
         after = self.attention_post_norm is not None or self.mlp_post_norm is not None
         dense = isinstance(self.mlp, Mlp) and self.mlp.activation is swiglu
@@ -255,5 +326,6 @@ class Layer:
         return before and not after and dense and by_head and a.rope == 0 and not special and exact
 
 
-def _normalised(norm: Norm | None, x: Tensor) -> Tensor:
+def normalised(norm: Norm | None, x: Tensor) -> Tensor:
+    """What a norm gives; without one the same."""
     return x if norm is None else norm(x)

@@ -13,11 +13,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qconvert.core.activations import InputQuantization
 from qconvert.errors import QConvertError
 from qconvert.models.rope import LongScaling
+from qconvert.runtime.beside import LayerInputs
 from qconvert.runtime.cache import Cache
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.device_layout import Layout
@@ -41,8 +43,9 @@ class Decoder:
 
     `hidden` and `logits` are apart so that evaluations can run many chunks through a layer at once,
     yet never hold [tokens, vocabulary] in full. Token ids must be below `config.vocab`. `step` is a
-    faster way to decode a single sequence, where there is one. `embed_scale` multiplies embeddings, and
-    `head_inputs` says what hidden states are rounded to before the head.
+    faster way to decode a single sequence, where there is one. `embed_scale` multiplies embeddings,
+    `layer_inputs` makes what Gemma 4's layers read of the tokens, and `head_inputs` says what hidden states
+    are rounded to before the head.
     """
 
     config: DecoderConfig
@@ -56,13 +59,14 @@ class Decoder:
     step: Step | None = None
     local_frequencies_F: Tensor | None = None
     embed_scale: float = 1.0
+    layer_inputs: LayerInputs | None = None
     observers: Observers = field(default_factory=Observers)
     head_inputs: InputQuantization | None = None
 
     def without_tables(self) -> Decoder:
         """This model without its embedding and head, to follow activations from layer to layer."""
         none = DenseWeight(torch.empty(0, self.config.hidden))
-        return replace(self, embed=none, head=none)
+        return replace(self, embed=none, head=none, layer_inputs=None)
 
     @property
     def device(self) -> torch.device:
@@ -93,17 +97,24 @@ class Decoder:
                 x_BTD = layer(x_BTD, rotations, cache)
         if cache is not None:
             cache.length += new
-        h_BTD = self.norm(x_BTD)
+        h_BTD = self.normalised(x_BTD)
         if self.observers.linears:
             Tap(InputKey(("lm_head",)), self.observers.linears).show(h_BTD)
         return h_BTD
 
     def embedded(self, tokens_BT: Tensor) -> Tensor:
-        """What the first layer reads, [B, T, D] in the compute dtype."""
+        """What the first layer reads, [B, T, D] in the compute dtype; of some models with more beside it."""
         x_BTD = self.embed.rows(tokens_BT.flatten()).view(*tokens_BT.shape, -1)
-        if self.embed_scale == 1:
-            return x_BTD
-        return x_BTD * torch.tensor(self.embed_scale, dtype=x_BTD.dtype)
+        if self.embed_scale != 1:
+            x_BTD = x_BTD * torch.tensor(self.embed_scale, dtype=x_BTD.dtype)
+        if self.layer_inputs is not None:
+            x_BTD = torch.cat((x_BTD, self.layer_inputs(tokens_BT, x_BTD)), dim=-1)
+        shared = self.config.stream - x_BTD.shape[-1]  # keys and values, which are not computed yet
+        return F.pad(x_BTD, (0, shared)) if shared else x_BTD
+
+    def normalised(self, x_BTS: Tensor) -> Tensor:
+        """What the head reads of what the last layer gives, [B, T, D]."""
+        return self.norm(x_BTS[..., : self.config.hidden])
 
     def rotations(self, start: int, stop: int) -> list[Rotation]:
         """The rotations of positions [start, stop), which every layer reads."""
@@ -147,23 +158,20 @@ class Decoder:
 
         Raises QConvertError saying its size where the device has not that much memory.
         """
-        config = self.config
-        parts, heads, width = config.cached
-        shape = (config.layers, parts, batch, heads, room, width)
+        kept = self.config.cached
         try:
-            return Cache(torch.zeros(shape, dtype=self.dtype, device=self.device))
+            return Cache.empty(kept, batch, room, self.dtype, self.device)
         except RuntimeError as error:  # also torch.OutOfMemoryError
-            gigabytes = math.prod(shape) * self.dtype.itemsize / 1e9
+            gigabytes = sum(map(math.prod, kept)) * batch * room * self.dtype.itemsize / 1e9
             raise QConvertError(
                 f"{room:,} tokens: their keys and values need {gigabytes:,.2f} GB, which are not free",
                 "ask for fewer tokens, or give a shorter prompt",
             ) from error
 
     def _check_room(self, cache: Cache, new: int) -> None:
-        room = cache.kv.shape[-2]
-        if cache.length + new > room:
+        if cache.length + new > cache.room:
             raise QConvertError(
-                f"prompt: {cache.length} + {new} tokens do not fit the cache of {room}",
+                f"prompt: {cache.length} + {new} tokens do not fit the cache of {cache.room}",
                 "ask for a longer cache or a shorter prompt",
             )
 

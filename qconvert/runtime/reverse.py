@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 
 from qconvert.core.statistics import StatisticsKey
+from qconvert.runtime.beside import CarryingLayer
+from qconvert.runtime.delta_net import DeltaNet
+from qconvert.runtime.dense_and_sparse import DenseAndSparse
 from qconvert.runtime.latent_attention import LatentAttention
-from qconvert.runtime.layer import Attention, Layer, Mlp, SparseMlp
+from qconvert.runtime.layer import Attention, Block, Layer, Mixer, Mlp, SparseMlp
 from qconvert.runtime.linear import Linear, Weight
+from qconvert.runtime.shared_keys import SharingAttention
 from qconvert.runtime.storage import SCRATCH_BYTES
 
 GradientObserver = Callable[[StatisticsKey, Tensor], None]
@@ -29,19 +33,43 @@ The key is that of an unfused linear, whose rows these are. Of an expert, N are 
 
 def differentiable(layer: Layer, observer: GradientObserver) -> Layer:
     """The same layer, through which autograd goes, and which shows the gradients of all its linears."""
-    attention, mlp = layer.attention, layer.mlp
-    if isinstance(attention, Attention):
-        traced: Attention | LatentAttention = _traced_attention(attention, observer)
-    else:
-        traced = _traced_latent(attention, observer)
-    block = _traced_sparse(mlp, observer) if isinstance(mlp, SparseMlp) else _traced_mlp(mlp, observer)
-    return replace(layer, attention=traced, mlp=block)
+    traced = replace(
+        layer, attention=_traced_mixer(layer.attention, observer), mlp=_traced_block(layer.mlp, observer)
+    )
+    if not isinstance(traced, CarryingLayer) or traced.own_input is None:
+        return traced
+    own = traced.own_input
+    gate, out = (_traced_one(linear, observer) for linear in (own.gate, own.out))
+    return replace(traced, own_input=replace(own, gate=gate, out=out))
 
 
-def _traced_attention(attention: Attention, observer: GradientObserver) -> Attention:
-    widths = [heads * attention.head_dim for heads in (attention.heads, *2 * (attention.kv_heads,))]
-    qkv = _traced(attention.qkv, widths, observer)
-    return replace(attention, qkv=qkv, o=_traced_one(attention.o, observer))
+def _traced_block(block: Block, observer: GradientObserver) -> Block:
+    match block:
+        case Mlp():
+            return _traced_mlp(block, observer)
+        case SparseMlp():
+            return _traced_sparse(block, observer)
+        case DenseAndSparse():
+            dense, sparse = _traced_mlp(block.dense, observer), _traced_sparse(block.sparse, observer)
+            return replace(block, dense=dense, sparse=sparse)
+    raise TypeError(f"{block} has no gradients")
+
+
+def _traced_mixer(mixer: Mixer, observer: GradientObserver) -> Mixer:
+    match mixer:
+        case Attention():
+            qkv = _traced(mixer.qkv, mixer.widths, observer)
+            return replace(mixer, qkv=qkv, o=_traced_one(mixer.o, observer))
+        case SharingAttention():
+            reading = _traced(mixer.reading, mixer.widths, observer)
+            return replace(mixer, reading=reading, o=_traced_one(mixer.o, observer))
+        case LatentAttention():
+            return _traced_latent(mixer, observer)
+        case DeltaNet():
+            widths = [linear.weight.shape[0] for linear in mixer.reading]
+            reading = _traced(mixer.reading, widths, observer)
+            return replace(mixer, reading=reading, o=_traced_one(mixer.o, observer))
+    raise TypeError(f"{mixer} has no gradients")
 
 
 def _traced_latent(attention: LatentAttention, observer: GradientObserver) -> LatentAttention:

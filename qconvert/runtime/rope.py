@@ -12,7 +12,14 @@ import math
 import torch
 from torch import Tensor
 
-from qconvert.models.rope import LinearScaling, Llama3Scaling, LongScaling, Rope, YarnScaling
+from qconvert.models.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    ProportionalScaling,
+    Rope,
+    YarnScaling,
+)
 
 Rotation = tuple[Tensor, Tensor]
 """Cosines and signed sines of the positions at hand, float32 [T, R] each."""
@@ -30,6 +37,9 @@ def frequencies(rope: Rope, head_dim: int) -> Tensor:
             return 1.0 / base_F
         case LinearScaling(factor):
             return 1.0 / base_F / factor
+        case ProportionalScaling(share, factor):
+            turning = torch.arange(rotated // 2) < int(share * rotated // 2)
+            return torch.where(turning, 1.0 / base_F / factor, 0.0)
         case Llama3Scaling() as scaling:
             plain_F = 1.0 / base_F
             turns_F = scaling.original_context * plain_F / (2 * math.pi)

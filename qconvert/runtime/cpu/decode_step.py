@@ -44,7 +44,7 @@ class CpuStep:
         self._layers = np.concatenate([self._layer(layer) for layer in decoder.layers])
         self._model = np.zeros(1, MODEL)
         heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
-        width = max(layer.mlp.down.weight.shape[1] for layer in decoder.layers)  # type: ignore[union-attr]
+        width = max(layer.plain_mlp.down.weight.shape[1] for layer in decoder.layers)
         sizes = {
             "x": config.hidden,
             "qkv": (heads + 2 * kv_heads) * head_dim,
@@ -106,7 +106,7 @@ class CpuStep:
 
     def _layer(self, layer: Layer) -> np.ndarray:
         record = np.zeros(1, LAYER)
-        attention, mlp = layer.plain_attention, layer.mlp
+        attention, mlp = layer.plain_attention, layer.plain_mlp
         norms = {
             "attention_norm": layer.attention_norm,
             "mlp_norm": layer.mlp_norm,
@@ -115,13 +115,13 @@ class CpuStep:
         }
         for name, norm in norms.items():
             record[name] = 0 if norm is None else self._vector(norm)
-        heads, kv_heads, width = attention.heads, attention.kv_heads, mlp.down.weight.shape[1]  # type: ignore[union-attr]
+        heads, kv_heads, width = attention.heads, attention.kv_heads, mlp.down.weight.shape[1]
         shares = [n * attention.head_dim for n in (heads, kv_heads, kv_heads)]
         linears = {
             **dict(zip("qkv", _apart(attention.qkv, shares), strict=True)),
-            **dict(zip(("gate", "up"), _apart(mlp.gate_up, [width, width]), strict=True)),  # type: ignore[union-attr]
+            **dict(zip(("gate", "up"), _apart(mlp.gate_up, [width, width]), strict=True)),
             "o": attention.o,
-            "down": mlp.down,  # type: ignore[union-attr]
+            "down": mlp.down,
         }
         for name, linear in linears.items():
             bias = None if linear.bias_O is None else linear.bias_O.float().contiguous()
@@ -163,8 +163,8 @@ def cpu_step(decoder: Decoder) -> CpuStep | None:
     weights: list[object] = [decoder.head]
     config = decoder.config
     for layer in decoder.layers:
-        parts: list[Linear] = [*layer.plain_attention.qkv, *layer.mlp.gate_up]  # type: ignore[union-attr]
-        weights += [part.weight for part in (*parts, layer.plain_attention.o, layer.mlp.down)]  # type: ignore[union-attr]
+        parts: list[Linear] = [*layer.plain_attention.qkv, *layer.plain_mlp.gate_up]
+        weights += [part.weight for part in (*parts, layer.plain_attention.o, layer.plain_mlp.down)]
     widths = [
         config.hidden,
         config.head_dim,
