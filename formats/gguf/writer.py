@@ -116,7 +116,7 @@ def _plan_part(name: str, kv: Sequence[KV], tensors: Sequence[GGUFTensor]) -> Fi
     head = head.ljust(_padded(len(head)), b"\0")
     return FilePlan(
         name=name,
-        head=head,
+        head_parts=lambda: (head,),
         specs={tensor.name: tensor.stored for tensor in tensors},
         offsets={tensor.name: len(head) + start for tensor, start in zip(tensors, starts, strict=True)},
         size=len(head) + end,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -32,17 +32,22 @@ from qconvert.formats.io.local_file import (
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One file to be written: its first bytes, and the offset of each tensor.
+    """One file to be written: its first bytes, made some at a time, and the offset of each tensor.
 
     `offsets` count from the start of the file; `size` is the file's. A text file has no tensors and is all
     `head`.
     """
 
     name: str
-    head: bytes
+    head_parts: Callable[[], Iterable[bytes]]
     specs: Mapping[str, TensorSpec]
     offsets: Mapping[str, int]
     size: int
+
+    @property
+    def head(self) -> bytes:
+        """The first bytes in one piece."""
+        return b"".join(self.head_parts())
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,10 @@ class FileSink:
         fd = reopen(path, file.size) if self._resumed else create(path, file.size, claimed=claimed)
         self._paths.append(path)
         self._fds[fd] = file.name
-        write_exactly(fd, memoryview(file.head), 0, file.name)
+        offset = 0
+        for part in file.head_parts():
+            write_exactly(fd, memoryview(part), offset, file.name)
+            offset += len(part)
         self._dirty.add(fd)
         for name, spec in file.specs.items():
             self._places[name] = _Location(fd, file.offsets[name], spec, file.name)

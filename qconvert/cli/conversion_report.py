@@ -73,9 +73,8 @@ class FolderReport:
 
     @cached_property
     def _before(self) -> ParameterTable:
-        checkpoint = self.job.source.checkpoint
-        binding = checkpoint.bind(allow_unknown=True)
-        return table_of_tensors(checkpoint.tensors, binding, checkpoint.layout.traits)
+        checkpoint, binding = self.job.source.checkpoint, self.job.compiled.binding
+        return table_of_tensors(binding.tensors, binding, checkpoint.layout.traits)
 
     def lines(self) -> list[str]:
         files = self.job.container.files(self.path)

@@ -105,9 +105,12 @@ def _request(request: Request) -> Json:
 
 def _file(file: FilePlan) -> Json:
     """Offsets follow from the header of safetensors, but not from that of every format."""
+    header = sha256()
+    for part in file.head_parts():
+        header.update(part)
     return {
         "bytes": file.size,
-        "header": sha256(file.head).hexdigest(),
+        "header": header.hexdigest(),
         "offsets": _hashed(f"{name} {offset}" for name, offset in file.offsets.items()),
     }
 

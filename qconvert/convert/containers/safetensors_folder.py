@@ -16,7 +16,7 @@ from qconvert.convert.model_card import model_card
 from qconvert.convert.outcome import Outcome, WrittenRows
 from qconvert.core.dtypes import Json
 from qconvert.core.protocols import Layout
-from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.formats.io.journal import FILE_NAME as JOURNAL
 from qconvert.formats.io.local_file import copy_whole
 from qconvert.formats.io.output_folder import OutputDir, check_target, partial_folder
@@ -50,7 +50,7 @@ class SafetensorsFolder:
 
     @cached_property
     def _files(self) -> tuple[FilePlan, ...]:
-        specs = [spec for unit in self.compiled.plan.units for spec in self.layout.stored_arrays(unit.output)]
+        specs = (spec for unit in self.compiled.plan.units for spec in self.layout.stored_arrays(unit.output))
         parameters = table_of_outputs(self.compiled.outputs, self.compiled.architecture).parameters
         return plan_files(specs, self.options.shard_size, {"format": "pt"}, parameters)
 
