@@ -50,14 +50,12 @@ def plan_files(
     shards.reverse()  # so that each is let go of when its file is laid out
     tables = {name: _laid_out(shards.pop(), metadata) for name in names}
     files = [
-        FilePlan(
-            name, partial(_head_parts, table, metadata), table, table.offsets, table.start + table.nbytes
-        )
+        FilePlan(name, partial(_head_parts, table, metadata), table, table.start + table.nbytes)
         for name, table in tables.items()
     ]
     if len(files) > 1:
         index = partial(_index_parts, tables, total_parameters)
-        files.append(FilePlan(INDEX_FILE, index, {}, {}, sum(map(len, index()))))
+        files.append(FilePlan(INDEX_FILE, index, ArrayTable(), sum(map(len, index()))))
     return tuple(files)
 
 

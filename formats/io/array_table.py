@@ -63,6 +63,11 @@ class ArrayTable(Mapping[str, TensorSpec]):
         sizes = [TensorSpec("", *kind).nbytes for kind in self.kinds]
         return sum(map(sizes.__getitem__, self._kind_of))
 
+    def places(self) -> Iterator[tuple[TensorSpec, int]]:
+        """Yields every array with its offset, in order."""
+        for name, kind, begin in self.rows():
+            yield TensorSpec(name, *self.kinds[kind]), self.start + begin
+
     def rows(self) -> Iterator[tuple[str, int, int]]:
         """Yields name, kind and first byte in the data of every array, in order."""
         return zip(self._rows, self._kind_of, self._begins, strict=True)

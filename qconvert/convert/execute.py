@@ -24,12 +24,14 @@ from qconvert.convert.read_ahead import read_ahead
 from qconvert.convert.resume import RunJournal
 from qconvert.convert.runner import (
     MOST_CODE_ERROR,
+    Block,
     Granule,
     Made,
     RowsStatistics,
     Terms,
     at_hand,
     block_bytes,
+    rows_read,
     rows_statistics,
     run,
     single_rows,
@@ -41,7 +43,7 @@ from qconvert.formats.io.read_back import Hashes, Progress
 from qconvert.formats.layouts import registry
 from qconvert.models.declared import Declaration
 from qconvert.plan.compile import compile_request
-from qconvert.plan.plan import Plan, Unit
+from qconvert.plan.plan import Plan
 from qconvert.plan.request import GGUFTarget, Request
 
 Listener = Callable[[BlockDone], None]
@@ -188,7 +190,7 @@ def execute(
                 rows = values.reshape(len(values), -1)
                 output.sink.write(name, 0, rows)
                 crc = crc32(octets(rows))
-                outcome.written[name].append(WrittenRows(name, 0, len(rows), rows.shape[1], crc))
+                outcome.written.add(WrittenRows(name, 0, len(rows), rows.shape[1], crc))
             for done in journal.restored(units, output.sink):
                 outcome.add(done)
                 listen(done)
@@ -228,10 +230,16 @@ def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDo
     )
     there = journal.there
 
-    def position(unit: Unit) -> tuple[int, int]:
-        """Where a unit's first array lies in the source files, so that reading goes forward."""
-        first = checkpoint.layout.stored_arrays(unit.source)[0]
-        return checkpoint.files.source_offset(first.name)
+    def position(block: Block) -> tuple[int, int]:
+        """About where in the source files a block begins to read, so that reading goes forward."""
+        row = rows_read(block.unit, block.start)
+        for piece in block.unit.inputs:
+            if row < piece.rows:
+                break
+            row -= piece.rows
+        first = checkpoint.layout.stored_arrays(piece.tensor)[0]
+        file, offset = checkpoint.files.source_offset(first.name)
+        return file, offset + first.nbytes * (piece.start + row * piece.step) // max(1, piece.tensor.rows)
 
     def run_plan(
         plan: Plan,

@@ -8,6 +8,7 @@ is written at its own place, so the bytes are the same for any number of threads
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -135,7 +136,7 @@ def run(
     layout: Layout,
     sink: Sink,
     terms: Terms,
-    order: Callable[[Unit], object] | None = None,
+    order: Callable[[Block], tuple[int, int]] | None = None,
     statistics: RowsStatistics | None = None,
     made: Made | None = None,
     granule: Granule = single_rows,
@@ -144,7 +145,7 @@ def run(
 ) -> Generator[BlockDone, None, None]:
     """Make every tensor of the plan and write it to the sink; yields an event per block.
 
-    `order` sorts the units, for sources that are faster in sequence; `statistics` are those of the inputs
+    `order` sorts the blocks, for sources that are faster in sequence; `statistics` are those of the inputs
     that units name; `made` is shown the rows of every block, from any thread; blocks of a unit are whole
     multiples of its `granule` rows. Blocks that are `there` already, by the name of the output and their
     first row, are left out. `ahead` fetches what blocks read before they do.
@@ -155,22 +156,23 @@ def run(
     limit = terms.block_bytes
     blocks = [
         block
-        for unit in (sorted(plan.units, key=order) if order else plan.units)  # type: ignore[arg-type]
+        for unit in plan.units
         for block in cut(unit, layout, limit, granule(unit))
         if (unit.output.name, block.start) not in there
     ]
-    final = _finalized(_needed(plan, blocks), reader, layout, limit, terms, statistics, ahead)
-    blocks = [replace(block, unit=final[block.unit.output.name]) for block in blocks]
-    left = dict.fromkeys(final, 0)
-    for block in blocks:
-        left[block.unit.output.name] += 1
+    if order:
+        blocks.sort(key=order)
+    if any(op.needs_reduction for block in blocks for op in block.unit.ops):
+        final = _finalized(_needed(plan, blocks), reader, layout, limit, terms, statistics, ahead)
+        blocks = [replace(block, unit=final[block.unit.output.name]) for block in blocks]
+    left = Counter(block.unit.output.name for block in blocks)
 
     def make(block: Block) -> BlockDone:
         return _make(block, reader, layout, sink, terms, statistics, made)
 
     for done in bounded(blocks, make, terms.jobs, terms.max_memory, ahead):
         left[done.unit.output.name] -= 1
-        yield replace(done, last=left[done.unit.output.name] == 0)
+        yield done if left[done.unit.output.name] else replace(done, last=True)
 
 
 def _needed(plan: Plan, blocks: Iterable[Block]) -> list[Unit]:
