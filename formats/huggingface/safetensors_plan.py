@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import merge
-from itertools import islice, repeat
+from itertools import chain, islice, repeat, starmap
 from json.encoder import encode_basestring, encode_basestring_ascii
 
 from qconvert.core.dtypes import DType, TensorSpec
@@ -26,8 +26,8 @@ _ALIGNMENT_ORDER = (
     DType.F16, DType.BF16, DType.I32, DType.U32, DType.F32, DType.F64, DType.I64, DType.U64,
 )  # fmt: skip
 _RANK = {dtype: rank for rank, dtype in enumerate(_ALIGNMENT_ORDER)}
-# Entries of an index that are written together.
-_LINES = 10_000
+# Entries of a header or an index that are made together.
+_ENTRIES = 1_000
 
 
 def plan_files(
@@ -55,7 +55,8 @@ def plan_files(
     ]
     if len(files) > 1:
         index = partial(_index_parts, tables, total_parameters)
-        files.append(FilePlan(INDEX_FILE, index, ArrayTable(), sum(map(len, index()))))
+        size = sum(map(len, index(in_order=False)))
+        files.append(FilePlan(INDEX_FILE, index, ArrayTable(), size))
     return tuple(files)
 
 
@@ -102,46 +103,63 @@ def _laid_out(shard: _Shard, metadata: Mapping[str, str] | None) -> ArrayTable:
     kinds = shard.kinds.kinds
     numbers = {number: table.kind(*kinds[number]) for number in dict.fromkeys(shard.numbers)}
     sizes = {number: TensorSpec("", *kinds[number]).nbytes for number in numbers}
-    by_rank: dict[int, list[tuple[str, int]]] = {}
-    for tensor, number in zip(shard.names, shard.numbers, strict=True):
-        by_rank.setdefault(_RANK[kinds[number][0]], []).append((tensor, number))
+    ranks = array("B", (_RANK[kinds[number][0]] for number in shard.numbers))
     end = 0
-    for rank in sorted(by_rank, reverse=True):
-        for tensor, number in sorted(by_rank.pop(rank)):
+    for rank in sorted(set(ranks), reverse=True):
+        named = zip(shard.names, shard.numbers, ranks, strict=True)
+        for tensor, number in sorted((name, number) for name, number, own in named if own == rank):
             table.add(tensor, numbers[number], end)
             end += sizes[number]
-    table.start = sum(map(len, _head_parts(table, metadata)))
+    length = sum(map(len, _header_parts(table, metadata)))
+    table.start = 8 + length + -length % 8
     return table
 
 
-def _head_parts(table: ArrayTable, metadata: Mapping[str, str] | None) -> tuple[bytes, bytes]:
-    """The length of the header, and the header."""
+def _head_parts(table: ArrayTable, metadata: Mapping[str, str] | None) -> Iterator[bytes]:
+    """The length of the header, and the header, filled with spaces; some entries at a time."""
+    length = table.start - 8
+    yield length.to_bytes(8, "little")
+    for part in _header_parts(table, metadata):
+        yield part
+        length -= len(part)
+    yield b" " * length
+
+
+def _header_parts(table: ArrayTable, metadata: Mapping[str, str] | None) -> Iterator[bytes]:
     kinds = []
     for dtype, shape in table.kinds:
         said = json.dumps({"dtype": dtype.code, "shape": shape}, separators=(",", ":"))
         kinds.append((f':{said[:-1]},"data_offsets":[', TensorSpec("", dtype, shape).nbytes))
-    entries = []
-    if metadata:
-        said = json.dumps({METADATA_KEY: dict(metadata)}, ensure_ascii=False, separators=(",", ":"))
-        entries.append(said[1:-1])
-    for tensor, number, begin in table.rows():
+    about = {METADATA_KEY: dict(metadata)} if metadata else {}
+    first = json.dumps(about, ensure_ascii=False, separators=(",", ":"))[1:-1]
+
+    def entry(tensor: str, number: int, begin: int) -> str:
         said, nbytes = kinds[number]
-        entries.append(f"{encode_basestring(tensor)}{said}{begin},{begin + nbytes}]}}")
-    text = f"{{{','.join(entries)}}}".encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little"), text
+        return f"{encode_basestring(tensor)}{said}{begin},{begin + nbytes}]}}"
+
+    return _joined("{", chain([first] if first else [], starmap(entry, table.rows())), "}")
 
 
-def _index_parts(tables: Mapping[str, ArrayTable], total_parameters: int | None) -> Iterator[bytes]:
-    """The index as by transformers' `save_pretrained` (`indent=2, sort_keys=True`), some lines at a time."""
+def _index_parts(
+    tables: Mapping[str, ArrayTable], total_parameters: int | None, *, in_order: bool = True
+) -> Iterator[bytes]:
+    """The index as by transformers' `save_pretrained` (`indent=2, sort_keys=True`), some lines at a time.
+
+    Lines of the same lengths come sooner if they need not be `in_order`.
+    """
     totals = {"total_size": sum(table.nbytes for table in tables.values())}
     if total_parameters is not None:
         totals["total_parameters"] = total_parameters
     said = json.dumps({"metadata": totals, "weight_map": {}}, indent=2, sort_keys=True)
-    homes = (zip(sorted(table), repeat(json.dumps(name)), strict=False) for name, table in tables.items())
-    lines = (f"\n    {encode_basestring_ascii(tensor)}: {home}" for tensor, home in merge(*homes))
-    before = said.removesuffix("}\n}")
-    while some := ",".join(islice(lines, _LINES)):
+    homes = [zip(sorted(table), repeat(json.dumps(name)), strict=False) for name, table in tables.items()]
+    located = merge(*homes) if in_order else chain.from_iterable(homes)
+    lines = (f"\n    {encode_basestring_ascii(tensor)}: {home}" for tensor, home in located)
+    return _joined(said.removesuffix("}\n}"), lines, "\n  }\n}\n")
+
+
+def _joined(before: str, entries: Iterator[str], after: str) -> Iterator[bytes]:
+    """Entries with commas between them, in UTF-8, some at a time."""
+    while some := ",".join(islice(entries, _ENTRIES)):
         yield f"{before}{some}".encode()
         before = ","
-    yield b"\n  }\n}\n"
+    yield (before.removesuffix(",") + after).encode()

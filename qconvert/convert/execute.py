@@ -11,11 +11,13 @@ from pathlib import Path
 from zlib import crc32
 
 from qconvert.calibrate.calibration import Calibration, PlannedStatistics
+from qconvert.calibrate.memory_limit import resident
 from qconvert.checkpoint.assumed import refuse_quantized, without_weights
 from qconvert.checkpoint.facts import gather_facts
 from qconvert.checkpoint.hub import ResolvedModel, resolve
 from qconvert.checkpoint.network import Network
 from qconvert.checkpoint.open import Checkpoint, open_checkpoint
+from qconvert.convert.blocks import Block, at_hand
 from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
@@ -23,13 +25,12 @@ from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
 from qconvert.convert.read_ahead import read_ahead
 from qconvert.convert.resume import RunJournal
 from qconvert.convert.runner import (
+    BLOCK_BYTES,
     MOST_CODE_ERROR,
-    Block,
     Granule,
     Made,
     RowsStatistics,
     Terms,
-    at_hand,
     block_bytes,
     rows_read,
     rows_statistics,
@@ -46,6 +47,8 @@ from qconvert.plan.compile import compile_request
 from qconvert.plan.plan import Plan
 from qconvert.plan.request import GGUFTarget, Request
 
+# What blocks of rows may take however little is left of what was asked for.
+LEAST_BYTES = 4 * BLOCK_BYTES
 Listener = Callable[[BlockDone], None]
 Opened = Callable[[RunJournal], None]
 
@@ -208,16 +211,20 @@ def execute(
     return Result(output.path, record, outcome, hashes)
 
 
-def _rows_bytes(job: Job) -> int:
-    """The bytes that blocks of rows may take together."""
+def _rows_bytes(job: Job, taken: int = 0) -> int:
+    """The bytes that blocks of rows may take together, where the process has `taken` some before.
+
+    A few blocks of rows are always admitted.
+    """
     saved = job.calibration.savings.rows_bytes if job.calibration is not None else None
-    return saved or job.options.max_memory
+    asked = job.options.max_memory
+    return saved or max(asked - taken, min(asked, LEAST_BYTES))
 
 
 def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDone, None, None]:
     request, options, checkpoint = job.compiled.request, job.options, job.source.checkpoint
     sink, layout = output.sink, job.container.layout
-    rows_bytes = _rows_bytes(job)
+    rows_bytes = _rows_bytes(job, resident())
     fetching = read_ahead(job.source, rows_bytes // 2)
     ahead = fetching or at_hand
     terms = Terms(

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
+from json.encoder import encode_basestring_ascii
 from math import inf, isfinite, sqrt
 from operator import add
 from pathlib import Path
@@ -112,27 +113,33 @@ def write_manifest(
     path: Path, record: Json, compiled: Compiled, outcome: Outcome, hashes: Hashes
 ) -> Certificates:
     """Write a manifest with an entry for each tensor, one at a time; return what their certificates are."""
-    found, before = Certificates(), "\n  "
+    found, before = Certificates(), _MARGIN
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps({**record, "tensors": {}}, indent=1).removesuffix("}\n}"))
         for unit in compiled.plan.units:
             entry = _tensor(unit, compiled.request, compiled.layout, outcome, hashes)
             found.add(entry["certificate"])
-            file.write(f"{before}{json.dumps(unit.output.name)}: {_indented(entry, chr(10) + '  ')}")
-            before = ",\n  "
-        file.write("}\n}\n" if before == "\n  " else "\n }\n}\n")
+            file.write(
+                f"{before}{encode_basestring_ascii(unit.output.name)}: {_indented(entry, chr(10) + '  ')}"
+            )
+            before = f",{_MARGIN}"
+        file.write("}\n}\n" if before == _MARGIN else "\n }\n}\n")
     return found
+
+
+_MARGIN = "\n  "
+"""Before a tensor of a manifest."""
 
 
 def _indented(value: object, margin: str) -> str:
     """What `json.dumps(value, indent=1)` says after a margin, in a sixth of its time."""
     inner = f"{margin} "
     if isinstance(value, dict) and value:
-        parts = [f"{json.dumps(key)}: {_indented(each, inner)}" for key, each in value.items()]
+        parts = [f"{encode_basestring_ascii(key)}: {_indented(each, inner)}" for key, each in value.items()]
         return f"{{{inner}{f',{inner}'.join(parts)}{margin}}}"
     if isinstance(value, list) and value:
         return f"[{inner}{f',{inner}'.join(_indented(each, inner) for each in value)}{margin}]"
-    return json.dumps(value)
+    return encode_basestring_ascii(value) if isinstance(value, str) else json.dumps(value)
 
 
 def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources: bool) -> Json:

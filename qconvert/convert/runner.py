@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import lcm
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
+from qconvert.convert.blocks import Block, ReadAhead, at_hand, bounded
 from qconvert.convert.outcome import BlockDone, WrittenRows
 from qconvert.convert.run_errors import (
     refuse_code_error,
@@ -37,7 +36,6 @@ from qconvert.plan.plan import Plan, RowSlice, Unit
 if TYPE_CHECKING:
     import numpy as np
 
-T = TypeVar("T")
 Made = Callable[[Unit, int, Value], None]
 """Is shown what rows of a unit, from that number on, became; called from any thread."""
 RowsStatistics = Callable[[Unit, int, int], tuple[RowStatistics, ...]]
@@ -80,49 +78,6 @@ def block_bytes(reader: Layout, writer: Layout, max_memory: int) -> int:
     """
     transposed = reader.transposed or writer.transposed
     return min(TRANSPOSED_BLOCK_BYTES if transposed else BLOCK_BYTES, max(1, max_memory // 4))
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Rows [start, stop) of a unit's output, and the working memory they need in bytes."""
-
-    unit: Unit
-    start: int
-    stop: int
-    cost: int
-
-
-class Fetching(Protocol):
-    """The blocks of a run in the order in which their bytes come, and their work once these are there."""
-
-    @property
-    def blocks(self) -> Sequence[Block]: ...
-
-    def made(self, make: Callable[[Block], T], block: Block) -> T: ...
-
-    def abort(self) -> None: ...
-
-
-ReadAhead = Callable[["Sequence[Block]"], "AbstractContextManager[Fetching]"]
-"""Fetches what blocks will read, while the context is open, from a source that is not on this disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class _AtHand:
-    """Blocks whose bytes are on this disk."""
-
-    blocks: Sequence[Block]
-
-    def made(self, make: Callable[[Block], T], block: Block) -> T:
-        return make(block)
-
-    def abort(self) -> None:
-        """Nothing is under way."""
-
-
-def at_hand(blocks: Sequence[Block]) -> AbstractContextManager[Fetching]:
-    """The `ReadAhead` of sources on this disk: nothing is fetched."""
-    return nullcontext(_AtHand(blocks))
 
 
 def single_rows(unit: Unit) -> int:
@@ -254,38 +209,6 @@ def cut(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> list[Block]
         Block(unit, start, min(start + rows, output.rows), per_row * (min(start + rows, output.rows) - start))
         for start in range(0, output.rows, rows)
     ]
-
-
-def bounded(
-    blocks: Sequence[Block],
-    make: Callable[[Block], T],
-    jobs: int,
-    max_memory: int,
-    ahead: ReadAhead = at_hand,
-) -> Generator[T, None, None]:
-    """Run `make` on every block with `jobs` threads, never admitting more than the budget at once."""
-    with ahead(blocks) as fetching:
-        waiting = iter(fetching.blocks)
-        block = next(waiting, None)
-        running: dict[Future[T], int] = {}
-        with ThreadPoolExecutor(jobs) as pool:
-            try:
-                while block is not None or running:
-                    while block is not None and (
-                        not running
-                        or (len(running) < 2 * jobs and sum(running.values()) + block.cost <= max_memory)
-                    ):
-                        running[pool.submit(fetching.made, make, block)] = block.cost
-                        block = next(waiting, None)
-                    finished, _ = wait(running, return_when=FIRST_COMPLETED)
-                    for future in finished:
-                        del running[future]
-                        yield future.result()
-            except BaseException:
-                fetching.abort()  # else the threads below would wait for bytes that nobody wants
-                raise
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _make(

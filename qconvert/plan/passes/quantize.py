@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import Unquantized
-from qconvert.core.schemes import Scheme, fitting
+from qconvert.core.schemes import fitting
 from qconvert.errors import BadRecipe
 from qconvert.ops import Cast, Quantize
 from qconvert.plan.passes.fuse import unstack_experts
@@ -32,7 +32,7 @@ def quantize(state: Compiled) -> Compiled:
     plan, architecture = unstack_experts(state.plan, state.architecture), state.architecture
     schemes = decide(recipe, architecture, parameters_of(plan, architecture), tied=state.tied)
     scale_dtype = target.traits.scale_dtype if target else None
-    made: dict[tuple[Scheme, int, DType], Quantize] = {}  # one of a kind: there are very many weights
+    made: dict[tuple[int, int, DType], Quantize] = {}  # one of a kind, by its scheme's identity
 
     def one(unit: Unit) -> Unit:
         scheme = schemes.get(unit.output.name)
@@ -42,7 +42,7 @@ def quantize(state: Compiled) -> Compiled:
         assert isinstance(encoding, Unquantized)
         if encoding.dtype is DType.F64:  # the quantizer's own arithmetic is float32
             unit, encoding = unit.then(Cast(DType.F32)), Unquantized(DType.F32)
-        kind = scheme, unit.output.width, scale_dtype or encoding.dtype
+        kind = id(scheme), unit.output.width, scale_dtype or encoding.dtype
         if kind not in made:
             made[kind] = Quantize(fitting(scheme, unit.output, kind[-1]), recipe.search)
         return unit.then(made[kind])
