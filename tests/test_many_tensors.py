@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import tracemalloc
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import qconvert as library
 from evals.speed_tensors import make_sparse
 from qconvert.convert.execute import execute, open_model, prepare
-from qconvert.convert.outcome import BlockDone, WrittenParts, WrittenRows
+from qconvert.convert.outcome import WrittenParts, WrittenRows
 from qconvert.core.dtypes import DType, TensorSpec
+from qconvert.errors import CorruptCheckpoint
+from qconvert.formats.huggingface.folder import HFCheckpoint
 from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, read_header
 from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.formats.huggingface.shard_index import read_index
@@ -64,10 +70,13 @@ def test_a_shard_has_no_more_tensors_than_are_read(monkeypatch: pytest.MonkeyPat
     assert [len(file.specs) for file in shards] == [16, 16, 8]
 
 
-def test_an_index_may_be_larger_than_a_header(tmp_path: Path) -> None:
+def test_an_index_has_a_limit_of_its_own(tmp_path: Path) -> None:
     raw = json.dumps({"metadata": {}, "weight_map": {"w": "model-1.safetensors"}}).encode()
-    (tmp_path / INDEX_FILE).write_bytes(raw + b" " * limits.SAFETENSORS_HEADER_BYTES)
+    (tmp_path / INDEX_FILE).write_bytes(raw + b" " * limits.CONFIG_BYTES)
     assert read_index(tmp_path / INDEX_FILE).weight_map == {"w": "model-1.safetensors"}
+    os.truncate(tmp_path / INDEX_FILE, limits.INDEX_BYTES + 1)
+    with pytest.raises(CorruptCheckpoint, match=r"has 0\.54 GB, the limit is 0\.54 GB"):
+        read_index(tmp_path / INDEX_FILE)
 
 
 def test_parts_of_arrays_come_back_as_they_were_added() -> None:
@@ -79,7 +88,8 @@ def test_parts_of_arrays_come_back_as_they_were_added() -> None:
     assert found.get("c", ()) == ()
 
 
-def test_a_manifest_is_what_json_writes(experts: Path, tmp_path: Path) -> None:
+def test_a_manifest_is_what_json_writes(tmp_path: Path) -> None:
+    experts = make_sparse(tmp_path / "moe", 2, 8)
     out = made("quantize", experts, "--bits", 4, "--min-max", "-o", tmp_path / "out")
     text = (out / "qconvert.json").read_text()
     assert text == json.dumps(json.loads(text), indent=1) + "\n"
@@ -109,19 +119,17 @@ def test_a_plan_takes_little_memory_for_each_tensor(experts: Path) -> None:
     assert held < 1_700 and peak < 2_300, (held, peak)
 
 
-def test_blocks_come_in_the_order_of_the_bytes(experts: Path, tmp_path: Path) -> None:
-    """Stacks of experts, whose members lie side by side, are read from each layer's region in one go."""
-    request = Request("fuse", Recipe(fuse=("experts",)))
-    job = prepare(open_model(str(experts)), request, library.RunOptions(jobs=1, max_memory=1_000_000))
-    files, begins = job.source.checkpoint.files, []
+def test_blocks_come_in_the_order_of_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stacks of experts, which lie side by side, are read from a layer's 1.5 MB in one go."""
+    source, request = make_sparse(tmp_path / "moe", 2, 8), Request("fuse", Recipe(fuse=("experts",)))
+    job = prepare(open_model(str(source)), request, library.RunOptions(jobs=1, max_memory=100_000))
+    begins, read = [], HFCheckpoint.read
 
-    def listen(done: BlockDone) -> None:
-        row = done.start
-        for piece in done.unit.inputs:
-            if row < piece.rows:
-                break
-            row -= piece.rows
-        begins.append(files.source_offset(piece.tensor.name))
+    def watched(self: HFCheckpoint, name: str, start: int, stop: int, **how: Any) -> np.ndarray:
+        begins.append(self.source_offset(name)[1])
+        return read(self, name, start, stop, **how)
 
-    execute(job, tmp_path / "out", listen)
-    assert begins == sorted(begins) and len(begins) > 2 * len(job.compiled.plan.units)
+    monkeypatch.setattr(HFCheckpoint, "read", watched)
+    execute(job, tmp_path / "out")
+    assert len(begins) > 400
+    assert max(before - begin for before, begin in pairwise(begins)) < 400_000  # two experts
