@@ -172,9 +172,12 @@ def parse_header(raw: bytes, path: Path, size: int) -> SafetensorsHeader:
     )
 
 
+_TWO = [int, int]  # the types of two positions: True is an int, too
+
+
 def _columns(file: str, fields: Json, data_start: int) -> tuple[ArrayTable, list[int], list[int]]:
     """The arrays of a header in the order of their bytes, and where each begins and ends in the data."""
-    table, kinds, found = ArrayTable(data_start), dict[str, tuple[int, TensorSpec]](), []
+    table, kinds, found = ArrayTable(data_start), dict[str, tuple[int, int, TensorSpec]](), []
     for tensor, entry in fields.items():
         if not isinstance(entry, dict):
             what = f"its header entry is a {kind_of(entry)}, not an object"
@@ -184,15 +187,15 @@ def _columns(file: str, fields: Json, data_start: int) -> tuple[ArrayTable, list
         kind = kinds.get(said)
         if kind is None:
             spec = tensor_spec(file, tensor, dtype, shape)
-            kind = kinds[said] = table.kind(spec.dtype, spec.shape), spec
-        number, spec = kind
-        if not (isinstance(offsets, list) and len(offsets) == 2 and all(map(_is_size, offsets))):
+            kind = kinds[said] = table.kind(spec.dtype, spec.shape), spec.nbytes, spec
+        number, nbytes, spec = kind
+        if not (isinstance(offsets, list) and [type(each) for each in offsets] == _TWO and min(offsets) >= 0):
             what = f"data_offsets are {shown(offsets)}, not two byte positions"
             raise CorruptCheckpoint(f"{file}: {shown(tensor)}: {what}")
         begin, end = offsets
-        if end - begin != spec.nbytes:
+        if end - begin != nbytes:
             raise CorruptCheckpoint(
-                f"{file}: {shown(tensor)}: {spec.dtype.code} {list(spec.shape)} takes {spec.nbytes} bytes,"
+                f"{file}: {shown(tensor)}: {spec.dtype.code} {list(spec.shape)} takes {nbytes} bytes,"
                 f" its data_offsets {offsets} hold {end - begin}"
             )
         found.append((begin, end, tensor, number))
