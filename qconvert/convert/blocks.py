@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,9 +11,6 @@ from typing import Protocol, TypeVar
 from qconvert.plan.plan import Unit
 
 T = TypeVar("T")
-
-# Blocks of so many bytes together, of which none needs a thread of its own.
-TOGETHER_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,49 +63,26 @@ def bounded(
     max_memory: int,
     ahead: ReadAhead = at_hand,
 ) -> Generator[T, None, None]:
-    """Run `make` on every block with `jobs` threads, never admitting more than the budget at once.
-
-    Small blocks share a call of a thread, which costs as much as to quantize 64 KiB.
-    """
+    """Run `make` on every block with `jobs` threads, never admitting more than the budget at once."""
     with ahead(blocks) as fetching:
-
-        def make_all(some: Sequence[Block]) -> list[T]:
-            return [fetching.made(make, block) for block in some]
-
-        waiting = _together(fetching.blocks, min(TOGETHER_BYTES, max_memory // (4 * jobs)))
-        some = next(waiting, None)
-        running: dict[Future[list[T]], int] = {}
+        waiting = iter(fetching.blocks)
+        block = next(waiting, None)
+        running: dict[Future[T], int] = {}
         with ThreadPoolExecutor(jobs) as pool:
             try:
-                while some is not None or running:
-                    while some is not None and (
+                while block is not None or running:
+                    while block is not None and (
                         not running
-                        or (len(running) < 2 * jobs and sum(running.values()) + _cost(some) <= max_memory)
+                        or (len(running) < 2 * jobs and sum(running.values()) + block.cost <= max_memory)
                     ):
-                        running[pool.submit(make_all, some)] = _cost(some)
-                        some = next(waiting, None)
+                        running[pool.submit(fetching.made, make, block)] = block.cost
+                        block = next(waiting, None)
                     finished, _ = wait(running, return_when=FIRST_COMPLETED)
                     for future in finished:
                         del running[future]
-                        yield from future.result()
+                        yield future.result()
             except BaseException:
                 fetching.abort()  # else the threads below would wait for bytes that nobody wants
                 raise
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _together(blocks: Iterable[Block], limit: int) -> Iterator[list[Block]]:
-    """Runs of blocks that take at most `limit` bytes together, or of one."""
-    some: list[Block] = []
-    for block in blocks:
-        if some and _cost(some) + block.cost > limit:
-            yield some
-            some = []
-        some.append(block)
-    if some:
-        yield some
-
-
-def _cost(blocks: Iterable[Block]) -> int:
-    return sum(block.cost for block in blocks)
