@@ -20,7 +20,7 @@ import click
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.version import __version__
-from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.models import Architecture
 from qconvert.report.tables import size, table
 

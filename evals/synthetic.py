@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
-from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.formats.io.planned_files import FileSink
 from qconvert.models import Architecture
 

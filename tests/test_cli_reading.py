@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from qconvert.cli import COMMANDS, progress
 from qconvert.cli.conversion_report import GGUFReport, certificate_line, report_of
 from qconvert.cli.env import PACKAGES
 from qconvert.cli.options import available_cores
+from qconvert.convert.manifest import Certificates
 from tests.commands import made, qconvert, strict_json
 from tests.models import EMBED, HEAD, stored
 
@@ -396,8 +398,10 @@ def test_reports_of_both_containers_tell_the_plan_and_the_result_alike(models: P
 )
 def test_a_certificate_is_said_in_one_line(kinds: list[tuple[str, float | None]], line: str) -> None:
     certificates = [{"kind": k, **({} if most is None else {"max_steps": most})} for k, most in kinds]
-    record = {"tensors": {str(i): {"certificate": each} for i, each in enumerate(certificates)}}
-    assert certificate_line(record) == line
+    found = Certificates()
+    for each in certificates:
+        found.add(each)
+    assert certificate_line({"certificates": asdict(found)}) == line
 
 
 def test_a_gguf_is_read_by_every_reading_command(gguf: Path, models: Path) -> None:

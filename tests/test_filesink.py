@@ -11,8 +11,9 @@ import pytest
 
 from qconvert.core.dtypes import DType, TensorSpec
 from qconvert.errors import QConvertError
-from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.formats.io import planned_files
+from qconvert.formats.io.array_table import ArrayTable
 from qconvert.formats.io.planned_files import FilePlan, FileSink
 
 SPECS = [
@@ -124,7 +125,7 @@ def test_files_that_do_not_fit_leave_nothing(tmp_path: Path) -> None:
     ):
         FileSink(tmp_path, plan_files(SPECS, shard_size=1400))
     with pytest.raises(QConvertError, match=r"needs \d+\.\d\d GB, \d+\.\d\d GB free"):
-        FileSink(tmp_path, [FilePlan("huge", b"", {}, {}, 10**18)])
+        FileSink(tmp_path, [FilePlan("huge", tuple, ArrayTable(), 10**18)])
     assert [path.name for path in tmp_path.iterdir()] == ["model-00002-of-00002.safetensors"]
 
 

@@ -22,7 +22,7 @@ from qconvert.checkpoint import hub, hub_errors
 from qconvert.core.dtypes import DType, TensorSpec
 from qconvert.errors import DiskFull, QConvertError
 from qconvert.formats.huggingface.folder import open_hf_folder
-from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.formats.io.planned_files import FileSink
 
 COMMIT = "c0ffee" * 6 + "c0ff"

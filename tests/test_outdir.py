@@ -164,7 +164,7 @@ import sys, time
 from pathlib import Path
 from qconvert.formats.io.planned_files import FileSink
 from qconvert.formats.io.output_folder import OutputDir
-from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.core.dtypes import DType, TensorSpec
 import numpy as np
 with OutputDir(Path(sys.argv[1]), overwrite=True) as folder:

@@ -21,9 +21,9 @@ from qconvert.formats.huggingface.safetensors_file import (
     SafetensorsFile,
     SafetensorsHeader,
     parse_header,
-    plan_files,
     read_header,
 )
+from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.formats.io.planned_files import FileSink
 
 # What the library calls each dtype in its constructor.

@@ -19,6 +19,7 @@ from qconvert.errors import TAKEN, BadRecipe, OutputExists, QConvertError, refus
 from qconvert.formats.gguf.header import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX_NAME_BYTES
 from qconvert.formats.gguf.publication import announce, conclude, partial_file, settle
 from qconvert.formats.gguf.reader import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, split_name
+from qconvert.formats.io.array_table import ArrayTable
 from qconvert.formats.io.local_file import amount, claim, empty, sync
 from qconvert.formats.io.planned_files import FilePlan, FileSink
 
@@ -106,21 +107,16 @@ def _check_tensor(tensor: GGUFTensor) -> None:
 
 def _plan_part(name: str, kv: Sequence[KV], tensors: Sequence[GGUFTensor]) -> FilePlan:
     pieces = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(kv)), *map(pack_kv, kv)]
-    starts, end = [], 0
+    table, end = ArrayTable(), 0
     for tensor in tensors:
         dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])
         pieces += [_pack_text(tensor.name), dims, struct.pack("<IQ", tensor.type.number, end)]
-        starts.append(end)
+        table.add(tensor.name, table.kind(tensor.stored.dtype, tensor.stored.shape), end)
         end = _padded(end + tensor.nbytes)
     head = b"".join(pieces)
     head = head.ljust(_padded(len(head)), b"\0")
-    return FilePlan(
-        name=name,
-        head=head,
-        specs={tensor.name: tensor.stored for tensor in tensors},
-        offsets={tensor.name: len(head) + start for tensor, start in zip(tensors, starts, strict=True)},
-        size=len(head) + end,
-    )
+    table.start = len(head)
+    return FilePlan(name, lambda: (head,), table, len(head) + end)
 
 
 def _padded(size: int) -> int:

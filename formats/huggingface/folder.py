@@ -22,7 +22,13 @@ from qconvert.formats.huggingface.safetensors_file import (
     SafetensorsFile,
     SafetensorsHeader,
 )
-from qconvert.formats.huggingface.shard_index import ShardIndex, locate, read_index, require_shards
+from qconvert.formats.huggingface.shard_index import (
+    ShardedSpecs,
+    ShardIndex,
+    locate,
+    read_index,
+    require_shards,
+)
 from qconvert.formats.huggingface.sidecars import sidecars_of
 from qconvert.formats.io.byte_source import ByteSource
 from qconvert.formats.io.strict_json import read_json_object
@@ -74,7 +80,7 @@ class HFCheckpoint:
     def source_offset(self, name: str) -> tuple[int, int]:
         """Returns the index into `files`, and the offset, of a tensor's bytes."""
         home = self.homes[name]
-        return home, self.shards[home].header.offsets[name]
+        return home, self.shards[home].header.specs.offset(name)
 
     def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
         """Returns rows [start, stop) of a tensor (see `SafetensorsFile.read`); thread-safe."""
@@ -224,7 +230,7 @@ def _assemble(folder: Path, config: Json, weights: _Weights) -> HFCheckpoint:
     return HFCheckpoint(
         path=folder,
         config=config,
-        specs={name: headers[home].specs[name] for name, home in homes.items()},
+        specs=ShardedSpecs(tuple(headers), homes),
         sidecars=sidecars_of(folder, opened),
         readme=readme if readme.is_file() else None,
         warnings=(*weights.warnings, *(w for header in headers for w in header.warnings), *differences),

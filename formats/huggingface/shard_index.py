@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qconvert.core.dtypes import TensorSpec
 from qconvert.errors import CorruptCheckpoint, shown
-from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, MAX_HEADER_BYTES, SafetensorsHeader
+from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, SafetensorsHeader
+from qconvert.formats.io import limits
 from qconvert.formats.io.strict_json import parse_json_object, read_bounded
 
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+")
@@ -36,24 +38,30 @@ def stays_inside(name: object) -> bool:
 
 def read_index(path: Path) -> ShardIndex:
     """Reads a shard index; CorruptCheckpoint unless every tensor maps to a plain file name."""
-    raw = read_bounded(path, MAX_HEADER_BYTES)
+    raw = read_bounded(path, limits.INDEX_BYTES)
     fields = parse_json_object(raw, path.name)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptCheckpoint(f"{path.name}: weight_map is missing or empty")
+    files: dict[str, str] = {}  # so that their names are held once
     for tensor, file in weight_map.items():
-        if not (stays_inside(file) and file.endswith(".safetensors")):
+        if not (isinstance(file, str) and (file in files or _is_shard(file))):
             raise CorruptCheckpoint(
                 f"{path.name}: {shown(tensor)} maps to {shown(file)}, not to a .safetensors file beside it",
                 "an index that points elsewhere is not followed; get the checkpoint from its source again",
             )
+        weight_map[tensor] = files.setdefault(file, file)
     metadata = fields.get("metadata")
     return ShardIndex(
-        files=tuple(path.parent / name for name in sorted(set(weight_map.values()))),
+        files=tuple(path.parent / name for name in sorted(files)),
         weight_map=weight_map,
         total_size=metadata.get("total_size") if isinstance(metadata, dict) else None,
         sha256=hashlib.sha256(raw).hexdigest(),
     )
+
+
+def _is_shard(name: str) -> bool:
+    return stays_inside(name) and name.endswith(".safetensors")
 
 
 def require_shards(index: ShardIndex, elsewhere: Container[str] = ()) -> None:
@@ -96,12 +104,54 @@ def _differences(
     unlisted = [name for name in homes if name not in index.weight_map]
     if unlisted:
         yield f"{INDEX_FILE}: does not list {_first_of(unlisted)}; read all the same"
-    repeated = [name for home, header in enumerate(headers) for name in header.specs if homes[name] != home]
+    repeated = [
+        (name, header) for home, header in enumerate(headers) for name in header.specs if homes[name] != home
+    ]
     if repeated:
-        yield f"{INDEX_FILE}: several shards hold {_first_of(repeated)}; the index decides which is read"
-    nbytes = sum(headers[home].specs[name].nbytes for name, home in homes.items())
+        names = [name for name, _ in repeated]
+        yield f"{INDEX_FILE}: several shards hold {_first_of(names)}; the index decides which is read"
+    nbytes = sum(header.specs.nbytes for header in headers)
+    nbytes -= sum(header.specs[name].nbytes for name, header in repeated)
     if index.total_size not in (None, nbytes):
         yield f"{INDEX_FILE}: total_size is {shown(index.total_size)}, the tensors have {nbytes} bytes"
+
+
+class ShardedSpecs(Mapping[str, TensorSpec]):
+    """The specs of all tensors of some files, each of the file where it is; made when they are asked for."""
+
+    __slots__ = ("_headers", "_homes")
+
+    def __init__(self, headers: Sequence[SafetensorsHeader], homes: Mapping[str, int]) -> None:
+        self._headers, self._homes = headers, homes
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return self._headers[self._homes[name]].specs[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._homes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def items(self) -> ItemsView[str, TensorSpec]:
+        return _Items(self)
+
+    def located(self) -> Iterator[tuple[str, TensorSpec]]:
+        """Yields every tensor in the order of the bytes, file by file."""
+        for home, header in enumerate(self._headers):
+            yield from ((name, spec) for name, spec in header.specs.items() if self._homes[name] == home)
+
+
+class _Items(ItemsView[str, TensorSpec]):
+    """Specs with their names, without looking each name up."""
+
+    _mapping: ShardedSpecs
+
+    def __iter__(self) -> Iterator[tuple[str, TensorSpec]]:
+        return self._mapping.located()
 
 
 def _first_of(names: Sequence[str]) -> str:

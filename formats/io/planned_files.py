@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 
 from qconvert.core.dtypes import TensorSpec
 from qconvert.errors import shown
+from qconvert.formats.io.array_table import ArrayTable
 from qconvert.formats.io.journal import sync_data
 from qconvert.formats.io.local_file import (
     create,
@@ -34,27 +36,48 @@ from qconvert.formats.io.local_file import (
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One file to be written: its first bytes, and the offset of each tensor.
+    """One file to be written: its first bytes, made some at a time, and its arrays with their offsets.
 
-    `offsets` count from the start of the file; `size` is the file's. A text file has no tensors and is all
-    `head`.
+    `size` is the file's. A text file has no arrays and is all `head`.
     """
 
     name: str
-    head: bytes
-    specs: Mapping[str, TensorSpec]
-    offsets: Mapping[str, int]
+    head_parts: Callable[[], Iterable[bytes]]
+    specs: ArrayTable
     size: int
+
+    @property
+    def head(self) -> bytes:
+        """The first bytes in one piece."""
+        return b"".join(self.head_parts())
+
+    @property
+    def offsets(self) -> Mapping[str, int]:
+        """The offset of every array from the start of the file."""
+        return self.specs.offsets
+
+
+class _Location(NamedTuple):
+    """Where a tensor is written: an open file, its number in that file, and the offset of its first row."""
+
+    file: _OpenFile
+    number: int
+    offset: int
+    spec: TensorSpec
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return self.file.plan.name
 
 
 @dataclass(frozen=True, slots=True)
-class _Location:
-    """Where a tensor is written: an open file, and the offset of its first row."""
+class _OpenFile:
+    """A file that is written: how many bytes of each array are missing."""
 
+    plan: FilePlan
     fd: int
-    offset: int
-    spec: TensorSpec
-    file: str
+    missing: array[int]
 
 
 class _Write(NamedTuple):
@@ -64,6 +87,24 @@ class _Write(NamedTuple):
     width: int
     start: int
     rows: int
+
+
+class _Specs(Mapping[str, TensorSpec]):
+    """The arrays of several files by name."""
+
+    __slots__ = ("_homes",)
+
+    def __init__(self, homes: Mapping[str, _OpenFile]) -> None:
+        self._homes = homes
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return self._homes[name].plan.specs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def __len__(self) -> int:
+        return len(self._homes)
 
 
 def _require_each_once(name: str, runs: Iterable[_Write]) -> None:
@@ -108,11 +149,11 @@ class FileSink:
         """
         if not (resumed or sparse):
             require_free_disk(folder, sum(file.size for file in files))
-        self.specs = {name: spec for file in files for name, spec in file.specs.items()}
         self._paths: list[Path] = []
         self._fds: dict[int, str] = {}
-        self._places: dict[str, _Location] = {}
-        self._written: dict[str, list[_Write]] = defaultdict(list)
+        self._files: list[_OpenFile] = []
+        # Arrays that are not written in one go, each with its writes: of very many arrays the few large ones.
+        self._parts: dict[str, list[_Write]] = defaultdict(list)
         self._lock = threading.Lock()
         self._dirty: set[int] = set()
         self._resumed, self._sparse = resumed, sparse
@@ -122,6 +163,7 @@ class FileSink:
         except BaseException:
             self.suspend() if resumed else self.abort()
             raise
+        self._homes = {name: file for file in self._files for name in file.plan.specs}
 
     def _lay_out(self, path: Path, file: FilePlan, claimed: bool) -> None:
         fd = (
@@ -131,17 +173,30 @@ class FileSink:
         )
         self._paths.append(path)
         self._fds[fd] = file.name
-        write_exactly(fd, memoryview(file.head), 0, file.name)
+        offset = 0
+        for part in file.head_parts():
+            write_exactly(fd, memoryview(part), offset, file.name)
+            offset += len(part)
         self._dirty.add(fd)
-        for name, spec in file.specs.items():
-            self._places[name] = _Location(fd, file.offsets[name], spec, file.name)
+        missing = array("q", (spec.nbytes for spec in file.specs.values()))
+        self._files.append(_OpenFile(file, fd, missing))
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """The arrays of all files by name."""
+        return _Specs(self._homes)
+
+    def _place(self, name: str) -> _Location:
+        file = self._homes[name]
+        table = file.plan.specs
+        return _Location(file, table.row(name), table.offset(name), table[name])
 
     def write(self, name: str, start: int, rows: np.ndarray, column: int = 0) -> None:
         """Writes rows [start, start + len(rows)) of a tensor: `[rows, width]` in its carrier type.
 
         Narrower rows go to the columns from `column` on.
         """
-        place = self._places[name]
+        place = self._place(name)
         spec = place.spec
         if (
             rows.dtype != spec.dtype.carrier
@@ -155,26 +210,31 @@ class FileSink:
         offset = place.offset + start * stride + column * spec.dtype.nbytes
         whole = rows.shape[1] == spec.width
         for i, run in enumerate([rows] if whole else rows):
-            write_exactly(place.fd, octets(np.ascontiguousarray(run)), offset + i * stride, place.file)
-        self.restore(name, start, len(rows), rows.shape[1], column)
+            write_exactly(place.file.fd, octets(np.ascontiguousarray(run)), offset + i * stride, place.name)
+        self._count(place, start, len(rows), rows.shape[1], column)
         with self._lock:
-            self._dirty.add(place.fd)
+            self._dirty.add(place.file.fd)
 
     def restore(self, name: str, start: int, rows: int, width: int, column: int = 0) -> None:
         """Counts rows, or columns of them, as written: an earlier run has done it."""
-        if rows * width:
-            with self._lock:
-                self._written[name].append(_Write(column, width, start, rows))
+        self._count(self._place(name), start, rows, width, column)
+
+    def _count(self, place: _Location, start: int, rows: int, width: int, column: int) -> None:
+        spec = place.spec
+        with self._lock:
+            place.file.missing[place.number] -= rows * width * spec.dtype.nbytes
+            if rows * width and (rows, width) != (spec.rows, spec.width):
+                self._parts[spec.name].append(_Write(column, width, start, rows))
 
     def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
         """Returns rows [start, stop) of a tensor that were written, `[rows, width]` in its carrier type."""
-        place = self._places[name]
+        place = self._place(name)
         spec, size = place.spec, place.spec.dtype.nbytes
         first, last = columns or (0, spec.width)
         rows = np.empty((stop - start, last - first), spec.dtype.carrier)
         offset = place.offset + (start * spec.width + first) * size
         for i, run in enumerate([rows] if last - first == spec.width else rows):
-            read_exactly(place.fd, octets(run), offset + i * spec.width * size, place.file)
+            read_exactly(place.file.fd, octets(run), offset + i * spec.width * size, place.name)
         return rows
 
     def flush(self) -> None:
@@ -194,11 +254,12 @@ class FileSink:
 
     def commit(self) -> None:
         """Waits until every byte is on the disk; ValueError if not every row was written once."""
-        for name, place in self._places.items():
-            runs, spec = self._written[name], place.spec
-            missing = spec.nbytes - sum(run.width * run.rows for run in runs) * spec.dtype.nbytes
-            if missing:
-                raise ValueError(f"{name}: {missing} of {spec.nbytes} bytes are missing")
+        for file in self._files:
+            if any(file.missing):
+                lacking = zip(file.plan.specs.values(), file.missing, strict=True)
+                spec, nbytes = next(each for each in lacking if each[1])
+                raise ValueError(f"{spec.name}: {nbytes} of {spec.nbytes} bytes are missing")
+        for name, runs in self._parts.items():
             _require_each_once(name, runs)
         for path in self._paths:
             sync(path)

@@ -10,8 +10,9 @@ import hashlib
 import os
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +23,9 @@ from qconvert.formats.io.local_file import read_exactly
 from qconvert.formats.io.planned_files import FilePlan
 
 WINDOW = 4 << 20
+# Small arrays are verified so many bytes at a time, and so many times for each thread before one is awaited.
+_SPAN_BYTES = 16 << 20
+_SPANS_AHEAD = 4
 
 
 class Written(Protocol):
@@ -82,26 +86,38 @@ def verify_files(
     `check_header` compares a file's header with the plan, by default as safetensors. Every byte of a tensor
     counts twice for `progress`: as one of the file, and as one of the tensor.
     """
-    count = _Count(sum(f.size + sum(s.nbytes for s in f.specs.values()) for f in files), progress).add
+    count = _Count(sum(f.size + f.specs.nbytes for f in files), progress).add
     check_header = check_header or check_safetensors_header
     for each in files:
         _forget(folder / each.name)
+    found: dict[str, str] = {}
     with ThreadPoolExecutor(jobs) as pool:
         whole = {f.name: pool.submit(file_sha256, folder / f.name, count) for f in files}
-        tensors = {
-            name: pool.submit(
-                _verify_tensor, folder / file.name, spec, file.offsets[name], written.get(name, ()), count
-            )
-            for file in files
-            for name, spec in file.specs.items()
-        }
+        running: deque[Future[dict[str, str]]] = deque()
         for file in files:
+            for span in _spans(file):
+                running.append(pool.submit(_verify_span, folder / file.name, span, written, count))
+                if len(running) > _SPANS_AHEAD * jobs:
+                    found |= running.popleft().result()
             if file.specs:
                 check_header(folder / file.name, file.specs)
-        return Hashes(
-            {name: future.result() for name, future in whole.items()},
-            {name: future.result() for name, future in tensors.items()},
-        )
+        for future in running:
+            found |= future.result()
+        return Hashes({name: future.result() for name, future in whole.items()}, found)
+
+
+def _spans(file: FilePlan) -> Iterator[list[tuple[TensorSpec, int]]]:
+    """Yields arrays of a file that lie together, with their offsets: large ones alone, small ones in runs."""
+    span: list[tuple[TensorSpec, int]] = []
+    nbytes = 0
+    for spec, offset in file.specs.places():
+        if span and nbytes + spec.nbytes > _SPAN_BYTES:
+            yield span
+            span, nbytes = [], 0
+        span.append((spec, offset))
+        nbytes += spec.nbytes
+    if span:
+        yield span
 
 
 def _forget(path: Path) -> None:
@@ -119,9 +135,14 @@ def _forget(path: Path) -> None:
 def file_sha256(path: Path, count: Callable[[int], None] = lambda nbytes: None) -> str:
     """Returns the SHA-256 of a whole file, read in bounded windows; `count` is told their sizes."""
     digest = hashlib.sha256()
-    for window in _windows(path, 0, path.stat().st_size):
-        digest.update(window)
-        count(len(window))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        for window in _File(fd, path.name, memoryview(bytearray(min(WINDOW, size)))).windows(0, size):
+            digest.update(window)
+            count(len(window))
+    finally:
+        os.close(fd)
     return digest.hexdigest()
 
 
@@ -132,23 +153,59 @@ def check_safetensors_header(path: Path, specs: Mapping[str, TensorSpec]) -> Non
     try:
         with safe_open(path, framework="numpy") as file:
             names = set(file.keys())
-            found = {name: file.get_slice(name) for name in names}
-            seen = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in found.items()}
+            seen = ((name, file.get_slice(name)) for name in names)
+            found = ((name, (part.get_dtype(), tuple(part.get_shape()))) for name, part in seen)
+            odd = [each for each in found if each[0] not in specs or each[1] != _said(specs[each[0]])]
     except SafetensorError as error:
         raise CheckFailed(f"{path.name}: the safetensors library refuses it ({error})", REPORT) from error
-    expected = {name: (spec.dtype.code, spec.shape) for name, spec in specs.items()}
-    if seen != expected:
-        odd = sorted(set(seen.items()) ^ set(expected.items()))[0]
-        raise CheckFailed(f"{path.name}: {odd[0]} is not what was planned ({odd[1]})", REPORT)
+    odd += [(name, _said(spec)) for name, spec in specs.items() if name not in names]
+    if odd:
+        name, what = min(odd)
+        raise CheckFailed(f"{path.name}: {name} is not what was planned ({what})", REPORT)
+
+
+def _said(spec: TensorSpec) -> tuple[str, tuple[int, ...]]:
+    return spec.dtype.code, spec.shape
+
+
+def _verify_span(
+    path: Path,
+    span: list[tuple[TensorSpec, int]],
+    written: Mapping[str, Sequence[Written]],
+    count: Callable[[int], None],
+) -> dict[str, str]:
+    """Returns the SHA-256 of arrays that lie together, by name; CheckFailed where one is not as written."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        buffer = memoryview(bytearray(min(WINDOW, max(spec.nbytes for spec, _ in span))))
+        file = _File(fd, path.name, buffer)
+        return {s.name: _verify_tensor(file, s, offset, written.get(s.name, ()), count) for s, offset in span}
+    finally:
+        os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """An open file, and a buffer to read windows of it into."""
+
+    fd: int
+    name: str
+    buffer: memoryview
+
+    def windows(self, offset: int, nbytes: int) -> Iterator[memoryview]:
+        for start in range(0, nbytes, WINDOW):
+            window = self.buffer[: min(WINDOW, nbytes - start)]
+            read_exactly(self.fd, window, offset + start, self.name)
+            yield window
 
 
 def _verify_tensor(
-    path: Path, spec: TensorSpec, offset: int, written: Iterable[Written], count: Callable[[int], None]
+    file: _File, spec: TensorSpec, offset: int, written: Iterable[Written], count: Callable[[int], None]
 ) -> str:
     """Returns the SHA-256 of a tensor's bytes, after comparing every written run with its CRC-32."""
     runs = sorted(written, key=lambda run: (run.start, run.column))
     if any(run.width != spec.width for run in runs):
-        return _verify_tiles(path, spec, offset, runs, count)
+        return _verify_tiles(file, spec, offset, runs, count)
     digest = hashlib.sha256()
     row = 0
     for run in runs:
@@ -156,54 +213,38 @@ def _verify_tensor(
             raise CheckFailed(f"{spec.name}: rows {row} to {run.start} were never written", REPORT)
         nbytes = run.rows * spec.width * spec.dtype.nbytes
         crc = 0
-        for window in _windows(path, offset, nbytes):
+        for window in file.windows(offset, nbytes):
             digest.update(window)
             crc = zlib.crc32(window, crc)
             count(len(window))
-        _require(crc == run.crc32, path, spec, run)
+        _require(crc == run.crc32, file.name, spec, run)
         offset += nbytes
         row += run.rows
     return digest.hexdigest()
 
 
 def _verify_tiles(
-    path: Path, spec: TensorSpec, offset: int, runs: Iterable[Written], count: Callable[[int], None]
+    file: _File, spec: TensorSpec, offset: int, runs: Iterable[Written], count: Callable[[int], None]
 ) -> str:
     """Does the same for runs of some columns only: each is gathered from its rows."""
     stride, size = spec.width * spec.dtype.nbytes, spec.dtype.nbytes
     digest = hashlib.sha256()
-    for window in _windows(path, offset, spec.nbytes):
+    for window in file.windows(offset, spec.nbytes):
         digest.update(window)
         count(len(window))
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        for run in runs:
-            crc = 0
-            buffer = memoryview(bytearray(run.width * size))
-            for row in range(run.start, run.start + run.rows):
-                read_exactly(fd, buffer, offset + row * stride + run.column * size, path.name)
-                crc = zlib.crc32(buffer, crc)
-            _require(crc == run.crc32, path, spec, run)
-    finally:
-        os.close(fd)
+    for run in runs:
+        crc = 0
+        buffer = memoryview(bytearray(run.width * size))
+        for row in range(run.start, run.start + run.rows):
+            read_exactly(file.fd, buffer, offset + row * stride + run.column * size, file.name)
+            crc = zlib.crc32(buffer, crc)
+        _require(crc == run.crc32, file.name, spec, run)
     return digest.hexdigest()
 
 
-def _require(same: bool, path: Path, spec: TensorSpec, run: Written) -> None:
+def _require(same: bool, file: str, spec: TensorSpec, run: Written) -> None:
     if not same:
         raise CheckFailed(
-            f"{path.name}: {spec.name} rows {run.start} to {run.start + run.rows} read back differently",
+            f"{file}: {spec.name} rows {run.start} to {run.start + run.rows} read back differently",
             "the disk or the memory of this machine is faulty; write to another disk",
         )
-
-
-def _windows(path: Path, offset: int, nbytes: int) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(WINDOW, nbytes)))
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        for start in range(0, nbytes, WINDOW):
-            window = buffer[: min(WINDOW, nbytes - start)]
-            read_exactly(fd, window, offset + start, path.name)
-            yield window
-    finally:
-        os.close(fd)

@@ -25,7 +25,8 @@ from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.statistics import InputKey, StatisticsKey, StatisticsSource
 from qconvert.core.version import __version__
 from qconvert.errors import BadRecipe, CorruptCheckpoint, shown
-from qconvert.formats.huggingface.safetensors_file import SafetensorsFile, plan_files
+from qconvert.formats.huggingface.safetensors_file import SafetensorsFile
+from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.formats.io.local_file import write_whole
 from qconvert.formats.io.strict_json import parse_json_object
 from qconvert.models import Architecture

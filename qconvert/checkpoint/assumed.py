@@ -31,9 +31,9 @@ def without_weights(path: Path, declared: Declaration | None = None) -> Checkpoi
     `Checkpoint.assumed` says what it is told from. Raises CorruptCheckpoint where index and config disagree,
     UnsupportedModel for a family whose weights a config does not tell.
     """
-    index = _index(path)
-    if is_gguf(path) or not _is_config(path, index):
+    if is_gguf(path) or not _is_config(path):
         return None
+    index = _index(path)
     files = open_config(path)
     source = CONFIG_FILE if index is None else f"{CONFIG_FILE} and {INDEX_FILE}"
     if registry.claimed_method(files.config) is not None:
@@ -56,19 +56,19 @@ def _index(path: Path) -> ShardIndex | None:
     return read_index(index) if index.is_file() else None
 
 
-def _is_config(path: Path, index: ShardIndex | None) -> bool:
+def _is_config(path: Path) -> bool:
     """Whether what is named is a config with no weights beside it.
 
-    Where some are there, the others are missing, and whoever opens them says so.
+    Where some are there (or links to them), the others are missing, and whoever opens them says so.
     """
     folder = _folder(path)
     if not folder.is_dir():
         return path.suffix == ".json" and path.is_file()
-    shards = () if index is None else index.files
-    there = [*folder.glob("*.safetensors"), *(file for file in shards if file.is_symlink())]
-    others = [entry for entry in folder.iterdir() if entry.suffix in _OTHER_WEIGHTS]
+    entries = list(folder.iterdir())
+    there = any(entry.suffix == ".safetensors" for entry in entries)
+    others = any(entry.suffix in _OTHER_WEIGHTS for entry in entries) and not (folder / INDEX_FILE).is_file()
     adapter = folder / "adapter_config.json"
-    return (folder / CONFIG_FILE).is_file() and not (there or adapter.exists() or (others and not shards))
+    return (folder / CONFIG_FILE).is_file() and not (there or adapter.exists() or others)
 
 
 def _promised(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from qconvert.convert.job import Job, Result
-from qconvert.convert.manifest import certificates, finite
+from qconvert.convert.manifest import finite
 from qconvert.convert.outcome import Outcome
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import AffineMin, Unquantized
@@ -73,9 +73,8 @@ class FolderReport:
 
     @cached_property
     def _before(self) -> ParameterTable:
-        checkpoint = self.job.source.checkpoint
-        binding = checkpoint.bind(allow_unknown=True)
-        return table_of_tensors(checkpoint.tensors, binding, checkpoint.layout.traits)
+        checkpoint, binding = self.job.source.checkpoint, self.job.compiled.binding
+        return table_of_tensors(binding.tensors, binding, checkpoint.layout.traits)
 
     def lines(self) -> list[str]:
         files = self.job.container.files(self.path)
@@ -218,9 +217,9 @@ def _calibrating(job: Job) -> str | None:
     )
 
 
-def certificate_line(manifest: Json) -> str:
+def certificate_line(record: Json) -> str:
     """The certificate of an output in one line: `exact`, or how many tensors are what."""
-    found = certificates(manifest)
+    found = record["certificates"]
     if set(found["counts"]) <= {"exact"}:
         return "exact"
     return _phrases(dict(sorted(found["counts"].items())), found["max_steps"])

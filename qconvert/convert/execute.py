@@ -11,11 +11,13 @@ from pathlib import Path
 from zlib import crc32
 
 from qconvert.calibrate.calibration import Calibration, PlannedStatistics
+from qconvert.calibrate.memory_limit import resident
 from qconvert.checkpoint.assumed import refuse_quantized, without_weights
 from qconvert.checkpoint.facts import gather_facts
 from qconvert.checkpoint.hub import ResolvedModel, resolve
 from qconvert.checkpoint.network import Network
 from qconvert.checkpoint.open import Checkpoint, open_checkpoint
+from qconvert.convert.blocks import Block, at_hand
 from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
@@ -24,13 +26,14 @@ from qconvert.convert.publish import Destination, Publication, file_by_file, pub
 from qconvert.convert.read_ahead import read_ahead
 from qconvert.convert.resume import RunJournal
 from qconvert.convert.runner import (
+    BLOCK_BYTES,
     MOST_CODE_ERROR,
     Granule,
     Made,
     RowsStatistics,
     Terms,
-    at_hand,
     block_bytes,
+    rows_read,
     rows_statistics,
     run,
     single_rows,
@@ -44,9 +47,11 @@ from qconvert.formats.layouts import registry
 from qconvert.models.binding import bind_tower
 from qconvert.models.declared import Declaration
 from qconvert.plan.compile import compile_request
-from qconvert.plan.plan import Plan, Unit
+from qconvert.plan.plan import Plan
 from qconvert.plan.request import GGUFTarget, Request
 
+# What blocks of rows may take however little is left of what was asked for.
+LEAST_BYTES = 4 * BLOCK_BYTES
 Listener = Callable[[BlockDone], None]
 Opened = Callable[[RunJournal], None]
 
@@ -196,7 +201,7 @@ def execute(
                 rows = values.reshape(len(values), -1)
                 output.sink.write(name, 0, rows)
                 crc = crc32(octets(rows))
-                outcome.written[name].append(WrittenRows(name, 0, len(rows), rows.shape[1], crc))
+                outcome.written.add(WrittenRows(name, 0, len(rows), rows.shape[1], crc))
             for done in journal.restored(units, output.sink):
                 outcome.add(done)
                 listen(done)
@@ -222,10 +227,14 @@ def execute(
     return Result(output.path, record, outcome, hashes, sent)
 
 
-def _rows_bytes(job: Job) -> int:
-    """The bytes that blocks of rows may take together."""
+def _rows_bytes(job: Job, taken: int = 0) -> int:
+    """The bytes that blocks of rows may take together, where the process has `taken` some before.
+
+    A few blocks of rows are always admitted.
+    """
     saved = job.calibration.savings.rows_bytes if job.calibration is not None else None
-    return saved or job.options.max_memory
+    asked = job.options.max_memory
+    return saved or max(asked - taken, min(asked, LEAST_BYTES))
 
 
 def _run(
@@ -233,7 +242,7 @@ def _run(
 ) -> Generator[BlockDone, None, None]:
     request, options, checkpoint = job.compiled.request, job.options, job.source.checkpoint
     sink, layout = output.sink, job.container.layout
-    rows_bytes = _rows_bytes(job)
+    rows_bytes = _rows_bytes(job, resident())
     fetching = read_ahead(job.source, rows_bytes // 2)
     ahead = fetching or at_hand
     terms = Terms(
@@ -245,10 +254,16 @@ def _run(
         most_code_error=inf if request.allow_requantize else MOST_CODE_ERROR,
     )
 
-    def position(unit: Unit) -> tuple[int, int]:
-        """Where a unit's first array lies in the source files, so that reading goes forward."""
-        first = checkpoint.layout.stored_arrays(unit.source)[0]
-        return checkpoint.files.source_offset(first.name)
+    def position(block: Block) -> tuple[int, int]:
+        """About where in the source files a block begins to read, so that reading goes forward."""
+        row = rows_read(block.unit, block.start)
+        for piece in block.unit.inputs:
+            if row < piece.rows:
+                break
+            row -= piece.rows
+        first = checkpoint.layout.stored_arrays(piece.tensor)[0]
+        file, offset = checkpoint.files.source_offset(first.name)
+        return file, offset + first.nbytes * (piece.start + row * piece.step) // max(1, piece.tensor.rows)
 
     def run_plan(
         plan: Plan,

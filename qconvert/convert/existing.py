@@ -65,7 +65,7 @@ def _other(path: Path, planned: FilePlan) -> str:
     if size != planned.size:
         return f"{planned.name} has {size:,} bytes, not {planned.size:,}"
     with explained(f"{path}: cannot be read"), path.open("rb") as file:
-        same = file.read(len(planned.head)) == planned.head
+        same = all(file.read(len(part)) == part for part in planned.head_parts())
     return "" if same else f"{planned.name} has another header"
 
 

@@ -22,7 +22,7 @@ from qconvert.core.version import NUMERICS, __version__
 from qconvert.formats.io.journal import VERSION
 from qconvert.formats.io.local_file import open_regular, read_exactly
 from qconvert.formats.io.planned_files import FilePlan
-from qconvert.plan.plan import Plan
+from qconvert.plan.plan import Plan, Unit
 
 if TYPE_CHECKING:
     from qconvert.core.statistics import StatisticsSource
@@ -43,7 +43,7 @@ def identity(job: Job, files: Iterable[FilePlan]) -> Json:
         "request": _request(request),
         "statistics": _calibrated(calibration) if calibration else _statistics(request, job.compiled.plan),
         "files": {file.name: _file(file) for file in files},
-        "plan": _hashed(map(repr, job.compiled.plan.units)),
+        "plan": _hashed(_described(job.compiled.plan.units)),
         "version": {"qconvert": __version__, "numerics": NUMERICS, "journal": VERSION},
         "kernels": fingerprint(job.compiled.plan),
     }
@@ -106,11 +106,35 @@ def _request(request: Request) -> Json:
     return {**{name: repr(value) for name, value in asked.items()}, "recipe": recipe.to_json()}
 
 
+def _described(units: Iterable[Unit]) -> Iterator[str]:
+    """Every unit in words, those that most units share made once."""
+    texts: dict[int, str] = {}
+
+    def text(shared: object) -> str:
+        found = texts.get(id(shared))
+        if found is None:
+            found = texts[id(shared)] = repr(shared)
+        return found
+
+    for unit in units:
+        pieces = [
+            f"{p.tensor.name} {p.tensor.shape} {text(p.tensor.encoding)} {p.start} {p.stop} {p.step} "
+            f"{p.zeros_like} {p.factors}"
+            for p in unit.inputs
+        ]
+        ops = [text(op) for op in unit.ops]
+        output, encoding = unit.output, text(unit.output.encoding)
+        yield f"{output.name} {output.shape} {encoding} {ops} {pieces} {unit.statistics}"
+
+
 def _file(file: FilePlan) -> Json:
     """Offsets follow from the header of safetensors, but not from that of every format."""
+    header = sha256()
+    for part in file.head_parts():
+        header.update(part)
     return {
         "bytes": file.size,
-        "header": sha256(file.head).hexdigest(),
+        "header": header.hexdigest(),
         "offsets": _hashed(f"{name} {offset}" for name, offset in file.offsets.items()),
     }
 

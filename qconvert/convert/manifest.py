@@ -6,9 +6,11 @@ Its shape is fixed by `manifest.schema.json` beside this file.
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import reduce
+from json.encoder import encode_basestring_ascii
 from math import inf, isfinite, sqrt
 from operator import add
 from pathlib import Path
@@ -54,7 +56,10 @@ def manifest(
     files: Mapping[str, int],
     options: RunOptions,
 ) -> Json:
-    """The manifest of an output as plain data; `files` are its weight files by name, in bytes."""
+    """The manifest of an output as plain data, but for its tensors (`write_manifest`).
+
+    `files` are its weight files by name, in bytes.
+    """
     outputs, request, layout = compiled.outputs, compiled.request, compiled.layout
     table = table_of_outputs(outputs, compiled.architecture, layout.traits)
     target = request.layout_target
@@ -83,10 +88,58 @@ def manifest(
             {"name": name, "bytes": nbytes, "sha256": hashes.files.get(name)}
             for name, nbytes in files.items()
         ],
-        "tensors": {
-            unit.output.name: _tensor(unit, request, layout, outcome, hashes) for unit in compiled.plan.units
-        },
     }
+
+
+@dataclass(slots=True)
+class Certificates:
+    """How many tensors of an output have each certificate, and the largest measured distance in steps."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    max_steps: float = 0.0
+
+    def add(self, certificate: Json) -> None:
+        kind = certificate["kind"]
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        steps = certificate.get("max_steps", 0.0)
+        self.max_steps = max(self.max_steps, inf if steps is None else steps)
+
+    @property
+    def exact(self) -> bool:
+        return set(self.counts) <= {"exact"}
+
+
+def write_manifest(
+    path: Path, record: Json, compiled: Compiled, outcome: Outcome, hashes: Hashes
+) -> Certificates:
+    """Write a manifest with an entry for each tensor, one at a time; return what their certificates are."""
+    found, before = Certificates(), _MARGIN
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps({**record, "tensors": {}}, indent=1).removesuffix("}\n}"))
+        for unit in compiled.plan.units:
+            entry = _tensor(unit, compiled.request, compiled.layout, outcome, hashes)
+            found.add(entry["certificate"])
+            file.write(
+                f"{before}{encode_basestring_ascii(unit.output.name)}: {_indented(entry, chr(10) + '  ')}"
+            )
+            before = f",{_MARGIN}"
+        file.write("}\n}\n" if before == _MARGIN else "\n }\n}\n")
+    return found
+
+
+_MARGIN = "\n  "
+"""Before a tensor of a manifest."""
+
+
+def _indented(value: object, margin: str) -> str:
+    """What `json.dumps(value, indent=1)` says after a margin, in a sixth of its time."""
+    inner = f"{margin} "
+    if isinstance(value, dict) and value:
+        parts = [f"{encode_basestring_ascii(key)}: {_indented(each, inner)}" for key, each in value.items()]
+        return f"{{{inner}{f',{inner}'.join(parts)}{margin}}}"
+    if isinstance(value, list) and value:
+        return f"[{inner}{f',{inner}'.join(_indented(each, inner) for each in value)}{margin}]"
+    return encode_basestring_ascii(value) if isinstance(value, str) else json.dumps(value)
 
 
 def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources: bool) -> Json:
@@ -151,7 +204,7 @@ def _conversion(target: Target) -> Json:
 
 def _tensor(unit: Unit, request: Request, layout: Layout, outcome: Outcome, hashes: Hashes) -> Json:
     output = unit.output
-    code_error = outcome.code_errors[output.name]
+    code_error = outcome.code_error(output.name)
     certificate = unit.certificate(code_error)
     entry: Json = {
         "form": output.encoding.label,
@@ -183,15 +236,6 @@ def _tensor(unit: Unit, request: Request, layout: Layout, outcome: Outcome, hash
 
 # The certificates of tensors whose codes are kept.
 _MEASURED = ("exact", "measured")
-
-
-def certificates(manifest: Json) -> Json:
-    """How many tensors of an output have each certificate, and the largest measured distance in steps."""
-    found = [entry["certificate"] for entry in manifest["tensors"].values()]
-    counts = Counter(entry["kind"] for entry in found)
-    measured = (entry.get("max_steps", 0.0) for entry in found)
-    steps = (inf if most is None else most for most in measured)
-    return {"counts": dict(counts), "max_steps": max(steps, default=0.0)}
 
 
 def relative_error(errors: Iterable[QuantError]) -> float | None:

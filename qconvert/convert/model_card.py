@@ -24,8 +24,13 @@ def model_card(
     upstream: Path | None,
     repo_id: str | None,
     code: Sequence[str] = (),
+    *,
+    exact: bool,
 ) -> str:
-    """The text of README.md for an output called `name`; `code` are the model's own Python files."""
+    """The text of README.md for an output called `name`; `code` are the model's own Python files.
+
+    `exact` says whether all its numbers are those of the source.
+    """
     import yaml
 
     metadata = _metadata(upstream, repo_id, manifest)
@@ -46,7 +51,7 @@ def model_card(
         *parameter_table_lines(parameter_table),
         "```",
         *_products(compiled),
-        *_loss(manifest),
+        *_loss(manifest, exact=exact),
         *_left_out(compiled),
         *_loading(compiled),
         *_own_code(code),
@@ -91,14 +96,10 @@ def _products(compiled: Compiled) -> list[str]:
     return ["", f"Loaders compute {', '.join(map(str, found))} in the quantized linears."] if found else []
 
 
-def _loss(manifest: Json) -> list[str]:
+def _loss(manifest: Json, *, exact: bool) -> list[str]:
     error = manifest["totals"]["relative_rms_error"]
     if error is None:
-        return (
-            ["", "All numbers, or their codes and scales, are those of the source."]
-            if all(entry["exact"] for entry in manifest["tensors"].values())
-            else []
-        )
+        return ["", "All numbers, or their codes and scales, are those of the source."] if exact else []
     bits = manifest["totals"]["linear_bits_per_weight"]
     lines = [
         "",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -28,6 +29,45 @@ class WrittenRows:
     width: int
     crc32: int | None
     column: int = 0
+
+
+class WrittenParts(Mapping[str, Sequence[WrittenRows]]):
+    """Every part that was written of an array, by the array's name; held as columns, for there are very many.
+
+    `add` each part once.
+    """
+
+    __slots__ = ("_columns", "_last")
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+        # Start, rows, width, CRC-32 (-1: none), column; and the number of the array's part before (-1: none).
+        self._columns = array("q")
+
+    def add(self, part: WrittenRows) -> None:
+        before, number = self._last.get(part.name, -1), len(self._columns) // _FIELDS
+        crc32 = -1 if part.crc32 is None else part.crc32
+        self._columns.extend((part.start, part.rows, part.width, crc32, part.column, before))
+        self._last[part.name] = number
+
+    def __getitem__(self, name: str) -> Sequence[WrittenRows]:
+        """The parts of one array in the order in which they were added."""
+        found, number = [], self._last[name]
+        while number >= 0:
+            start, rows, width, crc32, column, number = self._columns[
+                number * _FIELDS : (number + 1) * _FIELDS
+            ]
+            found.append(WrittenRows(name, start, rows, width, None if crc32 < 0 else crc32, column))
+        return found[::-1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._last)
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+
+_FIELDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +100,9 @@ class Outcome:
     Both errors are there once the outcome is `settled`.
     """
 
-    written: dict[str, list[WrittenRows]] = field(default_factory=lambda: defaultdict(list))
+    written: WrittenParts = field(default_factory=WrittenParts)
     errors: dict[str, QuantError] = field(default_factory=dict)
-    code_errors: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    code_errors: dict[str, float] = field(default_factory=dict)
     output_errors: dict[str, OutputError] = field(default_factory=dict)
     _blocks: dict[str, list[tuple[int, QuantError | None, OutputError | None]]] = field(
         default_factory=lambda: defaultdict(list)
@@ -72,10 +112,15 @@ class Outcome:
         """Take in the event of one block."""
         name = done.unit.output.name
         for part in done.parts:
-            self.written[part.name].append(part)
-        self.code_errors[name] = max(self.code_errors[name], done.code_error)
+            self.written.add(part)
+        if done.code_error:
+            self.code_errors[name] = max(self.code_error(name), done.code_error)
         if done.error is not None or done.output_error is not None:
             self._blocks[name].append((done.start, done.error, done.output_error))
+
+    def code_error(self, name: str) -> float:
+        """The most that kept codes moved a weight of this output; 0 is exact."""
+        return self.code_errors.get(name, 0.0)
 
     def settle(self, units: Iterable[Unit]) -> None:
         """Sum errors in the order of the plan's units and their rows, in whichever they were made."""
@@ -90,5 +135,5 @@ class Outcome:
 
     def certificates(self, units: Iterable[Unit]) -> dict[str, int]:
         """How many tensors are exact, measured, quantized, requantized and so on, by name."""
-        found = Counter(unit.certificate(self.code_errors[unit.output.name]) for unit in units)
+        found = Counter(unit.certificate(self.code_error(unit.output.name)) for unit in units)
         return dict(sorted(found.items()))

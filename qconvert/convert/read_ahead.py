@@ -15,7 +15,8 @@ from qconvert.checkpoint.network import Network
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.checkpoint.remote_bytes import RemoteBytes
 from qconvert.checkpoint.windows import Range, Windows
-from qconvert.convert.runner import Block, ReadAhead, rows_read
+from qconvert.convert.blocks import Block, ReadAhead
+from qconvert.convert.runner import rows_read
 from qconvert.core.dtypes import TensorSpec
 from qconvert.formats.huggingface.folder import HFCheckpoint
 from qconvert.plan.plan import RowSlice

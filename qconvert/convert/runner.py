@@ -8,14 +8,14 @@ is written at its own place, so the bytes are the same for any number of threads
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import lcm
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
+from qconvert.convert.blocks import Block, ReadAhead, at_hand, bounded
 from qconvert.convert.outcome import BlockDone, WrittenRows
 from qconvert.convert.run_errors import (
     refuse_code_error,
@@ -36,7 +36,6 @@ from qconvert.plan.plan import Plan, RowSlice, Unit
 if TYPE_CHECKING:
     import numpy as np
 
-T = TypeVar("T")
 Made = Callable[[Unit, int, Value], None]
 """Is shown what rows of a unit, from that number on, became; called from any thread."""
 RowsStatistics = Callable[[Unit, int, int], tuple[RowStatistics, ...]]
@@ -81,49 +80,6 @@ def block_bytes(reader: Layout, writer: Layout, max_memory: int) -> int:
     return min(TRANSPOSED_BLOCK_BYTES if transposed else BLOCK_BYTES, max(1, max_memory // 4))
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Rows [start, stop) of a unit's output, and the working memory they need in bytes."""
-
-    unit: Unit
-    start: int
-    stop: int
-    cost: int
-
-
-class Fetching(Protocol):
-    """The blocks of a run in the order in which their bytes come, and their work once these are there."""
-
-    @property
-    def blocks(self) -> Sequence[Block]: ...
-
-    def made(self, make: Callable[[Block], T], block: Block) -> T: ...
-
-    def abort(self) -> None: ...
-
-
-ReadAhead = Callable[["Sequence[Block]"], "AbstractContextManager[Fetching]"]
-"""Fetches what blocks will read, while the context is open, from a source that is not on this disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class _AtHand:
-    """Blocks whose bytes are on this disk."""
-
-    blocks: Sequence[Block]
-
-    def made(self, make: Callable[[Block], T], block: Block) -> T:
-        return make(block)
-
-    def abort(self) -> None:
-        """Nothing is under way."""
-
-
-def at_hand(blocks: Sequence[Block]) -> AbstractContextManager[Fetching]:
-    """The `ReadAhead` of sources on this disk: nothing is fetched."""
-    return nullcontext(_AtHand(blocks))
-
-
 def single_rows(unit: Unit) -> int:
     """The granule of units whose rows do not depend on each other."""
     return 1
@@ -135,7 +91,7 @@ def run(
     layout: Layout,
     sink: Sink,
     terms: Terms,
-    order: Callable[[Unit], object] | None = None,
+    order: Callable[[Block], tuple[int, int]] | None = None,
     statistics: RowsStatistics | None = None,
     made: Made | None = None,
     granule: Granule = single_rows,
@@ -144,7 +100,7 @@ def run(
 ) -> Generator[BlockDone, None, None]:
     """Make every tensor of the plan and write it to the sink; yields an event per block.
 
-    `order` sorts the units, for sources that are faster in sequence; `statistics` are those of the inputs
+    `order` sorts the blocks, for sources that are faster in sequence; `statistics` are those of the inputs
     that units name; `made` is shown the rows of every block, from any thread; blocks of a unit are whole
     multiples of its `granule` rows. Blocks that are `there` already, by the name of the output and their
     first row, are left out. `ahead` fetches what blocks read before they do.
@@ -155,22 +111,23 @@ def run(
     limit = terms.block_bytes
     blocks = [
         block
-        for unit in (sorted(plan.units, key=order) if order else plan.units)  # type: ignore[arg-type]
+        for unit in plan.units
         for block in cut(unit, layout, limit, granule(unit))
         if (unit.output.name, block.start) not in there
     ]
-    final = _finalized(_needed(plan, blocks), reader, layout, limit, terms, statistics, ahead)
-    blocks = [replace(block, unit=final[block.unit.output.name]) for block in blocks]
-    left = dict.fromkeys(final, 0)
-    for block in blocks:
-        left[block.unit.output.name] += 1
+    if order:
+        blocks.sort(key=order)
+    if any(op.needs_reduction for block in blocks for op in block.unit.ops):
+        final = _finalized(_needed(plan, blocks), reader, layout, limit, terms, statistics, ahead)
+        blocks = [replace(block, unit=final[block.unit.output.name]) for block in blocks]
+    left = Counter(block.unit.output.name for block in blocks)
 
     def make(block: Block) -> BlockDone:
         return _make(block, reader, layout, sink, terms, statistics, made)
 
     for done in bounded(blocks, make, terms.jobs, terms.max_memory, ahead):
         left[done.unit.output.name] -= 1
-        yield replace(done, last=left[done.unit.output.name] == 0)
+        yield done if left[done.unit.output.name] else replace(done, last=True)
 
 
 def _needed(plan: Plan, blocks: Iterable[Block]) -> list[Unit]:
@@ -252,38 +209,6 @@ def cut(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> list[Block]
         Block(unit, start, min(start + rows, output.rows), per_row * (min(start + rows, output.rows) - start))
         for start in range(0, output.rows, rows)
     ]
-
-
-def bounded(
-    blocks: Sequence[Block],
-    make: Callable[[Block], T],
-    jobs: int,
-    max_memory: int,
-    ahead: ReadAhead = at_hand,
-) -> Generator[T, None, None]:
-    """Run `make` on every block with `jobs` threads, never admitting more than the budget at once."""
-    with ahead(blocks) as fetching:
-        waiting = iter(fetching.blocks)
-        block = next(waiting, None)
-        running: dict[Future[T], int] = {}
-        with ThreadPoolExecutor(jobs) as pool:
-            try:
-                while block is not None or running:
-                    while block is not None and (
-                        not running
-                        or (len(running) < 2 * jobs and sum(running.values()) + block.cost <= max_memory)
-                    ):
-                        running[pool.submit(fetching.made, make, block)] = block.cost
-                        block = next(waiting, None)
-                    finished, _ = wait(running, return_when=FIRST_COMPLETED)
-                    for future in finished:
-                        del running[future]
-                        yield future.result()
-            except BaseException:
-                fetching.abort()  # else the threads below would wait for bytes that nobody wants
-                raise
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _make(

@@ -44,6 +44,9 @@ class DType(Enum):
         self.bits = bits
         self.carrier = carrier
 
+    # Members are compared as objects; the hash of an Enum, that of the name, is a call of Python.
+    __hash__ = object.__hash__
+
     @property
     def nbytes(self) -> int:
         """Bytes per element."""

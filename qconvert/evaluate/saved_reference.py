@@ -27,7 +27,8 @@ from qconvert.evaluate.lockstep import Track
 from qconvert.evaluate.plain_data import from_plain
 from qconvert.evaluate.protocols import Protocol, Window
 from qconvert.evaluate.records import Origin
-from qconvert.formats.huggingface.safetensors_file import SafetensorsFile, plan_files
+from qconvert.formats.huggingface.safetensors_file import SafetensorsFile
+from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.formats.io.local_file import claim, create, flush, octets, require_free_disk, write_exactly
 from qconvert.formats.tokenizers.tokenized_text import Tokens
 from qconvert.runtime.scoring import Outputs, Scores, score

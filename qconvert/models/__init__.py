@@ -1,7 +1,8 @@
 """Declares model families: the names, roles and shapes of their tensors, in HF folders and in GGUF files."""
 
-from qconvert.models.architecture import Architecture, FusedParameter, Parameter, Run, find_family
+from qconvert.models.architecture import Architecture, find_family
 from qconvert.models.binding import Binding, bind
+from qconvert.models.expanded import FusedParameter, Parameter, Run
 from qconvert.models.families import FAMILIES
 from qconvert.models.parameters import Family, Fusion, ParameterTemplate
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
-from qconvert.core.config_json import MAX_EXPERTS, MAX_LAYERS, divide, flag, positive_int
-from qconvert.core.dtypes import Json, rows_of
+from qconvert.core.config_json import MAX_EXPERTS, MAX_LAYERS, flag, positive_int
+from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
+from qconvert.models.expanded import AlikeParameters, FusedParameter, Parameter, role_of
 from qconvert.models.families import FAMILIES
 from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
 
@@ -27,77 +28,8 @@ ParameterKey = tuple[str, int | None, str]
 # config, and what its pictures become before the tower sees them.
 WHOLE, PREPROCESSOR = "whole_model", "preprocessor"
 
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One tensor of a model: its role, layer (None outside the layers), and exact shape.
-
-    `part` is "weight" or "bias"; `kind` is the template's kind for weights and "bias" for biases.
-    `transposed` weights are stored with their last two dimensions exchanged.
-    """
-
-    name: str
-    role: str
-    layer: int | None
-    param: str
-    kind: str
-    shape: tuple[int, ...]
-    dims: tuple[str, ...]
-    transposed: bool = False
-
-    @property
-    def module(self) -> str:
-        return self.name.rsplit(".", 1)[0]
-
-    @property
-    def group(self) -> str:
-        """The role without the expert's number: `mlp.experts.up` for `mlp.experts.7.up`."""
-        return _without_number(self.role) if ".experts." in self.role else self.role
-
-
-@cache
-def _without_number(role: str) -> str:
-    return re.sub(r"(?<=\.experts)\.\d+", "", role)
-
-
 # Layers that predict further tokens come after those of the model: at most this many are looked for.
 _LATER = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Rows [start, stop) of a member, in the order they have in the fused tensor."""
-
-    member: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class FusedParameter:
-    """A fused tensor, the parameters it holds, and the order of their rows.
-
-    In an interleaved fusion the rows of two members of a pair alternate within their runs.
-    """
-
-    whole: Parameter
-    members: tuple[Parameter, ...]
-    runs: tuple[Run, ...]
-    fusion: Fusion
-
-    @property
-    def rows(self) -> Iterator[range]:
-        """Yields the rows of the fused tensor that each run takes, in the order of the runs."""
-        offset = 0
-        for run in self.runs:
-            count = run.stop - run.start
-            if self.fusion.interleaved:
-                second = run.member % 2
-                start = offset - second * count
-                yield range(start + second, start + 2 * count, 2)
-            else:
-                yield range(offset, offset + count)
-            offset += count
 
 
 @dataclass(frozen=True)
@@ -179,14 +111,23 @@ class Architecture:
     @cached_property
     def fused(self) -> Mapping[str, FusedParameter]:
         """Every tensor that a fusion of this family can make, or MLX's stacks of experts, by name."""
-        by_key = {(p.role, p.layer, p.param): p for p in self.parameters.values()}
-        found = (
-            self._fuse(fusion, layer, part, by_key)
-            for fusion in (*self.family.fusions, *self.family.mlx_stacks)
-            for layer in range(self.layers)
-            for part in ("weight", "bias")
-        )
-        return {entry.whole.name: entry for entry in found if entry is not None}
+        fusions = (*self.family.fusions, *self.family.mlx_stacks)
+        found: dict[Fusion, list[FusedParameter]] = {fusion: [] for fusion in fusions}
+        for layer, parameters in self._by_layer():
+            for fusion in fusions:
+                for part in ("weight", "bias"):
+                    entry = self._fuse(fusion, layer, part, parameters)
+                    found[fusion] += [entry] if entry is not None else []
+        return {entry.whole.name: entry for entries in found.values() for entry in entries}
+
+    def _by_layer(self) -> Iterator[tuple[int, dict[tuple[str, str], Parameter]]]:
+        """The parameters of every layer by role and part, one layer at a time."""
+        of_layers: dict[int, list[Parameter]] = {layer: [] for layer in range(self.layers)}
+        for parameter in self.parameters.values():
+            if parameter.layer is not None:
+                of_layers[parameter.layer].append(parameter)
+        for layer, parameters in of_layers.items():
+            yield layer, {(p.role, p.param): p for p in parameters}
 
     @cached_property
     def wholes(self) -> Mapping[str, tuple[tuple[FusedParameter, int], ...]]:
@@ -280,7 +221,7 @@ class Architecture:
             pattern = pattern.replace("{later}", f"({later})")
         return re.fullmatch(pattern.replace("{layers}", str(self.layers)), name) is not None
 
-    def _name(self, text: str, layer: int | None, expert: int) -> str:
+    def _name(self, text: str, layer: int | None, expert: int | str) -> str:
         for ours, theirs in self.spelling.items():
             text = text.replace(ours, theirs, 1)
         return text.format(layer=layer, expert=expert)
@@ -303,51 +244,43 @@ class Architecture:
             key = self.config_key("experts")
             raise CorruptCheckpoint(f"config.json: {key} = {dims['experts']} in each of {self.layers} layers")
         for per_expert, group in groupby(slots, key=lambda slot: slot.per_expert):
-            run = tuple(group)
+            alike = [each for slot in group for each in self._alike(slot, layer, dims)]
             for expert in range(dims["experts"]) if per_expert else (0,):
-                for slot in run:
-                    yield from self._at(slot, layer, expert, dims)
+                for each in alike:
+                    yield each.of(expert)
 
-    def _at(
-        self, slot: ParameterTemplate, layer: int | None, expert: int, dims: Dimensions
-    ) -> Iterator[Parameter]:
+    def _alike(
+        self, slot: ParameterTemplate, layer: int | None, dims: Dimensions
+    ) -> Iterator[AlikeParameters]:
+        """The weight and the bias of a template in one layer, for all experts; nothing of no size."""
         if slot.only_if is not None and not dims[slot.only_if]:
             return
         shape = tuple(dims[d] for d in slot.shape)
         if 0 in shape:
             return
-        name, role = self._name(slot.module + slot.suffix, layer, expert), slot.role.format(expert=expert)
         part = "bias" if slot.kind == "bias" else "weight"
-        yield Parameter(name, role, layer, part, slot.kind, shape, slot.shape, slot.transposed)
+        name = self._name(slot.module + slot.suffix, layer, "{expert}")
+        yield AlikeParameters(name, slot.role, layer, part, slot.kind, shape, slot.shape, slot.transposed)
         if slot.bias if isinstance(slot.bias, bool) else flag(self.settings, slot.bias):
-            name = self._name(f"{slot.module}.bias", layer, expert)
-            yield Parameter(name, role, layer, "bias", "bias", shape[:1], slot.shape[:1])
+            name = self._name(f"{slot.module}.bias", layer, "{expert}")
+            yield AlikeParameters(name, slot.role, layer, "bias", "bias", shape[:1], slot.shape[:1])
 
     def _fuse(
-        self, fusion: Fusion, layer: int, part: str, by_key: Mapping[tuple[str, int | None, str], Parameter]
+        self, fusion: Fusion, layer: int, part: str, by_key: Mapping[tuple[str, str], Parameter]
     ) -> FusedParameter | None:
         dims = self.dimensions[layer]
-        if (fusion.members[0].format(expert=0), layer, part) not in by_key:
+        if (role_of(fusion.members[0], 0), part) not in by_key:
             return None
         experts = dims["experts"] if fusion.per_expert else 1
-        keys = [(role.format(expert=e), layer, part) for e in range(experts) for role in fusion.members]
+        keys = [(role_of(role, expert), part) for expert in range(experts) for role in fusion.members]
         parts = tuple(by_key[key] for key in keys if key in by_key)
         if not parts or len(parts) < len(keys):
             return None
-        runs = _runs(parts, dims[fusion.groups] if fusion.groups else 1)
+        groups = dims[fusion.groups] if fusion.groups else 1
         suffix = fusion.suffix if part == "weight" else fusion.bias_suffix
         name = self._name(fusion.module + suffix, layer, 0)
-        return FusedParameter(_whole(name, fusion, parts, experts), parts, runs, fusion)
-
-
-def _runs(parts: tuple[Parameter, ...], groups: int) -> tuple[Run, ...]:
-    """Returns the row runs, in order, of members fused in that many groups."""
-    shares = [divide(rows_of(part.shape), groups, part.dims[0], "groups") for part in parts]
-    return tuple(
-        Run(i, group * share, (group + 1) * share)
-        for group in range(groups)
-        for i, share in enumerate(shares)
-    )
+        entry = FusedParameter(_whole(name, fusion, parts, experts), parts, groups, fusion)
+        return entry if groups == 1 or entry.runs else None
 
 
 def _whole(name: str, fusion: Fusion, parts: tuple[Parameter, ...], experts: int) -> Parameter:

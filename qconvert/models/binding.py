@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.models.architecture import PREPROCESSOR, WHOLE, Architecture, Parameter
+from qconvert.models.architecture import PREPROCESSOR, WHOLE, Architecture
+from qconvert.models.expanded import Parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,8 @@ def bind(
     for name, tensor in tensors.items():
         parameter = architecture.parameter(name)
         if parameter is not None:
-            _check_shape(architecture, parameter, tensor)
+            if tensor.shape != parameter.shape:
+                _refuse_shape(architecture, parameter, tensor)
             parameters[name] = parameter
         else:
             (dropped if architecture.ignores(name) else unknown).append(name)
@@ -94,9 +96,7 @@ def bind_tower(whole: Binding, preprocessor: Json) -> Binding:
     return bind(replace(tower, config=config), beside)
 
 
-def _check_shape(architecture: Architecture, parameter: Parameter, tensor: ModelTensor) -> None:
-    if tensor.shape == parameter.shape:
-        return
+def _refuse_shape(architecture: Architecture, parameter: Parameter, tensor: ModelTensor) -> None:
     keys = ", ".join(
         f"{' + '.join(architecture.config_key(d) for d in dim.split(' + '))} = {size}"
         for dim, size in zip(parameter.dims, parameter.shape, strict=True)
@@ -127,20 +127,19 @@ def _layer_keys(architecture: Architecture) -> str:
 
 
 def _check_complete(architecture: Architecture, parameters: Mapping[str, Parameter]) -> None:
-    covered = set(parameters)
-    for name in parameters:
-        fused = architecture.fused.get(name)
-        if fused is not None:
+    covered: set[str] = set()
+    for name, fused in architecture.fused.items():
+        if name in parameters:
             twice = next((p.name for p in fused.members if p.name in parameters), None)
             if twice is not None:
                 raise CorruptCheckpoint(
                     f"{name}: stored beside {twice}, which it contains", "remove one of the two"
                 )
             covered.update(p.name for p in fused.members)
-    native = {p.name: name for name, e in architecture.fused.items() if e.fusion.native for p in e.members}
     for name, parameter in architecture.parameters.items():
-        if name in covered or (parameter.role == "lm_head" and architecture.tied):
+        if name in parameters or name in covered or (parameter.role == "lm_head" and architecture.tied):
             continue
+        native = {p.name: n for n, e in architecture.fused.items() if e.fusion.native for p in e.members}
         raise CorruptCheckpoint(
             f"{native.get(name, name)}: missing; config.json promises it"
             + (f" ({_layer_keys(architecture)})" if parameter.layer is not None else "")

@@ -129,8 +129,8 @@ def table_of_tensors(
     A stored head of a tied model takes bytes, but adds no parameters.
     """
     dropped = frozenset(binding.dropped)
-    kept = ((name, t) for name, t in tensors.items() if name not in dropped)
-    parameter_table = table_of_outputs(dict(kept), binding.architecture, layout)
+    kept = {name: t for name, t in tensors.items() if name not in dropped} if dropped else tensors
+    parameter_table = table_of_outputs(kept, binding.architecture, layout)
     if binding.stored_tied_head is None:
         return parameter_table
     return ParameterTable(
@@ -160,9 +160,17 @@ def _gather(
 ) -> ParameterTable:
     """Group entries, in the order of the model's printed structure; norms, biases, unknown last."""
     order = {role: i for i, role in enumerate(architecture.roles_in_order)}
-    groups: dict[str, _Alike] = {}
+    counts: dict[tuple[str, tuple[int, ...], int], int] = {}
+    encodings: dict[
+        int, Encoding | None
+    ] = {}  # by identity: to hash one by its fields takes as long as all else
     for group, shape, encoding in entries:
-        groups.setdefault(group, Counter())[shape, encoding] += 1
+        encodings[id(encoding)] = encoding
+        kind = group, shape, id(encoding)
+        counts[kind] = counts.get(kind, 0) + 1
+    groups: dict[str, _Alike] = {}
+    for (group, shape, number), many in counts.items():
+        groups.setdefault(group, Counter())[shape, encodings[number]] += many
     ordered = sorted(groups, key=lambda group: order.get(group, len(order) + len(group)))
     return ParameterTable(tuple(_row(group, groups[group], layout) for group in ordered))
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from qconvert.models.architecture import Architecture, Parameter
+from qconvert.models.architecture import Architecture
+from qconvert.models.expanded import Parameter
 from qconvert.models.parameters import ScalePair
 
 

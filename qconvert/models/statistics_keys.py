@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterable
 
 from qconvert.core.statistics import InputKey, StatisticsKey, StatisticsSource
-from qconvert.models.architecture import Architecture, Parameter
+from qconvert.models.architecture import Architecture
+from qconvert.models.expanded import Parameter
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
 from qconvert.core.layout_traits import LayoutTraits
@@ -135,7 +136,7 @@ UNPACKED = Notice(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Output:
     """A planned output, its model, and the traits of its layout."""
 
@@ -143,10 +144,10 @@ class _Output:
     architecture: Architecture
     traits: LayoutTraits
 
-    @property
+    @cached_property
     def fusions(self) -> list[Fusion]:
         fused = self.architecture.fused
-        return [fused[name].fusion for name in self.tensors if name in fused]
+        return [entry.fusion for name, entry in fused.items() if name in self.tensors]
 
     @property
     def quantized(self) -> list[ModelTensor]:
@@ -166,7 +167,7 @@ class _Output:
         parameter = self.architecture.parameter(name)
         return parameter is not None and parameter.kind == "embedding"
 
-    @property
+    @cached_property
     def integers(self) -> dict[str, AffineInt]:
         return {n: t.encoding for n, t in self.tensors.items() if isinstance(t.encoding, AffineInt)}
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import is_
 from typing import Literal
 
 from qconvert.core.encodings import Encoding, ModelTensor, Unquantized
@@ -109,20 +111,21 @@ class Unit:
         return "measured" if code_error else "exact"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Units in output order, and what is left behind: stored tensors that no unit reads."""
 
     units: tuple[Unit, ...]
     dropped: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def outputs(self) -> dict[str, ModelTensor]:
         return {unit.output.name: unit.output for unit in self.units}
 
     def each(self, change: Callable[[Unit], Unit]) -> Plan:
-        """This plan with every unit changed."""
-        return replace(self, units=tuple(map(change, self.units)))
+        """This plan with every unit changed; itself where none is."""
+        units = tuple(map(change, self.units))
+        return self if all(map(is_, units, self.units)) else replace(self, units=units)
 
     def where(self, choose: Callable[[Encoding], Op | None]) -> Plan:
         """This plan with one more operation on the outputs for whose encoding one is chosen."""
@@ -142,8 +145,9 @@ def copy_of(binding: Binding) -> Plan:
     fused = binding.architecture.fused
     order = {name: i for i, name in enumerate(binding.architecture.parameters)}
     order |= {name: order[entry.members[0].name] for name, entry in fused.items()}
-    kept = [name for name in binding.tensors if name not in binding.dropped]
-    kept.sort(key=lambda name: (order.get(name, len(order)), name))
+    dropped = frozenset(binding.dropped)
+    kept = sorted(name for name in binding.tensors if name not in dropped)
+    kept.sort(key=lambda name: order.get(name, len(order)))
     units = (Unit((whole(binding.tensors[name]),), (), binding.tensors[name]) for name in kept)
     return Plan(tuple(units), binding.dropped)
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache, partial
 
 from qconvert.core.schemes import KEEP, SMALLER_GROUP_SIZES, Scheme
 from qconvert.errors import BadRecipe
@@ -32,11 +33,12 @@ def decide(
     which loaders fuse, or whose group size does not divide a row.
     """
     weights = {name: parameter for name, parameter in parameters.items() if parameter.param == "weight"}
-    chosen = choose(recipe, architecture, parameters, tied=tied)
+    chosen = choose(recipe, architecture, weights, tied=tied)
     if tied:
         _check_tied_rules(recipe)
     _check_fused_groups(architecture, weights, chosen)
-    fitted = {n: _fit_group(weights[n], s, recipe.allow_smaller_group) for n, s in chosen.items()}
+    fit = cache(partial(_fit_group, allow_smaller=recipe.allow_smaller_group))
+    fitted = {name: fit(weights[name].shape[-1], scheme) for name, scheme in chosen.items()}
     _check_groups(weights, fitted)
     return fitted
 
@@ -141,7 +143,10 @@ def _check_fused_groups(
 ) -> None:
     """Loaders stack q, k, v (and gate, up) into one matrix with one scheme; vLLM refuses two."""
     for fused in architecture.fused.values():
-        parts = [part for part in fused.members if part.name in weights]
+        names = [part.name for part in fused.members if part.name in weights]
+        if len({id(chosen.get(name)) for name in names}) < 2:
+            continue
+        parts = [weights[name] for name in names]
         schemes = {chosen.get(part.name): part for part in parts}
         if len(schemes) > 1:
             spelled = ", ".join(
@@ -153,8 +158,8 @@ def _check_fused_groups(
             )
 
 
-def _fit_group(parameter: Parameter, scheme: Scheme, allow_smaller: bool) -> Scheme:
-    width, size = parameter.shape[-1], scheme.group_size
+def _fit_group(width: int, scheme: Scheme, *, allow_smaller: bool) -> Scheme:
+    size = scheme.group_size
     if size is not None and width % size and allow_smaller:
         dividing = (smaller for smaller in SMALLER_GROUP_SIZES if width % smaller == 0 and smaller < size)
         size = next(dividing, size)

@@ -33,11 +33,12 @@ _KINDS = ((8, "int"), (4, "int"), (8, "float"), (4, "float"))
 def activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
     """How the inputs of the linear with this weight are quantized; None where they are not."""
     settings, module = settings_of(config), base_of(tensor)
-    groups = groups_of(settings)
-    if not any(group.get("input_activations") for group in groups) or _matches(
+    declared = _declared(settings)
+    if not any(group.get("input_activations") for group in declared) or _matches(
         module, settings.get("ignore")
     ):
         return None
+    groups = groups_of(settings)
     group = next((group for group in groups if _matches(module, group.get("targets"))), None)
     args = None if group is None else group.get("input_activations")
     return scheme_of(args) if isinstance(args, dict) else None
@@ -45,9 +46,12 @@ def activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
 
 def groups_of(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
     """The `config_groups`, those that match by name before those that match by class, as loaders look."""
+    return sorted(_declared(settings), key=lambda group: _CLASS in _names(group.get("targets")))
+
+
+def _declared(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
     groups = settings.get("config_groups")
-    found = [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    return sorted(found, key=lambda group: _CLASS in _names(group.get("targets")))
+    return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
 
 
 def _matches(module: str, targets: object) -> bool:

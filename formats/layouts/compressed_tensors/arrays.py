@@ -145,7 +145,7 @@ class CompressedTensors(PassThrough[AffineInt | Codebook, AffineIntRows | Codebo
             return _coded(encoding).stored_arrays(tensor)
         *stack, rows, width = tensor.shape
         scales_shape = (*stack, rows, encoding.groups(width))
-        if encoding in self.loose:
+        if self.loose and encoding in self.loose:
             zeros = TensorSpec(f"{tensor.name}_zero_point", DType.I8, scales_shape)
             return (
                 TensorSpec(tensor.name, DType.I8, tensor.shape),

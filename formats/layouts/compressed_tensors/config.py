@@ -24,6 +24,8 @@ FORMATS = (PACKED, INT, FLOAT, MXFP4, NVFP4)
 # The release whose field names and bit packing these modules follow.
 LIBRARY_VERSION = "0.20.0"
 _CLASS = "Linear"
+# The number of a layer in the name of a module.
+_NUMBER = re.compile(r"\.(\d+)(?=\.)")
 
 
 def format_of(encoding: Quantized, loose: Container[AffineInt] = ()) -> str:
@@ -76,7 +78,7 @@ def quantization_config(
 
 def _beside_layers(modules: Iterable[str]) -> list[str]:
     """Those that belong to no layer, such as a head: vLLM's is none of the class that stands for linears."""
-    return [module for module in modules if not re.search(r"\.\d+\.", module)]
+    return [module for module in modules if not _NUMBER.search(module)]
 
 
 def _weights_args(encoding: Quantized) -> Json:
@@ -152,9 +154,10 @@ def patterns(modules: Iterable[str]) -> list[str]:
     gathered: dict[tuple[str, str], list[str]] = {}
     plain: list[str] = []
     for module in modules:
-        match = re.search(r"(?<=\.)\d+(?=\.)", module)
+        match = _NUMBER.search(module)
         if match:
-            gathered.setdefault((module[: match.start()], module[match.end() :]), []).append(match[0])
+            before, after = module[: match.start(1)], module[match.end(1) :]
+            gathered.setdefault((before, after), []).append(match[1])
         else:
             plain.append(f"re:^{re.escape(module)}$")
     numbered = [

@@ -7,6 +7,7 @@ missing or a shape that fits no encoding is an error that names it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized, Unquantized
@@ -43,7 +44,14 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
     loose: set[AffineInt] = set()
     specs = source.specs
     found: dict[str, ModelTensor] = {}
+    plain = cache(Unquantized)
+    parts = {
+        name.removesuffix(each) for name in specs if name.endswith(_SUFFIXES) for each in ("", *_SUFFIXES)
+    }
     for name, spec in specs.items():
+        if name not in parts:  # nothing belongs to it, and it to nothing
+            found[name] = ModelTensor(name, spec.shape, plain(spec.dtype))
+            continue
         base = _base(name, source)
         if base in found or _is_of_inputs(name, source) or (quantization and cache_scale(name)):
             continue

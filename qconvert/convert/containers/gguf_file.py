@@ -277,7 +277,7 @@ class OpenGGUF:
         """How far each tensor whose codes were kept has moved, and the certificates of all."""
         units = self.container.compiled.plan.units
         kept = {
-            unit.output.name: outcome.code_errors[unit.output.name]
+            unit.output.name: outcome.code_error(unit.output.name)
             for unit in units
             if isinstance(unit.output.encoding, GgmlBlocks) and any(op.keeps_codes for op in unit.ops)
         }

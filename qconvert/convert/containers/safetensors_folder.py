@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qconvert.convert.job import OpenedModel, RunOptions
-from qconvert.convert.manifest import FILE_NAME, manifest
+from qconvert.convert.manifest import FILE_NAME, manifest, write_manifest
 from qconvert.convert.model_card import model_card
 from qconvert.convert.outcome import Outcome, WrittenRows
 from qconvert.core.dtypes import Json
 from qconvert.core.protocols import Layout
-from qconvert.formats.huggingface.safetensors_file import plan_files
+from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.formats.io.journal import FILE_NAME as JOURNAL
 from qconvert.formats.io.local_file import copy_whole
 from qconvert.formats.io.output_folder import WORKING, OutputDir, check_target, partial_folder
@@ -50,7 +50,7 @@ class SafetensorsFolder:
 
     @cached_property
     def _files(self) -> tuple[FilePlan, ...]:
-        specs = [spec for unit in self.compiled.plan.units for spec in self.layout.stored_arrays(unit.output)]
+        specs = (spec for unit in self.compiled.plan.units for spec in self.layout.stored_arrays(unit.output))
         parameters = table_of_outputs(self.compiled.outputs, self.compiled.architecture).parameters
         return plan_files(specs, self.options.shard_size, {"format": "pt"}, parameters)
 
@@ -130,12 +130,12 @@ class OpenFolder:
         self._write_sidecars()
         files = {file.name: file.size for file in made.files(self.path)}
         record = manifest(source, made.compiled, outcome, hashes, files, made.options)
-        (self.folder / FILE_NAME).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        found = write_manifest(self.folder / FILE_NAME, record, made.compiled, outcome, hashes)
         readme, repo_id = source.checkpoint.files.readme, source.location.repo_id
         code = [path.name for path in source.checkpoint.files.sidecars.code]
-        card = model_card(self.path.name, record, made.compiled, readme, repo_id, code)
+        card = model_card(self.path.name, record, made.compiled, readme, repo_id, code, exact=found.exact)
         (self.folder / "README.md").write_text(card, encoding="utf-8")
-        return record
+        return {**record, "certificates": asdict(found)}
 
     def _write_sidecars(self) -> None:
         sidecars, config = self.container.source.checkpoint.files.sidecars, self.container.compiled.config

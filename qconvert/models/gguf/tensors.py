@@ -12,7 +12,7 @@ from math import prod
 
 from qconvert.core.dtypes import rows_of, width_of
 from qconvert.core.row_transforms import RowTransform
-from qconvert.models.architecture import Parameter
+from qconvert.models.expanded import Parameter
 from qconvert.models.gguf.declaration import Facts, Written
 from qconvert.models.gguf.names import gguf_name
 

@@ -113,10 +113,13 @@ def _joined(pieces: Iterable[RowSlice]) -> tuple[RowSlice, ...]:
 
 def cut_where(plan: Plan, architecture: Architecture, chosen: Callable[[FusedParameter], bool]) -> Plan:
     """Cut the fused tensors that `chosen` says into their members: names, shapes and bytes as before."""
+    fused = {name: entry for name, entry in architecture.fused.items() if chosen(entry)}
+    if plan.outputs.keys().isdisjoint(fused):
+        return plan
     units: list[Unit] = []
     for unit in plan.units:
-        entry = architecture.fused.get(unit.output.name)
-        units.extend(_cut(unit, entry) if entry and chosen(entry) else [unit])
+        entry = fused.get(unit.output.name)
+        units.extend(_cut(unit, entry) if entry else [unit])
     return replace(plan, units=tuple(units))
 
 

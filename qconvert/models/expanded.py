@@ -1,0 +1,122 @@
+"""Defines what a family's table becomes for one model: parameters by name, and what fusions make of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+
+from qconvert.core.config_json import divide
+from qconvert.core.dtypes import rows_of
+from qconvert.models.parameters import Fusion
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One tensor of a model: its role, layer (None outside the layers), and exact shape.
+
+    `part` is "weight" or "bias"; `kind` is the template's kind for weights and "bias" for biases.
+    `transposed` weights are stored with their last two dimensions exchanged.
+    """
+
+    name: str
+    role: str
+    layer: int | None
+    param: str
+    kind: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    transposed: bool = False
+
+    @property
+    def module(self) -> str:
+        return self.name.rsplit(".", 1)[0]
+
+    @property
+    def group(self) -> str:
+        """The role without the expert's number: `mlp.experts.up` for `mlp.experts.7.up`."""
+        return _without_number(self.role) if ".experts." in self.role else self.role
+
+
+@dataclass(frozen=True, slots=True)
+class AlikeParameters:
+    """Parameters that differ in the number of their expert alone, `{expert}` in their names and roles."""
+
+    name: str
+    role: str
+    layer: int | None
+    param: str
+    kind: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    transposed: bool = False
+
+    def of(self, expert: int) -> Parameter:
+        return Parameter(
+            self.name.replace("{expert}", str(expert)),
+            role_of(self.role, expert),
+            self.layer,
+            self.param,
+            self.kind,
+            self.shape,
+            self.dims,
+            self.transposed,
+        )
+
+
+@cache
+def role_of(template: str, expert: int) -> str:
+    """The role of an expert's weight: one text for all layers."""
+    return template.format(expert=expert)
+
+
+@cache
+def _without_number(role: str) -> str:
+    return re.sub(r"(?<=\.experts)\.\d+", "", role)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows [start, stop) of a member, in the order they have in the fused tensor."""
+
+    member: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class FusedParameter:
+    """A fused tensor, the parameters it holds, and the order of their rows.
+
+    In an interleaved fusion the rows of two members of a pair alternate within their runs.
+    """
+
+    whole: Parameter
+    members: tuple[Parameter, ...]
+    groups: int
+    fusion: Fusion
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The row runs, in order, of the members in so many groups."""
+        shares = [divide(rows_of(part.shape), self.groups, part.dims[0], "groups") for part in self.members]
+        return tuple(
+            Run(i, group * share, (group + 1) * share)
+            for group in range(self.groups)
+            for i, share in enumerate(shares)
+        )
+
+    @property
+    def rows(self) -> Iterator[range]:
+        """Yields the rows of the fused tensor that each run takes, in the order of the runs."""
+        offset = 0
+        for run in self.runs:
+            count = run.stop - run.start
+            if self.fusion.interleaved:
+                second = run.member % 2
+                start = offset - second * count
+                yield range(start + second, start + 2 * count, 2)
+            else:
+                yield range(offset, offset + count)
+            offset += count
