@@ -14,6 +14,7 @@ from qconvert.cli.options import (
     PATIENCE,
     available_cores,
 )
+from qconvert.cli.ranks import processes_here
 from qconvert.core.sizes import parse_size
 from qconvert.errors import BadRecipe, UnsupportedModel
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from qconvert.calibrate.text import CalibrationText
     from qconvert.checkpoint.network import Network
     from qconvert.convert.job import OpenedModel, RunOptions
+    from qconvert.core.ranks import Rank
     from qconvert.plan.recipe import Recipe
     from qconvert.plan.request import Request
 
@@ -60,6 +62,7 @@ class Flags:
     pre_tokenizer: str | None = None
     beside: tuple[str, ...] = ()
     skip_existing: bool = False
+    rank: Rank | None = None
     folder: Path = Path()
     taken: tuple[Path, ...] = ()
 
@@ -68,7 +71,7 @@ class Flags:
         from qconvert.convert.job import RunOptions
 
         return RunOptions(
-            self.jobs or available_cores(),
+            self.jobs or max(1, available_cores() // (processes_here() if self.shared else 1)),
             parse_size(DEFAULT_MAX_MEMORY) if self.max_memory is None else self.max_memory,
             self.shard_size,
             verify=self.verify,
@@ -106,7 +109,9 @@ class Flags:
         return Calibration(text.tokens_BT, text.record, method, shift=self.inputs == "quantized")
 
     def check(self, *, aims: bool) -> None:
-        """Raise BadRecipe for options that do not go with --skip-existing, or with --method awq."""
+        """Raise BadRecipe for options that do not go with others, or with several processes."""
+        if self.shared:
+            self._check_shared(aims=aims)
         if self.skip_existing and (self.overwrite or aims):
             other = "--overwrite" if self.overwrite else "a target, whose choice is measured each time"
             raise BadRecipe(f"--skip-existing: given beside {other}", "leave out one of the two")
@@ -121,6 +126,22 @@ class Flags:
         idle = next((name for name, value in given.items() if value), None)
         if self.statistics is not None and idle:
             raise BadRecipe(f"{idle}: --calibration has what is measured", "leave out one of the two")
+
+    def _check_shared(self, *, aims: bool) -> None:
+        """Raise BadRecipe for what one process alone can do, where this is one of several."""
+        alone = {
+            "--overwrite": self.overwrite,
+            "--restart": self.restart,
+            "--card or --modelfile": self.beside,
+            "a target": aims,
+        }
+        given = next((name for name, value in alone.items() if value), None)
+        if given:
+            assert self.rank is not None
+            raise BadRecipe(
+                f"{given}: is for one process alone, and this is one of {self.rank.world}",
+                "leave it out, or give --rank 0/1",
+            )
 
     def read_text(self, source: OpenedModel, most: int) -> CalibrationText:
         """The calibration text in the tokens of a model: `most` where no number was asked for."""
@@ -143,8 +164,18 @@ class Flags:
         )
 
     @property
+    def shared(self) -> bool:
+        """Whether other processes make the same output."""
+        return self.rank is not None and self.rank.world > 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process says what all processes would say: it is alone, or the first."""
+        return self.rank is None or self.rank.number == 0
+
+    @property
     def talks(self) -> bool:
-        return not (self.quiet or self.as_json)
+        return self.speaks and not (self.quiet or self.as_json)
 
     def request(self, command: str, recipe: Recipe, **more: Any) -> Request:
         """The request of a command with this recipe; `more` are other fields of it."""

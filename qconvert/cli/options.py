@@ -12,6 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from qconvert.cli import candidates
+from qconvert.cli.ranks import rank_option
 from qconvert.core.sizes import parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -263,6 +264,7 @@ _WRITING = (
     written_option,
     verify_option,
     jobs_option,
+    rank_option,
     memory_option,
     click.option(
         "--shard-size",

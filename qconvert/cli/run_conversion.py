@@ -14,6 +14,7 @@ from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.flags import Flags
 from qconvert.cli.hub_source import fetched, tell_source
 from qconvert.cli.progress import compile_kernels, progress
+from qconvert.cli.ranks import carried_out, rank_to_be
 from qconvert.cli.signals import Stopped, ending_in_time
 from qconvert.cli.skipping import Tell, one_object, require_own_name, skipped
 from qconvert.errors import QConvertError
@@ -56,7 +57,6 @@ def write(
     """
     from qconvert.cli.conversion_report import advice, report_of
     from qconvert.convert.execute import open_model, prepare
-    from qconvert.formats.io.local_file import require_free_disk
 
     with typed():
         flags.check(aims=isinstance(ask, Explained))
@@ -85,13 +85,14 @@ def write(
     out = flags.out or flags.folder / job.container.default_out(derived)
     require_own_name(out, flags.taken)
     how = {"dry_run": flags.dry_run, "as_json": flags.as_json, "quiet": flags.quiet}
-    if flags.skip_existing and skipped(job, out, tell, **how):
+    if flags.skip_existing and not flags.shared and skipped(job, out, tell, **how):
         return out
-    if not flags.dry_run:
+    rank = None if flags.dry_run else rank_to_be(job, out, flags)
+    if not flags.dry_run and rank is None:
         job.container.check_target(out)
         _check_beside(out, flags)
     report = report_of(job, out)
-    if not flags.as_json:
+    if flags.speaks and not flags.as_json:
         for warning in report.warnings():
             click.echo(f"Warning: {warning}", err=True)
     chosen = chooser.lines() if chooser else []
@@ -104,20 +105,21 @@ def write(
         assumed = source.checkpoint.assumed
         verdict = "dry run: nothing was written" + (f"; planned from {assumed} alone" if assumed else "")
         told = {"from": assumed} if assumed else {}
-        _print(lines, lambda: report.plan_json() | extra | told, verdict, report.path, flags, tell)
+        if flags.speaks:
+            _print(lines, lambda: report.plan_json() | extra | told, verdict, report.path, flags, tell)
         return out
-    held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
-    require_free_disk(out, job.container.bytes_needed - held)
     tell_source(source, talks=flags.talks)
     compile_kernels(job.compiled.plan, talks=flags.talks)
     started = time.perf_counter()
-    result = _executed(job, out, flags)
+    result = _executed(job, out, flags) if rank is None else carried_out(job, out, rank, flags)
+    if result is None:  # another process has named the output, and tells of it
+        return out
     seconds = chosen_in + time.perf_counter() - started
     _write_beside(job, result, flags)
     with after_the_work():
         found = report.result_json(result, seconds) | extra | fetched(source)
         _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags, tell)
-        for line in advice(job, result.path) if flags.talks else ():
+        for line in () if flags.quiet or flags.as_json else advice(job, result.path):
             click.echo(line, err=True)
     return out
 
@@ -157,7 +159,10 @@ def _tell_scaling(job: Job, flags: Flags) -> None:
 def _executed(job: Job, out: Path, flags: Flags) -> Result:
     """Carry out a job, and say what it goes on with, or what it leaves for the next run to go on with."""
     from qconvert.convert.execute import execute
+    from qconvert.formats.io.local_file import require_free_disk
 
+    held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
+    require_free_disk(out, job.container.bytes_needed - held)
     run: list[RunJournal] = []
 
     def opened(journal: RunJournal) -> None:
@@ -213,7 +218,7 @@ def _tell_needs(job: Job, flags: Flags) -> None:
 
 
 def _check_before_download(model: str, ask: Request | Ask | Explained, flags: Flags) -> None:
-    if flags.out is None or flags.dry_run or flags.skip_existing:
+    if flags.out is None or flags.dry_run or flags.skip_existing or flags.shared:
         return
     from qconvert.formats.gguf import writer
     from qconvert.formats.io import output_folder

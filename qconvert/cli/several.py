@@ -36,6 +36,11 @@ def write_each(
         return
     with typed():
         _check_folder(flags.out)
+        if flags.shared and flags.as_json:
+            raise BadRecipe(
+                "--json: of several models, each may be finished by another of the processes",
+                "convert them one by one",
+            )
     made: list[dict[str, Any]] = []
     taken: list[Path] = []
     try:

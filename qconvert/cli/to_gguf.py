@@ -29,6 +29,7 @@ from qconvert.cli.options import (
     verify_option,
     written_option,
 )
+from qconvert.cli.ranks import rank_option
 from qconvert.cli.several import write_each
 from qconvert.cli.target import Aiming, Wanted, target_options
 from qconvert.errors import BadRecipe
@@ -114,6 +115,7 @@ UNTIL_CHOSEN = "F32"
 @written_option
 @verify_option
 @jobs_option
+@rank_option
 @memory_option
 @hub_options
 @nonfinite_option
