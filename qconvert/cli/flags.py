@@ -14,7 +14,7 @@ from qconvert.cli.options import (
     PATIENCE,
     available_cores,
 )
-from qconvert.cli.ranks import processes_here
+from qconvert.cli.ranks import is_divided, processes_here
 from qconvert.core.sizes import parse_size
 from qconvert.errors import BadRecipe, UnsupportedModel
 
@@ -166,7 +166,7 @@ class Flags:
     @property
     def shared(self) -> bool:
         """Whether other processes make the same output."""
-        return self.rank is not None and self.rank.world > 1
+        return is_divided(self.rank)
 
     @property
     def speaks(self) -> bool:

@@ -78,6 +78,11 @@ def launched(environment: Mapping[str, str], launchers: tuple[tuple[str, str, st
     return None
 
 
+def is_divided(rank: Rank | None) -> bool:
+    """Whether there are other processes."""
+    return rank is not None and rank.world > 1
+
+
 def processes_here() -> int:
     """How many of the processes run on this machine, where the launcher says so."""
     said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
