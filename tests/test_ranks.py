@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.cli.ranks import LAUNCHERS, TORCHRUN, launched
+from qconvert.cli.launchers import LAUNCHERS, TORCHRUN, launched
 from qconvert.core.ranks import Rank, order, owners
 from qconvert.formats.io import shared_folder
 from tests.commands import made, qconvert

@@ -12,6 +12,7 @@ from qconvert.cli import candidates
 from qconvert.cli.eval_output import Limits, check_target, command_line, show_report, show_reports, write
 from qconvert.cli.eval_ranks import check_divided, report_with_others
 from qconvert.cli.exit_codes import typed
+from qconvert.cli.launchers import rank_option
 from qconvert.cli.options import (
     MEMORY,
     activations_option,
@@ -25,8 +26,8 @@ from qconvert.cli.options import (
     revision_option,
 )
 from qconvert.cli.progress import counted
-from qconvert.cli.ranks import is_divided, rank_option
 from qconvert.cli.signals import INTERRUPTED
+from qconvert.core.ranks import is_divided
 from qconvert.errors import BadRecipe
 from qconvert.evaluate.protocols import LEAST_CONTEXT, PROTOCOLS
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qconvert.cli.ranks import is_divided
+from qconvert.core.ranks import is_divided
 from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.cli.hub_source import network_of
+from qconvert.cli.launchers import processes_here
 from qconvert.cli.options import (
     CONNECTIONS,
     DEFAULT_MAX_MEMORY,
@@ -14,7 +15,7 @@ from qconvert.cli.options import (
     PATIENCE,
     available_cores,
 )
-from qconvert.cli.ranks import is_divided, processes_here
+from qconvert.core.ranks import is_divided
 from qconvert.core.sizes import parse_size
 from qconvert.errors import BadRecipe, UnsupportedModel
 

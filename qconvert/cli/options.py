@@ -12,7 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from qconvert.cli import candidates
-from qconvert.cli.ranks import rank_option
+from qconvert.cli.launchers import rank_option
 from qconvert.core.sizes import parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])

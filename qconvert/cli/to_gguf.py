@@ -13,6 +13,7 @@ from qconvert.cli import candidates
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.flags import Flags
+from qconvert.cli.launchers import rank_option
 from qconvert.cli.options import (
     SIZE,
     dry_run_option,
@@ -29,7 +30,6 @@ from qconvert.cli.options import (
     verify_option,
     written_option,
 )
-from qconvert.cli.ranks import rank_option
 from qconvert.cli.several import write_each
 from qconvert.cli.target import Aiming, Wanted, target_options
 from qconvert.errors import BadRecipe

@@ -58,7 +58,12 @@ def execute_with_others(
         return None
     options = {"verify": job.options.verify, "hash_sources": job.options.hash_sources}
     facts = {**identity(job, job.container.files(out)), "options": options}
-    folder = SharedFolder(shared_folder(out), facts, {"block_bytes": block_bytes_of(job)})
+    try:
+        folder = SharedFolder(shared_folder(out), facts, {"block_bytes": block_bytes_of(job)})
+    except (OSError, QConvertError):
+        if not is_written(job, out):
+            raise
+        return None  # it was finished, and the folder removed, at this very moment
     try:
         return _Shared(job, out, folder, listen, done).carried_out(rank)
     finally:

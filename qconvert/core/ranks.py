@@ -18,6 +18,11 @@ class Rank:
     world: int
 
 
+def is_divided(rank: Rank | None) -> bool:
+    """Whether there are other processes."""
+    return rank is not None and rank.world > 1
+
+
 def owners(costs: Mapping[str, int], world: int) -> dict[str, int]:
     """The number of the process that owns each task: the costliest first, each to whoever has least so far.
 
