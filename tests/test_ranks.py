@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -175,6 +176,24 @@ def test_a_stopped_process_is_overtaken_and_wakes_without_harm(kind: str) -> Non
             overtaken += 1
         assert same(kind), call
     assert overtaken > 4
+
+
+def test_a_process_that_waits_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stopped process has claimed is left to it for a while; what is done by then stays."""
+    monkeypatch.setattr(shared_folder, "STALE_SECONDS", 600.0)
+    calls = calls_of(running(*rank("shards", 0, 2)))
+    shutil.rmtree("made")
+    holds = started(stopping(running(*rank("shards", 0, 2)), calls // 3))
+    assert os.WIFSTOPPED(os.waitpid(holds, os.WUNTRACED)[1])
+    waits, folder = started(running(*rank("shards", 1, 2))), Path("made/out.partial-ranks")
+    files = len(list(Path("whole/shards/out").glob("model*")))
+    while len(list(folder.glob("*.receipt"))) < files - 1:
+        assert os.waitpid(waits, os.WNOHANG) == (0, 0)
+        time.sleep(0.01)
+    os.kill(waits, signal.SIGTERM)
+    assert ended(waits) == 128 + signal.SIGTERM
+    os.kill(holds, signal.SIGCONT)
+    assert ended(holds) == 0 and same("shards")
 
 
 def test_finished_files_are_not_made_again(root: Path) -> None:

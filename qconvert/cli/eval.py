@@ -58,6 +58,7 @@ def command() -> None:
     epilog=examples(
         "qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model",
         "qconvert eval perplexity ./model-70b-int4 --reference ./model-70b --max-memory 8GB",
+        "torchrun --nproc-per-node 4 -m qconvert eval perplexity ./model-int4 -j 4 -o report",
     ),
 )
 @models_argument()

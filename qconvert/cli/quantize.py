@@ -41,6 +41,8 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
         "qconvert quantize ./model --bits 4 --rule mlp.down=int8 --rule attn.o=int8",
         "qconvert quantize Qwen/Qwen3-235B-A22B --bits 4 --connections 32 --patience 3600",
         "qconvert quantize Qwen/Qwen2.5-1.5B-Instruct --bits 4 --keep-source",
+        "torchrun --nproc-per-node 4 -m qconvert quantize ./model --bits 4 --shard-size 1GB",
+        "qconvert quantize ./model --bits 4 --shard-size 1GB --rank auto  # in a Slurm array",
     ),
 )
 @models_argument()

@@ -49,6 +49,7 @@ UNTIL_CHOSEN = "F32"
     epilog=examples(
         "qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m",
         "qconvert to-gguf Qwen/Qwen3-30B-A3B --type q6_k --keep-source --revision main",
+        "torchrun --nproc-per-node 4 -m qconvert to-gguf ./model --type q8_0 --split-max-size 1GB",
     ),
 )
 @models_argument("[MODEL]...", required=False)
