@@ -196,9 +196,10 @@ def _report(
 
     None where that is for another process to tell.
     """
-    request, rank = _request(models, text, options), options.pop("rank")
-    if stem is not None and rank is not None and is_divided(rank):
-        options = options | {"quiet": options["quiet"] or rank.number > 0}
+    options, request = dict(options), _request(models, text, options)
+    rank = options.pop("rank")
+    if stem is not None and is_divided(rank):
+        options["quiet"] |= rank.number > 0
         return report_with_others(
             stem,
             rank,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,7 @@ class Rank:
     world: int
 
 
-def is_divided(rank: Rank | None) -> bool:
+def is_divided(rank: Rank | None) -> TypeGuard[Rank]:
     """Whether there are other processes."""
     return rank is not None and rank.world > 1
 
