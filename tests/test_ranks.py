@@ -196,6 +196,24 @@ def test_a_process_that_waits_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> N
     assert ended(holds) == 0 and same("shards")
 
 
+def test_a_signal_right_after_a_receipt_got_its_name_leaves_what_it_speaks_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = shared_folder.sync
+
+    def interrupted(path: Path) -> None:
+        real(path)
+        if list(path.glob("*.receipt")) and path.name == "out.partial-ranks":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_folder, "sync", interrupted)
+        ran = qconvert(*rank("shards", 0, 2))
+    assert ran.code == 130 and "run the same command to go on" in ran.err
+    assert len(list(Path("made/out.partial-ranks").glob("*.receipt"))) == 1
+    assert forked(running(*rank("shards", 1, 2))) == 0 and same("shards")
+
+
 def test_finished_files_are_not_made_again(root: Path) -> None:
     """What a killed process has receipts for keeps its inode until it has its name."""
     calls = calls_of(running(*rank("shards", 0, 2)))
