@@ -27,8 +27,18 @@ MOMENTS: tuple[Moment, ...] = ("before", "torn", "after")
 KILLED = 128 + signal.SIGKILL
 
 
-def forked(work: Callable[[], None]) -> int:
+def forked(work: Callable[[], object]) -> int:
     """Do something in a fork of this process, which says nothing; returns its exit code."""
+    return ended(started(work))
+
+
+def ended(child: int) -> int:
+    """Wait for a fork to end; its exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def started(work: Callable[[], object]) -> int:
+    """Begin to do something in a fork of this process, which says nothing; returns its number."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -44,7 +54,7 @@ def forked(work: Callable[[], None]) -> int:
             code = ending.code if isinstance(ending.code, int) else 98
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return child
 
 
 def killed(work: Callable[[], object], call: int, moment: Moment) -> int:
@@ -55,6 +65,16 @@ def killed(work: Callable[[], object], call: int, moment: Moment) -> int:
         work()
 
     return forked(dying)
+
+
+def stopping(work: Callable[[], object], call: int) -> Callable[[], object]:
+    """What does something in a process that stops at the call of this number until it is continued."""
+
+    def stopping() -> None:
+        _die_at(call, "before", lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        work()
+
+    return stopping
 
 
 def running(*args: object) -> Callable[[], object]:
@@ -83,8 +103,8 @@ def calls_of(work: Callable[[], object]) -> int:
     return found
 
 
-def _die_at(call: int, moment: Moment) -> Iterator[int]:
-    """Let this process die at one of its calls; counts those of all threads."""
+def _die_at(call: int, moment: Moment, end: Callable[[], object] = lambda: os._exit(KILLED)) -> Iterator[int]:
+    """Let this process die, or `end` so, at one of its calls; counts those of all threads."""
     counted, lock = iter(range(sys.maxsize)), threading.Lock()
 
     def deadly(real: Callable[..., Any], tears: bool) -> Callable[..., Any]:
@@ -96,7 +116,8 @@ def _die_at(call: int, moment: Moment) -> Iterator[int]:
                     real(args[0], memoryview(args[1])[: len(args[1]) // 2], *args[2:])
                 elif moment == "after":
                     real(*args, **kwargs)
-                os._exit(KILLED)
+                end()
+                return real(*args, **kwargs)
 
         return called
 

@@ -20,7 +20,7 @@ from qconvert.formats.gguf.header import DEFAULT_ALIGNMENT, MAGIC, MAX_DIMS, MAX
 from qconvert.formats.gguf.publication import announce, conclude, partial_file, settle
 from qconvert.formats.gguf.reader import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, split_name
 from qconvert.formats.io.array_table import ArrayTable
-from qconvert.formats.io.local_file import amount, claim, empty, sync
+from qconvert.formats.io.local_file import amount, claim, empty, name_new, sync
 from qconvert.formats.io.planned_files import FilePlan, FileSink
 
 VERSION = 3
@@ -226,7 +226,7 @@ class GGUFSink(FileSink):
         named: list[Path] = []
         try:
             for partial, final in reversed(tuple(zip(self.partial, self.final, strict=True))):
-                partial.replace(final) if self._overwrite else _rename_to_new(partial, final)
+                partial.replace(final) if self._overwrite else name_new(partial, final)
                 named.append(final)
             sync(self.final[0].parent)
         except (OSError, QConvertError) as error:
@@ -259,17 +259,3 @@ class GGUFSink(FileSink):
                 path.unlink()
             os.close(lock)
         self._locks.clear()
-
-
-def _rename_to_new(partial: Path, final: Path) -> None:
-    """Renames to an unused name; FileExistsError if it is taken."""
-    try:
-        os.link(partial, final)  # which, unlike a rename, replaces nothing
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        if final.exists():
-            raise FileExistsError(final) from None
-        partial.rename(final)
-    else:
-        partial.unlink()

@@ -16,7 +16,7 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,6 +102,25 @@ def packed(salt: str, record: Record) -> bytes:
     """Return the line of a record."""
     rest = json.dumps(record, separators=(",", ":"), default=_number).encode()
     return b"%08x %s\n" % (zlib.crc32(salt.encode() + rest), rest)
+
+
+def whole(job: Json, settings: Json, records: Sequence[Record]) -> bytes:
+    """Return all of a journal that nothing will be added to."""
+    salt = os.urandom(8).hex()
+    lines = [["h", job, settings, salt], *records, ["c", len(records)]]
+    return b"".join(packed(salt, line) for line in lines)
+
+
+def first_difference(before: Any, now: Any, name: str = "") -> str | None:
+    """The first thing in which two jobs differ, with both values."""
+    if before == now:
+        return None
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in [*now, *(key for key in before if key not in now)]:
+            found = first_difference(before.get(key), now.get(key), f"{name} {key}".strip())
+            if found is not None:
+                return found
+    return f"{name} was {shown(before, 80)}, and is {shown(now, 80)} now"
 
 
 def _number(value: Any) -> Any:

@@ -214,6 +214,20 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
+def name_new(partial: Path, final: Path) -> None:
+    """Renames a file to an unused name; FileExistsError if it is taken."""
+    try:
+        os.link(partial, final)  # which, unlike a rename, replaces nothing
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        if final.exists():
+            raise FileExistsError(final) from None
+        partial.rename(final)
+    else:
+        partial.unlink()
+
+
 def require_writable(path: Path) -> None:
     """Raises QConvertError unless a file may be written under this name; creates its folder."""
     beside, fd = _create_beside(path)

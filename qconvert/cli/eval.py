@@ -10,7 +10,9 @@ import click
 
 from qconvert.cli import candidates
 from qconvert.cli.eval_output import Limits, check_target, command_line, show_report, show_reports, write
+from qconvert.cli.eval_ranks import check_divided, report_with_others
 from qconvert.cli.exit_codes import typed
+from qconvert.cli.launchers import rank_option
 from qconvert.cli.options import (
     MEMORY,
     activations_option,
@@ -25,6 +27,7 @@ from qconvert.cli.options import (
 )
 from qconvert.cli.progress import counted
 from qconvert.cli.signals import exit_code
+from qconvert.core.ranks import is_divided
 from qconvert.errors import BadRecipe
 from qconvert.evaluate.protocols import LEAST_CONTEXT, PROTOCOLS
 
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
     from qconvert.core.dtypes import Json
     from qconvert.evaluate.in_turn import Within
     from qconvert.evaluate.perplexity_report import PerplexityReport
+    from qconvert.evaluate.ranks import Share
     from qconvert.evaluate.weights_report import WeightReport
 
 
@@ -54,6 +58,7 @@ def command() -> None:
     epilog=examples(
         "qconvert eval perplexity ./model-int4-g128 ./model-int8-g128 --reference ./model",
         "qconvert eval perplexity ./model-70b-int4 --reference ./model-70b --max-memory 8GB",
+        "torchrun --nproc-per-node 4 -m qconvert eval perplexity ./model-int4 -j 4 -o report",
     ),
 )
 @models_argument()
@@ -105,6 +110,7 @@ def command() -> None:
 )
 @device_option
 @jobs_option
+@rank_option
 @click.option(
     "--max-memory",
     type=MEMORY,
@@ -160,8 +166,11 @@ def perplexity(models: tuple[str, ...], jobs: int | None, **options: Any) -> Non
         check_target(stem)
     reports: list[PerplexityReport] = []
     for text, stem in zip(texts, stems, strict=True):
-        reports.append(_report(models, text, stem, options))
-        if reports[-1].partial:
+        report = _report(models, text, stem, options)
+        if report is None:
+            return
+        reports.append(report)
+        if report.partial:
             break
     failure = None
     if not reports[-1].partial:
@@ -183,12 +192,32 @@ def _stem_of(out: Path, text: str) -> Path:
 
 def _report(
     models: tuple[str, ...], text: str, stem: Path | None, options: dict[str, Any]
-) -> PerplexityReport:
-    """Measure on one text, and write the report where it is wanted; or read back one that is complete."""
-    request = _request(models, text, options)
+) -> PerplexityReport | None:
+    """Measure on one text, and write the report where it is wanted; or read back one that is complete.
+
+    None where that is for another process to tell.
+    """
+    options, request = dict(options), _request(models, text, options)
+    rank = options.pop("rank")
+    if stem is not None and is_divided(rank):
+        options["quiet"] |= rank.number > 0
+        return report_with_others(
+            stem,
+            rank,
+            finished=lambda: _finished(stem, request, options["quiet"]),
+            measured=lambda share: _measure(models, text=text, out=stem, share=share, **options),
+            written=lambda report: _written(report, request, stem, options),
+        )
     if stem is not None and options["resume"] and (found := _finished(stem, request, options["quiet"])):
         return found
     report = _measure(models, text=text, out=stem, **options)
+    return _written(report, request, stem, options)
+
+
+def _written(
+    report: PerplexityReport, request: Json, stem: Path | None, options: dict[str, Any]
+) -> PerplexityReport:
+    """A report with what was asked for, and where it is written with the errors of the weights."""
     report = replace(report, command=command_line(), request=request)
     if stem is not None:
         if report.reference is not None and report.saved_reference is None and not report.partial:
@@ -253,6 +282,7 @@ def _check_options(options: dict[str, Any]) -> None:
         if options["resume"] and options["out"] is None:
             raise BadRecipe("--resume: there is no STEM to go on with", "repeat the command with its -o STEM")
         _check_saving(options)
+        check_divided(options)
         names = [Path(text).stem for text in options["texts"]]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice:
@@ -323,12 +353,13 @@ def _measure(
     save_reference: Path | None,
     samples: bool,
     max_memory: int | None,
+    share: Share | None = None,
 ) -> PerplexityReport:
     import torch
 
     from qconvert.evaluate.measure import perplexity
 
-    scores = None if out is None else out.with_name(out.name + ".partial.npz")
+    scores = None if out is None or share is not None else out.with_name(out.name + ".partial.npz")
     within = None if max_memory is None else _within(max_memory, out, talks=not quiet)
     with counted("chunk", talks=not quiet) as progress:
         return perplexity(
@@ -349,6 +380,7 @@ def _measure(
             save_reference=save_reference,
             samples=samples,
             within=within,
+            share=share,
         )
 
 

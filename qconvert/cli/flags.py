@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qconvert.cli.hub_source import network_of
+from qconvert.cli.launchers import processes_here
 from qconvert.cli.options import (
     CONNECTIONS,
     DEFAULT_MAX_MEMORY,
@@ -15,6 +16,7 @@ from qconvert.cli.options import (
     available_cores,
     url_of,
 )
+from qconvert.core.ranks import is_divided
 from qconvert.core.sizes import parse_size
 from qconvert.errors import BadRecipe, UnsupportedModel
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from qconvert.calibrate.text import CalibrationText
     from qconvert.checkpoint.network import Network
     from qconvert.convert.job import OpenedModel, RunOptions
+    from qconvert.core.ranks import Rank
     from qconvert.plan.recipe import Recipe
     from qconvert.plan.request import Request
 
@@ -66,6 +69,7 @@ class Flags:
     skip_existing: bool = False
     verify_existing: bool = False
     keep_going: bool = False
+    rank: Rank | None = None
     folder: Path = Path()
     taken: tuple[Path, ...] = ()
 
@@ -74,7 +78,7 @@ class Flags:
         from qconvert.convert.job import RunOptions
 
         return RunOptions(
-            self.jobs or available_cores(),
+            self.jobs or max(1, available_cores() // (processes_here() if self.shared else 1)),
             parse_size(DEFAULT_MAX_MEMORY) if self.max_memory is None else self.max_memory,
             self.shard_size,
             verify=self.verify,
@@ -136,7 +140,9 @@ class Flags:
         return Calibration(text.tokens_BT, text.record, method, shift=self.inputs == "quantized")
 
     def check(self, *, aims: bool) -> None:
-        """Raise BadRecipe for options that do not go with --skip-existing, or with --method awq."""
+        """Raise BadRecipe for options that do not go with others, or with several processes."""
+        if self.shared:
+            self._check_shared(aims=aims)
         if aims and (self.skip_existing or self.verify_existing):
             raise BadRecipe(
                 "--skip-existing: given beside a target, whose choice is measured each time",
@@ -153,6 +159,23 @@ class Flags:
         idle = next((name for name, value in given.items() if value), None)
         if self.statistics is not None and idle:
             raise BadRecipe(f"{idle}: --calibration has what is measured", "leave out one of the two")
+
+    def _check_shared(self, *, aims: bool) -> None:
+        """Raise BadRecipe for what one process alone can do, where this is one of several."""
+        alone = {
+            "--overwrite": self.overwrite,
+            "--restart": self.restart,
+            "--card, --modelfile or --manifest": self.beside,
+            "--push-to or an object storage": not self.stays,
+            "a target": aims,
+        }
+        given = next((name for name, value in alone.items() if value), None)
+        if given:
+            assert self.rank is not None
+            raise BadRecipe(
+                f"{given}: is for one process alone, and this is one of {self.rank.world}",
+                "leave it out, or give --rank 0/1",
+            )
 
     def read_text(self, source: OpenedModel, most: int) -> CalibrationText:
         """The calibration text in the tokens of a model: `most` where no number was asked for."""
@@ -175,8 +198,18 @@ class Flags:
         )
 
     @property
+    def shared(self) -> bool:
+        """Whether other processes make the same output."""
+        return is_divided(self.rank)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process says what all processes would say: it is alone, or the first."""
+        return self.rank is None or self.rank.number == 0
+
+    @property
     def talks(self) -> bool:
-        return not (self.quiet or self.as_json)
+        return self.speaks and not (self.quiet or self.as_json)
 
     def request(self, command: str, recipe: Recipe, **more: Any) -> Request:
         """The request of a command with this recipe; `more` are other fields of it."""

@@ -12,6 +12,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from qconvert.cli import candidates
+from qconvert.cli.launchers import rank_option
 from qconvert.core.sizes import parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -295,6 +296,7 @@ _WRITING = (
     written_option,
     verify_option,
     jobs_option,
+    rank_option,
     memory_option,
     click.option(
         "--shard-size",

@@ -43,6 +43,8 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
         "qconvert quantize Qwen/Qwen2.5-1.5B-Instruct --bits 4 --keep-source",
         "qconvert quantize Qwen/Qwen3-30B-A3B --bits 4 --push-to me/qwen3-int4 --private --drop-pushed",
         "qconvert quantize s3://bucket/models/qwen3 --bits 4 -o s3://bucket/models/qwen3-int4",
+        "torchrun --nproc-per-node 4 -m qconvert quantize ./model --bits 4 --shard-size 1GB",
+        "qconvert quantize ./model --bits 4 --shard-size 1GB --rank auto  # in a Slurm array",
     ),
 )
 @models_argument()

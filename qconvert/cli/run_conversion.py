@@ -17,6 +17,7 @@ from qconvert.cli.flags import Flags
 from qconvert.cli.hub_source import fetched, tell_source
 from qconvert.cli.options import url_of
 from qconvert.cli.progress import compile_kernels, progress
+from qconvert.cli.ranks import carried_out, rank_to_be
 from qconvert.cli.sending import after_sending, check_sending, destination_of, disk_needed, told_of
 from qconvert.cli.signals import Stopped, ending_in_time
 from qconvert.cli.skipping import Tell, is_complete, one_object, require_own_name, tell_skipped
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from qconvert.convert.publish import Destination
     from qconvert.convert.resume import RunJournal
     from qconvert.core.dtypes import Json
+    from qconvert.core.ranks import Rank
     from qconvert.plan.request import Request
 
 
@@ -54,12 +56,16 @@ class Explained(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """An output that can be written to `out`; whether it is there already, and complete; where it is sent."""
+    """An output that can be written to `out`; whether it is there already, and complete; where it is sent.
+
+    `rank` is the one as which it is made, where it is made by several processes.
+    """
 
     job: Job
     out: Path
     complete: bool
     destination: Destination | None
+    rank: Rank | None
 
 
 def open_source(model: str, ask: Request | Ask | Explained, flags: Flags) -> OpenedModel:
@@ -99,11 +105,12 @@ def plan_output(source: OpenedModel, ask: Request | Ask | Explained, suffix: str
     require_own_name(out, flags.taken)
     destination = destination_of(flags, out)
     out = out if url_of(out) is None else Path(out.name)
-    complete = is_complete(job, out, flags)
-    if not (complete or flags.dry_run):
+    complete = not flags.shared and is_complete(job, out, flags)
+    rank = None if complete or flags.dry_run else rank_to_be(job, out, flags)
+    if not (complete or flags.dry_run or rank):
         job.container.check_target(out)
         _check_beside(out, flags)
-    return Planned(job, out, complete, destination)
+    return Planned(job, out, complete, destination, rank)
 
 
 def write(
@@ -115,19 +122,18 @@ def write(
     of the dtype where it is empty. Returns the path of the output.
     """
     from qconvert.cli.conversion_report import report_of
-    from qconvert.formats.io.local_file import require_free_disk
 
     chooser = ask if isinstance(ask, Explained) else None
     source = open_source(model, ask, flags)
     started = time.perf_counter()
     planned = plan_output(source, ask, suffix, flags)
     chosen_in = time.perf_counter() - started if chooser else 0.0
-    job, out = planned.job, planned.out
+    job, out, rank = planned.job, planned.out, planned.rank
     if planned.complete:
         tell_skipped(job, out, flags, tell)
         return out
     report = report_of(job, out)
-    if not flags.as_json:
+    if flags.speaks and not flags.as_json:
         for warning in report.warnings():
             click.echo(f"Warning: {warning}", err=True)
     chosen = chooser.lines() if chooser else []
@@ -141,14 +147,18 @@ def write(
         verdict = "dry run: nothing was written" + (f"; planned from {assumed} alone" if assumed else "")
         told = {"from": assumed} if assumed else {}
         path = str(report.path)
-        _print(lines, lambda: report.plan_json() | extra | told, verdict, path, flags, tell)
+        if flags.speaks:
+            _print(lines, lambda: report.plan_json() | extra | told, verdict, path, flags, tell)
         return out
-    held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
-    require_free_disk(out, disk_needed(job, out) - held)
     tell_source(source, talks=flags.talks)
     compile_kernels(job.compiled.plan, talks=flags.talks)
     started = time.perf_counter()
-    result = _executed(job, out, flags, planned.destination)
+    if rank is None:
+        result: Result | None = _executed(job, out, flags, planned.destination)
+    else:
+        result = carried_out(job, out, rank, flags)
+    if result is None:  # another process has named the output, and tells of it
+        return out
     seconds = chosen_in + time.perf_counter() - started
     _write_beside(job, out, result, flags)
     _tell_done(job, result, report, lines, extra, seconds, flags, tell)
@@ -174,7 +184,8 @@ def _tell_done(
         _print(lines, lambda: found, report.verdict(result, seconds), path, flags, tell)
         for line in after_sending(result, flags):
             click.echo(line, err=True)
-        for line in advice(job, result.sent.get("to", str(result.path))) if flags.talks else ():
+        silent = flags.quiet or flags.as_json
+        for line in () if silent else advice(job, result.sent.get("to", str(result.path))):
             click.echo(line, err=True)
 
 
@@ -226,7 +237,10 @@ def _tell_scaling(job: Job, flags: Flags) -> None:
 def _executed(job: Job, out: Path, flags: Flags, destination: Destination | None) -> Result:
     """Carry out a job, and say what it goes on with, or what it leaves for the next run to go on with."""
     from qconvert.convert.execute import execute
+    from qconvert.formats.io.local_file import require_free_disk
 
+    held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
+    require_free_disk(out, disk_needed(job, out) - held)
     run: list[RunJournal] = []
 
     def opened(journal: RunJournal) -> None:
@@ -283,7 +297,7 @@ def _tell_needs(job: Job, flags: Flags) -> None:
 
 def _check_before_download(model: str, ask: Request | Ask | Explained, flags: Flags) -> None:
     names_later = flags.dry_run or flags.skip_existing or flags.verify_existing or not flags.keeps
-    if flags.out is None or names_later:
+    if flags.out is None or names_later or flags.shared:
         return
     from qconvert.formats.gguf import writer
     from qconvert.formats.io import output_folder

@@ -40,6 +40,11 @@ def write_each(
         _check_folder(flags.out)
         if flags.push_to is not None:
             raise BadRecipe("--push-to: one repository, and there are several models", "push them one by one")
+        if flags.shared and flags.as_json:
+            raise BadRecipe(
+                "--json: of several models, each may be finished by another of the processes",
+                "convert them one by one",
+            )
     run = _Run(models, replace(flags, out=None, folder=flags.out or Path()))
     tell_with_errors("outputs", run.made)
     possible: list[tuple[str, Flags]] = []

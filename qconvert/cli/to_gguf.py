@@ -13,6 +13,7 @@ from qconvert.cli import candidates
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.flags import Flags
+from qconvert.cli.launchers import rank_option
 from qconvert.cli.options import (
     SIZE,
     dry_run_option,
@@ -55,6 +56,7 @@ TOWER_TYPES = ("f16", "bf16", "f32", "q8_0")
         "qconvert to-gguf Qwen/Qwen3-30B-A3B --type q6_k --keep-source --revision main",
         "qconvert to-gguf Qwen/Qwen3-30B-A3B --type q4_k_m --push-to me/Qwen3-30B-A3B-GGUF",
         "qconvert to-gguf Qwen/Qwen3-VL-4B-Instruct --mmproj",
+        "torchrun --nproc-per-node 4 -m qconvert to-gguf ./model --type q8_0 --split-max-size 1GB",
     ),
 )
 @models_argument("[MODEL]...", required=False)
@@ -133,6 +135,7 @@ TOWER_TYPES = ("f16", "bf16", "f32", "q8_0")
 @written_option
 @verify_option
 @jobs_option
+@rank_option
 @memory_option
 @hub_options
 @pushing_options

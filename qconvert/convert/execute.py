@@ -18,7 +18,6 @@ from qconvert.checkpoint.hub import ResolvedModel, resolve
 from qconvert.checkpoint.network import Network
 from qconvert.checkpoint.open import Checkpoint, open_checkpoint
 from qconvert.convert.blocks import Block, at_hand
-from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
 from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
@@ -42,6 +41,7 @@ from qconvert.core.protocols import Layout
 from qconvert.errors import BadRecipe, QConvertError
 from qconvert.formats.huggingface.preprocessor import read_preprocessor
 from qconvert.formats.io.local_file import octets
+from qconvert.formats.io.planned_files import FileSink
 from qconvert.formats.io.read_back import Hashes, Progress
 from qconvert.formats.layouts import registry
 from qconvert.models.binding import bind_tower
@@ -180,16 +180,12 @@ def execute(
     """
     from qconvert.convert.identity import identity
 
-    if job.compiled.scalable:
-        from qconvert.calibrate.activation_file import scratch_folder
-        from qconvert.convert.activation_scales import with_scales
-
-        job = with_scales(job, scratch_folder(out))
+    job = with_all_scales(job, out)
     container, options, units = job.container, job.options, job.compiled.plan.units
     goes_to = {"destination": destination.shown, "dropped": options.drop} if destination else {}
     journal = RunJournal(
         {**identity(job, container.files(out)), **goes_to},
-        block_bytes=block_bytes(job.source.checkpoint.layout, container.layout, _rows_bytes(job)),
+        block_bytes=block_bytes_of(job),
         checksums=options.verify,
         restart=options.restart,
     )
@@ -208,7 +204,7 @@ def execute(
             hashes, sent = Hashes({}, {}), {}
             with publishing(destination, job, out, output, journal, outcome) as publication:
                 # Closed, so that no thread outlives the sink.
-                with closing(_run(job, output, journal, publication)) as events:
+                with closing(run_job(job, output.sink, output.path, journal, publication)) as events:
                     for done in events:
                         outcome.add(done)
                         journal.add(done)
@@ -227,6 +223,21 @@ def execute(
     return Result(output.path, record, outcome, hashes, sent)
 
 
+def with_all_scales(job: Job, out: Path) -> Job:
+    """The job with the factors of its inputs, where some may be scaled; measured where there is a text."""
+    if not job.compiled.scalable:
+        return job
+    from qconvert.calibrate.activation_file import scratch_folder
+    from qconvert.convert.activation_scales import with_scales
+
+    return with_scales(job, scratch_folder(out))
+
+
+def block_bytes_of(job: Job) -> int:
+    """The working memory of one block of a job, in bytes."""
+    return block_bytes(job.source.checkpoint.layout, job.container.layout, _rows_bytes(job))
+
+
 def _rows_bytes(job: Job, taken: int = 0) -> int:
     """The bytes that blocks of rows may take together, where the process has `taken` some before.
 
@@ -237,11 +248,15 @@ def _rows_bytes(job: Job, taken: int = 0) -> int:
     return saved or max(asked - taken, min(asked, LEAST_BYTES))
 
 
-def _run(
-    job: Job, output: OpenOutput, journal: RunJournal, publication: Publication | None
+def run_job(
+    job: Job, sink: FileSink, out: Path, journal: RunJournal, publication: Publication | None = None
 ) -> Generator[BlockDone, None, None]:
+    """Make the blocks of a job that are not in the journal; yields what `runner.run` does.
+
+    What else takes disk lies beside `out` while it runs.
+    """
     request, options, checkpoint = job.compiled.request, job.options, job.source.checkpoint
-    sink, layout = output.sink, job.container.layout
+    layout = job.container.layout
     rows_bytes = _rows_bytes(job, resident())
     fetching = read_ahead(job.source, rows_bytes // 2)
     ahead = fetching or at_hand
@@ -291,5 +306,5 @@ def _run(
     from qconvert.convert.calibrated import run_in_waves
     from qconvert.convert.calibration_memory import scratch_for
 
-    scratch = scratch_for(job, output.path)
+    scratch = scratch_for(job, out)
     return run_in_waves(job.compiled.plan, run_plan, checkpoint, job.calibration, scratch, journal)

@@ -7,7 +7,7 @@ So an output that was made in two runs has the bytes, and the manifest, of one t
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,8 +15,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from qconvert.convert.outcome import BlockDone, WrittenRows
 from qconvert.core.dtypes import Json, TensorSpec
-from qconvert.errors import NotTaken, OtherJob, SourceUnavailable, shown
-from qconvert.formats.io.journal import GroupCommit, Journal, JournalFile, Record, committing, discard, load
+from qconvert.errors import NotTaken, OtherJob, SourceUnavailable
+from qconvert.formats.io.journal import (
+    GroupCommit,
+    Journal,
+    JournalFile,
+    Record,
+    committing,
+    discard,
+    first_difference,
+    load,
+)
 from qconvert.ops import OutputError
 from qconvert.plan.plan import Unit
 
@@ -108,7 +117,7 @@ class RunJournal:
         return done / total if total else 0.0
 
     @property
-    def there(self) -> frozenset[tuple[str, int]]:
+    def there(self) -> Collection[tuple[str, int]]:
         """The blocks that the earlier run has done, by the name of the output and their first row."""
         return frozenset(self._blocks)
 
@@ -120,7 +129,7 @@ class RunJournal:
         """The events of these blocks, which count as written."""
         for unit in units:
             name = unit.output.name
-            events = [_event(unit, self._blocks[name, start]) for start, _ in self._rows.get(name, ())]
+            events = [from_record(unit, self._blocks[name, start]) for start, _ in self._rows.get(name, ())]
             whole = self.has(unit)
             for number, done in enumerate(events, 1):
                 for part in done.parts:
@@ -130,7 +139,7 @@ class RunJournal:
     def add(self, done: BlockDone) -> None:
         """Take the event of a block; QConvertError if an earlier one could not be brought to the disk."""
         assert self._group is not None
-        record = _record(done)
+        record = to_record(done)
         self._group.add(record, self._nbytes(record))
 
     def note(self, name: str, value: Any) -> None:
@@ -169,7 +178,7 @@ class RunJournal:
             self._rows.setdefault(name, []).append((start, stop))
 
     def _require_same(self, found: Journal) -> None:
-        difference = _first_difference(found.job, self.job)
+        difference = first_difference(found.job, self.job)
         if difference is not None:
             raise OtherJob(
                 f"{self.path}: is the unfinished output of another job, whose {difference}",
@@ -181,7 +190,8 @@ class RunJournal:
         return sum(rows * width * self._specs[name].dtype.nbytes for name, _, rows, width, *_ in record[-1])
 
 
-def _record(done: BlockDone) -> Record:
+def to_record(done: BlockDone) -> Record:
+    """What is kept of the event of a block."""
     name, parts = done.unit.output.name, [_values(part) for part in done.parts]
     error = None if done.error is None else _values(done.error)
     output_error = None if done.output_error is None else _values(done.output_error)
@@ -193,7 +203,8 @@ def _values(record: DataclassInstance) -> list[Any]:
     return [getattr(record, each) for each in record.__dataclass_fields__]
 
 
-def _event(unit: Unit, record: Record) -> BlockDone:
+def from_record(unit: Unit, record: Record) -> BlockDone:
+    """The event of a block of a unit that was kept."""
     from qconvert.quant.affine import QuantError
 
     start, rows, bytes_read, error, code_error, output_error, parts = record[2:]
@@ -250,18 +261,6 @@ def _is_part(part: object) -> bool:
         and all(value is None or (type(value) is int and value >= 0) for value in part[1:])
         and None not in (*part[1:4], *part[5:])
     )
-
-
-def _first_difference(before: Any, now: Any, name: str = "") -> str | None:
-    """The first thing in which two jobs differ, with both values."""
-    if before == now:
-        return None
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*now, *(key for key in before if key not in now)]:
-            found = _first_difference(before.get(key), now.get(key), f"{name} {key}".strip())
-            if found is not None:
-                return found
-    return f"{name} was {shown(before, 80)}, and is {shown(now, 80)} now"
 
 
 def _passes(error: BaseException | None) -> bool:

@@ -178,15 +178,13 @@ def run_lockstep(
     Returns the number of windows they hold at the end: fewer than all after a KeyboardInterrupt, which is
     passed on when there is nothing new to show. Raises CheckFailed for a model whose loss is no number.
     """
-    device = tracks[0].model.decoder.device.type
-    batch_tokens = batch_tokens or BATCH_TOKENS.get(device, BATCH_TOKENS["cpu"])
     held, before = len(tracks[0].nll), done
 
     def tell(passed: float) -> None:
         if progress is not None:
             progress(before + passed, len(windows))
 
-    batches = [_batch(each, ids_N, bos) for each in _batches(windows[done:], batch_tokens)]
+    batches = [_batch(each, ids_N, bos) for each in batches_of(tracks, windows[done:], batch_tokens)]
     try:
         for outputs, batch in zip(run(tracks, batches, tell), batches, strict=True):
             hear = _Scoring(compared, saved, recorder, sum(w.stop - w.scored for w in windows[:done]))
@@ -209,8 +207,15 @@ def _batch(windows: Sequence[Window], ids_N: np.ndarray, bos: int | None) -> Bat
     return Batch(windows, torch.from_numpy(tokens_BT))
 
 
-def _batches(windows: Sequence[Window], tokens: int) -> Iterator[list[Window]]:
-    """Runs of neighbouring windows of one shape, of at most that many tokens (but one window at least)."""
+def batches_of(
+    tracks: Sequence[Track], windows: Sequence[Window], batch_tokens: int | None
+) -> Iterator[list[Window]]:
+    """Runs of neighbouring windows of one shape, of at most that many tokens (but one window at least).
+
+    Without a number, as many as the device of the tracks takes at once.
+    """
+    device = tracks[0].model.decoder.device.type
+    tokens = batch_tokens or BATCH_TOKENS.get(device, BATCH_TOKENS["cpu"])
     batch: list[Window] = []
     for window in windows:
         room = tokens // (window.stop - window.start)

@@ -70,7 +70,7 @@ def perplexity(
     rounds the inputs of linears as loaders do ("as-loaded"), or not ("exact"). `text` is a UTF-8 file,
     `wikitext2` or `stdlib`; with `samples` the models continue two prompts from it; `how` is as in
     `evaluate.perplexity.run` (`max_chunks`, `noise_floor`, `progress`, `scores`, `resume`,
-    `save_reference`). `within` a memory, layers are read in turn, on the CPU. Raises BadRecipe for a
+    `save_reference`, `share`). `within` a memory, layers are read in turn, on the CPU. Raises BadRecipe for a
     memory too small, and for a model whose tokenizer cuts the text into other tokens than the reference's.
     """
     if within is not None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,12 +18,21 @@ import numpy as np
 from qconvert.errors import BadRecipe
 from qconvert.evaluate.corpora import WIKITEXT, load_text
 from qconvert.evaluate.in_turn import LayersInTurn, Within, fit
-from qconvert.evaluate.lockstep import EvalModel, Progress, Run, Track, run_in_memory, run_lockstep
+from qconvert.evaluate.lockstep import (
+    EvalModel,
+    Progress,
+    Run,
+    Track,
+    batches_of,
+    run_in_memory,
+    run_lockstep,
+)
 from qconvert.evaluate.models import calibrated_on
 from qconvert.evaluate.paired_statistics import divergence, exp_mean, mean, root_mean_square
 from qconvert.evaluate.perplexity_report import PerplexityReport
 from qconvert.evaluate.protocols import LEAST_CONTEXT, Protocol, Window, protocol_named
 from qconvert.evaluate.provenance import now
+from qconvert.evaluate.ranks import Share
 from qconvert.evaluate.records import Comparison, ModelResult
 from qconvert.evaluate.saved_reference import Conditions, ReferenceRecorder, SavedModel, SavedReference
 from qconvert.evaluate.scores import fingerprint, load_scores, save_scores
@@ -46,6 +56,7 @@ def run(
     resume: bool = False,
     save_reference: Path | None = None,
     within: Within | None = None,
+    share: Share | None = None,
 ) -> PerplexityReport:
     """Evaluate models on a text, both given by name as on a command line.
 
@@ -70,6 +81,7 @@ def run(
         resume=resume,
         save_reference=save_reference,
         within=within,
+        share=share,
     )
 
 
@@ -92,6 +104,7 @@ def evaluate(
     resume: bool = False,
     save_reference: Path | None = None,
     within: Within | None = None,
+    share: Share | None = None,
 ) -> PerplexityReport:
     """Measure every model on the text; in the report the reference comes first, then the largest.
 
@@ -100,9 +113,10 @@ def evaluate(
     Where `scores` names a file, Ctrl-C yields the report of the windows done and leaves their scores
     there; `resume` goes on from such a file. `save_reference` names a file for what the reference says of
     every token (of the first model, where there is no reference); an evaluation that is interrupted leaves
-    none. With `within`, models that were opened `in_turn` are run within a memory. Raises BadRecipe for a
-    memory too small, a text too short, models of unlike vocabularies, or a saved reference of another text;
-    CheckFailed for a model whose loss is no number.
+    none. With `within`, models that were opened `in_turn` are run within a memory. With a `share`, other
+    processes score windows, too; Published is raised when one of them has written the report. Raises
+    BadRecipe for a memory too small, a text too short, models of unlike vocabularies, or a saved reference of
+    another text; CheckFailed for a model whose loss is no number.
     """
     all_models = _all(models, reference)
     _check_vocabulary(all_models, tokens)
@@ -126,20 +140,16 @@ def evaluate(
     if within is not None:
         saves = saved is not None or save_reference is not None
         how = fit(within, all_tracks, windows[before:], batch_tokens=batch_tokens, saves=saves)
+    lockstep = partial(
+        run_lockstep, ids_N=ids_N, compared=runs, bos=bos, batch_tokens=batch_tokens, saved=saved, run=how
+    )
     with _recorder(save_reference, tracks[0], conditions, windows) as recorder:
-        done = run_lockstep(
-            all_tracks,
-            ids_N,
-            windows,
-            compared=runs,
-            bos=bos,
-            batch_tokens=batch_tokens,
-            progress=progress,
-            done=before,
-            saved=saved,
-            recorder=recorder,
-            run=how,
-        )
+        if share is None:
+            done = lockstep(all_tracks, windows=windows, progress=progress, done=before, recorder=recorder)
+        else:
+            batches = list(batches_of(all_tracks, windows, batch_tokens))
+            in_turn = within is not None
+            done = share.run(all_tracks, windows, batches, lockstep, mark, in_turn=in_turn, progress=progress)
         if recorder is not None and done == len(windows):
             recorder.finish(tracks[0])
     if done < len(windows):

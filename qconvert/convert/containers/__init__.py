@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from qconvert.core.dtypes import Json
 from qconvert.core.protocols import Layout
 from qconvert.formats.io.planned_files import FilePlan, FileSink
-from qconvert.formats.io.read_back import Hashes, Progress
+from qconvert.formats.io.read_back import Hashes, HeaderCheck, Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +46,7 @@ class OpenOutput(Protocol):
         ...
 
     def finish(self, outcome: Outcome, hashes: Hashes) -> Json:
-        """Write what goes beside the weights, and return the record of the output."""
+        """Write what goes beside the weights, and return the record of the output (`Container.complete`)."""
         ...
 
     def texts(self) -> Mapping[str, bytes | Path]:
@@ -88,6 +88,15 @@ class Container(Protocol):
 
     def check_target(self, out: Path) -> None:
         """Raise unless the output may be written there."""
+        ...
+
+    @property
+    def check_header(self) -> HeaderCheck | None:
+        """What compares the header of a file that was written with its plan; None: as safetensors."""
+        ...
+
+    def complete(self, folder: Path, out: Path, outcome: Outcome, hashes: Hashes) -> Json:
+        """Write what goes beside the weights of `out` into `folder`, and return the record of the output."""
         ...
 
     def create(self, out: Path, journal: RunJournal) -> AbstractContextManager[OpenOutput]:

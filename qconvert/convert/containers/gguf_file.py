@@ -28,7 +28,7 @@ from qconvert.formats.huggingface.model_card_header import read_front_matter
 from qconvert.formats.huggingface.pooling import read_pooling
 from qconvert.formats.io.journal import discard
 from qconvert.formats.io.planned_files import FilePlan
-from qconvert.formats.io.read_back import Hashes, Progress, verify_files
+from qconvert.formats.io.read_back import Hashes, HeaderCheck, Progress, verify_files
 from qconvert.formats.io.strict_json import read_json_object
 from qconvert.formats.layouts.gguf import stored
 from qconvert.formats.tokenizers.to_gguf import GGUFTokenizer, has_tokenizer, read_tokenizer
@@ -225,6 +225,20 @@ class GGUFFileContainer:
         """They lie beside their final names."""
         return {partial_file(out.with_name(file.name)): file.size for file in self.files(out)}
 
+    @property
+    def check_header(self) -> HeaderCheck:
+        return check_gguf_header
+
+    def complete(self, folder: Path, out: Path, outcome: Outcome, hashes: Hashes) -> Json:
+        """How far each tensor whose codes were kept has moved, and the certificates of all."""
+        units = self.compiled.plan.units
+        kept = {
+            unit.output.name: outcome.code_error(unit.output.name)
+            for unit in units
+            if isinstance(unit.output.encoding, GgmlBlocks) and any(op.keeps_codes for op in unit.ops)
+        }
+        return {"kept": kept, "certificates": outcome.certificates(units)}
+
     @contextmanager
     def create(self, out: Path, journal: RunJournal) -> Iterator[OpenGGUF]:
         """The files under the suffix `.partial`, renamed when all of them are verified."""
@@ -274,14 +288,7 @@ class OpenGGUF:
         return Hashes({file.name: found.files[part.name] for file, part in names}, found.tensors)
 
     def finish(self, outcome: Outcome, hashes: Hashes) -> Json:
-        """How far each tensor whose codes were kept has moved, and the certificates of all."""
-        units = self.container.compiled.plan.units
-        kept = {
-            unit.output.name: outcome.code_error(unit.output.name)
-            for unit in units
-            if isinstance(unit.output.encoding, GgmlBlocks) and any(op.keeps_codes for op in unit.ops)
-        }
-        return {"kept": kept, "certificates": outcome.certificates(units)}
+        return self.container.complete(self.path.parent, self.path, outcome, hashes)
 
     def texts(self) -> Mapping[str, bytes | Path]:
         """The model card."""

@@ -79,6 +79,40 @@ class SafetensorsFolder:
         folder = partial_folder(out.resolve())
         return {folder / file.name: file.size for file in self._files}
 
+    @property
+    def check_header(self) -> None:
+        return None
+
+    def complete(self, folder: Path, out: Path, outcome: Outcome, hashes: Hashes) -> Json:
+        """Sidecars, config.json, manifest and model card."""
+        source = self.source
+        self._write_sidecars(folder)
+        files = {file.name: file.size for file in self._files}
+        record = manifest(source, self.compiled, outcome, hashes, files, self.options)
+        found = write_manifest(folder / FILE_NAME, record, self.compiled, outcome, hashes)
+        readme, repo_id = source.checkpoint.files.readme, source.location.repo_id
+        code = [path.name for path in source.checkpoint.files.sidecars.code]
+        card = model_card(out.name, record, self.compiled, readme, repo_id, code, exact=found.exact)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        return {**record, "certificates": asdict(found)}
+
+    def _write_sidecars(self, folder: Path) -> None:
+        sidecars, config = self.source.checkpoint.files.sidecars, self.compiled.config
+        source = self.source.checkpoint.path
+        for path in sidecars.copied:
+            target = folder / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            copy_whole(path, target)
+        for name, made in sidecars.made.items():
+            (folder / name).write_text(made, encoding="utf-8")
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        (folder / "config.json").write_text(text, encoding="utf-8")
+        claimed = registry.claimed_by(config)
+        if claimed and claimed.traits.settings_file:
+            said = config[claimed.traits.config_key]
+            settings = json.dumps(claimed.settings_file(said) if claimed.settings_file else said, indent=2)
+            (folder / claimed.traits.settings_file).write_text(settings + "\n", encoding="utf-8")
+
     @contextmanager
     def create(self, out: Path, journal: RunJournal) -> Iterator[OpenFolder]:
         """The folder under a name of its own, renamed when all is there."""
@@ -125,31 +159,4 @@ class OpenFolder:
         return {p.relative_to(self.folder).as_posix(): p for p in found if p.name not in WORKING}
 
     def finish(self, outcome: Outcome, hashes: Hashes) -> Json:
-        """Sidecars, config.json, manifest and model card."""
-        made, source = self.container, self.container.source
-        self._write_sidecars()
-        files = {file.name: file.size for file in made.files(self.path)}
-        record = manifest(source, made.compiled, outcome, hashes, files, made.options)
-        found = write_manifest(self.folder / FILE_NAME, record, made.compiled, outcome, hashes)
-        readme, repo_id = source.checkpoint.files.readme, source.location.repo_id
-        code = [path.name for path in source.checkpoint.files.sidecars.code]
-        card = model_card(self.path.name, record, made.compiled, readme, repo_id, code, exact=found.exact)
-        (self.folder / "README.md").write_text(card, encoding="utf-8")
-        return {**record, "certificates": asdict(found)}
-
-    def _write_sidecars(self) -> None:
-        sidecars, config = self.container.source.checkpoint.files.sidecars, self.container.compiled.config
-        source = self.container.source.checkpoint.path
-        for path in sidecars.copied:
-            target = self.folder / path.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
-            copy_whole(path, target)
-        for name, made in sidecars.made.items():
-            (self.folder / name).write_text(made, encoding="utf-8")
-        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-        (self.folder / "config.json").write_text(text, encoding="utf-8")
-        claimed = registry.claimed_by(config)
-        if claimed and claimed.traits.settings_file:
-            said = config[claimed.traits.config_key]
-            settings = json.dumps(claimed.settings_file(said) if claimed.settings_file else said, indent=2)
-            (self.folder / claimed.traits.settings_file).write_text(settings + "\n", encoding="utf-8")
+        return self.container.complete(self.folder, self.path, outcome, hashes)

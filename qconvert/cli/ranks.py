@@ -1,0 +1,65 @@
+"""Carries a writing command out as one of several processes, of which one tells what was made."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from qconvert.cli.progress import progress
+from qconvert.cli.signals import Stopped, ending_in_time
+from qconvert.core.ranks import Rank
+
+if TYPE_CHECKING:
+    from qconvert.cli.flags import Flags
+    from qconvert.convert.job import Job, Result
+
+
+def rank_to_be(job: Job, out: Path, flags: Flags) -> Rank | None:
+    """The rank as which to carry a job out; None for a process that is alone.
+
+    One that is alone goes on with what several have begun, or throws it away under --restart.
+    """
+    from qconvert.formats.io.shared_folder import is_shared, shared_folder
+
+    if flags.shared or not is_shared(out) or flags.overwrite or job.calibration is not None:
+        return flags.rank if flags.shared else None
+    if flags.restart:
+        shutil.rmtree(shared_folder(out), ignore_errors=True)
+        return None
+    return Rank(0, 1)
+
+
+def carried_out(job: Job, out: Path, rank: Rank, flags: Flags) -> Result | None:
+    """Carry out a job as one of several processes; None where another one has named the output."""
+    from qconvert.convert.ranks import execute_with_others
+    from qconvert.report.tables import count
+
+    files = job.container.files(out)
+    counts = (0, len(files))
+
+    def told(done: int, total: int) -> None:
+        nonlocal counts
+        counts = (done, total)
+
+    def farewell() -> str:
+        return f"stopped with {counts[0]} of {count(counts[1], 'file')} done; run the same command to go on"
+
+    if flags.talks:
+        click.echo(f"process {rank.number} of {rank.world}, {count(len(files), 'file')} in all", err=True)
+        if len(files) < rank.world:
+            size = "--split-max-size" if job.compiled.is_gguf else "--shard-size"
+            click.echo(
+                f"note: {rank.world - len(files)} have nothing to do; {size} makes more files", err=True
+            )
+    with progress(job.compiled.plan, talks=flags.talks) as bar, ending_in_time(farewell):
+        try:
+            result = execute_with_others(job, out, rank, bar.listen, told)
+        except KeyboardInterrupt as error:
+            signum = error.signum if isinstance(error, Stopped) else Stopped().signum
+            raise Stopped(signum, farewell()) from error
+    if result is None and flags.talks:
+        click.echo(f"{out}: complete", err=True)
+    return result

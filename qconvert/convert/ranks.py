@@ -1,0 +1,312 @@
+"""Carries out a job together with other processes, which share nothing but the folder of the output.
+
+plan + world  ->  files in the order of this process  ->  blocks of their units  ->  verified file + receipt
+receipts of all, in the order of the plan  ->  the outcome of one process  ->  what lies beside  ->  the name
+
+Whoever finds all receipts finishes the output, and any number may try at once: a file is moved, or found
+where it belongs; what lies beside is the same, whoever writes it; and the output gets its name by one rename.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+from qconvert.convert.execute import Listener, block_bytes_of, run_job, with_all_scales
+from qconvert.convert.existing import is_written
+from qconvert.convert.identity import identity
+from qconvert.convert.job import Job, Result
+from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
+from qconvert.convert.resume import RunJournal, from_record, to_record
+from qconvert.core.dtypes import TensorSpec
+from qconvert.core.ranks import Rank, order
+from qconvert.errors import BadRecipe, OutputExists, QConvertError
+from qconvert.formats.io.journal import Record
+from qconvert.formats.io.local_file import explained, name_new, octets, sync
+from qconvert.formats.io.planned_files import FilePlan, FileSink
+from qconvert.formats.io.read_back import Hashes, verify_files
+from qconvert.formats.io.shared_folder import Published, SharedFolder, is_shared, shared_folder
+from qconvert.models.parameter_table import form_bytes
+from qconvert.plan.plan import Plan, Unit
+
+Done = Callable[[int, int], None]
+"""Is told how many files of how many are done, by all processes."""
+
+
+def execute_with_others(
+    job: Job,
+    out: Path,
+    rank: Rank,
+    listen: Listener = lambda done: None,
+    done: Done = lambda done, total: None,
+) -> Result | None:
+    """Write the output of a job to `out`, as one of several processes; the result if this one named it.
+
+    None means that another one has, and that the output is there. `listen` hears of every block that any
+    process has made, `done` of every file. Raises what `execute` raises, and BadRecipe for a job that is
+    not divided.
+    """
+    refuse_undivided(job)
+    job = with_all_scales(job, out)
+    if _is_there(job, out):
+        return None
+    options = {"verify": job.options.verify, "hash_sources": job.options.hash_sources}
+    facts = {**identity(job, job.container.files(out)), "options": options}
+    try:
+        folder = SharedFolder(shared_folder(out), facts, {"block_bytes": block_bytes_of(job)})
+    except (OSError, QConvertError):
+        if not is_written(job, out):
+            raise
+        return None  # it was finished, and the folder removed, at this very moment
+    try:
+        return _Shared(job, out, folder, listen, done).carried_out(rank)
+    finally:
+        folder.close()
+
+
+def refuse_undivided(job: Job) -> None:
+    """Raise BadRecipe for a job whose files cannot be made apart from each other."""
+    if job.calibration is None:
+        return
+    if job.calibration.method == "awq":
+        raise BadRecipe(
+            "--method awq: every process would measure the text for itself",
+            "measure once with `qconvert calibrate`, and give all processes --calibration FILE",
+        )
+    raise BadRecipe(
+        f"--method {job.calibration.method}: chooses codes layer after layer, which one process does",
+        "give --rank 0/1, for one process alone",
+    )
+
+
+def _is_there(job: Job, out: Path) -> bool:
+    """Whether the output has its name; OutputExists where something else has it."""
+    try:
+        found = is_written(job, out)
+    except OutputExists:
+        if not is_shared(out):
+            raise
+        return False  # the parts of a GGUF that have their names already
+    if found and is_shared(out):  # whoever named it was killed before it removed this
+        shutil.rmtree(shared_folder(out), ignore_errors=True)
+    return found
+
+
+class _Shared:
+    """A job as one of its processes carries it out."""
+
+    def __init__(self, job: Job, out: Path, folder: SharedFolder, listen: Listener, done: Done) -> None:
+        self._job, self._out, self._folder = job, out, folder
+        self._files = {file.name: file for file in job.container.files(out)}
+        self._listen, self._told = listen, done
+        self._units = _units_of(job, self._files)
+        self._by_name = {unit.output.name: unit for unit in job.compiled.plan.units}
+        self._heard: set[tuple[str, int]] = set()
+        self._outcome = Outcome()
+        self._sha256: dict[str, str] = {}
+        self._tensors: dict[str, str] = {}
+
+    def carried_out(self, rank: Rank) -> Result | None:
+        costs = {name: file.size + _bytes_read(self._units[name]) for name, file in self._files.items()}
+        try:
+            self._folder.work(order(costs, rank), self._make, self._hear, self._is_published)
+            return self._finished()
+        except Published:
+            is_written(self._job, self._out)  # OutputExists, where the name was taken by something else
+            self._folder.remove()
+            return None
+
+    def _is_published(self) -> bool:
+        return self._first.exists()
+
+    @property
+    def _first(self) -> Path:
+        """What gets its name last: the folder, or the first part of a GGUF file."""
+        return self._out.with_name(next(iter(self._files))) if self._job.compiled.is_gguf else self._out
+
+    def _make(self, name: str) -> Sequence[Record]:
+        """Write one file into this process's folder, and verify it; its blocks and hashes as records."""
+        job, file, units = self._job, self._files[name], self._units[name]
+        names = {unit.output.name for unit in units}
+        journal = _OfOneFile(names, self._folder.settings["block_bytes"])
+        sink = _OneFile(self._folder.own, [file])
+        records: list[Record] = []
+        outcome = Outcome()
+        try:
+            for constant, values in job.container.constants.items():
+                if constant in file.specs:
+                    rows = values.reshape(len(values), -1)
+                    sink.write(constant, 0, rows)
+                    crc = crc32(octets(rows))
+                    outcome.written.add(WrittenRows(constant, 0, len(rows), rows.shape[1], crc))
+            part = replace(job, compiled=replace(job.compiled, plan=_with_mates(units, job.compiled.plan)))
+            with closing(run_job(part, sink, self._out, journal)) as events:
+                for event in events:
+                    own = replace(event, parts=tuple(part for part in event.parts if part.name in file.specs))
+                    records.append(to_record(own))
+                    outcome.add(own)
+                    self._take(own)
+            sink.commit()
+            hashes = Hashes({}, {})
+            if job.options.verify:
+                check = job.container.check_header
+                hashes = verify_files(self._folder.own, [file], outcome.written, job.options.jobs, check)
+        except BaseException:
+            sink.abort()
+            raise
+        return [*records, ["v", hashes.files.get(name), dict(hashes.tensors)]]
+
+    def _hear(self, name: str, own: bool) -> None:
+        """Take in the receipt of a file."""
+        *blocks, (_, sha256, tensors) = self._folder.receipts[name].records
+        if not own:
+            for record in blocks:
+                self._take(from_record(self._by_name[record[1]], record))
+        if sha256 is not None:
+            self._sha256[name] = sha256
+        self._tensors.update(tensors)
+        self._told(len(self._folder.receipts), len(self._files))
+
+    def _take(self, done: BlockDone) -> None:
+        """Take in the event of a block; one whose rows went into two files is heard of by both."""
+        key = done.unit.output.name, done.start
+        if key not in self._heard:
+            self._heard.add(key)
+            self._outcome.add(done)
+            self._listen(done)
+
+    def _finished(self) -> Result | None:
+        """Complete the output and name it; None where another process was faster."""
+        job, container, folder = self._job, self._job.container, self._folder
+        hashes = Hashes(self._sha256, self._tensors)
+        self._outcome.settle(job.compiled.plan.units)
+        try:
+            beside = folder.own / "beside"
+            beside.mkdir()
+            record = container.complete(beside, self._out, self._outcome, hashes)
+            target = self._out.parent if job.compiled.is_gguf else folder.finished
+            target.mkdir(exist_ok=True)
+            _move_into(beside, target)
+            named = [self._placed(name, target) for name in reversed(self._files)][-1]
+            if not job.compiled.is_gguf:
+                named = _renamed(target, self._out)
+            sync(self._out.parent)
+        except (OSError, QConvertError):
+            if not self._is_published():
+                raise
+            named = False
+        if not named:
+            is_written(job, self._out)  # OutputExists, where the name was taken by something else
+        folder.remove()
+        return Result(self._first, record, self._outcome, hashes) if named else None
+
+    def _placed(self, name: str, target: Path) -> bool:
+        """Move a finished file to its place; whether it was not there before."""
+        path = self._folder.receipts[name].folder / name
+        try:
+            name_new(path, target / name)
+            return True
+        except FileNotFoundError:
+            if not (target / name).exists():
+                raise
+        except FileExistsError:
+            with suppress(FileNotFoundError):
+                if not path.samefile(target / name):
+                    raise
+                path.unlink()
+        return False
+
+
+class _OneFile(FileSink):
+    """The sink of one file: rows of arrays that lie in another one are made there, too."""
+
+    def write(self, name: str, start: int, rows: Any, column: int = 0) -> None:
+        if name in self.specs:
+            super().write(name, start, rows, column)
+
+
+class _OfOneFile(RunJournal):
+    """Says of all units but those of a file that they are there; they share scales with one of them."""
+
+    def __init__(self, names: Collection[str], block_bytes: int) -> None:
+        super().__init__({}, block_bytes=block_bytes, checksums=True)
+        self._names = names
+
+    @property
+    def there(self) -> Collection[tuple[str, int]]:
+        return _BlocksOfOthers(self._names)
+
+
+@dataclass(frozen=True, slots=True)
+class _BlocksOfOthers(Collection[tuple[str, int]]):
+    """All blocks of units but these."""
+
+    names: Collection[str]
+
+    def __contains__(self, block: object) -> bool:
+        return isinstance(block, tuple) and block[0] not in self.names
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        raise TypeError("blocks of others are not counted")
+
+    def __len__(self) -> int:
+        raise TypeError("blocks of others are not counted")
+
+
+def _units_of(job: Job, files: Mapping[str, FilePlan]) -> dict[str, list[Unit]]:
+    """The units that have an array in each file, in the order of the plan."""
+    file_of = {array: file.name for file in files.values() for array in file.specs}
+    found: dict[str, list[Unit]] = {name: [] for name in files}
+    for unit in job.compiled.plan.units:
+        arrays: Iterable[TensorSpec] = job.container.layout.stored_arrays(unit.output)
+        for name in dict.fromkeys(file_of[array.name] for array in arrays):
+            found[name].append(unit)
+    return found
+
+
+def _with_mates(units: Sequence[Unit], plan: Plan) -> Plan:
+    """The plan of units and of those that share a scale with one of them."""
+    groups = {op.shared_scale_group for unit in units for op in unit.ops} - {""}
+    names = {unit.output.name for unit in units}
+    mates = (u for u in plan.units if any(op.shared_scale_group in groups for op in u.ops)) if groups else ()
+    return Plan((*units, *(unit for unit in mates if unit.output.name not in names)))
+
+
+def _bytes_read(units: Iterable[Unit]) -> int:
+    return sum(
+        form_bytes(piece.tensor.encoding, (piece.rows, piece.tensor.width))
+        for unit in units
+        for piece in unit.inputs
+    )
+
+
+def _move_into(beside: Path, target: Path) -> None:
+    """Bring small files to the disk and into a folder, each in one step, in place of the same by others."""
+    for path in sorted(beside.rglob("*")):
+        place = target / path.relative_to(beside)
+        if path.is_dir():
+            place.mkdir(exist_ok=True)
+        else:
+            sync(path)
+            path.replace(place)
+    for folder in (target, *(path for path in target.rglob("*") if path.is_dir())):
+        sync(folder)
+
+
+def _renamed(folder: Path, out: Path) -> bool:
+    """Give a folder its final name; False where something has it."""
+    try:
+        with explained(f"{out}: cannot be named"):
+            folder.rename(out)
+    except QConvertError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            return False
+        raise
+    return True

@@ -1,0 +1,316 @@
+"""Several processes make what one makes, whoever is killed, stopped, started twice or absent."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qconvert.cli.launchers import LAUNCHERS, TORCHRUN, launched
+from qconvert.core.ranks import Rank, order, owners
+from qconvert.formats.io import shared_folder
+from tests.commands import made, qconvert
+from tests.crashes import KILLED, MOMENTS, calls_of, ended, forked, killed, running, started, stopping, tree
+from tests.models import tiny
+
+EVERYTHING = os.environ.get("QCONVERT_CRASH") == "all"
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 500, "num_hidden_layers": 2}
+QUANTIZE = ("quantize", "m", "--bits", 4, "--group-size", 32)
+CONVERT = ("convert", "m", "--to", "compressed-tensors")
+KINDS: dict[str, tuple[tuple[object, ...], str]] = {
+    "shards": ((*QUANTIZE, "--shard-size", "20KB"), "out"),
+    "one file": (QUANTIZE, "out"),
+    "gptq": ((*QUANTIZE, "--layout", "gptq", "--shard-size", "20KB"), "out"),
+    # Its weights share scales, across files.
+    "nvfp4": (
+        ("convert", "m", "--to", "compressed-tensors", "--scheme", "nvfp4", "--shard-size", "8KB"),
+        "out",
+    ),
+    "gguf": (("to-gguf", "m", "--type", "q8_0"), "m.gguf"),
+    "parts": (("to-gguf", "m", "--type", "q4_0", "--split-max-size", "20KB"), "m.gguf"),
+}
+HOW = ("-j", 1, "-q")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, and what one process makes of it."""
+    root = tmp_path_factory.mktemp("ranks")
+    tiny(root / "m", "qwen3", **SIZES)
+    before = Path.cwd()
+    os.chdir(root)
+    try:
+        for kind, (command, name) in KINDS.items():
+            (root / "whole" / kind).mkdir(parents=True)
+            made(*command, "-o", root / "whole" / kind / name)
+    finally:
+        os.chdir(before)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def there(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The folder of the model; claims that are stale soon, and no process that waits for long."""
+    monkeypatch.chdir(root)
+    monkeypatch.setattr(shared_folder, "STALE_SECONDS", 1.0)
+    monkeypatch.setattr(shared_folder, "TOUCH_SECONDS", 0.1)
+    monkeypatch.setattr(shared_folder, "WAIT_SECONDS", (0.02, 0.1))
+    yield
+    shutil.rmtree(root / "made", ignore_errors=True)
+
+
+def rank(kind: str, number: int, world: int) -> tuple[object, ...]:
+    """The words of the command as one of several processes."""
+    command, name = KINDS[kind]
+    Path("made").mkdir(exist_ok=True)
+    return (*command, *HOW, "--rank", f"{number}/{world}", "-o", f"made/{name}")
+
+
+def same(kind: str) -> bool:
+    """Whether what was made is what one process makes, and nothing else."""
+    return tree(Path("made")) == tree(Path("whole") / kind)
+
+
+# Who does what
+
+
+@given(st.dictionaries(st.text("abc", min_size=1), st.integers(0, 10**12), max_size=30), st.integers(1, 20))
+def test_every_task_has_one_owner_and_no_owner_too_much(costs: dict[str, int], world: int) -> None:
+    found = owners(costs, world)
+    held = [sum(costs[name] for name in found if found[name] == number) for number in range(world)]
+    assert found.keys() == costs.keys()
+    assert max(held) <= sum(costs.values()) / world + max(costs.values(), default=0)
+    taken = [order(costs, Rank(number, world)) for number in range(world)]
+    assert all(sorted(each) == sorted(costs) for each in taken)
+    first = [each[: list(found.values()).count(number)] for number, each in enumerate(taken)]
+    assert sorted(name for own in first for name in own) == sorted(costs)
+
+
+LAST = Rank(7, 8)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Rank(1, 4)),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, None),
+        ({"RANK": "one", "WORLD_SIZE": "4"}, None),
+        ({}, None),
+        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, Rank(2, 3)),
+        (
+            {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "8", "SLURM_ARRAY_TASK_MIN": "1"},
+            Rank(4, 8),
+        ),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Rank(1, 2)),
+    ],
+)
+def test_launchers_say_which_process_this_is(environment: dict[str, str], expected: Rank | None) -> None:
+    assert launched(environment, LAUNCHERS) == expected
+    assert launched(environment, (TORCHRUN,)) == (expected if "RANK" in environment else None)
+
+
+# The same output
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_processes_make_what_one_makes(kind: str) -> None:
+    children = [started(running(*rank(kind, number, 3))) for number in range(3)]
+    assert [ended(child) for child in children] == [0, 0, 0]
+    assert same(kind)
+
+
+def test_duplicates_and_an_absent_process_do_no_harm() -> None:
+    """Rank 1 of 3 never starts; rank 0 runs twice."""
+    children = [started(running(*rank("shards", number, 3))) for number in (0, 0, 2)]
+    assert [ended(child) for child in children] == [0, 0, 0]
+    assert same("shards")
+
+
+def moments(calls: int, number: int) -> list[int]:
+    """Calls to end at: some of all, and of those that name things at the end."""
+    if EVERYTHING:
+        return list(range(calls))
+    chosen = random.Random(20261122)
+    return chosen.sample(range(calls), number) + chosen.sample(range(calls - 60, calls), number)
+
+
+@pytest.mark.parametrize("kind", ["shards", "parts"])
+def test_what_a_killed_process_leaves_is_finished_by_another(kind: str) -> None:
+    """Killed at any call, while it writes or finishes; what it has finished is not done again."""
+    calls = calls_of(running(*rank(kind, 0, 2)))
+    for number, call in enumerate(moments(calls, 8)):
+        shutil.rmtree("made")
+        code = killed(running(*rank(kind, 0, 2)), call, MOMENTS[number % len(MOMENTS)])
+        assert code in (0, KILLED)
+        assert code == 0 or forked(running(*rank(kind, 1, 2))) == 0, call
+        if not same(kind):  # killed between its name and the removal of what lay beside
+            assert tree(Path("made")).items() >= tree(Path("whole") / kind).items()
+            assert forked(running(*rank(kind, 0, 2))) == 0
+        assert same(kind), call
+
+
+@pytest.mark.parametrize("kind", ["shards", "parts"])
+def test_a_stopped_process_is_overtaken_and_wakes_without_harm(kind: str) -> None:
+    """Whatever it was at when it was stopped, another finishes; then it ends as if it had been done."""
+    calls = calls_of(running(*rank(kind, 0, 2)))
+    overtaken = 0
+    for call in moments(calls, 4):
+        shutil.rmtree("made")
+        child = started(stopping(running(*rank(kind, 0, 2)), call))
+        _, status = os.waitpid(child, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            assert forked(running(*rank(kind, 1, 2))) == 0, call
+            os.kill(child, signal.SIGCONT)
+            assert ended(child) == 0, call
+            overtaken += 1
+        assert same(kind), call
+    assert overtaken > 4
+
+
+def test_a_process_that_waits_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a stopped process has claimed is left to it for a while; what is done by then stays."""
+    monkeypatch.setattr(shared_folder, "STALE_SECONDS", 600.0)
+    calls = calls_of(running(*rank("shards", 0, 2)))
+    shutil.rmtree("made")
+    holds = started(stopping(running(*rank("shards", 0, 2)), calls // 3))
+    assert os.WIFSTOPPED(os.waitpid(holds, os.WUNTRACED)[1])
+    waits, folder = started(running(*rank("shards", 1, 2))), Path("made/out.partial-ranks")
+    files = len(list(Path("whole/shards/out").glob("model*")))
+    while len(list(folder.glob("*.receipt"))) < files - 1:
+        assert os.waitpid(waits, os.WNOHANG) == (0, 0)
+        time.sleep(0.01)
+    os.kill(waits, signal.SIGTERM)
+    assert ended(waits) == 128 + signal.SIGTERM
+    os.kill(holds, signal.SIGCONT)
+    assert ended(holds) == 0 and same("shards")
+
+
+def test_a_signal_right_after_a_receipt_got_its_name_leaves_what_it_speaks_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = shared_folder.sync
+
+    def interrupted(path: Path) -> None:
+        real(path)
+        if list(path.glob("*.receipt")) and path.name == "out.partial-ranks":
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shared_folder, "sync", interrupted)
+        ran = qconvert(*rank("shards", 0, 2))
+    assert ran.code == 130 and "run the same command to go on" in ran.err
+    assert len(list(Path("made/out.partial-ranks").glob("*.receipt"))) == 1
+    assert forked(running(*rank("shards", 1, 2))) == 0 and same("shards")
+
+
+def test_finished_files_are_not_made_again(root: Path) -> None:
+    """What a killed process has receipts for keeps its inode until it has its name."""
+    calls = calls_of(running(*rank("shards", 0, 2)))
+    shutil.rmtree("made")
+    assert killed(running(*rank("shards", 0, 2)), calls // 2, "before") == KILLED
+    folder = Path("made/out.partial-ranks")
+    done = {p.name.removesuffix(".receipt") for p in folder.glob("*.receipt")}
+    inodes = {p.name: p.stat().st_ino for p in folder.glob("*/model*") if p.name in done}
+    assert len(done) > 2 and inodes.keys() == done
+    assert forked(running(*rank("shards", 1, 2))) == 0 and same("shards")
+    assert {name: (Path("made/out") / name).stat().st_ino for name in done} == inodes
+
+
+# What is said
+
+
+def test_one_process_tells_and_the_others_are_quiet() -> None:
+    words = [word for word in rank("shards", 0, 2) if word != "-q"]
+    first = qconvert(*words)
+    assert (first.code, "int4-g32" in first.out, "verified" in first.err) == (0, True, True)
+    assert first.err.startswith("process 0 of 2, ")
+    late = qconvert(*[word if word != "0/2" else "1/2" for word in words])
+    assert (late.code, late.out, late.err) == (0, "", "")
+    again = qconvert(*words)
+    assert (again.code, again.out, again.err.splitlines()[-1]) == (0, "", "made/out: complete")
+
+
+def test_a_process_alone_goes_on_with_what_several_began() -> None:
+    calls = calls_of(running(*rank("shards", 0, 2)))
+    shutil.rmtree("made")
+    assert killed(running(*rank("shards", 0, 2)), calls // 2, "before") == KILLED
+    command, name = KINDS["shards"]
+    made(*command, "-o", f"made/{name}")
+    assert same("shards")
+
+
+def test_another_job_is_refused() -> None:
+    assert killed(running(*rank("shards", 0, 2)), 80, "before") == KILLED
+    before = tree(Path("made"))
+    words = [8 if word == 4 else word for word in rank("shards", 1, 2)]
+    ran = qconvert(*words)
+    assert ran.code == 2 and tree(Path("made")) == before
+    assert "whose request recipe scheme was int4-g32, and is int8-g32 now" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("words", "fact"),
+    [
+        (("--overwrite",), "--overwrite: is for one process alone, and this is one of 2"),
+        (("--restart",), "--restart: is for one process alone, and this is one of 2"),
+        (("--rank", "2/2"), "Invalid value for '--rank': '2/2' is no rank"),
+        (("--rank", "auto"), "auto: the environment has none of RANK and WORLD_SIZE"),
+        (("--method", "feedback", "--text", "m/config.json"), "--method feedback: chooses codes layer after"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(words: tuple[str, ...], fact: str) -> None:
+    ran = qconvert(*rank("shards", 0, 2), *words)
+    assert ran.code in (1, 2) and fact in ran.err, ran.err
+    assert tree(Path("made")) == {}
+
+
+def test_a_taken_name_is_refused() -> None:
+    Path("made/out").mkdir(parents=True)
+    Path("made/out/theirs").write_text("x")
+    ran = qconvert(*rank("shards", 0, 2))
+    assert ran.code == 1 and "already exists" in ran.err
+    assert tree(Path("made")) == {"out/theirs": b"x"}
+
+
+def test_several_models_as_json_are_refused() -> None:
+    ran = qconvert("quantize", "m", "m", "--bits", 4, "--rank", "0/2", "--json")
+    assert ran.code == 2 and "convert them one by one" in ran.out
+
+
+DYING = """
+import os, sys, threading, time
+from pathlib import Path
+from qconvert.cli import main
+def die():
+    while not list(Path("made").glob("out.partial-ranks/*.receipt")):
+        time.sleep(0.01)
+    os.kill(os.getpid(), 9)
+if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    threading.Thread(target=die, daemon=True).start()
+main(sys.argv[1:])
+"""
+
+
+def test_torchrun_restarts_a_killed_process(root: Path) -> None:
+    """The elastic agent ends the others and starts all anew; what has a receipt stays."""
+    (root / "dying.py").write_text(DYING)
+    command, name = KINDS["shards"]
+    Path("made").mkdir()
+    agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
+    words = [*agent, "dying.py", *command, "-j", "1", "-o", f"made/{name}"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+    called = [sys.executable, *map(str, words)]
+    ran = subprocess.run(called, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert same("shards") and ran.stdout.count("total") == 1
