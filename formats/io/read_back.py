@@ -82,7 +82,7 @@ def verify_files(
     `check_header` compares a file's header with the plan, by default as safetensors. Every byte of a tensor
     counts twice for `progress`: as one of the file, and as one of the tensor.
     """
-    count = _Count(sum(f.size + sum(s.nbytes for s in f.specs.values()) for f in files), progress).add
+    count = _Count(bytes_to_verify(files), progress).add
     check_header = check_header or check_safetensors_header
     for each in files:
         _forget(folder / each.name)
@@ -102,6 +102,11 @@ def verify_files(
             {name: future.result() for name, future in whole.items()},
             {name: future.result() for name, future in tensors.items()},
         )
+
+
+def bytes_to_verify(files: Iterable[FilePlan]) -> int:
+    """How many bytes are read to verify files: every byte of a tensor twice."""
+    return sum(file.size + sum(spec.nbytes for spec in file.specs.values()) for file in files)
 
 
 def _forget(path: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from math import inf
 from pathlib import Path
-from zlib import crc32
 
 from qconvert.calibrate.calibration import Calibration, PlannedStatistics
 from qconvert.checkpoint.assumed import refuse_quantized, without_weights
@@ -16,36 +14,31 @@ from qconvert.checkpoint.facts import gather_facts
 from qconvert.checkpoint.hub import ResolvedModel, resolve
 from qconvert.checkpoint.network import Network
 from qconvert.checkpoint.open import Checkpoint, open_checkpoint
+from qconvert.convert.block_pool import at_hand
 from qconvert.convert.containers import OpenOutput
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
-from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
+from qconvert.convert.outcome import BlockDone
 from qconvert.convert.read_ahead import read_ahead
 from qconvert.convert.resume import RunJournal
 from qconvert.convert.runner import (
-    MOST_CODE_ERROR,
     Granule,
     Made,
     RowsStatistics,
-    Terms,
-    at_hand,
-    block_bytes,
     rows_statistics,
     run,
     single_rows,
 )
+from qconvert.convert.stages import Stages
+from qconvert.convert.writing import Listener, Opened, position_in, rows_bytes, terms_of, writing
 from qconvert.core.protocols import Layout
 from qconvert.errors import BadRecipe, QConvertError
-from qconvert.formats.io.local_file import octets
-from qconvert.formats.io.read_back import Hashes, Progress
+from qconvert.formats.io.read_back import Progress
 from qconvert.formats.layouts import registry
 from qconvert.models.declared import Declaration
 from qconvert.plan.compile import compile_request
-from qconvert.plan.plan import Plan, Unit
+from qconvert.plan.plan import Plan
 from qconvert.plan.request import GGUFTarget, Request
-
-Listener = Callable[[BlockDone], None]
-Opened = Callable[[RunJournal], None]
 
 
 def open_model(
@@ -166,72 +159,27 @@ def execute(
     (`convert.run_errors`), CheckFailed when the disk holds other bytes than were written, OutputExists when
     the name is taken, OtherJob when another job has begun an output of that name.
     """
-    from qconvert.convert.identity import identity
-
     if job.compiled.scalable:
         from qconvert.calibrate.activation_file import scratch_folder
         from qconvert.convert.activation_scales import with_scales
 
         job = with_scales(job, scratch_folder(out))
-    container, options, units = job.container, job.options, job.compiled.plan.units
-    journal = RunJournal(
-        identity(job, container.files(out)),
-        block_bytes=block_bytes(job.source.checkpoint.layout, container.layout, _rows_bytes(job)),
-        checksums=options.verify,
-        restart=options.restart,
-    )
-    with container.create(out, journal) as output:
-        outcome = Outcome()
-        with journal.recording(output.sink):
-            opened(journal)
-            for name, values in container.constants.items():
-                rows = values.reshape(len(values), -1)
-                output.sink.write(name, 0, rows)
-                crc = crc32(octets(rows))
-                outcome.written[name].append(WrittenRows(name, 0, len(rows), rows.shape[1], crc))
-            for done in journal.restored(units, output.sink):
-                outcome.add(done)
-                listen(done)
-            with closing(_run(job, output, journal)) as events:  # so that no thread outlives the sink
+    stages = Stages()
+    with writing(job, out, listen, stages) as run:
+        with stages.timed("convert"), run.recording(opened):
+            with closing(_run(job, run.output, run.journal)) as events:  # so that no thread outlives the sink
                 for done in events:
-                    outcome.add(done)
-                    journal.add(done)
-                    listen(done)
-        outcome.settle(units)
-        output.sink.commit()
-        hashes = Hashes({}, {})
-        if options.verify:
-            hashes = output.verify(outcome.written, options.jobs, verified)
-        record = output.finish(outcome, hashes)
-    return Result(output.path, record, outcome, hashes)
-
-
-def _rows_bytes(job: Job) -> int:
-    """The bytes that blocks of rows may take together."""
-    saved = job.calibration.savings.rows_bytes if job.calibration is not None else None
-    return saved or job.options.max_memory
+                    run.take(done)
+        return run.finished(verified)
 
 
 def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDone, None, None]:
-    request, options, checkpoint = job.compiled.request, job.options, job.source.checkpoint
+    request, checkpoint = job.compiled.request, job.source.checkpoint
     sink, layout = output.sink, job.container.layout
-    rows_bytes = _rows_bytes(job)
-    fetching = read_ahead(job.source, rows_bytes // 2)
+    fetching = read_ahead(job.source, rows_bytes(job) // 2)
     ahead = fetching or at_hand
-    terms = Terms(
-        options.jobs,
-        rows_bytes // 2 if fetching else rows_bytes,  # the other half is for what is fetched
-        journal.block_bytes,
-        checksums=options.verify,
-        allow_nonfinite=request.allow_nonfinite,
-        most_code_error=inf if request.allow_requantize else MOST_CODE_ERROR,
-    )
+    terms = terms_of(job, journal, fetches=fetching is not None)
     there = journal.there
-
-    def position(unit: Unit) -> tuple[int, int]:
-        """Where a unit's first array lies in the source files, so that reading goes forward."""
-        first = checkpoint.layout.stored_arrays(unit.source)[0]
-        return checkpoint.files.source_offset(first.name)
 
     def run_plan(
         plan: Plan,
@@ -244,7 +192,7 @@ def _run(job: Job, output: OpenOutput, journal: RunJournal) -> Generator[BlockDo
                 for start, stop in journal.rows_of(unit):
                     made(unit, start, layout.decode(unit.output, sink, start, stop))
         reader = checkpoint.reader
-        how = (position, statistics, made, granule, there, ahead)
+        how = (position_in(checkpoint), statistics, made, granule, there, ahead)
         return run(plan, reader, layout, sink, terms, *how)
 
     if job.calibration is None or job.calibration.method == "awq":

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,9 +60,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A finished output: where it is, its record (the manifest of a folder), what the run found out."""
+    """A finished output: where it is, its record (the manifest of a folder), what the run found out.
+
+    `seconds` are those of the run by stage (`convert.stages`); outputs that were written together share them.
+    """
 
     path: Path
     record: Json
     outcome: Outcome
     hashes: Hashes
+    seconds: Mapping[str, float] = field(default_factory=dict)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qconvert.calibrate.sensitivity import Change, Sensitivity
+from qconvert.convert.block_pool import Block, bounded
 from qconvert.convert.job import Job
-from qconvert.convert.runner import BLOCK_BYTES, Block, bounded, cut, gather, rows_read, rows_statistics
+from qconvert.convert.runner import BLOCK_BYTES, cut, gather, rows_read, rows_statistics
 from qconvert.convert.written_rows import WrittenRows, parameters_of, written_rows
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import ModelTensor

@@ -15,7 +15,8 @@ from qconvert.checkpoint.network import Network
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.checkpoint.remote_bytes import RemoteBytes
 from qconvert.checkpoint.windows import Range, Windows
-from qconvert.convert.runner import Block, ReadAhead, rows_read
+from qconvert.convert.block_pool import Block, ReadAhead
+from qconvert.convert.runner import rows_read
 from qconvert.core.dtypes import TensorSpec
 from qconvert.formats.huggingface.folder import HFCheckpoint
 from qconvert.plan.plan import RowSlice
@@ -39,7 +40,7 @@ def read_ahead(source: OpenedModel, budget: int) -> ReadAhead | None:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """Fetches for the blocks of one run after another (`runner.ReadAhead`)."""
+    """Fetches for the blocks of one run after another (`block_pool.ReadAhead`)."""
 
     checkpoint: Checkpoint
     sources: Sequence[RemoteBytes | None]
@@ -101,7 +102,7 @@ def _first(ranges: Sequence[Range]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Fetching:
-    """Blocks in the order in which their bytes come, and what holds them (`runner.Fetching`)."""
+    """Blocks in the order in which their bytes come, and what holds them (`block_pool.Fetching`)."""
 
     blocks: Sequence[Block]
     windows: Windows

@@ -8,14 +8,15 @@ is written at its own place, so the bytes are the same for any number of threads
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import lcm
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from time import perf_counter
+from typing import TYPE_CHECKING
 
+from qconvert.convert.block_pool import Block, ReadAhead, at_hand, bounded
 from qconvert.convert.outcome import BlockDone, WrittenRows
 from qconvert.convert.run_errors import (
     refuse_code_error,
@@ -36,11 +37,15 @@ from qconvert.plan.plan import Plan, RowSlice, Unit
 if TYPE_CHECKING:
     import numpy as np
 
-T = TypeVar("T")
+    from qconvert.ops import OutputError
+    from qconvert.quant.affine import QuantError
+
 Made = Callable[[Unit, int, Value], None]
 """Is shown what rows of a unit, from that number on, became; called from any thread."""
 RowsStatistics = Callable[[Unit, int, int], tuple[RowStatistics, ...]]
 """Gives the statistics of rows [start, stop) of a unit's output, by runs of rows; called from any thread."""
+Gathered = Callable[[], tuple[Value, int]]
+"""Gives the rows that a block reads, and the bytes that were read for them."""
 Granule = Callable[[Unit], int]
 """Says how many rows of a unit are made together."""
 
@@ -81,49 +86,6 @@ def block_bytes(reader: Layout, writer: Layout, max_memory: int) -> int:
     return min(TRANSPOSED_BLOCK_BYTES if transposed else BLOCK_BYTES, max(1, max_memory // 4))
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Rows [start, stop) of a unit's output, and the working memory they need in bytes."""
-
-    unit: Unit
-    start: int
-    stop: int
-    cost: int
-
-
-class Fetching(Protocol):
-    """The blocks of a run in the order in which their bytes come, and their work once these are there."""
-
-    @property
-    def blocks(self) -> Sequence[Block]: ...
-
-    def made(self, make: Callable[[Block], T], block: Block) -> T: ...
-
-    def abort(self) -> None: ...
-
-
-ReadAhead = Callable[["Sequence[Block]"], "AbstractContextManager[Fetching]"]
-"""Fetches what blocks will read, while the context is open, from a source that is not on this disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class _AtHand:
-    """Blocks whose bytes are on this disk."""
-
-    blocks: Sequence[Block]
-
-    def made(self, make: Callable[[Block], T], block: Block) -> T:
-        return make(block)
-
-    def abort(self) -> None:
-        """Nothing is under way."""
-
-
-def at_hand(blocks: Sequence[Block]) -> AbstractContextManager[Fetching]:
-    """The `ReadAhead` of sources on this disk: nothing is fetched."""
-    return nullcontext(_AtHand(blocks))
-
-
 def single_rows(unit: Unit) -> int:
     """The granule of units whose rows do not depend on each other."""
     return 1
@@ -152,6 +114,29 @@ def run(
     the target dtype or codes would move too far. The caller commits or aborts the sink, and closes the
     generator first: no thread outlives it.
     """
+    blocks = ready_blocks(plan, reader, layout, terms, order, statistics, granule, there, ahead)
+    left = Counter(block.unit.output.name for block in blocks)
+
+    def make(block: Block) -> BlockDone:
+        return _make(block, reader, layout, sink, terms, statistics, made)
+
+    for done in bounded(blocks, make, terms.jobs, terms.max_memory, ahead):
+        left[done.unit.output.name] -= 1
+        yield replace(done, last=left[done.unit.output.name] == 0)
+
+
+def ready_blocks(
+    plan: Plan,
+    reader: Reader,
+    layout: Layout,
+    terms: Terms,
+    order: Callable[[Unit], object] | None,
+    statistics: RowsStatistics | None,
+    granule: Granule,
+    there: Collection[tuple[str, int]],
+    ahead: ReadAhead,
+) -> list[Block]:
+    """The blocks that a run has to make, in its order, of units whose reductions are done (see `run`)."""
     limit = terms.block_bytes
     blocks = [
         block
@@ -160,17 +145,7 @@ def run(
         if (unit.output.name, block.start) not in there
     ]
     final = _finalized(_needed(plan, blocks), reader, layout, limit, terms, statistics, ahead)
-    blocks = [replace(block, unit=final[block.unit.output.name]) for block in blocks]
-    left = dict.fromkeys(final, 0)
-    for block in blocks:
-        left[block.unit.output.name] += 1
-
-    def make(block: Block) -> BlockDone:
-        return _make(block, reader, layout, sink, terms, statistics, made)
-
-    for done in bounded(blocks, make, terms.jobs, terms.max_memory, ahead):
-        left[done.unit.output.name] -= 1
-        yield replace(done, last=left[done.unit.output.name] == 0)
+    return [replace(block, unit=final[block.unit.output.name]) for block in blocks]
 
 
 def _needed(plan: Plan, blocks: Iterable[Block]) -> list[Unit]:
@@ -254,38 +229,6 @@ def cut(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> list[Block]
     ]
 
 
-def bounded(
-    blocks: Sequence[Block],
-    make: Callable[[Block], T],
-    jobs: int,
-    max_memory: int,
-    ahead: ReadAhead = at_hand,
-) -> Generator[T, None, None]:
-    """Run `make` on every block with `jobs` threads, never admitting more than the budget at once."""
-    with ahead(blocks) as fetching:
-        waiting = iter(fetching.blocks)
-        block = next(waiting, None)
-        running: dict[Future[T], int] = {}
-        with ThreadPoolExecutor(jobs) as pool:
-            try:
-                while block is not None or running:
-                    while block is not None and (
-                        not running
-                        or (len(running) < 2 * jobs and sum(running.values()) + block.cost <= max_memory)
-                    ):
-                        running[pool.submit(fetching.made, make, block)] = block.cost
-                        block = next(waiting, None)
-                    finished, _ = wait(running, return_when=FIRST_COMPLETED)
-                    for future in finished:
-                        del running[future]
-                        yield future.result()
-            except BaseException:
-                fetching.abort()  # else the threads below would wait for bytes that nobody wants
-                raise
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
-
-
 def _make(
     block: Block,
     reader: Reader,
@@ -295,11 +238,38 @@ def _make(
     statistics: RowsStatistics | None,
     made: Made | None,
 ) -> BlockDone:
-    unit = block.unit
+    started = perf_counter()
+    found = applied(block, rows_of(block, reader), reader, terms, statistics)
+    if made is not None:
+        made(block.unit, block.start, found.value)
+    return written(block, found, layout, sink, terms, started)
+
+
+def rows_of(block: Block, reader: Reader) -> Gathered:
+    """Reads the rows that a block is made of."""
+    first, last = rows_read(block.unit, block.start), rows_read(block.unit, block.stop)
+    return lambda: gather(block.unit.inputs, reader, first, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What the operations of a unit made of the rows of a block, the bytes it read, and what that lost."""
+
+    value: Value
+    nbytes: int
+    error: QuantError | None
+    code_error: float
+    output_error: OutputError | None
+
+
+def applied(
+    block: Block, gathered: Gathered, reader: Reader, terms: Terms, statistics: RowsStatistics | None
+) -> Applied:
+    """Apply a unit's operations to the rows that a block reads; raises what `run` does."""
+    unit, first = block.unit, rows_read(block.unit, block.start)
     if block.start == 0 and len(unit.inputs) > 1:
         require_same_constants(unit, reader)
-    first, last = rows_read(unit, block.start), rows_read(unit, block.stop)
-    value, nbytes = gather(unit.inputs, reader, first, last)
+    value, nbytes = gathered()
     given = statistics(unit, block.start, block.stop) if statistics is not None else ()
     error, code_error, output_error = None, 0.0, None
     for op in unit.ops:
@@ -313,11 +283,18 @@ def _make(
             refuse_overflow(unit, value, finding.overflow)
     if code_error > terms.most_code_error:
         refuse_code_error(unit, code_error)
-    if made is not None:
-        made(unit, block.start, value)
-    written = tuple(_write(rows, sink, terms) for rows in layout.encode(unit.output, block.start, value))
-    rows = block.stop - block.start
-    return BlockDone(unit, block.start, rows, nbytes, written, error, False, code_error, output_error)
+    return Applied(value, nbytes, error, code_error, output_error)
+
+
+def written(
+    block: Block, found: Applied, layout: Layout, sink: Sink, terms: Terms, started: float
+) -> BlockDone:
+    """Write what became of a block, on which a thread has worked since `started` (`perf_counter`)."""
+    unit, rows = block.unit, block.stop - block.start
+    encoded = layout.encode(unit.output, block.start, found.value)
+    parts = tuple(_write(each, sink, terms) for each in encoded)
+    lost = found.code_error, found.output_error, perf_counter() - started
+    return BlockDone(unit, block.start, rows, found.nbytes, parts, found.error, False, *lost)
 
 
 def _write(rows: ArrayRows, sink: Sink, terms: Terms) -> WrittenRows:
