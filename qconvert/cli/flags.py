@@ -60,6 +60,7 @@ class Flags:
     pre_tokenizer: str | None = None
     beside: tuple[str, ...] = ()
     skip_existing: bool = False
+    events: Path | None = None
     folder: Path = Path()
     taken: tuple[Path, ...] = ()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,14 +12,12 @@ import click
 from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.flags import Flags
 from qconvert.cli.hub_source import fetched, tell_source
-from qconvert.cli.progress import compile_kernels, progress
-from qconvert.cli.signals import Stopped, ending_in_time
+from qconvert.cli.progress import compile_kernels
+from qconvert.cli.running import executed
 from qconvert.cli.skipping import Tell, one_object, require_own_name, skipped
-from qconvert.errors import QConvertError
 
 if TYPE_CHECKING:
     from qconvert.convert.job import Job, OpenedModel, Result
-    from qconvert.convert.resume import RunJournal
     from qconvert.core.dtypes import Json
     from qconvert.plan.request import Request
 
@@ -81,15 +78,14 @@ def write(
         calibration=flags.calibration(source, aims=chooser is not None),
         pre_tokenizer=flags.pre_tokenizer,
     )
-    derived = suffix or (request.dtype.label if request.dtype else "")
-    out = flags.out or flags.folder / job.container.default_out(derived)
+    out = out_of(job, suffix, flags)
     require_own_name(out, flags.taken)
     how = {"dry_run": flags.dry_run, "as_json": flags.as_json, "quiet": flags.quiet}
     if flags.skip_existing and skipped(job, out, tell, **how):
         return out
     if not flags.dry_run:
         job.container.check_target(out)
-        _check_beside(out, flags)
+        check_beside(out, flags)
     report = report_of(job, out)
     if not flags.as_json:
         for warning in report.warnings():
@@ -104,32 +100,39 @@ def write(
         assumed = source.checkpoint.assumed
         verdict = "dry run: nothing was written" + (f"; planned from {assumed} alone" if assumed else "")
         told = {"from": assumed} if assumed else {}
-        _print(lines, lambda: report.plan_json() | extra | told, verdict, report.path, flags, tell)
+        print_found(lines, lambda: report.plan_json() | extra | told, verdict, report.path, flags, tell)
         return out
     held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
     require_free_disk(out, job.container.bytes_needed - held)
     tell_source(source, talks=flags.talks)
     compile_kernels(job.compiled.plan, talks=flags.talks)
     started = time.perf_counter()
-    result = _executed(job, out, flags)
+    (result,) = executed([(job, out)], flags)
     seconds = chosen_in + time.perf_counter() - started
-    _write_beside(job, result, flags)
+    write_beside(job, result, flags)
     with after_the_work():
         found = report.result_json(result, seconds) | extra | fetched(source)
-        _print(lines, lambda: found, report.verdict(result, seconds), report.path, flags, tell)
+        print_found(lines, lambda: found, report.verdict(result, seconds), report.path, flags, tell)
         for line in advice(job, result.path) if flags.talks else ():
             click.echo(line, err=True)
     return out
 
 
-def _check_beside(out: Path, flags: Flags) -> None:
+def out_of(job: Job, suffix: str, flags: Flags) -> Path:
+    """The path of an output: the one that was named, or one that is derived, in the folder of the flags."""
+    dtype = job.compiled.request.dtype
+    return flags.out or flags.folder / job.container.default_out(suffix or (dtype.label if dtype else ""))
+
+
+def check_beside(out: Path, flags: Flags) -> None:
+    """Raise OutputExists for a file beside the output that is there already."""
     if flags.beside:
         from qconvert.convert.gguf_sidecars import check_sidecars
 
         check_sidecars(out, flags.beside, overwrite=flags.overwrite)
 
 
-def _write_beside(job: Job, result: Result, flags: Flags) -> None:
+def write_beside(job: Job, result: Result, flags: Flags) -> None:
     """Write the card and the Modelfile that were asked for, of the file as it is read back."""
     if not flags.beside:
         return
@@ -152,44 +155,6 @@ def _tell_scaling(job: Job, flags: Flags) -> None:
     measured = f", measured on {calibration.tokens_BT.size:,} tokens of text" if calibration else ""
     if flags.talks:
         click.echo(f"{inputs} inputs whose channels may be scaled{measured}", err=True)
-
-
-def _executed(job: Job, out: Path, flags: Flags) -> Result:
-    """Carry out a job, and say what it goes on with, or what it leaves for the next run to go on with."""
-    from qconvert.convert.execute import execute
-
-    run: list[RunJournal] = []
-
-    def opened(journal: RunJournal) -> None:
-        run.append(journal)
-        if flags.talks and journal.resumed:
-            click.echo(f"resuming {_shown(journal.path)}: {percent(journal.share)} was done", err=True)
-
-    def farewell() -> str:
-        return f"stopped at {percent(run[0].share if run else 0.0)}; run the same command to go on"
-
-    with progress(job.compiled.plan, talks=flags.talks) as bar, ending_in_time(farewell):
-        try:
-            return execute(job, out, bar.listen, opened, bar.verified)
-        except KeyboardInterrupt as error:
-            if not (run and run[0].kept):
-                raise
-            signum = error.signum if isinstance(error, Stopped) else Stopped().signum
-            raise Stopped(signum, farewell()) from error
-        except QConvertError as error:
-            if run and run[0].kept:
-                error.hint = f"{error.hint}; then run the same command to go on at {percent(run[0].share)}"
-            raise
-
-
-def percent(share: float) -> str:
-    """A share of work as `43 %`: rounded down, since all of it is done only with the output's name."""
-    return f"{min(99, int(100 * share))} %"
-
-
-def _shown(path: Path) -> str:
-    """A path from the current folder, where it is below it."""
-    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
 
 
 def _tell_needs(job: Job, flags: Flags) -> None:
@@ -225,7 +190,7 @@ def _check_before_download(model: str, ask: Request | Ask | Explained, flags: Fl
     check(flags.out, overwrite=flags.overwrite, sources=local)
 
 
-def _print(
+def print_found(
     lines: list[str],
     described: Callable[[], dict[str, Any]],
     verdict: str,
@@ -240,4 +205,5 @@ def _print(
         click.echo(str(path))
     else:
         click.echo("\n".join(lines))
-        click.echo(verdict, err=True)
+        if verdict:
+            click.echo(verdict, err=True)

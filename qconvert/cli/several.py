@@ -11,11 +11,13 @@ import click
 
 from qconvert.cli.exit_codes import error_record, one_of, typed
 from qconvert.cli.flags import Flags
+from qconvert.cli.many_outputs import check_several, write_outputs
 from qconvert.cli.run_conversion import write
-from qconvert.cli.skipping import one_object
+from qconvert.cli.skipping import Tell, one_object
 from qconvert.errors import BadRecipe, QConvertError
 
 if TYPE_CHECKING:
+    from qconvert.cli.many_outputs import Wanted
     from qconvert.cli.run_conversion import Ask, Explained
     from qconvert.plan.request import Request
 
@@ -26,13 +28,43 @@ def write_each(
     suffix: str,
     flags: Flags,
 ) -> None:
+    """Write one output of each model: the one that `ask` makes of a model by its name, see `write`."""
+
+    def one(model: str, own: Flags, tell: Tell) -> list[Path]:
+        return [write(model, ask(model), suffix, own, tell)]
+
+    _write_all(models, one, flags, several=len(models) > 1)
+
+
+def write_several(models: Sequence[str], option: str, wanted: Sequence[Wanted], flags: Flags) -> None:
+    """Write several outputs of each model, which is read once; one, where an option names only one."""
+    if len(wanted) == 1:
+        ((request, suffix),) = wanted
+        write_each(models, lambda model: request, suffix, flags)
+        return
+    with typed():
+        check_several(option, flags)
+
+    def all_of(model: str, own: Flags, tell: Tell) -> list[Path]:
+        return write_outputs(model, wanted, own, tell)
+
+    _write_all(models, all_of, flags, several=True)
+
+
+def _write_all(
+    models: Sequence[str],
+    write_one: Callable[[str, Flags, Tell], list[Path]],
+    flags: Flags,
+    *,
+    several: bool,
+) -> None:
     """Write the outputs of all models, in their order, and stop at the first that fails.
 
-    `ask` makes what is asked for of a model by its name, see `write`. The outputs of several have derived
-    names, in the folder --out; under --json they are told as one object.
+    `write_one` returns the paths of a model's. If there are `several`, they have derived names, in the folder
+    --out; under --json they are told as one object.
     """
-    if len(models) == 1:
-        write(models[0], ask(models[0]), suffix, flags)
+    if not several:
+        write_one(models[0], flags, one_object)
         return
     with typed():
         _check_folder(flags.out)
@@ -42,7 +74,7 @@ def write_each(
         for model in models:
             own = replace(flags, out=None, folder=flags.out or Path(), taken=tuple(taken))
             with one_of(models, model):
-                taken.append(write(model, ask(model), suffix, own, made.append))
+                taken += write_one(model, own, made.append)
     except QConvertError as error:
         if not (flags.as_json and made):
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,11 @@ from qconvert.cli import candidates
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.flags import Flags
+from qconvert.cli.many_outputs import Several
 from qconvert.cli.options import (
     SIZE,
     dry_run_option,
+    events_option,
     examples,
     hub_options,
     jobs_option,
@@ -29,7 +32,7 @@ from qconvert.cli.options import (
     verify_option,
     written_option,
 )
-from qconvert.cli.several import write_each
+from qconvert.cli.several import write_each, write_several
 from qconvert.cli.target import Aiming, Wanted, target_options
 from qconvert.errors import BadRecipe
 from qconvert.plan.recipe import Recipe
@@ -47,16 +50,19 @@ UNTIL_CHOSEN = "F32"
     "to-gguf",
     epilog=examples(
         "qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m",
+        "qconvert to-gguf ./model --type q4_k_m,q6_k,q8_0 -o ggufs",
         "qconvert to-gguf Qwen/Qwen3-30B-A3B --type q6_k --keep-source --revision main",
     ),
 )
 @models_argument("[MODEL]...", required=False)
 @click.option(
     "--type",
-    "file_type",
-    metavar="TYPE",
+    "file_types",
+    type=Several(click.STRING),
+    metavar="TYPE,...",
     shell_complete=candidates.file_types,
-    help="Type of the file: q4_k_m, q8_0, ...; `list` shows all, `keep` copies existing codes.",
+    help="Type of the file: q4_k_m, q8_0, ...; of several, a file each, from one reading; "
+    "`list` shows all, `keep` copies existing codes.",
 )
 @click.option(
     "--tensor-type",
@@ -112,6 +118,7 @@ UNTIL_CHOSEN = "F32"
 @dry_run_option
 @json_option
 @written_option
+@events_option
 @verify_option
 @jobs_option
 @memory_option
@@ -119,7 +126,7 @@ UNTIL_CHOSEN = "F32"
 @nonfinite_option
 def command(
     models: tuple[str, ...],
-    file_type: str | None,
+    file_types: tuple[str, ...] | None,
     tensor_types: tuple[str, ...],
     token_embedding_type: str | None,
     output_tensor_type: str | None,
@@ -138,7 +145,7 @@ def command(
     """
     from qconvert.plan.request import GGUFTarget
 
-    if file_type is not None and file_type.lower() == "list":
+    if file_types is not None and file_types[0].lower() == "list":
         _print_types(as_json=values["as_json"])
         return
     if not models:
@@ -146,15 +153,17 @@ def command(
     wanted = Wanted.taken_from(values, TARGET_TYPES)
     with typed():
         aim = wanted.target
-        if aim is None and file_type is None:
+        if aim is None and file_types is None:
             raise BadRecipe("to-gguf: no type was asked for", "add --type q4_k_m, or --target-size 4.8bpw")
-        if aim is not None and file_type is not None:
+        if aim is not None and file_types is not None:
             raise BadRecipe("--type: given beside a target", "name what it chooses among with --types")
         for label in aim.labels if aim else ():
             _written(label)
-        check_out(values["out"] if len(models) == 1 else None, values["pre_tokenizer"])
+        named = tuple(dict.fromkeys(map(str.lower, file_types or (UNTIL_CHOSEN,))))
+        alone = len(models) == len(named) == 1
+        check_out(values["out"] if alone else None, values["pre_tokenizer"])
         target = GGUFTarget(
-            checked_file_type(file_type or UNTIL_CHOSEN),
+            checked_file_type(named[0]),
             tensor_types=tuple(map(_override, tensor_types)),
             token_embedding_type=_written(token_embedding_type) if token_embedding_type else None,
             output_tensor_type=_written(output_tensor_type) if output_tensor_type else None,
@@ -164,7 +173,8 @@ def command(
         )
     flags = Flags(**values, beside=_beside(card=card, modelfile=modelfile))
     if aim is None:
-        write_gguf(models, target, flags)
+        targets = [replace(target, file_type=checked_file_type(name)) for name in named]
+        write_ggufs(models, targets, flags)
     else:
         request = flags.request("to-gguf", Recipe(), target=target)
         write_each(models, lambda model: Aiming(wanted, aim, request, flags), "", flags)
@@ -177,10 +187,10 @@ def _beside(*, card: bool, modelfile: bool) -> tuple[str, ...]:
     return tuple(suffix for suffix, wanted in ((CARD, card), (MODELFILE, modelfile)) if wanted)
 
 
-def write_gguf(models: Sequence[str], target: GGUFTarget, flags: Flags) -> None:
+def write_ggufs(models: Sequence[str], targets: Sequence[GGUFTarget], flags: Flags) -> None:
     """Write models as the GGUF files that are asked for, and print the results."""
-    request = flags.request("to-gguf", Recipe(), target=target)
-    write_each(models, lambda model: request, "", flags)
+    wanted = [(flags.request("to-gguf", Recipe(), target=target), "") for target in targets]
+    write_several(models, "--type", wanted, flags)
 
 
 def check_out(out: Path | None, pre_tokenizer: str | None) -> None:

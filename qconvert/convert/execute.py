@@ -166,10 +166,13 @@ def execute(
         job = with_scales(job, scratch_folder(out))
     stages = Stages()
     with writing(job, out, listen, stages) as run:
-        with stages.timed("convert"), run.recording(opened):
-            with closing(_run(job, run.output, run.journal)) as events:  # so that no thread outlives the sink
-                for done in events:
-                    run.take(done)
+        with (
+            stages.timed("convert"),
+            run.recording(opened),
+            closing(_run(job, run.output, run.journal)) as events,  # so that no thread outlives the sink
+        ):
+            for done in events:
+                run.take(done)
         return run.finished(verified)
 
 
