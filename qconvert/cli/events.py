@@ -7,6 +7,7 @@ so that a file holds all runs that one output took.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,11 +36,13 @@ class Events:
     """Passes the events of a run on to the bars, and writes lines on them; none without a file."""
 
     file: TextIO | None
+    jobs: Sequence[tuple[Job, Path]]
     work: Work
     bars: Bars
     clock: Callable[[], float] = time.monotonic
     _began: float = field(init=False)
     _told: float = field(init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     def __post_init__(self) -> None:
         self._began = self._told = self.clock()
@@ -60,15 +63,16 @@ class Events:
 
     def ended(self, results: Sequence[Result]) -> None:
         """Say which files were written, and that all went well."""
-        for result in results:
-            folder = result.path if result.path.is_dir() else result.path.parent
-            for name, sha256 in result.hashes.files.items():
-                path = folder / name
-                self.say("file", path=str(path), bytes=path.stat().st_size, sha256=sha256)
+        for (job, out), result in zip(self.jobs, results, strict=True):
+            folder = out if out.is_dir() else out.parent
+            for file in job.container.files(out):
+                sha256 = result.hashes.files.get(file.name)
+                self.say("file", path=str(folder / file.name), bytes=file.size, sha256=sha256)
         seconds = {stage: round(taken, 3) for stage, taken in results[0].seconds.items()}
         self.end(ok=True, seconds_by_stage=seconds)
 
     def end(self, **fields: Any) -> None:
+        """Say that the run is over, and what it took."""
         from qconvert.calibrate.memory_limit import peak_resident
 
         taken = round(self.clock() - self._began, 3)
@@ -93,11 +97,13 @@ class Events:
         )
 
     def say(self, event: str, **fields: Any) -> None:
-        """Write one line."""
+        """Write one line; from any thread."""
         if self.file is not None:
             now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-            self.file.write(json.dumps({"schema": 1, "event": event, "time": now, **fields}) + "\n")
-            self.file.flush()
+            line = json.dumps({"schema": 1, "event": event, "time": now, **fields}) + "\n"
+            with self._lock:
+                self.file.write(line)
+                self.file.flush()
 
 
 @contextmanager
@@ -106,12 +112,12 @@ def events_to(
 ) -> Iterator[Events]:
     """The events of a run of jobs, from the first line of a file to its last, whatever ends it."""
     if path is None:
-        yield Events(None, work, bars)
+        yield Events(None, jobs, work, bars)
         return
     from qconvert.core.version import __version__
 
     with path.open("a", encoding="utf-8") as file:
-        events = Events(file, work, bars)
+        events = Events(file, jobs, work, bars)
         outputs = [
             {"path": str(out), "files": [{"name": f.name, "bytes": f.size} for f in job.container.files(out)]}
             for job, out in jobs

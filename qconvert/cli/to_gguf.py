@@ -57,7 +57,7 @@ UNTIL_CHOSEN = "F32"
 @models_argument("[MODEL]...", required=False)
 @click.option(
     "--type",
-    "file_types",
+    "file_type",
     type=Several(click.STRING),
     metavar="TYPE,...",
     shell_complete=candidates.file_types,
@@ -126,7 +126,7 @@ UNTIL_CHOSEN = "F32"
 @nonfinite_option
 def command(
     models: tuple[str, ...],
-    file_types: tuple[str, ...] | None,
+    file_type: tuple[str, ...] | None,
     tensor_types: tuple[str, ...],
     token_embedding_type: str | None,
     output_tensor_type: str | None,
@@ -145,7 +145,7 @@ def command(
     """
     from qconvert.plan.request import GGUFTarget
 
-    if file_types is not None and file_types[0].lower() == "list":
+    if file_type is not None and file_type[0].lower() == "list":
         _print_types(as_json=values["as_json"])
         return
     if not models:
@@ -153,17 +153,18 @@ def command(
     wanted = Wanted.taken_from(values, TARGET_TYPES)
     with typed():
         aim = wanted.target
-        if aim is None and file_types is None:
+        if aim is None and file_type is None:
             raise BadRecipe("to-gguf: no type was asked for", "add --type q4_k_m, or --target-size 4.8bpw")
-        if aim is not None and file_types is not None:
+        if aim is not None and file_type is not None:
             raise BadRecipe("--type: given beside a target", "name what it chooses among with --types")
         for label in aim.labels if aim else ():
             _written(label)
-        named = tuple(dict.fromkeys(map(str.lower, file_types or (UNTIL_CHOSEN,))))
+        named = tuple(dict.fromkeys(map(str.lower, file_type or (UNTIL_CHOSEN,))))
         alone = len(models) == len(named) == 1
         check_out(values["out"] if alone else None, values["pre_tokenizer"])
+        kinds = [checked_file_type(name) for name in named]
         target = GGUFTarget(
-            checked_file_type(named[0]),
+            kinds[0],
             tensor_types=tuple(map(_override, tensor_types)),
             token_embedding_type=_written(token_embedding_type) if token_embedding_type else None,
             output_tensor_type=_written(output_tensor_type) if output_tensor_type else None,
@@ -173,8 +174,7 @@ def command(
         )
     flags = Flags(**values, beside=_beside(card=card, modelfile=modelfile))
     if aim is None:
-        targets = [replace(target, file_type=checked_file_type(name)) for name in named]
-        write_ggufs(models, targets, flags)
+        write_ggufs(models, [replace(target, file_type=kind) for kind in kinds], flags)
     else:
         request = flags.request("to-gguf", Recipe(), target=target)
         write_each(models, lambda model: Aiming(wanted, aim, request, flags), "", flags)

@@ -19,7 +19,7 @@ from qconvert.plan.plan import Plan, Unit
 
 # Prices, in nanoseconds of one thread (measured on x86-64 with AVX2): of a weight that is copied or cast, of
 # one that gets new codes, and of a byte that is read back.
-_COPIED, _CODED, _VERIFIED = 2.0, 7.0, 1.5
+_COPIED, _CODED, _VERIFIED = 2.0, 7.0, 1.8
 # The part of what is verified after which what it took counts for more than what was expected.
 _TRUSTED = 0.05
 
