@@ -27,7 +27,3 @@ def time_left(files: tuple[Path, ...]) -> None:
         worst = max(late, key=abs)
         rows.append([path.name, f"{whole:.1f} s", str(len(late)), f"{worst:+.1%}"])
     click.echo("\n".join(table(["run", "took", "estimates", "largest error"], rows)))
-
-
-if __name__ == "__main__":
-    time_left()
