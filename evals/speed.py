@@ -1,4 +1,4 @@
-"""Measures the speed of qconvert: `python evals/speed.py convert|repack|gguf|decode|prefill|gpu|tensors`."""
+"""Measures the speed of qconvert: `python evals/speed.py COMMAND` (`--help` lists them)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from evals.speed_decoder import decode, prefill
 from evals.speed_gguf import gguf
 from evals.speed_gpu import gpu
 from evals.speed_tensors import tensors
+from evals.speed_together import together
+from evals.time_left import time_left
 
 
 @click.group()
@@ -21,7 +23,7 @@ def main() -> None:
     """Measure the speed of qconvert on this machine, beside peers where they are installed."""
 
 
-for command in (convert, repack, gguf, decode, prefill, gpu, tensors):
+for command in (convert, repack, gguf, decode, prefill, gpu, tensors, together, time_left):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ KEPT = 600
 # What a text may say of the day, the machine and the release, and what stands there in the record.
 MASKS: tuple[tuple[str, str], ...] = (
     (r'("seconds": )[\d.e+-]+', r"\g<1>SECONDS"),
+    (r'"seconds_by_stage": \{[^}]*\}, "peak_memory": \d+, ', ""),
     (r"(done in )[\d.]+ s\b", r"\g<1>SECONDS"),
     (r'("name": "qconvert",\s+"version": ")[^"]+', r"\g<1>VERSION"),
     (r"(\[qconvert\]\(https://pypi\.org/project/qconvert/\) )[\w.+]+", r"\g<1>VERSION"),

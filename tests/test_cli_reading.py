@@ -17,6 +17,7 @@ from qconvert.cli.conversion_report import GGUFReport, certificate_line, report_
 from qconvert.cli.env import PACKAGES
 from qconvert.cli.options import available_cores
 from qconvert.convert.manifest import Certificates
+from qconvert.convert.time_left import Work
 from tests.commands import made, qconvert, strict_json
 from tests.models import EMBED, HEAD, stored
 
@@ -295,7 +296,8 @@ def test_the_bar_counts_the_bytes_that_are_read(
         out = here / f"{talks}{type(stream).__name__}"
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", stream)
-            with progress.progress(job.compiled.plan, talks=talks) as told:
+            work = Work([job.compiled.plan], job.container.files(out))
+            with progress.progress(work, talks=talks) as told:
                 library.execute(job, out, told.listen, verified=told.verified)
     (bar,) = bars  # only where somebody watches who was not told to be quiet
     weights = sum(len(data) for _, _, data in stored(models / "plain").values())

@@ -18,8 +18,8 @@ from qconvert.evaluate import perplexity
 from tests.commands import made, qconvert
 
 SCHEMAS = Path(__file__).resolve().parents[1] / "docs" / "reference" / "schemas"
-PARTS = {"common.json", "error.json"}
-"""What the schemas of commands refer to."""
+PARTS = {"common.json", "error.json", "events.json"}
+"""What the schemas of commands refer to, and that of --events (test_events.py)."""
 # A schema, what is called, and the exit code.
 CALLS = [
     ("inspect", "inspect {plain} --tensors --metadata", 0),
@@ -34,6 +34,7 @@ CALLS = [
     ("conversion", "quantize {plain} {untied} --bits 4 -o folder", 0),
     ("conversion", "quantize {plain} {untied} {quantized} --bits 4 -o folder", 1),
     ("conversion", "quantize {quantized} --bits 4", 1),
+    ("conversion", "quantize {plain} --bits 4,8 -o several", 0),
     ("conversion", "quantize {plain} --bits 9", 2),
     (
         "conversion",
@@ -56,6 +57,7 @@ CALLS = [
     ("conversion", "convert {plain} --to mlx --scheme int9", 2),
     ("conversion", "to-gguf {plain} --type q8_0", 0),
     ("conversion", "to-gguf {plain} --type q8_0 --dry-run", 0),
+    ("conversion", "to-gguf {plain} --type q8_0,q6_k --dry-run", 0),
     ("conversion", "to-gguf {plain} --type nonsense", 2),
     ("conversion", "from-gguf {gguf} -o back", 0),
     ("types", "to-gguf --type list", 0),

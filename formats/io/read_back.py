@@ -86,7 +86,7 @@ def verify_files(
     `check_header` compares a file's header with the plan, by default as safetensors. Every byte of a tensor
     counts twice for `progress`: as one of the file, and as one of the tensor.
     """
-    count = _Count(sum(f.size + f.specs.nbytes for f in files), progress).add
+    count = _Count(bytes_to_verify(files), progress).add
     check_header = check_header or check_safetensors_header
     for each in files:
         _forget(folder / each.name)
@@ -118,6 +118,11 @@ def _spans(file: FilePlan) -> Iterator[list[tuple[TensorSpec, int]]]:
         nbytes += spec.nbytes
     if span:
         yield span
+
+
+def bytes_to_verify(files: Iterable[FilePlan]) -> int:
+    """How many bytes are read to verify files: every byte of a tensor twice."""
+    return sum(file.size + file.specs.nbytes for file in files)
 
 
 def _forget(path: Path) -> None:

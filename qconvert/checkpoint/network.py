@@ -40,8 +40,9 @@ class Aborted(Exception):
 class Network:
     """The connections of one run, at most `connections` transfers at a time; safe for any thread.
 
-    `patience` is in seconds; `tell` is given a sentence about every wait that a user would wonder about.
-    `requests`, `nbytes` and `retries` count what was asked for and what came.
+    `patience` is in seconds; `tell` is given a sentence about every wait that a user would wonder about, and
+    `retried` why something is asked again, from any thread. `requests`, `nbytes` and `retries` count what was
+    asked for and what came.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Network:
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self.connections, self.patience, self._tell = connections, patience, tell
+        self.retried: Callable[[str], None] = lambda reason: None
         self.requests = self.nbytes = self.retries = 0
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -204,6 +206,7 @@ class Attempts:
         """
         self._network.check()
         self._network.count(retries=1)
+        self._network.retried(f"{self._what}: {reason}")
         left = self._left(reason)
         longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(self._failed, 10))
         self._failed += 1

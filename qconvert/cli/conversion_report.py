@@ -113,6 +113,7 @@ class FolderReport:
             "dry_run": False,
             "out": str(result.path),
             "seconds": round(seconds, 3),
+            **_measured(result),
             **self._described(),
             **({"calibration": result.record["calibration"]} if "calibration" in result.record else {}),
             "totals": result.record["totals"],
@@ -151,6 +152,14 @@ class FolderReport:
         checked = "verified" if self.job.options.verify else "not verified"
         found = f"{certificate_line(result.record)}{lost}, {outputs_line(self.job, result.outcome)}"
         return f"done in {seconds:.1f} s, {found}{checked}"
+
+
+def _measured(result: Result) -> Json:
+    """What a run took: seconds by stage, and the most memory that the process had at once."""
+    from qconvert.calibrate.memory_limit import peak_resident
+
+    seconds = {stage: round(taken, 3) for stage, taken in result.seconds.items()}
+    return {"seconds_by_stage": seconds, "peak_memory": peak_resident()}
 
 
 def outputs_line(job: Job, outcome: Outcome) -> str:
@@ -298,6 +307,7 @@ class GGUFReport:
             "dry_run": False,
             **self._described,
             "seconds": round(seconds, 3),
+            **_measured(result),
             "kept": kept,
             "certificates": result.record["certificates"],
             "sha256": dict(result.hashes.files),

@@ -161,7 +161,7 @@ def _to_gguf(
     models: Sequence[str], scheme: str | None, flags: Flags, pad_to_tp: int | None, allowed: dict[str, bool]
 ) -> None:
     """Write a GGUF file as `to-gguf` does: of a type, or with everything kept as it is."""
-    from qconvert.cli.to_gguf import check_out, checked_file_type, write_gguf
+    from qconvert.cli.to_gguf import check_out, checked_file_type, write_ggufs
     from qconvert.plan.request import KEEP, GGUFTarget
 
     with typed():
@@ -180,7 +180,7 @@ def _to_gguf(
             allow_requantize=allowed["allow_requantize"],
             undo_act_order=allowed["undo_act_order"],
         )
-    write_gguf(models, target, replace(flags, shard_size=None))
+    write_ggufs(models, [target], replace(flags, shard_size=None))
 
 
 def _refuse(layout: str, given: dict[str, object]) -> None:

@@ -70,6 +70,7 @@ class Flags:
     verify_existing: bool = False
     keep_going: bool = False
     rank: Rank | None = None
+    events: Path | None = None
     folder: Path = Path()
     taken: tuple[Path, ...] = ()
 
@@ -168,6 +169,7 @@ class Flags:
             "--card, --modelfile or --manifest": self.beside,
             "--push-to or an object storage": not self.stays,
             "a target": aims,
+            "--events": self.events,
         }
         given = next((name for name, value in alone.items() if value), None)
         if given:

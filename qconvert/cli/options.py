@@ -219,6 +219,12 @@ dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print what would be written, and write nothing."
 )
 written_option = quiet_option("the path of the output alone")
+events_option = click.option(
+    "--events",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Append what happens to a file as JSON lines: start, progress with the time left, files, end.",
+)
 verify_option = click.option(
     "--verify/--no-verify",
     default=True,
@@ -294,6 +300,7 @@ _WRITING = (
     dry_run_option,
     json_option,
     written_option,
+    events_option,
     verify_option,
     jobs_option,
     rank_option,

@@ -14,7 +14,9 @@ import click
 from qconvert.cli.printing import bare, escaped
 
 if TYPE_CHECKING:
-    from qconvert.convert.execute import Listener
+    from qconvert.convert.outcome import BlockDone
+    from qconvert.convert.time_left import Work
+    from qconvert.convert.writing import Listener
     from qconvert.plan.plan import Plan
 
 COMPILING = "compiling kernels; later runs load them from a cache"
@@ -96,44 +98,56 @@ class Bars:
 
 
 @contextmanager
-def progress(plan: Plan, *, talks: bool) -> Iterator[Bars]:
-    """A bar over the bytes that the plan reads, then one over those that are verified.
+def progress(work: Work, *, talks: bool) -> Iterator[Bars]:
+    """A bar over the bytes that are read, then one over those that are verified, with the time until the end.
 
-    Lines without a terminal; nothing under --quiet.
+    Lines without a terminal; nothing under --quiet. The work is told of all events first.
     """
     if not talks:
-        yield Bars(lambda done: None, lambda done, total: None)
+        yield Bars(work.add, work.verify)
         return
-    from qconvert.models.parameter_table import form_bytes
-
-    total = sum(
-        form_bytes(piece.tensor.encoding, (piece.rows, piece.tensor.width))
-        for unit in plan.units
-        for piece in unit.inputs
-    )
     if not sys.stderr.isatty():
-        lines, read = Lines("bytes"), 0
+        reading, verifying = Lines("bytes"), Lines("bytes to verify")
 
-        def count(done: Any) -> None:
-            nonlocal read
-            read += done.bytes_read
-            lines.tell(read, total)
+        def count(done: BlockDone) -> None:
+            work.add(done)
+            reading.tell(work.read, work.to_read, work.left)
 
-        yield Bars(count, Lines("bytes to verify").tell)
+        def check(done: int, total: int) -> None:
+            work.verify(done, total)
+            verifying.tell(done, total, work.left)
+
+        yield Bars(count, check)
         return
     from tqdm import tqdm
 
-    with tqdm(
-        total=total, unit="B", unit_scale=True, file=bare(sys.stderr), leave=False, dynamic_ncols=True
+    class Bar(tqdm):  # type: ignore[type-arg]
+        """Shows the time until the end of all stages, where tqdm knows its own."""
+
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            left = work.left()
+            return {**super().format_dict, "left": "?" if left is None else duration(left)}
+
+    with Bar(
+        total=work.to_read,
+        unit="B",
+        unit_scale=True,
+        file=bare(sys.stderr),
+        leave=False,
+        dynamic_ncols=True,
+        bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}, {left} left, {rate_fmt}{postfix}]",
     ) as bar:
 
-        def listen(done: Any) -> None:
+        def listen(done: BlockDone) -> None:
+            work.add(done)
             bar.set_postfix_str(
                 shortened(escaped(done.unit.output.name), (bar.ncols or 80) - _BAR), refresh=False
             )
             bar.update(done.bytes_read)
 
         def verified(done: int, total: int) -> None:
+            work.verify(done, total)
             if bar.desc != _VERIFYING:
                 bar.set_postfix_str("", refresh=False)
                 bar.set_description_str(_VERIFYING, refresh=False)
@@ -145,7 +159,7 @@ def progress(plan: Plan, *, talks: bool) -> Iterator[Bars]:
 
 _VERIFYING = "verifying"
 # Columns that a bar, its numbers, its rate and its time take.
-_BAR = 64
+_BAR = 70
 
 
 def shortened(name: str, columns: int) -> str:
@@ -164,13 +178,17 @@ class Lines:
         self._unit, self._clock = unit, clock
         self._start = self._told = clock()
 
-    def tell(self, done: float, total: int) -> None:
-        """Take note of the work that is done, of `total`; prints nothing when the work ends."""
+    def tell(self, done: float, total: int, estimate: Callable[[], float | None] = lambda: None) -> None:
+        """Take note of the work that is done, of `total`; prints nothing when the work ends.
+
+        `estimate` are the seconds that are left; else they follow from what was done.
+        """
         now = self._clock()
         if now - self._told < self.EVERY or not 0 < done < total:
             return
         self._told = now
-        left = (now - self._start) * (total - done) / done
+        known = estimate()
+        left = (now - self._start) * (total - done) / done if known is None else known
         line = f"{100 * done / total:.0f} % of {total:,} {self._unit}, about {duration(left)} left"
         click.echo(line, err=True)
 

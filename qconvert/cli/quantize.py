@@ -14,6 +14,7 @@ from qconvert.cli import candidates
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.flags import Flags
+from qconvert.cli.many_outputs import Several
 from qconvert.cli.options import (
     LayoutChoice,
     examples,
@@ -22,7 +23,7 @@ from qconvert.cli.options import (
     statistics_option,
     writing_options,
 )
-from qconvert.cli.several import write_each
+from qconvert.cli.several import write_each, write_several
 from qconvert.cli.target import Aiming, Wanted, target_options
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
@@ -38,6 +39,7 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
     epilog=examples(
         "qconvert quantize Qwen/Qwen2.5-1.5B-Instruct --bits 4",
         "qconvert quantize ./model-a ./model-b --bits 4 --skip-existing -o quantized",
+        "qconvert quantize ./model --bits 4,8 -o quantized --events progress.jsonl",
         "qconvert quantize ./model --bits 4 --rule mlp.down=int8 --rule attn.o=int8",
         "qconvert quantize Qwen/Qwen3-235B-A22B --bits 4 --connections 32 --patience 3600",
         "qconvert quantize Qwen/Qwen2.5-1.5B-Instruct --bits 4 --keep-source",
@@ -48,7 +50,12 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
     ),
 )
 @models_argument()
-@click.option("--bits", type=click.IntRange(2, 8), metavar="N", help="Bits per weight of the linears.")
+@click.option(
+    "--bits",
+    type=Several(click.IntRange(2, 8)),
+    metavar="N,...",
+    help="Bits per weight of the linears; of several, an output each, from one reading.",
+)
 @click.option(
     "--group-size",
     type=click.Choice(["32", "64", "128", "channel"]),
@@ -131,10 +138,10 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     """
     from qconvert.plan.passes.transcode import Target
 
-    wanted = Wanted.taken_from(flags, TARGET_SCHEMES)
+    aiming = Wanted.taken_from(flags, TARGET_SCHEMES)
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
     with typed():
-        aim = wanted.target
+        aim = aiming.target
         table = "" if aim is not None else _table_of(asked)
         if not table:
             _send_tables_on(models, asked, flags["out"])
@@ -143,18 +150,21 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     if table:
         _write_tables(models, asked["layout"], table, Flags(**flags))
         return
-    recipe = build_recipe(**asked, chosen_later=aim is not None)
+    several = asked.pop("bits") or (None,)
+    recipes = [build_recipe(bits=bits, **asked, chosen_later=aim is not None) for bits in several]
+    recipe = recipes[0]
     values = Flags(**flags)
     with typed():
         if values.statistics and not recipe.search:
             raise BadRecipe("--calibration: --min-max does not weigh errors", "leave out one of the two")
     target = Target(recipe.layout) if recipe.layout != registry.DEFAULT else None
-    request = values.request("quantize", recipe, target=target)
     if aim is None:
-        write_each(models, lambda model: request, _suffix(recipe), values)
+        wanted = [(values.request("quantize", each, target=target), _suffix(each)) for each in recipes]
+        write_several(models, "--bits", wanted, values)
     else:
-        suffix = f"{wanted.suffix}-mixed"
-        write_each(models, lambda model: Aiming(wanted, aim, request, values), suffix, values)
+        request = values.request("quantize", recipe, target=target)
+        suffix = f"{aiming.suffix}-mixed"
+        write_each(models, lambda model: Aiming(aiming, aim, request, values), suffix, values)
 
 
 def _check_choices(labels: Sequence[str], asked: Mapping[str, Any]) -> None:

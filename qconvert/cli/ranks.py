@@ -35,6 +35,7 @@ def rank_to_be(job: Job, out: Path, flags: Flags) -> Rank | None:
 def carried_out(job: Job, out: Path, rank: Rank, flags: Flags) -> Result | None:
     """Carry out a job as one of several processes; None where another one has named the output."""
     from qconvert.convert.ranks import execute_with_others
+    from qconvert.convert.time_left import Work
     from qconvert.report.tables import count
 
     files = job.container.files(out)
@@ -54,7 +55,7 @@ def carried_out(job: Job, out: Path, rank: Rank, flags: Flags) -> Result | None:
             click.echo(
                 f"note: {rank.world - len(files)} have nothing to do; {size} makes more files", err=True
             )
-    with progress(job.compiled.plan, talks=flags.talks) as bar, ending_in_time(farewell):
+    with progress(Work([job.compiled.plan]), talks=flags.talks) as bar, ending_in_time(farewell):
         try:
             result = execute_with_others(job, out, rank, bar.listen, told)
         except KeyboardInterrupt as error:

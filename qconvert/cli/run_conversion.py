@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,18 +15,16 @@ from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.flags import Flags
 from qconvert.cli.hub_source import fetched, tell_source
 from qconvert.cli.options import url_of
-from qconvert.cli.progress import compile_kernels, progress
+from qconvert.cli.progress import compile_kernels
 from qconvert.cli.ranks import carried_out, rank_to_be
-from qconvert.cli.sending import after_sending, check_sending, destination_of, disk_needed, told_of
-from qconvert.cli.signals import Stopped, ending_in_time
+from qconvert.cli.running import executed
+from qconvert.cli.sending import after_sending, check_sending, destination_of, told_of
 from qconvert.cli.skipping import Tell, is_complete, one_object, require_own_name, tell_skipped
-from qconvert.errors import QConvertError
 
 if TYPE_CHECKING:
     from qconvert.cli.conversion_report import ConversionReport
     from qconvert.convert.job import Job, OpenedModel, Result
     from qconvert.convert.publish import Destination
-    from qconvert.convert.resume import RunJournal
     from qconvert.core.dtypes import Json
     from qconvert.core.ranks import Rank
     from qconvert.plan.request import Request
@@ -100,8 +97,7 @@ def plan_output(source: OpenedModel, ask: Request | Ask | Explained, suffix: str
         calibration=flags.calibration(source, aims=isinstance(ask, Explained)),
         pre_tokenizer=flags.pre_tokenizer,
     )
-    derived = suffix or (request.dtype.label if request.dtype else "")
-    out = flags.out or flags.folder / job.container.default_out(derived)
+    out = out_of(job, suffix, flags)
     require_own_name(out, flags.taken)
     destination = destination_of(flags, out)
     out = out if url_of(out) is None else Path(out.name)
@@ -109,7 +105,7 @@ def plan_output(source: OpenedModel, ask: Request | Ask | Explained, suffix: str
     rank = None if complete or flags.dry_run else rank_to_be(job, out, flags)
     if not (complete or flags.dry_run or rank):
         job.container.check_target(out)
-        _check_beside(out, flags)
+        check_beside(out, flags)
     return Planned(job, out, complete, destination, rank)
 
 
@@ -148,19 +144,20 @@ def write(
         told = {"from": assumed} if assumed else {}
         path = str(report.path)
         if flags.speaks:
-            _print(lines, lambda: report.plan_json() | extra | told, verdict, path, flags, tell)
+            print_found(lines, lambda: report.plan_json() | extra | told, verdict, path, flags, tell)
         return out
     tell_source(source, talks=flags.talks)
     compile_kernels(job.compiled.plan, talks=flags.talks)
     started = time.perf_counter()
+    result: Result | None
     if rank is None:
-        result: Result | None = _executed(job, out, flags, planned.destination)
+        (result,) = executed([(job, out)], flags, planned.destination)
     else:
         result = carried_out(job, out, rank, flags)
     if result is None:  # another process has named the output, and tells of it
         return out
     seconds = chosen_in + time.perf_counter() - started
-    _write_beside(job, out, result, flags)
+    write_beside(job, out, result, flags)
     _tell_done(job, result, report, lines, extra, seconds, flags, tell)
     return out
 
@@ -181,7 +178,7 @@ def _tell_done(
     with after_the_work():
         found = report.result_json(result, seconds) | extra | fetched(job.source) | told_of(result, flags)
         path = str(report.path) if flags.keeps else result.sent["url"]
-        _print(lines, lambda: found, report.verdict(result, seconds), path, flags, tell)
+        print_found(lines, lambda: found, report.verdict(result, seconds), path, flags, tell)
         for line in after_sending(result, flags):
             click.echo(line, err=True)
         silent = flags.quiet or flags.as_json
@@ -189,14 +186,21 @@ def _tell_done(
             click.echo(line, err=True)
 
 
-def _check_beside(out: Path, flags: Flags) -> None:
+def out_of(job: Job, suffix: str, flags: Flags) -> Path:
+    """The path of an output: the one that was named, or one that is derived, in the folder of the flags."""
+    dtype = job.compiled.request.dtype
+    return flags.out or flags.folder / job.container.default_out(suffix or (dtype.label if dtype else ""))
+
+
+def check_beside(out: Path, flags: Flags) -> None:
+    """Raise OutputExists for a file beside the output that is there already."""
     if flags.beside:
         from qconvert.convert.gguf_sidecars import check_sidecars
 
         check_sidecars(out, flags.beside, overwrite=flags.overwrite)
 
 
-def _write_beside(job: Job, out: Path, result: Result, flags: Flags) -> None:
+def write_beside(job: Job, out: Path, result: Result, flags: Flags) -> None:
     """Write what was asked for beside a GGUF: a card of it as it is read back, a Modelfile, a manifest.
 
     A manifest that is there already is of an earlier file of this name, and is written anew.
@@ -234,47 +238,6 @@ def _tell_scaling(job: Job, flags: Flags) -> None:
         click.echo(f"{inputs} inputs whose channels may be scaled{measured}", err=True)
 
 
-def _executed(job: Job, out: Path, flags: Flags, destination: Destination | None) -> Result:
-    """Carry out a job, and say what it goes on with, or what it leaves for the next run to go on with."""
-    from qconvert.convert.execute import execute
-    from qconvert.formats.io.local_file import require_free_disk
-
-    held = sum(path.stat().st_blocks * 512 for path in job.container.partial(out) if path.is_file())
-    require_free_disk(out, disk_needed(job, out) - held)
-    run: list[RunJournal] = []
-
-    def opened(journal: RunJournal) -> None:
-        run.append(journal)
-        if flags.talks and journal.resumed:
-            click.echo(f"resuming {_shown(journal.path)}: {percent(journal.share)} was done", err=True)
-
-    def farewell() -> str:
-        return f"stopped at {percent(run[0].share if run else 0.0)}; run the same command to go on"
-
-    with progress(job.compiled.plan, talks=flags.talks) as bar, ending_in_time(farewell):
-        try:
-            return execute(job, out, bar.listen, opened, bar.verified, destination)
-        except KeyboardInterrupt as error:
-            if not (run and run[0].kept):
-                raise
-            signum = error.signum if isinstance(error, Stopped) else Stopped().signum
-            raise Stopped(signum, farewell()) from error
-        except QConvertError as error:
-            if run and run[0].kept:
-                error.hint = f"{error.hint}; then run the same command to go on at {percent(run[0].share)}"
-            raise
-
-
-def percent(share: float) -> str:
-    """A share of work as `43 %`: rounded down, since all of it is done only with the output's name."""
-    return f"{min(99, int(100 * share))} %"
-
-
-def _shown(path: Path) -> str:
-    """A path from the current folder, where it is below it."""
-    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)
-
-
 def _tell_needs(job: Job, flags: Flags) -> None:
     """What calibration will take, and what it does to take no more; a warning where it is still too much."""
     from qconvert.calibrate.memory_limit import available_memory
@@ -309,7 +272,7 @@ def _check_before_download(model: str, ask: Request | Ask | Explained, flags: Fl
     check(flags.out, overwrite=flags.overwrite, sources=local)
 
 
-def _print(
+def print_found(
     lines: list[str],
     described: Callable[[], dict[str, Any]],
     verdict: str,
@@ -324,4 +287,5 @@ def _print(
         click.echo(path)
     else:
         click.echo("\n".join(lines))
-        click.echo(verdict, err=True)
+        if verdict:
+            click.echo(verdict, err=True)

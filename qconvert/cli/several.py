@@ -12,11 +12,13 @@ import click
 
 from qconvert.cli.exit_codes import error_record, one_of, say_error, tell_with_errors, typed
 from qconvert.cli.flags import Flags
+from qconvert.cli.many_outputs import check_several, plan_outputs, write_outputs
 from qconvert.cli.run_conversion import Explained, open_source, plan_output, write
-from qconvert.cli.skipping import one_object
+from qconvert.cli.skipping import Tell, one_object
 from qconvert.errors import BadRecipe, BadUsage, QConvertError
 
 if TYPE_CHECKING:
+    from qconvert.cli.many_outputs import Wanted
     from qconvert.cli.run_conversion import Ask
     from qconvert.plan.request import Request
 
@@ -27,14 +29,57 @@ def write_each(
     suffix: str,
     flags: Flags,
 ) -> None:
+    """Write one output of each model: the one that `ask` makes of a model by its name, see `write`."""
+
+    def plan(model: str, own: Flags) -> tuple[list[Path], Flags]:
+        asked = ask(model)
+        source = open_source(model, asked, own)
+        if isinstance(asked, Explained):  # which reads a text to choose: that is done in its turn
+            return [], own
+        found = plan_output(source, asked, suffix, own)
+        return [found.out], replace(own, skip_existing=found.complete, verify_existing=False)
+
+    def one(model: str, own: Flags, tell: Tell) -> list[Path]:
+        return [write(model, ask(model), suffix, own, tell)]
+
+    _write_all(models, plan, one, flags, several=len(models) > 1)
+
+
+def write_several(models: Sequence[str], option: str, wanted: Sequence[Wanted], flags: Flags) -> None:
+    """Write several outputs of each model, which is read once; one, where an option names only one."""
+    if len(wanted) == 1:
+        ((request, suffix),) = wanted
+        write_each(models, lambda model: request, suffix, flags)
+        return
+    with typed():
+        check_several(option, flags)
+
+    def plan(model: str, own: Flags) -> tuple[list[Path], Flags]:
+        return plan_outputs(model, wanted, own), own
+
+    def all_of(model: str, own: Flags, tell: Tell) -> list[Path]:
+        return write_outputs(model, wanted, own, tell)
+
+    _write_all(models, plan, all_of, flags, several=True)
+
+
+def _write_all(
+    models: Sequence[str],
+    plan: Callable[[str, Flags], tuple[list[Path], Flags]],
+    write_one: Callable[[str, Flags, Tell], list[Path]],
+    flags: Flags,
+    *,
+    several: bool,
+) -> None:
     """Write the outputs of all models, in their order, once it is known that all can be written.
 
     The first that cannot, or that fails, ends it; with --keep-going the others are written all the same.
-    `ask` makes what is asked for of a model by its name, see `write`. The outputs of several have derived
-    names, in the folder --out; under --json they are told as one object.
+    `plan` returns the paths of a model's outputs, and the flags to write them with; `write_one` their paths.
+    If there are `several`, they have derived names, in the folder --out; under --json they are told as one
+    object.
     """
-    if len(models) == 1:
-        write(models[0], ask(models[0]), suffix, flags)
+    if not several:
+        write_one(models[0], flags, one_object)
         return
     with typed():
         _check_folder(flags.out)
@@ -47,22 +92,17 @@ def write_each(
             )
     run = _Run(models, replace(flags, out=None, folder=flags.out or Path()))
     tell_with_errors("outputs", run.made)
-    possible: list[tuple[str, Flags]] = []
+    possible = [(models[0], run.flags)] if len(models) == 1 else []
     taken: list[Path] = []
-    for model in models:
+    for model in models if len(models) > 1 else ():
         with run.one(model):
-            own, asked = replace(run.flags, taken=tuple(taken)), ask(model)
-            source = open_source(model, asked, own)
-            if not isinstance(asked, Explained):  # which reads a text to choose: that is done in its turn
-                found = plan_output(source, asked, suffix, own)
-                taken.append(found.out)
-                own = replace(own, skip_existing=found.complete, verify_existing=False)
+            found, own = plan(model, replace(run.flags, taken=tuple(taken)))
+            taken += found
             possible.append((model, own))
     taken.clear()
     for model, own in possible:
         with run.one(model):
-            distinct = replace(own, taken=tuple(taken))
-            taken.append(write(model, ask(model), suffix, distinct, run.tell))
+            taken += write_one(model, replace(own, taken=tuple(taken)), run.tell)
     run.end()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.flags import Flags
 from qconvert.cli.launchers import rank_option
+from qconvert.cli.many_outputs import Several
 from qconvert.cli.options import (
     SIZE,
     dry_run_option,
+    events_option,
     examples,
     hub_options,
     jobs_option,
@@ -34,7 +37,7 @@ from qconvert.cli.options import (
     verify_option,
     written_option,
 )
-from qconvert.cli.several import write_each
+from qconvert.cli.several import write_each, write_several
 from qconvert.cli.target import Aiming, Wanted, target_options
 from qconvert.errors import BadRecipe
 from qconvert.plan.recipe import Recipe
@@ -53,6 +56,7 @@ TOWER_TYPES = ("f16", "bf16", "f32", "q8_0")
     "to-gguf",
     epilog=examples(
         "qconvert to-gguf Qwen/Qwen2.5-1.5B-Instruct --type q4_k_m",
+        "qconvert to-gguf ./model --type q4_k_m,q6_k,q8_0 -o ggufs",
         "qconvert to-gguf Qwen/Qwen3-30B-A3B --type q6_k --keep-source --revision main",
         "qconvert to-gguf Qwen/Qwen3-30B-A3B --type q4_k_m --push-to me/Qwen3-30B-A3B-GGUF",
         "qconvert to-gguf Qwen/Qwen3-VL-4B-Instruct --mmproj",
@@ -63,9 +67,11 @@ TOWER_TYPES = ("f16", "bf16", "f32", "q8_0")
 @click.option(
     "--type",
     "file_type",
-    metavar="TYPE",
+    type=Several(click.STRING),
+    metavar="TYPE,...",
     shell_complete=candidates.file_types,
-    help="Type of the file: q4_k_m, q8_0, ...; `list` shows all, `keep` copies existing codes.",
+    help="Type of the file: q4_k_m, q8_0, ...; of several, a file each, from one reading; "
+    "`list` shows all, `keep` copies existing codes.",
 )
 @click.option(
     "--tensor-type",
@@ -133,6 +139,7 @@ TOWER_TYPES = ("f16", "bf16", "f32", "q8_0")
 @dry_run_option
 @json_option
 @written_option
+@events_option
 @verify_option
 @jobs_option
 @rank_option
@@ -142,7 +149,7 @@ TOWER_TYPES = ("f16", "bf16", "f32", "q8_0")
 @nonfinite_option
 def command(
     models: tuple[str, ...],
-    file_type: str | None,
+    file_type: tuple[str, ...] | None,
     tensor_types: tuple[str, ...],
     token_embedding_type: str | None,
     output_tensor_type: str | None,
@@ -163,14 +170,14 @@ def command(
     """
     from qconvert.plan.request import GGUFTarget
 
-    if file_type is not None and file_type.lower() == "list":
+    if file_type is not None and file_type[0].lower() == "list":
         _print_types(as_json=values["as_json"])
         return
     if not models:
         raise click.UsageError("Missing argument 'MODEL'.")
     wanted = Wanted.taken_from(values, TARGET_TYPES)
     if mmproj:
-        file_type = _tower_type(file_type)
+        file_type = tuple(map(_tower_type, file_type or ("f16",)))
     with typed():
         aim = wanted.target
         if aim is None and file_type is None:
@@ -179,9 +186,12 @@ def command(
             raise BadRecipe("--type: given beside a target", "name what it chooses among with --types")
         for label in aim.labels if aim else ():
             _written(label)
-        check_out(values["out"] if len(models) == 1 else None, values["pre_tokenizer"])
+        named = tuple(dict.fromkeys(map(str.lower, file_type or (UNTIL_CHOSEN,))))
+        alone = len(models) == len(named) == 1
+        check_out(values["out"] if alone else None, values["pre_tokenizer"])
+        kinds = [checked_file_type(name) for name in named]
         target = GGUFTarget(
-            checked_file_type(file_type or UNTIL_CHOSEN),
+            kinds[0],
             tensor_types=tuple(map(_override, tensor_types)),
             token_embedding_type=_written(token_embedding_type) if token_embedding_type else None,
             output_tensor_type=_written(output_tensor_type) if output_tensor_type else None,
@@ -192,20 +202,20 @@ def command(
         )
     flags = Flags(**values, beside=_beside(card=card, modelfile=modelfile, manifest=manifest))
     if aim is None:
-        write_gguf(models, target, flags)
+        write_ggufs(models, [replace(target, file_type=kind) for kind in kinds], flags)
     else:
         request = flags.request("to-gguf", Recipe(), target=target)
         write_each(models, lambda model: Aiming(wanted, aim, request, flags), "", flags)
 
 
-def _tower_type(file_type: str | None) -> str:
+def _tower_type(file_type: str) -> str:
     """The type of a tower's file; BadRecipe for one that llama.cpp does not make of towers."""
-    if (file_type or "f16").lower() not in TOWER_TYPES:
+    if file_type.lower() not in TOWER_TYPES:
         raise BadRecipe(
             f"--mmproj --type {file_type}: llama.cpp makes no such file of a vision tower",
             f"--type {', '.join(TOWER_TYPES)}; without it, f16",
         )
-    return file_type or "f16"
+    return file_type
 
 
 def _beside(*, card: bool, modelfile: bool, manifest: bool) -> tuple[str, ...]:
@@ -216,10 +226,10 @@ def _beside(*, card: bool, modelfile: bool, manifest: bool) -> tuple[str, ...]:
     return tuple(suffix for suffix, wanted in asked.items() if wanted)
 
 
-def write_gguf(models: Sequence[str], target: GGUFTarget, flags: Flags) -> None:
+def write_ggufs(models: Sequence[str], targets: Sequence[GGUFTarget], flags: Flags) -> None:
     """Write models as the GGUF files that are asked for, and print the results."""
-    request = flags.request("to-gguf", Recipe(), target=target)
-    write_each(models, lambda model: request, "", flags)
+    wanted = [(flags.request("to-gguf", Recipe(), target=target), "") for target in targets]
+    write_several(models, "--type", wanted, flags)
 
 
 def check_out(out: Path | None, pre_tokenizer: str | None) -> None:

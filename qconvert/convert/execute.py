@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Collection, Generator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
-from math import inf
 from pathlib import Path
-from zlib import crc32
 
 from qconvert.calibrate.calibration import Calibration, PlannedStatistics
 from qconvert.calibrate.memory_limit import resident
@@ -17,43 +15,34 @@ from qconvert.checkpoint.facts import gather_facts
 from qconvert.checkpoint.hub import ResolvedModel, resolve
 from qconvert.checkpoint.network import Network
 from qconvert.checkpoint.open import Checkpoint, open_checkpoint
-from qconvert.convert.blocks import Block, at_hand
+from qconvert.convert.blocks import at_hand
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
-from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
-from qconvert.convert.publish import Destination, Publication, file_by_file, publishing
+from qconvert.convert.outcome import BlockDone
+from qconvert.convert.publish import Destination, Publication, file_by_file
 from qconvert.convert.read_ahead import read_ahead
 from qconvert.convert.resume import RunJournal
 from qconvert.convert.runner import (
-    BLOCK_BYTES,
-    MOST_CODE_ERROR,
     Granule,
     Made,
     RowsStatistics,
-    Terms,
-    block_bytes,
-    rows_read,
     rows_statistics,
     run,
     single_rows,
 )
+from qconvert.convert.stages import Stages
+from qconvert.convert.writing import Listener, Opened, position_in, rows_bytes, terms_of, writing
 from qconvert.core.protocols import Layout
 from qconvert.errors import BadRecipe, QConvertError
 from qconvert.formats.huggingface.preprocessor import read_preprocessor
-from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.planned_files import FileSink
-from qconvert.formats.io.read_back import Hashes, Progress
+from qconvert.formats.io.read_back import Progress
 from qconvert.formats.layouts import registry
 from qconvert.models.binding import bind_tower
 from qconvert.models.declared import Declaration
 from qconvert.plan.compile import compile_request
 from qconvert.plan.plan import Plan
 from qconvert.plan.request import GGUFTarget, Request
-
-# What blocks of rows may take however little is left of what was asked for.
-LEAST_BYTES = 4 * BLOCK_BYTES
-Listener = Callable[[BlockDone], None]
-Opened = Callable[[RunJournal], None]
 
 
 def open_model(
@@ -178,49 +167,17 @@ def execute(
     CheckFailed when the disk holds other bytes than were written, OutputExists when the name is taken,
     OtherJob when another job has begun an output of that name.
     """
-    from qconvert.convert.identity import identity
-
-    job = with_all_scales(job, out)
-    container, options, units = job.container, job.options, job.compiled.plan.units
-    goes_to = {"destination": destination.shown, "dropped": options.drop} if destination else {}
-    journal = RunJournal(
-        {**identity(job, container.files(out)), **goes_to},
-        block_bytes=block_bytes_of(job),
-        checksums=options.verify,
-        restart=options.restart,
-    )
-    with container.create(out, journal) as output:
-        outcome = Outcome()
-        with journal.recording(output.sink):
-            opened(journal)
-            for name, values in container.constants.items():
-                rows = values.reshape(len(values), -1)
-                output.sink.write(name, 0, rows)
-                crc = crc32(octets(rows))
-                outcome.written.add(WrittenRows(name, 0, len(rows), rows.shape[1], crc))
-            for done in journal.restored(units, output.sink):
-                outcome.add(done)
-                listen(done)
-            hashes, sent = Hashes({}, {}), {}
-            with publishing(destination, job, out, output, journal, outcome) as publication:
-                # Closed, so that no thread outlives the sink.
-                with closing(run_job(job, output.sink, output.path, journal, publication)) as events:
-                    for done in events:
-                        outcome.add(done)
-                        journal.add(done)
-                        listen(done)
-                        if publication is not None:
-                            publication.add(done)
-                if publication is not None:
-                    hashes = publication.drain()
-        outcome.settle(units)
-        output.sink.commit()
-        if options.verify and publication is None:
-            hashes = output.verify(outcome.written, options.jobs, verified)
-        record = output.finish(outcome, hashes)
-        if publication is not None:
-            sent = publication.finish()
-    return Result(output.path, record, outcome, hashes, sent)
+    job, stages = with_all_scales(job, out), Stages()
+    with writing(job, out, listen, stages, destination) as run:
+        place = run.output.sink, run.output.path, run.journal
+        with (
+            stages.timed("convert"),
+            run.recording(opened),
+            closing(run_job(job, *place, run.publication)) as events,  # so that no thread outlives the sink
+        ):
+            for done in events:
+                run.take(done)
+        return run.finished(verified)
 
 
 def with_all_scales(job: Job, out: Path) -> Job:
@@ -233,21 +190,6 @@ def with_all_scales(job: Job, out: Path) -> Job:
     return with_scales(job, scratch_folder(out))
 
 
-def block_bytes_of(job: Job) -> int:
-    """The working memory of one block of a job, in bytes."""
-    return block_bytes(job.source.checkpoint.layout, job.container.layout, _rows_bytes(job))
-
-
-def _rows_bytes(job: Job, taken: int = 0) -> int:
-    """The bytes that blocks of rows may take together, where the process has `taken` some before.
-
-    A few blocks of rows are always admitted.
-    """
-    saved = job.calibration.savings.rows_bytes if job.calibration is not None else None
-    asked = job.options.max_memory
-    return saved or max(asked - taken, min(asked, LEAST_BYTES))
-
-
 def run_job(
     job: Job, sink: FileSink, out: Path, journal: RunJournal, publication: Publication | None = None
 ) -> Generator[BlockDone, None, None]:
@@ -257,28 +199,9 @@ def run_job(
     """
     request, options, checkpoint = job.compiled.request, job.options, job.source.checkpoint
     layout = job.container.layout
-    rows_bytes = _rows_bytes(job, resident())
-    fetching = read_ahead(job.source, rows_bytes // 2)
+    fetching = read_ahead(job.source, rows_bytes(job, resident()) // 2)
     ahead = fetching or at_hand
-    terms = Terms(
-        options.jobs,
-        rows_bytes // 2 if fetching else rows_bytes,  # the other half is for what is fetched
-        journal.block_bytes,
-        checksums=options.verify,
-        allow_nonfinite=request.allow_nonfinite,
-        most_code_error=inf if request.allow_requantize else MOST_CODE_ERROR,
-    )
-
-    def position(block: Block) -> tuple[int, int]:
-        """About where in the source files a block begins to read, so that reading goes forward."""
-        row = rows_read(block.unit, block.start)
-        for piece in block.unit.inputs:
-            if row < piece.rows:
-                break
-            row -= piece.rows
-        first = checkpoint.layout.stored_arrays(piece.tensor)[0]
-        file, offset = checkpoint.files.source_offset(first.name)
-        return file, offset + first.nbytes * (piece.start + row * piece.step) // max(1, piece.tensor.rows)
+    terms = terms_of(job, journal, fetches=fetching is not None)
 
     def run_plan(
         plan: Plan,
@@ -292,7 +215,7 @@ def run_job(
                 for start, stop in journal.rows_of(unit):
                     made(unit, start, layout.decode(unit.output, sink, start, stop))
         reader = checkpoint.reader
-        how = (position, statistics, made, granule, there, ahead)
+        how = (position_in(checkpoint), statistics, made, granule, there, ahead)
         return run(plan, reader, layout, sink, terms, *how)
 
     if job.calibration is None or job.calibration.method == "awq":

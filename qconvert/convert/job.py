@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,6 +67,7 @@ class Result:
     """A finished output: where it is, its record (the manifest of a folder), what the run found out.
 
     `sent` says where it was sent, and how much; empty where it stays.
+    `seconds` are those of the run by stage (`convert.stages`); outputs that were written together share them.
     """
 
     path: Path
@@ -73,3 +75,4 @@ class Result:
     outcome: Outcome
     hashes: Hashes
     sent: Json = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)

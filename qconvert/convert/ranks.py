@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from qconvert.convert.execute import Listener, block_bytes_of, run_job, with_all_scales
+from qconvert.convert.execute import run_job, with_all_scales
 from qconvert.convert.existing import is_written
 from qconvert.convert.identity import identity
 from qconvert.convert.job import Job, Result
 from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
 from qconvert.convert.resume import RunJournal, from_record, to_record
+from qconvert.convert.writing import Listener, block_bytes_of
 from qconvert.core.dtypes import TensorSpec
 from qconvert.core.ranks import Rank, order
 from qconvert.errors import BadRecipe, OutputExists, QConvertError

@@ -40,7 +40,7 @@ def read_ahead(source: OpenedModel, budget: int) -> ReadAhead | None:
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """Fetches for the blocks of one run after another (`runner.ReadAhead`)."""
+    """Fetches for the blocks of one run after another (`block_pool.ReadAhead`)."""
 
     checkpoint: Checkpoint
     sources: Sequence[RemoteBytes | None]
@@ -102,7 +102,7 @@ def _first(ranges: Sequence[Range]) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Fetching:
-    """Blocks in the order in which their bytes come, and what holds them (`runner.Fetching`)."""
+    """Blocks in the order in which their bytes come, and what holds them (`block_pool.Fetching`)."""
 
     blocks: Sequence[Block]
     windows: Windows

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from math import lcm
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from qconvert.convert.blocks import Block, ReadAhead, at_hand, bounded
@@ -36,10 +37,15 @@ from qconvert.plan.plan import Plan, RowSlice, Unit
 if TYPE_CHECKING:
     import numpy as np
 
+    from qconvert.ops import OutputError
+    from qconvert.quant.affine import QuantError
+
 Made = Callable[[Unit, int, Value], None]
 """Is shown what rows of a unit, from that number on, became; called from any thread."""
 RowsStatistics = Callable[[Unit, int, int], tuple[RowStatistics, ...]]
 """Gives the statistics of rows [start, stop) of a unit's output, by runs of rows; called from any thread."""
+Gathered = Callable[[], tuple[Value, int]]
+"""Gives the rows that a block reads, and the bytes that were read for them."""
 Granule = Callable[[Unit], int]
 """Says how many rows of a unit are made together."""
 
@@ -108,6 +114,29 @@ def run(
     the target dtype or codes would move too far. The caller commits or aborts the sink, and closes the
     generator first: no thread outlives it.
     """
+    blocks = ready_blocks(plan, reader, layout, terms, order, statistics, granule, there, ahead)
+    left = Counter(block.unit.output.name for block in blocks)
+
+    def make(block: Block) -> BlockDone:
+        return _make(block, reader, layout, sink, terms, statistics, made)
+
+    for done in bounded(blocks, make, terms.jobs, terms.max_memory, ahead):
+        left[done.unit.output.name] -= 1
+        yield done if left[done.unit.output.name] else replace(done, last=True)
+
+
+def ready_blocks(
+    plan: Plan,
+    reader: Reader,
+    layout: Layout,
+    terms: Terms,
+    order: Callable[[Block], tuple[int, int]] | None,
+    statistics: RowsStatistics | None,
+    granule: Granule,
+    there: Collection[tuple[str, int]],
+    ahead: ReadAhead,
+) -> list[Block]:
+    """The blocks that a run has to make, in its order, of units whose reductions are done (see `run`)."""
     limit = terms.block_bytes
     blocks = [
         block
@@ -120,14 +149,7 @@ def run(
     if any(op.needs_reduction for block in blocks for op in block.unit.ops):
         final = _finalized(_needed(plan, blocks), reader, layout, limit, terms, statistics, ahead)
         blocks = [replace(block, unit=final[block.unit.output.name]) for block in blocks]
-    left = Counter(block.unit.output.name for block in blocks)
-
-    def make(block: Block) -> BlockDone:
-        return _make(block, reader, layout, sink, terms, statistics, made)
-
-    for done in bounded(blocks, make, terms.jobs, terms.max_memory, ahead):
-        left[done.unit.output.name] -= 1
-        yield done if left[done.unit.output.name] else replace(done, last=True)
+    return blocks
 
 
 def _needed(plan: Plan, blocks: Iterable[Block]) -> list[Unit]:
@@ -220,11 +242,38 @@ def _make(
     statistics: RowsStatistics | None,
     made: Made | None,
 ) -> BlockDone:
-    unit = block.unit
+    started = perf_counter()
+    found = applied(block, rows_of(block, reader), reader, terms, statistics)
+    if made is not None:
+        made(block.unit, block.start, found.value)
+    return written(block, found, layout, sink, terms, started)
+
+
+def rows_of(block: Block, reader: Reader) -> Gathered:
+    """Reads the rows that a block is made of."""
+    first, last = rows_read(block.unit, block.start), rows_read(block.unit, block.stop)
+    return lambda: gather(block.unit.inputs, reader, first, last)
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What the operations of a unit made of the rows of a block, the bytes it read, and what that lost."""
+
+    value: Value
+    nbytes: int
+    error: QuantError | None
+    code_error: float
+    output_error: OutputError | None
+
+
+def applied(
+    block: Block, gathered: Gathered, reader: Reader, terms: Terms, statistics: RowsStatistics | None
+) -> Applied:
+    """Apply a unit's operations to the rows that a block reads; raises what `run` does."""
+    unit, first = block.unit, rows_read(block.unit, block.start)
     if block.start == 0 and len(unit.inputs) > 1:
         require_same_constants(unit, reader)
-    first, last = rows_read(unit, block.start), rows_read(unit, block.stop)
-    value, nbytes = gather(unit.inputs, reader, first, last)
+    value, nbytes = gathered()
     given = statistics(unit, block.start, block.stop) if statistics is not None else ()
     error, code_error, output_error = None, 0.0, None
     for op in unit.ops:
@@ -238,11 +287,18 @@ def _make(
             refuse_overflow(unit, value, finding.overflow)
     if code_error > terms.most_code_error:
         refuse_code_error(unit, code_error)
-    if made is not None:
-        made(unit, block.start, value)
-    written = tuple(_write(rows, sink, terms) for rows in layout.encode(unit.output, block.start, value))
-    rows = block.stop - block.start
-    return BlockDone(unit, block.start, rows, nbytes, written, error, False, code_error, output_error)
+    return Applied(value, nbytes, error, code_error, output_error)
+
+
+def written(
+    block: Block, found: Applied, layout: Layout, sink: Sink, terms: Terms, started: float
+) -> BlockDone:
+    """Write what became of a block, on which a thread has worked since `started` (`perf_counter`)."""
+    unit, rows = block.unit, block.stop - block.start
+    encoded = layout.encode(unit.output, block.start, found.value)
+    parts = tuple(_write(each, sink, terms) for each in encoded)
+    lost = found.code_error, found.output_error, perf_counter() - started
+    return BlockDone(unit, block.start, rows, found.nbytes, parts, found.error, False, *lost)
 
 
 def _write(rows: ArrayRows, sink: Sink, terms: Terms) -> WrittenRows:

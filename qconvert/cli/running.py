@@ -1,0 +1,95 @@
+"""Carries out jobs: shows how far they are, writes events, says what they go on with or leave behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from qconvert.cli.events import events_to
+from qconvert.cli.progress import progress
+from qconvert.cli.sending import disk_needed
+from qconvert.cli.signals import Stopped, ending_in_time
+from qconvert.errors import QConvertError
+
+if TYPE_CHECKING:
+    from qconvert.cli.flags import Flags
+    from qconvert.convert.job import Job, Result
+    from qconvert.convert.publish import Destination
+    from qconvert.convert.resume import RunJournal
+
+
+def executed(
+    jobs: Sequence[tuple[Job, Path]], flags: Flags, destination: Destination | None = None
+) -> list[Result]:
+    """Carry out jobs of one source, each at its path; say what they go on with, or leave for the next run.
+
+    A job that is alone may go to a destination. Raises QConvertError where there is too little disk.
+    """
+    from qconvert.convert.execute import execute
+    from qconvert.convert.execute_together import execute_together
+    from qconvert.convert.time_left import Work
+    from qconvert.formats.io.local_file import require_free_disk
+
+    begun = [path for job, out in jobs for path in job.container.partial(out) if path.is_file()]
+    held = sum(path.stat().st_blocks * 512 for path in begun)
+    require_free_disk(jobs[0][1], sum(disk_needed(job, out) for job, out in jobs) - held)
+    files = [file for job, out in jobs if flags.verify for file in job.container.files(out)]
+    work = Work([job.compiled.plan for job, _ in jobs], files)
+    runs: list[RunJournal] = []
+
+    def opened(journal: RunJournal) -> None:
+        runs.append(journal)
+        if journal.resumed:
+            events.resumed(journal)
+            if flags.talks:
+                click.echo(f"resuming {_shown(journal.path)}: {percent(journal.share)} was done", err=True)
+
+    def farewell() -> str:
+        return f"stopped at {percent(_share(runs, jobs))}; run the same command to go on"
+
+    def kept() -> bool:
+        return any(run.kept for run in runs)
+
+    with (
+        progress(work, talks=flags.talks) as bars,
+        events_to(flags.events, jobs, work, bars) as events,
+        ending_in_time(farewell),
+    ):
+        try:
+            listen, verified = events.listen, events.verified
+            results = (
+                [execute(*jobs[0], listen, opened, verified, destination)]
+                if len(jobs) == 1
+                else execute_together(jobs, listen, opened, verified)
+            )
+            events.ended(results)
+        except KeyboardInterrupt as error:
+            if not kept():
+                raise
+            signum = error.signum if isinstance(error, Stopped) else Stopped().signum
+            raise Stopped(signum, farewell()) from error
+        except QConvertError as error:
+            if kept():
+                going_on = f"run the same command to go on at {percent(_share(runs, jobs))}"
+                error.hint = f"{error.hint}; then {going_on}"
+            raise
+    return results
+
+
+def _share(runs: Sequence[RunJournal], jobs: Sequence[object]) -> float:
+    """How much is in the journals of all outputs, from 0 to 1."""
+    return sum(run.share for run in runs) / len(jobs)
+
+
+def percent(share: float) -> str:
+    """A share of work as `43 %`: rounded down, since all of it is done only with the output's name."""
+    return f"{min(99, int(100 * share))} %"
+
+
+def _shown(path: Path) -> str:
+    """A path from the current folder, where it is below it."""
+    return os.path.relpath(path) if path.absolute().is_relative_to(Path.cwd()) else str(path)

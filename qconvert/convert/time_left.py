@@ -1,0 +1,116 @@
+"""Estimates how long a conversion still takes, from its plans and from what it took so far.
+
+What a weight costs depends on what becomes of it, so that an embedding that is copied first says little of
+the layers that are quantized after it. Kinds of work are therefore counted apart: one that was met costs what
+it has cost so far, one that was not its price below, in the proportion in which the others kept to theirs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from qconvert.convert.outcome import BlockDone
+from qconvert.formats.io.planned_files import FilePlan
+from qconvert.formats.io.read_back import bytes_to_verify
+from qconvert.models.parameter_table import form_bytes
+from qconvert.plan.plan import Plan, Unit
+
+# Prices, in nanoseconds of one thread (measured on x86-64 with AVX2): of a weight that is copied or cast, of
+# one that gets new codes, and of a byte that is read back.
+_COPIED, _CODED, _VERIFIED = 2.0, 7.0, 1.8
+# The part of what is verified after which what it took counts for more than what was expected.
+_TRUSTED = 0.05
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Work of one kind: weights still to be made, those made, and the seconds these took."""
+
+    price: float
+    left: int = 0
+    done: int = 0
+    seconds: float = 0.0
+
+
+class Work:
+    """How much of a conversion is done, in bytes, and how long the rest takes; is told of events."""
+
+    def __init__(
+        self,
+        plans: Iterable[Plan],
+        files: Iterable[FilePlan] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`files` are those that are written and will be verified; none where nothing is verified."""
+        self.to_read = self.to_write = self.read = self.written = self.verified = 0
+        self.to_verify = bytes_to_verify(files)
+        self._clock = clock
+        self._began: float | None = None
+        self._verifying: float | None = None
+        self._expected = 0.0
+        self._kinds: dict[tuple[str, str], _Kind] = {}
+        for plan in plans:
+            for unit in plan.units:
+                self._kind(unit).left += unit.output.rows * unit.source.width
+                self.to_read += sum(
+                    form_bytes(piece.tensor.encoding, (piece.rows, piece.tensor.width))
+                    for piece in unit.inputs
+                )
+                self.to_write += _written(unit, unit.output.rows)
+
+    def add(self, done: BlockDone) -> None:
+        """Take the event of a block; one that an earlier run has made says nothing of the time."""
+        self.read += done.bytes_read
+        self.written += _written(done.unit, done.rows)
+        weights, kind = done.rows * done.unit.source.width, self._kind(done.unit)
+        kind.left -= weights
+        if done.seconds:
+            if self._began is None:
+                self._began = self._clock() - done.seconds
+            kind.done += weights
+            kind.seconds += done.seconds
+
+    def verify(self, done: int, total: int) -> None:
+        """Take note of how much was read back."""
+        if self._verifying is None:
+            self._expected = self._to_verify_seconds()
+            self._verifying = self._clock()
+        self.verified, self.to_verify = done, total
+
+    def left(self) -> float | None:
+        """The seconds that are left; None before anything is known."""
+        if self._verifying is not None:
+            share = self.verified / self.to_verify if self.to_verify else 1.0
+            took = (self._clock() - self._verifying) / share if share else 0.0
+            trust = share / (share + _TRUSTED)
+            return (1 - share) * (trust * took + (1 - trust) * (self._expected or took))
+        if self._began is None:
+            return None
+        kinds = self._kinds.values()
+        dearer, threads = self._pace()
+        rest = sum(k.left * (k.seconds / k.done if k.done else k.price * dearer) for k in kinds)
+        return rest / threads + self._to_verify_seconds()
+
+    def _pace(self) -> tuple[float, float]:
+        """How much dearer work has been than its price, in seconds a nanosecond; how many threads worked."""
+        kinds = self._kinds.values()
+        busy, price = sum(k.seconds for k in kinds), sum(k.done * k.price for k in kinds)
+        elapsed = self._clock() - self._began if self._began is not None else 0.0
+        return busy / max(price, 1.0), max(busy / max(elapsed, 1e-9), 1e-9)
+
+    def _to_verify_seconds(self) -> float:
+        """The seconds that verifying everything will take; 0 before anything is known."""
+        dearer, threads = self._pace()
+        return self.to_verify * _VERIFIED * dearer / threads if self._began is not None else 0.0
+
+    def _kind(self, unit: Unit) -> _Kind:
+        name = unit.source.encoding.label, unit.output.encoding.label
+        if name not in self._kinds:
+            self._kinds[name] = _Kind(_CODED if unit.quantizes else _COPIED)
+        return self._kinds[name]
+
+
+def _written(unit: Unit, rows: int) -> int:
+    return form_bytes(unit.output.encoding, (rows, unit.output.width))

@@ -1,0 +1,160 @@
+"""Holds one output while it is written: takes up its journal, takes its blocks, verifies and finishes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from zlib import crc32
+
+from qconvert.calibrate.memory_limit import resident
+from qconvert.checkpoint.open import Checkpoint
+from qconvert.convert.blocks import Block
+from qconvert.convert.containers import OpenOutput
+from qconvert.convert.job import Job, Result
+from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
+from qconvert.convert.publish import Destination, Publication, publishing
+from qconvert.convert.resume import RunJournal
+from qconvert.convert.runner import BLOCK_BYTES, MOST_CODE_ERROR, Terms, block_bytes, rows_read
+from qconvert.convert.stages import Stages
+from qconvert.formats.io.local_file import octets
+from qconvert.formats.io.read_back import Hashes, Progress
+
+# What blocks of rows may take however little is left of what was asked for.
+LEAST_BYTES = 4 * BLOCK_BYTES
+Listener = Callable[[BlockDone], None]
+Opened = Callable[[RunJournal], None]
+
+
+@dataclass(slots=True)
+class Writing:
+    """An output that is open, with its journal; `listen` hears of every block that is done.
+
+    Where it goes to a `destination`, there is a `publication` while it is recorded.
+    """
+
+    job: Job
+    out: Path
+    output: OpenOutput
+    journal: RunJournal
+    listen: Listener
+    stages: Stages
+    destination: Destination | None = None
+    publication: Publication | None = None
+    outcome: Outcome = field(default_factory=Outcome)
+    hashes: Hashes = field(default_factory=lambda: Hashes({}, {}))
+
+    @contextmanager
+    def recording(self, opened: Opened = lambda journal: None) -> Iterator[None]:
+        """While blocks are made: what they say goes into the journal; those of an earlier run come first.
+
+        `opened` is given the journal before.
+        """
+        with self.journal.recording(self.output.sink):
+            opened(self.journal)
+            for name, values in self.job.container.constants.items():
+                rows = values.reshape(len(values), -1)
+                self.output.sink.write(name, 0, rows)
+                crc = crc32(octets(rows))
+                self.outcome.written.add(WrittenRows(name, 0, len(rows), rows.shape[1], crc))
+            for done in self.journal.restored(self.job.compiled.plan.units, self.output.sink):
+                self.outcome.add(done)
+                self.listen(done)
+            goes_to = self.destination, self.job, self.out
+            with publishing(*goes_to, self.output, self.journal, self.outcome) as self.publication:
+                yield
+                if self.publication is not None:
+                    self.hashes = self.publication.drain()
+
+    def take(self, done: BlockDone) -> None:
+        """Take the event of a block."""
+        self.outcome.add(done)
+        self.journal.add(done)
+        self.listen(done)
+        if self.publication is not None:
+            self.publication.add(done)
+
+    def finished(self, verified: Progress) -> Result:
+        """Bring all to the disk, verify it if that is asked for, and write what goes beside the weights.
+
+        What goes elsewhere was verified before, and is made visible there now.
+        """
+        output, options = self.output, self.job.options
+        self.outcome.settle(self.job.compiled.plan.units)
+        with self.stages.timed("flush"):
+            output.sink.commit()
+        if options.verify and self.publication is None:
+            with self.stages.timed("verify"):
+                self.hashes = output.verify(self.outcome.written, options.jobs, verified)
+        with self.stages.timed("finish"):
+            record = output.finish(self.outcome, self.hashes)
+            sent = self.publication.finish() if self.publication is not None else {}
+        return Result(output.path, record, self.outcome, self.hashes, sent, self.stages.seconds)
+
+
+@contextmanager
+def writing(
+    job: Job, out: Path, listen: Listener, stages: Stages, destination: Destination | None = None
+) -> Iterator[Writing]:
+    """Open the output of a job, which gets its name when the context ends without an error.
+
+    Raises OutputExists when the name is taken, OtherJob when another job has begun an output of that name.
+    """
+    from qconvert.convert.identity import identity
+
+    container, options = job.container, job.options
+    goes_to = {"destination": destination.shown, "dropped": options.drop} if destination else {}
+    journal = RunJournal(
+        {**identity(job, container.files(out)), **goes_to},
+        block_bytes=block_bytes_of(job),
+        checksums=options.verify,
+        restart=options.restart,
+    )
+    with container.create(out, journal) as output:
+        yield Writing(job, out, output, journal, listen, stages, destination)
+
+
+def block_bytes_of(job: Job) -> int:
+    """The working memory of one block of a job, in bytes."""
+    return block_bytes(job.source.checkpoint.layout, job.container.layout, rows_bytes(job))
+
+
+def rows_bytes(job: Job, taken: int = 0) -> int:
+    """The bytes that blocks of rows may take together, where the process has `taken` some before.
+
+    A few blocks of rows are always admitted.
+    """
+    saved = job.calibration.savings.rows_bytes if job.calibration is not None else None
+    asked = job.options.max_memory
+    return saved or max(asked - taken, min(asked, LEAST_BYTES))
+
+
+def terms_of(job: Job, journal: RunJournal, *, fetches: bool) -> Terms:
+    """What a job's run may take and lets pass; half of the memory is for what it `fetches`."""
+    request, memory = job.compiled.request, rows_bytes(job, resident())
+    return Terms(
+        job.options.jobs,
+        memory // 2 if fetches else memory,
+        journal.block_bytes,
+        checksums=job.options.verify,
+        allow_nonfinite=request.allow_nonfinite,
+        most_code_error=inf if request.allow_requantize else MOST_CODE_ERROR,
+    )
+
+
+def position_in(checkpoint: Checkpoint) -> Callable[[Block], tuple[int, int]]:
+    """About where in the source files a block begins to read, so that reading goes forward."""
+
+    def position(block: Block) -> tuple[int, int]:
+        row = rows_read(block.unit, block.start)
+        for piece in block.unit.inputs:
+            if row < piece.rows:
+                break
+            row -= piece.rows
+        first = checkpoint.layout.stored_arrays(piece.tensor)[0]
+        file, offset = checkpoint.files.source_offset(first.name)
+        return file, offset + first.nbytes * (piece.start + row * piece.step) // max(1, piece.tensor.rows)
+
+    return position

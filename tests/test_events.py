@@ -1,0 +1,126 @@
+"""What a run appends to --events: every line valid, in order, whatever ends the run."""
+
+from __future__ import annotations
+
+import json
+import signal
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT202012
+
+from qconvert.checkpoint import network
+from qconvert.cli import events
+from tests.commands import made, qconvert, strict_json
+from tests.crashes import KILLED, groups_of, killed, running
+from tests.fake_hub import Answer, known
+from tests.fake_hub import running as running_hub
+from tests.models import tiny
+from tests.test_json_schemas import SCHEMAS, schema_of
+
+SLOW = ("-j", 1, "--max-memory", "2MB", "-q")
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress is told of at every block."""
+    monkeypatch.setattr(events, "EVERY", 0.0)
+
+
+def told(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, which the schema allows."""
+    known_ = {each.name: Resource(schema_of(each.name), DRAFT202012) for each in SCHEMAS.glob("*.json")}
+    validator = Draft202012Validator(
+        schema_of("events.json"), registry=Registry().with_resources(known_.items())
+    )
+    lines = [strict_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        assert validator.is_valid(line), f"{line}: {[error.message for error in validator.iter_errors(line)]}"
+    return lines
+
+
+def kinds(lines: list[dict[str, Any]]) -> str:
+    """The events in their order, those that follow one of their kind left out."""
+    return " ".join(kind for kind, _ in groupby(line["event"] for line in lines))
+
+
+def test_a_run_is_told_from_its_start_to_its_end(here: Path) -> None:
+    call = ("quantize", "embedded", "--bits", 4, "-o", "o", "--events", "e.jsonl")
+    found = qconvert(*call, "--json").json
+    lines = told(here / "e.jsonl")
+    assert kinds(lines) == "start progress file end"
+    start, *progress, file, end = lines
+    assert (start["source"], start["outputs"][0]["path"]) == ("embedded", "o")
+    last = progress[-1]
+    done = {"read": last["bytes_read"], "written": last["bytes_written"], "verified": last["bytes_verified"]}
+    assert done == start["bytes"] and last["seconds_left"] == 0 and last["stage"] == "verify"
+    assert file["bytes"] == start["outputs"][0]["files"][0]["bytes"]
+    record = json.loads((here / "o" / "qconvert.json").read_text())
+    assert file["sha256"] == record["files"][0]["sha256"]
+    assert end["ok"] and end["seconds_by_stage"] == found["seconds_by_stage"]
+    assert sum(found["seconds_by_stage"].values()) <= found["seconds"] + 0.01
+    assert 20e6 < found["peak_memory"] == end["peak_memory"]
+
+
+def test_runs_are_appended_and_one_that_fails_says_why(models: Path, here: Path) -> None:
+    call = ("to-gguf", models / "plain", "--type", "q8_0,f16", "--events", "e.jsonl", "-q")
+    assert qconvert(*call, "--no-verify").code == 0
+    lines = told(here / "e.jsonl")
+    assert kinds(lines) == "start progress file end" and len(lines[0]["outputs"]) == 2
+    assert [line["sha256"] for line in lines if line["event"] == "file"] == [None, None]
+    weights = models / "plain" / "model.safetensors"
+    broken = here / "broken"
+    broken.mkdir()
+    for path in (models / "plain").iterdir():
+        (broken / path.name).write_bytes(path.read_bytes())
+    data = bytearray(weights.read_bytes())
+    data[-2:] = b"\xff\x7f"  # NaN in bfloat16
+    (broken / weights.name).write_bytes(data)
+    ran = qconvert("quantize", broken, "--bits", 4, "--events", "e.jsonl", "--json")
+    *_, end = told(here / "e.jsonl")
+    assert ran.code == 1 and not end["ok"] and end["error"] == ran.json["error"]
+
+
+def test_what_goes_on_says_so(here: Path) -> None:
+    call = ("quantize", "embedded", "--bits", "4,8", *SLOW, "--events", here / "e.jsonl", "-o", here / "o")
+    with groups_of(200_000):
+        assert killed(running(*call), 150, "after") == KILLED
+        assert qconvert(*call).code == 0
+    lines = told(here / "e.jsonl")
+    assert kinds(lines) == "start progress start resume progress resume progress file end"
+    partial = [line["partial"] for line in lines if line["event"] == "resume"]
+    assert [Path(each).name for each in partial] == [f"embedded-int{b}-g128.partial" for b in (4, 8)]
+    assert all(0 < line["share"] < 1 for line in lines if line["event"] == "resume")
+
+
+def test_a_signal_is_the_end(models: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    say = events.Events.say
+
+    def signalled(self: events.Events, event: str, **fields: Any) -> None:
+        say(self, event, **fields)
+        if event == "progress":
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(events.Events, "say", signalled)
+    ran = qconvert("fuse", models / "plain", "--events", "e.jsonl", "-q")
+    *_, end = told(here / "e.jsonl")
+    assert ran.code == 143 and (end["ok"], end["stopped"]) == (False, 143)
+
+
+def test_what_is_asked_again_is_told(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network.random, "uniform", lambda a, b: 0.0)
+    with running_hub() as hub, known(hub, here / "cache"):
+        hub.add("org/m", tiny(here / "m", "qwen3", hidden_size=256, intermediate_size=1024, shards=4))
+        hub.fault = lambda number: Answer(503) if number > 4 and number % 2 else None
+        made("quantize", "org/m", "--bits", 4, "--group-size", 32, "--events", "e.jsonl")
+    retries = [line["reason"] for line in told(here / "e.jsonl") if line["event"] == "retry"]
+    assert retries and "503" in retries[0]
+
+
+def test_a_file_that_cannot_be_written_is_an_error_before_anything_is(models: Path, here: Path) -> None:
+    ran = qconvert("fuse", models / "plain", "--events", "nowhere/e.jsonl", "-o", "o")
+    assert ran.code == 1 and "nowhere/e.jsonl" in ran.err and list(here.iterdir()) == []
