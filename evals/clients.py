@@ -9,6 +9,7 @@ figures as the documentation has them (`docs/reference/clients.md`).
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -26,16 +27,19 @@ from evals.client_subjects import Subject, make, path_of, subjects
 from evals.client_table import tables
 from qconvert.checkpoint.open import Checkpoint, open_checkpoint
 from qconvert.core.dtypes import DType, Json
+from qconvert.core.encodings import ModelTensor
 from qconvert.core.values import DenseRows
 from qconvert.demo.corpus import SPARE_TEXT
 from qconvert.quant.casts import cast
 from qconvert.quant.dequantize import numbers
 
-RESULTS = Path(__file__).resolve().parent / "results" / "clients.json"
+_ROOT = Path(__file__).resolve().parent.parent
+RESULTS = _ROOT / "evals" / "results" / "clients.json"
+PAGE = _ROOT / "docs" / "reference" / "clients.md"
 MODEL_NAME = "embedded"
 MODEL = Path(qconvert.open_model(MODEL_NAME).checkpoint.path)
 WINDOWS, LENGTH = 4, 64
-SECONDS = 300
+SECONDS = 180
 """What one checkpoint may take in one client."""
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16}
 
@@ -50,12 +54,12 @@ def windows(model: Path, count: int = WINDOWS, length: int = LENGTH) -> list[lis
 def outcomes(client: Client, paths: Sequence[Path], tokens: list[list[int]], scratch: Path) -> Iterator[Json]:
     """What the client makes of each checkpoint, one after the other: rows without names.
 
-    `error` where it does not load or stops; else `dtype`, `largest` and `mean`, the differences of the
-    log-probabilities of tokens to our decoder's, and `equal`, the share of weights of linears and tables that
-    are the same numbers, rounded to that dtype.
+    `error` where it does not load or stops; else the `way` that worked, `dtype`, `largest` and `mean`, the
+    differences of the log-probabilities of tokens to our decoder's, and `equal`, the share of weights of
+    linears and tables that are the same numbers, rounded to that dtype.
     """
     outs = {str(scratch / f"{client.name}-{place}.npz"): path for place, path in enumerate(paths)}
-    jobs = [{"model": str(path), "dtypes": client.dtypes, "out": out} for out, path in outs.items()]
+    jobs = [{"model": str(path), "ways": client.ways, "out": out} for out, path in outs.items()]
     listed = scratch / "jobs.json"
     listed.write_text(json.dumps({"tokens": tokens, "seconds": SECONDS, "jobs": jobs}), encoding="utf-8")
     command = [str(client.python()), str(client.driver), str(listed)]
@@ -72,7 +76,7 @@ def outcomes(client: Client, paths: Sequence[Path], tokens: list[list[int]], scr
                 yield {"error": said["error"]}
                 continue
             with np.load(said["out"]) as answer:
-                yield _compared(answer, open_checkpoint(outs[said["out"]]), tokens)
+                yield {"way": said["way"]} | _compared(answer, open_checkpoint(outs[said["out"]]), tokens)
             Path(said["out"]).unlink()
     if running.returncode != 0:
         raise click.ClickException(f"{client.name} ended with {running.returncode}; {log.name} says why")
@@ -96,17 +100,23 @@ def _compared(answer: Mapping[str, np.ndarray], checkpoint: Checkpoint, tokens: 
 
 def _weights(
     checkpoint: Checkpoint, modules: Iterable[str], dtype: DType
-) -> Iterable[tuple[str, np.ndarray]]:
-    """Our numbers float32 [O, I] for those of a client's modules that the checkpoint has, whole or in parts."""
-    fused = {entry.whole.name: entry.members for entry in checkpoint.architecture.fused.values()}
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Our numbers float32 [O, I] of a client's modules, whichever of them and of ours are stacked."""
+    fused = checkpoint.architecture.fused
+    stored: dict[str, tuple[ModelTensor, range]] = {}
+    for name, tensor in checkpoint.tensors.items():
+        stored[name] = tensor, range(tensor.rows)
+        if name in fused:
+            runs = zip(fused[name].runs, fused[name].rows, strict=True)
+            stored |= {fused[name].members[run.member].name: (tensor, rows) for run, rows in runs}
     for module in modules:
         whole = f"{module}.weight"
-        names = [whole] if whole in checkpoint.tensors else [part.name for part in fused.get(whole, ())]
-        if names and all(name in checkpoint.tensors for name in names):
-            tensors = [checkpoint.tensors[name] for name in names]
-            values = [checkpoint.reader.read(tensor, 0, tensor.rows) for tensor in tensors]
-            parts = [numbers(value, dtype) for value in values]
-            yield module, np.concatenate([_wide(part) for part in parts])
+        members = fused[whole].members if whole in fused else ()
+        names = [whole] if whole in stored else [part.name for part in members]
+        parts = [stored[name] for name in names if name in stored]
+        if parts and len(parts) == len(names):
+            values = [checkpoint.reader.read(tensor, rows.start, rows.stop) for tensor, rows in parts]
+            yield module, np.concatenate([_wide(numbers(value, dtype)) for value in values])
 
 
 def _wide(rows: DenseRows) -> np.ndarray:
@@ -156,7 +166,7 @@ def install_command(names: Sequence[str]) -> None:
 
 @clients.command("run")
 @_named
-@click.option("--only", default="", help="Subjects whose names hold this.")
+@click.option("--only", default="", help="Subjects whose names match this regular expression.")
 @click.option("--dir", "folder", type=click.Path(path_type=Path), help="Keep what is made here for reuse.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), default=RESULTS, show_default=True)
 def run_command(names: Sequence[str], only: str, folder: Path | None, out: Path) -> None:
@@ -167,9 +177,10 @@ def run_command(names: Sequence[str], only: str, folder: Path | None, out: Path)
             if client.python() is None:
                 click.echo(f"{client.name}: not installed (python -m evals.clients install {client.name})")
                 continue
-            mine = [each for each in subjects() if client.name in each.clients and only in each.name]
+            mine = [each for each in subjects() if client.name in each.clients and re.search(only, each.name)]
+            used = versions(client)
             for row in measured(client, mine, folder or Path(scratch), Path(scratch)):
-                record(out, client, row)
+                record(out, used, row)
                 click.echo(json.dumps(row))
 
 
@@ -183,7 +194,7 @@ def measured(client: Client, chosen: Sequence[Subject], folder: Path, scratch: P
     said = verdicts(client.loader, paths) if client.loader else [{} for _ in paths]
     for each, told, row in zip(chosen, said, outcomes(client, paths, windows(MODEL), scratch), strict=True):
         if told:
-            row["check"] = told["verdict"]
+            row["check"], row["needs"] = told["verdict"], told["needs"]
             row["warnings"] = [p["fact"] for p in told["problems"] if p["severity"] in ("error", "warning")]
         yield {"subject": each.name, "client": client.name, **row}
 
@@ -195,26 +206,34 @@ def _made(subject: Subject, by_name: Mapping[str, Subject], folder: Path) -> Non
     make(subject, str(MODEL), folder)
 
 
-def record(out: Path, client: Client, row: Json) -> None:
-    """Put a row of a client into the file in place of an earlier one of the same subject."""
+def record(out: Path, used: Mapping[str, str], row: Json) -> None:
+    """Put a row into the file, in place of an earlier one of the same client and subject.
+
+    `used` are the versions of what the client consists of.
+    """
     old = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"versions": {}, "rows": []}
-    kept = [
-        each for each in old["rows"] if (each["client"], each["subject"]) != (client.name, row["subject"])
-    ]
+    mine = row["client"], row["subject"]
     order = {each.name: place for place, each in enumerate(subjects())}
-    every = sorted(
-        (each for each in [*kept, row] if each["subject"] in order), key=lambda e: order[e["subject"]]
-    )
+    known = [each for each in old["rows"] if each["subject"] in order]
+    kept = [each for each in known if (each["client"], each["subject"]) != mine]
+    every = sorted([*kept, row], key=lambda each: (order[each["subject"]], each["client"]))
     said = {"model": MODEL_NAME, "windows": WINDOWS, "length": LENGTH, "qconvert": qconvert.__version__}
-    known = {**old["versions"], client.name: old["versions"].get(client.name) or versions(client)}
-    text = json.dumps({**said, "versions": dict(sorted(known.items())), "rows": every}, indent=1)
+    those = dict(sorted({**old["versions"], row["client"]: used}.items()))
+    text = json.dumps({**said, "versions": those, "rows": every}, indent=1)
     out.write_text(text + "\n", encoding="utf-8")
 
 
 @clients.command("table")
-def table_command() -> None:
+@click.option("--write", is_flag=True, help="Put them into the page.")
+def table_command(write: bool) -> None:
     """Print the tables of docs/reference/clients.md."""
-    click.echo("\n".join(tables(json.loads(RESULTS.read_text(encoding="utf-8")))))
+    lines = "\n".join(tables(json.loads(RESULTS.read_text(encoding="utf-8"))))
+    if not write:
+        click.echo(lines)
+        return
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition("<!-- clients -->\n")
+    after = rest[rest.index("<!-- end of clients -->") :]
+    PAGE.write_text(f"{before}{begin}{lines}\n{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

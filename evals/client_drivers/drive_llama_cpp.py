@@ -10,9 +10,15 @@ from cyllama.llama import llama_cpp
 from driving import Answer, Windows, drive, of_tokens
 
 
-def _compute(model: str, dtype: str, tokens: Windows) -> Answer:
-    loaded = llama_cpp.LlamaModel(model, llama_cpp.LlamaModelParams(), verbose=False)
-    rows = loaded.vocab.n_tokens if hasattr(loaded, "vocab") else loaded.n_vocab
+class _Model(llama_cpp.LlamaModel):
+    @property
+    def n_vocab(self) -> int:
+        """What the binding's get_logits_ith asks the model for, which lacks it."""
+        return self.get_vocab().n_vocab
+
+
+def _compute(model: str, way: str, tokens: Windows) -> Answer:
+    loaded = _Model(model, llama_cpp.LlamaModelParams(), verbose=False)
     found = []
     for window in tokens:
         params = llama_cpp.LlamaContextParams()

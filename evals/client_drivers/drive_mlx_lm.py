@@ -12,8 +12,9 @@ from mlx_lm.utils import load_model
 
 
 def _weights(model: nn.Module, dtype: str) -> dict[str, np.ndarray]:
-    """What each linear makes of the rows of the identity, less its bias, in the model's own type: mlx rounds in
-    the type of its scales.
+    """What each linear makes of the rows of the identity, less its bias, in the model's own type.
+
+    mlx rounds in the type of its scales.
     """
     found = {}
     for name, module in model.named_modules():
@@ -27,7 +28,7 @@ def _weights(model: nn.Module, dtype: str) -> dict[str, np.ndarray]:
     return found
 
 
-def _compute(model: str, dtype: str, tokens: Windows) -> Answer:
+def _compute(model: str, way: str, tokens: Windows) -> Answer:
     loaded, _ = load_model(Path(model))
     computing = str(loaded.model.norm.weight.dtype).rpartition(".")[2]
     rows = []

@@ -36,10 +36,10 @@ def _weights(model: torch.nn.Module) -> dict[str, np.ndarray]:
     return found
 
 
-def _compute(model: str, dtype: str, tokens: Windows) -> Answer:
+def _compute(model: str, way: str, tokens: Windows) -> Answer:
     llm = LLM(
         model,
-        dtype=dtype,
+        dtype=way,
         enforce_eager=True,
         max_model_len=256,
         max_num_seqs=4,

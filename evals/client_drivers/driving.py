@@ -1,11 +1,12 @@
 """Runs a client on many checkpoints, each in a process of its own, and keeps what it computed.
 
 A driver is started as `python drive_CLIENT.py JOBS.json`. JOBS.json holds `tokens`, windows of token ids of
-one length, `seconds`, what a checkpoint may take, and `jobs`: the `model` to load, the `dtypes` to compute in,
-of which the first that works is taken ("auto" is the client's own choice), and `out`, an .npz file: `logprobs` float32 [W, T - 1], the
-log-probability of each token but the first, `weight:NAME`, the matrix float32 [O, I] that a linear
-multiplies by, and `dtype`, what the client computed in. A line of JSON on stdout follows each job: its `out`, and the `error` of its first dtype,
-null where one worked.
+one length, `seconds`, what a checkpoint may take, and `jobs`: the `model` to load, the `ways` to load it, of
+which the first that works is taken (the dtype to compute in; "auto" is the client's own choice; others are
+explained in the driver), and `out`, an .npz file:
+`logprobs` float32 [W, T - 1], the log-probability of each token but the first, `weight:NAME`, the matrix
+float32 [O, I] that a linear multiplies by, and `dtype`, what the client computed in. A line of JSON on stdout
+follows each job: its `out`, the `way` that worked, and the `error` of the first one where none did.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ def drive(compute: Compute) -> None:
     """
     asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     for job in asked["jobs"]:
-        errors = []
-        for dtype in job["dtypes"]:
-            error = _forked(compute, {**job, "dtype": dtype}, asked["tokens"], asked["seconds"])
-            errors.append(error)
+        first: str | None = None
+        for way in job["ways"]:
+            error = _forked(compute, {**job, "way": way}, asked["tokens"], asked["seconds"])
+            first = first or error
             if error is None:
                 break
-        said = {"out": job["out"], "error": errors[0] if None not in errors else None}
+        said = {"out": job["out"], "way": way, "error": first if error else None}
         print("\n" + json.dumps(said), flush=True)
 
 
@@ -75,7 +76,7 @@ def _forked(compute: Compute, job: Mapping[str, Any], tokens: Windows, seconds: 
 
 def _run(compute: Compute, job: Mapping[str, Any], tokens: Windows, failed: Path) -> int:
     try:
-        answer = compute(job["model"], job["dtype"], tokens)
+        answer = compute(job["model"], job["way"], tokens)
         named = {f"weight:{name}": np.asarray(weight, np.float32) for name, weight in answer.weights.items()}
         dtype = np.array(answer.dtype.removeprefix("torch."))
         np.savez(job["out"], logprobs=np.asarray(answer.logprobs_WT, np.float32), dtype=dtype, **named)

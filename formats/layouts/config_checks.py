@@ -81,10 +81,10 @@ def listed(said: Sequence[object]) -> object:
 
 
 def group_size(scales: TensorSpec, width: int, said: Sequence[object]) -> int | None:
-    """The columns that share a scale: what the config says, or None where they are a whole row of another size.
+    """The columns that share a scale: what the config says, or None for a whole row of another size.
 
-    A row that is one group of the size of all others stays one: loaders want one setting for linears that
-    they stack, and some have one for all.
+    A row that is one group of the size that all have stays one: loaders want one setting of linears that
+    they stack, and some one of all.
     """
     groups = scales.shape[0]
     if width % groups:

@@ -4,7 +4,8 @@ Every rule is a function from a subject to problems; it names the tensor, the lo
 out. What is true of one layout alone is a limit in its traits. Sources: vLLM 0.33 (`linear.py` and
 `quantization`: `auto_gptq.py`, `compressed_tensors`), SGLang 0.5.23 (`srt/models`), transformers 5.23 with
 compressed-tensors 0.20, mlx-lm 0.32 (`utils.py`: load_model), Ollama 0.33 (`convert/convert.go`:
-LoadModelMetadata, `convert/reader_safetensors.go`), read in source.
+LoadModelMetadata, `convert/reader_safetensors.go`), read in source; vLLM 0.32, transformers, GPTQModel,
+mlx-lm and llama.cpp also run on a CPU (`make clients`): docs/reference/clients.md has what came of it.
 """
 
 from __future__ import annotations
@@ -244,9 +245,10 @@ def _scales(s: Subject) -> Iterator[Problem]:
     for _, tensor, encoding in s.quantized:
         if isinstance(encoding, AffineInt) and encoding.scale_dtype is not dtype:
             fact = f"vLLM rounds its {encoding.scale_dtype.label} scales to {dtype.label} on loading"
-            yield Problem(
-                WARNING, tensor.name, fact, f"serve with --dtype {_VLLM_NAMES[encoding.scale_dtype]}"
-            )
+            hint = f"serve with --dtype {_VLLM_NAMES[encoding.scale_dtype]}"
+            if s.device == "cpu" and encoding.scale_dtype is DType.F32 and encoding.bits == 4:
+                hint = "write it with --dtype bf16: on a CPU, int4 stops at the first prompt in float32"
+            yield Problem(WARNING, tensor.name, fact, hint)
 
 
 _VLLM_NAMES = {DType.F16: "float16", DType.BF16: "bfloat16", DType.F32: "float32", DType.F64: "float64"}
