@@ -18,7 +18,7 @@ from qconvert.check.scheme_rules import SCHEME_RULES
 from qconvert.check.shape_rules import SHAPE_RULES
 from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, Codebook, Quantized, Unquantized
+from qconvert.core.encodings import AffineInt, Codebook, GgmlBlocks, Quantized, Unquantized
 from qconvert.core.layout_traits import LoaderLimit
 from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import form_bytes
@@ -314,5 +314,16 @@ RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _products,
     _leftovers,
 )
+
+
+def _new_types(s: Subject) -> Iterator[Problem]:
+    """GGUF types that builds of llama.cpp may lack: that of cyllama 0.2.18 refuses the file."""
+    for name, tensor in s.tensors.items():
+        if isinstance(tensor.encoding, GgmlBlocks) and tensor.encoding.type == "Q2_0":
+            needs = f"a {s.loader} that has the type Q2_0"
+            fact = f"Q2_0 is a type that few builds of {s.loader} have"
+            yield Problem(NEEDS, name, fact, "`qconvert to-gguf --type tq2_0`, or build it anew", needs)
+
+
 # The other rules are about safetensors: llama.cpp, which Ollama runs too, takes GGUF files as they are.
-_GGUF_RULES = (_layout,)
+_GGUF_RULES = (_layout, _new_types)
