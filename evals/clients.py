@@ -73,7 +73,8 @@ def outcomes(client: Client, paths: Sequence[Path], tokens: list[list[int]], scr
                 continue  # of the client itself
             said = json.loads(line)
             if said["error"] is not None:
-                yield {"error": said["error"]}
+                path = outs[said["out"]]
+                yield {"error": said["error"].replace(str(path), path.name)}
                 continue
             with np.load(said["out"]) as answer:
                 yield {"way": said["way"]} | _compared(answer, open_checkpoint(outs[said["out"]]), tokens)

@@ -138,6 +138,20 @@ def _converted_by_ollama(s: Subject) -> Iterator[Problem]:
             yield Problem(ERROR, tensor.name, fact, hint)
 
 
+# Classes of mlx-lm 0.32 that know the names of packed weights (`sanitize`), or are made of one that does.
+_PACKED_IN_MLX = frozenset(
+    {"deepseek_v3", "glm_moe_dsa", "joyai_llm_flash", "kimi_k2", "kimi_k25", "kimi_k3", "kimi_vl", "mistral4"}
+)
+
+
+def _packed_in_mlx(s: Subject) -> Iterator[Problem]:
+    """mlx-lm takes the config of packed weights for every class, and their names for a few."""
+    known = s.architecture.config.get("model_type") in _PACKED_IN_MLX
+    if s.loader == "mlx" and s.traits.packed_zero_points and s.quantized and not known:
+        fact = "mlx-lm knows the names of packed weights for DeepSeek-V3, Kimi and Mistral 4 alone"
+        yield Problem(ERROR, s.quantized[0][1].name, fact, "`qconvert convert --to mlx`")
+
+
 def _limits(s: Subject) -> Iterator[Problem]:
     """What the layout's own traits say of this loader."""
     for limit in s.traits.limits:
@@ -300,6 +314,7 @@ def _leftovers(s: Subject) -> Iterator[Problem]:
 
 RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _layout,
+    _packed_in_mlx,
     _limits,
     _fused_groups,
     _stored_fusions,
