@@ -11,20 +11,18 @@ from mlx import nn
 from mlx_lm.utils import load_model
 
 
-def _weights(model: nn.Module, dtype: str) -> dict[str, np.ndarray]:
-    """What each linear makes of the rows of the identity, less its bias, in the model's own type.
-
-    mlx rounds in the type of its scales.
-    """
+def _weights(model: nn.Module) -> dict[str, np.ndarray]:
+    """What each linear multiplies by: as mlx decodes it, in the type of its scales."""
     found = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.QuantizedLinear):
-            columns = module.weight.shape[1]
-            if isinstance(module, nn.QuantizedLinear):
-                columns = columns * 32 // module.bits
-            weight_IO = module(mx.eye(columns, dtype=getattr(mx, dtype)))
-            bias = module.bias if "bias" in module else 0
-            found[name] = np.array((weight_IO - bias).T.astype(mx.float32))
+        if isinstance(module, nn.QuantizedLinear):
+            how = {"group_size": module.group_size, "bits": module.bits, "mode": module.mode}
+            weight_OI = mx.dequantize(module.weight, module.scales, module.get("biases"), **how)
+        elif isinstance(module, nn.Linear):
+            weight_OI = module.weight
+        else:
+            continue
+        found[name] = np.array(weight_OI.astype(mx.float32))
     return found
 
 
@@ -35,7 +33,7 @@ def _compute(model: str, way: str, tokens: Windows) -> Answer:
     for window in tokens:
         logits_TV = loaded(mx.array([window]))[0].astype(mx.float32)
         rows.append(of_tokens(np.array(logits_TV), window))
-    return Answer(np.array(rows), _weights(loaded, computing), computing)
+    return Answer(np.array(rows), _weights(loaded), computing)
 
 
 drive(_compute)
