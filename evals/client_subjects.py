@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
-
-from qconvert.cli import main
 
 _GGUF = ("llama.cpp",)
 _FOLDERS = ("vllm", "transformers", "mlx-lm")
@@ -166,11 +166,10 @@ def make(subject: Subject, model: str, folder: Path) -> Path:
     out = path_of(subject.name, folder)
     if not out.exists():
         command, *words = subject.words.split()
-        try:
-            main([command, str(source), *words, "-o", str(out), "-q"])
-        except SystemExit as ending:
-            if ending.code:
-                raise RuntimeError(f"{subject.name}: exit code {ending.code}") from None
+        line = [sys.executable, "-m", "qconvert", command, str(source), *words, "-o", str(out), "-q"]
+        ran = subprocess.run(line, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            raise RuntimeError(f"{subject.name}: {ran.stderr}")
         if subject.change is not None:
             subject.change(out)
     return out
