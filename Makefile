@@ -6,7 +6,7 @@ PACKAGE := $(VENV)/.package
 INSTALLED := $(VENV)/.installed
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check -c .ci/constraints.txt
 
-.PHONY: demo test crash fuzz lint clean
+.PHONY: demo test crash fuzz clients lint clean
 
 demo: $(PACKAGE)
 	$(BIN)/qconvert demo
@@ -21,6 +21,11 @@ crash: $(INSTALLED)
 # Reads a million changed files; the tests read some thousand.
 fuzz: $(INSTALLED)
 	$(BIN)/python -m tests.fuzz.hunt 1000000
+
+# Installs vLLM, transformers, GPTQModel, mlx-lm and llama.cpp beside, and has them read every layout.
+clients: $(PACKAGE)
+	$(BIN)/python -m evals.clients install
+	$(BIN)/python -m evals.clients run
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -41,4 +46,4 @@ $(INSTALLED): $(PACKAGE)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

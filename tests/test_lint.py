@@ -404,10 +404,10 @@ def test_the_command_ends_with_one_of_three_answers(tmp_path: Path) -> None:
     [
         (INT4, {}, None),
         (AffineInt(4, 32, False, DType.BF16), {}, None),
-        (INT4, {"dtype": DType.F32}, "stops at the first prompt for int4 in float32"),
+        (INT4, {"dtype": DType.F32}, None),  # vLLM computes in bfloat16, unless told
         (AffineInt(8, 32, True, DType.BF16), {}, "no kernel for int8-g32 on a CPU"),
         (AffineInt(8, None, True, DType.BF16), {"products": (Products("W8A8", ("int8 per token",)),)}, None),
-        (FP8, {"layout": "fp8"}, "no kernel for e4m3-g128x128 on a CPU"),
+        (FP8, {"layout": "fp8"}, "a kernel for e4m3-g128x128 on CPUs with AMX only"),
         (TENSOR, {}, "no kernel for e4m3-tensor on a CPU"),
         (replace(TENSOR, group_rows=1), {}, None),
         (Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16), {}, "no kernel for e2m1-g32 on a CPU"),
@@ -417,6 +417,6 @@ def test_what_vllm_has_kernels_for_on_a_cpu(
     encoding: Encoding, how: dict[str, object], fact: str | None
 ) -> None:
     made = subject({"_proj.weight": encoding}, layout=str(how.pop("layout", "compressed-tensors")))
-    found = [p.fact for p in lint(replace(made, device="cpu", **how)) if p.severity == ERROR]  # type: ignore[arg-type]
+    found = [p.fact for p in lint(replace(made, device="cpu", **how)) if p.severity in (ERROR, NEEDS)]  # type: ignore[arg-type]
     assert found == [] if fact is None else fact in found[0]
     assert not any("CPU" in p.fact for p in lint(replace(made, **how)))  # type: ignore[arg-type]

@@ -131,7 +131,7 @@ def test_what_a_killed_run_has_named_is_left_and_the_rest_goes_on(here: Path) ->
     failed(
         qconvert(*call_of),
         "o/embedded-int4-g128: already exists",
-        "use --overwrite, or choose another output",
+        "use --overwrite to replace it, --skip-existing to leave it if it is complete, or another output",
     )
     other = running("quantize", "embedded", "--bits", 8, *HOW, "-o", here / "o" / "embedded-int8-g128")
     with groups_of(200_000):

@@ -81,7 +81,11 @@ def listed(said: Sequence[object]) -> object:
 
 
 def group_size(scales: TensorSpec, width: int, said: Sequence[object]) -> int | None:
-    """The columns that share a scale, None for a whole row: what the config says, or a row in one group."""
+    """The columns that share a scale: what the config says, or None for a whole row of another size.
+
+    A row that is one group of the size that all have stays one: loaders want one setting of linears that
+    they stack, and some one of all.
+    """
     groups = scales.shape[0]
     if width % groups:
         raise CorruptCheckpoint(
@@ -90,7 +94,7 @@ def group_size(scales: TensorSpec, width: int, said: Sequence[object]) -> int | 
     size = width // groups
     if size not in (*said, width):
         raise contradiction(scales.name, f"groups of {size} columns", "group_size", listed(said))
-    return None if groups == 1 else size
+    return size if size in said else None
 
 
 def matrix_shape(tensor: ModelTensor, layout: str) -> tuple[int, int]:

@@ -76,6 +76,19 @@ TRAITS = LayoutTraits(
     ),
 )
 TRAITS_V2 = replace(TRAITS, name=f"{NAME}_v2")
+TRAITS = replace(
+    TRAITS,
+    limits=(
+        *TRAITS.limits,
+        LoaderLimit(
+            ("transformers",),
+            "note",
+            "GPTQModel's own loader takes zero points in gptq_v2 alone; transformers takes these",
+            "`qconvert convert --to gptq_v2`",
+            lambda e: isinstance(e, AffineInt) and not e.symmetric,
+        ),
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)

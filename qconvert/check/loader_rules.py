@@ -4,7 +4,8 @@ Every rule is a function from a subject to problems; it names the tensor, the lo
 out. What is true of one layout alone is a limit in its traits. Sources: vLLM 0.33 (`linear.py` and
 `quantization`: `auto_gptq.py`, `compressed_tensors`), SGLang 0.5.23 (`srt/models`), transformers 5.23 with
 compressed-tensors 0.20, mlx-lm 0.32 (`utils.py`: load_model), Ollama 0.33 (`convert/convert.go`:
-LoadModelMetadata, `convert/reader_safetensors.go`), read in source.
+LoadModelMetadata, `convert/reader_safetensors.go`), read in source; vLLM 0.32, transformers, GPTQModel,
+mlx-lm and llama.cpp also run on a CPU (`make clients`): docs/reference/clients.md has what came of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from qconvert.check.scheme_rules import SCHEME_RULES
 from qconvert.check.shape_rules import SHAPE_RULES
 from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, Codebook, Quantized, Unquantized
+from qconvert.core.encodings import AffineInt, Codebook, GgmlBlocks, Quantized, Unquantized
 from qconvert.core.layout_traits import LoaderLimit
 from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import form_bytes
@@ -137,6 +138,20 @@ def _converted_by_ollama(s: Subject) -> Iterator[Problem]:
             yield Problem(ERROR, tensor.name, fact, hint)
 
 
+# Classes of mlx-lm 0.32 that know the names of packed weights (`sanitize`), or are made of one that does.
+_PACKED_IN_MLX = frozenset(
+    {"deepseek_v3", "glm_moe_dsa", "joyai_llm_flash", "kimi_k2", "kimi_k25", "kimi_k3", "kimi_vl", "mistral4"}
+)
+
+
+def _packed_in_mlx(s: Subject) -> Iterator[Problem]:
+    """mlx-lm takes the config of packed weights for every class, and their names for a few."""
+    known = s.architecture.config.get("model_type") in _PACKED_IN_MLX
+    if s.loader == "mlx" and s.traits.packed_zero_points and s.quantized and not known:
+        fact = "mlx-lm knows the names of packed weights for DeepSeek-V3, Kimi and Mistral 4 alone"
+        yield Problem(ERROR, s.quantized[0][1].name, fact, "`qconvert convert --to mlx`")
+
+
 def _limits(s: Subject) -> Iterator[Problem]:
     """What the layout's own traits say of this loader."""
     for limit in s.traits.limits:
@@ -244,9 +259,10 @@ def _scales(s: Subject) -> Iterator[Problem]:
     for _, tensor, encoding in s.quantized:
         if isinstance(encoding, AffineInt) and encoding.scale_dtype is not dtype:
             fact = f"vLLM rounds its {encoding.scale_dtype.label} scales to {dtype.label} on loading"
-            yield Problem(
-                WARNING, tensor.name, fact, f"serve with --dtype {_VLLM_NAMES[encoding.scale_dtype]}"
-            )
+            hint = f"serve with --dtype {_VLLM_NAMES[encoding.scale_dtype]}"
+            if s.device == "cpu" and encoding.scale_dtype is DType.F32 and encoding.bits == 4:
+                hint = "write it with --dtype bf16: on a CPU, int4 stops at the first prompt in float32"
+            yield Problem(WARNING, tensor.name, fact, hint)
 
 
 _VLLM_NAMES = {DType.F16: "float16", DType.BF16: "bfloat16", DType.F32: "float32", DType.F64: "float64"}
@@ -298,6 +314,7 @@ def _leftovers(s: Subject) -> Iterator[Problem]:
 
 RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _layout,
+    _packed_in_mlx,
     _limits,
     _fused_groups,
     _stored_fusions,
@@ -312,5 +329,16 @@ RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _products,
     _leftovers,
 )
+
+
+def _new_types(s: Subject) -> Iterator[Problem]:
+    """GGUF types that builds of llama.cpp may lack: that of cyllama 0.2.18 refuses the file."""
+    for name, tensor in s.tensors.items():
+        if isinstance(tensor.encoding, GgmlBlocks) and tensor.encoding.type == "Q2_0":
+            needs = f"a {s.loader} that has the type Q2_0"
+            fact = f"Q2_0 is a type that few builds of {s.loader} have"
+            yield Problem(NEEDS, name, fact, "`qconvert to-gguf --type tq2_0`, or build it anew", needs)
+
+
 # The other rules are about safetensors: llama.cpp, which Ollama runs too, takes GGUF files as they are.
-_GGUF_RULES = (_layout,)
+_GGUF_RULES = (_layout, _new_types)

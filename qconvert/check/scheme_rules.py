@@ -83,23 +83,30 @@ def _requantized(s: Subject) -> Iterator[Problem]:
 
 
 def _cpu_kernels(s: Subject) -> Iterator[Problem]:
-    """What vLLM's build for CPUs multiplies: int4, int8 with int8 inputs, and FP8 with a scale per row."""
+    """What vLLM's build for CPUs multiplies: int4, int8 with int8 inputs, and FP8 with a scale per row.
+
+    With AMX also FP8 in blocks of 128 columns by a multiple of 32 rows (`kernels/linear/scaled_mm/cpu.py`).
+    """
     if s.loader != "vllm" or s.device != "cpu":
         return
     eight_bit_inputs = any(product.widths == "W8A8" for product in s.products)
+    if s.dtype is not DType.F16 and any(product.widths == "W4A16" for product in s.products):
+        fact = "on CPUs with AMX, vllm rounds inputs of int4 to 8 bits (W4A8) in bfloat16"
+        yield Problem(NOTE, "linears", fact, "VLLM_CPU_INT4_W4A8=0 keeps them")
     for parameter, tensor, encoding in s.quantized:
         what = encoding.label
         if parameter.kind == "embedding":
             what = f"a quantized embedding ({what})"
         elif isinstance(encoding, AffineInt):
-            if encoding.bits == 4 and s.dtype is DType.F32:
-                fact = "vllm on a CPU stops at the first prompt for int4 in float32"
-                yield Problem(ERROR, tensor.name, fact, "serve with --dtype bfloat16")
-                continue
             if encoding.bits == 4 or (encoding.bits == 8 and eight_bit_inputs):
                 continue
-        elif isinstance(encoding, Codebook) and encoding.table == "e4m3" and encoding.label == "e4m3-channel":
-            continue
+        elif isinstance(encoding, Codebook) and encoding.table == "e4m3":
+            if encoding.label == "e4m3-channel":
+                continue
+            if encoding.group_size == 128 and (encoding.group_rows or 1) % 32 == 0:
+                fact = f"vllm has a kernel for {what} on CPUs with AMX only"
+                yield Problem(NEEDS, tensor.name, fact, "Intel's since Sapphire Rapids", "a CPU with AMX")
+                continue
         fact = f"vllm has no kernel for {what} on a CPU"
         yield Problem(ERROR, tensor.name, fact, "`qconvert convert`, or `quantize --bits 4`: int4 runs")
 

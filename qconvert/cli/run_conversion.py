@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -209,25 +208,26 @@ def write_beside(job: Job, out: Path, result: Result, flags: Flags) -> None:
         return
     from qconvert.checkpoint.open import open_checkpoint
     from qconvert.convert import gguf_sidecars
-    from qconvert.convert.manifest import manifest
+    from qconvert.convert.manifest import manifest, write_manifest
     from qconvert.models.parameter_table import table_of_tensors
 
     source, path, beside = job.source, result.path, dict.fromkeys(flags.beside)
     if gguf_sidecars.sidecar(path, gguf_sidecars.MANIFEST).exists():
         beside[gguf_sidecars.MANIFEST] = None
     for suffix in beside:
+        target = gguf_sidecars.sidecar(path, suffix)
         if suffix == gguf_sidecars.CARD:
             written = open_checkpoint(path)
             binding, traits = written.bind(allow_unknown=True), written.layout.traits
             table = table_of_tensors(written.tensors, binding, traits)
-            text = gguf_sidecars.card(path, table, source.checkpoint, source.location.name)
+            card = gguf_sidecars.card(path, table, source.checkpoint, source.location.name)
+            target.write_text(card, encoding="utf-8")
         elif suffix == gguf_sidecars.MODELFILE:
-            text = gguf_sidecars.modelfile(path)
+            target.write_text(gguf_sidecars.modelfile(path), encoding="utf-8")
         else:
             sizes = {file.name: file.size for file in job.container.files(out)}
             record = manifest(source, job.compiled, result.outcome, result.hashes, sizes, job.options)
-            text = json.dumps(record, indent=1) + "\n"
-        gguf_sidecars.sidecar(path, suffix).write_text(text, encoding="utf-8")
+            write_manifest(target, record, job.compiled, result.outcome, result.hashes)
 
 
 def _tell_scaling(job: Job, flags: Flags) -> None:

@@ -163,8 +163,7 @@ def _fit_group(width: int, scheme: Scheme, *, allow_smaller: bool) -> Scheme:
     if size is not None and width % size and allow_smaller:
         dividing = (smaller for smaller in SMALLER_GROUP_SIZES if width % smaller == 0 and smaller < size)
         size = next(dividing, size)
-    # Files store a group of a whole row as a channel; one name keeps them comparable.
-    return replace(scheme, group_size=None if size == width else size)
+    return replace(scheme, group_size=size)
 
 
 def _check_groups(weights: Mapping[str, Parameter], chosen: Mapping[str, Scheme]) -> None:

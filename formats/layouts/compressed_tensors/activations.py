@@ -33,15 +33,17 @@ _KINDS = ((8, "int"), (4, "int"), (8, "float"), (4, "float"))
 def activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
     """How the inputs of the linear with this weight are quantized; None where they are not."""
     settings, module = settings_of(config), base_of(tensor)
-    declared = _declared(settings)
-    if not any(group.get("input_activations") for group in declared) or _matches(
-        module, settings.get("ignore")
-    ):
+    if not any(group.get("input_activations") for group in _declared(settings)):
         return None
-    groups = groups_of(settings)
-    group = next((group for group in groups if _matches(module, group.get("targets"))), None)
-    args = None if group is None else group.get("input_activations")
+    args = group_of(settings, module).get("input_activations")
     return scheme_of(args) if isinstance(args, dict) else None
+
+
+def group_of(settings: Mapping[str, object], module: str) -> Mapping[str, object]:
+    """The one of `config_groups` that loaders take for a module; empty where there is none."""
+    if _matches(module, settings.get("ignore")):
+        return {}
+    return next((g for g in groups_of(settings) if _matches(module, g.get("targets"))), {})
 
 
 def groups_of(settings: Mapping[str, object]) -> list[Mapping[str, object]]:

@@ -7,6 +7,7 @@ missing or a shape that fits no encoding is an error that names it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
@@ -18,6 +19,7 @@ from qconvert.formats.layouts.compressed_tensors.activations import (
     SCALE,
     ZERO,
     activations,
+    group_of,
     groups_of,
     scheme_of,
 )
@@ -64,7 +66,7 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
         elif f"{base}_packed" in specs and specs[f"{base}_packed"].dtype is DType.U8:
             found[base] = _four_bit_floats(base, source)
         else:
-            found[base] = _logical(base, source, declared)
+            found[base] = _logical(base, source, quantization, declared)
     if quantization:
         check_claimed(found, NAME, "weight_packed")
     for name, tensor in found.items():
@@ -217,7 +219,9 @@ def _four_bit_floats(base: str, source: Source) -> ModelTensor:
     return check_parts(CompressedTensors(), tensor, source)
 
 
-def _logical(base: str, source: Source, declared: set[int]) -> ModelTensor:
+def _logical(
+    base: str, source: Source, quantization: Mapping[str, object], declared: set[int]
+) -> ModelTensor:
     specs = source.specs
     for suffix in ("_packed", "_scale", "_shape"):
         if base + suffix not in specs:
@@ -239,7 +243,15 @@ def _logical(base: str, source: Source, declared: set[int]) -> ModelTensor:
     bits = _bits(packed, shape, declared)
     encoding = _encoding(bits, shape, scale, symmetric=zeros is None)
     tensor = ModelTensor(base, shape, encoding)
+    if encoding.group_size is None and _says_group_of(shape[-1], group_of(quantization, base_of(tensor))):
+        tensor = replace(tensor, encoding=replace(encoding, group_size=shape[-1]))
     return check_parts(CompressedTensors(), tensor, source)
+
+
+def _says_group_of(width: int, group: Mapping[str, object]) -> bool:
+    """Whether the config has a group of so many columns for a module, and not a scale for every row."""
+    weights = group.get("weights")
+    return isinstance(weights, dict) and weights.get("group_size") == width
 
 
 def _stored_shape(base: str, source: Source, packed: TensorSpec, declared: set[int]) -> tuple[int, ...]:
