@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from qconvert.convert.outcome import BlockDone, WrittenRows
 from qconvert.core.dtypes import Json, TensorSpec
@@ -28,9 +28,6 @@ from qconvert.formats.io.journal import (
 )
 from qconvert.ops import OutputError
 from qconvert.plan.plan import Unit
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 # What ends a run, but not the next one: interruptions, and disks that are full or fail.
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)
@@ -198,7 +195,7 @@ def to_record(done: BlockDone) -> Record:
     return ["b", name, done.start, done.rows, done.bytes_read, error, done.code_error, output_error, parts]
 
 
-def _values(record: DataclassInstance) -> list[Any]:
+def _values(record: Any) -> list[Any]:
     """The fields of a flat record: `astuple` copies each of them, which takes longer than to write rows."""
     return [getattr(record, each) for each in record.__dataclass_fields__]
 
