@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shlex
 import subprocess
 import sys
@@ -87,7 +88,9 @@ def test_every_command_explains_itself(command: str) -> None:
     ran = qconvert(*command.split(), "--help")
     assert ran.code == 0 and ran.out.startswith(f"Usage: qconvert {command} ") and not ran.err
     assert max(map(len, ran.out.splitlines())) <= 100 and "RANGE" not in ran.out
-    assert ran.out.splitlines()[-1].startswith(f"    qconvert {command.split(maxsplit=1)[0]}")
+    assert re.match(
+        rf"    (torchrun .* -m )?qconvert {command.split(maxsplit=1)[0]}\b", ran.out.splitlines()[-1]
+    )
     assert "-q, --quiet" in ran.out or command in ("eval", "completion")
 
 
@@ -107,7 +110,8 @@ def test_examples_can_be_typed() -> None:
         listed = (command.epilog or "").splitlines()[2:]
         assert listed
         for line in listed:
-            qconvert_, *words = shlex.split(line.split(" >")[0])
+            typed = re.sub(r"torchrun --nproc-per-node \d+ -m ", "", line)
+            qconvert_, *words = shlex.split(typed.split(" >")[0], comments=True)
             name = " ".join(words[: 2 if " ".join(words[:2]) in known else 1])
             rest = words[len(name.split()) :]
             assert qconvert_ == "qconvert"
@@ -217,7 +221,7 @@ def test_a_lora_folder_and_pickles_are_told_apart(here: Path) -> None:
 
 def test_quantizing_twice_is_refused(models: Path, here: Path) -> None:
     ran = qconvert("quantize", models / "quantized", "--bits", 4)
-    assert ran.code == 1 and "already quantized (int8-channel)" in ran.err and "dequantize" in ran.err
+    assert ran.code == 1 and "already quantized (int8-g128)" in ran.err and "dequantize" in ran.err
 
 
 def test_nothing_to_do_is_an_error(models: Path, here: Path) -> None:
@@ -311,12 +315,9 @@ def test_inspect_names_ties_fusions_and_quantization(models: Path) -> None:
         None,
     )
     assert "head tied to the embedding" in qconvert("inspect", models / "plain").out
-    assert (
-        "quantization: compressed-tensors (int8-channel, int8-g128)"
-        in qconvert("inspect", models / "quantized").out
-    )
+    assert "quantization: compressed-tensors (int8-g128)" in qconvert("inspect", models / "quantized").out
     listed = qconvert("inspect", models / "quantized", "--tensors", "--json").json["tensor_list"]
-    assert {"name": Q, "role": "attn.q", "shape": [256, 128], "form": "int8-channel"} in listed
+    assert {"name": Q, "role": "attn.q", "shape": [256, 128], "form": "int8-g128"} in listed
 
 
 def test_env_prints_every_package() -> None:

@@ -44,7 +44,10 @@ GGUF: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": ("qwen3_5_text", HYBRID | ONE_SIZE),
     "qwen3.5-moe": ("qwen3_5_moe_text", HYBRID_EXPERTS | ONE_SIZE),
     "qwen3-next": ("qwen3_next", HYBRID_EXPERTS | ONE_SIZE),
-    "llama-4": ("llama4_text", LLAMA4 | {"attention_chunk_size": 8192}),
+    "llama-4": (
+        "llama4_text",
+        LLAMA4 | {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
+    ),
     "gemma4-small": ("gemma4_text", GEMMA4 | SHARED_KEYS),
     "gemma4": CASES["gemma4"],
     "gemma4-moe": CASES["gemma4-moe"],

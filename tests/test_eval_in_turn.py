@@ -190,7 +190,6 @@ def test_the_command_keeps_within_what_was_asked(tmp_path: Path) -> None:
     memory = records[1].pop("memory")
     assert memory["asked_bytes"] == 750_000_000 >= memory["expected_bytes"] >= memory["peak_bytes"]
     assert memory["peak_bytes"] <= peaks[1] and "memory" not in records[0]
-    assert "memory: " in held.stderr and "layers are read in turn" in held.stderr
     for record in records:
         for name in ("date", "command", "request"):
             del record[name]

@@ -229,7 +229,7 @@ def test_another_file_under_the_same_name_is_another_job(hub: FakeHub, here: Pat
     blob = hub.repos["org/m"][name]
     hub.repos["org/m"][name] = blob[:-1] + bytes([blob[-1] ^ 1])
     refused = qconvert(*CONVERT)
-    assert refused.code == 2
+    assert refused.code == 1
     assert f"source files {name} was" in refused.err
     assert (here / "out.partial").exists()
 
