@@ -103,8 +103,10 @@ def test_every_option_is_explained_in_a_sentence() -> None:
                 assert said.endswith("."), (name, option.opts)
 
 
-def test_examples_can_be_typed() -> None:
+def test_examples_can_be_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their options are there, with such values; the models need not be."""
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_COUNT", "1")
     known = dict(pages())
     for command in known.values():
         listed = (command.epilog or "").splitlines()[2:]
