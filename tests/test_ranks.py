@@ -103,7 +103,7 @@ LAST = Rank(7, 8)
     ("environment", "expected"),
     [
         ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Rank(1, 4)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, Rank(0, 1)),
         ({"RANK": "4", "WORLD_SIZE": "4"}, None),
         ({"RANK": "one", "WORLD_SIZE": "4"}, None),
         ({}, None),

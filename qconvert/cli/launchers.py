@@ -59,13 +59,13 @@ rank_option = click.option(
 
 
 def launched(environment: Mapping[str, str], launchers: tuple[tuple[str, str, str], ...]) -> Rank | None:
-    """The rank that a launcher has given this process; None where it is none of several."""
+    """The rank that a launcher has given this process; None where there is no launcher."""
     for number, world, first in launchers:
         values = [environment.get(name, "") for name in (number, world)]
         if all(re.fullmatch(r"\d{1,6}", value) for value in values):
             begin = environment.get(first, "0")
             rank = Rank(int(values[0]) - (int(begin) if begin.isdigit() else 0), int(values[1]))
-            if 0 <= rank.number < rank.world and rank.world > 1:
+            if 0 <= rank.number < rank.world:
                 return rank
     return None
 
