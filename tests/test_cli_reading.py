@@ -143,10 +143,10 @@ def test_words_that_cannot_be_leave_with_2(call: str, here: Path) -> None:
 def test_every_tensor_is_listed_with_its_role_and_form(models: Path, here: Path) -> None:
     found = qconvert("inspect", models / "quantized", "--tensors", "--json").json["tensor_list"]
     rows = {row["name"]: row for row in found}
-    assert rows[Q] == {"name": Q, "role": "attn.q", "shape": [256, 128], "form": "int8-channel"}
+    assert rows[Q] == {"name": Q, "role": "attn.q", "shape": [256, 128], "form": "int8-g128"}
     assert rows[EMBED]["form"] == "bf16" and rows[EMBED]["role"] == "embed"
     lines = qconvert("inspect", models / "quantized", "--tensors").out.splitlines()
-    assert any(line.split() == [Q, "attn.q", "256x128", "int8-channel"] for line in lines)
+    assert any(line.split() == [Q, "attn.q", "256x128", "int8-g128"] for line in lines)
     assert "tensor_list" not in qconvert("inspect", models / "quantized", "--json").json
     (here / "config.json").write_bytes((models / "plain" / "config.json").read_bytes())
     alone = qconvert("inspect", "config.json", "--tensors", "--json").json

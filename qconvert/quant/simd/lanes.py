@@ -17,46 +17,16 @@ from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba import njit, types
-from numba.core import cgutils, event, sigutils
-from numba.core.caching import NullCache
+from numba.core import cgutils, sigutils
 from numba.core.ccallback import CFunc
 from numba.core.datamodel import models
 from numba.core.imputils import lower_builtin
 from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
 from numba.extending import intrinsic, register_jitable, register_model
 
-from qconvert.core.compiling import announce, enter_compiler, leave_compiler
+from qconvert.quant.simd.compiler_events import KERNELS
 
 LANES = 16
-
-
-_KERNELS: set[Any] = set()
-
-
-class _Announcer(event.Listener):
-    """Announces kernels (not their parts) that numba compiles, but not those that it loads from its cache."""
-
-    def on_start(self, event: Any) -> None:
-        dispatcher = event.data["dispatcher"]
-        if dispatcher in _KERNELS:
-            announce(not isinstance(dispatcher._cache, NullCache))
-
-    def on_end(self, event: Any) -> None:
-        pass
-
-
-class _LockListener(event.Listener):
-    """Tells which threads are in the compiler."""
-
-    def on_start(self, event: Any) -> None:
-        enter_compiler()
-
-    def on_end(self, event: Any) -> None:
-        leave_compiler()
-
-
-event.register("numba:compile", _Announcer())  # type: ignore[no-untyped-call]
-event.register("numba:compiler_lock", _LockListener())  # type: ignore[no-untyped-call]
 
 
 @lru_cache
@@ -82,7 +52,7 @@ def kernel(function: Callable[..., Any]) -> Any:
         dispatcher = compiled()(function)
     else:
         _watch(dispatcher._cache, function)
-    _KERNELS.add(dispatcher)
+    KERNELS.add(dispatcher)
     return dispatcher
 
 
