@@ -46,8 +46,8 @@ def test_the_scheme_is_the_one_that_was_asked_for(
     out = made("quantize", models / "plain", *flags)
     layout = "-gptq" if "--layout" in flags else ""
     assert out.name == f"plain-{form}{layout}" and forms(out)[DOWN] == form
-    # A group as wide as a row is a whole row.
-    assert forms(out)[Q] == form.replace("g128", "channel")
+    # A group as wide as a row keeps its name: loaders then find one scheme, not two.
+    assert forms(out)[Q] == form
     assert forms(out)["model.embed_tokens.weight"] == "bf16"
 
 
@@ -73,7 +73,7 @@ def test_the_last_rule_wins_and_what_is_kept_stays(models: Path, here: Path) -> 
     out = made("quantize", models / "plain", "--bits", 4, *rules)
     assert out.name == "plain-int4-g128-mixed"
     found = forms(out)
-    assert (found[DOWN], found[Q]) == ("int3-g64", "int4-channel")
+    assert (found[DOWN], found[Q]) == ("int3-g64", "int4-g128")
     kept = "model.layers.0.self_attn.o_proj.weight"
     assert found[kept] == "bf16" and stored(out)[kept] == stored(models / "plain")[kept]
     assert kept.removesuffix(".weight") in (out / "config.json").read_text()
@@ -105,7 +105,7 @@ def test_a_smaller_group_is_taken_only_where_that_is_allowed(here: Path) -> None
     ran = qconvert("quantize", "m", "--bits", 4)
     assert ran.code == 1 and "its rows of 96 columns" in ran.err
     found = forms(made("quantize", "m", "--bits", 4, "--allow-smaller-group"))
-    assert (found[DOWN], found[Q]) == ("int4-g32", "int4-channel")
+    assert (found[DOWN], found[Q]) == ("int4-g32", "int4-g128")
 
 
 @pytest.mark.parametrize("command", ["fuse", "quantize", "convert"])
