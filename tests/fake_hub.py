@@ -22,7 +22,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from tests.fake_hub_writes import Written, answer_write, files_at, head, listed
+from tests.fake_hub_writes import Written, answer_write, committed, files_at, head, listed
 
 COMMIT = "c0ffee" * 6 + "c0ff"
 GATED, BROKEN = "org/gated", "org/broken"
@@ -240,7 +240,9 @@ class _HubAnswers(_Answers):
     where = "hub"
 
     def do_GET(self) -> None:
-        api = re.fullmatch(r"/api/models/(\w+/[\w.-]+)(?:/(revision|tree)/([^/?]+))?(\?.*)?", self.path)
+        api = re.fullmatch(
+            r"/api/models/(\w+/[\w.-]+)(?:/(revision|tree|commits)/([^/?]+))?(\?.*)?", self.path
+        )
         file = re.fullmatch(r"/(\w+/[\w.-]+)/resolve/([^/]+)/([^?]+)", self.path)
         name = (api or file)[1] if api or file else ""  # type: ignore[index]
         asked = (api[3] if api else file[2] if file else "") or "main"
@@ -256,6 +258,9 @@ class _HubAnswers(_Answers):
             self.reply(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif api and api[2] == "tree":
             self.reply(200, json.dumps([listed(path, blob) for path, blob in repo.items()]).encode())
+        elif api and api[2] == "commits":
+            made = self.fake.written.history.get((name, unquote(asked)), [])
+            self.reply(200, json.dumps([committed(oid, said) for oid, said, _ in made]).encode())
         elif api:
             sha = head(self.fake, name, unquote(asked), COMMIT)
             info = {"id": name, "sha": sha, "siblings": [], "private": name in self.fake.written.private}

@@ -26,6 +26,8 @@ Files = dict[str, bytes]
 class Written:
     """What was written to a hub, beside the files of main: other branches, heads, objects, privacy.
 
+    `history` has the commits of each branch: their names, descriptions, and files.
+
     `wrong` is asked about every request of a writer, by method and path: a status, headers and a body to
     answer with instead.
     """
@@ -36,6 +38,13 @@ class Written:
     claimed: dict[str, int] = field(default_factory=dict)
     private: set[str] = field(default_factory=set)
     commits: list[tuple[str, str, list[str]]] = field(default_factory=list)
+    history: dict[tuple[str, str], list[tuple[str, str, Files]]] = field(default_factory=dict)
+
+    def forget(self) -> None:
+        """Forget all that was written."""
+        for each in (self.branches, self.heads, self.objects, self.claimed, self.private, self.history):
+            each.clear()
+        self.commits.clear()
 
     def wrong(self, method: str, path: str) -> tuple[int, dict[str, str], bytes] | None:
         return None
@@ -50,6 +59,10 @@ def files_at(fake: FakeHub, repo: str, revision: str) -> Files | None:
     revision = unquote(revision)
     if (repo, revision) in fake.written.branches:
         return fake.written.branches[repo, revision]
+    for (name, _), commits in fake.written.history.items():
+        for oid, _, files in commits:
+            if (name, oid) == (repo, revision):
+                return files
     known = ("main", *fake.written.heads.values())
     return fake.repos.get(repo) if revision in known or re.fullmatch("[0-9a-f]{40}", revision) else None
 
@@ -61,6 +74,12 @@ def listed(name: str, blob: bytes) -> dict[str, Any]:
     if name.endswith(LARGE):
         entry["lfs"] = {"oid": hashlib.sha256(blob).hexdigest(), "size": len(blob), "pointerSize": 130}
     return entry
+
+
+def committed(oid: str, said: str) -> dict[str, Any]:
+    """A commit as the history of a branch has it."""
+    date = "2026-11-22T00:00:00.000Z"
+    return {"id": oid, "title": "a commit", "message": said, "authors": [{"user": "someone"}], "date": date}
 
 
 def answer_write(asked: _Answers, fake: FakeHub) -> None:
@@ -170,4 +189,6 @@ def _commit(fake: FakeHub, repo: str, ref: str, files: Files, lines: list[Any]) 
     oid = hashlib.sha1(f"{len(written.commits)} {repo} {ref}".encode()).hexdigest()
     written.heads[repo, ref] = oid
     written.commits.append((repo, ref, [each["value"]["path"] for each in operations]))
+    said = header["value"].get("description", "")
+    written.history.setdefault((repo, ref), []).insert(0, (oid, said, dict(changed)))
     return 200, {"commitUrl": f"{fake.url}/{repo}/commit/{oid}", "commitOid": oid, "pullRequestUrl": None}

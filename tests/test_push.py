@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from tests.models import tiny
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1000, "num_hidden_layers": 2}
 QUANTIZE = ("quantize", "m", "--bits", 4, "--group-size", 32, "--min-max", "-j", 2, "--shard-size", "150KB")
 PUSH = (*QUANTIZE, "-o", "out", "--push-to", "org/new")
+# `make crash` kills at every two requests.
+EVERYTHING = os.environ.get("QCONVERT_CRASH") == "all"
 TOKEN = "hf_verysecrettokenverysecret"
 
 
@@ -100,14 +104,11 @@ def test_dropped_files_take_no_disk(hub: FakeHub, here: Path) -> None:
     assert remote == local
 
 
-@pytest.mark.parametrize("drop", [(), ("--drop-pushed",)], ids=["kept", "dropped"])
-def test_a_kill_after_every_request_ends_equal(
-    hub: FakeHub, here: Path, drop: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each run is killed one request later than the one before it, until one gets to its end."""
-    reference = files_of(made(*QUANTIZE, "-o", "reference"))
-    command = running_command(*PUSH, *drop)
+@pytest.fixture
+def kill(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object], int], int]:
+    """Does something in a fork that is killed when its request of this number is answered; its exit code."""
     state: dict[str, Any] = {"left": 10**9, "pid": None}
+    real = os.fork
 
     def deadly(number: int) -> None:
         state["left"] -= 1
@@ -120,30 +121,101 @@ def test_a_kill_after_every_request_ends_equal(
             state["pid"] = pid
         return pid
 
-    real = os.fork
+    def killed(command: Callable[[], object], request: int) -> int:
+        state["left"] = request
+        return forked(command)
+
     monkeypatch.setattr(os, "fork", fork)
     hub.answering = deadly
-    for kill in range(1, 200):
-        state["left"] = kill
-        code = forked(command)
-        visible = pushed(hub) if "org/new" in hub.repos else {}
-        shards = {name for name in visible if name.endswith(".safetensors")}
-        assert shards in (set(), {name for name in reference if name.endswith(".safetensors")})
+    return killed
+
+
+DROPS = pytest.mark.parametrize("drop", [(), ("--drop-pushed",)], ids=["kept", "dropped"])
+
+
+def none_or_all(hub: FakeHub, reference: dict[str, bytes]) -> bool:
+    """Whether no weight file is visible, or all are."""
+    visible = {name for name in hub.repos.get("org/new", {}) if name.endswith(".safetensors")}
+    return visible in (set(), {name for name in reference if name.endswith(".safetensors")})
+
+
+def same_but_card(hub: FakeHub, reference: dict[str, bytes]) -> bool:
+    """Whether all that is visible is as it should be; the card names the output, which has another name."""
+    found = pushed(hub)
+    return {**found, "README.md": b""} == {**reference, "README.md": b""} and not hub.written.branches
+
+
+@DROPS
+def test_a_kill_after_every_request_ends_equal(
+    hub: FakeHub, here: Path, drop: tuple[str, ...], kill: Callable[[Callable[[], object], int], int]
+) -> None:
+    """Each run is killed one request later than the one before it, until one gets to its end."""
+    reference = files_of(made(*QUANTIZE, "-o", "reference"))
+    command = running_command(*PUSH, *drop)
+    for request in range(1, 200):
+        code = kill(command, request)
+        assert none_or_all(hub, reference)
         if code == 0:
             break
         assert code == -signal.SIGKILL, code
-        if shards:  # the next run finds its own model there
-            state["left"] = 10**9
-            assert forked(command) == 0
+        if any(name.endswith(".safetensors") for name in hub.repos.get("org/new", {})):
+            assert kill(command, 10**9) == 0, "the next run finds its own model there"
             break
-    assert kill > 10
-    found = pushed(hub)
-    found.pop("README.md"), reference.pop("README.md")
-    assert found == reference
+    assert request > 10
+    assert same_but_card(hub, reference)
     assert (here / "out").exists() != bool(drop)
-    assert not hub.written.branches
     sent = uploads(hub)
     assert len(sent) <= len(set(sent)) + 2, "what was sent is not sent again"
+
+
+@DROPS
+def test_a_run_that_is_killed_as_it_goes_on_ends_equal(
+    hub: FakeHub, here: Path, drop: tuple[str, ...], kill: Callable[[Callable[[], object], int], int]
+) -> None:
+    """Killed at a request, and the run that goes on with it at another; the third comes to its end."""
+    reference = files_of(made(*QUANTIZE, "-o", "reference"))
+    command, weights = running_command(*PUSH, *drop), sum(n.endswith(".safetensors") for n in reference)
+    assert kill(command, 10**9) == 0
+    requests, twice = len(hub.log), 0
+    pairs = [(first, second) for first in range(1, requests) for second in range(1, requests)]
+    chosen = pairs if EVERYTHING else random.Random(20261123).sample(pairs, 8)
+    for first, second in chosen:
+        hub.log.clear()
+        hub.repos.clear()
+        hub.written.forget()
+        shutil.rmtree(here / "out", ignore_errors=True)
+        codes = [kill(command, request) for request in (first, second)]
+        assert set(codes) <= {-signal.SIGKILL, 0, 1} and none_or_all(hub, reference), (first, second)
+        twice += codes == [-signal.SIGKILL] * 2
+        if not (here / "out").exists():
+            assert kill(command, 10**9) == 0, (first, second)
+        assert same_but_card(hub, reference), (first, second)
+        assert (here / "out").exists() != bool(drop)
+        assert len(uploads(hub)) <= weights + 2, "at most the file that was under way goes twice a kill"
+    assert twice > len(chosen) // 3
+    assert not list(here.glob("out.*"))
+
+
+def test_what_was_sent_and_dropped_is_known_to_be_there(hub: FakeHub, here: Path) -> None:
+    """The same command again sends nothing; another command, or another model there, is refused."""
+    dropping = (*PUSH, "--drop-pushed")
+    commit = qconvert(*dropping, "--json").json["sent"]["commit"]
+    before, commits = pushed(hub), list(hub.written.commits)
+    ran = qconvert(*dropping)
+    assert ran.code == 0, ran.err
+    assert f"org/new: already complete, by commit {commit}; nothing was sent\n" in ran.err
+    told = qconvert(*dropping, "--json").json
+    assert told["skipped"] and told["sent"]["commit"] == commit and told["out"] == told["sent"]["url"]
+    assert qconvert(*dropping, "-q").out == f"{hub.url}/org/new\n"
+    assert (pushed(hub), hub.written.commits) == (before, commits) and not list(here.glob("out*"))
+    words = [8 if word == 4 else word for word in dropping]
+    assert "org/new: holds model" in qconvert(*words).err
+    shard = next(name for name in before if name.endswith(".safetensors"))
+    hub.repos["org/new"][shard] = b"somebody else's"
+    ran = qconvert(*dropping)
+    assert ran.code == 1 and "org/new: holds model" in ran.err, ran.err
+    assert qconvert(*dropping, "--overwrite").code == 0
+    assert pushed(hub) == before
 
 
 def answering(status: int, message: str = "", headers: dict[str, str] | None = None) -> Any:

@@ -17,7 +17,14 @@ from qconvert.cli.options import url_of
 from qconvert.cli.progress import compile_kernels
 from qconvert.cli.ranks import carried_out, rank_to_be
 from qconvert.cli.running import executed
-from qconvert.cli.sending import after_sending, check_sending, destination_of, told_of
+from qconvert.cli.sending import (
+    after_sending,
+    check_sending,
+    destination_of,
+    sent_before,
+    tell_sent_before,
+    told_of,
+)
 from qconvert.cli.skipping import Tell, is_complete, one_object, require_own_name, tell_skipped
 
 if TYPE_CHECKING:
@@ -147,6 +154,9 @@ def write(
         return out
     tell_source(source, talks=flags.talks)
     compile_kernels(job.compiled.plan, talks=flags.talks)
+    if sent := sent_before(job, out, planned.destination, flags):
+        tell_sent_before(job, out, sent, flags, tell)
+        return out
     started = time.perf_counter()
     result: Result | None
     if rank is None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from qconvert.cli.options import url_of
+from qconvert.cli.skipping import Tell
 from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
@@ -59,6 +62,30 @@ def destination_of(flags: Flags, out: Path) -> Destination | None:
 
         return Bucket(url, network)
     return None
+
+
+def sent_before(job: Job, out: Path, destination: Destination | None, flags: Flags) -> Json | None:
+    """What is at the destination, where an earlier run of the same command has sent it and kept nothing."""
+    from qconvert.convert.publish import job_hash
+    from qconvert.convert.writing import facts_of
+
+    begun = any(path.exists() for path in job.container.partial(out))
+    if destination is None or flags.keeps or flags.overwrite or flags.restart or begun:
+        return None
+    weights = [file.name for file in job.container.files(out) if file.specs]
+    return destination.sent(job_hash(facts_of(job, out, destination)), weights)
+
+
+def tell_sent_before(job: Job, out: Path, sent: Json, flags: Flags, tell: Tell) -> None:
+    """Say that the output was sent before, and is there."""
+    if flags.as_json:
+        sizes = {file.name: file.size for file in job.container.files(out)}
+        record = {"schema": 1, "ok": True, "dry_run": False, "skipped": True, "out": sent["url"]}
+        tell(record | {"bytes": sum(sizes.values()), "sha256": {}, "sent": sent})
+    elif flags.quiet:
+        click.echo(sent["url"])
+    else:
+        click.echo(f"{sent['to']}: already complete, by commit {sent['commit']}; nothing was sent", err=True)
 
 
 def disk_needed(job: Job, out: Path) -> int:

@@ -33,6 +33,9 @@ class Bucket:
     def shown(self) -> str:
         return self._url
 
+    def sent(self, job: str, weights: Collection[str]) -> Json | None:
+        return None  # objects do not say which job has made them
+
     def begin(self, job: str, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
         self._overwrite = overwrite or resumed
         if self._place.is_web:

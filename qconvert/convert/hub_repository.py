@@ -27,6 +27,8 @@ _TARGET = re.compile(r"(?:hf://)?(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<branch>[\w./-]
 _MAIN = "main"
 _STALE = (".safetensors", ".safetensors.index.json")  # what a loader would read beside, or instead of, ours
 _CHANGED = (409, 412)
+# In the description of the commit that makes an output visible: the hash of its job.
+_JOB = "qconvert job"
 
 
 def repository_named(target: str) -> tuple[str, str]:
@@ -46,7 +48,7 @@ class HubRepository:
     def __init__(self, target: str, network: Network, *, private: bool = False) -> None:
         self._repo, self._branch = repository_named(target)
         self._network, self._private = network, private
-        self._staging, self._head = "", ""
+        self._job, self._staging, self._head = "", "", ""
         self._overwrite = False
         self._staged: dict[str, str] = {}
         self._visible: dict[str, str] = {}
@@ -58,8 +60,24 @@ class HubRepository:
     def shown(self) -> str:
         return self._repo if self._branch == _MAIN else f"{self._repo}@{self._branch}"
 
+    def sent(self, job: str, weights: Collection[str]) -> Json | None:
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+        try:
+            commits = self._ask(lambda: _api().list_repo_commits(self._repo, revision=self._branch))
+            made = next((each for each in commits if f"{_JOB} {job}" in each.message), None)
+            if made is None:
+                return None
+            now, then = (self._files(revision)[0] for revision in (self._branch, made.commit_id))
+        except NotTaken as refused:
+            if isinstance(refused.__cause__, RepositoryNotFoundError | RevisionNotFoundError):
+                return None
+            raise
+        whole = all(name in then and now.get(name) == then[name] for name in weights)
+        return self._told(made.commit_id) if whole else None
+
     def begin(self, job: str, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
-        self._staging = f"qconvert-{job[:12]}"
+        self._job, self._staging = job, f"qconvert-{job[:12]}"
         self._create()
         self._look(weights)
         taken = [*self._stale, *(name for name in weights if name in self._visible)]
@@ -113,6 +131,7 @@ class HubRepository:
                 self._repo,
                 operations(),
                 commit_message=f"Model by qconvert {__version__}",
+                commit_description=f"{_JOB} {self._job}",
                 revision=self._branch,
                 parent_commit=self._head,
             )
@@ -126,6 +145,10 @@ class HubRepository:
             oid = self._head
         with suppress(NotTaken):  # it is in nobody's way
             self._ask(lambda: _api().delete_branch(self._repo, branch=self._staging))
+        return self._told(oid)
+
+    def _told(self, oid: str) -> Json:
+        """What is there by a commit, and how much of it this run has sent."""
         url = _api().endpoint + f"/{self._repo}" + ("" if self._branch == _MAIN else f"/tree/{self._branch}")
         return {"to": self.shown, "url": url, "commit": oid, "bytes": self._count}
 

@@ -43,6 +43,10 @@ class Destination(Protocol):
         """Its name or address, without anything secret."""
         ...
 
+    def sent(self, job: str, weights: Collection[str]) -> Json | None:
+        """What `finish` has said of these weights of this job, where they are visible there unchanged."""
+        ...
+
     def begin(self, job: str, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
         """Make sure that the output can go there; `job` is a hash that tells jobs apart.
 

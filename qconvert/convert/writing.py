@@ -19,6 +19,7 @@ from qconvert.convert.publish import Destination, Publication, publishing
 from qconvert.convert.resume import RunJournal
 from qconvert.convert.runner import BLOCK_BYTES, MOST_CODE_ERROR, Terms, block_bytes, rows_read
 from qconvert.convert.stages import Stages
+from qconvert.core.dtypes import Json
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import Hashes, Progress
 
@@ -102,18 +103,23 @@ def writing(
 
     Raises OutputExists when the name is taken, OtherJob when another job has begun an output of that name.
     """
-    from qconvert.convert.identity import identity
-
     container, options = job.container, job.options
-    goes_to = {"destination": destination.shown, "dropped": options.drop} if destination else {}
     journal = RunJournal(
-        {**identity(job, container.files(out)), **goes_to},
+        facts_of(job, out, destination),
         block_bytes=block_bytes_of(job),
         checksums=options.verify,
         restart=options.restart,
     )
     with container.create(out, journal) as output:
         yield Writing(job, out, output, journal, listen, stages, destination)
+
+
+def facts_of(job: Job, out: Path, destination: Destination | None) -> Json:
+    """What tells a job that writes `out`, and sends it to a destination, from others."""
+    from qconvert.convert.identity import identity
+
+    goes_to = {"destination": destination.shown, "dropped": job.options.drop} if destination else {}
+    return {**identity(job, job.container.files(out)), **goes_to}
 
 
 def block_bytes_of(job: Job) -> int:
