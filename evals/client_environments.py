@@ -92,7 +92,7 @@ CLIENTS = (
         ("gptqmodel==7.7.*",),
         ("float16",),
     ),
-    Client("mlx-lm", "mlx", "mlx_lm", ("mlx[cpu]==0.32.*", "mlx-lm==0.32.*")),
+    Client("mlx-lm", "mlx", "mlx_lm", ("mlx[cpu]==0.32.*", "mlx-lm==0.32.*"), ways=("auto", "float32")),
     Client("llama.cpp", "llama.cpp", "cyllama", ("cyllama==0.2.18", "numpy>=2,<3")),
 )  # fmt: skip
 

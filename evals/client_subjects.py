@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from evals.client_mixture import mixture
+
 _GGUF = ("llama.cpp",)
 _FOLDERS = ("vllm", "transformers", "mlx-lm")
 _GPTQ = (*_FOLDERS, "gptqmodel")
@@ -22,7 +24,7 @@ class Subject:
     """One output: the words after `qconvert` that make it of a model, and who is to read it.
 
     `source` is the subject it is made of, "" for the model itself. `change` alters its files afterwards,
-    as a tool of others would have written them.
+    as a tool of others would have written them. `origin` makes it of the model's folder, without qconvert.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Subject:
     clients: tuple[str, ...] = _FOLDERS
     source: str = ""
     change: Callable[[Path], None] | None = None
+    origin: Callable[[Path, Path], None] | None = None
 
 
 def _shuffled(folder: Path) -> None:
@@ -145,6 +148,43 @@ def _gguf() -> list[Subject]:
     return [Subject(f"gguf {name}", f"to-gguf --type {name}", _GGUF) for name in types]
 
 
+def _mixtures() -> list[Subject]:
+    """A mixture of experts in each layout, and in those of several schemes."""
+    plain = Subject("mixture", "", origin=mixture)
+    half = "--dtype f16"
+    kept = " ".join(f"--keep mlp.experts.{part}" for part in ("gate", "up", "down"))
+    words = {
+        "compressed-tensors int4": "quantize --scheme int4",
+        "compressed-tensors int4-asym": "quantize --scheme int4-asym",
+        "compressed-tensors int8-channel": "quantize --scheme int8-channel",
+        "compressed-tensors int4, down int8": "quantize --bits 4 --rule mlp.experts.down=int8-g128",
+        "compressed-tensors int4, plain experts": f"quantize --bits 4 {kept}",
+        "compressed-tensors fp8-channel": "convert --to compressed-tensors --scheme fp8-channel",
+        "compressed-tensors fp8-block": "convert --to compressed-tensors --scheme fp8-block",
+        "compressed-tensors mxfp4": "convert --to compressed-tensors --scheme mxfp4",
+        "compressed-tensors nvfp4": "convert --to compressed-tensors --scheme nvfp4",
+        "int-quantized int8-channel": "quantize --layout int-quantized --scheme int8-channel",
+        "fp8": "convert --to fp8",
+        "modelopt fp8": "convert --to modelopt --scheme fp8",
+        "modelopt nvfp4": "convert --to modelopt --scheme nvfp4",
+        "gptq int4": f"quantize --layout gptq --scheme int4 {half}",
+        "awq int4-asym": f"quantize --layout awq --scheme int4-asym {half}",
+        "auto-round int4": f"quantize --layout auto-round --scheme int4 {half}",
+        "bitsandbytes nf4": "convert --to bitsandbytes --scheme nf4 --allow-requantize",
+    }
+    gptq = ("gptq", "awq")
+    found = [
+        Subject(f"mixture, {name}", line, _GPTQ if name.startswith(gptq) else _FOLDERS, plain.name)
+        for name, line in words.items()
+    ]
+    mlx = Subject("mixture, mlx int4-g64", "quantize --layout mlx --scheme int4-g64", ("mlx-lm",), plain.name)
+    ggufs = [Subject(f"gguf {kind}, mixture", f"to-gguf --type {kind}", _GGUF, plain.name) for kind in _MIXED]
+    return [plain, *found, mlx, *ggufs]
+
+
+_MIXED = ("q8_0", "q4_k_m")
+
+
 def subjects() -> tuple[Subject, ...]:
     """All of them, those that others are made of first."""
     plain = [
@@ -157,14 +197,16 @@ def subjects() -> tuple[Subject, ...]:
         Subject(f"bitsandbytes {kind}", f"convert --to bitsandbytes --scheme {kind} --allow-requantize")
         for kind in kinds  # the nested one rounds scales by more than is taken unasked
     ]
-    return (*plain, *_packed(), *_scaled(), *_gptq(), *_mlx(), *bits, *_gguf())
+    return (*plain, *_packed(), *_scaled(), *_gptq(), *_mlx(), *bits, *_gguf(), *_mixtures())
 
 
 def make(subject: Subject, model: str, folder: Path) -> Path:
     """Write the subject into `folder`, under its name, unless it is there; RuntimeError where that fails."""
     source = path_of(subject.source, folder) if subject.source else Path(model)
     out = path_of(subject.name, folder)
-    if not out.exists():
+    if subject.origin is not None and not out.exists():
+        subject.origin(Path(model), out)
+    elif not out.exists():
         command, *words = subject.words.split()
         line = [sys.executable, "-m", "qconvert", command, str(source), *words, "-o", str(out), "-q"]
         ran = subprocess.run(line, capture_output=True, text=True, check=False)

@@ -8,7 +8,7 @@ from qconvert.core.dtypes import Json
 
 OTHER_NUMBERS = 0.1
 """A mean difference of log-probabilities, in nats, that no rounding of inputs or sums explains."""
-LACKING = frozenset({"a llama.cpp that has the type Q2_0"})
+LACKING = frozenset({"a llama.cpp that has the type Q2_0", "gptqmodel's ExLlamaV2 on CUDA"})
 """What `check` says that clients need beside them, and those that were run did not have."""
 _FAILS = "fails"
 _SHOWN = 160

@@ -194,10 +194,13 @@ def measured(client: Client, chosen: Sequence[Subject], folder: Path, scratch: P
     paths = [path_of(each.name, folder) for each in chosen]
     said = verdicts(client.loader, paths) if client.loader else [{} for _ in paths]
     for each, told, row in zip(chosen, said, outcomes(client, paths, windows(MODEL), scratch), strict=True):
-        if told:
-            row["check"], row["needs"] = told["verdict"], told["needs"]
-            row["warnings"] = [p["fact"] for p in told["problems"] if p["severity"] in ("error", "warning")]
-        yield {"subject": each.name, "client": client.name, **row}
+        yield {"subject": each.name, "client": client.name, **row, **(_said(told) if told else {})}
+
+
+def _said(told: Json) -> Json:
+    """What of an answer of `qconvert check` stands in a row."""
+    warnings = [p["fact"] for p in told["problems"] if p["severity"] in ("error", "warning")]
+    return {"check": told["verdict"], "needs": told["needs"], "warnings": warnings}
 
 
 def _made(subject: Subject, by_name: Mapping[str, Subject], folder: Path) -> None:
@@ -222,6 +225,29 @@ def record(out: Path, used: Mapping[str, str], row: Json) -> None:
     those = dict(sorted({**old["versions"], row["client"]: used}.items()))
     text = json.dumps({**said, "versions": those, "rows": every}, indent=1)
     out.write_text(text + "\n", encoding="utf-8")
+
+
+@clients.command("recheck")
+@_named
+@click.option("--only", default="", help="Subjects whose names match this regular expression.")
+@click.option("--dir", "folder", type=click.Path(path_type=Path), help="Keep what is made here for reuse.")
+def recheck_command(names: Sequence[str], only: str, folder: Path | None) -> None:
+    """Ask `qconvert check` again about what was measured, after its rules changed; runs no client."""
+    figures = json.loads(RESULTS.read_text(encoding="utf-8"))
+    by_name = {each.name: each for each in subjects()}
+    with tempfile.TemporaryDirectory() as scratch:
+        made = folder or Path(scratch)
+        made.mkdir(parents=True, exist_ok=True)
+        for client in CLIENTS:
+            old = [row for row in figures["rows"] if row["client"] == client.name]
+            mine = [row for row in old if row["subject"] in by_name and re.search(only, row["subject"])]
+            if not client.loader or not mine or (names and client.name not in names):
+                continue
+            for row in mine:
+                _made(by_name[row["subject"]], by_name, made)
+            paths = [path_of(row["subject"], made) for row in mine]
+            for row, told in zip(mine, verdicts(client.loader, paths), strict=True):
+                record(RESULTS, figures["versions"][client.name], row | _said(told))
 
 
 @clients.command("table")

@@ -1,4 +1,7 @@
-"""Loads checkpoints with mlx-lm: `python drive_mlx_lm.py JOBS.json` (see `driving.py`)."""
+"""Loads checkpoints with mlx-lm: `python drive_mlx_lm.py JOBS.json` (see `driving.py`).
+
+The way "float32" widens what is not packed: on a CPU, MLX gathers experts of plain numbers in no other type.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,8 @@ def _weights(model: nn.Module) -> dict[str, np.ndarray]:
 
 def _compute(model: str, way: str, tokens: Windows) -> Answer:
     loaded, _ = load_model(Path(model))
+    if way != "auto":
+        loaded.set_dtype(getattr(mx, way))
     computing = str(loaded.model.norm.weight.dtype).rpartition(".")[2]
     rows = []
     for window in tokens:

@@ -16,7 +16,13 @@ from dataclasses import dataclass, replace
 from qconvert.core.activations import ActivationScheme
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
-from qconvert.core.layout_traits import IntegerSchemes, LayoutTraits, LoaderLimit, with_packages
+from qconvert.core.layout_traits import (
+    SGLANG_GPTQ,
+    IntegerSchemes,
+    LayoutTraits,
+    LoaderLimit,
+    with_packages,
+)
 from qconvert.core.protocols import Layout, Source
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts import config_checks as checks
@@ -33,13 +39,14 @@ NAME = "auto-round"
 BITS = (2, 3, 4, 8)
 _READ_BITS = (2, 3, 4, 5, 6, 7, 8)
 _WORD = 32
-_AWQ_BITS = 4
+_AWQ_BITS = _EXLLAMA_BITS = 4
 _PLAIN_BITS = 16
 _AWQ = "auto_round:auto_awq"
 # GPTQ's versions by the packings that they are.
 _VERSIONS = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 2, "auto_round": 2}
 
-TRAITS = LayoutTraits(
+# Of packings that store zeros as they are.
+_OTHER_TRAITS = LayoutTraits(
     NAME,
     method="AutoRound",
     integers=IntegerSchemes(BITS),
@@ -58,15 +65,31 @@ TRAITS = LayoutTraits(
             "`qconvert convert --to compressed-tensors`",
             lambda e: isinstance(e, AffineInt) and (not e.symmetric or e.bits not in (4, 8)),
         ),
-        LoaderLimit(
-            ("vllm",),
-            "error",
-            "vllm looks for the parts of this fused linear, and takes it for a plain one",
-            "`qconvert unfuse`, or convert --to compressed-tensors",
-            about="fused",
-        ),
         with_packages("transformers", "auto-round"),
+        SGLANG_GPTQ,
         LoaderLimit(("sglang",), "note", "SGLang 0.5 has its GPTQ kernels on CUDA only", about="model"),
+    ),
+)
+TRAITS = replace(
+    _OTHER_TRAITS,
+    limits=(
+        *_OTHER_TRAITS.limits,
+        # Of auto-round 0.16's backends (`inference/backend.py`), those that take zeros less one.
+        LoaderLimit(
+            ("transformers",),
+            "needs",
+            "auto-round multiplies zero points that are stored less one with ExLlamaV2 alone, on CUDA",
+            "pip install gptqmodel, or `qconvert convert --to gptq_v2`",
+            lambda e: isinstance(e, AffineInt) and not e.symmetric and e.bits == _EXLLAMA_BITS,
+            needs="gptqmodel's ExLlamaV2 on CUDA",
+        ),
+        LoaderLimit(
+            ("transformers",),
+            "error",
+            "auto-round has no kernel for zero points of {bits} bits that are stored less one",
+            "`qconvert convert --to gptq_v2`",
+            lambda e: isinstance(e, AffineInt) and not e.symmetric and e.bits != _EXLLAMA_BITS,
+        ),
     ),
 )
 
@@ -80,7 +103,7 @@ class AutoRound(GPTQ):
 
     @property
     def traits(self) -> LayoutTraits:
-        return TRAITS
+        return TRAITS if self.version == 1 else _OTHER_TRAITS
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         return {"quantization_config": _settings(quantized, kept, self.packing)}
@@ -89,7 +112,7 @@ class AutoRound(GPTQ):
 class AutoRoundAWQ(AWQ):
     """Stores weights in AWQ's words; it has no state."""
 
-    traits = replace(TRAITS, packs="rows")
+    traits = replace(_OTHER_TRAITS, packs="rows")
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         return {"quantization_config": _settings(quantized, kept, _AWQ)}

@@ -9,11 +9,19 @@ written by AutoRound 0.15.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
-from qconvert.core.layout_traits import PLAIN_HEAD, IntegerSchemes, LayoutTraits, with_packages
+from qconvert.core.layout_traits import (
+    PLAIN_HEAD,
+    IntegerSchemes,
+    LayoutTraits,
+    LoaderLimit,
+    beside_marlin,
+    with_packages,
+)
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
@@ -33,6 +41,14 @@ _PER_WORD = 8
 _STORED = (0, 2, 4, 6, 1, 3, 5, 7)  # the row in each place of a word
 _PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each row
 
+
+def _beside_awq_marlin(encoding: Quantized) -> bool:
+    """Whether SGLang's Marlin kernels for AWQ, which want zero points, leave these integers out."""
+    return isinstance(encoding, AffineInt) and (
+        encoding.symmetric or beside_marlin(replace(encoding, symmetric=True))
+    )
+
+
 TRAITS = LayoutTraits(
     NAME,
     method="AWQ",
@@ -46,7 +62,32 @@ TRAITS = LayoutTraits(
     marlin=True,
     loads="vLLM, and transformers with an AWQ backend, load",
     serve="vllm serve",
-    limits=(PLAIN_HEAD, with_packages("transformers", "gptqmodel", "accelerate")),
+    limits=(
+        PLAIN_HEAD,
+        with_packages("transformers", "gptqmodel", "accelerate"),
+        LoaderLimit(
+            ("sglang",),  # `awq_marlin` wants zero points; `awq` has no experts, and get_supported_act_dtypes
+            "warning",
+            "SGLang runs AWQ in float16 alone where it is {encoding}",
+            "--dtype half",
+            _beside_awq_marlin,
+        ),
+        LoaderLimit(
+            ("sglang",),
+            "error",
+            "SGLang has no kernel for experts of AWQ as {encoding}",
+            "`qconvert convert --to compressed-tensors`",
+            _beside_awq_marlin,
+            about="experts",
+        ),
+        LoaderLimit(
+            ("mlx",),  # load_model: it stacks experts (`sanitize`) before it turns AWQ into its own
+            "error",
+            "mlx-lm finds no module for experts in AWQ",
+            "`qconvert convert --to mlx`",
+            about="experts",
+        ),
+    ),
 )
 
 

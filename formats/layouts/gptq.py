@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
-from qconvert.core.layout_traits import IntegerSchemes, LayoutTraits, LoaderLimit, with_packages
+from qconvert.core.layout_traits import (
+    SGLANG_GPTQ,
+    IntegerSchemes,
+    LayoutTraits,
+    LoaderLimit,
+    with_packages,
+)
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
@@ -34,9 +40,8 @@ NAME = "gptq"
 BITS = (2, 3, 4, 8)
 _WORD = 32
 
-
-TRAITS = LayoutTraits(
-    NAME,
+TRAITS_V2 = LayoutTraits(
+    f"{NAME}_v2",
     method="GPTQ",
     integers=IntegerSchemes(BITS),
     scale_dtype=DType.F16,
@@ -72,14 +77,15 @@ TRAITS = LayoutTraits(
             about="fused",
         ),
         with_packages("transformers", "optimum", "gptqmodel"),
+        SGLANG_GPTQ,
         LoaderLimit(("sglang",), "note", "SGLang 0.5 has its GPTQ kernels on CUDA only", about="model"),
     ),
 )
-TRAITS_V2 = replace(TRAITS, name=f"{NAME}_v2")
 TRAITS = replace(
-    TRAITS,
+    TRAITS_V2,
+    name=NAME,
     limits=(
-        *TRAITS.limits,
+        *TRAITS_V2.limits,
         LoaderLimit(
             ("transformers",),
             "note",

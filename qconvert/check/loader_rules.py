@@ -178,8 +178,11 @@ def _weights_of(s: Subject, limit: LoaderLimit) -> list[tuple[str, Quantized]]:
     return [
         (tensor.name, encoding)
         for parameter, tensor, encoding in s.quantized
-        if limit.about == "weight" or parameter.role == "lm_head"
+        if limit.about == "weight" or parameter.role.startswith(_ROLES[limit.about])
     ]
+
+
+_ROLES = {"head": "lm_head", "experts": "mlp.experts."}
 
 
 def _is_stored_fusion(fusion: Fusion) -> bool:
@@ -236,19 +239,6 @@ def _stacks(s: Subject) -> Iterator[Problem]:
         elif coded and name in parts and parts[name].fusion.native and s.loader == "transformers":
             fact = "transformers holds these experts as one 3-D parameter, and finds no packed one"
             yield Problem(ERROR, name, fact, "serve with vLLM, or `qconvert dequantize`")
-
-
-def _embeddings(s: Subject) -> Iterator[Problem]:
-    """Quantized tables."""
-    if s.loader == "mlx":
-        return
-    for parameter, tensor, encoding in s.quantized:
-        if parameter.kind != "embedding":
-            continue
-        fits = isinstance(encoding, AffineInt) and encoding.symmetric and 32 % encoding.bits == 0
-        if s.loader != "vllm" or not fits or s.architecture.tied:
-            fact = f"{s.loader} does not load an embedding quantized like this ({encoding.label})"
-            yield Problem(ERROR, tensor.name, fact, "keep the embedding plain")
 
 
 def _scales(s: Subject) -> Iterator[Problem]:
@@ -319,7 +309,6 @@ RULES: tuple[Callable[[Subject], Iterator[Problem]], ...] = (
     _fused_groups,
     _stored_fusions,
     _stacks,
-    _embeddings,
     *SCHEME_RULES,
     *SHAPE_RULES,
     own_code,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from qconvert.check.subject import ERROR, NEEDS, NOTE, Problem, Subject
+from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, Problem, Subject
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, Codebook, Quantized, Unquantized
+from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized, Unquantized
 
 _DEQUANTIZING = "CompressedTensorsConfig(dequantize=True)"
 
@@ -39,25 +39,54 @@ def _one_setting(s: Subject) -> Iterator[Problem]:
 
 
 def _zero_points(s: Subject) -> Iterator[Problem]:
-    """transformers cannot unpack zero points, and dequantizes models of one scheme alone."""
-    if s.loader != "transformers" or not s.traits.packed_zero_points:
+    """transformers cannot unpack zero points."""
+    if s.loader == "transformers" and s.traits.packed_zero_points:
+        for _, tensor, encoding in s.quantized:
+            if isinstance(encoding, AffineInt) and not encoding.symmetric:
+                yield _dequantized(s, tensor, "packed zero points")
+
+
+def _embeddings(s: Subject) -> Iterator[Problem]:
+    """Quantized tables."""
+    if s.loader == "mlx":
         return
-    several = len({encoding for _, _, encoding in s.quantized}) > 1
-    for _, tensor, encoding in s.quantized:
-        if not isinstance(encoding, AffineInt) or encoding.symmetric:
+    for parameter, tensor, encoding in s.quantized:
+        if parameter.kind != "embedding":
             continue
-        if several:
-            fact = "transformers fails on packed zero points, and dequantizes models of one scheme only"
-            yield Problem(ERROR, tensor.name, fact, "a scheme without zero points, or serve with vLLM")
-        else:
-            fact = "transformers fails on packed zero points, unless it dequantizes"
-            hint = f"from_pretrained(..., quantization_config={_DEQUANTIZING})"
-            yield Problem(NEEDS, tensor.name, fact, hint, _DEQUANTIZING)
+        fits = isinstance(encoding, AffineInt) and encoding.symmetric and 32 % encoding.bits == 0
+        if s.loader == "transformers" and s.traits.packed_zero_points:
+            yield _dequantized(s, tensor, "quantized embeddings")
+        elif s.loader != "vllm" or not fits or s.architecture.tied:
+            fact = f"{s.loader} does not load an embedding quantized like this ({encoding.label})"
+            yield Problem(ERROR, tensor.name, fact, "keep the embedding plain")
+
+
+def _dequantized(s: Subject, tensor: ModelTensor, what: str) -> Problem:
+    """What transformers loads only where it dequantizes, which it does by one scheme for all weights."""
+    if len({encoding for _, _, encoding in s.quantized}) > 1:
+        fact = f"transformers fails on {what}, and dequantizes models of one scheme only"
+        return Problem(ERROR, tensor.name, fact, "one scheme for all, or serve with vLLM")
+    fact = f"transformers fails on {what}, unless it dequantizes"
+    hint = f"from_pretrained(..., quantization_config={_DEQUANTIZING})"
+    return Problem(NEEDS, tensor.name, fact, hint, _DEQUANTIZING)
+
+
+_MLX_GROUPS = (32, 64, 128)
+
+
+def _mlx_groups(s: Subject) -> Iterator[Problem]:
+    """MLX multiplies integers in groups of three sizes (`mx.quantized_matmul`)."""
+    if s.loader != "mlx":
+        return
+    for _, tensor, encoding in s.quantized:
+        if isinstance(encoding, AffineInt) and (encoding.group_size or tensor.width) not in _MLX_GROUPS:
+            fact = f"MLX knows groups of 32, 64 and 128 columns, and this is {encoding.label}"
+            yield Problem(ERROR, tensor.name, fact, "quantize again with --group-size 128")
 
 
 def _experts(s: Subject) -> Iterator[Problem]:
-    """vLLM's experts of a layer have one scheme, that of down included."""
-    if s.loader != "vllm":
+    """Experts of a layer are multiplied at once, and have one scheme, that of down included."""
+    if s.loader not in FUSING:
         return
     layers: dict[int | None, dict[Quantized, str]] = {}
     for parameter, tensor, encoding in s.quantized:
@@ -66,7 +95,7 @@ def _experts(s: Subject) -> Iterator[Problem]:
     for found in layers.values():
         if len(found) > 1:
             labels = ", ".join(sorted(encoding.label for encoding in found))
-            fact = f"vllm wants one scheme for all linears of experts, and there are {labels}"
+            fact = f"{s.loader} wants one scheme for all linears of experts, and there are {labels}"
             yield Problem(ERROR, next(iter(found.values())), fact, "give all parts of experts one scheme")
 
 
@@ -111,4 +140,4 @@ def _cpu_kernels(s: Subject) -> Iterator[Problem]:
         yield Problem(ERROR, tensor.name, fact, "`qconvert convert`, or `quantize --bits 4`: int4 runs")
 
 
-SCHEME_RULES = (_one_setting, _zero_points, _experts, _requantized, _cpu_kernels)
+SCHEME_RULES = (_one_setting, _zero_points, _embeddings, _mlx_groups, _experts, _requantized, _cpu_kernels)

@@ -38,7 +38,8 @@ class Subject:
     `tokens` is the number of tokens the tokenizer knows, None when that is not known; `unknown` are
     tensors that the architecture does not declare; `products` what config.json makes loaders multiply;
     `device` is "cuda" or "cpu"; `code` are the model's own Python files, `missing_code` those that a config
-    names and the folder lacks; `file` is the name of the folder, or of the GGUF file.
+    names and the folder lacks; `file` is the name of the folder, or of the GGUF file; `own_traits` is what is
+    said of this checkpoint's form of the layout, where that has several.
     """
 
     tensors: Mapping[str, ModelTensor]
@@ -54,11 +55,12 @@ class Subject:
     code: tuple[str, ...] = ()
     missing_code: tuple[str, ...] = ()
     file: str = "model"
+    own_traits: LayoutTraits | None = None
 
     @property
     def traits(self) -> LayoutTraits:
         """What is said of the checkpoint's layout for any model."""
-        return registry.traits_of(self.layout)
+        return self.own_traits or registry.traits_of(self.layout)
 
     @property
     def weights(self) -> Iterator[tuple[Parameter, ModelTensor]]:

@@ -141,10 +141,11 @@ def _subject(checkpoint: Checkpoint, loader: str, tp: int, device: str) -> Subje
     from qconvert.formats.layouts import registry
     from qconvert.formats.layouts.config_checks import dtype_of
 
+    layout = registry.stored_as(checkpoint.config, checkpoint.layout.name)
     return Subject(
         checkpoint.tensors,
         checkpoint.architecture,
-        registry.stored_as(checkpoint.config, checkpoint.layout.name),
+        layout,
         loader,
         tp,
         dtype_of(checkpoint.config),
@@ -155,6 +156,7 @@ def _subject(checkpoint: Checkpoint, loader: str, tp: int, device: str) -> Subje
         tuple(path.name for path in checkpoint.files.sidecars.code),
         checkpoint.files.sidecars.missing,
         checkpoint.path.name,
+        checkpoint.layout.traits if checkpoint.layout.name == layout else None,
     )
 
 

@@ -99,9 +99,9 @@ class LoaderLimit:
     """Something that loaders do not take, or take badly, in a layout that they read.
 
     `applies` says of which encodings. It is about every quantized weight, about the head alone (a quantized
-    "head"), about weights stored "fused" that the class has apart, or about the whole "model" (said once).
-    `fact` may name {loader}, {layout}, {encoding} and {bits}. What loads only with something else than the
-    loader itself "needs" it: a package, or an argument.
+    "head"), about "experts", about weights stored "fused" that the class has apart, or about the whole
+    "model" (said once). `fact` may name {loader}, {layout}, {encoding} and {bits}. What loads only with
+    something else than the loader itself "needs" it: a package, or an argument.
     """
 
     loaders: tuple[str, ...]
@@ -109,7 +109,7 @@ class LoaderLimit:
     fact: str
     hint: str = ""
     applies: Callable[[Quantized], bool] = lambda encoding: True
-    about: Literal["weight", "head", "fused", "model"] = "weight"
+    about: Literal["weight", "head", "experts", "fused", "model"] = "weight"
     needs: str = ""
 
 
@@ -119,6 +119,25 @@ def with_packages(loader: str, *packages: str) -> LoaderLimit:
     hint = f"pip install {' '.join(packages)}"
     fact = f"{{loader}} reads {{layout}} weights with {named}"
     return LoaderLimit((loader,), "needs", fact, hint, about="model", needs=named)
+
+
+def beside_marlin(encoding: Quantized) -> bool:
+    """Whether integers are none that SGLang's Marlin kernels multiply without zero points."""
+    if not isinstance(encoding, AffineInt):
+        return False
+    sizes = (None, 32, 64, 128)  # MARLIN_SUPPORTED_GROUP_SIZES of its `marlin_utils.py`
+    return not encoding.symmetric or encoding.bits not in (4, 8) or encoding.group_size not in sizes
+
+
+# SGLang 0.5.23 has no other GPTQ kernel left (`quantization/gptq/schemes/gptq_linear.py`).
+SGLANG_GPTQ = LoaderLimit(
+    ("sglang",),
+    "error",
+    "SGLang runs GPTQ's integers of 4 and 8 bits without zero points, in groups of 32, 64 or 128 columns or "
+    "whole rows, and this is {encoding}",
+    "`qconvert convert --to compressed-tensors`",
+    beside_marlin,
+)
 
 
 # Of the methods whose loaders leave heads out.

@@ -91,6 +91,21 @@ TRAITS = LayoutTraits(
             lambda e: isinstance(e, AffineInt) and e.bits not in (4, 8),
         ),
         LoaderLimit(
+            ("sglang",),  # is_activation_quantization_format and get_linear_scheme, there
+            "error",
+            "SGLang has no scheme for {encoding} in {layout}",
+            "--scheme nvfp4, or serve with vLLM",
+            lambda e: isinstance(e, Codebook) and e.is_mxfp4,
+        ),
+        LoaderLimit(
+            ("sglang",),  # it takes them for AWQ's: [groups, rows / 8], in its order
+            "error",
+            "SGLang does not load packed zero points of experts",
+            "a scheme without zero points, or serve with vLLM",
+            lambda e: isinstance(e, AffineInt) and not e.symmetric,
+            about="experts",
+        ),
+        LoaderLimit(
             ("transformers",),  # vLLM unpacks by itself
             "warning",
             "{bits}-bit codes run over words: readers before compressed-tensors 0.18 misread them",
@@ -121,11 +136,18 @@ UNPACKED_TRAITS = replace(
     packed_zero_points=False,
     limits=(
         LoaderLimit(
-            ("vllm",),
+            ("vllm", "sglang"),
             "error",
-            "vLLM multiplies int8 inputs by symmetric weights only, and this is {encoding}",
+            "{loader} multiplies int8 inputs by symmetric weights only, and this is {encoding}",
             "a scheme without zero points: int8-channel",
             lambda e: isinstance(e, AffineInt) and not e.symmetric,
+        ),
+        LoaderLimit(
+            ("sglang",),  # get_moe_scheme: for NPUs alone
+            "error",
+            "SGLang has no kernel for experts with int8 weights and inputs on a GPU",
+            "--scheme fp8-channel, or serve with vLLM",
+            about="experts",
         ),
         with_packages("transformers", "compressed-tensors"),
     ),
