@@ -215,7 +215,7 @@ def _torch_dtype(file: GGUFFile) -> str:
 def _homes(file: GGUFFile, reading: Reading) -> dict[str, Home]:
     """Where the file has every tensor that the model's class stores."""
     parts: dict[str, list[Stretch]] = {}
-    for record in reading.records:
+    for record in (record for record in reading.records if not record.copy):
         tensor = file.tensors[record.name]
         start = 0
         factors = _factors_of(file, record.name, len(record.pieces))

@@ -167,6 +167,15 @@ NOT_WRITTEN: tuple[Written, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """A tensor that the loader wants and the graph never reads: that of another layer stands for it."""
+
+    role: str
+    source: int
+    layer: int
+
+
+@dataclass(frozen=True, slots=True)
 class Constant:
     """A float32 vector of the file that comes from config.json: `values`, or the factors of `rope`."""
 
@@ -192,14 +201,16 @@ class GGUFModel:
     converter, `late` what it adds after the file type. `defaults` are those of transformers' config class.
     `roles` declare how a role is written where it is not simply copied under the name of the shared table: as
     one tensor, as several, or not at all (`NOT_WRITTEN`). Fused linears are unfused, except the roles in
-    `whole`, whose members are concatenated. `constants` are tensors that no weight holds. `head` is what
+    `whole`, whose members are concatenated. `stacks` are roles outside the layers whose weights make one 3-D
+    tensor, by the role that it is written as. `constants` are tensors that no weight holds, `copies` those
+    that nothing reads. `head` is what
     llama.cpp does about `output.weight`: uses the embedding when it is missing, refuses such a file, or never
     reads one. `checks` return the reason why llama.cpp's graph would not compute what config.json says,
     `remarks` what the user should know about a file that is written all the same. `special` gives special
     tokens of the vocabulary by their text ("eot": "<|user|>"). `types` gives tensors that are not of the
     usual type by name: the file type for which that holds ("" for all), and the type. `kind` is
     `general.type`. `variant` returns the declaration for one config, where it depends on more than the
-    type.
+    type; `variants` are those of other architectures that it may return.
     """
 
     arch: str
@@ -208,6 +219,8 @@ class GGUFModel:
     defaults: Json = field(default_factory=dict)
     roles: Mapping[str, Written | tuple[Written, ...]] = field(default_factory=dict)
     whole: tuple[str, ...] = ()
+    stacks: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    copies: Callable[[Facts], Iterable[Copy]] | None = None
     constants: BothWays[Iterator[Constant]] | None = None
     head: Head = "optional"
     checks: tuple[Check, ...] = ()
@@ -216,6 +229,11 @@ class GGUFModel:
     types: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     kind: str = "model"
     variant: Callable[[Json], GGUFModel] | None = None
+    variants: tuple[GGUFModel, ...] = ()
+
+    def of_arch(self, arch: str) -> GGUFModel | None:
+        """Returns the declaration of files of this architecture: this one, a variant, or None."""
+        return next((model for model in (self, *self.variants) if model.arch == arch), None)
 
     def written(self, role: str) -> tuple[Written, ...]:
         """Returns the tensors that the weights of a role become."""

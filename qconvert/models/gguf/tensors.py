@@ -6,8 +6,8 @@ model's tensors from a file by it. Pure: names, rows and shapes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import prod
 
 from qconvert.core.dtypes import rows_of, width_of
@@ -27,13 +27,17 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One tensor of the file: its name, its shape, and the rows it is made of before its transform."""
+    """One tensor of the file: its name, its shape, and the rows it is made of before its transform.
+
+    A `copy` is a tensor that nothing reads, with the rows of another one.
+    """
 
     name: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
     width: int
     step: RowTransform | None = None
+    copy: bool = False
 
 
 def records(facts: Facts) -> Iterator[Record]:
@@ -42,13 +46,33 @@ def records(facts: Facts) -> Iterator[Record]:
     Linears that stay fused and the experts of a layer come at the position of the first of them. Raises
     UnsupportedModel for a role that GGUF has no name for.
     """
-    for parameter, parts in _gathered(facts):
-        for written in facts.model.written(parameter.group):
-            yield _record(parameter, parts, written, facts)
+    for gathered in _gathered(facts):
+        for written in facts.model.written(gathered.of.group):
+            yield _record(gathered, written, facts)
+    yield from _copies(facts)
 
 
-def _gathered(facts: Facts) -> Iterator[tuple[Parameter, list[Parameter]]]:
-    """Yields each written tensor's parameter, and the parameters stacked in it."""
+def _copies(facts: Facts) -> Iterator[Record]:
+    """Yields the tensors that nothing reads, under the names of their layers."""
+    by_place = {(p.role, p.layer): p for p in facts.architecture.parameters.values() if p.param == "weight"}
+    for copy in facts.model.copies(facts) if facts.model.copies else ():
+        found = by_place[copy.role, copy.source]
+        (written,) = facts.model.written(copy.role)
+        record = _record(_Gathered(found, [found]), written, facts)
+        yield replace(record, name=gguf_name(copy.role, copy.layer, "weight", written), copy=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """What one tensor of the file holds: a parameter, the ones in it, and whether they are stacked."""
+
+    of: Parameter
+    parts: list[Parameter]
+    stacked: bool = False
+
+
+def _gathered(facts: Facts) -> Iterator[_Gathered]:
+    """Yields each tensor's parameter and those in it, in the order of the model's."""
     architecture = facts.architecture
     wholes = {
         part.name: entry.whole
@@ -56,23 +80,25 @@ def _gathered(facts: Facts) -> Iterator[tuple[Parameter, list[Parameter]]]:
         if entry.fusion.role in facts.model.whole
         for part in entry.members
     }
-    found: dict[object, tuple[Parameter, list[Parameter]]] = {}
+    stacks = {role: whole for whole, roles in facts.model.stacks.items() for role in roles}
+    found: dict[object, _Gathered] = {}
     for parameter in architecture.parameters.values():
         whole = wholes.get(parameter.name)
+        role = stacks.get(parameter.role)
         if whole is not None:
-            found.setdefault(whole.name, (whole, []))[1].append(parameter)
-        elif parameter.group != parameter.role:
-            found.setdefault((parameter.group, parameter.layer, parameter.param), (parameter, []))[1].append(
-                parameter
-            )
+            found.setdefault(whole.name, _Gathered(whole, [])).parts.append(parameter)
+        elif parameter.group != parameter.role or role is not None:
+            first = parameter if role is None else replace(parameter, role=role)
+            key = (first.group, parameter.layer, parameter.param)
+            found.setdefault(key, _Gathered(first, [], stacked=True)).parts.append(parameter)
         else:
-            found[parameter.name] = parameter, [parameter]
+            found[parameter.name] = _Gathered(parameter, [parameter])
     return iter(found.values())
 
 
-def _record(parameter: Parameter, parts: Sequence[Parameter], written: Written, facts: Facts) -> Record:
-    experts = parameter.group != parameter.role
-    shape, width = (len(parts), *parameter.shape) if experts else parameter.shape, width_of(parameter.shape)
+def _record(gathered: _Gathered, written: Written, facts: Facts) -> Record:
+    parameter, parts, stacked = gathered.of, gathered.parts, gathered.stacked
+    shape, width = (len(parts), *parameter.shape) if stacked else parameter.shape, width_of(parameter.shape)
     pieces = [Piece(part.name, range(rows_of(part.shape))) for part in parts]
     if written.rows is not None:
         (part,) = parts
@@ -80,7 +106,7 @@ def _record(parameter: Parameter, parts: Sequence[Parameter], written: Written, 
         count = sum(len(piece.rows) for piece in pieces)
         shape = (count, *shape[1:]) if len(shape) < 3 else (count, width)
     step = _step(written, shape, facts)
-    if experts and len(parameter.shape) == 1:  # biases, a row for each expert
+    if stacked and len(parameter.shape) == 1:  # biases, a row for each expert
         step = RowTransform("transpose", parameter.shape[0])
     elif step is not None and step.change == "transpose":
         shape = (prod(shape[:-1]) // step.rows, width, step.rows)

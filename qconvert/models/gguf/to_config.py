@@ -11,7 +11,7 @@ import re
 from math import isclose
 
 from qconvert.core.dtypes import Json
-from qconvert.core.ggml_types import KV
+from qconvert.core.ggml_types import KV, Scalar
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.models.families import FAMILIES
 from qconvert.models.gguf.declaration import BothWays, Facts, GGUFModel
@@ -31,9 +31,10 @@ def candidates(file: Metadata) -> tuple[str, ...]:
     Raises UnsupportedModel for an undeclared architecture.
     """
     found = {name: model for name, model in MODELS.items() if isinstance(model, GGUFModel)}
-    same = tuple(name for name, model in found.items() if model.arch == file.arch)
+    same = tuple(name for name, model in found.items() if model.of_arch(file.arch))
     if not same:
-        known = ", ".join(dict.fromkeys(model.arch for model in found.values()))
+        declared = (each for model in found.values() for each in (model, *model.variants))
+        known = ", ".join(dict.fromkeys(each.arch for each in declared))
         raise UnsupportedModel(
             f"{file.file}: general.architecture is '{shown(file.arch)}', which is not read here",
             f"read: {known}",
@@ -47,8 +48,9 @@ def config_of(model_type: str, file: Metadata) -> Json:
     Raises CorruptCheckpoint naming a missing or invalid key, UnsupportedModel for a key that config.json has
     no equivalent of.
     """
-    model = MODELS[model_type]
-    assert isinstance(model, GGUFModel)
+    declared = MODELS[model_type]
+    model = declared.of_arch(file.arch) if isinstance(declared, GGUFModel) else None
+    assert model is not None, "one of the candidates"
     family = next(f for f in FAMILIES if model_type in f.model_types)
     if _EMBEDDING not in file.tensors:
         raise CorruptCheckpoint(f"{file.file}: {_EMBEDDING} is missing")
@@ -104,11 +106,15 @@ def check_keys(facts: Facts, file: Metadata) -> tuple[str, ...]:
 
 def _same(one: KV, other: KV) -> bool:
     a, b = one.value, other.value
-    if isinstance(a, float) and isinstance(b, float):
-        return isclose(a, b, rel_tol=1e-6)
-    if isinstance(a, tuple) != isinstance(b, tuple):  # one count for all layers, or one for each
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    if isinstance(a, tuple) or isinstance(b, tuple):  # one count for all layers, or one for each
         return set(a if isinstance(a, tuple) else (a,)) == set(b if isinstance(b, tuple) else (b,))
-    return a == b
+    return _equal(a, b)
+
+
+def _equal(a: Scalar, b: Scalar) -> bool:
+    return isclose(a, b, rel_tol=1e-6) if isinstance(a, float) and isinstance(b, float) else a == b
 
 
 def _biases(family: Family, model: GGUFModel, file: Metadata) -> Json:

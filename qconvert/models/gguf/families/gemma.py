@@ -94,7 +94,8 @@ def _read_two_bases(file: Metadata) -> Json:
 
 
 @read_by(_read_two_bases)
-def _two_bases(facts: Facts) -> Iterator[KV]:
+def two_bases(facts: Facts) -> Iterator[KV]:
+    """Writes the base of the rotary embedding, and that of layers with a window."""
     yield from k.rope_kinds("default", "linear")(facts)
     rope = facts.settings.get("rope_parameters")
     sliding = rope.get("sliding_attention") if isinstance(rope, dict) else None
@@ -105,7 +106,7 @@ def _two_bases(facts: Facts) -> Iterator[KV]:
 GEMMA3 = replace(
     GEMMA2,
     arch="gemma3",
-    keys=(*k.decoder(rope=_two_bases)[:-1], k.stated_head_sizes),
+    keys=(*k.decoder(rope=two_bases)[:-1], k.stated_head_sizes),
     defaults={
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-6,
