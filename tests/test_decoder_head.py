@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qconvert.core.activations import INT8_GROUPS
 from qconvert.errors import BadRecipe
 from qconvert.quant.packed_codes import codes_of
 from qconvert.runtime.device_layout import Layout, place_table
-from qconvert.runtime.head import multiply_float32, rounded_head
+from qconvert.runtime.head import logit_blocks, multiply_float32, rounded_head
+from qconvert.runtime.input_rounding import round_inputs
 from qconvert.runtime.linear import Table
 from qconvert.runtime.storage import DenseWeight
 
@@ -98,3 +100,21 @@ def test_switches_that_round_products_do_not_reach_logits() -> None:
     finally:
         matmul.fp32_precision = before
     assert set(SEEN) == {("ieee", False)}
+
+
+@pytest.mark.parametrize("words", [(0, 2100), (10, 30), (2050, 2100)])
+def test_a_head_of_codes_multiplies_rounded_states_where_it_may(words: tuple[int, int]) -> None:
+    head, x = head_of(W, 8), torch.randn(40, 96, generator=GENERATOR)
+    w = head.rows(slice(*words)).double()
+    exact, rounded = (logit_blocks(x, head, inputs)(*words) for inputs in (None, INT8_GROUPS))
+    assert torch.equal(exact, multiply_float32(x, head, *words))
+    want = round_inputs(x, INT8_GROUPS).double() @ w.T
+    assert rounded.dtype == torch.float32 and rounded.shape == exact.shape
+    assert torch.allclose(rounded.double(), want, atol=1e-5) and not torch.allclose(rounded, exact, atol=1e-3)
+
+
+def test_other_heads_and_few_rows_are_exact() -> None:
+    x, dense, head = torch.randn(40, 96, generator=GENERATOR), DenseWeight(W), head_of(W, 8)
+    assert torch.equal(logit_blocks(x, dense, INT8_GROUPS)(0, 99), multiply_float32(x, dense, 0, 99))
+    few = x[:16]
+    assert torch.equal(logit_blocks(few, head, INT8_GROUPS)(0, 99), multiply_float32(few, head, 0, 99))

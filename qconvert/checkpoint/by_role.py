@@ -71,11 +71,14 @@ class CheckpointWeights:
     def inputs(self, role: str, layer: int | None = None) -> InputQuantization | None:
         """How inputs of a linear are quantized, with its stored numbers; None for exact ones."""
         found = self._stored.get((role, layer, "weight"))
+        if role == "lm_head" and found is None and self._activations == INT8:  # the embedding is the head
+            tied = self._stored.get(("embed", None, "weight"))
+            return INT8_GROUPS if tied is not None and _is_quantized(tied.tensor) else None
         if found is None or self._activations == EXACT:
             return None
         scheme = self._checkpoint.activations(found.tensor)
         if scheme is None:
-            fast = self._activations == INT8 and role != "lm_head" and _is_quantized(found.tensor)
+            fast = self._activations == INT8 and _is_quantized(found.tensor)
             return INT8_GROUPS if fast else None
         stored = [_number(self._checkpoint, f"{base_of(found.tensor)}.{name}") for name in scheme.stored]
         if scheme.inverse and stored:

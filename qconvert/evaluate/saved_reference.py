@@ -220,7 +220,7 @@ class SavedReference:
         for start in range(0, len(targets_N), rows):
             stop = min(start + rows, len(targets_N))
             log_p_NV = self._log_probabilities(first + start, first + stop).to(targets_N.device)
-            some = (model._replace(h_ND=model.h_ND[start:stop]).logits for model in models)
+            some = (model._replace(h_ND=model.h_ND[start:stop]).blocks() for model in models)
             parts.append(score([_Held(log_p_NV), *some], targets_N[start:stop], vocab)[1:])
         return [_joined([part[i] for part in parts]) for i in range(len(models))]
 

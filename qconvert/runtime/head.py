@@ -7,19 +7,24 @@ width, N rows of the input.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from qconvert.core.activations import INT8_GROUPS, InputQuantization
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe
 from qconvert.quant.simd.lanes import LANES
-from qconvert.runtime.cpu.packed_weights import PackedGrid
+from qconvert.runtime.blockwise_scores import Logits
+from qconvert.runtime.cpu.byte_products import ByteRows, byte_rows, multiplies_bytes, multiply_byte_rows
+from qconvert.runtime.cpu.packed_weights import MOST_INTEGER_ROWS, PackedGrid
 from qconvert.runtime.cpu.products import multiply_few
+from qconvert.runtime.cpu.tile_dots import PANEL
 from qconvert.runtime.cpu.tile_products import multiplies_bf16, multiply_bf16
 from qconvert.runtime.linear import Table
 from qconvert.runtime.precision import exact_products
@@ -75,6 +80,24 @@ def multiply_float32(x_NI: Tensor, head: Table, start: int, stop: int) -> Tensor
         return multiply_few(x_NI, head.part(slice(start, stop)))
     with exact_products():
         return _multiply_blocks(x_NI, head, start, stop)
+
+
+def logit_blocks(h_ND: Tensor, head: Table, inputs: InputQuantization | None) -> Logits:
+    """What makes logits of some rows of the head.
+
+    Where `inputs` are `INT8_GROUPS`, many hidden states are rounded so, once for all blocks, if the head's
+    codes can be multiplied; nothing else is rounded here.
+    """
+    many = inputs == INT8_GROUPS and len(h_ND) > MOST_INTEGER_ROWS
+    if many and isinstance(head, PackedGrid) and multiplies_bytes(len(h_ND), head):
+        return partial(_multiply_codes, byte_rows(h_ND, head), head)
+    return partial(multiply_float32, h_ND, head)
+
+
+def _multiply_codes(inputs: ByteRows, head: PackedGrid, start: int, stop: int) -> Tensor:
+    first = min(start, head.shape[0] - PANEL)  # the kernel takes no fewer rows
+    last = max(stop, first + PANEL)
+    return multiply_byte_rows(inputs, head.part(slice(first, last)))[:, start - first : stop - first]
 
 
 def _multiply_blocks(x_NI: Tensor, head: Table, start: int, stop: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qconvert.core.activations import InputQuantization
+from qconvert.core.activations import INT8_GROUPS, InputQuantization
 from qconvert.errors import QConvertError
 from qconvert.models.rope import LongScaling
 from qconvert.runtime.beside import LayerInputs
@@ -77,7 +77,7 @@ class Decoder:
     def is_plain(self) -> bool:
         """Whether the compiled decode steps compute it, given weights that they can read."""
         special = (self.embed_scale, self.config.logit_cap) != (1.0, None) or not self.norm.is_plain
-        special |= self.head_inputs is not None
+        special |= self.head_inputs not in (None, INT8_GROUPS)  # of few rows
         whole = self.config.rope.share == 1 and not isinstance(self.config.rope.scaling, LongScaling)
         return whole and not special and all(layer.is_plain for layer in self.layers)
 
@@ -133,6 +133,8 @@ class Decoder:
 
     def outputs(self, h_ND: Tensor) -> Outputs:
         """Hidden states beside the head that makes logits of them, for `score_hidden`."""
+        if self.head_inputs == INT8_GROUPS:
+            return Outputs(h_ND, self.head, self.config.logit_cap, INT8_GROUPS)
         if self.head_inputs is not None:
             h_ND = round_inputs(h_ND, self.head_inputs)
         return Outputs(h_ND, self.head, self.config.logit_cap)

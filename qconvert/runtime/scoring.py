@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qconvert.runtime.blockwise_scores import Scores, score
+from qconvert.core.activations import InputQuantization
+from qconvert.runtime.blockwise_scores import Logits, Scores, score
 from qconvert.runtime.cuda.triton_language import available
-from qconvert.runtime.head import multiply_float32
+from qconvert.runtime.head import logit_blocks
 from qconvert.runtime.linear import Table
 from qconvert.runtime.storage import DenseWeight
 
@@ -20,17 +21,25 @@ __all__ = ["Outputs", "Scores", "score", "score_hidden"]
 class Outputs(NamedTuple):
     """Hidden states [N, D] of a model, the head that makes logits of them, and what bounds the logits.
 
-    With a `logit_cap`, a logit x is `cap tanh(x / cap)` (Gemma 2).
+    With a `logit_cap`, a logit x is `cap tanh(x / cap)` (Gemma 2). `inputs` is what the head may round hidden
+    states to for speed (`logit_blocks`).
     """
 
     h_ND: Tensor
     head: Table
     logit_cap: float | None = None
+    inputs: InputQuantization | None = None
 
     def logits(self, start: int, stop: int) -> Tensor:
         """Logits of the vocabulary rows [start, stop): float32 [N, stop - start]."""
-        x_NW = multiply_float32(self.h_ND, self.head, start, stop)
-        return x_NW if self.logit_cap is None else x_NW.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
+        return self.blocks()(start, stop)
+
+    def blocks(self) -> Logits:
+        """The same for one block after the other: what all need is computed once."""
+        made, cap = logit_blocks(self.h_ND, self.head, self.inputs), self.logit_cap
+        if cap is None:
+            return made
+        return lambda start, stop: made(start, stop).div_(cap).tanh_().mul_(cap)
 
 
 def score_hidden(models: Sequence[Outputs | tuple[Tensor, Table]], targets_N: Tensor) -> list[Scores]:
@@ -52,4 +61,4 @@ def score_hidden(models: Sequence[Outputs | tuple[Tensor, Table]], targets_N: Te
         pairs = [score_hidden_states([reference, other], targets_N) for other in others]
         first = pairs[0][:1] if pairs else score_hidden_states([reference], targets_N)
         return [*first, *(b for _, b in pairs)]
-    return score([each.logits for each in outputs], targets_N, outputs[0].head.shape[0])
+    return score([each.blocks() for each in outputs], targets_N, outputs[0].head.shape[0])

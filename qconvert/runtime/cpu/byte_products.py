@@ -8,6 +8,8 @@ features, O out features, G groups of columns.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -63,30 +65,68 @@ def multiplies_bytes(rows: int, weight: PackedGrid) -> bool:
     return bool((np.abs(wholes) <= 127).all())
 
 
+@dataclass(frozen=True, slots=True)
+class ByteRows:
+    """Rows of input as they are multiplied: codes plus 128, uint8, and two float32 for each G: scales, and
+    sums of what the codes are worth.
+    """
+
+    codes_NI: Tensor
+    steps_NG: Tensor
+    sums_NG: Tensor
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Where they lie."""
+        return self.codes_NI.data_ptr(), self.steps_NG.data_ptr(), self.sums_NG.data_ptr()
+
+
 def multiply_bytes(x: Tensor, weight: PackedGrid, bias_O: Tensor | None) -> Tensor:
     """`round(x) W^T + b`, [..., O] in the dtype of x, with inputs rounded as `INT8_GROUPS` says.
 
     Check `multiplies_bytes` first.
     """
-    x_NI = x.reshape(-1, x.shape[-1]).contiguous()
+    rows = byte_rows(x.reshape(-1, x.shape[-1]), weight)
+    y_NO = multiply_byte_rows(rows, weight, bias_O, narrow=x.dtype == torch.bfloat16)
+    return y_NO.to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def byte_rows(x_NI: Tensor, weight: PackedGrid) -> ByteRows:
+    """Inputs rounded for products with this weight, or with some of its rows."""
+    x_NI = x_NI.contiguous()
     if x_NI.dtype not in (torch.bfloat16, torch.float32):
         x_NI = x_NI.float()
-    (rows, width), tokens, narrow = weight.shape, len(x_NI), x_NI.dtype == torch.bfloat16
-    columns = LANES if weight.recipe.group % PART else PART
-    codes_NI = torch.empty(tokens, width, dtype=torch.uint8)
-    steps_NG, sums_NG = (torch.empty(tokens, width // columns) for _ in range(2))
-    y_NO = torch.empty(tokens, rows, dtype=x_NI.dtype)
+    (tokens, width), columns, narrow = x_NI.shape, _columns(weight), x_NI.dtype == torch.bfloat16
+    numbers = (torch.empty(tokens, width // columns) for _ in range(2))
+    rows = ByteRows(torch.empty(tokens, width, dtype=torch.uint8), *numbers)
+    team = ThreadTeam(torch.get_num_threads())
+    team.run(
+        lambda rank: _round(x_NI.data_ptr(), narrow, tokens, width, columns, *rows.addresses, rank, team.size)
+    )
+    return rows
+
+
+def multiply_byte_rows(
+    inputs: ByteRows, weight: PackedGrid, bias_O: Tensor | None = None, *, narrow: bool = False
+) -> Tensor:
+    """Products of rounded inputs, [N, O] in float32, or rounded to bfloat16 if `narrow`."""
+    tokens, rows = len(inputs.codes_NI), weight.shape[0]
+    y_NO = torch.empty(tokens, rows, dtype=torch.bfloat16 if narrow else torch.float32)
     bias_O = torch.zeros(rows) if bias_O is None else bias_O.float().contiguous()
     args, team = weight.kernel_args(), ThreadTeam(torch.get_num_threads())
-    kind = _KINDS.index(weight.recipe.kind)
-    inputs = codes_NI.data_ptr(), steps_NG.data_ptr(), sums_NG.data_ptr()
-    team.run(lambda rank: _round(x_NI.data_ptr(), narrow, tokens, width, columns, *inputs, rank, team.size))
+    kind, columns, addresses = _KINDS.index(weight.recipe.kind), _columns(weight), inputs.addresses
     team.run(
         lambda rank: _multiply(
-            args, kind, columns, *inputs, tokens, bias_O.data_ptr(), y_NO.data_ptr(), narrow, rank, team.size
+            args, kind, columns, *addresses, tokens, bias_O.data_ptr(), y_NO.data_ptr(), narrow,
+            rank, team.size,
         )
-    )
-    return y_NO.to(x.dtype).view(*x.shape[:-1], rows)
+    )  # fmt: skip
+    return y_NO
+
+
+def _columns(weight: PackedGrid) -> int:
+    """Columns whose products are summed before they are scaled."""
+    return LANES if weight.recipe.group % PART else PART
 
 
 @kernel
