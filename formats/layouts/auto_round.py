@@ -27,10 +27,11 @@ from qconvert.core.protocols import Layout, Source
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts import config_checks as checks
 from qconvert.formats.layouts.awq import AWQ
-from qconvert.formats.layouts.base import RegisteredLayout
+from qconvert.formats.layouts.base import MatrixKind, Promise, RegisteredLayout
 from qconvert.formats.layouts.compressed_tensors.activations import activations
+from qconvert.formats.layouts.compressed_tensors.promised import promise
 from qconvert.formats.layouts.compressed_tensors.reading import open_compressed_tensors
-from qconvert.formats.layouts.gptq import GPTQ
+from qconvert.formats.layouts.gptq import GPTQ, promised_integers
 from qconvert.formats.layouts.gptq_dynamic import claimed, symmetric
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
 from qconvert.ops import Op, Transcode
@@ -150,14 +151,7 @@ def open_auto_round(source: Source, config: Json) -> tuple[Layout, dict[str, Mod
     is raised for packings of other kinds than integers.
     """
     settings = checks.settings_of(config)
-    packing = str(settings.get("packing_format") or "auto_round:auto_gptq")
-    integers = packing in (_AWQ, *_VERSIONS) and settings.get("data_type", "int") == "int"
-    if not (integers or _is_mxfp4(settings)):
-        raise UnsupportedModel(
-            f"config.json: AutoRound's packing_format {shown(packing)!r} with data_type "
-            f"{shown(settings.get('data_type'))} is not read here",
-            f"export it as {', '.join([*_VERSIONS, _AWQ])}, or for llm_compressor, which are read",
-        )
+    packing = _packing(settings)
     if _is_mxfp4(settings):
         return open_compressed_tensors(source, _as_compressed(settings))
     own = _by_module(settings)
@@ -168,6 +162,19 @@ def open_auto_round(source: Source, config: Json) -> tuple[Layout, dict[str, Mod
     groupless = not any(f"{base}.g_idx" in source.specs for base in bases)
     layout = AutoRound(_VERSIONS[packing], groupless, packing=packing)
     return checks.gathered(layout, source, (_gptq(base, source, own) for base in bases), "qweight", NAME)
+
+
+def _packing(settings: Json) -> str:
+    """How the codes are packed; UnsupportedModel for packings that are not read."""
+    packing = str(settings.get("packing_format") or "auto_round:auto_gptq")
+    integers = packing in (_AWQ, *_VERSIONS) and settings.get("data_type", "int") == "int"
+    if not (integers or _is_mxfp4(settings)):
+        raise UnsupportedModel(
+            f"config.json: AutoRound's packing_format {shown(packing)!r} with data_type "
+            f"{shown(settings.get('data_type'))} is not read here",
+            f"export it as {', '.join([*_VERSIONS, _AWQ])}, or for llm_compressor, which are read",
+        )
+    return packing
 
 
 def _is_mxfp4(settings: Json) -> bool:
@@ -279,4 +286,21 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     return (*ops, Transcode("cast_scales", DType.F16))
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, AutoRound, open_auto_round, _transcode, _activations),)
+def _promise(config: Json) -> Promise:
+    """All linears of the layers but those that `extra_config` gives 16 bits; a head that it names."""
+    settings = checks.settings_of(config)
+    packing = _packing(settings)
+    if _is_mxfp4(settings):
+        return promise(config | _as_compressed(settings))
+    own = _by_module(settings)
+    own["lm_head"] = "lm_head" in own["dynamic"]
+    plain = {m for m, each in own["dynamic"].items() if isinstance(each, dict) and each.get("bits", 0) > 8}
+
+    def encoding(tensor: ModelTensor, kind: MatrixKind) -> AffineInt | None:
+        return None if checks.base_of(tensor) in plain else promised_integers(own, tensor, kind)
+
+    layout = AutoRoundAWQ() if packing == _AWQ else AutoRound(_VERSIONS[packing], packing=packing)
+    return Promise(layout, encoding)
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, AutoRound, open_auto_round, _transcode, _activations, promise=_promise),)

@@ -26,7 +26,7 @@ from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts import config_checks as checks
-from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
+from qconvert.formats.layouts.base import MatrixKind, PassThrough, Promise, RegisteredLayout
 from qconvert.formats.layouts.gptq_dynamic import left_plain
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
 from qconvert.ops import Op, Transcode
@@ -183,14 +183,19 @@ def open_awq(source: Source, config: Json) -> tuple[AWQ, dict[str, ModelTensor]]
     CorruptCheckpoint names array and key where shapes and quantization_config disagree.
     """
     settings = checks.settings_of(config)
+    _check_version(settings)
+    bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
+    return checks.gathered(AWQ(), source, (_logical(base, source, settings) for base in bases), "qweight")
+
+
+def _check_version(settings: Json) -> None:
+    """Raise UnsupportedModel for another form of AWQ than the one that is read."""
     version, bits = str(settings.get("version") or "gemm").lower(), checks.claim(settings, "bits", int, _BITS)
     if version != "gemm" or bits != _BITS:
         raise UnsupportedModel(
             f"config.json: AWQ version {shown(version)!r} with bits {bits} is not read here",
             "save it again as version gemm with 4 bits, which is read",
         )
-    bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
-    return checks.gathered(AWQ(), source, (_logical(base, source, settings) for base in bases), "qweight")
 
 
 def _logical(base: str, source: Source, settings: Json) -> ModelTensor:
@@ -211,4 +216,20 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     return (*ops, Transcode("cast_scales", DType.F16))
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, AWQ, open_awq, _transcode),)
+def _promise(config: Json) -> Promise:
+    """All linears of the layers that are not named as left plain; AutoAWQ never quantizes the head."""
+    settings = checks.settings_of(config)
+    _check_version(settings)
+    symmetric = checks.claim(settings, "zero_point", bool, default=True) is False
+    kept = settings.get("modules_to_not_convert")
+
+    def encoding(tensor: ModelTensor, kind: MatrixKind) -> AffineInt | None:
+        if kind != "linear" or checks.left_plain(tensor, kept):
+            return None
+        size = checks.said_group(tensor, checks.claim(settings, "group_size", int, -1))
+        return AffineInt(_BITS, size, symmetric, DType.F16)
+
+    return Promise(AWQ(), encoding)
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, AWQ, open_awq, _transcode, promise=_promise),)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Generic, Literal, TypeVar, cast
 
 from qconvert.core.activations import ActivationScheme, ScalesBeside, StoredScale
 from qconvert.core.dtypes import Json, TensorSpec
@@ -25,6 +25,21 @@ Reader = Callable[[Source, Json], tuple[Layout, dict[str, ModelTensor]]]
 Transcoder = Callable[[ModelTensor, Quantized], tuple[Op, ...]]
 # How loaders quantize the inputs of the linear with this weight, by config.json.
 Activations = Callable[[Json, ModelTensor], ActivationScheme | None]
+# What a matrix of the model is: layouts leave some kinds of them plain.
+MatrixKind = Literal["linear", "head", "embedding", "router"]
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What a config.json says of weights that are not here: their layout, and the encoding of each matrix.
+
+    `encoding` takes a matrix as a plain tensor, and is None where it is left plain; `note` says what the
+    config leaves open.
+    """
+
+    layout: Layout
+    encoding: Callable[[ModelTensor, MatrixKind], Quantized | None]
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +47,8 @@ class RegisteredLayout:
     """A layout as the registry knows it. Those without `writer` and `transcode` are only read; `reader` is
     asked where config.json names this layout as its quantization method, or has its `config_key`. Loaders of
     those without `activations` quantize weights alone. `settings_file` makes what the settings file holds of
-    the settings in config.json, where that is not the same.
+    the settings in config.json, where that is not the same. `promise` tells encodings from a config.json
+    alone; a config of those without one does not.
     """
 
     traits: LayoutTraits
@@ -41,6 +57,7 @@ class RegisteredLayout:
     transcode: Transcoder | None = None
     activations: Activations | None = None
     settings_file: Callable[[Json], Json] | None = None
+    promise: Callable[[Json], Promise] | None = None
 
 
 E = TypeVar("E", bound=Quantized)

@@ -29,7 +29,7 @@ from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts import config_checks as checks
-from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
+from qconvert.formats.layouts.base import MatrixKind, PassThrough, Promise, RegisteredLayout
 from qconvert.formats.layouts.transcoding import refused
 from qconvert.ops import Op, Transcode
 
@@ -324,4 +324,27 @@ def _activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
     return ActivationScheme(8, False, "token", outliers=above)
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, BitsAndBytes, open_bitsandbytes, _transcode, _activations),)
+def _promise(config: Json) -> Promise:
+    """All linears that the settings do not skip; the head is skipped where they name none to skip."""
+    settings, decoded = checks.settings_of(config), checks.dtype_of(config)
+    skipped, table = settings.get("llm_int8_skip_modules"), settings.get("bnb_4bit_quant_type", "fp4")
+    four = settings.get("load_in_4bit", settings.get("_load_in_4bit")) is True
+    if four and table not in ("nf4", "fp4"):
+        raise UnsupportedModel(
+            f"config.json: bnb_4bit_quant_type {shown(table)} is not read here", "nf4 and fp4 are"
+        )
+    second = "nested" if settings.get("bnb_4bit_use_double_quant") is True else None
+    rows = Codebook("int8", None, DType.F32, decoded)
+    made = Codebook(str(table), BLOCK, DType.F32, decoded, second=second) if four else rows
+
+    def encoding(tensor: ModelTensor, kind: MatrixKind) -> Codebook | None:
+        plain = kind == "head" and skipped is None
+        fits = kind in ("linear", "head") and not plain and len(tensor.shape) == 2
+        return made if fits and not checks.left_plain(tensor, skipped) else None
+
+    return Promise(BitsAndBytes(), encoding)
+
+
+LAYOUTS = (
+    RegisteredLayout(TRAITS, BitsAndBytes, open_bitsandbytes, _transcode, _activations, promise=_promise),
+)

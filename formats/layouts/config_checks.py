@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from qconvert.core.dtypes import FLOAT_DTYPES, DType, Json, TensorSpec
@@ -95,6 +96,36 @@ def group_size(scales: TensorSpec, width: int, said: Sequence[object]) -> int | 
     if size not in (*said, width):
         raise contradiction(scales.name, f"groups of {size} columns", "group_size", listed(said))
     return size if size in said else None
+
+
+def left_plain(tensor: ModelTensor, modules: object) -> bool:
+    """Whether a list in config.json of what is left plain names a weight's module, or one that it is in.
+
+    Names may be whole, the last of their parts alone (`gate`), or have * for anything. Source: transformers
+    5.23, `quantizers/quantizers_utils.py` (should_convert_module).
+    """
+    module = base_of(tensor)
+    for name in modules if isinstance(modules, list) else ():
+        if not isinstance(name, str) or not name:
+            continue
+        if "*" in name and fnmatchcase(module, name.replace("[", "[[]") + "*"):
+            return True
+        if module == name or module.startswith(f"{name}.") or f".{name}." in f".{module}.":
+            return True
+    return False
+
+
+def said_group(tensor: ModelTensor, said: object) -> int | None:
+    """The group size that a config says, for a weight that is not here; None where a row has one scale."""
+    if said is None or said == -1:
+        return None
+    if type(said) is not int or said < 1 or tensor.width % said:
+        raise CorruptCheckpoint(
+            f"config.json: group_size {shown(said)} does not divide the {tensor.width:,} columns of "
+            f"{tensor.name}",
+            "correct quantization_config, or give the whole model folder",
+        )
+    return said
 
 
 def matrix_shape(tensor: ModelTensor, layout: str) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts import config_checks as checks
-from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
+from qconvert.formats.layouts.base import MatrixKind, PassThrough, Promise, RegisteredLayout
 from qconvert.formats.layouts.codebook_arrays import CodedArrays
 from qconvert.formats.layouts.scales_beside import cache_scale
 from qconvert.formats.layouts.transcoding import refused
@@ -34,6 +34,7 @@ STATIC_SCALE = "activation_scale"
 _SCALES, _OWN_SCALES = "weight_scale_inv", "scale"
 _MX = 32
 _POWERS_OF_TWO = "ue8m0"
+_FORMATS = ("e4m3", "float8_e4m3fn")  # DeepSeek's name, and MiniMax's
 
 TRAITS = LayoutTraits(
     NAME,
@@ -106,18 +107,24 @@ class FP8(PassThrough[Codebook, CodebookRows]):
         return TensorSpec(f"{scale.module}.{scale.of[0]}_scale", DType.F32, (1,))
 
 
-def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, ModelTensor]]:
-    """The layout of a checkpoint and its logical tensors, by HF weight name."""
-    settings = checks.settings_of(config)
+def _block(settings: Json) -> list[int]:
+    """The rows and columns that share a scale; UnsupportedModel where that is not how FP8 is stored."""
     block = settings.get("weight_block_size")
     square = isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
-    if not square or settings.get("fmt", "e4m3") != "e4m3":
+    if not square or settings.get("fmt", "e4m3") not in _FORMATS:
         raise UnsupportedModel(
             f"config.json: fp8 with fmt {shown(settings.get('fmt'))} and weight_block_size {shown(block)} is "
             "not read here",
             "save it again as e4m3 in blocks such as [128, 128], which are read",
         )
     assert isinstance(block, list)
+    return block
+
+
+def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, ModelTensor]]:
+    """The layout of a checkpoint and its logical tensors, by HF weight name."""
+    settings = checks.settings_of(config)
+    block = _block(settings)
     scheme = settings.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
         raise UnsupportedModel(
@@ -177,4 +184,21 @@ def _activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
     return ActivationScheme(8, True, "group", size, scale_dtype=DType.F8_E8M0 if exponents else DType.F32)
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, FP8, open_fp8, _transcode, _activations),)
+def _promise(config: Json) -> Promise:
+    """All linears of the layers that are not named as left plain; the head never (DeepSeek-V3, Qwen3)."""
+    settings, decoded = checks.settings_of(config), checks.dtype_of(config)
+    rows, columns = _block(settings)
+    kept = settings.get("modules_to_not_convert")
+
+    def encoding(tensor: ModelTensor, kind: MatrixKind) -> Codebook | None:
+        if kind != "linear" or checks.left_plain(tensor, kept):
+            return None
+        if config.get("expert_dtype") == "fp4" and ".experts." in tensor.name:  # DeepSeek-V4
+            return Codebook("e2m1", _MX, DType.F8_E8M0, decoded)
+        return Codebook("e4m3", columns, DType.F32, decoded, group_rows=rows)
+
+    note = "config.json does not name the type of the FP8 scales: counted as float32"
+    return Promise(FP8(settings.get("scale_fmt") == _POWERS_OF_TWO), encoding, note)
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, FP8, open_fp8, _transcode, _activations, promise=_promise),)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,13 @@ from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineIntRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts import config_checks as checks
-from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
-from qconvert.formats.layouts.gptq_dynamic import claimed, settings_of_forms, symmetric
+from qconvert.formats.layouts.base import MatrixKind, PassThrough, Promise, RegisteredLayout
+from qconvert.formats.layouts.gptq_dynamic import (
+    claimed,
+    settings_of_forms,
+    settings_of_module,
+    symmetric,
+)
 from qconvert.formats.layouts.transcoding import refused, to_integers
 from qconvert.ops import Op, Transcode
 from qconvert.quant.packed_codes import words_of
@@ -216,21 +222,27 @@ class GPTQ(PassThrough[AffineInt, AffineIntRows]):
         return {"quantization_config": settings}
 
 
-def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, ModelTensor]]:
-    """The layout of a checkpoint and its logical tensors, by HF weight name.
-
-    CorruptCheckpoint names array and key where shapes, g_idx and quantization_config disagree.
-    """
-    settings = checks.settings_of(config)
+def _version(settings: Json) -> int:
+    """1 or 2, by the checkpoint format; UnsupportedModel for another one."""
     version = str(settings.get("checkpoint_format") or settings.get("format") or NAME)
     if version not in (NAME, f"{NAME}_v2"):
         raise UnsupportedModel(
             f"config.json: GPTQ checkpoint_format {shown(version)!r} is not read here",
             "save it again as gptq or gptq_v2, which are read",
         )
+    return 2 if version.endswith("v2") else 1
+
+
+def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, ModelTensor]]:
+    """The layout of a checkpoint and its logical tensors, by HF weight name.
+
+    CorruptCheckpoint names array and key where shapes, g_idx and quantization_config disagree.
+    """
+    settings = checks.settings_of(config)
+    version = _version(settings)
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
     groupless = bool(bases) and not any(f"{base}.g_idx" in source.specs for base in bases)
-    layout = GPTQ(2 if version.endswith("v2") else 1, groupless)
+    layout = GPTQ(version, groupless)
     return checks.gathered(
         layout, source, (_logical(base, source, settings) for base in bases), "qweight", NAME
     )
@@ -291,7 +303,33 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     return (*ops, Transcode("cast_scales", DType.F16))
 
 
+def _promise(config: Json) -> Promise:
+    """All linears of the layers, by `dynamic` where it says more; the head where the settings say so."""
+    settings = checks.settings_of(config)
+    layout = GPTQ(_version(settings))
+    return Promise(layout, partial(promised_integers, settings))
+
+
+def promised_integers(settings: Json, tensor: ModelTensor, kind: MatrixKind) -> AffineInt | None:
+    """The encoding that settings of GPTQ promise of a matrix; None where they leave it plain."""
+    own = settings_of_module(settings, checks.base_of(tensor))
+    head = kind == "head" and checks.claim(settings, "lm_head", bool, default=False) is True
+    if own is None or not (kind == "linear" or head):
+        return None
+    bits = checks.claim(own, "bits", int)
+    if bits not in BITS:
+        raise UnsupportedModel(
+            f"config.json: GPTQ with bits {shown(bits)} is not read here",
+            "save it again with 2, 3, 4 or 8 bits, which are read",
+        )
+    assert isinstance(bits, int)
+    size = checks.said_group(tensor, checks.claim(own, "group_size", int, -1))
+    symmetric = checks.claim(own, "sym", bool, default=False) is True
+    act_order = checks.claim(own, "desc_act", bool, default=False) is True
+    return AffineInt(bits, size, symmetric, DType.F16, act_order, signless_zero=True)
+
+
 LAYOUTS = (
-    RegisteredLayout(TRAITS, GPTQ, open_gptq, _transcode),
+    RegisteredLayout(TRAITS, GPTQ, open_gptq, _transcode, promise=_promise),
     RegisteredLayout(TRAITS_V2, lambda: GPTQ(2), None, _transcode),
 )

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import AffineInt, Quantized
-from qconvert.errors import CorruptCheckpoint, shown
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.layouts.config_checks import claim
 
 # A name with its dots escaped or not, from beginning to end.
@@ -44,6 +44,24 @@ def symmetric(settings: Mapping[str, object], module: str) -> bool:
         if literal is not None and literal[1].replace("\\.", ".") == module:
             return claim(own, "sym", bool, default=base) is True
     return base
+
+
+def settings_of_module(settings: Json, module: str) -> Json | None:
+    """The settings of a module that is not here; None where `dynamic` leaves it plain.
+
+    UnsupportedModel for an expression that is more than a name.
+    """
+    dynamic = settings.get("dynamic") or {}
+    for pattern, own in dynamic.items() if isinstance(dynamic, dict) else ():
+        literal = _LITERAL.fullmatch(pattern.removeprefix("-:").removeprefix("+:"))
+        if literal is None:
+            raise UnsupportedModel(
+                f"config.json: dynamic: {shown(pattern)!r} is an expression, which is not run here",
+                "give the whole model folder, or its name on the Hub",
+            )
+        if literal[1].replace("\\.", ".") == module:
+            return None if pattern.startswith("-:") else settings | (own if isinstance(own, dict) else {})
+    return settings
 
 
 def _overrides(settings: Mapping[str, object]) -> Iterator[tuple[str, Json]]:

@@ -10,6 +10,7 @@ mirrors them in `quantization_config`. Sources: mlx 0.32 (`mlx/ops.cpp`: quantiz
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from qconvert.core.dtypes import FLOAT_DTYPES, DType, Json, TensorSpec
 from qconvert.core.encodings import AffineMin, Codebook, ModelTensor, Quantized
@@ -18,7 +19,7 @@ from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import AffineMinRows, CodebookRows
 from qconvert.errors import UnsupportedModel, shown
 from qconvert.formats.layouts import config_checks as checks
-from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
+from qconvert.formats.layouts.base import MatrixKind, PassThrough, Promise, RegisteredLayout
 from qconvert.formats.layouts.codebook_arrays import CodedArrays
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
 from qconvert.ops import Op, Transcode
@@ -127,37 +128,43 @@ def open_mlx(source: Source, config: Json) -> tuple[MLX, dict[str, ModelTensor]]
 
 def _logical(base: str, source: Source, settings: Json, decoded: DType) -> ModelTensor:
     own = settings.get(base)
-    said = {**settings, **own} if isinstance(own, dict) else settings
-    mode, bits, size = said.get("mode", "affine"), said.get("bits"), said.get("group_size")
     weight, scales = source.specs[f"{base}.weight"], source.specs[f"{base}.scales"]
-    modes = {"affine": None, **{name: (4, group) for name, (group, _) in _MODES.items()}}
-    known = isinstance(mode, str) and mode in modes and modes[mode] in (None, (bits, size))
-    if not known or type(bits) is not int or bits not in BITS or type(size) is not int or size < 1:
-        raise UnsupportedModel(
-            f"{weight.name}: mode {shown(mode)} with bits {shown(bits)} and group_size {shown(size)} is not "
-            "read here",
-            "save it again as affine of 2, 3, 4, 5, 6 or 8 bits, mxfp4 or nvfp4, which are read",
-        )
-    if mode == "nvfp4" and f"{base}.global_scale" in source.specs:
+    encoding = _encoding(weight.name, {**settings, **own} if isinstance(own, dict) else settings, decoded)
+    if isinstance(encoding, AffineMin):
+        encoding = replace(encoding, scale_dtype=scales.dtype)
+    elif encoding.is_nvfp4 and f"{base}.global_scale" in source.specs:
         raise UnsupportedModel(
             f"{base}.global_scale: one scale for a whole tensor is not read here",
             "mlx-lm quantizes without one unless asked for it",
         )
     checks.part(source, weight.name, "its scales are there", dims=(2, 3), dtypes=(DType.U32,))
     checks.part(source, scales.name, f"{weight.name} is there", dims=(len(weight.shape),), dtypes=_SCALES)
+    bits, size = encoding.bits, encoding.group_size
     width = weight.shape[-1] * 32 // bits
-    if scales.shape[-1] * size != width:
+    if scales.shape[-1] * (size or 0) != width:
         raise checks.contradiction(
             f"{weight.name}",
             f"{weight.shape[-1]} words and {scales.shape[-1]} scales a row",
             "bits, group_size",
             [bits, size],
         )
-    if mode in _MODES:
-        encoding: Quantized = Codebook("e2m1", size, _MODES[mode][1], decoded)
-    else:
-        encoding = AffineMin(bits, size, scales.dtype)
     return ModelTensor(weight.name, (*weight.shape[:-1], width), encoding)
+
+
+def _encoding(name: str, said: Json, dtype: DType) -> AffineMin | Codebook:
+    """The encoding that settings say of a weight, in a model of this type; UnsupportedModel for others."""
+    mode, bits, size = said.get("mode", "affine"), said.get("bits"), said.get("group_size")
+    modes = {"affine": None, **{name: (4, group) for name, (group, _) in _MODES.items()}}
+    known = isinstance(mode, str) and mode in modes and modes[mode] in (None, (bits, size))
+    if not known or type(bits) is not int or bits not in BITS or type(size) is not int or size < 1:
+        raise UnsupportedModel(
+            f"{name}: mode {shown(mode)} with bits {shown(bits)} and group_size {shown(size)} is not "
+            "read here",
+            "save it again as affine of 2, 3, 4, 5, 6 or 8 bits, mxfp4 or nvfp4, which are read",
+        )
+    if isinstance(mode, str) and mode in _MODES:
+        return Codebook("e2m1", size, _MODES[mode][1], dtype)
+    return AffineMin(bits, size, dtype)
 
 
 def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
@@ -185,4 +192,17 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     return (*ops, *split, Transcode("zeros_to_mins", tensor.width))
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, MLX, open_mlx, _transcode),)
+def _promise(config: Json) -> Promise:
+    """Every matrix whose rows are whole groups, unless the settings say `false` of its module."""
+    settings, decoded = checks.settings_of(config, KEY), checks.dtype_of(config)
+
+    def encoding(tensor: ModelTensor, kind: MatrixKind) -> Quantized | None:
+        own = settings.get(checks.base_of(tensor))
+        made = _encoding(tensor.name, {**settings, **own} if isinstance(own, dict) else settings, decoded)
+        assert made.group_size is not None
+        return None if own is False or tensor.width % made.group_size else made
+
+    return Promise(MLX(), encoding)
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, MLX, open_mlx, _transcode, promise=_promise),)

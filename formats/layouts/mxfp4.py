@@ -16,7 +16,7 @@ from qconvert.core.layout_traits import CodebookScheme, LayoutTraits, RoundingRu
 from qconvert.core.protocols import ArrayRows, Source
 from qconvert.core.values import CodebookRows
 from qconvert.errors import BadRecipe, CorruptCheckpoint
-from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
+from qconvert.formats.layouts.base import MatrixKind, PassThrough, Promise, RegisteredLayout
 from qconvert.formats.layouts.config_checks import gathered, require
 from qconvert.formats.layouts.transcoding import refused
 from qconvert.ops import Op
@@ -101,4 +101,14 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     raise refused(tensor, "is not MXFP4, which gpt-oss's layout holds its experts in")
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, MXFP4, open_mxfp4, _transcode),)
+def _promise(config: Json) -> Promise:
+    """All stacks of experts, and nothing else."""
+
+    def encoding(tensor: ModelTensor, kind: MatrixKind) -> Codebook | None:
+        stack = kind == "linear" and len(tensor.shape) == 3
+        return Codebook("e2m1", BLOCK, DType.F8_E8M0, DType.BF16) if stack else None
+
+    return Promise(MXFP4(), encoding)
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, MXFP4, open_mxfp4, _transcode, promise=_promise),)

@@ -14,7 +14,7 @@ from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import Layout, Source
 from qconvert.errors import UnsupportedModel, shown
-from qconvert.formats.layouts.base import RegisteredLayout
+from qconvert.formats.layouts.base import Promise, RegisteredLayout
 from qconvert.formats.layouts.config_checks import SETTINGS_KEY, settings_of
 
 _HERE = "qconvert.formats.layouts"
@@ -127,6 +127,12 @@ def read(source: Source, config: Json) -> tuple[Layout, dict[str, ModelTensor]]:
     reader = (claimed_by(config) or find(DEFAULT)).reader
     assert reader is not None
     return reader(source, config)
+
+
+def promise(config: Json) -> Promise | None:
+    """What a config.json says of quantized weights that are not here; None where their headers alone tell."""
+    layout = claimed_by(config)
+    return layout.promise(config) if layout is not None and layout.promise is not None else None
 
 
 def activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:

@@ -1,24 +1,30 @@
 """Opens a model whose weights are not here: names and shapes that its config.json, and an index, promise.
 
-What is planned for it has the sizes of the real thing to the byte; there is nothing to read. A quantized
-model is left as its config alone, for its arrays are told by their headers.
+What is planned for it has the sizes of the real thing to the byte; there is nothing to read. The arrays of a
+quantized model are those that its layout would store (`formats.layouts.base.Promise`); a model in a layout
+that only headers tell is left as its config alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from qconvert.checkpoint.open import Checkpoint, checkpoint_of
-from qconvert.core.dtypes import DType, TensorSpec
-from qconvert.errors import UnsupportedModel, shown
+from qconvert.checkpoint.open import Checkpoint, checkpoint_in, checkpoint_of
+from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
+from qconvert.core.protocols import Layout
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.gguf.header import is_gguf
-from qconvert.formats.huggingface.folder import CONFIG_FILE, open_config
+from qconvert.formats.huggingface.folder import CONFIG_FILE, HFCheckpoint, open_config
 from qconvert.formats.huggingface.safetensors_file import INDEX_FILE
 from qconvert.formats.huggingface.shard_index import ShardIndex, read_index
 from qconvert.formats.layouts import registry
-from qconvert.models import Architecture
+from qconvert.formats.layouts.base import MatrixKind, Promise
+from qconvert.formats.layouts.config_checks import SETTINGS_KEY, settings_of
+from qconvert.models import Architecture, Parameter
 from qconvert.models.declared import Declaration
 
 _OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".ckpt")
@@ -34,16 +40,23 @@ def without_weights(path: Path, declared: Declaration | None = None) -> Checkpoi
     if is_gguf(path) or not _is_config(path):
         return None
     index = _index(path)
-    files = open_config(path)
+    files = _settings_on_top(open_config(path))
     source = CONFIG_FILE if index is None else f"{CONFIG_FILE} and {INDEX_FILE}"
     if registry.claimed_method(files.config) is not None:
-        note = [] if index is None else _claimed_note(index)
-        bare = replace(files, warnings=(*files.warnings, *note))
-        return Checkpoint(bare, {}, registry.writer(registry.DEFAULT), declared, assumed=source)
+        return replace(_quantized(files, index, declared), assumed=source)
     architecture = declared.architecture(files.config) if declared else Architecture.of(files.config)
     specs, notes = _promised(architecture, index)
     held = replace(files, specs=specs, warnings=(*files.warnings, *notes))
     return replace(checkpoint_of(held, declared), assumed=source)
+
+
+def _settings_on_top(files: HFCheckpoint) -> HFCheckpoint:
+    """The files with the quantization settings where they are looked for: some have them in `text_config`."""
+    text = files.config.get("text_config")
+    nested = text.get(SETTINGS_KEY) if isinstance(text, dict) else None
+    if not nested or files.config.get(SETTINGS_KEY):
+        return files
+    return replace(files, config=files.config | {SETTINGS_KEY: nested})
 
 
 def _folder(path: Path) -> Path:
@@ -82,11 +95,7 @@ def _promised(
     specs = {name: TensorSpec(name, dtype, shape) for name, shape in shapes.items()}
     others = [name for name in names if name not in shapes] if index is not None else []
     if index is not None and others:
-        taken = _bytes_of_rest(specs.values(), index)
-        notes.append(
-            f"{INDEX_FILE}: {len(others):,} of its tensors are not of the language model "
-            f"({shown(others[0])}, ...){taken}, and are not counted here"
-        )
+        notes.append(_rest_note(others, _bytes_of_rest(specs.values(), index)))
     return specs, notes
 
 
@@ -96,12 +105,16 @@ def _shapes(architecture: Architecture, names: Iterable[str]) -> dict[str, tuple
     return {name: stored.get(name, place.shape) for name, place in found if place is not None}
 
 
+def _named_dtype(architecture: Architecture) -> object:
+    settings = architecture.settings
+    return settings.get("dtype") or settings.get("torch_dtype")
+
+
 def _dtype(
     architecture: Architecture, shapes: Mapping[str, tuple[int, ...]], index: ShardIndex | None
 ) -> tuple[DType, list[str]]:
     """What a number is stored in: as the index's total has it, else as config.json says."""
-    settings = architecture.settings
-    named = settings.get("dtype") or settings.get("torch_dtype")
+    named = _named_dtype(architecture)
     dtype = _DTYPES.get(str(named), DType.F32)
     unnamed = [] if str(named) in _DTYPES else ["config.json names no dtype: counted as float32"]
     if index is None or not isinstance(index.total_size, int) or len(shapes) != len(index.weight_map):
@@ -121,6 +134,13 @@ def _dtype(
     ]
 
 
+def _rest_note(others: Sequence[str], taken: str) -> str:
+    return (
+        f"{INDEX_FILE}: {len(others):,} of its tensors are not of the language model "
+        f"({shown(others[0])}, ...){taken}, and are not counted here"
+    )
+
+
 def _bytes_of_rest(specs: Iterable[TensorSpec], index: ShardIndex) -> str:
     if not isinstance(index.total_size, int):
         return ""
@@ -128,17 +148,119 @@ def _bytes_of_rest(specs: Iterable[TensorSpec], index: ShardIndex) -> str:
     return f", take {rest:,} bytes" if rest > 0 else ""
 
 
-def _claimed_note(index: ShardIndex) -> list[str]:
-    if not isinstance(index.total_size, int):
-        return []
-    return [f"{INDEX_FILE} counts {index.total_size:,} bytes of weights"]
+def _quantized(files: HFCheckpoint, index: ShardIndex | None, declared: Declaration | None) -> Checkpoint:
+    """A quantized model by what its config says of it; without tensors where that does not tell them."""
+    untold = []
+    try:
+        promise = registry.promise(files.config)
+        if promise is not None:
+            architecture = declared.architecture(files.config) if declared else Architecture.of(files.config)
+            architecture = _spelled(architecture, index, settings_of(files.config))
+            tensors = _coded(architecture, index, promise)
+            arrays = [spec for tensor in tensors.values() for spec in promise.layout.stored_arrays(tensor)]
+            specs = {spec.name: spec for spec in (*arrays, *_scales_of_inputs(files.config, tensors))}
+            notes = [promise.note] if promise.note else []
+            notes += [] if index is None else _differences(specs, index)
+            held = replace(files, specs=specs, warnings=(*files.warnings, *notes))
+            return checkpoint_in(held, promise.layout, tensors, declared)
+    except UnsupportedModel as error:
+        untold.append(error.fact)
+    if index is not None and isinstance(index.total_size, int):
+        untold.append(f"{INDEX_FILE} counts {index.total_size:,} bytes of weights")
+    bare = replace(files, warnings=(*files.warnings, *untold))
+    return Checkpoint(bare, {}, registry.writer(registry.DEFAULT), declared)
+
+
+def _coded(architecture: Architecture, index: ShardIndex | None, promise: Promise) -> dict[str, ModelTensor]:
+    """The tensors of a quantized model: an index tells which of them are left plain after all."""
+    there = None if index is None else index.weight_map
+    plain = Unquantized(_DTYPES.get(str(_named_dtype(architecture)), DType.BF16))
+    found = {}
+    for parameter in _apart(architecture, promise.layout, there):
+        name = parameter.name
+        stored = ModelTensor(name, architecture.stored_shapes.get(name, parameter.shape), plain)
+        encoding = _encoding(parameter, plain, promise)
+        coded = None if encoding is None else ModelTensor(name, parameter.shape, encoding)
+        if coded is not None and (there is None or _is_there(coded, promise.layout, there)):
+            found[name] = coded
+        elif there is None or name in there:
+            found[name] = stored
+        else:
+            raise CorruptCheckpoint(
+                f"{name}: missing in {INDEX_FILE}, but config.json promises it",
+                "correct config.json, or fetch both again from one source",
+            )
+    return {name: found[name] for name in sorted(found)}
+
+
+def _spelled(architecture: Architecture, index: ShardIndex | None, settings: Json) -> Architecture:
+    """The architecture with the names that an index has, or else the settings, where they name modules."""
+    if index is not None:
+        return architecture.spelled_like(index.weight_map)
+    said, family = json.dumps(settings), architecture.family
+    layers = next((s.module for s in family.slots if s.per_layer), "").split("{layer}")[0]
+
+    def named(spelling: Mapping[str, str]) -> int:
+        start = layers
+        for ours, theirs in spelling.items():
+            start = start.replace(ours, theirs, 1)
+        return said.count(f'"{start}')
+
+    return replace(architecture, spelling=max(({}, *family.spellings), key=named))
+
+
+def _apart(
+    architecture: Architecture, layout: Layout, there: Mapping[str, str] | None
+) -> Iterator[Parameter]:
+    """What the model's class stores, but experts apart where the layout, or an index, has them so."""
+    modules = {name.rpartition(".")[0] for name in there or ()}
+    for name, parameter in architecture.stored.items():
+        entry = architecture.fused.get(name)
+        if entry is None or not entry.fusion.per_expert:
+            yield parameter
+        elif there is None:
+            yield from entry.members if layout.traits.experts == "apart" else (parameter,)
+        else:
+            first = entry.members[0].name.removesuffix(".weight")
+            yield from entry.members if first in modules else (parameter,)
+
+
+def _encoding(parameter: Parameter, plain: Unquantized, promise: Promise) -> Quantized | None:
+    kinds: dict[str, MatrixKind] = {"linear": "linear", "embedding": "embedding", "router": "router"}
+    kind = kinds.get(parameter.kind) if parameter.param == "weight" else None
+    if kind is None or len(parameter.shape) < 2:
+        return None
+    tensor = ModelTensor(parameter.name, parameter.shape, plain)
+    return promise.encoding(tensor, "head" if parameter.role == "lm_head" else kind)
+
+
+def _is_there(tensor: ModelTensor, layout: Layout, names: Mapping[str, str]) -> bool:
+    return all(spec.name in names for spec in layout.stored_arrays(tensor))
+
+
+def _scales_of_inputs(config: Json, tensors: Mapping[str, ModelTensor]) -> Iterator[TensorSpec]:
+    """The stored numbers, one each, that the inputs of linears are scaled with."""
+    for tensor in tensors.values():
+        scheme = registry.activations(config, tensor)
+        for kind in scheme.stored if scheme is not None else ():
+            yield TensorSpec(f"{tensor.name.removesuffix('.weight')}.{kind}", DType.F32, (1,))
+
+
+def _differences(specs: Mapping[str, TensorSpec], index: ShardIndex) -> list[str]:
+    """What an index counts that the config does not tell, in tensors and in bytes."""
+    others = [name for name in index.weight_map if name not in specs]
+    counted = sum(spec.nbytes for spec in specs.values())
+    total = index.total_size if isinstance(index.total_size, int) else counted
+    if others:
+        return [_rest_note(others, _bytes_of_rest(specs.values(), index))]
+    return [f"{INDEX_FILE} counts {total:,} bytes, config.json tells {counted:,}"] if total != counted else []
 
 
 def refuse_quantized(checkpoint: Checkpoint, name: str) -> None:
-    """Raise UnsupportedModel where a config says that the weights are quantized, and none are here."""
-    method = registry.claimed_method(checkpoint.config)
-    if checkpoint.assumed and method is not None:
+    """Raise UnsupportedModel where no weights are here, and the config does not tell their encodings."""
+    if checkpoint.assumed and not checkpoint.tensors:
+        method = registry.claimed_method(checkpoint.config)
         raise UnsupportedModel(
-            f"{name}: config.json says {method}, and the sizes of quantized weights are in their headers",
+            f"{name}: config.json says {method}, and the sizes of its weights are in their headers alone",
             "give the whole model folder, or its name on the Hub",
         )

@@ -187,6 +187,16 @@ def checkpoint_of(
             f"{first.name}: {layout.name} weights are known by name here, and not decoded",
             f"{layout.traits.instead}; `qconvert inspect` shows bits and sizes",
         )
+    return checkpoint_in(files, layout, tensors, declared)
+
+
+def checkpoint_in(
+    files: HFCheckpoint,
+    layout: Layout,
+    tensors: Mapping[str, ModelTensor],
+    declared: Declaration | None = None,
+) -> Checkpoint:
+    """The model with these tensors in a layout, as the arrays are stored."""
     checkpoint = Checkpoint(files, tensors, layout, declared)
     if not _turns(checkpoint):
         return checkpoint

@@ -11,6 +11,7 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from qconvert.cli.plain_tables import plain_tables
 from qconvert.convert.job import Job, Result
 from qconvert.convert.manifest import finite
 from qconvert.convert.outcome import Outcome
@@ -177,7 +178,8 @@ def outputs_line(job: Job, outcome: Outcome) -> str:
 
 def advice(job: Job, out: str) -> list[str]:
     """What to do next: what a calibration text would buy, and how the output is served."""
-    return [line for line in (_symmetric(job), _calibrating(job), _serving(job, out)) if line]
+    found = (plain_tables(job), _symmetric(job), _calibrating(job), _serving(job, out))
+    return [line for line in found if line]
 
 
 def _symmetric(job: Job) -> str | None:

@@ -36,8 +36,8 @@ def command(
 ) -> None:
     """Show the parameters of MODEL by role, its ties, fusions and quantization; or compare several MODELs.
 
-    Reads config.json and headers only; a bare config.json is enough for the counts, and a Hub id
-    downloads no weights.
+    Reads config.json and headers only; a config.json alone is enough for parameters and bytes, also
+    of a quantized model. A Hub id downloads no weights.
 
     \b
     FORM              how a weight is stored

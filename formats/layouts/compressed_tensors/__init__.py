@@ -14,6 +14,7 @@ from qconvert.formats.layouts.compressed_tensors.arrays import (
     CompressedTensors,
     EightBits,
 )
+from qconvert.formats.layouts.compressed_tensors.promised import promise
 from qconvert.formats.layouts.compressed_tensors.reading import open_compressed_tensors
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
 from qconvert.ops import Op, Transcode
@@ -55,7 +56,9 @@ def _integers(tensor: ModelTensor, made: AffineInt, layout: str) -> tuple[Op, ..
 
 
 LAYOUTS = (
-    RegisteredLayout(TRAITS, CompressedTensors, open_compressed_tensors, _transcode, activations),
+    RegisteredLayout(
+        TRAITS, CompressedTensors, open_compressed_tensors, _transcode, activations, promise=promise
+    ),
     RegisteredLayout(
         UNPACKED_TRAITS, lambda: CompressedTensors(EightBits()), None, _transcode_unpacked, activations
     ),

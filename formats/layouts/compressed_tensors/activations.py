@@ -25,7 +25,7 @@ _SHARED: dict[str, Literal["tensor", "token", "group"]] = {
     "tensor_group": "group",
 }
 _SCALES = {"None": DType.F32, "torch.uint8": DType.F8_E8M0, "torch.float8_e4m3fn": DType.F8_E4M3}
-_CLASS = "Linear"
+LINEARS = "Linear"
 _MOST_REPETITIONS = 4
 _KINDS = ((8, "int"), (4, "int"), (8, "float"), (4, "float"))
 
@@ -48,7 +48,7 @@ def group_of(settings: Mapping[str, object], module: str) -> Mapping[str, object
 
 def groups_of(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
     """The `config_groups`, those that match by name before those that match by class, as loaders look."""
-    return sorted(_declared(settings), key=lambda group: _CLASS in _names(group.get("targets")))
+    return sorted(_declared(settings), key=lambda group: LINEARS in _names(group.get("targets")))
 
 
 def _declared(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
@@ -59,7 +59,7 @@ def _declared(settings: Mapping[str, object]) -> list[Mapping[str, object]]:
 def _matches(module: str, targets: object) -> bool:
     """Whether a list of names, `re:` patterns and the class of all linears names a module."""
     named = _names(targets)
-    return _CLASS in named or _pattern(tuple(named)).match(module) is not None
+    return LINEARS in named or _pattern(tuple(named)).match(module) is not None
 
 
 def _names(targets: object) -> list[str]:

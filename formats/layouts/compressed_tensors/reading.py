@@ -41,7 +41,7 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
     """
     quantization = config.get("quantization_config") or {}
     if quantization:
-        _check_format(quantization)
+        check_format(quantization)
     declared = _declared_bits(quantization)
     loose: set[AffineInt] = set()
     specs = source.specs
@@ -116,7 +116,7 @@ def _is_unpacked(base: str, source: Source) -> bool:
     return source.specs[base].dtype in (DType.I8, DType.F8_E4M3) and f"{base}_scale" in source.specs
 
 
-def _check_format(quantization: Mapping[str, object]) -> None:
+def check_format(quantization: Mapping[str, object]) -> None:
     """Raise UnsupportedModel for what would change the numbers and is not read here."""
     groups = groups_of(quantization)
     formats = [quantization.get("format"), *(group.get("format") for group in groups)]

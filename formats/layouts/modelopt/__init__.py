@@ -9,6 +9,7 @@ from qconvert.core.encodings import Codebook, ModelTensor, Quantized
 from qconvert.formats.layouts.base import RegisteredLayout
 from qconvert.formats.layouts.modelopt.arrays import BLOCK, TRAITS, ModelOpt
 from qconvert.formats.layouts.modelopt.config import activations, settings_file
+from qconvert.formats.layouts.modelopt.promised import promise
 from qconvert.formats.layouts.modelopt.reading import open_modelopt
 from qconvert.formats.layouts.transcoding import refused
 from qconvert.ops import Op, Transcode
@@ -43,7 +44,9 @@ def _exponents(encoding: Codebook) -> DType | None:
 
 
 LAYOUTS = (
-    RegisteredLayout(TRAITS, ModelOpt, open_modelopt, _transcode, activations, settings_file=settings_file),
+    RegisteredLayout(
+        TRAITS, ModelOpt, open_modelopt, _transcode, activations, settings_file=settings_file, promise=promise
+    ),
 )
 
 __all__ = ["LAYOUTS", "ModelOpt"]
