@@ -14,12 +14,12 @@ a file can cause are `QConvertError`, with a fact and a hint.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
 from qconvert.core.version import __version__
 
+TYPE_CHECKING = False  # `typing` and `importlib` are not imported here: a command starts with this
 if TYPE_CHECKING:
+    from typing import Any
+
     from qconvert.check.verify import verify
     from qconvert.convert.execute import execute, open_model, prepare
     from qconvert.convert.job import RunOptions
@@ -76,4 +76,6 @@ def __getattr__(name: str) -> Any:
     """Load a public name from the module that defines it."""
     if name not in _DEFINED:
         raise AttributeError(f"module 'qconvert' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(f"qconvert.{_DEFINED[name]}"), name)
