@@ -1,10 +1,11 @@
 """Compares calibrated files with those of peers: same text, same tokens, same evaluation.
 
-Usage: python evals/peer_calibrated.py MODEL --calibration-text A --text B --peer llm-compressor=PYTHON -o OUT
+Usage: python evals/peer_calibrated.py MODEL --calibration-text A --text B --peer auto-round=PYTHON -o OUT
 
 PYTHON is an interpreter that has the peer (`evals/peer_makers.py` says which peers there are, and with what
-settings). llama-quantize comes with cyllama, where it is installed here. Files are measured by one
-`qconvert eval perplexity` for each text.
+settings). With `--tokens-file TOKENS.npy` the tokens are written and nothing else is done: `peer_makers.py`
+may then run for hours elsewhere, and `--peer auto-round=FOLDER` measures what it made. llama-quantize comes
+with cyllama, where it is installed here. Files are measured by one `qconvert eval perplexity` for each text.
 """
 
 from __future__ import annotations
@@ -45,7 +46,14 @@ MAKERS = Path(__file__).parent / "peer_makers.py"
 @click.option("--chunks", default=32, show_default=True, help="Evaluation windows of each text.")
 @click.option("--method", "methods", multiple=True, default=("feedback", "two-sided"), show_default=True)
 @click.option("--ours", multiple=True, type=click.Choice(list(OURS)), default=tuple(OURS), show_default=True)
-@click.option("--peer", "peers", multiple=True, metavar="NAME[:OPTION]=PYTHON", help="A peer to run.")
+@click.option(
+    "--peer",
+    "peers",
+    multiple=True,
+    metavar="NAME[:OPTION]=PYTHON|FOLDER",
+    help="A peer to run; or what it made, with FOLDER.json beside it.",
+)
+@click.option("--tokens-file", type=click.Path(path_type=Path), help="Write the tokens here, and end.")
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the figures as JSON here too.")
 def compare(
     model: str,
@@ -57,6 +65,7 @@ def compare(
     methods: tuple[str, ...],
     ours: tuple[str, ...],
     peers: tuple[str, ...],
+    tokens_file: Path | None,
     out: Path | None,
 ) -> None:
     """Make and measure files of ours and of peers."""
@@ -77,11 +86,15 @@ def compare(
             out.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
 
     read = ("--text", calibration_text, "--tokens", str(tokens), "--window", str(window))
+    folder = resolve(model).path
+    ids_BT = read_text(open_checkpoint(folder), (calibration_text,), tokens, window).tokens_BT
+    if tokens_file is not None:
+        np.save(tokens_file, ids_BT)
+        return
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         ids = work / "tokens.npy"
-        folder = resolve(model).path
-        np.save(ids, read_text(open_checkpoint(folder), (calibration_text,), tokens, window).tokens_BT)
+        np.save(ids, ids_BT)
         for name in ours:
             command, *options = OURS[name]
             for method in methods:
@@ -98,8 +111,13 @@ def compare(
         if find_spec("cyllama"):
             add(*_llama_quantize(model, read, work))
         for peer in peers:
-            name, _, python = peer.partition("=")
-            add(*_peer(name, python, folder, ids, work))
+            name, _, given = peer.partition("=")
+            if not Path(given).is_dir():
+                made, path = _run(name, given, folder, ids, work), work / name.replace(":", "-")
+            else:
+                made, path = json.loads(Path(f"{given}.json").read_text()), Path(given)
+            cost = {key: made.pop(key) for key in ("seconds", "peak_bytes") if key in made}
+            add(name, path, {**cost, "versions": made})
     click.echo("\n".join(_lines(rows)))
 
 
@@ -119,13 +137,14 @@ def _llama_quantize(model: str, read: tuple[str, ...], work: Path) -> tuple[str,
     return "llama-quantize q4_k_m, imatrix", made, {"versions": {"cyllama": version("cyllama")}}
 
 
-def _peer(name: str, python: str, folder: Path, ids: Path, work: Path) -> tuple[str, Path, Json]:
+def _run(name: str, python: str, folder: Path, ids: Path, work: Path) -> Json:
+    """Have a peer make its files; what it says of them."""
     maker, _, option = name.partition(":")
     path, said = work / name.replace(":", "-"), work / f"{maker}.json"
     words = [python, str(MAKERS), maker, str(folder), str(ids), str(path), *([option] if option else [])]
-    run = timed([*words, "--said", str(said)])
-    row = {"seconds": round(run.seconds, 1), "peak_bytes": run.peak_bytes}
-    return name, path, row | {"versions": json.loads(said.read_text())}
+    timed([*words, "--said", str(said)])
+    found: Json = json.loads(said.read_text())
+    return found
 
 
 def _lines(rows: list[Json]) -> list[str]:

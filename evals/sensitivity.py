@@ -26,8 +26,8 @@ from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
 from qconvert.report.tables import table
 
-FINEST = "int8-g128"
-"""What is chosen among beside the scheme that is looked at: a target needs two."""
+FINEST = "int8-channel"
+"""What is chosen among beside the scheme that is looked at: a target needs two. It divides any row."""
 
 
 @click.command("sensitivity")

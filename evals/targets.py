@@ -2,8 +2,9 @@
 
 Each case quantizes all linears alike (a GGUF: all weights), then asks `--target-size` for exactly as many
 bytes, and measures both files beside the model, paired token by token. A case is lost where the mix has the
-larger mean KL divergence. What the command expected of both is written beside what was measured. With
-`--kl`, integers are mixed for a divergence instead, which is measured beside the one asked for.
+larger mean KL divergence. What the command expected of both is written beside what was measured. Prices are
+kept in a file, so that all cases of one kind cost one run of the calibration text. With `--kl`, integers are
+mixed for a divergence instead, which is measured beside the one asked for.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ from qconvert.core.version import __version__
 from qconvert.report.tables import table
 
 SCHEMES = ("int2-g32", "int3-g128", "int3-g32", "int4-g128", "int4-g32", "int5-g32", "int6-g128", "int8-g128")
+CHANNELS = ("int2-channel", "int3-channel", "int4-channel", "int5-channel", "int6-channel", "int8-channel")
 TYPES = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q8_0")
 BLOCKS_OF_32 = ("q4_0", "iq4_nl", "q4_1", "q5_0", "q5_1", "q8_0")
+CHOICES = (SCHEMES, CHANNELS, TYPES, BLOCKS_OF_32)
 """What mixes choose among: folders integers, files GGUF types. All but the smallest and largest are cases."""
-CASES = (*SCHEMES[1:-1], *TYPES[1:-1], *BLOCKS_OF_32[1:-1])
+CASES = tuple(case for choices in CHOICES for case in choices[1:-1])
 FILE_TYPES = {"q3_k": "q3_k_s", "q4_k": "q4_k_s", "q5_k": "q5_k_s"}
 """Names of file types where they differ from those of the types."""
 
@@ -44,6 +47,12 @@ class Asked:
     method: str
     window: int
     chunks: int
+    prices: Path
+
+    @property
+    def aims(self) -> tuple[object, ...]:
+        """The options that are common to all targets."""
+        return ("--method", self.method, *self.read, "--prices", self.prices)
 
 
 @click.command("targets")
@@ -72,9 +81,10 @@ def targets(
     """Compare mixes with uniform files of the same size."""
     read = ("--text", calibration_text, "--tokens", tokens, "--window", str(window))
     lines = _divergence_lines if kls else _lines
-    asked, rows = Asked(model, text, read, method, window, chunks), []
+    rows: list[Json] = []
     with tempfile.TemporaryDirectory() as scratch:
-        statistics = Path(scratch) / "stats"
+        statistics, prices = Path(scratch) / "stats", Path(scratch) / "prices.safetensors"
+        asked = Asked(model, text, read, method, window, chunks, prices)
         if method == "nearest" and not kls:
             qconvert("calibrate", model, *read, "-o", statistics)
         for case in kls or cases:
@@ -97,8 +107,8 @@ def targets(
 
 def _case(case: str, asked: Asked, statistics: Path, scratch: Path) -> Json:
     """One encoding throughout, and the mix of its size."""
-    choices = next(each for each in (SCHEMES, TYPES, BLOCKS_OF_32) if case in each)
-    gguf = choices != SCHEMES
+    choices = next(each for each in CHOICES if case in each[1:-1])
+    gguf = choices in (TYPES, BLOCKS_OF_32)
     same, mix = (scratch / f"{name}{'.gguf' if gguf else ''}" for name in (case, f"{case}-mix"))
     command = ("to-gguf" if gguf else "quantize", asked.model)
     alike = ("--type", FILE_TYPES.get(case, case), "--pure") if gguf else ("--scheme", case)
@@ -107,7 +117,7 @@ def _case(case: str, asked: Asked, statistics: Path, scratch: Path) -> Json:
     qconvert(*command, *alike, *how, "-o", same)
     nbytes = sum(file.stat().st_size for file in ([same] if gguf else same.glob("*.safetensors")))
     aim = ("--target-size", f"{nbytes}B", "--types" if gguf else "--schemes", ",".join(choices))
-    said = qconvert(*command, *aim, "--method", asked.method, *asked.read, "-o", mix)["target"]
+    said = qconvert(*command, *aim, *asked.aims, "-o", mix)["target"]
     found = divergences(asked.model, [same, mix], asked.text, asked.window, asked.chunks)
     options = [option for group in said["groups"] for option in group["options"]]
     alone = sum(option["expected_kl"] for option in options if option["choice"] == case)
@@ -124,8 +134,8 @@ def _case(case: str, asked: Asked, statistics: Path, scratch: Path) -> Json:
 def _divergence(kl: float, asked: Asked, scratch: Path) -> Json:
     """The smallest mix for a divergence, measured on the text."""
     out = scratch / f"kl-{kl}"
-    aim = ("--target-kl", str(kl), "--schemes", ",".join(SCHEMES), "--method", asked.method)
-    said = qconvert("quantize", asked.model, *aim, *asked.read, "-o", out)["target"]
+    aim = ("--target-kl", str(kl), "--schemes", ",".join(SCHEMES))
+    said = qconvert("quantize", asked.model, *aim, *asked.aims, "-o", out)["target"]
     found = divergences(asked.model, [out], asked.text, asked.window, asked.chunks)
     measured = found.mean(out)
     row: Json = {"asked": kl, "expected_kl": said["expected_kl"], "checked": said.get("measured_kl")}

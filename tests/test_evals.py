@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from evals.ablation import ablation, cases
 from evals.divergences import divergences
 from evals.sensitivity import rank_correlation, summary
-from evals.targets import BLOCKS_OF_32, CASES, FILE_TYPES, SCHEMES, TYPES
+from evals.targets import CASES, CHOICES, FILE_TYPES
 from qconvert.plan.gguf.mixture import find_file_type
 from tests.commands import made
 
@@ -36,7 +36,7 @@ def test_a_summary_adds_up() -> None:
 
 
 def test_a_case_lies_between_what_is_chosen_among() -> None:
-    for choices in (SCHEMES, TYPES, BLOCKS_OF_32):
+    for choices in CHOICES:
         assert set(choices[1:-1]) <= set(CASES) and not {choices[0], choices[-1]} & set(CASES)
     for case in CASES:
         if not case.startswith("int"):

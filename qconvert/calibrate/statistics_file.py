@@ -21,13 +21,11 @@ import numpy as np
 from qconvert.calibrate.gradients_file import gradient_arrays, gradients_in
 from qconvert.calibrate.imatrix import open_imatrix
 from qconvert.calibrate.moments import GradientMoments, InputMoments, InputStatistics
-from qconvert.core.dtypes import DType, Json, TensorSpec
+from qconvert.core.dtypes import Json
 from qconvert.core.statistics import InputKey, StatisticsKey, StatisticsSource
 from qconvert.core.version import __version__
 from qconvert.errors import BadRecipe, CorruptCheckpoint, shown
-from qconvert.formats.huggingface.safetensors_file import SafetensorsFile
-from qconvert.formats.huggingface.safetensors_plan import plan_files
-from qconvert.formats.io.local_file import write_whole
+from qconvert.formats.huggingface.array_file import read_arrays, write_arrays
 from qconvert.formats.io.strict_json import parse_json_object
 from qconvert.models import Architecture
 from qconvert.models.statistics_keys import input_key
@@ -122,8 +120,6 @@ def write_statistics(path: Path, stored: StoredStatistics) -> None:
         arrays[f"{name}.counts"] = np.array([m.count for _, m in members], np.int64)
     if stored.gradients is not None:
         arrays |= gradient_arrays(stored.gradients, stored.statistics.by_linear)
-    dtypes = {np.dtype(np.int64): DType.I64, np.dtype(np.float32): DType.F32}
-    specs = [TensorSpec(name, dtypes[each.dtype], each.shape) for name, each in arrays.items()]
     metadata = {
         "format": FORMAT,
         "version": VERSION,
@@ -131,12 +127,7 @@ def write_statistics(path: Path, stored: StoredStatistics) -> None:
         "model": json.dumps(dict(stored.model)),
         "texts": json.dumps({"texts": stored.texts}),
     }
-    (plan,) = plan_files(specs, metadata=metadata)
-    data = bytearray(plan.size)
-    data[: len(plan.head)] = plan.head
-    for name, offset in plan.offsets.items():
-        data[offset : offset + arrays[name].nbytes] = arrays[name].tobytes()
-    write_whole(path, bytes(data))
+    write_arrays(path, arrays, metadata)
 
 
 def _stacks(inputs: Mapping[InputKey, InputMoments]) -> dict[str, list[tuple[InputKey, InputMoments]]]:
@@ -152,15 +143,9 @@ def read_statistics(path: Path) -> StoredStatistics:
     path = path / FILE_NAME if path.is_dir() else path
     if not path.is_file():
         raise CorruptCheckpoint(f"{path}: no such file", _AGAIN)
-    with SafetensorsFile(path) as file:
-        metadata = file.header.metadata
-        if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
-            found = f"{metadata.get('format')} {metadata.get('version')}"
-            raise CorruptCheckpoint(f"{path.name}: is {shown(found)}, not {FORMAT} {VERSION}", _AGAIN)
-        model = parse_json_object(metadata.get("model", "").encode(), f"{path.name}: model")
-        texts = parse_json_object(metadata.get("texts", "").encode(), f"{path.name}: texts").get("texts")
-        arrays = {name: file.read(name, 0, spec.rows) for name, spec in file.header.specs.items()}
-        arrays = {name: each.reshape(file.header.specs[name].shape) for name, each in arrays.items()}
+    arrays, metadata = read_arrays(path, FORMAT, VERSION, _AGAIN)
+    model = parse_json_object(metadata.get("model", "").encode(), f"{path.name}: model")
+    texts = parse_json_object(metadata.get("texts", "").encode(), f"{path.name}: texts").get("texts")
     if not isinstance(texts, list) or not texts or not all(map(_is_record, texts)) or _TOKENS not in arrays:
         raise CorruptCheckpoint(f"{path.name}: does not say which texts it is of", _AGAIN)
     inputs = dict(pair for name in arrays for pair in _inputs_of(name, arrays, path.name))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qconvert.calibrate.sensitivity import Sensitivity
     from qconvert.cli.flags import Flags
     from qconvert.convert.job import OpenedModel
+    from qconvert.convert.saved_prices import SavedPrices
     from qconvert.convert.target import Chosen, Measure
     from qconvert.core.dtypes import Json
     from qconvert.plan.budget import Mix, Target
@@ -48,6 +49,13 @@ def target_options(choices: str, default: str) -> Callable[[F], F]:
             show_default=default,
             help="Encodings that a target chooses among, separated by commas.",
         ),
+        click.option(
+            "--prices",
+            type=click.Path(path_type=Path, dir_okay=False),
+            metavar="FILE",
+            help="Keep the prices of encodings in FILE, and take them from there: of one model and text, "
+            "many targets cost one run of the text, and --dry-run fills it too.",
+        ),
     )
 
     def add(command: F) -> F:
@@ -66,21 +74,22 @@ class Wanted:
     target_size: str | None = None
     target_kl: str | None = None
     choices: str | None = None
+    prices: Path | None = None
 
     @staticmethod
     def taken_from(values: dict[str, Any], default: str) -> Wanted:
         """Take the values of these options out of a command's."""
-        names = ("target_size", "target_kl", "choices")
+        names = ("target_size", "target_kl", "choices", "prices")
         return Wanted(default, **{name: values.pop(name) for name in names})
 
     @property
     def target(self) -> Target | None:
         """What is aimed at; None for nothing. Raises BadRecipe for what cannot be aimed at."""
         if self.target_size is None and self.target_kl is None:
-            if self.choices:
-                raise BadRecipe(
-                    "--schemes, --types: given without a target", "add --target-size 4.5bpw, or leave it out"
-                )
+            for name, value in (("--schemes, --types", self.choices), ("--prices", self.prices)):
+                if value:
+                    hint = "add --target-size 4.5bpw, or leave it out"
+                    raise BadRecipe(f"{name}: given without a target", hint)
             return None
         from qconvert.plan.budget import Target, parse_target_kl, parse_target_size
 
@@ -109,6 +118,7 @@ class Aiming:
     chosen: Chosen | None = field(default=None, init=False)
     read: Json = field(default_factory=dict, init=False)
     _measure: Measure | None = field(default=None, init=False)
+    _saved: SavedPrices | None = field(default=None, init=False)
 
     def __call__(self, source: OpenedModel) -> Request:
         """The request; runs the model over the text, forwards and backwards, or takes what was stored."""
@@ -122,6 +132,11 @@ class Aiming:
 
         checkpoint, flags, request = source.checkpoint, self.flags, self.request
         if flags.statistics is not None:
+            if self.wanted.prices is not None:
+                raise BadRecipe(
+                    "--prices: with --calibration, errors are weighed by what that file has",
+                    "leave out one of the two",
+                )
             request = replace(request, statistics=open_statistics(flags.statistics, checkpoint.architecture))
         together = method_named(flags.method) != "nearest" and request.statistics is None
         damping = DAMPING if together else None
@@ -129,9 +144,16 @@ class Aiming:
         def prepared(request: Request) -> Any:
             return prepare(source, request, flags.options, pre_tokenizer=flags.pre_tokenizer)
 
-        found, record = self._stored(request) or self._measured(source, holds=damping is not None)
+        found, record = self._stored(request) or self._measured(source, damping)
         self.chosen = choose(
-            self.target, request, found, prepared, record=record, damping=damping, measure=self._measure
+            self.target,
+            request,
+            found,
+            prepared,
+            record=record,
+            damping=damping,
+            measure=self._measure,
+            saved=self._saved,
         )
         return self.chosen.request
 
@@ -152,7 +174,7 @@ class Aiming:
             click.echo(line, err=True)
         return stored_sensitivities(stored.gradients, stored.statistics), stored.record
 
-    def _measured(self, source: OpenedModel, *, holds: bool) -> tuple[Iterator[Sensitivity], Json]:
+    def _measured(self, source: OpenedModel, damping: float | None) -> tuple[Iterator[Sensitivity], Json]:
         """The sensitivities that a run forwards and backwards finds, and a record of its text."""
         from functools import partial
 
@@ -163,6 +185,7 @@ class Aiming:
         from qconvert.calibrate.memory import Work
         from qconvert.calibrate.memory_limit import memory_limit
         from qconvert.cli.progress import layers_passed
+        from qconvert.convert.saved_prices import SavedPrices
         from qconvert.evaluate.planned import planned_divergences, planned_memory
         from qconvert.runtime.config import DecoderConfig
 
@@ -171,6 +194,8 @@ class Aiming:
         scratch = scratch_folder(flags.out or Path("output"))
         measure = partial(planned_divergences, tokens_BT=text.tokens_BT, scratch=scratch)
         self.read, self._measure = text.record, measure
+        if self.wanted.prices is not None:
+            self._saved = SavedPrices.at(self.wanted.prices, source, text.tokens_BT, damping)
         config = DecoderConfig.of(source.checkpoint.architecture)
         work = Work(config, Calibration(text.tokens_BT, shift=False, gradient_tokens=text.tokens), 1, 4.0)
         options = flags.options
@@ -188,7 +213,7 @@ class Aiming:
                     text.tokens_BT,
                     scratch=scratch,
                     most_bytes=room,
-                    holds=holds,
+                    holds=damping is not None,
                     savings=savings,
                     progress=progress,
                 )
@@ -220,6 +245,7 @@ class Aiming:
             self._compared(),
             *self._measured_lines(),
             *(f"{label} is left out: {why}" for label, why in chosen.left_out.items()),
+            *self._saved_lines(),
         ]
 
     @property
@@ -248,6 +274,14 @@ class Aiming:
             return []
         beside = f", {_label(self.chosen.uniform)} throughout {kls[1]:.5f}" if len(kls) == 2 else ""
         return [f"measured with nearest codes on this text: KL {kls[0]:.5f}{beside}"]
+
+    def _saved_lines(self) -> list[str]:
+        if self._saved is None:
+            return []
+        taken, path = self._saved.taken, self._saved.path
+        return [
+            f"prices of {', '.join(taken)} are those in {path}" if taken else f"prices are kept in {path}"
+        ]
 
     def to_json(self) -> Json:
         """The same as plain data, every option of every weight with it."""

@@ -39,11 +39,11 @@ def identity(job: Job, files: Iterable[FilePlan]) -> Json:
 
     request, calibration = job.compiled.request, job.calibration
     facts: dict[str, Any] = {
-        "source": _source(job.source),
+        "source": source_identity(job.source),
         "request": _request(request),
         "statistics": _calibrated(calibration) if calibration else _statistics(request, job.compiled.plan),
         "files": {file.name: _file(file) for file in files},
-        "plan": _hashed(_described(job.compiled.plan.units)),
+        "plan": hashed(described(job.compiled.plan.units)),
         "version": {"qconvert": __version__, "numerics": NUMERICS, "journal": VERSION},
         "kernels": fingerprint(job.compiled.plan),
     }
@@ -73,8 +73,10 @@ def sample_hash(path: Path, size: int) -> str:
         os.close(fd)
 
 
-def _source(source: OpenedModel) -> Json:
-    """Of a revision on the Hub, its commit and the files' ETags; of local files, sizes, headers, samples."""
+def source_identity(source: OpenedModel) -> Json:
+    """What tells models apart: of a revision on the Hub, its commit and the files' ETags; of local files,
+    sizes, headers and samples.
+    """
     files, location = source.checkpoint.files.files, source.location
     if location.repo_id is not None:
         etags = {file.path.name: _etag(file.path, location) for file in files}
@@ -106,7 +108,7 @@ def _request(request: Request) -> Json:
     return {**{name: repr(value) for name, value in asked.items()}, "recipe": recipe.to_json()}
 
 
-def _described(units: Iterable[Unit]) -> Iterator[str]:
+def described(units: Iterable[Unit]) -> Iterator[str]:
     """Every unit in words, those that most units share made once."""
     texts: dict[int, str] = {}
 
@@ -135,7 +137,7 @@ def _file(file: FilePlan) -> Json:
     return {
         "bytes": file.size,
         "header": header.hexdigest(),
-        "offsets": _hashed(f"{name} {offset}" for name, offset in file.offsets.items()),
+        "offsets": hashed(f"{name} {offset}" for name, offset in file.offsets.items()),
     }
 
 
@@ -143,7 +145,7 @@ def _statistics(request: Request, plan: Plan) -> Json | None:
     source = request.statistics
     if source is None or isinstance(source, PlannedStatistics):
         return None
-    return {"numbers": _hashed(_numbers(source, plan))}
+    return {"numbers": hashed(_numbers(source, plan))}
 
 
 def _numbers(source: StatisticsSource, plan: Plan) -> Iterator[bytes]:
@@ -155,13 +157,14 @@ def _numbers(source: StatisticsSource, plan: Plan) -> Iterator[bytes]:
 def _calibrated(calibration: Calibration) -> Json:
     apart = ("tokens_BT", "text", "savings")
     named = {each.name: getattr(calibration, each.name) for each in fields(calibration)}
-    text = {"tokens": _hashed([calibration.tokens_BT.tobytes()]), "shape": calibration.tokens_BT.shape}
+    text = {"tokens": hashed([calibration.tokens_BT.tobytes()]), "shape": calibration.tokens_BT.shape}
     saved = {name: how for name, how in calibration.savings.record.items() if name != "rows_bytes"}
     kept = {name: value for name, value in named.items() if name not in apart}
     return {**kept, "text": text, "savings": saved}
 
 
-def _hashed(parts: Iterable[str | bytes]) -> str:
+def hashed(parts: Iterable[str | bytes]) -> str:
+    """The SHA-256 of all parts, each told from the next."""
     digest = sha256()
     for part in parts:
         raw = part.encode() if isinstance(part, str) else part

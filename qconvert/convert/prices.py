@@ -35,7 +35,7 @@ _HEADS = ("lm_head.weight", "output.weight")
 _TABLES = ("embed", "lm_head")
 
 
-_Costs = dict[tuple[tuple[str, ...], str], float]
+Costs = dict[tuple[tuple[str, ...], str], float]
 """Nats per token by the names of a group and the label of an option."""
 
 
@@ -55,22 +55,30 @@ def priced_groups(jobs: Mapping[str, Job], sensitivities: Iterable[Sensitivity])
     The jobs are of one model and differ in the encodings of its weights; their statistics weigh the errors
     of encoders. Raises BadRecipe for an operation that depends on more than its own rows.
     """
+    return grouped(jobs, priced(jobs, sensitivities, list(jobs)))
+
+
+def priced(jobs: Mapping[str, Job], sensitivities: Iterable[Sensitivity], labels: Sequence[str]) -> Costs:
+    """What the options of these labels cost, of all groups of weights that some of the jobs quantize."""
     weights = {weight.name: weight for weight in _weights(jobs)}
-    names = _members(jobs, weights)
-    costs: _Costs = {}
+    names, costs = _members(jobs, weights), Costs()
     for sensitivity in sensitivities:
         for members in names:
             if weights[members[0]].layer == sensitivity.layer:
-                changes = [_changes(weights[name], jobs, sensitivity) for name in members]
-                for label in jobs:
-                    together = sum((own[label] for own in changes), Change())
-                    costs[members, label] = together.cost
-    return _groups(jobs, weights, costs)
+                changes = [_changes(weights[name], jobs, labels, sensitivity) for name in members]
+                for label in labels:
+                    costs[members, label] = sum((own[label] for own in changes), Change()).cost
+    return costs
+
+
+def grouped(jobs: Mapping[str, Job], costs: Costs) -> list[Group]:
+    """The groups, with the exact bytes of every option, and what it costs."""
+    return _groups(jobs, {weight.name: weight for weight in _weights(jobs)}, costs)
 
 
 def sized_groups(jobs: Mapping[str, Job]) -> list[Group]:
     """The same groups and bytes, all options for nothing: what is known before a text is run."""
-    return _groups(jobs, {weight.name: weight for weight in _weights(jobs)}, defaultdict(float))
+    return grouped(jobs, defaultdict(float))
 
 
 def _members(jobs: Mapping[str, Job], weights: Mapping[str, _Weight]) -> list[tuple[str, ...]]:
@@ -79,7 +87,7 @@ def _members(jobs: Mapping[str, Job], weights: Mapping[str, _Weight]) -> list[tu
     return [(name,) for name in weights] if compiled.is_gguf else alike(list(weights), compiled.architecture)
 
 
-def _groups(jobs: Mapping[str, Job], weights: Mapping[str, _Weight], costs: _Costs) -> list[Group]:
+def _groups(jobs: Mapping[str, Job], weights: Mapping[str, _Weight], costs: Costs) -> list[Group]:
     def option(members: tuple[str, ...], label: str, job: Job) -> Option:
         outputs = [weights[name].units[label].output for name in members]
         nbytes = sum(spec.nbytes for output in outputs for spec in job.container.layout.stored_arrays(output))
@@ -114,11 +122,14 @@ def _roles(name: str, parameter: Parameter, outputs: Mapping[str, ModelTensor]) 
     return _TABLES
 
 
-def _changes(weight: _Weight, jobs: Mapping[str, Job], sensitivity: Sensitivity) -> dict[str, Change]:
-    """What every option does; those that are made alike are made once."""
+def _changes(
+    weight: _Weight, jobs: Mapping[str, Job], labels: Sequence[str], sensitivity: Sensitivity
+) -> dict[str, Change]:
+    """What the options of these labels do; those that are made alike are made once."""
     found: dict[str, Change] = {}
     known: dict[tuple[object, ...], Change] = {}
-    for label, unit in weight.units.items():
+    for label in labels:
+        unit = weight.units[label]
         if not unit.quantizes:
             found[label] = Change()
             continue

@@ -10,12 +10,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
 from qconvert.calibrate.sensitivity import Sensitivity, TextStatistics
 from qconvert.convert.job import Job
 from qconvert.convert.prices import priced_groups, sized_groups
+from qconvert.convert.saved_prices import SavedPrices
 from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import GGMLType, parse_ggml_type
 from qconvert.core.schemes import parse_scheme
@@ -70,6 +72,7 @@ def choose(
     record: Json | None = None,
     damping: float | None = None,
     measure: Measure | None = None,
+    saved: SavedPrices | None = None,
 ) -> Chosen:
     """The request that reaches a target: the least cost of a size, or the least size of a cost.
 
@@ -78,19 +81,22 @@ def choose(
     describes; with a `damping`, they are priced with error feedback, for which the sensitivities must hold
     rows out. Costs of weights are added up, and those of their errors do not quite add up: so with a
     `measure`, a mix for a size is held against the best of one encoding and taken if it is better, and one
-    for a divergence is chosen anew where it diverges more or less than was expected. Raises BadRecipe for a
-    target that no mix reaches.
+    for a divergence is chosen anew where it diverges more or less than was expected. Prices that `saved`
+    has are taken from there, where the request has no statistics. Raises BadRecipe for a target that no mix
+    reaches.
     """
+    price: Callable[[Mapping[str, Job], Iterable[Sensitivity]], list[Group]] = priced_groups
     if request.statistics is None:
         measured = TextStatistics(record or {}, damping)
         request, found = replace(request, statistics=measured), measured.keeping(found)
+        price = priced_groups if saved is None else partial(saved.groups, statistics=measured)
     jobs, left_out = _jobs(request, target, prepared)
     first, groups = next(iter(jobs.values())), sized_groups(jobs)
     if not groups:
         raise BadRecipe("target: nothing to choose, no weight would be quantized", "leave out some --keep")
     weights = table_of_outputs(first.compiled.outputs, first.compiled.architecture).parameters
     if target.size is None:
-        groups = priced_groups(jobs, found)
+        groups = price(jobs, found)
         mix, kls = _diverging(groups, target, request, jobs, prepared, measure if damping is None else None)
         made = _recorded(_request_of(request, mix, jobs), target, mix, record)
         nbytes = _tensor_bytes(prepared(made))
@@ -99,7 +105,7 @@ def choose(
     most = target.size.most_bytes(weights)
     room = most - size(first) + sum(option.nbytes for group in groups for option in group.options[:1])
     smallest_cost(groups, room)  # which says at once if there is none
-    groups = priced_groups(jobs, found)
+    groups = price(jobs, found)
     while True:
         mix, same = smallest_cost(groups, room), _best(groups, target, room)
         made = _recorded(_request_of(request, mix, jobs), target, mix, record)
