@@ -432,3 +432,21 @@ def test_error_feedback_is_priced_as_it_rounds(assets: Path) -> None:
         key = StatisticsKey("mlp.down", 7)
         assert statistics.second_moments(key).shape == (768,) and statistics.rounding(key) is None
     assert costs[1] < 0.8 * costs[0]
+
+
+def test_a_tied_embedding_is_priced_as_the_head_that_is_rounded(tmp_path: Path) -> None:
+    """As in a conversion, whose codes of a tied embedding are chosen for what the head reads."""
+    source = opened("Qwen2", tmp_path)
+    found, costs = list(sensitivities_of(source.checkpoint, TEXT, holds=True)), []
+    for tied in (False, True):
+        statistics = TextStatistics(damping=0.01, tied=tied)
+        target = GGUFTarget("Q4_0", pure=True)
+        job = prepare(source, Request("to-gguf", Recipe(), target=target, statistics=statistics), OPTIONS)
+        groups = priced_groups({"q4_0": job}, statistics.keeping(found))
+        (cost,) = (group.options[0].cost for group in groups if group.name == "token_embd.weight")
+        costs.append(cost)
+    assert costs[1] != costs[0]
+    key = StatisticsKey("embed")
+    np.testing.assert_array_equal(
+        statistics.second_moments(key), statistics.second_moments(StatisticsKey("lm_head"))
+    )

@@ -126,6 +126,27 @@ def test_a_gguf_is_written_as_it_was_planned(model: Path, here: Path) -> None:
     assert again.read_bytes() == file.read_bytes()
 
 
+@pytest.mark.parametrize("method", ["nearest", "feedback"])
+def test_a_size_in_bytes_holds_with_all_that_a_file_says_of_itself(
+    method: str, model: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file of one encoding, the bytes leave no room for a record: that file is made again at least."""
+    asked = ("to-gguf", model, "--text", model.parent / "text.txt", *CALIBRATION, "--method", method)
+    file = made(*asked, *TYPES, "--target-size", "300KB", "-o", here / "mixed.gguf")
+    assert file.stat().st_size <= 300_000
+    plan = aimed("to-gguf", model, *TYPES, "--method", method, "--target-size", "300KB")
+    assert plan["target"]["bytes"] == file.stat().st_size
+    text = () if method == "nearest" else asked[2:]
+    alone = made("to-gguf", model, "--type", "q5_0", "--pure", *text, "-o", here / "alone.gguf")
+    measured = "qconvert.evaluate.planned.planned_divergences"
+    monkeypatch.setattr(measured, lambda jobs, tokens_BT, **how: [0.2, 0.1][: len(jobs)])
+    room = alone.stat().st_size + (0 if method == "feedback" else 512)
+    same = made(*asked, *TYPES, "--target-size", f"{room}B", "-o", here / "same.gguf")
+    assert same.stat().st_size <= room
+    kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(same).tensors}
+    assert {kinds[name] for name in kinds if kinds[name] != "F32"} == {"Q5_0"}
+
+
 def test_a_divergence_is_reached_and_was_measured(model: Path) -> None:
     bytes_of = {}
     for target in (0.002, 0.0005):

@@ -155,25 +155,31 @@ class TextStatistics:
     """Statistics of the inputs of all linears, which are known once their layer was followed.
 
     Whoever plans with it is told that every linear will have mean squares; the embedding, which is looked up,
-    has none. With a `damping`, what error feedback needs is there as well, while its layer is the last that
-    came. `record` says of which text they are.
+    has none, unless it is the head, too (`tied`). With a `damping`, what error feedback needs is there as
+    well, while its layer is the last that came. `record` says of which text they are.
     """
 
     record: Json = field(default_factory=dict)
     damping: float | None = None
+    tied: bool = False
     moments: dict[tuple[str, int | None], np.ndarray] = field(default_factory=dict)
     hessians: dict[tuple[str, int | None], InputHessian] = field(default_factory=dict)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, StatisticsKey) and (key.layer is not None or key == HEAD)
+        outside = (HEAD, EMBED) if self.tied else (HEAD,)
+        return isinstance(key, StatisticsKey) and (key.layer is not None or key in outside)
 
     def second_moments(self, key: StatisticsKey) -> np.ndarray:
         """The mean square of every input column, float32 [I]; experts of a layer share theirs."""
-        return self.moments[key.role, key.layer]
+        return self.moments[self._place(key)]
 
     def rounding(self, key: StatisticsKey) -> InputHessian | None:
         """What choosing codes together needs, that of all experts for an expert."""
-        return self.hessians.get((key.role, key.layer))
+        return self.hessians.get(self._place(key))
+
+    def _place(self, key: StatisticsKey) -> tuple[str, int | None]:
+        """Where the input is kept: a tied embedding reads as the head does."""
+        return (HEAD if key == EMBED else key).role, key.layer
 
     def keeping(self, found: Iterable[Sensitivity]) -> Iterator[Sensitivity]:
         """The same sensitivities, their moments kept, and Hessians until the next one comes."""

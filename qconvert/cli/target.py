@@ -127,7 +127,7 @@ class Aiming:
         from qconvert.calibrate.calibration import DAMPING
         from qconvert.calibrate.statistics_file import open_statistics
         from qconvert.cli.calibration_options import method_named
-        from qconvert.convert.execute import prepare
+        from qconvert.convert.execute import is_tied, prepare
         from qconvert.convert.target import choose
 
         checkpoint, flags, request = source.checkpoint, self.flags, self.request
@@ -144,6 +144,12 @@ class Aiming:
         def prepared(request: Request) -> Any:
             return prepare(source, request, flags.options, pre_tokenizer=flags.pre_tokenizer)
 
+        calibration = flags.calibration(source, aims=True)
+
+        def written(request: Request) -> Any:
+            named = flags.pre_tokenizer
+            return prepare(source, request, flags.options, calibration=calibration, pre_tokenizer=named)
+
         found, record = self._stored(request) or self._measured(source, damping)
         self.chosen = choose(
             self.target,
@@ -154,6 +160,8 @@ class Aiming:
             damping=damping,
             measure=self._measure,
             saved=self._saved,
+            written=written,
+            tied=is_tied(checkpoint, request),
         )
         return self.chosen.request
 

@@ -105,7 +105,7 @@ def prepare(
             calibration = fit(checkpoint, calibration, request, options)
         request = replace(
             request,
-            statistics=PlannedStatistics(calibration.record, tied=_tied(checkpoint, request)),
+            statistics=PlannedStatistics(calibration.record, tied=is_tied(checkpoint, request)),
             scale_inputs=calibration.method == "awq",
         )
     layout = _layout(source, request)
@@ -133,7 +133,7 @@ def _refuse_idle(plan: Plan, calibration: Calibration) -> None:
         )
 
 
-def _tied(checkpoint: Checkpoint, request: Request) -> bool:
+def is_tied(checkpoint: Checkpoint, request: Request) -> bool:
     """Whether the embedding of the output is its head, too."""
     asked = request.recipe.tie
     return checkpoint.architecture.tied if asked is None else asked

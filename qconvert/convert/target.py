@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from typing import Protocol
 
 from qconvert.calibrate.sensitivity import Sensitivity, TextStatistics
 from qconvert.convert.job import Job
@@ -36,6 +37,8 @@ Measure = Callable[[Sequence[Job]], Sequence[float]]
 _MOST_TRIES, _NEAR = 5, 0.95
 # By this share a mix has to be better than one encoding: less is chance, and says nothing of another text.
 _LEAST_GAIN = 0.02
+# By so many bytes at most the headers of two outputs of one encoding differ.
+_HEADERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +76,25 @@ def choose(
     damping: float | None = None,
     measure: Measure | None = None,
     saved: SavedPrices | None = None,
+    written: Prepare | None = None,
+    tied: bool = False,
 ) -> Chosen:
     """The request that reaches a target: the least cost of a size, or the least size of a cost.
 
-    `found` are the sensitivities of the model; `prepared` compiles requests for it. Where the request has no
-    statistics, encoders weigh errors by those of the text that the sensitivities are of, which `record`
-    describes; with a `damping`, they are priced with error feedback, for which the sensitivities must hold
-    rows out. Costs of weights are added up, and those of their errors do not quite add up: so with a
-    `measure`, a mix for a size is held against the best of one encoding and taken if it is better, and one
-    for a divergence is chosen anew where it diverges more or less than was expected. Prices that `saved`
-    has are taken from there, where the request has no statistics. Raises BadRecipe for a target that no mix
-    reaches.
+    `found` are the sensitivities of the model; `prepared` compiles requests for it, and `written` as they are
+    written in the end, with what is calibrated then. Where the request has no statistics, encoders weigh
+    errors by those of the text that the sensitivities are of, which `record` describes; with a `damping`,
+    they are priced with error feedback, for which the sensitivities must hold rows out, and so is a `tied`
+    embedding, as the head that it is. Costs of weights are added up, and those of their errors do not quite
+    add up: so with a `measure`, a mix for a size is held against the best of one encoding and taken if it is
+    better, and one for a divergence is chosen anew where it diverges more or less than was expected. Prices
+    that `saved` has are taken from there, where the request has no statistics. Raises BadRecipe for a target
+    that no mix reaches.
     """
+    written = written or prepared
     price: Callable[[Mapping[str, Job], Iterable[Sensitivity]], list[Group]] = priced_groups
     if request.statistics is None:
-        measured = TextStatistics(record or {}, damping)
+        measured = TextStatistics(record or {}, damping, tied and damping is not None)
         request, found = replace(request, statistics=measured), measured.keeping(found)
         price = priced_groups if saved is None else partial(saved.groups, statistics=measured)
     jobs, left_out = _jobs(request, target, prepared)
@@ -96,44 +103,78 @@ def choose(
         raise BadRecipe("target: nothing to choose, no weight would be quantized", "leave out some --keep")
     weights = table_of_outputs(first.compiled.outputs, first.compiled.architecture).parameters
     if target.size is None:
+        assert target.divergence is not None
         groups = price(jobs, found)
         mix, kls = _diverging(groups, target, request, jobs, prepared, measure if damping is None else None)
         made = _recorded(_request_of(request, mix, jobs), target, mix, record)
-        nbytes = _tensor_bytes(prepared(made))
-        return Chosen(made, tuple(groups), mix, nbytes, weights, _best(groups, target, 0), kls, left_out)
+        nbytes, same_kl = _tensor_bytes(prepared(made)), _smallest_alone(groups, target.divergence)
+        return Chosen(made, tuple(groups), mix, nbytes, weights, same_kl, kls, left_out)
     size = _file_bytes if target.size.nbytes is not None else _tensor_bytes
     most = target.size.most_bytes(weights)
-    room = most - size(first) + sum(option.nbytes for group in groups for option in group.options[:1])
+    room = most - size(written(first.compiled.request)) + sum(group.options[0].nbytes for group in groups)
     smallest_cost(groups, room)  # which says at once if there is none
     groups = price(jobs, found)
-    while True:
-        mix, same = smallest_cost(groups, room), _best(groups, target, room)
-        made = _recorded(_request_of(request, mix, jobs), target, mix, record)
-        nbytes = size(prepared(made))
-        if nbytes <= most:
-            break
-        room -= nbytes - most  # headers with the record, and the padding of tensors, differ with the mix
-    chosen = Chosen(made, tuple(groups), mix, nbytes, weights, same, left_out=left_out)
-    if measure is None or same is None or same.labels == mix.labels:
+
+    def make(mix: Mix, *, recorded: bool = True) -> _Made:
+        made = _request_of(request, mix, jobs)
+        made = _recorded(made, target, mix, record) if recorded else made
+        return _Made(mix, made, size(written(made)))
+
+    same = _alone(groups, room, most, make)
+    try:
+        mixed = _mixed(groups, room, most, make)
+    except BadRecipe:  # the record of a mix has no room
+        if same is None:
+            raise
+        mixed = same
+    chosen = Chosen(
+        mixed.request,
+        tuple(groups),
+        mixed.mix,
+        mixed.nbytes,
+        weights,
+        None if same is None else same.mix,
+        left_out=left_out,
+    )
+    if measure is None or same is None or same.mix.labels == mixed.mix.labels:
         return chosen
-    other = _recorded(_request_of(request, same, jobs), target, same, record)
-    return _no_worse(chosen, other, prepared, measure, size, most)
-
-
-def _no_worse(
-    chosen: Chosen,
-    other: Request,
-    prepared: Prepare,
-    measure: Measure,
-    size: Callable[[Job], int],
-    most: int,
-) -> Chosen:
-    """The mix; or one encoding, the `other` request, where that is measured to cost about as much or less."""
-    job = prepared(other)
-    kls = tuple(measure([prepared(chosen.request), job]))
-    if chosen.uniform is None or kls[0] <= (1 - _LEAST_GAIN) * kls[1] or size(job) > most:
+    kls = tuple(measure([prepared(mixed.request), prepared(same.request)]))
+    if kls[0] <= (1 - _LEAST_GAIN) * kls[1]:
         return replace(chosen, measured=kls)
-    return replace(chosen, request=other, mix=chosen.uniform, nbytes=size(job), measured=kls)
+    return replace(chosen, request=same.request, mix=same.mix, nbytes=same.nbytes, measured=kls)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A mix, the request that asks for it, and the bytes of its output."""
+
+    mix: Mix
+    request: Request
+    nbytes: int
+
+
+class _Make(Protocol):
+    def __call__(self, mix: Mix, *, recorded: bool = True) -> _Made: ...
+
+
+def _mixed(groups: Sequence[Group], room: int, most: int, make: _Make) -> _Made:
+    """The mix of least cost whose output has at most so many bytes, its record with it."""
+    while True:
+        made = make(smallest_cost(groups, room))
+        if made.nbytes <= most:
+            return made
+        room -= made.nbytes - most  # headers with the record, and the padding of tensors, differ with the mix
+
+
+def _alone(groups: Sequence[Group], room: int, most: int, make: _Make) -> _Made | None:
+    """The best mix of one encoding whose output has at most so many bytes: without its record, if need be."""
+    mixes = [mix for label in _labels(groups) if (mix := uniform(groups, label)) is not None]
+    for mix in sorted(mixes, key=lambda mix: mix.cost):
+        for recorded in (True, False) if mix.nbytes <= room + _HEADERS else ():
+            made = make(mix, recorded=recorded)
+            if made.nbytes <= most:
+                return made
+    return None
 
 
 def _diverging(
@@ -211,12 +252,10 @@ def _rounded(nats: float) -> float:
     return float(f"{nats:.4g}")
 
 
-def _best(groups: Sequence[Group], target: Target, room: int) -> Mix | None:
-    """The best mix of one encoding that reaches the target."""
+def _smallest_alone(groups: Sequence[Group], most_cost: float) -> Mix | None:
+    """The smallest mix of one encoding that costs at most so much."""
     mixes = [mix for label in _labels(groups) if (mix := uniform(groups, label)) is not None]
-    if target.divergence is not None:
-        return min((m for m in mixes if m.cost <= target.divergence), key=lambda m: m.nbytes, default=None)
-    return min((m for m in mixes if m.nbytes <= room), key=lambda m: m.cost, default=None)
+    return min((mix for mix in mixes if mix.cost <= most_cost), key=lambda mix: mix.nbytes, default=None)
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
