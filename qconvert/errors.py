@@ -10,7 +10,7 @@ import reprlib
 
 TAKEN = "use --overwrite to replace it, --skip-existing to leave it if it is complete, or another output"
 FETCH = "download the file again; if that does not help, report it to its author"
-REPORT = "write it to another disk; if that ends so too, it is a bug: report it with `qconvert env`"
+REPORT = "write it to another disk; if that fails too, it is a bug: report it with `qconvert env`"
 
 
 class QConvertError(Exception):

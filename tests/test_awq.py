@@ -340,7 +340,7 @@ def test_a_tensor_that_nobody_declared_may_read_what_is_scaled(qwen: Path, tmp_p
     )  # fmt: skip
     failed(
         ran,
-        "model.layers.0.adapter.weight: is no tensor of Qwen3, and may read what would be scaled",
+        "model.layers.0.adapter.weight: not a tensor of Qwen3; it may read what would be scaled",
         "--method nearest weighs errors by the same statistics, and scales nothing",
     )
 

@@ -61,7 +61,7 @@ def test_blocks_at_the_edge_and_blocks_of_zeros(tmp_path: Path) -> None:
         assert file.get_tensor(f"{DOWN}.weight_scale_inv").shape == (2, 2)
     assert qconvert("verify", out, "--against", model).code == 0
     ran = qconvert("convert", model, "--to", "bitsandbytes", "-o", tmp_path / "bnb")
-    assert ran.code == 1 and "200 columns are no whole blocks of 64" in ran.err
+    assert ran.code == 1 and "200 columns do not divide into blocks of 64" in ran.err
 
 
 @pytest.mark.parametrize(

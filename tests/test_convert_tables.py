@@ -316,7 +316,7 @@ def test_rows_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
     ran = qconvert(
         "convert", model, "--to", "compressed-tensors", "--scheme", "mxfp4", "-o", tmp_path / "out"
     )
-    assert ran.code == 1 and "200 columns are no whole blocks of 32" in ran.err
+    assert ran.code == 1 and "200 columns do not divide into blocks of 32" in ran.err
 
 
 def test_a_nan_is_told_also_where_scales_come_first(tmp_path: Path) -> None:

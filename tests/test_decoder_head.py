@@ -47,7 +47,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
 
 
 def test_a_head_of_no_whole_groups_is_refused() -> None:
-    with pytest.raises(BadRecipe, match="48 columns are no multiple of 32"):
+    with pytest.raises(BadRecipe, match="48 columns are not a multiple of 32"):
         rounded_head(DenseWeight(torch.zeros(3, 48)), 4)
 
 

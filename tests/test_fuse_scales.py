@@ -53,7 +53,7 @@ def test_a_block_that_would_hold_rows_of_two_linears_is_refused(tmp_path: Path) 
     ran = qconvert("fuse", folder, "--only", "gate_up", "-o", tmp_path / "g")
     assert ran.code == 1 and "rows that would share a block of 128 have different scales" in ran.err
     checked = qconvert("check", folder, "--for", "vllm")
-    assert checked.code == 3 and "no whole blocks of 128" in checked.out
+    assert checked.code == 3 and "do not divide into blocks of 128" in checked.out
 
 
 def test_words_of_zero_points_that_two_linears_would_share_are_packed_anew(tmp_path: Path) -> None:

@@ -158,7 +158,12 @@ def test_ollama_wants_to_know_the_class() -> None:
         ({"_proj.weight": INT4}, {"tp": 6, "heads": 6, "kv_heads": 4}, ERROR, "nor can be repeated on them"),
         ({"_proj.weight": INT4}, {"tp": 2}, WARNING, "192 columns on a rank: Marlin kernels want"),
         ({"_proj.weight": AffineInt(4, 16, True, DType.BF16)}, {}, WARNING, "groups of 16 columns have no"),
-        ({"_proj.weight": FP8}, {"layout": "fp8", "intermediate": 320}, ERROR, "no whole blocks of 128"),
+        (
+            {"_proj.weight": FP8},
+            {"layout": "fp8", "intermediate": 320},
+            ERROR,
+            "do not divide into blocks of 128",
+        ),
         (
             {"_proj.weight": AffineInt(3, 32, True, DType.BF16)},
             {"loader": "transformers"},

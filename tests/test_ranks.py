@@ -264,7 +264,7 @@ def test_another_job_is_refused() -> None:
     [
         (("--overwrite",), "--overwrite: is for one process alone, and this is one of 2"),
         (("--restart",), "--restart: is for one process alone, and this is one of 2"),
-        (("--rank", "2/2"), "Invalid value for '--rank': '2/2' is no rank"),
+        (("--rank", "2/2"), "Invalid value for '--rank': '2/2' is not a rank"),
         (("--rank", "auto"), "auto: the environment has none of RANK and WORLD_SIZE"),
         (("--method", "feedback", "--text", "m/config.json"), "--method feedback: chooses codes layer after"),
     ],

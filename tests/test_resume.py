@@ -134,7 +134,7 @@ def refused(ran: Ran, out: str, before: dict[str, bytes], here: Path) -> str:
     assert ran.code == 1 and tree(here / "o") == before, ran.err
     fact, hint = ran.err.splitlines()[-2:]
     assert fact.startswith(f"Error: {here / 'o' / out}") or fact.startswith(f"Error: o/{out}"), fact
-    assert "--restart, to throw it away" in hint
+    assert "--restart, to discard it" in hint
     return fact.split("whose ")[1]
 
 

@@ -259,7 +259,7 @@ def test_what_is_no_checkpoint_is_said_of_the_file_that_was_named(models: Path, 
 
 
 def test_types_that_stand_in_for_others_are_named(models: Path, here: Path) -> None:
-    """Rows of 128 columns are no whole blocks of Q4_K: llama-quantize warns of that, too."""
+    """Rows of 128 columns do not divide into blocks of Q4_K: llama-quantize warns of that, too."""
     call = ("to-gguf", models / "plain", "--type", "q4_k_m", "--dry-run")
     found = qconvert(*call, "--json").json
     # mlp.down has rows of 384, the others of 128; attn.o has 256

@@ -273,7 +273,7 @@ def refused(*args: object) -> Ran:
     [
         (["--target-size", "4.5"], "--target-size '4.5': has no unit"),
         (["--target-size", "4.5bpw", "--target-kl", "0.1"], "--target-size, --target-kl: both"),
-        (["--target-kl", "minus"], "--target-kl minus: is no divergence"),
+        (["--target-kl", "minus"], "--target-kl minus: is not a divergence"),
         (["--target-size", "4.5bpw", "--bits", "4"], "--bits: given beside a target"),
         (["--target-size", "4.5bpw", "--schemes", "int4"], "one encoding to choose among (int4)"),
         (["--target-size", "4.5bpw", "--schemes", "int4,keep"], "--schemes keep: is not an integer scheme"),

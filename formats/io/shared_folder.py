@@ -103,7 +103,7 @@ class SharedFolder:
         if difference is not None:
             raise OtherJob(
                 f"{self.path}: is the unfinished output of another job, whose {difference}",
-                "give the command that began it, to go on; or remove the folder, to throw it away",
+                "run the command that started it, to continue; or remove the folder, to discard it",
             )
         return found.settings
 

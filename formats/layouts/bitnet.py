@@ -69,7 +69,7 @@ class BitNet(PassThrough[AffineInt, AffineIntRows]):
         parts = [self._part(tensor, source, part) for part in _parts(tensor.rows // _PER_BYTE, rows)]
         stored_RI = np.concatenate(parts)
         if (stored_RI == _PER_BYTE - 1).any():
-            raise CorruptCheckpoint(f"{tensor.name}: holds a code of 3, which is no ternary weight")
+            raise CorruptCheckpoint(f"{tensor.name}: holds a code of 3, which is not a ternary weight")
         scale = source.read(f"{tensor.name}_scale", 0, 1)
         scale_11 = self._multiplier(scale, source.specs[f"{tensor.name}_scale"].dtype)
         return AffineIntRows(stored_RI + np.uint8(1), np.repeat(scale_11, len(stored_RI), 0), None, encoding)

@@ -218,7 +218,7 @@ def _stored_state(source: Source, name: str, table: str) -> Json:
     array = f"{name}{_STATE}{table}"
     spec = source.specs[array]
     if spec.dtype is not DType.U8 or len(spec.shape) != 1 or spec.count > 4096:
-        raise CorruptCheckpoint(f"{array}: {spec.dtype.label} {list(spec.shape)} is no quantization state")
+        raise CorruptCheckpoint(f"{array}: {spec.dtype.label} {list(spec.shape)} is not a quantization state")
     return parse_json_object(source.read(array, 0, spec.count).tobytes(), array)
 
 
@@ -253,7 +253,7 @@ def _four_bits(name: str, table: str, source: Source) -> ModelTensor:
     shape, block, dtype = state.get("shape"), state.get("blocksize"), _DTYPES.get(str(state.get("dtype")))
     sizes = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)
     if not sizes or type(block) is not int or block < 2 or dtype is None or table not in ("nf4", "fp4"):
-        raise CorruptCheckpoint(f"{name}{_STATE}{table}: {shown(state)} is no quantization state")
+        raise CorruptCheckpoint(f"{name}{_STATE}{table}: {shown(state)} is not a quantization state")
     assert isinstance(shape, list)
     if shape[1] % block:
         raise UnsupportedModel(
@@ -331,7 +331,7 @@ def _promise(config: Json) -> Promise:
     four = settings.get("load_in_4bit", settings.get("_load_in_4bit")) is True
     if four and table not in ("nf4", "fp4"):
         raise UnsupportedModel(
-            f"config.json: bnb_4bit_quant_type {shown(table)} is not read here", "nf4 and fp4 are"
+            f"config.json: bnb_4bit_quant_type {shown(table)} is not read here", "nf4 and fp4 are read"
         )
     second = "nested" if settings.get("bnb_4bit_use_double_quant") is True else None
     rows = Codebook("int8", None, DType.F32, decoded)

@@ -47,7 +47,7 @@ class CodedArrays:
         codes_name, scales_name, number_name = self.names(tensor.name)
         if stack and tensor.shape[-2] % (encoding.group_rows or 1):
             raise BadRecipe(
-                f"{tensor.name}: its matrices of {tensor.shape[-2]} rows are no whole blocks of "
+                f"{tensor.name}: its matrices of {tensor.shape[-2]} rows do not divide into blocks of "
                 f"{encoding.group_rows} rows, so a stack of them would share blocks",
                 "leave the experts apart",
             )

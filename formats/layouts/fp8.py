@@ -128,7 +128,8 @@ def open_fp8(source: Source, config: Json) -> tuple[FP8, dict[str, ModelTensor]]
     scheme = settings.get("activation_scheme", "dynamic")
     if scheme not in ("dynamic", "static"):
         raise UnsupportedModel(
-            f"config.json: activation_scheme {shown(scheme)} is not read here", "dynamic and static ones are"
+            f"config.json: activation_scheme {shown(scheme)} is not read here",
+            "dynamic and static ones are read",
         )
     own = any(name.endswith(f".{_OWN_SCALES}") for name in source.specs)
     suffix = _OWN_SCALES if own else _SCALES

@@ -72,7 +72,7 @@ TRAITS_V2 = LayoutTraits(
             ("vllm",),
             "error",
             "vLLM refuses desc_act unless group_size is -1",
-            "quantize without",
+            "quantize without desc_act",
             lambda e: isinstance(e, AffineInt) and e.act_order and e.group_size is not None,
         ),
         LoaderLimit(

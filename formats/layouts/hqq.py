@@ -162,7 +162,7 @@ def _logical(base: str, source: Source) -> tuple[ModelTensor, _Stored]:
     if bits not in _FOLDED or axis not in (0, 1):
         raise UnsupportedModel(
             f"{base}.W_q: {bits} bits on axis {axis} are not read here",
-            "1 to 6 and 8 bits on axis 0 or 1 are",
+            "1 to 6 and 8 bits on axis 0 or 1 are read",
         )
     if f"{base}.scale" not in source.specs or f"{base}.zero" not in source.specs:
         raise UnsupportedModel(

@@ -178,7 +178,9 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
         if encoding.is_mxfp4 or (encoding.is_nvfp4 and encoding.second is None):
             return ()
         if encoding.is_nvfp4:
-            raise refused(tensor, "divides its scales by one number (weight_global_scale) that MLX has not")
+            raise refused(
+                tensor, "divides its scales by one number (weight_global_scale), which MLX does not have"
+            )
         raise refused(tensor, "is none of MLX's modes that are written here (affine, mxfp4, nvfp4)")
     ops, made = to_integers(tensor, encoding)
     check_column_order(tensor, made, NAME)

@@ -177,7 +177,7 @@ def _form(settings: Json, module: str, part: str) -> Json:
     found = form.get(part) if isinstance(form, dict) else None
     if isinstance(found, list):
         raise UnsupportedModel(
-            f"{module}: Quark's scales of two levels are not read here", "int4, FP8, int8 and MXFP4 are"
+            f"{module}: Quark's scales of two levels are not read here", "int4, FP8, int8 and MXFP4 are read"
         )
     return found if isinstance(found, dict) else {}
 
@@ -214,7 +214,7 @@ def _logical(base: str, source: Source, settings: Json, decoded: DType) -> Model
     else:
         raise UnsupportedModel(
             f"{name}: Quark's {shown(kind)} {shown(scheme)} in groups of {shown(size)} is not read here",
-            "int4 and uint4 per group, fp8_e4m3 and int8 per tensor or channel, and fp4 with e8m0 scales are",
+            "read: int4 and uint4 per group, fp8_e4m3 and int8 per tensor or channel, fp4 with e8m0 scales",
         )
     return ModelTensor(name, (rows, width), encoding)
 
@@ -224,7 +224,7 @@ def _check_middle(name: str, source: Source) -> None:
     spec = source.specs[name]
     if source.read(name, 0, spec.shape[0] if spec.shape else 1).any():
         raise UnsupportedModel(
-            f"{name}: int8 weights with zero points other than 0 are not read here", "symmetric ones are"
+            f"{name}: int8 weights with zero points other than 0 are not read here", "symmetric ones are read"
         )
 
 
@@ -244,7 +244,7 @@ def _activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
         return ActivationScheme(8, kind == "fp8_e4m3", "tensor", dynamic=dynamic, stored=stored)
     raise UnsupportedModel(
         f"config.json: Quark's input_tensors {shown(kind)} {shown(scheme)} are not read here",
-        "FP8 and int8 per tensor or token, and MXFP4, are",
+        "FP8 and int8 per tensor or token, and MXFP4, are read",
     )
 
 

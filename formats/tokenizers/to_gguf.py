@@ -39,8 +39,8 @@ _UNNORMALISED = (
     "letters, ligatures and fractions get other tokens there"
 )
 _CASED = (
-    "the vocabulary tells upper from lower case, and the file says so; llama.cpp's build b9190 and older "
-    "ones lower all text nevertheless"
+    "the vocabulary distinguishes upper and lower case, and the file says so; llama.cpp's build b9190 and "
+    "older ones lower all text nevertheless"
 )
 _NO_BYTES = (
     "tokenizer.model: spells unknown characters as bytes, which llama.cpp does not do for unigram models: "

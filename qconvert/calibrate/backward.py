@@ -210,7 +210,7 @@ def _check_finite(squares_D: Tensor) -> None:
     if not squares_D.isfinite().all():
         raise CheckFailed(
             "hidden states of the calibration text: NaN or Inf",
-            "`qconvert check` finds weights that are no numbers; or give another text",
+            "`qconvert check` finds weights that are NaN or Inf; or give another text",
         )
 
 

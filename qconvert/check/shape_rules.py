@@ -89,7 +89,7 @@ def _blocks_of_parts(s: Subject) -> Iterator[Problem]:
             encoding = tensor.encoding if tensor is not None else None
             rows = encoding.group_rows if isinstance(encoding, Codebook) else None
             if rows and part.shape[0] % rows:
-                fact = f"its {part.shape[0]} rows are no whole blocks of {rows}, and are stacked with others"
+                fact = f"its {part.shape[0]} rows, stacked with others, do not divide into blocks of {rows}"
                 yield Problem(ERROR, part.name, fact, "another scheme, for example fp8-channel")
 
 

@@ -253,7 +253,11 @@ def _differences(specs: Mapping[str, TensorSpec], index: ShardIndex) -> list[str
     total = index.total_size if isinstance(index.total_size, int) else counted
     if others:
         return [_rest_note(others, _bytes_of_rest(specs.values(), index))]
-    return [f"{INDEX_FILE} counts {total:,} bytes, config.json tells {counted:,}"] if total != counted else []
+    return (
+        [f"{INDEX_FILE} counts {total:,} bytes, config.json describes {counted:,}"]
+        if total != counted
+        else []
+    )
 
 
 def refuse_quantized(checkpoint: Checkpoint, name: str) -> None:

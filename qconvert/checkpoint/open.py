@@ -184,7 +184,7 @@ def checkpoint_of(
     first = next((t for t in tensors.values() if isinstance(t.encoding, Undecoded)), None)
     if first is not None and not undecoded:
         raise UnsupportedModel(
-            f"{first.name}: {layout.name} weights are known by name here, and not decoded",
+            f"{first.name}: {layout.name} weights can be inspected, not decoded",
             f"{layout.traits.instead}; `qconvert inspect` shows bits and sizes",
         )
     return checkpoint_in(files, layout, tensors, declared)

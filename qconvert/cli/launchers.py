@@ -40,7 +40,7 @@ class RankType(click.ParamType):  # type: ignore[type-arg]
             return found
         match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", str(value))
         if match is None or not int(match[1]) < int(match[2]):
-            self.fail(f"{value!r} is no rank; write 0/4 to 3/4 for four processes, or {AUTO}", param, ctx)
+            self.fail(f"{value!r} is not a rank; write 0/4 to 3/4 for four processes, or {AUTO}", param, ctx)
         return Rank(int(match[1]), int(match[2]))
 
 

@@ -210,7 +210,7 @@ verify_existing_option = click.option(
 keep_going_option = click.option(
     "--keep-going",
     is_flag=True,
-    help="Of several models, go on after one that fails; the exit code tells.",
+    help="Of several models, go on after one that fails; the exit code then says so.",
 )
 restart_option = click.option(
     "--restart", is_flag=True, help="Discard the work of an interrupted run, instead of resuming it."

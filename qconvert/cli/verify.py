@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     help="Decode every tensor and compare it with this source.",
 )
 @json_option
-@quiet_option("nothing; the exit code tells")
+@quiet_option("nothing; see the exit code")
 @revision_option
 def command(
     models: tuple[str, ...], against: str | None, as_json: bool, quiet: bool, revision: str | None

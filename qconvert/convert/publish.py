@@ -130,7 +130,7 @@ class Publication:
             elif self._options.drop:
                 raise QConvertError(
                     f"{self._destination.shown}: {file.name} was sent there, and is gone",
-                    "begin anew with --restart",
+                    "start again with --restart",
                 )
 
     def _keep(self, name: str, receipt: str, digest: str, tensors: Mapping[str, str]) -> None:

@@ -179,7 +179,7 @@ class RunJournal:
         if difference is not None:
             raise OtherJob(
                 f"{self.path}: is the unfinished output of another job, whose {difference}",
-                "give the command that began it, to go on; or add --restart, to throw it away",
+                "run the command that started it, to continue; or add --restart, to discard it",
             )
 
     def _nbytes(self, record: Record) -> int:

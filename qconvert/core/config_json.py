@@ -71,7 +71,7 @@ def whole_numbers(config: Json, key: str) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, list) or len(value) > MAX_LAYERS:
-        raise CorruptCheckpoint(f"config.json: {key} is no list of layers")
+        raise CorruptCheckpoint(f"config.json: {key} is not a list of layers")
     if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n <= MAX_DIMENSION for n in value):
         raise CorruptCheckpoint(f"config.json: {key} is not a list of whole numbers")
     return tuple(value)

@@ -26,7 +26,7 @@ def finished_report(path: Path, request: Json) -> PerplexityReport | None:
     try:
         report = from_plain(PerplexityReport, read_json_object(path))
     except (ValueError, QConvertError) as error:
-        raise BadRecipe(f"{path}: is no report that can be taken up ({error})", _AGAIN) from error
+        raise BadRecipe(f"{path}: is not a report that can be resumed ({error})", _AGAIN) from error
     if report.partial:
         return None
     for name, value in request.items():

@@ -258,7 +258,7 @@ def _score_batch(
         if not loss < _HOPELESS_NATS:
             raise CheckFailed(
                 f"{track.model.label}: a loss of {loss} nats per token within {track.tokens} tokens",
-                "try --dtype f32; if that ends so too, the weights are damaged",
+                "try --dtype f32; if that fails too, the weights are damaged",
             )
         track.nll.append(each.nll_N.cpu().numpy())
         track.top.append(each.top_N.cpu().numpy())

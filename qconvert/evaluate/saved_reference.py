@@ -176,7 +176,7 @@ class SavedReference:
             self.tokens_per_second = float(self._whole("tokens_per_second")[0, 0])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise BadRecipe(
-                f"{path}: is no saved reference ({error})", "make one with --save-reference FILE"
+                f"{path}: is not a saved reference ({error})", "make one with --save-reference FILE"
             ) from error
 
     @property

@@ -217,7 +217,7 @@ def _divisors(fields: Json, key: str) -> tuple[float, ...]:
     values = fields.get(key)
     if not isinstance(values, list):
         raise CorruptCheckpoint(
-            f"config.json: {key} is no list of divisors", "fetch the model's config.json again"
+            f"config.json: {key} is not a list of divisors", "fetch the model's config.json again"
         )
     numbers = {f"{key}[{i}]": value for i, value in enumerate(values)}
     return tuple(_positive(numbers, each) for each in numbers)

@@ -108,9 +108,9 @@ def parse_target_size(text: str) -> SizeTarget:
     try:
         nbytes = parse_size(text)
     except ValueError as error:
-        raise BadRecipe(f"--target-size {text!r}: is no size", wanted) from error
+        raise BadRecipe(f"--target-size {text!r}: is not a size", wanted) from error
     if nbytes == 0:
-        raise BadRecipe(f"--target-size {text}: is no bytes at all", wanted)
+        raise BadRecipe(f"--target-size {text}: is 0 bytes", wanted)
     return SizeTarget(text, nbytes=nbytes)
 
 
@@ -121,7 +121,7 @@ def parse_target_kl(text: str) -> float:
     except ValueError:
         nats = 0.0
     if not 0 < nats < 10:
-        raise BadRecipe(f"--target-kl {text}: is no divergence", "write nats per token, such as 0.01")
+        raise BadRecipe(f"--target-kl {text}: is not a divergence", "write nats per token, such as 0.01")
     return nats
 
 
@@ -135,7 +135,7 @@ def smallest_cost(groups: Sequence[Group], most_bytes: int) -> Mix:
         least = sum(min(option.nbytes for option in group.options) for group in groups)
         raise BadRecipe(
             f"target size: the weights to choose for have {most_bytes:,} bytes, and take {least:,} at least",
-            "aim higher, or add an encoding of fewer bits",
+            "ask for a larger size, or add an encoding of fewer bits",
         )
     return _mix(groups, found)
 
@@ -149,8 +149,8 @@ def fewest_bytes(groups: Sequence[Group], most_cost: float) -> Mix:
     if found is None:
         least = sum(min(option.cost for option in group.options) for group in groups)
         raise BadRecipe(
-            f"target KL: {most_cost:g} nats are expected of no mix, {least:.2g} of the best",
-            "aim higher, or add an encoding of more bits",
+            f"target KL: every mix is expected to lose more than {most_cost:g} nats, the best {least:.2g}",
+            "allow a larger divergence, or add an encoding of more bits",
         )
     return _mix(groups, found)
 

@@ -131,7 +131,7 @@ APART = Notice(
 _LOOK_AT_WEIGHTS = frozenset({"falcon", "rwkv", "t5"})
 UNPACKED = Notice(
     "class that looks at weights",
-    "this family's class in transformers looks at the weights of linears, which packed ones have not:",
+    "this family's class in transformers looks at the weights of linears, which packed linears do not have:",
     (
         Verdict("qconvert", True, "decodes it"),
         Verdict(

@@ -279,7 +279,10 @@ def _graph(architecture: Architecture) -> tuple[Graph, Json]:
             f"{_ELSEWHERE}; here {', '.join(GRAPHS)} run",
         )
     if architecture.settings.get("use_bidirectional_attention") not in (None, False, "vision"):
-        raise UnsupportedModel("config.json: use_bidirectional_attention is set", "it makes an encoder")
+        raise UnsupportedModel(
+            "config.json: use_bidirectional_attention is set",
+            "that makes it an encoder; decoders are run here",
+        )
     defaults = graph.defaults
     if architecture.settings.get("rope_scaling"):  # the older key of what `rope_parameters` holds
         defaults = {key: value for key, value in defaults.items() if key != "rope_parameters"}

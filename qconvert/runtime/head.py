@@ -51,7 +51,7 @@ def rounded_head(head: Table, bits: int) -> AffineIntRows:
     (out, width), middle = head.shape, 1 << (bits - 1)
     if encoding.group_size is not None and width % encoding.group_size:
         raise BadRecipe(
-            f"--head int{bits}: {width} columns are no multiple of {encoding.group_size}", "use int8"
+            f"--head int{bits}: {width} columns are not a multiple of {encoding.group_size}", "use int8"
         )
     codes_OI = np.empty((out, width), np.uint8)
     scales_OG = np.empty((out, encoding.groups(width)), np.float32)

@@ -83,7 +83,7 @@ def _pattern(targets: tuple[str, ...]) -> re.Pattern[str]:
         return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
     except (re.error, RecursionError, OverflowError):
         raise CorruptCheckpoint(
-            f"config.json: quantization_config: {shown(list(targets))} are no regular expressions",
+            f"config.json: quantization_config: {shown(list(targets))} are not regular expressions",
             "correct quantization_config",
         ) from None
 

@@ -123,7 +123,7 @@ def qwen3_sizes(config: Json, layer: int) -> Dimensions:
     """Adds which of its deeper mergers a Qwen3-VL tower has: one for each layer that it names."""
     indexes = config.get("deepstack_visual_indexes")
     if not isinstance(indexes, list) or len(indexes) > _DEEPSTACK:
-        raise CorruptCheckpoint("config.json: deepstack_visual_indexes is no short list of layers")
+        raise CorruptCheckpoint("config.json: deepstack_visual_indexes is not a short list of layers")
     dims = qwen_sizes(config, layer)
     return {**dims, **{f"merged_{i}": dims["merged"] if i < len(indexes) else 0 for i in range(_DEEPSTACK)}}
 
@@ -246,7 +246,7 @@ def kimi_sizes(config: Json, layer: int) -> Dimensions:
     hidden = positive_int(config, "vt_hidden_size")
     kernel = config.get("merge_kernel_size", [2, 2])
     if not isinstance(kernel, list) or not all(isinstance(n, int) and 0 < n < 256 for n in kernel):
-        raise CorruptCheckpoint("config.json: merge_kernel_size is no pair of small numbers")
+        raise CorruptCheckpoint("config.json: merge_kernel_size is not a pair of small numbers")
     merged = hidden
     for n in kernel:
         merged *= n

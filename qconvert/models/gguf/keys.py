@@ -190,7 +190,7 @@ def _stated_head(file: Metadata) -> Json:
         raise UnsupportedModel(
             f"{file.file}: {file.arch}.attention.key_length is {stated}, attention.value_length "
             f"{file.optional('attention.value_length')}; its class has one size of heads",
-            "keep this model as GGUF: config.json has no words for it",
+            "keep this model as GGUF: config.json cannot say it",
         )
     return {"head_dim": stated} if stated else {}
 
@@ -348,7 +348,7 @@ def _read_freqs(file: Metadata) -> Json:
     found = file.scaling(file.number("rope.freq_base", 10000.0))
     if found is None:
         raise UnsupportedModel(
-            f"{file.file}: {ROPE_FREQS} scales frequencies as config.json has no words for",
+            f"{file.file}: {ROPE_FREQS} scales frequencies in a way that config.json cannot say",
             "keep this model as GGUF: of these, only Llama 3's scaling is read",
         )
     return {"rope_scaling": found}

@@ -105,7 +105,7 @@ def _is_beyond(name: str, file: Metadata) -> bool:
 def _warnings(reading: Reading, file: Metadata) -> Iterator[str]:
     unread = check_keys(reading.facts, file)
     if unread:
-        yield f"{file.file}: keys that config.json has no words for are left out: {', '.join(unread)}"
+        yield f"{file.file}: keys that have no counterpart in config.json are left out: {', '.join(unread)}"
     beyond = sum(_is_beyond(name, file) for name in file.tensors)
     if beyond:
         yield f"{file.file}: next-token prediction: {beyond} tensors are left out"

@@ -96,7 +96,7 @@ def check_keys(facts: Facts, file: Metadata) -> tuple[str, ...]:
         stated = file.kv.get(key)
         if stated is not None and not _same(stated, entry):
             raise UnsupportedModel(
-                f"{file.file}: {key} is {stated.value!r}, which config.json has no words for: as "
+                f"{file.file}: {key} is {stated.value!r}, for which config.json has no key: as "
                 f"{facts.architecture.config['model_type']} it would be {entry.value!r}",
                 "keep this model as GGUF: its other keys tell llama.cpp what it is",
             )

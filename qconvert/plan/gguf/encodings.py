@@ -169,7 +169,7 @@ def _no_blocks(tensor: ModelTensor) -> BadRecipe:
             f"{tensor.name}: its columns are in activation order (g_idx), which gguf cannot hold",
             f"--undo-act-order folds what can be folded; {again}",
         )
-    return BadRecipe(f"{tensor.name}: {tensor.encoding.label} is no grid of GGUF's blocks", again)
+    return BadRecipe(f"{tensor.name}: {tensor.encoding.label} is not a type of GGUF", again)
 
 
 def _own_type(tensor: ModelTensor) -> GGMLType | None:

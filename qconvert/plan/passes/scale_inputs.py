@@ -36,7 +36,7 @@ def find_scalable_inputs(state: Compiled) -> Compiled:
     undeclared = [name for name in state.binding.unknown if architecture.carries(name) is None]
     if undeclared:
         raise UnsupportedModel(
-            f"{undeclared[0]}: is no tensor of {architecture.family.name}, and may read what would be scaled",
+            f"{undeclared[0]}: not a tensor of {architecture.family.name}; it may read what would be scaled",
             _OTHER,
         )
     quantized = {

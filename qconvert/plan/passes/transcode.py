@@ -120,7 +120,7 @@ def _encoding(target: Target, tensor: ModelTensor, dtype: DType, group: str = ""
     size, width = encoding.group_size, tensor.width
     if encoding.bits == 4 and size and width % size:
         raise BadRecipe(
-            f"{tensor.name}: rows of {width} columns are no whole blocks of {size}",
+            f"{tensor.name}: rows of {width} columns do not divide into blocks of {size}",
             "another layout holds this model, for example compressed-tensors",
         )
     first = (Cast(scheme.cast_first),) if scheme.cast_first else ()
@@ -179,7 +179,7 @@ def _from_blocks(target: Target, unit: Unit, encoding: GgmlBlocks, plain: frozen
     if encoding.type in GRIDS:
         return unit.then(Transcode("from_ggml_blocks", GRIDS[encoding.type]))
     if not target.allow_requantize:
-        raise refused(tensor, "blocks are no grid that other formats have")
+        raise refused(tensor, "blocks have no counterpart in other formats")
     return _then(unit, (Dequantize(DType.F32), *_new_codes(target, tensor, encoding, DType.F32)))
 
 

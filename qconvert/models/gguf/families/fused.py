@@ -89,7 +89,7 @@ def rope_factors(facts: Facts) -> Iterator[Constant]:
         values = rope.get(f"{kind}_factor")
         if not isinstance(values, list) or len(values) * 2 > k.head_size(facts.settings):
             raise CorruptCheckpoint(
-                f"config.json: {kind}_factor is no list of divisors", "fetch the model's config.json again"
+                f"config.json: {kind}_factor is not a list of divisors", "fetch the model's config.json again"
             )
         numbers = {str(i): value for i, value in enumerate(values)}
         yield Constant(f"rope_factors_{kind}.weight", tuple(positive(numbers, key) for key in numbers))

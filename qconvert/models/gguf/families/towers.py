@@ -26,7 +26,7 @@ def _numbers(facts: Facts, key: str) -> tuple[float, ...]:
     found = facts.settings[PREPROCESSOR].get(key)
     if not isinstance(found, list) or len(found) != _COLOURS or not all(map(positive_number, found)):
         raise CorruptCheckpoint(
-            f"preprocessor_config.json: {key} is no list of {_COLOURS} numbers",
+            f"preprocessor_config.json: {key} is not a list of {_COLOURS} numbers",
             "copy the model's preprocessor_config.json into the folder",
         )
     return tuple(map(float, found))
