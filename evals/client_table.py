@@ -10,6 +10,8 @@ OTHER_NUMBERS = 0.1
 """A mean difference of log-probabilities, in nats, that no rounding of inputs or sums explains."""
 LACKING = frozenset({"a llama.cpp that has the type Q2_0", "gptqmodel's ExLlamaV2 on CUDA"})
 """What `check` says that clients need beside them, and those that were run did not have."""
+AMX = "a CPU with AMX"
+"""What some machines lack: then their rows name it."""
 _FAILS = "fails"
 _SHOWN = 160
 
@@ -21,7 +23,7 @@ def holds(row: Json) -> bool:
 
 def agrees(row: Json) -> bool:
     """Whether `qconvert check` said what happened; true where it was not asked."""
-    lacking = LACKING.intersection(row.get("needs", ()))
+    lacking = LACKING.union(row.get("lacks", ())).intersection(row.get("needs", ()))
     return "check" not in row or (row["check"] != _FAILS and not lacking) == holds(row)
 
 

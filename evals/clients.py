@@ -24,14 +24,15 @@ from tokenizers import Tokenizer
 import qconvert
 from evals.client_environments import CLIENTS, Client, install, versions
 from evals.client_subjects import Subject, make, path_of, subjects
-from evals.client_table import tables
+from evals.client_table import AMX, tables
 from qconvert.checkpoint.open import Checkpoint, open_checkpoint
 from qconvert.core.dtypes import DType, Json
 from qconvert.core.encodings import ModelTensor
-from qconvert.core.values import DenseRows
+from qconvert.core.values import CodebookRows, DenseRows, Value
 from qconvert.demo.corpus import SPARE_TEXT
 from qconvert.quant.casts import cast
-from qconvert.quant.dequantize import numbers
+from qconvert.quant.codebook import TABLES
+from qconvert.quant.dequantize import column_scales, numbers
 
 _ROOT = Path(__file__).resolve().parent.parent
 RESULTS = _ROOT / "evals" / "results" / "clients.json"
@@ -40,7 +41,7 @@ MODEL_NAME = "embedded"
 MODEL = Path(qconvert.open_model(MODEL_NAME).checkpoint.path)
 WINDOWS, LENGTH = 4, 64
 SECONDS = 180
-"""What one checkpoint may take in one client."""
+"""What one checkpoint may compute in one client, in seconds of one core."""
 _DTYPES = {"bfloat16": DType.BF16, "float16": DType.F16}
 
 
@@ -93,16 +94,20 @@ def _compared(answer: Mapping[str, np.ndarray], checkpoint: Checkpoint, tokens: 
     row: Json = {"dtype": dtype, "largest": _short(apart_WT.max()), "mean": _short(apart_WT.mean())}
     theirs = {key.removeprefix("weight:"): answer[key] for key in answer if key.startswith("weight:")}
     equal = total = 0
-    for name, weight_OI in _weights(checkpoint, theirs, _DTYPES.get(dtype, DType.F32)):
+    probes = {key.removeprefix("probe:"): float(answer[key]) for key in answer if key.startswith("probe:")}
+    for name, weight_OI in _weights(checkpoint, theirs, _DTYPES.get(dtype, DType.F32), probes):
         equal += int((theirs[name] == weight_OI).sum())
         total += weight_OI.size
     return row | ({"equal": equal / total} if total else {})
 
 
 def _weights(
-    checkpoint: Checkpoint, modules: Iterable[str], dtype: DType
+    checkpoint: Checkpoint, modules: Iterable[str], dtype: DType, probes: Mapping[str, float]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Our numbers float32 [O, I] of a client's modules, whichever of them and of ours are stacked."""
+    """Our numbers float32 [O, I] of a client's modules, whichever of them and of ours are stacked.
+
+    Those of `probes` are multiplied by a number before they are rounded to the dtype.
+    """
     fused = checkpoint.architecture.fused
     stored: dict[str, tuple[ModelTensor, range]] = {}
     for name, tensor in checkpoint.tensors.items():
@@ -117,11 +122,19 @@ def _weights(
         parts = [stored[name] for name in names if name in stored]
         if parts and len(parts) == len(names):
             values = [checkpoint.reader.read(tensor, rows.start, rows.stop) for tensor, rows in parts]
-            yield module, np.concatenate([_wide(numbers(value, dtype)) for value in values])
+            yield module, np.concatenate([_answered(value, dtype, probes.get(module, 1)) for value in values])
 
 
-def _wide(rows: DenseRows) -> np.ndarray:
-    return cast(rows, DType.F32)[0].rows_RI
+def _answered(value: Value, dtype: DType, probe: float) -> np.ndarray:
+    """The weights of a value times a number, rounded once: float32 [rows, columns]."""
+    if probe == 1:
+        rounded = numbers(value, dtype)
+    else:
+        assert isinstance(value, CodebookRows)  # FP8 with a scale for each row
+        codes_RI = TABLES[value.encoding.table][value.codes_RI]
+        times_RI = np.float32(probe) * codes_RI * column_scales(value)
+        rounded = cast(DenseRows(times_RI, DType.F32), dtype)[0]
+    return cast(rounded, DType.F32)[0].rows_RI
 
 
 def _short(number: float) -> float:
@@ -194,7 +207,20 @@ def measured(client: Client, chosen: Sequence[Subject], folder: Path, scratch: P
     paths = [path_of(each.name, folder) for each in chosen]
     said = verdicts(client.loader, paths) if client.loader else [{} for _ in paths]
     for each, told, row in zip(chosen, said, outcomes(client, paths, windows(MODEL), scratch), strict=True):
-        yield {"subject": each.name, "client": client.name, **row, **(_said(told) if told else {})}
+        lacks = [] if _has_amx() else [AMX]
+        yield {
+            "subject": each.name,
+            "client": client.name,
+            "lacks": lacks,
+            **row,
+            **(_said(told) if told else {}),
+        }
+
+
+def _has_amx() -> bool:
+    """Whether this CPU multiplies tiles, which some of vLLM's kernels want."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "amx_tile" in info.read_text(encoding="utf-8")
 
 
 def _said(told: Json) -> Json:

@@ -364,7 +364,7 @@ def test_int_quantized_weights_are_not_held_against_rules_of_packed_ones() -> No
     assert not any("Marlin" in p.fact for p in lint(subject(encodings, layout="int-quantized")))
 
 
-def test_experts_of_a_layer_want_one_scheme_in_vllm() -> None:
+def test_experts_of_a_layer_want_one_scheme() -> None:
     architecture = Architecture.of(ROWS["qwen3-moe"].config)
     part = "model.layers.0.mlp.experts.0.{}_proj.weight"
     shapes = {"gate": (24, 32), "up": (24, 32), "down": (32, 24)}
@@ -373,8 +373,9 @@ def test_experts_of_a_layer_want_one_scheme_in_vllm() -> None:
             part.format(name): ModelTensor(part.format(name), shape, down if name == "down" else INT4)
             for name, shape in shapes.items()
         }
-        found = lint(Subject(tensors, architecture, "compressed-tensors", "vllm"))
-        assert any("one scheme for all linears of experts" in p.fact for p in found) is wrong
+        for loader in ("vllm", "sglang", "transformers"):
+            found = lint(Subject(tensors, architecture, "compressed-tensors", loader))
+            assert any("one scheme for all linears of experts" in p.fact for p in found) is wrong
 
 
 def test_the_command_ends_with_one_of_three_answers(tmp_path: Path) -> None:

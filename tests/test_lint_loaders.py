@@ -9,7 +9,7 @@ import pytest
 from qconvert.check.loader_rules import lint
 from qconvert.check.subject import ERROR, NEEDS, NOTE, WARNING, Subject
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, Codebook, Encoding, ModelTensor, Quantized
+from qconvert.core.encodings import AffineInt, Codebook, Encoding, ModelTensor, Quantized, Unquantized
 from qconvert.models import Architecture
 from tests.commands import made, qconvert
 from tests.family_models import ROWS
@@ -19,6 +19,7 @@ from tests.test_lint import FUSED_QKV, fused_subject, subject
 INT4, ASYM = AffineInt(4, 32, True, DType.F16), AffineInt(4, 32, False, DType.F16)
 INT8, INT3 = AffineInt(8, None, True, DType.BF16), AffineInt(3, 32, True, DType.F16)
 MXFP4 = Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
+E4M3 = Codebook("e4m3", None, DType.BF16, DType.BF16)
 
 
 def found(s: Subject, fact: str) -> set[str]:
@@ -64,6 +65,7 @@ def test_what_a_loader_makes_of_a_layout(
     [
         (INT8, "int-quantized", "sglang", "no kernel for experts with int8 weights and inputs"),
         (ASYM, "compressed-tensors", "sglang", "does not load packed zero points of experts"),
+        (ASYM, "compressed-tensors", "transformers", "does not load packed zero points of experts"),
         (INT4, "awq", "sglang", "no kernel for experts of AWQ as int4-g32"),
     ],
 )
@@ -74,6 +76,31 @@ def test_experts_that_a_loader_does_not_run(encoding: Quantized, layout: str, lo
     assert not found(subject({"_proj.weight": encoding}, layout=layout, loader=loader), fact)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "layout", "severity", "fact"),
+    [
+        (
+            AffineInt(4, 16, True, DType.BF16),
+            "compressed-tensors",
+            NEEDS,
+            "experts in int4-g16 on CPUs with AMX",
+        ),
+        (MXFP4, "compressed-tensors", NEEDS, "experts in e2m1-g32 on CPUs with AMX only"),
+        (ASYM, "compressed-tensors", ERROR, "no kernel for experts in int4-asym-g32 on a CPU"),
+        (INT8, "compressed-tensors", ERROR, "no kernel for experts in int8-channel on a CPU"),
+        (E4M3, "compressed-tensors", ERROR, "no kernel for experts in e4m3-channel on a CPU"),
+    ],
+)
+def test_what_vllm_has_kernels_for_experts_for_on_a_cpu(
+    encoding: Quantized, layout: str, severity: str, fact: str
+) -> None:
+    part = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    tensors = {part: ModelTensor(part, (24, 32), encoding)}
+    architecture = Architecture.of(ROWS["qwen3-moe"].config)
+    assert found(Subject(tensors, architecture, layout, "vllm", device="cpu"), fact) == {severity}
+    assert not found(Subject(tensors, architecture, layout, "vllm"), fact)
+
+
 def test_transformers_loads_a_quantized_embedding_where_it_dequantizes() -> None:
     one = AffineInt(4, 32, True, DType.BF16)
     alike = subject({"_proj.weight": one, EMBED: one}, loader="transformers")
@@ -81,6 +108,16 @@ def test_transformers_loads_a_quantized_embedding_where_it_dequantizes() -> None
     other = subject({"_proj.weight": one, EMBED: INT8}, loader="transformers")
     assert found(other, "quantized embeddings, and dequantizes models of one scheme only") == {ERROR}
     assert found(subject({EMBED: one}, loader="sglang"), "does not load an embedding") == {ERROR}
+
+
+def test_transformers_takes_no_plain_experts_beside_packed_linears() -> None:
+    expert, q = "model.layers.0.mlp.experts.0.gate_proj.weight", "model.layers.0.self_attn.q_proj.weight"
+    architecture, plain = Architecture.of(ROWS["qwen3-moe"].config), Unquantized(DType.BF16)
+    fact = "takes all experts for packed where linears are"
+    for encoding, severities in ((INT4, {ERROR}), (plain, set())):
+        tensors = {expert: ModelTensor(expert, (24, 32), plain), q: ModelTensor(q, (64, 32), encoding)}
+        assert found(Subject(tensors, architecture, "compressed-tensors", "transformers"), fact) == severities
+        assert not found(Subject(tensors, architecture, "compressed-tensors", "vllm"), fact)
 
 
 def test_vllm_reads_fused_linears_of_auto_round_and_none_of_gptq() -> None:

@@ -10,7 +10,7 @@ os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "2",
+    "OMP_NUM_THREADS": "1",  # threads of so small a model wait for one another
     "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than all else
 }
 
@@ -21,6 +21,19 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+_LARGEST = 448.0  # of E4M3: as the largest of a row it is rounded to itself, at a scale of 1
+
+
+def _probe(module: torch.nn.Module) -> float:
+    """What stands for 1 in the identity: a number that survives as an input, where inputs become FP8.
+
+    They do where a row of the weight has one scale; weights in blocks are multiplied by 16-bit inputs.
+    """
+    fp8 = any(each.dtype == torch.float8_e4m3fn for each in module.parameters())
+    scale = getattr(module, "weight_scale", None)
+    by_rows = scale is not None and scale.numel() in (1, sum(getattr(module, "logical_widths", ())))
+    return _LARGEST if fp8 and by_rows else 1.0
+
 
 def _weights(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """What each linear and the head make of the rows of the identity, and all rows of the embedding."""
@@ -28,12 +41,18 @@ def _weights(model: torch.nn.Module) -> dict[str, np.ndarray]:
     for name, module in model.named_modules():
         if isinstance(module, LinearBase | ParallelLMHead):
             columns = module.embedding_dim if isinstance(module, ParallelLMHead) else module.input_size
-            eye = torch.eye(columns, dtype=module.params_dtype)
+            eye = _probe(module) * torch.eye(columns, dtype=module.params_dtype)
             found[name] = module.quant_method.apply(module, eye).T.float().numpy()
         elif isinstance(module, VocabParallelEmbedding):
             rows = torch.arange(module.num_embeddings)
             found[name] = module.quant_method.embedding(module, rows).float().numpy()
     return found
+
+
+def _probes(model: torch.nn.Module) -> dict[str, float]:
+    """The linears that were asked with another number than 1."""
+    found = {name: _probe(module) for name, module in model.named_modules() if isinstance(module, LinearBase)}
+    return {name: probe for name, probe in found.items() if probe != 1}
 
 
 def _compute(model: str, way: str, tokens: Windows) -> Answer:
@@ -55,7 +74,8 @@ def _compute(model: str, way: str, tokens: Windows) -> Answer:
         [answer.prompt_logprobs[place][token].logprob for place, token in enumerate(window) if place]
         for answer, window in zip(answers, tokens, strict=True)
     ]
-    return Answer(np.array(rows), llm.apply_model(_weights)[0], str(llm.llm_engine.model_config.dtype))
+    computing = str(llm.llm_engine.model_config.dtype)
+    return Answer(np.array(rows), llm.apply_model(_weights)[0], computing, llm.apply_model(_probes)[0])
 
 
 drive(_compute)

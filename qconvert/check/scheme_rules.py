@@ -41,8 +41,13 @@ def _one_setting(s: Subject) -> Iterator[Problem]:
 def _zero_points(s: Subject) -> Iterator[Problem]:
     """transformers cannot unpack zero points."""
     if s.loader == "transformers" and s.traits.packed_zero_points:
-        for _, tensor, encoding in s.quantized:
-            if isinstance(encoding, AffineInt) and not encoding.symmetric:
+        for parameter, tensor, encoding in s.quantized:
+            if not isinstance(encoding, AffineInt) or encoding.symmetric:
+                continue
+            if parameter.role.startswith("mlp.experts."):  # CompressedTensorsDequantize stacks them without
+                fact = "transformers does not load packed zero points of experts"
+                yield Problem(ERROR, tensor.name, fact, "a scheme without zero points, or serve with vLLM")
+            else:
                 yield _dequantized(s, tensor, "packed zero points")
 
 
@@ -85,8 +90,11 @@ def _mlx_groups(s: Subject) -> Iterator[Problem]:
 
 
 def _experts(s: Subject) -> Iterator[Problem]:
-    """Experts of a layer are multiplied at once, and have one scheme, that of down included."""
-    if s.loader not in FUSING:
+    """Experts of a layer are multiplied at once, and have one scheme, that of down included.
+
+    transformers decodes all by one as it loads them, whatever theirs is.
+    """
+    if s.loader not in (*FUSING, "transformers"):
         return
     layers: dict[int | None, dict[Quantized, str]] = {}
     for parameter, tensor, encoding in s.quantized:
@@ -97,6 +105,16 @@ def _experts(s: Subject) -> Iterator[Problem]:
             labels = ", ".join(sorted(encoding.label for encoding in found))
             fact = f"{s.loader} wants one scheme for all linears of experts, and there are {labels}"
             yield Problem(ERROR, next(iter(found.values())), fact, "give all parts of experts one scheme")
+
+
+def _plain_experts(s: Subject) -> Iterator[Problem]:
+    """transformers decodes the experts of a model with packed linears, and finds none in plain ones."""
+    if s.loader != "transformers" or not s.traits.packed_zero_points or not s.quantized:
+        return
+    for parameter, tensor in s.weights:
+        if parameter.role.startswith("mlp.experts.") and isinstance(tensor.encoding, Unquantized):
+            fact = "transformers takes all experts for packed where linears are, and these are plain"
+            yield Problem(ERROR, tensor.name, fact, "quantize the experts too, or serve with vLLM")
 
 
 def _requantized(s: Subject) -> Iterator[Problem]:
@@ -126,6 +144,11 @@ def _cpu_kernels(s: Subject) -> Iterator[Problem]:
         what = encoding.label
         if parameter.kind == "embedding":
             what = f"a quantized embedding ({what})"
+        elif parameter.role.startswith("mlp.experts."):
+            what = f"experts in {what}"
+            if _experts_with_tiles(encoding, eight_bit_inputs=eight_bit_inputs):
+                yield _with_tiles(tensor, what)
+                continue
         elif isinstance(encoding, AffineInt):
             if encoding.bits == 4 or (encoding.bits == 8 and eight_bit_inputs):
                 continue
@@ -133,11 +156,33 @@ def _cpu_kernels(s: Subject) -> Iterator[Problem]:
             if encoding.label == "e4m3-channel":
                 continue
             if encoding.group_size == 128 and (encoding.group_rows or 1) % 32 == 0:
-                fact = f"vllm has a kernel for {what} on CPUs with AMX only"
-                yield Problem(NEEDS, tensor.name, fact, "Intel's since Sapphire Rapids", "a CPU with AMX")
+                yield _with_tiles(tensor, what)
                 continue
         fact = f"vllm has no kernel for {what} on a CPU"
         yield Problem(ERROR, tensor.name, fact, "`qconvert convert`, or `quantize --bits 4`: int4 runs")
 
 
-SCHEME_RULES = (_one_setting, _zero_points, _embeddings, _mlx_groups, _experts, _requantized, _cpu_kernels)
+def _with_tiles(tensor: ModelTensor, what: str) -> Problem:
+    fact = f"vllm has a kernel for {what} on CPUs with AMX only"
+    return Problem(NEEDS, tensor.name, fact, "Intel's since Sapphire Rapids", "a CPU with AMX")
+
+
+def _experts_with_tiles(encoding: Quantized, *, eight_bit_inputs: bool) -> bool:
+    """Whether vLLM multiplies experts of this encoding with AMX (`fused_moe/experts/cpu_moe.py`)."""
+    if isinstance(encoding, AffineInt):
+        four = encoding.bits == 4 and encoding.group_size != 32
+        return encoding.symmetric and (four or (encoding.bits == 8 and eight_bit_inputs))
+    blocks = isinstance(encoding, Codebook) and (encoding.group_size, encoding.group_rows) == (128, 128)
+    return blocks or (isinstance(encoding, Codebook) and encoding.is_mxfp4)
+
+
+SCHEME_RULES = (
+    _one_setting,
+    _zero_points,
+    _embeddings,
+    _mlx_groups,
+    _experts,
+    _plain_experts,
+    _requantized,
+    _cpu_kernels,
+)
