@@ -6,12 +6,14 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ from qconvert.formats.io import shared_folder
 from tests.commands import made, qconvert
 from tests.crashes import KILLED, MOMENTS, calls_of, ended, forked, killed, running, started, stopping, tree
 from tests.models import tiny
+from tests.test_events import told
 
 EVERYTHING = os.environ.get("QCONVERT_CRASH") == "all"
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 500, "num_hidden_layers": 2}
@@ -42,17 +45,34 @@ KINDS: dict[str, tuple[tuple[object, ...], str]] = {
 HOW = ("-j", 1, "-q")
 
 
+def tune(model: Path, tuned: Path) -> None:
+    """Make a model that differs in its numbers alone, as a fine-tune does."""
+    shutil.copytree(model, tuned)
+    raw = (model / "model.safetensors").read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    numbers = np.frombuffer(raw, "<u2", offset=begin) ^ 1
+    (tuned / "model.safetensors").write_bytes(raw[:begin] + numbers.tobytes())
+
+
+def of_another(words: tuple[object, ...]) -> tuple[object, ...]:
+    """The command on that model."""
+    return tuple("n/m" if word == "m" else word for word in words)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, and what one process makes of it."""
     root = tmp_path_factory.mktemp("ranks")
     tiny(root / "m", "qwen3", **SIZES)
+    tune(root / "m", root / "n" / "m")
     before = Path.cwd()
     os.chdir(root)
     try:
         for kind, (command, name) in KINDS.items():
             (root / "whole" / kind).mkdir(parents=True)
             made(*command, "-o", root / "whole" / kind / name)
+            (root / "earlier" / kind).mkdir(parents=True)
+            made(*of_another(command), "-o", root / "earlier" / kind / name)
     finally:
         os.chdir(before)
     return root
@@ -74,6 +94,17 @@ def rank(kind: str, number: int, world: int) -> tuple[object, ...]:
     command, name = KINDS[kind]
     Path("made").mkdir(exist_ok=True)
     return (*command, *HOW, "--rank", f"{number}/{world}", "-o", f"made/{name}")
+
+
+def over(kind: str, number: int, world: int) -> tuple[object, ...]:
+    """The same, in place of an earlier output."""
+    return *rank(kind, number, world), "--overwrite"
+
+
+def earlier(kind: str) -> None:
+    """Have only an output of another model under the name."""
+    shutil.rmtree("made", ignore_errors=True)
+    shutil.copytree(Path("earlier") / kind, "made")
 
 
 def same(kind: str) -> bool:
@@ -178,6 +209,73 @@ def test_a_stopped_process_is_overtaken_and_wakes_without_harm(kind: str) -> Non
     assert overtaken > 4
 
 
+# In place of an earlier output
+
+
+@pytest.mark.parametrize("kind", ["shards", "one file", "gguf", "parts"])
+def test_an_earlier_output_is_replaced_once(kind: str) -> None:
+    earlier(kind)
+    children = [started(running(*over(kind, number, 3))) for number in range(3)]
+    assert [ended(child) for child in children] == [0, 0, 0]
+    assert same(kind)
+    before = {path: path.stat().st_ino for path in Path("made").rglob("*")}
+    assert forked(running(*over(kind, 1, 3))) == 0
+    assert {path: path.stat().st_ino for path in Path("made").rglob("*")} == before, "it came too late"
+    assert forked(running(*of_another(over(kind, 0, 3)))) == 0
+    assert tree(Path("made")) == tree(Path("earlier") / kind), "another job replaces it"
+
+
+@pytest.mark.parametrize("kind", ["shards", "parts"])
+def test_a_kill_while_an_output_is_replaced_leaves_one_of_the_two(kind: str) -> None:
+    earlier(kind)
+    calls = calls_of(running(*over(kind, 0, 2)))
+    for number, call in enumerate(moments(calls, 6)):
+        earlier(kind)
+        code = killed(running(*over(kind, 0, 2)), call, MOMENTS[number % len(MOMENTS)])
+        assert code in (0, KILLED)
+        assert code == 0 or forked(running(*over(kind, 1, 2))) == 0, call
+        if not same(kind):  # killed between its name and the removal of what lay beside
+            assert tree(Path("made")).items() >= tree(Path("whole") / kind).items(), call
+            assert forked(running(*over(kind, 0, 2))) == 0
+        assert same(kind), call
+
+
+@pytest.mark.parametrize("kind", ["shards", "parts"])
+def test_a_process_that_was_stopped_while_it_replaced_an_output_wakes_without_harm(kind: str) -> None:
+    earlier(kind)
+    calls = calls_of(running(*over(kind, 0, 2)))
+    for call in moments(calls, 4):
+        earlier(kind)
+        child = started(stopping(running(*over(kind, 0, 2)), call))
+        _, status = os.waitpid(child, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            assert forked(running(*over(kind, 1, 2))) == 0, call
+            assert same(kind), call
+            os.kill(child, signal.SIGCONT)
+            assert ended(child) == 0, call
+        assert same(kind), call
+
+
+def test_what_is_not_ours_is_not_replaced() -> None:
+    Path("made/out").mkdir(parents=True)
+    Path("made/out/theirs").write_text("x")
+    ran = qconvert(*over("shards", 0, 2))
+    assert ran.code == 1 and "not written by qconvert" in ran.err
+    assert tree(Path("made")) == {"out/theirs": b"x"}
+    ran = qconvert(*over("shards", 0, 2), "-o", "m")
+    assert ran.code == 1 and "is or holds the source" in ran.err, ran.err
+
+
+def test_each_process_has_events_of_its_own() -> None:
+    children = [started(running(*rank("shards", n, 3), "--events", "made/e")) for n in range(3)]
+    assert [ended(child) for child in children] == [0, 0, 0]
+    lines = [told(Path(f"made/e.{number}")) for number in range(3)]
+    assert [own[0]["rank"] for own in lines] == [[0, 3], [1, 3], [2, 3]]
+    assert all((own[0]["event"], own[-1]["event"], own[-1]["ok"]) == ("start", "end", True) for own in lines)
+    files = [line["path"] for own in lines for line in own if line["event"] == "file"]
+    assert sorted(files) == sorted(f"made/out/{p.name}" for p in Path("whole/shards/out").glob("model*"))
+
+
 def test_a_process_that_waits_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a stopped process has claimed is left to it for a while; what is done by then stays."""
     monkeypatch.setattr(shared_folder, "STALE_SECONDS", 600.0)
@@ -262,7 +360,10 @@ def test_another_job_is_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "fact"),
     [
-        (("--overwrite",), "--overwrite: is for one process alone, and this is one of 2"),
+        (
+            ("--push-to", "a/b"),
+            "--push-to or an object storage: is for one process alone",
+        ),
         (("--restart",), "--restart: is for one process alone, and this is one of 2"),
         (("--rank", "2/2"), "Invalid value for '--rank': '2/2' is not a rank"),
         (("--rank", "auto"), "auto: the environment has none of RANK and WORLD_SIZE"),
@@ -302,15 +403,74 @@ main(sys.argv[1:])
 """
 
 
-def test_torchrun_restarts_a_killed_process(root: Path) -> None:
-    """The elastic agent ends the others and starts all anew; what has a receipt stays."""
+def agent(root: Path, *how: object) -> subprocess.Popen[str]:
+    """An elastic agent of torchrun, with two processes, of which the first of all dies once."""
     (root / "dying.py").write_text(DYING)
     command, name = KINDS["shards"]
-    Path("made").mkdir()
-    agent = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2")
-    words = [*agent, "dying.py", *command, "-j", "1", "-o", f"made/{name}"]
+    words = ("-m", "torch.distributed.run", *how, "--nproc-per-node", 2, "--max-restarts", 2)
+    called = [*words, "dying.py", *command, "-j", 1, "-o", f"made/{name}"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    called = [sys.executable, *map(str, words)]
-    ran = subprocess.run(called, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert same("shards") and ran.stdout.count("total") == 1
+    return subprocess.Popen(
+        [sys.executable, *map(str, called)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_torchrun_restarts_a_killed_process(root: Path) -> None:
+    """The elastic agent ends the others and starts all anew; what has a receipt stays."""
+    Path("made").mkdir()
+    with agent(root, "--standalone") as one:
+        out, err = one.communicate(timeout=300)
+    assert one.returncode == 0, err
+    assert same("shards") and out.count("total") == 1
+
+
+def test_two_agents_of_torchrun_make_one_output(root: Path) -> None:
+    """As on two machines: they meet at a port, and a process of one of them is killed."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    Path("made").mkdir()
+    meeting = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    with agent(root, *meeting, "--node-rank", 0) as first, agent(root, *meeting, "--node-rank", 1) as second:
+        told_ = [each.communicate(timeout=300) for each in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0], told_
+    assert same("shards") and sum(out.count("total") for out, _ in told_) == 1
+
+
+LAUNCHED: dict[str, list[dict[str, str]]] = {
+    # Of an array its tasks come in any order; each is its own srun, too.
+    "slurm array": [
+        {"SLURM_ARRAY_TASK_ID": n, "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1"}
+        | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
+        for n in ("3", "1", "2")
+    ],
+    "srun": [{"SLURM_PROCID": str(n), "SLURM_NTASKS": "3", "SLURM_LOCALID": str(n)} for n in range(3)],
+    "mpirun": [
+        {"OMPI_COMM_WORLD_RANK": str(n), "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+        for n in range(3)
+    ],
+}
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
+@pytest.mark.parametrize("launcher", LAUNCHED)
+def test_processes_of_a_launcher_make_what_one_makes(launcher: str, at_once: bool) -> None:
+    """Each process knows its launcher's variables alone; --rank auto finds them."""
+    words = [word if word != "0/3" else "auto" for word in rank("shards", 0, 3)]
+
+    def process(variables: dict[str, str]) -> int:
+        def work() -> None:
+            os.environ.update(variables)
+            running(*words)()
+
+        return started(work)
+
+    if at_once:
+        children = [process(variables) for variables in LAUNCHED[launcher]]
+        assert [ended(child) for child in children] == [0, 0, 0]
+    else:
+        assert [ended(process(variables)) for variables in LAUNCHED[launcher]] == [0, 0, 0]
+    assert same("shards")

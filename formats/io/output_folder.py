@@ -184,10 +184,15 @@ def _settle(out: Path) -> None:
         if whole and not out.exists():
             aside.rename(out)
         elif whole or not any(aside.iterdir()):
-            _remove(aside)
+            remove_replaced(aside)
 
 
-def _remove(folder: Path) -> None:
+def replaced_name(out: Path, number: int | None = None) -> Path:
+    """What a folder that is being replaced is called meanwhile; without a number, how that name begins."""
+    return out.with_name(f"{out.name}.replaced-{'' if number is None else number}")
+
+
+def remove_replaced(folder: Path) -> None:
     """Removes a folder, its manifest last: by that, what a kill leaves of it is known to be ours."""
     for entry in list(folder.iterdir()):
         if entry.name != MANIFEST_FILE:
@@ -198,10 +203,10 @@ def _remove(folder: Path) -> None:
 
 def _replace(old: Path, new: Path) -> None:
     """Replaces `old` by `new`, atomically where the system can; if it fails, `old` keeps its name."""
-    aside = old.parent / f"{old.name}.replaced-{os.getpid()}"
+    aside = replaced_name(old, os.getpid())
     if _exchange(old, new):
         new.rename(aside)  # now the old one
-        _remove(aside)
+        remove_replaced(aside)
         return
     old.rename(aside)
     try:
@@ -209,7 +214,7 @@ def _replace(old: Path, new: Path) -> None:
     except BaseException:
         aside.rename(old)
         raise
-    _remove(aside)
+    remove_replaced(aside)
 
 
 def _exchange(a: Path, b: Path) -> bool:

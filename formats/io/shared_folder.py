@@ -52,6 +52,12 @@ def is_shared(out: Path) -> bool:
     return (shared_folder(out) / _JOB).is_file()
 
 
+def settings_of(out: Path) -> Json:
+    """The settings of whoever began the unfinished output `out`; none where nobody has."""
+    found = load(shared_folder(out) / _JOB)
+    return {} if found is None else found.settings
+
+
 class Published(Exception):
     """Another process has finished the output, and removed the folder."""
 
@@ -67,8 +73,9 @@ class Receipt:
 class SharedFolder:
     """A shared folder, as one process sees it.
 
-    `settings` are those of whoever began the job; `own` is a folder that no other process writes into,
-    `finished` one that all put whole files into; `receipts` are those seen so far, by task.
+    `settings` are those of whoever began the job, `job` the hash of its facts; `own` is a folder that no
+    other process writes into, `finished` one that all put whole files into; `receipts` are those seen so
+    far, by task.
     """
 
     def __init__(self, path: Path, job: Json, settings: Json) -> None:
@@ -82,7 +89,8 @@ class SharedFolder:
         self._nonce = os.urandom(8).hex()
         self.path, self.own, self.finished = path, path / self._nonce, path / _FINISHED
         self.receipts: dict[str, Receipt] = {}
-        self._mark = {"job": sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()}
+        self.job = sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
+        self._mark = {"job": self.job}
         with explained(f"{path}: cannot be created"):
             self.own.mkdir(parents=True)
         try:

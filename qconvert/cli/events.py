@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from qconvert.convert.outcome import BlockDone
     from qconvert.convert.resume import RunJournal
     from qconvert.convert.time_left import Work
+    from qconvert.core.dtypes import Json
+    from qconvert.core.ranks import Rank
 
 # Seconds between two lines on progress.
 EVERY = 2.0
@@ -108,9 +110,16 @@ class Events:
 
 @contextmanager
 def events_to(
-    path: Path | None, jobs: Sequence[tuple[Job, Path]], work: Work, bars: Bars
+    path: Path | None,
+    jobs: Sequence[tuple[Job, Path]],
+    work: Work,
+    bars: Bars,
+    rank: Rank | None = None,
 ) -> Iterator[Events]:
-    """The events of a run of jobs, from the first line of a file to its last, whatever ends it."""
+    """The events of a run of jobs, from the first line of a file to its last, whatever ends it.
+
+    `rank` is the one of this process among several.
+    """
     if path is None:
         yield Events(None, jobs, work, bars)
         return
@@ -127,7 +136,9 @@ def events_to(
             source.location.network.retried = lambda reason: events.say("retry", reason=reason)
         totals = {"read": work.to_read, "written": work.to_write, "verified": work.to_verify}
         name = source.location.repo_id or source.location.name
-        started = {"command": request.command, "source": name, "version": __version__}
+        started: Json = {"command": request.command, "source": name, "version": __version__}
+        if rank is not None:
+            started["rank"] = [rank.number, rank.world]
         events.say("start", **started, outputs=outputs, bytes=totals)
         try:
             yield events

@@ -164,12 +164,10 @@ class Flags:
     def _check_shared(self, *, aims: bool) -> None:
         """Raise BadRecipe for what one process alone can do, where this is one of several."""
         alone = {
-            "--overwrite": self.overwrite,
             "--restart": self.restart,
             "--card, --modelfile or --manifest": self.beside,
             "--push-to or an object storage": not self.stays,
             "a target": aims,
-            "--events": self.events,
         }
         given = next((name for name, value in alone.items() if value), None)
         if given:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from qconvert.cli.events import events_to
 from qconvert.cli.progress import progress
 from qconvert.cli.signals import Stopped, ending_in_time
 from qconvert.core.ranks import Rank
@@ -30,6 +31,11 @@ def rank_to_be(job: Job, out: Path, flags: Flags) -> Rank | None:
         shutil.rmtree(shared_folder(out), ignore_errors=True)
         return None
     return Rank(0, 1)
+
+
+def _own_file(path: Path | None, rank: Rank) -> Path | None:
+    """The file for the events of one process: of several, each writes its own, `NAME.0` to `NAME.3`."""
+    return path.with_name(f"{path.name}.{rank.number}") if path is not None and rank.world > 1 else path
 
 
 def carried_out(job: Job, out: Path, rank: Rank, flags: Flags) -> Result | None:
@@ -55,9 +61,15 @@ def carried_out(job: Job, out: Path, rank: Rank, flags: Flags) -> Result | None:
             click.echo(
                 f"note: {rank.world - len(files)} have nothing to do; {size} makes more files", err=True
             )
-    with progress(Work([job.compiled.plan]), talks=flags.talks) as bar, ending_in_time(farewell):
+    work = Work([job.compiled.plan])
+    with (
+        progress(work, talks=flags.talks) as bars,
+        events_to(_own_file(flags.events, rank), [(job, out)], work, bars, rank) as events,
+        ending_in_time(farewell),
+    ):
         try:
-            result = execute_with_others(job, out, rank, bar.listen, told)
+            result = execute_with_others(job, out, rank, events.listen, told)
+            events.ended([result]) if result is not None else events.end(ok=True)
         except KeyboardInterrupt as error:
             signum = error.signum if isinstance(error, Stopped) else Stopped().signum
             raise Stopped(signum, farewell()) from error

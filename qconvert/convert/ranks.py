@@ -23,16 +23,24 @@ from qconvert.convert.existing import is_written
 from qconvert.convert.identity import identity
 from qconvert.convert.job import Job, Result
 from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
+from qconvert.convert.publish import job_hash
 from qconvert.convert.resume import RunJournal, from_record, to_record
 from qconvert.convert.writing import Listener, block_bytes_of
-from qconvert.core.dtypes import TensorSpec
+from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.ranks import Rank, order
 from qconvert.errors import BadRecipe, OutputExists, QConvertError
 from qconvert.formats.io.journal import Record
-from qconvert.formats.io.local_file import explained, name_new, octets, sync
+from qconvert.formats.io.local_file import octets, sync
 from qconvert.formats.io.planned_files import FilePlan, FileSink
 from qconvert.formats.io.read_back import Hashes, verify_files
-from qconvert.formats.io.shared_folder import Published, SharedFolder, is_shared, shared_folder
+from qconvert.formats.io.replacement import clear_replaced, inode, mark, marked, name_file, name_folder
+from qconvert.formats.io.shared_folder import (
+    Published,
+    SharedFolder,
+    is_shared,
+    settings_of,
+    shared_folder,
+)
 from qconvert.models.parameter_table import form_bytes
 from qconvert.plan.plan import Plan, Unit
 
@@ -51,18 +59,20 @@ def execute_with_others(
 
     None means that another one has, and that the output is there. `listen` hears of every block that any
     process has made, `done` of every file. Raises what `execute` raises, and BadRecipe for a job that is
-    not divided.
+    not divided. What is overwritten keeps its name until the output is finished; an output of this very job
+    is left, since it may be that of processes that were faster.
     """
     refuse_undivided(job)
     job = with_all_scales(job, out)
-    if _is_there(job, out):
-        return None
     options = {"verify": job.options.verify, "hash_sources": job.options.hash_sources}
     facts = {**identity(job, job.container.files(out)), "options": options}
+    if _is_there(job, out, facts):
+        return None
+    settings = {"block_bytes": block_bytes_of(job), "replaces": _taken(job, out)}
     try:
-        folder = SharedFolder(shared_folder(out), facts, {"block_bytes": block_bytes_of(job)})
+        folder = SharedFolder(shared_folder(out), facts, settings)
     except (OSError, QConvertError):
-        if not is_written(job, out):
+        if not is_written(job, out) or settings["replaces"] == _taken(job, out) != {}:
             raise
         return None  # it was finished, and the folder removed, at this very moment
     try:
@@ -86,17 +96,38 @@ def refuse_undivided(job: Job) -> None:
     )
 
 
-def _is_there(job: Job, out: Path) -> bool:
+def _is_there(job: Job, out: Path, facts: Json) -> bool:
     """Whether the output has its name; OutputExists where something else has it."""
+    first, taken, shared = _first(job, out), _taken(job, out), is_shared(out)
+    if shared and settings_of(out).get("replaces", {}).get(first.name, "") == inode(first):
+        return False
+    if taken and not shared:
+        if marked(first) == job_hash(facts):
+            return is_written(job, out)
+        job.container.check_target(out)
+        return False
     try:
         found = is_written(job, out)
     except OutputExists:
-        if not is_shared(out):
+        if not shared:
             raise
         return False  # the parts of a GGUF that have their names already
-    if found and is_shared(out):  # whoever named it was killed before it removed this
+    if found and shared:  # whoever named it was killed before it removed this
+        clear_replaced(out, settings_of(out).get("replaces", {}).get(out.name))
         shutil.rmtree(shared_folder(out), ignore_errors=True)
     return found
+
+
+def _first(job: Job, out: Path) -> Path:
+    """What gets its name last: the folder, or the first part of a GGUF file."""
+    return out.with_name(job.container.files(out)[0].name) if job.compiled.is_gguf else out
+
+
+def _taken(job: Job, out: Path) -> dict[str, int]:
+    """The inodes of what has the names of an output, where that may be overwritten."""
+    names = [file.name for file in job.container.files(out)] if job.compiled.is_gguf else [out.name]
+    found = {name: inode(out.with_name(name)) for name in names if job.options.overwrite}
+    return {name: number for name, number in found.items() if number is not None}
 
 
 class _Shared:
@@ -109,6 +140,7 @@ class _Shared:
         self._units = _units_of(job, self._files)
         self._by_name = {unit.output.name: unit for unit in job.compiled.plan.units}
         self._heard: set[tuple[str, int]] = set()
+        self._replaces: Mapping[str, int] = folder.settings.get("replaces", {})
         self._outcome = Outcome()
         self._sha256: dict[str, str] = {}
         self._tensors: dict[str, str] = {}
@@ -124,12 +156,11 @@ class _Shared:
             return None
 
     def _is_published(self) -> bool:
-        return self._first.exists()
+        return inode(self._first) not in (None, self._replaces.get(self._first.name))
 
     @property
     def _first(self) -> Path:
-        """What gets its name last: the folder, or the first part of a GGUF file."""
-        return self._out.with_name(next(iter(self._files))) if self._job.compiled.is_gguf else self._out
+        return _first(self._job, self._out)
 
     def _make(self, name: str) -> Sequence[Record]:
         """Write one file into this process's folder, and verify it; its blocks and hashes as records."""
@@ -194,9 +225,13 @@ class _Shared:
             target = self._out.parent if job.compiled.is_gguf else folder.finished
             target.mkdir(exist_ok=True)
             _move_into(beside, target)
+            if job.options.overwrite:
+                mark(self._marked(target), folder.job)
             named = [self._placed(name, target) for name in reversed(self._files)][-1]
             if not job.compiled.is_gguf:
-                named = _renamed(target, self._out)
+                old = self._replaces.get(self._out.name)
+                named = _renamed(target, self._out, old, int(folder.own.name, 16))
+                clear_replaced(self._out, old)
             sync(self._out.parent)
         except (OSError, QConvertError):
             if not self._is_published():
@@ -207,11 +242,16 @@ class _Shared:
         folder.remove()
         return Result(self._first, record, self._outcome, hashes) if named else None
 
+    def _marked(self, target: Path) -> Path:
+        """What will have the name of the output: the folder, or the file that is the first part."""
+        first = self._first.name
+        return self._folder.receipts[first].folder / first if self._job.compiled.is_gguf else target
+
     def _placed(self, name: str, target: Path) -> bool:
         """Move a finished file to its place; whether it was not there before."""
         path = self._folder.receipts[name].folder / name
         try:
-            name_new(path, target / name)
+            name_file(path, target / name, self._replaces.get(name) if self._job.compiled.is_gguf else None)
             return True
         except FileNotFoundError:
             if not (target / name).exists():
@@ -300,11 +340,10 @@ def _move_into(beside: Path, target: Path) -> None:
         sync(folder)
 
 
-def _renamed(folder: Path, out: Path) -> bool:
-    """Give a folder its final name; False where something has it."""
+def _renamed(folder: Path, out: Path, old: int | None, own: int) -> bool:
+    """Give a folder its final name, in place of the one with this inode; False where another has it."""
     try:
-        with explained(f"{out}: cannot be named"):
-            folder.rename(out)
+        name_folder(folder, out, old, own)
     except QConvertError as error:
         cause = error.__cause__
         if isinstance(cause, OSError) and cause.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
