@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 from qconvert.formats.io.journal import Journal, load
 from qconvert.formats.io.planned_files import FilePlan
@@ -25,6 +26,16 @@ CHANGING = (
 Moment = Literal["before", "torn", "after"]
 MOMENTS: tuple[Moment, ...] = ("before", "torn", "after")
 KILLED = 128 + signal.SIGKILL
+# Commands, and what they write: one file, parts, shards, and a folder with a file for the settings.
+JOBS: dict[str, tuple[tuple[object, ...], str]] = {
+    "quantize": (("quantize", "embedded", "--bits", 4), "out"),
+    "to-gguf": (("to-gguf", "embedded", "--type", "q4_k_m"), "m.gguf"),
+    "parts": (("to-gguf", "embedded", "--type", "q8_0", "--split-max-size", "2MB"), "m.gguf"),
+    "convert": (
+        ("convert", "embedded", "--to", "gptq", "--scheme", "int4", "--shard-size", "2MB"),
+        "out",
+    ),
+}
 
 
 def forked(work: Callable[[], object]) -> int:
@@ -86,31 +97,64 @@ def running(*args: object) -> Callable[[], object]:
 
 def calls_of(work: Callable[[], object]) -> int:
     """How many such calls there are; threads make it differ a little from run to run."""
+    return len(names_of(work))
+
+
+def names_of(work: Callable[[], object]) -> list[str]:
+    """The names of such calls, in their order."""
     told, tell = os.pipe()
+    write = os.write
 
     def counting() -> None:
-        counted = _die_at(sys.maxsize, "before")
+        made = _die_at(sys.maxsize, "before")
         try:
             work()
         finally:
-            count = next(counted)
-            os.write(tell, b"%d" % count)
+            write(tell, bytes(map(CHANGING.index, made)))
+            os.close(tell)
 
-    forked(counting)
-    found = int(os.read(told, 20))
-    os.close(told)
+    child = started(counting)
     os.close(tell)
-    return found
+    found = b"".join(iter(lambda: os.read(told, 1 << 16), b""))
+    os.close(told)
+    assert ended(child) == 0
+    return [CHANGING[number] for number in found]
 
 
-def _die_at(call: int, moment: Moment, end: Callable[[], object] = lambda: os._exit(KILLED)) -> Iterator[int]:
-    """Let this process die, or `end` so, at one of its calls; counts those of all threads."""
+@contextlib.contextmanager
+def failing(call: int, number: int, *, lasting: bool) -> Iterator[None]:
+    """Lets the call of this number, in this process, fail; and all that come after it, if that is lasting."""
     counted, lock = iter(range(sys.maxsize)), threading.Lock()
 
-    def deadly(real: Callable[..., Any], tears: bool) -> Callable[..., Any]:
+    def broken(real: Callable[..., Any]) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
             with lock:
-                if next(counted) != call:
+                now = next(counted)
+            if now == call or (lasting and now > call):
+                named = args[:1] if isinstance(args[0], str | os.PathLike) else ()
+                raise OSError(number, os.strerror(number), *map(os.fspath, named))
+            return real(*args, **kwargs)
+
+        return called
+
+    with contextlib.ExitStack() as stack:
+        for name in CHANGING:
+            stack.enter_context(patch.object(os, name, broken(getattr(os, name))))
+        yield
+
+
+def _die_at(call: int, moment: Moment, end: Callable[[], object] = lambda: os._exit(KILLED)) -> list[str]:
+    """Let this process die, or `end` so, at one of its calls; notes those of all threads."""
+    made: list[str] = []
+    lock = threading.Lock()
+
+    def deadly(name: str, tears: bool) -> Callable[..., Any]:
+        real: Callable[..., Any] = getattr(os, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with lock:
+                made.append(name)
+                if len(made) - 1 != call:
                     return real(*args, **kwargs)
                 if moment == "torn" and tears:
                     real(args[0], memoryview(args[1])[: len(args[1]) // 2], *args[2:])
@@ -122,8 +166,8 @@ def _die_at(call: int, moment: Moment, end: Callable[[], object] = lambda: os._e
         return called
 
     for name in CHANGING:
-        setattr(os, name, deadly(getattr(os, name), name in ("pwrite", "write")))
-    return counted
+        setattr(os, name, deadly(name, name in ("pwrite", "write")))
+    return made
 
 
 def false_claims(journal: Journal, folder: Path, files: Sequence[FilePlan]) -> list[str]:

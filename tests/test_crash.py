@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
-import qconvert as library
+from qconvert.convert import writing
+from qconvert.convert.job import Job
 from qconvert.formats.io.planned_files import FilePlan
 from tests.commands import qconvert
 from tests.crashes import (
+    JOBS,
     KILLED,
     MOMENTS,
     Moment,
@@ -22,18 +25,16 @@ from tests.crashes import (
     groups_of,
     journal_of,
     killed,
+    names_of,
     running,
     tree,
 )
 
 # `make crash` tries every call in every way, and kills what goes on as well.
 EVERYTHING = os.environ.get("QCONVERT_CRASH") == "all"
-KILLS = 24
-FOLDER = ("quantize", "embedded", "--bits", 4)
-GGUF = ("to-gguf", "embedded", "--type", "q4_k_m")
+KILLS = 12
 # Small blocks, one after the other, so that calls come in nearly one order.
 HOW = ("-j", 1, "--max-memory", "2MB", "-q")
-JOBS = {"folder": (FOLDER, "out"), "gguf": (GGUF, "m.gguf")}
 
 
 @pytest.fixture(autouse=True)
@@ -53,20 +54,46 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes
     return found
 
 
-def planned(kind: str, out: Path) -> tuple[FilePlan, ...]:
-    """The weight files under the names that they have while they are written."""
-    model = library.open_model("embedded")
-    if kind == "gguf":
-        request = library.Request("to-gguf", target=library.GGUFTarget("q4_k_m"))
-    else:
-        request = library.Request("quantize", library.Recipe(scheme=library.parse_scheme("int4-g128")))
-    return library.prepare(model, request, library.RunOptions()).container.files(out)
+def planned(kind: str, folder: Path) -> tuple[FilePlan, ...]:
+    """The files that a command plans to write, under their final names."""
+    command, name = JOBS[kind]
+    found: list[FilePlan] = []
+
+    def seen(job: Job, out: Path, *rest: object) -> None:
+        found.extend(job.container.files(out))
+        raise KeyboardInterrupt
+
+    with patch.object(writing, "facts_of", seen):
+        qconvert(*command, *HOW, "-o", folder / name)
+    return tuple(found)
 
 
-def moments(calls: int) -> list[tuple[int, Moment]]:
-    """Which calls to die at, and how."""
-    every = [(call, moment) for call in range(calls) for moment in MOMENTS]
-    return every if EVERYTHING else random.Random(20261122).sample(every, KILLS)
+def moments(names: Sequence[str]) -> list[tuple[int, Moment]]:
+    """Which calls to die at, and how: some of all, and each of those that name the output."""
+    every = [(call, moment) for call in range(len(names)) for moment in MOMENTS]
+    if EVERYTHING:
+        return every
+    last = max(number for number, name in enumerate(names) if name == "pwrite")
+    naming = [(call, MOMENTS[call % len(MOMENTS)]) for call in range(last, len(names))]
+    return random.Random(20261122).sample(every, KILLS) + naming
+
+
+def claims(kind: str, folder: Path, files: Sequence[FilePlan]) -> tuple[int, list[str]]:
+    """How much a journal says of what a killed run has left, and what of it is false."""
+    out = folder / JOBS[kind][1]
+    journal = journal_of(out)
+    if journal is None:
+        return 0, []
+    if out.suffix != ".gguf":
+        return len(journal.records), false_claims(journal, out.with_name(f"{out.name}.partial"), files)
+    links = [folder / file.name for file in files if not (folder / file.name).exists()]
+    for link in links:
+        link.symlink_to(f"{link.name}.partial")
+    try:
+        return len(journal.records), false_claims(journal, folder, files)
+    finally:
+        for link in links:
+            link.unlink()
 
 
 @pytest.mark.parametrize("kind", JOBS)
@@ -75,31 +102,54 @@ def test_a_run_killed_at_any_call_goes_on_with_the_same_bytes(
 ) -> None:
     command, name = JOBS[kind]
     (tmp_path / "count").mkdir()
-    calls, resumed = calls_of(running(*command, *HOW, "-o", tmp_path / "count" / name)), 0
-    for call, moment in moments(calls):
+    files = planned(kind, tmp_path)
+    first = tmp_path / files[0].name if name.endswith(".gguf") else tmp_path / name
+    names, resumed = names_of(running(*command, *HOW, "-o", tmp_path / "count" / name)), 0
+    for call, moment in moments(names):
         folder = tmp_path / f"{call}{moment}"
         folder.mkdir()
-        out = folder / name
+        out, first = folder / name, folder / first.name
         code = killed(running(*command, *HOW, "-o", out), call, moment)
         if code == 0:  # after its last call
             assert tree(folder) == whole[kind]
             continue
         assert code == KILLED
-        if out.exists():
-            assert tree(folder).items() >= whole[kind].items()
+        if first.exists() and tree(folder).items() >= whole[kind].items():
             continue
-        journal = journal_of(out)
-        if journal is not None:
-            files = planned(kind, out)
-            inside = folder / "out.partial" if kind == "folder" else folder
-            if kind == "gguf":
-                (folder / files[0].name).symlink_to(f"{files[0].name}.partial")
-            assert false_claims(journal, inside, files) == []
-            if kind == "gguf":
-                (folder / files[0].name).unlink()
-            resumed += bool(journal.records)
+        assert name.endswith(".gguf") or not out.exists(), (call, moment)
+        records, false = claims(kind, folder, files)
+        assert false == [], (call, moment)
+        resumed += bool(records)
         ran = qconvert(*command, *HOW, "-o", out)
         assert ran.code == 0, (call, moment, ran.err)
         assert tree(folder) == whole[kind], (call, moment)
         shutil.rmtree(folder)
     assert resumed > KILLS // 4
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_a_run_killed_as_it_goes_on_goes_on_as_well(
+    kind: str, tmp_path: Path, whole: dict[str, dict[str, bytes]]
+) -> None:
+    """Three times, at any calls; the fourth run comes to its end."""
+    command, name = JOBS[kind]
+    files, rng, thrice = planned(kind, tmp_path), random.Random(kind), 0
+    (tmp_path / "count").mkdir()
+    calls = calls_of(running(*command, *HOW, "-o", tmp_path / "count" / name))
+    for number in range(400 if EVERYTHING else 4):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        run = running(*command, *HOW, "-o", folder / name)
+        kills = 0
+        for _ in range(3):
+            if tree(folder).items() >= whole[kind].items():
+                break
+            kills += killed(run, rng.randrange(calls // 4), rng.choice(MOMENTS)) == KILLED
+            assert claims(kind, folder, files)[1] == [], number
+        thrice += kills == 3
+        if not tree(folder).items() >= whole[kind].items():
+            ran = qconvert(*command, *HOW, "-o", folder / name)
+            assert ran.code == 0, (number, ran.err)
+            assert tree(folder) == whole[kind], number
+        shutil.rmtree(folder)
+    assert thrice

@@ -27,7 +27,7 @@ from qconvert.formats.io.planned_files import FilePlan, FileSink
 from tests.crashes import groups_of
 from tests.models import tiny
 
-STATES = 10_000 if os.environ.get("QCONVERT_CRASH") == "all" else 600
+STATES = 10_000
 PAGE = 4096
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1000, "num_hidden_layers": 2}
 

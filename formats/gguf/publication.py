@@ -60,7 +60,7 @@ def settle(finals: Sequence[Path]) -> None:
     if not _record(finals).is_file():
         return
     recorded = _read(_record(finals))  # nothing, if the kill tore it: then no file was named yet
-    named = [final for final in finals if recorded.get(final.name) == _identity(final)]
+    named = [f for f in finals if f.name in recorded and recorded[f.name] == _identity(f)]
     waiting = [partial_file(final) for final in finals if partial_file(final).is_file()]
     with _alone([*named, *waiting]) as alone:
         if not alone:

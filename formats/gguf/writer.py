@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -256,6 +257,7 @@ class GGUFSink(FileSink):
         """Releases the locks on the names and removes what is left under them, but what is to be kept."""
         for path, lock in self._locks.items():
             if path not in keep and path.exists() and os.path.samestat(os.fstat(lock), path.stat()):
-                path.unlink()
+                with suppress(OSError):  # of a disk that fails
+                    path.unlink()
             os.close(lock)
         self._locks.clear()

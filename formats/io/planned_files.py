@@ -11,6 +11,7 @@ import threading
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -271,7 +272,8 @@ class FileSink:
             os.close(self._fds.popitem()[0])
 
     def abort(self) -> None:
-        """Removes the files, if they still exist."""
+        """Removes the files, if they still exist and the disk lets it: it may be failing."""
         self.suspend()
         for path in self._paths:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink(missing_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -259,7 +259,8 @@ class GGUFFileContainer:
             if journal.survives(error):
                 sink.leave()
             else:
-                journaled.unlink(missing_ok=True)
+                with suppress(OSError):  # of a disk that fails: without its files a journal does not count
+                    journaled.unlink(missing_ok=True)
                 sink.abort()
             raise
         discard(journaled)
