@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -85,18 +86,31 @@ class FakeHub:
         self.in_xet: dict[str, str] = {}
         self.chunks: Path | None = None
         self.claimed_size: int | None = None
+        self.scheme = "http"
         self.hub = _Server(_HubAnswers, self)
         self.cdn = _Server(_CdnAnswers, self)
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.hub.server_port}"
+        return f"{self.scheme}://127.0.0.1:{self.hub.server_port}"
+
+    @property
+    def cdn_url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.cdn.server_port}"
+
+    def secure(self, certificate: Path) -> None:
+        """Speak TLS from now on, with a certificate and its key in one file."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        self.scheme = "https"
+        for server in (self.hub, self.cdn):
+            server.socket = context.wrap_socket(server.socket, server_side=True)
 
     def sign(self, repo: str, file: str) -> str:
         with self.lock:
             secret = f"secret-{len(self.signatures)}"
             self.signatures[secret] = 0
-        where = f"http://127.0.0.1:{self.cdn.server_port}/blobs/{repo}/{file}"
+        where = f"{self.cdn_url}/blobs/{repo}/{file}"
         return f"{where}?X-Amz-Expires=3600&X-Amz-Signature={secret}"
 
     def good(self, query: str) -> bool:

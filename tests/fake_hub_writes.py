@@ -163,7 +163,7 @@ def _mode(asked: dict[str, Any], files: Files) -> dict[str, Any]:
 def _offer(asked: _Answers, fake: FakeHub, repo: str, wanted: dict[str, Any]) -> dict[str, Any]:
     if wanted["oid"] in fake.written.objects:
         return dict(wanted)
-    href = f"http://127.0.0.1:{fake.cdn.server_port}/upload/{wanted['oid']}?X-Amz-Signature=secret"
+    href = f"{fake.cdn_url}/upload/{wanted['oid']}?X-Amz-Signature=secret"
     return {**wanted, "actions": {"upload": {"href": href}}}
 
 
