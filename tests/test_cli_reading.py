@@ -417,3 +417,13 @@ def test_a_gguf_is_read_by_every_reading_command(gguf: Path, models: Path) -> No
 def test_quiet_check_prints_what_is_in_the_way_alone(models: Path) -> None:
     ran = qconvert("check", models / "plain", "--for", "vllm", "-q")
     assert (ran.code, ran.out) == (0, "")
+
+
+def test_windows_beyond_the_positions_are_named_before_the_work() -> None:
+    wish = ("eval", "perplexity", "embedded", "--text", "stdlib", "--chunks", 1)
+    ran = qconvert(*wish, "--context", 2049, "--json")
+    assert ran.err == (
+        "Warning: windows of 2,049 tokens are longer than the 2,048 positions of the model; --context 2048 "
+        "stays within them\n"
+    )
+    assert qconvert(*wish, "--context", 64, "--json").err == ""

@@ -380,6 +380,7 @@ def _measure(
             save_reference=save_reference,
             samples=samples,
             within=within,
+            warn=lambda line: click.echo(f"Warning: {line}", err=True),
             share=share,
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +62,7 @@ def perplexity(
     revision: str | None = None,
     samples: bool = False,
     within: Within | None = None,
+    warn: Callable[[str], None] = lambda line: None,
     **how: Any,
 ) -> PerplexityReport:
     """Perplexity of models, and with a reference KL divergence and top-1 agreement, on the same tokens.
@@ -70,8 +71,9 @@ def perplexity(
     rounds the inputs of linears as loaders do ("as-loaded"), or not ("exact"). `text` is a UTF-8 file,
     `wikitext2` or `stdlib`; with `samples` the models continue two prompts from it; `how` is as in
     `evaluate.perplexity.run` (`max_chunks`, `noise_floor`, `progress`, `scores`, `resume`,
-    `save_reference`, `share`). `within` a memory, layers are read in turn, on the CPU. Raises BadRecipe for a
-    memory too small, and for a model whose tokenizer cuts the text into other tokens than the reference's.
+    `save_reference`, `share`). `within` a memory, layers are read in turn, on the CPU. `warn` is told, before
+    the work starts, of windows that are longer than the models are made for. Raises BadRecipe for a memory
+    too small, and for a model whose tokenizer cuts the text into other tokens than the reference's.
     """
     if within is not None:
         _check_within(device, samples=samples)
@@ -87,6 +89,13 @@ def perplexity(
         model = open_model(found.path, label, **how_read, name=name, commit=found.commit)
         loaded.append((model, found.path))
     first = 1 if reference and saved is None else 0
+    positions = min(model.decoder.config.max_positions for model, _ in loaded)
+    window = protocol_named(protocol, context).context
+    if positions < window:
+        warn(
+            f"windows of {window:,} tokens are longer than the {positions:,} positions of the model; "
+            f"--context {positions} stays within them"
+        )
     report = run(
         [model for model, _ in loaded[first:]],
         reference=saved or (loaded[0][0] if first else None),
