@@ -12,6 +12,7 @@ from qconvert.core.values import AffineIntRows, AffineMinRows, DenseRows, GgmlRo
 from qconvert.errors import BadRecipe
 from qconvert.quant.packed_codes import codes_of
 from qconvert.runtime import device_layout, storage
+from qconvert.runtime.cpu.packed_weights import pack_grid
 from qconvert.runtime.device_layout import (
     Layout,
     evaluation_layout,
@@ -196,3 +197,26 @@ def test_a_named_gpu_becomes_the_one_that_kernels_launch_on(monkeypatch: pytest.
     assert chosen == [torch.device("cuda:1")]
     with pytest.raises(BadRecipe, match="there are 2 CUDA devices"):
         find_device("cuda:2")
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [63, 64, 130])
+def test_bfloat16_products_may_be_widened(rows: int, biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where float32 is faster: the same products, sums rounded once, in blocks that cut rows anywhere."""
+    monkeypatch.setattr(storage.processor, "widens_bf16", lambda: True)
+    monkeypatch.setattr(storage, "_WIDE_NUMBERS", 96 * 7)
+    monkeypatch.setattr(storage, "SCRATCH_BYTES", 4 * 96 * 20)
+    generator = torch.Generator().manual_seed(rows)
+    x_NI, w_OI = (torch.randn(count, 96, generator=generator).bfloat16() for count in (rows, 50))
+    bias_O = torch.randn(50, generator=generator).bfloat16() if biased else None
+    if rows >= storage.LEAST_WIDE_ROWS:
+        monkeypatch.setattr(storage.F, "linear", None)
+    packed = pack_grid(random_value(AffineInt(4, 32, True, DType.BF16), 50, 96), torch.bfloat16)
+    assert packed is not None
+    for weight in (DenseWeight(w_OI), packed):
+        want_NO = x_NI.double() @ weight.rows(slice(None)).double().T
+        want_NO = want_NO if bias_O is None else want_NO + bias_O.double()
+        got_NO = weight.multiply(x_NI[None], bias_O)[0]
+        assert got_NO.dtype == torch.bfloat16 and got_NO.shape == (rows, 50)
+        assert ((got_NO.double() - want_NO).abs() <= 2.0**-8 * want_NO.abs() + 1e-4).all()
+        assert storage.widened(x_NI) == (rows >= storage.LEAST_WIDE_ROWS)

@@ -28,7 +28,7 @@ from qconvert.runtime.cpu.tile_dots import PANEL
 from qconvert.runtime.cpu.tile_products import multiplies_bf16, multiply_bf16
 from qconvert.runtime.linear import Table
 from qconvert.runtime.precision import exact_products
-from qconvert.runtime.storage import DenseWeight, StreamedWeight
+from qconvert.runtime.storage import DenseWeight, StreamedWeight, widened
 
 _BLOCK_WORDS = 1024
 """Words converted to float32 at a time: 3.6 MB for a hidden width of 896, which stays in cache."""
@@ -67,8 +67,10 @@ def rounded_head(head: Table, bits: int) -> AffineIntRows:
 
 def multiply_float32(x_NI: Tensor, head: Table, start: int, stop: int) -> Tensor:
     """`x W[start:stop]^T`, float32 [N, stop - start], of the numbers as they are, summed in float32."""
-    if isinstance(head, DenseWeight) and multiplies_bf16(x_NI, head.w_OI[start:stop]):
-        return multiply_bf16(x_NI, head.w_OI[start:stop])
+    if isinstance(head, DenseWeight) and not widened(x_NI):
+        w_OI = head.w_OI[start:stop]
+        if multiplies_bf16(x_NI, w_OI):
+            return multiply_bf16(x_NI, w_OI)
     few = len(x_NI) <= MOST_SINGLE_ROWS and x_NI.device.type == "cpu"
     kernels = few or (x_NI.dtype == torch.bfloat16 and x_NI.device.type == "cpu")
     if kernels and isinstance(head, StreamedWeight) and head.place is not None:

@@ -92,6 +92,19 @@ def multiplies_bf16() -> bool:
     return has("avx512bf16", "avx512bw")
 
 
+@lru_cache
+def widens_bf16() -> bool:
+    """Whether many products of bfloat16 numbers are faster as float32 ones: on Intel's processors that have
+    pairs of bfloat16 but no AMX.
+
+    Their instruction of pairs makes 32 products in two cycles, those of float32 make 32 in one. AMD's
+    processors, which LLVM calls `znver4` and so on, take pairs in one cycle.
+    """
+    features, name = llvm.get_host_cpu_features(), llvm.get_host_cpu_name()
+    pairs = features.get("avx512bf16") and has("avx512bw")
+    return bool(pairs) and not features.get("amx-bf16") and not name.startswith("znver")
+
+
 def in_words() -> str:
     """The choice, for `qconvert env`: the processor, its sets, and how the kernels multiply."""
     _, name, _ = compiled_for()

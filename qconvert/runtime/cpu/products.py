@@ -27,6 +27,8 @@ from qconvert.runtime.cpu.step_kernel import multiply
 from qconvert.runtime.cpu.thread_barrier import ThreadTeam
 
 _INT4, _TABLE4, _INT6, _INT8, _E4M3, _E5M2 = range(6)
+_LEAST_SHARED = 1 << 18
+"""Numbers from which on decoding is shared by threads: a tenth of a millisecond."""
 _KINDS = ("int4", "table4", "int6", "int8", "e4m3", "e5m2")
 
 
@@ -56,8 +58,15 @@ def decode_rows(args: np.ndarray, kind: str, rows_R: Tensor, out_RI: Tensor) -> 
 
     In float32, then rounded once: the same numbers as those of the reference layout.
     """
-    as_bf16 = out_RI.dtype == torch.bfloat16
-    _decode(args, _KINDS.index(kind), rows_R.numpy(), out_RI.data_ptr(), as_bf16)
+    as_bf16, number = out_RI.dtype == torch.bfloat16, _KINDS.index(kind)
+    count, row_bytes, rows = len(rows_R), out_RI.shape[1] * out_RI.element_size(), rows_R.numpy()
+    team = ThreadTeam(torch.get_num_threads() if out_RI.numel() >= _LEAST_SHARED else 1)
+
+    def decode(rank: int) -> None:
+        start, stop = count * rank // team.size, count * (rank + 1) // team.size
+        _decode(args, number, rows[start:stop], out_RI.data_ptr() + start * row_bytes, as_bf16)
+
+    team.run(decode)
 
 
 @kernel
