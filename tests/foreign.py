@@ -283,6 +283,51 @@ def _modelopt(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
     yield from _rest(arrays)
 
 
+# HQQ's codes by what `core/bitpack.py` unpacks: rows folded into one, from the highest bits on.
+_HQQ_FOLDS = {2: (4, 2), 3: (10, 3), 4: (2, 4), 5: (1, 8), 6: (1, 8), 8: (1, 8)}
+
+
+def _hqq(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
+    for base in _bases(arrays, ".W_q"):
+        bits, size = (int(arrays[f"{base}.{key}"]) for key in ("nbits", "group_size"))
+        rows, width = arrays[f"{base}.shape"].tolist()
+        folds, each = _HQQ_FOLDS[bits]
+        words = arrays[f"{base}.W_q"].numpy().astype(np.int64)
+        parts = [words >> each * (folds - 1 - place) & (1 << each) - 1 for place in range(folds)]
+        codes = np.concatenate(parts)[: rows * width // size]
+        scale, zero = (_wide(arrays[f"{base}.{key}"]) for key in ("scale", "zero"))
+        steps = np.broadcast_to(scale, codes.shape)
+        yield f"{base}.weight", tuple(a.reshape(rows, width) for a in ((codes - zero) * steps, steps))
+    yield from _rest(arrays)
+
+
+def _quark(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
+    def words(array: torch.Tensor) -> np.ndarray:
+        found = _fields(array.numpy(), 4).reshape(len(array), -1, 8)
+        ordered = np.empty_like(found)
+        ordered[..., _AWQ_COLUMNS] = found
+        return ordered.reshape(len(array), -1)
+
+    settings = config["quantization_config"]
+    for base in _bases(arrays, ".weight_scale"):
+        form = settings["layer_quant_config"].get(base) or settings["global_quant_config"]
+        kind = form["weight"]["dtype"]
+        codes, scale = arrays[f"{base}.weight"], arrays[f"{base}.weight_scale"]
+        if kind in ("int4", "uint4"):
+            size = len(codes) // len(scale)
+            pair = words(codes), np.repeat(words(arrays[f"{base}.weight_zero_point"]), size, 0)
+            signed = [(each ^ 8) - 8 if kind == "int4" else each for each in pair]
+            steps = np.repeat(_wide(scale), size, 0)
+            yield f"{base}.weight", (((signed[0] - signed[1]) * steps).T, steps.T)
+        elif kind == "fp4":
+            steps = _spread(np.ldexp(1.0, scale.numpy().astype(int) - 127), codes.shape[1] * 2)
+            yield f"{base}.weight", (E2M1[_nibbles(codes.numpy())] * steps, steps)
+        else:
+            steps = np.broadcast_to(_wide(scale).reshape(-1, 1), codes.shape)
+            yield f"{base}.weight", (_wide(codes) * steps, steps)
+    yield from _rest(arrays)
+
+
 _READERS: Mapping[str, Callable[[Arrays, Any], Iterator[tuple[str, Weight]]]] = {
     "plain": _plain,
     "modelopt": _modelopt,
@@ -296,4 +341,6 @@ _READERS: Mapping[str, Callable[[Arrays, Any], Iterator[tuple[str, Weight]]]] = 
     "fp8": _fp8,
     "mxfp4": _mxfp4,
     "torchao": _torchao,
+    "hqq": _hqq,
+    "quark": _quark,
 }

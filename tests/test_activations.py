@@ -92,6 +92,18 @@ def test_a_row_that_is_no_multiple_of_the_group_is_rounded_as_if_zeros_followed(
     assert torch.equal(round_inputs(x, how), padded[:, :200])
 
 
+def test_inputs_beyond_the_bound_of_fbgemm_are_cut_to_it() -> None:
+    """`quantize_fp8_per_row`: the largest magnitude of a row is at most `scale_ub`, and codes at most 448."""
+    x, scheme = inputs_2TI(), ActivationScheme(8, True, "token", most=2.0)
+    assert scheme.label == "fp8 per token up to 2" and x.abs().max() > 2 > x.abs().amax(-1).min()
+    largest = x.abs().amax(-1, keepdim=True).clamp(1e-12, 2.0)
+    scale = largest / 448
+    expected = (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale
+    found = round_inputs(x, InputQuantization(scheme))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert found.abs().max() == 2
+
+
 @pytest.mark.parametrize("threshold", [6.0, math.inf])
 def test_llm_int8_multiplies_what_bitsandbytes_does(threshold: float) -> None:
     functions = pytest.importorskip("bitsandbytes.autograd._functions")

@@ -6,17 +6,19 @@ import json
 import math
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qconvert.checkpoint.open import open_checkpoint
-from qconvert.core.ggml_types import KV
+from qconvert.core.ggml_types import KV, GGMLType
 from qconvert.errors import QConvertError
 from qconvert.formats.gguf.reader import GGUFFile
 from tests.commands import qconvert
 from tests.gguf_models import write_gguf
+from tests.hostile_files import sound_gguf
 from tests.test_gguf_back import source_of
 from tests.test_gguf_relatives import byte_tokenizer
 
@@ -107,3 +109,15 @@ def test_senseless_keys_of_every_kind(assets: Path, tmp_path: Path, name: str) -
                 refused += 1
             assert time.monotonic() - started < 2, (key, entry)
     assert refused > 20
+
+
+@pytest.mark.parametrize("kind", ["Q8_1", "Q8_K"])
+def test_blocks_that_no_file_holds_are_refused(kind: str, tmp_path: Path) -> None:
+    keys, tensors = sound_gguf()
+    turned = [replace(t, type=GGMLType[kind]) if t.name == "blk.0.attn_q.weight" else t for t in tensors]
+    path = write_gguf(tmp_path / "m.gguf", keys, turned)
+    for words in (("inspect", path), ("verify", path), ("from-gguf", path, "-o", tmp_path / "out")):
+        ran = qconvert(*words)
+        assert (
+            ran.code == 1 and f"blk.0.attn_q.weight: {kind} blocks, which llama.cpp has in memory" in ran.err
+        )

@@ -355,3 +355,19 @@ def test_headers_alone_tell_the_forms(model: Path, tmp_path: Path) -> None:
     seen = open_checkpoint(folder, {"model.safetensors": source})
     assert seen.tensors == quantized.tensors
     assert not seen.files.has_weights
+
+
+def test_the_only_block_of_a_weight_is_one(tmp_path: Path) -> None:
+    """One number may be the scale of a tensor, of its only row or its only block: the config says which."""
+    from tests.foreign_layouts import SIZES
+
+    plain = tiny(tmp_path / "m", "qwen3", **SIZES)
+    out = made("convert", plain, "--to", "compressed-tensors", "--scheme", "fp8-block", "-o", tmp_path / "q")
+    assert open_checkpoint(out).quantization == "compressed-tensors (e4m3-g128x128)"
+    back = made("convert", out, "--to", "fp8", "-o", tmp_path / "fp8")
+    kinds = json.loads((back / "qconvert.json").read_text())["tensors"].values()
+    assert {entry["certificate"]["kind"] for entry in kinds} == {"exact"}
+    whole = made(
+        "convert", plain, "--to", "compressed-tensors", "--scheme", "fp8-tensor", "-o", tmp_path / "t"
+    )
+    assert open_checkpoint(whole).quantization == "compressed-tensors (e4m3-tensor)"

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from qconvert.checkpoint.by_role import CheckpointWeights
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.core.dtypes import DType
+from qconvert.core.encodings import Codebook, ModelTensor
 from qconvert.formats.layouts import registry
 from qconvert.quant.dequantize import numbers
 from tests.commands import made, qconvert
@@ -73,8 +74,10 @@ def test_scales_of_powers_of_two(dtype: torch.dtype, tmp_path: Path) -> None:
     )
     same = made("untie", folder, "-o", tmp_path / "same")
     assert {k: v for k, v in stored(same).items() if k != "lm_head.weight"} == stored(folder)
-    settings = json.loads((same / "config.json").read_text())["quantization_config"]
-    assert settings["scale_fmt"] == "ue8m0"
+    again = made("convert", folder, "--to", "fp8", "-o", tmp_path / "again")
+    for other in (same, again):
+        settings = json.loads((other / "config.json").read_text())["quantization_config"]
+        assert settings["scale_fmt"] == "ue8m0"
     for layout in ("compressed-tensors", "modelopt", "fp8"):
         out = made("convert", folder, "--to", layout, "-o", tmp_path / layout)
         np.testing.assert_array_equal(weights(out)[f"{Q}.weight"][0], expected)
@@ -110,7 +113,7 @@ def test_rows_of_fbgemm(tmp_path: Path) -> None:
     arrays = load_file(folder / "model.safetensors")
     checkpoint = open_checkpoint(folder)
     assert checkpoint.quantization == "fbgemm_fp8 (e4m3-channel)"
-    assert [str(each) for each in checkpoint.products] == ["W8A8 (inputs fp8 per token)"]
+    assert [str(each) for each in checkpoint.products] == ["W8A8 (inputs fp8 per token up to 1200)"]
     expected = (arrays[f"{Q}.weight"].float() * arrays[f"{Q}.weight_scale"]).numpy()
     out = made("convert", folder, "--to", "compressed-tensors", "-o", tmp_path / "ct")
     assert stored(out) == stored(folder)
@@ -119,9 +122,54 @@ def test_rows_of_fbgemm(tmp_path: Path) -> None:
     np.testing.assert_array_equal(weights(other)[f"{Q}.weight"][0], expected)
     ran = qconvert("convert", folder, "--to", "fp8", "-o", tmp_path / "f")
     assert ran.code == 1 and "is not FP8 in blocks of 128 by 128" in ran.err
-    ran = qconvert("convert", folder, "--to", "fbgemm_fp8", "-o", tmp_path / "f")
-    assert ran.code == 2 and "can be read, but not written" in ran.err
     assert qconvert("check", folder, "--for", "transformers").code in (0, 3)
+
+
+def test_the_bound_of_fbgemm_s_inputs_is_kept_or_named(tmp_path: Path) -> None:
+    folder = fbgemm(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["activation_scale_ub"] = 512.0
+    (folder / "config.json").write_text(json.dumps(config))
+    ran = qconvert("convert", folder, "--to", "compressed-tensors", "-o", tmp_path / "ct")
+    assert ran.code == 0 and "inputs are cut to 512; no loader of this layout cuts them" in ran.err
+    same = made("convert", folder, "--to", "fbgemm_fp8", "-o", tmp_path / "same")
+    assert stored(same) == stored(folder)
+    assert json.loads((same / "config.json").read_text())["quantization_config"] == {
+        "quant_method": "fbgemm_fp8",
+        "activation_scale_ub": 512.0,
+        "modules_to_not_convert": ["lm_head"],
+    }
+    back = made("convert", tmp_path / "ct", "--to", "fbgemm_fp8", "-o", tmp_path / "back")
+    assert stored(back) == stored(folder)
+    settings = json.loads((back / "config.json").read_text())["quantization_config"]
+    assert settings["activation_scale_ub"] == 1200.0
+
+
+@pytest.mark.parametrize("wrong", ["1200", -1, 0, True, None, [1200.0], 10**400, float("nan")])
+def test_a_bound_that_is_none_is_none(wrong: Any, tmp_path: Path) -> None:
+    tensor = ModelTensor("x.weight", (8, 8), Codebook("e4m3", None, DType.F32, DType.BF16))
+    config = {"quantization_config": {"quant_method": "fbgemm_fp8", "activation_scale_ub": wrong}}
+    scheme = registry.activations(config, tensor)
+    assert scheme is not None and scheme.most is None
+
+
+def test_transformers_linears_of_fbgemm_take_what_is_written(tmp_path: Path) -> None:
+    """The class of the layout; its kernels need a GPU, its numbers are codes times scales of rows."""
+    from transformers.integrations.fbgemm_fp8 import FbgemmFp8Linear
+
+    plain = tiny(tmp_path / "m", num_hidden_layers=1)
+    out = made("convert", plain, "--to", "fbgemm_fp8", "-o", tmp_path / "out")
+    arrays = load_file(out / "model.safetensors")
+    own = {name.removeprefix(f"{Q}."): array for name, array in arrays.items() if name.startswith(f"{Q}.")}
+    linear = FbgemmFp8Linear(own["weight"].shape[1], own["weight"].shape[0], bias=False)
+    linear.load_state_dict(own, strict=True)
+    assert linear.weight.dtype is torch.float8_e4m3fn and linear.weight_scale.dtype is torch.float32
+    before = load_file(plain / "model.safetensors")[f"{Q}.weight"].float()
+    found = linear.weight.float() * linear.weight_scale
+    assert ((found - before).abs() <= before.abs().amax(1, keepdim=True) / 28 * 1.01).all()
+    assert torch.equal(linear.weight_scale, before.abs().amax(1, keepdim=True) / 448)
+    ran = qconvert("check", out, "--for", "vllm", "--json")
+    assert "--allow-deprecated-quantization" in ran.out
 
 
 def test_cache_scales_beside_blocks_go_along(tmp_path: Path) -> None:

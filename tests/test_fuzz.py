@@ -1,4 +1,4 @@
-"""A few thousand changed files, the same ones on every run; `make fuzz` reads a million others."""
+"""Twenty thousand changed files, the same ones on every run; `make fuzz` reads a million others."""
 
 from __future__ import annotations
 
@@ -8,18 +8,37 @@ from pathlib import Path
 
 import pytest
 
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.core.ggml_types import IN_MEMORY_ALONE
 from qconvert.errors import QConvertError
+from qconvert.formats.layouts import registry
+from tests.commands import qconvert
 from tests.fuzz import hunt as fuzz
-from tests.fuzz.kinds import Kind
+from tests.fuzz.commands import folders, ggufs
+from tests.fuzz.kinds import SIZES, Kind
 from tests.fuzz.mutations import changed_bytes, changed_json
 
-INPUTS = 4400  # 400 of each of eleven kinds
+INPUTS = 20_000  # 1,111 of each of eleven kinds; 4,444 and 3,333 through the commands
 
 
 def test_no_changed_file_does_harm() -> None:
     """Our own errors alone, within 5 s and 500 MB."""
     harms = [f"{harm.kind} {harm.number}: {harm.why}" for harm in fuzz.hunt(INPUTS, seed=15)]
     assert not harms, "\n".join(harms)
+
+
+def test_what_the_commands_are_given_is_sound_before_it_is_changed(tmp_path: Path) -> None:
+    """Every layout and every type of GGML, but the ones that no file holds."""
+    layouts = list(folders(tmp_path / "layouts", {**SIZES, "intermediate_size": 64}))
+    assert {open_checkpoint(each, undecoded=True).layout.name for each in layouts} >= {
+        *registry.written()
+    } - {
+        "int-quantized",
+        "gptq_v2",
+    }
+    (tmp_path / "types").mkdir()
+    refused = {path.stem for path in ggufs(tmp_path / "types") if qconvert("inspect", path).code}
+    assert refused == {kind.name for kind in IN_MEMORY_ALONE}
 
 
 def test_harm_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from qconvert.core.values import AffineIntRows, DenseRows
 from qconvert.errors import BadRecipe
 from qconvert.formats.layouts import registry
 from qconvert.formats.layouts.base import RegisteredLayout
+from qconvert.formats.layouts.hqq import _META, _SETTINGS
 from qconvert.models.parameter_table import form_bytes
 from qconvert.ops.rows import Op
 from qconvert.plan.passes.transcode import check_integers
@@ -30,8 +31,9 @@ from tests.models import stored, tiny
 DOWN = "model.layers.1.mlp.down_proj"
 SHAPE = (256, 384)
 SCHEMES = [Scheme(*each) for each in product(range(2, 9), (None, 32, 96, 128), (True, False))]
+HQQ_BESIDE = tuple(f"x.{key}" for key in (*_SETTINGS, *_META))
 # Arrays of a few bytes that sizes leave out.
-SMALL = ("_shape", ".weight_format", ".quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4")
+SMALL = ("_shape", ".weight_format", ".quant_map", "bitsandbytes__nf4", "bitsandbytes__fp4", *HQQ_BESIDE)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from qconvert.quant.dequantize import numbers
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder
 from tests.commands import made, qconvert
-from tests.foreign_layouts import ATTENTION, FOLDER, LINEARS, MLP
+from tests.foreign_layouts import ATTENTION, FOLDER, LINEARS, MLP, model
 
 DTYPES = {"float16": DType.F16, "bfloat16": DType.BF16, "float32": DType.F32}
 # What `inspect` says of each.
@@ -83,6 +83,17 @@ KEPT = [
     ("quark-mxfp4", "compressed-tensors", 0.0),
     ("quark-mxfp4", "mlx", 0.0),
     ("quark-uint4", "compressed-tensors", 0.0),
+    ("quark-uint4", "hqq", 0.0),
+    ("quark-int4", "hqq", 0.0),
+    ("auto-round-awq", "quark", 0.0),
+    ("auto-round-mixed", "hqq", 0.0),
+    ("bitnet", "hqq", 0.0),
+    ("torchao-fp8", "quark", 0.0),
+    ("torchao-fp8", "fbgemm_fp8", 0.0),
+    ("torchao-fp8-tensor", "fbgemm_fp8", 0.0),
+    ("torchao-int4", "hqq", 0.04),
+    ("hqq-4-whole", "quark", 0.0),
+    ("auto-round-mxfp4", "quark", 0.0),
     ("bitnet", "compressed-tensors", 0.0),
     ("bitnet", "mlx", 0.0),
     ("bitnet-auto", "gptq", 0.0),
@@ -179,6 +190,71 @@ def test_our_decoder_computes_with_the_same_numbers(name: str, tmp_path: Path) -
     ours, expected = logits(FOLDER / name), logits(plain)
     assert expected.abs().max() > 0.5
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+# What says how a weight was made, and not what it is.
+HOW_MADE = ("optimize", "round_zero", "view_as_float")
+
+
+@pytest.mark.parametrize("name", [name for name in FOLDERS if name.startswith(("hqq", "quark"))])
+def test_what_is_written_again_are_the_bytes_of_the_tool(name: str, tmp_path: Path) -> None:
+    """Every array as hqq and amd-quark wrote it, and the same settings."""
+    layout = name.partition("-")[0]
+    out = made("convert", FOLDER / name, "--to", layout, "-o", tmp_path / "out")
+    kept = made("untie", FOLDER / name, "-o", tmp_path / "kept")
+    theirs = load_file(FOLDER / name / "model.safetensors")
+    for folder in (out, kept):
+        ours = load_file(folder / "model.safetensors")
+        assert set(ours) >= set(theirs) and set(ours) - set(theirs) <= {"lm_head.weight"}
+        for array, stored in theirs.items():
+            expected = stored
+            if array.endswith(".W_q") and stored.is_floating_point():
+                expected = stored.view(torch.uint8)
+            if array.endswith("input_scale"):  # in float32 here
+                expected = stored.float()
+            if not array.endswith(HOW_MADE):
+                assert ours[array].dtype == expected.dtype and torch.equal(ours[array], expected), array
+        assert open_checkpoint(folder).quantization == FOLDERS[name]
+        said, before = (
+            json.loads((each / "config.json").read_text())["quantization_config"]
+            for each in (folder, FOLDER / name)
+        )
+        if layout == "quark":
+            assert said == before
+
+
+KINDS = [
+    ("hqq", "int4-g32"),
+    ("hqq", "int3-asym-g32"),
+    ("hqq", "int8-channel"),
+    ("quark", "int4-g32"),
+    ("quark", "int4-asym-channel"),
+    ("quark", "fp8-channel"),
+    ("quark", "fp8-tensor"),
+    ("quark", "mxfp4"),
+]
+
+
+@pytest.mark.parametrize(("layout", "scheme"), KINDS)
+def test_transformers_loads_what_is_written_for_hqq_and_quark(
+    layout: str, scheme: str, tmp_path: Path
+) -> None:
+    """transformers 4 with hqq, 5 with amd-quark: every weight is the number that qconvert decodes."""
+    pytest.importorskip(layout, reason="has the linears that transformers loads")
+    import transformers
+
+    if layout == "hqq" and int(transformers.__version__.split(".")[0]) > 4:
+        pytest.skip("transformers 5 does not load HQQ")
+    out = made("convert", model(tmp_path / "m"), "--to", layout, "--scheme", scheme, "-o", tmp_path / "out")
+    plain = made("dequantize", out, "--dtype", "f32", "-o", tmp_path / "plain")
+    expected = load_file(plain / "model.safetensors")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    for base in LINEARS:
+        linear = loaded.get_submodule(base)
+        kind = torch.bfloat16 if layout == "hqq" else torch.float32  # HQQ's scales are the model's
+        found = linear.dequantize() if layout == "hqq" else linear._get_qweight(linear.weight)
+        assert torch.equal(found.to(kind).float(), expected[f"{base}.weight"]), base
+    assert loaded(torch.arange(12)[None] * 5 % 64).logits.isfinite().all()
 
 
 def test_transformers_computes_with_what_is_written_for_auto_round(tmp_path: Path) -> None:

@@ -119,9 +119,9 @@ class AWQ(PassThrough[AffineInt, AffineIntRows]):
         from qconvert.quant.simd.transpose import transposed
 
         base, column = checks.base_of(tensor), start // _PER_WORD
-        yield ArrayRows(f"{base}.qweight", 0, _pack(codes_of(value)), column)
+        yield ArrayRows(f"{base}.qweight", 0, pack_words(codes_of(value)), column)
         yield ArrayRows(f"{base}.scales", 0, transposed(value.scales_RG), start)
-        yield ArrayRows(f"{base}.qzeros", 0, _pack(zeros_of(value)), column)
+        yield ArrayRows(f"{base}.qzeros", 0, pack_words(zeros_of(value)), column)
 
     def load(self, tensor: ModelTensor, encoding: AffineInt, source: Source, rows: range) -> AffineIntRows:
         """Read rows back; CorruptCheckpoint for zeros that symmetric integers cannot have."""
@@ -160,7 +160,7 @@ class AWQ(PassThrough[AffineInt, AffineIntRows]):
         return {"quantization_config": settings}
 
 
-def _pack(codes_RI: np.ndarray) -> np.ndarray:
+def pack_words(codes_RI: np.ndarray) -> np.ndarray:
     """Codes [rows, columns], rows a multiple of eight, as words int32 [columns, rows / 8]."""
     from qconvert.quant.nibbles import pack_nibbles
     from qconvert.quant.simd.transpose import transposed

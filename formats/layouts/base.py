@@ -48,7 +48,8 @@ class RegisteredLayout:
     asked where config.json names this layout as its quantization method, or has its `config_key`. Loaders of
     those without `activations` quantize weights alone. `settings_file` makes what the settings file holds of
     the settings in config.json, where that is not the same. `promise` tells encodings from a config.json
-    alone; a config of those without one does not.
+    alone; a config of those without one does not. `like` is the writer for a source in this very layout whose
+    config.json says something of it that no weight shows.
     """
 
     traits: LayoutTraits
@@ -58,6 +59,7 @@ class RegisteredLayout:
     activations: Activations | None = None
     settings_file: Callable[[Json], Json] | None = None
     promise: Callable[[Json], Promise] | None = None
+    like: Callable[[Json], Layout] | None = None
 
 
 E = TypeVar("E", bound=Quantized)
@@ -68,6 +70,11 @@ class NoScalesBeside:
     """What layouts say that have no numbers of inputs or caches beside their weights."""
 
     __slots__ = ()
+
+    @property
+    def rewritten(self) -> Layout:
+        """The layout in which a model that is in this one is written again: this, for most."""
+        return cast(Layout, self)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         """The entries of config.json for these modules, and linears that are left plain."""

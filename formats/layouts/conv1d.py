@@ -9,7 +9,7 @@ quantized, as the layout inside stores them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -43,6 +43,10 @@ class InputMajor:
     @property
     def transposed(self) -> bool:
         return True
+
+    @property
+    def rewritten(self) -> Layout:
+        return replace(self, inside=self.inside.rewritten)
 
     @property
     def computed(self) -> Mapping[str, str]:

@@ -202,4 +202,9 @@ def _promise(config: Json) -> Promise:
     return Promise(FP8(settings.get("scale_fmt") == _POWERS_OF_TWO), encoding, note)
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, FP8, open_fp8, _transcode, _activations, promise=_promise),)
+def _like(config: Json) -> FP8:
+    """The layout with powers of two for scales where a config.json says so."""
+    return FP8(checks.settings_of(config).get("scale_fmt") == _POWERS_OF_TWO)
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, FP8, open_fp8, _transcode, _activations, promise=_promise, like=_like),)

@@ -1,4 +1,4 @@
-"""Reads the layout of AMD Quark: integers in AWQ's words, FP8, int8 and MXFP4.
+"""Stores the layout of AMD Quark: integers in AWQ's words, FP8, int8 and MXFP4.
 
 A quantized `X.weight` [N, K] is `X.weight` with `X.weight_scale`; which of these it is, `weight` says in
 `global_quant_config` and, for some modules, in `layer_quant_config`. `int4` and `uint4` per group: int32
@@ -6,70 +6,97 @@ A quantized `X.weight` [N, K] is `X.weight` with `X.weight_scale`; which of thes
 `X.weight_zero_point` int32 [G, N/8]; `fp8_e4m3` and `int8`: [N, K] with a scale [] or [N]; `fp4` with `e8m0`
 scales of 32 columns: uint8 [N, K/2] and [N, K/32], the first code low. Static scales of inputs stand beside
 them. Sources: amd-quark 0.13 (`torch/export`, `torch/utils/pack.py`), and folders written by it; vLLM
-(`quantization/quark`).
+0.32 (`quantization/quark`), transformers 5.23 (`quantizers/quantizer_quark.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from qconvert.core.activations import ActivationScheme
+from qconvert.core.activations import NO_SCALES, ActivationScheme, ScalesBeside, StoredScale
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized
-from qconvert.core.layout_traits import LayoutTraits, LoaderLimit, with_packages
-from qconvert.core.protocols import ArrayRows, Source
+from qconvert.core.layout_traits import (
+    PLAIN_HEAD,
+    CodebookScheme,
+    IntegerSchemes,
+    LayoutTraits,
+    LoaderLimit,
+    RoundingRules,
+    with_packages,
+)
+from qconvert.core.protocols import ArrayRows, Layout, Source
 from qconvert.core.values import AffineIntRows, CodebookRows, Value
-from qconvert.errors import BadRecipe, UnsupportedModel, shown
+from qconvert.errors import UnsupportedModel, shown
 from qconvert.formats.layouts import config_checks as checks
+from qconvert.formats.layouts.awq import pack_words
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
+from qconvert.formats.layouts.quark_config import INPUT_SCALE, quantization_config
+from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
+from qconvert.ops import Op, Transcode
 
 if TYPE_CHECKING:
     import numpy as np
 
 NAME = "quark"
-_WORD, _BITS, _PER_WORD, _MX_BLOCK = 32, 4, 8, 32
+_BITS, _PER_WORD, _MX_BLOCK = 4, 8, 32
 _PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each row in a word, where words are reordered
-_INPUTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
-_ANOTHER = "`qconvert convert --to` another layout"
+_INPUTS = (INPUT_SCALE, "input_zero_point", "output_scale", "output_zero_point")
+_E4M3 = Codebook("e4m3", None, DType.BF16, DType.BF16)
 
 TRAITS = LayoutTraits(
     NAME,
+    integers=IntegerSchemes((_BITS,)),
+    codebooks=(
+        CodebookScheme("fp8-channel", _E4M3, scales_as_weights=True),
+        CodebookScheme("fp8-tensor", replace(_E4M3, group_rows=None), scales_as_weights=True),
+        CodebookScheme("mxfp4", Codebook("e2m1", _MX_BLOCK, DType.F8_E8M0, DType.BF16)),
+    ),
+    rounding=RoundingRules(rounds_scales=True, ceiling=False),
     packs="rows",
+    symmetric_zeros=True,
     experts="apart",
     readers=("vllm", "sglang", "transformers"),
+    loads="vLLM, and transformers with amd-quark, load",
+    serve="vllm serve",
     limits=(
         LoaderLimit(
-            ("vllm", "sglang"),
+            ("sglang",),
             "error",
             "{loader} runs Quark's FP8, int8 and MXFP4, and this is {encoding}",
             "`qconvert convert --to compressed-tensors`",
             lambda e: isinstance(e, AffineInt) and e.bits == _BITS,
         ),
         with_packages("transformers", "amd-quark"),
+        PLAIN_HEAD,
     ),
-    instead="--to compressed-tensors holds the same codes",
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Quark(PassThrough[AffineInt | Codebook, Value]):
-    """Reads weights from Quark's arrays; `reorder` says in which order rows share a word, `stored` as what
-    shape and type each weight's scales are stored.
+    """Stores weights as Quark's arrays; `reorder` says in which order rows share a word, `stored` as what
+    shape and type the scales of each weight that is there are stored.
     """
 
-    reorder: bool
-    stored: Mapping[str, TensorSpec]
+    reorder: bool = True
+    stored: Mapping[str, TensorSpec] = field(default_factory=dict)
 
     @property
     def traits(self) -> LayoutTraits:
         return TRAITS
 
+    @property
+    def rewritten(self) -> Layout:
+        """All weights as amd-quark 0.13 writes them, whatever wrote these."""
+        return Quark()
+
     def arrays(self, tensor: ModelTensor, encoding: AffineInt | Codebook) -> tuple[TensorSpec, ...]:
-        (rows, width), name = tensor.shape, tensor.name
-        scale = self.stored[name]
+        (rows, width), name = checks.matrix_shape(tensor, NAME), tensor.name
+        scale = self.stored.get(name) or _scale(tensor, encoding)
         if isinstance(encoding, AffineInt) and encoding.bits == _BITS:
             groups = encoding.groups(width)
             return (
@@ -84,9 +111,22 @@ class Quark(PassThrough[AffineInt | Codebook, Value]):
             return TensorSpec(name, DType.U8, (rows, width // 2)), blocks
         return TensorSpec(name, DType.F8_E4M3, tensor.shape), scale
 
-    def store(self, tensor: ModelTensor, start: int, value: Value) -> Iterable[ArrayRows]:
-        """Raise BadRecipe: other layouts hold the same, and more loaders take them."""
-        raise BadRecipe(f"{tensor.name}: Quark's layout is read, not written", _ANOTHER)
+    def rows(self, tensor: ModelTensor, encoding: AffineInt | Codebook) -> int:
+        """Eight rows share a word of int4."""
+        return _PER_WORD if isinstance(encoding, AffineInt) and encoding.bits == _BITS else 1
+
+    def store(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
+        codes, scales, *zeros = self.stored_arrays(tensor)
+        if isinstance(value, AffineIntRows) and zeros:
+            yield from _store_words(codes.name, start, value)
+        elif isinstance(value, AffineIntRows):
+            from qconvert.quant.packed_codes import codes_of
+
+            yield ArrayRows(codes.name, start, (codes_of(value) ^ 0x80).view("i1"))
+            yield ArrayRows(scales.name, start, value.scales_RG)
+        else:
+            assert isinstance(value, CodebookRows)
+            yield from _store_floats(codes.name, scales.name, start, value)
 
     def load(self, tensor: ModelTensor, encoding: AffineInt | Codebook, source: Source, rows: range) -> Value:
         if isinstance(encoding, AffineInt) and encoding.bits == _BITS:
@@ -144,8 +184,53 @@ class Quark(PassThrough[AffineInt | Codebook, Value]):
         return transposed(codes_IWp.reshape(len(words_IW), -1))
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """Nothing is written in this layout."""
-        raise BadRecipe("Quark's layout is read, not written", _ANOTHER)
+        return self.settings_beside(quantized, kept, NO_SCALES)
+
+    def settings_beside(
+        self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
+    ) -> Json:
+        return {"quantization_config": quantization_config(quantized, kept, scales.inputs)}
+
+    def scale_stored_as(self, name: str) -> StoredScale | None:
+        """The static scale of a linear's inputs."""
+        module, _, kind = name.rpartition(".")
+        return StoredScale("inputs", module) if kind == INPUT_SCALE else None
+
+    def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None:
+        """A number beside FP8 and int8 weights."""
+        if scale.of != "inputs" or weight is None or weight.bits != 8:
+            return None
+        return TensorSpec(f"{scale.module}.{INPUT_SCALE}", DType.F32, ())
+
+
+def _scale(tensor: ModelTensor, encoding: AffineInt | Codebook) -> TensorSpec:
+    """The array of scales of a weight with a byte for each code: one number, or one for each row."""
+    whole = isinstance(encoding, Codebook) and encoding.group_rows is None
+    return TensorSpec(f"{tensor.name}_scale", encoding.scale_dtype, () if whole else (tensor.rows,))
+
+
+def _store_words(name: str, start: int, value: AffineIntRows) -> Iterator[ArrayRows]:
+    """Integers of 4 bits, eight rows in a word; signed ones with zero points of 0."""
+    from qconvert.quant.dequantize import zeros_of
+    from qconvert.quant.packed_codes import codes_of
+    from qconvert.quant.simd.transpose import transposed
+
+    turned = 8 if value.encoding.symmetric else 0
+    column = start // _PER_WORD
+    yield ArrayRows(name, 0, pack_words(codes_of(value) ^ turned), column)
+    yield ArrayRows(f"{name}_scale", 0, transposed(value.scales_RG), start)
+    yield ArrayRows(f"{name}_zero_point", 0, pack_words(zeros_of(value) ^ turned), column)
+
+
+def _store_floats(codes: str, scales: str, start: int, value: CodebookRows) -> Iterator[ArrayRows]:
+    from qconvert.quant.nibbles import pack_nibbles
+
+    four = value.encoding.bits == _BITS
+    yield ArrayRows(codes, start, pack_nibbles(value.codes_RI) if four else value.codes_RI)
+    if value.encoding.group_rows is not None:
+        yield ArrayRows(scales, start, value.scales_RG)
+    elif start == 0:
+        yield ArrayRows(scales, 0, value.scales_RG[:1])
 
 
 def open_quark(source: Source, config: Json) -> tuple[Quark, dict[str, ModelTensor]]:
@@ -248,4 +333,22 @@ def _activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
     )
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, reader=open_quark, activations=_activations),)
+def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
+    if isinstance(encoding, Codebook) and encoding.is_mxfp4:
+        return ()
+    if isinstance(encoding, Codebook) and encoding.table == "e4m3" and encoding.group_size is None:
+        return ()
+    ops, made = to_integers(tensor, encoding)
+    check_column_order(tensor, made, NAME)
+    if made.bits != _BITS or tensor.rows % _PER_WORD:
+        raise refused(
+            tensor,
+            f"of {tensor.rows} rows is none of Quark's that are written here (int4 in eight rows at a time, "
+            "FP8 with a scale for each row or tensor, MXFP4)",
+        )
+    whole = (Transcode("split_groups", tensor.width),) if made.group_size is None else ()
+    cast = (Transcode("cast_scales", made.scale_dtype),) if made.signless_zero else ()
+    return (*ops, *cast, *whole)
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, Quark, open_quark, _transcode, _activations),)

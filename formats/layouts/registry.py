@@ -31,13 +31,13 @@ WRITTEN = {
     "mxfp4": f"{_HERE}.mxfp4",
     "modelopt": f"{_HERE}.modelopt",
     "auto-round": f"{_HERE}.auto_round",
+    "hqq": f"{_HERE}.hqq",
+    "quark": f"{_HERE}.quark",
+    "fbgemm_fp8": f"{_HERE}.fbgemm",
 }
 # Those that are only read.
 READ_ONLY = {
     "torchao": f"{_HERE}.torchao",
-    "fbgemm_fp8": f"{_HERE}.fbgemm",
-    "hqq": f"{_HERE}.hqq",
-    "quark": f"{_HERE}.quark",
     "bitnet": f"{_HERE}.bitnet",
     "exl2": f"{_HERE}.exllama",
     "exl3": f"{_HERE}.exllama",
@@ -157,8 +157,13 @@ def products(config: Json, linears: Iterable[ModelTensor]) -> list[Products]:
     return [Products(widths, tuple(sorted(found[widths]))) for widths in sorted(found)]
 
 
-def writer(name: str) -> Layout:
-    """The layout of this name, which must be one of `written`, for a new output."""
-    make = find(name).writer
-    assert make is not None, name
-    return make()
+def writer(name: str, config: Json | None = None) -> Layout:
+    """The layout of this name, which must be one of `written`, for a new output.
+
+    Of a model with this config.json, if that is in the same layout, with what it says beside the weights.
+    """
+    layout = find(name)
+    if layout.like is not None and config and claimed_method(config) == name:
+        return layout.like(config)
+    assert layout.writer is not None, name
+    return layout.writer()

@@ -171,7 +171,9 @@ def _tensor_problems(checkpoint: Checkpoint, tensors: Mapping[str, Json]) -> lis
     by_file = isinstance(checkpoint.files, GGUFModel)  # whose manifest has the names of the file
     for name, entry in tensors.items():
         tensor = checkpoint.tensors.get(name)
-        if not by_file and (tensor is None or tensor.encoding.label != entry["form"]):
+        # A number beside the weights is an array of the file, and no tensor of the model.
+        beside = tensor is None and checkpoint.layout.scale_stored_as(name) is not None
+        if not by_file and not beside and (tensor is None or tensor.encoding.label != entry["form"]):
             found = tensor.encoding.label if tensor else "nothing"
             problems.append(f"{name}: {found}, the manifest says {entry['form']}")
             continue

@@ -17,10 +17,10 @@ import numpy as np
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import ModelTensor
-from qconvert.core.ggml_types import KV, GGMLType
+from qconvert.core.ggml_types import IN_MEMORY_ALONE, KV, GGMLType
 from qconvert.core.numbers import shortest
 from qconvert.core.protocols import Sidecars
-from qconvert.errors import CorruptCheckpoint
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
 from qconvert.formats.gguf.reader import GGUFFile, check_vocabulary
 from qconvert.formats.io.local_file import open_regular, read_exactly
 from qconvert.formats.layouts.gguf import GGUFLayout, Home, Stretch, form_of, llama3_scaling
@@ -124,6 +124,7 @@ def open_gguf(path: Path) -> tuple[GGUFModel, GGUFLayout, dict[str, ModelTensor]
     """
     file = GGUFFile(path)
     try:
+        _check_types(file)
         metadata = _metadata(file)
         check_vocabulary(file.kv, file.tensors, file.name)
         reading = read_model(metadata)
@@ -137,6 +138,16 @@ def open_gguf(path: Path) -> tuple[GGUFModel, GGUFLayout, dict[str, ModelTensor]
     lost = lost_tokenizer(file.kv)
     told = () if lost is None else (f"{file.name}: {lost}: take the model's own tokenizer files",)
     return GGUFModel(path, config, file, (*reading.warnings, *told)), GGUFLayout(homes), tensors
+
+
+def _check_types(file: GGUFFile) -> None:
+    """Raise UnsupportedModel for blocks that llama.cpp has in memory alone, and no reader decodes."""
+    name = next((name for name, tensor in file.tensors.items() if tensor.type in IN_MEMORY_ALONE), None)
+    if name is not None:
+        raise UnsupportedModel(
+            f"{shown(name)}: {file.tensors[name].type.name} blocks, which llama.cpp has in memory alone",
+            "make the file again from the 16-bit model, with another type",
+        )
 
 
 def _metadata(file: GGUFFile) -> Metadata:

@@ -66,7 +66,9 @@ class Checkpoint:
     @property
     def writer(self) -> Layout:
         """The layout of safetensors written from it when no other is asked for."""
-        return self.layout_for(registry.writer(registry.DEFAULT)) if self.is_gguf else self.layout
+        if self.is_gguf:
+            return self.layout_for(registry.writer(registry.DEFAULT))
+        return self.layout.rewritten
 
     @cached_property
     def architecture(self) -> Architecture:

@@ -106,7 +106,7 @@ def command(
         with typed():
             raise BadRecipe(
                 f"--to {layout}: {layout}'s layout can be read, but not written",
-                "--to int-quantized holds the same integers; torchao.quantize_ makes its own from --to bf16",
+                registry.traits_of(layout).instead,
             )
     if layout in PLAIN:
         with typed():

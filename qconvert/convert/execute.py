@@ -146,7 +146,8 @@ def _layout(source: OpenedModel, request: Request) -> Layout:
 
         return GGUFLayout()
     if request.target is not None:
-        return source.checkpoint.layout_for(registry.writer(request.target.layout))
+        layout = registry.writer(request.target.layout, source.checkpoint.config)
+        return source.checkpoint.layout_for(layout)
     return source.checkpoint.writer
 
 

@@ -20,9 +20,10 @@ class ActivationScheme:
     ("group"). `dynamic` scales are of the numbers at hand; others are stored, one for each linear.
     `scale_dtype` is the type that scales are rounded to; E4M3 ones are of numbers times a stored global
     scale (NVFP4), E8M0 ones powers of two (MXFP4). `outliers` is, of LLM.int8, the magnitude from which on a
-    whole column stays as it is (infinity: none does). `stored` names the arrays, beside the weight's, of the
-    scale (or the global scale) and of the zero point, where there are some; with `inverse`, what is stored is
-    one over the scale that numbers are computed with here.
+    whole column stays as it is (infinity: none does); `most`, of FBGEMM, the magnitude that larger numbers
+    are cut to. `stored` names the arrays, beside the weight's, of the scale (or the global scale) and of the
+    zero point, where there are some; with `inverse`, what is stored is one over the scale that numbers are
+    computed with here.
     """
 
     bits: int
@@ -33,6 +34,7 @@ class ActivationScheme:
     symmetric: bool = True
     scale_dtype: DType = DType.F32
     outliers: float | None = None
+    most: float | None = None
     stored: tuple[str, ...] = ()
     inverse: bool = False
 
@@ -48,7 +50,8 @@ class ActivationScheme:
         if not self.dynamic:
             return f"static {kind}"
         shared = f"group of {self.group_size}" if self.shared_by == "group" else self.shared_by
-        return f"{kind} per {shared}{'' if self.outliers in (None, inf) else ' but for outliers'}"
+        apart = "" if self.outliers in (None, inf) else " but for outliers"
+        return f"{kind} per {shared}{apart}{'' if self.most is None else f' up to {self.most:g}'}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,10 @@ def parse_ggml_type(text: str) -> GGMLType:
         raise BadRecipe(f"type {text!r}: no such tensor type", f"one of: {known}") from None
 
 
+IN_MEMORY_ALONE = frozenset({GGMLType.Q8_1, GGMLType.Q8_K})
+"""Types of inputs as llama.cpp multiplies them: `ggml_quantize_chunk` makes no file of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
     """One tensor of a GGUF file: name, element type, and shape in numpy order (ggml's reversed)."""

@@ -160,10 +160,11 @@ class LayoutTraits:
     says that the config has one setting for all weights: with zero points or without.
 
     Tensors. `act_order` stores the group of every column. `packs` says along what codes share a 32-bit word;
-    `symmetric_zeros` stores zero points of symmetric weights too; `embeddings` that are quantized: none, with
-    symmetric integers, or any. `experts` are stacked or not as the source has them ("any"), always one linear
-    each ("apart"), or always in the input-major stacks of the model's class, and nothing else is quantized
-    ("class").
+    `folds` are, where groups of codes lie upon each other in a word, the bits of a code, how many groups do,
+    and the bytes of a word; `symmetric_zeros` stores zero points of symmetric weights too; `embeddings` that
+    are quantized: none, with symmetric integers, or any. `experts` are stacked or not as the source has them
+    ("any"), always one linear each ("apart"), or always in the input-major stacks of the model's class, and
+    nothing else is quantized ("class").
 
     Config. `config_key` is where config.json has the settings; `settings_file` a file that repeats them,
     `settings_key` the key in it, where it has one, which names no method.
@@ -189,6 +190,7 @@ class LayoutTraits:
     shared_zero_point: bool = False
     act_order: bool = False
     packs: Literal["columns", "rows", "no"] = "columns"
+    folds: tuple[tuple[int, int, int], ...] = ()
     symmetric_zeros: bool = False
     embeddings: Literal["plain", "symmetric", "any"] = "plain"
     experts: Literal["any", "apart", "class"] = "any"

@@ -60,7 +60,8 @@ class Layout(Protocol):
     keep the weights of a row apart in the file: they are read and written in larger blocks.
     `settings` are the entries of config.json for quantized modules, by their encodings, and linears left
     plain; `traits` is what is said of the layout for any model; `computed` are tensors whose plain numbers
-    are computed as they are read, and of what, if it is codes.
+    are computed as they are read, and of what, if it is codes; `rewritten` is the layout in which what was
+    read of this one is written where no other is asked for.
 
     Numbers beside the weights: `scale_stored_as` says what an array of this name scales, None for all others;
     `place_of_scale` where the layout stores a scale (of the inputs of a linear with such a weight, or of a
@@ -80,6 +81,9 @@ class Layout(Protocol):
 
     @property
     def computed(self) -> Mapping[str, str]: ...
+
+    @property
+    def rewritten(self) -> Layout: ...
 
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]: ...
 

@@ -106,11 +106,19 @@ def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: LayoutTraits 
     words = -(-width_of(shape) * encoding.bits // 32)
     scales = groups * encoding.scale_dtype.nbytes
     if isinstance(encoding, AffineMin):
-        return rows * 4 * words + 2 * rows * scales // encoding.shared_rows
+        codes = _folded_bytes(encoding, prod(shape), layout) if layout.folds else rows * 4 * words
+        return codes + 2 * rows * scales // encoding.shared_rows
     stored = layout.symmetric_zeros or not encoding.symmetric
     zeros = -(-rows * encoding.bits // 32) * 4 * groups if stored else 0
     columns = 4 * width_of(shape) if layout.act_order else 0
     return rows * (4 * words + scales) + zeros + columns
+
+
+def _folded_bytes(encoding: AffineMin, count: int, layout: LayoutTraits) -> int:
+    """Bytes of so many codes in a layout that folds groups of them, row upon row."""
+    folded, word = next((folded, word) for bits, folded, word in layout.folds if bits == encoding.bits)
+    columns = encoding.group_size if encoding.shared_rows == 1 else count // encoding.shared_rows
+    return -(-(count // columns) // folded) * columns * word
 
 
 def census_of_config(architecture: Architecture) -> ParameterTable:

@@ -20,6 +20,8 @@ Step = Literal[
     "zeros_to_mins",
     "mins_to_zeros",
     "offsets_to_mins",
+    "zeros_to_floats",
+    "offsets_to_zeros",
     "cast_scales",
     "split_groups",
     "from_int8_rows",
@@ -58,7 +60,7 @@ class Transcode(Op):
         return ROWS[self.step](value, self.argument)
 
 
-def _zeros_to_mins(encoding: Any, width: int) -> Encoding:
+def _zeros_to_mins(encoding: Any, width: int) -> AffineMin:
     return AffineMin(encoding.bits, encoding.group_size or width, encoding.scale_dtype)
 
 
@@ -72,6 +74,9 @@ STEPS: Mapping[Step, Callable[[Any, Any], Encoding]] = {
     "zeros_to_mins": _zeros_to_mins,
     "mins_to_zeros": _mins_to_zeros,
     "offsets_to_mins": lambda e, _: AffineMin(e.bits, e.group_size, e.scale_dtype),
+    # Zero points in floating point: integers as they are, and what is stored in their place otherwise.
+    "zeros_to_floats": lambda e, width: replace(_zeros_to_mins(e, width), offset="zero"),
+    "offsets_to_zeros": lambda e, _: replace(e, offset="zero"),
     # Scales rounded to another dtype (the argument), or repeated for groups of a smaller size.
     "cast_scales": lambda e, dtype: replace(e, scale_dtype=dtype, signless_zero=False),
     "split_groups": lambda e, size: replace(e, group_size=size),

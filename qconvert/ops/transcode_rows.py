@@ -116,6 +116,8 @@ ROWS: Mapping[str, Callable[[Any, Any], Made]] = {
     "zeros_to_mins": lambda value, _: _moved(transcode.to_mins(value)),
     "mins_to_zeros": lambda value, _: _moved(transcode.to_zeros(value)),
     "offsets_to_mins": lambda value, _: _moved(transcode.offsets_to_mins(value)),
+    "zeros_to_floats": lambda value, _: (transcode.to_float_zeros(value), CLEAN),
+    "offsets_to_zeros": lambda value, _: _moved(transcode.offsets_to_zeros(value)),
     "cast_scales": _cast_scales,
     "split_groups": lambda value, size: (transcode.split_groups(value, size), CLEAN),
     "from_int8_rows": lambda value, _: _moved(transcode.from_int8_rows(value)),

@@ -56,6 +56,30 @@ def offsets_to_mins(value: AffineMinRows) -> tuple[AffineMinRows, float]:
     return AffineMinRows(value.codes_RX, value.scales_RG, mins.rows_RI, made), steps
 
 
+def to_float_zeros(value: AffineIntRows) -> AffineMinRows:
+    """Stores zero points as numbers of the scales' dtype, which holds those of up to 8 bits; exact."""
+    encoding = value.encoding
+    assert not encoding.act_order
+    made = AffineMin(encoding.bits, encoding.group_size or value.width, encoding.scale_dtype, "zero")
+    zeros = cast(DenseRows(zeros_of(value).astype(np.float32), DType.F32), encoding.scale_dtype)[0]
+    return AffineMinRows(value.codes_RX, value.scales_RG, zeros.rows_RI, made)
+
+
+def offsets_to_zeros(value: AffineMinRows) -> tuple[AffineMinRows, float]:
+    """Stores zero points where mins or middles were, rounded to the scales' dtype; returns the largest error
+    in steps too.
+    """
+    encoding = value.encoding
+    scales_RG, mins_RG = wide(value.scales_RG, encoding.scale_dtype), mins_of(value)
+    exact_RG = np.divide(-mins_RG, scales_RG, out=np.zeros_like(mins_RG), where=scales_RG != 0)
+    zeros = cast(DenseRows(exact_RG, DType.F32), encoding.scale_dtype)[0]
+    moved_RG = mins_RG + wide(zeros.rows_RI, encoding.scale_dtype) * scales_RG
+    made = replace(encoding, offset="zero")
+    return AffineMinRows(value.codes_RX, value.scales_RG, zeros.rows_RI, made), most_steps(
+        moved_RG, scales_RG
+    )
+
+
 def cast_scales(value: AffineIntRows, dtype: DType) -> tuple[AffineIntRows, float, int]:
     """Rounds the scales to another dtype, codes kept; returns also the largest change of a weight, in steps
     of the new scales, and how many scales became infinite.

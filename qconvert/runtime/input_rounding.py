@@ -2,8 +2,9 @@
 
 Sources of the scales: compressed-tensors 0.20 (`quantization/utils/helpers.py`: calculate_qparams,
 compute_dynamic_scales_and_zp; `mxfp_utils.py`: generate_mx_scales); bitsandbytes 0.50
-(`int8_vectorwise_quant`, arXiv 2208.07339). vLLM divides the largest int8 magnitude by 127 where
-compressed-tensors divides by 127.5, and is otherwise the same. Legend: I in features, S columns of a group.
+(`int8_vectorwise_quant`, arXiv 2208.07339); FBGEMM (`quantize_fp8_per_row`: its `scale_ub`). vLLM divides
+the largest int8 magnitude by 127 where compressed-tensors divides by 127.5, and is otherwise the same.
+Legend: I in features, S columns of a group.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ def _scales(least: Tensor, most: Tensor, inputs: InputQuantization) -> tuple[Ten
         scale = _positive((most - least) / (high - low), torch.finfo(torch.float32).eps)
         return scale, (low - least / scale).clamp_(low, high).round_()
     largest = torch.maximum(-least, most)
+    if scheme.most is not None:
+        largest = largest.clamp(max=scheme.most)
     if scheme.scale_dtype is DType.F8_E8M0:
         return _power_of_two(largest, _LARGEST_EXPONENT[scheme.bits]), none
     scale = largest / ((high - low) / 2)

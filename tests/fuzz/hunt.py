@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import random
 import resource
 import signal
@@ -52,7 +53,9 @@ def hunt(inputs: int, seed: int, only: Sequence[str] = ()) -> Iterator[Harm]:
     warnings.simplefilter("ignore")
     with TemporaryDirectory() as name:
         found = kinds(Path(name))
-        asked = [(kind, found[kind]) for kind in only or found]
+        asked = [(kind, found[kind]) for kind in only or found for _ in range(found[kind].share)]
+        debugged = os.environ.get("QCONVERT_DEBUG")
+        os.environ["QCONVERT_DEBUG"] = "1"  # what is unexpected is told whole
         before = {each: signal.signal(each, _stop) for each in (signal.SIGALRM, signal.SIGPROF)}
         try:
             for number in range(inputs):
@@ -63,6 +66,9 @@ def hunt(inputs: int, seed: int, only: Sequence[str] = ()) -> Iterator[Harm]:
                 if why is not None:
                     yield Harm(kind, number, why, raw)
         finally:
+            os.environ.pop("QCONVERT_DEBUG")
+            if debugged is not None:
+                os.environ["QCONVERT_DEBUG"] = debugged
             for each, handler in before.items():
                 signal.signal(each, handler)
 

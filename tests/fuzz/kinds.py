@@ -21,6 +21,7 @@ from qconvert.formats.tokenizers.tokenized_text import open_tokenizer
 from qconvert.models import Architecture
 from qconvert.plan.recipe import load_recipe
 from tests.commands import made
+from tests.fuzz.commands import drive_folder, drive_gguf, folders, ggufs
 from tests.fuzz.mutations import changed_bytes, changed_json, changed_value
 from tests.gguf_models import imatrix_dat
 from tests.models import tiny
@@ -34,12 +35,14 @@ _JOB = {"source": {"name": "m", "sha256": "0" * 64}, "plan": {"units": 2}}
 class Kind:
     """A kind of file: sound ones, each in a place where `read` finds it, and the change of its bytes.
 
-    `read` gets the path of the changed file, and may raise QConvertError alone.
+    `read` gets the path of the changed file, and may raise QConvertError alone. Of `share` kinds that are
+    changed in turn, this one is that many.
     """
 
     files: tuple[Path, ...]
     change: Change
     read: Callable[[Path], object]
+    share: int = 1
     sound: Mapping[Path, bytes] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,7 +89,26 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "journal": Kind((_journal(folder),), _changed_journal, _read_journal),
         "manifest": Kind((quantized / "qconvert.json",), changed_json, _read_manifest),
         "recipe": Kind((_recipe(folder),), changed_bytes, load_recipe),
+        "layouts": Kind(_of_layouts(folder / "layouts"), _changed_folder, drive_folder, share=4),
+        "GGUF types": Kind(_of_types(folder / "types"), _changed_start, drive_gguf, share=3),
     }
+
+
+def _of_layouts(folder: Path) -> tuple[Path, ...]:
+    names = ("config.json", "model.safetensors")
+    return tuple(
+        each / name for each in folders(folder, {**SIZES, "intermediate_size": 64}) for name in names
+    )
+
+
+def _of_types(folder: Path) -> tuple[Path, ...]:
+    folder.mkdir()
+    return tuple(ggufs(folder))
+
+
+def _changed_folder(raw: bytes, rng: random.Random) -> bytes:
+    """A config.json or a safetensors file."""
+    return changed_json(raw, rng) if raw[:1] == b"{" else _changed_header(raw, rng)
 
 
 def _changed_start(raw: bytes, rng: random.Random) -> bytes:

@@ -6,7 +6,7 @@ missing or a shape that fits no encoding is an error that names it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -154,9 +154,9 @@ def _declared_bits(quantization: Mapping[str, object]) -> set[int]:
     return found
 
 
-def _blocks(quantization: Mapping[str, object]) -> list[list[int]]:
-    """The block structures that the config declares, [rows, columns] each."""
-    weights = [group.get("weights") for group in groups_of(quantization)]
+def _blocks(groups: Iterable[Mapping[str, object]]) -> list[list[int]]:
+    """The block structures that groups of the config declare, [rows, columns] each."""
+    weights = [group.get("weights") for group in groups]
     blocks = [w.get("block_structure") for w in weights if isinstance(w, dict)]
     return [b for b in blocks if isinstance(b, list) and [type(n) for n in b] == [int, int] and min(b) > 0]
 
@@ -180,25 +180,32 @@ def _unpacked(base: str, source: Source, quantization: Mapping[str, object]) -> 
         raise CorruptCheckpoint(
             f"{scale.name}: scales of {weight.dtype.label} weights are floats, not {scale.dtype.label}", APART
         )
-    if scale.count == 1 and weight.shape[0] > 1:
-        encoding = Codebook("e4m3", None, scale.dtype, DType.BF16, group_rows=None)
-    elif scale.shape == (*weight.shape[:-1], 1):
-        encoding = Codebook("e4m3", None, scale.dtype, DType.BF16)
-    else:
+    tensor = ModelTensor(base, weight.shape, _floats(weight, scale, quantization))
+    return check_parts(CompressedTensors(), tensor, source)
 
-        def cells(block: list[int]) -> tuple[int, ...]:
-            sides = zip(weight.shape[-2:], block, strict=True)
-            return (*weight.shape[:-2], *(-(-size // side) for size, side in sides))
 
-        fitting = [b for b in _blocks(quantization) if scale.shape == cells(b)]
-        if not fitting:
-            raise CorruptCheckpoint(
-                f"{scale.name}: {list(scale.shape)} scales are neither one per tensor, row, nor block of "
-                f"{base} {list(weight.shape)} (block_structure {_blocks(quantization) or None})",
-                "correct quantization_config",
-            )
-        encoding = Codebook("e4m3", fitting[0][1], scale.dtype, DType.BF16, group_rows=fitting[0][0])
-    return check_parts(CompressedTensors(), ModelTensor(base, weight.shape, encoding), source)
+def _floats(weight: TensorSpec, scale: TensorSpec, quantization: Mapping[str, object]) -> Codebook:
+    """FP8 by the shape of its scales; a single one is that of a block where the config has blocks for it."""
+
+    def cut_by(block: list[int]) -> bool:
+        sides = zip(weight.shape[-2:], block, strict=True)
+        return scale.shape == (*weight.shape[:-2], *(-(-size // side) for size, side in sides))
+
+    own = _blocks([group_of(quantization, weight.name.removesuffix(".weight"))])
+    block = next(filter(cut_by, own), None)
+    if block is None and scale.count == 1 and weight.shape[0] > 1:
+        return Codebook("e4m3", None, scale.dtype, DType.BF16, group_rows=None)
+    if block is None and scale.shape == (*weight.shape[:-1], 1):
+        return Codebook("e4m3", None, scale.dtype, DType.BF16)
+    declared = _blocks(groups_of(quantization))
+    block = block or next(filter(cut_by, declared), None)
+    if block is None:
+        raise CorruptCheckpoint(
+            f"{scale.name}: {list(scale.shape)} scales are neither one per tensor, row, nor block of "
+            f"{weight.name} {list(weight.shape)} (block_structure {declared or None})",
+            "correct quantization_config",
+        )
+    return Codebook("e4m3", block[1], scale.dtype, DType.BF16, group_rows=block[0])
 
 
 def _four_bit_floats(base: str, source: Source) -> ModelTensor:

@@ -83,6 +83,11 @@ def _activations(state: Compiled, config: Json) -> list[str]:
     scales = sum(scale.of == "inputs" for scale, _ in state.facts.scales)
     kept = after if len(state.beside.inputs) == scales else set()
     lost = sorted(scheme.label for scheme in before - kept if scheme.stored)
+    cut = {scheme.most for scheme in before if scheme.most} - {scheme.most for scheme in after}
+    if cut and after:
+        return [
+            f"config.json: the source's inputs are cut to {max(cut):g}; no loader of this layout cuts them"
+        ]
     if lost and config.get("quantization_config") and not state.request.target:
         raise UnsupportedModel(
             f"config.json: inputs of linears are {lost[0]}, with stored numbers, which would be lost",
