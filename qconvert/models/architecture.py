@@ -18,15 +18,13 @@ from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.models.expanded import AlikeParameters, FusedParameter, Parameter, role_of
 from qconvert.models.families import FAMILIES
+from qconvert.models.families.common import language_config
+from qconvert.models.families.vision import TEXT_HIDDEN, WHOLE
 from qconvert.models.parameters import Dimensions, Family, Fusion, ParameterTemplate
 
 ParameterKey = tuple[str, int | None, str]
 """Role, layer, and "weight" or "bias"."""
 
-
-# What the config of a vision tower holds of the model around it, where it is a model of its own: that model's
-# config, and what its pictures become before the tower sees them.
-WHOLE, PREPROCESSOR = "whole_model", "preprocessor"
 
 # Layers that predict further tokens come after those of the model: at most this many are looked for.
 _LATER = 16
@@ -67,8 +65,8 @@ class Architecture:
         The keys of a nested `text_config` are merged in, and take precedence except for the tie.
         """
         config = self.config
-        nested = config.get("text_config")
-        text: Json = nested if isinstance(nested, dict) else {}
+        nested = language_config(config)
+        text: Json = nested or {}
         tied_by = self.family.tied_by
         tie = {tied_by: config[tied_by]} if tied_by in config else {}
         settings: dict[str, Any] = {**self.family.defaults, **config, **text, **tie}
@@ -184,8 +182,8 @@ class Architecture:
         config = self.config.get("vision_config")
         if self.family.tower is None or not isinstance(config, dict):
             return None
-        hidden = {"text_hidden_size": self.settings.get("hidden_size")}
-        tower = Architecture(self.family.tower, {**config, **hidden})
+        around = {TEXT_HIDDEN: self.settings.get("hidden_size"), WHOLE: self.config}
+        tower = Architecture(self.family.tower, {**config, **around})
         try:
             return tower if tower.dimensions else None
         except CorruptCheckpoint:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.models.architecture import PREPROCESSOR, WHOLE, Architecture
+from qconvert.models.architecture import Architecture
 from qconvert.models.expanded import Parameter
+from qconvert.models.families.vision import PREPROCESSOR
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def bind_tower(whole: Binding, preprocessor: Json) -> Binding:
             f"config.json: {whole.architecture.family.name} has no vision tower that is known here",
             "llama.cpp's convert_hf_to_gguf.py --mmproj knows more towers",
         )
-    config = {**tower.config, WHOLE: whole.architecture.config, PREPROCESSOR: preprocessor}
+    config = {**tower.config, PREPROCESSOR: preprocessor}
     beside = {
         name: whole.tensors[name] for name in whole.unknown if whole.architecture.carries(name) == "vision"
     }

@@ -19,6 +19,7 @@ from qconvert.models.families import (
     others,
     qwen,
     qwen_hybrid,
+    seeing,
 )
 from qconvert.models.parameters import Family
 
@@ -37,6 +38,7 @@ FAMILIES: tuple[Family, ...] = (
     *gpt.FAMILIES,
     *encoders.FAMILIES,
     *others.FAMILIES,
+    *seeing.FAMILIES,
 )
 
 __all__ = ["FAMILIES"]

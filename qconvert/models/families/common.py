@@ -213,6 +213,12 @@ def sparse_dimensions(
     return dimensions
 
 
+def language_config(config: Json) -> Json | None:
+    """Returns the config of the language model inside that of a model that sees, None where there is none."""
+    nested = config.get("text_config", config.get("llm_config"))
+    return nested if isinstance(nested, dict) else None
+
+
 def entry(config: Json, key: str, layer: int) -> str | None:
     """Returns a layer's word in the list under `key` (`layer_types`); None when there is no such list."""
     words = config.get(key)

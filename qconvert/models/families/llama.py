@@ -7,6 +7,7 @@ from dataclasses import replace
 from qconvert.core.config_json import optional_int, positive_int, whole_numbers
 from qconvert.core.dtypes import Json
 from qconvert.models.families import common as c
+from qconvert.models.families import tower_tiles
 from qconvert.models.parameters import Dimensions, Family
 
 LLAMA = Family(
@@ -158,6 +159,7 @@ LLAMA4 = replace(
     ),
     spellings=c.NESTED[1:],
     carried={r"(vision_model|multi_modal_projector)\..*": "vision"},
+    tower=tower_tiles.LLAMA4_TOWER,
     note="the vision tower is copied as it is; experts are stored [in, out]; quantized, each is a linear",
 )
 

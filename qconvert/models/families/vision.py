@@ -18,6 +18,9 @@ from qconvert.models.parameters import Dimensions, Family, ParameterTemplate
 
 TEXT_HIDDEN = "text_hidden_size"
 """The key under which a tower's config holds the hidden size of its language model."""
+# What the config of a tower holds of the model around it, where it is a model of its own: that model's
+# config, and what its pictures become before the tower sees them.
+WHOLE, PREPROCESSOR = "whole_model", "preprocessor"
 
 
 def role(module: str) -> str:

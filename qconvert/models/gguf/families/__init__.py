@@ -50,8 +50,9 @@ from qconvert.models.gguf.families import (
     others,
     qwen,
     qwen_hybrid,
+    seeing,
 )
-from qconvert.models.gguf.families.towers import tower_model
+from qconvert.models.gguf.families.tower_models import tower_model
 
 MODELS: Mapping[str, GGUFModel | NoGraph] = {
     **qwen.MODELS,
@@ -69,6 +70,7 @@ MODELS: Mapping[str, GGUFModel | NoGraph] = {
     **gpt.MODELS,
     **encoders.MODELS,
     **others.MODELS,
+    **seeing.MODELS,
 }
 
 

@@ -15,8 +15,8 @@ from qconvert.core.dtypes import Json
 from qconvert.core.ggml_types import KV
 from qconvert.core.numbers import positive_number
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.models.architecture import PREPROCESSOR, WHOLE
 from qconvert.models.families import vision
+from qconvert.models.families.vision import PREPROCESSOR, WHOLE
 from qconvert.models.gguf.declaration import Facts, GGUFModel, Keys, Written, derived
 
 _COLOURS = 3
@@ -52,11 +52,13 @@ def encoder(image_size: Callable[[Facts], int], heads: str, *, width: str = "int
     return keys
 
 
-def _epsilon(facts: Facts, settings: Json, key: str = "rms_norm_eps") -> KV:
+def epsilon(facts: Facts, settings: Json, key: str = "rms_norm_eps") -> KV:
+    """Returns the epsilon of a tower's norms, which a config holds under `key`."""
     return facts.f32("vision.attention.layer_norm_epsilon", positive_number(settings.get(key)) or 1e-6)
 
 
-def _parts(facts: Facts, part: int) -> Iterator[range]:
+def parts_of_rows(facts: Facts, part: int) -> Iterator[range]:
+    """Yields the rows of q (part 0), k or v where they are one tensor."""
     rows = facts.dimensions[0]["hidden"]
     yield range(part * rows, (part + 1) * rows)
 
@@ -74,7 +76,7 @@ def _patch_shape(facts: Facts) -> tuple[int, ...]:
     return dims["hidden"], dims["channels"], dims["patch"], dims["patch"]
 
 
-def _blocks(layer: str, names: Mapping[str, str]) -> dict[str, Written]:
+def blocks(layer: str, names: Mapping[str, str]) -> dict[str, Written]:
     """Returns the modules of a layer under llama.cpp's names."""
     return {vision.role(layer + ours): Written("v.blk.{layer}." + theirs) for ours, theirs in names.items()}
 
@@ -94,7 +96,7 @@ def _qwen(names: Mapping[str, str], others: _Roles) -> _Roles:
     )
     return {
         vision.role("visual.patch_embed.proj.weight"): frames,
-        **_blocks(vision.QWEN, {"norm1": "ln1", "norm2": "ln2", "attn.proj": "attn_out", **names}),
+        **blocks(vision.QWEN, {"norm1": "ln1", "norm2": "ln2", "attn.proj": "attn_out", **names}),
         **others,
     }
 
@@ -108,7 +110,7 @@ def _two_frames(facts: Facts) -> str | None:
 # Qwen3-VL's stay fused.
 _QKV = {
     vision.role(vision.QWEN + "attn.qkv"): tuple(
-        Written(f"v.blk.{{layer}}.attn_{name}", rows=partial(_parts, part=part))
+        Written(f"v.blk.{{layer}}.attn_{name}", rows=partial(parts_of_rows, part=part))
         for part, name in enumerate("qkv")
     )
 }
@@ -120,7 +122,9 @@ _MERGER = {
 _FC = {"mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
 
 
-def _projector(kind: str, *flags: str) -> Keys:
+def projector(kind: str, *flags: str) -> Keys:
+    """Declares the kind of the tower, and flags that are set."""
+
     @derived
     def keys(facts: Facts) -> Iterator[KV]:
         yield facts.text("projector_type", kind)
@@ -132,7 +136,7 @@ def _projector(kind: str, *flags: str) -> Keys:
 
 @derived
 def _qwen_epsilon(facts: Facts) -> Iterator[KV]:
-    yield _epsilon(facts, facts.settings[WHOLE])
+    yield epsilon(facts, facts.settings[WHOLE])
 
 
 # Qwen2-VL's width is under a key that means the language model's in its config, and so does the converter.
@@ -141,7 +145,7 @@ QWEN2 = GGUFModel(
     keys=(),
     late=(
         encoder(lambda facts: facts.optional("image_size") or 560, "num_heads", width="out"),
-        _projector("qwen2vl_merger"),
+        projector("qwen2vl_merger"),
         _qwen_epsilon,
     ),
     roles=_qwen(_FC, {**_QKV, **_MERGER}),
@@ -168,7 +172,7 @@ QWEN25 = replace(
     QWEN2,
     late=(
         encoder(lambda facts: facts.optional("image_size") or 560, "num_heads"),
-        _projector("qwen2.5vl_merger", "use_silu"),
+        projector("qwen2.5vl_merger", "use_silu"),
         _windows,
         _qwen_epsilon,
     ),
@@ -188,7 +192,7 @@ def _square(facts: Facts) -> int:
 def _deepstack(facts: Facts) -> Iterator[KV]:
     text = facts.settings[WHOLE].get("text_config")
     yield facts.u32("vision.spatial_merge_size", optional_int(facts.settings, "spatial_merge_size") or 2)
-    yield _epsilon(facts, text if isinstance(text, dict) else {})
+    yield epsilon(facts, text if isinstance(text, dict) else {})
     deep = whole_numbers(facts.settings, "deepstack_visual_indexes")
     yield facts.flags_by_layer("vision.is_deepstack_layers", (i in deep for i in range(facts.layers)))
 
@@ -205,7 +209,7 @@ def _qwen3(config: Json) -> GGUFModel:
 
 QWEN3 = replace(
     QWEN2,
-    late=(encoder(_square, "num_heads"), _projector("qwen3vl_merger", "use_gelu"), _deepstack),
+    late=(encoder(_square, "num_heads"), projector("qwen3vl_merger", "use_gelu"), _deepstack),
     roles=_qwen(
         {"attn.qkv": "attn_qkv", "mlp.linear_fc1": "ffn_up", "mlp.linear_fc2": "ffn_down"},
         {
@@ -226,7 +230,7 @@ def _pooled(facts: Facts) -> Iterator[KV]:
     tokens = optional_int(facts.settings[PREPROCESSOR], "image_seq_length") or 256
     across = facts.size("image_size") // facts.dimensions[0]["patch"]
     factor = across // math.isqrt(tokens)
-    yield _epsilon(facts, facts.settings, "layer_norm_eps")
+    yield epsilon(facts, facts.settings, "layer_norm_eps")
     yield facts.flagged("use_gelu", value=True)
     if factor not in (0, 4):
         yield facts.u32("vision.projector.scale_factor", factor)
@@ -236,7 +240,7 @@ GEMMA3 = replace(
     QWEN2,
     late=(
         encoder(lambda facts: facts.size("image_size"), "num_attention_heads"),
-        _projector("gemma3"),
+        projector("gemma3"),
         _pooled,
     ),
     roles={
@@ -246,7 +250,7 @@ GEMMA3 = replace(
         vision.role("vision_tower.vision_model.post_layernorm"): Written("v.post_ln"),
         vision.role("multi_modal_projector.mm_input_projection_weight"): Written("mm.input_projection"),
         vision.role("multi_modal_projector.mm_soft_emb_norm"): Written("mm.soft_emb_norm", "plus_one"),
-        **_blocks(
+        **blocks(
             vision.SIGLIP,
             {
                 "layer_norm1": "ln1",
@@ -259,17 +263,3 @@ GEMMA3 = replace(
     checks=(),
     types={"mm.input_projection.weight": ("", "F16")},  # which clip.cpp multiplies by in half precision
 )
-
-# By the name of the tower.
-TOWERS: Mapping[str, GGUFModel] = {
-    vision.QWEN2_TOWER.name: QWEN2,
-    vision.QWEN25_TOWER.name: QWEN25,
-    vision.QWEN3_TOWER.name: QWEN3,
-    vision.SIGLIP_TOWER.name: GEMMA3,
-}
-
-
-def tower_model(family: str, config: Json) -> GGUFModel | None:
-    """Returns the declaration of a tower of this name, None if it has none."""
-    found = TOWERS.get(family)
-    return found.variant(config) if found is not None and found.variant is not None else found
