@@ -108,6 +108,16 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "moe_shared_expert_intermediate_size": 48, "moe_latent_size": 32,
         },
     ),
+    "mimo-v2": (
+        "mimo_v2_flash", "mimo2",
+        {
+            "num_hidden_layers": 4, "num_key_value_heads": 1, "head_dim": 32, "v_head_dim": 16,
+            "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+            "sliding_window": 8, "attention_value_scale": 0.707,
+            "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
     "deepseek-v3.2": (
         "deepseek_v32", "deepseek32",
         {**LATENT, **INDEXER, "n_group": 2, "topk_group": 1, "mlp_layer_types": ["dense", "sparse"]},
@@ -134,6 +144,10 @@ CONFIGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# What published configs have, and transformers does not save.
+PUBLISHED: dict[str, dict[str, Any]] = {"mimo-v2": {"swa_num_key_value_heads": 2}}
+
+
 def made(folder: Path, name: str, **changes: Any) -> Any:
     """A random model of a class, saved by transformers in float32 with a tokenizer."""
     import transformers
@@ -144,6 +158,8 @@ def made(folder: Path, name: str, **changes: Any) -> Any:
     )
     model = scatter(transformers.AutoModelForCausalLM.from_config(made), 0.08).eval()
     model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | PUBLISHED.get(name, {})))
     add_tokenizer(folder)
     return model
 
