@@ -20,6 +20,8 @@ INT4, ASYM = AffineInt(4, 32, True, DType.F16), AffineInt(4, 32, False, DType.F1
 INT8, INT3 = AffineInt(8, None, True, DType.BF16), AffineInt(3, 32, True, DType.F16)
 MXFP4 = Codebook("e2m1", 32, DType.F8_E8M0, DType.BF16)
 E4M3 = Codebook("e4m3", None, DType.BF16, DType.BF16)
+NVFP4 = Codebook("e2m1", 16, DType.F8_E4M3, DType.BF16, second="divided")
+FP8 = Codebook("e4m3", 128, DType.F32, DType.BF16, group_rows=128)
 
 
 def found(s: Subject, fact: str) -> set[str]:
@@ -67,6 +69,12 @@ def test_what_a_loader_makes_of_a_layout(
         (ASYM, "compressed-tensors", "sglang", "does not load packed zero points of experts"),
         (ASYM, "compressed-tensors", "transformers", "does not load packed zero points of experts"),
         (INT4, "awq", "sglang", "no kernel for experts of AWQ as int4-g32"),
+        (ASYM, "awq", "mlx", "finds no module for experts in AWQ"),
+        (ASYM, "awq", "transformers", "does not load experts in awq: they come up with random numbers"),
+        (INT4, "gptq", "transformers", "does not load experts in gptq"),
+        (INT8, "int-quantized", "transformers", "does not load experts in int-quantized"),
+        (FP8, "compressed-tensors", "transformers", "does not load experts in blocks of FP8"),
+        (NVFP4, "compressed-tensors", "transformers", "leaves out the tensor's scale of experts in NVFP4"),
     ],
 )
 def test_experts_that_a_loader_does_not_run(encoding: Quantized, layout: str, loader: str, fact: str) -> None:

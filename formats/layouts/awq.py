@@ -16,6 +16,7 @@ from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
 from qconvert.core.layout_traits import (
     PLAIN_HEAD,
+    RANDOM_EXPERTS,
     IntegerSchemes,
     LayoutTraits,
     LoaderLimit,
@@ -64,6 +65,7 @@ TRAITS = LayoutTraits(
     serve="vllm serve",
     limits=(
         PLAIN_HEAD,
+        RANDOM_EXPERTS,
         with_packages("transformers", "gptqmodel", "accelerate"),
         LoaderLimit(
             ("sglang",),  # `awq_marlin` wants zero points; `awq` has no experts, and get_supported_act_dtypes

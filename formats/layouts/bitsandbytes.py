@@ -23,6 +23,7 @@ from qconvert.core.layout_traits import (
     CodebookScheme,
     IntegerSchemes,
     LayoutTraits,
+    LoaderLimit,
     with_packages,
 )
 from qconvert.core.protocols import ArrayRows, Source
@@ -69,6 +70,13 @@ TRAITS = LayoutTraits(
     limits=(
         with_packages("vllm", "vllm-bnb-plugin"),  # since 0.28 (vllm#43529)
         with_packages("transformers", "bitsandbytes", "accelerate"),
+        LoaderLimit(
+            ("transformers",),
+            "error",
+            "transformers finds no module for experts in {layout}",
+            "`qconvert convert --to compressed-tensors`",
+            about="experts",
+        ),
         PLAIN_HEAD,
     ),
     schemes="nf4, fp4, nf4-nested, fp4-nested and int8-channel",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
 from qconvert.core.layout_traits import (
+    RANDOM_EXPERTS,
     SGLANG_GPTQ,
     IntegerSchemes,
     LayoutTraits,
@@ -83,6 +84,7 @@ TRAITS_V2 = LayoutTraits(
             about="fused",
         ),
         with_packages("transformers", "optimum", "gptqmodel"),
+        RANDOM_EXPERTS,
         SGLANG_GPTQ,
         LoaderLimit(("sglang",), "note", "SGLang 0.5 has its GPTQ kernels on CUDA only", about="model"),
     ),

@@ -140,6 +140,16 @@ SGLANG_GPTQ = LoaderLimit(
 )
 
 
+# Its classes of mixtures have experts as one 3-D parameter, which these methods do not fill.
+RANDOM_EXPERTS = LoaderLimit(
+    ("transformers",),
+    "error",
+    "transformers does not load experts in {layout}: they come up with random numbers",
+    "`qconvert convert --to compressed-tensors`, or serve with vLLM",
+    about="experts",
+)
+
+
 # Of the methods whose loaders leave heads out.
 PLAIN_HEAD = LoaderLimit(
     ("vllm", "sglang", "transformers", "llama.cpp"),

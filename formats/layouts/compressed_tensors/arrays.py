@@ -106,6 +106,22 @@ TRAITS = LayoutTraits(
             about="experts",
         ),
         LoaderLimit(
+            ("transformers",),  # CompressedTensorsDequantize multiplies them by scales of rows
+            "error",
+            "transformers does not load experts in blocks of FP8 in {layout}",
+            "--scheme fp8-channel, or serve with vLLM",
+            lambda e: isinstance(e, Codebook) and e.table == "e4m3" and e.group_size is not None,
+            about="experts",
+        ),
+        LoaderLimit(
+            ("transformers",),  # it hands codes and scales of groups over, and not the scale of the tensor
+            "error",
+            "transformers leaves out the tensor's scale of experts in NVFP4, and computes other numbers",
+            "--scheme mxfp4, or serve with vLLM",
+            lambda e: isinstance(e, Codebook) and e.is_nvfp4,
+            about="experts",
+        ),
+        LoaderLimit(
             ("transformers",),  # vLLM unpacks by itself
             "warning",
             "{bits}-bit codes run over words: readers before compressed-tensors 0.18 misread them",
@@ -147,6 +163,13 @@ UNPACKED_TRAITS = replace(
             "error",
             "SGLang has no kernel for experts with int8 weights and inputs on a GPU",
             "--scheme fp8-channel, or serve with vLLM",
+            about="experts",
+        ),
+        LoaderLimit(
+            ("transformers",),
+            "error",
+            "transformers does not load experts in {layout}",
+            "convert --to compressed-tensors, or serve with vLLM",
             about="experts",
         ),
         with_packages("transformers", "compressed-tensors"),
