@@ -154,10 +154,34 @@ def test_codes_beyond_8_bits_are_decoded() -> None:
         assert relative_error(Linear(weight, inputs=INT8_GROUPS)(x_NI), want_NO) < FLOAT32
 
 
-def test_few_rows_keep_their_inputs() -> None:
-    weight, x_NI = pack_grid(random_value(INTEGERS[0], 64, 256), torch.float32), inputs(16, 256)
+@pytest.mark.parametrize(("name", "value"), VALUES, ids=[name for name, _ in VALUES])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_few_rows_are_rounded_too_where_codes_are_of_4_or_6_bits(name: str, value: Value, rows: int) -> None:
+    weight = pack_grid(value, torch.float32)
     assert weight is not None
-    assert torch.equal(Linear(weight, inputs=INT8_GROUPS)(x_NI), Linear(weight)(x_NI))
+    x_NI, bias_O = inputs(rows, weight.shape[1]), torch.arange(70.0)
+    x_NI[0, 32:64] = 0
+    got_NO = Linear(weight, bias_O, inputs=INT8_GROUPS)(x_NI)
+    if weight.recipe.kind in ("int4", "int6"):
+        x_NI = round_inputs(x_NI, INT8_GROUPS)
+        want_NO = x_NI.double() @ torch.from_numpy(unrounded(value)).T + bias_O
+        assert relative_error(got_NO, want_NO) < FLOAT32
+    else:
+        assert torch.equal(got_NO, Linear(weight, bias_O)(x_NI))
+
+
+def test_broken_inputs_of_few_rows_are_not_hidden() -> None:
+    weight = pack_grid(random_value(INTEGERS[0], 64, 256), torch.float32)
+    for broken in (float("nan"), float("inf")):
+        x_NI = inputs(2, 256)
+        x_NI[1, 7] = broken
+        y_NO = Linear(weight, inputs=INT8_GROUPS)(x_NI)
+        assert not y_NO[1].isfinite().any() and y_NO[0].isfinite().all()
+
+
+def test_more_rows_are_multiplied_by_tiles() -> None:
+    weight = pack_grid(random_value(INTEGERS[0], 64, 256), torch.float32)
+    assert weight is not None
     more_NI = inputs(17, 256)
     assert torch.equal(Linear(weight, inputs=INT8_GROUPS)(more_NI), multiply_bytes(more_NI, weight, None))
 
@@ -165,12 +189,15 @@ def test_few_rows_keep_their_inputs() -> None:
 REPORTS = """
 import numpy as np, torch
 from tests.test_tile_products import INTEGERS, pack_grid, random_value, inputs, multiply_bytes, relative_error
-from tests.test_tile_products import INT8_GROUPS, round_inputs
+from tests.test_tile_products import INT8_GROUPS, Linear, round_inputs
 for encoding in (INTEGERS[0], INTEGERS[2], INTEGERS[4]):
     weight, x_NI = pack_grid(random_value(encoding, 70, 256), torch.float32), inputs(7, 256)
     want_NO = round_inputs(x_NI, INT8_GROUPS).double() @ weight.rows(slice(None)).double().T
     assert relative_error(multiply_bytes(x_NI, weight, None), want_NO) < 1e-6
     print(multiply_bytes(x_NI, weight, None).numpy().tobytes().hex())
+    few_NO = Linear(weight, inputs=INT8_GROUPS)(x_NI)
+    assert weight.recipe.kind == "int8" or relative_error(few_NO, want_NO) < 1e-6
+    print(few_NO.numpy().tobytes().hex())
 """
 
 

@@ -64,8 +64,8 @@ class InputQuantization:
 
 
 INT8_GROUPS = InputQuantization(ActivationScheme(8, False, "group", 32))
-"""What the decoder rounds inputs to where it is asked for fast reading: as llama.cpp's Q8_0, but for the
-scale, which is the largest magnitude over 127.5."""
+"""What the decoder rounds inputs to where it is asked for speed: as llama.cpp's Q8_0, but for the scale,
+which is the largest magnitude over 127.5."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,9 @@ Weight = Table | MmaWeight
 class Linear:
     """`y = x W^T + b`; observers see x first, then it is rounded to what is multiplied, if that is quantized.
 
-    Of linears that share an input, one has the tap of all. `INT8_GROUPS` is for reading: few rows, which
-    reading the weight bounds, are multiplied as they are, and more by codes without decoding them.
+    Of linears that share an input, one has the tap of all. `INT8_GROUPS` is for speed: codes of quantized
+    weights are multiplied without decoding them. Of few rows, inputs of codes of 8 bits and of tables are not
+    rounded, because reading the weight takes longer.
     """
 
     weight: Weight
@@ -43,7 +44,7 @@ class Linear:
         if self.inputs == INT8_GROUPS and isinstance(self.weight, PackedGrid):
             rows = x.numel() // x.shape[-1]
             if rows <= MOST_INTEGER_ROWS:
-                return self.weight.multiply(x, self.bias_O)
+                return self.weight.multiply(x, self.bias_O, bytes_=True)
             if multiplies_bytes(rows, self.weight):
                 return multiply_bytes(x, self.weight, self.bias_O)
         if self.inputs is not None:

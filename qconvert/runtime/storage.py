@@ -170,7 +170,7 @@ class DenseWeight(_Decoded):
             return multiply_decoded(x, self, bias_O)
         return multiply_few(x, self, bias_O)
 
-    def kernel_args(self, bias_O: Tensor | None = None) -> np.ndarray:
+    def kernel_args(self, bias_O: Tensor | None = None, *, bytes_: bool = False) -> np.ndarray:
         """Its fields of LINEAR, of float32 or bf16; the caller keeps weight and bias alive."""
         args = np.zeros(1, LINEAR)
         args["rows"], args["width"] = self.w_OI.shape

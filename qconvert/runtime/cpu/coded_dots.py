@@ -40,7 +40,7 @@ from qconvert.runtime.cpu.simd import (
 )
 
 # The byte of a run that holds each column of a part.
-_BYTE_OF = [8 * (2 * (column // 8 % 2) + column // 16) + column % 8 for column in range(PART)]
+BYTE_OF = [8 * (2 * (column // 8 % 2) + column // 16) + column % 8 for column in range(PART)]
 TABLE_BYTES, TABLE_NUMBERS = 64, 16
 """A table is the lower bytes of its 16 whole numbers, twice, the upper bytes, twice, and 16 float32."""
 
@@ -106,7 +106,7 @@ def _woven(builder: Any, low: Any, high: Any) -> Any:
     sixteen = ir.VectorType(I16, LANES)
     parts = []
     for first in (0, LANES):
-        places = [at for byte in _BYTE_OF[first : first + LANES] for at in (byte, PART + byte)]
+        places = [at for byte in BYTE_OF[first : first + LANES] for at in (byte, PART + byte)]
         woven = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, PART), places))
         parts.append(builder.bitcast(woven, sixteen))
     return builder.shuffle_vector(*parts, _order(PART))
@@ -165,7 +165,7 @@ def _less(builder: Any, codes: Any, first: Any, second: Any) -> Any:
     """Bytes in the order of columns, less one number in the first 16 columns of a part, one in the others."""
     half = ir.VectorType(I8, LANES)
     numbers = [_spread(builder, builder.trunc(number, I8), half) for number in (first, second)]
-    return builder.sub(picked(builder, codes, _BYTE_OF), builder.shuffle_vector(*numbers, _order(PART)))
+    return builder.sub(picked(builder, codes, BYTE_OF), builder.shuffle_vector(*numbers, _order(PART)))
 
 
 @instructions(types.void, *[types.intp] * 5)
@@ -183,12 +183,12 @@ def put_int6(builder: Any, out: Any, codes: Any, part: Any, first: Any, second: 
 @instructions(types.void, *[types.intp] * 4)
 def put_lut(builder: Any, out: Any, codes: Any, part: Any, table: Any) -> Any:
     """Write the lower bytes of what a table has for the nibbles of a part."""
-    write(builder, out, picked(builder, _lut(builder, table, _part(builder, codes, part)), _BYTE_OF))
+    write(builder, out, picked(builder, _lut(builder, table, _part(builder, codes, part)), BYTE_OF))
 
 
 def _half_as_floats(builder: Any, codes: Any, high: Any) -> Any:
     """The bytes of the first 16 columns of a part, or of the others, as float32."""
-    low_half, high_half = (picked(builder, codes, _BYTE_OF[first : first + LANES]) for first in (0, LANES))
+    low_half, high_half = (picked(builder, codes, BYTE_OF[first : first + LANES]) for first in (0, LANES))
     second = builder.icmp_unsigned("!=", high, ir.Constant(high.type, 0))
     return builder.uitofp(builder.select(second, high_half, low_half), FLOATS)
 

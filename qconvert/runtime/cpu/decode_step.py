@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from qconvert.core.activations import INT8_GROUPS, InputQuantization
 from qconvert.quant.simd.lanes import LANES
 from qconvert.runtime.cpu.kernel_args import LAYER, MODEL, THREAD
 from qconvert.runtime.cpu.packed_weights import PackedGrid
@@ -66,7 +67,7 @@ class CpuStep:
             ("bf16_cache", decoder.dtype == torch.bfloat16),
         ):
             self._model[name] = size
-        self._model["head"] = self._described(decoder.head)
+        self._model["head"] = self._described(decoder.head, None, decoder.head_inputs)
         self._cache: Tensor | None = None
 
     def __call__(self, token: int, cache: Cache) -> Tensor:
@@ -125,14 +126,16 @@ class CpuStep:
         }
         for name, linear in linears.items():
             bias = None if linear.bias_O is None else linear.bias_O.float().contiguous()
-            record[name] = self._described(linear.weight, bias)
+            record[name] = self._described(linear.weight, bias, linear.inputs)
         record["window"] = attention.window or 0
         return record
 
-    def _described(self, weight: object, bias_O: Tensor | None = None) -> np.ndarray:
+    def _described(
+        self, weight: object, bias_O: Tensor | None, inputs: InputQuantization | None
+    ) -> np.ndarray:
         assert isinstance(weight, _READABLE)
         self._alive += [weight, bias_O]
-        return weight.kernel_args(bias_O)
+        return weight.kernel_args(bias_O, bytes_=inputs == INT8_GROUPS)
 
     def _vector(self, norm: Norm) -> int:
         assert norm.weight is not None

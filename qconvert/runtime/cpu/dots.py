@@ -52,12 +52,13 @@ _LEAST_PEAK = np.float32(1e-30)
 
 
 @routine
-def _rounded_up(count):  # type: ignore[no-untyped-def]
+def rounded_up(count):  # type: ignore[no-untyped-def]
+    """Round up to a multiple of 16."""
     return (count + LANES - 1) // LANES * LANES
 
 
 @routine
-def _sizes(linear, columns):  # type: ignore[no-untyped-def]
+def sizes(linear, columns):  # type: ignore[no-untyped-def]
     """Blocks and groups of a row, and how many runs of `columns` columns a group has."""
     blocks, groups = (linear.width + BLOCK - 1) // BLOCK, (linear.width + linear.group - 1) // linear.group
     return blocks, groups, linear.group // columns
@@ -69,10 +70,10 @@ def _fixed(linear, x, columns):  # type: ignore[no-untyped-def]
 
     Runs are of `columns` columns; the arrays go on in zeros for as long as the kernels read.
     """
-    blocks, groups, each = _sizes(linear, columns)
+    blocks, groups, each = sizes(linear, columns)
     shorts, runs = np.zeros(blocks * BLOCK, np.int16), BLOCK // columns
-    steps = np.zeros(_rounded_up(groups) * each + blocks * runs + LANES, np.float32)
-    sums, g, left = np.zeros(_rounded_up(groups), np.float32), 0, linear.group
+    steps = np.zeros(rounded_up(groups) * each + blocks * runs + LANES, np.float32)
+    sums, g, left = np.zeros(rounded_up(groups), np.float32), 0, linear.group
     for block in range(blocks):
         first, last = block * BLOCK, min((block + 1) * BLOCK, linear.width)
         biggest = splat(np.float32(0))
@@ -93,7 +94,7 @@ def _fixed(linear, x, columns):  # type: ignore[no-untyped-def]
     return shorts, steps, sums
 
 
-def _named(function: Callable[..., None], name: str) -> Any:
+def named(function: Callable[..., None], name: str) -> Any:
     """A routine of its own name. numba links code that it stored by qualified names and argument types
     alone, so two routines of one name could take each other's place.
     """
@@ -131,7 +132,7 @@ def _by_codes(name: str, dot: Any, block_bytes: int, add: Any, columns: int) -> 
     """Rows of codes whose scales hold for any multiple of `columns` columns."""
 
     def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
-        blocks, groups, each = _sizes(linear, columns)
+        blocks, groups, each = sizes(linear, columns)
         shorts, steps, sums = _fixed(linear, x, columns)
         scales, x16, table = np.zeros(len(steps), np.float32), address(shorts), linear.table
         for row in range(start, stop):
@@ -146,7 +147,7 @@ def _by_codes(name: str, dot: Any, block_bytes: int, add: Any, columns: int) -> 
                 scale += 4 * (BLOCK // columns)
             put_float(y + 4 * row, total(a + b) - away)
 
-    return _named(rows, name)
+    return named(rows, name)
 
 
 def _by_floats(name: str, number: Any) -> Any:
@@ -154,9 +155,9 @@ def _by_floats(name: str, number: Any) -> Any:
 
     def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
         columns = LANES if linear.group % BLOCK else BLOCK
-        blocks, groups, each = _sizes(linear, columns)
-        ones = np.ones(_rounded_up(groups) * each + LANES, np.float32)
-        scales, none = np.zeros(len(ones), np.float32), np.zeros(_rounded_up(groups), np.float32)
+        blocks, groups, each = sizes(linear, columns)
+        ones = np.ones(rounded_up(groups) * each + LANES, np.float32)
+        scales, none = np.zeros(len(ones), np.float32), np.zeros(rounded_up(groups), np.float32)
         for row in range(start, stop):
             spread(linear, row, groups, each, address(ones), address(none), address(scales))
             w, even = linear.codes + row * blocks * BLOCK, 0
@@ -171,7 +172,7 @@ def _by_floats(name: str, number: Any) -> Any:
                 sum_ = fused(number(w + i) * scale, floats(x + 4 * i), sum_)
             put_float(y + 4 * row, total(sum_))
 
-    return _named(rows, name)
+    return named(rows, name)
 
 
 @routine
@@ -205,7 +206,7 @@ def _dense(name: str, number: Any, size: int) -> Any:
                 at += step
             put_float(y + 4 * row, total((a + b) + (c + d)))
 
-    return _named(rows, name)
+    return named(rows, name)
 
 
 _DOTS = {

@@ -123,15 +123,21 @@ class PackedGrid:
         """Whether products with so many rows are made of integer codes, not of floats or decoded rows."""
         return self.recipe.kind not in _FLOAT_KINDS and rows <= MOST_INTEGER_ROWS
 
-    def multiply(self, x: Tensor, bias_O: Tensor | None) -> Tensor:
-        """`x W^T + b`, [..., O] in the dtype of x: few rows one by one, more with decoded rows."""
+    def multiply(self, x: Tensor, bias_O: Tensor | None, *, bytes_: bool = False) -> Tensor:
+        """`x W^T + b`, [..., O] in the dtype of x: few rows one by one, more with decoded rows.
+
+        With `bytes_`, few rows may be rounded to 8 bits (`kernel_args`).
+        """
         rows = x.numel() // x.shape[-1]
         if rows > (MOST_FLOAT_ROWS if self.recipe.kind in _FLOAT_KINDS else MOST_INTEGER_ROWS):
             return multiply_decoded(x, self, bias_O)
-        return multiply_few(x, self, bias_O)
+        return multiply_few(x, self, bias_O, bytes_=bytes_)
 
-    def kernel_args(self, bias_O: Tensor | None = None) -> np.ndarray:
-        """Its fields of LINEAR; the caller keeps weight and bias (float32, contiguous) alive."""
+    def kernel_args(self, bias_O: Tensor | None = None, *, bytes_: bool = False) -> np.ndarray:
+        """Its fields of LINEAR; the caller keeps weight and bias (float32, contiguous) alive.
+
+        With `bytes_`, inputs may be rounded to 8 bits, which those of codes of 4 and 6 bits are.
+        """
         args, recipe, mins = np.zeros(1, LINEAR), self.recipe, self.mins
         supers = self.scales.super_OS
         rounded_bits, least = _ROUNDING[recipe.rounding]
@@ -139,7 +145,7 @@ class PackedGrid:
             "rows": self.shape[0],
             "width": self.width,
             "bias": _address(bias_O),
-            "kernel": compiled(_kernel_of(recipe)).address,
+            "kernel": compiled(_kernel_of(recipe, bytes_)).address,
             "codes": self.codes_OB.data_ptr(),
             "table": _address(self.table),
             "group": recipe.group,
@@ -266,7 +272,9 @@ def _table(numbers: np.ndarray) -> tuple[Tensor, float]:
     return torch.from_numpy(table), unit
 
 
-def _kernel_of(recipe: Recipe) -> str:
+def _kernel_of(recipe: Recipe, bytes_: bool) -> str:
+    if bytes_ and recipe.kind in ("int4", "int6"):
+        return f"{recipe.kind}_bytes_by_{'half_parts' if recipe.group % PART else 'parts'}"
     if recipe.kind in _FLOAT_KINDS:
         return recipe.kind
     whole = recipe.group % BLOCK == 0 and recipe.table is None

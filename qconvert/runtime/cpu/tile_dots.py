@@ -70,7 +70,7 @@ def _held(builder: Any, starts: list[Any], rows: int) -> list[list[Any]]:
     return held
 
 
-def _quad_sums(builder: Any, sums: Any, bytes_: Any, codes: Any) -> Any:
+def quad_sums(builder: Any, sums: Any, bytes_: Any, codes: Any) -> Any:
     """Sums and the products of four unsigned bytes by four signed ones, in each of sixteen words."""
     if processor.has("avx512vnni"):
         return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, sums, bytes_, codes)
@@ -132,7 +132,7 @@ def _byte_tile(columns: int, corrected: bool) -> Any:
                     word = read(builder, _after(builder, builder.add(row, column), _WORD * k), I32)
                     bytes_ = _everywhere(builder, word, INTS)
                     whole[r] = [
-                        _quad_sums(builder, s, bytes_, c) for s, c in zip(whole[r], codes, strict=True)
+                        quad_sums(builder, s, bytes_, c) for s, c in zip(whole[r], codes, strict=True)
                     ]
             of_w = [read(builder, _after(builder, builder.add(scales, here), at), FLOATS) for at in places]
             for r, registers in enumerate(held):
@@ -197,7 +197,7 @@ def sums_to_take(builder: Any, panel: Any, lines: Any, out: Any) -> Any:
         with cgutils.for_range(builder, lines) as loop:
             line = builder.add(panel, _times(builder, loop.index, _LINE))
             codes = read(builder, _after(builder, line, at), INTS)
-            builder.store(_quad_sums(builder, builder.load(register), signs, codes), register)
+            builder.store(quad_sums(builder, builder.load(register), signs, codes), register)
         write(builder, _after(builder, out, at), builder.sub(constant(0), builder.load(register)))
 
 
