@@ -16,7 +16,7 @@ test: $(INSTALLED) lint
 
 # Kills conversions at every call that changes a file; the tests try some of them.
 crash: $(INSTALLED)
-	QCONVERT_CRASH=all $(BIN)/python -m pytest -n 2 tests/test_crash.py tests/test_crash_calibrated.py tests/test_crash_states.py tests/test_failing_disk.py tests/test_ranks.py tests/test_push.py
+	QCONVERT_CRASH=all $(BIN)/python -m pytest -n 2 tests/test_crash.py tests/test_crash_calibrated.py tests/test_crash_states.py tests/test_failing_disk.py tests/test_ranks.py tests/test_push.py tests/test_http_ranges.py tests/test_hub_streaming.py
 
 # Reads a million changed files; the tests read some thousand.
 fuzz: $(INSTALLED)

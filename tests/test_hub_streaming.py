@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -54,6 +55,10 @@ def environment(hub: FakeHub, here: Path) -> dict[str, str]:
 
 def weights(files: dict[str, bytes]) -> dict[str, int]:
     return {name: len(blob) for name, blob in files.items() if name.endswith(".safetensors")}
+
+
+def weights_of(folder: Path) -> dict[str, bytes]:
+    return {name: blob for name, blob in files_of(folder).items() if name.endswith(".safetensors")}
 
 
 def kept_on_disk(cache: Path) -> int:
@@ -188,6 +193,45 @@ def stop_after(hub: FakeHub, requests: int, answer: Answer) -> Ran:
 
 
 CONVERT = (QUANTIZE[0], "org/m", *QUANTIZE[1:], "-o", "out", "--max-memory", "8MB")
+ODD = (
+    Answer(503), Answer(408), Answer(500), Answer(403), Answer(200, whole=True), Answer(416), Answer(keep=1),
+    Answer(keep=70_000, reset=True), Answer(content_range="bytes 1-2/3"), Answer(headers={"ETag": '"other"'}),
+    Answer(429, {"Retry-After": "0"}), Answer(headers={"Content-Encoding": "gzip"}), Answer(302),
+)  # fmt: skip
+# `make crash` tries 2,000 sequences.
+SEQUENCES = 2000 if os.environ.get("QCONVERT_CRASH") == "all" else 8
+
+
+def test_any_sequence_of_faults_ends_equal_or_in_one_sentence_and_goes_on(hub: FakeHub, here: Path) -> None:
+    whole = weights_of(made(*CONVERT[:-4], "-o", "whole", "--max-memory", "8MB"))
+    ends = 0
+    for seed in range(SEQUENCES):
+        rng = random.Random(seed)
+        share, hub.ranges, hub.resolved, hub.uses = (
+            rng.choice((0.02, 0.1, 0.3)),
+            0,
+            0,
+            rng.choice((3, 10, 10**9)),
+        )
+        faults = {number: rng.choice(ODD) for number in range(400) if rng.random() < share}
+        resolves = {number: (503, {}) for number in range(1, 60) if rng.random() < share / 2}
+        hub.fault, hub.resolve_fault = faults.get, resolves.get
+        with groups_of(1):
+            ran = qconvert(*CONVERT)
+        assert ran.code in (0, 1) and ran.err.count("Error: ") == ran.code, (seed, ran.err)
+        assert "Traceback" not in ran.err and "ignature" not in ran.err, (seed, ran.err)
+        hub.fault, hub.resolve_fault, hub.uses = (lambda number: None), (lambda number: None), 10**9
+        if ran.code:
+            ends += 1
+            assert not (here / "out").exists(), seed
+            ran = qconvert(*CONVERT)
+            assert ran.code == 0, (seed, ran.err)
+        assert weights_of(here / "out") == whole, seed
+        shutil.rmtree(here / "out")
+        hub.log.clear()
+    assert 0 < ends < SEQUENCES
+
+
 ENDS = {
     "lost": (Answer(503), r"answers HTTP 503; no byte has come for 1 s"),
     "refused": (Answer(403, body=b"not any more"), r"refuses a new address too \(HTTP 403: not any more\)"),

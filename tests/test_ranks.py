@@ -397,8 +397,12 @@ def die():
     while not list(Path("made").glob("out.partial-ranks/*.receipt")):
         time.sleep(0.01)
     os.kill(os.getpid(), 9)
-if os.environ["RANK"] == "0" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+died = Path("died")
+if os.environ["RANK"] == "0" and not died.exists():
+    died.touch()
     threading.Thread(target=die, daemon=True).start()
+elif os.environ["RANK"] != "0" and not list(Path("made").glob("out*")):
+    time.sleep(0 if os.environ["GROUP_WORLD_SIZE"] == "1" else 60)  # until its agent ends it
 main(sys.argv[1:])
 """
 
@@ -406,6 +410,7 @@ main(sys.argv[1:])
 def agent(root: Path, *how: object) -> subprocess.Popen[str]:
     """An elastic agent of torchrun, with two processes, of which the first of all dies once."""
     (root / "dying.py").write_text(DYING)
+    (root / "died").unlink(missing_ok=True)
     command, name = KINDS["shards"]
     words = ("-m", "torch.distributed.run", *how, "--nproc-per-node", 2, "--max-restarts", 2)
     called = [*words, "dying.py", *command, "-j", 1, "-o", f"made/{name}"]

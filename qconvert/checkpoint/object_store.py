@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _ADDRESS = re.compile(r"(?P<scheme>s3|gs|az|https?)://(?P<rest>[^?#\s]+)")
 _WEB = ("http", "https")
 _REQUEST_SECONDS = 120
+# Where the environment names a server without TLS, as of an emulator.
+_PLAIN = (("AWS_ENDPOINT_URL", "http://"), ("GOOGLE_SERVICE_ACCOUNT_KEY", '"gcs_base_url": "http://'))
 # What a plain web server, which lists nothing, is asked for beside the weights.
 _TEXTS = (
     "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
@@ -109,9 +111,9 @@ def open_place(url: str, network: Network) -> Place:
     if match is None:
         raise QConvertError(
             f"{shown(url.partition('?')[0])}: not an address of a folder of models",
-            "write s3://bucket/prefix, gs://bucket/prefix, az://account/container/prefix or https://host/folder",
+            "write s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or https://host/folder",
         )
-    plain = match["scheme"] == "http" or os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
+    plain = match["scheme"] == "http" or any(part in os.environ.get(name, "") for name, part in _PLAIN)
     options = {"timeout": timedelta(seconds=_REQUEST_SECONDS), **({"allow_http": True} if plain else {})}
     retries = {"retry_timeout": timedelta(seconds=network.patience), "max_retries": 100}
     try:
