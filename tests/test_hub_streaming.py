@@ -148,6 +148,16 @@ def test_headers_alone_are_fetched_to_look_or_to_plan(hub: FakeHub, folder: Path
         assert ran.out.splitlines()[1:] == local.out.splitlines()[1:], "all but the name of the model"
 
 
+def test_what_reads_weights_several_times_says_that_they_are_downloaded(hub: FakeHub, here: Path) -> None:
+    """The model has no tokenizer, which is known when it is here."""
+    command = (*QUANTIZE[:1], "org/m", "--bits", 4, "--method", "feedback", "--tokens", 4096, "-o", "out")
+    ran = qconvert(*command)
+    line = "org/m: --method feedback reads weights several times: what the cache lacks is downloaded\n"
+    assert ran.err.startswith(line), ran.err
+    assert hub.sent() == sum(weights(hub.repos["org/m"]).values())
+    assert line not in qconvert(*command, "-q").err
+
+
 def test_quantized_sources_stream_as_well(hub: FakeHub, folder: Path, here: Path) -> None:
     for layout in ("gptq", "compressed-tensors", "mlx"):
         source = made("quantize", folder, "--bits", 4, "--group-size", 32, "--layout", layout, "-o", layout)

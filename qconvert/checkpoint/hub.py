@@ -159,6 +159,12 @@ def _resolve_address(model: str, network: Network | None, *, weights: bool) -> R
     return ResolvedModel(folder, None, None, None, remote, network, address=place.url, texts=texts)
 
 
+def is_on_hub(model: str) -> bool:
+    """Whether `resolve` looks on the Hub for what a user calls a model."""
+    here = os.path.exists(model) or model == EMBEDDED  # noqa: PTH110 - as in `resolve`
+    return not (here or is_address(model)) and _HUB_NAME.fullmatch(model) is not None
+
+
 def cached_models() -> list[str]:
     """The repositories in the Hub's cache that have a config.json: `org/name`, in order."""
     from huggingface_hub import constants

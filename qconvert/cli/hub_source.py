@@ -20,6 +20,16 @@ def network_of(connections: int, patience: float, *, talks: bool) -> Network:
     return Network(connections, patience, partial(click.echo, err=True) if talks else None)
 
 
+def tell_download(model: str, what: str, *, talks: bool) -> None:
+    """One line on a Hub model whose weights `what` reads several times, before they come."""
+    from qconvert.checkpoint.hub import is_on_hub
+
+    if talks and is_on_hub(model):
+        click.echo(
+            f"{model}: {what} reads weights several times: what the cache lacks is downloaded", err=True
+        )
+
+
 def tell_source(source: OpenedModel, *, talks: bool) -> None:
     """One line on weights that are read from the Hub while they are converted."""
     remote = source.location.remote

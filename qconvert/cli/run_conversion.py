@@ -12,7 +12,7 @@ import click
 
 from qconvert.cli.exit_codes import after_the_work, typed
 from qconvert.cli.flags import Flags
-from qconvert.cli.hub_source import fetched, tell_source
+from qconvert.cli.hub_source import fetched, tell_download, tell_source
 from qconvert.cli.options import url_of
 from qconvert.cli.progress import compile_kernels
 from qconvert.cli.ranks import carried_out, rank_to_be
@@ -81,6 +81,9 @@ def open_source(model: str, ask: Request | Ask | Explained, flags: Flags) -> Ope
     _check_before_download(model, ask, flags)
     chooser = ask if isinstance(ask, Explained) else None
     known = chooser.request if chooser else None if callable(ask) else ask
+    if (aims := chooser is not None) or flags.method != "nearest":
+        what = "a target" if aims else f"--method {flags.method}"
+        tell_download(model, what, talks=flags.talks and not flags.dry_run)
     return open_model(
         model,
         revision=flags.revision,
