@@ -204,12 +204,16 @@ def journal_of(out: Path) -> Journal | None:
 
 
 @contextlib.contextmanager
-def groups_of(nbytes: int) -> Iterator[None]:
-    """Close groups of the journal after so many bytes: of tiny models, several."""
+def groups_of(nbytes: int, *, together: bool = False) -> Iterator[None]:
+    """Close groups of the journal after so many bytes: of tiny models, several.
+
+    Blocks are made one by one, unless `together`: as small as they are, one batch would be all of them.
+    """
+    from unittest.mock import patch
+
+    from qconvert.convert import batches
     from qconvert.formats.io import journal
 
-    before, journal.GROUP_BYTES = journal.GROUP_BYTES, nbytes
-    try:
+    small = batches.SMALL if together else 0.0
+    with patch.object(journal, "GROUP_BYTES", nbytes), patch.object(batches, "SMALL", small):
         yield
-    finally:
-        journal.GROUP_BYTES = before

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 
 import qconvert as library
+from qconvert.convert import batches
 from qconvert.convert.containers.gguf_file import OpenGGUF
 from qconvert.convert.containers.safetensors_folder import OpenFolder
 from qconvert.convert.job import Job
@@ -71,6 +72,7 @@ def fail_write(monkeypatch: pytest.MonkeyPatch) -> None:
         write(self, *args, **kwargs)
 
     monkeypatch.setattr(FileSink, "write", sometimes)
+    monkeypatch.setattr(batches, "SMALL", 0.0)
 
 
 def fail_commit(monkeypatch: pytest.MonkeyPatch) -> None:

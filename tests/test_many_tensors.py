@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
@@ -18,8 +19,10 @@ from evals.speed_tensors import make_sparse
 from qconvert.convert.execute import execute, open_model, prepare
 from qconvert.convert.outcome import WrittenParts, WrittenRows
 from qconvert.core.dtypes import DType, TensorSpec
-from qconvert.errors import CorruptCheckpoint
+from qconvert.errors import CorruptCheckpoint, QConvertError
+from qconvert.formats.huggingface import plain_json, safetensors_file, shard_index
 from qconvert.formats.huggingface.folder import HFCheckpoint
+from qconvert.formats.huggingface.plain_json import scan_header, scan_index
 from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, read_header
 from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.formats.huggingface.shard_index import read_index
@@ -43,7 +46,7 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_table_is_a_mapping_of_specs_with_offsets() -> None:
     table, plain, offset = ArrayTable(start=100), {}, 0
     for spec in SPECS:
-        table.add(spec.name, table.kind(spec.dtype, spec.shape), offset)
+        table.add(spec.name, table.kind((spec.dtype, spec.shape)), offset)
         plain[spec.name] = spec, 100 + offset
         offset += spec.nbytes
     assert dict(table) == dict(table.items()) == {name: spec for name, (spec, _) in plain.items()}
@@ -52,14 +55,21 @@ def test_a_table_is_a_mapping_of_specs_with_offsets() -> None:
     assert len(table.kinds) == 4 and table.nbytes == offset and "layers" not in table
 
 
+PLAIN = [TensorSpec(f"layers.{i}.w", spec.dtype, spec.shape) for i, spec in enumerate(SPECS)]
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+@pytest.mark.parametrize("specs", [SPECS, PLAIN, PLAIN[:1], []])
 @pytest.mark.parametrize("shard_size", [None, 100])
-def test_an_index_is_what_json_writes(shard_size: int | None) -> None:
-    files = plan_files(SPECS, shard_size, {"format": "pt"}, 5)
+def test_an_index_is_what_json_writes(
+    shard_size: int | None, specs: list[TensorSpec], metadata: dict[str, str] | None
+) -> None:
+    files = plan_files(specs, shard_size, metadata, 5)
     assert all(len(file.head) == file.size - file.specs.nbytes for file in files)
-    if shard_size is not None:
+    if shard_size is not None and len(specs) > 1:
         *shards, index = files
         homes = {name: file.name for file in shards for name in file.specs}
-        totals = {"total_size": sum(spec.nbytes for spec in SPECS), "total_parameters": 5}
+        totals = {"total_size": sum(spec.nbytes for spec in specs), "total_parameters": 5}
         said = json.dumps({"metadata": totals, "weight_map": homes}, indent=2, sort_keys=True) + "\n"
         assert index.head == said.encode() and list(homes) != sorted(homes)
 
@@ -133,3 +143,112 @@ def test_blocks_come_in_the_order_of_the_bytes(tmp_path: Path, monkeypatch: pyte
     execute(job, tmp_path / "out")
     assert len(begins) > 400
     assert max(before - begin for before, begin in pairwise(begins)) < 400_000  # two experts
+
+
+def entry(name: str, begin: object, end: object, said: str = '"dtype":"F32","shape":[2,2]') -> str:
+    return f'"{name}":{{{said},"data_offsets":[{begin},{end}]}}'
+
+
+USUAL = (
+    f"{{{entry('a', 0, 16)},{entry('b.{}', 16, 32)}}}",
+    f'{{"__metadata__":{{"format":"pt"}},{entry("a", 0, 16)},{entry("b", 16, 32)}}}   ',
+    f"{{{entry('b', 16, 32)}}}".replace("16,32", "0,32").replace("[2,2]", "[2,4]"),
+)
+UNUSUAL = (
+    '{"__metadata__":{"format":"pt"}}',
+    f'{{"__metadata__":{{"a":"}}"}},{entry("a", 0, 16)},{entry("b", 16, 32)}}}',
+    f'{{"__metadata__":{{"a":3}},{entry("a", 0, 16)},{entry("b", 16, 32)}}}',
+    f'{{"__metadata__":null,{entry("a", 0, 16)},{entry("b", 16, 32)}}}',
+    f"{{{entry('b', 16, 32)},{entry('a', 0, 16)}}}",
+    f"{{{entry('é', 0, 16)},{entry('b', 16, 32)}}}",
+    f"{{ {entry('a', 0, 16)}, {entry('b', 16, 32)}}}",
+    f"{{{entry('a', 0, 16)},{entry('a', 16, 32)}}}",
+    f"{{{entry('a', 0, 16)},{entry('__metadata__', 16, 32)}}}",
+    f"{{{entry('a', 0, 16)},{entry('b', 16, 31)}}}",
+    f"{{{entry('a', 0, 16)},{entry('b', 17, 33)}}}",
+    f"{{{entry('a', 0, 16)},{entry('b', 16, '032')}}}",
+    f"{{{entry('a', 0, 16)}}},{entry('b', 16, 32)}}}",
+    f"{{{entry('a', 0, 16)}{entry('b', 16, 32)}}}",
+    f"{{{entry('a', 0, 16)},{entry('b', 16, 32)},}}",
+    f"{{{entry('a', 0, 16)},{entry('b', 16, 32)}}}}}",
+    f"{{{entry('a', 0, 32, said)}}}" if (said := '"dtype":"F32","shape":[2,4,]') else "",
+    f"{{{entry('a', 0, 32, said)}}}" if (said := '"dtype":"F99","shape":[8]') else "",
+    f"{{{entry('a', 0, 32, said)}}}" if (said := '"dtype":"F32","shape":[08]') else "",
+    f"{{{entry('a', 0, 32, said)}}}" if (said := '"shape":[8],"dtype":"F32"') else "",
+)
+
+
+@pytest.mark.parametrize("text", [*USUAL, *UNUSUAL])
+def test_a_scanned_header_is_what_the_strict_parser_reads(text: str) -> None:
+    """Whatever is scanned or not, the arrays are the same, or the error."""
+    raw, found = text.encode(), []
+    assert text not in USUAL or scan_header(raw) is not None
+    for scan in (scan_header, lambda raw: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(safetensors_file, "scan_header", scan)
+            try:
+                header = safetensors_file.parse_header(raw, Path("f"), 8 + len(raw) + 32)
+                found.append((list(header.specs.places()), header.metadata, header.header_sha256))
+            except QConvertError as error:
+                found.append((str(error), error.hint))
+    assert found[0] == found[1]
+
+
+MAPPED = '{"metadata": {"total_size": 7}, "weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        MAPPED,
+        json.dumps(json.loads(MAPPED), indent=2),
+        json.dumps(json.loads(MAPPED), separators=(",", ":")),
+        MAPPED.replace('"a"', '"é,\\u00e9"'),
+        MAPPED.replace('"b"', '"a"'),
+        MAPPED.replace("2.safe", "../2.safe"),
+        MAPPED.replace('"2.safetensors"', "3"),
+        MAPPED.replace('"b":', '"b" :'),
+        MAPPED.replace(', "b"', ' "b"'),
+        MAPPED.replace('"}}', '",}}'),
+        MAPPED + "}",
+        MAPPED[:-1],
+        MAPPED.replace("7", "07"),
+        '{"metadata": {"weight_map": {"a": "1.safetensors"}}}',
+        '{"weight_map": {"a": "1.safetensors"}, "metadata": {}}',
+        '{"weight_map": {}}',
+        "[]",
+        "",
+    ],
+)
+def test_a_scanned_index_is_what_the_strict_parser_reads(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of any size."""
+    path, found = tmp_path / INDEX_FILE, []
+    path.write_text(text)
+    assert "é" in text or text != MAPPED or scan_index(path) is not None
+    for size in (1 << 20, 70, 7, 0):
+        monkeypatch.setattr(plain_json, "_BLOCK_BYTES", max(1, size))
+        if not size:
+            monkeypatch.setattr(shard_index, "scan_index", lambda path: None)
+        try:
+            index = read_index(path)
+            found.append((index, list(index.weight_map.items())))
+        except QConvertError as error:
+            found.append((str(error), error.hint))  # type: ignore[arg-type]
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+def test_an_index_takes_no_more_memory_than_its_names(tmp_path: Path) -> None:
+    names = [f"model.layers.{i % 92}.mlp.experts.{i}.down_proj.weight_packed" for i in range(100_000)]
+    path = tmp_path / INDEX_FILE
+    homes = dict.fromkeys(names, "model-00001-of-00002.safetensors")
+    path.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": homes}, indent=2))
+    tracemalloc.start()
+    try:
+        index = read_index(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert index.weight_map == homes
+    assert peak < 1.2 * (sys.getsizeof(homes) + sum(map(sys.getsizeof, names))) + (12 << 20), peak

@@ -119,6 +119,25 @@ def test_blocks_without_checksums_are_made_again_to_be_verified(model: Path, her
     assert (here / name).read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.parametrize("after", [1, 12, 20])
+@pytest.mark.parametrize("kind", ["folder", "gptq", "gguf"])
+def test_what_is_left_of_tensors_made_together_is_gone_on_with(
+    kind: str, after: int, model: Path, here: Path
+) -> None:
+    command, name = KINDS[kind]
+    whole = made(*command, "-o", here / "whole" / name)  # each by itself
+    with groups_of(1, together=True):
+        stopped(command, here / name, after)
+        left = journal_of(here / name)
+        made(*command, "-o", here / name)
+    assert left is not None and 0 < len(left.records) <= after
+    assert contents(here / name) == contents(whole)
+
+
+def contents(out: Path) -> dict[str, bytes]:
+    return tree(out) if out.is_dir() else {"": out.read_bytes()}
+
+
 # What is refused
 
 
@@ -302,7 +321,8 @@ def test_what_the_source_is_refused_for_leaves_nothing(model: Path, here: Path) 
 
 SCRIPT = """
 import sys, time, qconvert.convert.runner as runner, qconvert.formats.io.journal as journal
-journal.GROUP_BYTES = 1
+from qconvert.convert import batches
+journal.GROUP_BYTES, batches.SMALL = 1, 0.0
 real, count = runner._make, iter(range(1000))
 def slow(*args):
     number = next(count)

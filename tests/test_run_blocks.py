@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from qconvert.convert import runner
+from qconvert.convert.batches import batches
+from qconvert.convert.blocks import Block
+from qconvert.convert.outcome import BlockDone
 from qconvert.convert.runner import Terms, cut, run
 from qconvert.core.dtypes import DType, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Unquantized
@@ -43,6 +47,10 @@ class Arrays:
     def write(self, name: str, start: int, rows: np.ndarray, column: int = 0) -> None:
         assert column == 0, "packed layouts write whole rows"
         self.written.setdefault(name, []).append((start, rows.copy()))
+
+    def write_all(self, arrays: Iterable[ArrayRows]) -> None:
+        for each in arrays:
+            self.write(each.name, each.start, each.rows, each.column)
 
     def array(self, name: str) -> np.ndarray:
         """What was written under a name, which must be all its rows, each once."""
@@ -230,3 +238,70 @@ def test_float16_is_refused_wherever_it_is_too_narrow(tmp_path: Path, value: flo
     ran = qconvert(command, model, "--dtype", "f16", "-q", "-o", tmp_path / "out")
     assert ran.code == 1 and f"Error: {name}" in ran.err and " do not fit f16" in ran.err
     assert not (tmp_path / "out").exists()
+
+
+SMALL = {
+    "symmetric": Quantize(AffineInt(4, 32, symmetric=True, scale_dtype=DType.BF16), search=False),
+    "searched": Quantize(AffineInt(3, 32, symmetric=False, scale_dtype=DType.F16), search=True),
+    "no whole words": Quantize(AffineInt(3, None, symmetric=True, scale_dtype=DType.F32), search=False),
+    "checked": CheckFinite(),
+    "cast": Cast(DType.F16),
+}
+
+
+def small_units(source: Arrays) -> tuple[Unit, ...]:
+    """Units of the kinds above by turns, each of a tensor of its own, of two shapes."""
+    random, units = np.random.default_rng(0), []
+    for number in range(60):
+        kind, shape = list(SMALL)[number % len(SMALL)], ((32, 64), (96, 32))[number % 2]
+        shape = (32, 36) if kind == "no whole words" else shape
+        source.arrays[f"{number}"] = random.normal(0, 1 + number, shape).astype("f4")
+        tensor = logical(f"{number}", shape)
+        units.append(Unit((whole(tensor),), (), replace(tensor, name=f"{number}.w")).then(SMALL[kind]))
+    return tuple(units)
+
+
+@pytest.mark.parametrize("block_bytes", [1 << 24, 1 << 19])
+def test_tensors_made_together_are_those_made_alone(
+    monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    source, layout = Arrays(), CompressedTensors()
+    plan, terms = Plan(small_units(source)), replace(TERMS, block_bytes=block_bytes)
+    runs, sizes = [], []
+    for together in (True, False):
+        sink = Arrays()
+        if not together:
+            monkeypatch.setattr(runner, "batches", lambda blocks, limit: blocks)
+        else:
+            sizes = [len(each.alone) for each in batches(ready(plan, layout, block_bytes), block_bytes)]
+        events = list(run(plan, Reader(source, layout), layout, sink, terms))
+        runs.append((sorted(map(said, events)), {name: sink.array(name).tolist() for name in sink.written}))
+    assert runs[0] == runs[1]
+    assert sum(sizes) == len(plan.units) and max(sizes) >= 5
+
+
+def ready(plan: Plan, layout: CompressedTensors, limit: int) -> list[Block]:
+    return [block for unit in plan.units for block in cut(unit, layout, limit)]
+
+
+def said(done: BlockDone) -> str:
+    """All that an event says, but the time that it took."""
+    return f"{done.unit.output.name} {replace(done, unit=None, seconds=0.0)}"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [37, 33])
+def test_of_tensors_made_together_the_one_with_a_flaw_is_named(bad: int) -> None:
+    source = Arrays()
+    plan = Plan(small_units(source))
+    source.arrays[f"{bad}"][5, 7] = np.nan
+    with pytest.raises(CorruptCheckpoint, match=rf"^{bad}: NaN or Inf at row 5, column 7 "):
+        carried_out(plan, source, jobs=1)
+    carried_out(plan, source, allow_nonfinite=True)
+
+
+def test_of_tensors_made_together_one_that_does_not_fit_is_refused() -> None:
+    source = Arrays()
+    plan = Plan(small_units(source))
+    source.arrays["34"][:] = 1e6
+    with pytest.raises(BadRecipe, match=r"^34: \d+ numbers do not fit f16"):
+        carried_out(plan, source, jobs=1)

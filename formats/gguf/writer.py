@@ -112,7 +112,7 @@ def _plan_part(name: str, kv: Sequence[KV], tensors: Sequence[GGUFTensor]) -> Fi
     for tensor in tensors:
         dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])
         pieces += [_pack_text(tensor.name), dims, struct.pack("<IQ", tensor.type.number, end)]
-        table.add(tensor.name, table.kind(tensor.stored.dtype, tensor.stored.shape), end)
+        table.add(tensor.name, table.kind((tensor.stored.dtype, tensor.stored.shape)), end)
         end = _padded(end + tensor.nbytes)
     head = b"".join(pieces)
     head = head.ljust(_padded(len(head)), b"\0")

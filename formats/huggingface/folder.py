@@ -84,12 +84,13 @@ class HFCheckpoint:
 
     def read(self, name: str, start: int, stop: int, *, columns: tuple[int, int] | None = None) -> np.ndarray:
         """Returns rows [start, stop) of a tensor (see `SafetensorsFile.read`); thread-safe."""
-        if not self.has_weights:
+        shard = self.shards[self.homes[name]]
+        if not shard.source.has_bytes:
             raise NotDownloaded(
                 f"{name}: its bytes are not here, only its header",
                 "download the weights, with `hf download` or by converting the model",
             )
-        return self.shards[self.homes[name]].read(name, start, stop, columns=columns)
+        return shard.read(name, start, stop, columns=columns)
 
     def close(self) -> None:
         for shard in self.shards:

@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from qconvert.core.dtypes import DTYPE_BY_CODE, Json, TensorSpec
-from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
+from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel, shown
+from qconvert.formats.huggingface.plain_json import scan_header
 from qconvert.formats.io import limits
 from qconvert.formats.io.array_table import ArrayTable
 from qconvert.formats.io.byte_source import ByteSource, LocalBytes
@@ -76,14 +77,13 @@ class SafetensorsFile:
         columns]` in the carrier type of its dtype. CorruptCheckpoint if the file has been truncated since it
         was opened.
         """
-        spec = self.header.specs[name]
-        if not 0 <= start <= stop <= spec.rows:
-            raise ValueError(f"{name}: rows [{start}, {stop}) of {spec.rows}")
-        if columns is not None and columns != (0, spec.width):
-            return self._read_columns(spec, start, stop, *columns)
-        rows = np.empty((stop - start, spec.width), spec.dtype.carrier)
-        offset = self.header.specs.offset(name) + start * spec.width * spec.dtype.nbytes
-        self.source.read_into(octets(rows), offset)
+        _, form, offset = self.header.specs.place(name)
+        if not 0 <= start <= stop <= form.rows:
+            raise ValueError(f"{name}: rows [{start}, {stop}) of {form.rows}")
+        if columns is not None and columns != (0, form.width):
+            return self._read_columns(self.header.specs[name], start, stop, *columns)
+        rows = np.empty((stop - start, form.width), form.carrier)
+        self.source.read_into(octets(rows), offset + start * form.width * form.item_bytes)
         return rows
 
     def _read_columns(self, spec: TensorSpec, start: int, stop: int, first: int, last: int) -> np.ndarray:
@@ -146,6 +146,9 @@ def _read(source: ByteSource, offset: int, size: int) -> bytes:
 def parse_header(raw: bytes, path: Path, size: int) -> SafetensorsHeader:
     """Checks the JSON bytes of the header of a file of `size` bytes in all (CorruptCheckpoint)."""
     name = shown(path.name)
+    scanned = _scanned(raw, path, size)
+    if scanned is not None:
+        return scanned
     fields = parse_json_object(raw, name)
     metadata = _metadata(fields.pop(METADATA_KEY, None), name)
     if len(fields) > limits.SAFETENSORS_TENSORS:
@@ -172,6 +175,28 @@ def parse_header(raw: bytes, path: Path, size: int) -> SafetensorsHeader:
     )
 
 
+def _scanned(raw: bytes, path: Path, size: int) -> SafetensorsHeader | None:
+    """The header, where it is spelled as usual and nothing is wrong with it."""
+    found = scan_header(raw)
+    if found is None or len(found.names) > limits.SAFETENSORS_TENSORS:
+        return None
+    table, numbers, sizes = ArrayTable(8 + len(raw)), dict[str, int](), dict[str, int]()
+    try:
+        for said in dict.fromkeys(found.kinds):
+            entry = parse_json_object(f"{said}0,0]}}".encode(), "")
+            spec = tensor_spec("", "", entry["dtype"], entry["shape"])
+            numbers[said], sizes[said] = table.kind((spec.dtype, spec.shape)), spec.nbytes
+        metadata = _metadata(found.metadata, "")
+    except QConvertError:
+        return None
+    ends = [begin + sizes[said] for begin, said in zip(found.begins, found.kinds, strict=True)]
+    if ends != found.ends or [0, *ends] != [*found.begins, size - 8 - len(raw)]:
+        return None
+    table.extend(found.names, map(numbers.__getitem__, found.kinds), found.begins)
+    digest = hashlib.sha256(raw).hexdigest()
+    return SafetensorsHeader(path, table, metadata, (), 8 + len(raw), size, digest)
+
+
 _TWO = [int, int]  # the types of two positions: True is an int, too
 
 
@@ -187,7 +212,7 @@ def _columns(file: str, fields: Json, data_start: int) -> tuple[ArrayTable, list
         kind = kinds.get(said)
         if kind is None:
             spec = tensor_spec(file, tensor, dtype, shape)
-            kind = kinds[said] = table.kind(spec.dtype, spec.shape), spec.nbytes, spec
+            kind = kinds[said] = table.kind((spec.dtype, spec.shape)), spec.nbytes, spec
         number, nbytes, spec = kind
         if not (isinstance(offsets, list) and [type(each) for each in offsets] == _TWO and min(offsets) >= 0):
             what = f"data_offsets are {shown(offsets)}, not two byte positions"

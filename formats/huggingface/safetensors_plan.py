@@ -6,6 +6,7 @@ A header is made when it is written, and only its length is kept: half a million
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ from functools import partial
 from heapq import merge
 from itertools import chain, islice, repeat, starmap
 from json.encoder import encode_basestring, encode_basestring_ascii
+from operator import itemgetter
 
-from qconvert.core.dtypes import DType, TensorSpec
+from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, METADATA_KEY, SINGLE_FILE
 from qconvert.formats.io import limits
-from qconvert.formats.io.array_table import ArrayTable
+from qconvert.formats.io.array_table import ArrayTable, Kind
 from qconvert.formats.io.planned_files import FilePlan
 
 # The order of `Dtype` in the reference implementation, by rising alignment; files are laid out in reverse.
@@ -28,6 +30,8 @@ _ALIGNMENT_ORDER = (
 _RANK = {dtype: rank for rank, dtype in enumerate(_ALIGNMENT_ORDER)}
 # Entries of a header or an index that are made together.
 _ENTRIES = 1_000
+# What is spelled otherwise in JSON than it is.
+_ESCAPED = re.compile(r"[^ !#-\[\]-~]")
 
 
 def plan_files(
@@ -43,28 +47,40 @@ def plan_files(
     tensors than are read here. `metadata` goes into the header of each file, `total_parameters` only into the
     index.
     """
-    shards = _shards(specs, shard_size)
+    kinds = ((spec.name, "", (spec.dtype, spec.shape)) for spec in specs)
+    return plan_arrays(kinds, shard_size, metadata, total_parameters)
+
+
+def plan_arrays(
+    arrays: Iterable[tuple[str, str, Kind]],
+    shard_size: int | None = None,
+    metadata: Mapping[str, str] | None = None,
+    total_parameters: int | None = None,
+) -> tuple[FilePlan, ...]:
+    """Does the same for arrays by the beginning of their name, its end, and their kind.
+
+    That takes less memory than their specs; arrays of one tensor have a beginning in common.
+    """
+    kinds = _Kinds()
+    laid_out = [_laid_out(shard, kinds, metadata) for shard in _shards(arrays, kinds, shard_size)]
     names = [SINGLE_FILE]
-    if len(shards) > 1:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    shards.reverse()  # so that each is let go of when its file is laid out
-    tables = {name: _laid_out(shards.pop(), metadata) for name in names}
+    if len(laid_out) > 1:
+        names = [f"model-{i:05}-of-{len(laid_out):05}.safetensors" for i in range(1, len(laid_out) + 1)]
+    tables = dict(zip(names, laid_out, strict=True))
     files = [
         FilePlan(name, partial(_head_parts, table, metadata), table, table.start + table.nbytes)
         for name, table in tables.items()
     ]
     if len(files) > 1:
         index = partial(_index_parts, tables, total_parameters)
-        size = sum(map(len, index(in_order=False)))
-        files.append(FilePlan(INDEX_FILE, index, ArrayTable(), size))
+        files.append(FilePlan(INDEX_FILE, index, ArrayTable(), _index_bytes(tables, total_parameters)))
     return tuple(files)
 
 
 @dataclass(slots=True)
 class _Shard:
-    """Tensors that share a file: their names, and the numbers of their kinds."""
+    """Tensors that share a file: the beginnings of their names, and the numbers of their kinds."""
 
-    kinds: ArrayTable
     names: list[str] = field(default_factory=list)
     numbers: array[int] = field(default_factory=lambda: array("I"))
     filled: int = 0
@@ -75,42 +91,65 @@ class _Shard:
         self.filled += nbytes
 
 
-def _shards(specs: Iterable[TensorSpec], shard_size: int | None) -> list[_Shard]:
-    kinds, sizes = ArrayTable(), list[int]()
-    shards: list[_Shard] = []
-    current = _Shard(kinds)
-    for spec in specs:
-        number = kinds.kind(spec.dtype, spec.shape)
-        if number == len(sizes):
-            sizes.append(spec.nbytes)
-        nbytes = sizes[number]
+class _Kinds:
+    """What is known of kinds of arrays by their numbers."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[str, Kind], int] = {}
+        self.of: list[tuple[str, Kind]] = []
+        self.sizes: list[int] = []
+
+    def number(self, suffix: str, kind: Kind) -> int:
+        number = self._numbers.get((suffix, kind))
+        if number is None:
+            number = self._numbers[suffix, kind] = len(self.of)
+            self.of.append((suffix, kind))
+            self.sizes.append(TensorSpec("", *kind).nbytes)
+        return number
+
+
+def _shards(
+    arrays: Iterable[tuple[str, str, Kind]], kinds: _Kinds, shard_size: int | None
+) -> Iterator[_Shard]:
+    """Yields shards as they are filled, so that no more than two have lists of their own."""
+    current, count = _Shard(), 0
+    for name, suffix, kind in arrays:
+        number = kinds.number(suffix, kind)
+        nbytes = kinds.sizes[number]
         if shard_size is not None and nbytes > shard_size:
-            shards.append(_Shard(kinds))
-            shards[-1].add(spec.name, number, nbytes)
+            own = _Shard()
+            own.add(name, number, nbytes)
+            yield own
+            count += 1
             continue
         if shard_size is not None and (
             current.filled + nbytes > shard_size or len(current.names) == limits.SAFETENSORS_TENSORS
         ):
-            shards.append(current)
-            current = _Shard(kinds)
-        current.add(spec.name, number, nbytes)
-    return [*shards, current] if current.names or not shards else shards
+            yield current
+            current, count = _Shard(), count + 1
+        current.add(name, number, nbytes)
+    if current.names or not count:
+        yield current
 
 
-def _laid_out(shard: _Shard, metadata: Mapping[str, str] | None) -> ArrayTable:
+def _laid_out(shard: _Shard, kinds: _Kinds, metadata: Mapping[str, str] | None) -> ArrayTable:
     """The tensors of one file in the order of the reference implementation's `prepare`."""
     table = ArrayTable()
-    kinds = shard.kinds.kinds
-    numbers = {number: table.kind(*kinds[number]) for number in dict.fromkeys(shard.numbers)}
-    sizes = {number: TensorSpec("", *kinds[number]).nbytes for number in numbers}
-    ranks = array("B", (_RANK[kinds[number][0]] for number in shard.numbers))
+    own = dict.fromkeys(shard.numbers)
+    numbers = {number: table.kind(kinds.of[number][1], kinds.of[number][0]) for number in own}
+    ranks = {number: _RANK[kinds.of[number][1][0]] for number in own}
     end = 0
-    for rank in sorted(set(ranks), reverse=True):
-        named = zip(shard.names, shard.numbers, ranks, strict=True)
-        for tensor, number in sorted((name, number) for name, number, own in named if own == rank):
-            table.add(tensor, numbers[number], end)
-            end += sizes[number]
-    length = sum(map(len, _header_parts(table, metadata)))
+    for rank in sorted(set(ranks.values()), reverse=True):
+        named = [
+            (name + kinds.of[number][0], name, number)
+            for name, number in zip(shard.names, shard.numbers, strict=True)
+            if ranks[number] == rank
+        ]
+        named.sort(key=itemgetter(0))
+        for _, name, number in named:
+            table.add(name, numbers[number], end)
+            end += kinds.sizes[number]
+    length = _header_bytes(table, metadata)
     table.start = 8 + length + -length % 8
     return table
 
@@ -125,11 +164,32 @@ def _head_parts(table: ArrayTable, metadata: Mapping[str, str] | None) -> Iterat
     yield b" " * length
 
 
-def _header_parts(table: ArrayTable, metadata: Mapping[str, str] | None) -> Iterator[bytes]:
+def _header_bytes(table: ArrayTable, metadata: Mapping[str, str] | None) -> int:
+    """The length of the header, without making it where names are spelled there as they are."""
+    if not len(table) or _ESCAPED.search(table.text):
+        return sum(map(len, _header_parts(table, metadata)))
+    said = [len(each) for each, _ in _said_of_kinds(table)]
+    begins = sum(map(len, map(str, table.begins)))
+    ends = begins - len(str(table.begins[0])) + len(str(table.nbytes))
+    # A name is in quotes; there are a comma between the positions, brackets after them, and a comma.
+    entries = (
+        len(table.text) + sum(map(said.__getitem__, table.kind_numbers)) + begins + ends + 6 * len(table)
+    )
+    around = sum(map(len, _header_parts(ArrayTable(), metadata)))
+    return around + entries - (0 if metadata else 1)  # no comma before the first
+
+
+def _said_of_kinds(table: ArrayTable) -> list[tuple[str, int]]:
+    """What a header says of every kind, up to the positions, and the bytes of an array of it."""
     kinds = []
     for dtype, shape in table.kinds:
         said = json.dumps({"dtype": dtype.code, "shape": shape}, separators=(",", ":"))
         kinds.append((f':{said[:-1]},"data_offsets":[', TensorSpec("", dtype, shape).nbytes))
+    return kinds
+
+
+def _header_parts(table: ArrayTable, metadata: Mapping[str, str] | None) -> Iterator[bytes]:
+    kinds = _said_of_kinds(table)
     about = {METADATA_KEY: dict(metadata)} if metadata else {}
     first = json.dumps(about, ensure_ascii=False, separators=(",", ":"))[1:-1]
 
@@ -140,6 +200,26 @@ def _header_parts(table: ArrayTable, metadata: Mapping[str, str] | None) -> Iter
     return _joined("{", chain([first] if first else [], starmap(entry, table.rows())), "}")
 
 
+def _index_bytes(tables: Mapping[str, ArrayTable], total_parameters: int | None) -> int:
+    """The length of the index, without making it where names are spelled there as they are."""
+    if any(_ESCAPED.search(table.text) for table in tables.values()):
+        return sum(map(len, _index_parts(tables, total_parameters, in_order=False)))
+    said = json.dumps(_index_fields(tables, total_parameters), indent=2, sort_keys=True)
+    # Before a name are the end of a line, four spaces and a quote; after it a quote, a colon and a space.
+    lines = sum(
+        len(table.text) + len(table) * (6 + 3 + len(json.dumps(name)) + 1) for name, table in tables.items()
+    )
+    return len(said.removesuffix("}\n}")) + lines - 1 + len("\n  }\n}\n")
+
+
+def _index_fields(tables: Mapping[str, ArrayTable], total_parameters: int | None) -> Json:
+    """The index without the tensors."""
+    totals = {"total_size": sum(table.nbytes for table in tables.values())}
+    if total_parameters is not None:
+        totals["total_parameters"] = total_parameters
+    return {"metadata": totals, "weight_map": {}}
+
+
 def _index_parts(
     tables: Mapping[str, ArrayTable], total_parameters: int | None, *, in_order: bool = True
 ) -> Iterator[bytes]:
@@ -147,10 +227,7 @@ def _index_parts(
 
     Lines of the same lengths come sooner if they need not be `in_order`.
     """
-    totals = {"total_size": sum(table.nbytes for table in tables.values())}
-    if total_parameters is not None:
-        totals["total_parameters"] = total_parameters
-    said = json.dumps({"metadata": totals, "weight_map": {}}, indent=2, sort_keys=True)
+    said = json.dumps(_index_fields(tables, total_parameters), indent=2, sort_keys=True)
     homes = [zip(sorted(table), repeat(json.dumps(name)), strict=False) for name, table in tables.items()]
     located = merge(*homes) if in_order else chain.from_iterable(homes)
     lines = (f"\n    {encode_basestring_ascii(tensor)}: {home}" for tensor, home in located)

@@ -12,8 +12,9 @@ from collections.abc import Container, ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qconvert.core.dtypes import TensorSpec
+from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.errors import CorruptCheckpoint, shown
+from qconvert.formats.huggingface.plain_json import scan_index
 from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, SafetensorsHeader
 from qconvert.formats.io import limits
 from qconvert.formats.io.strict_json import parse_json_object, read_bounded
@@ -38,6 +39,9 @@ def stays_inside(name: object) -> bool:
 
 def read_index(path: Path) -> ShardIndex:
     """Reads a shard index; CorruptCheckpoint unless every tensor maps to a plain file name."""
+    scanned = scan_index(path)
+    if scanned is not None and scanned.weight_map and all(map(_is_shard, set(scanned.weight_map.values()))):
+        return _index_of(path, scanned.fields, scanned.weight_map, scanned.sha256)
     raw = read_bounded(path, limits.INDEX_BYTES)
     fields = parse_json_object(raw, path.name)
     weight_map = fields.get("weight_map")
@@ -51,12 +55,16 @@ def read_index(path: Path) -> ShardIndex:
                 "an index that points elsewhere is not followed; get the checkpoint from its source again",
             )
         weight_map[tensor] = files.setdefault(file, file)
+    return _index_of(path, fields, weight_map, hashlib.sha256(raw).hexdigest())
+
+
+def _index_of(path: Path, fields: Json, weight_map: Mapping[str, str], sha256: str) -> ShardIndex:
     metadata = fields.get("metadata")
     return ShardIndex(
-        files=tuple(path.parent / name for name in sorted(files)),
+        files=tuple(path.parent / name for name in sorted(set(weight_map.values()))),
         weight_map=weight_map,
         total_size=metadata.get("total_size") if isinstance(metadata, dict) else None,
-        sha256=hashlib.sha256(raw).hexdigest(),
+        sha256=sha256,
     )
 
 
@@ -89,6 +97,8 @@ def locate(
     ordinals = {header.path.name: home for home, header in enumerate(headers)}
     differences = list(_differences(headers, homes, index))
     for name, file in index.weight_map.items():
+        if homes.get(name) == ordinals[file]:
+            continue
         if name not in headers[ordinals[file]].specs:
             found = headers[homes[name]].path.name if name in homes else "no shard"
             raise CorruptCheckpoint(
@@ -104,9 +114,11 @@ def _differences(
     unlisted = [name for name in homes if name not in index.weight_map]
     if unlisted:
         yield f"{INDEX_FILE}: does not list {_first_of(unlisted)}; read all the same"
-    repeated = [
-        (name, header) for home, header in enumerate(headers) for name in header.specs if homes[name] != home
-    ]
+    repeated = []
+    if sum(len(header.specs) for header in headers) != len(homes):
+        repeated = [
+            (n, header) for home, header in enumerate(headers) for n in header.specs if homes[n] != home
+        ]
     if repeated:
         names = [name for name, _ in repeated]
         yield f"{INDEX_FILE}: several shards hold {_first_of(names)}; the index decides which is read"

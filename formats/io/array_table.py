@@ -7,7 +7,9 @@ held once, and of an array only its name, the number of its kind and its offset.
 from __future__ import annotations
 
 from array import array
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from operator import add
+from typing import NamedTuple
 
 from qconvert.core.dtypes import DType, TensorSpec
 
@@ -15,38 +17,93 @@ Kind = tuple[DType, tuple[int, ...]]
 """What arrays have in common: an element type and a shape."""
 
 
+class Form(NamedTuple):
+    """Rows of arrays of one kind: numpy's name of their type, how many, how wide, bytes of an element."""
+
+    carrier: str
+    rows: int
+    width: int
+    item_bytes: int
+
+
 class ArrayTable(Mapping[str, TensorSpec]):
     """The arrays of one file: their specs by name, in order, and their offsets.
 
     `add` every array once; specs are made when they are asked for. The data of the file begins at `start`.
+    A kind may have a suffix, that of the names of its arrays: these are then held by what comes before, which
+    arrays of one tensor share. Whoever never looks a name up spares the memory of a dictionary.
     """
 
-    __slots__ = ("_begins", "_kind_of", "_numbers", "_rows", "kinds", "start")
+    __slots__ = (
+        "_begins", "_forms", "_kind_of", "_names", "_numbers", "_rows", "_suffixes", "kinds", "start",
+    )  # fmt: skip
 
     def __init__(self, start: int = 0) -> None:
         self.start = start
         self.kinds: list[Kind] = []
-        self._numbers: dict[Kind, int] = {}
-        self._rows: dict[str, int] = {}
+        self._forms: list[Form] = []
+        self._suffixes: list[str] = []
+        self._numbers: dict[tuple[Kind, str], int] = {}
+        self._names: list[str] = []
+        self._rows: dict[str, int] | None = None
         self._kind_of, self._begins = array("I"), array("q")
 
-    def kind(self, dtype: DType, shape: tuple[int, ...]) -> int:
+    def kind(self, kind: Kind, suffix: str = "") -> int:
         """Returns the number of a kind of arrays, a new one for the first of it."""
-        number = self._numbers.get((dtype, shape))
+        number = self._numbers.get((kind, suffix))
         if number is None:
-            number = self._numbers[dtype, shape] = len(self.kinds)
-            self.kinds.append((dtype, shape))
+            number = self._numbers[kind, suffix] = len(self.kinds)
+            dtype, shape = kind
+            self.kinds.append(kind)
+            self._suffixes.append(suffix)
+            spec = TensorSpec("", dtype, shape)
+            self._forms.append(Form(dtype.carrier, spec.rows, spec.width, dtype.nbytes))
         return number
 
     def add(self, name: str, kind: int, begin: int) -> None:
-        """Appends an array of a kind, which begins at byte `begin` of the data."""
-        self._rows[name] = len(self._rows)
+        """Appends an array of a kind, whose suffix follows the name, from byte `begin` of the data on."""
+        self._names.append(name)
         self._kind_of.append(kind)
         self._begins.append(begin)
+        self._rows = None
+
+    def extend(self, names: Iterable[str], kinds: Iterable[int], begins: Iterable[int]) -> None:
+        """Appends arrays by name, number of their kind and first byte, of each as many."""
+        self._names.extend(names)
+        self._kind_of.extend(kinds)
+        self._begins.extend(begins)
+        self._rows = None
+
+    @property
+    def text(self) -> str:
+        """The names one after another."""
+        return "".join(self)
+
+    @property
+    def begins(self) -> Sequence[int]:
+        """The first byte of every array in the data, in order."""
+        return self._begins
+
+    @property
+    def kind_numbers(self) -> Sequence[int]:
+        """The number of the kind of every array, in order."""
+        return self._kind_of
+
+    @property
+    def rows_by_name(self) -> Mapping[str, int]:
+        """The position of every array in the table, made when it is first asked for."""
+        if self._rows is None:
+            self._rows = dict(zip(self, range(len(self)), strict=True))
+        return self._rows
 
     def row(self, name: str) -> int:
         """Returns the position of an array in the table."""
-        return self._rows[name]
+        return self.rows_by_name[name]
+
+    def place(self, name: str) -> tuple[int, Form, int]:
+        """Returns the position of an array in the table, how its rows are held, and where they begin."""
+        row = self.rows_by_name[name]
+        return row, self._forms[self._kind_of[row]], self.start + self._begins[row]
 
     @property
     def offsets(self) -> Mapping[str, int]:
@@ -55,7 +112,7 @@ class ArrayTable(Mapping[str, TensorSpec]):
 
     def offset(self, name: str) -> int:
         """Returns where in the file the bytes of an array begin."""
-        return self.start + self._begins[self._rows[name]]
+        return self.start + self._begins[self.rows_by_name[name]]
 
     @property
     def nbytes(self) -> int:
@@ -70,19 +127,23 @@ class ArrayTable(Mapping[str, TensorSpec]):
 
     def rows(self) -> Iterator[tuple[str, int, int]]:
         """Yields name, kind and first byte in the data of every array, in order."""
-        return zip(self._rows, self._kind_of, self._begins, strict=True)
+        return zip(self, self._kind_of, self._begins, strict=True)
 
     def __getitem__(self, name: str) -> TensorSpec:
-        return TensorSpec(name, *self.kinds[self._kind_of[self._rows[name]]])
+        return TensorSpec(name, *self.kinds[self._kind_of[self.rows_by_name[name]]])
 
     def __contains__(self, name: object) -> bool:
-        return name in self._rows
+        return name in self.rows_by_name
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
+        if self._rows is not None:
+            return iter(self._rows)
+        if not any(self._suffixes):
+            return iter(self._names)
+        return map(add, self._names, map(self._suffixes.__getitem__, self._kind_of))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._kind_of)
 
     def items(self) -> ItemsView[str, TensorSpec]:
         return _Items(self)

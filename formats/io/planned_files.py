@@ -14,16 +14,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from qconvert.core.dtypes import TensorSpec
+from qconvert.core.protocols import ArrayRows
 from qconvert.errors import shown
 from qconvert.formats.io.array_table import ArrayTable
 from qconvert.formats.io.journal import sync_data
 from qconvert.formats.io.local_file import (
+    WRITE_BYTES,
     create,
     explained,
     octets,
@@ -123,6 +126,31 @@ def _require_each_once(name: str, runs: Iterable[_Write]) -> None:
         column += width
 
 
+_Whole = tuple[int, int, memoryview, _OpenFile, int]
+"""A whole array: descriptor and offset, its bytes, its file, and its number there."""
+
+
+def _side_by_side(arrays: Iterable[_Whole]) -> Iterator[tuple[int, int, memoryview, _OpenFile]]:
+    """Yields where runs of arrays begin, their bytes, and their file; no more than one call takes."""
+    run: list[memoryview] = []
+    begin = end = 0
+    home: _OpenFile | None = None
+    for _, offset, data, file, _ in arrays:
+        if home is not None and (file is not home or offset != end or end + len(data) - begin > WRITE_BYTES):
+            yield home.fd, begin, _joined(run), home
+            run = []
+        if not run:
+            home, begin, end = file, offset, offset
+        run.append(data)
+        end += len(data)
+    if home is not None:
+        yield home.fd, begin, _joined(run), home
+
+
+def _joined(run: Sequence[memoryview]) -> memoryview:
+    return run[0] if len(run) == 1 else memoryview(b"".join(run))
+
+
 class FileSink:
     """The tensors of planned files, written in any order from any thread (a `core.protocols.Sink`).
 
@@ -215,6 +243,28 @@ class FileSink:
         self._count(place, start, len(rows), rows.shape[1], column)
         with self._lock:
             self._dirty.add(place.file.fd)
+
+    def write_all(self, arrays: Iterable[ArrayRows]) -> None:
+        """Writes contiguous rows of many arrays; whole arrays that lie side by side go in one call."""
+        whole: list[_Whole] = []
+        for each in arrays:
+            file, rows = self._homes[each.name], each.rows
+            number, form, offset = file.plan.specs.place(each.name)
+            if rows.dtype == form.carrier and rows.shape == form[1:3]:
+                whole.append((file.fd, offset, octets(rows), file, number))
+            else:
+                self.write(each.name, each.start, rows, each.column)
+        whole.sort(key=itemgetter(0, 1))
+        for fd, offset, data, file in _side_by_side(whole):
+            write_exactly(fd, data, offset, file.plan.name)
+        with self._lock:
+            for fd, _, data, file, number in whole:
+                file.missing[number] -= len(data)
+                self._dirty.add(fd)
+
+    def item_bytes(self, name: str) -> int:
+        """Returns the bytes of one element of an array."""
+        return self._homes[name].plan.specs.place(name)[1].item_bytes
 
     def restore(self, name: str, start: int, rows: int, width: int, column: int = 0) -> None:
         """Counts rows, or columns of them, as written: an earlier run has done it."""

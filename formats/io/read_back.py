@@ -175,18 +175,67 @@ def _said(spec: TensorSpec) -> tuple[str, tuple[int, ...]]:
 
 def _verify_span(
     path: Path,
-    span: list[tuple[TensorSpec, int]],
+    span: Sequence[tuple[TensorSpec, int]],
     written: Mapping[str, Sequence[Written]],
     count: Callable[[int], None],
 ) -> dict[str, str]:
     """Returns the SHA-256 of arrays that lie together, by name; CheckFailed where one is not as written."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        buffer = memoryview(bytearray(min(WINDOW, max(spec.nbytes for spec, _ in span))))
-        file = _File(fd, path.name, buffer)
-        return {s.name: _verify_tensor(file, s, offset, written.get(s.name, ()), count) for s, offset in span}
+        buffer = memoryview(bytearray(min(WINDOW, _extent(span))))
+        file, found = _File(fd, path.name, buffer), dict[str, str]()
+        for some, nbytes in _windows(span):
+            first, offset = some[0]
+            if nbytes > WINDOW:
+                found[first.name] = _verify_tensor(file, first, offset, written.get(first.name, ()), count)
+                continue
+            read_exactly(fd, buffer[:nbytes], offset, file.name)
+            count(sum(spec.nbytes for spec, _ in some))
+            for spec, at in some:
+                data = buffer[at - offset : at - offset + spec.nbytes]
+                found[spec.name] = _verify_bytes(file, spec, data, written.get(spec.name, ()))
+        return found
     finally:
         os.close(fd)
+
+
+def _windows(
+    span: Sequence[tuple[TensorSpec, int]],
+) -> Iterator[tuple[Sequence[tuple[TensorSpec, int]], int]]:
+    """Yields arrays that fit one window, and the bytes from the first to the last; larger ones alone."""
+    some: list[tuple[TensorSpec, int]] = []
+    for spec, offset in span:
+        if some and offset + spec.nbytes - some[0][1] > WINDOW:
+            yield some, _extent(some)
+            some = []
+        some.append((spec, offset))
+    if some:
+        yield some, _extent(some)
+
+
+def _extent(arrays: Sequence[tuple[TensorSpec, int]]) -> int:
+    """The bytes from the first array to the end of the last one."""
+    (_, begin), (last, offset) = arrays[0], arrays[-1]
+    return offset + last.nbytes - begin
+
+
+def _verify_bytes(file: _File, spec: TensorSpec, data: memoryview, written: Sequence[Written]) -> str:
+    """Returns the SHA-256 of a tensor's bytes, after comparing every written run with its CRC-32."""
+    stride, size = spec.width * spec.dtype.nbytes, spec.dtype.nbytes
+    row = 0
+    for run in sorted(written, key=_place) if len(written) > 1 else written:
+        if run.width == spec.width:
+            _require_next(spec, row, run)
+            same = zlib.crc32(data[row * stride : (row + run.rows) * stride]) == run.crc32
+            row += run.rows
+        else:
+            crc = 0
+            for i in range(run.start, run.start + run.rows):
+                begin = i * stride + run.column * size
+                crc = zlib.crc32(data[begin : begin + run.width * size], crc)
+            same = crc == run.crc32
+        _require(same, file.name, spec, run)
+    return hashlib.sha256(data).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,14 +257,13 @@ def _verify_tensor(
     file: _File, spec: TensorSpec, offset: int, written: Iterable[Written], count: Callable[[int], None]
 ) -> str:
     """Returns the SHA-256 of a tensor's bytes, after comparing every written run with its CRC-32."""
-    runs = sorted(written, key=lambda run: (run.start, run.column))
+    runs = sorted(written, key=_place)
     if any(run.width != spec.width for run in runs):
         return _verify_tiles(file, spec, offset, runs, count)
     digest = hashlib.sha256()
     row = 0
     for run in runs:
-        if run.start != row:
-            raise CheckFailed(f"{spec.name}: rows {row} to {run.start} were never written", REPORT)
+        _require_next(spec, row, run)
         nbytes = run.rows * spec.width * spec.dtype.nbytes
         crc = 0
         for window in file.windows(offset, nbytes):
@@ -245,6 +293,15 @@ def _verify_tiles(
             crc = zlib.crc32(buffer, crc)
         _require(crc == run.crc32, file.name, spec, run)
     return digest.hexdigest()
+
+
+def _place(run: Written) -> tuple[int, int]:
+    return run.start, run.column
+
+
+def _require_next(spec: TensorSpec, row: int, run: Written) -> None:
+    if run.start != row:
+        raise CheckFailed(f"{spec.name}: rows {row} to {run.start} were never written", REPORT)
 
 
 def _require(same: bool, file: str, spec: TensorSpec, run: Written) -> None:

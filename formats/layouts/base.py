@@ -7,16 +7,17 @@ line of `registry` makes it known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, cast
 
 from qconvert.core.activations import ActivationScheme, ScalesBeside, StoredScale
 from qconvert.core.dtypes import Json, TensorSpec
-from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
+from qconvert.core.encodings import Encoding, ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import ArrayRows, Layout, Source
 from qconvert.core.values import DenseRows, Value
+from qconvert.formats.io.array_table import Kind
 from qconvert.ops import Op
 
 # Finds the layout of a checkpoint with this config.json, and its tensors by the names of the model.
@@ -102,11 +103,12 @@ class NoScalesBeside:
 class PassThrough(NoScalesBeside, Generic[E, V]):
     """Stores plain tensors as arrays of their own name, and leaves quantized ones to a subclass.
 
-    A subclass stores encodings `E` as values `V`; `transposed` as in `Layout`.
+    A subclass stores encodings `E` as values `V`; `transposed` and `named_by_suffix` as in `Layout`.
     """
 
     __slots__ = ()
     transposed = False
+    named_by_suffix = False
 
     @property
     def traits(self) -> LayoutTraits:
@@ -137,6 +139,10 @@ class PassThrough(NoScalesBeside, Generic[E, V]):
             return (ArrayRows(tensor.name, start, value.rows_RI),)
         return self.store(tensor, start, cast(V, value))
 
+    def as_stored(self, value: Value) -> Value:
+        """Rows of any tensors with their codes as they are stored, where that is the same for all of them."""
+        return value
+
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
         if isinstance(tensor.encoding, Unquantized):
             return DenseRows(source.read(tensor.name, start, stop), tensor.encoding.dtype)
@@ -157,3 +163,27 @@ class PassThrough(NoScalesBeside, Generic[E, V]):
     def load(self, tensor: ModelTensor, encoding: E, source: Source, rows: range) -> V:
         """Read these rows of a quantized tensor back."""
         raise NotImplementedError
+
+
+def arrays_of(layout: Layout, tensors: Iterable[ModelTensor]) -> Iterator[tuple[str, str, Kind]]:
+    """The arrays of tensors in a layout: beginnings of names, ends of them, element types with shapes.
+
+    Those of many tensors alike come sooner, and share the names of these.
+    """
+    if not layout.named_by_suffix:
+        for tensor in tensors:
+            yield from ((spec.name, "", (spec.dtype, spec.shape)) for spec in layout.stored_arrays(tensor))
+        return
+    known: dict[tuple[int, tuple[int, ...]], list[tuple[str, Kind]]] = {}
+    held: list[Encoding] = []  # so that no other gets the identity of one
+    for tensor in tensors:
+        alike = id(tensor.encoding), tensor.shape
+        found = known.get(alike)
+        if found is None:
+            held.append(tensor.encoding)
+            specs = layout.stored_arrays(tensor)
+            assert all(spec.name.startswith(tensor.name) for spec in specs), layout.name
+            found = [(spec.name.removeprefix(tensor.name), (spec.dtype, spec.shape)) for spec in specs]
+            known[alike] = found
+        for suffix, kind in found:
+            yield tensor.name, suffix, kind

@@ -49,6 +49,10 @@ class InputMajor:
         return replace(self, inside=self.inside.rewritten)
 
     @property
+    def named_by_suffix(self) -> bool:
+        return False
+
+    @property
     def computed(self) -> Mapping[str, str]:
         return self.inside.computed
 
@@ -72,6 +76,9 @@ class InputMajor:
             rows_RI = rows_RI[stop - first :]
             row = which if len(tensor.shape) == 1 else which * tensor.width
             yield ArrayRows(tensor.name, row, transposed(run_RI), first)
+
+    def as_stored(self, value: Value) -> Value:
+        return self.inside.as_stored(value)
 
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop), which are columns of the array or runs of its rows."""

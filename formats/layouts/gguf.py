@@ -72,6 +72,7 @@ class GGUFLayout(NoScalesBeside):
     name: str = NAME
     traits: LayoutTraits = _TRAITS
     transposed: bool = False
+    named_by_suffix: bool = False
 
     @property
     def computed(self) -> dict[str, str]:
@@ -100,6 +101,9 @@ class GGUFLayout(NoScalesBeside):
     def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
         assert isinstance(value, DenseRows | GgmlRows), value
         yield ArrayRows(tensor.name, start, value.rows_RI if isinstance(value, DenseRows) else value.bytes_RB)
+
+    def as_stored(self, value: Value) -> Value:
+        return value
 
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value:
         """Read rows [start, stop) back, in the model's order and as its numbers."""

@@ -14,7 +14,7 @@ from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import Layout, Source
 from qconvert.errors import UnsupportedModel, shown
-from qconvert.formats.layouts.base import Promise, RegisteredLayout
+from qconvert.formats.layouts.base import Activations, Promise, RegisteredLayout
 from qconvert.formats.layouts.config_checks import SETTINGS_KEY, settings_of
 
 _HERE = "qconvert.formats.layouts"
@@ -142,18 +142,25 @@ def activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
     """
     if isinstance(tensor.encoding, Unquantized):
         return None
+    read = _activations_of(config)
+    return read(config, tensor) if read is not None else None
+
+
+def _activations_of(config: Json) -> Activations | None:
     layout = claimed_by(config)
-    return layout.activations(config, tensor) if layout is not None and layout.activations else None
+    return layout.activations if layout is not None else None
 
 
 def products(config: Json, linears: Iterable[ModelTensor]) -> list[Products]:
     """What loaders of a model with this config.json multiply in its quantized linears, by their widths."""
     found: dict[str, set[str]] = {}
-    for tensor in linears:
-        if isinstance(tensor.encoding, Quantized):
-            scheme = activations(config, tensor)
-            widths = f"W{tensor.encoding.bits}A{scheme.bits if scheme else 16}"
-            found.setdefault(widths, set()).update([scheme.label] if scheme else [])
+    quantized = [tensor for tensor in linears if isinstance(tensor.encoding, Quantized)]
+    read = _activations_of(config) if quantized else None
+    for tensor in quantized:
+        assert isinstance(tensor.encoding, Quantized)
+        scheme = read(config, tensor) if read is not None else None
+        widths = f"W{tensor.encoding.bits}A{scheme.bits if scheme else 16}"
+        found.setdefault(widths, set()).update([scheme.label] if scheme else [])
     return [Products(widths, tuple(sorted(found[widths]))) for widths in sorted(found)]
 
 

@@ -19,7 +19,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.encodings import AffineMin, Unquantized
 from qconvert.errors import shown
 from qconvert.formats.layouts import registry
-from qconvert.models.parameter_table import ParameterTable, table_of_outputs, table_of_tensors
+from qconvert.models.parameter_table import ParameterTable, table_of_tensors
 from qconvert.plan.loader_notices import notice_lines
 from qconvert.report.tables import count, parameter_table_lines, size, table
 
@@ -69,8 +69,10 @@ class FolderReport:
 
     @cached_property
     def _table(self) -> ParameterTable:
-        compiled = self.job.compiled
-        return table_of_outputs(compiled.outputs, compiled.architecture, compiled.layout.traits)
+        from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
+
+        assert isinstance(self.job.container, SafetensorsFolder)
+        return self.job.container.table
 
     @cached_property
     def _before(self) -> ParameterTable:

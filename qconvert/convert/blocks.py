@@ -22,6 +22,11 @@ class Block:
     stop: int
     cost: int
 
+    @property
+    def alone(self) -> Sequence[Block]:
+        """The blocks that are made by this one: itself, where it is none of several."""
+        return (self,)
+
 
 class Fetching(Protocol):
     """The blocks of a run in the order in which their bytes come, and their work once these are there."""

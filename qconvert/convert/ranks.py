@@ -27,6 +27,7 @@ from qconvert.convert.publish import job_hash
 from qconvert.convert.resume import RunJournal, from_record, to_record
 from qconvert.convert.writing import Listener, block_bytes_of
 from qconvert.core.dtypes import Json, TensorSpec
+from qconvert.core.protocols import ArrayRows
 from qconvert.core.ranks import Rank, order
 from qconvert.errors import BadRecipe, OutputExists, QConvertError
 from qconvert.formats.io.journal import Record
@@ -270,6 +271,10 @@ class _OneFile(FileSink):
     def write(self, name: str, start: int, rows: Any, column: int = 0) -> None:
         if name in self.specs:
             super().write(name, start, rows, column)
+
+    def write_all(self, arrays: Iterable[ArrayRows]) -> None:
+        specs = self.specs
+        super().write_all(each for each in arrays if each.name in specs)
 
 
 class _OfOneFile(RunJournal):

@@ -49,7 +49,7 @@ class _Ahead:
 
     @contextmanager
     def __call__(self, blocks: Sequence[Block]) -> Generator[_Fetching, None, None]:
-        needs = {id(block): tuple(self._needed(block)) for block in blocks}
+        needs = {id(b): tuple(part for own in b.alone for part in self._needed(own)) for b in blocks}
         ordered = sorted(blocks, key=lambda block: _first(needs[id(block)]))
         with Windows(
             self.sources, [needs[id(block)] for block in ordered], self.budget, self.network

@@ -39,6 +39,8 @@ class JournaledSink(Protocol):
     @property
     def specs(self) -> Mapping[str, TensorSpec]: ...
 
+    def item_bytes(self, name: str) -> int: ...
+
     def flush(self) -> None: ...
 
     def restore(self, name: str, start: int, rows: int, width: int, column: int = 0) -> None: ...
@@ -63,7 +65,7 @@ class RunJournal:
         self._rows: dict[str, list[tuple[int, int]]] = {}
         self._file: JournalFile | None = None
         self._group: GroupCommit | None = None
-        self._specs: Mapping[str, TensorSpec] = {}
+        self._sink: JournaledSink | None = None
         self._restored = 0
 
     def goes_on(self, path: Path, files: Mapping[Path, int], shown_as: Path) -> bool:
@@ -93,7 +95,7 @@ class RunJournal:
     def recording(self, sink: JournaledSink) -> Iterator[None]:
         """Take records of what is written to the sink; all are on the disk when the context ends."""
         assert self._file is not None
-        self._specs = sink.specs
+        self._sink = sink
         self._restored = sum(map(self._nbytes, self._blocks.values()))
         try:
             with committing(self._file, sink.flush) as self._group:
@@ -109,7 +111,7 @@ class RunJournal:
     @property
     def share(self) -> float:
         """How much of the output's bytes is in the journal, from 0 to 1."""
-        total = sum(spec.nbytes for spec in self._specs.values())
+        total = sum(spec.nbytes for spec in self._sink.specs.values()) if self._sink is not None else 0
         done = self._restored + (self._group.committed if self._group else 0)
         return done / total if total else 0.0
 
@@ -184,7 +186,9 @@ class RunJournal:
 
     def _nbytes(self, record: Record) -> int:
         """The bytes that the rows of a block take in the output."""
-        return sum(rows * width * self._specs[name].dtype.nbytes for name, _, rows, width, *_ in record[-1])
+        assert self._sink is not None
+        item_bytes = self._sink.item_bytes
+        return sum(rows * width * item_bytes(name) for name, _, rows, width, *_ in record[-1])
 
 
 def to_record(done: BlockDone) -> Record:

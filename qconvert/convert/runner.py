@@ -16,6 +16,7 @@ from math import lcm
 from time import perf_counter
 from typing import TYPE_CHECKING
 
+from qconvert.convert.batches import Batch, batches, make_batch
 from qconvert.convert.blocks import Block, ReadAhead, at_hand, bounded
 from qconvert.convert.outcome import BlockDone, WrittenRows
 from qconvert.convert.run_errors import (
@@ -31,7 +32,7 @@ from qconvert.core.protocols import ArrayRows, Layout, Reader, Rows, Sink
 from qconvert.core.statistics import RowStatistics, StatisticsSource
 from qconvert.core.values import DenseRows, Value, stack_rows
 from qconvert.formats.io.local_file import octets
-from qconvert.ops import Op
+from qconvert.ops import Finding, Op
 from qconvert.plan.plan import Plan, RowSlice, Unit
 
 if TYPE_CHECKING:
@@ -76,6 +77,12 @@ class Terms:
     allow_nonfinite: bool
     most_code_error: float
 
+    def passes(self, found: Finding) -> bool:
+        """Whether a tensor in which this was found may be written."""
+        if found.overflow or found.code_error > self.most_code_error:
+            return False
+        return self.allow_nonfinite or (found.nonfinite < 0 and found.bad_row < 0)
+
 
 def block_bytes(reader: Layout, writer: Layout, max_memory: int) -> int:
     """The working memory of one block, in bytes, whatever the number of threads.
@@ -116,13 +123,24 @@ def run(
     """
     blocks = ready_blocks(plan, reader, layout, terms, order, statistics, granule, there, ahead)
     left = Counter(block.unit.output.name for block in blocks)
+    by_itself = made is not None or statistics is not None
 
-    def make(block: Block) -> BlockDone:
+    def one(block: Block) -> BlockDone:
         return _make(block, reader, layout, sink, terms, statistics, made)
 
-    for done in bounded(blocks, make, terms.jobs, terms.max_memory, ahead):
-        left[done.unit.output.name] -= 1
-        yield done if left[done.unit.output.name] else replace(done, last=True)
+    def make(block: Block) -> list[BlockDone]:
+        if isinstance(block, Batch):
+            return make_batch(
+                block, reader, layout, sink, one, checksums=terms.checksums, passes=terms.passes
+            )
+        return [one(block)]
+
+    work = blocks if by_itself else list(batches(blocks, terms.block_bytes))
+    for several in bounded(work, make, terms.jobs, terms.max_memory, ahead):
+        for done in several:
+            left[done.unit.output.name] -= 1
+            is_last = not left[done.unit.output.name]
+            yield replace(done, last=True) if is_last and not done.last else done
 
 
 def ready_blocks(

@@ -42,10 +42,13 @@ class Source(Protocol):
 class Sink(Protocol):
     """Files being written: rows of any array in any order from any thread, then all or nothing.
 
-    `rows` may be narrower than the array: they then lie in its columns from `column` on.
+    `rows` may be narrower than the array: they then lie in its columns from `column` on. `write_all` writes
+    rows of many arrays, contiguous ones, and costs less.
     """
 
     def write(self, name: str, start: int, rows: np.ndarray, column: int = 0) -> None: ...
+
+    def write_all(self, arrays: Iterable[ArrayRows]) -> None: ...
 
     def commit(self) -> None: ...
 
@@ -56,8 +59,11 @@ class Layout(Protocol):
     """How a tensor of the model is stored as named arrays in one on-disk format, and read back.
 
     `row_alignment` is the number of rows that `encode` must be given together (the last call for
-    a tensor may hold fewer), for formats that pack several rows into one word. `transposed` layouts
-    keep the weights of a row apart in the file: they are read and written in larger blocks.
+    a tensor may hold fewer), for formats that pack several rows into one word; `as_stored` gives rows of
+    many tensors its form of codes, so that they need not be packed tensor by tensor. `transposed` layouts
+    keep the weights of a row apart in the file: they are read and written in larger blocks. In those that are
+    `named_by_suffix`, arrays of tensors of one shape and encoding differ in names alone, which begin with the
+    tensor's.
     `settings` are the entries of config.json for quantized modules, by their encodings, and linears left
     plain; `traits` is what is said of the layout for any model; `computed` are tensors whose plain numbers
     are computed as they are read, and of what, if it is codes; `rewritten` is the layout in which what was
@@ -80,6 +86,9 @@ class Layout(Protocol):
     def transposed(self) -> bool: ...
 
     @property
+    def named_by_suffix(self) -> bool: ...
+
+    @property
     def computed(self) -> Mapping[str, str]: ...
 
     @property
@@ -90,6 +99,8 @@ class Layout(Protocol):
     def row_alignment(self, tensor: ModelTensor) -> int: ...
 
     def encode(self, tensor: ModelTensor, start: int, value: Value) -> Iterable[ArrayRows]: ...
+
+    def as_stored(self, value: Value) -> Value: ...
 
     def decode(self, tensor: ModelTensor, source: Source, start: int, stop: int) -> Value: ...
 

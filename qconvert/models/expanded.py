@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from sys import intern
 
 from qconvert.core.config_json import divide
 from qconvert.core.dtypes import rows_of
@@ -54,7 +55,7 @@ class AlikeParameters:
 
     def of(self, expert: int) -> Parameter:
         return Parameter(
-            self.name.replace("{expert}", str(expert)),
+            intern(self.name.replace("{expert}", str(expert))),  # as headers and indexes have it
             role_of(self.role, expert),
             self.layer,
             self.param,

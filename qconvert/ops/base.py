@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qconvert.core.encodings import Encoding
 from qconvert.core.statistics import RowStatistics
-from qconvert.core.values import Value
+from qconvert.core.values import Value, stack_rows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -153,3 +153,15 @@ class Op:
         `statistics` cover the rows in order, or are empty where nothing was measured.
         """
         raise NotImplementedError
+
+    def apply_stacked(self, value: Value, count: int) -> tuple[Value, list[Finding]]:
+        """Apply it to `count` tensors of as many rows each, one below the other, to each as if it were alone.
+
+        Returns what comes out, stacked in the same way, and what was noticed in each.
+        """
+        each = value.rows // count
+        made = [
+            self.apply(value.with_arrays(tuple(array[first : first + each] for array in value.arrays)))
+            for first in range(0, value.rows, each)
+        ]
+        return stack_rows([rows for rows, _ in made]), [finding for _, finding in made]

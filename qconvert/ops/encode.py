@@ -9,6 +9,7 @@ from math import inf
 from operator import add
 from typing import TYPE_CHECKING, ClassVar
 
+from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Codebook, Encoding, GgmlBlocks, Unquantized
 from qconvert.core.layout_traits import NEAREST, RoundingRules
 from qconvert.core.statistics import RowStatistics
@@ -89,6 +90,15 @@ class Quantize(Encode):
         weights_I = statistics[0].second_moments_I if statistics else None
         quantized, error = quantize(value, self.encoding, search=self.search, weights_I=weights_I)
         return quantized, Finding(error.nonfinite, error.overflow, error)
+
+    def apply_stacked(self, value: Value, count: int) -> tuple[Value, list[Finding]]:
+        from qconvert.quant.affine import quantize_stacked
+
+        assert isinstance(value, DenseRows)
+        if value.dtype is DType.F64:  # of which the kernels do not tell what exceeds float32 where
+            return Encode.apply_stacked(self, value, count)
+        made, errors = quantize_stacked(value, count, self.encoding, search=self.search)
+        return made, [Finding(error.nonfinite, error.overflow, error) for error in errors]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,6 @@ that does nothing where it was not asked for; what it has to know of the source'
 
 from __future__ import annotations
 
-from functools import reduce
-
 from qconvert.core.protocols import Layout
 from qconvert.models import Binding
 from qconvert.plan.facts import SourceFacts
@@ -60,8 +58,10 @@ def compile_request(request: Request, binding: Binding, facts: SourceFacts, layo
     architecture, guess = binding.architecture, binding.architecture.family.guess
     tied = architecture.tied if request.recipe.tie is None else request.recipe.tie
     warnings = (guess,) if guess and not request.is_gguf else ()
-    start = Compiled(request, binding, facts, layout, copy_of(binding), architecture, tied, warnings)
-    return reduce(lambda made, step: step(made), _gguf_file() if request.is_gguf else FOLDER, start)
+    made = Compiled(request, binding, facts, layout, copy_of(binding), architecture, tied, warnings)
+    for step in _gguf_file() if request.is_gguf else FOLDER:
+        made = step(made)  # and the plan before, which may be large, is let go of
+    return made
 
 
 def _gguf_file() -> tuple[Pass, ...]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import cache, partial
+from typing import NoReturn
 
 from qconvert.core.schemes import KEEP, SMALLER_GROUP_SIZES, Scheme
 from qconvert.errors import BadRecipe
@@ -33,14 +33,21 @@ def decide(
     which loaders fuse, or whose group size does not divide a row.
     """
     weights = {name: parameter for name, parameter in parameters.items() if parameter.param == "weight"}
-    chosen = choose(recipe, architecture, weights, tied=tied)
+    chosen = _chosen(recipe, architecture, weights, tied=tied)
     if tied:
         _check_tied_rules(recipe)
     _check_fused_groups(architecture, weights, chosen)
-    fit = cache(partial(_fit_group, allow_smaller=recipe.allow_smaller_group))
-    fitted = {name: fit(weights[name].shape[-1], scheme) for name, scheme in chosen.items()}
-    _check_groups(weights, fitted)
-    return fitted
+    fits: dict[tuple[int, int], Scheme] = {}  # by identity, which takes no hash of a scheme
+    for name, scheme in chosen.items():
+        width = weights[name].shape[-1]
+        fit = fits.get((width, id(scheme)))
+        if fit is None:
+            fit = _fit_group(width, scheme, allow_smaller=recipe.allow_smaller_group)
+            fits[width, id(scheme)] = fit
+        chosen[name] = fit
+    if any(fit.group_size and width % fit.group_size for (width, _), fit in fits.items()):
+        _refuse_groups(weights, chosen)
+    return chosen
 
 
 def choose(
@@ -48,9 +55,15 @@ def choose(
 ) -> dict[str, Scheme]:
     """The scheme that the recipe asks for, by name of the weight, whether or not it can have it."""
     weights = {name: parameter for name, parameter in parameters.items() if parameter.param == "weight"}
+    return _chosen(recipe, architecture, weights, tied=tied)
+
+
+def _chosen(
+    recipe: Recipe, architecture: Architecture, weights: Mapping[str, Parameter], *, tied: bool
+) -> dict[str, Scheme]:
     chosen: dict[str, Scheme] = {}
     if recipe.scheme is not None:
-        linears = [n for n, p in weights.items() if p.kind == "linear" and p.role != "lm_head"]
+        linears = (n for n, p in weights.items() if p.kind == "linear" and p.role != "lm_head")
         chosen = dict.fromkeys(linears, recipe.scheme)
     for rule in recipe.rules:
         for name in _hits(rule, architecture, weights, tied):
@@ -166,11 +179,9 @@ def _fit_group(width: int, scheme: Scheme, *, allow_smaller: bool) -> Scheme:
     return replace(scheme, group_size=size)
 
 
-def _check_groups(weights: Mapping[str, Parameter], chosen: Mapping[str, Scheme]) -> None:
-    """Every group is whole. What is proposed otherwise suits all the weights, not just the first."""
+def _refuse_groups(weights: Mapping[str, Parameter], chosen: Mapping[str, Scheme]) -> NoReturn:
+    """Raise for groups that are not whole. What is proposed suits all the weights, not just the first."""
     bad = {n: s.group_size for n, s in chosen.items() if s.group_size and weights[n].shape[-1] % s.group_size}
-    if not bad:
-        return
     name, size = next(iter(bad.items()))
     widths = {weights[n].shape[-1] for n, scheme in chosen.items() if scheme.group_size}
     fits = [str(s) for s in SMALLER_GROUP_SIZES if all(width % s == 0 for width in widths)]

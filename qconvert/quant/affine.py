@@ -7,6 +7,7 @@ dequantizing: compressed-tensors 0.20, `calculate_qparams` and `dequantize`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -65,26 +66,57 @@ def quantize(
     letting the longer side choose the sign would lose 8 % less (at 4 bits, groups of 128): vLLM's kernels for
     int8 activations misread negative ones (vllm#48905).
     """
+    value, (error,) = quantize_stacked(block, 1, encoding, search=search, weights_I=weights_I)
+    return value, error
+
+
+def quantize_stacked(
+    block: DenseRows,
+    count: int,
+    encoding: AffineInt,
+    *,
+    search: bool,
+    weights_I: np.ndarray | None = None,
+) -> tuple[AffineIntRows, list[QuantError]]:
+    """Quantizes `count` weights of as many rows each, one below the other, as `quantize` does one by one.
+
+    Returns the quantized rows and the error of each.
+    """
     rows, width = block.rows_RI.shape
     shape = rows, encoding.groups(width), encoding.group_size or width
     assert shape[1] * shape[2] == width and not encoding.act_order, (encoding, width)
     words_RI, beyond = as_kernels_read(block)
+    assert count == 1 or not beyond, "one by one where numbers exceed float32"
     codes_RI = np.empty((rows, width), np.uint8)
     scales_RG, zeros_RG = np.empty(shape[:2], np.float32), np.empty(shape[:2], np.uint8)
-    tally_4, too_large, not_finite = quantize_rows(
+    tallies_T6 = np.zeros((count, 6))
+    quantize_rows(
         words_RI.reshape(shape), group_spec(encoding), search, by_groups(weights_I, *shape[1:]),
-        codes_RI.reshape(shape), scales_RG, zeros_RG,
+        codes_RI.reshape(shape), scales_RG, zeros_RG, tallies_T6,
     )  # fmt: skip
     stored, _ = cast(DenseRows(scales_RG, DType.F32), encoding.scale_dtype)
     value = AffineIntRows(codes_RI, stored.rows_RI, None if encoding.symmetric else zeros_RG, encoding)
-    sum_sq_error, sum_sq, max_abs, max_steps = tally_4.tolist()
-    if not isfinite(sum_sq) and not not_finite:
+    each = rows // count
+    runs = (slice(first * each, (first + 1) * each) for first in range(count))
+    tallies = zip(runs, tallies_T6.tolist(), strict=True)
+    return value, [_error(block, value, run, tally, beyond) for run, tally in tallies]
+
+
+def _error(
+    block: DenseRows, value: AffineIntRows, run: slice, tally: Sequence[float], beyond: int
+) -> QuantError:
+    """What a run of rows lost, by the tally of the kernel."""
+    sum_sq_error, sum_sq, max_abs, max_steps, too_large, flaws = tally
+    nonfinite, rows = -1, DenseRows(block.rows_RI[run], block.dtype)
+    if flaws:
+        nonfinite = first_nonfinite(rows)
+    elif not isfinite(sum_sq):
         # In float32 the squares of weights above 1e19 overflow; `compare` falls back to float64.
-        lost = compare(block, dequantize(value, DType.F32))
+        made = value.with_arrays(tuple(array[run] for array in value.arrays))
+        lost = compare(rows, dequantize(made, DType.F32))
         sum_sq_error, sum_sq = lost.sum_sq_diff, lost.sum_sq_a
-    nonfinite = first_nonfinite(block) if not_finite else -1
-    overflow = too_large + beyond
-    return value, QuantError(sum_sq_error, sum_sq, max_abs, max_steps, codes_RI.size, nonfinite, overflow)
+    overflow = int(too_large) + beyond
+    return QuantError(sum_sq_error, sum_sq, max_abs, max_steps, rows.rows_RI.size, nonfinite, overflow)
 
 
 def dequantize(value: AffineIntRows, dtype: DType) -> DenseRows:

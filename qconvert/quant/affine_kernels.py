@@ -36,21 +36,29 @@ _FARTHEST = np.float32((2 - 2.0**-7) * 2.0**127)
 
 @kernel
 def quantize_rows(
-    words_RGS: Any, spec: Any, search: Any, importance_GP: Any, codes_RGS: Any, scales_RG: Any, zeros_RG: Any
-) -> Any:
+    words_RGS: Any,
+    spec: Any,
+    search: Any,
+    importance_GP: Any,
+    codes_RGS: Any,
+    scales_RG: Any,
+    zeros_RG: Any,
+    tallies_T6: Any,
+) -> None:
     """Fills the codes, scales (as stored, in float32) and zero points of a block of rows.
 
-    The words are floats in the dtypes of `lanes.load`; importances are padded as the groups are. Returns a
-    tally [4] (sum of squared errors, sum of squared weights, largest error, largest error in steps), the
-    number of scales above their type's maximum, and the number of non-finite groups (quantized as zeros).
+    The words are floats in the dtypes of `lanes.load`; importances are padded as the groups are. The rows are
+    those of T tensors of equal size, one below the other; to each one's tally are added: sum of squared
+    errors, sum of squared weights, largest error, largest error in steps, the number of scales above their
+    type's maximum, and the number of non-finite groups (quantized as zeros).
     """
     rows, groups, size = words_RGS.shape
     padded = importance_GP.shape[1]
     words_P, w_P = np.zeros(padded, words_RGS.dtype), np.empty(padded, np.float32)
     codes_P, scratch = np.empty(padded, np.uint8), make_scratch(padded)
-    tally_4 = np.zeros(4, np.float64)
-    too_large = not_finite = 0
+    each = max(1, rows // len(tallies_T6))
     for row in range(rows):
+        tally_6 = tallies_T6[row // each]
         losses = splat(_ZERO), splat(_ZERO), splat(_ZERO), splat(_ZERO)
         for group in range(groups):
             for i in range(size):
@@ -58,8 +66,8 @@ def quantize_rows(
             low, high, finite = _widen(words_P, w_P)
             wanted, zero = _min_max_scale(low, high, spec)
             scale = stored_scale(wanted, spec)
-            too_large += wanted > spec.largest
-            not_finite += not finite
+            tally_6[4] += wanted > spec.largest
+            tally_6[5] += not finite
             if search and low < high:
                 zeros = _zeros_to_try(low, scale, zero, spec)
                 scale, zero = best_scale(
@@ -69,8 +77,7 @@ def quantize_rows(
             for i in range(size):
                 codes_RGS[row, group, i] = codes_P[i]
             scales_RG[row, group], zeros_RG[row, group] = scale, np.uint8(zero)
-        _add_up(losses, tally_4)
-    return tally_4, too_large, not_finite
+        _add_up(losses, tally_6)
 
 
 @routine
@@ -143,14 +150,14 @@ def _larger(a: Any, b: Any) -> Any:
 
 
 @routine
-def _add_up(losses: Any, tally_4: Any) -> None:
+def _add_up(losses: Any, tally_6: Any) -> None:
     """Adds a row's losses to the tally: squared errors, squared weights, largest error, largest in steps."""
     errors, squares, worst, most = losses
     for k in range(LANES):
-        tally_4[0] += lane(errors, k)
-        tally_4[1] += lane(squares, k)
-    tally_4[2] = max(tally_4[2], peak(worst))
-    tally_4[3] = max(tally_4[3], peak(most))
+        tally_6[0] += lane(errors, k)
+        tally_6[1] += lane(squares, k)
+    tally_6[2] = max(tally_6[2], peak(worst))
+    tally_6[3] = max(tally_6[3], peak(most))
 
 
 @kernel

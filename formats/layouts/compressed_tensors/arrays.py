@@ -29,7 +29,7 @@ from qconvert.core.layout_traits import (
     with_packages,
 )
 from qconvert.core.protocols import ArrayRows, Source
-from qconvert.core.values import AffineIntRows, CodebookRows
+from qconvert.core.values import AffineIntRows, CodebookRows, Value
 from qconvert.errors import BadRecipe
 from qconvert.formats.layouts.base import PassThrough
 from qconvert.formats.layouts.codebook_arrays import CodedArrays
@@ -181,6 +181,7 @@ class CompressedTensors(PassThrough[AffineInt | Codebook, AffineIntRows | Codebo
     """Stores integers packed into words, those of `loose` encodings a byte each; and small floats."""
 
     traits = TRAITS
+    named_by_suffix = True
 
     def __init__(self, loose: Container[AffineInt] = frozenset()) -> None:
         self.loose = loose
@@ -218,6 +219,12 @@ class CompressedTensors(PassThrough[AffineInt | Codebook, AffineIntRows | Codebo
         if encoding.symmetric or encoding in self.loose:
             return 1
         return _WORD // gcd(encoding.bits, _WORD)
+
+    def as_stored(self, value: Value) -> Value:
+        if not isinstance(value, AffineIntRows) or value.encoding in self.loose:
+            return value
+        fills_words = value.width * value.encoding.bits % _WORD == 0
+        return value.with_arrays((words_of(value), *value.arrays[1:])) if fills_words else value
 
     def store(
         self, tensor: ModelTensor, start: int, value: AffineIntRows | CodebookRows

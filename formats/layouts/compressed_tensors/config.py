@@ -50,9 +50,14 @@ def quantization_config(
     """
     ignore = sorted(set(kept_linears))
     by_encoding: dict[tuple[Quantized, bool], list[str]] = {}
-    for module, encoding in quantized.items():
-        by_encoding.setdefault((encoding, module in scales.inputs), []).append(module)
-    uniform = len(by_encoding) == 1 and not any("embed" in module for module in quantized)
+    kinds = {(id(encoding), module in scales.inputs): encoding for module, encoding in quantized.items()}
+    distinct = {(encoding, static) for (_, static), encoding in kinds.items()}
+    uniform = len(distinct) == 1 and not any("embed" in module for module in quantized)
+    if uniform:  # of half a million modules, those are named that need it
+        by_encoding[distinct.pop()] = _beside_layers(quantized)
+    else:
+        for module, encoding in quantized.items():
+            by_encoding.setdefault((encoding, module in scales.inputs), []).append(module)
     groups = {
         f"group_{i}": {
             "targets": [_CLASS, *patterns(_beside_layers(modules))] if uniform else patterns(modules),

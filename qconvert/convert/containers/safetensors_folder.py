@@ -16,14 +16,15 @@ from qconvert.convert.model_card import model_card
 from qconvert.convert.outcome import Outcome, WrittenRows
 from qconvert.core.dtypes import Json
 from qconvert.core.protocols import Layout
-from qconvert.formats.huggingface.safetensors_plan import plan_files
+from qconvert.formats.huggingface.safetensors_plan import plan_arrays
 from qconvert.formats.io.journal import FILE_NAME as JOURNAL
 from qconvert.formats.io.local_file import copy_whole
 from qconvert.formats.io.output_folder import WORKING, OutputDir, check_target, partial_folder
 from qconvert.formats.io.planned_files import FilePlan, FileSink
 from qconvert.formats.io.read_back import Hashes, Progress, verify_files
 from qconvert.formats.layouts import registry
-from qconvert.models.parameter_table import table_of_outputs
+from qconvert.formats.layouts.base import arrays_of
+from qconvert.models.parameter_table import ParameterTable, table_of_outputs
 from qconvert.plan.state import Compiled
 
 if TYPE_CHECKING:
@@ -49,10 +50,14 @@ class SafetensorsFolder:
         return {}
 
     @cached_property
+    def table(self) -> ParameterTable:
+        """The parameters of the output by role."""
+        return table_of_outputs(self.compiled.outputs, self.compiled.architecture, self.layout.traits)
+
+    @cached_property
     def _files(self) -> tuple[FilePlan, ...]:
-        specs = (spec for unit in self.compiled.plan.units for spec in self.layout.stored_arrays(unit.output))
-        parameters = table_of_outputs(self.compiled.outputs, self.compiled.architecture).parameters
-        return plan_files(specs, self.options.shard_size, {"format": "pt"}, parameters)
+        arrays = arrays_of(self.layout, (unit.output for unit in self.compiled.plan.units))
+        return plan_arrays(arrays, self.options.shard_size, {"format": "pt"}, self.table.parameters)
 
     def files(self, out: Path) -> tuple[FilePlan, ...]:
         """The shards, whose names do not depend on the folder's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from qconvert.core.encodings import ModelTensor, Quantized
 from qconvert.errors import UnsupportedModel
 from qconvert.formats.layouts import registry
 from qconvert.plan.loader_notices import notices
-from qconvert.plan.selectors import parameters_of
 from qconvert.plan.state import Compiled
 
 TORCH_NAMES = {DType.F64: "float64", DType.F32: "float32", DType.F16: "float16", DType.BF16: "bfloat16"}
@@ -40,28 +39,68 @@ def _config(state: Compiled) -> Json:
             config[key] = TORCH_NAMES[dtype]
     for key in ("quantization_config", "quantization"):
         config.pop(key, None)
-    outputs = state.outputs
-    quantized = {_module(n): t.encoding for n, t in outputs.items() if isinstance(t.encoding, Quantized)}
-    if quantized:
+    quantized = _Modules(state.outputs)
+    if any(True for _ in quantized):
         config |= _settings(state, quantized)
     return config
 
 
-def _settings(state: Compiled, quantized: dict[str, Quantized]) -> Json:
+class _Modules(Mapping[str, Quantized]):
+    """The encodings of quantized modules; names of half a million are made as they are asked for."""
+
+    def __init__(self, outputs: Mapping[str, ModelTensor]) -> None:
+        self._outputs = outputs
+
+    def __getitem__(self, module: str) -> Quantized:
+        for name in (f"{module}.weight", module):
+            tensor = self._outputs.get(name)
+            if tensor is not None and isinstance(tensor.encoding, Quantized):
+                return tensor.encoding
+        raise KeyError(module)
+
+    def __iter__(self) -> Iterator[str]:
+        return (module for module, _ in self.pairs())
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def items(self) -> ItemsView[str, Quantized]:
+        return _Items(self)
+
+    def pairs(self) -> Iterator[tuple[str, Quantized]]:
+        for name, tensor in self._outputs.items():
+            if isinstance(tensor.encoding, Quantized):
+                yield _module(name), tensor.encoding
+
+
+class _Items(ItemsView[str, Quantized]):
+    """Modules with their encodings, without looking each up."""
+
+    _mapping: _Modules
+
+    def __iter__(self) -> Iterator[tuple[str, Quantized]]:
+        return self._mapping.pairs()
+
+
+def _settings(state: Compiled, quantized: Mapping[str, Quantized]) -> Json:
     kept = _kept(state, quantized)
     if state.beside == NO_SCALES:
         return state.layout.settings(quantized, kept)
     return state.layout.settings_beside(quantized, kept, state.beside)
 
 
-def _kept(state: Compiled, quantized: dict[str, Quantized]) -> list[str]:
+def _kept(state: Compiled, quantized: Mapping[str, Quantized]) -> list[str]:
     """The modules of linears that stay plain."""
-    linears = [
-        parameter.module
-        for parameter in parameters_of(state.plan, state.architecture).values()
-        if parameter.kind != "embedding" and parameter.param == "weight" and len(parameter.shape) == 2
-    ]
-    kept = [module for module in linears if module not in quantized]
+    found = (state.architecture.parameter(name) for name in state.outputs)
+    linears = (
+        parameter
+        for parameter in found
+        if parameter is not None
+        and parameter.kind != "embedding"
+        and parameter.param == "weight"
+        and len(parameter.shape) == 2
+    )
+    kept = [parameter.module for parameter in linears if parameter.module not in quantized]
     kept += [_module(name) for name in state.binding.unknown if len(state.outputs[name].shape) == 2]
     head = state.architecture.table("lm_head")
     return [*kept, head.module] if state.tied and head is not None else kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import Unquantized
+from qconvert.core.encodings import ModelTensor, Unquantized
 from qconvert.core.schemes import fitting
 from qconvert.errors import BadRecipe
 from qconvert.ops import Cast, Quantize
@@ -32,7 +32,7 @@ def quantize(state: Compiled) -> Compiled:
     plan, architecture = unstack_experts(state.plan, state.architecture), state.architecture
     schemes = decide(recipe, architecture, parameters_of(plan, architecture), tied=state.tied)
     scale_dtype = target.traits.scale_dtype if target else None
-    made: dict[tuple[int, int, DType], Quantize] = {}  # one of a kind, by its scheme's identity
+    made: dict[tuple[int, int, DType], tuple[Quantize]] = {}  # one of a kind, by its scheme's identity
 
     def one(unit: Unit) -> Unit:
         scheme = schemes.get(unit.output.name)
@@ -44,7 +44,10 @@ def quantize(state: Compiled) -> Compiled:
             unit, encoding = unit.then(Cast(DType.F32)), Unquantized(DType.F32)
         kind = id(scheme), unit.output.width, scale_dtype or encoding.dtype
         if kind not in made:
-            made[kind] = Quantize(fitting(scheme, unit.output, kind[-1]), recipe.search)
-        return unit.then(made[kind])
+            made[kind] = (Quantize(fitting(scheme, unit.output, kind[-1]), recipe.search),)
+        if unit.ops:
+            return unit.then(*made[kind])
+        output = ModelTensor(unit.output.name, unit.output.shape, made[kind][0].encoding)
+        return Unit(unit.inputs, made[kind], output, unit.statistics)  # which share their operations
 
     return state.with_plan(plan.each(one))
