@@ -48,11 +48,7 @@ FUSED = Notice(
     "this family's classes have no fused qkv/gate_up linears, so not every loader reads this file:",
     (
         Verdict("qconvert", True, "decodes it, and `qconvert unfuse` restores the original bytes"),
-        Verdict(
-            "vLLM 0.33",
-            True,
-            "16-bit, compressed-tensors, AWQ, AutoRound and FP8 (stacks the same rows itself)",
-        ),
+        Verdict("vLLM 0.33", True, "16-bit, compressed-tensors, AWQ and FP8 (stacks the same rows itself)"),
         Verdict(
             "transformers 5",
             False,
@@ -72,10 +68,7 @@ QUANTIZED_EMBEDDING = Notice(
             "vLLM 0.33", True, "symmetric group or channel integers whose bits divide 32; not for a tied head"
         ),
         Verdict(
-            "transformers 5",
-            False,
-            "fails: AttributeError, 'Embedding' object has no attribute 'weight'; where all weights have one"
-            " scheme, quantization_config=CompressedTensorsConfig(dequantize=True) loads it",
+            "transformers 5", False, "fails: AttributeError, 'Embedding' object has no attribute 'weight'"
         ),
         Verdict("SGLang 0.5", False, "reads plain embeddings only"),
     ),
