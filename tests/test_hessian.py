@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from qconvert.calibrate.input_sums import InputSums, row_basis
+from qconvert.core.statistics import InputHessian
 from qconvert.quant.hessian import (
     NotPositiveDefinite,
     factor,
     row_errors,
     target_shift,
 )
+from qconvert.runtime.storage import DenseWeight
 
 
 def correlated(width: int, tokens: int, seed: int = 0, rank: int = 8) -> np.ndarray:
@@ -96,11 +100,11 @@ def test_the_shift_solves_for_the_original_outputs(width):
     x = correlated(width, 6 * width)
     quantized = x + np.random.default_rng(1).standard_normal(x.shape).astype(np.float32) * x.std(0) * 0.2
     h_II, mismatch_II = moments(quantized, quantized), moments(x - quantized, quantized)
-    shift_II = target_shift(h_II, mismatch_II, 0.01, 0.5)
+    shift_II = np.eye(width) + target_shift(h_II, mismatch_II, 0.01, 0.5)
     damped = h_II + 0.01 * h_II.diagonal().mean() * np.eye(width)
     expected = np.eye(width) + 0.5 * mismatch_II @ np.linalg.inv(damped.astype(np.float64))
     assert np.abs(shift_II - expected).max() < 1e-4
-    assert np.array_equal(target_shift(h_II, mismatch_II, 0.01, 0.0), np.eye(width))
+    assert not target_shift(h_II, mismatch_II, 0.01, 0.0).any()
 
 
 def test_the_shift_lowers_the_error_and_leaves_dead_inputs():
@@ -108,7 +112,7 @@ def test_the_shift_lowers_the_error_and_leaves_dead_inputs():
     quantized = x + np.random.default_rng(1).standard_normal(x.shape).astype(np.float32) * x.std(0) * 0.3
     quantized[:, 9] = 0
     h_II, mismatch_II = moments(quantized, quantized), moments(x - quantized, quantized)
-    shift_II = target_shift(h_II, mismatch_II)
+    shift_II = (np.eye(40) + target_shift(h_II, mismatch_II)).astype(np.float32)
     assert np.array_equal(shift_II[:, 9] == 0, np.arange(40) != 9)
     w_RI = np.random.default_rng(2).standard_normal((6, 40)).astype(np.float32)
     plain = np.square(x @ w_RI.T - quantized @ w_RI.T).mean(0)
@@ -126,3 +130,33 @@ def test_row_errors_are_those_of_outputs():
     np.testing.assert_allclose(errors, np.square((w_RI - q_RI) @ x.T.astype(np.float64)).mean(1), rtol=1e-5)
     cut = [row_errors(w_RI[s], q_RI[s], h_II) for s in (slice(0, 1), slice(1, 30), slice(30, 37))]
     assert np.array_equal(np.concatenate(cut), errors)
+
+
+def test_the_shift_of_few_rows_is_that_of_a_basis_of_them():
+    """Sums of what the rows see of x - x~ move them as sums of all of it do, in a quarter of the numbers."""
+    width, tokens = 96, 700
+    x = torch.from_numpy(correlated(width, tokens))
+    moved = x + 0.2 * x.std(0) * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+    w_OI = torch.randn(24, width, generator=torch.Generator().manual_seed(2))
+    basis_IB = row_basis(DenseWeight(w_OI))
+    assert basis_IB is not None and basis_IB.shape == (width, 24)
+    shifted = []
+    for basis in (None, basis_IB):
+        sums = InputSums(width, torch.device("cpu"), pairs=True, basis_IB=basis)
+        sums.add(moved[:500], x[:500])
+        sums.hold(moved[500:], x[500:])
+        given = sums.hessian(0.01)
+        assert isinstance(given, InputHessian) and given.shift is not None
+        shift_II = given.shift.solved_BI
+        if given.shift.basis_IB is not None:
+            assert shift_II.shape == (24, width)
+            shift_II = given.shift.basis_IB @ shift_II
+        shifted.append(w_OI.numpy() @ shift_II)
+    whole, few = shifted
+    scale = float((few * whole).sum() / (whole * whole).sum())  # the shares that are applied may differ
+    assert 0.8 < scale < 1.25 and np.abs(whole).max() > 0.01
+    assert np.abs(few - scale * whole).max() < 1e-4 * np.abs(whole).max()
+
+
+def test_many_rows_have_no_basis():
+    assert row_basis(DenseWeight(torch.randn(33, 96))) is None

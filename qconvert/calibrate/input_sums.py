@@ -1,6 +1,6 @@
 """Sums outer products of a linear's inputs over the tokens of a text, and makes its Hessian of them.
 
-Legend: N rows (tokens), I columns of the linear.
+Legend: N rows (tokens), I columns of the linear, B columns of a basis of its rows.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from qconvert.calibrate.savings import WHOLE, HessianForm
-from qconvert.core.statistics import BlockedHessian, InputHessian, Rounding
+from qconvert.core.statistics import BlockedHessian, InputHessian, Rounding, TargetShift
 from qconvert.quant.hessian import eights_when_asked, factor, factor_and_shift
+from qconvert.runtime.cuda.packing import MmaWeight
+from qconvert.runtime.linear import Weight
 
 # Rows held out of a Hessian; a relative error of sqrt(2 / 2048) = 3 % in what is decided with them.
 MOST_HELD = 2048
@@ -33,15 +35,26 @@ class InputSums:
 
     With `pairs`, every row x~ that the quantized layers make comes with the row x of the same token that
     the original ones made. The `form` says what of the Hessian is kept: `squares` has a matrix for every
-    block of columns; `moved_II` is there with pairs, where the form has a target shift.
+    block of columns; `moved_BI` is there with pairs, where the form has a target shift: of x - x~ itself, or
+    of what a `basis_IB` of the linear's rows has of it.
     """
 
-    def __init__(self, width: int, device: torch.device, *, pairs: bool, form: HessianForm = WHOLE) -> None:
+    def __init__(
+        self,
+        width: int,
+        device: torch.device,
+        *,
+        pairs: bool,
+        form: HessianForm = WHOLE,
+        basis_IB: Tensor | None = None,
+    ) -> None:
         self.form, self.columns = form, form.blocks(width)
         sizes = [part.stop - part.start for part in self.columns]
         self.squares = [torch.zeros(size, size, device=device) for size in sizes]
         shifts = pairs and form.shift and form.columns is None
-        self.moved_II = torch.zeros(width, width, device=device) if shifts else None
+        self.basis_IB = basis_IB if shifts else None
+        rows = width if self.basis_IB is None else self.basis_IB.shape[1]
+        self.moved_BI = torch.zeros(rows, width, device=device) if shifts else None
         self.count = 0
         self.divided = False
         self.held: list[tuple[Tensor, Tensor]] = []
@@ -63,9 +76,12 @@ class InputSums:
             for start in range(0, len(squares_CC), _BLOCK):  # the upper triangle, by blocks
                 part = slice(start, start + _BLOCK)
                 squares_CC[part, start:].addmm_(read_NC[:, part].T, read_NC[:, start:])
-        if self.moved_II is not None and original_NI is not None:
+        if self.moved_BI is not None and original_NI is not None:
             # Of the difference, which is small: products of x would lose it in their rounding.
-            self.moved_II.addmm_((original_NI - read_NI).T, read_NI)
+            moved_NB = original_NI - read_NI
+            if self.basis_IB is not None:
+                moved_NB = moved_NB @ self.basis_IB
+            self.moved_BI.addmm_(moved_NB.T, read_NI)
         self.count += len(read_NI)
 
     def hold(self, read_NI: Tensor, original_NI: Tensor | None) -> None:
@@ -95,8 +111,8 @@ class InputSums:
         self.divided = True
         for squares_CC in self.squares:
             _symmetric(squares_CC.div_(max(1, self.count)))
-        if self.moved_II is not None:
-            self.moved_II.div_(max(1, self.count))
+        if self.moved_BI is not None:
+            self.moved_BI.div_(max(1, self.count))
 
     def _held_rows(self) -> tuple[np.ndarray, np.ndarray]:
         """x and x~ of the rows held out, each together; kept so."""
@@ -119,15 +135,14 @@ class InputSums:
         self._divide()
         held_NI, held_read_NI = self._held_rows()
         dtype = np.float32 if self.form.single else np.float64
-        if self.moved_II is not None:
-            moved_II = self.moved_II if last else self.moved_II.clone()
-            hessian_II, shift_II = self.squares[0].cpu().numpy(), moved_II.cpu().numpy()
-            order_I, factor_II, used = factor_and_shift(hessian_II, shift_II, damping, dtype=dtype)
-            share = _share(shift_II, held_NI, held_read_NI)
-            shift_II *= np.float32(share)
-            shift_II[np.diag_indices(len(shift_II))] += np.float32(1 - share)
+        if self.moved_BI is not None:
+            moved_BI = self.moved_BI if last else self.moved_BI.clone()
+            hessian_II, solved_BI = self.squares[0].cpu().numpy(), moved_BI.cpu().numpy()
+            order_I, factor_II, used = factor_and_shift(hessian_II, solved_BI, damping, dtype=dtype)
+            shift = TargetShift(solved_BI, None if self.basis_IB is None else self.basis_IB.cpu().numpy())
+            solved_BI *= np.float32(_share(shift, held_NI, held_read_NI))
             eights = eights_when_asked(hessian_II, used, dtype)
-            return InputHessian(hessian_II, order_I, factor_II, shift_II, held_NI, held_read_NI, eights)
+            return InputHessian(hessian_II, order_I, factor_II, shift, held_NI, held_read_NI, eights)
         blocks = []
         for columns, squares_CC in zip(self.columns, self.squares, strict=True):
             hessian_CC = squares_CC.cpu().numpy()
@@ -140,14 +155,30 @@ class InputSums:
         return blocks[0] if len(blocks) == 1 else BlockedHessian(tuple(blocks), held_NI, held_read_NI)
 
 
-def _share(shift_II: np.ndarray, held_NI: np.ndarray, held_read_NI: np.ndarray) -> float:
-    """The least-squares share s of P = S - 1 in x = (1 + s P) x~, between 0 and 1."""
+def row_basis(weight: Weight) -> Tensor | None:
+    """Orthonormal columns that span the rows of a weight, float32 [I, B]; None where they are too many.
+
+    B rows of I numbers make the shift's sums B/I as large, for another product with the basis, and its QR
+    factorization takes the memory of three such matrices.
+    """
+    rows, width = weight.shape
+    if rows * 3 > width or isinstance(weight, MmaWeight):
+        return None
+    basis_IB: Tensor = torch.linalg.qr(weight.rows(slice(0, rows)).float().T).Q.contiguous()
+    return basis_IB
+
+
+def _share(shift: TargetShift, held_NI: np.ndarray, held_read_NI: np.ndarray) -> float:
+    """The least-squares share s of P in x = (1 + s P) x~, or in what the basis has of it, between 0 and 1."""
     cost = gain = 0.0
     for start in range(0, len(held_NI), _SHARE_ROWS):
         rows = slice(start, start + _SHARE_ROWS)
-        moved_NI = (held_read_NI[rows] @ shift_II.T - held_read_NI[rows]).astype(np.float64)
-        cost += float((moved_NI**2).sum())
-        gain += float((moved_NI * (held_NI[rows] - held_read_NI[rows])).sum())
+        moved_NB = (held_read_NI[rows] @ shift.solved_BI.T).astype(np.float64)
+        wanted_NB = held_NI[rows] - held_read_NI[rows]
+        if shift.basis_IB is not None:
+            wanted_NB = wanted_NB @ shift.basis_IB
+        cost += float((moved_NB**2).sum())
+        gain += float((moved_NB * wanted_NB).sum())
     return min(1.0, max(0.0, gain / cost)) if cost > 0 else 0.0
 
 

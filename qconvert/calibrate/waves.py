@@ -25,7 +25,7 @@ from torch import Tensor
 from qconvert.calibrate.activation_file import ActivationFile, activation_file
 from qconvert.calibrate.calibration import Calibration
 from qconvert.calibrate.freed import give_back
-from qconvert.calibrate.input_sums import InputSums, pooled
+from qconvert.calibrate.input_sums import InputSums, pooled, row_basis
 from qconvert.calibrate.wave import Wave
 from qconvert.core.statistics import Rounding, StatisticsKey
 from qconvert.errors import CheckFailed
@@ -206,6 +206,9 @@ class _Walk:
         pairs = self.calibration.shift and all(key.expert is None for key in inputs)
         sums: dict[InputKey, InputSums] = {}
         changed = reading.changed(self.rotations) if self.calibration.shift else None
+        basis_IB = None
+        if reading.kept is not None and isinstance(reading.step, SplitStep):
+            basis_IB = row_basis(reading.step.last.weight)
         for batch in self._batches(token_wise):
             x_BTD = self._read(reading.original, _ORIGINAL, batch)
             origin, y_BTD = _shown(reading.original, reading.step, x_BTD, inputs, whole=reading.whole)
@@ -220,14 +223,17 @@ class _Walk:
                     read = dict.fromkeys(inputs, last_BTI.flatten(0, -2).float())
             for key, rows_NI in read.items():
                 if key not in sums:
-                    sums[key] = self._sums(rows_NI.shape[1], rows_NI.device, pairs=pairs)
+                    sums[key] = self._sums(rows_NI.shape[1], rows_NI.device, pairs=pairs, basis_IB=basis_IB)
                 (sums[key].hold if batch.held else sums[key].add)(rows_NI, origin[key] if pairs else None)
             if y_BTD is not None:
                 self.file.write(_ORIGINAL, batch.first, y_BTD, batch.start)
         return sums
 
-    def _sums(self, width: int, device: torch.device, *, pairs: bool) -> InputSums:
-        return InputSums(width, device, pairs=pairs, form=self.calibration.savings.form(width))
+    def _sums(
+        self, width: int, device: torch.device, *, pairs: bool, basis_IB: Tensor | None = None
+    ) -> InputSums:
+        form = self.calibration.savings.form(width)
+        return InputSums(width, device, pairs=pairs, form=form, basis_IB=basis_IB)
 
     def _finished(self, keys: frozenset[StatisticsKey], sums: dict[InputKey, InputSums]) -> Wave:
         """The wave of these sums, which are used up."""

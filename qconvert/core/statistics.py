@@ -80,6 +80,18 @@ class RowStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class TargetShift:
+    """What is added to the weights W of linears so that they give for inputs x~ what they gave for x: W P.
+
+    `solved_BI` float32 is P, [I, I], where the linears have many rows. Of fewer rows only what P does to them
+    counts: `basis_IB` float32 has orthonormal columns Q that span the rows, and `solved_BI` is Q^T P.
+    """
+
+    solved_BI: np.ndarray
+    basis_IB: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class InputHessian:
     """What choosing the codes of a linear together needs to know of its input x, of I columns.
 
@@ -87,8 +99,8 @@ class InputHessian:
 
     `hessian_II` float32: E[x~ x~^T]. `order_I` int64: the columns, the first to be rounded first.
     `factor_II` float32: M, unit upper triangular, of the damped Hessian H = M D M^T, its rows and columns in
-    that order. `shift_II` float32: what weights are multiplied by so that the quantized linear gives for x~
-    what the linear gave for x; None where the two are one. `held_NI` float32: x of tokens that are in none of
+    that order. `shift`: what is added to weights so that the quantized linear gives for x~ what the linear
+    gave for x; None where the two are one. `held_NI` float32: x of tokens that are in none of
     the above, `held_read_NI` their x~. `eights` gives what `quant.hessian.factor_eights` returns of the same
     Hessian, computed when it is first asked for; None where codes of eight columns are not chosen at once.
     """
@@ -96,7 +108,7 @@ class InputHessian:
     hessian_II: np.ndarray
     order_I: np.ndarray
     factor_II: np.ndarray
-    shift_II: np.ndarray | None
+    shift: TargetShift | None
     held_NI: np.ndarray
     held_read_NI: np.ndarray
     eights: Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None

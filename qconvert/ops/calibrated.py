@@ -169,10 +169,13 @@ def _columns_of(rows: GgmlRows, columns: slice) -> GgmlRows:
 
 def _shifted(w_RI: np.ndarray, given: Rounding) -> np.ndarray:
     """The weights that give for quantized inputs what they gave for the original ones."""
-    shifts = [part.shift_II for part in given.blocks]
-    if len(shifts) == 1 and shifts[0] is not None:
-        return _product(w_RI, shifts[0])
-    return w_RI
+    shift = given.blocks[0].shift
+    if shift is None:
+        return w_RI
+    w_RB = w_RI if shift.basis_IB is None else _product(w_RI, shift.basis_IB)
+    shifted_RI = _product(w_RB, shift.solved_BI)
+    shifted_RI += w_RI
+    return shifted_RI
 
 
 def _codes(

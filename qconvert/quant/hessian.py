@@ -77,23 +77,23 @@ def eights_when_asked(
 
 def factor_and_shift(
     h_II: np.ndarray,
-    mismatch_II: np.ndarray,
+    mismatch_BI: np.ndarray,
     damping: float = 0.01,
     *,
     dtype: type[np.floating] = np.float64,
 ) -> tuple[np.ndarray, np.ndarray, float]:
     """What `factor` returns, the Hessian factored once for it and for the shift.
 
-    `mismatch_II` float32 [I, I] becomes what `target_shift` returns for it with alpha 1 and the damping used.
+    `mismatch_BI` float32 becomes what `target_shift` returns for it with alpha 1 and the damping used.
     Working memory is 8 I^2 bytes beside 4 I^2 for M, and none with `dtype` float32.
     """
     order_I = column_order(h_II)
     upper_II, used = _factored(h_II, order_I, damping, dtype)
     if dtype is np.float32:
-        _shift_in_place(h_II, order_I, upper_II, mismatch_II, 1.0)
+        _shift_in_place(h_II, order_I, upper_II, mismatch_BI, 1.0)
         return order_I, _unit_columns(upper_II), used
     unit_II = _unit_columns(upper_II)
-    _shift_in_place(h_II, order_I, _narrowed(upper_II), mismatch_II, 1.0)
+    _shift_in_place(h_II, order_I, _narrowed(upper_II), mismatch_BI, 1.0)
     return order_I, unit_II, used
 
 
@@ -190,38 +190,38 @@ def _narrowed(a_II: np.ndarray) -> np.ndarray:
 
 
 def target_shift(
-    h_II: np.ndarray, mismatch_II: np.ndarray, damping: float = 0.01, alpha: float = 1.0
+    h_II: np.ndarray, mismatch_BI: np.ndarray, damping: float = 0.01, alpha: float = 1.0
 ) -> np.ndarray:
-    """What weights are multiplied by so that quantized inputs x~ give what the inputs x gave: S of W' = W S.
+    """What is added to weights so that quantized inputs x~ give what the inputs x gave: P of W' = W + W P.
 
     min E|W x - W' x~|^2 has W' = W G H^-1 with H = E[x~ x~^T], G = E[x x~^T] (GPTAQ, arXiv 2504.02692, and
     Qronos, arXiv 2505.11695, reach the same target column by column). Damped on both sides and blended:
-    S = I + alpha (G - H) (H + lambda I)^-1. `mismatch_II` float32 or float64 [I, I] is G - H, or
-    E[(x - x~) x~^T]: small numbers, better summed than subtracted. Returns float32 [I, I], identity for
-    inputs that were always 0. Raises `NotPositiveDefinite`; more damping is tried as in `factor`.
+    P = alpha (G - H) (H + lambda I)^-1. `mismatch_BI` float32 or float64 is G - H, [I, I], or
+    E[(x - x~) x~^T]: small numbers, better summed than subtracted. Of a basis Q of the weights' rows, it is
+    Q^T (G - H), [B, I], and what is returned Q^T P. Returns float32, 0 for inputs that were always 0. Raises
+    `NotPositiveDefinite`; more damping is tried as in `factor`.
     """
     order_I = column_order(h_II)
     upper_II, _ = _factored(h_II, order_I, damping, np.float64)
-    shift_II = mismatch_II.astype(np.float32)
-    _shift_in_place(h_II, order_I, _narrowed(upper_II), shift_II, alpha)
-    return shift_II
+    shift_BI = mismatch_BI.astype(np.float32)
+    _shift_in_place(h_II, order_I, _narrowed(upper_II), shift_BI, alpha)
+    return shift_BI
 
 
 def _shift_in_place(
-    h_II: np.ndarray, order_I: np.ndarray, upper_II: np.ndarray, shift_II: np.ndarray, alpha: float
+    h_II: np.ndarray, order_I: np.ndarray, upper_II: np.ndarray, shift_BI: np.ndarray, alpha: float
 ) -> None:
-    """Makes S of G - H, given U of H + lambda I = U U^T in the order of its columns.
+    """Makes P of G - H, given U of H + lambda I = U U^T in the order of its columns.
 
-    S - I is a correction: solved in float32, it is 2e-6 off where the Hessian's condition is 1e5.
+    P is a correction: solved in float32, it is 2e-6 off where the Hessian's condition is 1e5.
     """
     inverses = [np.linalg.inv(np.triu(upper_II[block, block])) for block in _blocks(len(upper_II))]
-    for start in range(0, len(shift_II), _ROWS):
+    for start in range(0, len(shift_BI), _ROWS):
         rows = slice(start, start + _ROWS)
-        solved_RI = shift_II[rows][:, order_I]
+        solved_RI = shift_BI[rows][:, order_I]
         _solve_in_place(upper_II, inverses, solved_RI)
-        shift_II[rows, order_I] = np.float32(alpha) * solved_RI
-    shift_II *= h_II.diagonal() > 0
-    shift_II[np.diag_indices_from(shift_II)] += 1
+        shift_BI[rows, order_I] = np.float32(alpha) * solved_RI
+    shift_BI *= h_II.diagonal() > 0
 
 
 def _solve_in_place(upper_II: np.ndarray, inverses: list[np.ndarray], x_RI: np.ndarray) -> None:

@@ -36,15 +36,18 @@ def exact_products() -> Iterator[None]:
 
 @contextmanager
 def fast_products() -> Iterator[None]:
-    """Float32 products on CPUs with factors rounded to bfloat16 where the processor multiplies these.
+    """Float32 products on CPUs with factors rounded to bfloat16 where tiles (AMX) multiply these.
 
-    Sums stay in float32. 1.7 times as fast on a core with AVX-512; for statistics of many tokens, whose own
-    noise is larger. What was set is restored.
+    Sums stay in float32. 1.7 times as fast there; for statistics of many tokens, whose own noise is larger.
+    With the bfloat16 instructions of AVX-512 alone products of 4,864 columns are 0.75 to 1.0 times as fast
+    (Emerald Rapids), so that nothing is rounded. What was set is restored.
     """
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # not in torch's own stubs
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
+    if matmul is None or not torch.cpu._is_amx_tile_supported():
+        yield
+        return
     before = matmul.fp32_precision
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        matmul.fp32_precision = "bf16"
+    matmul.fp32_precision = "bf16"
     try:
         yield
     finally:
