@@ -100,6 +100,47 @@ def test_no_command_prints_what_a_terminal_obeys(name: str, evil: dict[str, Path
             harmless(qconvert(*said), said)
 
 
+# Words of what writes elsewhere, or tells another program; {} stands for such characters.
+ELSEWHERE = (
+    "quantize {m} --bits 8 -o out --overwrite --events events.jsonl --json",
+    "quantize {m} --bits 8 -o out{} --events events{}.jsonl",
+    "quantize {m} --bits 8 -o s3://b{}/x --dry-run",
+    "convert {m} --to awq -o gs://b/{} --json",
+    "quantize {m} --bits 8 -o out --overwrite --push-to a/b{} --json",
+    "quantize {m} --bits 8 -o out --overwrite --push-to {}",
+    "inspect s3://b{}/x --json",
+    "inspect https://a.invalid/{}",
+    "verify hf://a/{}",
+    "bench {m} --device {} --json",
+)
+
+
+@pytest.mark.parametrize("words", ELSEWHERE)
+def test_names_elsewhere_and_events_are_escaped(words: str, tmp_path: Path, here: Path) -> None:
+    model = evil_folder(tmp_path / f"m{EVIL}", architectures=["Qwen3ForCausalLM"], num_hidden_layers=1)
+    said = [word.replace("{m}", str(model)).replace("{}", EVIL) for word in words.split()]
+    ran = qconvert(*said)
+    harmless(ran, said)
+    assert "--json" not in said or isinstance(ran.json, dict)
+    for file in here.glob("*.jsonl"):
+        text = file.read_text(encoding="utf-8")
+        assert not OBEYED.search(text) and all(
+            isinstance(json.loads(line), dict) for line in text.splitlines()
+        )
+    if "--events" in said:
+        assert ran.code == 0 and list(here.glob("*.jsonl")), ran
+
+
+@pytest.mark.parametrize("of_ranks", [{"RANK": EVIL, "WORLD_SIZE": "2"}, {"RANK": "0", "WORLD_SIZE": EVIL}])
+def test_the_environment_of_ranks_is_escaped(
+    of_ranks: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, here: Path
+) -> None:
+    for name, value in of_ranks.items():
+        monkeypatch.setenv(name, value)
+    ran = qconvert("quantize", tiny(tmp_path / "m"), "--bits", "8", "-o", "out", "--json")
+    harmless(ran, of_ranks)
+
+
 def test_errors_of_a_command_line_are_escaped(here: Path) -> None:
     for words in ([EVIL], ["inspect", f"--{EVIL}"], ["inspect", EVIL], ["inspect", EVIL, "--json"]):
         harmless(qconvert(*words), words)
