@@ -128,6 +128,16 @@ def test_sizes_hashes_and_forms_are_held_against_the_manifest(source: Path, here
         problems(lambda r: r.pop("files"))
 
 
+def test_a_manifest_with_a_name_that_no_disk_can_have(source: Path, here: Path) -> None:
+    out = made("quantize", source, "--scheme", "int4-g32", "-o", "long")
+    manifest = out / "qconvert.json"
+    said = json.loads(manifest.read_text())
+    said["files"][0]["name"] = "a" * 5000
+    manifest.write_text(json.dumps(said))
+    problems = verify(open_checkpoint(out)).problems
+    assert any(problem.endswith("named in qconvert.json, but not here") for problem in problems)
+
+
 def test_numbers_that_are_none_are_named_in_every_form(source: Path, here: Path) -> None:
     plain = made("quantize", source, "--scheme", "int4-g32", "-o", "out")
 

@@ -155,7 +155,7 @@ def _file_problems(manifest: Path, files: Iterable[Json]) -> list[str]:
     problems = []
     for entry in files:
         path = manifest.parent / str(entry["name"])
-        if path.parent != manifest.parent or not path.is_file():
+        if path.parent != manifest.parent or not _is_file(path):
             problems.append(f"{entry['name']}: named in {manifest.name}, but not here")
         elif path.stat().st_size != entry["bytes"]:
             problems.append(
@@ -164,6 +164,14 @@ def _file_problems(manifest: Path, files: Iterable[Json]) -> list[str]:
         elif entry["sha256"] and file_sha256(path) != entry["sha256"]:
             problems.append(f"{entry['name']}: its SHA-256 is not the manifest's")
     return problems
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a file of this name is there; no name of a manifest that no disk can have is."""
+    try:
+        return path.is_file()
+    except OSError:  # longer than any
+        return False
 
 
 def _tensor_problems(checkpoint: Checkpoint, tensors: Mapping[str, Json]) -> list[str]:
