@@ -87,6 +87,8 @@ def load(path: Path) -> Journal | None:
     try:
         return parse(read_bounded(path, limits.JOURNAL_BYTES))
     except CorruptCheckpoint as error:
+        if not path.exists():  # another process finished, and removed it
+            return None
         raise QConvertError(f"{path}: cannot be read ({error.fact})", "remove it, and start again") from error
 
 
