@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from qconvert.quant.simd import processor
+
 _EXACT: dict[str, str | bool] = {"allow_bf16_reduced_precision_reduction": False}
 # Since torch 2.9; mixing the two spellings is an error.
 _EXACT |= (
@@ -36,14 +38,14 @@ def exact_products() -> Iterator[None]:
 
 @contextmanager
 def fast_products() -> Iterator[None]:
-    """Float32 products on CPUs with factors rounded to bfloat16 where tiles (AMX) multiply these.
+    """Float32 products on CPUs with factors rounded to bfloat16 where the processor multiplies these faster.
 
-    Sums stay in float32. 1.7 times as fast there; for statistics of many tokens, whose own noise is larger.
-    With the bfloat16 instructions of AVX-512 alone products of 4,864 columns are 0.75 to 1.0 times as fast
-    (Emerald Rapids), so that nothing is rounded. What was set is restored.
+    Sums stay in float32. 1.7 times as fast with AMX or on AMD's processors; for statistics of many tokens,
+    whose own noise is larger. On Intel's without AMX it is 0.75 to 1.0 times as fast (Emerald Rapids, products
+    of 4,864 columns), so that nothing is rounded there. What was set is restored.
     """
     matmul = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
-    if matmul is None or not torch.cpu._is_amx_tile_supported():
+    if matmul is None or not processor.multiplies_bf16() or processor.widens_bf16():
         yield
         return
     before = matmul.fp32_precision
