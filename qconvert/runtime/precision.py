@@ -40,9 +40,9 @@ def exact_products() -> Iterator[None]:
 def fast_products() -> Iterator[None]:
     """Float32 products on CPUs with factors rounded to bfloat16 where the processor multiplies these faster.
 
-    Sums stay in float32. 1.7 times as fast with AMX or on AMD's processors; for statistics of many tokens,
-    whose own noise is larger. On Intel's without AMX it is 0.75 to 1.0 times as fast (Emerald Rapids, products
-    of 4,864 columns), so that nothing is rounded there. What was set is restored.
+    Sums stay in float32. 1.7 times as fast where it was measured first; for statistics of many tokens, whose
+    own noise is larger. On Intel's processors without AMX products of 4,864 columns are 0.75 to 1.0 times as
+    fast (Emerald Rapids), so that nothing is rounded there. What was set is restored.
     """
     matmul = getattr(torch.backends.mkldnn, "matmul", None)  # since torch 2.9
     if matmul is None or not processor.multiplies_bf16() or processor.widens_bf16():
