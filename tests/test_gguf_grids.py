@@ -112,3 +112,42 @@ def test_scales_that_are_not_finite_are_told(model: Path, tmp_path: Path) -> Non
     file.write_bytes(data)
     ran = qconvert("convert", file, "--to", "gptq", "-o", tmp_path / "out")
     assert ran.code == 1 and "NaN or Inf in the scales of row 0" in ran.err
+
+
+@pytest.fixture(scope="module")
+def mixed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file whose q, k, v have two types, as those of a Q4_K_M."""
+    out = tmp_path_factory.mktemp("mixed") / "m.gguf"
+    return made("to-gguf", model, "--type", "q4_k_s", "--pure", "--tensor-type", "attn_v=q6_k", "-o", out)
+
+
+def test_loaders_are_told_of_stacked_linears_as_check_tells(mixed: Path, tmp_path: Path) -> None:
+    ran = qconvert(
+        "convert", mixed, "--to", "compressed-tensors", "--allow-requantize", "-o", tmp_path / "out"
+    )
+    told = [line.split()[2] for line in ran.err.splitlines() if line.strip().startswith("vLLM")]
+    assert told == ["no", "no"] and "SGLang 0.5  no" in ran.err
+    checked = qconvert("check", tmp_path / "out", "--for", "vllm")
+    assert checked.code == 3 and "different forms (int4-asym-g32, int6-g16)" in checked.out
+
+
+@pytest.mark.parametrize(("scheme", "kept"), [("int4-g128", 0), ("int4-asym-g32", 12), ("fp8-channel", 0)])
+def test_all_linears_of_a_gguf_file_get_the_scheme(
+    mixed: Path, tmp_path: Path, scheme: str, kept: int
+) -> None:
+    out = tmp_path / "out"
+    made("convert", mixed, "--to", "compressed-tensors", "--scheme", scheme, "--allow-requantize", "-o", out)
+    tensors = json.loads((out / "qconvert.json").read_text())["tensors"].items()
+    linears = {name: entry for name, entry in tensors if "_proj" in name}
+    assert {entry["form"] for entry in linears.values()} == {scheme.replace("fp8", "e4m3")}
+    kinds = [entry["certificate"]["kind"] for entry in linears.values()]
+    assert kinds.count("requantized") == 14 - kept and kinds.count("measured") == kept
+    assert qconvert("check", out, "--for", "vllm").code == 0
+
+
+def test_blocks_that_mlx_lacks_are_counted_and_the_tables_bytes_told(mixed: Path, tmp_path: Path) -> None:
+    ran = qconvert("convert", mixed, "--to", "mlx", "-o", tmp_path / "out")
+    assert ran.code == 1 and "in the file it is Q6_K, as 2 of 14 linears are" in ran.err
+    ran = qconvert("convert", mixed, "--to", "mlx", "--allow-requantize", "-o", tmp_path / "out")
+    assert ran.code == 0 and "note: the embedding is Q4_K in the file and bf16 here" in ran.err
+    assert "takes 524 KB in place of 147 KB" in ran.err

@@ -157,6 +157,15 @@ def refused(ran: Ran, out: str, before: dict[str, bytes], here: Path) -> str:
     return fact.split("whose ")[1]
 
 
+def test_what_a_gguf_file_was_to_be_is_told_in_the_words_of_its_user(model: Path, here: Path) -> None:
+    command, out = ("to-gguf", "m", "--type", "q8_0"), here / "o" / "out.gguf"
+    out.parent.mkdir()
+    stopped(command, out)
+    ran = qconvert(*command[:3], "q4_0", "-o", out)
+    assert ran.code == 1 and "(" not in ran.err.splitlines()[-2]
+    assert "another job, whose request target file type was q8_0, and is q4_0 now" in ran.err
+
+
 def test_another_job_is_refused_and_its_work_untouched(
     model: Path, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,14 @@ def first_difference(before: Any, now: Any, name: str = "") -> str | None:
             found = first_difference(before.get(key), now.get(key), f"{name} {key}".strip())
             if found is not None:
                 return found
-    return f"{name} was {shown(before, 80)}, and is {shown(now, 80)} now"
+    return f"{name} was {_said(before)}, and is {_said(now)} now"
+
+
+def _said(value: Any) -> str:
+    """A value of JSON in a sentence."""
+    if value is None or value is True or value is False:
+        return {None: "not given", True: "yes", False: "no"}[value]
+    return shown(value, 80)
 
 
 def _number(value: Any) -> Any:

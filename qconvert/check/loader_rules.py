@@ -23,6 +23,7 @@ from qconvert.core.layout_traits import LoaderLimit
 from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import form_bytes
 from qconvert.models.parameters import Fusion
+from qconvert.plan.loader_notices import mixed_stacks
 
 
 def lint(subject: Subject) -> list[Problem]:
@@ -194,12 +195,10 @@ def _fused_groups(s: Subject) -> Iterator[Problem]:
     """Parts that a loader stacks need one scheme."""
     if s.loader not in FUSING:
         return
-    for fused in s.architecture.fused.values():
-        encodings = {s.tensors[part.name].encoding for part in fused.members if part.name in s.tensors}
-        if len(encodings) > 1:
-            labels = ", ".join(sorted(encoding.label for encoding in encodings))
-            fact = f"{s.loader} stacks its parts, which have different forms ({labels})"
-            yield Problem(ERROR, fused.whole.name, fact, "give all parts one scheme")
+    for name, labels in mixed_stacks(s.tensors, s.architecture):
+        fact = f"{s.loader} stacks its parts, which have different forms ({', '.join(labels)})"
+        hint = "give all parts one scheme (`convert` a GGUF with --scheme int4-asym-g32 --allow-requantize)"
+        yield Problem(ERROR, name, fact, hint)
 
 
 def _stored_fusions(s: Subject) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, Problem, Subject
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized, Unquantized
+from qconvert.plan.loader_notices import mixed_experts
 
 _DEQUANTIZING = "CompressedTensorsConfig(dequantize=True)"
 
@@ -96,15 +97,9 @@ def _experts(s: Subject) -> Iterator[Problem]:
     """
     if s.loader not in (*FUSING, "transformers"):
         return
-    layers: dict[int | None, dict[Quantized, str]] = {}
-    for parameter, tensor, encoding in s.quantized:
-        if parameter.role.startswith("mlp.experts."):
-            layers.setdefault(parameter.layer, {}).setdefault(encoding, tensor.name)
-    for found in layers.values():
-        if len(found) > 1:
-            labels = ", ".join(sorted(encoding.label for encoding in found))
-            fact = f"{s.loader} wants one scheme for all linears of experts, and there are {labels}"
-            yield Problem(ERROR, next(iter(found.values())), fact, "give all parts of experts one scheme")
+    for name, labels in mixed_experts(s.tensors, s.architecture):
+        fact = f"{s.loader} wants one scheme for all linears of experts, and there are {', '.join(labels)}"
+        yield Problem(ERROR, name, fact, "give all parts of experts one scheme")
 
 
 def _plain_experts(s: Subject) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from operator import add
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from qconvert.cli.plain_tables import plain_tables
+from qconvert.cli.plain_tables import decoded_tables, plain_tables
 from qconvert.convert.job import Job, Result
 from qconvert.convert.manifest import finite
 from qconvert.convert.outcome import Outcome
@@ -180,7 +180,7 @@ def outputs_line(job: Job, outcome: Outcome) -> str:
 
 def advice(job: Job, out: str) -> list[str]:
     """What to do next: what a calibration text would buy, and how the output is served."""
-    found = (plain_tables(job), _symmetric(job), _calibrating(job), _serving(job, out))
+    found = (plain_tables(job), decoded_tables(job), _symmetric(job), _calibrating(job), _serving(job, out))
     return [line for line in found if line]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from qconvert.convert.job import Job
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, AffineMin, ModelTensor, Quantized, Unquantized
+from qconvert.core.encodings import AffineInt, AffineMin, GgmlBlocks, ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LayoutTraits
 from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import form_bytes
@@ -39,6 +39,26 @@ def plain_tables(job: Job) -> str | None:
     verb = "stays" if len(plain) == 1 else "stay"
     share = f"note: the {named} {verb} {_labels(plain)}: {100 * kept // total} % of the bytes"
     return f"{share}; {_saving(plain, traits, tied=tied)}"
+
+
+def decoded_tables(job: Job) -> str | None:
+    """One line, where tables of a GGUF file have become plain numbers, with the bytes before and now."""
+    compiled = job.compiled
+    if compiled.request.layout_target is None:
+        return None
+    roles = {p.name: role for role in _NAMES if (p := compiled.architecture.table(role)) is not None}
+    found, before, now = list[str](), 0, 0
+    for unit in compiled.plan.units:
+        role, source, made = roles.get(unit.output.name), unit.inputs[0].tensor, unit.output
+        if role and isinstance(source.encoding, GgmlBlocks) and isinstance(made.encoding, Unquantized):
+            found.append(
+                f"the {_NAMES[role]} is {source.encoding.type} in the file and {made.encoding.label} here"
+            )
+            before += form_bytes(source.encoding, source.shape)
+            now += form_bytes(made.encoding, made.shape)
+    if not found:
+        return None
+    return f"note: {', '.join(found)}, which takes {size(now)} in place of {size(before)}"
 
 
 def _labels(plain: Mapping[str, ModelTensor]) -> str:

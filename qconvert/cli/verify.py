@@ -93,8 +93,8 @@ def _failure(model: str, models: Sequence[str], found: Verification) -> CheckFai
     """What to say of a model that is not verified."""
     if found.verdict == "unrecorded":
         return CheckFailed(
-            f"{model}: nothing is recorded to compare its bytes with; structure and numbers are sound",
-            "compare it with its source: --against SOURCE (`to-gguf --manifest` records hashes of a GGUF)",
+            f"{model}: structure and numbers are sound, but nothing is recorded to compare its bytes with",
+            "no damage was found; --against SOURCE compares every number (`to-gguf --manifest` keeps hashes)",
         )
     if not found.problems:
         return None

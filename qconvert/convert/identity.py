@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from qconvert.calibrate.calibration import Calibration, PlannedStatistics
 from qconvert.checkpoint.hub import ResolvedModel
 from qconvert.convert.job import Job, OpenedModel
 from qconvert.core.dtypes import Json
+from qconvert.core.schemes import Scheme
 from qconvert.core.version import NUMERICS, __version__
 from qconvert.formats.io.journal import VERSION
 from qconvert.formats.io.local_file import open_regular, read_exactly
@@ -107,7 +109,22 @@ def _request(request: Request) -> Json:
     """What was asked for; the statistics are told apart by their numbers."""
     asked = {each.name: getattr(request, each.name) for each in fields(request) if each.name != "statistics"}
     recipe = asked.pop("recipe")
-    return {**{name: repr(value) for name, value in asked.items()}, "recipe": recipe.to_json()}
+    return {**{name: _told(value) for name, value in asked.items()}, "recipe": recipe.to_json()}
+
+
+def _told(value: Any) -> Any:
+    """A value of a request as its user writes it, so that a difference can be shown: no names of classes."""
+    if isinstance(value, Enum):
+        return value.name.lower()
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, Scheme):
+        return value.label
+    if isinstance(value, tuple):
+        return [_told(each) for each in value]
+    if is_dataclass(value):
+        return {each.name.replace("_", " "): _told(getattr(value, each.name)) for each in fields(value)}
+    return repr(value)
 
 
 def described(units: Iterable[Unit]) -> Iterator[str]:

@@ -6,8 +6,8 @@ Sources: transformers 5.23 with compressed-tensors 0.20, tried (tests/test_compr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
@@ -120,6 +120,21 @@ APART = Notice(
     ),
 )
 
+MIXED = Notice(
+    "stacked linears of several forms",
+    "linears that loaders stack (q, k, v; gate, up; experts of a layer) have different forms, "
+    "so not every loader reads this file:",
+    (
+        Verdict("qconvert", True, "decodes it"),
+        Verdict(
+            "vLLM 0.33",
+            False,
+            "one form for each stack: of a GGUF, --scheme int4-asym-g32 --allow-requantize",
+        ),
+        Verdict("SGLang 0.5", False, "the same"),
+    ),
+)
+
 # Families whose classes in transformers look at `module.weight` while they load or run.
 _LOOK_AT_WEIGHTS = frozenset({"falcon", "rwkv", "t5"})
 UNPACKED = Notice(
@@ -172,6 +187,38 @@ class _Output:
         return {n: t.encoding for n, t in self.tensors.items() if isinstance(t.encoding, AffineInt)}
 
 
+def mixed_stacks(
+    tensors: Mapping[str, ModelTensor], architecture: Architecture
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The linears that vLLM and SGLang stack of parts with different encodings: name, and labels of these."""
+    for fused in architecture.fused.values():
+        encodings = {tensors[part.name].encoding for part in fused.members if part.name in tensors}
+        if len(encodings) > 1:
+            yield fused.whole.name, tuple(sorted(encoding.label for encoding in encodings))
+
+
+def mixed_experts(
+    tensors: Mapping[str, ModelTensor], architecture: Architecture
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The layers whose experts, which are multiplied at once, have different encodings: a linear, labels."""
+    layers: dict[int | None, dict[Quantized, str]] = {}
+    for name, tensor in tensors.items():
+        parameter = architecture.parameter(name)
+        if parameter is None or parameter.param != "weight" or not isinstance(tensor.encoding, Quantized):
+            continue
+        if parameter.role.startswith("mlp.experts."):
+            layers.setdefault(parameter.layer, {}).setdefault(tensor.encoding, name)
+    for found in layers.values():
+        if len(found) > 1:
+            yield next(iter(found.values())), tuple(sorted(encoding.label for encoding in found))
+
+
+def _is_mixed(out: _Output) -> bool:
+    if "vllm" not in out.traits.readers or not out.quantized:
+        return False
+    return any(True for find in (mixed_stacks, mixed_experts) for _ in find(out.tensors, out.architecture))
+
+
 # Every notice, and when it is given; in the order they are printed.
 _RULES: tuple[tuple[Notice, Callable[[_Output], bool]], ...] = (
     (FUSED, lambda out: any(not f.native and not f.per_expert for f in out.fusions)),
@@ -187,6 +234,7 @@ _RULES: tuple[tuple[Notice, Callable[[_Output], bool]], ...] = (
         ASYMMETRIC,
         lambda out: out.traits.packed_zero_points and not all(e.symmetric for e in out.integers.values()),
     ),
+    (MIXED, _is_mixed),
 )
 
 
@@ -195,7 +243,22 @@ def notices(
 ) -> list[Notice]:
     """What to say about a planned output in this layout, before the work starts."""
     out = _Output(outputs, architecture, registry.traits_of(layout))
-    return [notice for notice, applies in _RULES if applies(out)]
+    found = [notice for notice, applies in _RULES if applies(out)]
+    return (
+        [notice if notice is MIXED else _without_refusals(notice) for notice in found]
+        if MIXED in found
+        else found
+    )
+
+
+def _without_refusals(notice: Notice) -> Notice:
+    """A notice about an output of mixed stacks: no loader is said to read it that refuses those."""
+    refuse = {verdict.loader for verdict in MIXED.verdicts if not verdict.loads}
+    verdicts = tuple(
+        replace(v, loads=False, why="not with stacked linears of several forms") if v.loader in refuse else v
+        for v in notice.verdicts
+    )
+    return replace(notice, verdicts=verdicts)
 
 
 def notice_lines(found: Iterable[Notice]) -> list[str]:

@@ -6,6 +6,7 @@ one solver for all of them: it asks the rule, and where the rule refuses it quan
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -34,7 +35,8 @@ class Target:
     """A layout to convert to, and how.
 
     `scheme` or `table` (a codebook scheme of the layout) is what weights get that cannot keep their codes, or
-    have none; only with `allow_requantize` is a weight quantized that already was. `undo_act_order` moves
+    have none; only with `allow_requantize` is a weight quantized that already was: of GGML blocks, which mix
+    types, every weight that has not this form then. `undo_act_order` moves
     columns in activation order into the weights before (see `plan.passes.activation_order`). `asymmetric`
     says that what is quantized again gets zero points, as weights beside it have them.
     """
@@ -143,12 +145,12 @@ def transcode(plan: Plan, target: Target, plain: frozenset[str]) -> Plan:
 
     zeros = target.traits.shared_zero_point and _with_zeros(plan, plain)
     target = replace(target, asymmetric=zeros)
+    types = _block_types(plan, plain)
 
     def one(unit: Unit) -> Unit:
         encoding = unit.output.encoding
         if isinstance(encoding, GgmlBlocks):
-            unit = _from_blocks(target, unit, encoding, plain)
-            encoding = unit.output.encoding
+            return _from_blocks(target, unit, encoding, plain, types)
         if isinstance(encoding, Unquantized) or not isinstance(encoding, Quantized):
             return unit
         if unit.output.name in plain:
@@ -171,16 +173,52 @@ def _with_zeros(plan: Plan, plain: frozenset[str]) -> bool:
     return any(isinstance(e, AffineMin) or (isinstance(e, AffineInt) and not e.symmetric) for e in codes)
 
 
-def _from_blocks(target: Target, unit: Unit, encoding: GgmlBlocks, plain: frozenset[str]) -> Unit:
-    """GGML blocks in the encoding that they are, or as plain numbers."""
+def _block_types(plan: Plan, plain: frozenset[str]) -> Counter[str]:
+    """How many weights have each type of GGML blocks, those apart that the layout stores as numbers."""
+    encodings = (tensor.encoding for name, tensor in plan.outputs.items() if name not in plain)
+    return Counter(each.type for each in encodings if isinstance(each, GgmlBlocks))
+
+
+def _from_blocks(
+    target: Target, unit: Unit, encoding: GgmlBlocks, plain: frozenset[str], types: Counter[str]
+) -> Unit:
+    """GGML blocks in the target layout: in their own encoding, in the scheme asked for, or as numbers.
+
+    BadRecipe where they have none there says how many weights of the file (`types`) have theirs.
+    """
     tensor = unit.output
     if tensor.name in plain:
         return unit.then(Dequantize(DType.BF16))
-    if encoding.type in GRIDS:
-        return unit.then(Transcode("from_ggml_blocks", GRIDS[encoding.type]))
-    if not target.allow_requantize:
-        raise refused(tensor, "blocks have no counterpart in other formats")
-    return _then(unit, (Dequantize(DType.F32), *_new_codes(target, tensor, encoding, DType.F32)))
+    if encoding.type not in GRIDS:
+        if not target.allow_requantize:
+            raise refused(tensor, "blocks have no counterpart in other formats")
+        return _then(unit, (Dequantize(DType.F32), *_new_codes(target, tensor, encoding, DType.F32)))
+    as_grid = unit.then(Transcode("from_ggml_blocks", GRIDS[encoding.type]))
+    asked = target.allow_requantize and bool(target.scheme or target.table)
+    again = _again(target, unit, encoding) if asked else None
+    try:
+        kept = _then(as_grid, steps(target, as_grid.output))
+    except BadRecipe as error:
+        number, weights = types[encoding.type], types.total()
+        raise BadRecipe(
+            f"{error.fact}; in the file it is {encoding.type}, as {number} of {weights} linears are",
+            f"--allow-requantize quantizes {'it' if number == 1 else 'these'} again, which loses twice; "
+            "better: `qconvert quantize` of the original model",
+        ) from error
+    return kept if again is None or kept.output.encoding == again.output.encoding else again
+
+
+def _again(target: Target, unit: Unit, encoding: GgmlBlocks) -> Unit:
+    """Blocks quantized again as asked; their scales have the type that codes kept from a block type have."""
+    scheme = target.scheme
+    like = (g for g in GRIDS.values() if isinstance(g, AffineInt) and scheme and g.label == scheme.label)
+    dtype = next((grid.scale_dtype for grid in like), DType.F32)
+    new = _new_codes(target, unit.output, encoding, dtype)
+    made = _then(unit, (Dequantize(DType.F32), *new))
+    own = registry.find(target.layout).transcode
+    if own is None or not isinstance(new[-1], Quantize):
+        return made
+    return _then(made, own(made.output, new[-1].encoding))
 
 
 def steps(target: Target, tensor: ModelTensor) -> tuple[Op, ...]:
