@@ -14,7 +14,7 @@ from qconvert.errors import CorruptCheckpoint, QConvertError, UnsupportedModel
 from qconvert.models import Architecture, bind
 from qconvert.ops import CheckFinite
 from qconvert.plan.facts import HeadDifference
-from qconvert.plan.loader_notices import ASYMMETRIC, FUSED, QUANTIZED_EMBEDDING
+from qconvert.plan.loader_notices import ASYMMETRIC, FUSED, QUANTIZED_EMBEDDING, QUANTIZED_TIED_EMBEDDING
 from qconvert.plan.recipe import Recipe, Rule
 from qconvert.plan.state import Compiled
 from tests.compiling import EQUAL, compiled
@@ -194,6 +194,9 @@ def test_the_newer_spelling_of_the_dtype_key_is_followed() -> None:
 def test_loaders_that_cannot_read_the_output_are_named_before_the_work() -> None:
     assert drafted(Recipe(fuse=("gate_up",))).notices == (FUSED,)
     assert drafted(INT4_RECIPE).notices == ()
-    assert drafted(INT4_RECIPE.with_(rules=(Rule("embed", Scheme(8)),))).notices == (QUANTIZED_EMBEDDING,)
+    embed = INT4_RECIPE.with_(rules=(Rule("embed", Scheme(8)),))
+    assert drafted(embed).notices == (QUANTIZED_TIED_EMBEDDING,)
+    assert drafted(embed.with_(tie=False)).notices == drafted(embed, tied=False).notices
+    assert drafted(embed, tied=False).notices == (QUANTIZED_EMBEDDING,)
     assert drafted(INT4_RECIPE.with_(rules=(Rule("lm_head", Scheme(8)),)), tied=False).notices == ()
     assert drafted(Recipe(scheme=Scheme(4, 32, symmetric=False))).notices == (ASYMMETRIC,)

@@ -74,6 +74,27 @@ def test_a_model_becomes_visible_by_one_commit(hub: FakeHub, here: Path) -> None
     assert files_of(made(*QUANTIZE, "-o", "alone"))["qconvert.json"] == pushed(hub)["qconvert.json"]
 
 
+def test_nothing_is_pushed_without_a_token(hub: FakeHub, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    ran = qconvert(*PUSH)
+    assert (
+        ran.code != 0 and "--push-to org/new: no token for the Hub" in ran.err and "hf auth login" in ran.err
+    )
+    assert not hub.log and not (here / "out").exists(), "before any work"
+    assert qconvert(*PUSH, "--dry-run").code == 0
+
+
+def test_waiting_for_the_network_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(network, "_QUIET", -1.0)
+    monkeypatch.setattr(network.random, "uniform", lambda a, b: 0.0)
+    attempts = network.Attempts(network.Network(patience=60, tell=told.append), "hub: org/new")
+    for _ in range(3):
+        attempts.again("no route to host")
+    assert told == ["hub: org/new: no route to host; asking again, for up to 60 s (--patience)"]
+
+
 def test_what_a_script_reads_of_a_push(hub: FakeHub, here: Path) -> None:
     told = qconvert(*PUSH, "--json", "--drop-pushed").json
     sent = told["sent"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -306,4 +307,17 @@ def test_a_size_that_no_mix_has_is_told_with_the_least(model: Path) -> None:
     ran = refused(
         "quantize", model, "--text", text, *CALIBRATION, *SCHEMES, "--target-size", "4bpw", "--dry-run"
     )
-    assert "bytes, and take" in ran.err and "fewer bits" in ran.err  # the tables alone are more
+    assert "target size 4bpw: too small; the smallest is about" in ran.err and "fewer bits" in ran.err
+
+
+@pytest.mark.parametrize("command", [("quantize", *SCHEMES), ("to-gguf", "--types", "q4_0,q8_0")])
+def test_the_least_size_that_a_refusal_names_is_reached(model: Path, command: tuple[str, ...]) -> None:
+    name, *choices = command
+    asked = (name, model, "--text", model.parent / "text.txt", *CALIBRATION, *choices, "--dry-run")
+    told = refused(*asked, "--target-size", "20KB").err
+    found = re.search(r"about (\S+) KB, of which (\S+) KB", told)
+    assert found is not None, told
+    smallest = float(found[1])
+    assert float(found[2]) < smallest
+    assert qconvert(*asked, "--target-size", f"{smallest * 1.03:.0f}KB").code == 0
+    refused(*asked, "--target-size", f"{smallest * 0.98:.0f}KB")

@@ -18,7 +18,7 @@ from qconvert.check.scheme_rules import SCHEME_RULES
 from qconvert.check.shape_rules import SHAPE_RULES
 from qconvert.check.subject import ERROR, FUSING, NEEDS, NOTE, WARNING, Problem, Subject
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, Codebook, GgmlBlocks, Quantized, Unquantized
+from qconvert.core.encodings import AffineInt, Codebook, GgmlBlocks, ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LoaderLimit
 from qconvert.formats.layouts import registry
 from qconvert.models.parameter_table import form_bytes
@@ -242,16 +242,36 @@ def _stacks(s: Subject) -> Iterator[Problem]:
 
 def _scales(s: Subject) -> Iterator[Problem]:
     """vLLM keeps scales in the dtype that the model computes in."""
-    if s.loader != "vllm" or not s.traits.marlin or s.dtype is None:
-        return
-    dtype = DType.BF16 if s.dtype is DType.F32 else s.dtype  # "Downcast for float32 models", unless told
-    for _, tensor, encoding in s.quantized:
-        if isinstance(encoding, AffineInt) and encoding.scale_dtype is not dtype:
-            fact = f"vLLM rounds its {encoding.scale_dtype.label} scales to {dtype.label} on loading"
-            hint = f"serve with --dtype {_VLLM_NAMES[encoding.scale_dtype]}"
-            if s.device == "cpu" and encoding.scale_dtype is DType.F32 and encoding.bits == 4:
-                hint = "write it with --dtype bf16: on a CPU, int4 stops at the first prompt in float32"
-            yield Problem(WARNING, tensor.name, fact, hint)
+    dtype = _computed(s)
+    for tensor, encoding in _rounded_scales(s):
+        fact = f"vLLM rounds its {encoding.scale_dtype.label} scales to {dtype.label} on loading"
+        hint = f"serve with {_dtype_argument(encoding)}"
+        if s.device == "cpu" and encoding.scale_dtype is DType.F32 and encoding.bits == 4:
+            hint = "write it with --dtype bf16: on a CPU, int4 stops at the first prompt in float32"
+        yield Problem(WARNING, tensor.name, fact, hint)
+
+
+def _computed(s: Subject) -> DType:
+    """What vLLM computes in unless told: "Downcast for float32 models"."""
+    return DType.BF16 if s.dtype in (DType.F32, None) else s.dtype
+
+
+def _rounded_scales(s: Subject) -> Iterator[tuple[ModelTensor, AffineInt]]:
+    """The integers whose scales vLLM rounds."""
+    if s.loader == "vllm" and s.traits.marlin and s.dtype is not None:
+        for _, tensor, encoding in s.quantized:
+            if isinstance(encoding, AffineInt) and encoding.scale_dtype is not _computed(s):
+                yield tensor, encoding
+
+
+def serving_arguments(s: Subject) -> str:
+    """What a command that serves it is given so that no scale is rounded: `--dtype float16`, or nothing."""
+    found = {_dtype_argument(encoding) for _, encoding in _rounded_scales(s)}
+    return found.pop() if len(found) == 1 else ""
+
+
+def _dtype_argument(encoding: AffineInt) -> str:
+    return f"--dtype {_VLLM_NAMES[encoding.scale_dtype]}"
 
 
 _VLLM_NAMES = {DType.F16: "float16", DType.BF16: "bfloat16", DType.F32: "float32", DType.F64: "float64"}

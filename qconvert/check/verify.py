@@ -39,6 +39,7 @@ def verify(checkpoint: Checkpoint, against: Checkpoint | None = None) -> Verific
 
     Raises CorruptCheckpoint for tensors that contradict config.json.
     """
+    architecture = checkpoint.architecture
     checkpoint.bind(allow_unknown=True)
     findings, problems, recorded = audit(checkpoint)
     if against is not None:
@@ -47,7 +48,7 @@ def verify(checkpoint: Checkpoint, against: Checkpoint | None = None) -> Verific
         findings = {**findings, **told, "compared": summary_of(differences)}
         errors = errors_in(checkpoint) if factors else {}
         problems += wrong + [_complaint(d) for d in differences if not _acceptable(d, errors.get(d.name))]
-    warnings = notice_lines(notices(checkpoint.tensors, checkpoint.architecture))
+    warnings = notice_lines(notices(checkpoint.tensors, architecture, tied=architecture.tied))
     return Verification(findings, tuple(problems), tuple(warnings), recorded or against is not None)
 
 

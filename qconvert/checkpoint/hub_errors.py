@@ -75,7 +75,8 @@ def refusal(error: BaseException) -> tuple[str, str]:
     status = getattr(response, "status_code", None)
     if status is None:
         _, fact, hint = explanation(error, "repository")
-        return fact.replace("download failed", "sending failed").replace("downloading", "sending"), hint
+        fact = fact.replace("download failed", "sending failed").replace("downloading", "sending")
+        return fact, hint.replace("no file is fetched twice", "what was sent is kept")
     said = getattr(error, "server_message", None) or ""
     told = f"HTTP {status}" + (f": {_without_secrets(str(said))}" if said else "")
     log_in = "run `hf auth login` with a token that may write, or set HF_TOKEN"

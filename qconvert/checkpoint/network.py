@@ -29,6 +29,8 @@ PATIENCE = 600.0
 # A connection on which nothing arrives for so long is taken for dead, in seconds.
 STALL = 30.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0
+# After so many seconds without a byte a person is told that something is asked again.
+_QUIET = 2.0
 _AGAIN = "check the connection"
 _CERTIFICATES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")
 
@@ -57,6 +59,7 @@ class Network:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._free_at = 0.0
+        self._told_waiting = False
         self._mine = threading.local()
         self._open: set[HTTPConnection] = set()
 
@@ -94,6 +97,13 @@ class Network:
             self._free_at = max(self._free_at, later)
         if news and seconds > 2:
             self.say(f"{host} limits how often it may be asked: waiting {seconds:.0f} s")
+
+    def waits(self, reason: str) -> None:
+        """Tell a person, once in a run, that something is asked again and again."""
+        with self._lock:
+            news, self._told_waiting = not self._told_waiting, True
+        if news:
+            self.say(f"{reason}; asking again, for up to {self.patience:.0f} s (--patience)")
 
     def say(self, line: str) -> None:
         """Tell a person something."""
@@ -208,6 +218,8 @@ class Attempts:
         self._network.count(retries=1)
         self._network.retried(f"{self._what}: {reason}")
         left = self._left(reason)
+        if time.monotonic() - self._since > _QUIET:
+            self._network.waits(f"{self._what}: {reason}")
         longest = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(self._failed, 10))
         self._failed += 1
         self._network.pause(min(left, random.uniform(0, longest)))

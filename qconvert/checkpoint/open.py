@@ -178,6 +178,16 @@ def open_checkpoint(
     return checkpoint_of(files, declared, undecoded=undecoded)
 
 
+def require_weights(checkpoint: Checkpoint, name: str, *, headers: bool = False) -> None:
+    """Raise QConvertError for a model, called `name`, of which nothing is there but its config.
+
+    Where `headers` do, as a model on the Hub has them, no rows need be there.
+    """
+    there = bool(checkpoint.tensors) if headers else checkpoint.files.has_weights
+    if not there and not checkpoint.assumed:
+        raise QConvertError(f"{name}: no weights beside the config.json", "give the whole model folder")
+
+
 def checkpoint_of(
     files: HFCheckpoint, declared: Declaration | None = None, *, undecoded: bool = False
 ) -> Checkpoint:

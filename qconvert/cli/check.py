@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -16,11 +15,8 @@ from qconvert.core.layout_traits import LOADERS
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
-    from qconvert.check.subject import Problem, Subject
-    from qconvert.checkpoint.open import Checkpoint
+    from qconvert.check.subject import Problem
     from qconvert.core.dtypes import Json
-
-_TOKENIZER = "tokenizer.json"
 
 
 @click.command("check", epilog=examples("qconvert check ./model-int4-g128 --for vllm --tp 4"))
@@ -94,12 +90,14 @@ def _conditions(loader: str, tp: int, device: str) -> Json:
 
 def _checked(model: str, loader: str, tp: int, device: str, revision: str | None) -> list[Problem]:
     from qconvert.check.loader_rules import lint
+    from qconvert.check.subjects import subject_of
     from qconvert.checkpoint.hub import resolve
-    from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.checkpoint.open import open_checkpoint, require_weights
 
     resolved = resolve(model, revision=revision, weights=False)
     checkpoint = open_checkpoint(resolved.path, remote=resolved.remote)
-    return lint(_subject(checkpoint, loader, tp, device))
+    require_weights(checkpoint, model, headers=True)
+    return lint(subject_of(checkpoint, loader, tp, device))
 
 
 def _needs(problems: Sequence[Problem]) -> list[str]:
@@ -133,45 +131,3 @@ def _print(model: str, loader: str, problems: Sequence[Problem], *, quiet: bool,
         needs = _needs(problems)
         beside = f", but only with {' and '.join(needs)}" if needs else ""
         click.echo(f"OK: {loader} should load this{beside}")
-
-
-def _subject(checkpoint: Checkpoint, loader: str, tp: int, device: str) -> Subject:
-    """What the rules look at."""
-    from qconvert.check.subject import Subject
-    from qconvert.formats.layouts import registry
-    from qconvert.formats.layouts.config_checks import dtype_of
-
-    layout = registry.stored_as(checkpoint.config, checkpoint.layout.name)
-    return Subject(
-        checkpoint.tensors,
-        checkpoint.architecture,
-        layout,
-        loader,
-        tp,
-        dtype_of(checkpoint.config),
-        _tokens(checkpoint),
-        checkpoint.bind(allow_unknown=True).unknown,
-        tuple(checkpoint.products),
-        device,
-        tuple(path.name for path in checkpoint.files.sidecars.code),
-        checkpoint.files.sidecars.missing,
-        checkpoint.path.name,
-        checkpoint.layout.traits if checkpoint.layout.name == layout else None,
-    )
-
-
-def _tokens(checkpoint: Checkpoint) -> int | None:
-    """One more than the largest token of tokenizer.json; None where there is none, or of another shape."""
-    from qconvert.formats.tokenizers.huggingface_files import read_tokenizer_json
-
-    path: Path = checkpoint.path / _TOKENIZER
-    if not path.is_file():
-        return None
-    found = read_tokenizer_json(path)
-    added = found.get("added_tokens") or []
-    model = found.get("model") or {}
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    ids = list(vocab.values()) if isinstance(vocab, dict) else []
-    ids += [entry.get("id") for entry in added if isinstance(entry, dict)]
-    numbers = [number for number in ids if isinstance(number, int)]
-    return max(numbers) + 1 if numbers else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from qconvert.cli.plain_tables import decoded_tables, plain_tables
+from qconvert.cli.serving import serving
 from qconvert.convert.job import Job, Result
 from qconvert.convert.manifest import finite
 from qconvert.convert.outcome import Outcome
@@ -180,7 +180,7 @@ def outputs_line(job: Job, outcome: Outcome) -> str:
 
 def advice(job: Job, out: str) -> list[str]:
     """What to do next: what a calibration text would buy, and how the output is served."""
-    found = (plain_tables(job), decoded_tables(job), _symmetric(job), _calibrating(job), _serving(job, out))
+    found = (plain_tables(job), decoded_tables(job), _symmetric(job), _calibrating(job), serving(job, out))
     return [line for line in found if line]
 
 
@@ -197,15 +197,6 @@ def _symmetric(job: Job) -> str | None:
         f"note: {target.layout if target else 'the layout'} stores a minimum for each group, also with the "
         f"symmetric {scheme.label}; {asymmetric} loses less in the same bytes"
     )
-
-
-def _serving(job: Job, out: str) -> str | None:
-    """The command that serves an output with new codes, where one is known."""
-    compiled = job.compiled
-    if not any(unit.quantizes for unit in compiled.plan.units):
-        return None
-    serve = "llama-server -m" if compiled.gguf is not None else compiled.layout.traits.serve
-    return f"next: {serve} {shlex.quote(out)}" if serve else None
 
 
 def _calibrating(job: Job) -> str | None:

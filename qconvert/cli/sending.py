@@ -30,9 +30,11 @@ def check_sending(flags: Flags) -> None:
         return
     to = "--push-to" if flags.push_to is not None else "-o"
     if flags.push_to is not None:
-        from qconvert.convert.hub_repository import repository_named
+        from qconvert.convert.hub_repository import repository_named, require_token
 
         repository_named(flags.push_to)
+        if not flags.dry_run:
+            require_token(flags.push_to)
     if flags.push_to is not None and flags.to_store:
         raise BadRecipe("--push-to: given beside an object storage", _LEAVE_OUT)
     if not flags.verify:

@@ -14,7 +14,7 @@ from qconvert.checkpoint.assumed import refuse_quantized, without_weights
 from qconvert.checkpoint.facts import gather_facts
 from qconvert.checkpoint.hub import ResolvedModel, resolve
 from qconvert.checkpoint.network import Network
-from qconvert.checkpoint.open import Checkpoint, open_checkpoint
+from qconvert.checkpoint.open import Checkpoint, open_checkpoint, require_weights
 from qconvert.convert.blocks import at_hand
 from qconvert.convert.containers.safetensors_folder import SafetensorsFolder
 from qconvert.convert.job import Job, OpenedModel, Result, RunOptions
@@ -33,7 +33,7 @@ from qconvert.convert.runner import (
 from qconvert.convert.stages import Stages
 from qconvert.convert.writing import Listener, Opened, position_in, rows_bytes, terms_of, writing
 from qconvert.core.protocols import Layout
-from qconvert.errors import BadRecipe, QConvertError
+from qconvert.errors import BadRecipe
 from qconvert.formats.huggingface.preprocessor import read_preprocessor
 from qconvert.formats.io.planned_files import FileSink
 from qconvert.formats.io.read_back import Progress
@@ -87,10 +87,7 @@ def prepare(
     that the output cannot hold.
     """
     checkpoint = source.checkpoint
-    if not checkpoint.files.has_weights and not checkpoint.assumed:
-        raise QConvertError(
-            f"{source.location.name}: no weights beside the config.json", "give the whole model folder"
-        )
+    require_weights(checkpoint, source.location.name)
     binding = checkpoint.bind(allow_unknown=request.allow_unknown)
     if isinstance(request.target, GGUFTarget) and request.target.tower:
         binding = bind_tower(binding, read_preprocessor(checkpoint.path))

@@ -39,6 +39,17 @@ def repository_named(target: str) -> tuple[str, str]:
     return match["repo"], match["branch"] or _MAIN
 
 
+def require_token(target: str) -> None:
+    """Raise NotTaken where nobody is logged in: the Hub takes nothing from strangers."""
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        raise NotTaken(
+            f"--push-to {shown(target)}: no token for the Hub",
+            "run `hf auth login` with a token that may write, or set HF_TOKEN",
+        )
+
+
 class HubRepository:
     """`org/name`, or `org/name@branch`, as the `Destination` of an output.
 

@@ -24,10 +24,20 @@ from qconvert.core.ggml_types import GGMLType, parse_ggml_type
 from qconvert.core.schemes import parse_scheme
 from qconvert.errors import BadRecipe
 from qconvert.models.parameter_table import table_of_outputs
-from qconvert.plan.budget import Group, Mix, Target, fewest_bytes, selectors, smallest_cost, uniform
+from qconvert.plan.budget import (
+    Group,
+    Mix,
+    SizeTarget,
+    Target,
+    fewest_bytes,
+    selectors,
+    smallest_cost,
+    uniform,
+)
 from qconvert.plan.gguf.mixture import FILE_TYPES
 from qconvert.plan.recipe import Rule
 from qconvert.plan.request import GGUFTarget, Request
+from qconvert.report.tables import size as written_size
 
 Prepare = Callable[[Request], Job]
 """Compiles a request for the model at hand (`execute.prepare`)."""
@@ -113,7 +123,7 @@ def choose(
     size = _file_bytes if target.size.nbytes is not None else _tensor_bytes
     most = target.size.most_bytes(weights)
     room = most - size(written(first.compiled.request)) + sum(group.options[0].nbytes for group in groups)
-    smallest_cost(groups, room)  # which says at once if there is none
+    _require_room(target.size, groups, room, most, weights)
     groups = price(jobs, found)
 
     def make(mix: Mix, *, recorded: bool = True) -> _Made:
@@ -143,6 +153,20 @@ def choose(
     if kls[0] <= (1 - _LEAST_GAIN) * kls[1]:
         return replace(chosen, measured=kls)
     return replace(chosen, request=same.request, mix=same.mix, nbytes=same.nbytes, measured=kls)
+
+
+def _require_room(size: SizeTarget, groups: Sequence[Group], room: int, most: int, weights: int) -> None:
+    """Raise BadRecipe where the least bytes of all groups are more than their `room` in `most` bytes."""
+    least = sum(min(option.nbytes for option in group.options) for group in groups)
+    if least <= room:
+        return
+    smallest = most - room + least
+    bits = f" ({8 * smallest / weights:.2f} bpw)" if size.nbytes is None else ""
+    raise BadRecipe(
+        f"target size {size.text}: too small; the smallest is about {written_size(smallest)}{bits}, "
+        f"of which {written_size(smallest - least)} cannot be chosen",
+        "ask for a larger size, or add an encoding of fewer bits",
+    )
 
 
 @dataclass(frozen=True, slots=True)

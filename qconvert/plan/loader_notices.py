@@ -59,19 +59,27 @@ FUSED = Notice(
     ),
 )
 
-QUANTIZED_EMBEDDING = Notice(
-    "quantized embedding",
-    "the embedding is quantized, which not every loader reads:",
-    (
-        Verdict("qconvert", True, "decodes it"),
-        Verdict(
-            "vLLM 0.33", True, "symmetric group or channel integers whose bits divide 32; not for a tied head"
+
+def _quantized_embedding(vllm: Verdict) -> Notice:
+    return Notice(
+        "quantized embedding",
+        "the embedding is quantized, which not every loader reads:",
+        (
+            Verdict("qconvert", True, "decodes it"),
+            vllm,
+            Verdict(
+                "transformers 5", False, "fails: AttributeError, 'Embedding' object has no attribute 'weight'"
+            ),
+            Verdict("SGLang 0.5", False, "reads plain embeddings only"),
         ),
-        Verdict(
-            "transformers 5", False, "fails: AttributeError, 'Embedding' object has no attribute 'weight'"
-        ),
-        Verdict("SGLang 0.5", False, "reads plain embeddings only"),
-    ),
+    )
+
+
+QUANTIZED_EMBEDDING = _quantized_embedding(
+    Verdict("vLLM 0.33", True, "symmetric group or channel integers whose bits divide 32")
+)
+QUANTIZED_TIED_EMBEDDING = _quantized_embedding(
+    Verdict("vLLM 0.33", False, "wants it plain where it is also the head; `--untie` writes a head beside it")
 )
 
 ASYMMETRIC = Notice(
@@ -153,11 +161,12 @@ UNPACKED = Notice(
 
 @dataclass(frozen=True)
 class _Output:
-    """A planned output, its model, and the traits of its layout."""
+    """A planned output, its model, the traits of its layout, and whether its head is its embedding."""
 
     tensors: Mapping[str, ModelTensor]
     architecture: Architecture
     traits: LayoutTraits
+    tied: bool
 
     @cached_property
     def fusions(self) -> list[Fusion]:
@@ -181,6 +190,10 @@ class _Output:
     def is_embedding(self, name: str) -> bool:
         parameter = self.architecture.parameter(name)
         return parameter is not None and parameter.kind == "embedding"
+
+    @property
+    def has_integer_embedding(self) -> bool:
+        return any(self.is_embedding(name) for name in self.integers)
 
     @cached_property
     def integers(self) -> dict[str, AffineInt]:
@@ -229,7 +242,8 @@ _RULES: tuple[tuple[Notice, Callable[[_Output], bool]], ...] = (
     (INPUT_MAJOR, lambda out: any(t.name in out.architecture.stored_shapes for t in out.matrices)),
     (STACKED, lambda out: any(f.per_expert and not f.native and not f.layout for f in out.fusions)),
     (APART, lambda out: not out.experts_of_stacks.isdisjoint(t.name for t in out.quantized)),
-    (QUANTIZED_EMBEDDING, lambda out: any(out.is_embedding(name) for name in out.integers)),
+    (QUANTIZED_EMBEDDING, lambda out: out.has_integer_embedding and not out.tied),
+    (QUANTIZED_TIED_EMBEDDING, lambda out: out.has_integer_embedding and out.tied),
     (
         ASYMMETRIC,
         lambda out: out.traits.packed_zero_points and not all(e.symmetric for e in out.integers.values()),
@@ -239,10 +253,17 @@ _RULES: tuple[tuple[Notice, Callable[[_Output], bool]], ...] = (
 
 
 def notices(
-    outputs: Mapping[str, ModelTensor], architecture: Architecture, layout: str = registry.DEFAULT
+    outputs: Mapping[str, ModelTensor],
+    architecture: Architecture,
+    layout: str = registry.DEFAULT,
+    *,
+    tied: bool,
 ) -> list[Notice]:
-    """What to say about a planned output in this layout, before the work starts."""
-    out = _Output(outputs, architecture, registry.traits_of(layout))
+    """What to say about a planned output in this layout, before the work starts.
+
+    `tied` says whether its head is its embedding.
+    """
+    out = _Output(outputs, architecture, registry.traits_of(layout), tied)
     found = [notice for notice, applies in _RULES if applies(out)]
     return (
         [notice if notice is MIXED else _without_refusals(notice) for notice in found]

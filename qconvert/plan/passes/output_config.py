@@ -24,7 +24,7 @@ def write_config(state: Compiled) -> Compiled:
     dropped = (f"{name}: a buffer the model recomputes; left out" for name in state.binding.dropped)
     state = state.warn(*dropped)
     state = state.warn(*_activations(state, config))
-    found = notices(state.outputs, state.architecture, state.request.recipe.layout)
+    found = notices(state.outputs, state.architecture, state.request.recipe.layout, tied=state.tied)
     return replace(state, config=config, notices=tuple(found))
 
 

@@ -27,7 +27,8 @@ def quantize(state: Compiled) -> Compiled:
             raise BadRecipe(
                 f"{tensor.name}: already quantized ({tensor.encoding.label}); doing it again would "
                 "lose twice",
-                "start from the 16-bit model, or run `qconvert dequantize` first and accept the second loss",
+                "start from the 16-bit model; where there is none, `qconvert convert --to LAYOUT "
+                "--scheme SCHEME --allow-requantize` accepts the second loss",
             )
     plan, architecture = unstack_experts(state.plan, state.architecture), state.architecture
     schemes = decide(recipe, architecture, parameters_of(plan, architecture), tied=state.tied)
