@@ -336,3 +336,13 @@ def test_weights_of_zeros_stay_zeros(tmp_path: Path) -> None:
         for scheme in tables if layout != "mxfp4" else ():
             out = encoded(model, layout, scheme, tmp_path / f"{layout}-{scheme}")
             assert not decoded(out, DOWN, DType.F32).any(), (layout, scheme)
+
+
+def test_a_scheme_that_is_asked_for_is_not_ignored_within_a_layout(tmp_path: Path, models: Path) -> None:
+    """FP8 to int4 in one layout: codes that could be kept are not what was asked for."""
+    asked = ("--to", "compressed-tensors", "--scheme")
+    source = made("convert", models / "plain", *asked, "fp8-channel", "-o", tmp_path / "fp8")
+    again = (*asked, "int4-channel", "--allow-requantize")
+    assert " requantized" in qconvert("convert", source, *again, "-o", tmp_path / "int4").err
+    kept = qconvert("convert", tmp_path / "int4", *again, "-o", tmp_path / "kept").err
+    assert "requantized" not in kept and "done" in kept

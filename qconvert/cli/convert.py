@@ -71,7 +71,7 @@ class _WithLayouts(click.Command):
     "--scheme",
     metavar="SCHEME",
     shell_complete=candidates.schemes,
-    help="Scheme for weights not yet quantized, or quantized again under --allow-requantize (all of a GGUF).",
+    help="Scheme for weights not yet quantized, and with --allow-requantize for all others, too.",
 )
 @click.option(
     "--allow-requantize", is_flag=True, help="Where codes cannot be kept, quantize the numbers again."

@@ -35,10 +35,10 @@ class Target:
     """A layout to convert to, and how.
 
     `scheme` or `table` (a codebook scheme of the layout) is what weights get that cannot keep their codes, or
-    have none; only with `allow_requantize` is a weight quantized that already was: of GGML blocks, which mix
-    types, every weight that has not this form then. `undo_act_order` moves
-    columns in activation order into the weights before (see `plan.passes.activation_order`). `asymmetric`
-    says that what is quantized again gets zero points, as weights beside it have them.
+    have none; only with `allow_requantize` is a weight quantized that already was, then every one that has
+    not this form. `undo_act_order` moves columns in activation order into the weights before (see
+    `plan.passes.activation_order`). `asymmetric` says that what is quantized again gets zero points, as
+    weights beside it have them.
     """
 
     layout: str
@@ -161,9 +161,20 @@ def transcode(plan: Plan, target: Target, plain: frozenset[str]) -> Plan:
                     f"drop the rule that names it, or write {' or '.join(others)}",
                 )
             return unit.then(Dequantize(encoding.decoded))
-        return _then(unit, steps(target, unit.output))
+        return _as_asked(target, unit, _then(unit, steps(target, unit.output)))
 
     return plan.each(one)
+
+
+def _as_asked(target: Target, unit: Unit, kept: Unit) -> Unit:
+    """The unit with its codes kept, unless another form was asked for and may be quantized to."""
+    encoding = unit.output.encoding
+    if not (target.allow_requantize and (target.scheme or target.table)) or unit.quantizes:
+        return kept
+    assert isinstance(encoding, Quantized)
+    again = _then(unit, _quantized_again(target, unit.output, encoding))
+    same = kept.output.encoding.label.removesuffix("-actorder") == again.output.encoding.label
+    return kept if same else again
 
 
 def _with_zeros(plan: Plan, plain: frozenset[str]) -> bool:
@@ -235,6 +246,13 @@ def steps(target: Target, tensor: ModelTensor) -> tuple[Op, ...]:
     like = target.traits.like(encoding)
     if like and not target.scheme:
         target = replace(target, table=target.table or like.name)
+    return _quantized_again(target, tensor, encoding)
+
+
+def _quantized_again(target: Target, tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
+    """The operations that bring the numbers of a quantized weight into new codes of the target layout."""
+    keep_codes = registry.find(target.layout).transcode
+    assert keep_codes is not None, target.layout
     again = _new_codes(target, tensor, encoding, encoding.decoded)
     made = again[-1]
     if not isinstance(made, Quantize):
