@@ -175,7 +175,7 @@ def test_rules_reach_all_experts_of_a_layer(select: str, weights: int) -> None:
 @pytest.mark.parametrize("select", ["mlp.experts.gate", "mlp.experts.3.up"])
 def test_what_loaders_stack_shares_a_scheme(select: str) -> None:
     architecture = Architecture.of(ROWS["qwen2-moe"].config)
-    with pytest.raises(BadRecipe, match="loaders fuse its parts") as caught:
+    with pytest.raises(BadRecipe, match="loaders fuse them") as caught:
         decide(
             Recipe(rules=(Rule(select, Scheme(8, None)),)), architecture, architecture.parameters, tied=False
         )

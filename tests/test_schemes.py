@@ -86,3 +86,13 @@ def test_the_form_of_a_scheme_carries_the_dtype_of_its_scales() -> None:
     encoding = Scheme(4, 64, symmetric=False).encoding(DType.F16)
     assert encoding == AffineInt(4, 64, symmetric=False, scale_dtype=DType.F16)
     assert encoding.groups(256) == 4 and Scheme(4, None).encoding(DType.F16).groups(256) == 1
+
+
+@pytest.mark.parametrize("name", ["W2A16", "W4A16", "W8A16", "W4A16_ASYM"])
+def test_presets_of_llm_compressor_are_the_schemes_that_it_means(name: str) -> None:
+    presets = pytest.importorskip("compressed_tensors.quantization.quant_scheme").PRESET_SCHEMES
+    weights, scheme = presets[name]["weights"], parse_scheme(name)
+    assert scheme is not None and presets[name].get("input_activations") is None
+    assert (weights.num_bits, weights.group_size, weights.symmetric) == (
+        scheme.bits, scheme.group_size, scheme.symmetric,
+    )  # fmt: skip

@@ -112,7 +112,7 @@ def test_a_part_means_the_fused_weight_where_that_is_stored() -> None:
 @pytest.mark.parametrize("rule", ["attn.k=int8-g32", "mlp.up=keep", r"re:layers\.1.*q_proj=int4-asym-g32"])
 def test_a_rule_that_splits_a_fused_group_is_refused(rule: str) -> None:
     error = refusal(rule)
-    assert "loaders fuse its parts" in error.fact
+    assert "loaders fuse them" in error.fact
     assert str(error.hint).endswith(("attn.q, attn.k, attn.v", "mlp.gate, mlp.up"))
 
 

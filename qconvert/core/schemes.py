@@ -19,6 +19,10 @@ _SCHEME = re.compile(
     r"int(?P<bits>[2-8])(?P<asym>-asym)?(?:-(?:g(?P<group>[1-9]\d{0,8})|(?P<channel>channel)))?"
 )
 
+# llm-compressor's word for integers without numbers for the inputs: groups of 128 columns, symmetric but for
+# one of 4 bits (compressed-tensors 0.20, `quant_scheme.py`: PRESET_SCHEMES).
+_PRESET = re.compile(r"W(?P<bits>[2-8])A16|W4A16_ASYM")
+
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
@@ -62,9 +66,14 @@ KEEP = "keep"
 
 
 def parse_scheme(text: str) -> Scheme | None:
-    """Parses a scheme; returns None for `keep`. Raises BadRecipe, naming the nearest scheme."""
+    """Parses a scheme, also as llm-compressor says W4A16; returns None for `keep`.
+
+    Raises BadRecipe, naming the nearest scheme.
+    """
     if text == KEEP:
         return None
+    if preset := _PRESET.fullmatch(text):
+        return Scheme(int(preset["bits"] or 4), symmetric=preset["bits"] is not None)
     match = _SCHEME.fullmatch(text)
     if match is None:
         known = [KEEP] + [

@@ -165,8 +165,9 @@ def _check_fused_groups(
             spelled = ", ".join(
                 f"{part.role}={scheme.label if scheme else KEEP}" for scheme, part in schemes.items()
             )
+            listed = ", ".join(names) if len(names) < 5 else f"{names[0]} and {len(names) - 1} more"
             raise BadRecipe(
-                f"{fused.whole.name}: loaders fuse its parts, which would get different schemes ({spelled})",
+                f"{listed}: loaders fuse them, and they would get different schemes ({spelled})",
                 f"give all of them one scheme: {', '.join(fused.fusion.part_groups)}",
             )
 
