@@ -222,11 +222,17 @@ def test_rows_that_blocks_do_not_divide_can_be_refused(model: Path, tmp_path: Pa
     ("flags", "says"),
     [
         (["--type", "q4_k_n"], "did you mean 'q4_k_"),
+        (["--type", "q4"], "did you mean 'q4_k_m'?"),
+        (["--type", "q8"], "did you mean 'q8_0'?"),
         (["--type", "f16", "--tensor-type", "ffn_down"], "write PATTERN=TYPE"),
         (["--type", "f16", "--tensor-type", "ffn_down=q4_9"], "'q4_9': no such tensor type"),
         (["--type", "f16", "--tensor-type", "(=q8_0"], "not a regular expression"),
         (["--type", "f16", "--token-embedding-type", "float"], "'float': no such tensor type"),
-        (["--type", "f16", "--output-tensor-type", "q8_1"], "type q8_1 cannot be written, only read"),
+        *(
+            (["--type", "f16", option, f"{pattern}{name}"], f"type {name}: no weights are written in it")
+            for option, pattern in (("--output-tensor-type", ""), ("--tensor-type", "ffn_down="))
+            for name in ("i8", "i64", "f64", "q8_1", "q8_k")
+        ),
         (["--type", "f16", "--pre-tokenizer", "qwen"], "did you mean 'qwen"),
         (["--type", "f16", "-o", "m.bin"], "m.bin: does not end in .gguf\nHint: write -o m.bin.gguf"),
     ],

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -144,12 +144,13 @@ def check_ids(largest: int, rows: int) -> None:
         )
 
 
-def open_made_dialogue(files: Mapping[str, str], config: Json) -> Dialogue:
-    """Opens the tokenizer of files in memory, text by name."""
+def open_made_dialogue(files: Mapping[str, str], config: Json, path: Path) -> Dialogue:
+    """Opens the tokenizer of files in memory, text by name; errors name `path`, which they were made from."""
     with TemporaryDirectory() as folder:
         for name, text in files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
-        return open_dialogue(Path(folder), config)
+        made = open_dialogue(Path(folder), config)
+    return replace(made, folder=replace(made.folder, path=path))
 
 
 @dataclass(slots=True)

@@ -10,6 +10,6 @@ def dialogue_of(checkpoint: Checkpoint) -> Dialogue:
     """The tokenizer of a checkpoint. Raises UnsupportedModel where it has none that is read here."""
     made = checkpoint.files.sidecars.made  # by a GGUF file, which has no folder of its own
     if made:
-        return open_made_dialogue(made, checkpoint.config)
+        return open_made_dialogue(made, checkpoint.config, checkpoint.path)
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     return open_dialogue(folder, checkpoint.config)

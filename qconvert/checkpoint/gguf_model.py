@@ -152,7 +152,11 @@ def _check_types(file: GGUFFile) -> None:
 
 def _metadata(file: GGUFFile) -> Metadata:
     """The metadata of a file, for the architecture that it says it is of."""
-    entry = file.kv.get("general.architecture")
+    kind, entry = file.kv.get("general.type"), file.kv.get("general.architecture")
+    if kind is not None and kind.value == "imatrix":
+        raise UnsupportedModel(
+            f"{file.name}: an importance matrix, not a model", "give it beside a model, as --imatrix FILE"
+        )
     if entry is None or not isinstance(entry.value, str):
         is_ = "missing" if entry is None else f"{entry.value!r}, not text"
         raise CorruptCheckpoint(f"{file.name}: general.architecture is {is_}")

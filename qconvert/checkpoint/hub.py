@@ -104,6 +104,8 @@ def resolve(
     if is_address(model):
         return _resolve_address(model, network, weights=weights)
     match = _HUB_NAME.fullmatch(model)
+    if model.endswith(".gguf") and (match is None or Path(model).parent.is_dir()):
+        raise QConvertError(f"{shown(model)}: no such file", "check the path")
     if match is None:
         raise QConvertError(f"{shown(model)}: no such file or folder", WRITTEN)
     repo_id, asked = match["repo"], revision or match["revision"]

@@ -68,10 +68,10 @@ def file_types(ctx: click.Context, param: click.Parameter, incomplete: str) -> l
 
 def element_types(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The types that tensors of a GGUF can get; for PATTERN=TYPE those of the type."""
-    from qconvert.core.ggml_types import WRITTEN
+    from qconvert.core.ggml_types import OF_WEIGHTS
 
     pattern, equals, start = incomplete.rpartition("=")
-    names = ("f32", "f16", "bf16", *sorted(name.lower() for name in WRITTEN))
+    names = (kind.label for kind in OF_WEIGHTS)
     return [CompletionItem(f"{pattern}{equals}{name}") for name in names if name.startswith(start.lower())]
 
 

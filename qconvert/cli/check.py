@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,9 +19,26 @@ if TYPE_CHECKING:
     from qconvert.core.dtypes import Json
 
 
+class _Loader(click.Choice):  # type: ignore[type-arg]  # no generic class before click 8.2
+    """One of the loaders; an error has the nearest, which may differ by a dot alone."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        try:
+            return str(super().convert(value, param, ctx))
+        except click.BadParameter as error:
+            from difflib import get_close_matches
+
+            near = get_close_matches(str(value).lower(), LOADERS, n=1)
+            if not near:
+                raise
+            raise click.BadParameter(
+                f"{error.message.rstrip('.')}; did you mean {near[0]!r}?", ctx, param
+            ) from None
+
+
 @click.command("check", epilog=examples("qconvert check ./model-int4-g128 --for vllm --tp 4"))
 @models_argument()
-@click.option("--for", "loader", type=click.Choice(LOADERS), required=True, help="The loader to ask for.")
+@click.option("--for", "loader", type=_Loader(LOADERS), required=True, help="The loader to ask for.")
 @click.option(
     "--tp",
     type=click.IntRange(1, 1024),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from math import sqrt
@@ -178,9 +178,15 @@ def outputs_line(job: Job, outcome: Outcome) -> str:
     return f"outputs' error on held-out tokens {nearest:.4f} -> {made:.4f}, "
 
 
-def advice(job: Job, out: str) -> list[str]:
-    """What to do next: what a calibration text would buy, and how the output is served."""
-    found = (plain_tables(job), decoded_tables(job), _symmetric(job), _calibrating(job), serving(job, out))
+def advice(job: Job, out: str, beside: Collection[str] = ()) -> list[str]:
+    """What to do next: what a calibration text would buy, and how the output is served.
+
+    `beside` are the suffixes of the files that were written beside a GGUF.
+    """
+    from qconvert.convert.gguf_sidecars import MODELFILE, ollama_create
+
+    last = f"next: {ollama_create(Path(out))}" if MODELFILE in beside else serving(job, out)
+    found = (plain_tables(job), decoded_tables(job), _symmetric(job), _calibrating(job), last)
     return [line for line in found if line]
 
 

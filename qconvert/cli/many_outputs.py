@@ -121,7 +121,9 @@ def _write(
             found = report.result_json(result, seconds) | fetched(source)
             verdict, path = report.verdict(result, seconds), str(report.path)
             print_found(report.lines(), found.copy, verdict, path, flags, tell)
-        lines = [line for job, out in jobs for line in advice(job, str(out))] if flags.talks else []
+        lines = (
+            [line for job, out in jobs for line in advice(job, str(out), flags.beside)] if flags.talks else []
+        )
         for line in dict.fromkeys(lines):
             click.echo(line, err=True)
 

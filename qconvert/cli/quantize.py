@@ -34,6 +34,15 @@ from qconvert.plan.recipe import FUSIONS, Recipe, Rule, load_recipe, parse_rule
 TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
 
 
+def _refuse_type(context: click.Context, option: click.Parameter, value: str | None) -> None:
+    """Raise BadRecipe for a type of GGUF files, which people look for here."""
+    if value is not None:
+        with typed():
+            raise BadRecipe(
+                f"--type {value}: GGUF types belong to to-gguf", f"`qconvert to-gguf MODEL --type {value}`"
+            )
+
+
 @click.command(
     "quantize",
     epilog=examples(
@@ -97,6 +106,9 @@ TARGET_SCHEMES = "int4-g128,int4-g32,int8-g128"
     metavar="SELECTOR",
     shell_complete=candidates.selectors,
     help="Leave these weights as they are.",
+)
+@click.option(
+    "--type", expose_value=False, hidden=True, callback=_refuse_type, help="Refused: it is to-gguf's."
 )
 @click.option("--fuse", multiple=True, type=click.Choice(list(FUSIONS)), help="Stack these linears as well.")
 @click.option("--tie/--untie", default=None, help="Drop a head equal to the embedding, or write it out.")

@@ -194,7 +194,8 @@ def _tell_done(
         for line in after_sending(result, flags):
             click.echo(line, err=True)
         silent = flags.quiet or flags.as_json
-        for line in () if silent else advice(job, result.sent.get("to", str(result.path))):
+        sent = result.sent.get("to")
+        for line in () if silent else advice(job, sent or str(result.path), () if sent else flags.beside):
             click.echo(line, err=True)
 
 
@@ -233,7 +234,8 @@ def write_beside(job: Job, out: Path, result: Result, flags: Flags) -> None:
             written = open_checkpoint(path)
             binding, traits = written.bind(allow_unknown=True), written.layout.traits
             table = table_of_tensors(written.tensors, binding, traits)
-            card = gguf_sidecars.card(path, table, source.checkpoint, source.location.name)
+            name, beside_it = source.location.name, gguf_sidecars.MODELFILE in beside
+            card = gguf_sidecars.card(path, table, source.checkpoint, name, modelfile=beside_it)
             target.write_text(card, encoding="utf-8")
         elif suffix == gguf_sidecars.MODELFILE:
             target.write_text(gguf_sidecars.modelfile(path), encoding="utf-8")

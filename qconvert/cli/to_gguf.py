@@ -205,7 +205,7 @@ def command(
         write_ggufs(models, [replace(target, file_type=kind) for kind in kinds], flags)
     else:
         request = flags.request("to-gguf", Recipe(), target=target)
-        write_each(models, lambda model: Aiming(wanted, aim, request, flags), "", flags)
+        write_each(models, lambda model: Aiming(wanted, aim, request, flags), wanted.suffix, flags)
 
 
 def _tower_type(file_type: str) -> str:
@@ -265,14 +265,10 @@ def _override(text: str) -> tuple[str, GGMLType]:
 
 
 def _written(text: str) -> GGMLType:
-    """The element type of this name; BadRecipe for one that does not exist or is not written here."""
-    from qconvert.core.ggml_types import WRITTEN, parse_ggml_type
+    """The element type of this name; BadRecipe for one that no weight is written in."""
+    from qconvert.core.ggml_types import parse_ggml_type
 
-    kind = parse_ggml_type(text)
-    if kind.is_quantized and kind.name not in WRITTEN:
-        known = ", ".join(name.lower() for name in sorted(WRITTEN))
-        raise BadRecipe(f"type {kind.label} cannot be written, only read", f"f32, f16, bf16, or {known}")
-    return kind
+    return parse_ggml_type(text)
 
 
 def _print_types(*, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,8 +38,17 @@ def modelfile(path: Path) -> str:
     return f"FROM ./{path.name}\n"
 
 
-def card(path: Path, table: ParameterTable, source: Checkpoint, name: str) -> str:
-    """The card of a GGUF as Markdown: front matter of the source's card, its tensors, how to run it."""
+def ollama_create(path: Path) -> str:
+    """The command that gives a GGUF to Ollama, by the Modelfile beside it."""
+    stem = sidecar(path, "")
+    return f"ollama create {shlex.quote(stem.name.lower())} -f {shlex.quote(str(sidecar(path, MODELFILE)))}"
+
+
+def card(path: Path, table: ParameterTable, source: Checkpoint, name: str, *, modelfile: bool = False) -> str:
+    """The card of a GGUF as Markdown: front matter of the source's card, its tensors, how to run it.
+
+    `modelfile` says that a Modelfile lies beside it.
+    """
     import yaml
 
     from qconvert.report.tables import parameter_table_lines
@@ -63,7 +73,9 @@ def card(path: Path, table: ParameterTable, source: Checkpoint, name: str) -> st
             "",
             "```sh",
             f"llama-server -m {path.name}",
-            f"echo 'FROM ./{path.name}' > Modelfile && ollama create {path.stem.lower()} -f Modelfile",
+            ollama_create(Path(path.name))
+            if modelfile
+            else f"echo 'FROM ./{path.name}' > Modelfile && ollama create {path.stem.lower()} -f Modelfile",
             "```",
             "",
         ]

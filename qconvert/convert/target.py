@@ -102,7 +102,7 @@ def choose(
     that `saved` has are taken from there, where the request has no statistics. Raises BadRecipe for a target
     that no mix reaches.
     """
-    written = written or prepared
+    written, request = written or prepared, _naming_the_head(request, tied=tied)
     price: Callable[[Mapping[str, Job], Iterable[Sensitivity]], list[Group]] = priced_groups
     if request.statistics is None:
         measured = TextStatistics(record or {}, damping, tied and damping is not None)
@@ -294,6 +294,15 @@ def _file_bytes(job: Job) -> int:
 def _tensor_bytes(job: Job) -> int:
     layout, units = job.container.layout, job.compiled.plan.units
     return sum(spec.nbytes for unit in units for spec in layout.stored_arrays(unit.output))
+
+
+def _naming_the_head(request: Request, *, tied: bool) -> Request:
+    """The request with the type of the head asked for of a tied embedding, by its name."""
+    target = request.target
+    if not (tied and isinstance(target, GGUFTarget) and target.output_tensor_type):
+        return request
+    named = (*target.tensor_types, (r"^token_embd\.weight$", target.output_tensor_type))
+    return replace(request, target=replace(target, tensor_types=named, output_tensor_type=None))
 
 
 def _uniform_request(request: Request, label: str) -> Request:

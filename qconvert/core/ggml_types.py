@@ -121,13 +121,21 @@ GRIDS: Mapping[str, Quantized] = {
 }
 
 
+# What a weight can be written in: plain numbers, and blocks.
+OF_WEIGHTS = tuple(kind for kind in GGMLType if kind.name in WRITTEN or kind.name in ("F32", "F16", "BF16"))
+
+
 def parse_ggml_type(text: str) -> GGMLType:
-    """Returns the element type a user names, in any case. Raises BadRecipe listing the names."""
-    try:
-        return GGMLType[text.upper()]
-    except KeyError:
-        known = ", ".join(kind.label for kind in GGMLType)
-        raise BadRecipe(f"type {text!r}: no such tensor type", f"one of: {known}") from None
+    """Returns the type of weights a user names, in any case. Raises BadRecipe listing the names.
+
+    Integers and F64, which hold no weights, and Q8_1 and Q8_K, which no file holds, are refused.
+    """
+    kind, known = GGMLType.__members__.get(text.upper()), ", ".join(kind.label for kind in OF_WEIGHTS)
+    if kind is None:
+        raise BadRecipe(f"type {text!r}: no such tensor type", f"one of: {known}")
+    if kind not in OF_WEIGHTS:
+        raise BadRecipe(f"type {kind.label}: no weights are written in it", f"one of: {known}")
+    return kind
 
 
 IN_MEMORY_ALONE = frozenset({GGMLType.Q8_1, GGMLType.Q8_K})

@@ -22,6 +22,7 @@ _SCHEME = re.compile(
 # llm-compressor's word for integers without numbers for the inputs: groups of 128 columns, symmetric but for
 # one of 4 bits (compressed-tensors 0.20, `quant_scheme.py`: PRESET_SCHEMES).
 _PRESET = re.compile(r"W(?P<bits>[2-8])A16|W4A16_ASYM")
+_GGUF_TYPE = re.compile(r"(i?q[1-8]|tq[12])_", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,10 @@ def parse_scheme(text: str) -> Scheme | None:
             for a in ("", "-asym")
             for g in ("", "-g128", "-g64", "-g32", "-channel")
         ]
+        if _GGUF_TYPE.match(text):
+            raise BadRecipe(
+                f"scheme {text!r}: a type of GGUF files", f"`qconvert to-gguf MODEL --type {text}`"
+            )
         near = get_close_matches(text, known, n=1, cutoff=0.5)
         spelling = "write int{2..8}[-asym]-g{N}, int{2..8}[-asym]-channel, or keep"
         raise BadRecipe(

@@ -205,7 +205,7 @@ class GGUFFileContainer:
             return Path(
                 f"mmproj-{replace(self.identity, size_label=None).file_name(self.gguf.file_type.name)}"
             )
-        return Path(self.identity.file_name(self.gguf.file_type.name))
+        return Path(self.identity.file_name(suffix or self.gguf.file_type.name))
 
     def check_target(self, out: Path) -> None:
         if not self.options.keep:

@@ -87,6 +87,7 @@ _SEVENTY_B_LAYERS = {"llama": 80, "qwen2": 80, "deci": 80, "olmo": 80, "jais2": 
 
 _NEEDS_IMATRIX = frozenset({T.IQ3_XXS, T.IQ2_XXS, T.IQ2_XS, T.IQ2_S, T.IQ1_M, T.IQ1_S})
 _MEASURED = "`qconvert calibrate MODEL --imatrix FILE` measures one; give it as --imatrix FILE"
+_ALL_TYPES = "`qconvert to-gguf --type list` shows all"
 _EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
 
 # What stays as it is: norms, routers, and what is small or looked up by position.
@@ -190,14 +191,12 @@ _RULES: Mapping[_Kind, mixture_rules.Rules] = {
 
 def find_file_type(name: str) -> FileType:
     """The file type of this name in any case, aliases included. Raises BadRecipe with the nearest."""
-    upper = name.upper()
-    found = FILE_TYPES.get(ALIASES.get(upper, upper))
+    found = FILE_TYPES.get(ALIASES.get(upper := name.upper(), upper))
     if found is None:
-        near = get_close_matches(upper, FILE_TYPES, n=1)
+        near = [n for end in ("_K_M", "_K", "_0") if (n := upper + end) in FILE_TYPES]
+        near = near or get_close_matches(upper, FILE_TYPES, n=1)
         hint = f"did you mean {near[0].lower()!r}? " if near else ""
-        raise BadRecipe(
-            f"type {name!r}: no such GGUF file type", f"{hint}`qconvert to-gguf --type list` shows all"
-        )
+        raise BadRecipe(f"type {name!r}: no such GGUF file type", hint + _ALL_TYPES)
     return found
 
 
@@ -252,7 +251,8 @@ def choose_types(
         choice = choice or Choice(mix.file_type.base, "base type")
         choice = _fitting(name, shapes[name], choice, fallback=fallback)
         if not imatrix and needs_imatrix(name, choice.type, mix.file_type):
-            raise BadRecipe(f"{name}: {choice.type.label} needs an importance matrix", _MEASURED)
+            fact = f"{name}: {choice.type.label} needs an importance matrix (--type {file_type.lower()})"
+            raise BadRecipe(fact, _MEASURED)
         chosen[name] = choice
     return chosen
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 
@@ -30,6 +30,7 @@ def choose_block_types(state: Compiled) -> Compiled:
     assert isinstance(target, GGUFTarget)
     facts, outputs = facts_of(state.architecture), state.outputs
     measured = state.request.statistics is not None
+    _refuse_dropped(target, outputs, measured=measured)
     if target.file_type == KEEP:
         file_type, choices = _kept(outputs, facts, target, measured=measured)
     else:
@@ -37,7 +38,7 @@ def choose_block_types(state: Compiled) -> Compiled:
         _refuse_unwritten(choices)
     choices |= _of_the_model(facts, file_type, choices)
     made = GGUFPlan(facts, find_file_type(file_type), choices)
-    return replace(state, gguf=made).warn(*remarks_on(facts))
+    return replace(state, gguf=made).warn(*remarks_on(facts), *_not_the_head(target, outputs))
 
 
 def _of_the_model(facts: Facts, file_type: str, choices: Mapping[str, Choice]) -> dict[str, Choice]:
@@ -63,6 +64,46 @@ def _choose(
         output_tensor_type=target.output_tensor_type,
         fallback=target.fallback,
     )
+
+
+def _refuse_dropped(target: GGUFTarget, names: Collection[str], *, measured: bool) -> None:
+    """Raise BadRecipe for an option that would say nothing about this file."""
+    if target.file_type == KEEP:
+        given = {
+            "--tensor-type": target.tensor_types,
+            "--token-embedding-type": target.token_embedding_type,
+            "--output-tensor-type": target.output_tensor_type,
+            "--pure": target.pure,
+            "--imatrix, --calibration": measured,
+        }
+        idle = next((option for option, value in given.items() if value), None)
+        if idle:
+            raise BadRecipe(
+                f"{idle}: given beside --type keep, which gives no tensor another type",
+                "leave it out, or name a type in place of keep",
+            )
+        return
+    file_type, tied = find_file_type(target.file_type), "output.weight" not in names
+    plain = not file_type.base.is_quantized
+    if target.tensor_types and plain:
+        raise BadRecipe(
+            f"--tensor-type: a file of type {file_type.name.lower()} mixes no other types in",
+            "name a quantized --type; --token-embedding-type and --output-tensor-type go with any",
+        )
+    if target.output_tensor_type and not target.token_embedding_type and tied and (plain or target.pure):
+        beside = "--pure" if target.pure else f"--type {file_type.name.lower()}"
+        raise BadRecipe(
+            f"--output-tensor-type: the head of this model is its embedding, which {beside} decides",
+            "name the type with --token-embedding-type",
+        )
+
+
+def _not_the_head(target: GGUFTarget, names: Collection[str]) -> Iterator[str]:
+    """What to tell of patterns that seem to mean the head, and are found in attn_output alone."""
+    for pattern, _ in target.tensor_types:
+        found = [name for name in names if pattern_of(pattern).search(name)]
+        if pattern.startswith("output") and all("attn_output" in name for name in found):
+            yield f"--tensor-type {pattern!r}: found in attn_output alone; the head's is --output-tensor-type"
 
 
 def _refuse_idle(target: GGUFTarget, names: Collection[str]) -> None:
