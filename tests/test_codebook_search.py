@@ -56,7 +56,8 @@ def losses_of_groups(value: CodebookRows, rows_RI: np.ndarray, weights_I: np.nda
 
 def test_all_tables_but_those_of_one_scale_are_weighed() -> None:
     assert {name for name, encoding, _ in SCHEMES if not weighs(encoding)} == {
-        "compressed-tensors fp8-tensor"
+        "compressed-tensors fp8-tensor",
+        "quark fp8-tensor",
     }
     assert len(WEIGHED) >= 10
 

@@ -16,6 +16,7 @@ from qconvert.quant.codebook import wide
 from qconvert.quant.ggml import encode_rows
 from qconvert.quant.packed_codes import codes_of
 from qconvert.runtime.config import DecoderConfig
+from qconvert.runtime.cpu.byte_dots import BYTE_ROUTINES
 from qconvert.runtime.cpu.dots import ROUTINES
 from qconvert.runtime.cpu.kernels import KERNELS
 from qconvert.runtime.cpu.packed_weights import PackedGrid, pack_grid
@@ -234,8 +235,8 @@ def test_packing_holds_a_bounded_part_unpacked(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_two_kernels_share_a_name_by_which_stored_code_is_linked() -> None:
-    names = [routine.__qualname__ for routine in ROUTINES.values()]
-    assert len(set(names)) == len(KERNELS) == 15
+    names = [routine.__qualname__ for routine in (ROUTINES | BYTE_ROUTINES).values()]
+    assert len(set(names)) == len(KERNELS) == 19
 
 
 def test_what_is_no_grid_or_does_not_fit_stays_as_it_was_read() -> None:

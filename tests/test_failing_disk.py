@@ -47,7 +47,9 @@ def test_an_error_of_any_call_is_one_sentence_and_the_next_run_ends_equal(
                 assert os.strerror(number) in ran.err, (told, ran.err)
             if tree(here / "made").items() >= whole.items():
                 continue  # it has its name, and failed later if at all
-            assert ran.code == 1 and not tree(here / "made").keys() & whole.keys(), told
+            # Of a GGUF in parts the first, which loaders open, gets its name last.
+            last = {min(whole)} if kind == "parts" else whole.keys()
+            assert ran.code == 1 and not tree(here / "made").keys() & last, told
             ran = qconvert(*command, *HOW, "-q", "-o", here / "made" / name)
             assert ran.code == 0, (told, ran.err)
             assert tree(here / "made") == whole, told

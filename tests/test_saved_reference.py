@@ -104,7 +104,7 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
             SavedReference(tmp_path / "cut")
     safetensors.numpy.save_file({"x": np.zeros(3)}, tmp_path / "plain")
     assert not is_saved_reference(tmp_path / "plain")
-    with pytest.raises(BadRecipe, match="no saved reference"):
+    with pytest.raises(BadRecipe, match="is not a saved reference"):
         SavedReference(tmp_path / "plain")
     arrays = safetensors.numpy.load_file(tmp_path / "ref")
     with safetensors.safe_open(tmp_path / "ref", "np") as file:
@@ -112,7 +112,7 @@ def test_damaged_and_foreign_files(tmp_path: Path) -> None:
     wrong = [arrays | {"low": arrays["low"][:-1]}, {k: v for k, v in arrays.items() if k != "windows"}]
     for made in wrong:
         safetensors.numpy.save_file(made, tmp_path / "wrong", metadata)
-        with pytest.raises(BadRecipe, match="no saved reference"):
+        with pytest.raises(BadRecipe, match="is not a saved reference"):
             SavedReference(tmp_path / "wrong")
 
 

@@ -201,7 +201,7 @@ def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest
     assert ran.code == 1 and "have changed since" in ran.err and "leave out --resume" in ran.err
     (tmp_path / "r.json").write_text('{"report": "perplexity"}')
     ran = qconvert(*options, "--resume")
-    assert ran.code == 1 and "no report that can be taken up" in ran.err
+    assert ran.code == 1 and "is not a report that can be resumed" in ran.err
     (tmp_path / "r.json").unlink()
     ran = qconvert(*options, "--resume")
     assert ran.code == 0 and "starts from the beginning" in ran.err

@@ -83,7 +83,7 @@ def test_counts() -> None:
 @pytest.mark.parametrize(
     ("conversion", "stations"),
     [
-        ("gguf", ["open_checkpoint", "bind", "read_exactly", "encode_rows", "FileSink.write", "verify"]),
+        ("gguf", ["open_checkpoint", "bind", "make_batch", "read_exactly", "FileSink.write", "verify"]),
         ("int4", ["open_checkpoint", "bind", "read_exactly", "FileSink.write", "pack_stream", "verify"]),
     ],
 )
