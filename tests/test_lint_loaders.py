@@ -43,7 +43,7 @@ def found(s: Subject, fact: str) -> set[str]:
         (INT3, "gptq_v2", "sglang", ERROR, "and this is int3-g32"),
         (AffineInt(4, 16, True, DType.F16), "auto-round", "sglang", ERROR, "and this is int4-g16"),
         (INT4, "gptq", "sglang", None, "SGLang runs GPTQ"),
-        (INT4, "awq", "sglang", WARNING, "AWQ in float16 alone where it is int4-g32"),
+        (INT4, "awq", "sglang", WARNING, "AWQ in float16 alone where it has no zero points"),
         (ASYM, "awq", "sglang", None, "AWQ in float16 alone"),
         (MXFP4, "compressed-tensors", "sglang", ERROR, "no scheme for e2m1-g32 in compressed-tensors"),
         (

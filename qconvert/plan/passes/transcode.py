@@ -203,7 +203,7 @@ def _from_blocks(
     if encoding.type not in GRIDS:
         if not target.allow_requantize:
             raise refused(tensor, "blocks have no counterpart in other formats")
-        return _then(unit, (Dequantize(DType.F32), *_new_codes(target, tensor, encoding, DType.F32)))
+        return _again(target, unit, encoding)
     as_grid = unit.then(Transcode("from_ggml_blocks", GRIDS[encoding.type]))
     asked = target.allow_requantize and bool(target.scheme or target.table)
     again = _again(target, unit, encoding) if asked else None
