@@ -72,6 +72,15 @@ def failed(ran: Ran, fact: str, hint: str | None = None, code: int = 1) -> None:
     assert (ran.code, ran.out, ran.err) == (code, "", wanted)
 
 
+def refused(folder: Path, *flags: object) -> str:
+    """What a failing to-gguf said; nothing may be left in the folder it was to write to."""
+    before = sorted(folder.iterdir())
+    ran = qconvert("to-gguf", *flags, "-o", folder / "m.gguf")
+    assert ran.code == 1, ran
+    assert sorted(folder.iterdir()) == before
+    return ran.err
+
+
 def run_interpreted(file: str) -> None:
     """Run a file of tests in triton's interpreter.
 

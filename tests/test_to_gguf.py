@@ -16,7 +16,7 @@ from qconvert.core.values import DenseRows
 from qconvert.formats.gguf.reader import GGUFFile
 from qconvert.formats.io.local_file import octets
 from qconvert.quant.ggml import encode_rows
-from tests.commands import qconvert, strict_json
+from tests.commands import qconvert, refused, strict_json
 from tests.gguf_models import (
     SIZES,
     TRANSFORMERS,
@@ -171,15 +171,6 @@ def test_every_expert_has_its_own_importance(tmp_path: Path, monkeypatch: pytest
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Qwen2 with a tokenizer."""
     return transformers_model(tmp_path_factory.mktemp("model") / "small", "qwen2")
-
-
-def refused(folder: Path, *flags: object) -> str:
-    """What a failing run said; nothing may be left in the folder it was to write to."""
-    before = sorted(folder.iterdir())
-    ran = qconvert("to-gguf", *flags, "-o", folder / "m.gguf")
-    assert ran.code == 1, ran
-    assert sorted(folder.iterdir()) == before
-    return ran.err
 
 
 def test_an_existing_file_is_replaced_only_when_asked(model: Path, tmp_path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qconvert.check.subject import Problem
+    from qconvert.check.subject import Problem, Subject
     from qconvert.convert.job import Job
 
 # The loader that each command of `LayoutTraits.serve` starts.
@@ -32,20 +33,21 @@ def serving(job: Job, out: str) -> str | None:
     from qconvert.check.subjects import planned_subject
 
     loader = _STARTED[serve.split()[0]]
-    refused = _refused(job, loader)
+    subject = planned_subject(job, loader)
+    refused = _refused(subject)
     if refused is None:
-        command = f"{serve} {shlex.quote(out)} {serving_arguments(planned_subject(job, loader))}"
-        return f"next: {command.rstrip()}"
-    takers = [other for other in _OTHERS if other != loader and _refused(job, other) is None]
+        return f"next: {serve} {shlex.quote(out)} {serving_arguments(subject)}".rstrip()
+    takers = [
+        other for other in _OTHERS if other != loader and _refused(replace(subject, loader=other)) is None
+    ]
     others = f"; {' and '.join(takers)} should load it" if takers else ""
     explains = f"qconvert check {shlex.quote(out)} --for {loader}"
     return f"next: {explains}  # {loader} refuses this output: {refused.fact}{others}"
 
 
-def _refused(job: Job, loader: str) -> Problem | None:
+def _refused(subject: Subject) -> Problem | None:
     """The first thing that a loader fails on in an output, if any."""
     from qconvert.check.loader_rules import lint
     from qconvert.check.subject import ERROR
-    from qconvert.check.subjects import planned_subject
 
-    return next((each for each in lint(planned_subject(job, loader)) if each.severity == ERROR), None)
+    return next((each for each in lint(subject) if each.severity == ERROR), None)

@@ -13,7 +13,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.numbers import positive_number
 from qconvert.errors import CorruptCheckpoint
 from qconvert.models.families import common as c
-from qconvert.models.families.vision import TEXT_HIDDEN, WHOLE, both, layer_norms, role, table, tower
+from qconvert.models.families.vision import TEXT_HIDDEN, WHOLE, both, layer_norms, role, siglip, table, tower
 from qconvert.models.parameters import Dimensions, ParameterTemplate
 
 
@@ -48,8 +48,7 @@ def _patches(config: Json) -> dict[str, int]:
 
 
 # SmolVLM and Idefics3: SigLIP, and one linear over neighbours.
-SMOL = "vision_model.encoder.layers.{layer}."
-SMOL_EMBEDDINGS = "vision_model.embeddings."
+SMOL = "vision_model."
 
 
 def smolvlm_sizes(config: Json, layer: int) -> Dimensions:
@@ -63,14 +62,7 @@ SMOLVLM_TOWER = replace(
     tower(
         "SmolVLM's tower",
         (
-            table(SMOL_EMBEDDINGS + "patch_embedding.weight", "hidden", "channels", "patch", "patch"),
-            table(SMOL_EMBEDDINGS + "patch_embedding.bias", "hidden"),
-            table(SMOL_EMBEDDINGS + "position_embedding.weight", "positions", "hidden"),
-            *layer_norms(SMOL, "layer_norm1", "layer_norm2"),
-            *(both(f"{SMOL}self_attn.{part}_proj", "hidden", "hidden") for part in ("q", "k", "v", "out")),
-            both(SMOL + "mlp.fc1", "intermediate", "hidden"),
-            both(SMOL + "mlp.fc2", "hidden", "intermediate"),
-            *layer_norms("vision_model.", "post_layernorm"),
+            *siglip(SMOL),
             c.linear("vision.projection", "connector.modality_projection.proj", "out", "merged"),
         ),
         smolvlm_sizes,

@@ -51,6 +51,25 @@ def layer_norms(layer: str, *names: str, bias: bool = True) -> tuple[ParameterTe
     return tuple(c.norm(role(layer + name), layer + name, bias=bias) for name in names)
 
 
+# SigLIP's modules, under that of the tower.
+SIGLIP_EMBEDDINGS, SIGLIP_LAYER, SIGLIP_NORM = "embeddings.", "encoder.layers.{layer}.", "post_layernorm"
+
+
+def siglip(tower: str) -> tuple[ParameterTemplate, ...]:
+    """Returns SigLIP under the module `tower`: its embeddings, the encoder's layers, the norm after them."""
+    embeddings, layer = tower + SIGLIP_EMBEDDINGS, tower + SIGLIP_LAYER
+    return (
+        table(embeddings + "patch_embedding.weight", "hidden", "channels", "patch", "patch"),
+        table(embeddings + "patch_embedding.bias", "hidden"),
+        table(embeddings + "position_embedding.weight", "positions", "hidden"),
+        *layer_norms(layer, "layer_norm1", "layer_norm2"),
+        *(both(f"{layer}self_attn.{part}_proj", "hidden", "hidden") for part in ("q", "k", "v", "out")),
+        both(layer + "mlp.fc1", "intermediate", "hidden"),
+        both(layer + "mlp.fc2", "hidden", "intermediate"),
+        *layer_norms(tower, SIGLIP_NORM),
+    )
+
+
 # Qwen: patches of two frames, and four neighbours merged into one token.
 QWEN = "visual.blocks.{layer}."
 
@@ -197,8 +216,7 @@ GEMMA4_TOWER = tower(
 )
 
 # Gemma 3: SigLIP.
-SIGLIP = "vision_tower.vision_model.encoder.layers.{layer}."
-EMBEDDINGS = "vision_tower.vision_model.embeddings."
+GEMMA3 = "vision_tower.vision_model."
 
 
 def siglip_sizes(config: Json, layer: int) -> Dimensions:
@@ -223,14 +241,7 @@ SIGLIP_TOWER = replace(
     tower(
         "Gemma 3's tower",
         (
-            table(EMBEDDINGS + "patch_embedding.weight", "hidden", "channels", "patch", "patch"),
-            table(EMBEDDINGS + "patch_embedding.bias", "hidden"),
-            table(EMBEDDINGS + "position_embedding.weight", "positions", "hidden"),
-            *layer_norms(SIGLIP, "layer_norm1", "layer_norm2"),
-            *(both(f"{SIGLIP}self_attn.{part}_proj", "hidden", "hidden") for part in ("q", "k", "v", "out")),
-            both(SIGLIP + "mlp.fc1", "intermediate", "hidden"),
-            both(SIGLIP + "mlp.fc2", "hidden", "intermediate"),
-            *layer_norms("vision_tower.vision_model.", "post_layernorm"),
+            *siglip(GEMMA3),
             table("multi_modal_projector.mm_input_projection_weight", "hidden", "out"),
             *layer_norms("multi_modal_projector.", "mm_soft_emb_norm", bias=False),
         ),

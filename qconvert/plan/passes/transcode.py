@@ -168,13 +168,13 @@ def transcode(plan: Plan, target: Target, plain: frozenset[str]) -> Plan:
 
 def _as_asked(target: Target, unit: Unit, kept: Unit) -> Unit:
     """The unit with its codes kept, unless another form was asked for and may be quantized to."""
-    encoding = unit.output.encoding
     if not (target.allow_requantize and (target.scheme or target.table)) or unit.quantizes:
         return kept
-    assert isinstance(encoding, Quantized)
-    again = _then(unit, _quantized_again(target, unit.output, encoding))
-    same = kept.output.encoding.label.removesuffix("-actorder") == again.output.encoding.label
-    return kept if same else again
+    again = _then(unit, _again(target, unit.output))
+    form = kept.output.encoding
+    if isinstance(form, AffineInt):
+        form = replace(form, act_order=False)
+    return kept if form == again.output.encoding else again
 
 
 def _with_zeros(plan: Plan, plain: frozenset[str]) -> bool:
@@ -203,10 +203,8 @@ def _from_blocks(
     if encoding.type not in GRIDS:
         if not target.allow_requantize:
             raise refused(tensor, "blocks have no counterpart in other formats")
-        return _again(target, unit, encoding)
+        return _then(unit, _again(target, tensor))
     as_grid = unit.then(Transcode("from_ggml_blocks", GRIDS[encoding.type]))
-    asked = target.allow_requantize and bool(target.scheme or target.table)
-    again = _again(target, unit, encoding) if asked else None
     try:
         kept = _then(as_grid, steps(target, as_grid.output))
     except BadRecipe as error:
@@ -216,20 +214,7 @@ def _from_blocks(
             f"--allow-requantize quantizes {'it' if number == 1 else 'these'} again, which loses twice; "
             "better: `qconvert quantize` of the original model",
         ) from error
-    return kept if again is None or kept.output.encoding == again.output.encoding else again
-
-
-def _again(target: Target, unit: Unit, encoding: GgmlBlocks) -> Unit:
-    """Blocks quantized again as asked; their scales have the type that codes kept from a block type have."""
-    scheme = target.scheme
-    like = (g for g in GRIDS.values() if isinstance(g, AffineInt) and scheme and g.label == scheme.label)
-    dtype = next((grid.scale_dtype for grid in like), DType.F32)
-    new = _new_codes(target, unit.output, encoding, dtype)
-    made = _then(unit, (Dequantize(DType.F32), *new))
-    own = registry.find(target.layout).transcode
-    if own is None or not isinstance(new[-1], Quantize):
-        return made
-    return _then(made, own(made.output, new[-1].encoding))
+    return _as_asked(target, unit, kept)
 
 
 def steps(target: Target, tensor: ModelTensor) -> tuple[Op, ...]:
@@ -246,19 +231,31 @@ def steps(target: Target, tensor: ModelTensor) -> tuple[Op, ...]:
     like = target.traits.like(encoding)
     if like and not target.scheme:
         target = replace(target, table=target.table or like.name)
-    return _quantized_again(target, tensor, encoding)
+    return _again(target, tensor)
 
 
-def _quantized_again(target: Target, tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
+def _again(target: Target, tensor: ModelTensor) -> tuple[Op, ...]:
     """The operations that bring the numbers of a quantized weight into new codes of the target layout."""
-    keep_codes = registry.find(target.layout).transcode
+    encoding = tensor.encoding
+    assert isinstance(encoding, GgmlBlocks | Quantized)
+    if isinstance(encoding, GgmlBlocks):
+        numbers, scales = DType.F32, _scales_of_blocks(target)
+    else:
+        numbers = scales = encoding.decoded
+    again = _new_codes(target, tensor, encoding, scales)
+    made, keep_codes = again[-1], registry.find(target.layout).transcode
     assert keep_codes is not None, target.layout
-    again = _new_codes(target, tensor, encoding, encoding.decoded)
-    made = again[-1]
     if not isinstance(made, Quantize):
-        return (Dequantize(encoding.decoded), *again)
+        return (Dequantize(numbers), *again)
     own = keep_codes(replace(tensor, encoding=made.encoding), made.encoding)
-    return (Dequantize(encoding.decoded), *again, *own)
+    return (Dequantize(numbers), *again, *own)
+
+
+def _scales_of_blocks(target: Target) -> DType:
+    """The type of new scales in place of blocks: that of codes kept from such blocks, or float32."""
+    label = target.scheme and target.scheme.label
+    like = (grid for grid in GRIDS.values() if isinstance(grid, AffineInt) and grid.label == label)
+    return next((grid.scale_dtype for grid in like), DType.F32)
 
 
 def _new_codes(

@@ -119,7 +119,7 @@ _MERGER = {
     vision.role("visual.merger.mlp.0"): Written("mm.0"),
     vision.role("visual.merger.mlp.2"): Written("mm.2"),
 }
-_FC = {"mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
+FC = {"mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
 
 
 def projector(kind: str, *flags: str) -> Keys:
@@ -148,7 +148,7 @@ QWEN2 = GGUFModel(
         projector("qwen2vl_merger"),
         _qwen_epsilon,
     ),
-    roles=_qwen(_FC, {**_QKV, **_MERGER}),
+    roles=_qwen(FC, {**_QKV, **_MERGER}),
     checks=(_two_frames,),
     types={"v.patch_embd.weight": ("F16", "F16"), "v.patch_embd.weight.1": ("F16", "F16")},
     kind="mmproj",
@@ -236,6 +236,26 @@ def _pooled(facts: Facts) -> Iterator[KV]:
         yield facts.u32("vision.projector.scale_factor", factor)
 
 
+def siglip(tower: str) -> dict[str, Written]:
+    """Returns what is written of SigLIP under the module `tower`."""
+    embeddings = tower + vision.SIGLIP_EMBEDDINGS
+    return {
+        vision.role(embeddings + "patch_embedding.weight"): Written("v.patch_embd"),
+        vision.role(embeddings + "patch_embedding.bias"): Written("v.patch_embd", suffix=".bias"),
+        vision.role(embeddings + "position_embedding.weight"): Written("v.position_embd"),
+        vision.role(tower + vision.SIGLIP_NORM): Written("v.post_ln"),
+        **blocks(
+            tower + vision.SIGLIP_LAYER,
+            {
+                "layer_norm1": "ln1",
+                "layer_norm2": "ln2",
+                **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "out")},
+                **FC,
+            },
+        ),
+    }
+
+
 GEMMA3 = replace(
     QWEN2,
     late=(
@@ -244,21 +264,9 @@ GEMMA3 = replace(
         _pooled,
     ),
     roles={
-        vision.role(vision.EMBEDDINGS + "patch_embedding.weight"): Written("v.patch_embd"),
-        vision.role(vision.EMBEDDINGS + "patch_embedding.bias"): Written("v.patch_embd", suffix=".bias"),
-        vision.role(vision.EMBEDDINGS + "position_embedding.weight"): Written("v.position_embd"),
-        vision.role("vision_tower.vision_model.post_layernorm"): Written("v.post_ln"),
+        **siglip(vision.GEMMA3),
         vision.role("multi_modal_projector.mm_input_projection_weight"): Written("mm.input_projection"),
         vision.role("multi_modal_projector.mm_soft_emb_norm"): Written("mm.soft_emb_norm", "plus_one"),
-        **blocks(
-            vision.SIGLIP,
-            {
-                "layer_norm1": "ln1",
-                "layer_norm2": "ln2",
-                **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "out")},
-                **_FC,
-            },
-        ),
     },
     checks=(),
     types={"mm.input_projection.weight": ("", "F16")},  # which clip.cpp multiplies by in half precision

@@ -11,9 +11,16 @@ from qconvert.models.families import tower_tiles as t
 from qconvert.models.families.vision import PREPROCESSOR, WHOLE, role
 from qconvert.models.gguf import graph_checks as c
 from qconvert.models.gguf.declaration import Facts, GGUFModel, Written, derived
-from qconvert.models.gguf.families.towers import blocks, encoder, epsilon, parts_of_rows, projector
+from qconvert.models.gguf.families.towers import (
+    FC,
+    blocks,
+    encoder,
+    epsilon,
+    parts_of_rows,
+    projector,
+    siglip,
+)
 
-_FC = {"mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
 _PATCHES = {"v.patch_embd.weight": ("F16", "F16")}
 
 
@@ -41,20 +48,8 @@ SMOLVLM = GGUFModel(
     keys=(),
     late=(encoder(_size, "num_attention_heads"), projector("idefics3"), _smolvlm),
     roles={
-        role(t.SMOL_EMBEDDINGS + "patch_embedding.weight"): Written("v.patch_embd"),
-        role(t.SMOL_EMBEDDINGS + "patch_embedding.bias"): Written("v.patch_embd", suffix=".bias"),
-        role(t.SMOL_EMBEDDINGS + "position_embedding.weight"): Written("v.position_embd"),
-        role("vision_model.post_layernorm"): Written("v.post_ln"),
+        **siglip(t.SMOL),
         "vision.projection": Written("mm.model.fc"),
-        **blocks(
-            t.SMOL,
-            {
-                "layer_norm1": "ln1",
-                "layer_norm2": "ln2",
-                **{f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "out")},
-                **_FC,
-            },
-        ),
     },
     checks=(c.computes("hidden_act", "gelu_pytorch_tanh", "gelu"),),
     kind="mmproj",
@@ -133,7 +128,7 @@ INTERNVL = GGUFModel(
         role(t.INTERN + "attn.qkv"): tuple(map(_third, range(3))),
         role(t.INTERN + "attn.qkv.bias"): tuple(_third(part, suffix=".bias") for part in range(3)),
         **_with_biases(t.INTERN, {"norm1": "ln1", "norm2": "ln2"}, "norm1", "norm2"),
-        **blocks(t.INTERN, {"attn.proj": "attn_out", **_FC, **_SCALES}),
+        **blocks(t.INTERN, {"attn.proj": "attn_out", **FC, **_SCALES}),
         **{role(f"mlp1.{i}"): Written(f"mm.model.mlp.{i}") for i in (0, 1, 3)},
         # As transformers has it.
         role(t.INTERN_HF_EMBEDDINGS + "cls_token"): Written("v.class_embd", suffix=""),
@@ -144,7 +139,7 @@ INTERNVL = GGUFModel(
         role(t.INTERN_HF_EMBEDDINGS + "position_embeddings"): _POSITIONS,
         **_with_biases(t.INTERN_HF, _HF, *_HF),
         **_with_biases(t.INTERN_HF, _HF_NORMS, *_HF_NORMS),
-        **blocks(t.INTERN_HF, {"attention.projection_layer": "attn_out", **_FC}),
+        **blocks(t.INTERN_HF, {"attention.projection_layer": "attn_out", **FC}),
         **blocks(t.INTERN_HF, {f"lambda_{i}": f"ls{i}" for i in (1, 2)}),
         role("multi_modal_projector.layer_norm"): Written("mm.model.mlp.0"),
         role("multi_modal_projector.linear_1"): Written("mm.model.mlp.1"),
@@ -185,7 +180,7 @@ LLAMA4 = GGUFModel(
                 "self_attn.o_proj": "attn_out",
                 "input_layernorm": "ln1",
                 "post_attention_layernorm": "ln2",
-                **_FC,
+                **FC,
             },
         ),
     },

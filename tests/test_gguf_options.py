@@ -1,4 +1,4 @@
-"""What `to-gguf` and its neighbours say to wishes that cannot be met, or that another option means."""
+"""What `to-gguf` and its neighbours say to options that cannot be met, or that another option means."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import qconvert
+from tests.commands import qconvert, refused
 from tests.gguf_models import transformers_model
 
 
@@ -14,15 +14,6 @@ from tests.gguf_models import transformers_model
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Qwen2 with a tokenizer."""
     return transformers_model(tmp_path_factory.mktemp("model") / "small", "qwen2")
-
-
-def refused(folder: Path, *flags: object) -> str:
-    """What a failing run said; nothing may be left in the folder it was to write to."""
-    before = sorted(folder.iterdir())
-    ran = qconvert("to-gguf", *flags, "-o", folder / "m.gguf")
-    assert ran.code == 1, ran
-    assert sorted(folder.iterdir()) == before
-    return ran.err
 
 
 @pytest.mark.parametrize(
