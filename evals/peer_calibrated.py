@@ -6,6 +6,7 @@ PYTHON is an interpreter that has the peer (`evals/peer_makers.py` says which pe
 settings). With `--tokens-file TOKENS.npy` the tokens are written and nothing else is done: `peer_makers.py`
 may then run for hours elsewhere, and `--peer auto-round=FOLDER` measures what it made. llama-quantize comes
 with cyllama, where it is installed here. Files are measured by one `qconvert eval perplexity` for each text.
+Ours are made with one thread; with OMP_NUM_THREADS=1 so are those of peers, and user seconds compare them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ OURS = {
     "qconvert int4-g128": ("quantize", "--scheme", "int4-g128"),
     "qconvert q4_k_m": ("to-gguf", "--type", "q4_k_m"),
 }
+COST = ("seconds", "user_seconds", "peak_bytes")
 MAKERS = Path(__file__).parent / "peer_makers.py"
 
 
@@ -101,13 +103,22 @@ def compare(
                 path = work / (
                     f"{name}-{method}".replace(" ", "-") + (".gguf" if command == "to-gguf" else "")
                 )
-                words = [command, model, *options, "--method", method, *read, "-o", str(path), "-q"]
+                words = [
+                    command,
+                    model,
+                    *options,
+                    "--method",
+                    method,
+                    *read,
+                    "-o",
+                    str(path),
+                    "-q",
+                    "-j",
+                    "1",
+                ]
                 run = timed([sys.executable, "-m", "qconvert", *words])
-                add(
-                    f"{name}, {method}",
-                    path,
-                    {"seconds": round(run.seconds, 1), "peak_bytes": run.peak_bytes},
-                )
+                cost = {"seconds": round(run.seconds, 1), "user_seconds": round(run.user_seconds, 1)}
+                add(f"{name}, {method}", path, {**cost, "peak_bytes": run.peak_bytes})
         if find_spec("cyllama"):
             add(*_llama_quantize(model, read, work))
         for peer in peers:
@@ -116,7 +127,7 @@ def compare(
                 made, path = _run(name, given, folder, ids, work), work / name.replace(":", "-")
             else:
                 made, path = json.loads(Path(f"{given}.json").read_text()), Path(given)
-            cost = {key: made.pop(key) for key in ("seconds", "peak_bytes") if key in made}
+            cost = {key: made.pop(key) for key in COST if key in made}
             add(name, path, {**cost, "versions": made})
     click.echo("\n".join(_lines(rows)))
 
@@ -127,7 +138,7 @@ def _llama_quantize(model: str, read: tuple[str, ...], work: Path) -> tuple[str,
 
     from evals.llama_quantize import quantize_as_llama_cpp
     from qconvert.formats.gguf.imatrix import read_imatrix
-    from qconvert.plan.gguf.mixture import find_file_type
+    from qconvert.plan.gguf.file_types import find_file_type
 
     plain, imatrix, made = (work / f"{name}.gguf" for name in ("plain", "imatrix", "llama-quantize-q4_k_m"))
     timed([sys.executable, "-m", "qconvert", "to-gguf", model, "--type", "bf16", "-o", str(plain), "-q"])
@@ -154,11 +165,11 @@ def _lines(rows: list[Json]) -> list[str]:
             row["file"],
             f"{row['bits_per_weight']:.2f}",
             *(f"{row['kl'][text]['value']:.5f} ± {row['kl'][text]['se'] or 0:.5f}" for text in texts),
-            f"{row['seconds']:.0f}" if "seconds" in row else "",
+            f"{row['user_seconds']:.0f}" if "user_seconds" in row else "",
         ]
         for row in rows
     ]
-    return table(["file", "bpw", *(f"KL on {text}" for text in texts), "seconds"], cells, left=1)
+    return table(["file", "bpw", *(f"KL on {text}" for text in texts), "user seconds"], cells, left=1)
 
 
 if __name__ == "__main__":

@@ -26,15 +26,6 @@ def llm_compressor_gptq(model: str, tokens_WT: np.ndarray, out: Path) -> dict[st
     return _oneshot(model, tokens_WT, out, recipe) | {"scheme": "W4A16, GPTQ"}
 
 
-def llm_compressor_awq(model: str, tokens_WT: np.ndarray, out: Path) -> dict[str, Any]:
-    """AWQ of llm-compressor as its examples have it: W4A16_ASYM, groups of 128 with zero points."""
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-    from llmcompressor.modifiers.transform.awq import AWQModifier
-
-    rounding = QuantizationModifier(targets="Linear", scheme="W4A16_ASYM", ignore=["lm_head"])
-    return _oneshot(model, tokens_WT, out, [AWQModifier(), rounding]) | {"scheme": "W4A16_ASYM, AWQ"}
-
-
 def _oneshot(model: str, tokens_WT: np.ndarray, out: Path, recipe: Any) -> dict[str, Any]:
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -74,17 +65,6 @@ def auto_round(model: str, tokens_WT: np.ndarray, out: Path, iterations: str = "
     return {"auto-round": version("auto-round"), "scheme": "W4A16", "iterations": int(iterations)}
 
 
-def gptqmodel(model: str, tokens_WT: np.ndarray, out: Path) -> dict[str, Any]:
-    """GPTQ of GPTQModel: symmetric groups of 128, no activation order."""
-    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
-
-    loaded = GPTQModel.load(model, QuantizeConfig(bits=4, group_size=128), backend=BACKEND.AUTO)
-    rows = [{"input_ids": ids.tolist(), "attention_mask": [1] * len(ids)} for ids in tokens_WT]
-    loaded.quantize(rows, batch_size=1)
-    loaded.save(str(out))
-    return {"gptqmodel": version("gptqmodel"), "scheme": "int4 g128"}
-
-
 def mlx_dwq(
     model: str, tokens_WT: np.ndarray, out: Path, rate: str = "1e-6", plain: str = ""
 ) -> dict[str, Any]:
@@ -122,9 +102,7 @@ def mlx_dwq(
 
 MAKERS = {
     "llm-compressor-gptq": llm_compressor_gptq,
-    "llm-compressor-awq": llm_compressor_awq,
     "auto-round": auto_round,
-    "gptqmodel": gptqmodel,
     "mlx-dwq": mlx_dwq,
 }
 
@@ -134,8 +112,9 @@ def main(peer: str, model: str, tokens: str, out: str, *more: str) -> None:
     options, said = (more[:-2], Path(more[-1])) if "--said" in more else (more, None)
     began = time.perf_counter()
     made = MAKERS[peer](model, np.load(tokens), Path(out), *options)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    found = json.dumps(made | {"seconds": round(time.perf_counter() - began, 1), "peak_bytes": peak})
+    seconds, usage = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    cost = {"seconds": round(seconds, 1), "user_seconds": round(usage.ru_utime, 1)}
+    found = json.dumps(made | cost | {"peak_bytes": usage.ru_maxrss * 1024})
     if said is not None:
         said.write_text(found + "\n", encoding="utf-8")
     print(found)

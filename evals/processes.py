@@ -28,10 +28,11 @@ from qconvert.report.tables import size, table
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One finished process: wall seconds and peak resident bytes."""
+    """One finished process: wall seconds, peak resident bytes, and seconds of processor time in user mode."""
 
     seconds: float
     peak_bytes: int
+    user_seconds: float = 0.0
 
 
 Runs = dict[str, list[Run]]
@@ -60,7 +61,7 @@ def timed(command: list[str]) -> Run:
     seconds = time.perf_counter() - started
     if os.waitstatus_to_exitcode(status) != 0:
         raise click.ClickException(f"{' '.join(command)}: exit code {os.waitstatus_to_exitcode(status)}")
-    return Run(seconds, usage.ru_maxrss * 1024)
+    return Run(seconds, usage.ru_maxrss * 1024, usage.ru_utime)
 
 
 def copied(shards: Sequence[Path], target: Path) -> Run:

@@ -21,7 +21,7 @@ from evals.processes import Run, copied, max_memory, options, print_ratios, reco
 from evals.synthetic import make_checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.formats.tokenizers.pretokenizer_patterns import QWEN2
-from qconvert.plan.gguf.mixture import find_file_type
+from qconvert.plan.gguf.file_types import find_file_type
 
 _QUANTIZE = """
 import sys

@@ -66,6 +66,17 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
+def without_source(files: dict[str, bytes], *keys: str) -> dict[str, Any]:
+    """The files of an output, without these keys of its source, which say where that was found."""
+    found: dict[str, Any] = {**files, "qconvert.json": json.loads(files["qconvert.json"])}
+    for key in keys:
+        found["qconvert.json"]["source"].pop(key)
+    for file in found["qconvert.json"]["source"]["files"]:  # which only files on this machine have
+        file.pop("sample_sha256")
+    found.pop("README.md")
+    return found
+
+
 def failed(ran: Ran, fact: str, hint: str | None = None, code: int = 1) -> None:
     """Assert that a command said exactly this on stderr, and nothing on stdout."""
     wanted = f"Error: {fact}\n" + (f"Hint: {hint}\n" if hint else "")

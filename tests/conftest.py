@@ -12,8 +12,9 @@ from hypothesis import settings
 from tests.commands import made
 from tests.models import tiny
 
-# Torch's threads would otherwise spin between products, on cores that other tests wait for.
+# The threads of torch and numpy would otherwise spin between products, on cores that other tests wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # The same examples on every run: a red test means that the change before it broke something.
 settings.register_profile("qconvert", deadline=None, derandomize=True, database=None)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import patch
 
+from qconvert.convert.batches import SMALL
 from qconvert.formats.io.journal import Journal, load
 from qconvert.formats.io.planned_files import FilePlan
 
@@ -214,6 +215,6 @@ def groups_of(nbytes: int, *, together: bool = False) -> Iterator[None]:
     from qconvert.convert import batches
     from qconvert.formats.io import journal
 
-    small = batches.SMALL if together else 0.0
+    small = SMALL if together else 0.0
     with patch.object(journal, "GROUP_BYTES", nbytes), patch.object(batches, "SMALL", small):
         yield

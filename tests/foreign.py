@@ -138,13 +138,13 @@ def _gptq(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
 
 
 def _auto_round(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
-    """GPTQ's words with zeros less one, and no g_idx."""
+    """GPTQ's words with zeros less one, or as they are, and no g_idx."""
     settings = config["quantization_config"]
-    assert settings["packing_format"] == "auto_round:auto_gptq"
+    less = {"auto_round:auto_gptq": 1, "auto_round": 0}[settings["packing_format"]]
     for base in _bases(arrays, ".qweight"):
         bits = settings.get("extra_config", {}).get(base, settings)["bits"]
         codes, scales = _fields(arrays[f"{base}.qweight"].numpy().T, bits), _wide(arrays[f"{base}.scales"])
-        zeros = _fields(arrays[f"{base}.qzeros"].numpy(), bits) + 1
+        zeros = _fields(arrays[f"{base}.qzeros"].numpy(), bits) + less
         size = codes.shape[1] // len(scales)
         steps = np.repeat(scales.T, size, 1)
         yield f"{base}.weight", ((codes - np.repeat(zeros.T, size, 1)) * steps, steps)

@@ -245,6 +245,7 @@ def quark(out: Path, source: Path, *, weight: str, inputs: str = "", **asked: An
         return getattr(specs, name)(**own).to_quantization_spec()
 
     dynamic = {"is_dynamic": True, "ch_axis": 1} if inputs.endswith("PerChannelSpec") else {}
+    dynamic |= {"symmetric": True} if inputs.startswith("Int8PerChannel") else {}
     still = {} if dynamic else {"is_dynamic": False}
     layer = specs.QLayerConfig(
         weight=spec(weight, asked),
@@ -304,6 +305,14 @@ MAKERS: dict[str, Maker] = {
     ),
     "quark-fp8-rows": partial(
         quark, weight="FP8E4M3PerChannelSpec", inputs="FP8E4M3PerChannelSpec", ch_axis=0, is_dynamic=False
+    ),
+    "quark-int8": partial(
+        quark,
+        weight="Int8PerChannelSpec",
+        inputs="Int8PerChannelSpec",
+        ch_axis=0,
+        is_dynamic=False,
+        symmetric=True,
     ),
     "quark-mxfp4": partial(
         quark,

@@ -86,3 +86,28 @@ def distance(folder: Path, expected: np.ndarray, *flags: object, rows: int = 320
     found = log_probabilities(llama_cpp_logits(written(folder, *flags), IDS, rows))
     assert expected.std() > 0.3, "logits that say nothing"
     return float(np.abs(found - expected).max())
+
+
+def saved_seeing(folder: Path, kind: str, text: dict[str, Any], *, eager: bool = False) -> Any:
+    """A random model that sees, saved by transformers in float32 with a tokenizer.
+
+    The norms of its class have 1 added to them. With `eager`, attention is the class's own code.
+    """
+    import transformers
+
+    vision = {
+        "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1,
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+    config = transformers.AutoConfig.for_model(
+        kind, text_config=text, vision_config=vision, tie_word_embeddings=False
+    )
+    if eager:
+        config._attn_implementation = config.text_config._attn_implementation = "eager"
+    model = scatter(transformers.AutoModelForImageTextToText.from_config(config), 0.08).eval()
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            weight.data -= 1
+    model.save_pretrained(folder)
+    add_tokenizer(folder)
+    return model

@@ -13,6 +13,8 @@ from qconvert.checkpoint.assumed import without_weights
 from qconvert.errors import QConvertError
 from tests.commands import qconvert
 from tests.models import tiny
+from tests.test_gguf_mmproj import TOWERS
+from tests.test_gguf_mmproj import made as made_with_tower
 
 INDEX = "model.safetensors.index.json"
 
@@ -67,7 +69,37 @@ def test_linears_stored_input_major_have_their_sizes_too(assets: Path, tmp_path:
         wish = ("--bits", 4, "--group-size", 32, "--dtype", "f32")
         ours, theirs = planned("quantize", bare, *wish), planned("quantize", model, *wish)
         assert ours["output"]["bytes"] == theirs["output"]["bytes"]
-        assert ours["output"]["files"] == theirs["output"]["files"]
+        assert ours["files"] == theirs["files"]
+
+
+@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("index", [False, True])
+def test_a_vision_tower_is_counted(tmp_path: Path, name: str, index: bool) -> None:
+    """Models that transformers has made: every array, and every byte."""
+    made_with_tower(tmp_path / "here", name)
+    bare = emptied(tmp_path / "here", tmp_path / "away", index=index)
+    ours, theirs = (qconvert("inspect", folder, "--json").json for folder in (bare, tmp_path / "here"))
+    assert (ours["bytes"], ours["parameters"]) == (theirs["bytes"], theirs["parameters"])
+    assert not any("vision" in warning or "language" in warning for warning in ours["warnings"])
+    wish = ("quantize", "--bits", 4, "--group-size", "channel")
+    sizes = [planned(wish[0], folder, *wish[1:])["output"]["bytes"] for folder in (bare, tmp_path / "here")]
+    assert sizes[0] == sizes[1]
+
+
+def test_check_splits_a_model_by_its_config_alone(assets: Path, tmp_path: Path) -> None:
+    configs = assets / "metadata" / "configs"
+    alone = "note: weights: judged by config.json alone: names and shapes are those that it promises"
+    for name, tp, said in (
+        ("Qwen--Qwen3-30B-A3B-FP8", 8, "768 columns on 8 ranks are 96 each, not a multiple of 128"),
+        ("Qwen--Qwen3-30B-A3B-FP8", 2, "OK: vllm should load this"),
+        ("Qwen2.5-VL", 2, "OK: vllm should load this"),
+    ):
+        ran = qconvert("check", configs / f"{name}_config.json", "--for", "vllm", "--tp", tp)
+        assert ran.code == (0 if said.startswith("OK") else 3) and said in ran.out and alone in ran.out
+        assert "not a tensor of" not in ran.out
+    made_with_tower(tmp_path / "whole", "qwen2.5-vl")
+    ran = qconvert("check", tmp_path / "whole", "--for", "vllm")
+    assert ran.code == 0 and "visual" not in ran.out and "alone" not in ran.out
 
 
 @pytest.mark.parametrize("name", ["Qwen3-4B", "Qwen3.5-25B-REAP-A3B"])

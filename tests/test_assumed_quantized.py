@@ -111,6 +111,7 @@ def test_published_sizes_of_quantized_models(assets: Path, tmp_path: Path) -> No
         ("nvidia--Qwen3.6-35B-A3B-NVFP4", "mlp.experts.up", ["e2m1-g16-multiplied"]),
         ("nvidia--Qwen3.6-35B-A3B-NVFP4", "delta.qkv", ["e4m3-tensor"]),
         ("Kimi-K2.5", "mlp.experts.down", ["int4-g32"]),
+        ("Qwen--Qwen3-32B-FP8-Static-PerTensor", "mlp.down", ["e4m3-tensor"]),
         ("Kimi-K2.5", "mlp.shared.down", ["bf16"]),
         ("Qwen--Qwen3-30B-A3B-FP8", "mlp.router", ["bf16"]),
         ("MiniMax-M2.1", "mlp.experts.gate", ["e4m3-g128x128"]),

@@ -87,7 +87,7 @@ def test_what_is_offered_is_taken(kind: str, models: Path, place: Path) -> None:
     """Every scheme and type that is completed is one that the command knows."""
     from qconvert.core.schemes import parse_scheme
     from qconvert.formats.layouts import registry
-    from qconvert.plan.gguf.mixture import find_file_type
+    from qconvert.plan.gguf.file_types import find_file_type
     from qconvert.plan.passes.transcode import codebook_named
 
     if kind == "schemes":

@@ -294,9 +294,6 @@ def test_tables_of_other_layouts_are_refused(
 @pytest.mark.parametrize(
     ("asked", "way"),
     [
-        (("--scheme", "nf4"), "--to bitsandbytes --scheme nf4"),
-        (("--scheme", "fp8"), "--to compressed-tensors --scheme fp8"),
-        (("--scheme", "mxfp4", "--layout", "mlx"), "--to mlx --scheme mxfp4"),
         (("--bits", "4", "--rule", "mlp.down=nvfp4"), "--to compressed-tensors --scheme nvfp4"),
         (("--bits", "8", "--layout", "bitsandbytes"), "--to bitsandbytes --scheme nf4"),
     ],

@@ -78,7 +78,11 @@ def hub_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, data: b
 
 
 @pytest.mark.parametrize(
-    ("offline", "says"), [("0", "cannot be downloaded from"), ("1", "HF_HUB_OFFLINE is set")]
+    ("offline", "says"),
+    [
+        ("0", "SourceUnavailable: wikitext2: cannot be downloaded from"),
+        ("1", "QConvertError: wikitext2: cannot be downloaded from ggml-org/ci: it is not in the cache"),
+    ],
 )
 def test_without_a_network_it_says_so_once_and_soon(tmp_path: Path, offline: str, says: str) -> None:
     program = "from qconvert.evaluate.corpora import load_text; load_text('wikitext2')"
@@ -91,7 +95,7 @@ def test_without_a_network_it_says_so_once_and_soon(tmp_path: Path, offline: str
         text=True,
         check=False,
     )
-    assert "QConvertError: wikitext2: " in done.stderr and says in done.stderr and "Retry" not in done.stderr
+    assert says in done.stderr and "Retry" not in done.stderr
     assert time.monotonic() - started < 20  # of which the library alone would wait 23
 
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 
-from qconvert.convert import writing
+from qconvert.convert import batches, runner, writing
 from qconvert.convert.job import Job
 from qconvert.formats.io.planned_files import FilePlan
 from tests.commands import qconvert
@@ -29,6 +29,7 @@ from tests.crashes import (
     running,
     tree,
 )
+from tests.models import tiny
 
 # `make crash` tries every call in every way, and kills what goes on as well.
 EVERYTHING = os.environ.get("QCONVERT_CRASH") == "all"
@@ -153,3 +154,42 @@ def test_a_run_killed_as_it_goes_on_goes_on_as_well(
             assert tree(folder) == whole[kind], number
         shutil.rmtree(folder)
     assert thrice
+
+
+def test_tensors_made_together_go_on_after_a_kill_at_any_call(tmp_path: Path) -> None:
+    """At every call of the command, one of the moments in turn: batches of tensors, each a group."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 8, "head_dim": 16}
+    model, resumed, seen = tiny(tmp_path / "m", **sizes), 0, list[int]()
+    command = ("quantize", model, "--bits", 4, "--group-size", 32, *HOW)
+    files: list[FilePlan] = []
+
+    def noted(job: Job, *rest: object) -> dict[str, object]:
+        files[:] = job.container.files(tmp_path)
+        return facts_of(job, *rest)  # type: ignore[arg-type]
+
+    facts_of, together = writing.facts_of, batches.make_batch
+    with groups_of(1, together=True):
+        with patch.object(writing, "facts_of", noted), patch.object(runner, "make_batch") as made:
+            made.side_effect = lambda batch, *rest, **how: (
+                seen.append(len(batch.members)) or together(batch, *rest, **how)
+            )
+            assert qconvert(*command, "-o", tmp_path / "whole" / "out").code == 0
+        assert sum(seen) > 56 and len(seen) > 2
+        whole = tree(tmp_path / "whole")
+        calls = len(names_of(running(*command, "-o", tmp_path / "count" / "out")))
+        for call in range(calls):
+            for moment in MOMENTS if EVERYTHING else [MOMENTS[call % len(MOMENTS)]]:
+                folder = tmp_path / f"{call}{moment}"
+                out = folder / "out"
+                code = killed(running(*command, "-o", out), call, moment)
+                assert code in (KILLED, 0), (call, moment)
+                if not out.exists():
+                    journal = journal_of(out)
+                    records = 0 if journal is None else len(journal.records)
+                    assert journal is None or false_claims(journal, folder / "out.partial", files) == []
+                    resumed += records > 0
+                    ran = qconvert(*command, "-o", out)
+                    assert ran.code == 0, (call, moment, ran.err)
+                assert tree(folder) == whole, (call, moment)
+                shutil.rmtree(folder)
+    assert resumed > calls // 4

@@ -13,7 +13,7 @@ from evals.ablation import ablation, cases
 from evals.divergences import divergences
 from evals.sensitivity import rank_correlation, summary
 from evals.targets import CASES, CHOICES, FILE_TYPES
-from qconvert.plan.gguf.mixture import find_file_type
+from qconvert.plan.gguf.file_types import find_file_type
 from tests.commands import made
 
 

@@ -124,3 +124,24 @@ def test_what_is_asked_again_is_told(here: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_file_that_cannot_be_written_is_an_error_before_anything_is(models: Path, here: Path) -> None:
     ran = qconvert("fuse", models / "plain", "--events", "nowhere/e.jsonl", "-o", "o")
     assert ran.code == 1 and "nowhere/e.jsonl" in ran.err and list(here.iterdir()) == []
+
+
+def test_every_line_names_its_run_and_a_skipped_output_has_one(here: Path) -> None:
+    call = ("quantize", "embedded", "--bits", 4, "-o", "o", "--events", "e.jsonl", "-q")
+    made(*call)
+    made(*call[:5], "p", *call[6:])
+    assert qconvert(*call, "--skip-existing").code == 0
+    runs = [
+        (run, kinds(list(lines))) for run, lines in groupby(told(here / "e.jsonl"), lambda line: line["run"])
+    ]
+    assert [said for _, said in runs] == ["start progress file end", "start progress file end", "skipped"]
+    assert len({run for run, _ in runs}) == 3
+    assert told(here / "e.jsonl")[-1]["path"] == "o"
+
+
+def test_a_file_that_takes_no_line_is_named(here: Path) -> None:
+    ran = qconvert("quantize", "embedded", "--bits", 4, "-o", "o", "--events", "/dev/full", "--json")
+    error = ran.json["error"]
+    assert (ran.code, error["kind"]) == (1, "disk_full")
+    assert error["fact"] == "/dev/full: cannot be written: No space left on device"
+    assert not (here / "o").exists()

@@ -179,7 +179,7 @@ def test_what_loaders_stack_shares_a_scheme(select: str) -> None:
         decide(
             Recipe(rules=(Rule(select, Scheme(8, None)),)), architecture, architecture.parameters, tied=False
         )
-    assert "mlp.experts.gate, mlp.experts.up" in str(caught.value.hint)
+    assert "mlp.experts.gate_up those of all layers" in str(caught.value.hint)
 
 
 def test_a_router_is_never_quantized() -> None:

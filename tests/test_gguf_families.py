@@ -238,7 +238,7 @@ def test_a_name_that_llama_cpp_expects_tokens_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file_type", ["Q4_K_M", "Q8_0"])
 def test_llama_quantize_writes_the_same_tensors(tmp_path: Path, name: str, file_type: str) -> None:
     llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp")
-    from qconvert.plan.gguf.mixture import find_file_type
+    from qconvert.plan.gguf.file_types import find_file_type
 
     wide = {"hidden_size": 256, "intermediate_size": 512, "ffn_hidden_size": 512, "num_hidden_layers": 9}
     folder = made(tmp_path, name, **wide)

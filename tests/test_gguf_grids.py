@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,9 +146,52 @@ def test_all_linears_of_a_gguf_file_get_the_scheme(
     assert qconvert("check", out, "--for", "vllm").code == 0
 
 
-def test_blocks_that_mlx_lacks_are_counted_and_the_tables_bytes_told(mixed: Path, tmp_path: Path) -> None:
+def test_blocks_that_mlx_lacks_are_counted_and_the_embedding_keeps_its_codes(
+    mixed: Path, tmp_path: Path
+) -> None:
     ran = qconvert("convert", mixed, "--to", "mlx", "-o", tmp_path / "out")
     assert ran.code == 1 and "in the file it is Q6_K, as 2 of 14 linears are" in ran.err
-    ran = qconvert("convert", mixed, "--to", "mlx", "--allow-requantize", "-o", tmp_path / "out")
-    assert ran.code == 0 and "note: the embedding is Q4_K in the file and bf16 here" in ran.err
-    assert "takes 524 KB in place of 147 KB" in ran.err
+    assert "quantizes these again, as int8-g64, which" in ran.err
+    out = made("convert", mixed, "--to", "mlx", "--allow-requantize", "-o", tmp_path / "out")
+    forms = {name: (e["form"], e["certificate"]["kind"]) for name, e in manifest(out).items()}
+    values = {forms.pop(f"model.layers.{layer}.self_attn.v_proj.weight") for layer in range(2)}
+    assert values == {("min8-g64", "requantized")}
+    assert {form for name, form in forms.items() if "norm" not in name} == {("min4-g32", "exact")}
+    table = "model.embed_tokens.weight"
+    np.testing.assert_array_equal(decoded(out, table, DType.F32), decoded(mixed, table, DType.F32))
+
+
+def manifest(out: Path) -> dict[str, Any]:
+    tensors: dict[str, Any] = json.loads((out / "qconvert.json").read_text())["tensors"]
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("flags", "form"),
+    [((), "bf16"), (("--allow-requantize",), "min8-g64"), (("--scheme", "int4-g64"), "bf16")],
+)
+def test_an_embedding_in_blocks_that_mlx_lacks(
+    model: Path, tmp_path: Path, flags: tuple[str, ...], form: str
+) -> None:
+    """As of every Q4_0: its linears go over as they are, its embedding is Q6_K. A scheme is for linears."""
+    file = tmp_path / "m.gguf"
+    made("to-gguf", model, "--type", "q4_0", "--pure", "--token-embedding-type", "q6_k", "-o", file)
+    ran = qconvert("convert", file, "--to", "mlx", *flags, "-o", tmp_path / "out")
+    found = manifest(tmp_path / "out")
+    assert found.pop("model.embed_tokens.weight")["form"] == form
+    assert {entry["form"] for name, entry in found.items() if "norm" not in name} == {"min4-g32"}
+    assert ("is Q6_K in the file and bf16 here" in ran.err) == (form == "bf16")
+
+
+def test_mlx_runs_an_embedding_and_a_head_from_a_gguf_file(model: Path, tmp_path: Path) -> None:
+    mx = pytest.importorskip("mlx.core")
+    load_model = pytest.importorskip("mlx_lm.utils").load_model
+    file = tmp_path / "m.gguf"
+    made("to-gguf", model, "--type", "q4_k_m", "--token-embedding-type", "q8_0", "-o", file)
+    out = made("convert", file, "--to", "mlx", "--allow-requantize", "-o", tmp_path / "out")
+    forms = {name: entry["form"] for name, entry in manifest(out).items()}
+    assert (forms["model.embed_tokens.weight"], forms["lm_head.weight"]) == ("min8-g32", "min8-g64")
+    plain = made("dequantize", out, "--dtype", "f32", "-o", tmp_path / "plain")
+    ids = [[1, 5, 9, 17, 33, 65]]
+    mine, theirs = (np.array(load_model(folder)[0](mx.array(ids))) for folder in (out, plain))
+    assert np.abs(mine - theirs).max() < 2e-3

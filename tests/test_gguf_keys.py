@@ -20,7 +20,8 @@ from qconvert.models.gguf.families import facts_of, gguf_model
 from qconvert.models.gguf.identity import ParameterCounts, identify
 from qconvert.models.gguf.keys import file_keys, head_size, rope_freqs
 from qconvert.models.gguf.names import gguf_name
-from qconvert.plan.gguf.mixture import MixFacts, choose_types, find_file_type
+from qconvert.plan.gguf.file_types import find_file_type
+from qconvert.plan.gguf.mixture import MixFacts, choose_types
 from qconvert.quant.llama3_rope import llama3_factors
 from tests.gguf_models import write_gguf
 

@@ -9,7 +9,7 @@ import pytest
 
 from qconvert.formats.gguf.imatrix import read_imatrix
 from qconvert.formats.gguf.reader import GGUFFile
-from qconvert.plan.gguf.mixture import find_file_type
+from qconvert.plan.gguf.file_types import find_file_type
 from tests.commands import Ran, qconvert
 from tests.gguf_models import imatrix_dat
 from tests.llama_quantize import quantize_as_llama_cpp

@@ -11,14 +11,8 @@ import pytest
 from qconvert.core.ggml_types import KV, GGMLType, GGUFTensor
 from qconvert.errors import BadRecipe
 from qconvert.formats.gguf.reader import GGUFFile
-from qconvert.plan.gguf.mixture import (
-    FILE_TYPES,
-    Choice,
-    MixFacts,
-    choose_types,
-    find_file_type,
-    visit_order,
-)
+from qconvert.plan.gguf.file_types import FILE_TYPES, find_file_type
+from qconvert.plan.gguf.mixture import Choice, MixFacts, choose_types, visit_order
 from qconvert.plan.gguf.mixture_rules import LOWEST
 from tests.gguf_models import write_gguf
 from tests.llama_quantize import quantize_as_llama_cpp

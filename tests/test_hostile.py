@@ -60,7 +60,7 @@ CASES = {
     ),
     "scheme of 5000 digits": Case(quantize("--scheme", "int4-g" + "1" * 5000), "not a scheme", code=2),
     "layers of 5000 digits": Case(
-        quantize("--bits", 4, "--rule", f"layers.{'1' * 5000}.mlp.down=int8"), "no such role"
+        quantize("--bits", 4, "--rule", f"layers.{'1' * 5000}.mlp.down=int8"), "matches no weight"
     ),
     "shards of 400 digits": Case(quantize("--bits", 4, "--shard-size", "9" * 400), "is not a size", code=2),
     "seed of 20 digits": Case(config(*GENERATE, "--seed", "9" * 20), "--seed", code=2),

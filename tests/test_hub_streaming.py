@@ -22,7 +22,7 @@ from qconvert.checkpoint.hub import resolve
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.errors import NotDownloaded
 from qconvert.formats.huggingface.folder import open_hf_folder
-from tests.commands import Ran, files_of, made, qconvert
+from tests.commands import Ran, files_of, made, qconvert, without_source
 from tests.crashes import groups_of
 from tests.fake_hub import COMMIT, GATED, Answer, FakeHub, known, running
 from tests.models import tiny, tiny_arrays, tiny_config, write_shards
@@ -67,11 +67,7 @@ def kept_on_disk(cache: Path) -> int:
 
 def without_names(files: dict[str, bytes]) -> dict[str, Any]:
     """The files of an output, without what says where its source was found."""
-    found: dict[str, Any] = {**files, "qconvert.json": json.loads(files["qconvert.json"])}
-    for key in ("name", "repo_id", "commit"):
-        found["qconvert.json"]["source"].pop(key)
-    found.pop("README.md")
-    return found
+    return without_source(files, "name", "repo_id", "commit")
 
 
 def test_the_output_is_that_of_a_folder_and_each_byte_comes_once(

@@ -39,6 +39,7 @@ FOLDERS = {
     "quark-fp8": "quark (e4m3-tensor)",
     "quark-fp8-rows": "quark (e4m3-channel)",
     "quark-int4": "quark (int4-g32)",
+    "quark-int8": "quark (int8-channel)",
     "quark-mxfp4": "quark (e2m1-g32)",
     "quark-uint4": "quark (int4-asym-g32)",
     "hqq-4-whole": "hqq (zero4-g32)",
@@ -80,6 +81,7 @@ KEPT = [
     ("quark-fp8-rows", "compressed-tensors", 0.0),
     ("quark-int4", "compressed-tensors", 0.0),
     ("quark-int4", "auto-round", 0.04),
+    ("quark-int8", "int-quantized", 0.0),
     ("quark-mxfp4", "compressed-tensors", 0.0),
     ("quark-mxfp4", "mlx", 0.0),
     ("quark-uint4", "compressed-tensors", 0.0),
@@ -229,6 +231,7 @@ KINDS = [
     ("hqq", "int8-channel"),
     ("quark", "int4-g32"),
     ("quark", "int4-asym-channel"),
+    ("quark", "int8-channel"),
     ("quark", "fp8-channel"),
     ("quark", "fp8-tensor"),
     ("quark", "mxfp4"),
@@ -257,11 +260,12 @@ def test_transformers_loads_what_is_written_for_hqq_and_quark(
     assert loaded(torch.arange(12)[None] * 5 % 64).logits.isfinite().all()
 
 
-def test_transformers_computes_with_what_is_written_for_auto_round(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["auto-round-mixed", "auto-round-w2-asym", "auto-round-awq"])
+def test_transformers_computes_with_what_is_written_for_auto_round(tmp_path: Path, name: str) -> None:
     pytest.importorskip("auto_round", reason="loads AutoRound's layout in transformers")
     from transformers import AutoModelForCausalLM
 
-    source = FOLDER / "auto-round-mixed"
+    source = FOLDER / name
     out = made("convert", source, "--to", "auto-round", "-o", tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float16, device_map="cpu")
     assert "QuantLinear" in type(model.model.layers[0].mlp.down_proj).__name__
@@ -286,6 +290,7 @@ def test_activations_are_those_that_the_settings_say() -> None:
         "hqq-4": ["W4A16"],
         "quark-fp8": ["W8A8 (inputs static fp8)"],
         "quark-fp8-rows": ["W8A8 (inputs fp8 per token)"],
+        "quark-int8": ["W8A8 (inputs int8 per token)"],
         "torchao-fp8": ["W8A8 (inputs fp8 per token)"],
         "torchao-fp8-tensor": ["W8A16"],
     }
@@ -302,9 +307,27 @@ def test_auto_round_by_its_old_name_and_with_wrong_claims(tmp_path: Path) -> Non
     other = edited(copy("auto-round-w3", tmp_path / "fp"), packing_format="auto_round:fp8_static")
     ran = qconvert("convert", other, "--to", "gptq", "-o", tmp_path / "out")
     assert ran.code == 1 and "packing_format 'auto_round:fp8_static'" in ran.err and "Hint: " in ran.err
+    short = edited(copy("auto-round-w3", tmp_path / "short"), packing_format="auto_round:gptq")
+    assert open_checkpoint(short).quantization == FOLDERS["auto-round-w3"]
     zeros = edited(copy("auto-round-w3", tmp_path / "zeros"), packing_format="auto_round")
     ran = qconvert("convert", zeros, "--to", "gptq", "-o", tmp_path / "out")
     assert ran.code == 1 and "qzeros: holds a zero of 3" in ran.err and not (tmp_path / "out").exists()
+
+
+def test_zero_points_are_written_as_auto_round_writes_them(tmp_path: Path) -> None:
+    """As they are, zeros too, in the packing `auto_round`; its own folder again has the same arrays."""
+    source = FOLDER / "auto-round-w2-asym"
+    for layout in ("auto-round", "gptq_v2"):
+        first = made("convert", source, "--to", layout, "-o", tmp_path / layout)
+        out = made("convert", first, "--to", "auto-round", "-o", tmp_path / f"from-{layout}")
+        settings = json.loads((out / "config.json").read_text())["quantization_config"]
+        assert settings["packing_format"] == "auto_round" and settings["sym"] is False
+        theirs, ours = load_file(source / "model.safetensors"), load_file(out / "model.safetensors")
+        words = [array for array in theirs if array.endswith(("qweight", "qzeros", "scales"))]
+        assert len(words) == 21 and all(torch.equal(ours[array], theirs[array]) for array in words)
+    out = made("convert", FOLDER / "auto-round-awq", "--to", "auto-round", "-o", tmp_path / "awq")
+    assert open_checkpoint(out).quantization == FOLDERS["auto-round-awq"]
+    assert qconvert("check", out, "--for", "transformers").code == 0
 
 
 def test_auto_round_is_written_with_the_bits_of_every_module(tmp_path: Path) -> None:

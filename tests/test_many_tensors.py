@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import sys
+import time
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,7 @@ from evals.speed_tensors import make_sparse
 from qconvert.convert.execute import execute, open_model, prepare
 from qconvert.convert.outcome import WrittenParts, WrittenRows
 from qconvert.core.dtypes import DType, TensorSpec
+from qconvert.core.encodings import AffineInt
 from qconvert.errors import CorruptCheckpoint, QConvertError
 from qconvert.formats.huggingface import plain_json, safetensors_file, shard_index
 from qconvert.formats.huggingface.folder import HFCheckpoint
@@ -28,6 +30,7 @@ from qconvert.formats.huggingface.safetensors_plan import plan_files
 from qconvert.formats.huggingface.shard_index import read_index
 from qconvert.formats.io import limits
 from qconvert.formats.io.array_table import ArrayTable
+from qconvert.formats.layouts import registry
 from qconvert.plan.recipe import Recipe
 from qconvert.plan.request import Request
 from tests.commands import made
@@ -127,6 +130,19 @@ def test_a_plan_takes_little_memory_for_each_tensor(experts: Path) -> None:
         tracemalloc.stop()
     assert sum(len(file.specs) for file in files) > 3 * 256 * 3
     assert held < 1_700 and peak < 2_300, (held, peak)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "auto-round", "compressed-tensors"])
+def test_settings_of_very_many_modules_are_told_in_one_pass(layout: str) -> None:
+    """To count each among all took 1.2 seconds for 5,000, and with the square of their number more."""
+    four, eight = (AffineInt(bits, 128, symmetric=True, scale_dtype=DType.F16) for bits in (4, 8))
+    modules = [f"model.layers.{number % 90}.mlp.experts.{number}.up_proj" for number in range(20_000)]
+    quantized = {module: eight if number % 1000 == 1 else four for number, module in enumerate(modules)}
+    began = time.process_time()
+    said = registry.writer(layout).settings(quantized, [])["quantization_config"]
+    assert time.process_time() - began < 5
+    if layout != "compressed-tensors":
+        assert said["bits"] == 4 and len(said["dynamic" if layout == "gptq" else "extra_config"]) == 20
 
 
 def test_blocks_come_in_the_order_of_the_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,4 +267,5 @@ def test_an_index_takes_no_more_memory_than_its_names(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert index.weight_map == homes
-    assert peak < 1.2 * (sys.getsizeof(homes) + sum(map(sys.getsizeof, names))) + (12 << 20), peak
+    # Beside these: blocks of the file, and the table of interned names, which other tests may have filled.
+    assert peak < 1.2 * (sys.getsizeof(homes) + sum(map(sys.getsizeof, names))) + (18 << 20), peak

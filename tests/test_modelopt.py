@@ -249,3 +249,16 @@ def test_check_knows_who_loads_what() -> None:
 def test_the_script_names_these_folders() -> None:
     pytest.importorskip("modelopt", reason="nvidia-modelopt makes the files")
     assert sorted(configs()) == sorted(NAMES) == sorted(each.name for each in FOLDER.iterdir())
+
+
+def test_settings_without_a_method_are_known_by_their_algorithm(tmp_path: Path) -> None:
+    """ModelOpt 0.31 wrote no `quant_method` (Qwen3-32B-FP8-Static-PerTensor), and a file beside it."""
+    folder = copied("fp8-kv", tmp_path / "old")
+    expected = qconvert("inspect", folder, "--json").json
+    config = json.loads((folder / "config.json").read_text())
+    assert config["quantization_config"].pop("quant_method") == "modelopt"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert qconvert("inspect", folder, "--json").json["rows"] == expected["rows"]
+    assert said(made("untie", folder, "-o", tmp_path / "out"))["quant_method"] == "modelopt"
+    plain = made("dequantize", folder, "-o", tmp_path / "plain")
+    assert stored(plain) == stored(made("dequantize", FOLDER / "fp8-kv", "-o", tmp_path / "expected"))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.commands import failed, files_of, made, qconvert
+from tests.commands import failed, files_of, made, qconvert, without_source
 from tests.models import tiny
 
 obstore = pytest.importorskip("obstore", reason="the extra `cloud` is not installed")
@@ -83,10 +83,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, real: Any) -> list[str]:
 
 def without_names(files: dict[str, bytes]) -> dict[str, Any]:
     """The files of an output, without what says where its source was found."""
-    found: dict[str, Any] = {**files, "qconvert.json": json.loads(files["qconvert.json"])}
-    found["qconvert.json"]["source"].pop("name")
-    found.pop("README.md")
-    return found
+    return without_source(files, "name")
 
 
 def test_from_a_bucket_into_a_bucket_equals_the_local_run(bucket: Any, here: Path) -> None:

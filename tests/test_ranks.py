@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from qconvert.cli.launchers import LAUNCHERS, TORCHRUN, launched
 from qconvert.core.ranks import Rank, order, owners
-from qconvert.formats.io import shared_folder
+from qconvert.formats.io import journal, shared_folder
 from tests.commands import made, qconvert
 from tests.crashes import KILLED, MOMENTS, calls_of, ended, forked, killed, running, started, stopping, tree
 from tests.models import tiny
@@ -274,6 +274,29 @@ def test_each_process_has_events_of_its_own() -> None:
     assert all((own[0]["event"], own[-1]["event"], own[-1]["ok"]) == ("start", "end", True) for own in lines)
     files = [line["path"] for own in lines for line in own if line["event"] == "file"]
     assert sorted(files) == sorted(f"made/out/{p.name}" for p in Path("whole/shards/out").glob("model*"))
+
+
+@pytest.mark.parametrize("reading", range(2))
+def test_a_process_is_done_when_another_finishes_as_it_reads_whose_job_it_is(
+    reading: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is removed between the look for its file and the opening of that."""
+    calls = calls_of(running(*rank("shards", 0, 2)))
+    shutil.rmtree("made")
+    assert killed(running(*rank("shards", 0, 2)), calls // 2, "before") == KILLED
+    left, real = iter(range(reading, -1, -1)), journal.read_bounded
+
+    def late(path: Path, most: int) -> bytes:
+        if path.name == "job" and next(left, -1) == 0:
+            monkeypatch.setattr(journal, "read_bounded", real)
+            assert forked(running(*rank("shards", 0, 2))) == 0
+            assert not path.exists()
+        return real(path, most)
+
+    monkeypatch.setattr(journal, "read_bounded", late)
+    ran = qconvert(*rank("shards", 1, 2))
+    assert next(left, None) is None  # there were so many readings
+    assert ran.code == 0 and same("shards"), ran.err
 
 
 def test_a_process_that_waits_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,7 +189,7 @@ def test_another_job_is_refused_and_its_work_untouched(
         assert said.startswith("kernels was ") and said.endswith(", and is other now")
     changed(model)
     said = refused(qconvert(*command, "-o", out), "out.partial", before, here)
-    assert said.startswith("source model.safetensors sample was ")
+    assert said == "source model.safetensors has changed since"
     ran = qconvert(*command, "-o", out, "--restart")
     assert ran.code == 0 and "resuming" not in ran.err
     assert tree(out)["model.safetensors"] == tree(made(*command, "-o", here / "x"))["model.safetensors"]
@@ -316,7 +316,10 @@ def test_a_flush_that_fails_ends_the_run_with_what_was_in_the_journal(
     assert kept is not None and kept.records and next(calls) == 3
 
 
-def test_what_the_source_is_refused_for_leaves_nothing(model: Path, here: Path) -> None:
+def test_what_the_source_is_refused_for_leaves_nothing(
+    model: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qconvert.convert.identity.SAMPLES", 16)
     command, name = KINDS["folder"]
     stopped(command, here / name)
     raw = bytearray((model / "model.safetensors").read_bytes())

@@ -123,7 +123,7 @@ def test_the_plan_tells_every_file_to_the_byte(
     planned = qconvert(*wish, "--dry-run", "--json").json
     out = made(*wish, "-o", tmp_path / "out")
     found = {path.name: path.stat().st_size for path in out.glob("model*")}
-    assert {file["name"]: file["bytes"] for file in planned["output"]["files"]} == found
+    assert {file["name"]: file["bytes"] for file in planned["files"]} == found
     shapes = 16 * sum(name.endswith("_shape") for name in stored(out))
     assert planned["output"]["bytes"] == sum(len(data) for _, _, data in stored(out).values()) - shapes
     manifest = json.loads((out / "qconvert.json").read_text())

@@ -34,13 +34,15 @@ def test_the_canonical_spelling_is_read_back(scheme: Scheme) -> None:
         ("int8-channel", Scheme(8, None)),
         ("int5-asym-channel", Scheme(5, None, symmetric=False)),
         ("keep", None),
+        ("INT4", Scheme(4, 128)),
+        ("Int8-Asym-Channel", Scheme(8, None, symmetric=False)),
     ],
 )
 def test_spellings(text: str, scheme: Scheme | None) -> None:
     assert parse_scheme(text) == scheme
 
 
-@pytest.mark.parametrize("text", ["", "int", "bf16", "INT4", "keep!", "int1", "int9", "int44", "int4-sym"])
+@pytest.mark.parametrize("text", ["", "int", "bf16", "keep!", "int1", "int9", "int44", "int4-sym"])
 @pytest.mark.parametrize("tail", ["", " ", "\n", "-g32"])
 def test_what_is_no_scheme_is_none_with_a_tail_either(text: str, tail: str) -> None:
     with pytest.raises(BadRecipe):
@@ -65,6 +67,12 @@ def test_everything_else_is_refused_with_the_grammar(text: str) -> None:
     with pytest.raises(BadRecipe, match="not a scheme") as caught:
         parse_scheme(text)
     assert "int{2..8}[-asym]-g{N}" in str(caught.value.hint)
+
+
+def test_a_name_of_two_meanings_is_refused() -> None:
+    with pytest.raises(BadRecipe) as caught:
+        parse_scheme("INT8")
+    assert "--scheme W8A8" in str(caught.value.hint) and parse_scheme("int8") == Scheme(8, 128)
 
 
 def test_a_near_miss_is_guessed() -> None:

@@ -129,6 +129,9 @@ def test_a_failed_check_is_part_of_the_one_json_object(tmp_path: Path) -> None:
     assert ran.code == 3 and ran.json["error"]["fact"].startswith("other: perplexity is")
     ran = qconvert(*compared, "--fail-above", worse / 2)
     assert ran.code == 3 and "other: perplexity is" in ran.err and "Perplexity on" in ran.out
+    third = written(tmp_path / "third", seed=2)
+    ran = qconvert(*options[:3], third, *options[3:], "--reference", base, "--fail-above", "0%")
+    assert ran.code == 3 and "other: perplexity is" in ran.err and "; third: perplexity is" in ran.err
     kl = qconvert(*compared, "--json").json["models"][1]["versus"]["kl"]["mean"]["value"]
     ran = qconvert(*compared, "--fail-above-kl", kl * 0.99, "--json")
     assert (ran.code, ran.json["error"]["kind"]) == (3, "check_failed")
@@ -194,6 +197,11 @@ def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest
     assert ran.code == 1 and "of another command: chunks was not given, now it is 1" in ran.err
     os.utime(weights, ns=(time, time + 1))  # touched, but the same bytes
     assert qconvert(*options, "--resume").code == 0
+    said = (folder / "text.txt").read_text()
+    (folder / "text.txt").write_text(f"{said} ")
+    ran = qconvert(*options, "--resume")
+    assert ran.code == 1 and "r.json: the text text.txt has changed since" in ran.err
+    (folder / "text.txt").write_text(said)
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)

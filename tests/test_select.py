@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +64,90 @@ def test_a_regular_expression_is_searched_in_the_name() -> None:
     assert decided(r"re:layers\.0\.mlp\.down=int8-g32") == all_linears(INT4) | {"0.mlp.down": INT8}
 
 
+@pytest.mark.parametrize(
+    "select", ["layers.1", "layer.1", "layers:1", "layers.1-1", "model.layers.1", "layers.1.attn"]
+)
+def test_whole_layers_are_selected_as_people_write_them(select: str) -> None:
+    """Norms lie in the layers too: a scheme goes to what can have one."""
+    inside = LINEARS[:4] if "attn" in select else LINEARS
+    assert decided(f"{select}=int8-g32") == all_linears(INT4) | {f"1.{name}": INT8 for name in inside}
+    kept = decided(f"{select}=keep")
+    assert kept == {n: s for n, s in all_linears(INT4).items() if n not in {f"1.{name}" for name in inside}}
+
+
+def test_several_layers_and_ranges_together() -> None:
+    chosen = decided("layers.0,2-3.mlp=int8-g32", num_hidden_layers=5)
+    wanted = {f"{layer}.{role}" for layer in (0, 2, 3) for role in LINEARS[4:]}
+    assert {name for name, scheme in chosen.items() if scheme == INT8} == wanted
+
+
+@pytest.mark.parametrize(
+    ("select", "roles"),
+    [
+        ("attention", LINEARS[:4]),
+        ("attn", LINEARS[:4]),
+        ("self_attn", LINEARS[:4]),
+        ("mlp", LINEARS[4:]),
+        ("down_proj", LINEARS[6:]),
+        ("*.down_proj", LINEARS[6:]),
+        ("model.layers.*.mlp.down_proj.weight", LINEARS[6:]),
+    ],
+)
+def test_groups_and_modules_select_in_every_layer(select: str, roles: tuple[str, ...]) -> None:
+    wanted = all_linears(INT4) | {f"{layer}.{role}": INT8 for layer in range(2) for role in roles}
+    assert decided(f"{select}=int8-g32") == wanted
+
+
+@pytest.mark.parametrize("select", ["embedding", "model.embed_tokens", "embed_tokens.weight", "embed"])
+def test_the_embedding_by_all_its_names(select: str) -> None:
+    assert decided(f"{select}=int8-g32") == all_linears(INT4) | {EMBED: INT8}
+
+
+@pytest.mark.parametrize("select", ["head", "lm_head", "lm_head.weight"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_by_all_its_names(select: str, tied: bool) -> None:
+    assert decided(f"{select}=int8-g32", tied=tied) == all_linears(INT4) | {EMBED if tied else HEAD: INT8}
+
+
+def test_a_layer_of_one_digit_is_not_the_ten_after_it() -> None:
+    chosen = decided("model.layers.1.mlp.down_proj=int8-g32", num_hidden_layers=12)
+    assert [name for name, scheme in chosen.items() if scheme == INT8] == ["1.mlp.down"]
+
+
+def test_experts_and_routers_of_a_mixture(assets: Path) -> None:
+    """A stack of the class means its experts; `gate` is the router, as the checkpoint has it."""
+    path = assets / "metadata" / "configs" / "Qwen--Qwen3-30B-A3B_config.json"
+    config = json.loads(path.read_text()) | {"num_hidden_layers": 2, "num_experts": 4}
+    architecture = Architecture.of(config)
+
+    def chosen(*rules: str) -> set[str]:
+        recipe = Recipe(INT4, tuple(parse_rule(rule) for rule in rules))
+        found = decide(recipe, architecture, architecture.parameters, tied=False)
+        return {name for name, scheme in found.items() if scheme == INT8}
+
+    experts = {name for name in architecture.parameters if ".experts." in name}
+    assert len(experts) == 2 * 4 * 3
+    for select in ("experts", "mlp.experts", "mlp", "*.experts.*"):
+        assert chosen(f"{select}=int8-g32") == experts
+    first = {name for name in experts if ".layers.0." in name}
+    assert chosen("layers.0.experts=int8-g32") == chosen("model.layers.0.mlp=int8-g32") == first
+    assert len(chosen("layers.1.gate_up_proj=int8-g32")) == 2 * 4
+    for select in ("router", "mlp.gate", "model.layers.0.mlp.gate"):
+        assert not chosen(f"{select}=keep")
+        with pytest.raises(BadRecipe, match="a router tensor is never quantized"):
+            chosen(f"{select}=int8-g32")
+
+
+def test_a_vision_tower_is_always_kept(assets: Path) -> None:
+    path = assets / "metadata" / "configs" / "Qwen--Qwen3-VL-2B-Instruct_config.json"
+    architecture = Architecture.of(json.loads(path.read_text()))
+    plain = decide(Recipe(INT4), architecture, architecture.parameters, tied=False)
+    kept = Recipe(INT4, (Rule("vision", None),))
+    assert decide(kept, architecture, architecture.parameters, tied=False) == plain
+    with pytest.raises(BadRecipe, match="copied as it is"):
+        decide(Recipe(INT4, (Rule("vision", INT8),)), architecture, architecture.parameters, tied=False)
+
+
 def test_the_last_rule_wins() -> None:
     wanted = all_linears(INT4) | {"1.mlp.down": INT8}
     assert decided("mlp.down=keep", "mlp.down=int4-g32", "layers.1.mlp.down=int8-g32") == wanted
@@ -113,7 +200,9 @@ def test_a_part_means_the_fused_weight_where_that_is_stored() -> None:
 def test_a_rule_that_splits_a_fused_group_is_refused(rule: str) -> None:
     error = refusal(rule)
     assert "loaders fuse them" in error.fact
-    assert str(error.hint).endswith(("attn.q, attn.k, attn.v", "mlp.gate, mlp.up"))
+    fused = re.search(r"(layers\.\d\.\S+) selects them, (\S+) those of all layers", str(error.hint))
+    assert fused and fused[1].endswith(fused[2]) and fused[2] in ("attn.qkv", "mlp.gate_up")
+    assert decided(f"{fused[1]}=int8-g32") != decided(f"{fused[2]}=int8-g32") != all_linears(INT4)
 
 
 def test_all_parts_of_a_group_may_change_together() -> None:
@@ -124,8 +213,15 @@ def test_all_parts_of_a_group_may_change_together() -> None:
 @pytest.mark.parametrize(
     ("rule", "fact", "hint"),
     [
-        ("mlp.dwon=int8", "selector 'mlp.dwon': no such role", "nearest is 'mlp.down'"),
-        ("layers.0.mlp.dwon=int8", "selector 'mlp.dwon': no such role", "nearest is 'mlp.down'"),
+        ("mlp.dwon=int8", "selector 'mlp.dwon': matches no weight", "did you mean 'mlp.down'?"),
+        ("layers.0.mlp.dwon=int8", "selector 'layers.0.mlp.dwon': ma", "did you mean 'layers.0.mlp.down'?"),
+        ("self_atn=int8", "selector 'self_atn': matches no weight", "did you mean 'self_attn'?"),
+        ("model.layers.0.mlp.down_porj=int8", "selector", "did you mean 'model.layers.0.mlp.down_proj'?"),
+        ("experts=keep", "selector 'experts': this model has no experts", "a group (attention, mlp, "),
+        ("vision=keep", "selector 'vision': this model has no vision", "take a role (embed, "),
+        ("layers.0,2=int8", "selector 'layers.0,2': no such layers", "layers 0-1"),
+        ("layers.0-1,1-0=int8", "selector 'layers.0-1,1-0': the layers run", "layers.0-1,0-1"),
+        ("q_proj=int8", "model.layers.0.self_attn.q_proj.weight, ", "layers.0.attn.qkv selects them"),
         ("layers.2.mlp.down=int8", "selector 'layers.2.mlp.down': no such layers", "layers 0-1"),
         ("layers.1-0.mlp.down=int8", "selector 'layers.1-0.mlp.down': the layers run", "layers.0-1.mlp"),
         ("layers.0.embed=int8", "selector 'layers.0.embed': matches no weight", "nearest name is"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -51,12 +52,33 @@ def test_a_tied_head_is_said_to_stop_vllm(tied: Path, here: Path) -> None:
         assert said in ran.err
 
 
-def test_a_config_alone_has_nothing_to_check(tied: Path, here: Path) -> None:
+@pytest.mark.parametrize(
+    ("asked", "form"),
+    [(("--asym",), "int4-asym-g128"), (("--rule", "mlp.down=int8-asym"), "int8-asym-g128"), ((), "")],
+)
+def test_what_vllm_does_not_run_is_said_before_the_work(
+    tied: Path, asked: tuple[str, ...], form: str
+) -> None:
+    ran = qconvert("quantize", tied, "--bits", 4, "--layout", "gptq", *asked, "--dry-run")
+    said = "Warning: vLLM runs symmetric GPTQ of 4 and 8 bits only, and this output is"
+    assert (f"{said} {form}: `qconvert convert" in ran.err) == bool(form) == (said in ran.err)
+
+
+def test_a_config_alone_is_checked_by_what_it_promises(tied: Path, here: Path) -> None:
     (here / "alone").mkdir()
     shutil.copy(tied / "config.json", here / "alone")
     for given in ("alone", "alone/config.json"):
         ran = qconvert("check", given, "--for", "vllm")
-        failed(ran, f"{given}: no weights beside the config.json", "give the whole model folder")
+        assert ran.code == 0 and "note: weights: judged by config.json alone" in ran.out
+    config = json.loads((here / "alone" / "config.json").read_text())
+    told = config | {"quantization_config": {"quant_method": "torchao"}}  # which headers alone describe
+    (here / "alone" / "config.json").write_text(json.dumps(told))
+    ran = qconvert("check", "alone", "--for", "vllm")
+    failed(
+        ran,
+        "alone: config.json says torchao, and the sizes of its weights are in their headers alone",
+        "give the whole model folder, or its name on the Hub",
+    )
 
 
 def test_a_quantized_source_is_sent_where_it_may_be_quantized_again(tied: Path, here: Path) -> None:

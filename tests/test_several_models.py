@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -108,10 +109,15 @@ def test_an_output_that_is_complete_is_skipped(call: str, out: str, models: Path
     assert (ran.code, ran.out, ran.err) == (0, "", f"{out}: already complete, skipped\n")
     assert qconvert(*words, "--skip-existing", "-q").out == f"{out}\n"
     told = qconvert(*words, "--skip-existing", "--json").json
-    hashes = told.pop("sha256")
-    assert told.pop("bytes") == sum(
-        path.stat().st_size for path in here.rglob("*") if path.suffix in (".safetensors", ".gguf")
-    )
+    hashes, listed = told.pop("sha256"), told.pop("files")
+    weights = [path for path in here.rglob("*") if path.suffix in (".safetensors", ".gguf")]
+    assert {file["name"]: file["bytes"] for file in listed} == {
+        path.name: path.stat().st_size for path in weights
+    }
+    written = qconvert(*words, "--overwrite", "--json").json
+    assert written["files"] == listed and {file["name"] for file in listed} <= set(written["sha256"])
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in here.rglob("*")}
+    assert qconvert(*words, "--skip-existing", "--json").json["files"] == listed
     assert told == {"schema": 1, "ok": True, "dry_run": False, "skipped": True, "out": out}
     recorded = (
         {"model.safetensors": file_sha256(here / out / "model.safetensors")} if "gguf" not in out else {}
@@ -131,7 +137,6 @@ def test_what_is_not_there_is_written(models: Path, here: Path) -> None:
     [
         ("quantize {plain} --bits 8", "model.safetensors has "),
         ("quantize {plain} --bits 4 --min-max", "qconvert.json names another recipe"),
-        ("quantize {other} --bits 4", "qconvert.json names another source"),
         ("fuse {plain}", "model.safetensors has "),
     ],
 )
@@ -144,6 +149,45 @@ def test_another_output_of_that_name_is_an_error(second: str, why: str, models: 
     words = second.format(plain=models / "plain", other=other).split()
     ran = qconvert(*words, "-o", "o", "--skip-existing")
     assert ran.code == 1 and f"o: already exists, and is not what this command writes ({why}" in ran.err
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["quantize {m} --bits 4 -o o", "to-gguf {m} --type q8_0 --manifest -o o.gguf", "fuse {m} -o o"],
+)
+def test_the_source_is_told_by_its_weights(call: str, models: Path, here: Path) -> None:
+    """A fine-tune has the name, the shapes and the headers of yesterday's; a copy has other times."""
+    source, copy = here / "m", here / "elsewhere" / "m"
+    for folder in (source, copy):
+        folder.mkdir(parents=True)
+        for name, data in files_of(models / "plain").items():
+            (folder / name).write_bytes(data)
+    made(*call.format(m=source).split())
+    skipped = qconvert(*call.format(m=copy).split(), "--skip-existing")
+    assert skipped.code == 0 and "already complete, skipped" in skipped.err
+    weights = source / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-300] ^= 1
+    weights.write_bytes(raw)
+    words = (*call.format(m=source).split(), "--skip-existing")
+    ran = qconvert(*words)
+    assert ran.code == 1 and "(it was made from other weights)" in ran.err
+    ran = qconvert(*words, "--overwrite")
+    assert ran.code == 0 and "verified" in ran.err
+    assert "already complete, skipped" in qconvert(*words).err
+
+
+def test_without_a_record_no_file_of_the_source_may_be_newer(models: Path, here: Path) -> None:
+    source = here / "m"
+    source.mkdir()
+    for name, data in files_of(models / "plain").items():
+        (source / name).write_bytes(data)
+    call = ("to-gguf", source, "--type", "q8_0", "-o", "o.gguf")
+    written = made(*call).stat().st_mtime_ns
+    os.utime(source / "model.safetensors", ns=(written, written + 1))
+    ran = qconvert(*call, "--skip-existing")
+    assert ran.code == 1 and "(the source's model.safetensors is newer)" in ran.err
+    assert qconvert(*call, "--skip-existing", "--overwrite").code == 0
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "manifest", "header"])
@@ -266,3 +310,31 @@ def test_types_that_stand_in_for_others_are_named(models: Path, here: Path) -> N
     assert len(found["substituted"]) == 6 and "blk.0.attn_output.weight" not in found["substituted"]
     assert "Warning: 6 tensors have rows that q4_k's blocks do not divide" in qconvert(*call).err
     assert qconvert(*call, "--no-fallback").code == 1
+
+
+def test_what_is_asked_for_beside_a_skipped_gguf_is_there_afterwards(models: Path, here: Path) -> None:
+    """As after a kill between a file and its Modelfile, or with an option that is new."""
+    call = (
+        "to-gguf",
+        models / "plain",
+        "--type",
+        "q8_0",
+        "-o",
+        "o.gguf",
+        "--modelfile",
+        "--card",
+        "--manifest",
+    )
+    made(*call)
+    beside = {name: (here / name).read_text() for name in ("o.Modelfile", "o.md")}
+    (here / "o.md").write_text("mine")
+    (here / "o.Modelfile").unlink()
+    written = (here / "o.gguf").stat().st_mtime_ns
+    assert "already complete, skipped" in qconvert(*call, "--skip-existing").err
+    assert (here / "o.Modelfile").read_text() == beside["o.Modelfile"]
+    assert (here / "o.md").read_text() == "mine" and (here / "o.gguf").stat().st_mtime_ns == written
+    (here / "o.qconvert.json").unlink()
+    ran = qconvert(*call, "--skip-existing")
+    assert ran.code == 1 and "(o.qconvert.json is missing or damaged)" in ran.err
+    assert qconvert(*call, "--skip-existing", "--overwrite").code == 0
+    assert (here / "o.qconvert.json").exists() and (here / "o.md").read_text() == beside["o.md"]

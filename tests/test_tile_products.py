@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +19,7 @@ from qconvert.runtime.head import multiply_float32
 from qconvert.runtime.input_rounding import round_inputs
 from qconvert.runtime.linear import Linear
 from qconvert.runtime.storage import DenseWeight
+from tests.same_bits import asked
 from tests.test_decoder_cpu import BF16, inputs, relative_error
 from tests.test_decoder_grids import blocks, coded, unrounded, with_mins
 from tests.test_decoder_linear import random_value
@@ -69,14 +67,6 @@ def test_logits_of_bfloat16_states_are_float32_on_every_path() -> None:
     want_NO = x_NI.double() @ head.w_OI[17:290].double().T
     got_NO = multiply_float32(x_NI, head, 17, 290)
     assert got_NO.dtype == torch.float32 and relative_error(got_NO, want_NO) < FLOAT32
-
-
-def asked(choice: str, code: str) -> subprocess.CompletedProcess[str]:
-    """Python code in a process whose kernels use these instructions."""
-    variables = os.environ | {processor.VARIABLE: choice}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=variables, check=False
-    )
 
 
 @pytest.mark.parametrize("choice", processor.instruction_sets())

@@ -32,6 +32,7 @@ from qconvert.formats.huggingface.shard_index import (
 from qconvert.formats.huggingface.sidecars import sidecars_of
 from qconvert.formats.io.byte_source import ByteSource
 from qconvert.formats.io.strict_json import read_json_object
+from qconvert.formats.layouts.config_checks import SETTINGS_KEY
 
 CONFIG_FILE = "config.json"
 README_FILE = "README.md"
@@ -177,7 +178,7 @@ def _is_there(path: Path) -> bool:
 
 def _config_named(path: Path) -> Json:
     """Reads a config under a name of its own, which says what model it is of."""
-    config = read_json_object(path)
+    config = _settings_on_top(read_json_object(path))
     if "model_type" not in config and "architectures" not in config:
         fact = f"{shown(path.name)}: not the config of a model, which has a model_type"
         raise CorruptCheckpoint(fact, f"name {CONFIG_FILE}, or its folder")
@@ -187,10 +188,23 @@ def _config_named(path: Path) -> Json:
 def _config(folder: Path) -> Json:
     if not _is_there(folder / CONFIG_FILE):
         raise CorruptCheckpoint(f"{folder}: has no {CONFIG_FILE}", "copy it from the model's source")
-    config = read_json_object(folder / CONFIG_FILE)
-    if "quantization_config" in config or not _is_there(folder / QUANTIZATION_FILE):
+    config = _settings_on_top(read_json_object(folder / CONFIG_FILE))
+    if SETTINGS_KEY in config or not _is_there(folder / QUANTIZATION_FILE):
         return config
-    return config | {"quantization_config": read_json_object(folder / QUANTIZATION_FILE)}
+    return config | {SETTINGS_KEY: read_json_object(folder / QUANTIZATION_FILE)}
+
+
+def _settings_on_top(config: Json) -> Json:
+    """The config with its quantization settings where every loader looks for them, and there alone.
+
+    Some models that read pictures (Kimi-K2.5) have them in `text_config`, where their own class and vLLM
+    (`config/vllm.py`) look only if there are none on top.
+    """
+    text = config.get("text_config")
+    if not isinstance(text, dict) or not text.get(SETTINGS_KEY):
+        return config
+    plain = {key: value for key, value in text.items() if key != SETTINGS_KEY}
+    return {**config, "text_config": plain, SETTINGS_KEY: config.get(SETTINGS_KEY) or text[SETTINGS_KEY]}
 
 
 def _refuse_other_weights(folder: Path) -> None:

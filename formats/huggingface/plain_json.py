@@ -148,12 +148,13 @@ class _Scan:
         before, _, one, two, _, after = first.groups()  # the same around every pair, or it is not plain
         pairs: list[tuple[str, str]] = re.findall(f"{before}{_TEXT}{one}:{two}{_TEXT}{after},", text)
         around = len(first[0]) - len(first[2]) - len(first[5])
-        if around * len(pairs) + sum(len(name) + len(file) for name, file in pairs) != len(text):
+        names, homes = zip(*pairs, strict=True) if pairs else ((), ())
+        if around * len(pairs) + sum(map(len, names)) + sum(map(len, homes)) != len(text):
             self.fields = None
             return
         self.count += len(pairs)
-        intern, files = sys.intern, self.files
-        self.weight_map.update((intern(name), files.setdefault(file, file)) for name, file in pairs)
+        files = map(self.files.setdefault, homes, homes)  # each text of a file once
+        self.weight_map.update(zip(map(sys.intern, names), files, strict=True))
 
 
 def _blocks(path: Path) -> Iterator[bytes]:

@@ -6,20 +6,20 @@ A header is made when it is written, and only its length is kept: half a million
 from __future__ import annotations
 
 import json
-import re
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import merge
-from itertools import chain, islice, repeat, starmap
+from itertools import accumulate, chain, islice, repeat, starmap
 from json.encoder import encode_basestring, encode_basestring_ascii
 from operator import itemgetter
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, METADATA_KEY, SINGLE_FILE
 from qconvert.formats.io import limits
-from qconvert.formats.io.array_table import ArrayTable, Kind
+from qconvert.formats.io.array_table import ArrayTable, Kind, Parts
 from qconvert.formats.io.planned_files import FilePlan
 
 # The order of `Dtype` in the reference implementation, by rising alignment; files are laid out in reverse.
@@ -30,8 +30,6 @@ _ALIGNMENT_ORDER = (
 _RANK = {dtype: rank for rank, dtype in enumerate(_ALIGNMENT_ORDER)}
 # Entries of a header or an index that are made together.
 _ENTRIES = 1_000
-# What is spelled otherwise in JSON than it is.
-_ESCAPED = re.compile(r"[^ !#-\[\]-~]")
 
 
 def plan_files(
@@ -47,22 +45,28 @@ def plan_files(
     tensors than are read here. `metadata` goes into the header of each file, `total_parameters` only into the
     index.
     """
-    kinds = ((spec.name, "", (spec.dtype, spec.shape)) for spec in specs)
-    return plan_arrays(kinds, shard_size, metadata, total_parameters)
+    arrays = ((spec.name, (("", (spec.dtype, spec.shape)),)) for spec in specs)
+    return plan_arrays(arrays, shard_size, metadata, total_parameters)
 
 
 def plan_arrays(
-    arrays: Iterable[tuple[str, str, Kind]],
+    tensors: Iterable[tuple[str, Parts]],
     shard_size: int | None = None,
     metadata: Mapping[str, str] | None = None,
     total_parameters: int | None = None,
 ) -> tuple[FilePlan, ...]:
-    """Does the same for arrays by the beginning of their name, its end, and their kind.
+    """Does the same for tensors by name and what is said of their arrays, whose names begin with it.
 
-    That takes less memory than their specs; arrays of one tensor have a beginning in common.
+    That takes less time and memory than the specs of the arrays.
     """
-    kinds = _Kinds()
-    laid_out = [_laid_out(shard, kinds, metadata) for shard in _shards(arrays, kinds, shard_size)]
+    forms = _Forms()
+    laid_out, escaped = list[ArrayTable](), False
+    for shard in _shards(tensors, forms, shard_size):
+        table, unusual = _laid_out(shard, forms), _is_escaped(shard, forms)
+        length = _header_bytes(table, metadata, escaped=unusual)
+        table.start = 8 + length + -length % 8
+        laid_out.append(table)
+        escaped = escaped or unusual
     names = [SINGLE_FILE]
     if len(laid_out) > 1:
         names = [f"model-{i:05}-of-{len(laid_out):05}.safetensors" for i in range(1, len(laid_out) + 1)]
@@ -73,85 +77,122 @@ def plan_arrays(
     ]
     if len(files) > 1:
         index = partial(_index_parts, tables, total_parameters)
-        files.append(FilePlan(INDEX_FILE, index, ArrayTable(), _index_bytes(tables, total_parameters)))
+        nbytes = _index_bytes(tables, total_parameters, escaped=escaped)
+        files.append(FilePlan(INDEX_FILE, index, ArrayTable(), nbytes))
     return tuple(files)
 
 
 @dataclass(slots=True)
 class _Shard:
-    """Tensors that share a file: the beginnings of their names, and the numbers of their kinds."""
+    """Tensors that share a file: the beginnings of names, and the numbers of what is said of the arrays."""
 
     names: list[str] = field(default_factory=list)
     numbers: array[int] = field(default_factory=lambda: array("I"))
+    arrays: int = 0
     filled: int = 0
 
-    def add(self, name: str, number: int, nbytes: int) -> None:
+    def add(self, name: str, number: int, arrays: int, nbytes: int) -> None:
         self.names.append(name)
         self.numbers.append(number)
+        self.arrays += arrays
         self.filled += nbytes
 
+    def add_parts(self, name: str, parts: list[tuple[str, Kind]], forms: _Forms) -> None:
+        """Add some of the arrays of a tensor, or none."""
+        if parts:
+            number = forms.number(tuple(parts))
+            self.add(name, number, len(parts), forms.sizes[number])
 
-class _Kinds:
-    """What is known of kinds of arrays by their numbers."""
+
+class _Forms:
+    """What is said of the arrays of tensors, by numbers: there are few forms, and very many tensors."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[str, Kind], int] = {}
-        self.of: list[tuple[str, Kind]] = []
+        self.of: list[Parts] = []
         self.sizes: list[int] = []
+        self._numbers: dict[Parts, int] = {}
+        self._known: dict[int, int] = {}  # by the identity of those in `of`, which takes no hash of a shape
 
-    def number(self, suffix: str, kind: Kind) -> int:
-        number = self._numbers.get((suffix, kind))
+    def number(self, parts: Parts) -> int:
+        known = self._known.get(id(parts))
+        if known is not None:
+            return known
+        number = self._numbers.get(parts)
         if number is None:
-            number = self._numbers[suffix, kind] = len(self.of)
-            self.of.append((suffix, kind))
-            self.sizes.append(TensorSpec("", *kind).nbytes)
+            number = self._numbers[parts] = self._known[id(parts)] = len(self.of)
+            self.of.append(parts)
+            self.sizes.append(sum(_nbytes(kind) for _, kind in parts))
         return number
 
 
-def _shards(
-    arrays: Iterable[tuple[str, str, Kind]], kinds: _Kinds, shard_size: int | None
-) -> Iterator[_Shard]:
+def _nbytes(kind: Kind) -> int:
+    return TensorSpec("", *kind).nbytes
+
+
+def _shards(tensors: Iterable[tuple[str, Parts]], forms: _Forms, shard_size: int | None) -> Iterator[_Shard]:
     """Yields shards as they are filled, so that no more than two have lists of their own."""
-    current, count = _Shard(), 0
-    for name, suffix, kind in arrays:
-        number = kinds.number(suffix, kind)
-        nbytes = kinds.sizes[number]
-        if shard_size is not None and nbytes > shard_size:
-            own = _Shard()
-            own.add(name, number, nbytes)
-            yield own
-            count += 1
-            continue
-        if shard_size is not None and (
-            current.filled + nbytes > shard_size or len(current.names) == limits.SAFETENSORS_TENSORS
+    current, count, most = _Shard(), 0, limits.SAFETENSORS_TENSORS
+    for name, parts in tensors:
+        number = forms.number(parts)
+        nbytes = forms.sizes[number]
+        if shard_size is None or (
+            current.filled + nbytes <= shard_size and current.arrays + len(parts) <= most
         ):
-            yield current
-            current, count = _Shard(), count + 1
-        current.add(name, number, nbytes)
+            current.add(name, number, len(parts), nbytes)
+            continue
+        own: list[tuple[str, Kind]] = []  # of its arrays, those that go into the same file
+        filled = current.filled
+        for part in parts:
+            size = _nbytes(part[1])
+            if size > shard_size:
+                alone = _Shard()
+                alone.add_parts(name, [part], forms)
+                count += 1
+                yield alone
+                continue
+            if filled + size > shard_size or current.arrays + len(own) == most:
+                current.add_parts(name, own, forms)
+                count += 1
+                yield current
+                current, own, filled = _Shard(), [], 0
+            own.append(part)
+            filled += size
+        current.add_parts(name, own, forms)
     if current.names or not count:
         yield current
 
 
-def _laid_out(shard: _Shard, kinds: _Kinds, metadata: Mapping[str, str] | None) -> ArrayTable:
-    """The tensors of one file in the order of the reference implementation's `prepare`."""
-    table = ArrayTable()
-    own = dict.fromkeys(shard.numbers)
-    numbers = {number: table.kind(kinds.of[number][1], kinds.of[number][0]) for number in own}
-    ranks = {number: _RANK[kinds.of[number][1][0]] for number in own}
-    end = 0
-    for rank in sorted(set(ranks.values()), reverse=True):
-        named = [
-            (name + kinds.of[number][0], name, number)
-            for name, number in zip(shard.names, shard.numbers, strict=True)
-            if ranks[number] == rank
-        ]
-        named.sort(key=itemgetter(0))
-        for _, name, number in named:
-            table.add(name, numbers[number], end)
-            end += kinds.sizes[number]
-    length = _header_bytes(table, metadata)
-    table.start = 8 + length + -length % 8
+def _laid_out(shard: _Shard, forms: _Forms) -> ArrayTable:
+    """The tensors of one file in the order of the reference implementation's `prepare`.
+
+    That is by falling alignment, then by name. Tensors are sorted once: where no name of one begins that of
+    another, arrays of one alignment are in the same order.
+    """
+    table, end = ArrayTable(), 0
+    used = {number: sorted(forms.of[number], key=itemgetter(0)) for number in dict.fromkeys(shard.numbers)}
+    tensors = sorted(zip(shard.names, shard.numbers, strict=True), key=itemgetter(0))
+    names = [name for name, _ in tensors]
+    apart = not any(map(str.startswith, names[1:], names))
+    for rank in sorted({_RANK[dtype] for parts in used.values() for _, (dtype, _) in parts}, reverse=True):
+        alike = {
+            number: [(suffix, table.kind(kind, suffix)) for suffix, kind in parts if _RANK[kind[0]] == rank]
+            for number, parts in used.items()
+        }
+        rows = [(name, part) for name, number in tensors for part in alike[number]]
+        if not apart:
+            rows.sort(key=lambda row: row[0] + row[1][0])
+        kinds = [kind for _, (_, kind) in rows]
+        sizes = [_nbytes(kind) for kind in table.kinds]
+        *begins, end = accumulate(map(sizes.__getitem__, kinds), initial=end)
+        table.extend([name for name, _ in rows], kinds, begins)
     return table
+
+
+def _is_escaped(shard: _Shard, forms: _Forms) -> bool:
+    """Whether JSON spells a name otherwise than it is."""
+    ends = (end for number in set(shard.numbers) for end, _ in forms.of[number])
+    text = "".join(chain(shard.names, ends))
+    return not (text.isascii() and text.isprintable()) or '"' in text or "\\" in text
 
 
 def _head_parts(table: ArrayTable, metadata: Mapping[str, str] | None) -> Iterator[bytes]:
@@ -164,16 +205,18 @@ def _head_parts(table: ArrayTable, metadata: Mapping[str, str] | None) -> Iterat
     yield b" " * length
 
 
-def _header_bytes(table: ArrayTable, metadata: Mapping[str, str] | None) -> int:
+def _header_bytes(table: ArrayTable, metadata: Mapping[str, str] | None, *, escaped: bool) -> int:
     """The length of the header, without making it where names are spelled there as they are."""
-    if not len(table) or _ESCAPED.search(table.text):
+    if not len(table) or escaped:
         return sum(map(len, _header_parts(table, metadata)))
     said = [len(each) for each, _ in _said_of_kinds(table)]
-    begins = sum(map(len, map(str, table.begins)))
-    ends = begins - len(str(table.begins[0])) + len(str(table.nbytes))
+    nbytes = table.nbytes
+    begins = len(table)  # digits; one more for each that is not below a power of ten, and they rise
+    begins += sum(len(table) - bisect_left(table.begins, 10**power) for power in range(1, len(str(nbytes))))
+    ends = begins - len(str(table.begins[0])) + len(str(nbytes))
     # A name is in quotes; there are a comma between the positions, brackets after them, and a comma.
     entries = (
-        len(table.text) + sum(map(said.__getitem__, table.kind_numbers)) + begins + ends + 6 * len(table)
+        table.characters + sum(map(said.__getitem__, table.kind_numbers)) + begins + ends + 6 * len(table)
     )
     around = sum(map(len, _header_parts(ArrayTable(), metadata)))
     return around + entries - (0 if metadata else 1)  # no comma before the first
@@ -200,14 +243,14 @@ def _header_parts(table: ArrayTable, metadata: Mapping[str, str] | None) -> Iter
     return _joined("{", chain([first] if first else [], starmap(entry, table.rows())), "}")
 
 
-def _index_bytes(tables: Mapping[str, ArrayTable], total_parameters: int | None) -> int:
+def _index_bytes(tables: Mapping[str, ArrayTable], total_parameters: int | None, *, escaped: bool) -> int:
     """The length of the index, without making it where names are spelled there as they are."""
-    if any(_ESCAPED.search(table.text) for table in tables.values()):
+    if escaped:
         return sum(map(len, _index_parts(tables, total_parameters, in_order=False)))
     said = json.dumps(_index_fields(tables, total_parameters), indent=2, sort_keys=True)
     # Before a name are the end of a line, four spaces and a quote; after it a quote, a colon and a space.
     lines = sum(
-        len(table.text) + len(table) * (6 + 3 + len(json.dumps(name)) + 1) for name, table in tables.items()
+        table.characters + len(table) * (6 + 3 + len(json.dumps(name)) + 1) for name, table in tables.items()
     )
     return len(said.removesuffix("}\n}")) + lines - 1 + len("\n  }\n}\n")
 

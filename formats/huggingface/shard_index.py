@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Container, ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from qconvert.core.dtypes import Json, TensorSpec
@@ -153,6 +154,9 @@ class ShardedSpecs(Mapping[str, TensorSpec]):
 
     def located(self) -> Iterator[tuple[str, TensorSpec]]:
         """Yields every tensor in the order of the bytes, file by file."""
+        if sum(len(header.specs) for header in self._headers) == len(self._homes):  # each is in one file
+            yield from chain.from_iterable(header.specs.items() for header in self._headers)
+            return
         for home, header in enumerate(self._headers):
             yield from ((name, spec) for name, spec in header.specs.items() if self._homes[name] == home)
 

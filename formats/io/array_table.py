@@ -15,6 +15,8 @@ from qconvert.core.dtypes import DType, TensorSpec
 
 Kind = tuple[DType, tuple[int, ...]]
 """What arrays have in common: an element type and a shape."""
+Parts = tuple[tuple[str, Kind], ...]
+"""Arrays whose names begin alike: how each name ends, and its kind."""
 
 
 class Form(NamedTuple):
@@ -35,7 +37,8 @@ class ArrayTable(Mapping[str, TensorSpec]):
     """
 
     __slots__ = (
-        "_begins", "_forms", "_kind_of", "_names", "_numbers", "_rows", "_suffixes", "kinds", "start",
+        "_begins", "_forms", "_kind_of", "_names", "_nbytes", "_numbers", "_rows", "_suffixes", "kinds",
+        "start",
     )  # fmt: skip
 
     def __init__(self, start: int = 0) -> None:
@@ -46,6 +49,7 @@ class ArrayTable(Mapping[str, TensorSpec]):
         self._numbers: dict[tuple[Kind, str], int] = {}
         self._names: list[str] = []
         self._rows: dict[str, int] | None = None
+        self._nbytes: int | None = None
         self._kind_of, self._begins = array("I"), array("q")
 
     def kind(self, kind: Kind, suffix: str = "") -> int:
@@ -65,19 +69,20 @@ class ArrayTable(Mapping[str, TensorSpec]):
         self._names.append(name)
         self._kind_of.append(kind)
         self._begins.append(begin)
-        self._rows = None
+        self._rows = self._nbytes = None
 
     def extend(self, names: Iterable[str], kinds: Iterable[int], begins: Iterable[int]) -> None:
         """Appends arrays by name, number of their kind and first byte, of each as many."""
         self._names.extend(names)
         self._kind_of.extend(kinds)
         self._begins.extend(begins)
-        self._rows = None
+        self._rows = self._nbytes = None
 
     @property
-    def text(self) -> str:
-        """The names one after another."""
-        return "".join(self)
+    def characters(self) -> int:
+        """How many characters all names have together."""
+        ends = [len(suffix) for suffix in self._suffixes]
+        return sum(map(len, self._names)) + sum(map(ends.__getitem__, self._kind_of))
 
     @property
     def begins(self) -> Sequence[int]:
@@ -117,8 +122,10 @@ class ArrayTable(Mapping[str, TensorSpec]):
     @property
     def nbytes(self) -> int:
         """The bytes of all arrays."""
-        sizes = [TensorSpec("", *kind).nbytes for kind in self.kinds]
-        return sum(map(sizes.__getitem__, self._kind_of))
+        if self._nbytes is None:
+            sizes = [TensorSpec("", *kind).nbytes for kind in self.kinds]
+            self._nbytes = sum(map(sizes.__getitem__, self._kind_of))
+        return self._nbytes
 
     def places(self) -> Iterator[tuple[TensorSpec, int]]:
         """Yields every array with its offset, in order."""

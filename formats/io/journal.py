@@ -114,7 +114,7 @@ def whole(job: Json, settings: Json, records: Sequence[Record]) -> bytes:
 
 
 def first_difference(before: Any, now: Any, name: str = "") -> str | None:
-    """The first thing in which two jobs differ, with both values."""
+    """The first thing in which two jobs differ, with both values; hashes of a file's contents say nothing."""
     if before == now:
         return None
     if isinstance(before, dict) and isinstance(now, dict):
@@ -122,6 +122,8 @@ def first_difference(before: Any, now: Any, name: str = "") -> str | None:
             found = first_difference(before.get(key), now.get(key), f"{name} {key}".strip())
             if found is not None:
                 return found
+    if name.endswith(" sample"):
+        return f"{name.removesuffix(' sample')} has changed since"
     return f"{name} was {_said(before)}, and is {_said(now)} now"
 
 

@@ -10,7 +10,7 @@ llm-compressor, which say that they are compressed-tensors. Sources: auto-round 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from qconvert.core.activations import ActivationScheme
@@ -42,9 +42,15 @@ _READ_BITS = (2, 3, 4, 5, 6, 7, 8)
 _WORD = 32
 _AWQ_BITS = _EXLLAMA_BITS = 4
 _PLAIN_BITS = 16
-_AWQ = "auto_round:auto_awq"
+_OWN, _AWQ = "auto_round", "auto_round:auto_awq"
 # GPTQ's versions by the packings that they are.
-_VERSIONS = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 2, "auto_round": 2}
+_VERSIONS = {"auto_round:auto_gptq": 1, "auto_round:gptqmodel": 2, _OWN: 2}
+# What auto-round takes for other packings (`inference/convert_model.py`).
+_OTHER_NAMES = {
+    "auto": "auto_round:auto_gptq",
+    "auto_round:gptq": "auto_round:auto_gptq",
+    "auto_round:awq": _AWQ,
+}
 
 # Of packings that store zeros as they are.
 _OTHER_TRAITS = LayoutTraits(
@@ -97,14 +103,23 @@ TRAITS = replace(
 
 @dataclass(frozen=True, slots=True)
 class AutoRound(GPTQ):
-    """Stores weights in GPTQ's words, by default without g_idx and with zeros less one."""
+    """Stores weights in GPTQ's words, by default without g_idx and with zeros less one.
+
+    A `new` one becomes AutoRound's own packing where a weight has zero points: its loaders take those that
+    are stored less one nowhere but on CUDA (auto-round 0.16, `inference/backend.py`).
+    """
 
     groupless: bool = True
     packing: str = "auto_round:auto_gptq"
+    new: bool = False
 
     @property
     def traits(self) -> LayoutTraits:
         return TRAITS if self.version == 1 else _OTHER_TRAITS
+
+    def fitted(self, encodings: Iterable[Quantized]) -> Layout:
+        zeros = (isinstance(encoding, AffineInt) and not encoding.symmetric for encoding in encodings)
+        return replace(self, version=2, packing=_OWN) if self.new and any(zeros) else self
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
         return {"quantization_config": _settings(quantized, kept, self.packing)}
@@ -122,8 +137,7 @@ class AutoRoundAWQ(AWQ):
 def _settings(quantized: Mapping[str, Quantized], kept: list[str], packing: str) -> Json:
     """The settings of most modules, and `extra_config` for the others, a head, and linears left plain."""
     settings = {module: _setting(encoding) for module, encoding in quantized.items()}
-    found = list(settings.values())
-    usual = max(found, key=found.count)
+    usual = checks.most_common(settings.values())
     extra: Json = {module: own for module, own in settings.items() if own != usual or module == "lm_head"}
     extra |= {module: {"bits": _PLAIN_BITS} for module in kept if module != "lm_head"}
     return {
@@ -167,6 +181,7 @@ def open_auto_round(source: Source, config: Json) -> tuple[Layout, dict[str, Mod
 def _packing(settings: Json) -> str:
     """How the codes are packed; UnsupportedModel for packings that are not read."""
     packing = str(settings.get("packing_format") or "auto_round:auto_gptq")
+    packing = _OTHER_NAMES.get(packing, packing)
     integers = packing in (_AWQ, *_VERSIONS) and settings.get("data_type", "int") == "int"
     if not (integers or _is_mxfp4(settings)):
         raise UnsupportedModel(
@@ -303,4 +318,8 @@ def _promise(config: Json) -> Promise:
     return Promise(layout, encoding)
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, AutoRound, open_auto_round, _transcode, _activations, promise=_promise),)
+def _new() -> AutoRound:
+    return AutoRound(new=True)
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, _new, open_auto_round, _transcode, _activations, promise=_promise),)

@@ -17,7 +17,7 @@ from qconvert.core.encodings import Encoding, ModelTensor, Quantized, Unquantize
 from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import ArrayRows, Layout, Source
 from qconvert.core.values import DenseRows, Value
-from qconvert.formats.io.array_table import Kind
+from qconvert.formats.io.array_table import Parts
 from qconvert.ops import Op
 
 # Finds the layout of a checkpoint with this config.json, and its tensors by the names of the model.
@@ -75,6 +75,10 @@ class NoScalesBeside:
     @property
     def rewritten(self) -> Layout:
         """The layout in which a model that is in this one is written again: this, for most."""
+        return cast(Layout, self)
+
+    def fitted(self, encodings: Iterable[Quantized]) -> Layout:
+        """The form of this layout that all these encodings can be written in: this, for most."""
         return cast(Layout, self)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
@@ -165,16 +169,18 @@ class PassThrough(NoScalesBeside, Generic[E, V]):
         raise NotImplementedError
 
 
-def arrays_of(layout: Layout, tensors: Iterable[ModelTensor]) -> Iterator[tuple[str, str, Kind]]:
-    """The arrays of tensors in a layout: beginnings of names, ends of them, element types with shapes.
+def arrays_of(layout: Layout, tensors: Iterable[ModelTensor]) -> Iterator[tuple[str, Parts]]:
+    """The arrays of tensors in a layout: the beginning of their names, and what is said of each.
 
-    Those of many tensors alike come sooner, and share the names of these.
+    Those of many tensors alike come sooner, and are the same object.
     """
     if not layout.named_by_suffix:
         for tensor in tensors:
-            yield from ((spec.name, "", (spec.dtype, spec.shape)) for spec in layout.stored_arrays(tensor))
+            yield from (
+                (spec.name, (("", (spec.dtype, spec.shape)),)) for spec in layout.stored_arrays(tensor)
+            )
         return
-    known: dict[tuple[int, tuple[int, ...]], list[tuple[str, Kind]]] = {}
+    known: dict[tuple[int, tuple[int, ...]], Parts] = {}
     held: list[Encoding] = []  # so that no other gets the identity of one
     for tensor in tensors:
         alike = id(tensor.encoding), tensor.shape
@@ -183,7 +189,8 @@ def arrays_of(layout: Layout, tensors: Iterable[ModelTensor]) -> Iterator[tuple[
             held.append(tensor.encoding)
             specs = layout.stored_arrays(tensor)
             assert all(spec.name.startswith(tensor.name) for spec in specs), layout.name
-            found = [(spec.name.removeprefix(tensor.name), (spec.dtype, spec.shape)) for spec in specs]
-            known[alike] = found
-        for suffix, kind in found:
-            yield tensor.name, suffix, kind
+            ends = (spec.name.removeprefix(tensor.name) for spec in specs)
+            found = known[alike] = tuple(
+                (end, (spec.dtype, spec.shape)) for end, spec in zip(ends, specs, strict=True)
+            )
+        yield tensor.name, found

@@ -6,6 +6,7 @@ asks for, and does the config say the same. The answers name the array and the c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -216,6 +217,13 @@ def settings_of(config: Json, key: str = SETTINGS_KEY) -> Json:
     if not isinstance(settings, dict):
         raise CorruptCheckpoint(f"config.json: {key} is not an object")
     return settings
+
+
+def most_common(settings: Iterable[Json]) -> Json:
+    """The settings that most modules have, of several the first; each is looked at once, for very many."""
+    counts = Counter(tuple(own.items()) for own in settings)
+    ((usual, _),) = counts.most_common(1)
+    return dict(usual)
 
 
 def only_encoding(quantized: Mapping[str, Quantized], layout: str) -> Quantized:

@@ -56,6 +56,9 @@ class InputMajor:
     def computed(self) -> Mapping[str, str]:
         return self.inside.computed
 
+    def fitted(self, encodings: Iterable[Quantized]) -> Layout:
+        return replace(self, inside=self.inside.fitted(encodings))
+
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]:
         if self._turns(tensor) and isinstance(tensor.encoding, Unquantized):
             return (TensorSpec(tensor.name, tensor.encoding.dtype, self._stored(tensor)),)

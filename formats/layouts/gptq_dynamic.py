@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import AffineInt, Quantized
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel, shown
-from qconvert.formats.layouts.config_checks import claim
+from qconvert.formats.layouts.config_checks import claim, most_common
 
 # A name with its dots escaped or not, from beginning to end.
 _LITERAL = re.compile(r"\^?((?:[\w-]|\\?\.)+?)(?:\$|\(\?:\\\.\|\$\))?")
@@ -79,8 +79,7 @@ def _overrides(settings: Mapping[str, object]) -> Iterator[tuple[str, Json]]:
 def settings_of_forms(quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
     """The settings of most modules, and `dynamic` for the others and for those left plain."""
     settings = {module: _setting(encoding) for module, encoding in quantized.items()}
-    found = list(settings.values())
-    usual = max(found, key=found.count)
+    usual = most_common(settings.values())
     dynamic: Json = {
         f"+:^{_escaped(module)}{_END}": {key: value for key, value in own.items() if value != usual[key]}
         for module, own in settings.items()

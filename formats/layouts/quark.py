@@ -49,7 +49,7 @@ _E4M3 = Codebook("e4m3", None, DType.BF16, DType.BF16)
 
 TRAITS = LayoutTraits(
     NAME,
-    integers=IntegerSchemes((_BITS,)),
+    integers=IntegerSchemes((_BITS,), rows_alone=(8,)),
     codebooks=(
         CodebookScheme("fp8-channel", _E4M3, scales_as_weights=True),
         CodebookScheme("fp8-tensor", replace(_E4M3, group_rows=None), scales_as_weights=True),
@@ -105,7 +105,8 @@ class Quark(PassThrough[AffineInt | Codebook, Value]):
                 TensorSpec(f"{name}_zero_point", DType.I32, (groups, rows // _PER_WORD)),
             )
         if isinstance(encoding, AffineInt):
-            return TensorSpec(name, DType.I8, tensor.shape), scale
+            codes = TensorSpec(name, DType.I8, tensor.shape)
+            return (codes, scale) if name in self.stored else (codes, scale, _zeros_of(name, scale))
         if encoding.is_mxfp4:
             blocks = TensorSpec(scale.name, DType.U8, (rows, width // _MX_BLOCK))
             return TensorSpec(name, DType.U8, (rows, width // 2)), blocks
@@ -117,13 +118,17 @@ class Quark(PassThrough[AffineInt | Codebook, Value]):
 
     def store(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
         codes, scales, *zeros = self.stored_arrays(tensor)
-        if isinstance(value, AffineIntRows) and zeros:
+        if isinstance(value, AffineIntRows) and value.encoding.bits == _BITS:
             yield from _store_words(codes.name, start, value)
         elif isinstance(value, AffineIntRows):
+            import numpy as np
+
             from qconvert.quant.packed_codes import codes_of
 
             yield ArrayRows(codes.name, start, (codes_of(value) ^ 0x80).view("i1"))
             yield ArrayRows(scales.name, start, value.scales_RG)
+            for spec in zeros:
+                yield ArrayRows(spec.name, start, np.zeros((value.rows, 1), np.int8))
         else:
             assert isinstance(value, CodebookRows)
             yield from _store_floats(codes.name, scales.name, start, value)
@@ -197,8 +202,11 @@ class Quark(PassThrough[AffineInt | Codebook, Value]):
         return StoredScale("inputs", module) if kind == INPUT_SCALE else None
 
     def place_of_scale(self, scale: StoredScale, weight: Quantized | None) -> TensorSpec | None:
-        """A number beside FP8 and int8 weights."""
-        if scale.of != "inputs" or weight is None or weight.bits != 8:
+        """A number beside FP8 weights.
+
+        None beside int8, whose loader wants a zero point of inputs with it: they are scaled as they come.
+        """
+        if scale.of != "inputs" or not isinstance(weight, Codebook) or weight.bits != 8:
             return None
         return TensorSpec(f"{scale.module}.{INPUT_SCALE}", DType.F32, ())
 
@@ -207,6 +215,11 @@ def _scale(tensor: ModelTensor, encoding: AffineInt | Codebook) -> TensorSpec:
     """The array of scales of a weight with a byte for each code: one number, or one for each row."""
     whole = isinstance(encoding, Codebook) and encoding.group_rows is None
     return TensorSpec(f"{tensor.name}_scale", encoding.scale_dtype, () if whole else (tensor.rows,))
+
+
+def _zeros_of(name: str, scale: TensorSpec) -> TensorSpec:
+    """The zero points of signed codes of 8 bits, all 0."""
+    return TensorSpec(f"{name}_zero_point", DType.I8, scale.shape)
 
 
 def _store_words(name: str, start: int, value: AffineIntRows) -> Iterator[ArrayRows]:
@@ -245,7 +258,9 @@ def open_quark(source: Source, config: Json) -> tuple[Quark, dict[str, ModelTens
     decoded = checks.dtype_of(config)
     quantized = [_logical(base, source, settings, decoded) for base in bases]
     stored = {tensor.name: source.specs[f"{tensor.name}_scale"] for tensor in quantized}
-    beside = (f"{base}.{each}" for base in bases for each in _INPUTS)
+    beside = [f"{base}.{each}" for base in bases for each in _INPUTS]
+    bytes_ = (t.name for t in quantized if isinstance(t.encoding, AffineInt) and t.encoding.bits == 8)
+    beside += [f"{name}_zero_point" for name in bytes_]  # checked to be 0
     layout = Quark(packed in (None, "reorder"), stored)
     return checks.gathered(
         layout, source, quantized, "weight_scale", beside=[each for each in beside if each in source.specs]
@@ -340,11 +355,13 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
         return ()
     ops, made = to_integers(tensor, encoding)
     check_column_order(tensor, made, NAME)
+    if made.bits == 8 and made.symmetric and made.group_size is None:
+        return ops
     if made.bits != _BITS or tensor.rows % _PER_WORD:
         raise refused(
             tensor,
             f"of {tensor.rows} rows is none of Quark's that are written here (int4 in eight rows at a time, "
-            "FP8 with a scale for each row or tensor, MXFP4)",
+            "FP8 with a scale for each row or tensor, int8 for each row, MXFP4)",
         )
     whole = (Transcode("split_groups", tensor.width),) if made.group_size is None else ()
     cast = (Transcode("cast_scales", made.scale_dtype),) if made.signless_zero else ()

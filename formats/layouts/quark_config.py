@@ -106,7 +106,7 @@ def _spec(dtype: str, qscheme: str, **own: Any) -> Json:
         "round_method": "half_even",
         "scale_calculation_mode": None,
         "scale_format": None,
-        "scale_type": None if qscheme == "per_tensor" else "float",
+        "scale_type": None if (qscheme, dtype) == ("per_tensor", "fp8_e4m3") else "float",
         "symmetric": True,
         "zero_point_type": "int32",
     }

@@ -82,7 +82,7 @@ def with_codebook(scheme: str) -> tuple[str, ...]:
 def claimed_method(config: Json) -> str | None:
     """The quantization method that config.json names, known here or not; None where it has no settings.
 
-    Settings without a method are those of the layout that has a key of its own for them.
+    Settings without a method are those of the layout that has a key of its own for them, or in them.
     """
     settings = settings_of(config)
     if "quant_method" in settings:
@@ -90,7 +90,7 @@ def claimed_method(config: Json) -> str | None:
         return _ALIASES.get(method, method)
     keyed = (traits for traits in all_traits() if traits.config_key != SETTINGS_KEY)
     own = next((traits.name for traits in keyed if settings_of(config, traits.config_key)), None)
-    apart = (t.name for t in all_traits() if t.settings_key and t.settings_key in settings)
+    apart = (t.name for t in all_traits() if any(key in settings for key in t.settings_keys))
     return own or next(apart, "unnamed" if settings else None)
 
 

@@ -17,6 +17,7 @@ Method = Literal["nearest", "awq", "feedback", "two-sided"]
 together, so that errors make up for one another: those of a row's columns, or those of rows too."""
 METHODS: dict[str, Method] = {
     "nearest": "nearest",
+    "rtn": "nearest",
     "awq": "awq",
     "feedback": "feedback",
     "gptq": "feedback",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from qconvert.calibrate.savings import WHOLE, HessianForm
@@ -133,6 +134,10 @@ class InputSums:
         after the `last` call they are used up.
         """
         self._divide()
+        with threadpool_limits(torch.get_num_threads(), user_api="blas"):
+            return self._factored(damping, last=last)
+
+    def _factored(self, damping: float, *, last: bool) -> Rounding:
         held_NI, held_read_NI = self._held_rows()
         dtype = np.float32 if self.form.single else np.float64
         if self.moved_BI is not None:

@@ -160,8 +160,7 @@ def _limits(s: Subject) -> Iterator[Problem]:
             continue
         for name, encoding in _weights_of(s, limit):
             if limit.applies(encoding):
-                known = {"loader": s.loader, "layout": s.layout, "encoding": encoding.label}
-                fact = limit.fact.format(**known, bits=encoding.bits)
+                fact = limit.said_of(encoding, s.loader, s.layout)
                 subject = "config.json" if limit.about == "model" else name
                 yield Problem(limit.severity, subject, fact, limit.hint, limit.needs)
 
@@ -278,8 +277,10 @@ _VLLM_NAMES = {DType.F16: "float16", DType.BF16: "bfloat16", DType.F32: "float32
 
 
 def _names(s: Subject) -> Iterator[Problem]:
-    """Tensors nobody asked for, and a head that a tied model has no use for."""
+    """Tensors nobody asked for, a vision tower not among them; a head that a tied model has no use for."""
     for name in s.unknown:
+        if s.architecture.carries(name):
+            continue
         yield Problem(
             WARNING, name, f"not a tensor of {s.architecture.family.name}", "loaders ignore it or stop"
         )

@@ -6,6 +6,7 @@ with compressed-tensors 0.20, tried.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -21,8 +22,8 @@ def _one_setting(s: Subject) -> Iterator[Problem]:
     """Loaders that know one setting for all linears of the layers, and no other linear."""
     if s.loader not in s.traits.one_setting or not s.quantized:
         return
-    found = [replace(e, scale_dtype=DType.F16) for _, _, e in s.quantized if isinstance(e, AffineInt)]
-    usual = max(found, key=found.count) if found else None
+    found = Counter(replace(e, scale_dtype=DType.F16) for _, _, e in s.quantized if isinstance(e, AffineInt))
+    usual = next((encoding for encoding, _ in found.most_common(1)), None)
     for parameter, tensor in s.weights:
         encoding = tensor.encoding
         linear = parameter.kind == "linear" and parameter.role != "mlp.router"

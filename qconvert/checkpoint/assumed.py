@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from qconvert.checkpoint.assumed_tower import tower_shapes, untold_tower
 from qconvert.checkpoint.open import Checkpoint, checkpoint_in, checkpoint_of
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
@@ -23,7 +24,7 @@ from qconvert.formats.huggingface.safetensors_file import INDEX_FILE
 from qconvert.formats.huggingface.shard_index import ShardIndex, read_index
 from qconvert.formats.layouts import registry
 from qconvert.formats.layouts.base import MatrixKind, Promise
-from qconvert.formats.layouts.config_checks import SETTINGS_KEY, settings_of
+from qconvert.formats.layouts.config_checks import settings_of
 from qconvert.models import Architecture, Parameter
 from qconvert.models.declared import Declaration
 
@@ -40,7 +41,7 @@ def without_weights(path: Path, declared: Declaration | None = None) -> Checkpoi
     if is_gguf(path) or not _is_config(path):
         return None
     index = _index(path)
-    files = _settings_on_top(open_config(path))
+    files = open_config(path)
     source = CONFIG_FILE if index is None else f"{CONFIG_FILE} and {INDEX_FILE}"
     if registry.claimed_method(files.config) is not None:
         return replace(_quantized(files, index, declared), assumed=source)
@@ -48,15 +49,6 @@ def without_weights(path: Path, declared: Declaration | None = None) -> Checkpoi
     specs, notes = _promised(architecture, index)
     held = replace(files, specs=specs, warnings=(*files.warnings, *notes))
     return replace(checkpoint_of(held, declared), assumed=source)
-
-
-def _settings_on_top(files: HFCheckpoint) -> HFCheckpoint:
-    """The files with the quantization settings where they are looked for: some have them in `text_config`."""
-    text = files.config.get("text_config")
-    nested = text.get(SETTINGS_KEY) if isinstance(text, dict) else None
-    if not nested or files.config.get(SETTINGS_KEY):
-        return files
-    return replace(files, config=files.config | {SETTINGS_KEY: nested})
 
 
 def _folder(path: Path) -> Path:
@@ -91,7 +83,9 @@ def _promised(
     names = architecture.stored if index is None else index.weight_map
     architecture = architecture.spelled_like(names)
     shapes = _shapes(architecture, architecture.stored if index is None else names)
+    shapes |= tower_shapes(architecture, None if index is None else names)
     dtype, notes = _dtype(architecture, shapes, index)
+    notes += untold_tower(architecture, architecture.config) if index is None else []
     specs = {name: TensorSpec(name, dtype, shape) for name, shape in shapes.items()}
     others = [name for name in names if name not in shapes] if index is not None else []
     if index is not None and others:
@@ -160,7 +154,7 @@ def _quantized(files: HFCheckpoint, index: ShardIndex | None, declared: Declarat
             arrays = [spec for tensor in tensors.values() for spec in promise.layout.stored_arrays(tensor)]
             specs = {spec.name: spec for spec in (*arrays, *_scales_of_inputs(files.config, tensors))}
             notes = [promise.note] if promise.note else []
-            notes += [] if index is None else _differences(specs, index)
+            notes += untold_tower(architecture, files.config) if index is None else _differences(specs, index)
             held = replace(files, specs=specs, warnings=(*files.warnings, *notes))
             return checkpoint_in(held, promise.layout, tensors, declared)
     except UnsupportedModel as error:
@@ -190,6 +184,9 @@ def _coded(architecture: Architecture, index: ShardIndex | None, promise: Promis
                 f"{name}: missing in {INDEX_FILE}, but config.json promises it",
                 "correct config.json, or fetch both again from one source",
             )
+    found |= {
+        name: ModelTensor(name, shape, plain) for name, shape in tower_shapes(architecture, there).items()
+    }
     return {name: found[name] for name in sorted(found)}
 
 

@@ -214,8 +214,8 @@ def _find_scaling(file: GGUFFile) -> FindScaling | None:
         raise CorruptCheckpoint(f"{file.name}: {ROPE_FREQS} holds a factor that is not a positive number")
     factor = shortest(float(factors_F.max()))
 
-    def find(theta: float) -> Json | None:
-        found = llama3_scaling(theta, factor, factors_F)
+    def find(theta: float, count: int | None = None) -> Json | None:
+        found = llama3_scaling(theta, factor, factors_F[:count])
         return found and {"rope_type": "llama3", "factor": factor, **found}
 
     return find

@@ -103,7 +103,7 @@ def resolve(
         return ResolvedModel(MODEL_DIR, is_embedded=True)
     if is_address(model):
         return _resolve_address(model, network, weights=weights)
-    match = _HUB_NAME.fullmatch(model)
+    match = None if model.startswith((".", "/", "~")) else _HUB_NAME.fullmatch(model)
     if model.endswith(".gguf") and (match is None or Path(model).parent.is_dir()):
         raise QConvertError(f"{shown(model)}: no such file", "check the path")
     if match is None:

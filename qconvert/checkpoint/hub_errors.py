@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from qconvert.errors import (
@@ -74,9 +75,8 @@ def refusal(error: BaseException) -> tuple[str, str]:
     response: Any = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if status is None:
-        _, fact, hint = explanation(error, "repository")
-        fact = fact.replace("download failed", "sending failed").replace("downloading", "sending")
-        return fact, hint.replace("no file is fetched twice", "what was sent is kept")
+        _, fact, hint = explanation(error, "repository", SENDING)
+        return fact, hint
     said = getattr(error, "server_message", None) or ""
     told = f"HTTP {status}" + (f": {_without_secrets(str(said))}" if said else "")
     log_in = "run `hf auth login` with a token that may write, or set HF_TOKEN"
@@ -102,16 +102,31 @@ def _without_secrets(text: str) -> str:
     return shown(_TOKEN.sub("hf_...", without_queries(" ".join(text.split()))), limit=200)
 
 
-def explanation(error: BaseException, kind: str = "model") -> tuple[type[QConvertError], str, str]:
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What was asked of the Hub, in the words of a message: to do it, its name, what is not done twice."""
+
+    verb: str
+    noun: str
+    kept: str
+
+
+DOWNLOADING = Doing("downloading it", "download", "no file is fetched twice")
+SENDING = Doing("sending it", "sending", "what was sent is kept")
+
+
+def explanation(
+    error: BaseException, kind: str = "model", doing: Doing = DOWNLOADING
+) -> tuple[type[QConvertError], str, str]:
     """Returns what went wrong with the Hub, and what the user can do; only models can be folders instead.
 
-    The class of the error says whether asking again may help.
+    `doing` says what was asked of it. The class of the error says whether asking again may help.
     """
     from huggingface_hub import constants, errors
 
     local = "not a local folder, and " if kind == "model" else ""
     log_in = "run `hf auth login` or set HF_TOKEN"
-    again = "check the connection and HF_ENDPOINT, then run it again: no file is fetched twice"
+    again = f"check the connection and HF_ENDPOINT, then run it again: {doing.kept}"
     answers = {  # the first match; a gated repository is also one not found
         errors.GatedRepoError: (
             "is gated, and not open to you",
@@ -129,7 +144,7 @@ def explanation(error: BaseException, kind: str = "model") -> tuple[type[QConver
             return QConvertError, *answer
     missing = isinstance(error, errors.LocalEntryNotFoundError)
     if isinstance(error, errors.OfflineModeIsEnabled) or (missing and constants.HF_HUB_OFFLINE):
-        fact = f"{local}not fully downloaded; HF_HUB_OFFLINE forbids downloading it"
+        fact = f"{local}not fully downloaded; HF_HUB_OFFLINE forbids {doing.verb}"
         return QConvertError, fact, "unset HF_HUB_OFFLINE to download it"
     if missing:
         fact = f"{local}not fully downloaded ({first_line(error.__cause__ or error)})"
@@ -138,4 +153,4 @@ def explanation(error: BaseException, kind: str = "model") -> tuple[type[QConver
         fact = f"the cache {constants.HF_HUB_CACHE} cannot be written: {error.strerror}"
         hint = "free some space, or set HF_HOME to a folder that can be written"
         return DiskFull if error.errno in NO_ROOM else QConvertError, fact, hint
-    return SourceUnavailable, f"download failed: {first_line(error)}", again
+    return SourceUnavailable, f"{doing.noun} failed: {first_line(error)}", again

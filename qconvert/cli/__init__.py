@@ -17,6 +17,7 @@ import click
 from qconvert.cli.exit_codes import report_errors
 from qconvert.cli.options import examples
 from qconvert.core.version import __version__
+from qconvert.errors import BadUsage
 
 # In the order of the help page, which is printed without importing any of them.
 COMMANDS: Mapping[str, str] = {
@@ -76,6 +77,10 @@ class Commands(click.Group):
         except click.UsageError as error:
             from difflib import get_close_matches
 
+            from qconvert.cli.other_tools import here
+
+            if said := here(args[0]):
+                raise BadUsage(f"No such command {args[0]!r}", said) from None
             near = get_close_matches(args[0], COMMANDS, n=1)
             if not near:
                 raise
@@ -114,8 +119,11 @@ def _HELP(context: click.Context, command: tuple[str, ...]) -> None:
 
 def main(args: list[str] | None = None, **extra: Any) -> None:
     """The entry point of the console script."""
-    # Before torch is imported: its threads would spin between products, and take the cores from other work.
+    # Before torch and numpy are imported: their threads would spin between products, and take the cores from
+    # other work. numpy's products are small or made by many threads at once; where one is large and alone,
+    # `calibrate.input_sums` asks for more threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Plans are hundreds of thousands of objects without cycles: looking for some took a quarter of the time.
     gc.set_threshold(200_000, 50, 100)
     report_errors(cli, args, **extra)

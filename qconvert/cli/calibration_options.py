@@ -23,11 +23,11 @@ DEFAULT_TOKENS = 32 << 10
 _OPTIONS = (
     click.option(
         "--method",
-        type=click.Choice(list(METHODS)),
+        type=click.Choice(list(METHODS), case_sensitive=False),
         default="nearest",
         show_default=True,
-        help="How codes are chosen: the nearest ones (nearest), those of scaled columns (awq), or together "
-        "on a text, row by row (feedback, or gptq) or over many rows (two-sided, or yaqa).",
+        help="How codes are chosen: the nearest ones (nearest, or rtn), those of scaled columns (awq), or "
+        "together on a text, row by row (feedback, or gptq) or over many rows (two-sided, or yaqa).",
     ),
     click.option(
         "--text",

@@ -14,7 +14,7 @@ from click.shell_completion import CompletionItem
 _GROUPS = ("g128", "g64", "g32", "channel")
 _SELECTORS = (
     "attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down", "mlp.experts.gate",
-    "mlp.experts.up", "mlp.experts.down", "embed", "lm_head",
+    "mlp.experts.up", "mlp.experts.down", "embed", "lm_head", "layers.", "attention", "mlp", "experts",
 )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def _local(incomplete: str) -> tuple[list[str], bool]:
 
 def file_types(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The file types of GGUF, with their bits; for PATTERN=TYPE those of the type."""
-    from qconvert.plan.gguf.mixture import FILE_TYPES
+    from qconvert.plan.gguf.file_types import FILE_TYPES
 
     pattern, equals, start = incomplete.rpartition("=")
     named = {name.lower(): f"{kind.base.bits_per_weight:.2f} bits" for name, kind in FILE_TYPES.items()}

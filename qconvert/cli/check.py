@@ -68,12 +68,12 @@ def command(
 ) -> None:
     """Check MODEL against the rules of a loader: layout, fused groups, parallelism, names, vocabulary.
 
-    Reads headers, config.json and tokenizer.json; nothing is loaded. Exits with 3 if the loader would
-    fail or compute something else; with 0 if it loads MODEL as it is, or with the package or the argument
-    that the answer names.
+    Reads headers, config.json and tokenizer.json; nothing is loaded. A config.json alone is judged by the
+    weights that it promises, so that a split over ranks can be planned before a download. Exits with 3 if
+    the loader would fail or compute something else; with 0 if it loads MODEL as it is, or with the package
+    or the argument that the answer names.
     """
     from qconvert.check.subject import ERROR
-    from qconvert.report.tables import count
 
     failing: list[tuple[str, int]] = []
     told: list[Json] = []
@@ -87,15 +87,25 @@ def command(
             failing.append((model, errors))
         if not as_json:
             _print(model, loader, found, quiet=quiet, several=len(models) > 1)
+    failure = _failure(failing, loader, "`problems`" if as_json else "the list above")
     if as_json:
-        end_with_json(told_of(told), failed=bool(failing))
-    if failing:
-        model, errors = failing[0]
-        more = f"; {count(len(failing) - 1, 'other model')} too" if len(failing) > 1 else ""
-        raise CheckFailed(
-            f"{model}: {count(errors, 'problem')} for {loader}{more}",
-            "fix what the list above names, or ask for another loader with --for",
-        )
+        end_with_json(told_of(told), failure)
+    if failure is not None:
+        raise failure
+
+
+def _failure(failing: Sequence[tuple[str, int]], loader: str, where: str) -> CheckFailed | None:
+    """What to say of models that do not load, each with the number of its errors, listed in `where`."""
+    from qconvert.report.tables import count
+
+    if not failing:
+        return None
+    model, errors = failing[0]
+    more = f"; {count(len(failing) - 1, 'other model')} too" if len(failing) > 1 else ""
+    return CheckFailed(
+        f"{model}: {count(errors, 'problem')} for {loader}{more}",
+        f"fix what {where} names, or ask for another loader with --for",
+    )
 
 
 def _conditions(loader: str, tp: int, device: str) -> Json:
@@ -106,15 +116,24 @@ def _conditions(loader: str, tp: int, device: str) -> Json:
 
 
 def _checked(model: str, loader: str, tp: int, device: str, revision: str | None) -> list[Problem]:
+    """The problems of a model; of a config.json alone those of the weights that it promises, and a note."""
     from qconvert.check.loader_rules import lint
+    from qconvert.check.subject import NOTE, Problem
     from qconvert.check.subjects import subject_of
+    from qconvert.checkpoint.assumed import refuse_quantized, without_weights
     from qconvert.checkpoint.hub import resolve
     from qconvert.checkpoint.open import open_checkpoint, require_weights
 
     resolved = resolve(model, revision=revision, weights=False)
-    checkpoint = open_checkpoint(resolved.path, remote=resolved.remote)
+    assumed = without_weights(resolved.path) if resolved.repo_id is None else None
+    checkpoint = assumed or open_checkpoint(resolved.path, remote=resolved.remote)
+    refuse_quantized(checkpoint, model)
     require_weights(checkpoint, model, headers=True)
-    return lint(subject_of(checkpoint, loader, tp, device))
+    problems = lint(subject_of(checkpoint, loader, tp, device))
+    if assumed is None:
+        return problems
+    alone = f"judged by {assumed.assumed} alone: names and shapes are those that it promises"
+    return [*problems, Problem(NOTE, "weights", alone)]
 
 
 def _needs(problems: Sequence[Problem]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from qconvert.cli.exit_codes import error_record
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def told_of(models: Sequence[Json]) -> Json:
     return {"schema": 1, "ok": all(each["ok"] for each in models), "models": list(models)}
 
 
-def end_with_json(found: Json, *, failed: bool) -> NoReturn:
-    """Print the one JSON object; a failed check is told by the exit code, not by a second one."""
-    click.echo(json.dumps(found))
-    raise click.exceptions.Exit(CheckFailed.exit_code if failed else 0)
+def end_with_json(found: Json, failure: CheckFailed | None) -> NoReturn:
+    """Print the one JSON object, with the error of a failed check in it, and end."""
+    error = {} if failure is None else {"error": error_record(failure)}
+    click.echo(json.dumps(found | error))
+    raise click.exceptions.Exit(0 if failure is None else failure.exit_code)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from qconvert.cli.plain_tables import decoded_tables, plain_tables
-from qconvert.cli.serving import serving
+from qconvert.cli.serving import refused_forms, serving
 from qconvert.convert.job import Job, Result
 from qconvert.convert.manifest import finite
 from qconvert.convert.outcome import Outcome
@@ -66,6 +66,7 @@ class FolderReport:
         yield from (*self.job.source.checkpoint.warnings, *compiled.warnings)
         if lines := notice_lines(compiled.notices):
             yield "\n".join(lines)
+        yield from refused_forms(self.job)
 
     @cached_property
     def _table(self) -> ParameterTable:
@@ -76,8 +77,7 @@ class FolderReport:
 
     @cached_property
     def _before(self) -> ParameterTable:
-        checkpoint, binding = self.job.source.checkpoint, self.job.compiled.binding
-        return table_of_tensors(binding.tensors, binding, checkpoint.layout.traits)
+        return _table_before(self.job)
 
     def lines(self) -> list[str]:
         files = self.job.container.files(self.path)
@@ -121,23 +121,19 @@ class FolderReport:
             **({"calibration": result.record["calibration"]} if "calibration" in result.record else {}),
             "totals": result.record["totals"],
             "verified": self.job.options.verify,
+            "sha256": dict(result.hashes.files),
         }
 
     def _described(self) -> Json:
         """The numbers of a plan, the same before and after it is carried out."""
         compiled, before = self.job.compiled, self._before
         code = [path.name for path in self.job.source.checkpoint.files.sidecars.code]
-        files = self.job.container.files(self.path)
         return {
-            "source": {
-                "name": self.job.source.location.name,
-                "bytes": before.nbytes,
-                "tensors": before.tensors,
-            },
+            "source": _source_of(self.job, before),
+            "files": files_json(self.job, self.path),
             "output": {
                 **self._table.to_json(),
                 "bits_per_weight": self._table.bits_per_weight,
-                "files": [{"name": file.name, "bytes": file.size} for file in files],
                 **({"code": code} if code else {}),
             },
             "recipe": compiled.request.recipe.to_json(),
@@ -240,6 +236,20 @@ def _phrases(counts: dict[str, int], most: float) -> str:
     return " + ".join(f"{number} {kind}" for kind, number in counts.items()) + measured
 
 
+def files_json(job: Job, out: Path) -> list[Json]:
+    """The weight files of an output with their bytes, as --json prints them."""
+    return [{"name": file.name, "bytes": file.size} for file in job.container.files(out)]
+
+
+def _source_of(job: Job, before: ParameterTable) -> Json:
+    return {"name": job.source.location.name, "bytes": before.nbytes, "tensors": before.tensors}
+
+
+def _table_before(job: Job) -> ParameterTable:
+    checkpoint, binding = job.source.checkpoint, job.compiled.binding
+    return table_of_tensors(binding.tensors, binding, checkpoint.layout.traits)
+
+
 @dataclass(frozen=True)
 class GGUFReport:
     """A GGUF file, type by type."""
@@ -275,13 +285,21 @@ class GGUFReport:
         parameters = sum(row["parameters"] for row in rows.values())
         nbytes = sum(row["bytes"] for row in rows.values())
         return {
-            "out": str(self.path),
             "file_type": self.container.gguf.file_type.name,
             "types": list(rows.values()),
             "parameters": parameters,
             "bytes": nbytes,
             "bits_per_weight": 8 * nbytes / parameters,
             "substituted": self.container.gguf.substituted,
+        }
+
+    def _told(self) -> Json:
+        """The numbers of a plan as --json prints them; those of the source are not in the table."""
+        return {
+            "out": str(self.path),
+            "source": _source_of(self.job, _table_before(self.job)),
+            "files": files_json(self.job, self.out),
+            **self._described,
         }
 
     def lines(self) -> list[str]:
@@ -298,7 +316,7 @@ class GGUFReport:
 
     def plan_json(self) -> Json:
         seen: Json = {"kept": {}, "certificates": {}, "sha256": {}}
-        return {"schema": 1, "ok": True, "dry_run": True, **self._described, "seconds": 0.0, **seen}
+        return {"schema": 1, "ok": True, "dry_run": True, **self._told(), "seconds": 0.0, **seen}
 
     def result_json(self, result: Result, seconds: float) -> Json:
         kept = {name: finite(moved) if moved else "exact" for name, moved in result.record["kept"].items()}
@@ -306,7 +324,7 @@ class GGUFReport:
             "schema": 1,
             "ok": True,
             "dry_run": False,
-            **self._described,
+            **self._told(),
             "seconds": round(seconds, 3),
             **_measured(result),
             "kept": kept,

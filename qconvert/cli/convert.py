@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qconvert.cli import candidates
+from qconvert.cli import candidates, codebook_schemes
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.flags import Flags
@@ -21,6 +21,7 @@ from qconvert.cli.options import (
     writing_options,
 )
 from qconvert.cli.several import write_each
+from qconvert.core.scheme_names import named_scheme
 from qconvert.core.schemes import Scheme, parse_scheme
 from qconvert.errors import BadRecipe
 from qconvert.formats.layouts import registry
@@ -146,15 +147,7 @@ def _to_layout(
         scheme_of_all = recipe.with_(scheme=integers) if quantizes else recipe
         return flags.request("convert", scheme_of_all, target=target)
 
-    write_each(models, lambda model: ask, _suffix(layout, table, integers), flags)
-
-
-def _suffix(layout: str, table: str, integers: Scheme | None) -> str:
-    """What the derived name of an output says: the scheme that is asked for, and a layout but the default."""
-    scheme = table or (integers.label if integers else "")
-    return "-".join(
-        part for part in (scheme, layout if layout != registry.DEFAULT or not scheme else "") if part
-    )
+    write_each(models, lambda model: ask, codebook_schemes.suffix(layout, table, integers), flags)
 
 
 def _to_gguf(
@@ -192,8 +185,10 @@ def _refuse(layout: str, given: dict[str, object]) -> None:
 
 def _parse(layout: str, scheme: str | None) -> tuple[str, Scheme | None]:
     """The codebook scheme or the integers that a name stands for, either of which the layout has."""
-    from qconvert.plan.passes.transcode import check_integers, codebook_named
+    from qconvert.plan.passes.transcode import check_integers, codebook_named, layouts_with
 
+    if scheme and named_scheme(scheme) and not layouts_with(scheme):
+        scheme, _ = codebook_schemes.named(scheme, layout, "--to")
     table = codebook_named(layout, scheme) if scheme else ""
     integers = parse_scheme(scheme) if scheme and not table else None
     if integers:

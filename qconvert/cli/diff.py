@@ -42,7 +42,9 @@ def command(
         rows = [_to_json(d) for d in listed]
         asked = {"schema": 1, "ok": not differ, "a": a, "b": b}
         found = {**asked, "summary": summary_of(differences), "tensors": rows}
-        end_with_json(found, failed=differ)
+        end_with_json(
+            found, CheckFailed(f"{a} and {b}: they differ", "`tensors` says where") if differ else None
+        )
     head = ["tensor", "role", "status", "max", "rel. RMS", "steps"]
     if listed:
         click.echo("\n".join(table(head, [_cells(d) for d in listed], left=3)))

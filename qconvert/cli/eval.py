@@ -15,6 +15,7 @@ from qconvert.cli.exit_codes import typed
 from qconvert.cli.launchers import rank_option
 from qconvert.cli.options import (
     MEMORY,
+    ShareType,
     activations_option,
     device_option,
     examples,
@@ -125,9 +126,9 @@ def command() -> None:
 )
 @click.option(
     "--fail-above",
-    type=click.FloatRange(0),
+    type=ShareType(),
     metavar="X",
-    help="Exit with 3 when a perplexity ratio exceeds 1 + X.",
+    help="Exit with 3 when a perplexity ratio exceeds 1 + X; X is 0.05 or 5%.",
 )
 @click.option(
     "--fail-above-kl",

@@ -88,15 +88,16 @@ class Limits:
         return Limits(options.pop("fail_above"), options.pop("fail_above_kl"))
 
     def exceeded(self, report: PerplexityReport) -> CheckFailed | None:
-        """What to say of the first model that lost more; a figure that is not a number is more."""
-        for model in report.models:
-            said = None if model.versus is None else self._said(model.versus)
-            if said is not None:
-                return CheckFailed(
-                    f"{model.label}: {said}",
-                    "use more bits, a smaller group, or --rule for the sensitive roles",
-                )
-        return None
+        """What to say of the models that lost more; a figure that is not a number is more."""
+        lost = [
+            f"{model.label}: {said}"
+            for model in report.models
+            if model.versus is not None and (said := self._said(model.versus)) is not None
+        ]
+        if not lost:
+            return None
+        hint = "use more bits, a smaller group, or --rule for the sensitive roles"
+        return CheckFailed("; ".join(lost), hint)
 
     def _said(self, versus: Comparison) -> str | None:
         ratio, kl = versus.perplexity_ratio.value, versus.kl.mean.value

@@ -1,7 +1,8 @@
 """Writes what a conversion does to a file as JSON lines (--events), for programs that watch it from outside.
 
 The shape of a line is fixed by `docs/reference/schemas/events.json`. Lines are appended, each in one write,
-so that a file holds all runs that one output took.
+so that a file holds all runs that one output took, and runs beside each other may share it: every line names
+its run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from qconvert.cli.exit_codes import error_record
 from qconvert.cli.signals import Stopped
@@ -37,7 +39,7 @@ EVERY = 2.0
 class Events:
     """Passes the events of a run on to the bars, and writes lines on them; none without a file."""
 
-    file: TextIO | None
+    file: Path | None
     jobs: Sequence[tuple[Job, Path]]
     work: Work
     bars: Bars
@@ -45,6 +47,7 @@ class Events:
     _began: float = field(init=False)
     _told: float = field(init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _run: str = field(default_factory=lambda: uuid4().hex[:12], init=False)
 
     def __post_init__(self) -> None:
         self._began = self._told = self.clock()
@@ -101,11 +104,24 @@ class Events:
     def say(self, event: str, **fields: Any) -> None:
         """Write one line; from any thread."""
         if self.file is not None:
-            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-            line = json.dumps({"schema": 1, "event": event, "time": now, **fields}) + "\n"
             with self._lock:
-                self.file.write(line)
-                self.file.flush()
+                _append(self.file, event, self._run, fields)
+
+
+def say_skipped(path: Path | None, out: Path) -> None:
+    """Say in an events file that an output was there already, and complete: a run of its own."""
+    if path is not None:
+        _append(path, "skipped", uuid4().hex[:12], {"path": str(out)})
+
+
+def _append(path: Path, event: str, run: str, fields: Json) -> None:
+    """Append one line in one write. Raises QConvertError where the file does not take it."""
+    from qconvert.formats.io.local_file import explained
+
+    now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+    line = json.dumps({"schema": 1, "event": event, "run": run, "time": now, **fields}) + "\n"
+    with explained(f"{path}: cannot be written"), path.open("ab", buffering=0) as file:
+        file.write(line.encode())
 
 
 @contextmanager
@@ -123,28 +139,25 @@ def events_to(
     if path is None:
         yield Events(None, jobs, work, bars)
         return
+    from qconvert.cli.conversion_report import files_json
     from qconvert.core.version import __version__
 
-    with path.open("a", encoding="utf-8") as file:
-        events = Events(file, jobs, work, bars)
-        outputs = [
-            {"path": str(out), "files": [{"name": f.name, "bytes": f.size} for f in job.container.files(out)]}
-            for job, out in jobs
-        ]
-        source, request = jobs[0][0].source, jobs[0][0].compiled.request
-        if source.location.network is not None:
-            source.location.network.retried = lambda reason: events.say("retry", reason=reason)
-        totals = {"read": work.to_read, "written": work.to_write, "verified": work.to_verify}
-        name = source.location.repo_id or source.location.name
-        started: Json = {"command": request.command, "source": name, "version": __version__}
-        if rank is not None:
-            started["rank"] = [rank.number, rank.world]
-        events.say("start", **started, outputs=outputs, bytes=totals)
-        try:
-            yield events
-        except QConvertError as error:
-            events.end(ok=False, error=error_record(error))
-            raise
-        except KeyboardInterrupt as error:
-            events.end(ok=False, stopped=error.exit_code if isinstance(error, Stopped) else 130)
-            raise
+    events = Events(path, jobs, work, bars)
+    outputs = [{"path": str(out), "files": files_json(job, out)} for job, out in jobs]
+    source, request = jobs[0][0].source, jobs[0][0].compiled.request
+    if source.location.network is not None:
+        source.location.network.retried = lambda reason: events.say("retry", reason=reason)
+    totals = {"read": work.to_read, "written": work.to_write, "verified": work.to_verify}
+    name = source.location.repo_id or source.location.name
+    started: Json = {"command": request.command, "source": name, "version": __version__}
+    if rank is not None:
+        started["rank"] = [rank.number, rank.world]
+    events.say("start", **started, outputs=outputs, bytes=totals)
+    try:
+        yield events
+    except QConvertError as error:
+        events.end(ok=False, error=error_record(error))
+        raise
+    except KeyboardInterrupt as error:
+        events.end(ok=False, stopped=error.exit_code if isinstance(error, Stopped) else 130)
+        raise

@@ -102,7 +102,10 @@ def _report_errors(command: click.Command, argv: list[str], **extra: Any) -> NoR
             sys.exit(error.exit_code)
         context = getattr(error, "ctx", None)
         fact = " ".join(error.format_message().split()).rstrip(".")  # of choices it lists one a line
-        _say(argv, _record("bad_usage", fact, _how_to_call(context), error.exit_code))
+        hint = _how_to_call(context)
+        if isinstance(error, click.NoSuchOption) and (said := _named_here(error)):
+            fact, hint = f"No such option {error.option_name!r}", said
+        _say(argv, _record("bad_usage", fact, hint, error.exit_code))
     except (KeyboardInterrupt, click.Abort) as interrupt:
         cause = interrupt.__cause__  # click wraps what it catches
         stopped = cause if isinstance(cause, Stopped) else Stopped()
@@ -155,7 +158,8 @@ def _last_words(argv: list[str], stopped: Stopped) -> tuple[str, bool]:
     if "--json" not in argv:
         return stopped.message or f"Interrupted{left}.", True
     fact = stopped.message or f"interrupted{left}"
-    again = "run the same command again"
+    goes_on = argv[:1] == ["eval"] and any(word.startswith(("-o", "--out")) for word in argv)
+    again = "run the same command with --resume" if goes_on else "run the same command again"
     return _as_json(_record("interrupted", fact, again, stopped.exit_code, retryable=True)), False
 
 
@@ -175,6 +179,14 @@ def _record(kind: str, fact: str, hint: str, code: int, *, retryable: bool = Fal
         "retryable": retryable,
         **of_model,
     }
+
+
+def _named_here(error: click.NoSuchOption) -> str | None:
+    """What an option of another tool is called here; None for one that is not known."""
+    from qconvert.cli.other_tools import here
+
+    params = () if error.ctx is None else error.ctx.command.params
+    return here(error.option_name, tuple(name for each in params for name in each.opts))
 
 
 def _how_to_call(context: click.Context | None) -> str:

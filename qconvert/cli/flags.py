@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,6 +211,11 @@ class Flags:
     @property
     def talks(self) -> bool:
         return self.speaks and not (self.quiet or self.as_json)
+
+    @property
+    def logs(self) -> bool:
+        """Whether it is told how far the work is: also under --json where lines say it, and no bar."""
+        return self.talks or (self.as_json and self.speaks and not self.quiet and not sys.stderr.isatty())
 
     def request(self, command: str, recipe: Recipe, **more: Any) -> Request:
         """The request of a command with this recipe; `more` are other fields of it."""

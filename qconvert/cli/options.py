@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -13,7 +15,10 @@ from click.shell_completion import CompletionItem
 
 from qconvert.cli import candidates
 from qconvert.cli.launchers import rank_option
+from qconvert.core.scheme_names import bits_in, layout_named, named_scheme, unwritten
+from qconvert.core.schemes import is_integers
 from qconvert.core.sizes import parse_size
+from qconvert.errors import BadUsage
 
 F = TypeVar("F", bound=Callable[..., Any])
 DTYPES = ("bf16", "f16", "f32")
@@ -57,6 +62,22 @@ class TokensType(click.ParamType):  # type: ignore[type-arg]
         return None if match is None else int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
 
 
+class ShareType(click.ParamType):  # type: ignore[type-arg]
+    """A share of 0 or more, written 0.05 or 5%."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        text = str(value)
+        with contextlib.suppress(ValueError):
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+            if 0 <= share < math.inf:
+                return share
+        self.fail(f"{value!r} is not a share; write 0.05 or 5%", param, ctx)
+
+
 class DeviceType(click.ParamType):  # type: ignore[type-arg]
     """The name of a device to compute on; whether it is there is found out later."""
 
@@ -66,6 +87,34 @@ class DeviceType(click.ParamType):  # type: ignore[type-arg]
         if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", value):
             self.fail(f"{value!r} is not a device; write cpu, cuda or cuda:1", param, ctx)
         return str(value)
+
+
+class BitsType(click.ParamType):  # type: ignore[type-arg]
+    """A number of bits from 2 to 8; of another word, the error says what to type."""
+
+    name = "bits"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value)
+        if not re.fullmatch(r"[-+\d.]+", text):
+            number, other, option = bits_in(text), unwritten(text), f"--bits {text}"
+            if number:
+                raise BadUsage(f"{option}: not a number from 2 to 8", f"--bits {number}")
+            if named_scheme(text) or is_integers(text):
+                raise BadUsage(f"{option}: a scheme, not a number from 2 to 8", f"--scheme {text}")
+            if other:
+                raise BadUsage(f"{option}: not a number from 2 to 8; {other.fact}", other.hint)
+        return int(click.IntRange(2, 8).convert(value, param, ctx))
+
+
+def _refuse_other_words(value: str, param: click.Parameter | None) -> None:
+    """Raise BadUsage with the command for a scheme, or a type of GGUF files, where a layout is asked for."""
+    other = unwritten(value)
+    what = f"{param.opts[0] if param else 'layout'} {value}: not a layout"
+    if named_scheme(value) or is_integers(value):
+        raise BadUsage(f"{what} but a scheme", f"`qconvert quantize MODEL --scheme {value}`")
+    if other:
+        raise BadUsage(f"{what}; {other.fact}", other.hint)
 
 
 class LayoutChoice(click.ParamType):  # type: ignore[type-arg]
@@ -80,7 +129,13 @@ class LayoutChoice(click.ParamType):  # type: ignore[type-arg]
         return click.Choice(self.names()).get_metavar(param, ctx)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        return str(click.Choice(self.names()).convert(value, param, ctx))
+        names = click.Choice(self.names(), case_sensitive=False)
+        name = str(value).lower()
+        if name not in names.choices:
+            name = layout_named(name) or name
+        if name not in names.choices:
+            _refuse_other_words(str(value), param)
+        return str(names.convert(name, param, ctx))
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -199,8 +254,8 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an ea
 skip_option = click.option(
     "--skip-existing",
     is_flag=True,
-    help="Leave an output that is there and complete: its sizes, headers and recipe are compared, not its "
-    "weights. With --overwrite, one that is cut or another is written anew.",
+    help="Leave an output that is there and complete, of the same recipe and source; its own weights are "
+    "not read. With --overwrite, one that is cut or another is written anew.",
 )
 verify_existing_option = click.option(
     "--verify-existing",

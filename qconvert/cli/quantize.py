@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,12 +9,13 @@ from typing import Any
 
 import click
 
-from qconvert.cli import candidates
+from qconvert.cli import candidates, codebook_schemes
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.flags import Flags
 from qconvert.cli.many_outputs import Several
 from qconvert.cli.options import (
+    BitsType,
     LayoutChoice,
     examples,
     models_argument,
@@ -50,6 +50,7 @@ def _refuse_type(context: click.Context, option: click.Parameter, value: str | N
         "qconvert quantize ./model-a ./model-b --bits 4 --skip-existing -o quantized",
         "qconvert quantize ./model --bits 4,8 -o quantized --events progress.jsonl",
         "qconvert quantize ./model --bits 4 --rule mlp.down=int8 --rule attn.o=int8",
+        "qconvert quantize ./model --scheme FP8_DYNAMIC --keep layers.0 --keep down_proj",
         "qconvert quantize Qwen/Qwen3-235B-A22B --bits 4 --connections 32 --patience 3600",
         "qconvert quantize Qwen/Qwen2.5-1.5B-Instruct --bits 4 --keep-source",
         "qconvert quantize Qwen/Qwen3-30B-A3B --bits 4 --push-to me/qwen3-int4 --private --drop-pushed",
@@ -61,7 +62,7 @@ def _refuse_type(context: click.Context, option: click.Parameter, value: str | N
 @models_argument()
 @click.option(
     "--bits",
-    type=Several(click.IntRange(2, 8)),
+    type=Several(BitsType()),
     metavar="N,...",
     help="Bits per weight of the linears; of several, an output each, from one reading.",
 )
@@ -82,7 +83,7 @@ def _refuse_type(context: click.Context, option: click.Parameter, value: str | N
     "--scheme",
     metavar="SCHEME",
     shell_complete=candidates.schemes,
-    help="All of these in one word, such as int4-g128 or int8-asym-channel.",
+    help="All of these in one word: int4-g128, int8-asym-channel, or W4A16, W8A8, FP8_DYNAMIC, nf4.",
 )
 @click.option(
     "--scale-search/--min-max",
@@ -122,7 +123,7 @@ def _refuse_type(context: click.Context, option: click.Parameter, value: str | N
     metavar="LAYOUT",
     type=LayoutChoice(registry.written),
     show_default=registry.DEFAULT,
-    help=f"Layout of the output: {', '.join(registry.written())}.",
+    help=f"Layout of the output: {', '.join(registry.written())}; `convert --help` says what each holds.",
 )
 @target_options("schemes", TARGET_SCHEMES)
 @statistics_option
@@ -143,10 +144,13 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     it is, unless --layout names another. Embeddings and head stay as they are unless a rule names them.
 
     \b
-    SELECTOR  a role (mlp.down), a role in a layer range (layers.0-3.mlp.down),
-              or re:REGEX on the tensor's name
-    SCHEME    int{2..8}[-asym][-g{N}|-channel], or keep; int4 means int4-g128
-              (fp8, mxfp4, nvfp4, nf4 and fp4: qconvert convert MODEL --to LAYOUT --scheme SCHEME)
+    SELECTOR  a role (mlp.down, attn.qkv), a group (attention, mlp, experts, router,
+              embedding, head, vision), whole layers (layers.0, layers.0-3,23), either
+              in layers (layers.0-3.mlp.down), a module's name as in the checkpoint
+              (model.layers.0.mlp.down_proj, down_proj, *.down_proj), or re:REGEX
+    SCHEME    int{2..8}[-asym][-g{N}|-channel], or keep; int4 means int4-g128;
+              llm-compressor's W{2..8}A16 and W4A16_ASYM; for all linears W8A8,
+              FP8_DYNAMIC, FP8_BLOCK, NVFP4A16, MXFP4A16, and bitsandbytes' nf4 and fp4
     """
     from qconvert.plan.passes.transcode import Target
 
@@ -154,13 +158,14 @@ def command(models: tuple[str, ...], **flags: Any) -> None:
     asked = {key: flags.pop(key) for key in list(flags) if key not in Flags.__dataclass_fields__}
     with typed():
         aim = aiming.target
-        table = "" if aim is not None else _table_of(asked)
+        asked["scheme"], asked["layout"] = codebook_schemes.named(asked["scheme"], asked["layout"])
+        table = "" if aim is not None else codebook_schemes.codebook_of(asked)
         if not table:
-            _send_tables_on(models, asked, flags["out"])
+            codebook_schemes.send_on(models, asked, flags["out"])
         if aim is not None:
             _check_choices(aim.labels, asked)
     if table:
-        _write_tables(models, asked["layout"], table, Flags(**flags))
+        codebook_schemes.write(models, asked, table, Flags(**flags))
         return
     several = asked.pop("bits") or (None,)
     recipes = [build_recipe(bits=bits, **asked, chosen_later=aim is not None) for bits in several]
@@ -189,49 +194,6 @@ def _check_choices(labels: Sequence[str], asked: Mapping[str, Any]) -> None:
     given += ["--pad-to-tp"] if asked["pad_to_tp"] else []
     if given:
         raise BadRecipe(f"{given[0]}: given beside a target", "name what it chooses among with --schemes")
-
-
-def _write_tables(models: Sequence[str], layout: str, table: str, flags: Flags) -> None:
-    """Give all linears codes of a table, as `convert` does."""
-    from qconvert.plan.passes.transcode import Target
-
-    request = flags.request("quantize", Recipe(layout=layout), target=Target(layout, None, table))
-    write_each(models, lambda model: request, f"{table}-{layout}", flags)
-
-
-def _table_of(asked: Mapping[str, Any]) -> str:
-    """The codebook scheme that all linears get; "" where integers, or anything beside it, were asked for."""
-    scheme, layout = asked["scheme"], asked["layout"]
-    others = {name for name, value in asked.items() if value and name not in ("scheme", "layout")}
-    if not scheme or not layout or others:
-        return ""
-    found = registry.traits_of(layout).codebook(scheme)
-    return found.name if found and registry.traits_of(layout).integers is None else ""
-
-
-def _send_tables_on(models: Sequence[str], asked: Mapping[str, Any], out: Path | None) -> None:
-    """Raise BadRecipe with the command to type where a table of numbers was asked for, not integers.
-
-    Such a table belongs to a layout, which `qconvert convert` names.
-    """
-    from qconvert.plan.passes.transcode import layouts_with
-
-    scheme, layout = asked["scheme"] or "", asked["layout"] or ""
-    rule = next((text for text in asked["rules"] if layouts_with(text.rpartition("=")[2])), None)
-    traits = registry.traits_of(layout)
-    if not (layouts_with(scheme) or rule or traits.default_codebook):
-        return
-    table = scheme or (rule.rpartition("=")[2] if rule else "")
-    if not layouts_with(table):
-        table = traits.codebooks[0].name
-    held = layouts_with(table)
-    given = ["qconvert", "convert", *models, "--to", layout if layout in held else held[0], "--scheme", table]
-    command = shlex.join([*given, *(["-o", str(out)] if out else [])])
-    what = f"--layout {layout}" if not (layouts_with(scheme) or rule) else f"scheme {table!r}"
-    raise BadRecipe(
-        f"{what}: not an integer scheme; `quantize` writes integers only",
-        command if len(held) == 1 or layout in held else f"{command} (also --to {', '.join(held[1:])})",
-    )
 
 
 def build_recipe(

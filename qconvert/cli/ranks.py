@@ -63,7 +63,7 @@ def carried_out(job: Job, out: Path, rank: Rank, flags: Flags) -> Result | None:
             )
     work = Work([job.compiled.plan])
     with (
-        progress(work, talks=flags.talks) as bars,
+        progress(work, talks=flags.logs) as bars,
         events_to(_own_file(flags.events, rank), [(job, out)], work, bars, rank) as events,
         ending_in_time(farewell),
     ):

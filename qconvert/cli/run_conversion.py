@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -25,7 +26,14 @@ from qconvert.cli.sending import (
     tell_sent_before,
     told_of,
 )
-from qconvert.cli.skipping import Tell, is_complete, one_object, require_own_name, tell_skipped
+from qconvert.cli.skipping import (
+    Tell,
+    is_complete,
+    one_object,
+    require_own_name,
+    tell_skipped,
+    write_texts_beside,
+)
 
 if TYPE_CHECKING:
     from qconvert.cli.conversion_report import ConversionReport
@@ -47,6 +55,10 @@ class Explained(Protocol):
     request: Request
 
     def __call__(self, source: OpenedModel) -> Request: ...
+
+    def settled(self, job: Job, out: Path, destination: Destination | None) -> AbstractContextManager[Job]:
+        """The job that is to be written to `out`, which may take as long as writing others to choose from."""
+        ...
 
     def lines(self) -> list[str]:
         """What was chosen and why, for people; once it was called."""
@@ -133,7 +145,7 @@ def write(
     started = time.perf_counter()
     planned = plan_output(source, ask, suffix, flags)
     chosen_in = time.perf_counter() - started if chooser else 0.0
-    job, out, rank = planned.job, planned.out, planned.rank
+    job, out = planned.job, planned.out
     if planned.complete:
         tell_skipped(job, out, flags, tell)
         return out
@@ -141,8 +153,6 @@ def write(
     if flags.speaks and not flags.as_json:
         for warning in report.warnings():
             click.echo(f"Warning: {warning}", err=True)
-    chosen = chooser.lines() if chooser else []
-    lines, extra = [*chosen, *report.lines()], {"target": chooser.to_json()} if chooser else {}
     if job.compiled.scalable:
         _tell_scaling(job, flags)
     elif job.calibration is not None and job.calibration.method != "awq":
@@ -153,13 +163,34 @@ def write(
         told = {"from": assumed} if assumed else {}
         path = str(report.path)
         if flags.speaks:
+            lines, extra = _explained(chooser, report)
             print_found(lines, lambda: report.plan_json() | extra | told, verdict, path, flags, tell)
         return out
     tell_source(source, talks=flags.talks)
     compile_kernels(job.compiled.plan, talks=flags.talks)
+    started = time.perf_counter()
+    with chooser.settled(job, out, planned.destination) if chooser else nullcontext(job) as best:
+        chosen_in += time.perf_counter() - started
+        _write(replace(planned, job=best), chooser, chosen_in, flags, tell)
+    return out
+
+
+def _explained(chooser: Explained | None, report: ConversionReport) -> tuple[list[str], Json]:
+    """What is told of a job, and of why it was chosen: for people, and what --json has besides."""
+    chosen = chooser.lines() if chooser else []
+    return [*chosen, *report.lines()], {"target": chooser.to_json()} if chooser else {}
+
+
+def _write(planned: Planned, chooser: Explained | None, chosen_in: float, flags: Flags, tell: Tell) -> None:
+    """Carry out a job, and tell of it; `chosen_in` are the seconds that went before."""
+    from qconvert.cli.conversion_report import report_of
+
+    job, out, rank = planned.job, planned.out, planned.rank
     if sent := sent_before(job, out, planned.destination, flags):
         tell_sent_before(job, out, sent, flags, tell)
-        return out
+        return
+    report = report_of(job, out)
+    lines, extra = _explained(chooser, report)
     started = time.perf_counter()
     result: Result | None
     if rank is None:
@@ -167,11 +198,10 @@ def write(
     else:
         result = carried_out(job, out, rank, flags)
     if result is None:  # another process has named the output, and tells of it
-        return out
+        return
     seconds = chosen_in + time.perf_counter() - started
     write_beside(job, out, result, flags)
     _tell_done(job, result, report, lines, extra, seconds, flags, tell)
-    return out
 
 
 def _tell_done(
@@ -220,29 +250,15 @@ def write_beside(job: Job, out: Path, result: Result, flags: Flags) -> None:
     """
     if not job.compiled.is_gguf:
         return
-    from qconvert.checkpoint.open import open_checkpoint
     from qconvert.convert import gguf_sidecars
     from qconvert.convert.manifest import manifest, write_manifest
-    from qconvert.models.parameter_table import table_of_tensors
 
-    source, path, beside = job.source, result.path, dict.fromkeys(flags.beside)
-    if gguf_sidecars.sidecar(path, gguf_sidecars.MANIFEST).exists():
-        beside[gguf_sidecars.MANIFEST] = None
-    for suffix in beside:
-        target = gguf_sidecars.sidecar(path, suffix)
-        if suffix == gguf_sidecars.CARD:
-            written = open_checkpoint(path)
-            binding, traits = written.bind(allow_unknown=True), written.layout.traits
-            table = table_of_tensors(written.tensors, binding, traits)
-            name, beside_it = source.location.name, gguf_sidecars.MODELFILE in beside
-            card = gguf_sidecars.card(path, table, source.checkpoint, name, modelfile=beside_it)
-            target.write_text(card, encoding="utf-8")
-        elif suffix == gguf_sidecars.MODELFILE:
-            target.write_text(gguf_sidecars.modelfile(path), encoding="utf-8")
-        else:
-            sizes = {file.name: file.size for file in job.container.files(out)}
-            record = manifest(source, job.compiled, result.outcome, result.hashes, sizes, job.options)
-            write_manifest(target, record, job.compiled, result.outcome, result.hashes)
+    write_texts_beside(job, result.path, flags)
+    target = gguf_sidecars.sidecar(result.path, gguf_sidecars.MANIFEST)
+    if target.exists() or gguf_sidecars.MANIFEST in flags.beside:
+        sizes = {file.name: file.size for file in job.container.files(out)}
+        record = manifest(job.source, job.compiled, result.outcome, result.hashes, sizes, job.options)
+        write_manifest(target, record, job.compiled, result.outcome, result.hashes)
 
 
 def _tell_scaling(job: Job, flags: Flags) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +18,21 @@ from qconvert.cli.signals import Stopped, ending_in_time
 from qconvert.errors import QConvertError
 
 if TYPE_CHECKING:
+    from qconvert.cli.events import Events
     from qconvert.cli.flags import Flags
+    from qconvert.convert.as_planned import PlannedRows
+    from qconvert.convert.candidates import Candidates
     from qconvert.convert.job import Job, Result
     from qconvert.convert.publish import Destination
     from qconvert.convert.resume import RunJournal
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What hears of jobs that are carried out."""
+
+    events: Events
+    opened: Callable[[RunJournal], None]
 
 
 def executed(
@@ -31,13 +44,43 @@ def executed(
     """
     from qconvert.convert.execute import execute
     from qconvert.convert.execute_together import execute_together
+
+    with _running(jobs, flags, flags.events, verifies=flags.verify) as run:
+        listen, opened, verified = run.events.listen, run.opened, run.events.verified
+        results = (
+            [execute(*jobs[0], listen, opened, verified, destination)]
+            if len(jobs) == 1
+            else execute_together(jobs, listen, opened, verified)
+        )
+        run.events.ended(results)
+    return results
+
+
+@contextmanager
+def candidates_made(candidates: Candidates, flags: Flags, scratch: Path) -> Iterator[list[PlannedRows]]:
+    """The weights of both candidates, made as `executed` makes outputs; these are left unfinished."""
+    with (
+        _running(candidates.places, flags, None, verifies=False) as run,
+        candidates.made(run.events.listen, run.opened, scratch) as weights,
+    ):
+        yield weights
+
+
+@contextmanager
+def _running(
+    jobs: Sequence[tuple[Job, Path]], flags: Flags, events_file: Path | None, *, verifies: bool
+) -> Iterator[_Run]:
+    """While jobs are carried out: bars, events, and what is said of an output that is left unfinished.
+
+    Raises QConvertError where there is too little disk.
+    """
     from qconvert.convert.time_left import Work
     from qconvert.formats.io.local_file import require_free_disk
 
     begun = [path for job, out in jobs for path in job.container.partial(out) if path.is_file()]
     held = sum(path.stat().st_blocks * 512 for path in begun)
     require_free_disk(jobs[0][1], sum(disk_needed(job, out) for job, out in jobs) - held)
-    files = [file for job, out in jobs if flags.verify for file in job.container.files(out)]
+    files = [file for job, out in jobs if verifies for file in job.container.files(out)]
     work = Work([job.compiled.plan for job, _ in jobs], files)
     runs: list[RunJournal] = []
 
@@ -55,18 +98,12 @@ def executed(
         return any(run.kept for run in runs)
 
     with (
-        progress(work, talks=flags.talks) as bars,
-        events_to(flags.events, jobs, work, bars) as events,
+        progress(work, talks=flags.logs) as bars,
+        events_to(events_file, jobs, work, bars) as events,
         ending_in_time(farewell),
     ):
         try:
-            listen, verified = events.listen, events.verified
-            results = (
-                [execute(*jobs[0], listen, opened, verified, destination)]
-                if len(jobs) == 1
-                else execute_together(jobs, listen, opened, verified)
-            )
-            events.ended(results)
+            yield _Run(events, opened)
         except KeyboardInterrupt as error:
             if not kept():
                 raise
@@ -77,7 +114,6 @@ def executed(
                 going_on = f"run the same command to go on at {percent(_share(runs, jobs))}"
                 error.hint = f"{error.hint}; then {going_on}"
             raise
-    return results
 
 
 def _share(runs: Sequence[RunJournal], jobs: Sequence[object]) -> float:

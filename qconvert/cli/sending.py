@@ -81,9 +81,10 @@ def sent_before(job: Job, out: Path, destination: Destination | None, flags: Fla
 def tell_sent_before(job: Job, out: Path, sent: Json, flags: Flags, tell: Tell) -> None:
     """Say that the output was sent before, and is there."""
     if flags.as_json:
-        sizes = {file.name: file.size for file in job.container.files(out)}
+        from qconvert.cli.conversion_report import files_json
+
         record = {"schema": 1, "ok": True, "dry_run": False, "skipped": True, "out": sent["url"]}
-        tell(record | {"bytes": sum(sizes.values()), "sha256": {}, "sent": sent})
+        tell(record | {"files": files_json(job, out), "sha256": {}, "sent": sent})
     elif flags.quiet:
         click.echo(sent["url"])
     else:

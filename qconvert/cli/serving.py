@@ -45,6 +45,27 @@ def serving(job: Job, out: str) -> str | None:
     return f"next: {explains}  # {loader} refuses this output: {refused.fact}{others}"
 
 
+def refused_forms(job: Job) -> list[str]:
+    """What the first reader of a layout does not run of the new encodings: to be said before the work."""
+    from qconvert.core.encodings import Quantized
+
+    compiled = job.compiled
+    if compiled.gguf is not None or not compiled.layout.traits.serve:
+        return []
+    traits = compiled.layout.traits
+    loader = _STARTED[traits.serve.split()[0]]
+    made = dict.fromkeys(unit.output.encoding for unit in compiled.plan.units if unit.quantizes)
+    found = []
+    for limit in traits.limits:
+        if loader not in limit.loaders or limit.severity != "error" or limit.about != "weight":
+            continue
+        forms = [form for form in made if isinstance(form, Quantized) and limit.applies(form)]
+        if forms:
+            fact = limit.said_of(forms[0], loader, traits.name)
+            found.append(f"{fact}, and this output is {forms[0].label}: {limit.hint}")
+    return found
+
+
 def _refused(subject: Subject) -> Problem | None:
     """The first thing that a loader fails on in an output, if any."""
     from qconvert.check.loader_rules import lint

@@ -15,7 +15,7 @@ from qconvert.cli.flags import Flags
 from qconvert.cli.many_outputs import check_several, plan_outputs, write_outputs
 from qconvert.cli.run_conversion import Explained, open_source, plan_output, write
 from qconvert.cli.skipping import Tell, one_object
-from qconvert.errors import BadRecipe, BadUsage, QConvertError
+from qconvert.errors import BadRecipe, BadUsage, QConvertError, shown
 
 if TYPE_CHECKING:
     from qconvert.cli.many_outputs import Wanted
@@ -82,6 +82,7 @@ def _write_all(
         write_one(models[0], flags, one_object)
         return
     with typed():
+        _check_last(models, flags)
         _check_folder(flags.out)
         if flags.push_to is not None:
             raise BadRecipe("--push-to: one repository, and there are several models", "push them one by one")
@@ -104,6 +105,14 @@ def _write_all(
         with run.one(model):
             taken += write_one(model, replace(own, taken=tuple(taken)), run.tell)
     run.end()
+
+
+def _check_last(models: Sequence[str], flags: Flags) -> None:
+    """Raise where the last of several models looks like an output, which other tools take as it is."""
+    first, last = Path(models[0]), Path(models[-1])
+    if flags.out is None and first.exists() and not last.exists() and last.parent.is_dir():
+        hint = f"-o names an output: -o {shown(models[-1])}"
+        raise QConvertError(f"{shown(models[-1])}: no such file or folder", hint)
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,12 @@ def is_complete(job: Job, out: Path, flags: Flags) -> bool:
     Raises OutputExists where something else is there, or is damaged, unless it may be overwritten.
     """
     from qconvert.convert.existing import is_written
+    from qconvert.convert.gguf_sidecars import MANIFEST
 
     if not (flags.skip_existing or flags.verify_existing):
         return False
     try:
-        return is_written(job, out, read=flags.verify_existing)
+        return is_written(job, out, read=flags.verify_existing, manifest=MANIFEST in flags.beside)
     except OutputExists:
         if not flags.overwrite:
             raise
@@ -51,15 +52,40 @@ def is_complete(job: Job, out: Path, flags: Flags) -> bool:
 
 def tell_skipped(job: Job, out: Path, flags: Flags, tell: Tell) -> None:
     """Say that the output is there already and was skipped; of its files the recorded hashes."""
+    from qconvert.cli.conversion_report import files_json
+    from qconvert.cli.events import say_skipped
     from qconvert.convert.existing import recorded_hashes
 
     files = job.container.files(out)
     path = out.with_name(files[0].name) if job.compiled.is_gguf else out
+    if not flags.dry_run:
+        say_skipped(flags.events, path)
+        write_texts_beside(job, path, flags, anew=False)
     if flags.as_json:
         record = {"schema": 1, "ok": True, "dry_run": flags.dry_run, "skipped": True, "out": str(path)}
-        sizes = {"bytes": sum(file.size for file in files), "sha256": recorded_hashes(job, out)}
-        tell(record | sizes)
+        tell(record | {"files": files_json(job, out), "sha256": recorded_hashes(job, out)})
     elif flags.quiet:
         click.echo(str(path))
     else:
         click.echo(f"{path}: already complete, skipped", err=True)
+
+
+def write_texts_beside(job: Job, path: Path, flags: Flags, *, anew: bool = True) -> None:
+    """Write the card and Modelfile that were asked for beside a GGUF; if not `anew`, what is not there."""
+    from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.convert import gguf_sidecars
+    from qconvert.models.parameter_table import table_of_tensors
+
+    for suffix in flags.beside if job.compiled.is_gguf else ():
+        target = gguf_sidecars.sidecar(path, suffix)
+        if target.exists() and not anew:
+            continue
+        if suffix == gguf_sidecars.CARD:
+            written = open_checkpoint(path)
+            binding, traits = written.bind(allow_unknown=True), written.layout.traits
+            table = table_of_tensors(written.tensors, binding, traits)
+            name, beside_it = job.source.location.name, gguf_sidecars.MODELFILE in flags.beside
+            card = gguf_sidecars.card(path, table, job.source.checkpoint, name, modelfile=beside_it)
+            target.write_text(card, encoding="utf-8")
+        elif suffix == gguf_sidecars.MODELFILE:
+            target.write_text(gguf_sidecars.modelfile(path), encoding="utf-8")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,12 +15,16 @@ from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
     from qconvert.calibrate.sensitivity import Sensitivity
+    from qconvert.calibrate.text import CalibrationText
     from qconvert.cli.flags import Flags
-    from qconvert.convert.job import OpenedModel
+    from qconvert.cli.target_told import Told
+    from qconvert.convert.candidates import Candidates, Decision
+    from qconvert.convert.job import Job, OpenedModel
+    from qconvert.convert.publish import Destination
     from qconvert.convert.saved_prices import SavedPrices
-    from qconvert.convert.target import Chosen, Measure
+    from qconvert.convert.target import Chosen, Measure, Prepare
     from qconvert.core.dtypes import Json
-    from qconvert.plan.budget import Mix, Target
+    from qconvert.plan.budget import Target
     from qconvert.plan.request import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,7 +39,9 @@ def target_options(choices: str, default: str) -> Callable[[F], F]:
         click.option(
             "--target-size",
             metavar="SIZE",
-            help="Mix encodings for least loss at this size: 4.5bpw (of all weights), 3.2GB.",
+            help="Mix encodings for least loss at this size: 4.5bpw (of all weights), 3.2GB. With --method "
+            "feedback or two-sided, the mix and the best single encoding are both made, and the better "
+            "one is kept: twice the time of one output.",
         ),
         click.option(
             "--target-kl",
@@ -109,7 +115,11 @@ class Wanted:
 
 @dataclass
 class Aiming:
-    """Makes the request that reaches a target, once the model is opened; then tells what it chose."""
+    """Makes the request that reaches a target, once the model is opened; then tells what it chose.
+
+    A mix for a size is measured beside its rival of one encoding: before anything is written where codes are
+    the nearest ones, else as both were written (`settled`).
+    """
 
     wanted: Wanted
     target: Target
@@ -117,16 +127,15 @@ class Aiming:
     flags: Flags
     chosen: Chosen | None = field(default=None, init=False)
     read: Json = field(default_factory=dict, init=False)
+    measured_on: Json = field(default_factory=dict, init=False)
     _measure: Measure | None = field(default=None, init=False)
     _saved: SavedPrices | None = field(default=None, init=False)
+    _written: Prepare | None = field(default=None, init=False)
 
     def __call__(self, source: OpenedModel) -> Request:
         """The request; runs the model over the text, forwards and backwards, or takes what was stored."""
-        from dataclasses import replace
-
         from qconvert.calibrate.calibration import DAMPING
         from qconvert.calibrate.statistics_file import open_statistics
-        from qconvert.cli.calibration_options import method_named
         from qconvert.convert.execute import is_tied, prepare
         from qconvert.convert.target import choose
 
@@ -138,8 +147,7 @@ class Aiming:
                     "leave out one of the two",
                 )
             request = replace(request, statistics=open_statistics(flags.statistics, checkpoint.architecture))
-        together = method_named(flags.method) != "nearest" and request.statistics is None
-        damping = DAMPING if together else None
+        damping = DAMPING if self._together else None
 
         def prepared(request: Request) -> Any:
             return prepare(source, request, flags.options, pre_tokenizer=flags.pre_tokenizer)
@@ -150,8 +158,9 @@ class Aiming:
             named = flags.pre_tokenizer
             return prepare(source, request, flags.options, calibration=calibration, pre_tokenizer=named)
 
+        self._written = written
         found, record = self._stored(request) or self._measured(source, damping)
-        self.chosen = choose(
+        self.chosen = chosen = choose(
             self.target,
             request,
             found,
@@ -163,7 +172,73 @@ class Aiming:
             written=written,
             tied=is_tied(checkpoint, request),
         )
+        if chosen.rival is not None and self._measure is not None and not self._together:
+            from qconvert.evaluate.planned import compared
+
+            kls = self._measure([prepared(each.request) for each in (chosen.best, chosen.rival)])
+            self._take(compared(kls, {"as_written": False, "unseen": False}))
         return self.chosen.request
+
+    @contextmanager
+    def settled(self, job: Job, out: Path, destination: Destination | None) -> Iterator[Job]:
+        """The job that is to be written to `out`: of the mix and its rival the one that is better as written.
+
+        Both are made where codes are chosen together; all blocks of the better one are there then, unless it
+        goes to a destination. Raises what `cli.running.executed` raises.
+        """
+        assert self.chosen is not None and self._written is not None
+        if self.chosen.rival is None or not self._together:
+            yield job
+            return
+        from qconvert.convert.candidates import Candidates
+
+        candidates = Candidates((job, self._written(self.chosen.rival.request)), out)
+        if self.flags.talks:
+            click.echo("making the mix and one encoding throughout; the better one is finished", err=True)
+        if job.options.restart:
+            candidates.clear()
+        decision = candidates.decided()
+        if decision is None:
+            candidates.check()
+            decision = self._measure_written(candidates)
+            candidates.decide(decision)
+        self._take(decision)
+        if destination is None:
+            candidates.promote(mixed=decision.mixed)
+        candidates.drop()
+        best = candidates.jobs[0 if decision.mixed else 1]
+        yield replace(best, options=replace(best.options, restart=False))
+        candidates.clear()
+
+    @property
+    def _together(self) -> bool:
+        """Whether codes are chosen together, on a text."""
+        from qconvert.cli.calibration_options import method_named
+
+        return method_named(self.flags.method) != "nearest"
+
+    def _measure_written(self, candidates: Candidates) -> Decision:
+        """Make both candidates, and measure them."""
+        from qconvert.calibrate.activation_file import scratch_folder
+        from qconvert.cli.running import candidates_made
+        from qconvert.evaluate.planned import compared, divergences_of, unseen_windows
+
+        job, scratch, flags = candidates.jobs[0], scratch_folder(candidates.out), self.flags
+        assert job.calibration is not None
+
+        def read(tokens: int) -> CalibrationText:
+            return replace(flags, tokens=tokens).read_text(job.source, 0)
+
+        read_BT, used = job.calibration.tokens_BT, self.read["tokens"]
+        tokens_BT, unseen = unseen_windows(read_BT, used, None if flags.tokens is None else read)
+        with candidates_made(candidates, flags, scratch) as weights:
+            kls = divergences_of(weights, job, tokens_BT, scratch=scratch)
+        return compared(kls, {"as_written": True, "unseen": unseen})
+
+    def _take(self, decision: Decision) -> None:
+        assert self.chosen is not None
+        self.chosen = self.chosen.decided(decision.nats, mixed=decision.mixed)
+        self.measured_on = decision.on
 
     def _stored(self, request: Request) -> tuple[Iterator[Sensitivity], Json] | None:
         """The sensitivities in the file of statistics, if it has any and no text was asked for."""
@@ -215,7 +290,7 @@ class Aiming:
             if flags.talks:
                 line = f"weighing encodings: {text.tokens:,} tokens forwards and backwards through the model"
                 click.echo(line, err=True)
-            with layers_passed(text.tokens, talks=flags.talks) as progress:
+            with layers_passed(text.tokens, talks=flags.logs) as progress:
                 yield from sensitivities_of(
                     source.checkpoint,
                     text.tokens_BT,
@@ -231,96 +306,19 @@ class Aiming:
 
     def lines(self) -> list[str]:
         """What was chosen, as a table for people."""
-        from qconvert.report.tables import size, table
-
-        assert self.chosen is not None
-        chosen, labels = self.chosen, self._labels
-        rows: dict[str, tuple[Counter[str], int, float]] = {}
-        for group, option in chosen.mix.chosen:
-            kind = re.sub(r"\.\d+\.", ".N.", group.name)
-            counts, nbytes, cost = rows.get(kind, (Counter(), 0, 0.0))
-            counts[option.label] += 1
-            rows[kind] = (counts, nbytes + option.nbytes, cost + option.cost)
-        cells = [
-            [kind, *(str(counts[label] or "") for label in labels), size(nbytes), f"{cost:.5f}"]
-            for kind, (counts, nbytes, cost) in rows.items()
-        ]
-        return [
-            *table(["weights loaded alike", *labels, "bytes", "expected KL"], cells),
-            f"{size(chosen.nbytes)}, {chosen.bits_per_weight:.3f} bits for each of {chosen.weights:,} "
-            f"weights; expected KL {chosen.mix.cost:.5f} nats per token (on {self.read['tokens']:,} tokens"
-            f" of {', '.join(self.read['texts'])})",
-            self._compared(),
-            *self._measured_lines(),
-            *(f"{label} is left out: {why}" for label, why in chosen.left_out.items()),
-            *self._saved_lines(),
-        ]
-
-    @property
-    def _labels(self) -> list[str]:
-        assert self.chosen is not None
-        return [label for label in self.target.labels if label not in self.chosen.left_out]
-
-    def _compared(self) -> str:
-        assert self.chosen is not None
-        same, kls = self.chosen.uniform, self.chosen.measured
-        if same is None:
-            return "no single encoding reaches the target"
-        label, fewer = _label(same), 1 - self.chosen.mix.nbytes / same.nbytes
-        if len(kls) == 2 and self.chosen.mix.labels == same.labels:
-            return f"{label} throughout: measured KL {kls[1]:.5f}, that of the best mix {kls[0]:.5f}"
-        return (
-            f"with {label} throughout: expected KL {same.cost:.5f}, and {abs(fewer):.1%} "
-            f"{'more' if fewer > 0 else 'fewer'} bytes of these weights"
-        )
-
-    def _measured_lines(self) -> list[str]:
-        assert self.chosen is not None
-        kls = self.chosen.measured
-        same = self.chosen.uniform
-        if not kls or (same is not None and same.labels == self.chosen.mix.labels):
-            return []
-        beside = f", {_label(self.chosen.uniform)} throughout {kls[1]:.5f}" if len(kls) == 2 else ""
-        return [f"measured with nearest codes on this text: KL {kls[0]:.5f}{beside}"]
-
-    def _saved_lines(self) -> list[str]:
-        if self._saved is None:
-            return []
-        taken, path = self._saved.taken, self._saved.path
-        return [
-            f"prices of {', '.join(taken)} are those in {path}" if taken else f"prices are kept in {path}"
-        ]
+        return self._told.lines()
 
     def to_json(self) -> Json:
         """The same as plain data, every option of every weight with it."""
+        return self._told.to_json()
+
+    @property
+    def _told(self) -> Told:
+        from qconvert.cli.target_told import Told
+
         assert self.chosen is not None
-        chosen, same = self.chosen, self.chosen.uniform
-        return {
-            "target": {"size": self.wanted.target_size, "kl": self.wanted.target_kl},
-            "choices": self._labels,
-            "left_out": dict(chosen.left_out),
-            "text": dict(self.read),
-            "bytes": chosen.nbytes,
-            "weights": chosen.weights,
-            "expected_kl": chosen.mix.cost,
-            "measured_kl": dict(zip(("mix", "uniform"), chosen.measured, strict=False)),
-            "uniform": None
-            if same is None
-            else {"choice": _label(same), "bytes": same.nbytes, "expected_kl": same.cost},
-            "groups": [
-                {
-                    "weights": list(group.members),
-                    "choice": option.label,
-                    "options": [
-                        {"choice": each.label, "bytes": each.nbytes, "expected_kl": each.cost}
-                        for each in group.options
-                    ],
-                }
-                for group, option in chosen.mix.chosen
-            ],
-        }
-
-
-def _label(mix: Mix | None) -> str:
-    assert mix is not None
-    return mix.chosen[0][1].label
+        method = self.flags.method if self._together else None
+        return Told(
+            self.chosen, self.target, (self.wanted.target_size, self.wanted.target_kl), self.read,
+            self.measured_on, method, self._saved,
+        )  # fmt: skip

@@ -168,6 +168,7 @@ def command(
     llama.cpp's own converter followed by llama-quantize. A model that its graphs would compute
     otherwise is refused.
     """
+    from qconvert.plan.gguf.file_types import FILE_TYPES
     from qconvert.plan.request import GGUFTarget
 
     if file_type is not None and file_type[0].lower() == "list":
@@ -181,7 +182,9 @@ def command(
     with typed():
         aim = wanted.target
         if aim is None and file_type is None:
-            raise BadRecipe("to-gguf: no type was asked for", "add --type q4_k_m, or --target-size 4.8bpw")
+            likely = next((word.lower() for word in models if word.upper() in FILE_TYPES), "q4_k_m")
+            hint = f"add --type {likely}, or --target-size 4.8bpw"
+            raise BadRecipe("to-gguf: no type was asked for", hint)
         if aim is not None and file_type is not None:
             raise BadRecipe("--type: given beside a target", "name what it chooses among with --types")
         for label in aim.labels if aim else ():
@@ -245,7 +248,7 @@ def check_out(out: Path | None, pre_tokenizer: str | None) -> None:
 
 def checked_file_type(file_type: str) -> str:
     """The file type; BadRecipe for one that does not exist."""
-    from qconvert.plan.gguf.mixture import find_file_type
+    from qconvert.plan.gguf.file_types import find_file_type
     from qconvert.plan.request import KEEP
 
     if file_type != KEEP:
@@ -272,7 +275,7 @@ def _written(text: str) -> GGMLType:
 
 
 def _print_types(*, as_json: bool) -> None:
-    from qconvert.plan.gguf.mixture import FILE_TYPES
+    from qconvert.plan.gguf.file_types import FILE_TYPES
     from qconvert.report.tables import table
 
     types = FILE_TYPES.values()

@@ -63,7 +63,7 @@ def command(
         if not (as_json or quiet):
             _print(found, model if len(models) > 1 else "")
     if as_json:
-        end_with_json(told_of(told), failed=failure is not None)
+        end_with_json(told_of(told), failure)
     if failure is not None:
         raise failure
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Generator
-from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -75,7 +74,7 @@ def run_in_waves(
     savings = calibration.savings
     replaced = ReplacedRows(checkpoint.reader, scratch, holds=not savings.streamed)
     calibrated = {unit.output.name: unit for unit in plan.units if unit.statistics and keeps_rows(unit)}
-    others = [replace(unit, statistics=()) for unit in plan.units if unit.output.name not in calibrated]
+    others = [unit._replace(statistics=()) for unit in plan.units if unit.output.name not in calibrated]
     embeddings = [unit for unit in others if is_followed(unit)]
     # First, since what the quantized embedding gives is what the first layer reads.
     yield from run_plan(Plan(tuple(embeddings)), made=replaced.keep)

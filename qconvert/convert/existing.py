@@ -1,10 +1,11 @@
-"""Tells whether an output is there already, whole, and the one that a job would write."""
+"""Tells whether an output is there already, whole, and what a job would write from its source."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from qconvert.convert.job import Job
+from qconvert.convert.identity import source_samples
+from qconvert.convert.job import Job, OpenedModel
 from qconvert.convert.manifest import FILE_NAME, manifest_path
 from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint, OutputExists
@@ -17,11 +18,13 @@ from qconvert.formats.io.strict_json import read_json_object
 _REDO = "add --overwrite: it then writes anew what is not complete, and leaves the rest"
 
 
-def is_written(job: Job, out: Path, *, read: bool = False) -> bool:
-    """Whether all of a job's output is at `out`: its files, their sizes, their headers, and its recipe.
+def is_written(job: Job, out: Path, *, read: bool = False, manifest: bool = False) -> bool:
+    """Whether all of a job's output is at `out`: files, sizes, headers, recipe and source.
 
-    Where it is to be `read`, its bytes must have the hashes that its manifest records, too. Raises
-    OutputExists where something else is there, or the output is cut or damaged.
+    The source is told by what its files hold (`identity.source_samples`), where a manifest records that;
+    else no file of it may be newer than the output. Where the output is to be `read`, its bytes must have the
+    hashes that its manifest records, too; a `manifest` beside a GGUF must be there where it is asked for.
+    Raises OutputExists where something else is there, or the output is cut or damaged.
     """
     files = job.container.files(out)
     folder = out.parent if job.compiled.is_gguf else out
@@ -30,8 +33,13 @@ def is_written(job: Job, out: Path, *, read: bool = False) -> bool:
     ):
         return False
     why = next((found for file in files if (found := _other(folder / file.name, file))), "")
+    record = _recorded(job, out)
     if not why and not job.compiled.is_gguf:
-        why = _other_recipe(job, out / FILE_NAME)
+        why = _other_recipe(job, record)
+    if not why and manifest and not record:
+        why = f"{manifest_path(folder / files[0].name).name} is missing or damaged"
+    if not why:
+        why = _other_source(job.source, record, folder / files[0].name)
     if not why and read:
         recorded = recorded_hashes(job, out)
         why = next((found for file in files if (found := _damaged(folder / file.name, recorded))), "")
@@ -42,11 +50,18 @@ def is_written(job: Job, out: Path, *, read: bool = False) -> bool:
 
 def recorded_hashes(job: Job, out: Path) -> dict[str, str]:
     """The SHA-256 of an output's files by name, as its manifest records them; none where it has none."""
+    try:
+        return {file["name"]: file["sha256"] for file in _recorded(job, out)["files"] if file["sha256"]}
+    except (KeyError, TypeError):
+        return {}
+
+
+def _recorded(job: Job, out: Path) -> Json:
+    """The manifest of what is at `out`; empty where there is none that can be read."""
     first = out.with_name(job.container.files(out)[0].name) if job.compiled.is_gguf else out
     try:
-        record: Json = read_json_object(manifest_path(first), max_bytes=1 << 30)
-        return {file["name"]: file["sha256"] for file in record["files"] if file["sha256"]}
-    except (CorruptCheckpoint, OSError, KeyError, TypeError):
+        return read_json_object(manifest_path(first), max_bytes=1 << 30)
+    except (CorruptCheckpoint, OSError):
         return {}
 
 
@@ -69,22 +84,35 @@ def _other(path: Path, planned: FilePlan) -> str:
     return "" if same else f"{planned.name} has another header"
 
 
-def _other_recipe(job: Job, path: Path) -> str:
-    try:
-        record = read_json_object(path, max_bytes=1 << 30)
-    except (CorruptCheckpoint, OSError):
+def _other_recipe(job: Job, record: Json) -> str:
+    if not record:
         return f"{FILE_NAME} is missing or damaged"
     request, calibration = job.compiled.request, job.calibration
     wanted = {
         "command": request.command,
         "recipe": request.recipe.to_json(),
-        "source": job.source.location.repo_id or job.source.location.name,
         "method": calibration.method if calibration else None,
     }
     found = {
         "command": record.get("command"),
         "recipe": record.get("recipe"),
-        "source": (record.get("source") or {}).get("name"),
         "method": (record.get("calibration") or {}).get("method"),
     }
     return next((f"{FILE_NAME} names another {key}" for key in wanted if wanted[key] != found[key]), "")
+
+
+def _other_source(source: OpenedModel, record: Json, written: Path) -> str:
+    """What tells the source from that of the output; empty where nothing does."""
+    location, before = source.location, record.get("source") or {}
+    if location.repo_id is not None or location.address is not None:
+        if before and (location.repo_id or location.address) != before.get("name"):
+            return f"it was made from {before.get('name')}"
+        commits = {location.commit, before.get("commit")} - {None}
+        return "it was made from another commit of the source" if len(commits) > 1 else ""
+    recorded = {file["name"]: file.get("sample_sha256") for file in before.get("files", ())}
+    if None not in (recorded or {"": None}).values():
+        return "it was made from other weights" if recorded != source_samples(source) else ""
+    made = written.stat().st_mtime_ns
+    files = (file.path for file in source.checkpoint.files.files)
+    newer = next((path.name for path in files if path.stat().st_mtime_ns > made), None)
+    return f"the source's {newer} is newer" if newer else ""

@@ -20,6 +20,7 @@ from qconvert.calibrate.calibration import PlannedStatistics
 from qconvert.checkpoint.hub import ResolvedModel
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.gguf_sidecars import MANIFEST, sidecar
+from qconvert.convert.identity import source_samples
 from qconvert.convert.job import OpenedModel, RunOptions
 from qconvert.convert.outcome import Outcome
 from qconvert.core.dtypes import Json
@@ -67,7 +68,9 @@ def manifest(
         "schema": SCHEMA_VERSION,
         "tool": {"name": "qconvert", "version": __version__},
         "command": request.command,
-        "source": source_record(source.location, source.checkpoint, hash_sources=options.hash_sources),
+        "source": _sampled(
+            source, source_record(source.location, source.checkpoint, hash_sources=options.hash_sources)
+        ),
         "recipe": request.recipe.to_json() | ({"layout": layout.name} if compiled.gguf else {}),
         **({"file_type": compiled.gguf.file_type.name} if compiled.gguf else {}),
         **({"conversion": _conversion(target)} if target else {}),
@@ -174,6 +177,13 @@ def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources:
             for file in files.files
         ],
     }
+
+
+def _sampled(source: OpenedModel, record: Json) -> Json:
+    """A source's record with the samples of its files, if they are here: `--skip-existing` compares them."""
+    samples = source_samples(source)
+    files = [{**file, "sample_sha256": samples.get(file["name"])} for file in record["files"]]
+    return {**record, "files": files}
 
 
 def _measured(compiled: Compiled, outcome: Outcome) -> Json:

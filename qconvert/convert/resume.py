@@ -33,6 +33,13 @@ from qconvert.plan.plan import Unit
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT)
 
 
+class LeftUnfinished(Exception):
+    """Ends a run after its last block: a later run of the same job finishes the output."""
+
+
+_PASSING_KINDS = (KeyboardInterrupt, MemoryError, SourceUnavailable, NotTaken, LeftUnfinished)
+
+
 class JournaledSink(Protocol):
     """The files of an output, whose bytes can be brought to the disk, and counted as written."""
 
@@ -268,7 +275,7 @@ def _passes(error: BaseException | None) -> bool:
     """Whether a run may succeed after this error without anything else being asked of it."""
     while error is not None:
         passing = isinstance(error, OSError) and error.errno in _PASSING
-        if passing or isinstance(error, KeyboardInterrupt | MemoryError | SourceUnavailable | NotTaken):
+        if passing or isinstance(error, _PASSING_KINDS):
             return True
         error = error.__cause__
     return False

@@ -224,7 +224,7 @@ def _finalized(
         return op.finalize(every[op.shared_scale_group or unit.output.name]) if op.needs_reduction else op
 
     return {
-        unit.output.name: replace(unit, ops=tuple(finalized(unit, op) for op in unit.ops))
+        unit.output.name: unit._replace(ops=tuple(finalized(unit, op) for op in unit.ops))
         if unit.output.name in reductions
         else unit
         for unit in units
@@ -384,7 +384,7 @@ def read_slice(reader: Rows, piece: RowSlice) -> Value:
         from qconvert.quant.zero_padding import zero_rows
 
         zeros = zero_rows(reader.read(piece.tensor, piece.zeros_like, piece.zeros_like + 1), piece.rows)
-        return scaled_rows(zeros, replace(piece, factors=Factors())) if piece.factors is not None else zeros
+        return scaled_rows(zeros, piece._replace(factors=Factors())) if piece.factors is not None else zeros
     value = reader.read(piece.tensor, piece.start, piece.stop)
     if piece.step != 1:
         value = value.with_arrays(tuple(np.ascontiguousarray(array[:: piece.step]) for array in value.arrays))

@@ -15,6 +15,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from qconvert.calibrate.sensitivity import Sensitivity, TextStatistics
 from qconvert.convert.job import Job
 from qconvert.convert.prices import priced_groups, sized_groups
@@ -34,43 +36,67 @@ from qconvert.plan.budget import (
     smallest_cost,
     uniform,
 )
-from qconvert.plan.gguf.mixture import FILE_TYPES
+from qconvert.plan.gguf.file_types import FILE_TYPES
 from qconvert.plan.recipe import Rule
 from qconvert.plan.request import GGUFTarget, Request
 from qconvert.report.tables import size as written_size
 
 Prepare = Callable[[Request], Job]
 """Compiles a request for the model at hand (`execute.prepare`)."""
-Measure = Callable[[Sequence[Job]], Sequence[float]]
-"""What jobs cost in nats per token, measured with nearest codes (`evaluate.planned_divergences`)."""
+Measure = Callable[[Sequence[Job]], Sequence[np.ndarray]]
+"""What jobs cost in nats, of every token, measured with nearest codes (`evaluate.planned_divergences`)."""
 # Mixes that are measured for a divergence at most, and the share of it from which one is taken at once.
 _MOST_TRIES, _NEAR = 5, 0.95
-# By this share a mix has to be better than one encoding: less says nothing of another text. Two standard
-# errors on the 4,096 tokens that are measured are 3.6 % (two files of a Llama of 260,000 parameters, paired).
-_LEAST_GAIN = 0.04
 # By so many bytes at most the headers of two outputs of one encoding differ.
 _HEADERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """The request that a target became, and why.
-
-    `nbytes` are those of the output, of its files where the target is in bytes, else of its tensors;
-    `weights` the numbers it holds; `uniform` the best of the mixes of one encoding that reach the target,
-    None where none does. `measured` are the nats of the mix of the least expected cost, and of `uniform`
-    where that is one of a size, None where nothing was measured; the mix is taken only if it costs less.
-    `left_out` are types that some weight cannot have, and why.
+class Candidate:
+    """A mix, the request that asks for it, and the bytes of its output: of its files where the target is in
+    bytes, else of its tensors.
     """
 
-    request: Request
-    groups: tuple[Group, ...]
     mix: Mix
+    request: Request
     nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a target became, and why.
+
+    `best` is what is asked for: the mix of the least expected cost, until it is `decided` otherwise. `rival`
+    is the best of one encoding, where that is another one, and reaches the same size. `weights` are the
+    numbers that the output holds; `uniform` the best of the mixes of one encoding that reach the target, None
+    where none does. `measured` are the nats of the mix and, of a size, of the rival; empty where nothing was
+    measured. `left_out` are types that some weight cannot have, and why.
+    """
+
+    best: Candidate
+    groups: tuple[Group, ...]
     weights: int
     uniform: Mix | None
+    rival: Candidate | None = None
     measured: tuple[float, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def decided(self, measured: tuple[float, ...], *, mixed: bool) -> Chosen:
+        """The same with what was measured of the mix and of its rival, and the better one of the two."""
+        assert self.rival is not None
+        return replace(self, best=self.best if mixed else self.rival, measured=measured)
+
+    @property
+    def request(self) -> Request:
+        return self.best.request
+
+    @property
+    def mix(self) -> Mix:
+        return self.best.mix
+
+    @property
+    def nbytes(self) -> int:
+        return self.best.nbytes
 
     @property
     def bits_per_weight(self) -> float:
@@ -97,10 +123,9 @@ def choose(
     errors by those of the text that the sensitivities are of, which `record` describes; with a `damping`,
     they are priced with error feedback, for which the sensitivities must hold rows out, and so is a `tied`
     embedding, as the head that it is. Costs of weights are added up, and those of their errors do not quite
-    add up: so with a `measure`, a mix for a size is held against the best of one encoding and taken if it is
-    better, and one for a divergence is chosen anew where it diverges more or less than was expected. Prices
-    that `saved` has are taken from there, where the request has no statistics. Raises BadRecipe for a target
-    that no mix reaches.
+    add up: so a mix for a size has a rival, which is to be measured beside it, and with a `measure`, one for
+    a divergence is chosen anew where it diverges more or less than was expected. Prices that `saved` has are
+    taken from there, where the request has no statistics. Raises BadRecipe for a target that no mix reaches.
     """
     written, request = written or prepared, _naming_the_head(request, tied=tied)
     price: Callable[[Mapping[str, Job], Iterable[Sensitivity]], list[Group]] = priced_groups
@@ -119,17 +144,18 @@ def choose(
         mix, kls = _diverging(groups, target, request, jobs, prepared, measure if damping is None else None)
         made = _recorded(_request_of(request, mix, jobs), target, mix, record)
         nbytes, same_kl = _tensor_bytes(prepared(made)), _smallest_alone(groups, target.divergence)
-        return Chosen(made, tuple(groups), mix, nbytes, weights, same_kl, kls, left_out)
+        best = Candidate(mix, made, nbytes)
+        return Chosen(best, tuple(groups), weights, same_kl, measured=kls, left_out=left_out)
     size = _file_bytes if target.size.nbytes is not None else _tensor_bytes
     most = target.size.most_bytes(weights)
     room = most - size(written(first.compiled.request)) + sum(group.options[0].nbytes for group in groups)
     _require_room(target.size, groups, room, most, weights)
     groups = price(jobs, found)
 
-    def make(mix: Mix, *, recorded: bool = True) -> _Made:
+    def make(mix: Mix, *, recorded: bool = True) -> Candidate:
         made = _request_of(request, mix, jobs)
         made = _recorded(made, target, mix, record) if recorded else made
-        return _Made(mix, made, size(written(made)))
+        return Candidate(mix, made, size(written(made)))
 
     same = _alone(groups, room, most, make)
     try:
@@ -138,21 +164,9 @@ def choose(
         if same is None:
             raise
         mixed = same
-    chosen = Chosen(
-        mixed.request,
-        tuple(groups),
-        mixed.mix,
-        mixed.nbytes,
-        weights,
-        None if same is None else same.mix,
-        left_out=left_out,
-    )
-    if measure is None or same is None or same.mix.labels == mixed.mix.labels:
-        return chosen
-    kls = tuple(measure([prepared(mixed.request), prepared(same.request)]))
-    if kls[0] <= (1 - _LEAST_GAIN) * kls[1]:
-        return replace(chosen, measured=kls)
-    return replace(chosen, request=same.request, mix=same.mix, nbytes=same.nbytes, measured=kls)
+    rival = None if same is None or same.mix.labels == mixed.mix.labels else same
+    alone = None if same is None else same.mix
+    return Chosen(mixed, tuple(groups), weights, alone, rival, left_out=left_out)
 
 
 def _require_room(size: SizeTarget, groups: Sequence[Group], room: int, most: int, weights: int) -> None:
@@ -169,20 +183,11 @@ def _require_room(size: SizeTarget, groups: Sequence[Group], room: int, most: in
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A mix, the request that asks for it, and the bytes of its output."""
-
-    mix: Mix
-    request: Request
-    nbytes: int
-
-
 class _Make(Protocol):
-    def __call__(self, mix: Mix, *, recorded: bool = True) -> _Made: ...
+    def __call__(self, mix: Mix, *, recorded: bool = True) -> Candidate: ...
 
 
-def _mixed(groups: Sequence[Group], room: int, most: int, make: _Make) -> _Made:
+def _mixed(groups: Sequence[Group], room: int, most: int, make: _Make) -> Candidate:
     """The mix of least cost whose output has at most so many bytes, its record with it."""
     while True:
         made = make(smallest_cost(groups, room))
@@ -191,7 +196,7 @@ def _mixed(groups: Sequence[Group], room: int, most: int, make: _Make) -> _Made:
         room -= made.nbytes - most  # headers with the record, and the padding of tensors, differ with the mix
 
 
-def _alone(groups: Sequence[Group], room: int, most: int, make: _Make) -> _Made | None:
+def _alone(groups: Sequence[Group], room: int, most: int, make: _Make) -> Candidate | None:
     """The best mix of one encoding whose output has at most so many bytes: without its record, if need be."""
     mixes = [mix for label in _labels(groups) if (mix := uniform(groups, label)) is not None]
     for mix in sorted(mixes, key=lambda mix: mix.cost):
@@ -221,7 +226,7 @@ def _diverging(
         labels = tuple(mix.labels.values())
         if labels in tried:
             break
-        kl = measure([prepared(_request_of(request, mix, jobs))])[0]
+        kl = float(measure([prepared(_request_of(request, mix, jobs))])[0].mean())
         tried[labels] = mix, kl
         most *= wanted / max(kl, wanted / 10)
         if _NEAR * wanted <= kl <= wanted or most < sum(min(o.cost for o in g.options) for g in groups):

@@ -7,7 +7,7 @@ numbers of rows are sent through the unit in place of the rows: whatever it does
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,7 +47,7 @@ def stored_rows(unit: Unit, start: int, stop: int) -> StoredRows:
     """Rows [start, stop) of the output of a unit, all of whose operations keep rows or move whole rows."""
     tensors = {piece.tensor.name: piece.tensor for piece in unit.inputs}
     numbers = _RowNumbers(tuple(tensors))
-    inputs = tuple(replace(piece, factors=None) for piece in unit.inputs)
+    inputs = tuple(piece._replace(factors=None) for piece in unit.inputs)
     value, _ = gather(inputs, numbers, rows_read(unit, start), rows_read(unit, stop))
     for op in unit.ops:
         if op.moves_rows:

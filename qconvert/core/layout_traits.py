@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from qconvert.core.dtypes import DType
-from qconvert.core.encodings import AffineInt, Codebook, GgmlBlocks, Quantized
+from qconvert.core.encodings import AffineInt, AffineMin, Codebook, GgmlBlocks, Quantized
 from qconvert.core.schemes import SMALLER_GROUP_SIZES, Scheme
 
 ALL_BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -44,17 +44,21 @@ class IntegerSchemes:
     """The integers of a layout: bits, group sizes, and whether zero points are stored.
 
     `group_sizes` None takes any size; () takes one scale per row alone. Otherwise a larger group or a whole
-    row (where `per_row`, as it is) becomes several groups of one of these sizes, which must divide it.
+    row (where `per_row`, as it is) becomes several groups of one of these sizes, which must divide it. Those
+    of `rows_alone` bits have one scale per row and no zero points.
     """
 
     bits: tuple[int, ...] = ALL_BITS
     group_sizes: tuple[int, ...] | None = None
     per_row: bool = True
     asymmetric: bool = True
+    rows_alone: tuple[int, ...] = ()
 
     def accepts(self, scheme: Scheme) -> bool:
         """Whether weights quantized by the scheme can be stored, their scales repeated if need be."""
         size = scheme.group_size
+        if scheme.bits in self.rows_alone:
+            return size is None and scheme.symmetric
         fits = size is None or self.group_sizes is None or any(size % own == 0 for own in self.group_sizes)
         return scheme.bits in self.bits and fits and (self.asymmetric or scheme.symmetric)
 
@@ -70,7 +74,8 @@ class IntegerSchemes:
         groups = "[-g{N}|-channel]" if self.group_sizes is None else "-channel"
         if self.group_sizes:
             groups = f"-g{{{','.join(map(str, sorted(self.group_sizes)))}}}"
-        return f"int{bits}{'[-asym]' if self.asymmetric else ''}{groups}"
+        alone = "".join(f", int{each}-channel" for each in self.rows_alone)
+        return f"int{bits}{'[-asym]' if self.asymmetric else ''}{groups}{alone}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +116,10 @@ class LoaderLimit:
     applies: Callable[[Quantized], bool] = lambda encoding: True
     about: Literal["weight", "head", "experts", "fused", "model"] = "weight"
     needs: str = ""
+
+    def said_of(self, encoding: Quantized, loader: str, layout: str) -> str:
+        """The fact of one loader, one layout and one encoding."""
+        return self.fact.format(loader=loader, layout=layout, encoding=encoding.label, bits=encoding.bits)
 
 
 def with_packages(loader: str, *packages: str) -> LoaderLimit:
@@ -177,7 +186,7 @@ class LayoutTraits:
     nothing else is quantized ("class").
 
     Config. `config_key` is where config.json has the settings; `settings_file` a file that repeats them,
-    `settings_key` the key in it, where it has one, which names no method.
+    `settings_keys` those that only its settings have, of either file, where they name no method.
 
     Loaders. `readers` read it; `first_choice_of` lists those for which it is the layout to convert to;
     `stack_readers` those that take quantized stacks of experts; `ollama_decodes` is the table of the numbers
@@ -206,7 +215,7 @@ class LayoutTraits:
     experts: Literal["any", "apart", "class"] = "any"
     config_key: str = "quantization_config"
     settings_file: str = ""
-    settings_key: str = ""
+    settings_keys: tuple[str, ...] = ()
     readers: tuple[str, ...] = ()
     first_choice_of: tuple[str, ...] = ()
     stack_readers: tuple[str, ...] = ()
@@ -245,6 +254,8 @@ class LayoutTraits:
     def nearest(self, encoding: Quantized | GgmlBlocks, width: int, *, symmetric: bool) -> Scheme:
         """The integers that come nearest to what a weight was, in rows of `width` columns.
 
+        Where its groups are smaller than all of the layout's (16 columns of Q6_K, in MLX), groups of 64 with
+        the next higher number of bits: their steps are finer, which makes up for the ranges that are shared.
         `symmetric` says whether they may, or must, do without zero points. The layout must have integers.
         """
         assert self.integers is not None, self.name
@@ -253,7 +264,11 @@ class LayoutTraits:
             return Scheme(bits, None)
         if isinstance(encoding, AffineInt) and (sizes is None or encoding.group_size in sizes):
             return Scheme(bits, encoding.group_size, encoding.symmetric and symmetric)
-        size = next((size for size in SMALLER_GROUP_SIZES if width % size == 0), None)
+        fits = [size for size in SMALLER_GROUP_SIZES if width % size == 0]
+        size = fits[0] if fits else None
+        own = encoding.group_size if isinstance(encoding, AffineInt | AffineMin) else None
+        if sizes and own and own < min(sizes):
+            bits, size = self.integers.nearest(bits + 1), next((each for each in fits if each <= 64), size)
         return Scheme(bits, None if size == width and self.integers.per_row else size, symmetric)
 
     @property

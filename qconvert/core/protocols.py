@@ -67,7 +67,8 @@ class Layout(Protocol):
     `settings` are the entries of config.json for quantized modules, by their encodings, and linears left
     plain; `traits` is what is said of the layout for any model; `computed` are tensors whose plain numbers
     are computed as they are read, and of what, if it is codes; `rewritten` is the layout in which what was
-    read of this one is written where no other is asked for.
+    read of this one is written where no other is asked for; `fitted` is the form of it that all these
+    encodings can be written in, for layouts whose form follows from them.
 
     Numbers beside the weights: `scale_stored_as` says what an array of this name scales, None for all others;
     `place_of_scale` where the layout stores a scale (of the inputs of a linear with such a weight, or of a
@@ -93,6 +94,8 @@ class Layout(Protocol):
 
     @property
     def rewritten(self) -> Layout: ...
+
+    def fitted(self, encodings: Iterable[Quantized]) -> Layout: ...
 
     def stored_arrays(self, tensor: ModelTensor) -> tuple[TensorSpec, ...]: ...
 

@@ -11,6 +11,7 @@ from difflib import get_close_matches
 
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import AffineInt, ModelTensor
+from qconvert.core.scheme_names import WRITTEN, named_scheme, unwritten
 from qconvert.errors import BadRecipe
 
 DEFAULT_GROUP_SIZE = 128
@@ -18,11 +19,6 @@ SMALLER_GROUP_SIZES = (128, 64, 32)
 _SCHEME = re.compile(
     r"int(?P<bits>[2-8])(?P<asym>-asym)?(?:-(?:g(?P<group>[1-9]\d{0,8})|(?P<channel>channel)))?"
 )
-
-# llm-compressor's word for integers without numbers for the inputs: groups of 128 columns, symmetric but for
-# one of 4 bits (compressed-tensors 0.20, `quant_scheme.py`: PRESET_SCHEMES).
-_PRESET = re.compile(r"W(?P<bits>[2-8])A16|W4A16_ASYM")
-_GGUF_TYPE = re.compile(r"(i?q[1-8]|tq[12])_", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +55,43 @@ def fitting(scheme: Scheme, tensor: ModelTensor, scale_dtype: DType) -> AffineIn
 
 
 def is_integers(text: str) -> bool:
-    """Whether a text names a scheme of integers."""
-    return _SCHEME.fullmatch(text) is not None
+    """Whether a text names a scheme of integers, in any case."""
+    return text != "INT8" and _SCHEME.fullmatch(text.lower()) is not None
 
 
 KEEP = "keep"
 
 
 def parse_scheme(text: str) -> Scheme | None:
-    """Parses a scheme, also as llm-compressor says W4A16; returns None for `keep`.
+    """Parses a scheme in any case, also by another tool's name (W4A16); returns None for `keep`.
 
     Raises BadRecipe, naming the nearest scheme.
     """
-    if text == KEEP:
-        return None
-    if preset := _PRESET.fullmatch(text):
-        return Scheme(int(preset["bits"] or 4), symmetric=preset["bits"] is not None)
-    match = _SCHEME.fullmatch(text)
-    if match is None:
-        known = [KEEP] + [
-            f"int{b}{a}{g}"
-            for b in range(2, 9)
-            for a in ("", "-asym")
-            for g in ("", "-g128", "-g64", "-g32", "-channel")
-        ]
-        if _GGUF_TYPE.match(text):
-            raise BadRecipe(
-                f"scheme {text!r}: a type of GGUF files", f"`qconvert to-gguf MODEL --type {text}`"
-            )
-        near = get_close_matches(text, known, n=1, cutoff=0.5)
-        spelling = "write int{2..8}[-asym]-g{N}, int{2..8}[-asym]-channel, or keep"
+    named, other = named_scheme(text), unwritten(text)
+    if named is not None and named.layout:
         raise BadRecipe(
-            f"scheme {text!r}: not a scheme", f"{spelling}; did you mean {near[0]!r}?" if near else spelling
+            f"scheme {text!r}: not a scheme of integers by itself, and rules and recipes have these alone",
+            f"`qconvert quantize MODEL --scheme {text}` gives it to all linears",
         )
+    own = named.scheme if named else text.lower()
+    if own == KEEP:
+        return None
+    match = _SCHEME.fullmatch(own)
+    if other is not None and (match is None or text == "INT8"):
+        raise BadRecipe(f"scheme {text!r}: {other.fact}", other.hint)
+    if match is None:
+        raise BadRecipe(f"scheme {text!r}: not a scheme", _nearest(own))
     group = None if match["channel"] else int(match["group"] or DEFAULT_GROUP_SIZE)
     return Scheme(int(match["bits"]), group, match["asym"] is None)
+
+
+def _nearest(text: str) -> str:
+    known = [KEEP, *WRITTEN] + [
+        f"int{b}{a}{g}"
+        for b in range(2, 9)
+        for a in ("", "-asym")
+        for g in ("", "-g128", "-g64", "-g32", "-channel")
+    ]
+    near = get_close_matches(text, known, n=1, cutoff=0.5)
+    grammar = "write int{2..8}[-asym]-g{N}, int{2..8}[-asym]-channel, or keep"
+    return f"{grammar}; did you mean {near[0]!r}?" if near else grammar

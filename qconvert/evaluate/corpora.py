@@ -13,7 +13,7 @@ import zipfile
 from dataclasses import replace
 from pathlib import Path
 
-from qconvert.errors import QConvertError, shown
+from qconvert.errors import QConvertError, SourceUnavailable, shown
 from qconvert.formats.tokenizers.tokenized_text import Text, read_text, text_of
 
 WIKITEXT = "wikitext2"
@@ -55,6 +55,7 @@ def hf_join(raw: str) -> str:
 
 
 def _download_wikitext(form: str) -> str:
+    import huggingface_hub as hub
     from huggingface_hub.errors import HfHubHTTPError
 
     hint = "give wiki.test.raw as --text, from a machine that is online; or measure on --text stdlib"
@@ -70,7 +71,9 @@ def _download_wikitext(form: str) -> str:
                 )
             raw = files.read(member).decode()
     except (OSError, network, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise QConvertError(
+        passing = isinstance(error, OSError | network) and not hub.constants.HF_HUB_OFFLINE
+        kind = SourceUnavailable if passing else QConvertError
+        raise kind(
             f"{WIKITEXT}: cannot be downloaded from {_WIKITEXT_REPO}: {shown(str(error), 200)}", hint
         ) from error
     text = hf_join(raw) if form == "hf-join" else raw

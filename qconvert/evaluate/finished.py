@@ -9,6 +9,7 @@ from qconvert.checkpoint.hub import resolve
 from qconvert.checkpoint.open import open_checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.errors import BadRecipe, QConvertError
+from qconvert.evaluate.corpora import load_text
 from qconvert.evaluate.origins import origin_of
 from qconvert.evaluate.perplexity_report import PerplexityReport
 from qconvert.evaluate.plain_data import from_plain
@@ -21,7 +22,7 @@ _AGAIN = "leave out --resume to measure again"
 def finished_report(path: Path, request: Json) -> PerplexityReport | None:
     """The report in a STEM.json, if it is of what is asked for now; None if it was interrupted.
 
-    Raises BadRecipe for one of another request, or of models whose weights have changed since.
+    Raises BadRecipe for one of another request, or of models or a text that have changed since.
     """
     try:
         report = from_plain(PerplexityReport, read_json_object(path))
@@ -37,6 +38,9 @@ def finished_report(path: Path, request: Json) -> PerplexityReport | None:
                 f" now it is {_shown(value)}",
                 _AGAIN,
             )
+    text = Path(str(request["text"]))
+    if text.is_file() and load_text(text).sha256 != report.text_sha256:
+        raise BadRecipe(f"{path}: the text {text.name} has changed since {report.date}", _AGAIN)
     for model in report.models:
         if model.origin is None or _hashes_now(report, model.origin.name, model.label) != (
             model.origin.manifest_sha256,

@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from qconvert.core.config_json import MAX_EXPERTS, MAX_LAYERS, flag, positive_int
 from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint, UnsupportedModel
-from qconvert.models.expanded import AlikeParameters, FusedParameter, Parameter, role_of
+from qconvert.models.expanded import AlikeParameters, FusedParameter, Parameter, roles_of
 from qconvert.models.families import FAMILIES
 from qconvert.models.families.common import language_config
 from qconvert.models.families.vision import TEXT_HIDDEN, WHOLE
@@ -114,18 +114,21 @@ class Architecture:
         for layer, parameters in self._by_layer():
             for fusion in fusions:
                 for part in ("weight", "bias"):
-                    entry = self._fuse(fusion, layer, part, parameters)
+                    entry = self._fuse(fusion, layer, part, parameters[part])
                     found[fusion] += [entry] if entry is not None else []
         return {entry.whole.name: entry for entries in found.values() for entry in entries}
 
-    def _by_layer(self) -> Iterator[tuple[int, dict[tuple[str, str], Parameter]]]:
-        """The parameters of every layer by role and part, one layer at a time."""
+    def _by_layer(self) -> Iterator[tuple[int, dict[str, dict[str, Parameter]]]]:
+        """The parameters of every layer by part and role, one layer at a time."""
         of_layers: dict[int, list[Parameter]] = {layer: [] for layer in range(self.layers)}
         for parameter in self.parameters.values():
             if parameter.layer is not None:
                 of_layers[parameter.layer].append(parameter)
         for layer, parameters in of_layers.items():
-            yield layer, {(p.role, p.param): p for p in parameters}
+            found: dict[str, dict[str, Parameter]] = {"weight": {}, "bias": {}}
+            for parameter in parameters:
+                found[parameter.param][parameter.role] = parameter
+            yield layer, found
 
     @cached_property
     def wholes(self) -> Mapping[str, tuple[tuple[FusedParameter, int], ...]]:
@@ -195,6 +198,13 @@ class Architecture:
             return self.fused[name].whole
         return self.parameters.get(name)
 
+    def parameters_in(self, names: Iterable[str]) -> Iterator[Parameter | None]:
+        """Yields the parameter of each of many names, as `parameter` does."""
+        fused, plain = self.fused, self.parameters
+        if not fused:
+            return map(plain.get, names)
+        return (fused[name].whole if name in fused else plain.get(name) for name in names)
+
     def table(self, role: str) -> Parameter | None:
         """Returns the one weight of a role outside the layers: `embed` or `lm_head`."""
         return next((p for p in self.parameters.values() if p.role == role and p.param == "weight"), None)
@@ -242,10 +252,9 @@ class Architecture:
             key = self.config_key("experts")
             raise CorruptCheckpoint(f"config.json: {key} = {dims['experts']} in each of {self.layers} layers")
         for per_expert, group in groupby(slots, key=lambda slot: slot.per_expert):
-            alike = [each for slot in group for each in self._alike(slot, layer, dims)]
-            for expert in range(dims["experts"]) if per_expert else (0,):
-                for each in alike:
-                    yield each.of(expert)
+            experts = dims["experts"] if per_expert else 1
+            alike = [each.of(experts) for slot in group for each in self._alike(slot, layer, dims)]
+            yield from chain.from_iterable(zip(*alike, strict=True))
 
     def _alike(
         self, slot: ParameterTemplate, layer: int | None, dims: Dimensions
@@ -264,15 +273,16 @@ class Architecture:
             yield AlikeParameters(name, slot.role, layer, "bias", "bias", shape[:1], slot.shape[:1])
 
     def _fuse(
-        self, fusion: Fusion, layer: int, part: str, by_key: Mapping[tuple[str, str], Parameter]
+        self, fusion: Fusion, layer: int, part: str, by_role: Mapping[str, Parameter]
     ) -> FusedParameter | None:
         dims = self.dimensions[layer]
-        if (role_of(fusion.members[0], 0), part) not in by_key:
-            return None
         experts = dims["experts"] if fusion.per_expert else 1
-        keys = [(role_of(role, expert), part) for expert in range(experts) for role in fusion.members]
-        parts = tuple(by_key[key] for key in keys if key in by_key)
-        if not parts or len(parts) < len(keys):
+        roles = [roles_of(role, experts) for role in fusion.members]
+        if not experts or roles[0][0] not in by_role:
+            return None
+        members = map(by_role.get, chain.from_iterable(zip(*roles, strict=True)))
+        parts = tuple(parameter for parameter in members if parameter is not None)
+        if len(parts) < experts * len(roles):
             return None
         groups = dims[fusion.groups] if fusion.groups else 1
         suffix = fusion.suffix if part == "weight" else fusion.bias_suffix

@@ -6,7 +6,7 @@ fused or unfused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from qconvert.core.dtypes import Json
@@ -27,28 +27,71 @@ class Binding:
 
     architecture: Architecture
     tensors: Mapping[str, ModelTensor]
-    parameters: Mapping[str, Parameter]
     dropped: tuple[str, ...]
     unknown: tuple[str, ...]
 
+    @property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """The known parameters that are stored, in the order of the tensors."""
+        return _Stored(self)
+
     def kind(self, name: str) -> str:
-        return self.parameters[name].kind if name in self.parameters else "unknown"
+        parameter = self.parameters.get(name)
+        return parameter.kind if parameter is not None else "unknown"
 
     @property
     def stored_tied_head(self) -> str | None:
         """The name of a stored head that the config says is the embedding, if there is one."""
         if not self.architecture.tied:
             return None
-        return next(
-            (n for n, p in self.parameters.items() if p.role == "lm_head" and p.param == "weight"), None
-        )
+        head = self.architecture.table("lm_head")
+        return head.name if head is not None and head.name in self.tensors else None
 
     @property
     def fusions_found(self) -> tuple[str, ...]:
         """The roles of the stored fused tensors, each once, in the order of the family's table."""
         fused = self.architecture.fused
-        stored = {fused[name].fusion.role for name in self.parameters if name in fused}
+        stored = {entry.fusion.role for name, entry in fused.items() if name in self.tensors}
         return tuple(f.role for f in self.architecture.family.fusions if f.role in stored)
+
+
+class _Stored(Mapping[str, Parameter]):
+    """The parameters that are stored; looked up, so that no other dictionary of very many is held."""
+
+    __slots__ = ("_binding",)
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+
+    def __getitem__(self, name: str) -> Parameter:
+        found = self._binding.architecture.parameter(name) if name in self._binding.tensors else None
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.pairs())
+
+    def __len__(self) -> int:
+        binding = self._binding
+        return len(binding.tensors) - len(binding.dropped) - len(binding.unknown)
+
+    def items(self) -> ItemsView[str, Parameter]:
+        return _Items(self)
+
+    def pairs(self) -> Iterator[tuple[str, Parameter]]:
+        tensors = self._binding.tensors
+        found = zip(tensors, self._binding.architecture.parameters_in(tensors), strict=True)
+        return ((name, parameter) for name, parameter in found if parameter is not None)
+
+
+class _Items(ItemsView[str, Parameter]):
+    """Parameters with their names, without looking each up."""
+
+    _mapping: _Stored
+
+    def __iter__(self) -> Iterator[tuple[str, Parameter]]:
+        return self._mapping.pairs()
 
 
 def bind(
@@ -60,22 +103,19 @@ def bind(
     keys), UnsupportedModel for an undeclared tensor unless `allow_unknown`.
     """
     architecture = architecture.spelled_like(tensors)
-    parameters: dict[str, Parameter] = {}
     unknown: list[str] = []
     dropped: list[str] = []
-    for name, tensor in tensors.items():
-        parameter = architecture.parameter(name)
-        if parameter is not None:
-            if tensor.shape != parameter.shape:
-                _refuse_shape(architecture, parameter, tensor)
-            parameters[name] = parameter
-        else:
+    found = architecture.parameters_in(tensors)
+    for (name, tensor), parameter in zip(tensors.items(), found, strict=True):
+        if parameter is None:
             (dropped if architecture.ignores(name) else unknown).append(name)
+        elif tensor.shape != parameter.shape:
+            _refuse_shape(architecture, parameter, tensor)
     undeclared = [name for name in unknown if architecture.carries(name) is None]
     if undeclared and not allow_unknown:
         _refuse_unknown(architecture, undeclared)
-    _check_complete(architecture, parameters)
-    return Binding(architecture, tensors, parameters, tuple(dropped), tuple(unknown))
+    _check_complete(architecture, tensors)
+    return Binding(architecture, tensors, tuple(dropped), tuple(unknown))
 
 
 def bind_tower(whole: Binding, preprocessor: Json) -> Binding:
@@ -127,18 +167,18 @@ def _layer_keys(architecture: Architecture) -> str:
     return ", ".join(f"{architecture.config_key(key)} = {count}" for key, count in keys)
 
 
-def _check_complete(architecture: Architecture, parameters: Mapping[str, Parameter]) -> None:
+def _check_complete(architecture: Architecture, stored: Mapping[str, ModelTensor]) -> None:
     covered: set[str] = set()
     for name, fused in architecture.fused.items():
-        if name in parameters:
-            twice = next((p.name for p in fused.members if p.name in parameters), None)
+        if name in stored:
+            twice = next((p.name for p in fused.members if p.name in stored), None)
             if twice is not None:
                 raise CorruptCheckpoint(
                     f"{name}: stored beside {twice}, which it contains", "remove one of the two"
                 )
             covered.update(p.name for p in fused.members)
     for name, parameter in architecture.parameters.items():
-        if name in parameters or name in covered or (parameter.role == "lm_head" and architecture.tied):
+        if name in stored or name in covered or (parameter.role == "lm_head" and architecture.tied):
             continue
         native = {p.name: n for n, e in architecture.fused.items() if e.fusion.native for p in e.members}
         raise CorruptCheckpoint(

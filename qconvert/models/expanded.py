@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from sys import intern
+from typing import NamedTuple
 
 from qconvert.core.config_json import divide
 from qconvert.core.dtypes import rows_of
 from qconvert.models.parameters import Fusion
 
 
-@dataclass(frozen=True, slots=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One tensor of a model: its role, layer (None outside the layers), and exact shape.
 
     `part` is "weight" or "bias"; `kind` is the template's kind for weights and "bias" for biases.
@@ -53,23 +53,23 @@ class AlikeParameters:
     dims: tuple[str, ...]
     transposed: bool = False
 
-    def of(self, expert: int) -> Parameter:
-        return Parameter(
-            intern(self.name.replace("{expert}", str(expert))),  # as headers and indexes have it
-            role_of(self.role, expert),
-            self.layer,
-            self.param,
-            self.kind,
-            self.shape,
-            self.dims,
-            self.transposed,
-        )
+    def of(self, experts: int) -> list[Parameter]:
+        """That of each of so many experts; one alone where the name has no number."""
+        layer, param, kind, shape = self.layer, self.param, self.kind, self.shape
+        dims, transposed = self.dims, self.transposed
+        if "{expert}" not in self.name:
+            return [Parameter(intern(self.name), self.role, layer, param, kind, shape, dims, transposed)]
+        before, _, after = self.name.partition("{expert}")
+        return [  # names as headers and indexes have them
+            Parameter(intern(f"{before}{number}{after}"), role, layer, param, kind, shape, dims, transposed)
+            for number, role in enumerate(roles_of(self.role, experts))
+        ]
 
 
 @cache
-def role_of(template: str, expert: int) -> str:
-    """The role of an expert's weight: one text for all layers."""
-    return template.format(expert=expert)
+def roles_of(template: str, experts: int) -> tuple[str, ...]:
+    """The roles of the weights of so many experts: the same texts for all layers."""
+    return tuple(template.format(expert=expert) for expert in range(experts))
 
 
 @cache

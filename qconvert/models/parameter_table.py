@@ -151,13 +151,20 @@ def table_of_outputs(
 ) -> ParameterTable:
     """The table of a plan's outputs, written in a layout."""
 
-    def label(name: str) -> str:
-        parameter = architecture.parameter(name)
-        if parameter is None and name.endswith("_scale") and prod(outputs[name].shape) == 1:
-            return _SCALES
-        return _group(parameter) if parameter is not None else architecture.carries(name) or _UNKNOWN
+    groups: dict[tuple[str, str], str] = {}  # of very many tensors, there are few roles and kinds
 
-    entries = ((label(name), t.shape, t.encoding) for name, t in outputs.items())
+    def label(name: str, parameter: Parameter | None) -> str:
+        if parameter is None:
+            single = name.endswith("_scale") and prod(outputs[name].shape) == 1
+            return _SCALES if single else architecture.carries(name) or _UNKNOWN
+        alike = parameter.role, parameter.kind
+        group = groups.get(alike)
+        if group is None:
+            group = groups[alike] = _group(parameter)
+        return group
+
+    found = zip(outputs.items(), architecture.parameters_in(outputs), strict=True)
+    entries = ((label(name, parameter), t.shape, t.encoding) for (name, t), parameter in found)
     return _gather(architecture, entries, layout)
 
 

@@ -173,7 +173,7 @@ class _Output:
         fused = self.architecture.fused
         return [entry.fusion for name, entry in fused.items() if name in self.tensors]
 
-    @property
+    @cached_property
     def quantized(self) -> list[ModelTensor]:
         return [tensor for tensor in self.tensors.values() if isinstance(tensor.encoding, Quantized)]
 
@@ -187,17 +187,17 @@ class _Output:
         entries = (e for e in self.architecture.fused.values() if e.fusion.native and e.fusion.per_expert)
         return {part.name for entry in entries for part in entry.members}
 
-    def is_embedding(self, name: str) -> bool:
-        parameter = self.architecture.parameter(name)
-        return parameter is not None and parameter.kind == "embedding"
-
-    @property
+    @cached_property
     def has_integer_embedding(self) -> bool:
-        return any(self.is_embedding(name) for name in self.integers)
+        known = self.architecture.parameters.values()
+        tables = (self.tensors.get(p.name) for p in known if p.kind == "embedding")
+        return any(table is not None and isinstance(table.encoding, AffineInt) for table in tables)
 
     @cached_property
-    def integers(self) -> dict[str, AffineInt]:
-        return {n: t.encoding for n, t in self.tensors.items() if isinstance(t.encoding, AffineInt)}
+    def integers(self) -> set[AffineInt]:
+        """The encodings that are integers."""
+        found = {id(tensor.encoding): tensor.encoding for tensor in self.tensors.values()}
+        return {encoding for encoding in found.values() if isinstance(encoding, AffineInt)}
 
 
 def mixed_stacks(
@@ -205,7 +205,8 @@ def mixed_stacks(
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The linears that vLLM and SGLang stack of parts with different encodings: name, and labels of these."""
     for fused in architecture.fused.values():
-        encodings = {tensors[part.name].encoding for part in fused.members if part.name in tensors}
+        found = [tensors[part.name].encoding for part in fused.members if part.name in tensors]
+        encodings = set({id(encoding): encoding for encoding in found}.values())
         if len(encodings) > 1:
             yield fused.whole.name, tuple(sorted(encoding.label for encoding in encodings))
 
@@ -214,16 +215,17 @@ def mixed_experts(
     tensors: Mapping[str, ModelTensor], architecture: Architecture
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The layers whose experts, which are multiplied at once, have different encodings: a linear, labels."""
-    layers: dict[int | None, dict[Quantized, str]] = {}
-    for name, tensor in tensors.items():
-        parameter = architecture.parameter(name)
-        if parameter is None or parameter.param != "weight" or not isinstance(tensor.encoding, Quantized):
+    layers: dict[int | None, dict[int, ModelTensor]] = {}
+    for tensor, parameter in zip(tensors.values(), architecture.parameters_in(tensors), strict=True):
+        if parameter is None or parameter.param != "weight":
             continue
         if parameter.role.startswith("mlp.experts."):
-            layers.setdefault(parameter.layer, {}).setdefault(tensor.encoding, name)
+            layers.setdefault(parameter.layer, {}).setdefault(id(tensor.encoding), tensor)
     for found in layers.values():
-        if len(found) > 1:
-            yield next(iter(found.values())), tuple(sorted(encoding.label for encoding in found))
+        coded = [tensor for tensor in found.values() if isinstance(tensor.encoding, Quantized)]
+        encodings = {tensor.encoding for tensor in coded}
+        if len(encodings) > 1:
+            yield coded[0].name, tuple(sorted(encoding.label for encoding in encodings))
 
 
 def _is_mixed(out: _Output) -> bool:
@@ -239,14 +241,19 @@ _RULES: tuple[tuple[Notice, Callable[[_Output], bool]], ...] = (
         UNPACKED,
         lambda out: bool(out.integers and _LOOK_AT_WEIGHTS & set(out.architecture.family.model_types)),
     ),
-    (INPUT_MAJOR, lambda out: any(t.name in out.architecture.stored_shapes for t in out.matrices)),
+    (
+        INPUT_MAJOR,
+        lambda out: bool(
+            (turned := out.architecture.stored_shapes) and any(t.name in turned for t in out.matrices)
+        ),
+    ),
     (STACKED, lambda out: any(f.per_expert and not f.native and not f.layout for f in out.fusions)),
     (APART, lambda out: not out.experts_of_stacks.isdisjoint(t.name for t in out.quantized)),
     (QUANTIZED_EMBEDDING, lambda out: out.has_integer_embedding and not out.tied),
     (QUANTIZED_TIED_EMBEDDING, lambda out: out.has_integer_embedding and out.tied),
     (
         ASYMMETRIC,
-        lambda out: out.traits.packed_zero_points and not all(e.symmetric for e in out.integers.values()),
+        lambda out: out.traits.packed_zero_points and not all(e.symmetric for e in out.integers),
     ),
     (MIXED, _is_mixed),
 )

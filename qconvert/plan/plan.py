@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from operator import is_
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from qconvert.core.encodings import Encoding, ModelTensor, Unquantized
 from qconvert.core.factors import Factors
@@ -23,8 +24,7 @@ from qconvert.ops import Op
 Certificate = Literal["exact", "measured", "cast", "folded", "dequantized", "quantized", "requantized"]
 
 
-@dataclass(frozen=True, slots=True)
-class RowSlice:
+class RowSlice(NamedTuple):
     """Rows [start, stop) of a source tensor, or every `step`-th of them.
 
     With `zeros_like`, the number of a row, as many rows of zeros with that row's scales instead. With
@@ -56,36 +56,41 @@ class RowSlice:
         """Rows [first, stop) of this slice, or every `step`-th of them."""
         begin = self.start + first * self.step
         last = self.start + (stop - 1) * self.step
-        return replace(self, start=begin, stop=last + 1, step=self.step * step)
+        return self._replace(start=begin, stop=last + 1, step=self.step * step)
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """One tensor to be made: stack `inputs` by rows, apply `ops` in order, write `output`.
+class Unit(NamedTuple):
+    """One tensor to be made: stack rows of tensors, apply `ops` in order, write `output`.
 
+    `read` is the tensor that is read from its first row to its last, as most are, or slices of tensors.
     `statistics` name the measured inputs that its operations need: one for all rows, or one for each
     expert of a stack, in the order of the rows.
     """
 
-    inputs: tuple[RowSlice, ...]
+    read: ModelTensor | tuple[RowSlice, ...]
     ops: tuple[Op, ...]
     output: ModelTensor
     statistics: tuple[StatisticsKey, ...] = ()
 
     @property
+    def inputs(self) -> tuple[RowSlice, ...]:
+        """The slices that are read, one after another."""
+        return (whole(self.read),) if isinstance(self.read, ModelTensor) else self.read
+
+    @property
     def rows(self) -> int:
         """The number of rows that are read."""
-        return sum(piece.rows for piece in self.inputs)
+        return self.read.rows if isinstance(self.read, ModelTensor) else sum(p.rows for p in self.read)
 
     @property
     def source(self) -> ModelTensor:
         """The source tensor that the first rows come from."""
-        return self.inputs[0].tensor
+        return self.read if isinstance(self.read, ModelTensor) else self.read[0].tensor
 
     @property
     def is_scaled(self) -> bool:
         """Whether rows or columns are scaled as they are read."""
-        return any(piece.factors is not None for piece in self.inputs)
+        return not isinstance(self.read, ModelTensor) and any(p.factors is not None for p in self.read)
 
     @property
     def quantizes(self) -> bool:
@@ -95,7 +100,7 @@ class Unit:
         """This unit with one more operation, and the encoding that it makes."""
         encoding = op.infer(self.output.encoding)
         output = ModelTensor(self.output.name, self.output.shape, encoding)
-        return Unit(self.inputs, (*self.ops, op), output, self.statistics)
+        return Unit(self.read, (*self.ops, op), output, self.statistics)
 
     def certificate(self, code_error: float = 0.0) -> Certificate:
         """In one word, what becomes of the numbers; `code_error` is what moving their codes changed."""
@@ -142,14 +147,20 @@ def copy_of(binding: Binding) -> Plan:
 
     Tensors come in the order of the model's printed structure, unknown ones last.
     """
-    fused = binding.architecture.fused
-    order = {name: i for i, name in enumerate(binding.architecture.parameters)}
-    order |= {name: order[entry.members[0].name] for name, entry in fused.items()}
-    dropped = frozenset(binding.dropped)
-    kept = sorted(name for name in binding.tensors if name not in dropped)
-    kept.sort(key=lambda name: order.get(name, len(order)))
-    units = (Unit((whole(binding.tensors[name]),), (), binding.tensors[name]) for name in kept)
-    return Plan(tuple(units), binding.dropped)
+    tensors = map(binding.tensors.__getitem__, chain(_in_order(binding), sorted(binding.unknown)))
+    return Plan(tuple(Unit(tensor, (), tensor) for tensor in tensors), binding.dropped)
+
+
+def _in_order(binding: Binding) -> Iterator[str]:
+    """The stored parameters as the model prints them, a fused one where its first member is."""
+    architecture, stored = binding.architecture, binding.tensors
+    begun: dict[str, list[str]] = {}
+    for name in sorted(name for name in architecture.fused if name in stored):
+        begun.setdefault(architecture.fused[name].members[0].name, []).append(name)
+    fused = frozenset(chain.from_iterable(begun.values()))
+    for name in architecture.parameters:
+        own = [name] if name in stored and name not in fused else []
+        yield from sorted(begun[name] + own) if name in begun else own
 
 
 def whole(tensor: ModelTensor) -> RowSlice:

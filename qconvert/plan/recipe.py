@@ -18,6 +18,7 @@ from qconvert.core.config_json import MAX_DIMENSION
 from qconvert.core.schemes import KEEP, Scheme, parse_scheme
 from qconvert.errors import BadRecipe, shown
 from qconvert.formats.layouts import registry
+from qconvert.plan.matching import check_selector
 
 if TYPE_CHECKING:  # what few recipes have: their help shall not wait for it
     from qconvert.models.declared import Declaration
@@ -32,9 +33,6 @@ FUSIONS: Mapping[str, tuple[str, ...]] = {
 # What `fuse` stacks when nothing is said: linears that one input feeds.
 SAME_INPUT = ("qkv", "gate_up")
 MOST_RANKS = 1024
-# The selectors that are not just a role.
-LAYERS = re.compile(r"layers\.(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?\.(?P<role>.+)")
-PATTERN = "re:"
 # A file's values as they may stand in a message: YAML aliases can spell 9**20 items in a few lines.
 _BRIEF = Repr()
 _BRIEF.maxlevel = 2
@@ -42,24 +40,14 @@ _BRIEF.maxlevel = 2
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Weights that `plan.selectors` matches get `scheme` (None: keep them as they are)."""
+    """Weights that `plan.matching` finds get `scheme` (None: keep them as they are)."""
 
     select: str
     scheme: Scheme | None
 
     def __post_init__(self) -> None:
         """Refuse a selector that no model could make right."""
-        layers = LAYERS.fullmatch(self.select)
-        if layers and int(layers["first"]) > int(layers["last"] or layers["first"]):
-            forwards = f"layers.{layers['last']}-{layers['first']}.{layers['role']}"
-            raise BadRecipe(f"selector {self.select!r}: the layers run backwards", f"write {forwards}")
-        if self.select.startswith(PATTERN):
-            try:
-                re.compile(self.select.removeprefix(PATTERN))
-            except re.error as error:
-                raise BadRecipe(
-                    f"selector {self.select!r}: not a regular expression ({error})", "see Python's re module"
-                ) from error
+        check_selector(self.select)
 
     @property
     def label(self) -> str:

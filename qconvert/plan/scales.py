@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor, Unquantized
@@ -56,7 +56,7 @@ def parameters_in(piece: RowSlice, architecture: Architecture) -> Iterator[tuple
         if shared:
             yield (
                 entry.members[run.member],
-                replace(piece, start=shared[0], stop=shared[-1] + 1, step=shared.step),
+                piece._replace(start=shared[0], stop=shared[-1] + 1, step=shared.step),
             )
 
 
@@ -85,12 +85,12 @@ def with_factors(plan: Plan, architecture: Architecture, scaled: Iterable[Scaled
         if not any(factors):
             return unit
         inputs = tuple(
-            replace(piece, factors=each or Factors())
+            piece._replace(factors=each or Factors())
             for piece, each in zip(unit.inputs, factors, strict=True)
         )
         encoding = unit.output.encoding
         ops = (*unit.ops, Cast(encoding.dtype)) if isinstance(encoding, Unquantized) else unit.ops
-        return replace(unit, inputs=inputs, ops=ops)
+        return unit._replace(read=inputs, ops=ops)
 
     return plan.each(one)
 

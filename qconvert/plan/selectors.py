@@ -1,23 +1,22 @@
 """Chooses the scheme of every weight of a model, as a recipe asks for it.
 
-Selectors speak roles (`mlp.down`), roles in a layer range (`layers.0-3.mlp.down`) or a regular
-expression on the HF name (`re:...`). The last rule that matches wins; a rule that matches nothing
-is an error, and so is a decision that no loader could honour.
+What a selector selects is said in `plan.matching`. The last rule that matches wins; a rule that matches
+nothing is an error, and so is a decision that no loader could honour.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import NoReturn
 
 from qconvert.core.schemes import KEEP, SMALLER_GROUP_SIZES, Scheme
 from qconvert.errors import BadRecipe
-from qconvert.models import Architecture, Parameter
+from qconvert.models import Architecture, Fusion, Parameter
+from qconvert.plan.matching import PATTERN, is_kept_tower, matcher
 from qconvert.plan.plan import Plan
-from qconvert.plan.recipe import LAYERS, PATTERN, Recipe, Rule
+from qconvert.plan.recipe import Recipe, Rule
 
 _QUANTIZABLE = ("linear", "embedding")
 
@@ -32,7 +31,7 @@ def decide(
     matches nothing, that reaches a tensor which cannot be quantized, that splits a group of linears
     which loaders fuse, or whose group size does not divide a row.
     """
-    weights = {name: parameter for name, parameter in parameters.items() if parameter.param == "weight"}
+    weights = _weights(parameters)
     chosen = _chosen(recipe, architecture, weights, tied=tied)
     if tied:
         _check_tied_rules(recipe)
@@ -54,8 +53,14 @@ def choose(
     recipe: Recipe, architecture: Architecture, parameters: Mapping[str, Parameter], *, tied: bool
 ) -> dict[str, Scheme]:
     """The scheme that the recipe asks for, by name of the weight, whether or not it can have it."""
-    weights = {name: parameter for name, parameter in parameters.items() if parameter.param == "weight"}
-    return _chosen(recipe, architecture, weights, tied=tied)
+    return _chosen(recipe, architecture, _weights(parameters), tied=tied)
+
+
+def _weights(parameters: Mapping[str, Parameter]) -> Mapping[str, Parameter]:
+    """The parameters that are no biases; of very many without any, no second dictionary."""
+    if all(parameter.param == "weight" for parameter in parameters.values()):
+        return parameters
+    return {name: parameter for name, parameter in parameters.items() if parameter.param == "weight"}
 
 
 def _chosen(
@@ -74,47 +79,53 @@ def _chosen(
     return chosen
 
 
+def kept(
+    recipe: Recipe, architecture: Architecture, parameters: Mapping[str, Parameter], *, tied: bool
+) -> frozenset[str]:
+    """The names of the weights that the recipe's rules keep, where all other linears get codes of one table.
+
+    Raises BadRecipe for a rule that matches nothing, or that keeps part of a group which loaders fuse.
+    """
+    weights = {name: parameter for name, parameter in parameters.items() if parameter.param == "weight"}
+    found = frozenset(name for rule in recipe.rules for name in _hits(rule, architecture, weights, tied))
+    for fused in architecture.fused.values():
+        names = [part.name for part in fused.members if part.name in weights]
+        here = [name for name in names if name in found]
+        if here and len(here) < len(names):
+            together = _together([weights[name] for name in names], fused.fusion)
+            raise BadRecipe(
+                f"{here[0]}: loaders fuse it with {len(names) - 1} more, and not all would be kept",
+                f"keep all of them: {together}",
+            )
+    return found
+
+
 def parameters_of(plan: Plan, architecture: Architecture) -> dict[str, Parameter]:
     """The parameters that a plan's outputs are, fused or not, by name."""
-    found = ((name, architecture.parameter(name)) for name in plan.outputs)
-    return {name: parameter for name, parameter in found if parameter is not None}
-
-
-def matcher(select: str, architecture: Architecture, *, tied: bool) -> Callable[[Parameter], bool]:
-    """The predicate of a selector. Raises BadRecipe naming the nearest role if there is none.
-
-    A role that is part of a fusion matches the fused tensor too, and the other way round; on a
-    tied model `embed` and `lm_head` are one role.
-    """
-    if select.startswith(PATTERN):
-        pattern = re.compile(select.removeprefix(PATTERN))
-        return lambda parameter: pattern.search(parameter.name) is not None
-    match = LAYERS.fullmatch(select)
-    role = match["role"] if match else select
-    related = _related_roles(role, architecture, tied)
-    if match is None:
-        return lambda parameter: parameter.role in related or parameter.group in related
-    first, last = int(match["first"]), int(match["last"] or match["first"])
-    if last >= architecture.layers:
-        raise BadRecipe(
-            f"selector {select!r}: no such layers",
-            f"take some of layers 0-{architecture.layers - 1}, which this model has",
-        )
-    return lambda parameter: (
-        (parameter.role in related or parameter.group in related)
-        and parameter.layer is not None
-        and first <= parameter.layer <= last
-    )
+    found = architecture.parameters_in(unit.output.name for unit in plan.units)
+    return {parameter.name: parameter for parameter in found if parameter is not None}
 
 
 def _hits(rule: Rule, architecture: Architecture, weights: Mapping[str, Parameter], tied: bool) -> list[str]:
-    matches = matcher(rule.select, architecture, tied=tied)
-    hits = [name for name, parameter in weights.items() if matches(parameter)]
+    if is_kept_tower(rule.select, architecture):
+        if rule.scheme is not None:
+            raise BadRecipe(
+                f"rule {rule.select}={rule.label}: a vision tower is copied as it is",
+                "leave the rule out; `qconvert to-gguf MODEL --mmproj --type q8_0` quantizes a tower",
+            )
+        return []
+    found = matcher(rule.select, architecture, tied=tied)
+    hits = [name for name, parameter in weights.items() if found.selects(parameter)]
     if not hits:
         near = get_close_matches(rule.select.removeprefix(PATTERN), list(weights), n=1, cutoff=0.0)
         raise BadRecipe(f"selector {rule.select!r}: matches no weight", f"the nearest name is {near[0]!r}")
+    if rule.scheme is None:
+        return hits
+    quantizable = [name for name in hits if weights[name].kind in _QUANTIZABLE]
+    if found.broad and quantizable:
+        return quantizable
     for name in hits:
-        if rule.scheme is not None and weights[name].kind not in _QUANTIZABLE:
+        if weights[name].kind not in _QUANTIZABLE:
             raise BadRecipe(
                 f"{name}: a {weights[name].kind} tensor is never quantized (selector {rule.select!r})",
                 "narrow the selector to linears or the embedding",
@@ -122,27 +133,10 @@ def _hits(rule: Rule, architecture: Architecture, weights: Mapping[str, Paramete
     return hits
 
 
-def _related_roles(role: str, architecture: Architecture, tied: bool) -> frozenset[str]:
-    if role not in architecture.roles and role not in {p.role for p in architecture.parameters.values()}:
-        near = get_close_matches(role, architecture.roles, n=1, cutoff=0.0)
-        raise BadRecipe(
-            f"selector {role!r}: no such role in this model",
-            f"the nearest is {near[0]!r}; all: {', '.join(architecture.roles)}",
-        )
-    related = {role}
-    for fusion in architecture.family.fusions:
-        if role == fusion.role:
-            related |= set(fusion.part_groups)
-        elif role in fusion.part_groups:
-            related.add(fusion.role)
-    if tied and role in ("embed", "lm_head"):
-        related |= {"embed", "lm_head"}
-    return frozenset(related)
-
-
 def _check_tied_rules(recipe: Recipe) -> None:
     """On a tied model the embedding is the head: it cannot get two different schemes."""
-    last = {rule.select: rule for rule in recipe.rules if rule.select in ("embed", "lm_head")}
+    names = {"embed": "embed", "lm_head": "lm_head", "embedding": "embed", "head": "lm_head"}
+    last = {names[rule.select]: rule for rule in recipe.rules if rule.select in names}
     if len({rule.scheme for rule in last.values()}) > 1:
         asked = ", ".join(f"{rule.select}={rule.label}" for rule in last.values())
         raise BadRecipe(
@@ -157,7 +151,7 @@ def _check_fused_groups(
     """Loaders stack q, k, v (and gate, up) into one matrix with one scheme; vLLM refuses two."""
     for fused in architecture.fused.values():
         names = [part.name for part in fused.members if part.name in weights]
-        if len({id(chosen.get(name)) for name in names}) < 2:
+        if len(set(map(id, map(chosen.get, names)))) < 2:
             continue
         parts = [weights[name] for name in names]
         schemes = {chosen.get(part.name): part for part in parts}
@@ -168,8 +162,16 @@ def _check_fused_groups(
             listed = ", ".join(names) if len(names) < 5 else f"{names[0]} and {len(names) - 1} more"
             raise BadRecipe(
                 f"{listed}: loaders fuse them, and they would get different schemes ({spelled})",
-                f"give all of them one scheme: {', '.join(fused.fusion.part_groups)}",
+                f"give all of them one scheme: {_together(parts, fused.fusion)}",
             )
+
+
+def _together(parts: list[Parameter], fusion: Fusion) -> str:
+    """The selector of all parts of a fused matrix, in their layer alone."""
+    layer = parts[0].layer
+    if layer is None:
+        return f"{fusion.role} selects them"
+    return f"layers.{layer}.{fusion.role} selects them, {fusion.role} those of all layers"
 
 
 def _fit_group(width: int, scheme: Scheme, *, allow_smaller: bool) -> Scheme:

@@ -20,7 +20,8 @@ from qconvert.plan.scales import ScaledInput
 
 if TYPE_CHECKING:
     from qconvert.models.gguf.declaration import Facts
-    from qconvert.plan.gguf.mixture import Choice, FileType
+    from qconvert.plan.gguf.file_types import FileType
+    from qconvert.plan.gguf.mixture import Choice
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 # GGUF files keep only the factors; these are the contexts and parameters tried to recover.
 _CONTEXTS = tuple(1 << power for power in range(4, 21))
-_HIGH_FACTORS = (4.0, 2.0, 8.0)
+_HIGH_FACTORS = (4.0, 2.0, 8.0, 32.0)
 
 
 def llama3_factors(

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
+
+from qconvert.runtime.cpu.softmax_rows import CompiledSoftmax
+from qconvert.runtime.running_softmax import RunningSoftmax
 
 Logits = Callable[[int, int], Tensor]
 """Logits of the vocabulary rows [start, stop): float32 [N, stop - start]."""
@@ -43,57 +45,16 @@ def score(heads: Sequence[Logits], targets_N: Tensor, vocab: int, block: int | N
     """
     elements = BLOCK_ELEMENTS.get(targets_N.device.type, BLOCK_ELEMENTS["cpu"])
     block = block or max(1, elements // max(1, targets_N.numel()))
-    reference, *others = (_Running.start(targets_N) for _ in heads)
-    cross = [torch.zeros_like(reference.sum_N) for _ in others]
+    softmax = CompiledSoftmax if targets_N.device.type == "cpu" else RunningSoftmax
+    reference, *others = (softmax.start(targets_N) for _ in heads)
     for start in range(0, vocab, block):
         stop = min(start + block, vocab)
         a_NW = heads[0](start, stop)
-        weight_NW, rescale_N = reference.fold(a_NW, start)
-        for j, (running, logits) in enumerate(zip(others, heads[1:], strict=True)):
-            b_NW = logits(start, stop)
-            running.fold(b_NW, start)
-            cross[j] = cross[j] * rescale_N + torch.sub(a_NW, b_NW).mul_(weight_NW).sum(-1)
-    return [reference.scores(None)] + [
-        running.scores(u / reference.sum_N - reference.logsumexp + running.logsumexp)
-        for running, u in zip(others, cross, strict=True)
-    ]
+        reference.fold(a_NW, start)
+        for running, logits in zip(others, heads[1:], strict=True):
+            running.fold_beside(logits(start, stop), start, a_NW, reference)
+    return [_scores(reference, None), *(_scores(running, running.kl(reference)) for running in others)]
 
 
-@dataclass(slots=True)
-class _Running:
-    """A softmax seen up to some block: maximum, sum of exponentials, likeliest and true token."""
-
-    targets_N: Tensor
-    max_N: Tensor
-    sum_N: Tensor
-    top_N: Tensor
-    target_N: Tensor
-
-    @staticmethod
-    def start(targets_N: Tensor) -> _Running:
-        zeros_N = torch.zeros(targets_N.shape, device=targets_N.device)
-        return _Running(
-            targets_N, zeros_N - torch.inf, zeros_N.double(), torch.zeros_like(targets_N), zeros_N.clone()
-        )
-
-    @property
-    def logsumexp(self) -> Tensor:
-        return self.max_N.double() + self.sum_N.log()
-
-    def fold(self, x_NW: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Take in a block; returns e^(x - m) and what sums over earlier blocks must be multiplied by."""
-        block_max_N, block_top_N = x_NW.max(-1)
-        max_N = torch.maximum(self.max_N, block_max_N)
-        rescale_N = (self.max_N - max_N).exp().double()
-        weight_NW = (x_NW - max_N[:, None]).exp_()
-        self.sum_N = self.sum_N * rescale_N + weight_NW.sum(-1)
-        self.top_N = torch.where(block_max_N > self.max_N, start + block_top_N, self.top_N)
-        self.max_N = max_N
-        column_N = self.targets_N - start
-        width = x_NW.shape[1]
-        found_N = x_NW.gather(1, column_N.clamp(0, width - 1)[:, None])[:, 0]
-        self.target_N = torch.where((column_N >= 0) & (column_N < width), found_N, self.target_N)
-        return weight_NW, rescale_N
-
-    def scores(self, kl_N: Tensor | None) -> Scores:
-        return Scores(self.logsumexp - self.target_N, self.top_N, kl_N)
+def _scores(seen: RunningSoftmax, kl_N: Tensor | None) -> Scores:
+    return Scores(seen.logsumexp - seen.target_N, seen.top_N, kl_N)

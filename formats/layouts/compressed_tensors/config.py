@@ -50,11 +50,18 @@ def quantization_config(
     """
     ignore = sorted(set(kept_linears))
     by_encoding: dict[tuple[Quantized, bool], list[str]] = {}
-    kinds = {(id(encoding), module in scales.inputs): encoding for module, encoding in quantized.items()}
+    kinds: dict[tuple[int, bool], Quantized] = {}
+    beside: list[str] = []
+    embeds = False
+    for module, encoding in quantized.items():  # once, for the names of half a million are made as they come
+        kinds[id(encoding), bool(scales.inputs) and module in scales.inputs] = encoding
+        embeds = embeds or "embed" in module
+        if not _NUMBER.search(module):
+            beside.append(module)
     distinct = {(encoding, static) for (_, static), encoding in kinds.items()}
-    uniform = len(distinct) == 1 and not any("embed" in module for module in quantized)
-    if uniform:  # of half a million modules, those are named that need it
-        by_encoding[distinct.pop()] = _beside_layers(quantized)
+    uniform = len(distinct) == 1 and not embeds
+    if uniform:  # those are named that need it
+        by_encoding[distinct.pop()] = beside
     else:
         for module, encoding in quantized.items():
             by_encoding.setdefault((encoding, module in scales.inputs), []).append(module)

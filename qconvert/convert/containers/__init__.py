@@ -69,6 +69,10 @@ class Container(Protocol):
         """The weight files while they are written, and their sizes."""
         ...
 
+    def unfinished(self, out: Path) -> tuple[Path, ...]:
+        """The files, or the folder, in which all of the output lies while it is written, and its journal."""
+        ...
+
     @property
     def bytes_needed(self) -> int:
         """Bytes of disk that the output takes, but for a few pages of text."""

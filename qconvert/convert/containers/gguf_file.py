@@ -225,6 +225,10 @@ class GGUFFileContainer:
         """They lie beside their final names."""
         return {partial_file(out.with_name(file.name)): file.size for file in self.files(out)}
 
+    def unfinished(self, out: Path) -> tuple[Path, ...]:
+        """The files, the journal last."""
+        return (*self.partial(out), out.with_name(f"{out.name}{JOURNAL_SUFFIX}"))
+
     @property
     def check_header(self) -> HeaderCheck:
         return check_gguf_header

@@ -16,6 +16,7 @@ from qconvert.convert.model_card import model_card
 from qconvert.convert.outcome import Outcome, WrittenRows
 from qconvert.core.dtypes import Json
 from qconvert.core.protocols import Layout
+from qconvert.errors import BadRecipe, shown
 from qconvert.formats.huggingface.safetensors_plan import plan_arrays
 from qconvert.formats.io.journal import FILE_NAME as JOURNAL
 from qconvert.formats.io.local_file import copy_whole
@@ -76,6 +77,11 @@ class SafetensorsFolder:
         return Path(f"{self.source.location.name}-{suffix}")
 
     def check_target(self, out: Path) -> None:
+        if out.suffix == ".gguf":
+            raise BadRecipe(
+                f"{shown(out.name)}: a folder is written, not a GGUF file",
+                f"`qconvert to-gguf MODEL --type q4_k_m -o {shown(out.name)}` writes one",
+            )
         if self.options.keep:
             check_target(out, overwrite=self.options.overwrite, sources=[self.source.checkpoint.path])
 
@@ -83,6 +89,10 @@ class SafetensorsFolder:
         """They lie in a folder of their own."""
         folder = partial_folder(out.resolve())
         return {folder / file.name: file.size for file in self._files}
+
+    def unfinished(self, out: Path) -> tuple[Path, ...]:
+        """The folder of its own."""
+        return (partial_folder(out.resolve()),)
 
     @property
     def check_header(self) -> None:

@@ -186,11 +186,15 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class RopeFactors:
-    """What `quant.llama3_rope` computes the factors of a rotary embedding from."""
+    """What `quant.llama3_rope` computes the factors of a rotary embedding from.
+
+    `head_dim` are the dimensions that are rotated; the vector has room for a head of `room`, filled with 1.
+    """
 
     head_dim: int
     theta: float
     scaling: Llama3Scaling
+    room: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -345,13 +345,17 @@ def unscaled_rope_unless_default(facts: Facts) -> Iterator[KV]:
 def _read_freqs(file: Metadata) -> Json:
     if file.scaling is None:
         return {}
-    found = file.scaling(file.number("rope.freq_base", 10000.0))
+    return {"rope_scaling": read_scaling(file, file.scaling(file.number("rope.freq_base", 10000.0)))}
+
+
+def read_scaling(file: Metadata, found: Json | None) -> Json:
+    """Returns the scaling that a file's divisors were found to be; UnsupportedModel for None."""
     if found is None:
         raise UnsupportedModel(
             f"{file.file}: {ROPE_FREQS} scales frequencies in a way that config.json cannot say",
             "keep this model as GGUF: of these, only Llama 3's scaling is read",
         )
-    return {"rope_scaling": found}
+    return found
 
 
 @made_and_read(_read_freqs)
@@ -360,10 +364,15 @@ def rope_freqs(facts: Facts) -> Iterator[Constant]:
     found = rope_of(facts)
     if str(found["rope_type"]).lower() != "llama3":
         return
+    yield llama3_divisors(found, head_size(facts.settings))
+
+
+def llama3_divisors(found: Json, rotated: int, room: int = 0) -> Constant:
+    """Returns `rope_freqs.weight` of Llama 3's scaling of `rotated` dimensions, for a head of `room`."""
     given = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **found}
     context = {"original_max_position_embeddings": 8192, **found}
     factors = RopeFactors(
-        head_size(facts.settings),
+        rotated,
         positive(found, "rope_theta"),
         Llama3Scaling(
             positive(given, "factor"),
@@ -371,8 +380,9 @@ def rope_freqs(facts: Facts) -> Iterator[Constant]:
             positive(given, "high_freq_factor"),
             positive_int(context, "original_max_position_embeddings"),
         ),
+        room,
     )
-    yield Constant(ROPE_FREQS, rope=factors)
+    return Constant(ROPE_FREQS, rope=factors)
 
 
 def decoder(*, rope: Keys = rope, norm: Keys = rms_epsilon, more: Sequence[Keys] = ()) -> tuple[Keys, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from qconvert.core.config_json import MAX_EXPERTS, MAX_LAYERS
 from qconvert.core.dtypes import Json
@@ -24,8 +25,15 @@ _MOST = {
     "ssm.time_step_rank": 1 << 16,
     "expert_count": MAX_EXPERTS,
 }
-# Finds the parameters of Llama 3's scaling for a RoPE base, None if there are none.
-FindScaling = Callable[[float], Json | None]
+
+
+class FindScaling(Protocol):
+    """Finds the parameters of Llama 3's scaling for a RoPE base, None if there are none.
+
+    From the first `count` divisors, all where it is None.
+    """
+
+    def __call__(self, theta: float, count: int | None = None, /) -> Json | None: ...
 
 
 def no_numbers(name: str) -> tuple[float, ...]:

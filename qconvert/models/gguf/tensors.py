@@ -88,7 +88,7 @@ def _gathered(facts: Facts) -> Iterator[_Gathered]:
         if whole is not None:
             found.setdefault(whole.name, _Gathered(whole, [])).parts.append(parameter)
         elif parameter.group != parameter.role or role is not None:
-            first = parameter if role is None else replace(parameter, role=role)
+            first = parameter if role is None else parameter._replace(role=role)
             key = (first.group, parameter.layer, parameter.param)
             found.setdefault(key, _Gathered(first, [], stacked=True)).parts.append(parameter)
         else:

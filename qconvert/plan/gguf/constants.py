@@ -25,7 +25,7 @@ def _values(constant: Constant) -> np.ndarray:
     if rope is None:
         return np.array(constant.values, np.float32)
     scaling = rope.scaling
-    return llama3_factors(
+    factors_F = llama3_factors(
         rope.head_dim,
         rope.theta,
         scaling.factor,
@@ -33,3 +33,5 @@ def _values(constant: Constant) -> np.ndarray:
         scaling.high_freq_factor,
         scaling.original_context,
     )
+    rest = max(0, rope.room // 2 - len(factors_F))
+    return np.concatenate([factors_F, np.ones(rest, np.float32)])

@@ -54,7 +54,7 @@ def _gguf(state: Compiled) -> GGUFPlan:
 
 def _encoded(unit: Unit, type_: GGMLType, state: Compiled) -> Unit:
     have, want, again = unit.output.encoding, type_.encoding, state.request.allow_requantize
-    keys, unit = unit.statistics, replace(unit, statistics=())
+    keys, unit = unit.statistics, unit._replace(statistics=())
     if have == want:
         return unit
     if isinstance(want, Unquantized):
@@ -79,7 +79,7 @@ def _encoded(unit: Unit, type_: GGMLType, state: Compiled) -> Unit:
             f"{unit.output.name}: {type_.label} needs importances, and the importance matrix has none for it",
             "give one measured on this model, or another type with --tensor-type PATTERN=TYPE",
         )
-    return replace(unit, statistics=found)
+    return unit._replace(statistics=found)
 
 
 def carry_nvfp4_factors(state: Compiled) -> Compiled:

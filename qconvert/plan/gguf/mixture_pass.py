@@ -13,7 +13,8 @@ from qconvert.models.gguf.declaration import Facts
 from qconvert.models.gguf.families import facts_of, remarks_on
 from qconvert.models.gguf.keys import model_keys
 from qconvert.plan.gguf.encodings import is_mxfp4, own_types
-from qconvert.plan.gguf.mixture import Choice, MixFacts, choose_types, find_file_type, pattern_of
+from qconvert.plan.gguf.file_types import find_file_type
+from qconvert.plan.gguf.mixture import Choice, MixFacts, choose_types, pattern_of
 from qconvert.plan.request import KEEP, GGUFTarget
 from qconvert.plan.state import Compiled, GGUFPlan
 

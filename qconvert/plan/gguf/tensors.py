@@ -65,7 +65,7 @@ def _made(record: Record, members: Mapping[str, Unit], facts: Facts, measured: b
     made = Unit(inputs, units[0].ops, ModelTensor(record.name, (rows, record.width), encoding), keys)
     if record.step is not None:
         made = _changed(made, record.step)
-    return replace(made, output=replace(made.output, shape=record.shape))
+    return made._replace(output=replace(made.output, shape=record.shape))
 
 
 def _changed(unit: Unit, transform: RowTransform) -> Unit:

@@ -11,13 +11,14 @@ from qconvert.core.activations import ScalesBeside, StoredScale
 from qconvert.core.dtypes import DType, TensorSpec
 from qconvert.core.encodings import Codebook, ModelTensor, Quantized, Unquantized
 from qconvert.ops import Cast, Transcode
-from qconvert.plan.plan import Plan, Unit, whole
+from qconvert.plan.plan import Plan, Unit
 from qconvert.plan.state import Compiled
 
 
 def carry_scales(state: Compiled) -> Compiled:
     """One tensor more for every scale that the output's layout has a place for; those without are named."""
-    coded = {unit.output.name.removesuffix(".weight"): unit for unit in state.plan.units if _is_coded(unit)}
+    units = filter(_is_coded, state.plan.units)
+    coded = {u.output.name.removesuffix(".weight"): u for u in units} if state.facts.scales else {}
     made: list[Unit] = []
     inputs: set[str] = set()
     lost: list[str] = []
@@ -28,8 +29,9 @@ def carry_scales(state: Compiled) -> Compiled:
             continue
         made.append(_unit(state, scale, tensor, place))
         inputs |= {scale.module} if scale.of == "inputs" else set()
-    cache = state.facts.cache_format if _keeps_cache(state, coded) else ""
-    plan = replace(state.plan, units=(*_with_dynamic_inputs(state, inputs).units, *made))
+    cache = state.facts.cache_format if state.facts.cache_format and _keeps_cache(state) else ""
+    plan = _with_dynamic_inputs(state, inputs)
+    plan = replace(plan, units=(*plan.units, *made)) if made else plan
     named = _left_out(state, lost) if lost or (state.facts.cache_format and not cache) else ()
     beside = ScalesBeside(frozenset(inputs), cache)
     return replace(state.warn(*named), plan=plan, beside=beside, left_out=named)
@@ -51,16 +53,16 @@ def _place(state: Compiled, scale: StoredScale, coded: dict[str, Unit]) -> Tenso
 
 
 def _unit(state: Compiled, scale: StoredScale, tensor: ModelTensor, place: TensorSpec) -> Unit:
-    unit = Unit((whole(tensor),), (), ModelTensor(place.name, place.shape, tensor.encoding))
+    unit = Unit(tensor, (), ModelTensor(place.name, place.shape, tensor.encoding))
     if tensor.encoding != Unquantized(DType.F32):
         unit = unit.then(Cast(DType.F32))
     there = state.layout.scale_stored_as(place.name)
     return unit if there is None or there.inverse == scale.inverse else unit.then(Transcode("invert"))
 
 
-def _keeps_cache(state: Compiled, coded: dict[str, Unit]) -> bool:
+def _keeps_cache(state: Compiled) -> bool:
     probe = StoredScale("keys", "model.layers.0.self_attn")
-    return bool(coded) and state.layout.place_of_scale(probe, None) is not None
+    return any(map(_is_coded, state.plan.units)) and state.layout.place_of_scale(probe, None) is not None
 
 
 def _left_out(state: Compiled, lost: list[str]) -> tuple[str, ...]:

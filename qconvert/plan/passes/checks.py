@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from qconvert.core.dtypes import DType
 from qconvert.core.encodings import GgmlBlocks, Unquantized
 from qconvert.errors import BadRecipe, UnsupportedModel
@@ -17,6 +15,9 @@ def refuse_unscaled_weights(state: Compiled) -> Compiled:
 
     A table of numbers, such as that from tokens to experts in DeepSeek-V4, has whole ones.
     """
+    encodings = {id(tensor.encoding): tensor.encoding for tensor in state.binding.tensors.values()}
+    if not any(isinstance(e, Unquantized) and not e.dtype.is_float for e in encodings.values()):
+        return state
     for name, parameter in state.binding.parameters.items():
         encoding = state.binding.tensors[name].encoding
         if isinstance(encoding, Unquantized) and not encoding.dtype.is_float:
@@ -47,8 +48,8 @@ def check_finite(state: Compiled) -> Compiled:
     """
 
     def one(unit: Unit) -> Unit:
-        if unit.rows == unit.output.rows and unit.quantizes:
+        if unit.quantizes and unit.rows == unit.output.rows:
             return unit
-        return replace(unit, ops=(CheckFinite(), *unit.ops))
+        return unit._replace(ops=(CheckFinite(), *unit.ops))
 
     return state if state.request.allow_nonfinite else state.with_plan(state.plan.each(one))

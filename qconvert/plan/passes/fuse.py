@@ -105,7 +105,7 @@ def _joined(pieces: Iterable[RowSlice]) -> tuple[RowSlice, ...]:
     for piece in pieces:
         before = joined[-1] if joined else None
         if before is not None and before.goes_on(piece):
-            joined[-1] = replace(before, stop=piece.stop)
+            joined[-1] = before._replace(stop=piece.stop)
         else:
             joined.append(piece)
     return tuple(joined)

@@ -19,7 +19,8 @@ TORCH_NAMES = {DType.F64: "float64", DType.F32: "float32", DType.F16: "float16",
 
 
 def write_config(state: Compiled) -> Compiled:
-    """The config.json, and what the user should hear about the output as a whole."""
+    """The config.json in the form that the layout takes, and what the user should hear of the output."""
+    state = replace(state, layout=state.layout.fitted(each for _, each in _Modules(state.outputs).pairs()))
     config = _config(state)
     dropped = (f"{name}: a buffer the model recomputes; left out" for name in state.binding.dropped)
     state = state.warn(*dropped)
@@ -91,10 +92,10 @@ def _settings(state: Compiled, quantized: Mapping[str, Quantized]) -> Json:
 
 def _kept(state: Compiled, quantized: Mapping[str, Quantized]) -> list[str]:
     """The modules of linears that stay plain."""
-    found = (state.architecture.parameter(name) for name in state.outputs)
+    plain = (name for name, tensor in state.outputs.items() if not _is_coded(tensor))
     linears = (
         parameter
-        for parameter in found
+        for parameter in state.architecture.parameters_in(plain)
         if parameter is not None
         and parameter.kind != "embedding"
         and parameter.param == "weight"
@@ -104,6 +105,11 @@ def _kept(state: Compiled, quantized: Mapping[str, Quantized]) -> list[str]:
     kept += [_module(name) for name in state.binding.unknown if len(state.outputs[name].shape) == 2]
     head = state.architecture.table("lm_head")
     return [*kept, head.module] if state.tied and head is not None else kept
+
+
+def _is_coded(tensor: ModelTensor) -> bool:
+    """Whether a tensor is the weight of a module that is quantized."""
+    return tensor.name.endswith(".weight") and isinstance(tensor.encoding, Quantized)
 
 
 def _module(name: str) -> str:

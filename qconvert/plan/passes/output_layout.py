@@ -17,7 +17,7 @@ from qconvert.ops import Transcode
 from qconvert.plan.passes.fuse import cut_where, stack_members, unstack_experts
 from qconvert.plan.passes.transcode import Target, encode, transcode
 from qconvert.plan.plan import Plan, Unit
-from qconvert.plan.selectors import parameters_of
+from qconvert.plan.selectors import kept, parameters_of
 from qconvert.plan.state import Compiled
 
 
@@ -36,9 +36,10 @@ def bring_into_layout(state: Compiled) -> Compiled:
     if target.traits.absorbs_divisor:
         plan = _absorb_divisors(plan, state.facts.absorbable_divisors)
     if any(not isinstance(t.encoding, Unquantized) for t in plan.outputs.values()):
-        plan = transcode(plan, target, _stored_plain(plan, architecture, target.traits))
+        plain, tables = _stored_plain(plan, architecture, target.traits), _tables(plan, architecture)
+        plan = transcode(plan, target, plain, tables - plain)
     elif target.codebook:
-        plan = _encoded(plan, architecture, target)
+        plan = _encoded(plan, state, target)
     else:
         raise BadRecipe(
             f"no quantized tensors to write as {target.layout}",
@@ -82,19 +83,27 @@ def _apart(plan: Plan, architecture: Architecture, target: Target) -> Plan:
 def _stored_plain(plan: Plan, architecture: Architecture, traits: LayoutTraits) -> frozenset[str]:
     """Names of the tensors that a layout stores as numbers alone.
 
-    Embeddings are quantized as its traits say, but those in GGML blocks, which llama.cpp has in every model.
-    A layout of stacks of experts quantizes nothing else.
+    Embeddings are quantized as its traits say, but those in GGML blocks, which llama.cpp has in every model,
+    only where these say: any. A layout of stacks of experts quantizes nothing else.
     """
     parameters, outputs = parameters_of(plan, architecture), plan.outputs
-    tables = {n for n, p in parameters.items() if p.kind == "embedding" or p.role == "lm_head"}
-    blocks = {name for name in tables if isinstance(outputs[name].encoding, GgmlBlocks)}
     if traits.experts == "class":
         return frozenset(parameters.keys() - _expert_stacks(parameters))
+    tables = _tables(plan, architecture)
     encodings = {n: outputs[n].encoding for n in tables if parameters[n].kind == "embedding"}
-    quantized = set(encodings) if traits.embeddings == "any" else set()
+    if traits.embeddings == "any":
+        return frozenset()
+    blocks = {name for name in tables if isinstance(outputs[name].encoding, GgmlBlocks)}
+    quantized = set()
     if traits.embeddings == "symmetric":
         quantized = {n for n, e in encodings.items() if isinstance(e, AffineInt) and e.symmetric}
     return frozenset(blocks | encodings.keys() - quantized)
+
+
+def _tables(plan: Plan, architecture: Architecture) -> frozenset[str]:
+    """Names of the embeddings and the head."""
+    parameters = parameters_of(plan, architecture)
+    return frozenset(n for n, p in parameters.items() if p.kind == "embedding" or p.role == "lm_head")
 
 
 def _stacked(plan: Plan, architecture: Architecture) -> Plan:
@@ -120,8 +129,9 @@ def _expert_stacks(parameters: Mapping[str, Parameter]) -> set[str]:
     return {n for n, p in parameters.items() if p.transposed and len(p.shape) == 3 and p.param == "weight"}
 
 
-def _encoded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
-    """New codes of a table for the linears; in a layout of stacks of experts, for these."""
+def _encoded(plan: Plan, state: Compiled, target: Target) -> Plan:
+    """New codes of a table for the linears but those that rules keep; in a layout of stacks, for these."""
+    architecture = state.architecture
     stacks = target.traits.experts == "class"
     if not stacks:
         plan = unstack_experts(plan, architecture)
@@ -133,6 +143,7 @@ def _encoded(plan: Plan, architecture: Architecture, target: Target) -> Plan:
     }
     if stacks:
         weights &= _expert_stacks(parameters)
+    weights -= kept(state.request.recipe, architecture, parameters, tied=state.tied)
     entries = [entry for entry in architecture.fused.values() if not entry.fusion.per_expert]
     shared = {
         part.name: entry.whole.name for entry in entries for part in entry.members if part.name in weights

@@ -22,7 +22,7 @@ def quantize(state: Compiled) -> Compiled:
     recipe, target = state.request.recipe, state.request.layout_target
     if recipe.scheme is None and not recipe.rules:
         return state
-    for tensor in state.outputs.values():
+    for tensor in (unit.output for unit in state.plan.units):
         if not isinstance(tensor.encoding, Unquantized):
             raise BadRecipe(
                 f"{tensor.name}: already quantized ({tensor.encoding.label}); doing it again would "
@@ -49,6 +49,6 @@ def quantize(state: Compiled) -> Compiled:
         if unit.ops:
             return unit.then(*made[kind])
         output = ModelTensor(unit.output.name, unit.output.shape, made[kind][0].encoding)
-        return Unit(unit.inputs, made[kind], output, unit.statistics)  # which share their operations
+        return Unit(unit.read, made[kind], output, unit.statistics)  # which share their operations
 
     return state.with_plan(plan.each(one))

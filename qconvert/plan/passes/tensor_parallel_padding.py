@@ -173,10 +173,10 @@ def _padded(unit: Unit, shape: tuple[int, ...]) -> Unit:
     if wanted.rows > output.rows:
         zeros = RowSlice(last.tensor, 0, wanted.rows - output.rows, zeros_like=last.last)
         ops = tuple(op.extended(wanted.rows) for op in unit.ops)
-        unit = replace(unit, inputs=(*unit.inputs, zeros), ops=ops)
+        unit = unit._replace(read=(*unit.inputs, zeros), ops=ops)
     if wanted.width > output.width:
         unit = unit.then(PadColumns(wanted.width))
-    return replace(unit, output=replace(unit.output, shape=shape))
+    return unit._replace(output=replace(unit.output, shape=shape))
 
 
 def zeros_added(unit: Unit) -> tuple[int, int]:

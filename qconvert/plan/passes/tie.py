@@ -118,4 +118,4 @@ def without(plan: Plan, name: str) -> Plan:
 def _untied(plan: Plan, embed: str, head: str) -> Plan:
     """The plan that writes the embedding a second time, as the head."""
     unit = next(unit for unit in plan.units if unit.output.name == embed)
-    return replace(plan, units=(*plan.units, replace(unit, output=replace(unit.output, name=head))))
+    return replace(plan, units=(*plan.units, unit._replace(output=replace(unit.output, name=head))))

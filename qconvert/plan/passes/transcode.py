@@ -136,19 +136,22 @@ def _nesting(target: Target, tensor: ModelTensor, encoding: Quantized) -> tuple[
     return (NestScales(tensor.width),) if target.codebook and target.codebook.nested and four_bits else ()
 
 
-def transcode(plan: Plan, target: Target, plain: frozenset[str]) -> Plan:
+def transcode(plan: Plan, target: Target, plain: frozenset[str], tables: frozenset[str]) -> Plan:
     """Bring every quantized output into an encoding that the target layout stores.
 
-    `plain` are the tensors that it stores as numbers alone. Raises BadRecipe naming the weight and the
-    reason where codes cannot be kept.
+    `plain` are the tensors that it stores as numbers alone, `tables` embeddings and heads that it need not:
+    in GGML blocks, these keep their codes or, where they cannot, become numbers. Raises BadRecipe naming the
+    weight and the reason where codes of others cannot be kept.
     """
 
     zeros = target.traits.shared_zero_point and _with_zeros(plan, plain)
     target = replace(target, asymmetric=zeros)
-    types = _block_types(plan, plain)
+    types = _block_types(plan, plain | tables)
 
     def one(unit: Unit) -> Unit:
         encoding = unit.output.encoding
+        if isinstance(encoding, GgmlBlocks) and unit.output.name in tables:
+            return _table_from_blocks(target, unit, encoding)
         if isinstance(encoding, GgmlBlocks):
             return _from_blocks(target, unit, encoding, plain, types)
         if isinstance(encoding, Unquantized) or not isinstance(encoding, Quantized):
@@ -190,6 +193,18 @@ def _block_types(plan: Plan, plain: frozenset[str]) -> Counter[str]:
     return Counter(each.type for each in encodings if isinstance(each, GgmlBlocks))
 
 
+def _table_from_blocks(target: Target, unit: Unit, encoding: GgmlBlocks) -> Unit:
+    """An embedding, or a head, in GGML blocks: its codes kept; new ones if they may be; or numbers.
+
+    A scheme that is asked for is for linears.
+    """
+    own = replace(target, scheme=None, table="")
+    try:
+        return _from_blocks(own, unit, encoding, frozenset(), Counter())
+    except BadRecipe:
+        return unit.then(Dequantize(DType.BF16))
+
+
 def _from_blocks(
     target: Target, unit: Unit, encoding: GgmlBlocks, plain: frozenset[str], types: Counter[str]
 ) -> Unit:
@@ -211,10 +226,20 @@ def _from_blocks(
         number, weights = types[encoding.type], types.total()
         raise BadRecipe(
             f"{error.fact}; in the file it is {encoding.type}, as {number} of {weights} linears are",
-            f"--allow-requantize quantizes {'it' if number == 1 else 'these'} again, which loses twice; "
+            f"--allow-requantize quantizes {'it' if number == 1 else 'these'} again"
+            f"{_nearest_label(target, as_grid.output)}, which loses twice; "
             "better: `qconvert quantize` of the original model",
         ) from error
     return _as_asked(target, unit, kept)
+
+
+def _nearest_label(target: Target, tensor: ModelTensor) -> str:
+    """As what a weight would be quantized again, if nothing else is asked for."""
+    if target.codebook or target.scheme or target.traits.integers is None:
+        return ""
+    assert isinstance(tensor.encoding, Quantized)
+    scheme = target.traits.nearest(tensor.encoding, tensor.width, symmetric=not target.asymmetric)
+    return f", as {scheme.label}"
 
 
 def steps(target: Target, tensor: ModelTensor) -> tuple[Op, ...]:

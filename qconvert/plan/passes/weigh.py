@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from qconvert.core.statistics import StatisticsKey
 from qconvert.errors import BadRecipe
 from qconvert.models import Architecture
@@ -23,7 +21,7 @@ def weigh_errors(state: Compiled) -> Compiled:
 
     def one(unit: Unit) -> Unit:
         keys = input_keys_of(unit.output.name, state.architecture) if unit.quantizes else ()
-        return replace(unit, statistics=measured(keys, statistics))
+        return unit._replace(statistics=measured(keys, statistics))
 
     plan = state.plan.each(one)
     if not any(unit.quantizes for unit in plan.units):

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from qconvert.quant.simd.lanes import LANES, highest, kernel, rounded_even, splat, where
+from qconvert.quant.simd.lanes import LANES, highest, kernel, splat, where
 from qconvert.quant.simd.products import fused
+from qconvert.runtime.cpu.exponential import exp
 from qconvert.runtime.cpu.kernels import multiply_rows
 from qconvert.runtime.cpu.simd import (
     float_at,
     floats,
     load_bf16,
-    power_of_two,
     put_float,
     routine,
     store_bf16,
@@ -182,7 +182,7 @@ def _softmax(scores, count):  # type: ignore[no-untyped-def]
         top = where(top < value, value, top)
     most, sum_ = splat(highest(top)), splat(_F(0))
     for i in range(0, count, LANES):
-        weight = _exp(floats(scores + 4 * i) - most)
+        weight = exp(floats(scores + 4 * i) - most)
         store_f32(scores + 4 * i, weight)
         sum_ = sum_ + weight
     return _F(1) / total(sum_)
@@ -197,27 +197,10 @@ def _mlp(model, layer, own, rank, size):  # type: ignore[no-untyped-def]
     multiply_rows(layer.up, own.normal, y + 4 * width, start, stop)
     for i in range(start, stop, LANES):
         gate = floats(y + 4 * i)
-        swish = gate / (_exp(-gate) + _F(1))
+        swish = gate / (exp(-gate) + _F(1))
         store_f32(model.inner + 4 * i, swish * floats(y + 4 * (width + i)))
     wait_for_all(model.arrived, size)
     start, stop = _share(layer.down.rows, rank, size)
     multiply_rows(layer.down, model.inner, own.normal, start, stop)
     _add(model.x, own.normal, start, stop)
     wait_for_all(model.arrived, size)
-
-
-@routine
-def _exp(x):  # type: ignore[no-untyped-def]
-    """e to lanes below 88, within 2 ulp; 0 below -87. Cephes' expf: 2**n times a polynomial."""
-    x = where(x > splat(_F(-87)), x, splat(_F(-87)))
-    x = where(x < splat(_F(88)), x, splat(_F(88)))
-    n = rounded_even(x * _F(1.44269504))
-    r = fused(n, splat(_F(-0.693359375)), x)
-    r = fused(n, splat(_F(2.12194440e-4)), r)
-    p = splat(_F(1.9875691500e-4))
-    p = fused(p, r, splat(_F(1.3981999507e-3)))
-    p = fused(p, r, splat(_F(8.3334519073e-3)))
-    p = fused(p, r, splat(_F(4.1665795894e-2)))
-    p = fused(p, r, splat(_F(1.6666665459e-1)))
-    p = fused(p, r, splat(_F(5.0000001201e-1)))
-    return (fused(p, r * r, r) + _F(1)) * power_of_two(n)

@@ -52,6 +52,7 @@ from qconvert.models.gguf.families import (
     qwen,
     qwen_hybrid,
     seeing,
+    step,
 )
 from qconvert.models.gguf.families.tower_models import tower_model
 
@@ -73,6 +74,7 @@ MODELS: Mapping[str, GGUFModel | NoGraph] = {
     **encoders.MODELS,
     **others.MODELS,
     **seeing.MODELS,
+    **step.MODELS,
 }
 
 
