@@ -57,7 +57,8 @@ def test_outputs_are_those_of_settings_on_top(
     name, *flags = command
     for each in ("top", "within"):
         (tmp_path / each).mkdir()
-    places = [tmp_path / each / "out.gguf" for each in ("top", "within")]
+    made_name = "out.gguf" if name == "to-gguf" else "out"
+    places = [tmp_path / each / made_name for each in ("top", "within")]
     outs = [made(name, folder, *flags, "-o", place) for folder, place in zip(pair, places, strict=True)]
     if name == "to-gguf":
         assert outs[0].read_bytes() == outs[1].read_bytes()

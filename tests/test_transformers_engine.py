@@ -313,10 +313,9 @@ def test_every_writing_command_takes_them(tmp_path: Path, here: Path) -> None:
     made("calibrate", folder, "--merge", stats, "--imatrix", "i.gguf")
     to_gguf = ("to-gguf", folder, "--type", "q4_0", "--pre-tokenizer", "gpt-2")
     convert = ("convert", folder, "--scheme", "int4-g32", "--to", "gptq")
-    for command in (to_gguf, convert):
-        name = command[0]
+    for command, name in ((to_gguf, "{}.gguf"), (convert, "folder-{}")):
         outs = [
-            made(*command, *more, "-o", f"{name}-{i}.gguf")
+            made(*command, *more, "-o", name.format(i))
             for i, more in enumerate(((), ("--calibration", stats), ("--calibration", "i.gguf")))
         ]
         plain, weighed, same = (

@@ -215,7 +215,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def name_new(partial: Path, final: Path) -> None:
-    """Renames a file to an unused name; FileExistsError if it is taken."""
+    """Renames a file to an unused name; FileExistsError if it is taken. An error leaves it the old name."""
     try:
         os.link(partial, final)  # which, unlike a rename, replaces nothing
     except FileExistsError:
@@ -225,7 +225,11 @@ def name_new(partial: Path, final: Path) -> None:
             raise FileExistsError(final) from None
         partial.rename(final)
     else:
-        partial.unlink()
+        try:
+            partial.unlink()
+        except OSError:
+            final.unlink()
+            raise
 
 
 def require_writable(path: Path) -> None:
