@@ -22,6 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # `evals` is a fol
 
 from evals.commands import qconvert
 from evals.divergences import divergences
+from qconvert.checkpoint.hub import resolve
+from qconvert.checkpoint.open import open_checkpoint
 from qconvert.core.dtypes import Json
 from qconvert.core.version import __version__
 from qconvert.report.tables import table
@@ -87,7 +89,10 @@ def targets(
         asked = Asked(model, text, read, method, window, chunks, prices)
         if method == "nearest" and not kls:
             qconvert("calibrate", model, *read, "-o", statistics)
-        for case in kls or cases:
+        held = cases if blocks_of_256(model) else [case for case in cases if case not in TYPES]
+        if len(held) < len(cases):
+            click.echo("K types are left out: rows of this model are no multiple of 256", err=True)
+        for case in kls or held:
             if isinstance(case, str):
                 rows.append(_case(case, asked, statistics, Path(scratch)))
             else:
@@ -103,6 +108,12 @@ def targets(
         return
     lost = [row for row in rows if row["mix_minus_uniform"]["value"] > 0]
     click.echo(f"{len(rows)} cases, {len(lost)} lost")
+
+
+def blocks_of_256(model: str) -> bool:
+    """Whether all rows of a model's linears have the blocks of K types."""
+    config = open_checkpoint(resolve(model).path).config
+    return not any(config[key] % 256 for key in ("hidden_size", "intermediate_size"))
 
 
 def _case(case: str, asked: Asked, statistics: Path, scratch: Path) -> Json:
