@@ -230,8 +230,17 @@ def _mxfp4(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
 
 def _torchao(arrays: Arrays, config: Any) -> Iterator[tuple[str, Weight]]:
     for base in _bases(arrays, "._weight_qdata"):
-        steps = _wide(arrays[f"{base}._weight_scale"])
-        yield f"{base}.weight", (_wide(arrays[f"{base}._weight_qdata"]) * steps, steps)
+        stored, steps = arrays[f"{base}._weight_qdata"], _wide(arrays[f"{base}._weight_scale"])
+        zeros = arrays.get(f"{base}._weight_zero_point", torch.zeros(steps.shape))
+        if zeros.is_floating_point() and steps.shape[1] == stored.shape[0] != steps.shape[0]:  # Int4Tensor
+            codes = _nibbles(stored.view(torch.uint8).numpy() ^ 0x88).astype(float) - 8
+            each, middles = (_spread(numbers.T, codes.shape[1]) for numbers in (steps, _wide(zeros)))
+            yield f"{base}.weight", (codes * each + middles, each)
+            continue
+        codes = _wide(stored)
+        each, whole = (_spread(numbers, codes.shape[1]) for numbers in (steps, _wide(zeros)))
+        yield f"{base}.weight", ((codes - whole) * each, each)
+    yield from _rest(arrays)
 
 
 _ROLES = {

@@ -174,7 +174,7 @@ def torchao(out: Path, source: Path, *, quantize: Callable[[torch.Tensor], Any],
     for base in LINEARS:
         made = quantize(arrays[f"{base}.weight"])
         arrays[f"{base}.weight"] = made
-        found[f"{base}.weight"] = _int4_numbers(made) if kind == INT4 else made.dequantize()
+        found[f"{base}.weight"] = int4_numbers(made) if kind == INT4 else made.dequantize()
     flat, metadata = flatten_tensor_state_dict(arrays)
     save_file({k: v.contiguous() for k, v in flat.items()}, out / "model.safetensors", metadata)
     (out / "config.json").write_text(json.dumps(config))
@@ -198,7 +198,7 @@ def _int4_tensor(weight: torch.Tensor) -> Any:
     return Int4Tensor(packed, *turned, block_size=[1, size], shape=weight.shape)
 
 
-def _int4_numbers(made: Any) -> torch.Tensor:
+def int4_numbers(made: Any) -> torch.Tensor:
     low, high = (made.qdata << 4) >> 4, made.qdata >> 4
     codes = torch.stack([low, high], -1).flatten(-2).to(made.scale.dtype)
     scale, middle = (x.t().repeat_interleave(32, 1) for x in (made.scale, made.zero_point))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from qconvert.checkpoint.by_role import CheckpointWeights
@@ -23,7 +24,7 @@ from qconvert.quant.dequantize import numbers
 from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder
 from tests.commands import made, qconvert
-from tests.foreign_layouts import ATTENTION, FOLDER, LINEARS, MLP, model
+from tests.foreign_layouts import ATTENTION, FOLDER, LINEARS, MLP, int4_numbers, model
 
 DTYPES = {"float16": DType.F16, "bfloat16": DType.BF16, "float32": DType.F32}
 # What `inspect` says of each.
@@ -94,6 +95,13 @@ KEPT = [
     ("torchao-fp8", "fbgemm_fp8", 0.0),
     ("torchao-fp8-tensor", "fbgemm_fp8", 0.0),
     ("torchao-int4", "hqq", 0.04),
+    ("torchao-fp8", "torchao", 0.0),
+    ("torchao-int4", "torchao", 0.0),
+    ("torchao-intx", "torchao", 0.0),
+    ("torchao-intx-asym", "torchao", 0.02),
+    ("quark-fp8", "torchao", 0.0),
+    ("auto-round-mixed", "torchao", 0.0),
+    ("auto-round-awq", "torchao", 0.02),
     ("hqq-4-whole", "quark", 0.0),
     ("auto-round-mxfp4", "quark", 0.0),
     ("bitnet", "compressed-tensors", 0.0),
@@ -258,6 +266,53 @@ def test_transformers_loads_what_is_written_for_hqq_and_quark(
         found = linear.dequantize() if layout == "hqq" else linear._get_qweight(linear.weight)
         assert torch.equal(found.to(kind).float(), expected[f"{base}.weight"]), base
     assert loaded(torch.arange(12)[None] * 5 % 64).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["torchao-fp8-tensor", "torchao-int4"])
+def test_what_is_written_again_are_the_arrays_and_metadata_of_torchao(name: str, tmp_path: Path) -> None:
+    out = made("convert", FOLDER / name, "--to", "torchao", "-o", tmp_path / "out")
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (out, FOLDER / name))
+    assert set(ours) == set(theirs) and all(torch.equal(ours[array], theirs[array]) for array in theirs)
+    said, before = (safe_open(f / "model.safetensors", "pt").metadata() for f in (out, FOLDER / name))
+    assert said.pop("format") == "pt" and set(said) == set(before)
+    names = (json.loads(each.pop("tensor_names")) for each in (said, before))
+    assert len({frozenset(each) for each in names}) == 1
+    assert {key: json.loads(said[key]) for key in said} == {key: json.loads(before[key]) for key in before}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind"),
+    [
+        ("int4-g32", "Int4Tensor"),
+        ("int4-asym-g32", "Int4Tensor"),
+        ("int4-channel", "IntxUnpackedToInt8Tensor"),
+        ("int3-asym-g32", "IntxUnpackedToInt8Tensor"),
+        ("int8-channel", "IntxUnpackedToInt8Tensor"),
+        ("fp8-channel", "Float8Tensor"),
+        ("fp8-tensor", "Float8Tensor"),
+    ],
+)
+def test_transformers_loads_what_is_written_for_torchao(scheme: str, kind: str, tmp_path: Path) -> None:
+    """In several files; packed int4 is multiplied on GPUs alone, and so its numbers are compared."""
+    pytest.importorskip("torchao", reason="has the classes that transformers loads")
+    from transformers import AutoModelForCausalLM
+
+    mixed = () if "fp8" in scheme else ("--rule", "down_proj=int8-g32")
+    asked = ("--scheme", scheme, *mixed, "--shard-size", "20KB")
+    out = made("quantize", model(tmp_path / "m"), "--layout", "torchao", *asked, "-o", tmp_path / "out")
+    assert len(list(out.glob("*.safetensors"))) > 1
+    plain = made("dequantize", out, "--dtype", "f32", "-o", tmp_path / "plain")
+    expected = load_file(plain / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    for base in LINEARS:
+        weight = loaded.get_submodule(base).weight
+        own = kind if not mixed or "down_proj" not in base else "IntxUnpackedToInt8Tensor"
+        assert type(weight).__name__ == own and weight.dtype is torch.bfloat16
+        found = int4_numbers(weight) if own == "Int4Tensor" else weight.dequantize()
+        torch.testing.assert_close(found.float(), expected[f"{base}.weight"], rtol=2**-8, atol=0)
+    if kind != "Int4Tensor":
+        found = loaded(torch.arange(12)[None] * 5 % 64).logits.float()
+        torch.testing.assert_close(found, logits(out), rtol=0, atol=0.03)
 
 
 @pytest.mark.parametrize("name", ["auto-round-mixed", "auto-round-w2-asym", "auto-round-awq"])

@@ -91,6 +91,10 @@ class NoScalesBeside:
         """The settings where numbers are stored beside the weights, for layouts that have places for them."""
         return self.settings(quantized, kept)
 
+    def file_metadata(self, tensors: Iterable[ModelTensor], config: Json) -> Mapping[str, str]:
+        """What the header of every file says of the tensors of a model: nothing, for most."""
+        return {}
+
     def scale_stored_as(self, name: str) -> StoredScale | None:
         """What an array of this name scales; None for all others, and in layouts without such numbers."""
         return None

@@ -108,6 +108,9 @@ class InputMajor:
     ) -> Json:
         return self.inside.settings_beside(quantized, kept, scales)
 
+    def file_metadata(self, tensors: Iterable[ModelTensor], config: Json) -> Mapping[str, str]:
+        return self.inside.file_metadata(tensors, config)
+
     def scale_stored_as(self, name: str) -> StoredScale | None:
         return self.inside.scale_stored_as(name)
 

@@ -34,10 +34,10 @@ WRITTEN = {
     "hqq": f"{_HERE}.hqq",
     "quark": f"{_HERE}.quark",
     "fbgemm_fp8": f"{_HERE}.fbgemm",
+    "torchao": f"{_HERE}.torchao",
 }
 # Those that are only read.
 READ_ONLY = {
-    "torchao": f"{_HERE}.torchao",
     "bitnet": f"{_HERE}.bitnet",
     "exl2": f"{_HERE}.exllama",
     "exl3": f"{_HERE}.exllama",

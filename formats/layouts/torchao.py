@@ -1,28 +1,49 @@
-"""Reads the safetensors layout of torchao: integers of 8 bits and fewer, packed int4, and FP8.
+"""Stores the safetensors layout of torchao: integers of 8 bits and fewer, packed int4, and FP8.
 
 A quantized `X.weight` [N, K] is `X._weight_qdata` with `X._weight_scale` and, but for FP8,
 `X._weight_zero_point`; the file's metadata name its class. `Int8Tensor` and `IntxUnpackedToInt8Tensor` have
 int8 [N, K] (the latter's within `target_dtype`) and scales [N, G]; `Int4Tensor` has two signed codes in a
 byte [N, K/2], the first one low, and [G, N] scales and weights in the middle of the codes; `Float8Tensor` has
-E4M3 [N, K] with scales [1, 1], [N, 1] or one for each block. Sources: torchao 0.18 (`quantize_/workflows`,
-`prototype/safetensors`), and tensors written by it; for int4, fbgemm_gpu (`int4_row_quantize_zp`).
+E4M3 [N, K] with scales [1, 1], [N, 1] or one for each block. `Int4Tensor` is written in the groups that
+torchao makes of it, all other integers as `IntxUnpackedToInt8Tensor`. Sources: torchao 0.18
+(`quantize_/workflows`, `prototype/safetensors`), and tensors written by it; for int4, fbgemm_gpu
+(`int4_row_quantize_zp`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qconvert.core.activations import ActivationScheme
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, AffineMin, Codebook, ModelTensor, Quantized
-from qconvert.core.layout_traits import LayoutTraits, with_packages
-from qconvert.core.protocols import ArrayRows, Source
+from qconvert.core.layout_traits import (
+    RANDOM_EXPERTS,
+    CodebookScheme,
+    IntegerSchemes,
+    LayoutTraits,
+    LoaderLimit,
+    with_packages,
+)
+from qconvert.core.protocols import ArrayRows, Layout, Source
 from qconvert.core.values import AffineIntRows, AffineMinRows, CodebookRows, Value
-from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel
+from qconvert.errors import CorruptCheckpoint, UnsupportedModel
 from qconvert.formats.layouts.base import PassThrough, RegisteredLayout
-from qconvert.formats.layouts.config_checks import APART, dtype_of, gathered, require, settings_of
+from qconvert.formats.layouts.config_checks import (
+    APART,
+    base_of,
+    dtype_of,
+    gathered,
+    matrix_shape,
+    require,
+    settings_of,
+)
+from qconvert.formats.layouts.torchao_classes import file_metadata, quantization_config
+from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
+from qconvert.ops import Op, Transcode
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,25 +54,53 @@ _INT4 = 4
 # The classes whose arrays are read; files of before the metadata are told by their arrays.
 _CLASSES = ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Int4Tensor", "Float8Tensor")
 
+_E4M3 = Codebook("e4m3", None, DType.F32, DType.BF16)
+_PACKED_GROUPS = (32, 64, 128, 256)  # of Int4WeightOnlyConfig
+
 TRAITS = LayoutTraits(
     NAME,
+    integers=IntegerSchemes(),
+    codebooks=(
+        CodebookScheme("fp8-channel", _E4M3),
+        CodebookScheme("fp8-tensor", replace(_E4M3, group_rows=None)),
+    ),
     packs="no",
+    symmetric_zeros=True,
+    experts="apart",
     readers=("vllm", "sglang", "transformers"),
-    limits=(with_packages("transformers", "torchao"),),
-    instead="--to int-quantized holds the same integers; torchao.quantize_ makes its own from --to bf16",
+    loads="transformers and vLLM with torchao load",
+    limits=(
+        with_packages("transformers", "torchao"),
+        LoaderLimit(
+            ("vllm", "transformers"),
+            "needs",
+            "{loader} multiplies packed int4 with the package mslk, on a GPU, in bfloat16",
+            "pip install mslk; `qconvert convert --to compressed-tensors` runs on CPUs too",
+            lambda encoding: isinstance(encoding, AffineMin),
+            needs="mslk",
+        ),
+        RANDOM_EXPERTS,
+    ),
 )
 
 
 class TorchAO(PassThrough[Quantized, Value]):
-    """Reads weights from torchao's arrays; `zeros` are the weights with a zero point that is stored."""
+    """Stores weights as torchao's arrays; `zeros` are the weights with a zero point that is stored, None of
+    what is written: all integers have one.
+    """
 
     traits = TRAITS
 
-    def __init__(self, zeros: frozenset[str] = frozenset()) -> None:
+    def __init__(self, zeros: frozenset[str] | None = None) -> None:
         self.zeros = zeros
 
+    @property
+    def rewritten(self) -> Layout:
+        """All weights as the classes that are written, whatever they were."""
+        return TorchAO()
+
     def arrays(self, tensor: ModelTensor, encoding: Quantized) -> tuple[TensorSpec, ...]:
-        base, (rows, width) = tensor.name.removesuffix(".weight"), tensor.shape[-2:]
+        base, (rows, width) = base_of(tensor), matrix_shape(tensor, NAME)
         qdata, scale, zero = base + _QDATA, f"{base}._weight_scale", f"{base}._weight_zero_point"
         groups: tuple[int, ...] = (rows, encoding.groups(width))
         if isinstance(encoding, Codebook):
@@ -65,17 +114,33 @@ class TorchAO(PassThrough[Quantized, Value]):
             TensorSpec(qdata, DType.I8, tensor.shape),
             TensorSpec(scale, encoding.scale_dtype, groups),
         )
-        return (*made, TensorSpec(zero, DType.I8, groups)) if tensor.name in self.zeros else made
+        stored = self.zeros is None or tensor.name in self.zeros
+        return (*made, TensorSpec(zero, DType.I8, groups)) if stored else made
 
     def rows(self, tensor: ModelTensor, encoding: Quantized) -> int:
         """The rows of a block share its scales."""
         return (encoding.group_rows or 1) if isinstance(encoding, Codebook) else 1
 
-    def store(self, tensor: ModelTensor, start: int, value: Value) -> Iterable[ArrayRows]:
-        """Raise BadRecipe: the class of a quantized weight would have to be rebuilt by torchao."""
-        raise BadRecipe(
-            f"{tensor.name}: torchao's layout is read, not written", "`qconvert convert --to` another layout"
-        )
+    def store(self, tensor: ModelTensor, start: int, value: Value) -> Iterator[ArrayRows]:
+        specs = self.stored_arrays(tensor)
+        if isinstance(value, CodebookRows):
+            yield ArrayRows(specs[0].name, start, value.codes_RI)
+            per = value.encoding.group_rows
+            if per is not None:
+                yield ArrayRows(specs[1].name, start // per, value.scales_RG[::per])
+            elif start == 0:
+                yield ArrayRows(specs[1].name, 0, value.scales_RG[:1])
+        elif isinstance(value, AffineMinRows):
+            yield from _packed(specs, start, value)
+        else:
+            assert isinstance(value, AffineIntRows)
+            from qconvert.quant.dequantize import zeros_of
+            from qconvert.quant.packed_codes import codes_of
+
+            arrays = codes_of(value), value.scales_RG, zeros_of(value)
+            for spec, array in zip(specs, arrays, strict=True):
+                signed = _signed(array, value.encoding.bits) if spec.dtype is DType.I8 else array
+                yield ArrayRows(spec.name, start, signed)
 
     def load(self, tensor: ModelTensor, encoding: Quantized, source: Source, rows: range) -> Value:
         specs = self.arrays(tensor, encoding)
@@ -89,8 +154,28 @@ class TorchAO(PassThrough[Quantized, Value]):
         return AffineIntRows(_unsigned(codes, encoding.bits), scales, zeros_RG, encoding)
 
     def settings(self, quantized: Mapping[str, Quantized], kept: list[str]) -> Json:
-        """Nothing is written in this layout."""
-        raise BadRecipe("torchao's layout is read, not written", "`qconvert convert --to` another layout")
+        return {"quantization_config": quantization_config(quantized, kept)}
+
+    def file_metadata(self, tensors: Iterable[ModelTensor], config: Json) -> Mapping[str, str]:
+        """The class of every tensor: transformers takes what the last of several files says."""
+        return file_metadata(tensors, dtype_of(config))
+
+
+def _packed(specs: tuple[TensorSpec, ...], start: int, value: AffineMinRows) -> Iterator[ArrayRows]:
+    """Two signed codes of 4 bits in a byte; scales and middles in columns."""
+    from qconvert.quant.nibbles import pack_nibbles
+    from qconvert.quant.packed_codes import codes_of
+    from qconvert.quant.simd.transpose import transposed
+
+    yield ArrayRows(specs[0].name, start, pack_nibbles(codes_of(value) ^ (1 << (_INT4 - 1))).view("i1"))
+    for spec, array_RG in zip(specs[1:], (value.scales_RG, value.mins_RG), strict=True):
+        yield ArrayRows(spec.name, 0, transposed(array_RG), start)
+
+
+def _signed(unsigned: np.ndarray, bits: int) -> np.ndarray:
+    """Codes of `bits` bits, counted from the middle of them."""
+    signed: np.ndarray = (unsigned - (1 << (bits - 1))).view("i1")
+    return signed
 
 
 def _unsigned(signed: np.ndarray, bits: int) -> np.ndarray:
@@ -210,4 +295,20 @@ def _activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
     return ActivationScheme(8, named.startswith("Float8"), "tensor" if whole else "token")
 
 
-LAYOUTS = (RegisteredLayout(TRAITS, reader=open_torchao, activations=_activations),)
+def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
+    if isinstance(encoding, Codebook) and encoding.table == "e4m3":
+        if encoding.group_size is not None:
+            raise refused(tensor, "is FP8 in blocks, which torchao's settings of weights alone do not have")
+        return () if encoding.scale_dtype is DType.F32 else (Transcode("widen_scales", DType.F32),)
+    if isinstance(encoding, AffineMin) and encoding.bits == _INT4 and encoding.shared_rows == 1:
+        if encoding.offset == "middle" and encoding.scale_dtype is DType.BF16:
+            return ()
+        if encoding.group_size in _PACKED_GROUPS:
+            return (Transcode("to_middles"),)
+    ops, made = to_integers(tensor, encoding)
+    check_column_order(tensor, made, NAME)
+    packed = made.bits == _INT4 and made.group_size in _PACKED_GROUPS
+    return (*ops, Transcode("to_middles")) if packed else ops
+
+
+LAYOUTS = (RegisteredLayout(TRAITS, TorchAO, open_torchao, _transcode, _activations),)

@@ -73,7 +73,8 @@ class Layout(Protocol):
     Numbers beside the weights: `scale_stored_as` says what an array of this name scales, None for all others;
     `place_of_scale` where the layout stores a scale (of the inputs of a linear with such a weight, or of a
     cache in a model that has quantized ones), None where it has no place for it; `settings_beside` are the
-    settings of a model with such scales. Loaders that want a scale of inputs for a weight take the encoding
+    settings of a model with such scales; `file_metadata` is what the header of every file says of the tensors
+    of a model with this config.json. Loaders that want a scale of inputs for a weight take the encoding
     `without_input_scale` where there is none, which holds the same numbers; None where they do without.
     """
 
@@ -112,6 +113,8 @@ class Layout(Protocol):
     def settings_beside(
         self, quantized: Mapping[str, Quantized], kept: list[str], scales: ScalesBeside
     ) -> Json: ...
+
+    def file_metadata(self, tensors: Iterable[ModelTensor], config: Json) -> Mapping[str, str]: ...
 
     def scale_stored_as(self, name: str) -> StoredScale | None: ...
 

@@ -12,6 +12,7 @@ from math import prod
 
 from qconvert.core.dtypes import Json, rows_of, width_of
 from qconvert.core.encodings import (
+    AffineInt,
     AffineMin,
     Codebook,
     Encoding,
@@ -103,15 +104,22 @@ def form_bytes(encoding: Encoding, shape: tuple[int, ...], layout: LayoutTraits 
         return (
             rows * -(-width_of(shape) * encoding.bits // 8) + encoding.scale_rows(rows) * groups * scale_bytes
         )
+    if isinstance(encoding, AffineInt):
+        return _integer_bytes(encoding, shape, layout)
     words = -(-width_of(shape) * encoding.bits // 32)
-    scales = groups * encoding.scale_dtype.nbytes
-    if isinstance(encoding, AffineMin):
-        codes = _folded_bytes(encoding, prod(shape), layout) if layout.folds else rows * 4 * words
-        return codes + 2 * rows * scales // encoding.shared_rows
+    codes = _folded_bytes(encoding, prod(shape), layout) if layout.folds else rows * 4 * words
+    return codes + 2 * rows * groups * encoding.scale_dtype.nbytes // encoding.shared_rows
+
+
+def _integer_bytes(encoding: AffineInt, shape: tuple[int, ...], layout: LayoutTraits) -> int:
+    """Bytes of integers: packed in words, or, where a layout packs none, a byte for each number."""
+    rows, width, groups = rows_of(shape), width_of(shape), encoding.groups(width_of(shape))
     stored = layout.symmetric_zeros or not encoding.symmetric
+    scales, columns = groups * encoding.scale_dtype.nbytes, 4 * width if layout.act_order else 0
+    if layout.packs == "no":
+        return rows * (width + scales + groups * stored) + columns
     zeros = -(-rows * encoding.bits // 32) * 4 * groups if stored else 0
-    columns = 4 * width_of(shape) if layout.act_order else 0
-    return rows * (4 * words + scales) + zeros + columns
+    return rows * (4 * -(-width * encoding.bits // 32) + scales) + zeros + columns
 
 
 def _folded_bytes(encoding: AffineMin, count: int, layout: LayoutTraits) -> int:

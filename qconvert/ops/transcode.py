@@ -22,6 +22,7 @@ Step = Literal[
     "offsets_to_mins",
     "zeros_to_floats",
     "offsets_to_zeros",
+    "to_middles",
     "cast_scales",
     "split_groups",
     "from_int8_rows",
@@ -77,6 +78,8 @@ STEPS: Mapping[Step, Callable[[Any, Any], Encoding]] = {
     # Zero points in floating point: integers as they are, and what is stored in their place otherwise.
     "zeros_to_floats": lambda e, width: replace(_zeros_to_mins(e, width), offset="zero"),
     "offsets_to_zeros": lambda e, _: replace(e, offset="zero"),
+    # Integer zero points or minimums to the weights in the middle of the codes, in bfloat16.
+    "to_middles": lambda e, _: AffineMin(e.bits, e.group_size, DType.BF16, "middle"),
     # Scales rounded to another dtype (the argument), or repeated for groups of a smaller size.
     "cast_scales": lambda e, dtype: replace(e, scale_dtype=dtype, signless_zero=False),
     "split_groups": lambda e, size: replace(e, group_size=size),

@@ -27,6 +27,11 @@ def _cast_scales(value: AffineIntRows, dtype: DType) -> Made:
     return made, Finding(code_error=moved, overflow=overflow)
 
 
+def _to_middles(value: AffineIntRows | AffineMinRows, _: None) -> Made:
+    made, moved, overflow = transcode.to_middles(value)
+    return made, Finding(code_error=moved, overflow=overflow)
+
+
 def _divide_by_one(value: CodebookRows, _: None) -> Made:
     return replace(value, encoding=replace(value.encoding, second="divided"), divisor=1.0), CLEAN
 
@@ -118,6 +123,7 @@ ROWS: Mapping[str, Callable[[Any, Any], Made]] = {
     "offsets_to_mins": lambda value, _: _moved(transcode.offsets_to_mins(value)),
     "zeros_to_floats": lambda value, _: (transcode.to_float_zeros(value), CLEAN),
     "offsets_to_zeros": lambda value, _: _moved(transcode.offsets_to_zeros(value)),
+    "to_middles": _to_middles,
     "cast_scales": _cast_scales,
     "split_groups": lambda value, size: (transcode.split_groups(value, size), CLEAN),
     "from_int8_rows": lambda value, _: _moved(transcode.from_int8_rows(value)),

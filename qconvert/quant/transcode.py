@@ -80,6 +80,29 @@ def offsets_to_zeros(value: AffineMinRows) -> tuple[AffineMinRows, float]:
     )
 
 
+def to_middles(value: AffineIntRows | AffineMinRows) -> tuple[AffineMinRows, float, int]:
+    """Stores, in bfloat16, scales and the weights in the middle of the codes where zero points or mins were.
+
+    Returns also the largest change of a weight, in steps of the new scales, and how many became infinite.
+    """
+    encoding, half = value.encoding, np.float32(1 << (value.encoding.bits - 1))
+    assert encoding.group_size is not None
+    scales_RG = wide(value.scales_RG, encoding.scale_dtype)
+    if isinstance(value, AffineIntRows):
+        exact_RG = (half - zeros_of(value).astype(np.float32)) * scales_RG
+    else:
+        exact_RG = mins_of(value) + half * scales_RG
+    scales, many = cast(DenseRows(value.scales_RG, encoding.scale_dtype), DType.BF16)
+    middles, more = cast(DenseRows(exact_RG, DType.F32), DType.BF16)
+    with np.errstate(invalid="ignore"):  # of numbers that became infinite
+        new_RG = wide(scales.rows_RI, DType.BF16)
+        moved_RG = half * np.abs(new_RG - scales_RG)
+        moved_RG += np.abs(wide(middles.rows_RI, DType.BF16) - exact_RG)
+    made = AffineMin(encoding.bits, encoding.group_size, DType.BF16, "middle")
+    moved = 0.0 if many or more else most_steps(moved_RG, new_RG)
+    return AffineMinRows(value.codes_RX, scales.rows_RI, middles.rows_RI, made), moved, many + more
+
+
 def cast_scales(value: AffineIntRows, dtype: DType) -> tuple[AffineIntRows, float, int]:
     """Rounds the scales to another dtype, codes kept; returns also the largest change of a weight, in steps
     of the new scales, and how many scales became infinite.

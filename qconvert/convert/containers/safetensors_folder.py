@@ -58,7 +58,9 @@ class SafetensorsFolder:
     @cached_property
     def _files(self) -> tuple[FilePlan, ...]:
         arrays = arrays_of(self.layout, (unit.output for unit in self.compiled.plan.units))
-        return plan_arrays(arrays, self.options.shard_size, {"format": "pt"}, self.table.parameters)
+        tensors = (unit.output for unit in self.compiled.plan.units)
+        metadata = {"format": "pt", **self.layout.file_metadata(tensors, self.compiled.config)}
+        return plan_arrays(arrays, self.options.shard_size, metadata, self.table.parameters)
 
     def files(self, out: Path) -> tuple[FilePlan, ...]:
         """The shards, whose names do not depend on the folder's."""
