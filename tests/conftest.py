@@ -15,6 +15,7 @@ from tests.models import tiny
 # The threads of torch and numpy would otherwise spin between products, on cores that other tests wait for.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.pop("COLUMNS", None)  # what is printed does not depend on the terminal of whoever tests
 
 # The same examples on every run: a red test means that the change before it broke something.
 settings.register_profile("qconvert", deadline=None, derandomize=True, database=None)

@@ -123,10 +123,33 @@ def test_the_glossary_states_the_scale_of_the_verdict() -> None:
 
 def test_weights_have_a_verdict_too() -> None:
     errors = [WeightError("w", "attn.q", 0, 0.0103, 1.0, 0.1, 0.5)]
-    assert weights_verdict("a", "b", errors, 3) == (
+    assert weights_verdict("a", "b", errors, 0) == (
         "The weights of b differ from a's by 10.1 % (RMS): usual for 4 bits.",
     )
+    assert weights_verdict("a", "b", errors, 89) == (
+        "Only w of b differs from a's, by 10.1 % (RMS): usual for 4 bits; the other 89 tensors are equal.",
+    )
+    assert weights_verdict("a", "b", [*errors, replace(errors[0], name="v")], 88)[0].startswith(
+        "Only w and v of b differ from a's, by 10.1 % (RMS)"
+    )
     assert weights_verdict("a", "b", [], 3) == ("b has the weights of a: all 3 tensors are equal.",)
+
+
+def test_each_kind_of_arithmetic_says_which_models_it_is_of() -> None:
+    report = compared()
+    facts = [value for name, value in report.page().facts if name == "arithmetic"]
+    assert facts == [report.models[0].arithmetic]
+    first, *others = report.models
+    rounded = tuple(replace(each, arithmetic="bf16, inputs int8") for each in others)
+    facts = [
+        value
+        for name, value in replace(report, models=(first, *rounded)).page().facts
+        if name == "arithmetic"
+    ]
+    assert facts == [
+        f"{first.label}: {first.arithmetic}",
+        f"{', '.join(each.label for each in others)}: bf16, inputs int8",
+    ]
 
 
 def test_a_report_comes_back_from_its_json() -> None:

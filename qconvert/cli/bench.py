@@ -17,6 +17,7 @@ from qconvert.cli.options import (
     quiet_option,
     revision_option,
 )
+from qconvert.cli.printing import terminal_columns
 from qconvert.errors import BadUsage
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def command(
     another.
     """
     from qconvert.evaluate.speed import SpeedTest, measure
-    from qconvert.report.tables import size, table
+    from qconvert.report.tables import count, size, table
 
     if not prompt and not generate:
         raise BadUsage("bench: neither a prompt nor generated tokens", "leave out -p 0 or -n 0")
@@ -98,10 +99,10 @@ def command(
         return
     head = ["model", "weights", f"prompt {prompt}, tokens/s", f"generate {generate}, tokens/s", "peak memory"]
     rows = [[each.model, size(each.weight_bytes), *_rates(each), size(each.peak_bytes)] for each in found]
-    click.echo("\n".join(table(head, rows)))
+    click.echo("\n".join(table(head, rows, most=terminal_columns())))
     if not quiet:
         last = found[-1]
-        click.echo(f"{rounds} rounds on {last.device}; torch {last.versions['torch']}", err=True)
+        click.echo(f"{count(rounds, 'round')} on {last.device}; torch {last.versions['torch']}", err=True)
 
 
 def _rates(speed: ModelSpeed) -> tuple[str, str]:

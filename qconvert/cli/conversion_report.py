@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from qconvert.cli.plain_tables import decoded_tables, plain_tables
+from qconvert.cli.printing import terminal_columns
 from qconvert.cli.serving import refused_forms, serving
 from qconvert.convert.job import Job, Result
 from qconvert.convert.manifest import finite
@@ -83,7 +84,7 @@ class FolderReport:
         files = self.job.container.files(self.path)
         return [
             f"{self.job.source.location.name}  ->  {self.path}/",
-            *parameter_table_lines(self._table),
+            *parameter_table_lines(self._table, terminal_columns()),
             f"{size(self._before.nbytes)} -> {size(sum(file.size for file in files))} in "
             f"{count(len(files), 'file')}, at most {size(self.job.options.max_memory)} of working memory",
             *self._own_code(),
@@ -310,7 +311,7 @@ class GGUFReport:
         code = ", ".join(shown(path.name) for path in self.job.source.checkpoint.files.sidecars.code)
         return [
             f"{self.job.source.location.name}  ->  {self.path}",
-            *table(head, [*cells, total]),
+            *table(head, [*cells, total], most=terminal_columns()),
             *([f"left out, for a GGUF holds no code of a model: {code}"] if code else []),
         ]
 

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli import candidates
-from qconvert.cli.eval_output import Limits, check_target, command_line, show_report, show_reports, write
+from qconvert.cli.eval_output import (
+    Limits,
+    check_target,
+    command_line,
+    report_option,
+    show_report,
+    show_reports,
+    write,
+)
 from qconvert.cli.eval_ranks import check_divided, report_with_others
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.launchers import rank_option
@@ -121,9 +129,7 @@ def command() -> None:
 )
 @activations_option("as-loaded")
 @click.option("--noise-floor", is_flag=True, help="Also compare the reference with itself.")
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json, .md and .html."
-)
+@report_option
 @click.option(
     "--fail-above",
     type=ShareType(),
@@ -309,16 +315,14 @@ def _check_saving(options: dict[str, Any]) -> None:
 )
 @model_argument("a")
 @model_argument("b")
-@click.option(
-    "-o", "--out", type=click.Path(path_type=Path), metavar="STEM", help="Write STEM.json, .md and .html."
-)
+@report_option
 @json_option
 @quiet_option("the report alone")
 @revision_option
 def weights(a: str, b: str, out: Path | None, as_json: bool, quiet: bool, revision: str | None) -> None:
     """Measure the errors of B's weights against A's, by role and layer.
 
-    Needs no text and no decoder.
+    A is the original model, B what was made of it. Needs no text and no decoder.
     """
     check_target(out)
     report = _weights(a, b, revision)

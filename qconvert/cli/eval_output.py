@@ -11,12 +11,29 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qconvert.cli.exit_codes import error_record
+from qconvert.cli.printing import terminal_columns
 from qconvert.errors import CheckFailed
 
 if TYPE_CHECKING:
     from qconvert.evaluate.perplexity_report import PerplexityReport
     from qconvert.evaluate.records import Comparison
     from qconvert.evaluate.weights_report import WeightReport
+
+
+def _stem(_context: click.Context, _option: click.Parameter, value: Path | None) -> Path | None:
+    from qconvert.report.files import stem_of
+
+    return None if value is None else stem_of(value)
+
+
+report_option = click.option(
+    "-o",
+    "--out",
+    type=click.Path(path_type=Path),
+    metavar="STEM",
+    callback=_stem,
+    help="Write STEM.json, .md and .html.",
+)
 
 
 def command_line() -> tuple[str, ...]:
@@ -58,7 +75,10 @@ def show_reports(
         click.echo(json.dumps(record))
         return
     last = len(reports) - 1
-    pages = (to_terminal(report.page(), glossary=i == last) for i, report in enumerate(reports))
+    columns = terminal_columns()
+    pages = (
+        to_terminal(report.page(), glossary=i == last, columns=columns) for i, report in enumerate(reports)
+    )
     click.echo("\n".join(pages), nl=False)
 
 

@@ -10,6 +10,7 @@ import click
 
 from qconvert.cli.exit_codes import one_of, tell_with_errors
 from qconvert.cli.options import examples, json_option, models_argument, quiet_option, revision_option
+from qconvert.cli.printing import terminal_columns
 
 if TYPE_CHECKING:
     from qconvert.checkpoint.open import Checkpoint
@@ -162,7 +163,7 @@ def _print(model: str, found: Json) -> None:
     from qconvert.errors import shown
     from qconvert.report.tables import found_lines, table
 
-    click.echo("\n".join(found_lines(model, found)))
+    click.echo("\n".join(found_lines(model, found, terminal_columns())))
     if "tensor_list" in found:
         rows = [
             [shown(t["name"]), t["role"], "x".join(map(str, t["shape"])), t["form"] or ""]

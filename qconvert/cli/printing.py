@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,6 +76,16 @@ def escaping() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = out, err
+
+
+def terminal_columns() -> int | None:
+    """How many letters a line of stdout has room for: of the terminal, or as COLUMNS says; None elsewhere.
+
+    At least 40: below that, nothing is readable.
+    """
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        return None
+    return max(40, shutil.get_terminal_size().columns)
 
 
 def bare(stream: TextIO) -> TextIO:

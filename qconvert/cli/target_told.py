@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qconvert.cli.printing import terminal_columns
 from qconvert.report.tables import size, table
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Told:
             for kind, (counts, nbytes, cost) in rows.items()
         ]
         return [
-            *table(["weights loaded alike", *labels, "bytes", "expected KL"], cells),
+            *table(["weights loaded alike", *labels, "bytes", "expected KL"], cells, most=terminal_columns()),
             f"{size(chosen.nbytes)}, {chosen.bits_per_weight:.3f} bits for each of {chosen.weights:,} "
             f"weights; expected KL {chosen.mix.cost:.5f} nats per token (on {self.read['tokens']:,} tokens"
             f" of {', '.join(self.read['texts'])})",

@@ -100,13 +100,21 @@ class PerplexityReport:
         yield "protocol", f"{self.protocol}: {scored}, {self.windows}"
         yield "text", f"{self.tokens:,} tokens, {self.text_bytes:,} bytes, sha256 {self.text_sha256[:12]}"
         yield "tokenizer", f"sha256 {self.tokenizer_sha256[:12]}"
-        yield "arithmetic", "; ".join(dict.fromkeys(model.arithmetic for model in self.models))
+        yield from self._arithmetic()
         if self.saved_reference is not None:
             yield "reference", f"{self.reference}, as saved in {self.saved_reference}"
         if self.memory is not None:
             asked, peak = size(self.memory.asked_bytes), size(self.memory.peak_bytes)
             yield "memory", f"{peak} at most of {asked}, layers read in turn"
         yield from run_facts(self.date, self.command, self.environment)
+
+    def _arithmetic(self) -> Iterator[tuple[str, str]]:
+        """A line for every kind of arithmetic, with the models that it is of where there are several."""
+        labels: dict[str, list[str]] = {}
+        for model in self.models:
+            labels.setdefault(model.arithmetic, []).append(model.label)
+        for words, alike in labels.items():
+            yield "arithmetic", words if len(labels) == 1 else f"{', '.join(alike)}: {words}"
 
     def _grids(self) -> Iterator[Grid]:
         head: tuple[str, ...] = ("model", "size", "bpw", "perplexity", "ratio", "bits/byte", "eval tokens/s")

@@ -10,6 +10,8 @@ from qconvert.report.tables import size
 
 _MOST_SENTENCES = 3
 """Of so many models each has a sentence; more are taken together by how good they are."""
+_MOST_NAMES = 2
+"""So few tensors that differ, beside more that are equal, are named."""
 
 
 def perplexity_verdict(models: Sequence[ModelResult], reference: str | None) -> tuple[str, ...]:
@@ -33,6 +35,13 @@ def weights_verdict(a: str, b: str, errors: Sequence[WeightError], equal: int) -
     if not errors:
         return (f"{b} has the weights of {a}: all {equal} tensors are equal.",)
     error = relative_rms(errors)
+    if len(errors) <= _MOST_NAMES < equal:
+        names = " and ".join(each.name for each in errors)
+        differ = "differs" if len(errors) == 1 else "differ"
+        said = (
+            f"Only {names} of {b} {differ} from {a}'s, by {100 * error:.3g} % (RMS): {RMS_ERROR.word(error)}"
+        )
+        return (f"{said}; the other {equal} tensors are equal.",)
     return (f"The weights of {b} differ from {a}'s by {100 * error:.3g} % (RMS): {RMS_ERROR.word(error)}.",)
 
 

@@ -36,3 +36,8 @@ def write_report(report: Report, stem: Path) -> list[Path]:
 def report_path(stem: Path, suffix: str) -> Path:
     """The file of a report with this suffix."""
     return stem.with_name(stem.name + suffix)
+
+
+def stem_of(path: Path) -> Path:
+    """The stem of a report's files, of which one may be given: `report.html` is of `report`."""
+    return path.with_suffix("") if path.suffix in SUFFIXES else path

@@ -65,14 +65,20 @@ def number(value: float, se: float | None = None, digits: int = 5) -> str:
     return f"{value:.{max(0, -last)}f} ± {se:.{max(0, -last)}f}"
 
 
-def to_terminal(page: Page, *, glossary: bool = True) -> str:
-    """The page as plain text in aligned columns; `glossary` says whether its glossary is shown."""
-    verdict = [line for sentence in page.verdict for line in textwrap.wrap(sentence, _COLUMNS)]
-    blocks = [[page.title], verdict, _aligned(page.facts)]
-    blocks += [[grid.title, *table(grid.head, grid.rows, grid.left)] for grid in page.grids]
-    blocks += [[f"Note: {note}" for note in page.notes]]
+def to_terminal(page: Page, *, glossary: bool = True, columns: int | None = None) -> str:
+    """The page as plain text in aligned columns; `glossary` says whether its glossary is shown.
+
+    In a terminal of so many `columns`, lines are no longer; else tables and facts have the lines they need.
+    """
+    prose = min(columns or _COLUMNS, _COLUMNS)
+    verdict = [line for sentence in page.verdict for line in _filled(sentence, prose)]
+    blocks = [[page.title], verdict, _aligned(page.facts, columns)]
+    blocks += [[grid.title, *table(grid.head, grid.rows, grid.left, columns)] for grid in page.grids]
+    notes = [f"Note: {note}" for note in page.notes]
+    blocks += [[line for note in notes for line in (_filled(note, columns) if columns else [note])]]
     if glossary and page.glossary:
-        blocks += [["Words", *(line for entry in page.glossary for line in _wrapped(*entry))]]
+        entries = (f"{word}: {meaning}" for word, meaning in page.glossary)
+        blocks += [["Words", *(line for entry in entries for line in _filled(entry, prose, "  "))]]
     return "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
 
 
@@ -95,14 +101,22 @@ def to_markdown(page: Page) -> str:
 _COLUMNS = 100
 
 
-def _aligned(facts: Sequence[tuple[str, str]]) -> list[str]:
-    width = max((len(label) for label, _ in facts), default=0)
-    return [f"{label:<{width}}  {value}" for label, value in facts]
+def _aligned(facts: Sequence[tuple[str, str]], columns: int | None) -> list[str]:
+    width = max((len(label) for label, _ in facts), default=0) + 2
+    lines = (f"{label:<{width}}{value}" for label, value in facts)
+    return [part for line in lines for part in (_filled(line, columns, " " * width) if columns else [line])]
 
 
-def _wrapped(word: str, meaning: str) -> list[str]:
-    """An entry of the glossary in lines of at most 100 letters, the later ones indented."""
-    return textwrap.wrap(f"{word}: {meaning}", _COLUMNS, subsequent_indent="  ")
+def _filled(text: str, columns: int, indent: str = "") -> list[str]:
+    """The text in lines of at most so many letters, the later ones indented; names are never broken."""
+    return textwrap.wrap(
+        text,
+        columns,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        drop_whitespace=True,
+    )
 
 
 def _quoted(label: str, text: str) -> str:

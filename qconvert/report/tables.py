@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from qconvert.core.dtypes import Json
 from qconvert.errors import shown
@@ -23,15 +23,41 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a table with a heading; the first `left` columns are flush left, the rest right."""
-    widths = [max(len(str(row[i])) for row in [head, *rows]) for i in range(len(head))]
-    sides = ["<" if i < left else ">" for i in range(len(head))]
-    form = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-    return [form.format(*row).rstrip() for row in [head, *rows]]
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, most: int | None = None
+) -> list[str]:
+    """Lines of a table with a heading; the first `left` columns are flush left, the rest right.
+
+    Where lines would be longer than `most`, the table is cut into several below each other, each with the
+    first column; a first column of more than half of `most` gets lines of its own.
+    """
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    columns = [f"{{:{'<' if i < left else '>'}{width}}}" for i, width in enumerate(widths)]
+    if most is None or sum(widths) + 2 * (len(widths) - 1) <= most:
+        form = "  ".join(columns)
+        return [form.format(*row).rstrip() for row in [head, *rows]]
+    between = "  " if widths[0] <= most // 2 else "\n  "
+    room = most - (widths[0] if between == "  " else 0)
+    lines = list[str]()
+    for first, last in _parts(widths, room):
+        form = columns[0] + between + "  ".join(columns[first:last])
+        cut = (form.format(row[0], *row[first:last]) for row in [head, *rows])
+        lines += [*([""] if lines else []), *(line.rstrip() for text in cut for line in text.split("\n"))]
+    return lines
 
 
-def parameter_table_lines(parameter_table: ParameterTable) -> list[str]:
+def _parts(widths: Sequence[int], room: int) -> Iterator[tuple[int, int]]:
+    """Cuts the columns after the first into runs whose widths, with two letters before each, have room."""
+    first, used = 1, 0
+    for i in range(1, len(widths)):
+        if i > first and used + widths[i] + 2 > room:
+            yield first, i
+            first, used = i, 0
+        used += widths[i] + 2
+    yield first, len(widths)
+
+
+def parameter_table_lines(parameter_table: ParameterTable, most: int | None = None) -> list[str]:
     """The table by role, with its totals; columns of bytes only where the encodings are known."""
     stored = any(row.encodings for row in parameter_table.rows)
     head = ["role", "shape", "tensors", "parameters", *(["form", "bytes", "bpw"] if stored else [])]
@@ -47,7 +73,7 @@ def parameter_table_lines(parameter_table: ParameterTable) -> list[str]:
     total = ["total", "", str(parameter_table.tensors), f"{parameter_table.parameters:,}"]
     if stored:
         total += ["", size(parameter_table.nbytes), f"{parameter_table.bits_per_weight:.2f}"]
-    return table(head, [*rows, total], left=2)
+    return table(head, [*rows, total], left=2, most=most)
 
 
 def about_facts(found: Json) -> dict[str, str]:
@@ -70,7 +96,7 @@ def about_lines(found: Json) -> list[str]:
     return ["; ".join(f"{name} {value}" for name, value in facts.items())] if facts else []
 
 
-def found_lines(model: str, found: Json) -> list[str]:
+def found_lines(model: str, found: Json, most: int | None = None) -> list[str]:
     """The findings of `inspect`: a heading, the table by role, and one line per peculiarity."""
     heads = "head tied to the embedding" if found["tied"] else "head of its own"
     layers = count(found["layers"], "layer")
@@ -79,7 +105,7 @@ def found_lines(model: str, found: Json) -> list[str]:
     for r in found["rows"]:
         shapes = tuple(tuple(shape) for shape in r["shapes"])
         rows.append(Row(r["role"], r["tensors"], r["parameters"], shapes, tuple(r["forms"]), r["bytes"]))
-    lines += parameter_table_lines(ParameterTable(tuple(rows)))
+    lines += parameter_table_lines(ParameterTable(tuple(rows)), most)
     facts = {
         "quantization": found["quantization"],
         "products": ", ".join(found["products"]),
