@@ -32,7 +32,7 @@ from qconvert.formats.layouts.compressed_tensors.activations import activations
 from qconvert.formats.layouts.compressed_tensors.promised import promise
 from qconvert.formats.layouts.compressed_tensors.reading import open_compressed_tensors
 from qconvert.formats.layouts.gptq import GPTQ, promised_integers
-from qconvert.formats.layouts.gptq_dynamic import claimed, symmetric
+from qconvert.formats.layouts.gptq_dynamic import Claims
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
 from qconvert.ops import Op, Transcode
 
@@ -168,7 +168,7 @@ def open_auto_round(source: Source, config: Json) -> tuple[Layout, dict[str, Mod
     packing = _packing(settings)
     if _is_mxfp4(settings):
         return open_compressed_tensors(source, _as_compressed(settings))
-    own = _by_module(settings)
+    own = Claims(_by_module(settings))
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
     if packing == _AWQ:
         awq = AutoRoundAWQ()
@@ -229,7 +229,7 @@ def _by_module(settings: Mapping[str, object]) -> Json:
     return {**mine, "sym": settings.get("sym", True), "dynamic": extra}
 
 
-def _gptq(base: str, source: Source, settings: Json) -> ModelTensor:
+def _gptq(base: str, source: Source, claims: Claims) -> ModelTensor:
     """A weight in GPTQ's words: its bits are told by its zeros, as no g_idx need be there."""
     why = f"{base}.qweight is there"
     qweight = _words(source, f"{base}.qweight", "it holds codes of AutoRound")
@@ -244,13 +244,12 @@ def _gptq(base: str, source: Source, settings: Json) -> ModelTensor:
             f"{rows} rows of {list(qweight.shape)}",
             checks.APART,
         )
-    said = claimed(settings, "bits", int)
-    if bits not in said:
-        raise checks.contradiction(qweight.name, f"codes of {bits} bits", "bits", checks.listed(said))
-    size = checks.group_size(scales, width, claimed(settings, "group_size", int, -1))
+    if bits not in claims.bits:
+        raise checks.contradiction(qweight.name, f"codes of {bits} bits", "bits", checks.listed(claims.bits))
+    size = checks.group_size(scales, width, claims.group_sizes)
     _check_order(base, source, width, scales.shape[0])
     # A layer's output adds products up, and a sum that begins with +0 never becomes -0.
-    encoding = AffineInt(bits, size, symmetric(settings, base), scales.dtype, signless_zero=True)
+    encoding = AffineInt(bits, size, claims.symmetric(base), scales.dtype, signless_zero=True)
     return ModelTensor(f"{base}.weight", (rows, width), encoding)
 
 
@@ -276,7 +275,7 @@ def _check_order(base: str, source: Source, width: int, groups: int) -> None:
         )
 
 
-def _awq(base: str, source: Source, settings: Json) -> ModelTensor:
+def _awq(base: str, source: Source, claims: Claims) -> ModelTensor:
     qweight = _words(source, f"{base}.qweight", "it holds codes of AutoRound")
     scales = checks.part(source, f"{base}.scales", f"{base}.qweight is there", dims=(2,))
     width, rows = qweight.shape[0], qweight.shape[1] * _WORD // _AWQ_BITS
@@ -286,8 +285,8 @@ def _awq(base: str, source: Source, settings: Json) -> ModelTensor:
             "words are read with here",
             "export it as auto_round:auto_gptq, which is read with 2 to 8 bits",
         )
-    size = checks.group_size(scales, width, claimed(settings, "group_size", int, -1))
-    encoding = AffineInt(_AWQ_BITS, size, symmetric(settings, base), scales.dtype)
+    size = checks.group_size(scales, width, claims.group_sizes)
+    encoding = AffineInt(_AWQ_BITS, size, claims.symmetric(base), scales.dtype)
     return ModelTensor(f"{base}.weight", (rows, width), encoding)
 
 

@@ -99,6 +99,7 @@ class AWQ(PassThrough[AffineInt, AffineIntRows]):
 
     traits = TRAITS
     transposed = True
+    named_by = "module"
 
     def arrays(self, tensor: ModelTensor, encoding: AffineInt) -> tuple[TensorSpec, ...]:
         rows, width = checks.matrix_shape(tensor, NAME)

@@ -7,17 +7,16 @@ line of `registry` makes it known.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar, cast
 
 from qconvert.core.activations import ActivationScheme, ScalesBeside, StoredScale
 from qconvert.core.dtypes import Json, TensorSpec
-from qconvert.core.encodings import Encoding, ModelTensor, Quantized, Unquantized
+from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import ArrayRows, Layout, Source
 from qconvert.core.values import DenseRows, Value
-from qconvert.formats.io.array_table import Parts
 from qconvert.ops import Op
 
 # Finds the layout of a checkpoint with this config.json, and its tensors by the names of the model.
@@ -111,12 +110,12 @@ class NoScalesBeside:
 class PassThrough(NoScalesBeside, Generic[E, V]):
     """Stores plain tensors as arrays of their own name, and leaves quantized ones to a subclass.
 
-    A subclass stores encodings `E` as values `V`; `transposed` and `named_by_suffix` as in `Layout`.
+    A subclass stores encodings `E` as values `V`; `transposed` and `named_by` as in `Layout`.
     """
 
     __slots__ = ()
     transposed = False
-    named_by_suffix = False
+    named_by: Literal["tensor", "module"] | None = None
 
     @property
     def traits(self) -> LayoutTraits:
@@ -171,30 +170,3 @@ class PassThrough(NoScalesBeside, Generic[E, V]):
     def load(self, tensor: ModelTensor, encoding: E, source: Source, rows: range) -> V:
         """Read these rows of a quantized tensor back."""
         raise NotImplementedError
-
-
-def arrays_of(layout: Layout, tensors: Iterable[ModelTensor]) -> Iterator[tuple[str, Parts]]:
-    """The arrays of tensors in a layout: the beginning of their names, and what is said of each.
-
-    Those of many tensors alike come sooner, and are the same object.
-    """
-    if not layout.named_by_suffix:
-        for tensor in tensors:
-            yield from (
-                (spec.name, (("", (spec.dtype, spec.shape)),)) for spec in layout.stored_arrays(tensor)
-            )
-        return
-    known: dict[tuple[int, tuple[int, ...]], Parts] = {}
-    held: list[Encoding] = []  # so that no other gets the identity of one
-    for tensor in tensors:
-        alike = id(tensor.encoding), tensor.shape
-        found = known.get(alike)
-        if found is None:
-            held.append(tensor.encoding)
-            specs = layout.stored_arrays(tensor)
-            assert all(spec.name.startswith(tensor.name) for spec in specs), layout.name
-            ends = (spec.name.removeprefix(tensor.name) for spec in specs)
-            found = known[alike] = tuple(
-                (end, (spec.dtype, spec.shape)) for end, spec in zip(ends, specs, strict=True)
-            )
-        yield tensor.name, found

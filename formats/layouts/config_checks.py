@@ -10,12 +10,15 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import TypeVar
 
 from qconvert.core.dtypes import FLOAT_DTYPES, DType, Json, TensorSpec
-from qconvert.core.encodings import Codebook, ModelTensor, Quantized, Unquantized
+from qconvert.core.encodings import Codebook, Encoding, ModelTensor, Quantized, Unquantized
 from qconvert.core.protocols import Layout, Source
 from qconvert.errors import BadRecipe, CorruptCheckpoint, shown
+from qconvert.formats.io.array_table import Kind
+from qconvert.formats.layouts.stored_arrays import StoredArrays
 
 L = TypeVar("L", bound=Layout)
 # Where config.json has the settings of most layouts.
@@ -143,14 +146,20 @@ def matrix_shape(tensor: ModelTensor, layout: str) -> tuple[int, int]:
 def check_parts(layout: Layout, tensor: ModelTensor, source: Source) -> ModelTensor:
     """The tensor, once every array that stores it has the type and shape its encoding asks for."""
     for spec in layout.stored_arrays(tensor):
-        found = require(source, spec.name, f"{tensor.encoding.label} of shape {list(tensor.shape)} needs it")
-        if found.shape != spec.shape or found.dtype is not spec.dtype:
-            raise CorruptCheckpoint(
-                f"{spec.name}: {found.dtype.label} {list(found.shape)}, but {tensor.encoding.label} of shape "
-                f"{list(tensor.shape)} needs {spec.dtype.label} {list(spec.shape)}",
-                APART,
-            )
+        _check_part(tensor, spec.name, (spec.dtype, spec.shape), source)
     return tensor
+
+
+def _check_part(tensor: ModelTensor, name: str, kind: Kind, source: Source) -> None:
+    found = source.specs.get(name)
+    if found is not None and (found.dtype, found.shape) == kind:
+        return
+    needs = f"{tensor.encoding.label} of shape {list(tensor.shape)} needs"
+    found = require(source, name, f"{needs} it")
+    dtype, shape = kind
+    raise CorruptCheckpoint(
+        f"{name}: {found.dtype.label} {list(found.shape)}, but {needs} {dtype.label} {list(shape)}", APART
+    )
 
 
 def gathered(
@@ -168,10 +177,15 @@ def gathered(
     the weights are no tensors of the model.
     """
     found: dict[str, ModelTensor] = {}
-    used = set(beside)
+    used, arrays = set(beside), StoredArrays(layout)
+    encodings: dict[Encoding, Encoding] = {}  # each once: of very many tensors, there are few
     for tensor in quantized:
-        found[tensor.name] = check_parts(layout, tensor, source)
-        used |= {spec.name for spec in layout.stored_arrays(tensor)}
+        encoding = encodings.setdefault(tensor.encoding, tensor.encoding)
+        found[tensor.name] = one = ModelTensor(tensor.name, tensor.shape, encoding)
+        begin, parts = arrays.of(one)
+        for end, kind in parts:
+            _check_part(one, begin + end, kind, source)
+            used.add(begin + end)
     found = plain_rest(source, used, found)
     check_claimed(found, method or layout.name, missing)
     return layout, found
@@ -193,6 +207,7 @@ def plain_rest(
     source: Source, used: Collection[str], found: dict[str, ModelTensor]
 ) -> dict[str, ModelTensor]:
     """The quantized tensors and, as they are, all arrays that store none; twice is an error."""
+    plain = cache(Unquantized)
     for name, spec in source.specs.items():
         if name in used:
             continue
@@ -201,7 +216,7 @@ def plain_rest(
                 f"{name}: stored both plain and quantized ({found[name].encoding.label})",
                 "remove one of the two",
             )
-        found[name] = ModelTensor(name, spec.shape, Unquantized(spec.dtype))
+        found[name] = ModelTensor(name, spec.shape, plain(spec.dtype))
     return {name: found[name] for name in sorted(found)}
 
 

@@ -49,8 +49,8 @@ class InputMajor:
         return replace(self, inside=self.inside.rewritten)
 
     @property
-    def named_by_suffix(self) -> bool:
-        return False
+    def named_by(self) -> None:
+        return None
 
     @property
     def computed(self) -> Mapping[str, str]:

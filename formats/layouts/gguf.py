@@ -72,7 +72,7 @@ class GGUFLayout(NoScalesBeside):
     name: str = NAME
     traits: LayoutTraits = _TRAITS
     transposed: bool = False
-    named_by_suffix: bool = False
+    named_by: None = None
 
     @property
     def computed(self) -> dict[str, str]:

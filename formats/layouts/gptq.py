@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
@@ -31,10 +31,9 @@ from qconvert.errors import BadRecipe, CorruptCheckpoint, UnsupportedModel, show
 from qconvert.formats.layouts import config_checks as checks
 from qconvert.formats.layouts.base import MatrixKind, PassThrough, Promise, RegisteredLayout
 from qconvert.formats.layouts.gptq_dynamic import (
-    claimed,
+    Claims,
     settings_of_forms,
     settings_of_module,
-    symmetric,
 )
 from qconvert.formats.layouts.transcoding import refused, to_integers
 from qconvert.ops import Op, Transcode
@@ -112,6 +111,7 @@ class GPTQ(PassThrough[AffineInt, AffineIntRows]):
     version: int = 1
     groupless: bool = False
     transposed: bool = True
+    named_by: Literal["module"] = "module"
 
     @property
     def traits(self) -> LayoutTraits:
@@ -245,28 +245,27 @@ def open_gptq(source: Source, config: Json) -> tuple[GPTQ, dict[str, ModelTensor
     bases = [name.removesuffix(".qweight") for name in source.specs if name.endswith(".qweight")]
     groupless = bool(bases) and not any(f"{base}.g_idx" in source.specs for base in bases)
     layout = GPTQ(version, groupless)
-    return checks.gathered(
-        layout, source, (_logical(base, source, settings) for base in bases), "qweight", NAME
-    )
+    claims, orders = Claims(settings), _Orders(source, settings)
+    found = (_logical(base, source, claims, orders) for base in bases)
+    return checks.gathered(layout, source, found, "qweight", NAME)
 
 
-def _logical(base: str, source: Source, settings: Json) -> ModelTensor:
+def _logical(base: str, source: Source, claims: Claims, orders: _Orders) -> ModelTensor:
     why = f"{base}.qweight is there"
     qweight = checks.part(source, f"{base}.qweight", "it holds codes of GPTQ", dims=(2,), dtypes=(DType.I32,))
     scales = checks.part(source, f"{base}.scales", why, dims=(2,))
     if f"{base}.g_idx" in source.specs:
         checks.part(source, f"{base}.g_idx", why, dims=(1,), dtypes=(DType.I32,))
-    bits, width = _bits(base, qweight, source, settings)
-    size = checks.group_size(scales, width, claimed(settings, "group_size", int, -1))
-    act_order = _act_order(f"{base}.g_idx", source, width, scales.shape[0], settings)
+    bits, width = _bits(base, qweight, source, claims.bits)
+    size = checks.group_size(scales, width, claims.group_sizes)
+    act_order = orders.is_own(f"{base}.g_idx", width, scales.shape[0])
     # A layer's output adds products up, and a sum that begins with +0 never becomes -0.
-    encoding = AffineInt(bits, size, symmetric(settings, base), scales.dtype, act_order, signless_zero=True)
+    encoding = AffineInt(bits, size, claims.symmetric(base), scales.dtype, act_order, signless_zero=True)
     return ModelTensor(f"{base}.weight", (qweight.shape[-1], width), encoding)
 
 
-def _bits(base: str, qweight: TensorSpec, source: Source, settings: Json) -> tuple[int, int]:
+def _bits(base: str, qweight: TensorSpec, source: Source, said: list[object]) -> tuple[int, int]:
     """Bits per code and input columns, which g_idx tells; without one the config's bits are taken."""
-    said = claimed(settings, "bits", int)
     g_idx = source.specs.get(f"{base}.g_idx")
     if not set(said) <= set(BITS):
         raise UnsupportedModel(
@@ -285,17 +284,29 @@ def _bits(base: str, qweight: TensorSpec, source: Source, settings: Json) -> tup
     return bits, width
 
 
-def _act_order(name: str, source: Source, width: int, groups: int, settings: Json) -> bool:
-    """Whether the columns are in another order than that of their groups, read from g_idx itself."""
-    if name not in source.specs or not source.has_weights:
-        return checks.claim(settings, "desc_act", bool, default=False) is True
-    import numpy as np
+class _Orders:
+    """Tells from each g_idx whether the columns are in another order than that of their groups."""
 
-    order_I = source.read(name, 0, width).ravel()
-    if width and not 0 <= order_I.min() <= order_I.max() < groups:
-        column = int(np.flatnonzero((order_I < 0) | (order_I >= groups))[0])
-        raise CorruptCheckpoint(f"{name}: column {column} is in group {order_I[column]} of {groups}")
-    return bool((order_I != np.arange(width) // max(1, width // groups)).any())
+    def __init__(self, source: Source, settings: Json) -> None:
+        self._source, self._settings, self._is_read = source, settings, source.has_weights
+        self._in_order: set[tuple[bytes, int]] = set()  # few of very many differ
+
+    def is_own(self, name: str, width: int, groups: int) -> bool:
+        if name not in self._source.specs or not self._is_read:
+            return checks.claim(self._settings, "desc_act", bool, default=False) is True
+        order_I = self._source.read(name, 0, width).ravel()
+        alike = order_I.tobytes(), groups
+        if alike in self._in_order:
+            return False
+        import numpy as np
+
+        if width and not 0 <= order_I.min() <= order_I.max() < groups:
+            column = int(np.flatnonzero((order_I < 0) | (order_I >= groups))[0])
+            raise CorruptCheckpoint(f"{name}: column {column} is in group {order_I[column]} of {groups}")
+        if (order_I != np.arange(width) // max(1, width // groups)).any():
+            return True
+        self._in_order.add(alike)
+        return False
 
 
 def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:

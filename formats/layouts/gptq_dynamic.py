@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import AffineInt, Quantized
@@ -24,26 +26,60 @@ _LITERAL = re.compile(r"\^?((?:[\w-]|\\?\.)+?)(?:\$|\(\?:\\\.\|\$\))?")
 _END = r"(?:\.|$)"
 
 
-def claimed(settings: Mapping[str, object], key: str, kind: type, default: object = None) -> list[object]:
-    """What the config says under a key, for all modules (`default` if nothing) and then for some."""
-    values = [claim(settings, key, kind, default)]
-    values += [claim(own, key, kind) for _, own in _overrides(settings) if own.get(key) is not None]
-    return list(dict.fromkeys(values))
+@dataclass(frozen=True)
+class Claims:
+    """What settings say of all modules and of some, looked up once: very many modules ask."""
 
+    settings: Mapping[str, object]
 
-def symmetric(settings: Mapping[str, object], module: str) -> bool:
-    """Whether the config says that a module's zeros are all in the middle.
+    @cached_property
+    def bits(self) -> list[object]:
+        """The bits of all modules and then of some."""
+        return self._claimed("bits")
 
-    False, which is never wrong as zeros are stored in any case, where only an expression could tell.
-    """
-    base = claim(settings, "sym", bool, default=False) is True
-    for pattern, own in _overrides(settings):
-        literal = _LITERAL.fullmatch(pattern)
-        if literal is None and own.get("sym") not in (None, base):
-            return False
-        if literal is not None and literal[1].replace("\\.", ".") == module:
-            return claim(own, "sym", bool, default=base) is True
-    return base
+    @cached_property
+    def group_sizes(self) -> list[object]:
+        """The group sizes of all modules (-1 if nothing is said) and then of some."""
+        return self._claimed("group_size", -1)
+
+    def _claimed(self, key: str, default: object = None) -> list[object]:
+        values = [claim(self.settings, key, int, default)]
+        values += [claim(own, key, int) for _, own in _overrides(self.settings) if own.get(key) is not None]
+        return list(dict.fromkeys(values))
+
+    def symmetric(self, module: str) -> bool:
+        """Whether the config says that a module's zeros are all in the middle.
+
+        False, which is never wrong as zeros are stored in any case, where only an expression could tell.
+        """
+        own = self._named.get(module)
+        if own is not None:
+            return claim(own, "sym", bool, default=self._symmetric) is True
+        return self._symmetric and not self._are_some_open
+
+    @cached_property
+    def _symmetric(self) -> bool:
+        return claim(self.settings, "sym", bool, default=False) is True
+
+    @cached_property
+    def _are_some_open(self) -> bool:
+        """Whether an expression says otherwise of modules that are not known."""
+        return any(self._is_open(pattern, own) for pattern, own in _overrides(self.settings))
+
+    @cached_property
+    def _named(self) -> dict[str, Json]:
+        """The settings of single modules by name; no expression before may say otherwise of them."""
+        found: dict[str, Json] = {}
+        for pattern, own in _overrides(self.settings):
+            literal = _LITERAL.fullmatch(pattern)
+            if literal is not None:
+                found.setdefault(literal[1].replace("\\.", "."), own)
+            elif self._is_open(pattern, own):
+                break
+        return found
+
+    def _is_open(self, pattern: str, own: Json) -> bool:
+        return _LITERAL.fullmatch(pattern) is None and own.get("sym") not in (None, self._symmetric)
 
 
 def settings_of_module(settings: Json, module: str) -> Json | None:

@@ -57,6 +57,7 @@ class MLX(PassThrough[AffineMin | Codebook, AffineMinRows | CodebookRows]):
     """Stores weights as mlx-lm's arrays; it has no state."""
 
     traits = TRAITS
+    named_by = "module"
 
     def arrays(self, tensor: ModelTensor, encoding: AffineMin | Codebook) -> tuple[TensorSpec, ...]:
         if isinstance(encoding, Codebook):

@@ -15,6 +15,6 @@ def products_of(
     config: Json, tensors: Mapping[str, ModelTensor], architecture: Architecture
 ) -> list[Products]:
     """The products of the quantized linears of a model with this config.json, by their widths."""
-    parameters = {name: architecture.parameter(name) for name in tensors}
-    embeddings = {name for name, p in parameters.items() if p is not None and p.kind == "embedding"}
+    parameters = architecture.parameters_in(tensors)
+    embeddings = {p.name for p in parameters if p is not None and p.kind == "embedding"}
     return registry.products(config, (t for name, t in tensors.items() if name not in embeddings))

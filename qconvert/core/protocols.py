@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from qconvert.core.activations import ScalesBeside, StoredScale
 from qconvert.core.dtypes import Json, TensorSpec
@@ -62,8 +62,8 @@ class Layout(Protocol):
     a tensor may hold fewer), for formats that pack several rows into one word; `as_stored` gives rows of
     many tensors its form of codes, so that they need not be packed tensor by tensor. `transposed` layouts
     keep the weights of a row apart in the file: they are read and written in larger blocks. In those that are
-    `named_by_suffix`, arrays of tensors of one shape and encoding differ in names alone, which begin with the
-    tensor's.
+    `named_by` the "tensor" or its "module", arrays of tensors of one shape and encoding differ in names
+    alone, which begin with its name.
     `settings` are the entries of config.json for quantized modules, by their encodings, and linears left
     plain; `traits` is what is said of the layout for any model; `computed` are tensors whose plain numbers
     are computed as they are read, and of what, if it is codes; `rewritten` is the layout in which what was
@@ -88,7 +88,7 @@ class Layout(Protocol):
     def transposed(self) -> bool: ...
 
     @property
-    def named_by_suffix(self) -> bool: ...
+    def named_by(self) -> Literal["tensor", "module"] | None: ...
 
     @property
     def computed(self) -> Mapping[str, str]: ...

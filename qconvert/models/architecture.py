@@ -7,7 +7,7 @@ checkpoint's tensors with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby
@@ -198,10 +198,10 @@ class Architecture:
             return self.fused[name].whole
         return self.parameters.get(name)
 
-    def parameters_in(self, names: Iterable[str]) -> Iterator[Parameter | None]:
+    def parameters_in(self, names: Collection[str]) -> Iterator[Parameter | None]:
         """Yields the parameter of each of many names, as `parameter` does."""
         fused, plain = self.fused, self.parameters
-        if not fused:
+        if fused.keys().isdisjoint(names):
             return map(plain.get, names)
         return (fused[name].whole if name in fused else plain.get(name) for name in names)
 

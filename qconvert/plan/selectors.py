@@ -102,7 +102,7 @@ def kept(
 
 def parameters_of(plan: Plan, architecture: Architecture) -> dict[str, Parameter]:
     """The parameters that a plan's outputs are, fused or not, by name."""
-    found = architecture.parameters_in(unit.output.name for unit in plan.units)
+    found = architecture.parameters_in([unit.output.name for unit in plan.units])
     return {parameter.name: parameter for parameter in found if parameter is not None}
 
 

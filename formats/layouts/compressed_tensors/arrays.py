@@ -181,7 +181,7 @@ class CompressedTensors(PassThrough[AffineInt | Codebook, AffineIntRows | Codebo
     """Stores integers packed into words, those of `loose` encodings a byte each; and small floats."""
 
     traits = TRAITS
-    named_by_suffix = True
+    named_by = "tensor"
 
     def __init__(self, loose: Container[AffineInt] = frozenset()) -> None:
         self.loose = loose

@@ -24,7 +24,7 @@ from qconvert.formats.io.output_folder import WORKING, OutputDir, check_target, 
 from qconvert.formats.io.planned_files import FilePlan, FileSink
 from qconvert.formats.io.read_back import Hashes, Progress, verify_files
 from qconvert.formats.layouts import registry
-from qconvert.formats.layouts.base import arrays_of
+from qconvert.formats.layouts.stored_arrays import arrays_of
 from qconvert.models.parameter_table import ParameterTable, table_of_outputs
 from qconvert.plan.state import Compiled
 

@@ -62,14 +62,16 @@ def unfuse(state: Compiled) -> Compiled:
 def stack_members(plan: Plan, entries: Iterable[FusedParameter]) -> Plan:
     """Stack the members of each of these fused tensors where all of them are there."""
     units = {unit.output.name: unit for unit in plan.units}
+    wholes: dict[str, Unit] = {}  # in the places of their first members
     for entry in entries:
         if all(member.name in units for member in entry.members):
-            units = _stack(units, entry)
-    return replace(plan, units=tuple(units.values()))
+            parts = [units.pop(member.name) for member in entry.members]
+            wholes[parts[0].output.name] = _stack(parts, entry)
+    left = units | wholes
+    return replace(plan, units=tuple(left[u.output.name] for u in plan.units if u.output.name in left))
 
 
-def _stack(units: dict[str, Unit], entry: FusedParameter) -> dict[str, Unit]:
-    parts = [units[part.name] for part in entry.members]
+def _stack(parts: Sequence[Unit], entry: FusedParameter) -> Unit:
     encodings = {part.output.encoding for part in parts}
     if len(encodings) > 1:
         named = ", ".join(f"{part.output.name} {part.output.encoding.label}" for part in parts)
@@ -90,13 +92,7 @@ def _stack(units: dict[str, Unit], entry: FusedParameter) -> dict[str, Unit]:
     ops = parts[0].ops
     if entry.fusion.interleaved:
         ops = (*ops, InterleaveMembers(2 * parts[0].output.rows))
-    made = Unit(inputs, ops, ModelTensor(entry.whole.name, entry.whole.shape, parts[0].output.encoding))
-    first, others = parts[0].output.name, {part.output.name for part in parts[1:]}
-    return {
-        (made.output.name if name == first else name): (made if name == first else unit)
-        for name, unit in units.items()
-        if name not in others
-    }
+    return Unit(inputs, ops, ModelTensor(entry.whole.name, entry.whole.shape, parts[0].output.encoding))
 
 
 def _joined(pieces: Iterable[RowSlice]) -> tuple[RowSlice, ...]:

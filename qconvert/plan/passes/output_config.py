@@ -9,7 +9,7 @@ from typing import Any
 
 from qconvert.core.activations import NO_SCALES, ActivationScheme
 from qconvert.core.dtypes import DType, Json
-from qconvert.core.encodings import ModelTensor, Quantized
+from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
 from qconvert.errors import UnsupportedModel
 from qconvert.formats.layouts import registry
 from qconvert.plan.loader_notices import notices
@@ -92,7 +92,7 @@ def _settings(state: Compiled, quantized: Mapping[str, Quantized]) -> Json:
 
 def _kept(state: Compiled, quantized: Mapping[str, Quantized]) -> list[str]:
     """The modules of linears that stay plain."""
-    plain = (name for name, tensor in state.outputs.items() if not _is_coded(tensor))
+    plain = [name for name, tensor in state.outputs.items() if not _is_coded(tensor)]
     linears = (
         parameter
         for parameter in state.architecture.parameters_in(plain)
@@ -154,5 +154,5 @@ def _activations(state: Compiled, config: Json) -> list[str]:
 
 def _schemes(config: Json, tensors: Mapping[str, ModelTensor]) -> set[ActivationScheme]:
     """How loaders quantize the inputs of the linears of a model with this config.json."""
-    found = (registry.activations(config, tensor) for tensor in tensors.values())
-    return {scheme.computed for scheme in found if scheme is not None}
+    quantized = (tensor for tensor in tensors.values() if not isinstance(tensor.encoding, Unquantized))
+    return {scheme.computed for scheme in registry.activations_of(config, quantized)}

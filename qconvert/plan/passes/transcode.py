@@ -15,6 +15,7 @@ from qconvert.core.encodings import (
     AffineInt,
     AffineMin,
     Codebook,
+    Encoding,
     GgmlBlocks,
     ModelTensor,
     Quantized,
@@ -147,6 +148,7 @@ def transcode(plan: Plan, target: Target, plain: frozenset[str], tables: frozens
     zeros = target.traits.shared_zero_point and _with_zeros(plan, plain)
     target = replace(target, asymmetric=zeros)
     types = _block_types(plan, plain | tables)
+    known: dict[tuple[int, tuple[int, ...], bool], tuple[tuple[Op, ...], Encoding]] = {}  # of tensors alike
 
     def one(unit: Unit) -> Unit:
         encoding = unit.output.encoding
@@ -164,7 +166,13 @@ def transcode(plan: Plan, target: Target, plain: frozenset[str], tables: frozens
                     f"drop the rule that names it, or write {' or '.join(others)}",
                 )
             return unit.then(Dequantize(encoding.decoded))
-        return _as_asked(target, unit, _then(unit, steps(target, unit.output)))
+        alike = id(encoding), unit.output.shape, unit.quantizes
+        if alike not in known:
+            made = _as_asked(target, unit, _then(unit, steps(target, unit.output)))
+            known[alike] = made.ops[len(unit.ops) :], made.output.encoding
+        ops, form = known[alike]
+        output = ModelTensor(unit.output.name, unit.output.shape, form)
+        return Unit(unit.read, (*unit.ops, *ops), output, unit.statistics) if ops else unit
 
     return plan.each(one)
 
