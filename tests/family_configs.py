@@ -162,6 +162,23 @@ SAVED = {
         ("mlp.gate",),
         ((r"^language_model\.model\.blocks", "language_model.model.layers"),),
     ),
+    "kimi-linear": Saved(
+        small(
+            "kimi_linear",
+            "KimiLinearForCausalLM",
+            **{key: value for key, value in LATENT_MOE.items() if "expert" not in key and "group" not in key},
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            linear_num_heads=2,
+            linear_head_dim=16,
+            linear_conv_kernel_dim=4,
+            num_experts=4,
+            num_experts_per_token=2,
+            num_shared_experts=1,
+            pad_token_id=0,
+        ),
+        kept=("block_sparse_moe.gate", "b_proj"),
+    ),
     "minimax-m2": Saved(
         small("minimax_m2", "MiniMaxM2ForCausalLM", head_dim=16, num_local_experts=4, num_experts_per_tok=2),
         kept=("block_sparse_moe.gate",),

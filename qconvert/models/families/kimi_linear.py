@@ -1,9 +1,9 @@
-"""Declares Kimi-K3: gated delta attention (KDA) by turns with latent attention, experts in a narrower space.
+"""Declares Kimi-Linear and K3: gated delta attention (KDA) by turns with latent attention.
 
-Sources: llama.cpp's converter (conversion/kimi_k3.py), vLLM's `kimi_k3`, transformers'
-`modeling_kimi_linear`; the total is that of the published files. The weights that mix the residuals of
-earlier layers, convolutions, decay and the two linears around the experts are never quantized: vLLM has them
-in 16 bits.
+K3 has experts in a narrower space. Sources: llama.cpp's converters (conversion/kimi_linear.py, kimi_k3.py),
+vLLM's `kimi_k3`, transformers' `modeling_kimi_linear`; K3's total is that of the published files. The weights
+that mix the residuals of earlier layers, convolutions, decay and the two linears around the experts are never
+quantized: vLLM has them in 16 bits.
 """
 
 from __future__ import annotations
@@ -69,8 +69,21 @@ EXPERTS = (
 )
 
 
-def _linear_attention(config: Json) -> Json:
-    found = config.get("linear_attn_config")
+def linear_attention(config: Json) -> Json:
+    """Returns what a config says of the layers with KDA, as published files have it.
+
+    transformers saves the same under keys of the config itself.
+    """
+    found, heads = config.get("linear_attn_config"), config.get("linear_num_heads")
+    if not isinstance(found, dict) and heads is not None:
+        types = config.get("layer_types")
+        kinds = types if isinstance(types, list) else []
+        return {
+            "num_heads": heads,
+            "head_dim": config.get("linear_head_dim"),
+            "short_conv_kernel_size": config.get("linear_conv_kernel_dim"),
+            "full_attn_layers": [i for i, kind in enumerate(kinds, 1) if kind == "full_attention"],
+        }
     if not isinstance(found, dict):
         raise CorruptCheckpoint(
             "config.json: linear_attn_config is missing", "fetch the model's config.json again"
@@ -79,8 +92,8 @@ def _linear_attention(config: Json) -> Json:
 
 
 def kimi_dimensions(config: Json, layer: int) -> Dimensions:
-    """Returns Kimi-K3's dimensions; layers are counted from 1 in the lists of its config."""
-    settings = _linear_attention(config)
+    """Returns dimensions of Kimi-Linear and K3; layers are counted from 1 in the lists of their configs."""
+    settings = linear_attention(config)
     full = layer + 1 in whole_numbers(settings, "full_attn_layers")
     heads, width = positive_int(settings, "num_heads"), positive_int(settings, "head_dim")
     whole_gate = flag(settings, "use_full_rank_gate")
@@ -178,4 +191,32 @@ KIMI_K3 = replace(
     note="experts of its files are MXFP4; the vision tower is copied as it is",
 )
 
-FAMILIES = (KIMI_K3,)
+# Of Kimi-Linear's own: decay of one number for each head, four dimensions; dense blocks as transformers saves
+# them.
+_DECAY = ParameterTemplate(
+    "delta.A_log", ATTENTION + "A_log", ("one", "one", "delta_heads", "one"), "other", suffix=""
+)
+KIMI_LINEAR = replace(
+    KIMI_K3,
+    name="Kimi-Linear",
+    tower=None,
+    model_types=("kimi_linear",),
+    classes=("KimiLinearForCausalLM",),
+    slots=tuple(
+        _DECAY if slot.role == "delta.A_log" else slot
+        for slot in KIMI_K3.slots
+        if "residual" not in slot.role and "latent_" not in slot.role and slot.role != "attn.gate"
+    ),
+    keys={
+        "max_position_embeddings": "model_max_length",
+        "num_experts_per_tok": "num_experts_per_token",
+        "n_group": "num_expert_group",
+        "n_shared_experts": "num_shared_experts",
+    },
+    defaults={"num_expert_group": 1, "num_shared_experts": 1, "first_k_dense_replace": 1},
+    spellings=({".mlp.": ".block_sparse_moe."},),
+    carried={},
+    note="",
+)
+
+FAMILIES = (KIMI_LINEAR, KIMI_K3)
