@@ -9,11 +9,14 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from qconvert.cli import main
+from qconvert.convert import run_memory
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,14 @@ def strict_json(text: str) -> Any:
         raise AssertionError(f"{constant} is not JSON")
 
     return json.loads(text, parse_constant=refuse)
+
+
+def of_any_size() -> AbstractContextManager[object]:
+    """A conversion takes what it is given: what this process has, with all its tests, is not the command's.
+
+    So a tiny --max-memory makes tiny blocks.
+    """
+    return mock.patch.object(run_memory, "require_memory", lambda jobs: None)
 
 
 def qconvert(*args: object) -> Ran:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests.commands import made
+from tests.commands import made, of_any_size
 from tests.models import tiny
 
 # The threads of torch and numpy would otherwise spin between products, on cores that other tests wait for.
@@ -25,6 +26,13 @@ settings.load_profile("qconvert")
 # tests send it to theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _of_any_size() -> Iterator[None]:
+    """What this process has, with all its tests, says nothing of a command: no --max-memory is too little."""
+    with of_any_size():
+        yield
 
 
 @pytest.fixture(scope="session")

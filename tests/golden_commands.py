@@ -46,7 +46,7 @@ QUANTIZE = (
     Command("quantize-unknown", "quantize {strange} --bits 4 --group-size channel --allow-unknown"),
     Command("quantize-nonfinite", "quantize {nonfinite} --bits 4 --allow-nonfinite"),
     Command("quantize-shards", "quantize {shards} --bits 4 --shard-size 400KB --hash-sources", plan=True),
-    Command("quantize-f16", "quantize {dense} --bits 4 --dtype f16 --no-verify --max-memory 20MB"),
+    Command("quantize-f16", "quantize {dense} --bits 4 --dtype f16 --no-verify --max-memory 4GB"),
     Command("quantize-experts", "quantize {mixtral} --bits 4 --group-size 32"),
     Command("quantize-experts-fused", "quantize {qwen3-moe} --bits 4 --group-size 32 --fuse experts"),
     Command("quantize-conv1d", "quantize {gpt2} --bits 8 --group-size 32"),
@@ -142,7 +142,7 @@ GGUF = (
         "to-gguf {wide} --type q4_0 --tensor-type ffn_down=q8_0 --tensor-type attn_v=mxfp4 "
         "--token-embedding-type q5_k --output-tensor-type q6_k",
     ),
-    Command("gguf-fallback", "to-gguf {dense} --type q4_k_m --no-verify --max-memory 20MB"),
+    Command("gguf-fallback", "to-gguf {dense} --type q4_k_m --no-verify --max-memory 4GB"),
     Command("gguf-pre-tokenizer", "to-gguf {card} --type q8_0 --pre-tokenizer qwen2"),
     Command("gguf-keep", "to-gguf {@dense-to-gptq} --type keep", plan=True),
     Command("gguf-again", "to-gguf {@dense-to-fp4} --type q4_0 --allow-requantize"),

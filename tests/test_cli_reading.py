@@ -220,7 +220,7 @@ def test_a_prompt_is_read_from_stdin(models: Path, monkeypatch: pytest.MonkeyPat
     ("variable", "value", "call", "key", "expected"),
     [
         ("QCONVERT_FUSE_OUT", "there", "fuse {plain} --dry-run --json", "out", "there"),
-        ("QCONVERT_FUSE_MAX_MEMORY", "3MB", "fuse {plain} --dry-run --json", "max_memory", 3_000_000),
+        ("QCONVERT_FUSE_MAX_MEMORY", "3GB", "fuse {plain} --dry-run --json", "max_memory", 3_000_000_000),
         ("QCONVERT_CHECK_TP", "2", "check {plain} --for vllm --json", "tp", 2),
         ("QCONVERT_CHECK_LOADER", "vllm", "check {plain} --json", "for", "vllm"),
         ("QCONVERT_TO_GGUF_FILE_TYPE", "q8_0", "to-gguf {plain} --dry-run --json", "file_type", "Q8_0"),

@@ -301,7 +301,8 @@ def test_refusals_are_one_sentence(hub: FakeHub, here: Path) -> None:
 def test_a_stop_ends_within_seconds_while_the_network_is_silent(hub: FakeHub, here: Path) -> None:
     """In a process of its own, which is sent SIGTERM while every transfer hangs."""
     hub.fault = lambda number: time.sleep(20) if number >= 14 else None  # type: ignore[func-returns-value]
-    command = [sys.executable, "-m", "qconvert", *map(str, CONVERT)]
+    script = "from tests.commands import main, of_any_size; of_any_size().start(); main()"
+    command = [sys.executable, "-c", script, *map(str, CONVERT)]
     with subprocess.Popen(command, env=environment(hub, here), stderr=subprocess.PIPE, text=True) as process:
         until = time.monotonic() + 60
         while process.poll() is None and hub.ranges < 16 and time.monotonic() < until:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from qconvert.calibrate.imatrix import open_imatrix
+from qconvert.calibrate.moments import InputMoments, InputStatistics
+from qconvert.calibrate.statistics_file import StoredStatistics, read_statistics, write_statistics
 from qconvert.convert.runner import rows_statistics
 from qconvert.core.dtypes import DType, Json
 from qconvert.core.encodings import AffineInt, ModelTensor, Unquantized
-from qconvert.core.statistics import StatisticsKey
+from qconvert.core.statistics import InputKey, StatisticsKey
+from qconvert.errors import BadRecipe, CorruptCheckpoint
+from qconvert.formats.huggingface.safetensors_file import read_header
+from qconvert.formats.io import limits
 from qconvert.formats.layouts.registry import traits_of
 from qconvert.models import Architecture
 from qconvert.ops import Dequantize, PadColumns, PermuteColumns, Quantize
@@ -74,6 +81,37 @@ def losses(plain: Path, weighed: Path, model: Path, importance_I: np.ndarray) ->
         return cast(value, DType.F32)[0].rows_RI
 
     return [float((importance_I * (rows(folder) - rows(model)) ** 2).sum()) for folder in (plain, weighed)]
+
+
+def test_statistics_of_very_many_inputs_are_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """200,005 arrays in one file, which safetensors reads too; a model's file may have fewer."""
+    random = np.random.default_rng(0)
+    inputs = {
+        InputKey((role,), layer): InputMoments(random.random(4), random.random(4), layer)
+        for layer in range(16_667)
+        for role in ("attn.q", "attn.o", "mlp.up", "mlp.down")
+    }
+    record: Json = {"texts": ["a"], "window": 64, "files": []}
+    stored = StoredStatistics(InputStatistics(inputs, np.arange(8)), {"name": "m"}, (record,))
+    path = tmp_path / "statistics.safetensors"
+    write_statistics(path, stored)
+    began = time.process_time()
+    found = read_statistics(path).statistics.inputs
+    assert time.process_time() - began < 20
+    assert found.keys() == inputs.keys()
+    for key in list(inputs)[::5000]:
+        assert found[key].count == inputs[key].count
+        assert np.array_equal(found[key].squares_I, inputs[key].squares_I.astype(np.float32))
+    with safe_open(path, framework="numpy") as file:
+        assert len(file.keys()) == 3 * len(inputs) + 1 == 200_005
+    with pytest.raises(CorruptCheckpoint, match=r"200,005 tensors \(limit 131,072 in one file\)"):
+        read_header(path)
+    monkeypatch.setattr(limits, "STATISTICS_TENSORS", 200_004)
+    with pytest.raises(BadRecipe, match=r"200,005 arrays \(limit 200,004 in one file\)"):
+        write_statistics(tmp_path / "more.safetensors", stored)
+    assert not (tmp_path / "more.safetensors").exists()
 
 
 def test_keys_are_roles_and_layers(tmp_path: Path) -> None:

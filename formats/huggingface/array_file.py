@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from qconvert.core.dtypes import DType, TensorSpec
-from qconvert.errors import CorruptCheckpoint, shown
+from qconvert.errors import BadRecipe, CorruptCheckpoint, shown
 from qconvert.formats.huggingface.safetensors_file import SafetensorsFile
 from qconvert.formats.huggingface.safetensors_plan import plan_files
+from qconvert.formats.io import limits
 from qconvert.formats.io.local_file import write_whole
 
 _DTYPES = {
@@ -23,8 +24,14 @@ _DTYPES = {
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> None:
     """Write arrays of int64, float32 and float64 by name; the file replaces an earlier one at once.
 
-    The same arrays and metadata give the same bytes.
+    The same arrays and metadata give the same bytes. Raises BadRecipe for more than are read back.
     """
+    if len(arrays) > limits.STATISTICS_TENSORS:
+        most = limits.STATISTICS_TENSORS
+        raise BadRecipe(
+            f"{path.name}: {len(arrays):,} arrays (limit {most:,} in one file)",
+            "give an importance matrix of llama-imatrix, which has fewer",
+        )
     specs = [TensorSpec(name, _DTYPES[each.dtype], each.shape) for name, each in arrays.items()]
     (plan,) = plan_files(specs, metadata=metadata)
     data = bytearray(plan.size)
@@ -41,7 +48,7 @@ def read_arrays(
 
     Raises CorruptCheckpoint for any other file, with `again` as what to do.
     """
-    with SafetensorsFile(path) as file:
+    with SafetensorsFile(path, most=limits.STATISTICS_TENSORS) as file:
         metadata, specs = file.header.metadata, file.header.specs
         if (metadata.get("format"), metadata.get("version")) != (kind, version):
             found = f"{metadata.get('format')} {metadata.get('version')}"

@@ -50,9 +50,12 @@ class HeaderColumns:
     ends: list[int]
 
 
-def scan_header(raw: bytes) -> HeaderColumns | None:
-    """The columns of a header whose JSON the reference implementation has written; None for any other."""
-    if not raw.isascii() or raw.count(b'"dtype"') > limits.SAFETENSORS_TENSORS:
+def scan_header(raw: bytes, most: int = limits.SAFETENSORS_TENSORS) -> HeaderColumns | None:
+    """The columns of a header of at most so many arrays whose JSON the reference implementation has written.
+
+    None for any other.
+    """
+    if not raw.isascii() or raw.count(b'"dtype"') > most:
         return None
     text = raw.decode().rstrip(" ")
     metadata: object = None

@@ -62,12 +62,14 @@ class SafetensorsHeader:
 class SafetensorsFile:
     """An open safetensors file whose rows any thread may read.
 
-    Its bytes come from `source`, by default the file at `path` on this disk.
+    Its bytes come from `source`, by default the file at `path` on this disk; it has at most `most` tensors.
     """
 
-    def __init__(self, path: Path, source: ByteSource | None = None) -> None:
+    def __init__(
+        self, path: Path, source: ByteSource | None = None, most: int = limits.SAFETENSORS_TENSORS
+    ) -> None:
         self.source = source or LocalBytes(path)
-        self.header = _header_of(self.source, path)
+        self.header = _header_of(self.source, path, most)
 
     def close(self) -> None:
         self.source.close()
@@ -120,7 +122,7 @@ def read_header(path: Path) -> SafetensorsHeader:
         return file.header
 
 
-def _header_of(source: ByteSource, path: Path) -> SafetensorsHeader:
+def _header_of(source: ByteSource, path: Path, most: int) -> SafetensorsHeader:
     name, size = shown(path.name), source.size
     if size < 8:
         raise CorruptCheckpoint(f"{name}: has {size} bytes, too few for a safetensors file")
@@ -134,7 +136,7 @@ def _header_of(source: ByteSource, path: Path) -> SafetensorsHeader:
         raise CorruptCheckpoint(
             f"{name}: claims a header of {length:,} bytes, the file has {size:,}", _CUT_OFF
         )
-    return parse_header(_read(source, 8, length), path, size)
+    return parse_header(_read(source, 8, length), path, size, most)
 
 
 def _read(source: ByteSource, offset: int, size: int) -> bytes:
@@ -143,16 +145,17 @@ def _read(source: ByteSource, offset: int, size: int) -> bytes:
     return bytes(buffer)
 
 
-def parse_header(raw: bytes, path: Path, size: int) -> SafetensorsHeader:
+def parse_header(
+    raw: bytes, path: Path, size: int, most: int = limits.SAFETENSORS_TENSORS
+) -> SafetensorsHeader:
     """Checks the JSON bytes of the header of a file of `size` bytes in all (CorruptCheckpoint)."""
     name = shown(path.name)
-    scanned = _scanned(raw, path, size)
+    scanned = _scanned(raw, path, size, most)
     if scanned is not None:
         return scanned
     fields = parse_json_object(raw, name)
     metadata = _metadata(fields.pop(METADATA_KEY, None), name)
-    if len(fields) > limits.SAFETENSORS_TENSORS:
-        most = limits.SAFETENSORS_TENSORS
+    if len(fields) > most:
         raise CorruptCheckpoint(f"{name}: holds {len(fields):,} tensors (limit {most:,} in one file)")
     arrays, begins, ends = _columns(name, fields, 8 + len(raw))
     warnings = []
@@ -175,10 +178,10 @@ def parse_header(raw: bytes, path: Path, size: int) -> SafetensorsHeader:
     )
 
 
-def _scanned(raw: bytes, path: Path, size: int) -> SafetensorsHeader | None:
+def _scanned(raw: bytes, path: Path, size: int, most: int) -> SafetensorsHeader | None:
     """The header, where it is spelled as usual and nothing is wrong with it."""
-    found = scan_header(raw)
-    if found is None or len(found.names) > limits.SAFETENSORS_TENSORS:
+    found = scan_header(raw, most)
+    if found is None or len(found.names) > most:
         return None
     table, numbers, sizes = ArrayTable(8 + len(raw)), dict[str, int](), dict[str, int]()
     try:

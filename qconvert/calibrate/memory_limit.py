@@ -9,7 +9,6 @@ from pathlib import Path
 
 from qconvert.calibrate.freed import give_back
 from qconvert.errors import BadRecipe
-from qconvert.formats.io.local_file import amount
 
 KERNELS = 96 << 20
 """What compiled kernels and libraries will add to the process, which it has not loaded yet.
@@ -18,6 +17,8 @@ Measured: 120 MB once a model of 8 MB was calibrated, of which `memory.LIBRARIES
 """
 SHARE = 0.8
 """Of the memory that is available, how much calibration takes where none was asked for."""
+# What a process has before its work differs between runs by a part, so that the memory to ask for is more.
+_VARIES = 1.02
 
 # Of both kinds of control groups: where it is, the most it may take, what it takes, and what of files in that
 # can go.
@@ -55,10 +56,11 @@ class MemoryLimit:
         """
         if needed <= self.room or not self.strict:
             return
-        whole = self.process + needed
+        megabytes = -(-(self.process + needed) // 1_000_000)
+        asked = self.memory // 1_000_000
         raise BadRecipe(
-            f"--max-memory: {doing} needs at least {amount(whole)}, {amount(self.memory)} was asked",
-            f"write --max-memory {-(-whole // 1_000_000)}MB{otherwise}",
+            f"--max-memory: {doing} needs at least {megabytes:,} MB, {asked:,} MB was asked",
+            f"write --max-memory {-(-int(_VARIES * megabytes) // 10) * 10}MB{otherwise}",
         )
 
 

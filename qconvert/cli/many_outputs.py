@@ -154,6 +154,8 @@ def _to_write(planned: Sequence[tuple[Job, Path]], flags: Flags) -> list[tuple[J
 
     That is asked for, or a run was killed while outputs got their names: the same command goes on then.
     """
+    from qconvert.convert.run_memory import require_memory
+
     begun = [any(path.exists() for path in job.container.partial(out)) for job, out in planned]
     asked = flags.skip_existing or flags.verify_existing
     leaves = asked or (any(begun) and not flags.overwrite)
@@ -163,6 +165,8 @@ def _to_write(planned: Sequence[tuple[Job, Path]], flags: Flags) -> list[tuple[J
         for (job, out), own in zip(planned, begun, strict=True)
         if own or not is_complete(job, out, own_flags)
     ]
+    if jobs:
+        require_memory([job for job, _ in jobs])
     for job, out in () if flags.dry_run else jobs:
         job.container.check_target(out)
         check_beside(out, flags)

@@ -293,8 +293,8 @@ jobs_option = click.option(
 memory_option = click.option(
     "--max-memory",
     type=MEMORY,
-    show_default=DEFAULT_MAX_MEMORY,
-    help="Memory to work in, such as 500MB or 2GiB; if given, of all of the process where a text is read.",
+    show_default=f"{DEFAULT_MAX_MEMORY} to work in",
+    help="Most memory that the process takes, such as 500MB or 2GiB; what needs more is refused.",
 )
 process_memory_option = click.option(
     "--max-memory",

@@ -108,6 +108,7 @@ def open_source(model: str, ask: Request | Ask | Explained, flags: Flags) -> Ope
 def plan_output(source: OpenedModel, ask: Request | Ask | Explained, suffix: str, flags: Flags) -> Planned:
     """Compile what is asked for of a model; raise where the output cannot be written, or may not be."""
     from qconvert.convert.execute import prepare
+    from qconvert.convert.run_memory import require_memory
 
     request = ask(source) if callable(ask) else ask
     job = prepare(
@@ -123,6 +124,8 @@ def plan_output(source: OpenedModel, ask: Request | Ask | Explained, suffix: str
     destination = destination_of(flags, out)
     out = out if url_of(out) is None else Path(out.name)
     complete = not flags.shared and is_complete(job, out, flags)
+    if not (complete or isinstance(ask, Explained)):  # a choice is measured within this memory
+        require_memory([job])
     rank = None if complete or flags.dry_run else rank_to_be(job, out, flags)
     if not (complete or flags.dry_run or rank):
         job.container.check_target(out)

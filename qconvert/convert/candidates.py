@@ -22,8 +22,9 @@ from qconvert.convert.execute import run_job
 from qconvert.convert.job import Job
 from qconvert.convert.publish import job_hash
 from qconvert.convert.resume import LeftUnfinished, RunJournal
+from qconvert.convert.run_memory import block_bytes_of
 from qconvert.convert.stages import Stages
-from qconvert.convert.writing import Listener, Opened, block_bytes_of, facts_of, writing
+from qconvert.convert.writing import Listener, Opened, facts_of, writing
 from qconvert.core.dtypes import Json
 from qconvert.errors import CorruptCheckpoint
 from qconvert.formats.io.local_file import explained, write_whole

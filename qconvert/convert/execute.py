@@ -22,6 +22,7 @@ from qconvert.convert.outcome import BlockDone
 from qconvert.convert.publish import Destination, Publication, file_by_file
 from qconvert.convert.read_ahead import read_ahead
 from qconvert.convert.resume import RunJournal
+from qconvert.convert.run_memory import rows_bytes
 from qconvert.convert.runner import (
     Granule,
     Made,
@@ -31,7 +32,7 @@ from qconvert.convert.runner import (
     single_rows,
 )
 from qconvert.convert.stages import Stages
-from qconvert.convert.writing import Listener, Opened, position_in, rows_bytes, terms_of, writing
+from qconvert.convert.writing import Listener, Opened, position_in, terms_of, writing
 from qconvert.core.protocols import Layout
 from qconvert.errors import BadRecipe
 from qconvert.formats.huggingface.preprocessor import read_preprocessor

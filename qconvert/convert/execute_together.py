@@ -9,9 +9,10 @@ from pathlib import Path
 from qconvert.convert.blocks import at_hand
 from qconvert.convert.job import Job, Result
 from qconvert.convert.read_ahead import read_ahead
+from qconvert.convert.run_memory import rows_bytes
 from qconvert.convert.run_together import Part, run_together
 from qconvert.convert.stages import Stages
-from qconvert.convert.writing import Listener, Opened, position_in, rows_bytes, terms_of, writing
+from qconvert.convert.writing import Listener, Opened, position_in, terms_of, writing
 from qconvert.errors import BadRecipe
 from qconvert.formats.io.read_back import Progress, bytes_to_verify
 

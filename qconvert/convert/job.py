@@ -24,8 +24,8 @@ class RunOptions:
     """How an output is made: `shard_size` changes its bytes, too little `process_memory` may, no other does.
 
     `jobs` threads work on rows of at most what the process has left of `max_memory` bytes, but on 64 MiB if
-    that is less; where a text is read, all of the process keeps within `process_memory` bytes (None: that
-    takes what it needs, if the machine has it); `shard_size` is the largest weight file in bytes (None: one
+    that is less; with a `process_memory` in bytes, all of the process keeps within it (None: it takes what it
+    needs, if the machine has it); `shard_size` is the largest weight file in bytes (None: one
     file); `verify` re-reads what was written before it gets its name; `restart` throws away what an earlier
     run left unfinished, with which a run otherwise goes on. Where an output goes elsewhere, `drop` gives up
     the disk space of each file once it is there, and `keep` False leaves nothing under the output's own name.

@@ -25,7 +25,8 @@ from qconvert.convert.job import Job, Result
 from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
 from qconvert.convert.publish import job_hash
 from qconvert.convert.resume import RunJournal, from_record, to_record
-from qconvert.convert.writing import Listener, block_bytes_of
+from qconvert.convert.run_memory import block_bytes_of
+from qconvert.convert.writing import Listener
 from qconvert.core.dtypes import Json, TensorSpec
 from qconvert.core.protocols import ArrayRows
 from qconvert.core.ranks import Rank, order

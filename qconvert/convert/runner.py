@@ -239,16 +239,27 @@ def cut(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> list[Block]
     output = unit.output
     if output.rows == 0:
         return [Block(unit, 0, 0, 0)]
-    encoding = unit.source.encoding
-    nbytes = encoding.dtype.nbytes if isinstance(encoding, Unquantized) else 1
-    nbytes = max(nbytes, 4) if unit.is_scaled else nbytes
-    per_row = max(1, unit.source.width * (nbytes + SCRATCH_PER_WEIGHT))
-    step = lcm(granule, layout.row_alignment(output), *(op.granule for op in unit.ops))
-    rows = max(step, limit // per_row // step * step)
+    rows, per_row = _block_rows(unit, layout, limit, granule)
     return [
         Block(unit, start, min(start + rows, output.rows), per_row * (min(start + rows, output.rows) - start))
         for start in range(0, output.rows, rows)
     ]
+
+
+def block_cost(unit: Unit, layout: Layout, limit: int) -> int:
+    """The working memory of the largest of the blocks that `cut` makes of a unit, in bytes."""
+    rows, per_row = _block_rows(unit, layout, limit)
+    return min(rows, unit.output.rows) * per_row
+
+
+def _block_rows(unit: Unit, layout: Layout, limit: int, granule: int = 1) -> tuple[int, int]:
+    """The rows of a unit's blocks, and the working memory of each row."""
+    encoding = unit.source.encoding
+    nbytes = encoding.dtype.nbytes if isinstance(encoding, Unquantized) else 1
+    nbytes = max(nbytes, 4) if unit.is_scaled else nbytes
+    per_row = max(1, unit.source.width * (nbytes + SCRATCH_PER_WEIGHT))
+    step = lcm(granule, layout.row_alignment(unit.output), *(op.granule for op in unit.ops))
+    return max(step, limit // per_row // step * step), per_row
 
 
 def _make(

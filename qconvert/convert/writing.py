@@ -17,14 +17,13 @@ from qconvert.convert.job import Job, Result
 from qconvert.convert.outcome import BlockDone, Outcome, WrittenRows
 from qconvert.convert.publish import Destination, Publication, publishing
 from qconvert.convert.resume import RunJournal
-from qconvert.convert.runner import BLOCK_BYTES, MOST_CODE_ERROR, Terms, block_bytes, rows_read
+from qconvert.convert.run_memory import block_bytes_of, rows_bytes, threads
+from qconvert.convert.runner import MOST_CODE_ERROR, Terms, rows_read
 from qconvert.convert.stages import Stages
 from qconvert.core.dtypes import Json
 from qconvert.formats.io.local_file import octets
 from qconvert.formats.io.read_back import Hashes, Progress
 
-# What blocks of rows may take however little is left of what was asked for.
-LEAST_BYTES = 4 * BLOCK_BYTES
 Listener = Callable[[BlockDone], None]
 Opened = Callable[[RunJournal], None]
 
@@ -122,26 +121,11 @@ def facts_of(job: Job, out: Path, destination: Destination | None) -> Json:
     return {**identity(job, job.container.files(out)), **goes_to}
 
 
-def block_bytes_of(job: Job) -> int:
-    """The working memory of one block of a job, in bytes."""
-    return block_bytes(job.source.checkpoint.layout, job.container.layout, rows_bytes(job))
-
-
-def rows_bytes(job: Job, taken: int = 0) -> int:
-    """The bytes that blocks of rows may take together, where the process has `taken` some before.
-
-    A few blocks of rows are always admitted.
-    """
-    saved = job.calibration.savings.rows_bytes if job.calibration is not None else None
-    asked = job.options.max_memory
-    return saved or max(asked - taken, min(asked, LEAST_BYTES))
-
-
 def terms_of(job: Job, journal: RunJournal, *, fetches: bool) -> Terms:
     """What a job's run may take and lets pass; half of the memory is for what it `fetches`."""
     request, memory = job.compiled.request, rows_bytes(job, resident())
     return Terms(
-        job.options.jobs,
+        threads(job, memory),
         memory // 2 if fetches else memory,
         journal.block_bytes,
         checksums=job.options.verify,
