@@ -11,7 +11,7 @@ import pytest
 
 from qconvert.formats.gguf.reader import GGUFFile
 from tests.commands import qconvert
-from tests.gguf_families import IDS, logits_of, saved_seeing, written
+from tests.gguf_families import IDS, add_tokenizer, logits_of, saved_seeing, scatter, written
 from tests.gguf_models import SIZES, log_probabilities
 from tests.models import stored
 from tests.newer_llama_cpp import newer_logits
@@ -23,6 +23,12 @@ M3: dict[str, Any] = {
     "layer_types": ["full_attention", *["minimax_m3_sparse"] * 3], "index_n_heads": 2, "index_head_dim": 32,
     "index_block_size": 4, "index_topk_blocks": 2, "index_local_blocks": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+V32: dict[str, Any] = {
+    **SIZES, "num_key_value_heads": 4, "num_hidden_layers": 3, "q_lora_rank": 32, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 32, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "index_n_heads": 4, "index_head_dim": 128, "index_topk": 4,
 }  # fmt: skip
 
 
@@ -65,6 +71,35 @@ def test_files_go_back_to_the_same_weights(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     for key in ("layer_types", "mlp_layer_types", "index_topk_blocks", "index_block_size", "rotary_dim"):
         assert config[key] == M3[key], key
+
+
+def deepseek(folder: Path, **changes: Any) -> Any:
+    """A random DeepSeek-V3.2, saved by transformers in float32 with a tokenizer."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model("deepseek_v32", **{**V32, **changes})
+    config._attn_implementation = "eager"
+    model = scatter(transformers.AutoModelForCausalLM.from_config(config)).eval()
+    model.save_pretrained(folder)
+    add_tokenizer(folder)
+    return model
+
+
+def test_llama_cpp_attends_to_what_the_indexer_of_deepseek_chooses(tmp_path: Path) -> None:
+    """To 4 positions of 16, which is far from attention to all."""
+    expected, gguf = logits_of(deepseek(tmp_path / "some")), written(tmp_path / "some")
+    every = logits_of(deepseek(tmp_path / "all", index_topk=64))
+    assert np.abs(expected - every)[8:].max() > 0.3
+    found = log_probabilities(newer_logits(gguf, IDS, expected.shape[-1]))
+    assert np.abs(found - expected).max() < 0.01
+
+
+def test_heads_of_an_indexer_that_llama_cpp_stops_at_are_told(tmp_path: Path) -> None:
+    """Its Hadamard matrix has 64 columns or more: the assertion ggml_can_mul_mat fails with 32 or 96."""
+    for width, told in ((32, True), (96, True), (64, False), (128, False)):
+        deepseek(tmp_path / str(width), index_head_dim=width)
+        ran = qconvert("to-gguf", tmp_path / str(width), "--type", "f32", "-o", tmp_path / f"{width}.gguf")
+        assert ran.code == 0 and (f"index_head_dim is {width};" in ran.err) is told, ran.err
 
 
 @pytest.mark.parametrize(

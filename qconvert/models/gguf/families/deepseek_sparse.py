@@ -22,6 +22,20 @@ _INDEXER = k.together(
 # Its graphs always have a low-rank projection of queries, and the loader does not guess by the depth.
 _CHECKS = tuple(check for check in DEEPSEEK_V3.checks if check is not low_rank_queries)
 
+_LEAST = 64  # columns of the matrix
+
+
+def _rotated_heads(facts: Facts) -> str | None:
+    """Says that newer llama.cpp stops at an indexer whose heads its Hadamard matrix does not fit."""
+    width = facts.size("index_head_dim")
+    if width >= _LEAST and width & (width - 1) == 0:
+        return None
+    return (
+        f"index_head_dim is {width}; llama.cpp's {facts.model.arch} turns the indexer's heads by a matrix "
+        f"whose size is a power of two from {_LEAST} on, and stops at others"
+    )
+
+
 DEEPSEEK_V32 = replace(
     DEEPSEEK_V3,
     arch="deepseek32",
@@ -35,6 +49,7 @@ DEEPSEEK_V32 = replace(
         "attn.indexer.weights": Written("indexer.proj"),
     },
     checks=_CHECKS,
+    remarks=(*DEEPSEEK_V3.remarks, _rotated_heads),
 )
 
 
