@@ -84,6 +84,7 @@ def without_source(files: dict[str, bytes], *keys: str) -> dict[str, Any]:
         found["qconvert.json"]["source"].pop(key)
     for file in found["qconvert.json"]["source"]["files"]:  # which only files on this machine have
         file.pop("sample_sha256")
+        file.pop("etag", None)
     found.pop("README.md")
     return found
 

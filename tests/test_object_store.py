@@ -100,6 +100,32 @@ def test_from_a_bucket_into_a_bucket_equals_the_local_run(bucket: Any, here: Pat
     assert SECRET not in str(objects(bucket, "made/out"))
 
 
+def test_what_has_changed_in_the_bucket_is_not_skipped(bucket: Any, here: Path, tmp_path: Path) -> None:
+    """Told by ETag where the size is the same, by size where it is not; an older manifest has no ETag."""
+    command = ("quantize", "s3://bucket/models/m", *HOW, "-o", "out", "--skip-existing")
+    made(*command)
+    ran = qconvert(*command)
+    assert ran.code == 0 and "already complete, skipped" in ran.err
+    manifest = here / "out" / "qconvert.json"
+    record = json.loads(manifest.read_text())
+    assert all(file["etag"] for file in record["source"]["files"])
+    other = tiny(tmp_path / "other", "qwen3", shards=3, seed=1, **SIZES)
+    first = sorted(path.name for path in other.glob("*.safetensors"))[0]
+    obstore.put(bucket, f"models/m/{first}", other / first)
+    why = f"out: already exists, and is not what this command writes (the source's {first} has another ETag)"
+    redo = "add --overwrite: it then writes anew what is not complete, and leaves the rest"
+    failed(qconvert(*command), why, redo)
+    for file in record["source"]["files"]:
+        file.pop("etag")
+    manifest.write_text(json.dumps(record))
+    assert qconvert(*command).code == 0, "nothing was recorded to compare"
+    record["source"]["files"][0]["bytes"] += 1
+    manifest.write_text(json.dumps(record))
+    failed(qconvert(*command), why.replace("ETag", "size"), redo)
+    made(*command, "--overwrite")
+    assert qconvert(*command).code == 0
+
+
 def test_the_mark_comes_last_and_is_not_replaced_unasked(
     bucket: Any, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

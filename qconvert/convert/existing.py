@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
-from qconvert.convert.identity import source_samples
+from qconvert.convert.identity import source_etags, source_samples
 from qconvert.convert.job import Job, OpenedModel
 from qconvert.convert.manifest import FILE_NAME, manifest_path
 from qconvert.core.dtypes import Json
@@ -108,7 +109,9 @@ def _other_source(source: OpenedModel, record: Json, written: Path) -> str:
         if before and (location.repo_id or location.address) != before.get("name"):
             return f"it was made from {before.get('name')}"
         commits = {location.commit, before.get("commit")} - {None}
-        return "it was made from another commit of the source" if len(commits) > 1 else ""
+        if len(commits) > 1:
+            return "it was made from another commit of the source"
+        return _changed_there(source, before.get("files", ()))
     recorded = {file["name"]: file.get("sample_sha256") for file in before.get("files", ())}
     if None not in (recorded or {"": None}).values():
         return "it was made from other weights" if recorded != source_samples(source) else ""
@@ -116,3 +119,16 @@ def _other_source(source: OpenedModel, record: Json, written: Path) -> str:
     files = (file.path for file in source.checkpoint.files.files)
     newer = next((path.name for path in files if path.stat().st_mtime_ns > made), None)
     return f"the source's {newer} is newer" if newer else ""
+
+
+def _changed_there(source: OpenedModel, before: Sequence[Json]) -> str:
+    """Which file of a bucket or web server has changed; empty where none has, or nothing is recorded."""
+    etags = source_etags(source)
+    sizes = {file.path.name: file.size for file in source.checkpoint.files.files}
+    recorded = {file["name"]: (file["bytes"], file.get("etag")) for file in before if etags}
+    for name, (size, etag) in recorded.items():
+        if sizes.get(name) != size:
+            return f"the source's {name} has another size"
+        if None not in (etag, etags[name]) and etag != etags[name]:
+            return f"the source's {name} has another ETag"
+    return "the source has other files" if recorded and sizes.keys() != recorded.keys() else ""

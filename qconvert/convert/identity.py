@@ -87,6 +87,12 @@ def source_samples(source: OpenedModel) -> dict[str, str]:
     return {file.path.name: _sampled(file.path, file.size, file.path.stat().st_mtime_ns) for file in files}
 
 
+def source_etags(source: OpenedModel) -> dict[str, str | None]:
+    """What a bucket or web server calls the bytes of each file, by name; none of another source."""
+    location, files = source.location, source.checkpoint.files.files
+    return {} if location.address is None else {file.path.name: _etag(file.path, location) for file in files}
+
+
 @lru_cache(maxsize=4096)
 def _sampled(path: Path, size: int, mtime_ns: int) -> str:
     """`sample_hash` of a file as it is since it was last written, read once: journal and manifest want it."""

@@ -20,7 +20,7 @@ from qconvert.calibrate.calibration import PlannedStatistics
 from qconvert.checkpoint.hub import ResolvedModel
 from qconvert.checkpoint.open import Checkpoint
 from qconvert.convert.gguf_sidecars import MANIFEST, sidecar
-from qconvert.convert.identity import source_samples
+from qconvert.convert.identity import source_etags, source_samples
 from qconvert.convert.job import OpenedModel, RunOptions
 from qconvert.convert.outcome import Outcome
 from qconvert.core.dtypes import Json
@@ -180,9 +180,18 @@ def source_record(model: ResolvedModel, checkpoint: Checkpoint, *, hash_sources:
 
 
 def _sampled(source: OpenedModel, record: Json) -> Json:
-    """A source's record with the samples of its files, if they are here: `--skip-existing` compares them."""
-    samples = source_samples(source)
-    files = [{**file, "sample_sha256": samples.get(file["name"])} for file in record["files"]]
+    """A source's record with the samples of its files, if they are here, or their ETags in a bucket or on a
+    web server: `--skip-existing` compares them.
+    """
+    samples, etags = source_samples(source), source_etags(source)
+    files = [
+        {
+            **file,
+            "sample_sha256": samples.get(file["name"]),
+            **({"etag": etags[file["name"]]} if etags else {}),
+        }
+        for file in record["files"]
+    ]
     return {**record, "files": files}
 
 
