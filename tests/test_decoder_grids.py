@@ -16,9 +16,8 @@ from qconvert.quant.codebook import wide
 from qconvert.quant.ggml import encode_rows
 from qconvert.quant.packed_codes import codes_of
 from qconvert.runtime.config import DecoderConfig
-from qconvert.runtime.cpu.byte_dots import BYTE_ROUTINES
+from qconvert.runtime.cpu.byte_dots import byte_routine
 from qconvert.runtime.cpu.dots import ROUTINES
-from qconvert.runtime.cpu.kernels import KERNELS
 from qconvert.runtime.cpu.packed_weights import PackedGrid, pack_grid
 from qconvert.runtime.cpu.products import multiply_few
 from qconvert.runtime.device_layout import Layout, place_rows, place_weight
@@ -235,8 +234,14 @@ def test_packing_holds_a_bounded_part_unpacked(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_two_kernels_share_a_name_by_which_stored_code_is_linked() -> None:
-    names = [routine.__qualname__ for routine in (ROUTINES | BYTE_ROUTINES).values()]
-    assert len(set(names)) == len(KERNELS) == 19
+    bytes_ = (
+        "int4_bytes_f16_32_zero",
+        "int4_bytes_f16_32_mins",
+        "int4_bytes_i8_32_mins",
+        "int8_bytes_f16_32_middle",
+    )
+    routines = ROUTINES | {name: byte_routine(name) for name in bytes_}
+    assert len(routines) == 15 + 4 and all(made.__qualname__ == name for name, made in routines.items())
 
 
 def test_what_is_no_grid_or_does_not_fit_stays_as_it_was_read() -> None:

@@ -146,13 +146,13 @@ def test_codes_beyond_8_bits_are_decoded() -> None:
 
 @pytest.mark.parametrize(("name", "value"), VALUES, ids=[name for name, _ in VALUES])
 @pytest.mark.parametrize("rows", [1, 16])
-def test_few_rows_are_rounded_too_where_codes_are_of_4_or_6_bits(name: str, value: Value, rows: int) -> None:
+def test_few_rows_are_rounded_too_where_codes_are_no_table(name: str, value: Value, rows: int) -> None:
     weight = pack_grid(value, torch.float32)
     assert weight is not None
     x_NI, bias_O = inputs(rows, weight.shape[1]), torch.arange(70.0)
     x_NI[0, 32:64] = 0
     got_NO = Linear(weight, bias_O, inputs=INT8_GROUPS)(x_NI)
-    if weight.recipe.kind in ("int4", "int6"):
+    if weight.recipe.kind in ("int4", "int6", "int8"):
         x_NI = round_inputs(x_NI, INT8_GROUPS)
         want_NO = x_NI.double() @ torch.from_numpy(unrounded(value)).T + bias_O
         assert relative_error(got_NO, want_NO) < FLOAT32

@@ -28,8 +28,7 @@ class Linear:
     """`y = x W^T + b`; observers see x first, then it is rounded to what is multiplied, if that is quantized.
 
     Of linears that share an input, one has the tap of all. `INT8_GROUPS` is for speed: codes of quantized
-    weights are multiplied without decoding them. Of few rows, inputs of codes of 8 bits and of tables are not
-    rounded, because reading the weight takes longer.
+    weights are multiplied without decoding them. Of few rows, inputs of a table's codes are not rounded.
     """
 
     weight: Weight

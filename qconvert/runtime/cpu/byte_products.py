@@ -169,11 +169,11 @@ def _multiply(linears, kind, columns, codes, steps, sums, tokens, bias, y, narro
     plain, panel = np.empty(PANEL * padded, np.uint8), np.empty(PANEL * padded, np.uint8)
     starts, scales = np.empty(groups * PANEL, np.int32), np.empty(groups * PANEL, np.float32)
     mins, own = np.zeros(groups * PANEL, np.float32), np.zeros((2, held), np.float32)
-    w, tile = plain.ctypes.data, panel.ctypes.data
     with_mins = linear.mins != 0 or (kind == _INT8 and (linear.zeros != 0 or linear.zero != 0))
     panels = (rows + PANEL - 1) // PANEL
     for p in range(panels * rank // size, panels * (rank + 1) // size):
         first = min(PANEL * p, rows - PANEL)
+        w, tile = plain.ctypes.data, panel.ctypes.data  # here: numba frees arrays that are not named again
         for row in range(PANEL):
             _take_codes(linear, kind, first + row, padded, w + padded * row)
             _take_scales(linear, kind, first + row, row, columns, own, scales, mins)

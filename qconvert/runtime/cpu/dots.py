@@ -34,6 +34,7 @@ from qconvert.runtime.cpu.simd import (
     added,
     address,
     as_floats,
+    asks_ahead,
     float_at,
     floats,
     folded,
@@ -130,17 +131,20 @@ def _add_half_parts(dot, w, table, at, scale, a, b):  # type: ignore[no-untyped-
 
 def _by_codes(name: str, dot: Any, block_bytes: int, add: Any, columns: int) -> Any:
     """Rows of codes whose scales hold for any multiple of `columns` columns."""
+    ask = asks_ahead(block_bytes)
 
     def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
         blocks, groups, each = sizes(linear, columns)
         shorts, steps, sums = _fixed(linear, x, columns)
-        scales, x16, table = np.zeros(len(steps), np.float32), address(shorts), linear.table
+        scales, table = np.zeros(len(steps), np.float32), linear.table
         for row in range(start, stop):
             away = spread(linear, row, groups, each, address(steps), address(sums), address(scales))
-            w, at, scale = linear.codes + row * blocks * block_bytes, x16, address(scales)
+            w, scale = linear.codes + row * blocks * block_bytes, address(scales)
+            at = address(shorts)  # here: numba frees what is not named again
             a = splat(np.float32(0))
             b = a
             for _ in range(blocks):
+                ask(w)
                 a, b = add(dot, w, table, at, scale, a, b)
                 w += block_bytes
                 at += 2 * BLOCK
@@ -152,6 +156,7 @@ def _by_codes(name: str, dot: Any, block_bytes: int, add: Any, columns: int) -> 
 
 def _by_floats(name: str, number: Any) -> Any:
     """Rows of 8-bit floats."""
+    ask = asks_ahead(BLOCK)
 
     def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
         columns = LANES if linear.group % BLOCK else BLOCK
@@ -165,6 +170,7 @@ def _by_floats(name: str, number: Any) -> Any:
             if columns == BLOCK:
                 even = linear.width - linear.width % BLOCK
                 for i in range(0, even, BLOCK):
+                    ask(w + i)
                     part = _block_of_floats(number, w + i, x + 4 * i)
                     sum_ = fused(part, splat(scales[i // BLOCK]), sum_)
             for i in range(even, linear.width, LANES):
@@ -187,6 +193,7 @@ def _block_of_floats(number, w, x):  # type: ignore[no-untyped-def]
 
 def _dense(name: str, number: Any, size: int) -> Any:
     """Rows of plain numbers."""
+    ask = asks_ahead(4 * LANES * size)
 
     def rows(linear, x, y, start, stop):  # type: ignore[no-untyped-def]
         width, step = linear.width, size * LANES
@@ -196,6 +203,7 @@ def _dense(name: str, number: Any, size: int) -> Any:
             a = splat(np.float32(0))
             b, c, d = a, a, a
             for i in range(0, even, 4 * LANES):
+                ask(at)
                 a = fused(number(at), floats(x + 4 * i), a)
                 b = fused(number(at + step), floats(x + 4 * i + 64), b)
                 c = fused(number(at + 2 * step), floats(x + 4 * i + 128), c)

@@ -15,7 +15,7 @@ from numba import from_dtype, types
 from numba.core.registry import cpu_target
 
 from qconvert.quant.simd.lanes import entry
-from qconvert.runtime.cpu.byte_dots import BYTE_ROUTINES
+from qconvert.runtime.cpu.byte_dots import byte_routine
 from qconvert.runtime.cpu.dots import ROUTINES
 from qconvert.runtime.cpu.kernel_args import LINEAR
 from qconvert.runtime.cpu.simd import float_at, instructions, put_float, routine
@@ -63,11 +63,7 @@ def _entry(name: str, dot: Any) -> Callable[..., None]:
     return kernel
 
 
-KERNELS = {name: _entry(name, dot) for name, dot in (ROUTINES | BYTE_ROUTINES).items()}
-"""Entry points by the names of their routines in `dots.py` and `byte_dots.py`."""
-
-
 @lru_cache
 def compiled(name: str) -> Any:
-    """A kernel by the name of its routine; its `address` stays what it is."""
-    return entry(KERNELS[name], _SIGNATURE)
+    """A kernel by the name of its routine in `dots.py` or `byte_dots.py`; its `address` stays what it is."""
+    return entry(_entry(name, ROUTINES[name] if name in ROUTINES else byte_routine(name)), _SIGNATURE)

@@ -17,6 +17,7 @@ from torch import Tensor
 from qconvert.core.dtypes import DType
 from qconvert.core.values import Value
 from qconvert.quant.simd.lanes import LANES
+from qconvert.runtime.cpu.byte_dots import byte_kernel
 from qconvert.runtime.cpu.coded_dots import TABLE_NUMBERS
 from qconvert.runtime.cpu.kernel_args import BF16, F16, F32, I8, LINEAR
 from qconvert.runtime.cpu.kernels import compiled
@@ -136,7 +137,7 @@ class PackedGrid:
     def kernel_args(self, bias_O: Tensor | None = None, *, bytes_: bool = False) -> np.ndarray:
         """Its fields of LINEAR; the caller keeps weight and bias (float32, contiguous) alive.
 
-        With `bytes_`, inputs may be rounded to 8 bits, which those of codes of 4 and 6 bits are.
+        With `bytes_`, inputs may be rounded to 8 bits, which they are where `byte_kernel` has a kernel.
         """
         args, recipe, mins = np.zeros(1, LINEAR), self.recipe, self.mins
         supers = self.scales.super_OS
@@ -145,7 +146,6 @@ class PackedGrid:
             "rows": self.shape[0],
             "width": self.width,
             "bias": _address(bias_O),
-            "kernel": compiled(_kernel_of(recipe, bytes_)).address,
             "codes": self.codes_OB.data_ptr(),
             "table": _address(self.table),
             "group": recipe.group,
@@ -165,6 +165,8 @@ class PackedGrid:
         }
         for name, number in fields.items():
             args[name] = number
+        kernel = byte_kernel(args[0], recipe.kind) if bytes_ else None
+        args["kernel"] = compiled(kernel or _kernel_of(recipe)).address
         return args
 
 
@@ -272,9 +274,7 @@ def _table(numbers: np.ndarray) -> tuple[Tensor, float]:
     return torch.from_numpy(table), unit
 
 
-def _kernel_of(recipe: Recipe, bytes_: bool) -> str:
-    if bytes_ and recipe.kind in ("int4", "int6"):
-        return f"{recipe.kind}_bytes_by_{'half_parts' if recipe.group % PART else 'parts'}"
+def _kernel_of(recipe: Recipe) -> str:
     if recipe.kind in _FLOAT_KINDS:
         return recipe.kind
     whole = recipe.group % BLOCK == 0 and recipe.table is None

@@ -16,9 +16,10 @@ from numba.core import cgutils
 
 from qconvert.quant.simd import processor
 from qconvert.quant.simd.lanes import LANES, call_llvm, transposed_lanes
-from qconvert.runtime.cpu.coded_dots import pair_sums
+from qconvert.runtime.cpu.coded_dots import pair_sums, small_pair_sums
 from qconvert.runtime.cpu.simd import (
     FLOATS,
+    I8,
     I32,
     I64,
     INTS,
@@ -37,6 +38,7 @@ _WORD = 4
 _VECTOR = _WORD * LANES
 _LINE = _WORD * PANEL
 """Bytes of the words of all rows at the same columns."""
+_QUADS = ir.VectorType(I8, 2 * PART)
 _WIDE = processor.has("avx512bw")
 # Vectors of outputs and rows of input that sums are held for: 24 of the 32 registers for bfloat16; half for
 # integers, whose sums so far are held in float32 too. Processors with 16 narrower ones hold less.
@@ -70,10 +72,16 @@ def _held(builder: Any, starts: list[Any], rows: int) -> list[list[Any]]:
     return held
 
 
-def quad_sums(builder: Any, sums: Any, bytes_: Any, codes: Any) -> Any:
-    """Sums and the products of four unsigned bytes by four signed ones, in each of sixteen words."""
+def quad_sums(builder: Any, sums: Any, bytes_: Any, codes: Any, *, small: bool = False) -> Any:
+    """Sums and the products of four unsigned bytes by four signed ones, in each of sixteen words.
+
+    With `small`, unsigned bytes are below 128, so that two products fit 16 bits.
+    """
     if processor.has("avx512vnni"):
         return call_llvm(builder, "llvm.x86.avx512.vpdpbusd.512", INTS, sums, bytes_, codes)
+    if small and processor.has("avx2"):
+        pairs = small_pair_sums(builder, *(builder.bitcast(x, _QUADS) for x in (bytes_, codes)))
+        return builder.add(sums, pair_sums(builder, pairs, constant(1, SHORTS)))
     eight = constant(8, SHORTS)
     x, w = builder.bitcast(bytes_, SHORTS), builder.bitcast(codes, SHORTS)
     even = pair_sums(
