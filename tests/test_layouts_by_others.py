@@ -25,6 +25,8 @@ from qconvert.runtime.config import DecoderConfig
 from qconvert.runtime.load import load_decoder
 from tests.commands import made, qconvert
 from tests.foreign_layouts import ATTENTION, FOLDER, LINEARS, MLP, int4_numbers, model
+from tests.gguf_families import random_model
+from tests.gguf_models import MOE_SIZES
 
 DTYPES = {"float16": DType.F16, "bfloat16": DType.BF16, "float32": DType.F32}
 # What `inspect` says of each.
@@ -278,6 +280,13 @@ def test_what_is_written_again_are_the_arrays_and_metadata_of_torchao(name: str,
     names = (json.loads(each.pop("tensor_names")) for each in (said, before))
     assert len({frozenset(each) for each in names}) == 1
     assert {key: json.loads(said[key]) for key in said} == {key: json.loads(before[key]) for key in before}
+
+
+def test_torchao_holds_no_stacks_of_experts(tmp_path: Path) -> None:
+    random_model(tmp_path / "m", "Qwen3Moe", head_dim=32, **MOE_SIZES)
+    out = made("convert", tmp_path / "m", "--to", "torchao", "--scheme", "int4-g32", "-o", tmp_path / "out")
+    ran = qconvert("fuse", out, "--only", "experts", "-o", tmp_path / "stacked")
+    assert ran.code == 1 and "a stack of 4 experts" in ran.err and not (tmp_path / "stacked").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from qconvert.core.dtypes import DType, Json
 from qconvert.core.encodings import AffineMin, Codebook, ModelTensor, Quantized
+from qconvert.formats.layouts.config_checks import matrix_shape
 
 _TORCH = {DType.BF16: "bfloat16", DType.F16: "float16", DType.F32: "float32"}
 _ROWS = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
@@ -32,7 +33,7 @@ def _class(tensor: ModelTensor, computed: DType) -> Json:
     encoding = tensor.encoding
     if not isinstance(encoding, Quantized):
         return {"_type": "Tensor"}
-    rows, width = tensor.shape
+    rows, width = matrix_shape(tensor, "torchao")
     if isinstance(encoding, Codebook):
         block = [rows if encoding.group_rows is None else encoding.group_rows, encoding.group_size or width]
         attributes = {
