@@ -11,6 +11,7 @@ import pytest
 from gguf import GGUFReader
 
 from qconvert.checkpoint.open import Checkpoint, open_checkpoint
+from qconvert.cli import events
 from qconvert.convert.execute import open_model, prepare
 from qconvert.convert.job import RunOptions
 from qconvert.core.encodings import ModelTensor
@@ -21,6 +22,7 @@ from qconvert.plan.recipe import Recipe
 from qconvert.plan.request import Request
 from tests.commands import Ran, made, qconvert
 from tests.models import tiny
+from tests.test_events import told
 
 TEXT = ("--tokens", 512, "--window", 64, "-j", 2, "--method", "feedback")
 SCHEMES = ("--schemes", "int3-g64,int4-g64,int8-g64", "--target-size", "9bpw")
@@ -133,6 +135,35 @@ def test_a_dry_run_makes_neither_and_says_what_a_run_costs(
     assert (
         "twice the time of one" in ran.out and "int4-g64 throughout, both with --method feedback" in ran.out
     )
+
+
+def test_events_tell_of_candidates_in_a_run_of_their_own(
+    asked: tuple[object, ...], here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they were made, the file was silent; what ends the run is told there, too."""
+    monkeypatch.setattr(events, "EVERY", 0.0)
+    command = ("to-gguf", *asked, *TYPES, "-o", here / "best.gguf", "--events", here / "e.jsonl")
+
+    def stopped(*args: Any, **how: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("qconvert.evaluate.planned.divergences_of", stopped)
+        assert qconvert(*command).code == 130
+    assert told(here / "e.jsonl")[-1]["stopped"] == 130
+    (here / "e.jsonl").unlink()
+    made(*command, "--restart")
+    found = told(here / "e.jsonl")
+    runs = list(dict.fromkeys(line["run"] for line in found))
+    of = [[line for line in found if line["run"] == run] for run in runs]
+    assert len(of) == 2 and [[own[0]["event"], own[-1]["event"]] for own in of] == [["start", "end"]] * 2
+    assert all(own[-1]["ok"] for own in of)
+    first, second = of[0][0], of[1][0]
+    assert first["candidates_of"] == str(here / "best.gguf") == second["outputs"][0]["path"]
+    assert len(first["outputs"]) == 2 and "candidates_of" not in second
+    progress = [line for line in of[0] if line["event"] == "progress"]
+    assert len(progress) > 10 and progress[-1]["bytes_read"] == first["bytes"]["read"]
+    assert progress[-1]["bytes_written"] == first["bytes"]["written"]
 
 
 def test_a_run_that_was_stopped_goes_on_with_both_and_with_what_was_measured(

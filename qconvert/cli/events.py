@@ -131,10 +131,12 @@ def events_to(
     work: Work,
     bars: Bars,
     rank: Rank | None = None,
+    candidates_of: Path | None = None,
 ) -> Iterator[Events]:
     """The events of a run of jobs, from the first line of a file to its last, whatever ends it.
 
-    `rank` is the one of this process among several.
+    `rank` is the one of this process among several; jobs may be `candidates_of` an output that another run
+    finishes.
     """
     if path is None:
         yield Events(None, jobs, work, bars)
@@ -152,6 +154,8 @@ def events_to(
     started: Json = {"command": request.command, "source": name, "version": __version__}
     if rank is not None:
         started["rank"] = [rank.number, rank.world]
+    if candidates_of is not None:
+        started["candidates_of"] = str(candidates_of)
     events.say("start", **started, outputs=outputs, bytes=totals)
     try:
         yield events

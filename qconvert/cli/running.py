@@ -45,7 +45,7 @@ def executed(
     from qconvert.convert.execute import execute
     from qconvert.convert.execute_together import execute_together
 
-    with _running(jobs, flags, flags.events, verifies=flags.verify) as run:
+    with _running(jobs, flags, verifies=flags.verify) as run:
         listen, opened, verified = run.events.listen, run.opened, run.events.verified
         results = (
             [execute(*jobs[0], listen, opened, verified, destination)]
@@ -58,21 +58,26 @@ def executed(
 
 @contextmanager
 def candidates_made(candidates: Candidates, flags: Flags, scratch: Path) -> Iterator[list[PlannedRows]]:
-    """The weights of both candidates, made as `executed` makes outputs; these are left unfinished."""
+    """The weights of both candidates, made as `executed` makes outputs; these are left unfinished.
+
+    Of the events, that is a run of its own, which ends when they have been measured.
+    """
     with (
-        _running(candidates.places, flags, None, verifies=False) as run,
+        _running(candidates.places, flags, verifies=False, candidates_of=candidates.out) as run,
         candidates.made(run.events.listen, run.opened, scratch) as weights,
     ):
         yield weights
+        run.events.end(ok=True)
 
 
 @contextmanager
 def _running(
-    jobs: Sequence[tuple[Job, Path]], flags: Flags, events_file: Path | None, *, verifies: bool
+    jobs: Sequence[tuple[Job, Path]], flags: Flags, *, verifies: bool, candidates_of: Path | None = None
 ) -> Iterator[_Run]:
     """While jobs are carried out: bars, events, and what is said of an output that is left unfinished.
 
-    Raises QConvertError where there is too little disk.
+    They may be candidates, of which one becomes another output. Raises QConvertError for a disk with too
+    little room.
     """
     from qconvert.convert.time_left import Work
     from qconvert.formats.io.local_file import require_free_disk
@@ -99,7 +104,7 @@ def _running(
 
     with (
         progress(work, talks=flags.logs) as bars,
-        events_to(events_file, jobs, work, bars) as events,
+        events_to(flags.events, jobs, work, bars, candidates_of=candidates_of) as events,
         ending_in_time(farewell),
     ):
         try:
