@@ -178,13 +178,14 @@ def _laid_out(shard: _Shard, forms: _Forms) -> ArrayTable:
             number: [(suffix, table.kind(kind, suffix)) for suffix, kind in parts if _RANK[kind[0]] == rank]
             for number, parts in used.items()
         }
-        rows = [(name, part) for name, number in tensors for part in alike[number]]
+        some = [(name, alike[number]) for name, number in tensors if alike[number]]
         if not apart:
-            rows.sort(key=lambda row: row[0] + row[1][0])
-        kinds = [kind for _, (_, kind) in rows]
+            rows = [(name, [part]) for name, parts in some for part in parts]
+            some = sorted(rows, key=lambda row: row[0] + row[1][0][0])
+        kinds = [kind for _, parts in some for _, kind in parts]
         sizes = [_nbytes(kind) for kind in table.kinds]
         *begins, end = accumulate(map(sizes.__getitem__, kinds), initial=end)
-        table.extend([name for name, _ in rows], kinds, begins)
+        table.extend([name for name, parts in some for _ in parts], kinds, begins)
     return table
 
 

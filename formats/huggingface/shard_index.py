@@ -10,7 +10,8 @@ import hashlib
 import re
 from collections.abc import Container, ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
+from operator import eq
 from pathlib import Path
 
 from qconvert.core.dtypes import Json, TensorSpec
@@ -18,6 +19,7 @@ from qconvert.errors import CorruptCheckpoint, shown
 from qconvert.formats.huggingface.plain_json import scan_index
 from qconvert.formats.huggingface.safetensors_file import INDEX_FILE, SafetensorsHeader
 from qconvert.formats.io import limits
+from qconvert.formats.io.array_table import Kind
 from qconvert.formats.io.strict_json import parse_json_object, read_bounded
 
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+")
@@ -92,11 +94,15 @@ def locate(
     Where a tensor is in several shards the index decides. Raises CorruptCheckpoint for a tensor that is not
     where the index says.
     """
-    homes = {name: home for home, header in enumerate(headers) for name in header.specs}
+    homes: dict[str, int] = {}
+    for home, header in enumerate(headers):
+        homes.update(zip(header.specs, repeat(home), strict=False))
     if index is None:
         return homes, []
     ordinals = {header.path.name: home for home, header in enumerate(headers)}
     differences = list(_differences(headers, homes, index))
+    if all(map(eq, map(homes.get, index.weight_map), map(ordinals.__getitem__, index.weight_map.values()))):
+        return homes, differences
     for name, file in index.weight_map.items():
         if homes.get(name) == ordinals[file]:
             continue
@@ -112,8 +118,8 @@ def locate(
 def _differences(
     headers: Sequence[SafetensorsHeader], homes: Mapping[str, int], index: ShardIndex
 ) -> Iterator[str]:
-    unlisted = [name for name in homes if name not in index.weight_map]
-    if unlisted:
+    if not homes.keys() <= index.weight_map.keys():
+        unlisted = [name for name in homes if name not in index.weight_map]
         yield f"{INDEX_FILE}: does not list {_first_of(unlisted)}; read all the same"
     repeated = []
     if sum(len(header.specs) for header in headers) != len(homes):
@@ -152,13 +158,13 @@ class ShardedSpecs(Mapping[str, TensorSpec]):
     def items(self) -> ItemsView[str, TensorSpec]:
         return _Items(self)
 
-    def located(self) -> Iterator[tuple[str, TensorSpec]]:
-        """Yields every tensor in the order of the bytes, file by file."""
+    def located_kinds(self) -> Iterator[tuple[str, Kind]]:
+        """Yields name and kind of every tensor in the order of the bytes, file by file."""
+        found = [header.specs.located_kinds() for header in self._headers]
         if sum(len(header.specs) for header in self._headers) == len(self._homes):  # each is in one file
-            yield from chain.from_iterable(header.specs.items() for header in self._headers)
-            return
-        for home, header in enumerate(self._headers):
-            yield from ((name, spec) for name, spec in header.specs.items() if self._homes[name] == home)
+            return chain.from_iterable(found)
+        homes = self._homes
+        return (row for home, rows in enumerate(found) for row in rows if homes[row[0]] == home)
 
 
 class _Items(ItemsView[str, TensorSpec]):
@@ -167,7 +173,7 @@ class _Items(ItemsView[str, TensorSpec]):
     _mapping: ShardedSpecs
 
     def __iter__(self) -> Iterator[tuple[str, TensorSpec]]:
-        return self._mapping.located()
+        return ((name, TensorSpec(name, *kind)) for name, kind in self._mapping.located_kinds())
 
 
 def _first_of(names: Sequence[str]) -> str:

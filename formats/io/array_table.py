@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
 from operator import add
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from qconvert.core.dtypes import DType, TensorSpec
 
@@ -26,6 +26,20 @@ class Form(NamedTuple):
     rows: int
     width: int
     item_bytes: int
+
+
+@runtime_checkable
+class HasKinds(Protocol):
+    """Specs of arrays whose names and kinds are there without a spec for each."""
+
+    def located_kinds(self) -> Iterator[tuple[str, Kind]]: ...
+
+
+def kinds_of(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, Kind]]:
+    """Name and kind of every array, in the order of `specs.items()`."""
+    if isinstance(specs, HasKinds):
+        return specs.located_kinds()
+    return ((name, (spec.dtype, spec.shape)) for name, spec in specs.items())
 
 
 class ArrayTable(Mapping[str, TensorSpec]):
@@ -126,6 +140,10 @@ class ArrayTable(Mapping[str, TensorSpec]):
             sizes = [TensorSpec("", *kind).nbytes for kind in self.kinds]
             self._nbytes = sum(map(sizes.__getitem__, self._kind_of))
         return self._nbytes
+
+    def located_kinds(self) -> Iterator[tuple[str, Kind]]:
+        """Yields name and kind of every array, in order."""
+        return zip(self, map(self.kinds.__getitem__, self._kind_of), strict=True)
 
     def places(self) -> Iterator[tuple[TensorSpec, int]]:
         """Yields every array with its offset, in order."""

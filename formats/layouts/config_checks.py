@@ -17,7 +17,7 @@ from qconvert.core.dtypes import FLOAT_DTYPES, DType, Json, TensorSpec
 from qconvert.core.encodings import Codebook, Encoding, ModelTensor, Quantized, Unquantized
 from qconvert.core.protocols import Layout, Source
 from qconvert.errors import BadRecipe, CorruptCheckpoint, shown
-from qconvert.formats.io.array_table import Kind
+from qconvert.formats.io.array_table import Kind, kinds_of
 from qconvert.formats.layouts.stored_arrays import StoredArrays
 
 L = TypeVar("L", bound=Layout)
@@ -208,7 +208,7 @@ def plain_rest(
 ) -> dict[str, ModelTensor]:
     """The quantized tensors and, as they are, all arrays that store none; twice is an error."""
     plain = cache(Unquantized)
-    for name, spec in source.specs.items():
+    for name, (dtype, shape) in kinds_of(source.specs):
         if name in used:
             continue
         if name in found:
@@ -216,7 +216,7 @@ def plain_rest(
                 f"{name}: stored both plain and quantized ({found[name].encoding.label})",
                 "remove one of the two",
             )
-        found[name] = ModelTensor(name, spec.shape, plain(spec.dtype))
+        found[name] = ModelTensor(name, shape, plain(dtype))
     return {name: found[name] for name in sorted(found)}
 
 

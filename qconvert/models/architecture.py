@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 from qconvert.core.config_json import MAX_EXPERTS, MAX_LAYERS, flag, positive_int
@@ -26,6 +27,7 @@ ParameterKey = tuple[str, int | None, str]
 """Role, layer, and "weight" or "bias"."""
 
 
+_NAME, _LAYER, _PART, _ROLE = map(attrgetter, ("name", "layer", "param", "role"))
 # Layers that predict further tokens come after those of the model: at most this many are looked for.
 _LATER = 16
 
@@ -99,7 +101,8 @@ class Architecture:
 
         The head of a tied model is included: it may be stored, though it need not be.
         """
-        return {parameter.name: parameter for parameter in self._walk()}
+        parameters = list(self._walk())
+        return dict(zip(map(_NAME, parameters), parameters, strict=True))
 
     @cached_property
     def shapes(self) -> Mapping[ParameterKey, tuple[int, ...]]:
@@ -121,13 +124,14 @@ class Architecture:
     def _by_layer(self) -> Iterator[tuple[int, dict[str, dict[str, Parameter]]]]:
         """The parameters of every layer by part and role, one layer at a time."""
         of_layers: dict[int, list[Parameter]] = {layer: [] for layer in range(self.layers)}
-        for parameter in self.parameters.values():
-            if parameter.layer is not None:
-                of_layers[parameter.layer].append(parameter)
+        for layer, alike in groupby(self.parameters.values(), key=_LAYER):
+            if layer is not None:
+                of_layers[layer].extend(alike)
         for layer, parameters in of_layers.items():
             found: dict[str, dict[str, Parameter]] = {"weight": {}, "bias": {}}
-            for parameter in parameters:
-                found[parameter.param][parameter.role] = parameter
+            for part, alike in groupby(parameters, key=_PART):
+                some = list(alike)
+                found[part].update(zip(map(_ROLE, some), some, strict=True))
             yield layer, found
 
     @cached_property
@@ -281,7 +285,7 @@ class Architecture:
         if not experts or roles[0][0] not in by_role:
             return None
         members = map(by_role.get, chain.from_iterable(zip(*roles, strict=True)))
-        parts = tuple(parameter for parameter in members if parameter is not None)
+        parts = tuple(filter(None, members))
         if len(parts) < experts * len(roles):
             return None
         groups = dims[fusion.groups] if fusion.groups else 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from itertools import repeat
 from sys import intern
 from typing import NamedTuple
 
@@ -37,7 +38,11 @@ class Parameter(NamedTuple):
     @property
     def group(self) -> str:
         """The role without the expert's number: `mlp.experts.up` for `mlp.experts.7.up`."""
-        return _without_number(self.role) if ".experts." in self.role else self.role
+        return group_of(self.role)
+
+
+# Of a tuple of its fields, without a call of Python's: there are half a million.
+_parameter: Callable[[tuple[object, ...]], Parameter] = partial(tuple.__new__, Parameter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +65,10 @@ class AlikeParameters:
         if "{expert}" not in self.name:
             return [Parameter(intern(self.name), self.role, layer, param, kind, shape, dims, transposed)]
         before, _, after = self.name.partition("{expert}")
-        return [  # names as headers and indexes have them
-            Parameter(intern(f"{before}{number}{after}"), role, layer, param, kind, shape, dims, transposed)
-            for number, role in enumerate(roles_of(self.role, experts))
-        ]
+        roles = roles_of(self.role, experts)
+        names = [intern(f"{before}{number}{after}") for number in range(experts)]  # as headers have them
+        rest = map(repeat, (layer, param, kind, shape, dims, transposed))
+        return list(map(_parameter, zip(names, roles, *rest, strict=False)))
 
 
 @cache
@@ -73,7 +78,8 @@ def roles_of(template: str, experts: int) -> tuple[str, ...]:
 
 
 @cache
-def _without_number(role: str) -> str:
+def group_of(role: str) -> str:
+    """The role without the expert's number."""
     return re.sub(r"(?<=\.experts)\.\d+", "", role)
 
 

@@ -6,9 +6,10 @@ Works on names, shapes and encodings alone: from a bare config.json, from header
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from operator import attrgetter
 
 from qconvert.core.dtypes import Json, rows_of, width_of
 from qconvert.core.encodings import (
@@ -23,6 +24,7 @@ from qconvert.core.encodings import (
 )
 from qconvert.core.layout_traits import NO_LAYOUT, LayoutTraits
 from qconvert.models import Architecture, Binding, Parameter
+from qconvert.models.expanded import group_of
 
 _NORMS = "norms"
 _BIASES = "biases"
@@ -30,6 +32,9 @@ _UNKNOWN = "unknown"
 # Single numbers beside the weights that scale inputs or caches; no parameters.
 _SCALES = "scales"
 _VISION = "vision"
+# The kind of what is no parameter of the language model.
+_OTHER = ""
+_ROLE_AND_KIND = attrgetter("role", "kind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +138,10 @@ def census_of_config(architecture: Architecture) -> ParameterTable:
     """The table of the model that config.json describes, without any weights: its tower is one row."""
     tower = architecture.tower
     seen = tower.stored.values() if tower is not None else ()
-    entries = [(_group(parameter), parameter.shape, None) for parameter in architecture.stored.values()]
-    return _gather(architecture, (*entries, *((_VISION, parameter.shape, None) for parameter in seen)))
+    parameters = list(architecture.stored.values())
+    roles = [*map(_ROLE_AND_KIND, parameters), *((_VISION, _OTHER) for _ in seen)]
+    shapes = [parameter.shape for parameter in (*parameters, *seen)]
+    return _gather(architecture, roles, shapes, [None] * len(roles))
 
 
 def table_of_tensors(
@@ -159,49 +166,42 @@ def table_of_outputs(
 ) -> ParameterTable:
     """The table of a plan's outputs, written in a layout."""
 
-    groups: dict[tuple[str, str], str] = {}  # of very many tensors, there are few roles and kinds
+    parameters = list(architecture.parameters_in(outputs))
 
-    def label(name: str, parameter: Parameter | None) -> str:
-        if parameter is None:
-            single = name.endswith("_scale") and prod(outputs[name].shape) == 1
-            return _SCALES if single else architecture.carries(name) or _UNKNOWN
-        alike = parameter.role, parameter.kind
-        group = groups.get(alike)
-        if group is None:
-            group = groups[alike] = _group(parameter)
-        return group
+    def alike(name: str, parameter: Parameter | None) -> tuple[str, str]:
+        if parameter is not None:
+            return parameter.role, parameter.kind
+        single = name.endswith("_scale") and prod(outputs[name].shape) == 1
+        return _SCALES if single else architecture.carries(name) or _UNKNOWN, _OTHER
 
-    found = zip(outputs.items(), architecture.parameters_in(outputs), strict=True)
-    entries = ((label(name, parameter), t.shape, t.encoding) for (name, t), parameter in found)
-    return _gather(architecture, entries, layout)
+    roles = map(alike, outputs, parameters) if None in parameters else map(_ROLE_AND_KIND, parameters)
+    shapes = [tensor.shape for tensor in outputs.values()]
+    return _gather(architecture, roles, shapes, [tensor.encoding for tensor in outputs.values()], layout)
 
 
 def _gather(
     architecture: Architecture,
-    entries: Iterable[tuple[str, tuple[int, ...], Encoding | None]],
+    roles: Iterable[tuple[str, str]],
+    shapes: Iterable[tuple[int, ...]],
+    encodings: Sequence[Encoding | None],
     layout: LayoutTraits = NO_LAYOUT,
 ) -> ParameterTable:
-    """Group entries, in the order of the model's printed structure; norms, biases, unknown last."""
+    """Group columns of tensors, in the order of the model's printed structure; norms, biases, unknown last.
+
+    Encodings are told apart by identity first: to hash one by its fields takes as long as all else.
+    """
     order = {role: i for i, role in enumerate(architecture.roles_in_order)}
-    counts: dict[tuple[str, tuple[int, ...], int], int] = {}
-    encodings: dict[
-        int, Encoding | None
-    ] = {}  # by identity: to hash one by its fields takes as long as all else
-    for group, shape, encoding in entries:
-        encodings[id(encoding)] = encoding
-        kind = group, shape, id(encoding)
-        counts[kind] = counts.get(kind, 0) + 1
+    by_identity = dict(zip(map(id, encodings), encodings, strict=True))
+    counts = Counter(zip(roles, shapes, map(id, encodings), strict=True))
     groups: dict[str, _Alike] = {}
-    for (group, shape, number), many in counts.items():
-        groups.setdefault(group, Counter())[shape, encodings[number]] += many
+    for ((role, kind), shape, number), many in counts.items():
+        groups.setdefault(_group(role, kind), Counter())[shape, by_identity[number]] += many
     ordered = sorted(groups, key=lambda group: order.get(group, len(order) + len(group)))
     return ParameterTable(tuple(_row(group, groups[group], layout) for group in ordered))
 
 
-def _group(parameter: Parameter) -> str:
-    if parameter.kind == "bias":
-        return _BIASES
-    return _NORMS if parameter.kind == "norm" else parameter.group
+def _group(role: str, kind: str) -> str:
+    return {"bias": _BIASES, "norm": _NORMS, _OTHER: role}.get(kind) or group_of(role)
 
 
 _Alike = Counter[tuple[tuple[int, ...], Encoding | None]]

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
-from qconvert.core.encodings import AffineInt, ModelTensor, Quantized
+from qconvert.core.encodings import AffineInt, Encoding, ModelTensor, Quantized
 from qconvert.core.layout_traits import LayoutTraits
 from qconvert.formats.layouts import registry
 from qconvert.models import Architecture
 from qconvert.models.parameters import Fusion
+
+_NAME, _ENCODING = attrgetter("name"), attrgetter("encoding")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +177,14 @@ class _Output:
         return [entry.fusion for name, entry in fused.items() if name in self.tensors]
 
     @cached_property
+    def encodings(self) -> list[Encoding]:
+        """Those of all tensors, each object once."""
+        return _each_once(self.tensors.values())
+
+    @cached_property
     def quantized(self) -> list[ModelTensor]:
-        return [tensor for tensor in self.tensors.values() if isinstance(tensor.encoding, Quantized)]
+        codes = {id(each) for each in self.encodings if isinstance(each, Quantized)}
+        return [tensor for tensor in self.tensors.values() if id(tensor.encoding) in codes]
 
     @property
     def matrices(self) -> list[ModelTensor]:
@@ -189,6 +198,8 @@ class _Output:
 
     @cached_property
     def has_integer_embedding(self) -> bool:
+        if not self.integers:
+            return False
         known = self.architecture.parameters.values()
         tables = (self.tensors.get(p.name) for p in known if p.kind == "embedding")
         return any(table is not None and isinstance(table.encoding, AffineInt) for table in tables)
@@ -196,8 +207,13 @@ class _Output:
     @cached_property
     def integers(self) -> set[AffineInt]:
         """The encodings that are integers."""
-        found = {id(tensor.encoding): tensor.encoding for tensor in self.tensors.values()}
-        return {encoding for encoding in found.values() if isinstance(encoding, AffineInt)}
+        return {encoding for encoding in self.encodings if isinstance(encoding, AffineInt)}
+
+
+def _each_once(tensors: Iterable[ModelTensor]) -> list[Encoding]:
+    """The encodings of tensors, which may be very many: by identity, which takes no hash of one."""
+    encodings = list(map(_ENCODING, tensors))
+    return list(dict(zip(map(id, encodings), encodings, strict=True)).values())
 
 
 def mixed_stacks(
@@ -205,8 +221,8 @@ def mixed_stacks(
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The linears that vLLM and SGLang stack of parts with different encodings: name, and labels of these."""
     for fused in architecture.fused.values():
-        found = [tensors[part.name].encoding for part in fused.members if part.name in tensors]
-        encodings = set({id(encoding): encoding for encoding in found}.values())
+        found = filter(None, map(tensors.get, map(_NAME, fused.members)))
+        encodings = set(_each_once(found))
         if len(encodings) > 1:
             yield fused.whole.name, tuple(sorted(encoding.label for encoding in encodings))
 
@@ -215,6 +231,8 @@ def mixed_experts(
     tensors: Mapping[str, ModelTensor], architecture: Architecture
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """The layers whose experts, which are multiplied at once, have different encodings: a linear, labels."""
+    if sum(isinstance(encoding, Quantized) for encoding in _each_once(tensors.values())) < 2:
+        return
     layers: dict[int | None, dict[int, ModelTensor]] = {}
     for tensor, parameter in zip(tensors.values(), architecture.parameters_in(tensors), strict=True):
         if parameter is None or parameter.param != "weight":
@@ -248,7 +266,10 @@ _RULES: tuple[tuple[Notice, Callable[[_Output], bool]], ...] = (
         ),
     ),
     (STACKED, lambda out: any(f.per_expert and not f.native and not f.layout for f in out.fusions)),
-    (APART, lambda out: not out.experts_of_stacks.isdisjoint(t.name for t in out.quantized)),
+    (
+        APART,
+        lambda out: bool((s := out.experts_of_stacks) and not s.isdisjoint(t.name for t in out.quantized)),
+    ),
     (QUANTIZED_EMBEDDING, lambda out: out.has_integer_embedding and not out.tied),
     (QUANTIZED_TIED_EMBEDDING, lambda out: out.has_integer_embedding and out.tied),
     (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Literal, NamedTuple
 
 from qconvert.core.encodings import Encoding, ModelTensor, Unquantized
@@ -21,6 +21,7 @@ from qconvert.core.statistics import StatisticsKey
 from qconvert.models import Binding
 from qconvert.ops import Op
 
+_NAME, _QUANTIZES = attrgetter("name"), attrgetter("quantizes")
 Certificate = Literal["exact", "measured", "cast", "folded", "dequantized", "quantized", "requantized"]
 
 
@@ -94,7 +95,15 @@ class Unit(NamedTuple):
 
     @property
     def quantizes(self) -> bool:
-        return any(op.quantizes for op in self.ops)
+        return any(map(_QUANTIZES, self.ops))
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether as many rows are made as are read."""
+        read = self.read  # most often a tensor of the very shape
+        return (isinstance(read, ModelTensor) and read.shape == self.output.shape) or (
+            self.rows == self.output.rows
+        )
 
     def then(self, op: Op) -> Unit:
         """This unit with one more operation, and the encoding that it makes."""
@@ -125,7 +134,8 @@ class Plan:
 
     @cached_property
     def outputs(self) -> dict[str, ModelTensor]:
-        return {unit.output.name: unit.output for unit in self.units}
+        tensors = [unit.output for unit in self.units]
+        return dict(zip(map(_NAME, tensors), tensors, strict=True))
 
     def each(self, change: Callable[[Unit], Unit]) -> Plan:
         """This plan with every unit changed; itself where none is."""

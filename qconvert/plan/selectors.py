@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from operator import attrgetter, eq
 from typing import NoReturn
 
 from qconvert.core.schemes import KEEP, SMALLER_GROUP_SIZES, Scheme
@@ -19,6 +20,7 @@ from qconvert.plan.plan import Plan
 from qconvert.plan.recipe import Recipe, Rule
 
 _QUANTIZABLE = ("linear", "embedding")
+_NAME = attrgetter("name")
 
 
 def decide(
@@ -36,15 +38,16 @@ def decide(
     if tied:
         _check_tied_rules(recipe)
     _check_fused_groups(architecture, weights, chosen)
-    fits: dict[tuple[int, int], Scheme] = {}  # by identity, which takes no hash of a scheme
-    for name, scheme in chosen.items():
-        width = weights[name].shape[-1]
-        fit = fits.get((width, id(scheme)))
-        if fit is None:
-            fit = _fit_group(width, scheme, allow_smaller=recipe.allow_smaller_group)
-            fits[width, id(scheme)] = fit
-        chosen[name] = fit
-    if any(fit.group_size and width % fit.group_size for (width, _), fit in fits.items()):
+    asked = {id(scheme): scheme for scheme in chosen.values()}  # by identity, which takes no hash of a scheme
+    fits = {
+        (shape, number): _fit_group(shape[-1], asked[number], allow_smaller=recipe.allow_smaller_group)
+        for shape, number in set(
+            zip((weights[n].shape for n in chosen), map(id, chosen.values()), strict=True)
+        )
+    }
+    if any(fit != asked[number] for (_, number), fit in fits.items()):
+        chosen = {name: fits[weights[name].shape, id(scheme)] for name, scheme in chosen.items()}
+    if any(fit.group_size and shape[-1] % fit.group_size for (shape, _), fit in fits.items()):
         _refuse_groups(weights, chosen)
     return chosen
 
@@ -100,9 +103,12 @@ def kept(
     return found
 
 
-def parameters_of(plan: Plan, architecture: Architecture) -> dict[str, Parameter]:
+def parameters_of(plan: Plan, architecture: Architecture) -> Mapping[str, Parameter]:
     """The parameters that a plan's outputs are, fused or not, by name."""
-    found = architecture.parameters_in([unit.output.name for unit in plan.units])
+    names = [unit.output.name for unit in plan.units]
+    if len(names) == len(architecture.parameters) and all(map(eq, names, architecture.parameters)):
+        return architecture.parameters  # all, and nothing is fused
+    found = architecture.parameters_in(names)
     return {parameter.name: parameter for parameter in found if parameter is not None}
 
 
@@ -150,9 +156,9 @@ def _check_fused_groups(
 ) -> None:
     """Loaders stack q, k, v (and gate, up) into one matrix with one scheme; vLLM refuses two."""
     for fused in architecture.fused.values():
-        names = [part.name for part in fused.members if part.name in weights]
-        if len(set(map(id, map(chosen.get, names)))) < 2:
+        if len(set(map(id, map(chosen.get, map(_NAME, fused.members))))) < 2:
             continue
+        names = [part.name for part in fused.members if part.name in weights]
         parts = [weights[name] for name in names]
         schemes = {chosen.get(part.name): part for part in parts}
         if len(schemes) > 1:

@@ -14,6 +14,7 @@ from qconvert.core.dtypes import DType, Json, TensorSpec
 from qconvert.core.encodings import AffineInt, Codebook, ModelTensor, Quantized, Unquantized
 from qconvert.core.protocols import Source
 from qconvert.errors import CorruptCheckpoint, NotDownloaded, UnsupportedModel, shown
+from qconvert.formats.io.array_table import kinds_of
 from qconvert.formats.layouts.compressed_tensors.activations import (
     GLOBAL,
     SCALE,
@@ -50,9 +51,9 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
     parts = {
         name.removesuffix(each) for name in specs if name.endswith(_SUFFIXES) for each in ("", *_SUFFIXES)
     }
-    for name, spec in specs.items():
+    for name, (dtype, shape) in kinds_of(specs):
         if name not in parts:  # nothing belongs to it, and it to nothing
-            found[name] = ModelTensor(name, spec.shape, plain(spec.dtype))
+            found[name] = ModelTensor(name, shape, plain(dtype))
             continue
         base = _base(name, source)
         if base in found or _is_of_inputs(name, source) or (quantization and cache_scale(name)):
@@ -62,7 +63,7 @@ def open_compressed_tensors(source: Source, config: Json) -> tuple[CompressedTen
             encoding = found[base].encoding
             loose |= {encoding} if isinstance(encoding, AffineInt) else set()
         elif base == name and f"{base}_packed" not in specs:
-            found[name] = ModelTensor(name, spec.shape, Unquantized(spec.dtype))
+            found[name] = ModelTensor(name, shape, plain(dtype))
         elif f"{base}_packed" in specs and specs[f"{base}_packed"].dtype is DType.U8:
             found[base] = _four_bit_floats(base, source)
         else:

@@ -32,7 +32,8 @@ def refuse_unscaled_weights(state: Compiled) -> Compiled:
 
 def refuse_ggml_blocks(state: Compiled) -> Compiled:
     """Raise BadRecipe for GGML blocks: safetensors files do not hold them."""
-    kept = next((t for t in state.outputs.values() if isinstance(t.encoding, GgmlBlocks)), None)
+    outputs = (unit.output for unit in state.plan.units)
+    kept = next((tensor for tensor in outputs if isinstance(tensor.encoding, GgmlBlocks)), None)
     if kept is not None:
         raise BadRecipe(
             f"{kept.name}: {kept.encoding.label} blocks, which safetensors files do not hold",
@@ -48,7 +49,7 @@ def check_finite(state: Compiled) -> Compiled:
     """
 
     def one(unit: Unit) -> Unit:
-        if unit.quantizes and unit.rows == unit.output.rows:
+        if unit.quantizes and unit.keeps_rows:
             return unit
         return unit._replace(ops=(CheckFinite(), *unit.ops))
 

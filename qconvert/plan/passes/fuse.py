@@ -110,7 +110,7 @@ def _joined(pieces: Iterable[RowSlice]) -> tuple[RowSlice, ...]:
 def cut_where(plan: Plan, architecture: Architecture, chosen: Callable[[FusedParameter], bool]) -> Plan:
     """Cut the fused tensors that `chosen` says into their members: names, shapes and bytes as before."""
     fused = {name: entry for name, entry in architecture.fused.items() if chosen(entry)}
-    if plan.outputs.keys().isdisjoint(fused):
+    if fused.keys().isdisjoint([unit.output.name for unit in plan.units]):
         return plan
     units: list[Unit] = []
     for unit in plan.units:

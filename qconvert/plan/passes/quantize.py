@@ -33,7 +33,7 @@ def quantize(state: Compiled) -> Compiled:
     plan, architecture = unstack_experts(state.plan, state.architecture), state.architecture
     schemes = decide(recipe, architecture, parameters_of(plan, architecture), tied=state.tied)
     scale_dtype = target.traits.scale_dtype if target else None
-    made: dict[tuple[int, int, DType], tuple[Quantize]] = {}  # one of a kind, by its scheme's identity
+    made: dict[tuple[int, tuple[int, ...], DType], tuple[Quantize]] = {}  # by the identity of a scheme
 
     def one(unit: Unit) -> Unit:
         scheme = schemes.get(unit.output.name)
@@ -43,7 +43,7 @@ def quantize(state: Compiled) -> Compiled:
         assert isinstance(encoding, Unquantized)
         if encoding.dtype is DType.F64:  # the quantizer's own arithmetic is float32
             unit, encoding = unit.then(Cast(DType.F32)), Unquantized(DType.F32)
-        kind = id(scheme), unit.output.width, scale_dtype or encoding.dtype
+        kind = id(scheme), unit.output.shape, scale_dtype or encoding.dtype
         if kind not in made:
             made[kind] = (Quantize(fitting(scheme, unit.output, kind[-1]), recipe.search),)
         if unit.ops:
