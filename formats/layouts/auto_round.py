@@ -32,7 +32,7 @@ from qconvert.formats.layouts.compressed_tensors.activations import activations
 from qconvert.formats.layouts.compressed_tensors.promised import promise
 from qconvert.formats.layouts.compressed_tensors.reading import open_compressed_tensors
 from qconvert.formats.layouts.gptq import GPTQ, promised_integers
-from qconvert.formats.layouts.gptq_dynamic import Claims
+from qconvert.formats.layouts.gptq_dynamic import Claims, ModuleSettings
 from qconvert.formats.layouts.transcoding import check_column_order, refused, to_integers
 from qconvert.ops import Op, Transcode
 
@@ -308,10 +308,11 @@ def _promise(config: Json) -> Promise:
         return promise(config | _as_compressed(settings))
     own = _by_module(settings)
     own["lm_head"] = "lm_head" in own["dynamic"]
+    modules = ModuleSettings(own)
     plain = {m for m, each in own["dynamic"].items() if isinstance(each, dict) and each.get("bits", 0) > 8}
 
     def encoding(tensor: ModelTensor, kind: MatrixKind) -> AffineInt | None:
-        return None if checks.base_of(tensor) in plain else promised_integers(own, tensor, kind)
+        return None if checks.base_of(tensor) in plain else promised_integers(modules, tensor, kind)
 
     layout = AutoRoundAWQ() if packing == _AWQ else AutoRound(_VERSIONS[packing], packing=packing)
     return Promise(layout, encoding)

@@ -32,8 +32,8 @@ from qconvert.formats.layouts import config_checks as checks
 from qconvert.formats.layouts.base import MatrixKind, PassThrough, Promise, RegisteredLayout
 from qconvert.formats.layouts.gptq_dynamic import (
     Claims,
+    ModuleSettings,
     settings_of_forms,
-    settings_of_module,
 )
 from qconvert.formats.layouts.transcoding import refused, to_integers
 from qconvert.ops import Op, Transcode
@@ -320,13 +320,13 @@ def _promise(config: Json) -> Promise:
     """All linears of the layers, by `dynamic` where it says more; the head where the settings say so."""
     settings = checks.settings_of(config)
     layout = GPTQ(_version(settings))
-    return Promise(layout, partial(promised_integers, settings))
+    return Promise(layout, partial(promised_integers, ModuleSettings(settings)))
 
 
-def promised_integers(settings: Json, tensor: ModelTensor, kind: MatrixKind) -> AffineInt | None:
+def promised_integers(modules: ModuleSettings, tensor: ModelTensor, kind: MatrixKind) -> AffineInt | None:
     """The encoding that settings of GPTQ promise of a matrix; None where they leave it plain."""
-    own = settings_of_module(settings, checks.base_of(tensor))
-    head = kind == "head" and checks.claim(settings, "lm_head", bool, default=False) is True
+    own = modules.of(checks.base_of(tensor))
+    head = kind == "head" and checks.claim(modules.settings, "lm_head", bool, default=False) is True
     if own is None or not (kind == "linear" or head):
         return None
     bits = checks.claim(own, "bits", int)

@@ -82,22 +82,40 @@ class Claims:
         return _LITERAL.fullmatch(pattern) is None and own.get("sym") not in (None, self._symmetric)
 
 
-def settings_of_module(settings: Json, module: str) -> Json | None:
-    """The settings of a module that is not here; None where `dynamic` leaves it plain.
+@dataclass(frozen=True)
+class ModuleSettings:
+    """The settings of modules that are not here, looked up once: very many modules ask."""
 
-    UnsupportedModel for an expression that is more than a name.
-    """
-    dynamic = settings.get("dynamic") or {}
-    for pattern, own in dynamic.items() if isinstance(dynamic, dict) else ():
-        literal = _LITERAL.fullmatch(pattern.removeprefix("-:").removeprefix("+:"))
-        if literal is None:
+    settings: Json
+
+    def of(self, module: str) -> Json | None:
+        """Those of a module; None where `dynamic` leaves it plain.
+
+        UnsupportedModel for an expression that is more than a name.
+        """
+        named, expression = self._named
+        if module in named:
+            own = named[module]
+            return None if own is None else self.settings | own
+        if expression:
             raise UnsupportedModel(
-                f"config.json: dynamic: {shown(pattern)!r} is an expression, which is not run here",
+                f"config.json: dynamic: {shown(expression)!r} is an expression, which is not run here",
                 "give the whole model folder, or its name on the Hub",
             )
-        if literal[1].replace("\\.", ".") == module:
-            return None if pattern.startswith("-:") else settings | (own if isinstance(own, dict) else {})
-    return settings
+        return self.settings
+
+    @cached_property
+    def _named(self) -> tuple[dict[str, Json | None], str]:
+        """What is said of single modules by name, and the first expression, which ends what is known."""
+        dynamic = self.settings.get("dynamic") or {}
+        found: dict[str, Json | None] = {}
+        for pattern, own in dynamic.items() if isinstance(dynamic, dict) else ():
+            literal = _LITERAL.fullmatch(pattern.removeprefix("-:").removeprefix("+:"))
+            if literal is None:
+                return found, pattern
+            said = None if pattern.startswith("-:") else own if isinstance(own, dict) else {}
+            found.setdefault(literal[1].replace("\\.", "."), said)
+        return found, ""
 
 
 def _overrides(settings: Mapping[str, object]) -> Iterator[tuple[str, Json]]:

@@ -146,12 +146,14 @@ def activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
     return read(config, tensor) if read is not None else None
 
 
-def activations_of(config: Json, quantized: Iterable[ModelTensor]) -> list[ActivationScheme]:
+def activations_of(
+    config: Json, quantized: Iterable[ModelTensor]
+) -> list[tuple[ModelTensor, ActivationScheme]]:
     """How loaders of a model with this config.json quantize the inputs of these linears, where they do."""
     tensors = list(quantized)
     read = _activations_of(config) if tensors else None
-    found = (read(config, tensor) for tensor in tensors) if read is not None else ()
-    return [scheme for scheme in found if scheme is not None]
+    found = ((tensor, read(config, tensor)) for tensor in tensors) if read is not None else ()
+    return [(tensor, scheme) for tensor, scheme in found if scheme is not None]
 
 
 def _activations_of(config: Json) -> Activations | None:

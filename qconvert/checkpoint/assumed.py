@@ -25,6 +25,7 @@ from qconvert.formats.huggingface.shard_index import ShardIndex, read_index
 from qconvert.formats.layouts import registry
 from qconvert.formats.layouts.base import MatrixKind, Promise
 from qconvert.formats.layouts.config_checks import settings_of
+from qconvert.formats.layouts.stored_arrays import arrays_of
 from qconvert.models import Architecture, Parameter
 from qconvert.models.declared import Declaration
 
@@ -151,8 +152,13 @@ def _quantized(files: HFCheckpoint, index: ShardIndex | None, declared: Declarat
             architecture = declared.architecture(files.config) if declared else Architecture.of(files.config)
             architecture = _spelled(architecture, index, settings_of(files.config))
             tensors = _coded(architecture, index, promise)
-            arrays = [spec for tensor in tensors.values() for spec in promise.layout.stored_arrays(tensor)]
-            specs = {spec.name: spec for spec in (*arrays, *_scales_of_inputs(files.config, tensors))}
+            arrays = arrays_of(promise.layout, tensors.values())
+            specs = {
+                begin + end: TensorSpec(begin + end, dtype, shape)
+                for begin, parts in arrays
+                for end, (dtype, shape) in parts
+            }
+            specs |= {spec.name: spec for spec in _scales_of_inputs(files.config, tensors)}
             notes = [promise.note] if promise.note else []
             notes += untold_tower(architecture, files.config) if index is None else _differences(specs, index)
             held = replace(files, specs=specs, warnings=(*files.warnings, *notes))
@@ -169,12 +175,15 @@ def _coded(architecture: Architecture, index: ShardIndex | None, promise: Promis
     """The tensors of a quantized model: an index tells which of them are left plain after all."""
     there = None if index is None else index.weight_map
     plain = Unquantized(_DTYPES.get(str(_named_dtype(architecture)), DType.BF16))
+    encodings: dict[Quantized, Quantized] = {}  # each once: of very many tensors, there are few
     found = {}
     for parameter in _apart(architecture, promise.layout, there):
         name = parameter.name
         stored = ModelTensor(name, architecture.stored_shapes.get(name, parameter.shape), plain)
         encoding = _encoding(parameter, plain, promise)
-        coded = None if encoding is None else ModelTensor(name, parameter.shape, encoding)
+        coded = None
+        if encoding is not None:
+            coded = ModelTensor(name, parameter.shape, encodings.setdefault(encoding, encoding))
         if coded is not None and (there is None or _is_there(coded, promise.layout, there)):
             found[name] = coded
         elif there is None or name in there:
@@ -237,9 +246,9 @@ def _is_there(tensor: ModelTensor, layout: Layout, names: Mapping[str, str]) -> 
 
 def _scales_of_inputs(config: Json, tensors: Mapping[str, ModelTensor]) -> Iterator[TensorSpec]:
     """The stored numbers, one each, that the inputs of linears are scaled with."""
-    for tensor in tensors.values():
-        scheme = registry.activations(config, tensor)
-        for kind in scheme.stored if scheme is not None else ():
+    quantized = (tensor for tensor in tensors.values() if not isinstance(tensor.encoding, Unquantized))
+    for tensor, scheme in registry.activations_of(config, quantized):
+        for kind in scheme.stored:
             yield TensorSpec(f"{tensor.name.removesuffix('.weight')}.{kind}", DType.F32, (1,))
 
 

@@ -155,4 +155,4 @@ def _activations(state: Compiled, config: Json) -> list[str]:
 def _schemes(config: Json, tensors: Mapping[str, ModelTensor]) -> set[ActivationScheme]:
     """How loaders quantize the inputs of the linears of a model with this config.json."""
     quantized = (tensor for tensor in tensors.values() if not isinstance(tensor.encoding, Unquantized))
-    return {scheme.computed for scheme in registry.activations_of(config, quantized)}
+    return {scheme.computed for _, scheme in registry.activations_of(config, quantized)}
