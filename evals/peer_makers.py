@@ -62,6 +62,9 @@ def auto_round(model: str, tokens_WT: np.ndarray, out: Path, iterations: str = "
         enable_torch_compile=False,
     )
     tuned.quantize_and_save(str(out), format="auto_gptq")
+    written = next(out.rglob("config.json")).parent  # a folder in it since 0.16
+    for file in written.iterdir() if written != out else ():
+        file.rename(out / file.name)
     return {"auto-round": version("auto-round"), "scheme": "W4A16", "iterations": int(iterations)}
 
 
