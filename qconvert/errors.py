@@ -99,16 +99,16 @@ class CheckFailed(QConvertError):
 
 
 _REMEDIES = {
-    errno.EACCES: "change its permissions, or take another path",
-    errno.EPERM: "change its permissions, or take another path",
-    errno.EROFS: "take a path on a disk that can be written",
-    errno.ENOSPC: "free some space, or take another disk",
-    errno.EDQUOT: "free some space, or take another disk",
+    errno.EACCES: "change its permissions, or use another path",
+    errno.EPERM: "change its permissions, or use another path",
+    errno.EROFS: "use a path on a disk that can be written",
+    errno.ENOSPC: "free some space, or use another disk",
+    errno.EDQUOT: "free some space, or use another disk",
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path: a part of it is a file, not a folder",
     errno.EISDIR: "check the path: it is a folder",
-    errno.EEXIST: "remove what has this name, or take another one",
-    errno.ENAMETOOLONG: "take a shorter name",
+    errno.EEXIST: "remove what has this name, or use another one",
+    errno.ENAMETOOLONG: "use a shorter name",
     errno.ELOOP: "check the path: its links lead in a circle",
     errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
     errno.ENFILE: "close other programs: this machine has too many files open",

@@ -46,7 +46,7 @@ def transcript(block: Block, folder: Path) -> str:
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "COLUMNS": "100",
+        "COLUMNS": "120",
     }
     for command in block.commands:
         done = subprocess.run(

@@ -88,7 +88,7 @@ def test_a_vision_tower_is_counted(tmp_path: Path, name: str, index: bool) -> No
 
 def test_check_splits_a_model_by_its_config_alone(assets: Path, tmp_path: Path) -> None:
     configs = assets / "metadata" / "configs"
-    alone = "note: weights: judged by config.json alone: names and shapes are those that it promises"
+    alone = "note: weights: judged from config.json only: names and shapes are what it promises"
     for name, tp, said in (
         ("Qwen--Qwen3-30B-A3B-FP8", 8, "768 columns on 8 ranks are 96 each, not a multiple of 128"),
         ("Qwen--Qwen3-30B-A3B-FP8", 2, "OK: vllm should load this"),
@@ -122,7 +122,7 @@ def test_the_file_of_the_config_is_enough(assets: Path) -> None:
     assert found["bytes"] == counts["q6_k"] * 210 // 256 + counts["q4_k"] * 144 // 256 + 4 * counts["f32"]
     ran = qconvert("to-gguf", config, "--type", "q4_k_m", "--dry-run")
     assert "Warning: the tokenizer is not here" in ran.err
-    assert ran.err.endswith("dry run: nothing was written; planned from config.json alone\n")
+    assert ran.err.endswith("dry run: nothing was written; planned from config.json only\n")
 
 
 def test_an_index_says_what_a_number_takes(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_an_index_says_what_a_number_takes(tmp_path: Path) -> None:
     total = index["metadata"]["total_size"]
     for claimed, counted, dtype, said in (
         ("bfloat16", total, "bf16", ""),
-        ("bfloat16", 2 * total, "f32", "counts 4 bytes for each number: taken for f32"),
-        (None, total, "bf16", "counts 2 bytes for each number: taken for bf16"),
+        ("bfloat16", 2 * total, "f32", "counts 4 bytes for each number: assumed to be f32"),
+        (None, total, "bf16", "counts 2 bytes for each number: assumed to be bf16"),
         ("bfloat16", total + 2, "bf16", f"counts {total + 2:,} bytes, its tensors in bf16 have {total:,}"),
     ):
         index["metadata"]["total_size"] = counted

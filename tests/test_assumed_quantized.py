@@ -132,7 +132,7 @@ def test_what_a_config_does_not_tell_is_said(assets: Path) -> None:
     config = assets / "metadata" / "configs" / "GLM-4.7-EXL3-3.84bpw_config.json"
     assert qconvert("inspect", config, "--json").json["bytes"] == 0
     ran = qconvert("dequantize", config, "--dry-run")
-    assert ran.code == 1 and "says exl3, and the sizes of its weights are in their headers alone" in ran.err
+    assert ran.code == 1 and "says exl3, and the sizes of its weights are only in their headers" in ran.err
     assert "Hint: give the whole model folder" in ran.err
 
 

@@ -315,7 +315,7 @@ def test_what_cannot_be_scaled_is_refused(assets: Path, qwen: Path, tmp_path: Pa
     ran = qconvert("quantize", qwen, "--target-size", "5bpw", "--method", "awq", *out)
     failed(
         ran,
-        "--method awq: given beside a target, which would not know what scaling wins",
+        "--method awq: given together with a target, which would not know what scaling wins",
         "leave out one of the two",
         code=2,
     )

@@ -34,7 +34,7 @@ def test_errors_come_out_of_the_other_process() -> None:
     ran = qconvert("bench", "./nothing-here")
     assert ran.code == 1 and "nothing-here: no such file or folder" in ran.err
     ran = qconvert("bench", "embedded", "-p", 100_000)
-    assert ran.code == 1 and "positions" in ran.err and "take --prompt" in ran.err
+    assert ran.code == 1 and "positions" in ran.err and "use --prompt" in ran.err
     assert qconvert("bench", "embedded", "-p", 0, "-n", 0).code == 2
 
 

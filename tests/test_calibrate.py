@@ -170,7 +170,7 @@ def test_statistics_of_two_texts_add_up() -> None:
     assert both.statistics.inputs[KEY].squares_I.tolist() == [0, 3, 6, 9]
     assert both.statistics.inputs[KEY].count == 128 and both.statistics.tokens == 128
     assert both.texts == (TEXT, TEXT) and both.record["chunks"] == 8
-    with pytest.raises(BadRecipe, match=r"is of other \(shapes b{12}\), and .* of m \(shapes a{12}\)"):
+    with pytest.raises(BadRecipe, match=r"belongs to other \(shapes b{12}\), and .* to m \(shapes a{12}\)"):
         merge([stored(), stored(name="other", shapes_sha256="b" * 64)])
 
 
@@ -424,7 +424,7 @@ def test_nothing_is_replaced_unasked_and_little_text_is_told(tmp_path: Path, her
     assert qconvert(*how, "-o", "stats", "--overwrite", "-q").out == "stats/statistics.safetensors\n"
     assert qconvert(*how, "-q").out == "m-statistics/statistics.safetensors\n"
     ran = qconvert(*how, "--window", 512, "--imatrix", "i.gguf")
-    failed(ran, "--window 512: the model has 128 positions", "take --window 128 or less")
+    failed(ran, "--window 512: the model has 128 positions", "use --window 128 or less")
     ran = qconvert(
         "calibrate", model, "--merge", "stats", "--imatrix", "i.gguf", "--merge", tmp_path / "none"
     )

@@ -263,7 +263,7 @@ def test_numbers_that_are_none_name_the_tensor_and_the_place(here: Path, bad: fl
     weight[3, 5] = bad
     tiny(here / "m", hidden_size=128, num_hidden_layers=1, changes={Q: weight})
     fact = f"{Q}: NaN or Inf at row 3, column 5 (flat index 389)"
-    hint = "the checkpoint is damaged; --allow-nonfinite converts it all the same"
+    hint = "the checkpoint is damaged; --allow-nonfinite converts it anyway"
     for command in (("quantize", "m", "--bits", 4), ("fuse", "m")):
         ran = qconvert(*command, "-q")
         assert (ran.code, ran.out) == (1, "") and ran.err.endswith(f"Error: {fact}\nHint: {hint}\n")

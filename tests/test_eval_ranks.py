@@ -111,8 +111,8 @@ def test_two_at_once_score_every_window_once() -> None:
     ("words", "fact"),
     [
         ((), "--rank: the processes meet beside the report, which has no name"),
-        (("-o", "report", "--samples"), "--samples: is for one process alone"),
-        (("-o", "report", "--save-reference", "r"), "--save-reference: is for one process alone"),
+        (("-o", "report", "--samples"), "--samples: works in one process only"),
+        (("-o", "report", "--save-reference", "r"), "--save-reference: works in one process only"),
     ],
 )
 def test_what_one_of_several_cannot_do_is_refused(words: tuple[object, ...], fact: str) -> None:

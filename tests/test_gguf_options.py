@@ -19,14 +19,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--type", "keep", "--tensor-type", "ffn_down=q8_0"], "--tensor-type: given beside --type keep"),
+        (
+            ["--type", "keep", "--tensor-type", "ffn_down=q8_0"],
+            "--tensor-type: given together with --type keep",
+        ),
         (
             ["--type", "keep", "--output-tensor-type", "q8_0"],
-            "--output-tensor-type: given beside --type keep",
+            "--output-tensor-type: given together with --type keep",
         ),
-        (["--type", "keep", "--token-embedding-type", "f16"], "--token-embedding-type: given beside"),
-        (["--type", "keep", "--pure"], "--pure: given beside --type keep"),
-        (["--type", "keep", "--imatrix", "IMATRIX"], "--imatrix, --calibration: given beside --type keep"),
+        (["--type", "keep", "--token-embedding-type", "f16"], "--token-embedding-type: given together with"),
+        (["--type", "keep", "--pure"], "--pure: given together with --type keep"),
+        (
+            ["--type", "keep", "--imatrix", "IMATRIX"],
+            "--imatrix, --calibration: given together with --type keep",
+        ),
         (["--type", "f16", "--tensor-type", "ffn_down=q8_0"], "--tensor-type: a file of type f16 mixes no"),
         (["--type", "q4_0", "--pure", "--output-tensor-type", "q8_0"], "its embedding, which --pure decides"),
         (["--type", "f16", "--output-tensor-type", "q8_0"], "its embedding, which --type f16 decides"),

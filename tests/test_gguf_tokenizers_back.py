@@ -102,5 +102,5 @@ def test_a_model_without_its_tokenizer(tmp_path: Path, key: str, value: str, tol
     gguf = one_layer_llama(tmp_path / "m.gguf", kv, 2)
     assert lost_tokenizer({entry.key: entry for entry in kv}) is not None
     ran = qconvert("from-gguf", gguf, "-o", tmp_path / "out")
-    assert ran.code == 0 and told in ran.err and "take the model's own tokenizer files" in ran.err
+    assert ran.code == 0 and told in ran.err and "use the model's own tokenizer files" in ran.err
     assert not (tmp_path / "out" / "tokenizer.json").exists()

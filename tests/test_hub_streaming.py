@@ -253,7 +253,7 @@ def test_a_run_that_the_network_ends_goes_on(hub: FakeHub, here: Path, answer: A
     assert re.search(r"Error: 127\.0\.0\.1:\d+: org/m/model-0000\d-of-00004\.safetensors: ", ran.err), ran.err
     assert re.search(told, ran.err), ran.err
     assert "ignature" not in ran.err and "secret" not in ran.err
-    assert "run the same command to go on" in ran.err
+    assert "run the same command to continue" in ran.err
     assert not (here / "out").exists()
     hub.log.clear()
     done = qconvert(*CONVERT)

@@ -83,7 +83,12 @@ def test_a_layout_stores_the_integers_that_its_traits_say_and_no_others(name: st
             continue
         with pytest.raises(BadRecipe) as asked:
             check_integers(name, scheme)
-        assert f"{name} does not hold it" in asked.value.fact and "it holds " in str(asked.value.hint)
+        hint = str(asked.value.hint)
+        assert f"{name} does not hold it" in asked.value.fact and "it holds " in hint
+        _, _, others = hint.partition(f"; {scheme.label} is held by ")
+        assert others == ", ".join(registry.with_integers(scheme)) and name not in others.split(", ")
+        for other in filter(None, others.split(", ")):
+            check_integers(other, scheme)
         with pytest.raises(BadRecipe) as kept:
             outcome(layout, encoding, SHAPE)
         assert "--allow-requantize" in str(kept.value.hint), scheme.label

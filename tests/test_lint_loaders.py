@@ -34,17 +34,17 @@ def found(s: Subject, fact: str) -> set[str]:
     [
         (AffineInt(4, None, False, DType.F16), "awq", "mlx", ERROR, "MLX knows groups of 32, 64 and 128"),
         (ASYM, "awq", "mlx", None, "MLX knows groups"),
-        (ASYM, "auto-round", "transformers", NEEDS, "with ExLlamaV2 alone, on CUDA"),
+        (ASYM, "auto-round", "transformers", NEEDS, "only with ExLlamaV2, on CUDA"),
         (AffineInt(2, 32, False, DType.F16), "auto-round", "transformers", ERROR, "zero points of 2 bits"),
         (INT4, "auto-round", "transformers", None, "stored less one"),
-        (ASYM, "gptq", "transformers", NOTE, "GPTQModel's own loader takes zero points in gptq_v2 alone"),
+        (ASYM, "gptq", "transformers", NOTE, "GPTQModel's own loader reads zero points only in gptq_v2"),
         (ASYM, "gptq_v2", "transformers", None, "GPTQModel's own loader"),
         (ASYM, "gptq", "sglang", ERROR, "without zero points, in groups of 32, 64 or 128"),
         (INT3, "gptq_v2", "sglang", ERROR, "and this is int3-g32"),
         (AffineInt(4, 16, True, DType.F16), "auto-round", "sglang", ERROR, "and this is int4-g16"),
         (INT4, "gptq", "sglang", None, "SGLang runs GPTQ"),
-        (INT4, "awq", "sglang", WARNING, "AWQ in float16 alone where it has no zero points"),
-        (ASYM, "awq", "sglang", None, "AWQ in float16 alone"),
+        (INT4, "awq", "sglang", WARNING, "AWQ only in float16 where it has no zero points"),
+        (ASYM, "awq", "sglang", None, "AWQ only in float16"),
         (MXFP4, "compressed-tensors", "sglang", ERROR, "no scheme for e2m1-g32 in compressed-tensors"),
         (
             AffineInt(8, None, False, DType.BF16),
@@ -70,7 +70,7 @@ def test_what_a_loader_makes_of_a_layout(
         (ASYM, "compressed-tensors", "transformers", "does not load packed zero points of experts"),
         (INT4, "awq", "sglang", "no kernel for experts of AWQ as int4-g32"),
         (ASYM, "awq", "mlx", "finds no module for experts in AWQ"),
-        (ASYM, "awq", "transformers", "does not load experts in awq: they come up with random numbers"),
+        (ASYM, "awq", "transformers", "does not load experts in awq: they are left with random numbers"),
         (INT4, "gptq", "transformers", "does not load experts in gptq"),
         (INT8, "int-quantized", "transformers", "does not load experts in int-quantized"),
         (FP8, "compressed-tensors", "transformers", "does not load experts in blocks of FP8"),
@@ -121,7 +121,7 @@ def test_transformers_loads_a_quantized_embedding_where_it_dequantizes() -> None
 def test_transformers_takes_no_plain_experts_beside_packed_linears() -> None:
     expert, q = "model.layers.0.mlp.experts.0.gate_proj.weight", "model.layers.0.self_attn.q_proj.weight"
     architecture, plain = Architecture.of(ROWS["qwen3-moe"].config), Unquantized(DType.BF16)
-    fact = "takes all experts for packed where linears are"
+    fact = "expects all experts packed where linears are"
     for encoding, severities in ((INT4, {ERROR}), (plain, set())):
         tensors = {expert: ModelTensor(expert, (24, 32), plain), q: ModelTensor(q, (64, 32), encoding)}
         assert found(Subject(tensors, architecture, "compressed-tensors", "transformers"), fact) == severities
@@ -129,7 +129,7 @@ def test_transformers_takes_no_plain_experts_beside_packed_linears() -> None:
 
 
 def test_vllm_reads_fused_linears_of_auto_round_and_none_of_gptq() -> None:
-    fact = "takes it for a plain one"
+    fact = "treats it as an unquantized one"
     assert FUSED_QKV in fused_subject(INT4, "auto-round", "vllm").tensors
     assert not found(fused_subject(INT4, "auto-round", "vllm"), fact)
     assert found(fused_subject(INT4, "gptq", "vllm"), fact) == {ERROR}
@@ -141,4 +141,4 @@ def test_the_command_knows_the_form_of_a_layout(tmp_path: Path) -> None:
         words = ("--scheme", "int4-asym-g64", "--layout", layout)
         out = made("quantize", model, *words, "-o", tmp_path / layout)
         ran = qconvert("check", out, "--for", "transformers")
-        assert ("GPTQModel's own loader takes zero points in gptq_v2 alone" in ran.out) is told
+        assert ("GPTQModel's own loader reads zero points only in gptq_v2" in ran.out) is told

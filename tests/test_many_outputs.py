@@ -174,7 +174,7 @@ def test_several_models_json_and_dry_runs(models: Path, here: Path) -> None:
         ("quantize {m} --bits 4,9", "9 is not in the range"),
         ("quantize {m} --bits 4,", "--bits"),
         ("quantize {m} --bits 4,8 --scheme int4", "--scheme: given together with --bits"),
-        ("quantize {m} --bits 4,8 --target-size 5bpw", "--bits: given beside a target"),
+        ("quantize {m} --bits 4,8 --target-size 5bpw", "--bits: given together with a target"),
         ("quantize {m} --bits 4,8 --method feedback", "--method feedback: is measured on the layers before"),
         ("to-gguf {m} --type q8_0,q6_k --method awq", "--method awq: is measured on the layers before"),
     ],

@@ -160,7 +160,7 @@ def test_a_stopped_upload_is_no_model_and_goes_on(
     monkeypatch.setattr(obstore, "put", fails)
     command = ("quantize", "m", *HOW, "-o", "s3://bucket/made/local")
     ran = qconvert(*command)
-    assert ran.code == 1 and "run the same command to go on" in ran.err
+    assert ran.code == 1 and "run the same command to continue" in ran.err
     assert re.search(r"Error: s3://bucket/made/local/\S+: the server answers HTTP 503", ran.err), ran.err
     assert SECRET not in ran.err
     assert "config.json" not in objects(bucket, "made/local")

@@ -330,7 +330,7 @@ def test_a_signal_right_after_a_receipt_got_its_name_leaves_what_it_speaks_of(
     with monkeypatch.context() as patched:
         patched.setattr(shared_folder, "sync", interrupted)
         ran = qconvert(*rank("shards", 0, 2))
-    assert ran.code == 130 and "run the same command to go on" in ran.err
+    assert ran.code == 130 and "run the same command to continue" in ran.err
     assert len(list(Path("made/out.partial-ranks").glob("*.receipt"))) == 1
     assert forked(running(*rank("shards", 1, 2))) == 0 and same("shards")
 
@@ -385,9 +385,9 @@ def test_another_job_is_refused() -> None:
     [
         (
             ("--push-to", "a/b"),
-            "--push-to or an object storage: is for one process alone",
+            "--push-to or an object storage: works in one process only",
         ),
-        (("--restart",), "--restart: is for one process alone, and this is one of 2"),
+        (("--restart",), "--restart: works in one process only, and this is one of 2"),
         (("--rank", "2/2"), "Invalid value for '--rank': '2/2' is not a rank"),
         (("--rank", "auto"), "auto: the environment has none of RANK and WORLD_SIZE"),
         (("--method", "feedback", "--text", "m/config.json"), "--method feedback: chooses codes layer after"),

@@ -66,7 +66,7 @@ def stopped(args: tuple[object, ...], out: Path, after: int = 12) -> None:
 
     with patch.object(module, "run", some):
         ran = qconvert(*args, "-o", out)
-    assert ran.code == 130 and "run the same command to go on" in ran.err, ran.err
+    assert ran.code == 130 and "run the same command to continue" in ran.err, ran.err
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -282,7 +282,7 @@ def test_a_disk_that_is_full_ends_the_run_and_the_next_goes_on(
         patch.setattr(planned_files, "write_exactly", full)
         ran = qconvert(*command, "-j", 1, "-o", here / name)
     assert ran.code == 1 and "No space left on device" in ran.err
-    assert "free some; then run the same command to go on at " in ran.err and not (here / name).exists()
+    assert "free some; then run the same command to continue at " in ran.err and not (here / name).exists()
     ran = qconvert(*command, "-o", here / name)
     assert ran.code == 0 and "resuming" in ran.err
 
@@ -374,7 +374,7 @@ def test_a_signal_stops_within_seconds_however_long_a_block_takes(
     told = json.loads(out)["error"] if as_json else {"fact": err.splitlines()[-1]}
     assert not as_json or (told["kind"], told["exit_code"], told["retryable"]) == ("interrupted", code, True)
     said = told["fact"]
-    assert said.startswith("stopped at ") and said.endswith(" %; run the same command to go on")
+    assert said.startswith("stopped at ") and said.endswith(" %; run the same command to continue")
     assert took < 5 + 3  # on a machine that is busy with other things
     ran = qconvert(*command, "-o", here / name)
     assert ran.code == 0 and f"resuming out.partial: {said.split()[2]} % was done" in ran.err

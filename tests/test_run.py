@@ -258,7 +258,7 @@ def test_a_signal_leaves_what_the_next_run_goes_on_with(
     assert not (tmp_path / "out").exists()
     if kind is not signal.SIGKILL:
         assert process.returncode == 128 + kind
-        assert err.endswith("stopped at 99 %; run the same command to go on\n")
+        assert err.endswith("stopped at 99 %; run the same command to continue\n")
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
     ran = qconvert("fuse", models / "odd", "-o", tmp_path / "out")
     assert ran.code == 0 and f"resuming {tmp_path / 'out.partial'}: 99 % was done\n" in ran.err

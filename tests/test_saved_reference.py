@@ -147,7 +147,7 @@ def test_the_commands(tmp_path: Path) -> None:
     [
         (("a", "b", "--save-reference", "f"), "which model is the reference?"),
         (("a", "--save-reference", "f", "--resume", "-o", "r"), "needs a whole run"),
-        (("a", "--save-reference", "f", "--text", "x", "--text", "y"), "is of one text"),
+        (("a", "--save-reference", "f", "--text", "x", "--text", "y"), "covers one text"),
     ],
 )
 def test_what_cannot_be_saved_is_wrong_usage(options: tuple[str, ...], fact: str) -> None:

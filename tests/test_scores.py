@@ -180,7 +180,7 @@ def test_the_command_leaves_a_partial_report(tmp_path: Path, monkeypatch: pytest
         patch.setattr(cli, "counted", bar)
         patch.setattr("qconvert.evaluate.lockstep.BATCH_TOKENS", {"cpu": 512})
         ran = qconvert(*options)
-    assert ran.code == 130 and "--resume goes on" in ran.err
+    assert ran.code == 130 and "--resume continues" in ran.err
     assert json.loads((tmp_path / "r.json").read_text())["partial"] is True
     weights = folder / "model.safetensors"
     time = weights.stat().st_mtime_ns

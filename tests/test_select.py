@@ -218,7 +218,7 @@ def test_all_parts_of_a_group_may_change_together() -> None:
         ("self_atn=int8", "selector 'self_atn': matches no weight", "did you mean 'self_attn'?"),
         ("model.layers.0.mlp.down_porj=int8", "selector", "did you mean 'model.layers.0.mlp.down_proj'?"),
         ("experts=keep", "selector 'experts': this model has no experts", "a group (attention, mlp, "),
-        ("vision=keep", "selector 'vision': this model has no vision", "take a role (embed, "),
+        ("vision=keep", "selector 'vision': this model has no vision", "give a role (embed, "),
         ("layers.0,2=int8", "selector 'layers.0,2': no such layers", "layers 0-1"),
         ("layers.0-1,1-0=int8", "selector 'layers.0-1,1-0': the layers run", "layers.0-1,0-1"),
         ("q_proj=int8", "model.layers.0.self_attn.q_proj.weight, ", "layers.0.attn.qkv selects them"),

@@ -69,14 +69,14 @@ def test_a_config_alone_is_checked_by_what_it_promises(tied: Path, here: Path) -
     shutil.copy(tied / "config.json", here / "alone")
     for given in ("alone", "alone/config.json"):
         ran = qconvert("check", given, "--for", "vllm")
-        assert ran.code == 0 and "note: weights: judged by config.json alone" in ran.out
+        assert ran.code == 0 and "note: weights: judged from config.json only" in ran.out
     config = json.loads((here / "alone" / "config.json").read_text())
     told = config | {"quantization_config": {"quant_method": "torchao"}}  # which headers alone describe
     (here / "alone" / "config.json").write_text(json.dumps(told))
     ran = qconvert("check", "alone", "--for", "vllm")
     failed(
         ran,
-        "alone: config.json says torchao, and the sizes of its weights are in their headers alone",
+        "alone: config.json says torchao, and the sizes of its weights are only in their headers",
         "give the whole model folder, or its name on the Hub",
     )
 

@@ -148,6 +148,17 @@ def test_a_size_in_bytes_holds_with_all_that_a_file_says_of_itself(
     assert {kinds[name] for name in kinds if kinds[name] != "F32"} == {"Q5_0"}
 
 
+def test_a_size_is_told_in_the_terms_in_which_it_was_asked(model: Path) -> None:
+    asked = ("to-gguf", model, "--text", model.parent / "text.txt", *CALIBRATION, *TYPES, "--dry-run")
+    of_file = qconvert(*asked, "--target-size", "300KB").out
+    assert "KB with headers and tokenizer, of 300 KB asked; expected KL" in of_file
+    of_tensors = qconvert(*asked, "--target-size", "8bpw").out
+    assert "KB of tensors, " in of_tensors and "bits for each of" in of_tensors
+    small = qconvert(*asked, "--target-size", "90KB").err
+    assert "KB are fixed: what no rule quantizes, headers and metadata" in small
+    assert small.endswith("add an encoding of fewer bits\n")
+
+
 def test_a_divergence_is_reached_and_was_measured(model: Path) -> None:
     bytes_of = {}
     for target in (0.002, 0.0005):
@@ -276,7 +287,7 @@ def refused(*args: object) -> Ran:
         (["--target-size", "4.5"], "--target-size '4.5': has no unit"),
         (["--target-size", "4.5bpw", "--target-kl", "0.1"], "--target-size, --target-kl: both"),
         (["--target-kl", "minus"], "--target-kl minus: is not a divergence"),
-        (["--target-size", "4.5bpw", "--bits", "4"], "--bits: given beside a target"),
+        (["--target-size", "4.5bpw", "--bits", "4"], "--bits: given together with a target"),
         (["--target-size", "4.5bpw", "--schemes", "int4"], "one encoding to choose among (int4)"),
         (["--target-size", "4.5bpw", "--schemes", "int4,keep"], "--schemes keep: is not an integer scheme"),
         (["--target-size", "4.5bpw", "--schemes", "int4,nf4"], "scheme 'nf4': not a scheme"),
@@ -294,7 +305,7 @@ def test_what_cannot_be_aimed_at_is_told_before_anything_is_read(
     ("args", "fact"),
     [
         ([], "to-gguf: no type was asked for"),
-        (["--type", "q4_0", "--target-size", "5bpw"], "--type: given beside a target"),
+        (["--type", "q4_0", "--target-size", "5bpw"], "--type: given together with a target"),
         (["--target-size", "5bpw", "--types", "q4_0,q99"], "q99"),
     ],
 )

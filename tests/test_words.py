@@ -41,6 +41,21 @@ INSTEAD = {
     "exit code tells": "see the exit code",
     r"\bkin\b": "programs built on them",
     "quantize so what is plain": "weights not yet quantized",
+    r"(?<!model )(?<!stands )(?<!json )\balone\b": "only",
+    r"\banew\b": "again",
+    "(is|are) none of": "is not one of",
+    r"\b([Gg]oes|[Gg]o|going|went) on\b": "continues",
+    r"(^|or |; |, )take (the|a|an|another|some|tokenizer|--)": "use",
+    r"\btakes? no (?!$)": "reads no, accepts no",
+    r"\bdoes not take\b": "refuses",
+    r"\btaken for\b|\bfor (packed|quantized)\b": "assumed to be",
+    r"\bcomes? up\b": "is left",
+    r"(?<![a-z] that )\blies?\b": "is kept",
+    "all the same": "anyway",
+    "(text|texts) it is of|: is of ": "belongs to, was measured on",
+    "given beside": "given together with",
+    r"\baim at\b": "choose",
+    r"\botherwise than\b": "is not what",
 }
 
 

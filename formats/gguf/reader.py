@@ -155,5 +155,5 @@ def check_vocabulary(kv: Mapping[str, KV], tensors: Mapping[str, GGUFTensor], na
         raise CorruptCheckpoint(
             f"{name}: tokenizer.ggml.tokens has {len(tokens.value):,} tokens, "
             f"token_embd.weight {embedding.stored.rows:,} rows",
-            "take the tokenizer and the weights of one model",
+            "use the tokenizer and the weights of one model",
         )

@@ -250,7 +250,7 @@ def tensor_spec(file: str, tensor: str, dtype: object, shape: object) -> TensorS
     if dtype in _UNREAD_CODES:
         raise UnsupportedModel(f"{file}: {shown(tensor)}: dtype {dtype} is not read here", _READ_CODES)
     if not (isinstance(dtype, str) and dtype in DTYPE_BY_CODE):
-        what = f"dtype {shown(dtype)} is none of the format's"
+        what = f"dtype {shown(dtype)} is not one of the format's"
         raise CorruptCheckpoint(f"{file}: {shown(tensor)}: {what}", _READ_CODES)
     return TensorSpec(tensor, DTYPE_BY_CODE[dtype], tuple(shape))
 

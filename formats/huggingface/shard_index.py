@@ -120,7 +120,7 @@ def _differences(
 ) -> Iterator[str]:
     if not homes.keys() <= index.weight_map.keys():
         unlisted = [name for name in homes if name not in index.weight_map]
-        yield f"{INDEX_FILE}: does not list {_first_of(unlisted)}; read all the same"
+        yield f"{INDEX_FILE}: does not list {_first_of(unlisted)}; read anyway"
     repeated = []
     if sum(len(header.specs) for header in headers) != len(homes):
         repeated = [

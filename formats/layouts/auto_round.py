@@ -85,7 +85,7 @@ TRAITS = replace(
         LoaderLimit(
             ("transformers",),
             "needs",
-            "auto-round multiplies zero points that are stored less one with ExLlamaV2 alone, on CUDA",
+            "auto-round multiplies zero points that are stored less one only with ExLlamaV2, on CUDA",
             "pip install gptqmodel, or `qconvert convert --to gptq_v2`",
             lambda e: isinstance(e, AffineInt) and not e.symmetric and e.bits == _EXLLAMA_BITS,
             needs="gptqmodel's ExLlamaV2 on CUDA",

@@ -70,7 +70,7 @@ TRAITS = LayoutTraits(
         LoaderLimit(
             ("sglang",),  # `awq_marlin` wants zero points; `awq` has no experts, and get_supported_act_dtypes
             "warning",
-            "SGLang runs AWQ in float16 alone where it has no zero points, or groups other than of 32, 64 or "
+            "SGLang runs AWQ only in float16 where it has no zero points, or groups other than of 32, 64 or "
             "128 columns, and this is {encoding}",
             "--dtype half",
             _beside_awq_marlin,

@@ -320,7 +320,7 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     rows = isinstance(encoding, AffineInt) and encoding.group_size is None and encoding.symmetric
     if rows and encoding.bits == 8:
         return (Transcode("to_int8_rows", encoding.decoded),)
-    raise refused(tensor, "is none of bitsandbytes' grids (nf4, fp4, and int8 with one scale per row)")
+    raise refused(tensor, "is not one of bitsandbytes' grids (nf4, fp4, and int8 with one scale per row)")
 
 
 def _activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:

@@ -56,7 +56,7 @@ class CodedArrays:
         if code_bits % dtype.bits:
             raise BadRecipe(
                 f"{tensor.name}: rows of {width} codes of {encoding.bits} bits do not fill {dtype.label}",
-                "keep this weight plain, or take a scheme of 8 bits",
+                "keep this weight plain, or use a scheme of 8 bits",
             )
         scales_shape: tuple[int, ...] = (1,)
         if encoding.group_rows is not None:

@@ -137,7 +137,7 @@ def matrix_shape(tensor: ModelTensor, layout: str) -> tuple[int, int]:
     if len(tensor.shape) != 2:
         raise BadRecipe(
             f"{tensor.name}: a stack of {tensor.shape[0]} experts ({tensor.encoding.label}), but {layout} "
-            "holds quantized linears alone, one for each expert",
+            "holds only quantized linears, one for each expert",
             "leave the experts apart (`qconvert unfuse --only experts`)",
         )
     return tensor.shape[0], tensor.shape[1]

@@ -78,7 +78,7 @@ TRAITS_V2 = LayoutTraits(
         LoaderLimit(
             ("vllm",),
             "error",
-            "vllm looks for the parts of this fused GPTQ linear, and takes it for a plain one",
+            "vllm looks for the parts of this fused GPTQ linear, and treats it as an unquantized one",
             "`qconvert unfuse`, or convert --to compressed-tensors",
             about="fused",
         ),
@@ -96,7 +96,7 @@ TRAITS = replace(
         LoaderLimit(
             ("transformers",),
             "note",
-            "GPTQModel's own loader takes zero points in gptq_v2 alone; transformers takes these",
+            "GPTQModel's own loader reads zero points only in gptq_v2; transformers reads these",
             "`qconvert convert --to gptq_v2`",
             lambda e: isinstance(e, AffineInt) and not e.symmetric,
         ),

@@ -306,7 +306,7 @@ def _logical(base: str, source: Source) -> tuple[ModelTensor, _Stored]:
         )
     if f"{base}.scale" not in source.specs or f"{base}.zero" not in source.specs:
         raise UnsupportedModel(
-            f"{base}.W_q: scales or zero points that are quantized, or lie elsewhere, are not read here",
+            f"{base}.W_q: scales or zero points that are quantized, or stored elsewhere, are not read here",
             "quantize it with hqq 0.2 or later, which does neither",
         )
     rows, width = shape

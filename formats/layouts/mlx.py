@@ -182,7 +182,7 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
             raise refused(
                 tensor, "divides its scales by one number (weight_global_scale), which MLX does not have"
             )
-        raise refused(tensor, "is none of MLX's modes that are written here (affine, mxfp4, nvfp4)")
+        raise refused(tensor, "is not one of MLX's modes that are written here (affine, mxfp4, nvfp4)")
     ops, made = to_integers(tensor, encoding)
     check_column_order(tensor, made, NAME)
     if made.bits not in BITS or tensor.width * made.bits % 32:

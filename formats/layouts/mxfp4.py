@@ -47,8 +47,8 @@ class MXFP4(PassThrough[Codebook, CodebookRows]):
     def arrays(self, tensor: ModelTensor, encoding: Codebook) -> tuple[TensorSpec, ...]:
         if not isinstance(encoding, Codebook) or not encoding.is_mxfp4 or len(tensor.shape) != 3:
             raise BadRecipe(
-                f"{tensor.name}: {encoding.label} {list(tensor.shape)}, but gpt-oss' layout holds stacks of "
-                "experts in MXFP4 alone",
+                f"{tensor.name}: {encoding.label} {list(tensor.shape)}, but gpt-oss' layout holds only "
+                "stacks of experts in MXFP4",
                 "convert --to compressed-tensors",
             )
         blocks = (*tensor.shape[:-1], tensor.width // BLOCK)

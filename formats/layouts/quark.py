@@ -360,8 +360,8 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     if made.bits != _BITS or tensor.rows % _PER_WORD:
         raise refused(
             tensor,
-            f"of {tensor.rows} rows is none of Quark's that are written here (int4 in eight rows at a time, "
-            "FP8 with a scale for each row or tensor, int8 for each row, MXFP4)",
+            f"of {tensor.rows} rows is not one of Quark's that are written here (int4 in eight rows at a "
+            "time, FP8 with a scale for each row or tensor, int8 for each row, MXFP4)",
         )
     whole = (Transcode("split_groups", tensor.width),) if made.group_size is None else ()
     cast = (Transcode("cast_scales", made.scale_dtype),) if made.signless_zero else ()

@@ -13,6 +13,7 @@ from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor, Quantized, Unquantized
 from qconvert.core.layout_traits import LayoutTraits
 from qconvert.core.protocols import Layout, Source
+from qconvert.core.schemes import Scheme
 from qconvert.errors import UnsupportedModel, shown
 from qconvert.formats.layouts.base import Activations, Promise, RegisteredLayout
 from qconvert.formats.layouts.config_checks import SETTINGS_KEY, settings_of
@@ -77,6 +78,12 @@ def all_traits() -> tuple[LayoutTraits, ...]:
 def with_codebook(scheme: str) -> tuple[str, ...]:
     """The names of the layouts that have a codebook scheme of this name."""
     return tuple(traits.name for traits in all_traits() if traits.codebook(scheme))
+
+
+def with_integers(scheme: Scheme) -> tuple[str, ...]:
+    """The names of the layouts that can be written with these integers."""
+    found = (traits_of(name) for name in WRITTEN)
+    return tuple(each.name for each in found if each.integers and each.integers.accepts(scheme))
 
 
 def claimed_method(config: Json) -> str | None:

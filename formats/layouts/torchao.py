@@ -298,7 +298,7 @@ def _activations(config: Json, tensor: ModelTensor) -> ActivationScheme | None:
 def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
     if isinstance(encoding, Codebook) and encoding.table == "e4m3":
         if encoding.group_size is not None:
-            raise refused(tensor, "is FP8 in blocks, which torchao's settings of weights alone do not have")
+            raise refused(tensor, "is FP8 in blocks, which torchao's weight-only settings do not have")
         return () if encoding.scale_dtype is DType.F32 else (Transcode("widen_scales", DType.F32),)
     if isinstance(encoding, AffineMin) and encoding.bits == _INT4 and encoding.shared_rows == 1:
         if encoding.offset == "middle" and encoding.scale_dtype is DType.BF16:

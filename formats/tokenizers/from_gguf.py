@@ -34,7 +34,7 @@ _SPECIAL = {
     "bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "cls": "cls",
     "mask": "mask",
 }  # fmt: skip
-_TAKE_OWN = "take the model's own tokenizer files"
+_TAKE_OWN = "use the model's own tokenizer files"
 _ADDS = ("add_bos_token", "add_eos_token")
 _ADDED = (PieceType.UNKNOWN, PieceType.CONTROL, PieceType.USER_DEFINED)
 

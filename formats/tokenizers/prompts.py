@@ -140,7 +140,7 @@ def check_ids(largest: int, rows: int) -> None:
     if largest >= rows:
         raise BadRecipe(
             f"tokenizer: token {largest} is beyond the model's {rows} rows",
-            "take the tokenizer.json of the same checkpoint",
+            "use the tokenizer.json of the same checkpoint",
         )
 
 

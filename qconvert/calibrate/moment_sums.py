@@ -51,7 +51,7 @@ def _not_finite(key: InputKey, x_NI: Tensor) -> QConvertError:
     return QConvertError(
         f"{place}the input of {', '.join(key.roles)}{expert} holds NaN or infinity in {bad} of"
         f" {len(x_NI)} rows",
-        "look for weights that are not finite (`qconvert verify`), or take an undamaged checkpoint",
+        "look for weights that are not finite (`qconvert verify`), or use an undamaged checkpoint",
     )
 
 

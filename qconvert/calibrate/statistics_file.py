@@ -147,7 +147,7 @@ def read_statistics(path: Path) -> StoredStatistics:
     model = parse_json_object(metadata.get("model", "").encode(), f"{path.name}: model")
     texts = parse_json_object(metadata.get("texts", "").encode(), f"{path.name}: texts").get("texts")
     if not isinstance(texts, list) or not texts or not all(map(_is_record, texts)) or _TOKENS not in arrays:
-        raise CorruptCheckpoint(f"{path.name}: does not say which texts it is of", _AGAIN)
+        raise CorruptCheckpoint(f"{path.name}: does not say which texts it was measured on", _AGAIN)
     inputs = dict(pair for name in arrays for pair in _inputs_of(name, arrays, path.name))
     statistics, gradients = InputStatistics(inputs, arrays[_TOKENS]), gradients_in(arrays, path.name)
     return StoredStatistics(statistics, model, tuple(texts), path.name, gradients)
@@ -191,8 +191,8 @@ def merge(parts: Sequence[StoredStatistics]) -> StoredStatistics:
         mine, its = first.model.get("shapes_sha256"), other.model.get("shapes_sha256")
         if mine != its or first.statistics.inputs.keys() != other.statistics.inputs.keys():
             raise BadRecipe(
-                f"{other.file}: is of {other.model.get('name')} (shapes {str(its)[:12]}), and {first.file} of"
-                f" {first.model.get('name')} (shapes {str(mine)[:12]})",
+                f"{other.file}: belongs to {other.model.get('name')} (shapes {str(its)[:12]}), and "
+                f"{first.file} to {first.model.get('name')} (shapes {str(mine)[:12]})",
                 "merge statistics of one model",
             )
         total, texts = total + other.statistics, texts + other.texts

@@ -84,7 +84,7 @@ def check_window(window: int, positions: int) -> None:
     """Raise BadRecipe for a window that is longer than a model has positions for."""
     if window > positions:
         raise BadRecipe(
-            f"--window {window}: the model has {positions} positions", f"take --window {positions} or less"
+            f"--window {window}: the model has {positions} positions", f"use --window {positions} or less"
         )
 
 
@@ -127,7 +127,7 @@ def calibration_windows(
             f"text {', '.join(texts)}: has {len(ids_N)} tokens, {least * window} are needed"
             if tokens is None or len(ids_N) < wanted
             else f"{tokens} tokens: fewer than the {least * window} that are needed",
-            "give more text, ask for more tokens, or take a shorter window",
+            "give more text, ask for more tokens, or use a shorter window",
         )
     tokens_BT = ids_N[: count * window].reshape(count, window).copy()
     if cutter.bos is not None:

@@ -151,7 +151,7 @@ class TransformersModel:
                 raise CorruptCheckpoint(
                     f"{shown(missing[0])}: {self.class_name} of transformers needs it, and {len(missing)} in"
                     " all are not in the checkpoint",
-                    "take a checkpoint of the class that config.json names",
+                    "use a checkpoint of the class that config.json names",
                 )
             return model.eval().to(find_device(device))
 
@@ -274,7 +274,7 @@ def _require_memory(nbytes: int) -> None:
         raise QConvertError(
             f"--engine transformers: holds the whole model, {nbytes / 1e9:,.1f} GB in float32; this machine"
             f" has {room / 1e9:,.1f} GB of memory",
-            "take a machine with more memory, or an importance matrix that llama-imatrix measured",
+            "use a machine with more memory, or an importance matrix that llama-imatrix measured",
         )
 
 

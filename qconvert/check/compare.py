@@ -216,7 +216,7 @@ def _compare_pairs(
             for _, block in _blocks(reader_b, [more], reader_b, [more], more.rows):
                 zeros = _inside(numbers_of(block), 0, zeros)[1]
     if not zeros:
-        return TensorDifference(tensor.name, role, "shape", note="B goes on with numbers that are not 0")
+        return TensorDifference(tensor.name, role, "shape", note="B continues with numbers that are not 0")
     equal = total is None or total.equal_count == total.count
     status = "equal" if equal else "differs"
     encodings = [piece.tensor.encoding for pair in pairs for piece in pair.b]

@@ -149,7 +149,7 @@ def _packed_in_mlx(s: Subject) -> Iterator[Problem]:
     """mlx-lm takes the config of packed weights for every class, and their names for a few."""
     known = s.architecture.config.get("model_type") in _PACKED_IN_MLX
     if s.loader == "mlx" and s.traits.packed_zero_points and s.quantized and not known:
-        fact = "mlx-lm knows the names of packed weights for DeepSeek-V3, Kimi and Mistral 4 alone"
+        fact = "mlx-lm knows the names of packed weights only for DeepSeek-V3, Kimi and Mistral 4"
         yield Problem(ERROR, s.quantized[0][1].name, fact, "`qconvert convert --to mlx`")
 
 
@@ -295,7 +295,7 @@ def _vocabulary(s: Subject) -> Iterator[Problem]:
     for parameter, tensor in s.weights:
         if parameter.kind == "embedding" and s.tokens is not None and s.tokens > tensor.shape[0]:
             fact = f"the tokenizer knows {s.tokens} tokens, the table has {tensor.shape[0]} rows"
-            yield Problem(ERROR, tensor.name, fact, "take tokenizer and weights from one checkpoint")
+            yield Problem(ERROR, tensor.name, fact, "use tokenizer and weights from one checkpoint")
         elif parameter.kind == "embedding" and s.tokens is not None and s.tokens < tensor.shape[0]:
             fact = f"{tensor.shape[0] - s.tokens} rows beyond the tokenizer's {s.tokens} tokens are padding"
             yield Problem(NOTE, tensor.name, fact)
@@ -346,7 +346,7 @@ def _new_types(s: Subject) -> Iterator[Problem]:
         if isinstance(tensor.encoding, GgmlBlocks) and tensor.encoding.type == "Q2_0":
             needs = f"a {s.loader} that has the type Q2_0"
             fact = f"Q2_0 is a type that few builds of {s.loader} have"
-            yield Problem(NEEDS, name, fact, "`qconvert to-gguf --type tq2_0`, or build it anew", needs)
+            yield Problem(NEEDS, name, fact, "`qconvert to-gguf --type tq2_0`, or build it again", needs)
 
 
 # The other rules are about safetensors: llama.cpp, which Ollama runs too, takes GGUF files as they are.

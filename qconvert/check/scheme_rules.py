@@ -28,11 +28,11 @@ def _one_setting(s: Subject) -> Iterator[Problem]:
         encoding = tensor.encoding
         linear = parameter.kind == "linear" and parameter.role != "mlp.router"
         if linear and parameter.layer is None and isinstance(encoding, Quantized):
-            fact = f"{s.loader} reads no quantized head in {s.layout}: it comes up with random numbers"
+            fact = f"{s.loader} reads no quantized head in {s.layout}: it is left with random numbers"
             yield Problem(ERROR, tensor.name, fact, "--keep lm_head, or convert --to compressed-tensors")
         elif linear and parameter.layer is not None and isinstance(encoding, Unquantized):
             fact = (
-                f"{s.loader} takes all linears of the layers for quantized in {s.layout}, and this is plain"
+                f"{s.loader} expects all linears of the layers quantized in {s.layout}, and this one is not"
             )
             yield Problem(ERROR, tensor.name, fact, "`qconvert convert --to compressed-tensors`")
         elif isinstance(encoding, AffineInt) and replace(encoding, scale_dtype=DType.F16) != usual:
@@ -109,7 +109,7 @@ def _plain_experts(s: Subject) -> Iterator[Problem]:
         return
     for parameter, tensor in s.weights:
         if parameter.role.startswith("mlp.experts.") and isinstance(tensor.encoding, Unquantized):
-            fact = "transformers takes all experts for packed where linears are, and these are plain"
+            fact = "transformers expects all experts packed where linears are, and these are not"
             yield Problem(ERROR, tensor.name, fact, "quantize the experts too, or serve with vLLM")
 
 

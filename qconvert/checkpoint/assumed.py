@@ -121,7 +121,7 @@ def _dtype(
     if other is not None:
         said = f"config.json says {shown(named)}, " if named else ""
         return other, [
-            f"{said}{INDEX_FILE} counts {other.nbytes} bytes for each number: taken for {other.label}"
+            f"{said}{INDEX_FILE} counts {other.nbytes} bytes for each number: assumed to be {other.label}"
         ]
     return dtype, [
         f"{INDEX_FILE} counts {index.total_size:,} bytes, its tensors in {dtype.label} have "
@@ -271,6 +271,6 @@ def refuse_quantized(checkpoint: Checkpoint, name: str) -> None:
     if checkpoint.assumed and not checkpoint.tensors:
         method = registry.claimed_method(checkpoint.config)
         raise UnsupportedModel(
-            f"{name}: config.json says {method}, and the sizes of its weights are in their headers alone",
+            f"{name}: config.json says {method}, and the sizes of its weights are only in their headers",
             "give the whole model folder, or its name on the Hub",
         )

@@ -136,7 +136,7 @@ def open_gguf(path: Path) -> tuple[GGUFModel, GGUFLayout, dict[str, ModelTensor]
     parameters = reading.facts.architecture.stored
     tensors = {name: ModelTensor(name, parameters[name].shape, form_of(home)) for name, home in homes.items()}
     lost = lost_tokenizer(file.kv)
-    told = () if lost is None else (f"{file.name}: {lost}: take the model's own tokenizer files",)
+    told = () if lost is None else (f"{file.name}: {lost}: use the model's own tokenizer files",)
     return GGUFModel(path, config, file, (*reading.warnings, *told)), GGUFLayout(homes), tensors
 
 
@@ -145,7 +145,7 @@ def _check_types(file: GGUFFile) -> None:
     name = next((name for name, tensor in file.tensors.items() if tensor.type in IN_MEMORY_ALONE), None)
     if name is not None:
         raise UnsupportedModel(
-            f"{shown(name)}: {file.tensors[name].type.name} blocks, which llama.cpp has in memory alone",
+            f"{shown(name)}: {file.tensors[name].type.name} blocks, which llama.cpp has only in memory",
             "make the file again from the 16-bit model, with another type",
         )
 

@@ -94,7 +94,7 @@ def refusal(error: BaseException) -> tuple[str, str]:
     }
     if status in answers:
         return answers[status]
-    return f"the Hub does not take it ({told})", f"look at https://status.huggingface.co, {again}"
+    return f"the Hub refuses it ({told})", f"look at https://status.huggingface.co, {again}"
 
 
 def _without_secrets(text: str) -> str:

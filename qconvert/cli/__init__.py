@@ -33,7 +33,7 @@ COMMANDS: Mapping[str, str] = {
     "convert": "Write another layout, with the codes kept.",
     "to-gguf": "Write a GGUF file of any llama.cpp type, in one step.",
     "from-gguf": "Turn a GGUF model back into safetensors, config, tokenizer.",
-    "check": "Ask whether a loader will take a checkpoint.",
+    "check": "Ask whether a loader can load a checkpoint.",
     "verify": "Check that a checkpoint holds what it promises.",
     "diff": "Show what differs between two checkpoints.",
     "generate": "Continue a prompt with a checkpoint.",

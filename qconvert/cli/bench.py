@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 @jobs_option
 @device_option
 @json_option
-@quiet_option("the table alone")
+@quiet_option("only the table")
 @revision_option
 def command(
     models: tuple[str, ...],

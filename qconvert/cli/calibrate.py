@@ -73,7 +73,7 @@ _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
 @click.option(
     "--protocol",
     type=click.Choice(PROTOCOLS),
-    show_default="packed; whole with --imatrix alone",
+    show_default="packed; whole with only --imatrix",
     help="Pieces in random order, EOS between them; or files from their beginning, as llama-imatrix reads.",
 )
 @click.option(
@@ -117,16 +117,15 @@ _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
 )
 @overwrite_option
 @json_option
-@quiet_option("the paths of the outputs alone")
+@quiet_option("only the paths of the outputs")
 @revision_option
 def command(model: str, **flags: Any) -> None:
     """Measure what every linear of MODEL reads, by running it on text.
 
-    The means of the squares weigh rounding errors: give them to `quantize` or `to-gguf` as
-    --calibration. One layer is in memory at a time, activations lie beside the output, or where TMPDIR
-    points. Texts are UTF-8; a line of a .jsonl file has a
-    "text", or "messages" for the model's own chat template; `default` is a mixture of prose, code, languages
-    and chats that comes with qconvert.
+    The means of the squares weigh rounding errors: give them to `quantize` or `to-gguf` as --calibration.
+    One layer is in memory at a time; activations are kept beside the output, or where TMPDIR points. Texts
+    are UTF-8; a line of a .jsonl file has a "text", or "messages" for the model's own chat template;
+    `default` is a mixture of prose, code, languages and chats that comes with qconvert.
     """
     with typed():
         _check_words(flags)

@@ -42,7 +42,7 @@ _OPTIONS = (
         type=TokensType(),
         default=0,
         show_default="32k",
-        help="Tokens of calibration text; their activations lie beside the output, or where TMPDIR points.",
+        help="Tokens of calibration text; activations are kept beside the output, or where TMPDIR points.",
     ),
     click.option(
         "--window",

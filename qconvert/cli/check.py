@@ -55,7 +55,7 @@ class _Loader(click.Choice):  # type: ignore[type-arg]  # no generic class befor
     help="Where the loader computes: which kernels there are (known of vLLM).",
 )
 @json_option
-@quiet_option("errors and warnings alone")
+@quiet_option("only errors and warnings")
 @revision_option
 def command(
     models: tuple[str, ...],
@@ -132,8 +132,8 @@ def _checked(model: str, loader: str, tp: int, device: str, revision: str | None
     problems = lint(subject_of(checkpoint, loader, tp, device))
     if assumed is None:
         return problems
-    alone = f"judged by {assumed.assumed} alone: names and shapes are those that it promises"
-    return [*problems, Problem(NOTE, "weights", alone)]
+    only = f"judged from {assumed.assumed} only: names and shapes are what it promises"
+    return [*problems, Problem(NOTE, "weights", only)]
 
 
 def _needs(problems: Sequence[Problem]) -> list[str]:

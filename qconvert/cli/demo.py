@@ -44,7 +44,7 @@ OUTPUTS = {
     help="Windows to evaluate.",
 )
 @json_option
-@quiet_option("the report alone")
+@quiet_option("only the report")
 def command(out: Path, chunks: int, as_json: bool, quiet: bool) -> None:
     """Quantize, fuse, verify and evaluate the embedded model.
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("--all", "show_all", is_flag=True, help="List equal tensors too.")
 @click.option("--exit-code", is_flag=True, help="Exit with 3 if anything differs.")
 @json_option
-@quiet_option("the differences alone")
+@quiet_option("only the differences")
 @revision_option
 def command(
     a: str, b: str, show_all: bool, exit_code: bool, as_json: bool, quiet: bool, revision: str | None

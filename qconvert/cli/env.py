@@ -30,7 +30,7 @@ PACKAGES = (
 
 @click.command("env", epilog=examples("qconvert env"))
 @json_option
-@quiet_option("the block alone")
+@quiet_option("only the block")
 def command(as_json: bool, quiet: bool) -> None:
     """Print versions, processor and backends: the block to paste into a bug report."""
     machine = {

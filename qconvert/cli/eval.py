@@ -145,7 +145,7 @@ def command() -> None:
 @click.option(
     "--resume",
     is_flag=True,
-    help="Go on with an interrupted evaluation of the same -o STEM; print one that is complete.",
+    help="Continue an interrupted evaluation of the same -o STEM; print one that is complete.",
 )
 @click.option(
     "--samples",
@@ -153,7 +153,7 @@ def command() -> None:
     help="Also let every model continue two prompts from the text by 48 tokens, in the written report.",
 )
 @json_option
-@quiet_option("the report alone")
+@quiet_option("only the report")
 @revision_option
 def perplexity(models: tuple[str, ...], jobs: int | None, **options: Any) -> None:
     """Measure perplexity, and the distance from a reference, with error bars.
@@ -184,7 +184,7 @@ def perplexity(models: tuple[str, ...], jobs: int | None, **options: Any) -> Non
         failure = next((found for report in reports if (found := limits.exceeded(report))), None)
     show_reports(reports, as_json=as_json, failure=failure)
     if reports[-1].partial:
-        click.echo("interrupted; the same command with --resume goes on", err=True)
+        click.echo("interrupted; the same command with --resume continues", err=True)
         click.get_current_context().exit(exit_code())
     if failure is not None:
         if not as_json:
@@ -287,7 +287,7 @@ def _check_options(options: dict[str, Any]) -> None:
         if lonely and options["reference"] is None:
             raise BadRecipe(f"{lonely}: there is no reference to compare with", "add --reference MODEL")
         if options["resume"] and options["out"] is None:
-            raise BadRecipe("--resume: there is no STEM to go on with", "repeat the command with its -o STEM")
+            raise BadRecipe("--resume: there is no STEM to continue", "repeat the command with its -o STEM")
         _check_saving(options)
         check_divided(options)
         names = [Path(text).stem for text in options["texts"]]
@@ -301,7 +301,7 @@ def _check_saving(options: dict[str, Any]) -> None:
     if options["save_reference"] is None:
         return
     if len(options["texts"]) > 1:
-        raise BadRecipe("--save-reference: is of one text", "give one --text at a time")
+        raise BadRecipe("--save-reference: covers one text", "give one --text at a time")
     if options["resume"]:
         raise BadRecipe("--save-reference: needs a whole run", "leave out --resume")
     if options["reference"] is None and len(options["models"]) > 1:
@@ -317,7 +317,7 @@ def _check_saving(options: dict[str, Any]) -> None:
 @model_argument("b")
 @report_option
 @json_option
-@quiet_option("the report alone")
+@quiet_option("only the report")
 @revision_option
 def weights(a: str, b: str, out: Path | None, as_json: bool, quiet: bool, revision: str | None) -> None:
     """Measure the errors of B's weights against A's, by role and layer.

@@ -28,7 +28,7 @@ def check_divided(options: dict[str, Any]) -> None:
     }
     given = next((name for name, value in alone.items() if value), None)
     if given:
-        raise BadRecipe(f"{given}: is for one process alone", "leave it out, or give --rank 0/1")
+        raise BadRecipe(f"{given}: works in one process only", "leave it out, or give --rank 0/1")
 
 
 def report_with_others(

@@ -147,14 +147,14 @@ class Flags:
             self._check_shared(aims=aims)
         if aims and (self.skip_existing or self.verify_existing):
             raise BadRecipe(
-                "--skip-existing: given beside a target, whose choice is measured each time",
+                "--skip-existing: given together with a target, whose choice is measured each time",
                 "leave out one of the two",
             )
         if self.method != "awq":
             return
         if aims:
             raise BadRecipe(
-                "--method awq: given beside a target, which would not know what scaling wins",
+                "--method awq: given together with a target, which would not know what scaling wins",
                 "leave out one of the two",
             )
         given = {"--text": self.texts, "--tokens": self.tokens, "--window": self.window}
@@ -174,7 +174,7 @@ class Flags:
         if given:
             assert self.rank is not None
             raise BadRecipe(
-                f"{given}: is for one process alone, and this is one of {self.rank.world}",
+                f"{given}: works in one process only, and this is one of {self.rank.world}",
                 "leave it out, or give --rank 0/1",
             )
 

@@ -121,7 +121,7 @@ def _a_number(ctx: click.Context, parameter: click.Parameter, value: float) -> f
 )
 @jobs_option
 @json_option
-@quiet_option("the text alone")
+@quiet_option("only the text")
 @revision_option
 def command(
     model: str, prompt: str | None, jobs: int | None, as_json: bool, quiet: bool, **options: Any

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("--metadata", "show_metadata", is_flag=True, help="List the keys of config.json, or of a GGUF.")
 @click.option("--tensors", "list_tensors", is_flag=True, help="List every tensor with its role.")
 @json_option
-@quiet_option("the tables alone")
+@quiet_option("only the tables")
 @revision_option
 def command(
     models: tuple[str, ...],

@@ -92,7 +92,7 @@ def write_outputs(model: str, wanted: Sequence[Wanted], flags: Flags, tell: Tell
 
 def _tell_plans(source: OpenedModel, reports: Sequence[ConversionReport], flags: Flags, tell: Tell) -> None:
     assumed = source.checkpoint.assumed
-    verdict = "dry run: nothing was written" + (f"; planned from {assumed} alone" if assumed else "")
+    verdict = "dry run: nothing was written" + (f"; planned from {assumed} only" if assumed else "")
     for report in reports:
         described = report.plan_json() | ({"from": assumed} if assumed else {})
         last = verdict if report is reports[-1] else ""

@@ -255,7 +255,7 @@ skip_option = click.option(
     "--skip-existing",
     is_flag=True,
     help="Leave an output that is there and complete, of the same recipe and source; its own weights are "
-    "not read. With --overwrite, one that is cut or another is written anew.",
+    "not read. With --overwrite, one that is cut or another is written again.",
 )
 verify_existing_option = click.option(
     "--verify-existing",
@@ -265,7 +265,7 @@ verify_existing_option = click.option(
 keep_going_option = click.option(
     "--keep-going",
     is_flag=True,
-    help="Of several models, go on after one that fails; the exit code then says so.",
+    help="Of several models, continue after one that fails; the exit code then says so.",
 )
 restart_option = click.option(
     "--restart", is_flag=True, help="Discard the work of an interrupted run, instead of resuming it."
@@ -273,7 +273,7 @@ restart_option = click.option(
 dry_run_option = click.option(
     "--dry-run", is_flag=True, help="Print what would be written, and write nothing."
 )
-written_option = quiet_option("the path of the output alone")
+written_option = quiet_option("only the path of the output")
 events_option = click.option(
     "--events",
     type=click.Path(path_type=Path, dir_okay=False),

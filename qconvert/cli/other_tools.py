@@ -65,7 +65,7 @@ _OPTIONS: Mapping[tuple[str, ...], str] = {
     ("--leave-output-tensor",): "`--output-tensor-type bf16` of to-gguf leaves the head in 16 bits",
     ("--keep-split",): "`--split-max-size SIZE` of to-gguf writes numbered parts",
     ("--force", "--overwrite-output-dir"): "`--overwrite` replaces an earlier output",
-    ("--resume",): "the same command goes on by itself; `--restart` begins anew",
+    ("--resume",): "the same command continues by itself; `--restart` starts again",
     ("--task", "--tasks"): "`python -m qconvert.evaluate.lm_eval_adapter run --tasks` runs tasks",
 }
 

@@ -70,7 +70,7 @@ def _saving(plain: Mapping[str, ModelTensor], traits: LayoutTraits, *, tied: boo
     if default and tied:
         less = size(_saved(plain["embed"], registry.traits_of("mlx")))
         return (
-            "vLLM and transformers take no other (to-gguf quantizes it; "
+            "vLLM and transformers read no other (to-gguf quantizes it; "
             f"--layout mlx --rule embed=int8 saves {less})"
         )
     saved = {role: size(_saved(each, traits)) for role, each in plain.items()}
@@ -81,7 +81,9 @@ def _saving(plain: Mapping[str, ModelTensor], traits: LayoutTraits, *, tied: boo
         for role in ("lm_head", "embed")
         if role in plain and takes[role]
     ]
-    return ", ".join(rules) or f"loaders of {traits.name} take them plain alone; GGUF types quantize them"
+    return (
+        ", ".join(rules) or f"loaders of {traits.name} read them unquantized only; `to-gguf` quantizes them"
+    )
 
 
 def _saved(tensor: ModelTensor, traits: LayoutTraits) -> int:

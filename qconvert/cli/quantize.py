@@ -193,7 +193,9 @@ def _check_choices(labels: Sequence[str], asked: Mapping[str, Any]) -> None:
     given += ["--asym"] if asked["symmetric"] is not None else []
     given += ["--pad-to-tp"] if asked["pad_to_tp"] else []
     if given:
-        raise BadRecipe(f"{given[0]}: given beside a target", "name what it chooses among with --schemes")
+        raise BadRecipe(
+            f"{given[0]}: given together with a target", "name what it chooses among with --schemes"
+        )
 
 
 def build_recipe(

@@ -52,7 +52,9 @@ def carried_out(job: Job, out: Path, rank: Rank, flags: Flags) -> Result | None:
         counts = (done, total)
 
     def farewell() -> str:
-        return f"stopped with {counts[0]} of {count(counts[1], 'file')} done; run the same command to go on"
+        return (
+            f"stopped with {counts[0]} of {count(counts[1], 'file')} done; run the same command to continue"
+        )
 
     if flags.talks:
         click.echo(f"process {rank.number} of {rank.world}, {count(len(files), 'file')} in all", err=True)

@@ -162,7 +162,7 @@ def write(
         _tell_needs(job, flags)
     if flags.dry_run:
         assumed = source.checkpoint.assumed
-        verdict = "dry run: nothing was written" + (f"; planned from {assumed} alone" if assumed else "")
+        verdict = "dry run: nothing was written" + (f"; planned from {assumed} only" if assumed else "")
         told = {"from": assumed} if assumed else {}
         path = str(report.path)
         if flags.speaks:
@@ -249,7 +249,7 @@ def check_beside(out: Path, flags: Flags) -> None:
 def write_beside(job: Job, out: Path, result: Result, flags: Flags) -> None:
     """Write what was asked for beside a GGUF: a card of it as it is read back, a Modelfile, a manifest.
 
-    A manifest that is there already is of an earlier file of this name, and is written anew.
+    A manifest that is there already is of an earlier file of this name, and is written again.
     """
     if not job.compiled.is_gguf:
         return

@@ -97,7 +97,7 @@ def _running(
                 click.echo(f"resuming {_shown(journal.path)}: {percent(journal.share)} was done", err=True)
 
     def farewell() -> str:
-        return f"stopped at {percent(_share(runs, jobs))}; run the same command to go on"
+        return f"stopped at {percent(_share(runs, jobs))}; run the same command to continue"
 
     def kept() -> bool:
         return any(run.kept for run in runs)
@@ -116,7 +116,7 @@ def _running(
             raise Stopped(signum, farewell()) from error
         except QConvertError as error:
             if kept():
-                going_on = f"run the same command to go on at {percent(_share(runs, jobs))}"
+                going_on = f"run the same command to continue at {percent(_share(runs, jobs))}"
                 error.hint = f"{error.hint}; then {going_on}"
             raise
 

@@ -36,11 +36,11 @@ def check_sending(flags: Flags) -> None:
         if not flags.dry_run:
             require_token(flags.push_to)
     if flags.push_to is not None and flags.to_store:
-        raise BadRecipe("--push-to: given beside an object storage", _LEAVE_OUT)
+        raise BadRecipe("--push-to: given together with an object storage", _LEAVE_OUT)
     if not flags.verify:
-        raise BadRecipe(f"--no-verify: given beside {to}, which sends what was verified", _LEAVE_OUT)
+        raise BadRecipe(f"--no-verify: given together with {to}, which sends what was verified", _LEAVE_OUT)
     if flags.skip_existing:
-        raise BadRecipe(f"--skip-existing: given beside {to}", _LEAVE_OUT)
+        raise BadRecipe(f"--skip-existing: given together with {to}", _LEAVE_OUT)
     if flags.beside and not flags.keeps:
         raise BadRecipe("--card, --modelfile: no local file is kept", "leave them out")
     if flags.drop_pushed and flags.reads_back:

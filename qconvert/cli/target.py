@@ -39,7 +39,8 @@ def target_options(choices: str, default: str) -> Callable[[F], F]:
         click.option(
             "--target-size",
             metavar="SIZE",
-            help="Mix encodings for least loss at this size: 4.5bpw (of all weights), 3.2GB. With --method "
+            help="Mix encodings for least loss at this size: 4.5bpw (tensors over all weights, the embedding "
+            "too), or 3.2GB (weight files with their headers; of a GGUF all of the file). With --method "
             "feedback or two-sided, the mix and the best single encoding are both made, and the better "
             "one is kept: twice the time of one output.",
         ),

@@ -48,14 +48,21 @@ class Told:
         ]
         return [
             *table(["weights loaded alike", *labels, "bytes", "expected KL"], cells, most=terminal_columns()),
-            f"{size(chosen.nbytes)}, {chosen.bits_per_weight:.3f} bits for each of {chosen.weights:,} "
-            f"weights; expected KL {chosen.mix.cost:.5f} nats per token (on {self.read['tokens']:,} tokens"
-            f" of {', '.join(self.read['texts'])})",
+            f"{self._sized()}; expected KL {chosen.mix.cost:.5f} nats per token (on "
+            f"{self.read['tokens']:,} tokens of {', '.join(map(_text_named, self.read['texts']))})",
             self._compared(),
             *self._measured_lines(),
             *(f"{label} is left out: {why}" for label, why in chosen.left_out.items()),
             *self._saved_lines(),
         ]
+
+    def _sized(self) -> str:
+        """The size in the terms of the target: of whole files for a number of bytes, else of the tensors."""
+        chosen, target = self.chosen, self.target.size
+        if target is not None and target.nbytes is not None:
+            return f"{size(chosen.nbytes)} with headers and tokenizer, of {size(target.nbytes)} asked"
+        bits = f"{chosen.bits_per_weight:.3f} bits for each of {chosen.weights:,} weights"
+        return f"{size(chosen.nbytes)} of tensors, {bits}"
 
     @property
     def _labels(self) -> list[str]:
@@ -132,6 +139,11 @@ class Told:
                 for group, option in chosen.mix.chosen
             ],
         }
+
+
+def _text_named(name: str) -> str:
+    """A calibration text as a reader knows it."""
+    return "the bundled text" if name == "default" else name
 
 
 def _label(mix: Mix | None) -> str:

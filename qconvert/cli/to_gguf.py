@@ -103,7 +103,7 @@ TOWER_TYPES = ("f16", "bf16", "f32", "q8_0")
     "--fallback/--no-fallback",
     default=True,
     show_default=True,
-    help="Where blocks do not divide a row, take a bigger type, or stop.",
+    help="Where blocks do not divide a row, use a bigger type, or stop.",
 )
 @target_options("types", TARGET_TYPES)
 @statistics_option
@@ -186,7 +186,7 @@ def command(
             hint = f"add --type {likely}, or --target-size 4.8bpw"
             raise BadRecipe("to-gguf: no type was asked for", hint)
         if aim is not None and file_type is not None:
-            raise BadRecipe("--type: given beside a target", "name what it chooses among with --types")
+            raise BadRecipe("--type: given together with a target", "name what it chooses among with --types")
         for label in aim.labels if aim else ():
             _written(label)
         named = tuple(dict.fromkeys(map(str.lower, file_type or (UNTIL_CHOSEN,))))

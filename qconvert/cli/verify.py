@@ -81,7 +81,7 @@ def _print(found: Verification, name: str) -> None:
     for key, value in found.findings.items():
         said = phrase(value)
         if key == "compared" and not found.problems:
-            said = re.sub(r"\bdiffers?\b", "changed by quantizing or rounding alone", said)
+            said = re.sub(r"\bdiffers?\b", "changed only by quantizing or rounding", said)
         click.echo(f"{key}: {said}")
     if found.verdict == "verified":
         click.echo("verified")

@@ -39,7 +39,7 @@ class Bucket:
     def begin(self, job: str, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
         self._overwrite = overwrite or resumed
         if self._place.is_web:
-            raise UnsupportedModel(f"{self._url}: a web server takes no output", "name a bucket: s3://...")
+            raise UnsupportedModel(f"{self._url}: a web server accepts no output", "name a bucket: s3://...")
         there = self._place.names()
         taken = [name for name in there if name == _MARK or name.endswith(_STALE)]
         taken = [name for name in there if name in weights] if self._is_file else taken

@@ -16,7 +16,7 @@ from qconvert.formats.io.read_back import file_sha256
 from qconvert.formats.io.strict_json import read_json_object
 
 # The hint where what is there is not the whole output.
-_REDO = "add --overwrite: it then writes anew what is not complete, and leaves the rest"
+_REDO = "add --overwrite: it then writes again what is not complete, and leaves the rest"
 
 
 def is_written(job: Job, out: Path, *, read: bool = False, manifest: bool = False) -> bool:

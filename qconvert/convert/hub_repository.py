@@ -111,7 +111,7 @@ class HubRepository:
             added = CommitOperationAdd(name, str(path))
             _api().preupload_lfs_files(self._repo, [added], revision=self._staging)
             if added.upload_info.sha256.hex() != sha256:
-                raise CheckFailed(f"{name}: was sent otherwise than it was verified", REPORT)
+                raise CheckFailed(f"{name}: what was sent is not what was verified", REPORT)
             message = f"{name}, to be published with the others"
             _api().create_commit(self._repo, [added], commit_message=message, revision=self._staging)
 

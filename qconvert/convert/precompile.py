@@ -83,7 +83,7 @@ def _seeded(encoding: Encoding, rows: int, width: int, rng: np.random.Generator)
     codes = [] if isinstance(encoding, GgmlBlocks) else [value.arrays[0]]
     if isinstance(value, AffineIntRows) and value.zeros_RG is not None:
         codes.append(value.zeros_RG)
-    assert not isinstance(encoding, Undecoded), "opened to be inspected alone"
+    assert not isinstance(encoding, Undecoded), "opened only to be inspected"
     for array in codes:
         array[:] = rng.integers(0, 1 << encoding.bits, array.shape)
     return value
@@ -94,7 +94,7 @@ def _zeros(encoding: Encoding, rows: int, width: int) -> Value:
         return DenseRows(np.zeros((rows, width), encoding.dtype.carrier), encoding.dtype)
     if isinstance(encoding, GgmlBlocks):
         return GgmlRows(np.zeros((rows, encoding.row_bytes(width)), np.uint8), encoding)
-    assert not isinstance(encoding, Undecoded), "opened to be inspected alone"
+    assert not isinstance(encoding, Undecoded), "opened only to be inspected"
     codes_RI = np.zeros((rows, width), np.uint8)
     scales_RG = np.zeros((rows, encoding.groups(width)), encoding.scale_dtype.carrier)
     if isinstance(encoding, AffineMin):

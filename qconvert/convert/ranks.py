@@ -94,7 +94,7 @@ def refuse_undivided(job: Job) -> None:
         )
     raise BadRecipe(
         f"--method {job.calibration.method}: chooses codes layer after layer, which one process does",
-        "give --rank 0/1, for one process alone",
+        "give --rank 0/1, for a single process",
     )
 
 

@@ -27,7 +27,7 @@ def refuse_nonfinite(unit: Unit, start: int, finding: Finding, layout: Layout, w
         tensor, row = _input_row(unit, start + finding.bad_row)
         raise CorruptCheckpoint(
             f"{layout.stored_arrays(tensor)[:2][-1].name}: NaN or Inf in the scales of row {row}",
-            "the checkpoint is damaged; --allow-nonfinite converts it all the same",
+            "the checkpoint is damaged; --allow-nonfinite converts it anyway",
         )
     if finding.nonfinite >= 0:
         tensor, row = _input_row(unit, start + finding.nonfinite // width)
@@ -36,7 +36,7 @@ def refuse_nonfinite(unit: Unit, start: int, finding: Finding, layout: Layout, w
         name = layout.stored_arrays(tensor)[0].name if single else tensor.name
         raise CorruptCheckpoint(
             f"{name}: NaN or Inf at row {row}, column {column} (flat index {row * width + column})",
-            "the checkpoint is damaged; --allow-nonfinite converts it all the same",
+            "the checkpoint is damaged; --allow-nonfinite converts it anyway",
         )
 
 

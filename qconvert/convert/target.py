@@ -175,10 +175,11 @@ def _require_room(size: SizeTarget, groups: Sequence[Group], room: int, most: in
     if least <= room:
         return
     smallest = most - room + least
+    fixed = "what no rule quantizes" + (", headers and metadata" if size.nbytes is not None else "")
     bits = f" ({8 * smallest / weights:.2f} bpw)" if size.nbytes is None else ""
     raise BadRecipe(
         f"target size {size.text}: too small; the smallest is about {written_size(smallest)}{bits}, "
-        f"of which {written_size(smallest - least)} cannot be chosen",
+        f"of which {written_size(smallest - least)} are fixed: {fixed}",
         "ask for a larger size, or add an encoding of fewer bits",
     )
 

@@ -153,7 +153,7 @@ SGLANG_GPTQ = LoaderLimit(
 RANDOM_EXPERTS = LoaderLimit(
     ("transformers",),
     "error",
-    "transformers does not load experts in {layout}: they come up with random numbers",
+    "transformers does not load experts in {layout}: they are left with random numbers",
     "`qconvert convert --to compressed-tensors`, or serve with vLLM",
     about="experts",
 )

@@ -107,7 +107,7 @@ def unwritten(name: str) -> Unwritten | None:
     if name == "INT8":  # in small letters it is ours, which leaves inputs alone
         return Unwritten(
             "llm-compressor rounds inputs to 8 bits too under this name",
-            "--scheme W8A8 for that; --scheme int8 for weights alone",
+            "--scheme W8A8 for that; --scheme int8 for the weights only",
         )
     plain = _plain(name)
     return _UNWRITTEN.get(plain) or _preset_with_rounded_inputs(plain) or _other_form(plain, name)

@@ -70,7 +70,7 @@ def parse_scheme(text: str) -> Scheme | None:
     named, other = named_scheme(text), unwritten(text)
     if named is not None and named.layout:
         raise BadRecipe(
-            f"scheme {text!r}: not a scheme of integers by itself, and rules and recipes have these alone",
+            f"scheme {text!r}: not a scheme of integers, and rules and recipes take only those",
             f"`qconvert quantize MODEL --scheme {text}` gives it to all linears",
         )
     own = named.scheme if named else text.lower()

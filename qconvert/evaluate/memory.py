@@ -98,7 +98,7 @@ class EvalMemory:
             f"memory: {size(self.peak)} at most, of {size(self.asked)}: {size(self.process)} of the process,"
             f" {size(self.layer)} for a layer with a batch, {size(self.scoring)} for scoring",
             f"layers are read in turn, {size(self.weights)} of weights for every {self.part:,} tokens;"
-            f" hidden states ({size(self.states)}) lie {held}, heads are {self.heads.value}",
+            f" hidden states ({size(self.states)}) are kept {held}, heads are {self.heads.value}",
         )
 
     @staticmethod

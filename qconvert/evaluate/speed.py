@@ -98,7 +98,7 @@ def _measure(model: str, test: SpeedTest, revision: str | None) -> ModelSpeed:
     most = decoder.config.max_positions
     if max(test.prompt, test.generated) > most:
         raise BadRecipe(
-            f"{model}: the model has {most:,} positions", f"take --prompt {most} --generate {most} or fewer"
+            f"{model}: the model has {most:,} positions", f"use --prompt {most} --generate {most} or fewer"
         )
     warm_up(decoder, test.prompt or 1)
     rates = {"prompt": (_read, test.prompt), "generated": (_generate, test.generated)}

@@ -83,7 +83,7 @@ class Target:
     def __post_init__(self) -> None:
         """Refuse what cannot be aimed at."""
         if (self.size is None) == (self.divergence is None):
-            raise BadRecipe("--target-size, --target-kl: both, or none", "aim at one of the two")
+            raise BadRecipe("--target-size, --target-kl: both, or none", "choose one of the two")
         if len(set(self.labels)) < 2:
             raise BadRecipe(
                 f"target: one encoding to choose among ({', '.join(self.labels) or 'none'})",
@@ -99,7 +99,7 @@ def parse_target_size(text: str) -> SizeTarget:
         if not 1 <= bits <= 32:
             raise BadRecipe(
                 f"--target-size {text}: {bits:g} bits per weight",
-                "take a number from 1 to 32, such as 4.5bpw",
+                "give a number from 1 to 32, such as 4.5bpw",
             )
         return SizeTarget(text, bits_per_weight=bits)
     wanted = "write bits per weight or bytes: 4.5bpw, 3.2GB, 900MB"

@@ -105,7 +105,7 @@ INPUT_MAJOR = Notice(
     "this family's class stores its linears as [in, out]; quantized they are [out, in], as everywhere:",
     (
         Verdict("qconvert", True, "reads it, and `qconvert dequantize` turns the weights back"),
-        Verdict("transformers 5", False, "packs nn.Linear alone; these linears come up uninitialised"),
+        Verdict("transformers 5", False, "packs only nn.Linear; these linears are left uninitialised"),
     ),
 )
 

@@ -75,7 +75,7 @@ def matcher(select: str, architecture: Architecture, *, tied: bool) -> Matcher:
     if max(last for _, last in ranges) >= architecture.layers:
         raise BadRecipe(
             f"selector {select!r}: no such layers",
-            f"take some of layers 0-{architecture.layers - 1}, which this model has",
+            f"name some of layers 0-{architecture.layers - 1}, which this model has",
         )
     what = match["what"]
     inside = _matcher_of(what, select, architecture, tied=tied) if what else Matcher(lambda parameter: True)
@@ -148,7 +148,7 @@ def _nearest(what: str, before: str, architecture: Architecture) -> str:
     if near and what not in GROUPS:
         return f"did you mean {before + near[0]!r}? `qconvert quantize --help` explains selectors"
     return (
-        f"take a role ({', '.join(architecture.roles)}), a group ({', '.join(groups)}), layers.0-3, "
+        f"give a role ({', '.join(architecture.roles)}), a group ({', '.join(groups)}), layers.0-3, "
         "a module's name or re:REGEX"
     )
 

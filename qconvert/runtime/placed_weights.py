@@ -204,5 +204,5 @@ def _check_shape(role: str, layer: int | None, found: tuple[int, ...], wanted: t
     if found != wanted:
         raise CorruptCheckpoint(
             f"{_place(role, layer)}: shape {list(found)}, but config.json implies {list(wanted)}",
-            "take the weights and the config.json of one model",
+            "use the weights and the config.json of one model",
         )

@@ -33,7 +33,7 @@ def _transcode(tensor: ModelTensor, encoding: Quantized) -> tuple[Op, ...]:
         return (Transcode(_TO_DIVISOR[encoding.second]),)
     if isinstance(encoding, Codebook) and encoding.table in ("e4m3", "e2m1"):
         if encoding.bits == 8 and encoding.group_size is not None and encoding.group_rows == 1:
-            raise refused(tensor, "has groups of columns, which compressed-tensors has of fewer bits alone")
+            raise refused(tensor, "has groups of columns, which compressed-tensors has for fewer bits only")
         if encoding.bits == 8 and encoding.scale_dtype is DType.F8_E8M0:
             return (Transcode("widen_scales", DType.F32),)
         if encoding.bits == 8 or (encoding.group_rows == 1 and encoding.group_size in (16, 32)):

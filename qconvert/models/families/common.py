@@ -63,7 +63,7 @@ K_NORM = norm("attn.k_norm", LAYER + "self_attn.k_norm", "head_dim")
 ROUTER = router(LAYER + "mlp.gate")
 
 # Inputs whose channels may be scaled (llm-compressor's and llm-awq's mappings, and the classes themselves).
-# A norm before a block is read by the block alone, unless the residual begins behind it.
+# A norm before a block is read by only the block, unless the residual begins behind it.
 _AFTER_NORM = ("apply_residual_connection_post_layernorm",)
 _MLP_READERS = (
     "mlp.gate",

@@ -38,7 +38,7 @@ def internvl_dimensions(config: Json, layer: int) -> Dimensions:
     if inner not in INSIDE:
         raise UnsupportedModel(
             f"config.json: the language model is {shown(repr(inner))}, which is not known inside InternVL",
-            f"known: {', '.join(INSIDE)}; --allow-unknown does not help: convert the language model alone",
+            f"known: {', '.join(INSIDE)}; --allow-unknown does not help: convert only the language model",
         )
     dims = dict(c.dense_dimensions(config, layer))
     biased = inner == "qwen2"

@@ -80,7 +80,7 @@ def _refuse_dropped(target: GGUFTarget, names: Collection[str], *, measured: boo
         idle = next((option for option, value in given.items() if value), None)
         if idle:
             raise BadRecipe(
-                f"{idle}: given beside --type keep, which gives no tensor another type",
+                f"{idle}: given together with --type keep, which gives no tensor another type",
                 "leave it out, or name a type in place of keep",
             )
         return
@@ -100,11 +100,11 @@ def _refuse_dropped(target: GGUFTarget, names: Collection[str], *, measured: boo
 
 
 def _not_the_head(target: GGUFTarget, names: Collection[str]) -> Iterator[str]:
-    """What to tell of patterns that seem to mean the head, and are found in attn_output alone."""
+    """What to tell of patterns that seem to mean the head, and are found only in attn_output."""
     for pattern, _ in target.tensor_types:
         found = [name for name in names if pattern_of(pattern).search(name)]
         if pattern.startswith("output") and all("attn_output" in name for name in found):
-            yield f"--tensor-type {pattern!r}: found in attn_output alone; the head's is --output-tensor-type"
+            yield f"--tensor-type {pattern!r}: found only in attn_output; the head's is --output-tensor-type"
 
 
 def _refuse_idle(target: GGUFTarget, names: Collection[str]) -> None:

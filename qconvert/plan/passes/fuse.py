@@ -52,7 +52,7 @@ def unfuse(state: Compiled) -> Compiled:
     if not any(map(chosen, entries)):
         if entries and all(entry.fusion.layout for entry in entries):
             raise BadRecipe(
-                f"{entries[0].whole.name}: {entries[0].fusion.layout} holds experts in such stacks alone",
+                f"{entries[0].whole.name}: {entries[0].fusion.layout} holds experts only in such stacks",
                 "convert --to another layout, or to bf16, takes them apart",
             )
         raise BadRecipe("no fused linears in this checkpoint", "`qconvert inspect` shows what it holds")

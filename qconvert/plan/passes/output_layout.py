@@ -120,7 +120,7 @@ def _stacked(plan: Plan, architecture: Architecture) -> Plan:
     elif encodings:
         way += " --allow-requantize, which loses twice"
     raise BadRecipe(
-        f"{architecture.family.name}: no stacks of experts stored input-major, which alone mxfp4 holds",
+        f"{architecture.family.name}: no stacks of experts stored input-major, as mxfp4 holds them",
         f"it is the layout of gpt-oss; for other models, {way}",
     )
 

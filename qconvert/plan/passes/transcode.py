@@ -89,7 +89,9 @@ def check_integers(layout: str, scheme: Scheme) -> None:
     traits = registry.traits_of(layout)
     if traits.integers is None or not traits.integers.accepts(scheme):
         stores = traits.schemes or (traits.integers.label if traits.integers else traits.described)
-        raise BadRecipe(f"scheme {scheme.label}: {layout} does not hold it", f"it holds {stores}")
+        others = ", ".join(registry.with_integers(scheme))
+        elsewhere = f"; {scheme.label} is held by {others}" if others else ""
+        raise BadRecipe(f"scheme {scheme.label}: {layout} does not hold it", f"it holds {stores}{elsewhere}")
 
 
 def encode(plan: Plan, target: Target, linears: frozenset[str], shared_scales: Mapping[str, str]) -> Plan:

@@ -92,7 +92,7 @@ def obstacle(decoder: Decoder, rows: int) -> str | None:
         (_is_packable(decoder.head), "its head is in a form that no kernel multiplies by"),
         (
             all(map(_has_kernels, decoder.layers)),
-            "it has weights that no kernel multiplies by, or that lie apart",
+            "it has weights that no kernel multiplies by, or that are stored apart",
         ),
     )
     return next((reason for fine, reason in checks if not fine), None)

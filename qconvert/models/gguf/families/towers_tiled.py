@@ -78,7 +78,7 @@ def rms_by_size(facts: Facts) -> str | None:
         return None
     return (
         f"norm_type is {facts.settings.get('norm_type')!r} in a tower of {facts.layers} layers, but "
-        "llama.cpp has RMS norms in that of 45 layers of 3200 alone"
+        "llama.cpp has RMS norms only in that of 45 layers of 3200"
     )
 
 
