@@ -81,7 +81,7 @@ def _dense_first(facts: Facts) -> str | None:
     return (
         None
         if layer is None
-        else f"layer {layer} is dense after others with experts; llama.cpp takes the first ones alone"
+        else f"layer {layer} is dense after others with experts; llama.cpp reads only the first ones so"
     )
 
 
