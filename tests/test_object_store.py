@@ -113,7 +113,7 @@ def test_what_has_changed_in_the_bucket_is_not_skipped(bucket: Any, here: Path, 
     first = sorted(path.name for path in other.glob("*.safetensors"))[0]
     obstore.put(bucket, f"models/m/{first}", other / first)
     why = f"out: already exists, and is not what this command writes (the source's {first} has another ETag)"
-    redo = "add --overwrite: it then writes anew what is not complete, and leaves the rest"
+    redo = "add --overwrite: it then writes again what is not complete, and leaves the rest"
     failed(qconvert(*command), why, redo)
     for file in record["source"]["files"]:
         file.pop("etag")

@@ -302,7 +302,7 @@ def test_a_hub_that_stays_busy_ends_patience(hub: FakeHub, here: Path) -> None:
     ran = qconvert(*PUSH, "--patience", 1)
     failed_at = "org/new: the Hub limits how often it may be asked (HTTP 429: slow)"
     assert ran.code == 1 and f"Error: {failed_at}" in ran.err, ran.err
-    assert "go on" in ran.err and (here / "out.partial").exists()
+    assert "to continue" in ran.err and (here / "out.partial").exists()
 
 
 def test_a_commit_whose_answer_was_lost_is_known_again(hub: FakeHub, here: Path) -> None:
