@@ -423,6 +423,9 @@ def test_nothing_is_replaced_unasked_and_little_text_is_told(tmp_path: Path, her
     assert ran.code == 1 and "statistics.safetensors: already exists" in ran.err
     assert qconvert(*how, "-o", "stats", "--overwrite", "-q").out == "stats/statistics.safetensors\n"
     assert qconvert(*how, "-q").out == "m-statistics/statistics.safetensors\n"
+    ran = qconvert(*how, "-o", "i.gguf")
+    hint = "--imatrix i.gguf writes llama.cpp's importance matrix"
+    failed(ran, "i.gguf: -o names a folder of statistics, not a file", hint, 2)
     ran = qconvert(*how, "--window", 512, "--imatrix", "i.gguf")
     failed(ran, "--window 512: the model has 128 positions", "use --window 128 or less")
     ran = qconvert(

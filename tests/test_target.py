@@ -223,6 +223,9 @@ def test_people_see_the_mix(model: Path) -> None:
     assert any("expected KL" in line and "nats per token" in line for line in lines)
     assert any(line.startswith("with int4-g64 throughout: expected KL") for line in lines)
     assert "tokens forwards and backwards" in ran.err
+    assert "a mix is as good as its text" not in ran.out
+    bundled = ("--text", "default", *asked[2:], "--dry-run")
+    assert "a mix is as good as its text: --text FILE" in qconvert("quantize", model, *bundled).out
 
 
 STATS = ("--text", "text.txt", "--tokens", 512, "--window", 64, "-o", "stats")

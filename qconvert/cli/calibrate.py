@@ -155,6 +155,11 @@ def _check_words(flags: dict[str, Any]) -> None:
     imatrix, out = flags["imatrix"], flags["out"]
     if imatrix is not None and imatrix.suffix != ".gguf":
         raise BadRecipe(f"{imatrix}: does not end in .gguf", f"write --imatrix {imatrix}.gguf")
+    if out is not None and out.suffix == ".gguf":
+        raise BadRecipe(
+            f"{out}: -o names a folder of statistics, not a file",
+            f"--imatrix {out} writes llama.cpp's importance matrix",
+        )
     if flags["process_output"] and imatrix is None:
         raise BadRecipe("--process-output: no importance matrix is written", "add --imatrix FILE.gguf")
     context = click.get_current_context()

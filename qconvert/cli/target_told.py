@@ -50,11 +50,18 @@ class Told:
             *table(["weights loaded alike", *labels, "bytes", "expected KL"], cells, most=terminal_columns()),
             f"{self._sized()}; expected KL {chosen.mix.cost:.5f} nats per token (on "
             f"{self.read['tokens']:,} tokens of {', '.join(map(_text_named, self.read['texts']))})",
+            *self._text_lines(),
             self._compared(),
             *self._measured_lines(),
             *(f"{label} is left out: {why}" for label, why in chosen.left_out.items()),
             *self._saved_lines(),
         ]
+
+    def _text_lines(self) -> list[str]:
+        """What to do where nobody has said what the model is for."""
+        if self.read["texts"] != ["default"]:
+            return []
+        return ["a mix is as good as its text: --text FILE, one like yours, makes it lose less there"]
 
     def _sized(self) -> str:
         """The size in the terms of the target: of whole files for a number of bytes, else of the tensors."""

@@ -328,7 +328,8 @@ def find_family(config: Json) -> Family:
         if len(by_class) == 1 and model_type is None:
             return by_class[0]
         fitting = [t for f in FAMILIES if set(classes) & set(f.classes) for t in f.model_types[:1]]
-        raise CorruptCheckpoint("config.json: no model_type", f"add one: {', '.join(fitting) or known}")
+        types = ", ".join(fitting) or "llama or qwen3, for example (all: docs/reference/models.md)"
+        raise CorruptCheckpoint("config.json: no model_type", f"add the model's: {types}")
     family = next((f for f in FAMILIES if model_type in f.model_types), None)
     if family is None:
         raise UnsupportedModel(

@@ -42,7 +42,8 @@ def device_name(decoder: Decoder) -> str:
     """The GPU by its name, or the CPU with the number of threads that compute on it."""
     if decoder.device.type == "cuda":
         return torch.cuda.get_device_name(decoder.device)
-    return f"{decoder.device.type}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{decoder.device.type}, {threads} thread{'s' if threads != 1 else ''}"
 
 
 def versions() -> dict[str, str]:
