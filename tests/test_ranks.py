@@ -6,9 +6,6 @@ import os
 import random
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,31 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qconvert.cli.launchers import LAUNCHERS, TORCHRUN, launched
 from qconvert.core.ranks import Rank, order, owners
 from qconvert.formats.io import journal, shared_folder
 from tests.commands import made, qconvert
 from tests.crashes import KILLED, MOMENTS, calls_of, ended, forked, killed, running, started, stopping, tree
-from tests.models import tiny
+from tests.rank_jobs import KINDS, impatient, rank, same, with_whole, within
 from tests.test_events import told
 
 EVERYTHING = os.environ.get("QCONVERT_CRASH") == "all"
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 500, "num_hidden_layers": 2}
-QUANTIZE = ("quantize", "m", "--bits", 4, "--group-size", 32)
-CONVERT = ("convert", "m", "--to", "compressed-tensors")
-KINDS: dict[str, tuple[tuple[object, ...], str]] = {
-    "shards": ((*QUANTIZE, "--shard-size", "20KB"), "out"),
-    "one file": (QUANTIZE, "out"),
-    "gptq": ((*QUANTIZE, "--layout", "gptq", "--shard-size", "20KB"), "out"),
-    # Its weights share scales, across files.
-    "nvfp4": (
-        ("convert", "m", "--to", "compressed-tensors", "--scheme", "nvfp4", "--shard-size", "8KB"),
-        "out",
-    ),
-    "gguf": (("to-gguf", "m", "--type", "q8_0"), "m.gguf"),
-    "parts": (("to-gguf", "m", "--type", "q4_0", "--split-max-size", "20KB"), "m.gguf"),
-}
-HOW = ("-j", 1, "-q")
 
 
 def tune(model: Path, tuned: Path) -> None:
@@ -61,39 +41,20 @@ def of_another(words: tuple[object, ...]) -> tuple[object, ...]:
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, and what one process makes of it."""
-    root = tmp_path_factory.mktemp("ranks")
-    tiny(root / "m", "qwen3", **SIZES)
+    """A folder with a model, what one process makes of it, and what it made of another model before."""
+    root = with_whole(tmp_path_factory.mktemp("ranks"), KINDS)
     tune(root / "m", root / "n" / "m")
-    before = Path.cwd()
-    os.chdir(root)
-    try:
+    with within(root):
         for kind, (command, name) in KINDS.items():
-            (root / "whole" / kind).mkdir(parents=True)
-            made(*command, "-o", root / "whole" / kind / name)
             (root / "earlier" / kind).mkdir(parents=True)
             made(*of_another(command), "-o", root / "earlier" / kind / name)
-    finally:
-        os.chdir(before)
     return root
 
 
 @pytest.fixture(autouse=True)
 def there(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The folder of the model; claims that are stale soon, and no process that waits for long."""
-    monkeypatch.chdir(root)
-    monkeypatch.setattr(shared_folder, "STALE_SECONDS", 1.0)
-    monkeypatch.setattr(shared_folder, "TOUCH_SECONDS", 0.1)
-    monkeypatch.setattr(shared_folder, "WAIT_SECONDS", (0.02, 0.1))
-    yield
-    shutil.rmtree(root / "made", ignore_errors=True)
-
-
-def rank(kind: str, number: int, world: int) -> tuple[object, ...]:
-    """The words of the command as one of several processes."""
-    command, name = KINDS[kind]
-    Path("made").mkdir(exist_ok=True)
-    return (*command, *HOW, "--rank", f"{number}/{world}", "-o", f"made/{name}")
+    """The folder of the model, in which nobody waits for long."""
+    yield from impatient(root, monkeypatch)
 
 
 def over(kind: str, number: int, world: int) -> tuple[object, ...]:
@@ -105,11 +66,6 @@ def earlier(kind: str) -> None:
     """Have only an output of another model under the name."""
     shutil.rmtree("made", ignore_errors=True)
     shutil.copytree(Path("earlier") / kind, "made")
-
-
-def same(kind: str) -> bool:
-    """Whether what was made is what one process makes, and nothing else."""
-    return tree(Path("made")) == tree(Path("whole") / kind)
 
 
 # Who does what
@@ -125,30 +81,6 @@ def test_every_task_has_one_owner_and_no_owner_too_much(costs: dict[str, int], w
     assert all(sorted(each) == sorted(costs) for each in taken)
     first = [each[: list(found.values()).count(number)] for number, each in enumerate(taken)]
     assert sorted(name for own in first for name in own) == sorted(costs)
-
-
-LAST = Rank(7, 8)
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, Rank(1, 4)),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, Rank(0, 1)),
-        ({"RANK": "4", "WORLD_SIZE": "4"}, None),
-        ({"RANK": "one", "WORLD_SIZE": "4"}, None),
-        ({}, None),
-        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "3"}, Rank(2, 3)),
-        (
-            {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "8", "SLURM_ARRAY_TASK_MIN": "1"},
-            Rank(4, 8),
-        ),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Rank(1, 2)),
-    ],
-)
-def test_launchers_say_which_process_this_is(environment: dict[str, str], expected: Rank | None) -> None:
-    assert launched(environment, LAUNCHERS) == expected
-    assert launched(environment, (TORCHRUN,)) == (expected if "RANK" in environment else None)
 
 
 # The same output
@@ -410,95 +342,3 @@ def test_a_taken_name_is_refused() -> None:
 def test_several_models_as_json_are_refused() -> None:
     ran = qconvert("quantize", "m", "m", "--bits", 4, "--rank", "0/2", "--json")
     assert ran.code == 2 and "convert them one by one" in ran.out
-
-
-DYING = """
-import os, sys, threading, time
-from pathlib import Path
-from qconvert.cli import main
-def die():
-    while not list(Path("made").glob("out.partial-ranks/*.receipt")):
-        time.sleep(0.01)
-    os.kill(os.getpid(), 9)
-died = Path("died")
-if os.environ["RANK"] == "0" and not died.exists():
-    died.touch()
-    threading.Thread(target=die, daemon=True).start()
-elif os.environ["RANK"] != "0" and not list(Path("made").glob("out*")):
-    time.sleep(0 if os.environ["GROUP_WORLD_SIZE"] == "1" else 60)  # until its agent ends it
-main(sys.argv[1:])
-"""
-
-
-def agent(root: Path, *how: object) -> subprocess.Popen[str]:
-    """An elastic agent of torchrun, with two processes, of which the first of all dies once."""
-    (root / "dying.py").write_text(DYING)
-    (root / "died").unlink(missing_ok=True)
-    command, name = KINDS["shards"]
-    words = ("-m", "torch.distributed.run", *how, "--nproc-per-node", 2, "--max-restarts", 2)
-    called = [*words, "dying.py", *command, "-j", 1, "-o", f"made/{name}"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
-    return subprocess.Popen(
-        [sys.executable, *map(str, called)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def test_torchrun_restarts_a_killed_process(root: Path) -> None:
-    """The elastic agent ends the others and starts all anew; what has a receipt stays."""
-    Path("made").mkdir()
-    with agent(root, "--standalone") as one:
-        out, err = one.communicate(timeout=300)
-    assert one.returncode == 0, err
-    assert same("shards") and out.count("total") == 1
-
-
-def test_two_agents_of_torchrun_make_one_output(root: Path) -> None:
-    """As on two machines: they meet at a port, and a process of one of them is killed."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    Path("made").mkdir()
-    meeting = ("--nnodes", 2, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    with agent(root, *meeting, "--node-rank", 0) as first, agent(root, *meeting, "--node-rank", 1) as second:
-        told_ = [each.communicate(timeout=300) for each in (first, second)]
-    assert [first.returncode, second.returncode] == [0, 0], told_
-    assert same("shards") and sum(out.count("total") for out, _ in told_) == 1
-
-
-LAUNCHED: dict[str, list[dict[str, str]]] = {
-    # Of an array its tasks come in any order; each is its own srun, too.
-    "slurm array": [
-        {"SLURM_ARRAY_TASK_ID": n, "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1"}
-        | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}
-        for n in ("3", "1", "2")
-    ],
-    "srun": [{"SLURM_PROCID": str(n), "SLURM_NTASKS": "3", "SLURM_LOCALID": str(n)} for n in range(3)],
-    "mpirun": [
-        {"OMPI_COMM_WORLD_RANK": str(n), "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
-        for n in range(3)
-    ],
-}
-
-
-@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
-@pytest.mark.parametrize("launcher", LAUNCHED)
-def test_processes_of_a_launcher_make_what_one_makes(launcher: str, at_once: bool) -> None:
-    """Each process knows its launcher's variables alone; --rank auto finds them."""
-    words = [word if word != "0/3" else "auto" for word in rank("shards", 0, 3)]
-
-    def process(variables: dict[str, str]) -> int:
-        def work() -> None:
-            os.environ.update(variables)
-            running(*words)()
-
-        return started(work)
-
-    if at_once:
-        children = [process(variables) for variables in LAUNCHED[launcher]]
-        assert [ended(child) for child in children] == [0, 0, 0]
-    else:
-        assert [ended(process(variables)) for variables in LAUNCHED[launcher]] == [0, 0, 0]
-    assert same("shards")
