@@ -58,6 +58,7 @@ def test_all_tables_but_those_of_one_scale_are_weighed() -> None:
     assert {name for name, encoding, _ in SCHEMES if not weighs(encoding)} == {
         "compressed-tensors fp8-tensor",
         "quark fp8-tensor",
+        "torchao fp8-tensor",
     }
     assert len(WEIGHED) >= 10
 

@@ -19,7 +19,7 @@ WORDS = ("eval", "perplexity", "q", "--reference", "embedded", "--text", "stdlib
 # 64 windows of 64 tokens visit a layer together: three batches, the last one short.
 KINDS: dict[str, tuple[object, ...]] = {
     "in memory": (*WORDS, "--chunks", 130, "--noise-floor"),
-    "in turn": (*WORDS, "--chunks", 130, "--max-memory", "2GB"),
+    "in turn": (*WORDS, "--chunks", 130, "--max-memory", "6GB"),
 }
 # What no two runs have in common.
 OWN = ("date", "command", "tokens_per_second", "expected_bytes", "peak_bytes")

@@ -83,8 +83,14 @@ def test_counts() -> None:
 @pytest.mark.parametrize(
     ("conversion", "stations"),
     [
-        ("gguf", ["open_checkpoint", "bind", "make_batch", "read_exactly", "FileSink.write", "verify"]),
-        ("int4", ["open_checkpoint", "bind", "read_exactly", "FileSink.write", "pack_stream", "verify"]),
+        (
+            "gguf",
+            ["Checkpoint.bind", "compile_request", "make_batch", "read_exactly", "FileSink.write", "verify"],
+        ),
+        (
+            "int4",
+            ["Checkpoint.bind", "compile_request", "read_exactly", "FileSink.write", "pack_stream", "verify"],
+        ),
     ],
 )
 def test_a_conversion_passes_its_stations(conversion: str, stations: list[str]) -> None:

@@ -217,7 +217,8 @@ def _calibrating(job: Job) -> str | None:
     method = registry.traits_of(target.layout).method if target is not None else ""
     if method:
         stored = f"note: {method} names how the codes are stored; no {method} was run"
-        return f"{stored}: --method feedback chooses them on a text"
+        own = " (AWQ's own way: --method awq)" if method == "AWQ" else ""
+        return f"{stored}: --method feedback chooses them on a text{own}"
     return (
         "note: codes are the nearest ones; --method feedback with --text FILE, a text like yours, loses less "
         "(measured on small models: 0.3 to 0.5 times the KL divergence)"
