@@ -14,7 +14,7 @@ from tests.commands import qconvert, strict_json
 def test_a_table_of_models_and_the_same_figures_as_json(tmp_path: Path) -> None:
     words = ("bench", "embedded", "-p", 16, "-n", 4, "-r", 2, "-j", 1)
     shown = qconvert(*words)
-    assert shown.code == 0 and "2 rounds on cpu, 1 threads" in shown.err
+    assert shown.code == 0 and "2 rounds on cpu, 1 thread;" in shown.err
     assert shown.out.splitlines()[0].split()[:3] == ["model", "weights", "prompt"]
     found = strict_json(qconvert(*words, "--json").out)
     (model,) = found["models"]
