@@ -97,10 +97,10 @@ register_model(_Mask)(lambda manager, kind: models.PrimitiveModel(manager, kind,
 
 
 def spread(builder: Any, value: Any, vector: Any) -> Any:
-    """Emits instructions that copy a number to every lane."""
+    """Emits instructions that copy a number to every element of a vector."""
     empty = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(empty, value, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, empty, ir.Constant(_INTS, [0] * LANES))
+    return builder.shuffle_vector(first, empty, ir.Constant(ir.VectorType(_I32, vector.count), None))
 
 
 def _ints(value: int) -> Any:
@@ -121,6 +121,11 @@ def call_llvm(builder: Any, name: str, result: Any, *args: Any) -> Any:
     function_type = ir.FunctionType(result, [arg.type for arg in args])
     function = cgutils.get_or_insert_function(builder.module, function_type, name)  # type: ignore[no-untyped-call]
     return builder.call(function, args)
+
+
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Emits `a * b + c` of vectors of float32, rounded once."""
+    return call_llvm(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)
 
 
 def _define(op: Callable[..., Any], result: Any, emit: Callable[..., Any], *operands: Any) -> None:

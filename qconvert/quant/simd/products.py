@@ -14,7 +14,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 
-from qconvert.quant.simd.lanes import LANES, call_llvm, lanes_type, primitive, routine, spread
+from qconvert.quant.simd.lanes import LANES, lanes_type, multiply_add, primitive, routine, spread
 
 COLUMNS = 8
 """Columns of a product that are computed at once."""
@@ -28,16 +28,12 @@ _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _ZERO = np.float32(0)
 
 
-def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return call_llvm(builder, "llvm.fma.v16f32", _FLOATS, a, b, c)
-
-
 @primitive
 def fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
     """Returns `a * b + c`, rounded once."""
 
     def emit(context: Any, builder: Any, sig: Any, args: Any) -> Any:
-        return _fused(builder, *args)
+        return multiply_add(builder, *args)
 
     return lanes_type(lanes_type, lanes_type, lanes_type), emit
 
@@ -78,7 +74,7 @@ def _accumulate(
             for column, (_, registers) in zip(columns, held, strict=True):
                 factor = spread(builder, builder.load(builder.gep(column, [k])), _FLOATS)
                 for number, register in zip(numbers, registers, strict=True):
-                    builder.store(_fused(builder, number, factor, builder.load(register)), register)
+                    builder.store(multiply_add(builder, number, factor, builder.load(register)), register)
         for places, registers in held:
             for place, register in zip(places, registers, strict=True):
                 builder.store(builder.load(register), place, align=4)

@@ -18,7 +18,16 @@ from numba import types
 from numba.core import cgutils
 
 from qconvert.quant.simd import processor
-from qconvert.quant.simd.lanes import LANES, call_llvm, clamp, lanes_type, peak, rounded_even, splat
+from qconvert.quant.simd.lanes import (
+    LANES,
+    clamp,
+    lanes_type,
+    multiply_add,
+    peak,
+    rounded_even,
+    splat,
+    spread,
+)
 from qconvert.runtime.cpu.coded_dots import BYTE_OF
 from qconvert.runtime.cpu.dots import named
 from qconvert.runtime.cpu.kernel_args import BF16, F16, F32, I8
@@ -32,6 +41,7 @@ from qconvert.runtime.cpu.simd import (
     PART,
     SHORTS,
     address,
+    after,
     ask_ahead,
     constant,
     floats,
@@ -41,6 +51,7 @@ from qconvert.runtime.cpu.simd import (
     read,
     routine,
     store_f32,
+    times,
     total,
     write,
 )
@@ -78,54 +89,37 @@ def byte_kernel(linear: np.void, kind: str) -> str | None:
     return f"{kind}_bytes_{_NUMBERS[number]}_{group}_{zeros}"
 
 
-def _after(builder: Any, address: Any, offset: Any) -> Any:
-    return builder.add(address, ir.Constant(I64, offset) if isinstance(offset, int) else offset)
-
-
-def _times(builder: Any, count: Any, size: int) -> Any:
-    return builder.mul(count, ir.Constant(I64, size))
-
-
 def _few(count: int) -> Any:
     return ir.VectorType(_FLOAT, count)
-
-
-def _all(builder: Any, number: Any, count: int) -> Any:
-    first = builder.insert_element(ir.Constant(_few(count), ir.Undefined), number, ir.Constant(WORD, 0))
-    return picked(builder, first, [0] * count)
 
 
 def _numbers(builder: Any, number: int, stored: Any, supers: Any, i: Any, count: int, group: int) -> Any:
     """Numbers [i, i + count) of groups as float32."""
     if number == F32:
-        return read(builder, _after(builder, stored, _times(builder, i, 4)), _few(count))
+        return read(builder, after(builder, stored, times(builder, i, 4)), _few(count))
     if number == I8:
-        small = read(builder, _after(builder, stored, i), ir.VectorType(BYTE, count))
+        small = read(builder, after(builder, stored, i), ir.VectorType(BYTE, count))
         run = builder.lshr(i, ir.Constant(I64, (_SUPER // group).bit_length() - 1))
-        factor = read(builder, _after(builder, supers, _times(builder, run, 4)), _FLOAT)
-        return builder.fmul(builder.sitofp(small, _few(count)), _all(builder, factor, count))
-    halves = read(builder, _after(builder, stored, _times(builder, i, 2)), ir.VectorType(SHORT, count))
+        factor = read(builder, after(builder, supers, times(builder, run, 4)), _FLOAT)
+        return builder.fmul(builder.sitofp(small, _few(count)), spread(builder, factor, _few(count)))
+    halves = read(builder, after(builder, stored, times(builder, i, 2)), ir.VectorType(SHORT, count))
     if number == F16:
         return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), count)), _few(count))
     wide = ir.VectorType(WORD, count)
     return builder.bitcast(builder.shl(builder.zext(halves, wide), constant(16, wide)), _few(count))
 
 
-def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return call_llvm(builder, f"llvm.fma.v{a.type.count}f32", a.type, a, b, c)
-
-
 def _half_codes(builder: Any, kind: str, codes: Any, half: int) -> Any:
     """Half of the codes of a block, 64 bytes as int16: the low nibbles or the high ones, or int8 plus 128."""
     if kind == "int8":
-        signed = read(builder, _after(builder, codes, 2 * PART * half), SHORTS)
+        signed = read(builder, after(builder, codes, 2 * PART * half), SHORTS)
         return builder.xor(signed, constant(-0x7F80, SHORTS))
     stored = read(builder, codes, SHORTS)
     stored = builder.lshr(stored, constant(4, SHORTS)) if half else stored
     nibbles = builder.and_(stored, constant(0x0F0F, SHORTS))
     if kind == "int4":
         return nibbles
-    pairs = read(builder, _after(builder, codes, 2 * PART), ir.VectorType(SHORT, PART // 2))
+    pairs = read(builder, after(builder, codes, 2 * PART), ir.VectorType(SHORT, PART // 2))
     first = 2 * half
     shifts = ir.Constant(SHORTS, [first] * (PART // 2) + [first + 4] * (PART // 2))
     pairs = builder.lshr(picked(builder, pairs, list(range(PART // 2)) * 2), shifts)
@@ -177,37 +171,37 @@ def _row(kind: str, number: int, group: int, zeros: str) -> Any:
         left, group_at = _registers(builder, each, ir.Constant(I64, 0))
         with cgutils.for_range(builder, blocks) as loop:
             block = loop.index
-            i = builder.add(first, _times(builder, block, count) if count > 1 else builder.load(group_at))
+            i = builder.add(first, times(builder, block, count) if count > 1 else builder.load(group_at))
             if count == 1:
                 _count_blocks(builder, each, left, group_at)
             scale = of_runs(builder, _numbers(builder, number, scales, supers, i, count, group))
-            sum_ = read(builder, _after(builder, sums, _times(builder, block, 4 * runs)), _few(runs))
+            sum_ = read(builder, after(builder, sums, times(builder, block, 4 * runs)), _few(runs))
             if zeros == "mins":
                 own = of_runs(builder, _numbers(builder, number, mins, super_mins, i, count, group))
-                builder.store(_fused(builder, own, sum_, builder.load(least)), least)
+                builder.store(multiply_add(builder, own, sum_, builder.load(least)), least)
             if zeros == "zeros":
-                small = read(builder, _after(builder, zeros_at, i), ir.VectorType(BYTE, count))
+                small = read(builder, after(builder, zeros_at, i), ir.VectorType(BYTE, count))
                 sum_ = builder.fmul(sum_, of_runs(builder, builder.sitofp(small, _few(count))))
             if zeros != "middle":
-                builder.store(_fused(builder, scale, sum_, builder.load(away)), away)
-            steps_at = _after(builder, steps, _times(builder, block, 4 * runs))
+                builder.store(multiply_add(builder, scale, sum_, builder.load(away)), away)
+            steps_at = after(builder, steps, times(builder, block, 4 * runs))
             scale = builder.fmul(scale, read(builder, steps_at, _few(runs)))
-            codes = _after(builder, w, _times(builder, block, _BLOCK_BYTES[kind]))
+            codes = after(builder, w, times(builder, block, _BLOCK_BYTES[kind]))
             ask_ahead(builder, codes, _BLOCK_BYTES[kind])
-            xs = _after(builder, x, _times(builder, block, BLOCK * (2 if signed else 1)))
+            xs = after(builder, x, times(builder, block, BLOCK * (2 if signed else 1)))
             for half, register in enumerate(held):
-                x_half = _after(builder, xs, 2 * PART * half)
+                x_half = after(builder, xs, 2 * PART * half)
                 start = constant(0)
                 if signed:
-                    start = read(builder, _after(builder, xs, BLOCK + 4 * LANES * half), INTS)
+                    start = read(builder, after(builder, xs, BLOCK + 4 * LANES * half), INTS)
                 words = builder.bitcast(_half_codes(builder, kind, codes, half), INTS)
                 dot = builder.sitofp(
                     quad_sums(builder, start, words, read(builder, x_half, INTS), small=not signed), FLOATS
                 )
                 wide = picked(builder, scale, places[half])
-                builder.store(_fused(builder, dot, wide, builder.load(register)), register)
+                builder.store(multiply_add(builder, dot, wide, builder.load(register)), register)
         made = builder.fadd(*(builder.load(register) for register in held))
-        gone = builder.fmul(builder.load(away), _all(builder, zero, runs))
+        gone = builder.fmul(builder.load(away), spread(builder, zero, _few(runs)))
         gone = builder.fsub(gone, builder.load(least))
         padded = ir.Constant(ir.VectorType(WORD, LANES), [*range(runs), *[runs] * (LANES - runs)])
         return builder.fsub(made, builder.shuffle_vector(gone, nothing, padded))
@@ -238,9 +232,9 @@ def _put_starts(builder: Any, x: Any) -> Any:
     """Write, behind the codes of a block, what makes up for 128 added to what they are multiplied by."""
     added = builder.bitcast(constant(-0x7F80, SHORTS), INTS)
     for half in range(2):
-        codes = read(builder, _after(builder, x, 2 * PART * half), INTS)
+        codes = read(builder, after(builder, x, 2 * PART * half), INTS)
         sums = quad_sums(builder, constant(0), added, codes)
-        write(builder, _after(builder, x, BLOCK + 4 * LANES * half), builder.neg(sums))
+        write(builder, after(builder, x, BLOCK + 4 * LANES * half), builder.neg(sums))
 
 
 @routine

@@ -20,7 +20,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from qconvert.quant.simd import processor
-from qconvert.quant.simd.lanes import LANES, call_llvm, lanes_type, widen_halves
+from qconvert.quant.simd.lanes import LANES, call_llvm, lanes_type, spread, widen_halves
 from qconvert.runtime.cpu.simd import (
     BYTES,
     FLOATS,
@@ -88,7 +88,7 @@ def _part(builder: Any, codes: Any, part: Any) -> Any:
     halves = ir.VectorType(I16, PART // 2)
     stored = read(builder, builder.add(codes, run), halves)
     shift = builder.trunc(builder.shl(builder.and_(part, one), ir.Constant(I64, 2)), I16)
-    nibbles = builder.and_(builder.lshr(stored, _spread(builder, shift, halves)), constant(0x0F0F, halves))
+    nibbles = builder.and_(builder.lshr(stored, spread(builder, shift, halves)), constant(0x0F0F, halves))
     return builder.bitcast(nibbles, BYTES)
 
 
@@ -97,14 +97,9 @@ def _with_pairs(builder: Any, codes: Any, part: Any) -> Any:
     halves = ir.VectorType(I16, PART // 2)
     stored = read(builder, builder.add(codes, ir.Constant(I64, 2 * PART)), halves)
     shift = builder.trunc(builder.shl(part, ir.Constant(I64, 1)), I16)
-    pairs = builder.and_(builder.lshr(stored, _spread(builder, shift, halves)), constant(0x0303, halves))
+    pairs = builder.and_(builder.lshr(stored, spread(builder, shift, halves)), constant(0x0303, halves))
     upper = builder.bitcast(builder.shl(pairs, constant(4, halves)), BYTES)
     return builder.or_(_part(builder, codes, part), upper)
-
-
-def _spread(builder: Any, number: Any, vector: Any) -> Any:
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(I32, 0))
-    return builder.shuffle_vector(first, first, constant(0, ir.VectorType(I32, vector.count)))
 
 
 def _woven(builder: Any, low: Any, high: Any) -> Any:
@@ -170,7 +165,7 @@ def dot_bytes(builder: Any, codes: Any, part: Any, table: Any, x: Any) -> Any:
 def _less(builder: Any, codes: Any, first: Any, second: Any) -> Any:
     """Bytes in the order of columns, less one number in the first 16 columns of a part, one in the others."""
     half = ir.VectorType(I8, LANES)
-    numbers = [_spread(builder, builder.trunc(number, I8), half) for number in (first, second)]
+    numbers = [spread(builder, builder.trunc(number, I8), half) for number in (first, second)]
     return builder.sub(picked(builder, codes, BYTE_OF), builder.shuffle_vector(*numbers, _order(PART)))
 
 
@@ -273,7 +268,6 @@ def rounded_to(builder: Any, value: Any, bits: Any, least: Any) -> Any:
     power = builder.select(small, least, power)
     shift = builder.sub(ir.Constant(I64, 127 + 23), bits)
     exponent = builder.trunc(builder.shl(shift, ir.Constant(I64, 23)), I32)
-    two = builder.insert_element(ir.Constant(INTS, ir.Undefined), exponent, ir.Constant(I32, 0))
-    two = builder.bitcast(builder.shuffle_vector(two, two, constant(0)), FLOATS)
+    two = builder.bitcast(spread(builder, exponent, INTS), FLOATS)
     magic = builder.fmul(builder.fmul(power, two), constant(1.5, FLOATS))
     return builder.fsub(builder.fadd(value, magic), magic)

@@ -8,7 +8,7 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 
 from qconvert.quant.simd.lanes import LANES, lane, lanes_type
-from qconvert.runtime.cpu.simd import FLOATS, I64, INTS, instructions, put_float, read, routine, store_f32
+from qconvert.runtime.cpu.simd import FLOATS, INTS, after, instructions, put_float, read, routine, store_f32
 
 ROWS = LANES
 """Rows that end together."""
@@ -27,9 +27,7 @@ def _folded(builder: Any, a: Any, b: Any, width: int) -> Any:
 @instructions(lanes_type, types.intp)
 def _totals(builder: Any, held: Any) -> Any:
     """The sums of sixteen vectors, each as `simd.total` makes it."""
-    vectors = [
-        read(builder, builder.add(held, ir.Constant(I64, 4 * LANES * row)), FLOATS) for row in range(ROWS)
-    ]
+    vectors = [read(builder, after(builder, held, 4 * LANES * row), FLOATS) for row in range(ROWS)]
     width = LANES
     while width > 1:
         vectors = [_folded(builder, a, b, width) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]

@@ -78,6 +78,18 @@ def write(builder: Any, address: Any, value: Any) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=1)
 
 
+def after(builder: Any, address: Any, offset: Any) -> Any:
+    """An address so many bytes further, a number or a value, for code that emits instructions."""
+    if isinstance(offset, int):
+        return builder.add(address, ir.Constant(I64, offset)) if offset else address
+    return builder.add(address, offset)
+
+
+def times(builder: Any, count: Any, size: int) -> Any:
+    """The bytes of so many of a size, for code that emits instructions."""
+    return builder.mul(count, ir.Constant(I64, size))
+
+
 def picked(builder: Any, x: Any, places: Any) -> Any:
     """A vector of the elements at some places of one, for code that emits instructions."""
     mask = ir.Constant(ir.VectorType(I32, len(places)), list(places))

@@ -15,7 +15,7 @@ from numba import types
 from numba.core import cgutils
 
 from qconvert.quant.simd import processor
-from qconvert.quant.simd.lanes import LANES, call_llvm, transposed_lanes
+from qconvert.quant.simd.lanes import LANES, call_llvm, multiply_add, spread, transposed_lanes
 from qconvert.runtime.cpu.coded_dots import pair_sums, small_pair_sums
 from qconvert.runtime.cpu.simd import (
     FLOATS,
@@ -25,10 +25,12 @@ from qconvert.runtime.cpu.simd import (
     INTS,
     PART,
     SHORTS,
+    after,
     constant,
     instructions,
     read,
     rounded_to_bf16,
+    times,
     write,
 )
 
@@ -44,19 +46,6 @@ _WIDE = processor.has("avx512bw")
 # integers, whose sums so far are held in float32 too. Processors with 16 narrower ones hold less.
 FLOAT_ROWS, _FLOAT_VECTORS = 6, 4
 BYTE_ROWS, BYTE_VECTORS = (3, 4) if _WIDE else (2, 1)
-
-
-def _after(builder: Any, address: Any, offset: int) -> Any:
-    return builder.add(address, ir.Constant(I64, offset)) if offset else address
-
-
-def _times(builder: Any, count: Any, size: int) -> Any:
-    return builder.mul(count, ir.Constant(I64, size))
-
-
-def _everywhere(builder: Any, number: Any, vector: Any) -> Any:
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(I32, 0))
-    return builder.shuffle_vector(first, first, constant(0))
 
 
 def _rows(builder: Any, address: Any, stride: Any, count: int) -> list[Any]:
@@ -101,18 +90,18 @@ def float_tile(builder: Any, panel: Any, words: Any, x: Any, x_step: Any, y: Any
     held = _held(builder, [zero] * _FLOAT_VECTORS, FLOAT_ROWS)
     xs = _rows(builder, x, x_step, FLOAT_ROWS)
     with cgutils.for_range(builder, words) as loop:
-        line = builder.add(panel, _times(builder, loop.index, _LINE))
-        pairs = [read(builder, _after(builder, line, _VECTOR * v), INTS) for v in range(_FLOAT_VECTORS)]
+        line = builder.add(panel, times(builder, loop.index, _LINE))
+        pairs = [read(builder, after(builder, line, _VECTOR * v), INTS) for v in range(_FLOAT_VECTORS)]
         for row, registers in zip(xs, held, strict=True):
-            word = read(builder, builder.add(row, _times(builder, loop.index, _WORD)), I32)
-            number = _everywhere(builder, word, INTS)
+            word = read(builder, builder.add(row, times(builder, loop.index, _WORD)), I32)
+            number = spread(builder, word, INTS)
             for pair, register in zip(pairs, registers, strict=True):
                 sums = builder.load(register)
                 sums = call_llvm(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, number, pair)
                 builder.store(sums, register)
     for start, registers in zip(_rows(builder, y, y_step, FLOAT_ROWS), held, strict=True):
         for v, register in enumerate(registers):
-            write(builder, _after(builder, start, _VECTOR * v), builder.load(register))
+            write(builder, after(builder, start, _VECTOR * v), builder.load(register))
 
 
 def _byte_tile(columns: int, corrected: bool) -> Any:
@@ -125,46 +114,42 @@ def _byte_tile(columns: int, corrected: bool) -> Any:
         steps: Any, sums: Any, step_step: Any, groups: Any, y: Any, y_step: Any, narrow: Any,
     ) -> Any:  # fmt: skip
         places = range(0, _VECTOR * BYTE_VECTORS, _VECTOR)
-        held = _held(builder, [read(builder, _after(builder, bias, at), FLOATS) for at in places], BYTE_ROWS)
+        held = _held(builder, [read(builder, after(builder, bias, at), FLOATS) for at in places], BYTE_ROWS)
         xs, of_x = _rows(builder, x, x_step, BYTE_ROWS), _rows(builder, steps, step_step, BYTE_ROWS)
         of_sums = _rows(builder, sums, step_step, BYTE_ROWS)
         with cgutils.for_range(builder, groups) as loop:
-            line = builder.add(panel, _times(builder, loop.index, _LINE * lines))
-            here, column = _times(builder, loop.index, _LINE), _times(builder, loop.index, columns)
-            number = _times(builder, loop.index, _WORD)
-            first = [read(builder, _after(builder, builder.add(starts, here), at), INTS) for at in places]
+            line = builder.add(panel, times(builder, loop.index, _LINE * lines))
+            here, column = times(builder, loop.index, _LINE), times(builder, loop.index, columns)
+            number = times(builder, loop.index, _WORD)
+            first = [read(builder, after(builder, builder.add(starts, here), at), INTS) for at in places]
             whole = [list(first) for _ in xs]
             for k in range(lines):
-                codes = [read(builder, _after(builder, line, _LINE * k + at), INTS) for at in places]
+                codes = [read(builder, after(builder, line, _LINE * k + at), INTS) for at in places]
                 for r, row in enumerate(xs):
-                    word = read(builder, _after(builder, builder.add(row, column), _WORD * k), I32)
-                    bytes_ = _everywhere(builder, word, INTS)
+                    word = read(builder, after(builder, builder.add(row, column), _WORD * k), I32)
+                    bytes_ = spread(builder, word, INTS)
                     whole[r] = [
                         quad_sums(builder, s, bytes_, c) for s, c in zip(whole[r], codes, strict=True)
                     ]
-            of_w = [read(builder, _after(builder, builder.add(scales, here), at), FLOATS) for at in places]
+            of_w = [read(builder, after(builder, builder.add(scales, here), at), FLOATS) for at in places]
             for r, registers in enumerate(held):
                 step = _float_everywhere(builder, builder.add(of_x[r], number))
                 for value, scale, register in zip(whole[r], of_w, registers, strict=True):
                     product = builder.fmul(builder.sitofp(value, FLOATS), step)
-                    builder.store(_fused(builder, product, scale, builder.load(register)), register)
+                    builder.store(multiply_add(builder, product, scale, builder.load(register)), register)
             if corrected:
-                of_m = [read(builder, _after(builder, builder.add(mins, here), at), FLOATS) for at in places]
+                of_m = [read(builder, after(builder, builder.add(mins, here), at), FLOATS) for at in places]
                 for r, registers in enumerate(held):
                     sum_ = _float_everywhere(builder, builder.add(of_sums[r], number))
                     for least, register in zip(of_m, registers, strict=True):
-                        builder.store(_fused(builder, sum_, least, builder.load(register)), register)
+                        builder.store(multiply_add(builder, sum_, least, builder.load(register)), register)
         _put(builder, _rows(builder, y, y_step, BYTE_ROWS), held, narrow)
 
     return byte_tile
 
 
 def _float_everywhere(builder: Any, address: Any) -> Any:
-    return _everywhere(builder, read(builder, address, ir.FloatType()), FLOATS)
-
-
-def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    return call_llvm(builder, "llvm.fma.v16f32", FLOATS, a, b, c)
+    return spread(builder, read(builder, address, ir.FloatType()), FLOATS)
 
 
 def _put(builder: Any, starts: list[Any], held: list[list[Any]], narrow: Any) -> None:
@@ -175,11 +160,11 @@ def _put(builder: Any, starts: list[Any], held: list[list[Any]], narrow: Any) ->
             for start, registers in zip(starts, held, strict=True):
                 for v, register in enumerate(registers):
                     halves = rounded_to_bf16(builder, builder.load(register))
-                    write(builder, _after(builder, start, _VECTOR // 2 * v), halves)
+                    write(builder, after(builder, start, _VECTOR // 2 * v), halves)
         with to_float:
             for start, registers in zip(starts, held, strict=True):
                 for v, register in enumerate(registers):
-                    write(builder, _after(builder, start, _VECTOR * v), builder.load(register))
+                    write(builder, after(builder, start, _VECTOR * v), builder.load(register))
 
 
 byte_tile_32 = _byte_tile(PART, corrected=False)
@@ -203,10 +188,10 @@ def sums_to_take(builder: Any, panel: Any, lines: Any, out: Any) -> Any:
         register = cgutils.alloca_once_value(builder, constant(0))  # type: ignore[no-untyped-call]
         builder.store(constant(0), register)
         with cgutils.for_range(builder, lines) as loop:
-            line = builder.add(panel, _times(builder, loop.index, _LINE))
-            codes = read(builder, _after(builder, line, at), INTS)
+            line = builder.add(panel, times(builder, loop.index, _LINE))
+            codes = read(builder, after(builder, line, at), INTS)
             builder.store(quad_sums(builder, builder.load(register), signs, codes), register)
-        write(builder, _after(builder, out, at), builder.sub(constant(0), builder.load(register)))
+        write(builder, after(builder, out, at), builder.sub(constant(0), builder.load(register)))
 
 
 @instructions(types.void, *[types.intp] * 3)
@@ -214,4 +199,4 @@ def lay_words(builder: Any, rows: Any, row_step: Any, out: Any) -> Any:
     """Write sixteen words of each of sixteen rows into a panel, the rows side by side."""
     read_rows = [read(builder, row, FLOATS) for row in _rows(builder, rows, row_step, LANES)]
     for k, line in enumerate(transposed_lanes(builder, read_rows)):
-        write(builder, _after(builder, out, _LINE * k), line)
+        write(builder, after(builder, out, _LINE * k), line)
