@@ -108,10 +108,10 @@ class Events:
                 _append(self.file, event, self._run, fields)
 
 
-def say_skipped(path: Path | None, out: Path) -> None:
+def say_skipped(path: Path | None, out: str) -> None:
     """Say in an events file that an output was there already, and complete: a run of its own."""
     if path is not None:
-        _append(path, "skipped", uuid4().hex[:12], {"path": str(out)})
+        _append(path, "skipped", uuid4().hex[:12], {"path": out})
 
 
 def _append(path: Path, event: str, run: str, fields: Json) -> None:

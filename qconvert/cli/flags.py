@@ -108,6 +108,11 @@ class Flags:
         return not (self.drop_pushed or self.to_store)
 
     @property
+    def skips(self) -> bool:
+        """Whether an output that is there and complete is left as it is."""
+        return self.skip_existing or self.verify_existing
+
+    @property
     def reads_back(self) -> bool:
         """Whether the method reads weights that it has written."""
         from qconvert.cli.calibration_options import method_named
@@ -145,7 +150,7 @@ class Flags:
         """Raise BadRecipe for options that do not go with others, or with several processes."""
         if self.shared:
             self._check_shared(aims=aims)
-        if aims and (self.skip_existing or self.verify_existing):
+        if aims and self.skips:
             raise BadRecipe(
                 "--skip-existing: given together with a target, whose choice is measured each time",
                 "leave out one of the two",

@@ -157,8 +157,7 @@ def _to_write(planned: Sequence[tuple[Job, Path]], flags: Flags) -> list[tuple[J
     from qconvert.convert.run_memory import require_memory
 
     begun = [any(path.exists() for path in job.container.partial(out)) for job, out in planned]
-    asked = flags.skip_existing or flags.verify_existing
-    leaves = asked or (any(begun) and not flags.overwrite)
+    leaves = flags.skips or (any(begun) and not flags.overwrite)
     own_flags = replace(flags, skip_existing=leaves)
     jobs = [
         (job, out)

@@ -23,6 +23,7 @@ from qconvert.cli.sending import (
     check_sending,
     destination_of,
     sent_before,
+    tell_complete,
     tell_sent_before,
     told_of,
 )
@@ -31,7 +32,6 @@ from qconvert.cli.skipping import (
     is_complete,
     one_object,
     require_own_name,
-    tell_skipped,
     write_texts_beside,
 )
 
@@ -71,7 +71,7 @@ class Explained(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """An output that can be written to `out`; whether it is there already, and complete; where it is sent.
+    """An output that can be written to `out`; whether it is here already, and complete; where it is sent.
 
     `rank` is the one as which it is made, where it is made by several processes.
     """
@@ -123,7 +123,8 @@ def plan_output(source: OpenedModel, ask: Request | Ask | Explained, suffix: str
     require_own_name(out, flags.taken)
     destination = destination_of(flags, out)
     out = out if url_of(out) is None else Path(out.name)
-    complete = not flags.shared and is_complete(job, out, flags)
+    looks = not flags.shared and flags.keeps and (destination is None or not flags.dry_run)
+    complete = looks and is_complete(job, out, flags)
     if not (complete or isinstance(ask, Explained)):  # a choice is measured within this memory
         require_memory([job])
     rank = None if complete or flags.dry_run else rank_to_be(job, out, flags)
@@ -150,7 +151,7 @@ def write(
     chosen_in = time.perf_counter() - started if chooser else 0.0
     job, out = planned.job, planned.out
     if planned.complete:
-        tell_skipped(job, out, flags, tell)
+        tell_complete(job, out, planned.destination, flags, tell)
         return out
     report = report_of(job, out)
     if flags.speaks and not flags.as_json:
@@ -293,7 +294,7 @@ def _tell_needs(job: Job, flags: Flags) -> None:
 
 
 def _check_before_download(model: str, ask: Request | Ask | Explained, flags: Flags) -> None:
-    names_later = flags.dry_run or flags.skip_existing or flags.verify_existing or not flags.keeps
+    names_later = flags.dry_run or flags.skips or not flags.keeps
     if flags.out is None or names_later or flags.shared:
         return
     from qconvert.formats.gguf import writer

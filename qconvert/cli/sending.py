@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from qconvert.cli.options import url_of
-from qconvert.cli.skipping import Tell
+from qconvert.cli.skipping import Tell, tell_skipped
 from qconvert.errors import BadRecipe
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ def check_sending(flags: Flags) -> None:
         raise BadRecipe("--push-to: given together with an object storage", _LEAVE_OUT)
     if not flags.verify:
         raise BadRecipe(f"--no-verify: given together with {to}, which sends what was verified", _LEAVE_OUT)
-    if flags.skip_existing:
-        raise BadRecipe(f"--skip-existing: given together with {to}", _LEAVE_OUT)
+    if flags.skips and flags.to_store:
+        name = "--skip-existing" if flags.skip_existing else "--verify-existing"
+        raise BadRecipe(f"{name}: given together with {to} in an object storage", _LEAVE_OUT)
     if flags.beside and not flags.keeps:
         raise BadRecipe("--card, --modelfile: no local file is kept", "leave them out")
     if flags.drop_pushed and flags.reads_back:
@@ -68,18 +69,39 @@ def destination_of(flags: Flags, out: Path) -> Destination | None:
 
 def sent_before(job: Job, out: Path, destination: Destination | None, flags: Flags) -> Json | None:
     """What is at the destination, where an earlier run of the same command has sent it and kept nothing."""
-    from qconvert.convert.publish import job_hash
+    begun = any(path.exists() for path in job.container.partial(out))
+    anew = flags.restart or (flags.overwrite and not flags.skips)
+    return None if destination is None or flags.keeps or anew or begun else _sent(job, out, destination)
+
+
+def _sent(job: Job, out: Path, destination: Destination) -> Json | None:
+    """What is at the destination of a job that was sent there."""
+    from qconvert.convert.publish import sent_hash
     from qconvert.convert.writing import facts_of
 
-    begun = any(path.exists() for path in job.container.partial(out))
-    if destination is None or flags.keeps or flags.overwrite or flags.restart or begun:
-        return None
     weights = [file.name for file in job.container.files(out) if file.specs]
-    return destination.sent(job_hash(facts_of(job, out, destination)), weights)
+    return destination.sent(sent_hash(facts_of(job, out, destination)), weights)
+
+
+def tell_complete(job: Job, out: Path, destination: Destination | None, flags: Flags, tell: Tell) -> None:
+    """Say that an output is here, whole, and was skipped; where it belongs elsewhere, too, see to that."""
+    if destination is None:
+        tell_skipped(job, out, flags, tell)
+        return
+    from qconvert.convert.send_written import send_written
+
+    before = _sent(job, out, destination)
+    sent = before or send_written(job, out, destination)
+    tell_skipped(job, out, flags, tell, sent)
+    if flags.talks:
+        click.echo(_told_there(sent) if before else _told_sent(sent), err=True)
 
 
 def tell_sent_before(job: Job, out: Path, sent: Json, flags: Flags, tell: Tell) -> None:
     """Say that the output was sent before, and is there."""
+    from qconvert.cli.events import say_skipped
+
+    say_skipped(flags.events, sent["url"])
     if flags.as_json:
         from qconvert.cli.conversion_report import files_json
 
@@ -88,7 +110,17 @@ def tell_sent_before(job: Job, out: Path, sent: Json, flags: Flags, tell: Tell) 
     elif flags.quiet:
         click.echo(sent["url"])
     else:
-        click.echo(f"{sent['to']}: already complete, by commit {sent['commit']}; nothing was sent", err=True)
+        click.echo(_told_there(sent), err=True)
+
+
+def _told_there(sent: Json) -> str:
+    return f"{sent['to']}: already complete, by commit {sent['commit']}; nothing was sent"
+
+
+def _told_sent(sent: Json) -> str:
+    from qconvert.report.tables import size
+
+    return f"sent {size(sent['bytes'])}, now at {sent['url']}"
 
 
 def disk_needed(job: Job, out: Path) -> int:
@@ -106,8 +138,4 @@ def told_of(result: Result, flags: Flags) -> Json:
 
 def after_sending(result: Result, flags: Flags) -> list[str]:
     """One line on where the output was sent."""
-    from qconvert.report.tables import size
-
-    if not (result.sent and flags.talks):
-        return []
-    return [f"sent {size(result.sent['bytes'])}, now at {result.sent['url']}"]
+    return [_told_sent(result.sent)] if result.sent and flags.talks else []

@@ -14,6 +14,7 @@ from qconvert.errors import BadRecipe, OutputExists
 if TYPE_CHECKING:
     from qconvert.cli.flags import Flags
     from qconvert.convert.job import Job
+    from qconvert.core.dtypes import Json
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -40,7 +41,7 @@ def is_complete(job: Job, out: Path, flags: Flags) -> bool:
     from qconvert.convert.existing import is_written
     from qconvert.convert.gguf_sidecars import MANIFEST
 
-    if not (flags.skip_existing or flags.verify_existing):
+    if not flags.skips:
         return False
     try:
         return is_written(job, out, read=flags.verify_existing, manifest=MANIFEST in flags.beside)
@@ -50,8 +51,11 @@ def is_complete(job: Job, out: Path, flags: Flags) -> bool:
         return False
 
 
-def tell_skipped(job: Job, out: Path, flags: Flags, tell: Tell) -> None:
-    """Say that the output is there already and was skipped; of its files the recorded hashes."""
+def tell_skipped(job: Job, out: Path, flags: Flags, tell: Tell, sent: Json | None = None) -> None:
+    """Say that the output is there already and was skipped; of its files the recorded hashes.
+
+    Where it belongs elsewhere, too, `sent` says what is there.
+    """
     from qconvert.cli.conversion_report import files_json
     from qconvert.cli.events import say_skipped
     from qconvert.convert.existing import recorded_hashes
@@ -59,11 +63,12 @@ def tell_skipped(job: Job, out: Path, flags: Flags, tell: Tell) -> None:
     files = job.container.files(out)
     path = out.with_name(files[0].name) if job.compiled.is_gguf else out
     if not flags.dry_run:
-        say_skipped(flags.events, path)
+        say_skipped(flags.events, str(path))
         write_texts_beside(job, path, flags, anew=False)
     if flags.as_json:
         record = {"schema": 1, "ok": True, "dry_run": flags.dry_run, "skipped": True, "out": str(path)}
-        tell(record | {"files": files_json(job, out), "sha256": recorded_hashes(job, out)})
+        there = {"sent": sent} if sent else {}
+        tell(record | {"files": files_json(job, out), "sha256": recorded_hashes(job, out)} | there)
     elif flags.quiet:
         click.echo(str(path))
     else:

@@ -92,7 +92,7 @@ class HubRepository:
         self._create()
         self._look(weights)
         taken = [*self._stale, *(name for name in weights if name in self._visible)]
-        if taken and not (overwrite or resumed):
+        if taken and not (overwrite or resumed or self.sent(job, weights)):
             raise OutputExists(
                 f"{self.shown}: holds {min(taken)} already", "use --overwrite, or push to another branch"
             )

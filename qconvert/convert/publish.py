@@ -50,7 +50,8 @@ class Destination(Protocol):
     def begin(self, job: str, weights: Collection[str], *, overwrite: bool, resumed: bool) -> None:
         """Make sure that the output can go there; `job` is a hash that tells jobs apart.
 
-        OutputExists where another model is there, unless `overwrite`; of a `resumed` run it may be its own.
+        OutputExists where another model is there, unless `overwrite`; one of this very job may be, and what
+        a `resumed` run has sent.
         """
         ...
 
@@ -83,6 +84,11 @@ class _Sent:
 def job_hash(facts: Json) -> str:
     """The SHA-256 of the facts that tell jobs apart."""
     return sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def sent_hash(facts: Json) -> str:
+    """The hash by which a destination knows a job: what stays on this disk does not count."""
+    return job_hash({name: fact for name, fact in facts.items() if name != "dropped"})
 
 
 class Publication:
@@ -237,7 +243,7 @@ def publishing(
         return
     weights = [file.name for file in job.container.files(out) if file.specs]
     destination.begin(
-        job_hash(journal.job), weights, overwrite=job.options.overwrite, resumed=journal.resumed
+        sent_hash(journal.job), weights, overwrite=job.options.overwrite, resumed=journal.resumed
     )
     publication = Publication(destination, job, out, output, journal, outcome)
     try:

@@ -50,7 +50,7 @@ class OpenOutput(Protocol):
         ...
 
     def texts(self) -> Mapping[str, bytes | Path]:
-        """What belongs to the output beside its weights, by name, once it is finished."""
+        """`Container.texts`, once it is finished."""
         ...
 
 
@@ -101,6 +101,13 @@ class Container(Protocol):
 
     def complete(self, folder: Path, out: Path, outcome: Outcome, hashes: Hashes) -> Json:
         """Write what goes beside the weights of `out` into `folder`, and return the record of the output."""
+        ...
+
+    def texts(self, folder: Path, path: Path) -> Mapping[str, bytes | Path]:
+        """What belongs to the output beside its weights, by name, once `folder` has all of it.
+
+        `path` is its own, as `OpenOutput` has it.
+        """
         ...
 
     def create(self, out: Path, journal: RunJournal) -> AbstractContextManager[OpenOutput]:

@@ -243,6 +243,12 @@ class GGUFFileContainer:
         }
         return {"kept": kept, "certificates": outcome.certificates(units)}
 
+    def texts(self, folder: Path, path: Path) -> Mapping[str, bytes | Path]:
+        """The model card; nothing else of the folder belongs to the file."""
+        compiled, source = self.compiled, self.source
+        rows = table_of_outputs(compiled.outputs, compiled.architecture, compiled.layout.traits)
+        return {"README.md": card(path, rows, source.checkpoint, source.location.name).encode()}
+
     @contextmanager
     def create(self, out: Path, journal: RunJournal) -> Iterator[OpenGGUF]:
         """The files under the suffix `.partial`, renamed when all of them are verified."""
@@ -296,10 +302,7 @@ class OpenGGUF:
         return self.container.complete(self.path.parent, self.path, outcome, hashes)
 
     def texts(self) -> Mapping[str, bytes | Path]:
-        """The model card."""
-        compiled, source = self.container.compiled, self.container.source
-        rows = table_of_outputs(compiled.outputs, compiled.architecture, compiled.layout.traits)
-        return {"README.md": card(self.path, rows, source.checkpoint, source.location.name).encode()}
+        return self.container.texts(self.path.parent, self.path)
 
 
 def check_gguf_header(path: Path, specs: Mapping[str, TensorSpec]) -> None:

@@ -113,6 +113,12 @@ class SafetensorsFolder:
         (folder / "README.md").write_text(card, encoding="utf-8")
         return {**record, "certificates": asdict(found)}
 
+    def texts(self, folder: Path, path: Path) -> Mapping[str, bytes | Path]:
+        """All that is in the folder."""
+        weights = {file.name for file in self._files if file.specs}
+        found = (path for path in folder.rglob("*") if path.is_file() and path.name not in weights)
+        return {path.relative_to(folder).as_posix(): path for path in found if path.name not in WORKING}
+
     def _write_sidecars(self, folder: Path) -> None:
         sidecars, config = self.source.checkpoint.files.sidecars, self.compiled.config
         source = self.source.checkpoint.path
@@ -171,9 +177,7 @@ class OpenFolder:
         return verify_files(self.folder, files, written, jobs, None, progress)
 
     def texts(self) -> Mapping[str, bytes | Path]:
-        weights = {file.name for file in self.container.files(self.path) if file.specs}
-        found = (path for path in self.folder.rglob("*") if path.is_file() and path.name not in weights)
-        return {p.relative_to(self.folder).as_posix(): p for p in found if p.name not in WORKING}
+        return self.container.texts(self.folder, self.path)
 
     def finish(self, outcome: Outcome, hashes: Hashes) -> Json:
         return self.container.complete(self.folder, self.path, outcome, hashes)
