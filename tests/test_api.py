@@ -73,3 +73,29 @@ def test_the_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     exec(compile(example, "python.md", "exec"), names)
     assert names["found"].problems == ()  # type: ignore[attr-defined]
     assert [model.label for model in names["report"].models] == ["embedded", "out"]  # type: ignore[attr-defined]
+
+
+def test_what_is_printed_of_a_model_or_a_job_is_a_few_lines(tmp_path: Path) -> None:
+    source = tiny(tmp_path / "m")
+    model = qconvert.open_model(str(source))
+    stored = model.checkpoint.tensors
+    nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    heading, *rows, more = str(model).splitlines()
+    assert heading.startswith("OpenedModel m: Checkpoint ") and f"{len(stored)} tensors" in heading
+    assert 0 < nbytes - int(heading.split()[-2].replace(",", "")) < 20_000  # the file has a header
+    assert [row.split()[0] for row in rows] == list(stored)[:3] and f"{len(stored) - 3} more" in more
+
+    keep = qconvert.RunOptions(verify=False)
+    recipe = qconvert.Recipe(scheme=qconvert.parse_scheme("int4-g32"), fuse=("qkv",))
+    quantizing = qconvert.prepare(model, qconvert.Request("quantize", recipe), keep)
+    to_gguf = qconvert.prepare(model, qconvert.Request("to-gguf", target=qconvert.GGUFTarget("q8_0")), keep)
+    assert "bf16 -> int4-g32" in str(quantizing) and "qkv_proj" in str(quantizing)
+    for job, out in ((quantizing, tmp_path / "q"), (to_gguf, tmp_path / "m.gguf")):
+        result = qconvert.execute(job, out)
+        binding = model.checkpoint.bind()
+        assert str(result).startswith(f"Result {out}: ") and "quantized" in str(result)
+        files = qconvert.open_model(str(out)).checkpoint.files
+        for value in (job, job.compiled, job.compiled.plan, binding, binding.architecture, result, files):
+            assert len(str(value).splitlines()) <= 5 and len(str(value)) < 600, value
+    decoder = qconvert.load_runtime(qconvert.open_model(str(tmp_path / "q")).checkpoint)
+    assert str(decoder).startswith("Decoder qwen3: ") and "\n" not in str(decoder)

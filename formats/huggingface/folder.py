@@ -59,6 +59,9 @@ class HFCheckpoint:
     shards: tuple[SafetensorsFile, ...]
     homes: Mapping[str, int]
 
+    def __repr__(self) -> str:
+        return f"HFCheckpoint {self.path}: {len(self.specs):,} arrays in {len(self.shards):,} weight files"
+
     @property
     def has_weights(self) -> bool:
         """True if rows can be read; False for a bare config.json and where headers alone were fetched."""

@@ -59,6 +59,9 @@ class GGUFModel:
     readme: Path | None = None
     index_sha256: str | None = None
 
+    def __repr__(self) -> str:
+        return f"GGUFModel {self.path}: {len(self.specs):,} arrays, {len(self.kv):,} keys"
+
     @property
     def has_weights(self) -> bool:
         return True

@@ -14,6 +14,7 @@ from qconvert.core.activations import ActivationScheme, Products
 from qconvert.core.dtypes import Json
 from qconvert.core.encodings import ModelTensor, Undecoded, Unquantized
 from qconvert.core.protocols import Layout, Reader
+from qconvert.core.short_repr import few_lines
 from qconvert.errors import QConvertError, UnsupportedModel
 from qconvert.formats.gguf.header import is_gguf
 from qconvert.formats.huggingface.folder import HFCheckpoint, open_hf_folder
@@ -46,6 +47,15 @@ class Checkpoint:
     declared: Declaration | None = None
     guessed: Architecture | None = None
     assumed: str = ""
+
+    def __repr__(self) -> str:
+        """Counts, bytes and the first tensors in a few lines: a checkpoint holds thousands."""
+        nbytes = sum(spec.nbytes for spec in self.files.specs.values())
+        parameters = sum(tensor.count for tensor in self.tensors.values())
+        held = f"{len(self.tensors):,} tensors, {parameters:,} parameters, {nbytes:,} bytes"
+        rows = (tensor.row_of_a_table() for tensor in self.tensors.values())
+        quantization = self.quantization or "not quantized"
+        return few_lines(f"Checkpoint {self.path}, {quantization}: {held}", rows, len(self.tensors))
 
     @property
     def path(self) -> Path:

@@ -50,6 +50,9 @@ class OpenedModel:
     location: ResolvedModel
     checkpoint: Checkpoint
 
+    def __repr__(self) -> str:
+        return f"OpenedModel {self.location.name}: {self.checkpoint!r}"
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -60,6 +63,10 @@ class Job:
     container: Container
     options: RunOptions
     calibration: Calibration | None = None
+
+    def __repr__(self) -> str:
+        compiled = self.compiled
+        return f"Job {compiled.request.command} {self.source.location.name}: {compiled.plan!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +83,8 @@ class Result:
     hashes: Hashes
     sent: Json = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        found = self.record["certificates"]
+        counts = found.get("counts", found)  # of a GGUF file they are all there is
+        return f"Result {self.path}: {', '.join(f'{count:,} {kind}' for kind, count in counts.items())}"

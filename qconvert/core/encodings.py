@@ -209,3 +209,7 @@ class ModelTensor(Shaped):
     name: str
     shape: tuple[int, ...]
     encoding: Encoding
+
+    def row_of_a_table(self) -> tuple[str, str, str]:
+        """Name, shape and encoding, as tables show them."""
+        return self.name, "x".join(map(str, self.shape)), self.encoding.label

@@ -18,7 +18,7 @@ from qconvert.evaluate.scales import GLOSSARY, GLOSSARY_ALONE, SCALES
 from qconvert.evaluate.verdict import perplexity_verdict
 from qconvert.evaluate.weights_report import WeightReport, layer_grids
 from qconvert.report.html import Figure
-from qconvert.report.page import Grid, Page, Sample, number
+from qconvert.report.page import Grid, Page, Sample, number, to_terminal
 from qconvert.report.tables import count, size
 
 FORMAT_VERSION = 1
@@ -59,6 +59,10 @@ class PerplexityReport:
     saved_reference: str | None = None
     samples: tuple[PromptSample, ...] = ()
     memory: MemoryUse | None = None
+
+    def __str__(self) -> str:
+        """What the command prints, without its glossary."""
+        return to_terminal(self.page(), glossary=False)
 
     @property
     def partial(self) -> bool:

@@ -43,6 +43,9 @@ class Architecture:
     config: Json
     spelling: Mapping[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"Architecture {self.family.name} (model_type {self.config.get('model_type')!r})"
+
     @classmethod
     def of(cls, config: Json) -> Architecture:
         """Returns the architecture that config.json describes; UnsupportedModel names an unknown type."""

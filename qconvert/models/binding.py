@@ -30,6 +30,11 @@ class Binding:
     dropped: tuple[str, ...]
     unknown: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        counts = (len(self.tensors), len(self.dropped), len(self.unknown))
+        held = "{:,} tensors, {:,} left out, {:,} unknown".format(*counts)
+        return f"Binding {self.architecture.family.name}: {held}"
+
     @property
     def parameters(self) -> Mapping[str, Parameter]:
         """The known parameters that are stored, in the order of the tensors."""

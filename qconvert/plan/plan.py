@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 
 from qconvert.core.encodings import Encoding, ModelTensor, Unquantized
 from qconvert.core.factors import Factors
+from qconvert.core.short_repr import few_lines
 from qconvert.core.statistics import StatisticsKey
 from qconvert.models import Binding
 from qconvert.ops import Op
@@ -105,6 +106,12 @@ class Unit(NamedTuple):
             self.rows == self.output.rows
         )
 
+    def row_of_a_table(self) -> tuple[str, str, str]:
+        """Name and shape of the output, and its encoding with that of the source, as tables show them."""
+        name, shape, encoding = self.output.row_of_a_table()
+        was = self.source.encoding.label
+        return name, shape, encoding if encoding == was else f"{was} -> {encoding}"
+
     def then(self, op: Op) -> Unit:
         """This unit with one more operation, and the encoding that it makes."""
         encoding = op.infer(self.output.encoding)
@@ -131,6 +138,13 @@ class Plan:
 
     units: tuple[Unit, ...]
     dropped: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Counts and the first units in a few lines: a plan has thousands."""
+        parameters = sum(unit.output.count for unit in self.units)
+        held = f"{len(self.units):,} units, {parameters:,} parameters, {len(self.dropped):,} tensors left out"
+        rows = (unit.row_of_a_table() for unit in self.units)
+        return few_lines(f"Plan: {held}", rows, len(self.units))
 
     @cached_property
     def outputs(self) -> dict[str, ModelTensor]:

@@ -68,6 +68,9 @@ class Compiled:
     beside: ScalesBeside = NO_SCALES
     left_out: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return f"Compiled {self.request.command}: {self.plan!r}"
+
     @property
     def outputs(self) -> dict[str, ModelTensor]:
         return self.plan.outputs

@@ -63,6 +63,10 @@ class Decoder:
     observers: Observers = field(default_factory=Observers)
     head_inputs: InputQuantization | None = None
 
+    def __repr__(self) -> str:
+        shape = f"{len(self.layers)} layers, hidden size {self.config.hidden}, {self.config.vocab:,} words"
+        return f"Decoder {self.config.model_type}: {shape}, computes in {self.dtype}"
+
     def without_tables(self) -> Decoder:
         """This model without its embedding and head, to follow activations from layer to layer."""
         none = DenseWeight(torch.empty(0, self.config.hidden))
