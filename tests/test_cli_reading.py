@@ -325,6 +325,14 @@ def test_without_a_terminal_there_is_a_line_every_30_seconds(capsys: pytest.Capt
     assert progress.duration(12 * 60) == "12 min" and progress.duration(12_000) == "3 h 20 min"
 
 
+def test_a_run_counts_passes_through_layers_not_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress.Lines, "EVERY", 0.0)
+        with progress.layers_passed(100, talks=True) as passed:
+            passed(800, 1700)  # 8 layers forward and 9 backward, 100 tokens
+    assert capsys.readouterr().err.startswith("47 % of 17 passes through layers, about ")
+
+
 def test_a_narrow_terminal_shortens_the_name_and_not_the_bar() -> None:
     name = "model.layers.12.self_attn.q_proj.weight"
     assert progress.shortened(name, 80) == name

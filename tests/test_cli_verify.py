@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qconvert.check.verify import verify
+from qconvert.checkpoint.open import open_checkpoint
+from qconvert.errors import QConvertError
 from tests.commands import files_of, made, qconvert
 from tests.models import tiny
 
@@ -111,3 +114,14 @@ def test_verify_knows_groups_that_are_whole_rows(here: Path) -> None:
     out = made("quantize", "m", "--bits", 4, "--allow-smaller-group")
     ran = qconvert("verify", out, "--against", "m")
     assert ran.code == 0, ran.err
+
+
+def test_a_folder_without_weights_is_named(models: Path, here: Path) -> None:
+    (here / "bare").mkdir()
+    (here / "bare/config.json").write_bytes((models / "plain/config.json").read_bytes())
+    plain = models / "plain"
+    for call in (("verify", "bare"), ("diff", "bare", "bare"), ("verify", plain, "--against", "bare")):
+        ran = qconvert(*call)
+        assert ran.code == 1 and ran.err.startswith("Error: bare: no weights beside the config.json"), call
+    with pytest.raises(QConvertError, match=r"bare: no weights beside"):
+        verify(open_checkpoint(here / "bare"))

@@ -56,6 +56,27 @@ def test_what_is_advised_is_there(said: str) -> None:
             "it is written --group-size",
         ),
         ("quantize m --bits 4 --device cuda", "No such option '--device'", "run on the CPU"),
+        (
+            "convert m --to vllm",
+            "--to vllm: not a layout but a loader, which reads compressed-tensors, int-quantized, gptq, "
+            "gptq_v2, awq, bitsandbytes, fp8, mxfp4, modelopt, auto-round, quark, fbgemm_fp8, torchao",
+            "--to compressed-tensors",
+        ),
+        (
+            "quantize m --bits 4 --layout llama.cpp",
+            "--layout llama.cpp: not a layout but a loader, which reads GGUF files",
+            "`qconvert to-gguf MODEL --type q4_k_m`",
+        ),
+        (
+            "quantize m --bits 4 --layout GGUF",
+            "--layout GGUF: not a layout of this command",
+            "`qconvert to-gguf MODEL --type q4_k_m`",
+        ),
+        (
+            "quantize m --bits 4 --layout bitnet",
+            "--layout bitnet: can be read, but not written",
+            "--to gptq --scheme int2-channel",
+        ),
     ],
 )
 def test_words_of_other_tools_are_answered(call: str, fact: str, hint: str) -> None:

@@ -56,6 +56,7 @@ INSTEAD = {
     "given beside": "given together with",
     r"\baim at\b": "choose",
     r"\botherwise than\b": "is not what",
+    r"\[default: \(default\)\]": "what the default is",
 }
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from qconvert.check.audit import audit, errors_in, reordered_in, scaling_in
 from qconvert.check.compare import TensorDifference, compare_checkpoints, locate
 from qconvert.check.scaled import factors_between, mismatch
-from qconvert.checkpoint.open import Checkpoint
+from qconvert.checkpoint.open import Checkpoint, require_weights
 from qconvert.core.dtypes import Json
 from qconvert.core.factors import Factors
+from qconvert.errors import shown
 from qconvert.plan.loader_notices import notice_lines, notices
 from qconvert.plan.scales import factors_by_tensor
 
@@ -37,8 +38,9 @@ class Verification:
 def verify(checkpoint: Checkpoint, against: Checkpoint | None = None) -> Verification:
     """Hold a checkpoint against its manifest, and every tensor against that of its source.
 
-    Raises CorruptCheckpoint for tensors that contradict config.json.
+    Raises CorruptCheckpoint for tensors that contradict config.json, QConvertError for a model without any.
     """
+    require_weights(checkpoint, shown(str(checkpoint.path)))
     architecture = checkpoint.architecture
     checkpoint.bind(allow_unknown=True)
     findings, problems, recorded = audit(checkpoint)

@@ -53,7 +53,7 @@ _CPU_TOKENS, _GPU_TOKENS = 32 << 10, 128 << 10
     "texts",
     multiple=True,
     default=("default",),
-    show_default="default",
+    show_default="the bundled text",
     metavar="default|FILE|FOLDER|hub:ID",
     help="Text to run on; given again, they share the tokens equally.",
 )

@@ -34,7 +34,7 @@ _OPTIONS = (
         "texts",
         multiple=True,
         metavar="TEXT",
-        show_default="default",
+        show_default="the bundled text",
         help="Calibration text: default (bundled), a file, a folder or hub:DATASET; repeat to mix.",
     ),
     click.option(

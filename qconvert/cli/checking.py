@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 
 def open_checkpoint_of(model: str, revision: str | None) -> Checkpoint:
-    """Find a model and open it."""
+    """Find a model and open it; QConvertError if it has no weights."""
     from qconvert.checkpoint.hub import resolve
-    from qconvert.checkpoint.open import open_checkpoint
+    from qconvert.checkpoint.open import open_checkpoint, require_weights
 
-    return open_checkpoint(resolve(model, revision=revision).path)
+    checkpoint = open_checkpoint(resolve(model, revision=revision).path)
+    require_weights(checkpoint, model)
+    return checkpoint
 
 
 def phrase(value: object) -> str:

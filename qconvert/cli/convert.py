@@ -12,8 +12,8 @@ from qconvert.cli import candidates, codebook_schemes
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.flags import Flags
+from qconvert.cli.layout_choice import LayoutChoice
 from qconvert.cli.options import (
-    LayoutChoice,
     examples,
     models_argument,
     pad_option,

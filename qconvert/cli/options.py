@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
 from qconvert.cli import candidates
 from qconvert.cli.launchers import rank_option
-from qconvert.core.scheme_names import bits_in, layout_named, named_scheme, unwritten
+from qconvert.core.scheme_names import bits_in, named_scheme, unwritten
 from qconvert.core.schemes import is_integers
 from qconvert.core.sizes import parse_size
 from qconvert.errors import BadUsage
@@ -105,42 +104,6 @@ class BitsType(click.ParamType):  # type: ignore[type-arg]
             if other:
                 raise BadUsage(f"{option}: not a number from 2 to 8; {other.fact}", other.hint)
         return int(click.IntRange(2, 8).convert(value, param, ctx))
-
-
-def _refuse_other_words(value: str, param: click.Parameter | None) -> None:
-    """Raise BadUsage with the command for a scheme, or a type of GGUF files, where a layout is asked for."""
-    other = unwritten(value)
-    what = f"{param.opts[0] if param else 'layout'} {value}: not a layout"
-    if named_scheme(value) or is_integers(value):
-        raise BadUsage(f"{what} but a scheme", f"`qconvert quantize MODEL --scheme {value}`")
-    if other:
-        raise BadUsage(f"{what}; {other.fact}", other.hint)
-
-
-class LayoutChoice(click.ParamType):  # type: ignore[type-arg]
-    """One of the names that a function gives when they are asked for, as `click.Choice` takes fixed ones."""
-
-    name = "layout"
-
-    def __init__(self, names: Callable[[], tuple[str, ...]]) -> None:
-        self.names = names
-
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
-        return click.Choice(self.names()).get_metavar(param, ctx)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        names = click.Choice(self.names(), case_sensitive=False)
-        name = str(value).lower()
-        if name not in names.choices:
-            name = layout_named(name) or name
-        if name not in names.choices:
-            _refuse_other_words(str(value), param)
-        return str(names.convert(name, param, ctx))
-
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        return [CompletionItem(name) for name in self.names() if name.startswith(incomplete)]
 
 
 SIZE = SizeType()

@@ -51,16 +51,18 @@ def compiling_explained(*, talks: bool) -> Iterator[None]:
 
 
 @contextmanager
-def counted(unit: str, *, talks: bool, scaled: bool = False) -> Iterator[Callable[[float, int], None] | None]:
+def counted(
+    unit: str, *, talks: bool, scaled: bool = False, units: str | None = None
+) -> Iterator[Callable[[float, int], None] | None]:
     """A bar that is told how much is done of how much; lines without a terminal; None under --quiet.
 
-    `scaled` numbers are written like 1.2M.
+    `scaled` numbers are written like 1.2M; `units` is the plural that lines name, `unit` and an s without it.
     """
     if not talks:
         yield None
         return
     if not sys.stderr.isatty():
-        yield Lines(f"{unit}s").tell
+        yield Lines(units or f"{unit}s").tell
         return
     from tqdm import tqdm
 
@@ -76,11 +78,12 @@ def counted(unit: str, *, talks: bool, scaled: bool = False) -> Iterator[Callabl
 
 @contextmanager
 def layers_passed(tokens: int, *, talks: bool) -> Iterator[Callable[[int, int], None]]:
-    """A bar over the layers that a text of so many tokens is through, in tenths as its batches pass.
+    """A bar over the passes of a text of so many tokens through layers, in tenths as its batches pass.
 
-    It is told how many tokens are done of how many, each counted once for every visit of a layer.
+    It is told how many tokens are done of how many, each counted once for every pass through a layer: a
+    backward run passes through most layers twice.
     """
-    with counted("layer", talks=talks) as tell:
+    with counted("pass", talks=talks, units="passes through layers") as tell:
 
         def passed(done: int, total: int) -> None:
             if tell is not None:

@@ -13,10 +13,10 @@ from qconvert.cli import candidates, codebook_schemes
 from qconvert.cli.calibration_options import calibration_options
 from qconvert.cli.exit_codes import typed
 from qconvert.cli.flags import Flags
+from qconvert.cli.layout_choice import LayoutChoice
 from qconvert.cli.many_outputs import Several
 from qconvert.cli.options import (
     BitsType,
-    LayoutChoice,
     examples,
     models_argument,
     pad_option,

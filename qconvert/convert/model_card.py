@@ -70,10 +70,9 @@ def model_card(
 
 
 def _recipe(manifest: Json) -> dict[str, Any]:
-    """The recipe, and what a conversion was asked for, without the fields that say nothing."""
-    said = manifest["recipe"] | {
-        f"convert_{key}": value for key, value in manifest.get("conversion", {}).items()
-    }
+    """The recipe and what a conversion was asked for, whose scheme counts, without empty fields."""
+    asked = {key: value for key, value in manifest.get("conversion", {}).items() if value}
+    said = {**manifest["recipe"], **asked}
     return {key: value for key, value in said.items() if value not in (None, [], False)}
 
 
