@@ -58,10 +58,13 @@ def as_published(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(tmp_path_factory.mktemp("v4"))
+
+
+def published(out: Path) -> Path:
     """A random model of transformers' class, saved, renamed and packed as the published files are."""
     import transformers
 
-    out = tmp_path_factory.mktemp("v4")
     config = {**ROW.config, **WIDE, "compress_ratios": [0, 4, 128]}
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))

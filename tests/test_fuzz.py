@@ -18,7 +18,7 @@ from tests.fuzz.commands import folders, ggufs
 from tests.fuzz.kinds import SIZES, Kind
 from tests.fuzz.mutations import changed_bytes, changed_json
 
-INPUTS = 20_000  # 1,111 of each of eleven kinds; 4,444 and 3,333 through the commands
+INPUTS = 20_000  # 1,000 of each of thirteen kinds; 4,000 and 3,000 of layouts and types of GGML
 
 
 def test_no_changed_file_does_harm() -> None:

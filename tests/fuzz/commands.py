@@ -95,6 +95,11 @@ def drive_gguf(path: Path) -> None:
     _drive(path, path, _GGUFS)
 
 
+def drive_part(path: Path) -> None:
+    """Run one command on the GGUF of which this file is a part: it is named by its first one."""
+    _drive(path, min(path.parent.glob("*.gguf")), _GGUFS)
+
+
 def _drive(path: Path, model: Path, words: tuple[str, ...]) -> None:
     asked = words[zlib.crc32(path.read_bytes()) % len(words)].split()
     out = model.parent / _OUT

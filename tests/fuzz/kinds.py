@@ -21,10 +21,12 @@ from qconvert.formats.tokenizers.tokenized_text import open_tokenizer
 from qconvert.models import Architecture
 from qconvert.plan.recipe import load_recipe
 from tests.commands import made
-from tests.fuzz.commands import drive_folder, drive_gguf, folders, ggufs
+from tests.fuzz.commands import drive_folder, drive_gguf, drive_part, folders, ggufs
 from tests.fuzz.mutations import changed_bytes, changed_json, changed_value
 from tests.gguf_models import imatrix_dat
 from tests.models import tiny
+from tests.test_deepseek_v4 import published
+from tests.test_gguf_kimi import as_published, kimi
 
 Change = Callable[[bytes, random.Random], bytes]
 SIZES = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
@@ -91,6 +93,8 @@ def kinds(folder: Path) -> dict[str, Kind]:
         "recipe": Kind((_recipe(folder),), changed_bytes, load_recipe),
         "layouts": Kind(_of_layouts(folder / "layouts"), _changed_folder, drive_folder, share=4),
         "GGUF types": Kind(_of_types(folder / "types"), _changed_start, drive_gguf, share=3),
+        "families": Kind(_of_families(folder / "families"), _changed_folder, drive_folder),
+        "GGUF in parts": Kind(_in_parts(plain, folder / "parts"), _changed_start, drive_part),
     }
 
 
@@ -104,6 +108,24 @@ def _of_layouts(folder: Path) -> tuple[Path, ...]:
 def _of_types(folder: Path) -> tuple[Path, ...]:
     folder.mkdir()
     return tuple(ggufs(folder))
+
+
+def _of_families(folder: Path) -> tuple[Path, ...]:
+    """Models whose readers have most to ask of a config.json: as Moonshot and DeepSeek publish them."""
+    kimi_linear, deepseek = folder / "kimi-linear", folder / "deepseek-v4"
+    deepseek.mkdir(parents=True)
+    kimi(kimi_linear)
+    as_published(kimi_linear)
+    published(deepseek)
+    return tuple(
+        each / name for each in (kimi_linear, deepseek) for name in ("config.json", "model.safetensors")
+    )
+
+
+def _in_parts(model: Path, folder: Path) -> tuple[Path, ...]:
+    folder.mkdir()
+    first = made("to-gguf", model, "--type", "q8_0", "--split-max-size", "20KB", "-o", folder / "m.gguf")
+    return tuple(sorted(first.parent.iterdir()))
 
 
 def _changed_folder(raw: bytes, rng: random.Random) -> bytes:
